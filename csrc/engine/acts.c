@@ -9,6 +9,7 @@
 #include "engine/history.h"
 #include "engine/join.h"
 #include "engine/pass_dtype.h"
+#include "engine/recording.h"
 #include "engine/sample.h"
 #include "engine/spoiled.h"
 #include "engine/writing.h"
@@ -229,6 +230,29 @@ static zs_status reshard(zs_record *record)
     return zs_unit_reshard(zs_unit_of(record));
 }
 
+/* Each parameter and the unit's own handle are users of the storage. */
+static bool held(const zs_record *record)
+{
+    const zs_unit *unit = (const zs_unit *)record;
+    for (int f = 0; f < unit->n_flats; f++) {
+        int64_t own = 1;
+        for (int64_t i = 0; i < unit->n_params; i++)
+            own += unit->params[i].flat == f && zs_tensor_alive(unit->params[i].tensor);
+        if (zs_storage_users(unit->flats[f].full) > own) return true;
+    }
+    return false;
+}
+
+static void read_over(zs_record *record)
+{
+    zs_recording_read_end(zs_unit_of(record));
+}
+
+static void reads_changed(zs_schedule *schedule)
+{
+    zs_home_replan(&zs_engine_of_schedule(schedule)->home);
+}
+
 static zs_status prepare(zs_record *record, int64_t arriving, zs_expected *out)
 {
     return zs_grads_begin(zs_unit_of(record), arriving, out);
@@ -379,6 +403,9 @@ const zs_actions zs_engine_actions = {
     .bind = bind,
     .cancel = cancel,
     .reshard = reshard,
+    .held = held,
+    .read_over = read_over,
+    .reads_changed = reads_changed,
     .prepare = prepare,
     .keep = keep,
     .bucket_new = bucket_new,

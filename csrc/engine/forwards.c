@@ -160,8 +160,16 @@ zs_status zs_engine_pre_forward(zs_unit *unit, bool training, bool exact)
     ZS_TRY(zs_home_follow(unit->home));
     ZS_TRY(enter(unit, &entry, exact));
     zs_status status = zs_recording_forward(unit);
+    zs_unit_show_full(unit, zs_unit_is_full(unit));
     if (status != ZS_OK) (void)zs_schedule_leave(schedule_of(unit), &unit->record, false);
     return status;
+}
+
+/* From here on the guard is asked about the parameters, even where they stay unsharded: an operation reads them. */
+static void leave_to_guard(zs_unit *unit)
+{
+    if (unit->record.inside == 0 && !unit->record.pinned && !backward_runs(schedule_of(unit)))
+        zs_unit_show_full(unit, false);
 }
 
 zs_status zs_engine_post_forward(zs_unit *unit)
@@ -169,5 +177,38 @@ zs_status zs_engine_post_forward(zs_unit *unit)
     bool made = zs_recording_forward_end(unit);
     zs_status status = zs_home_follow(unit->home);
     ZS_ALSO(status, zs_schedule_leave(schedule_of(unit), &unit->record, made && zs_grad_mode()));
+    leave_to_guard(unit);
     return status;
+}
+
+/* --- reads ---------------------------------------------------------------------------------------------------------------- */
+
+static zs_status unshard_for_read(zs_unit *unit, bool exact)
+{
+    zs_schedule *schedule = schedule_of(unit);
+    ZS_TRY(zs_home_follow(unit->home));
+    if (backward_runs(schedule)) {
+        ZS_TRY(zs_pass_dtype_backward(unit, exact));
+        return zs_schedule_recompute(schedule, &unit->record, zs_next_node());
+    }
+    ZS_TRY(zs_pass_dtype_forward(unit, exact));
+    return zs_schedule_read(schedule, &unit->record, zs_next_node());
+}
+
+zs_status zs_engine_read(zs_unit *unit, bool *runs)
+{
+    const zs_graph_range *reader = zs_recording_runs(zs_engine_of(unit));
+    *runs = reader != NULL;
+    if (reader == NULL || (zs_unit_is_full(unit) && zs_recording_counts(unit))) return ZS_OK;
+    ZS_TRY(unshard_for_read(unit, reader->exact));
+    zs_unit_show_full(unit, false); /* the guard is asked about the next one, too */
+    return zs_recording_counts(unit) ? ZS_OK : zs_recording_read(unit);
+}
+
+zs_status zs_engine_unread(zs_unit *unit, bool *runs)
+{
+    *runs = zs_recording_runs(zs_engine_of(unit)) != NULL;
+    if (!*runs || backward_runs(schedule_of(unit))) return ZS_OK;
+    ZS_TRY(zs_home_follow(unit->home));
+    return zs_schedule_unread(schedule_of(unit), &unit->record);
 }

@@ -97,32 +97,58 @@ zs_status zs_graph_ranges_open(zs_graph_ranges *all, uint64_t thread, int64_t no
     ZS_TRY(make_room(own));
     zs_graph_range *made = &own->ranges[own->n];
     *made = *range;
-    made->begin = now;
+    made->begin = own->n > 0 && now < own->ranges[own->n - 1].begin ? own->ranges[own->n - 1].begin : now;
     made->end = INT64_MAX;
     made->outer = own->inner;
     own->inner = own->n++;
     return ZS_OK;
 }
 
+/* Index of the innermost open one of a unit; negative: none. */
+static int64_t find_open(const zs_thread_ranges *own, const struct zs_unit *unit)
+{
+    int64_t at = own != NULL ? own->inner : -1;
+    while (at >= 0 && (own->ranges[at].unit != unit || !is_open(&own->ranges[at])))
+        at = own->ranges[at].outer;
+    return at;
+}
+
+const zs_graph_range *zs_graph_ranges_inner(const zs_graph_ranges *all, uint64_t thread, const struct zs_unit *unit)
+{
+    const zs_thread_ranges *own = find_thread(all, thread);
+    if (own == NULL || own->inner < 0) return NULL;
+    int64_t at = unit != NULL ? find_open(own, unit) : own->inner;
+    return at >= 0 ? &own->ranges[at] : NULL;
+}
+
+static void close_at(zs_thread_ranges *own, int64_t at, int64_t now)
+{
+    own->ranges[at].end = now;
+    while (own->inner >= 0 && !is_open(&own->ranges[own->inner]))
+        own->inner = own->ranges[own->inner].outer;
+}
+
 /* Ends the innermost; one without nodes leaves no trace. */
 static bool close_inner(zs_thread_ranges *own, int64_t now)
 {
-    zs_graph_range *range = &own->ranges[own->inner];
-    bool made = range->begin < now;
-    range->end = now;
-    if (!made && own->inner == own->n - 1) own->n--;
-    own->inner = range->outer;
-    while (own->inner >= 0 && !is_open(&own->ranges[own->inner]))
-        own->inner = own->ranges[own->inner].outer;
+    int64_t at = own->inner;
+    bool made = own->ranges[at].begin < now;
+    close_at(own, at, now);
+    if (!made && at == own->n - 1) own->n--;
     return made;
+}
+
+void zs_graph_ranges_close_one(zs_graph_ranges *all, uint64_t thread, int64_t now, const struct zs_unit *unit)
+{
+    zs_thread_ranges *own = find_thread(all, thread);
+    int64_t at = find_open(own, unit);
+    if (at >= 0) close_at(own, at, now);
 }
 
 bool zs_graph_ranges_close(zs_graph_ranges *all, uint64_t thread, int64_t now, const struct zs_unit *unit)
 {
     zs_thread_ranges *own = find_thread(all, thread);
-    int64_t at = own != NULL ? own->inner : -1;
-    while (at >= 0 && (own->ranges[at].unit != unit || !is_open(&own->ranges[at])))
-        at = own->ranges[at].outer;
+    int64_t at = find_open(own, unit);
     if (at < 0) return false;
     while (own->inner > at)
         (void)close_inner(own, now);

@@ -49,6 +49,12 @@ enum { ZS_PLACE_NONE = -1, ZS_PLACE_LOST = -2 };
 /* A forward begins, on `thread`, whose next node will have the number `now`. ZS_ERR_MEMORY. */
 zs_status zs_graph_ranges_open(zs_graph_ranges *all, uint64_t thread, int64_t now, const zs_graph_range *range);
 
+/* The innermost that is open on this thread, of that unit, if one is given; NULL: none. */
+const zs_graph_range *zs_graph_ranges_inner(const zs_graph_ranges *all, uint64_t thread, const struct zs_unit *unit);
+
+/* The innermost that is open of this unit ends, and what is within it goes on. No-op if none is open. */
+void zs_graph_ranges_close_one(zs_graph_ranges *all, uint64_t thread, int64_t now, const struct zs_unit *unit);
+
 /* The innermost that is open of this unit ends, with all within it. Returns whether it has made nodes; false if none is open. */
 bool zs_graph_ranges_close(zs_graph_ranges *all, uint64_t thread, int64_t now, const struct zs_unit *unit);
 

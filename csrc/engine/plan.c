@@ -73,6 +73,9 @@ static zs_status go_forward(planner *p, bool training)
             planned->outermost = it->record.inside == 1;
             if (training && live) planned->stamp = zs_schedule_stamp(it->record.span.begun, now);
             ZS_TRY(zs_schedule_leave(schedule, &it->record, training && live));
+        } else if (call->what == ZS_CALL_READ) {
+            ZS_TRY(zs_schedule_read(schedule, &it->record, now));
+            if (training) planned->stamp = zs_schedule_stamp(now, now + 1);
         } else {
             live |= wants(call->unit, call->what);
         }
@@ -90,7 +93,7 @@ static zs_status go_backward(planner *p)
         const planned_call *planned = &p->calls[c];
         zs_dry_unit *it = planned->it;
         if (call->what == ZS_CALL_ENTER) continue;
-        if (call->what != ZS_CALL_EXIT) {
+        if (call->what >= 0) {
             if (wants(call->unit, call->what) && it->record.is.reduces)
                 ZS_TRY(zs_schedule_gradient(schedule, &it->record, call->what));
         } else if (planned->stamp >= 0) {

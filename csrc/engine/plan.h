@@ -13,11 +13,11 @@
 #include "engine/dry.h"
 
 /* One thing that a forward of the modules in their order does. */
-enum { ZS_CALL_ENTER = -1, ZS_CALL_EXIT = -2 };
+enum { ZS_CALL_ENTER = -1, ZS_CALL_EXIT = -2, ZS_CALL_READ = -3 };
 
 typedef struct zs_call {
     zs_unit *unit; /* borrowed */
-    /* Its module, or a part that makes it whole too, is entered or left; else which of its parameters is used here for the
+    /* Its module, or a part that makes it whole too, is entered or left; it is read in the forward that is running; else which of its parameters is used here for the
      * first time. */
     int64_t what;
 } zs_call;

@@ -4,10 +4,10 @@
 #include "engine/engine_inside.h"
 #include "engine/engine_list.h"
 
-static zs_status begin(zs_engine *engine, const zs_graph_range *range)
+static zs_status begin(zs_engine *engine, int64_t now, const zs_graph_range *range)
 {
     bool is_new = zs_graph_ranges_empty(&engine->ranges);
-    ZS_TRY(zs_graph_ranges_open(&engine->ranges, zs_node_thread(), zs_next_node(), range));
+    ZS_TRY(zs_graph_ranges_open(&engine->ranges, zs_node_thread(), now, range));
     if (is_new) zs_engine_list_add(engine);
     return ZS_OK;
 }
@@ -15,7 +15,7 @@ static zs_status begin(zs_engine *engine, const zs_graph_range *range)
 zs_status zs_recording_forward(zs_unit *unit)
 {
     zs_graph_range range = {.unit = unit, .stamp = ZS_MADE_IN_FORWARD, .exact = unit->exact};
-    return begin(zs_engine_of(unit), &range);
+    return begin(zs_engine_of(unit), zs_next_node(), &range);
 }
 
 bool zs_recording_forward_end(zs_unit *unit)
@@ -23,12 +23,35 @@ bool zs_recording_forward_end(zs_unit *unit)
     return zs_graph_ranges_close(&zs_engine_of(unit)->ranges, zs_node_thread(), zs_next_node(), unit);
 }
 
+const zs_graph_range *zs_recording_runs(const zs_engine *engine)
+{
+    return zs_graph_ranges_inner(&engine->ranges, zs_node_thread(), NULL);
+}
+
+bool zs_recording_counts(const zs_unit *unit)
+{
+    return zs_graph_ranges_inner(&zs_engine_of(unit)->ranges, zs_node_thread(), unit) != NULL;
+}
+
+/* A custom Function has its node before its own forward runs, in which autograd does not record. */
+zs_status zs_recording_read(zs_unit *unit)
+{
+    zs_graph_range range = {.unit = unit, .stamp = ZS_MADE_IN_FORWARD, .exact = unit->exact};
+    int64_t now = zs_next_node(), runs = zs_recording_runs(zs_engine_of(unit))->begin;
+    return begin(zs_engine_of(unit), zs_grad_mode() || now == runs ? now : now - 1, &range);
+}
+
+void zs_recording_read_end(zs_unit *unit)
+{
+    zs_graph_ranges_close_one(&zs_engine_of(unit)->ranges, zs_node_thread(), zs_next_node(), unit);
+}
+
 zs_status zs_recording_backward(zs_unit *unit, bool exact, int64_t stamp)
 {
     zs_engine *engine = zs_engine_of(unit);
     zs_graph_range range = {.unit = unit, .stamp = stamp, .exact = exact};
     zs_graph_ranges_close_backwards(&engine->ranges, zs_node_thread(), zs_next_node(), stamp);
-    return begin(engine, &range);
+    return begin(engine, zs_next_node(), &range);
 }
 
 void zs_recording_backward_end(zs_engine *engine)

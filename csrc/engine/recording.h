@@ -6,10 +6,21 @@
 #define ZS_RECORDING_H
 
 #include "engine/engine.h"
+#include "engine/graph_ranges.h"
 
 /* A forward of the unit begins / ends on this thread. zs_recording_forward_end returns whether it has made nodes. */
 zs_status zs_recording_forward(zs_unit *unit);
 bool zs_recording_forward_end(zs_unit *unit);
+
+/* The forward of any unit of the engine that runs on this thread, the innermost; NULL: none does. */
+const zs_graph_range *zs_recording_runs(const zs_engine *engine);
+
+/* Does what this thread makes now count as made in a forward of the unit, or while it is read? */
+bool zs_recording_counts(const zs_unit *unit);
+
+/* The unit is read, in a forward of another one / is not read any more. */
+zs_status zs_recording_read(zs_unit *unit);
+void zs_recording_read_end(zs_unit *unit);
 
 /* The backward of a forward of the unit begins on this thread, and autograd records it: another backward may come, which needs
  * the unit for what is made from now on. `exact` and `stamp` are those of its hook. / A backward of the engine's units is over. */

@@ -7,21 +7,50 @@
 #include "engine/engine_inside.h"
 #include "reduce/bucket.h"
 
+#include <stdlib.h>
+
 /* --- reserving -------------------------------------------------------------------------------------------------------- */
+
+/* Writes the calls of a forward to `out`, and where a reader's forward ends, what was read in it; returns how many there are.
+ * Nothing is written if `out` is NULL. */
+static size_t list_calls(const zs_engine *engine, zs_call *out)
+{
+    size_t n = 0;
+    for (size_t c = 0; c < engine->n_calls; c++) {
+        const zs_call *call = &engine->calls[c];
+        for (size_t i = 0; call->what == ZS_CALL_EXIT && i < zs_engine_n_units(engine); i++) {
+            zs_unit *unit = zs_engine_unit(engine, i);
+            if (unit->record.read.reader != &call->unit->record) continue;
+            if (out != NULL) out[n] = (zs_call){unit, ZS_CALL_READ};
+            n++;
+        }
+        if (out != NULL) out[n] = *call;
+        n++;
+    }
+    return n;
+}
 
 static zs_status make_plan(const zs_engine *engine, bool stepped, const zs_unit_seconds *seconds, zs_plan *plan)
 {
+    size_t n_calls = list_calls(engine, NULL);
+    zs_call *calls = malloc((n_calls + 1) * sizeof *calls);
+    *plan = (zs_plan){0};
+    if (calls == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a plan");
+    (void)list_calls(engine, calls);
+
     size_t n = zs_engine_n_units(engine);
     zs_unit *units[n + 1];
     for (size_t i = 0; i < n; i++)
         units[i] = zs_engine_unit(engine, i);
     const int *ahead = engine->home.schedule.ahead;
-    zs_plan_spec spec = {.units = units, .n_units = n, .calls = engine->calls, .n_calls = engine->n_calls};
+    zs_plan_spec spec = {.units = units, .n_units = n, .calls = calls, .n_calls = n_calls};
     spec.ahead[0] = ahead[0];
     spec.ahead[1] = ahead[1];
     spec.stepped = stepped;
     spec.seconds = seconds;
-    return zs_plan_make(&engine->home, &spec, plan);
+    zs_status status = zs_plan_make(&engine->home, &spec, plan);
+    free(calls);
+    return status;
 }
 
 static zs_status fit(zs_engine *engine)

@@ -92,6 +92,36 @@ PyObject *zs_py_post_forward(unit_object *self, PyObject *const *args, Py_ssize_
     Py_RETURN_NONE;
 }
 
+const char zs_py_read_doc[] = PyDoc_STR(
+    "read($self, /)\n--\n\nAn operation makes values of the parameters: if a forward of the model runs on this thread, "
+    "unshard them until it ends. Returns whether one does. Over c10d, collective then.");
+
+PyObject *zs_py_read(unit_object *self, PyObject *unused)
+{
+    (void)unused;
+    zs_status status;
+    bool runs = false;
+    ZS_PY_NOGIL(status, zs_engine_read(self->unit, &runs));
+    zs_py_show(zs_engine_of(self->unit));
+    if (status != ZS_OK) return zs_py_raise(NULL);
+    return PyBool_FromLong(runs);
+}
+
+const char zs_py_unread_doc[] = PyDoc_STR(
+    "unread($self, /)\n--\n\nAn operation is about to write to the parameters: what read() alone has unsharded is "
+    "sharded again. Returns whether a forward of the model runs on this thread.");
+
+PyObject *zs_py_unread(unit_object *self, PyObject *unused)
+{
+    (void)unused;
+    zs_status status;
+    bool runs = false;
+    ZS_PY_NOGIL(status, zs_engine_unread(self->unit, &runs));
+    zs_py_show(zs_engine_of(self->unit));
+    if (status != ZS_OK) return zs_py_raise(NULL);
+    return PyBool_FromLong(runs);
+}
+
 static zs_status visit(void *roots, const zs_graph_visitor *visitor)
 {
     return zs_py_visit_graph(roots, visitor);

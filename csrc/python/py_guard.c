@@ -4,6 +4,7 @@
  * it is and its result is guarded in turn. zshard/_guard/rules.py lists which operations are of that kind, or ask for facts only;
  * all others, and slices that do not fit each other, go to Python (zshard/_guard/slices.py), which raises or knows better.
  */
+#include "python/py_reads.h"
 #include "python/py_util.h"
 #include "python/py_writes.h"
 
@@ -16,7 +17,10 @@ typedef enum rule {
     RULE_LISTS,      /* elementwise, on lists of tensors: torch._foreach_*, fused optimizers */
     RULE_GRAD,       /* the getter of .grad */
     RULE_NONE,       /* Python knows */
-    RULE_WRITES = 8, /* added: writes to the first argument */
+    RULE_WRITES = 8,       /* added: writes to the first argument */
+    RULE_STAYS = 16,       /* added: makes no value of the parameter's elements */
+    RULE_STAYS_ALONE = 32, /* added: makes none where autograd does not record */
+    RULE_KINDS = 7,
 } rule;
 
 static struct {
@@ -263,12 +267,36 @@ PyDoc_STRVAR(guarded_doc,
              "guarded($module, operation, types, args, kwargs, /)\n--\n\nRun an operation on guarded slices if it is "
              "elementwise or asks for facts, else call the handler. What __torch_function__ is.");
 
-static rule rule_of(PyObject *operation)
+/* Is it called like what writes to its first argument? `add_`, `__setitem__`, `__set__`. */
+static bool is_named_as_writing(PyObject *operation)
+{
+    PyObject *name = PyObject_GetAttrString(operation, "__name__");
+    const char *text = name != NULL && PyUnicode_Check(name) ? PyUnicode_AsUTF8(name) : NULL;
+    size_t length = text != NULL ? strlen(text) : 0;
+    bool writes = length > 0 && (strncmp(text, "__set", 5) == 0 || (text[length - 1] == '_' && text[0] != '_'));
+    Py_XDECREF(name);
+    PyErr_Clear();
+    return writes;
+}
+
+static unsigned rule_of(PyObject *operation)
 {
     PyObject *found = PyDict_GetItemWithError(guard.rules, operation);
-    if (found != NULL) return (rule)PyLong_AsLong(found);
+    if (found != NULL) return (unsigned)PyLong_AsLong(found);
     PyErr_Clear(); /* an operation that has no hash is not in the table */
-    return RULE_NONE;
+    return RULE_NONE | (is_named_as_writing(operation) ? RULE_STAYS : 0);
+}
+
+/* Within a forward a sharded parameter is gathered for what makes values of it, and not for what writes to it. */
+static int gather_operands(unsigned found, const arguments *given)
+{
+    unsigned kind = found & RULE_KINDS;
+    if (kind == RULE_FACT || kind == RULE_GRAD || (found & RULE_STAYS) != 0) return 0;
+    if ((found & RULE_STAYS_ALONE) != 0 && !zs_py_records()) return 0;
+    PyObject *target = kind == RULE_EACH ? written_by(given) : NULL;
+    if (target == NULL || !zs_py_is_guarded(target))
+        return given->writes && kind == RULE_LISTS ? 0 : zs_py_read_operands(given->args, given->kwargs);
+    return zs_py_before_write(target);
 }
 
 static PyObject *guarded(PyObject *module, PyObject *const *args, Py_ssize_t n)
@@ -276,9 +304,10 @@ static PyObject *guarded(PyObject *module, PyObject *const *args, Py_ssize_t n)
     (void)module;
     if (n != 4 || !PyTuple_Check(args[2]) || guard.rules == NULL)
         return PyErr_Format(PyExc_TypeError, "guarded() takes an operation, types, a tuple and a dict or None");
-    unsigned found = (unsigned)rule_of(args[0]);
+    unsigned found = rule_of(args[0]);
     arguments given = {args[2], PyDict_Check(args[3]) ? args[3] : NULL, (found & RULE_WRITES) != 0};
-    switch (found & ~(unsigned)RULE_WRITES) {
+    if (gather_operands(found, &given) < 0) return NULL;
+    switch (found & RULE_KINDS) {
     case RULE_FACT:
         if (given.writes) return run_assignment(args[0], &given);
         return zs_py_call_plain(args[0], given.args, given.kwargs);
@@ -354,6 +383,6 @@ int zs_py_guard_init(PyObject *module)
     guard.part = PyUnicode_InternFromString("_zshard_part");
     guard.dunder_class = PyUnicode_InternFromString("__class__");
     if (guard.part == NULL || guard.dunder_class == NULL) return -1;
-    if (zs_py_slices_init() < 0 || zs_py_writes_init() < 0) return -1;
+    if (zs_py_slices_init() < 0 || zs_py_writes_init() < 0 || zs_py_reads_init() < 0) return -1;
     return PyModule_AddFunctions(module, functions);
 }

@@ -32,10 +32,15 @@ static PyObject *part_in_table(PyObject *param)
     return entry != NULL && PyTuple_Check(entry) ? PyTuple_GET_ITEM(entry, 1) : NULL;
 }
 
+PyObject *zs_py_part_of_param(PyObject *object)
+{
+    return Py_TYPE(object) == zs_py_guard_types.shard_parameter ? part_in_table(object) : NULL;
+}
+
 /* Borrowed: the table or the object keeps it. */
 static PyObject *part_of(PyObject *object)
 {
-    PyObject *part = Py_TYPE(object) == zs_py_guard_types.shard_parameter ? part_in_table(object) : NULL;
+    PyObject *part = zs_py_part_of_param(object);
     if (part != NULL || PyErr_Occurred()) return part;
     part = PyObject_GetAttr(object, names.part);
     Py_XDECREF(part);

@@ -26,9 +26,12 @@ typedef struct unit_object {
 PyObject *zs_py_pre_forward(unit_object *self, PyObject *const *args, Py_ssize_t n);
 PyObject *zs_py_post_forward(unit_object *self, PyObject *const *args, Py_ssize_t n);
 
+/* Methods of _core.Unit (METH_NOARGS) for operations within a forward of the model. */
+PyObject *zs_py_read(unit_object *self, PyObject *unused);
+PyObject *zs_py_unread(unit_object *self, PyObject *unused);
+
 /* Their docstrings. */
-extern const char zs_py_pre_forward_doc[];
-extern const char zs_py_post_forward_doc[];
+extern const char zs_py_pre_forward_doc[], zs_py_post_forward_doc[], zs_py_read_doc[], zs_py_unread_doc[];
 
 /* Methods of _core.Unit that have it stepped in backward (METH_VARARGS), or no more (METH_NOARGS). */
 PyObject *zs_py_step_in_backward(unit_object *self, PyObject *args);

@@ -163,6 +163,8 @@ static zs_status resume_forward(zs_schedule *schedule)
     ZS_TRY(ZS_ACT(schedule, open, schedule, &entry));
     for (size_t i = 0; i < schedule->n_open; i++)
         if (schedule->open[i] != NULL) ZS_TRY(zs_schedule_unshard(schedule, schedule->open[i]));
+    for (size_t i = 0; schedule->n_read > 0 && i < schedule->n; i++)
+        if (schedule->records[i]->read.depth > 0) ZS_TRY(zs_schedule_unshard(schedule, schedule->records[i]));
     return ZS_OK;
 }
 

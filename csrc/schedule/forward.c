@@ -91,6 +91,7 @@ void zs_schedule_forget(zs_schedule *schedule, zs_record *record)
     schedule->n = kept;
     zs_rounds_forget(schedule, record);
     zs_unshard_forget(schedule, record);
+    zs_reads_forget(schedule, record);
     forget_open(schedule, record);
 }
 
@@ -163,24 +164,14 @@ zs_status zs_schedule_recompute(zs_schedule *schedule, zs_record *record, int64_
     return zs_unshard_for(schedule, record, ZS_PHASE_BACKWARD);
 }
 
-/* Whether a unit stays unsharded from its forward to its backward. Mapped full buffers cost nothing to come back to; where a
- * gather costs, the outermost unit is wanted again at once, or if it has no parameters, the last of those within. */
-static bool stays(const zs_schedule *schedule, const zs_record *record, bool keep)
-{
-    if (record->pinned) return true;
-    if (!keep) return false;
-    if (record->is.stays || record->is.kept) return true;
-    if (!schedule->gathers_cost) return false;
-    return schedule->n_open == 1 || (!schedule->outermost_gathers && zs_unshard_is_last(schedule, record));
-}
-
 /* Ends the forward that was entered last. */
 static zs_status leave_last(zs_schedule *schedule, bool keep)
 {
-    zs_status status = ZS_OK;
     zs_record *record = schedule->open[schedule->n_open - 1];
-    if (record != NULL && --record->inside == 0 && !stays(schedule, record, keep))
-        status = zs_schedule_reshard(schedule, record);
+    zs_status status = zs_reads_end(schedule, record);
+    if (record != NULL && --record->inside == 0 && !zs_reads_keep(schedule, record) &&
+        !zs_unshard_stays(schedule, record, keep))
+        ZS_ALSO(status, zs_schedule_reshard(schedule, record));
     if (--schedule->n_open == 0) ZS_ALSO(status, end_session(schedule));
     return status;
 }

@@ -1,5 +1,5 @@
 /* inner.h - what the files of the schedule ask of each other. Each calls those above it: through, unshard, rounds, backward,
- * forward. */
+ * reads, forward. */
 #ifndef ZS_SCHEDULE_INNER_H
 #define ZS_SCHEDULE_INNER_H
 
@@ -26,8 +26,8 @@ void zs_unshard_reduced(zs_record *record);
 void zs_unshard_begin_pass(zs_schedule *schedule);
 zs_status zs_unshard_end_pass(zs_schedule *schedule, zs_phase phase);
 
-/* Was this the last unit of the last forward, and is it again by the looks of it? Its backward comes next. */
-bool zs_unshard_is_last(const zs_schedule *schedule, const zs_record *record);
+/* Does a unit stay unsharded from its forward, which was entered last, to its backward? `keep`: that may come. */
+bool zs_unshard_stays(const zs_schedule *schedule, const zs_record *record, bool keep);
 
 /* Takes a unit out of what others remember. */
 void zs_unshard_forget(zs_schedule *schedule, const zs_record *record);
@@ -76,6 +76,17 @@ void zs_rounds_forget_all(zs_schedule *schedule);
 
 /* Takes a unit out, whatever it has there. */
 void zs_rounds_forget(zs_schedule *schedule, zs_record *record);
+
+/* --- reads.c ---------------------------------------------------------------------------------------------------------- */
+
+/* The forward of `reader`, which was entered last, ends: what it has read is sharded again. */
+zs_status zs_reads_end(zs_schedule *schedule, zs_record *reader);
+
+/* Is a unit whose own forward is over wanted by a reader whose forward still runs? As far as the last pass tells. */
+bool zs_reads_keep(zs_schedule *schedule, zs_record *record);
+
+/* Takes a unit out. */
+void zs_reads_forget(zs_schedule *schedule, zs_record *record);
 
 /* --- through.c -------------------------------------------------------------------------------------------------------- */
 

@@ -42,6 +42,13 @@ typedef struct zs_span {
     bool retired;   /* this backward is through with it */
 } zs_span;
 
+/* An operation in another unit's forward that reads the parameters (reads.c). */
+typedef struct zs_read {
+    size_t depth;      /* how many forwards were open then: it is unsharded until the innermost of them ends; 0: not read */
+    bool used;         /* it was read indeed, and is not only kept for a reader that may come */
+    zs_record *reader; /* whose forward has read it last, and had it to its end; borrowed; NULL: none */
+} zs_read;
+
 /* Units that are to be gathered early (unshard.c). */
 typedef struct zs_follow {
     zs_record **records; /* [n] borrowed; the array is owned */
@@ -87,6 +94,7 @@ struct zs_record {
     int inside;          /* forwards of its module that are running (forward.c) */
     bool sync;           /* the user wants gradients reduced (not in no_sync()); forward.c */
     zs_span span;
+    zs_read read;
     zs_record *next[2];        /* gathered after this one in the last pass, by zs_phase; borrowed (unshard.c) */
     zs_record *ended_after[2]; /* the last pass that came here from this one ended here; NULL: it did not (unshard.c) */
     zs_follow by_hand[2];      /* the same as users want it */

@@ -64,6 +64,13 @@ typedef struct zs_actions {
     /* Binds the parameters to the shard, and gives the full buffer back. A failure is told when that is done. */
     zs_status (*reshard)(zs_record *);
 
+    /* Does anything but the parameters use the full buffer, such as a view of one? NULL: yes. */
+    bool (*held)(const zs_record *);
+    /* Nothing that is made from now on uses the unit because it was read. */
+    void (*read_over)(zs_record *);
+    /* Which units are read in forwards of others is not what it was. */
+    void (*reads_changed)(zs_schedule *);
+
     /* --- gradients ----------------------------------------------------------------------------------------------------- */
 
     /* Readies the unit for gradients, once in a backward. `arriving`: a parameter whose new gradient is there, or -1. */
@@ -121,6 +128,7 @@ struct zs_schedule {
                        * a session opened by hand, or of a unit that is gone; owned */
     size_t n_open, open_room;
     zs_entry entry;         /* of the last session of forwards */
+    size_t n_read;          /* units that are read */
     bool outermost_gathers; /* that began with a unit that has parameters */
     bool gave_up;           /* the backward being closed was abandoned here */
     size_t next_post;       /* (in order) how many units have posted in this backward */
@@ -190,6 +198,13 @@ zs_status zs_schedule_enter(zs_schedule *schedule, zs_record *record, const zs_e
 
 /* It begins again within a backward, to be recomputed. */
 zs_status zs_schedule_recompute(zs_schedule *schedule, zs_record *record, int64_t now);
+
+/* An operation in the innermost forward reads the unit's parameters: it is unsharded until that ends, or until another unit is
+ * read and nothing uses this one's full buffer. */
+zs_status zs_schedule_read(zs_schedule *schedule, zs_record *record, int64_t now);
+
+/* A unit that is unsharded for that alone is to be written to: it is sharded again. No-op for others. */
+zs_status zs_schedule_unread(zs_schedule *schedule, zs_record *record);
 
 /* It ends, also if it raised; no-op if none is running. `keep`: its outputs have a history, so a backward may come. */
 zs_status zs_schedule_leave(zs_schedule *schedule, zs_record *record, bool keep);

@@ -185,9 +185,21 @@ zs_status zs_unshard_end_pass(zs_schedule *schedule, zs_phase phase)
     return status;
 }
 
-bool zs_unshard_is_last(const zs_schedule *schedule, const zs_record *record)
+/* Was this the last unit of the last forward, and is it again by the looks of it? Its backward comes next. */
+static bool is_last(const zs_schedule *schedule, const zs_record *record)
 {
     return schedule->last == record && schedule->latest == record;
+}
+
+/* Mapped full buffers cost nothing to come back to; where a gather costs, the outermost unit is wanted again at once, or if it
+ * has no parameters, the last of those within. */
+bool zs_unshard_stays(const zs_schedule *schedule, const zs_record *record, bool keep)
+{
+    if (record->pinned) return true;
+    if (!keep) return false;
+    if (record->is.stays || record->is.kept) return true;
+    if (!schedule->gathers_cost) return false;
+    return schedule->n_open == 1 || (!schedule->outermost_gathers && is_last(schedule, record));
 }
 
 zs_status zs_schedule_follow(zs_record *record, zs_phase phase, zs_record *const *records, size_t n)

@@ -144,7 +144,7 @@ struct zs_unit {
     bool reshard_by_hand;           /* users have said whether it is resharded after forward */
     bool borrows;                   /* then all of it is: its gradients have memory from the sum to the step only */
     void *face; /* who shows Python the parameters as sharded or whole; NULL: nobody; borrowed; see zs_unit_set_face */
-    bool bound_full; /* (with a face) they are bound to the full buffer */
+    bool bound_full; /* (with a face) they are to be seen as bound to the full buffer */
     bool shown_full; /* (with a face) and so they were when they were shown last */
 };
 
@@ -296,6 +296,9 @@ zs_status zs_unit_watch(zs_unit *unit, int64_t i);
 
 /* The object that shows Python this unit's parameters, which are sharded now, or NULL when it dies. */
 void zs_unit_set_face(zs_unit *unit, void *face);
+
+/* (With a face) From now on Python is to see them as unsharded, as in the unit's own forward, or not. */
+void zs_unit_show_full(zs_unit *unit, bool full);
 
 /* Does Python see the parameters as what they are? */
 static inline bool zs_unit_is_shown(const zs_unit *unit)

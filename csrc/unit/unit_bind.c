@@ -142,8 +142,8 @@ static zs_status bind_full(zs_unit *unit, int64_t i)
 
 /* --- what Python sees -------------------------------------------------------------------------------------------- */
 
-/* The parameters are bound to the full buffer or not; whoever holds the GIL next shows them so. */
-static void note_bound(zs_unit *unit, bool full)
+/* Whoever holds the GIL next shows them so. */
+void zs_unit_show_full(zs_unit *unit, bool full)
 {
     if (unit->face == NULL || unit->bound_full == full) return;
     unit->bound_full = full;
@@ -172,7 +172,7 @@ zs_status zs_unit_cancel(zs_unit *unit)
         if (zs_tensor_alive(param->tensor) && zs_tensor_on_storage(param->tensor, unit->flats[param->flat].full))
             (void)zs_unit_bind_local(unit, param);
     }
-    note_bound(unit, false);
+    zs_unit_show_full(unit, false);
     for (int f = 0; f < unit->n_flats; f++) {
         ZS_ALSO(status, finish_gather(unit, &unit->flats[f]));
         clear_full_storage(unit, &unit->flats[f]);
@@ -197,7 +197,7 @@ zs_status zs_unit_bind(zs_unit *unit)
     for (int64_t i = 0; i < unit->n_params && status == ZS_OK; i++)
         if (zs_tensor_alive(unit->params[i].tensor)) status = bind_full(unit, i);
     if (status == ZS_OK)
-        note_bound(unit, true);
+        zs_unit_show_full(unit, true);
     else
         (void)zs_unit_cancel(unit);
     return status;
@@ -300,7 +300,7 @@ zs_status zs_unit_reshard(zs_unit *unit)
         zs_param *param = &unit->params[i];
         if (zs_tensor_alive(param->tensor)) ZS_ALSO(status, bind_sharded(unit, param));
     }
-    note_bound(unit, false);
+    zs_unit_show_full(unit, false);
     for (int f = 0; f < unit->n_flats; f++)
         clear_full_storage(unit, &unit->flats[f]);
     unit->exact = unit->pass_exact;

@@ -15,16 +15,24 @@ from torch import Tensor
 from torch.nn import functional, init
 
 __all__ = [
-    *("EACH", "FACT", "GRAD", "LISTS", "LIKE_AT_RANDOM", "NEW"),
-    *("DRAWN_IN_PLACE", "SIZES", "VIEWS", "rules"),
+    *("EACH", "FACT", "GRAD", "LISTS", "NONE", "LIKE_AT_RANDOM", "NEW"),
+    *("DRAWN_IN_PLACE", "SIZES", "STAYS", "STAYS_ALONE", "VIEWS", "WRITES", "rules"),
 ]
 
-FACT, EACH, LISTS, GRAD = range(4)
+FACT, EACH, LISTS, GRAD, NONE = range(5)
 """What csrc/python/py_guard.c does with an operation: run it and give its result as it is; run it
-on slices of the same elements and guard the result; the same for lists of tensors; get `.grad`."""
+on slices of the same elements and guard the result; the same for lists of tensors; get `.grad`; ask
+Python."""
 
 WRITES = 8
 """Added for an operation that writes to its first argument: all ranks are to make it."""
+
+STAYS = 16
+"""Added for an operation that makes no value of the parameter's elements: within a forward, it does
+not have the unit gathered."""
+
+STAYS_ALONE = 32
+"""Added for one that makes none where autograd does not record."""
 
 _FACTS = (
     *("data_ptr", "dense_dim", "dim", "dim_order", "element_size", "get_device"),
@@ -119,6 +127,9 @@ def rules() -> dict[Operation, int]:
     found.update(dict.fromkeys(_each(), EACH))
     found.update(dict.fromkeys(_lists(), LISTS))
     found[_getter("grad")] = GRAD
+    found.update(dict.fromkeys(_special(), NONE | STAYS))
+    for detach in (Tensor.detach, torch.detach):
+        found[detach] |= STAYS_ALONE
     return {func: rule | WRITES if _writes(func, rule) else rule for func, rule in found.items()}
 
 
@@ -132,6 +143,13 @@ def _writes(func: Operation, rule: int) -> bool:
     if name.startswith("__"):
         return name.strip("_") in _INPLACE_DUNDERS
     return name.endswith("_")
+
+
+def _special() -> Iterator[Operation]:
+    """Those that Python handles without the elements, or writes by."""
+    yield from _named(Tensor, (*SIZES, *NEW, *DRAWN_IN_PLACE, "type"))
+    yield from (_getter(name) for name in ("shape", "data"))
+    yield torch.autograd.grad
 
 
 def _facts() -> Iterator[Operation]:

@@ -24,7 +24,7 @@ from torch.utils import _foreach_utils
 
 from zshard import _core
 from zshard._errors import ShardError
-from zshard._guard.rules import LIKE_AT_RANDOM, NEW, rules
+from zshard._guard.rules import LIKE_AT_RANDOM, NEW, NONE, rules
 from zshard._guard.words import complaint
 from zshard._units.shards import Part, _parts, part_of
 
@@ -315,7 +315,8 @@ def refuse(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
     parts = slices_among((*args, *kwargs.values()))
     if not parts:  # parameters that are whole right now
         return run_plain(func, args, kwargs)
-    raise ShardError(complaint(func, parts, args, func in _rules))
+    is_listed = _rules.get(func, NONE) & 7 != NONE
+    raise ShardError(complaint(func, parts, args, is_listed))
 
 
 def slices_among(values: Iterable[Any]) -> list[Part]:

@@ -1,0 +1,62 @@
+/* py_reads.c - see py_reads.h.
+ *
+ * The one idea: code in a forward means the full parameter, whoever's it is. So an operation that would see this rank's shard has the
+ * unit gathered first, like a call of its module; one that writes to the parameter itself goes on with the shard.
+ */
+#include "python/py_reads.h"
+
+#include "shim/tensor_py.h"
+
+static struct {
+    PyObject *unit, *read, *unread;
+} names; /* of a Part, and methods of its Unit */
+
+/* Calls a method of the unit of a sharded parameter; 0 for any other object. -1 with an exception. */
+static int call_unit(PyObject *object, PyObject *method)
+{
+    PyObject *part = zs_py_part_of_param(object);
+    if (part == NULL) return PyErr_Occurred() ? -1 : 0;
+    PyObject *unit = PyObject_GetAttr(part, names.unit);
+    if (unit == NULL) return -1;
+    PyObject *done = unit != Py_None ? PyObject_CallMethodNoArgs(unit, method) : Py_NewRef(Py_None);
+    Py_DECREF(unit);
+    Py_XDECREF(done);
+    return done != NULL ? 0 : -1;
+}
+
+static int read_operand(PyObject *object)
+{
+    if (!PyList_Check(object) && !PyTuple_Check(object)) return call_unit(object, names.read);
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); i++)
+        if (call_unit(PySequence_Fast_GET_ITEM(object, i), names.read) < 0) return -1;
+    return 0;
+}
+
+int zs_py_read_operands(PyObject *args, PyObject *kwargs)
+{
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); i++)
+        if (read_operand(PyTuple_GET_ITEM(args, i)) < 0) return -1;
+    PyObject *key, *value;
+    Py_ssize_t at = 0;
+    while (kwargs != NULL && PyDict_Next(kwargs, &at, &key, &value))
+        if (read_operand(value) < 0) return -1;
+    return 0;
+}
+
+int zs_py_before_write(PyObject *target)
+{
+    return call_unit(target, names.unread);
+}
+
+bool zs_py_records(void)
+{
+    return zs_grad_mode();
+}
+
+int zs_py_reads_init(void)
+{
+    names.unit = PyUnicode_InternFromString("unit");
+    names.read = PyUnicode_InternFromString("read");
+    names.unread = PyUnicode_InternFromString("unread");
+    return names.unit != NULL && names.read != NULL && names.unread != NULL ? 0 : -1;
+}

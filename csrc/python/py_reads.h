@@ -1,0 +1,22 @@
+/* py_reads.h - operations on sharded parameters within a forward of their model, for the guard.
+ */
+#ifndef ZS_PY_READS_H
+#define ZS_PY_READS_H
+
+#include "python/py_slices.h"
+
+/* An operation makes values of its arguments: within a forward of their model, the units of those that are sharded parameters,
+ * also in lists, are unsharded. `kwargs` may be NULL. -1 with an exception. */
+int zs_py_read_operands(PyObject *args, PyObject *kwargs);
+
+/* An operation writes to `target` in place: within a forward, a unit that is unsharded for reads is sharded again. -1 with an
+ * exception. */
+int zs_py_before_write(PyObject *target);
+
+/* Does autograd record on this thread? */
+bool zs_py_records(void);
+
+/* -1 with an exception. */
+int zs_py_reads_init(void);
+
+#endif
