@@ -196,6 +196,12 @@ bool zs_grad_mode(void);
 /* The number that the next node will get which this thread makes; they only grow. */
 int64_t zs_next_node(void);
 
+/* --- autocast ------------------------------------------------------------------------------------------------------------ */
+
+/* Drops the casts of parameters that torch.autocast keeps until its context ends, in all threads. They are made anew when they
+ * are wanted. Costs next to nothing where there are none. */
+void zs_autocast_forget(void);
+
 /* --- torch's thread pool ---------------------------------------------------------------------------------------------- */
 
 /* Runs fn(ctx, begin, end) over [0, n) in pieces of at least `grain` on torch's intra-op threads; returns when done. */
