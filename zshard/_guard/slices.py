@@ -24,6 +24,7 @@ from torch.utils import _foreach_utils
 
 from zshard import _core
 from zshard._errors import ShardError
+from zshard._guard import tracing
 from zshard._guard.rules import LIKE_AT_RANDOM, NEW, rules
 from zshard._guard.words import complaint
 from zshard._units.shards import Part, _parts, part_of
@@ -169,7 +170,10 @@ class WholeParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient, which between passes is this rank's shard, and guarded."""
+        """The gradient, which between passes is this rank's shard, and guarded. None for torch's
+        compiler (tracing.py)."""
+        if tracing.now():
+            return None
         grad: Tensor | None = _grad.__get__(self)
         part = part_of(self)
         return grad if grad is None or part is None else _core.mark_slice(grad, part)
