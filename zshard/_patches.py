@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import _guards
 from torch.autograd.variable import Variable
 from torch.distributed import distributed_c10d
 from torch.distributed import utils as dist_utils
@@ -26,12 +27,21 @@ from torch.utils import _foreach_utils
 
 from zshard import grad_scaler
 from zshard._errors import stacklevel
-from zshard._guard import collectives, draws, foreign, sizes, slices, torch_names, views
+from zshard._guard import (
+    autograd_engine,
+    collectives,
+    draws,
+    foreign,
+    sizes,
+    slices,
+    torch_names,
+    tracing,
+    views,
+)
 from zshard._optim import clip, hooks
 from zshard._optim.announce import know_scaler
 from zshard._optim.state_registry import note_made
 from zshard._state_dict import lone_optimizer, optimizer
-from zshard._units import autograd_engine
 from zshard._wrap import late_parameters
 
 __all__ = ["install"]
@@ -136,6 +146,14 @@ _PATCHES = (
             _TorchPlace(
                 clip_grad, "_clip_grads_with_norm_", ("parameters", "max_norm", "total_norm")
             ),
+        ),
+    ),
+    _Patch(
+        "torch.compile cannot compile while gradients are there: call zero_grad() first",
+        tracing.install,
+        (
+            _TorchPlace(_guards, "TracingContext"),
+            _TorchPlace(getattr(_guards, "TracingContext", None), "try_get", ()),
         ),
     ),
     _Patch(

@@ -225,8 +225,10 @@ static zs_status cancel(zs_record *record)
     return zs_unit_cancel(zs_unit_of(record));
 }
 
+/* What autocast has cast of a parameter is of this gather: it takes memory, and leads autograd to the parameter as it was. */
 static zs_status reshard(zs_record *record)
 {
+    zs_autocast_forget();
     return zs_unit_reshard(zs_unit_of(record));
 }
 
@@ -271,8 +273,10 @@ static zs_status bucket_new(zs_schedule *schedule, size_t bytes, zs_lease **out)
     return zs_bucket_new(schedule, zs_engine_of_schedule(schedule)->home.ranks.all, bytes, out);
 }
 
+/* A unit that is mapped stays so for the rest of a backward; what autocast has cast to recompute it has been used by now. */
 static zs_status begin_round(zs_record *record, bool local)
 {
+    if (!record->is.replicated) zs_autocast_forget();
     return zs_reduce_begin(zs_unit_of(record), local);
 }
 

@@ -79,12 +79,16 @@ zs_status zs_engine_sync_buffers(zs_engine *engine, zs_tensor **tensors, size_t 
 zs_status zs_engine_pre_forward(zs_unit *unit, bool training, bool exact);
 zs_status zs_engine_post_forward(zs_unit *unit);
 
+/* Does a forward of this model run on this thread? */
+bool zs_engine_in_forward(const zs_engine *engine);
+
 /* Within a forward of the same model that runs on this thread: an operation reads the parameters of a unit, as it were called
- * there: it is unsharded, or stays so, until that forward ends. *runs: there is such a forward; else nothing is done. */
-zs_status zs_engine_read(zs_unit *unit, bool *runs);
+ * there: it is unsharded, or stays so, until that forward ends. `operation`: a number, the same for all that it
+ * reads. No-op where no such forward runs. */
+zs_status zs_engine_read(zs_unit *unit, uint64_t operation);
 
 /* The same of an operation that writes to them: a unit that is unsharded for reads alone is sharded again. */
-zs_status zs_engine_unread(zs_unit *unit, bool *runs);
+zs_status zs_engine_unread(zs_unit *unit);
 
 /* How many forwards and sessions are open now, for zs_engine_unwind. */
 size_t zs_engine_n_open(const zs_engine *engine);

@@ -195,20 +195,24 @@ static zs_status unshard_for_read(zs_unit *unit, bool exact)
     return zs_schedule_read(schedule, &unit->record, zs_next_node());
 }
 
-zs_status zs_engine_read(zs_unit *unit, bool *runs)
+zs_status zs_engine_read(zs_unit *unit, uint64_t operation)
 {
+    zs_record_set_operation(&unit->record, operation);
     const zs_graph_range *reader = zs_recording_runs(zs_engine_of(unit));
-    *runs = reader != NULL;
     if (reader == NULL || (zs_unit_is_full(unit) && zs_recording_counts(unit))) return ZS_OK;
     ZS_TRY(unshard_for_read(unit, reader->exact));
     zs_unit_show_full(unit, false); /* the guard is asked about the next one, too */
     return zs_recording_counts(unit) ? ZS_OK : zs_recording_read(unit);
 }
 
-zs_status zs_engine_unread(zs_unit *unit, bool *runs)
+bool zs_engine_in_forward(const zs_engine *engine)
 {
-    *runs = zs_recording_runs(zs_engine_of(unit)) != NULL;
-    if (!*runs || backward_runs(schedule_of(unit))) return ZS_OK;
+    return zs_recording_runs(engine) != NULL;
+}
+
+zs_status zs_engine_unread(zs_unit *unit)
+{
+    if (!zs_engine_in_forward(zs_engine_of(unit)) || backward_runs(schedule_of(unit))) return ZS_OK;
     ZS_TRY(zs_home_follow(unit->home));
     return zs_schedule_unread(schedule_of(unit), &unit->record);
 }

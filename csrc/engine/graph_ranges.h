@@ -16,6 +16,7 @@
 
 struct zs_unit;
 
+/* The stamp of a range that a forward has made. */
 enum { ZS_MADE_IN_FORWARD = -1 };
 
 /* The nodes of one forward of a unit, or of its backward, where autograd records that (create_graph). */

@@ -74,6 +74,7 @@ static zs_status go_forward(planner *p, bool training)
             if (training && live) planned->stamp = zs_schedule_stamp(it->record.span.begun, now);
             ZS_TRY(zs_schedule_leave(schedule, &it->record, training && live));
         } else if (call->what == ZS_CALL_READ) {
+            zs_record_set_operation(&it->record, c + 1);
             ZS_TRY(zs_schedule_read(schedule, &it->record, now));
             if (training) planned->stamp = zs_schedule_stamp(now, now + 1);
         } else {

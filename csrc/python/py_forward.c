@@ -93,33 +93,33 @@ PyObject *zs_py_post_forward(unit_object *self, PyObject *const *args, Py_ssize_
 }
 
 const char zs_py_read_doc[] = PyDoc_STR(
-    "read($self, /)\n--\n\nAn operation makes values of the parameters: if a forward of the model runs on this thread, "
-    "unshard them until it ends. Returns whether one does. Over c10d, collective then.");
+    "read($self, operation, /)\n--\n\nAn operation makes values of the parameters: if a forward of the model runs on "
+    "this thread, unshard them until it ends. operation: its number, the same for all that it reads. Over c10d, "
+    "collective then.");
 
-PyObject *zs_py_read(unit_object *self, PyObject *unused)
+PyObject *zs_py_read(unit_object *self, PyObject *operation)
 {
-    (void)unused;
     zs_status status;
-    bool runs = false;
-    ZS_PY_NOGIL(status, zs_engine_read(self->unit, &runs));
+    unsigned long long number = PyLong_AsUnsignedLongLong(operation);
+    if (PyErr_Occurred()) return NULL;
+    ZS_PY_NOGIL(status, zs_engine_read(self->unit, number));
     zs_py_show(zs_engine_of(self->unit));
     if (status != ZS_OK) return zs_py_raise(NULL);
-    return PyBool_FromLong(runs);
+    Py_RETURN_NONE;
 }
 
 const char zs_py_unread_doc[] = PyDoc_STR(
-    "unread($self, /)\n--\n\nAn operation is about to write to the parameters: what read() alone has unsharded is "
-    "sharded again. Returns whether a forward of the model runs on this thread.");
+    "unread($self, operation, /)\n--\n\nAn operation is about to write to the parameters: what read() alone has unsharded is "
+    "sharded again, if a forward of the model runs on this thread.");
 
-PyObject *zs_py_unread(unit_object *self, PyObject *unused)
+PyObject *zs_py_unread(unit_object *self, PyObject *operation)
 {
-    (void)unused;
+    (void)operation;
     zs_status status;
-    bool runs = false;
-    ZS_PY_NOGIL(status, zs_engine_unread(self->unit, &runs));
+    ZS_PY_NOGIL(status, zs_engine_unread(self->unit));
     zs_py_show(zs_engine_of(self->unit));
     if (status != ZS_OK) return zs_py_raise(NULL);
-    return PyBool_FromLong(runs);
+    Py_RETURN_NONE;
 }
 
 static zs_status visit(void *roots, const zs_graph_visitor *visitor)

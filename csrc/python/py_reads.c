@@ -11,6 +11,8 @@ static struct {
     PyObject *unit, *read, *unread;
 } names; /* of a Part, and methods of its Unit */
 
+static PyObject *operation; /* the number of the one that is asked about */
+
 /* Calls a method of the unit of a sharded parameter; 0 for any other object. -1 with an exception. */
 static int call_unit(PyObject *object, PyObject *method)
 {
@@ -18,7 +20,7 @@ static int call_unit(PyObject *object, PyObject *method)
     if (part == NULL) return PyErr_Occurred() ? -1 : 0;
     PyObject *unit = PyObject_GetAttr(part, names.unit);
     if (unit == NULL) return -1;
-    PyObject *done = unit != Py_None ? PyObject_CallMethodNoArgs(unit, method) : Py_NewRef(Py_None);
+    PyObject *done = unit != Py_None ? PyObject_CallMethodOneArg(unit, method, operation) : Py_NewRef(Py_None);
     Py_DECREF(unit);
     Py_XDECREF(done);
     return done != NULL ? 0 : -1;
@@ -32,8 +34,17 @@ static int read_operand(PyObject *object)
     return 0;
 }
 
+/* What one operation reads is not given back for what it reads as well. */
+static int count_operation(void)
+{
+    static unsigned long long count;
+    Py_XSETREF(operation, PyLong_FromUnsignedLongLong(++count));
+    return operation != NULL ? 0 : -1;
+}
+
 int zs_py_read_operands(PyObject *args, PyObject *kwargs)
 {
+    if (count_operation() < 0) return -1;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); i++)
         if (read_operand(PyTuple_GET_ITEM(args, i)) < 0) return -1;
     PyObject *key, *value;
@@ -45,7 +56,7 @@ int zs_py_read_operands(PyObject *args, PyObject *kwargs)
 
 int zs_py_before_write(PyObject *target)
 {
-    return call_unit(target, names.unread);
+    return count_operation() < 0 ? -1 : call_unit(target, names.unread);
 }
 
 bool zs_py_records(void)

@@ -396,8 +396,8 @@ static PyObject *unit_param(unit_object *self, PyObject *index)
 static PyMethodDef unit_methods[] = {
     {"pre_forward", (PyCFunction)(void (*)(void))zs_py_pre_forward, METH_FASTCALL, zs_py_pre_forward_doc},
     {"post_forward", (PyCFunction)(void (*)(void))zs_py_post_forward, METH_FASTCALL, zs_py_post_forward_doc},
-    {"read", (PyCFunction)zs_py_read, METH_NOARGS, zs_py_read_doc},
-    {"unread", (PyCFunction)zs_py_unread, METH_NOARGS, zs_py_unread_doc},
+    {"read", (PyCFunction)zs_py_read, METH_O, zs_py_read_doc},
+    {"unread", (PyCFunction)zs_py_unread, METH_O, zs_py_unread_doc},
     {"unshard", (PyCFunction)unit_unshard, METH_VARARGS, unit_unshard_doc},
     {"reshard", (PyCFunction)unit_reshard, METH_NOARGS, unit_reshard_doc},
     {"prefetch", (PyCFunction)zs_py_unit_prefetch, METH_VARARGS, zs_py_unit_prefetch_doc},

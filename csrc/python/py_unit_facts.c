@@ -138,6 +138,12 @@ static PyObject *unit_is_running(unit_object *self, void *unused)
     return PyBool_FromLong(self->unit->record.inside > 0);
 }
 
+static PyObject *unit_in_forward(unit_object *self, void *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(zs_engine_in_forward(zs_engine_of(self->unit)));
+}
+
 static PyObject *unit_n_open(unit_object *self, void *unused)
 {
     (void)unused;
@@ -249,6 +255,7 @@ PyGetSetDef zs_py_unit_getset[] = {
     {"sync", (getter)unit_sync, (setter)unit_set_sync, "Whether the next backwards reduce gradients.", NULL},
     {"engine_id", (getter)unit_engine_id, NULL, "A number that units of one engine have in common.", NULL},
     {"is_running", (getter)unit_is_running, NULL, "Whether a forward of its module has begun and not ended.", NULL},
+    {"in_forward", (getter)unit_in_forward, NULL, "Whether a forward of the unit's model runs on this thread.", NULL},
     {"n_open", (getter)unit_n_open, NULL, "Number of open forwards and sessions of the unit's model.", NULL},
     {"engine", (getter)unit_engine, NULL, "The engine that the unit belongs to.", NULL},
     {0},

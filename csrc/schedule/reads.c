@@ -30,12 +30,13 @@ static bool is_held(const zs_schedule *schedule, const zs_record *record)
     return schedule->act->held == NULL || schedule->act->held(record);
 }
 
-/* Shards what was read and is not held, but for `next`, which is read now. */
+/* Shards what was read and is not held, but for what the operation reads that `next` is read by. */
 static zs_status give_back_unheld(zs_schedule *schedule, const zs_record *next)
 {
     for (size_t i = 0; schedule->n_read > 0 && i < schedule->n; i++) {
         zs_record *record = schedule->records[i];
-        if (record == next || record->read.depth == 0 || is_held(schedule, record)) continue;
+        if (record->read.depth == 0 || record->read.operation == next->read.operation) continue;
+        if (is_held(schedule, record)) continue;
         if (record->read.used) note_reader(schedule, record, NULL);
         ZS_TRY(give_back(schedule, record, false));
     }
@@ -46,6 +47,11 @@ static void begin_read(zs_schedule *schedule, zs_record *record, size_t depth)
 {
     if (record->read.depth == 0) schedule->n_read++;
     if (record->read.depth == 0 || depth < record->read.depth) record->read.depth = depth;
+}
+
+void zs_record_set_operation(zs_record *record, uint64_t operation)
+{
+    record->read.operation = operation;
 }
 
 zs_status zs_schedule_read(zs_schedule *schedule, zs_record *record, int64_t now)

@@ -45,6 +45,7 @@ typedef struct zs_span {
 /* An operation in another unit's forward that reads the parameters (reads.c). */
 typedef struct zs_read {
     size_t depth;      /* how many forwards were open then: it is unsharded until the innermost of them ends; 0: not read */
+    uint64_t operation; /* the number of the one that has read it last */
     bool used;         /* it was read indeed, and is not only kept for a reader that may come */
     zs_record *reader; /* whose forward has read it last, and had it to its end; borrowed; NULL: none */
 } zs_read;

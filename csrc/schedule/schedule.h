@@ -203,6 +203,9 @@ zs_status zs_schedule_recompute(zs_schedule *schedule, zs_record *record, int64_
  * read and nothing uses this one's full buffer. */
 zs_status zs_schedule_read(zs_schedule *schedule, zs_record *record, int64_t now);
 
+/* The number of the operation that is to read it, and does. */
+void zs_record_set_operation(zs_record *record, uint64_t operation);
+
 /* A unit that is unsharded for that alone is to be written to: it is sharded again. No-op for others. */
 zs_status zs_schedule_unread(zs_schedule *schedule, zs_record *record);
 

@@ -219,6 +219,12 @@ typedef struct zs_graph_visitor {
 /* Has `hook` run before the backward of that node, each time; no-op if it does already. */
 zs_status zs_hook_node(zs_node *node, const zs_hook *hook);
 
+/* --- autocast ------------------------------------------------------------------------------------------------------------ */
+
+/* Drops the casts of parameters that torch.autocast keeps until its context ends, in all threads. They are made anew when they
+ * are wanted. Costs next to nothing where there are none. */
+void zs_autocast_forget(void);
+
 /* --- torch's thread pool ---------------------------------------------------------------------------------------------- */
 
 /* Runs fn(ctx, begin, end) over [0, n) in pieces of at least `grain` on torch's intra-op threads; returns when done. */

@@ -6,6 +6,7 @@
 #include "shim/torch_internal.hpp"
 
 #include <ATen/SequenceNumber.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/engine.h>
@@ -394,6 +395,15 @@ int64_t zs_next_node(void)
 bool zs_grad_mode(void)
 {
     return at::GradMode::is_enabled();
+}
+
+// Whether autocast is on does not say whether there are casts: a context that turns it off may be within one that has it on.
+void zs_autocast_forget(void)
+{
+    (void)guarded("zs_autocast_forget", [] {
+        at::autocast::clear_cache();
+        return ZS_OK;
+    });
 }
 
 void zs_py_set_raiser(void (*raise)(void))

@@ -7,17 +7,21 @@ the compiler changes much of torch, and that is not to be under other tests.
 
 from __future__ import annotations
 
+import contextlib
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
 from models import ddp, loss_of, make, wrapped
-from scenarios import WIDTH, Stack, floats, mean_grads, near, whole_grads, wrong_grads
+from scenarios import WIDTH, Stack, floats, mean_grads, message_of, near, whole_grads, wrong_grads
 from spawn import RankPool
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from zshard import FSDP
+import zshard
+from zshard import FSDP, MixedPrecision, fully_shard
 
 COMBINATIONS = (("full_shard", "shm"), ("shard_grad_op", "c10d"))  # a compilation costs a second
 
@@ -129,14 +133,10 @@ def test_gradients_when_shapes_and_modes_change(compilers, way):
     assert found == [{}, {}]
 
 
-@pytest.mark.xfail(
-    reason="compiling while .grad is set: the compiler copies a parameter together with its .grad, and in "
-    "forward zshard's parameters are whole while .grad is this rank's slice (InternalTorchDynamoError: "
-    "attempting to assign a gradient of size ...). zero_grad() before such a forward avoids it",
-    raises=AssertionError,
-)
-def test_gradients_when_shapes_change_between_accumulations(compilers):
-    run, way = other_shapes_onto_gradients, each_block_in_place
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("way", [each_block_in_place, the_whole_by_another_module])
+def test_gradients_when_shapes_change_between_accumulations(compilers, way):
+    run = other_shapes_onto_gradients
     assert compilers.run(wrong_when_compiled, Stack, run, way, "aot_eager", True) == [{}, {}]
 
 
@@ -211,3 +211,168 @@ def far_from_ddp(way, backend, first):
 @pytest.mark.parametrize("way", [each_block_in_place, the_whole_by_another_module])
 def test_training_of_a_compiled_model(compilers, way, first):
     assert compilers.run(far_from_ddp, way, "aot_eager", first) == [[], []]
+
+
+# --- a limit -----------------------------------------------------------------------------------------
+
+
+class OwnParameter(nn.Parameter):
+    """A class of the script's own, which zshard leaves as it is."""
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = OwnParameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def parameters_of_an_own_class():
+    torch._dynamo.reset()
+    model = FSDP(nn.Sequential(Own(), Own()), auto_wrap_policy={Own})
+    for block in model:
+        block.compile(backend="eager", dynamic=False)
+    for rows in (4, 5):
+        model.zero_grad()
+        loss_of(model(floats(dist.get_rank(), rows=rows))).backward()
+    said = message_of(lambda: model(floats(0, rows=6)))
+    assert "attempting to assign a gradient" in said
+
+
+def test_parameters_of_an_own_class_need_zero_grad_first(compilers):
+    compilers.run(parameters_of_an_own_class)
+
+
+# --- gradients that are there when the compiler starts anew ---------------------------------------
+
+STRATEGIES = ("full_shard", "shard_grad_op", "zero1", "no_shard")
+BF16 = MixedPrecision(param_dtype=torch.bfloat16)
+LENGTHS = ((4, 6), (5, 9), (7, 4))  # of the micro-batches of each step
+
+
+class Counting:
+    """A backend that counts what it compiles."""
+
+    def __init__(self):
+        self.compiled = 0
+
+    def __call__(self, graph, inputs):
+        self.compiled += 1
+        return graph
+
+
+def no_sync_but_last(model, last):
+    return contextlib.nullcontext() if last else model.no_sync()
+
+
+def ordinary_loop(model, parameters, held=False):
+    """Accumulation over other lengths, a step, an evaluation: losses and outputs."""
+    optimizer = torch.optim.SGD(parameters, 0.05, momentum=0.9)
+    rank, seen = dist.get_rank(), []
+    for step, lengths in enumerate(LENGTHS):
+        optimizer.zero_grad()
+        for rows in lengths:
+            with no_sync_but_last(model, rows == lengths[-1] or not held):
+                loss = loss_of(model(floats(rank, step, rows)))
+                loss.backward()
+            seen.append(loss.item())
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            seen.append(model(floats(rank, step, rows=3 + step)).sum().item())
+        model.train()
+    return seen
+
+
+def compiled_loop(strategy, transport, dynamic, precision=None):
+    """The loop without a compiler, and with; how many graphs that compiled."""
+    torch._dynamo.reset()
+    found = []
+    for backend in (None, Counting()):
+        model = wrapped(Stack, (strategy, transport), mixed_precision=precision)
+        for block in model.blocks if backend else ():
+            block.compile(backend=backend, fullgraph=True, dynamic=dynamic)
+        found.append(ordinary_loop(model, model.parameters(), held=dynamic is True))
+    return *found, backend.compiled
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_ordinary_loop_compiles(compilers, strategy, transport, dynamic):
+    for eager, compiled, graphs in compilers.run(compiled_loop, strategy, transport, dynamic):
+        assert compiled == pytest.approx(eager, rel=1e-6)
+        assert graphs >= 2, "for training, and for evaluation"
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_gradients_of_another_dtype(compilers, transport):
+    for eager, compiled, graphs in compilers.run(
+        compiled_loop, "full_shard", transport, None, BF16
+    ):
+        assert compiled == pytest.approx(eager, rel=1e-6)
+        assert graphs >= 2
+
+
+def fully_sharded_and_stepped_in_backward():
+    """Losses of models made by fully_shard whose optimizer steps in backward, with other lengths."""
+    torch._dynamo.reset()
+    found = []
+    for compiled in (False, True):
+        model = make(Stack)
+        for module in (*model.blocks, model):
+            fully_shard(module)
+        optimizer = zshard.AdamW(model.parameters(), 0.01)
+        model.optimizer_in_backward(optimizer)
+        for block in model.blocks if compiled else ():
+            block.compile(backend="aot_eager", fullgraph=True)
+        losses = []
+        for step in range(6):
+            loss = loss_of(model(floats(dist.get_rank(), step, rows=3 + step % 4)))
+            loss.backward()
+            losses.append(loss.item())
+        found.append(losses)
+    return found
+
+
+def test_steps_in_backward_of_compiled_blocks(compilers):
+    for eager, compiled in compilers.run(fully_sharded_and_stepped_in_backward):
+        assert compiled == pytest.approx(eager, rel=1e-6)
+
+
+def gradients_seen(transport):
+    """Whether there is a gradient for eager code in forward, and for the compiler."""
+    torch._dynamo.reset()
+    model = wrapped(Stack, ("full_shard", transport))
+    weight = model.blocks[0].up.weight
+    loss_of(model(floats(0))).backward()
+    eager, tracing, threads = [], [], []
+
+    def backend(graph, inputs):
+        tracing.append(weight.grad is not None)
+        asking = threading.Thread(target=lambda: threads.append(weight.grad is not None))
+        asking.start()
+        asking.join()
+        raise RuntimeError("no such backend")
+
+    model.blocks[0].register_forward_pre_hook(lambda *_: eager.append(weight.grad is not None))
+    model.blocks[0].down.register_forward_hook(lambda *_: eager.append(weight.grad is not None))
+    compiled = torch.compile(model.blocks[0].up.forward, backend=backend)
+    model.blocks[0].up.forward = compiled
+    for _ in range(2):
+        with pytest.raises(Exception, match="no such backend"):
+            model(floats(0))
+        eager.append(weight.grad is not None)
+    del model.blocks[0].up.forward
+    loss_of(model(floats(0))).backward()
+    return set(eager), set(tracing), set(threads)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_only_the_compiler_sees_no_gradient(compilers, transport):
+    assert compilers.run(gradients_seen, transport) == [({True}, {False}, {True})] * 2

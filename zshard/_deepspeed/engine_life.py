@@ -22,8 +22,6 @@ class EngineLife:
     training_dataloader: Any
     _scaler: Any
     _drop_round: Any
-    gradient_accumulation_steps: Any
-    zero_optimization_stage: Any
     _destroyed = False
 
     def compile(
@@ -38,9 +36,8 @@ class EngineLife:
         compile_kwargs: other arguments of torch.compile; "backend" in it is ignored, as by
             DeepSpeed.
 
-        Raises NotImplementedError for `schedule` and `compiled_autograd_enabled`, and for
-        accumulation at stages 2 and 3; TypeError for arguments that torch.compile does not have;
-        RuntimeError after destroy().
+        Raises NotImplementedError for `schedule` and `compiled_autograd_enabled`; TypeError for
+        arguments that torch.compile does not have; RuntimeError after destroy().
         """
         self._check_alive("compile")
         if schedule is not None:
@@ -52,13 +49,6 @@ class EngineLife:
             raise NotImplementedError(
                 "engine.compile(): compiled_autograd_enabled=True is not supported: leave it out; "
                 "the backward of what is compiled is compiled, too"
-            )
-        steps, stage = self.gradient_accumulation_steps(), self.zero_optimization_stage()
-        if steps > 1 and stage >= 2:  # torch looks at .grad when it compiles, and it is a shard
-            raise NotImplementedError(
-                f"engine.compile(): with gradient_accumulation_steps={steps} and stage {stage}, "
-                "torch would compile while sharded gradients are there, which it cannot: use "
-                "stage 0 or 1, or gradient_accumulation_steps=1"
             )
         if not self.is_compiled:
             self.module.compile(**{**(compile_kwargs or {}), "backend": backend})

@@ -1,9 +1,10 @@
-"""What a slice says when it is asked for its size: this rank's, but to initializers the full one.
+"""What a slice says when it is asked for its size: this rank's, but the full one to initializers
+and within a forward of its model.
 
 The one idea: code that initializes asks for sizes to compute the range of its random numbers.
 torch.nn.init and functions named reset_parameters get the full sizes. Of others it is remembered
 that they asked: numbers that they pass to a random operation later may have been computed from this
-rank's sizes, so that is refused.
+rank's sizes, so that is refused. In a forward, every operation sees the full parameter.
 """
 
 from __future__ import annotations
@@ -56,14 +57,22 @@ def _size(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
     part = _core.slice_part(args[0])
     if part is None:
         return run_plain(func, args, kwargs)
+    if part.is_in_forward():
+        return _full_size(part, func, args, kwargs)
     asker = _caller()
     module = _module_of(asker)
     if module == _INIT or (asker is not None and asker.f_code.co_name in _RESETS):
-        with plain():
-            return func(torch.empty(part.shape, device="meta"), *args[1:], **kwargs)
+        return _full_size(part, func, args, kwargs)
     if func not in _COUNTS and module.partition(".")[0] not in _LIBRARIES:
         _told.add(part.root)
     return run_plain(func, args, kwargs)
+
+
+def _full_size(
+    part: Part, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    with plain():
+        return func(torch.empty(part.shape, device="meta"), *args[1:], **kwargs)
 
 
 _COUNTS = (Tensor.numel, Tensor.nelement)  # from which nobody computes a range

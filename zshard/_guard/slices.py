@@ -24,7 +24,8 @@ from torch.utils import _foreach_utils
 
 from zshard import _core
 from zshard._errors import ShardError
-from zshard._guard.rules import LIKE_AT_RANDOM, NEW, NONE, rules
+from zshard._guard import tracing
+from zshard._guard.rules import EACH, LIKE_AT_RANDOM, NEW, NONE, WRITES, rules
 from zshard._guard.words import complaint
 from zshard._units.shards import Part, _parts, part_of
 
@@ -169,7 +170,10 @@ class WholeParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient, which between passes is this rank's shard, and guarded."""
+        """The gradient, which between passes is this rank's shard, and guarded. None for torch's
+        compiler (tracing.py)."""
+        if tracing.now():
+            return None
         grad: Tensor | None = _grad.__get__(self)
         part = part_of(self)
         return grad if grad is None or part is None else _core.mark_slice(grad, part)
@@ -315,8 +319,25 @@ def refuse(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
     parts = slices_among((*args, *kwargs.values()))
     if not parts:  # parameters that are whole right now
         return run_plain(func, args, kwargs)
+    fitting = _fitting(func, parts[0], args)
+    if fitting is not None:
+        return func(*fitting, **kwargs)
     is_listed = _rules.get(func, NONE) & 7 != NONE
     raise ShardError(complaint(func, parts, args, is_listed))
+
+
+def _fitting(func: Callable[..., Any], part: Part, args: tuple[Any, ...]) -> list[Any] | None:
+    """The arguments of a write to a slice within a forward, where other operations have made full
+    tensors: of those, this rank's elements. None: it is something else."""
+    if _rules.get(func, NONE) != EACH | WRITES or _core.slice_part(args[0]) is not part:
+        return None
+    if part.shape == part.local_shape or not part.is_in_forward():
+        return None
+    full = [isinstance(arg, Tensor) and tuple(arg.shape) == part.shape for arg in args]
+    if not any(full):
+        return None
+    own = zip(args, full, strict=True)
+    return [_core.mark_slice(part.of(arg), part) if is_full else arg for arg, is_full in own]
 
 
 def slices_among(values: Iterable[Any]) -> list[Part]:

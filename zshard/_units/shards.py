@@ -119,6 +119,11 @@ class Part:
         unit = self.unit
         return unit is not None and unit.is_full
 
+    def is_in_forward(self) -> bool:
+        """Return whether a forward of the parameter's model runs on this thread."""
+        unit = self.unit
+        return unit is not None and unit.in_forward
+
     @property
     def whole_numel(self) -> int:
         return math.prod(self.shape)

@@ -8,12 +8,9 @@ shares of the model, so that a model and its tiny copy in a test get the same un
 
 from __future__ import annotations
 
-import warnings
-
 from torch import nn
 from torch.nn.utils import parametrize
 
-from zshard._wrap.source_code import bypassed_modules
 from zshard._wrap.tree import ModuleTree, Node
 
 # A block above this share is opened if it has blocks inside: two gathered units, what a step holds
@@ -48,7 +45,6 @@ class _AutoWrap:
         self._root = tree.root
         self._nodes = tree.nodes
         self._total = tree.root.numel
-        self._bypassed = bypassed_modules(node.module for node in tree.nodes)
         self._units: dict[Node, None] = {}  # an ordered set
         self._leftover = 0.0  # the elements from which a left-over module becomes a unit
         self._above: set[Node] = set()  # the nodes with a block below
@@ -62,13 +58,9 @@ class _AutoWrap:
             if node.parent is not None and (node in self._units or node in self._above):
                 self._above.add(node.parent)
         self._take_leftovers(self._root)
-        self._warn_of_bypassed()
         return list(self._units)
 
     def _may_be_unit(self, node: Node) -> bool:
-        return self._could_be_unit(node) and id(node.module) not in self._bypassed
-
-    def _could_be_unit(self, node: Node) -> bool:
         return node is not self._root and node.numel > 0 and node.may_be_unit
 
     def _blocks(self, node: Node) -> list[Node]:
@@ -150,32 +142,6 @@ class _AutoWrap:
     def _can_be_cut(self, node: Node) -> bool:
         largest = max((child.numel for child in node.children), default=0)
         return node.numel > _LARGE * self._total and largest >= self._leftover
-
-    def _warn_of_bypassed(self) -> None:
-        """Warn if modules that cannot be units keep much of the model in the root."""
-        kept = self._kept_by_bypass(self._root)
-        if sum(node.numel for node in kept) < _LARGE * self._total:
-            return
-        example = max(kept, key=lambda node: node.numel).module
-        reader = self._bypassed[id(example)]
-        warnings.warn(
-            f'auto_wrap_policy="auto" does not make {type(example).__name__} a unit, because '
-            f"{type(reader).__name__} uses its weights without calling it: they stay unsharded "
-            "during forward and backward, which saves no memory. If that code does not run in "
-            f"training, pass auto_wrap_policy={{{type(example).__name__}}}",
-            stacklevel=2,
-        )
-
-    def _kept_by_bypass(self, node: Node) -> list[Node]:
-        """The outermost modules, below `node` and in no unit, that only a bypass keeps from being
-        one."""
-        if node in self._units:
-            return []
-        is_bypassed = self._could_be_unit(node) and id(node.module) in self._bypassed
-        is_plain_list = type(node.module) is nn.Sequential  # its layers are worth naming
-        if is_bypassed and node not in self._above and not is_plain_list:
-            return [node]
-        return [kept for child in node.children for kept in self._kept_by_bypass(child)]
 
 
 def _is_list(node: Node) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch.autograd.variable import Variable
 
 from zshard import _core
+from zshard._guard import tracing
 
 
 class AutogradEngine(torch._C._ImperativeEngine):
@@ -19,7 +20,8 @@ class AutogradEngine(torch._C._ImperativeEngine):
 
     def run_backward(self, roots: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
         """Run a backward from `roots`, tensors or GradientEdges."""
-        _core.before_backward(roots)
+        if not tracing.now():  # of a graph without values, which is compiled and not run
+            _core.before_backward(roots)
         return super().run_backward(roots, *args, **kwargs)  # type: ignore[misc]
 
 
