@@ -228,6 +228,7 @@ static zs_status cancel(zs_record *record)
 /* What autocast has cast of a parameter is of this gather: it takes memory, and leads autograd to the parameter as it was. */
 static zs_status reshard(zs_record *record)
 {
+    if (record->pinned) zs_recording_read_end(zs_unit_of(record));
     zs_autocast_forget();
     return zs_unit_reshard(zs_unit_of(record));
 }

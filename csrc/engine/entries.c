@@ -28,13 +28,13 @@ static zs_status hook_range(const zs_entrance *entrance, const zs_graph_range *r
     return zs_hook_node(entrance->node, &hook);
 }
 
-/* The ranges that are entered here, the outermost first. */
+/* The ranges that are entered here, the outermost first. (One that was read may end before what began within it.) */
 static zs_status hook_ranges(const zs_entrance *entrance, const zs_graph_range *range)
 {
-    if (range == NULL || comes_from(entrance, range)) return ZS_OK;
+    if (range == NULL) return ZS_OK;
     const zs_node_at *to = entrance->to;
     ZS_TRY(hook_ranges(entrance, zs_graph_ranges_around(&entrance->engine->ranges, to->place, range, to->number)));
-    return hook_range(entrance, range);
+    return comes_from(entrance, range) ? ZS_OK : hook_range(entrance, range);
 }
 
 /* Of a node whose forward is forgotten. */

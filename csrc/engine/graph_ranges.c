@@ -118,6 +118,8 @@ const zs_graph_range *zs_graph_ranges_inner(const zs_graph_ranges *all, uint64_t
     const zs_thread_ranges *own = find_thread(all, thread);
     if (own == NULL || own->inner < 0) return NULL;
     int64_t at = unit != NULL ? find_open(own, unit) : own->inner;
+    while (unit == NULL && at >= 0 && (own->ranges[at].by_hand || !is_open(&own->ranges[at])))
+        at = own->ranges[at].outer;
     return at >= 0 ? &own->ranges[at] : NULL;
 }
 
@@ -142,7 +144,10 @@ void zs_graph_ranges_close_one(zs_graph_ranges *all, uint64_t thread, int64_t no
 {
     zs_thread_ranges *own = find_thread(all, thread);
     int64_t at = find_open(own, unit);
-    if (at >= 0) close_at(own, at, now);
+    if (at >= 0 && at == own->inner)
+        (void)close_inner(own, now);
+    else if (at >= 0)
+        close_at(own, at, now);
 }
 
 bool zs_graph_ranges_close(zs_graph_ranges *all, uint64_t thread, int64_t now, const struct zs_unit *unit)
@@ -165,11 +170,14 @@ void zs_graph_ranges_close_backwards(zs_graph_ranges *all, uint64_t thread, int6
     }
 }
 
-void zs_graph_ranges_close_all(zs_graph_ranges *all, uint64_t thread, int64_t now)
+void zs_graph_ranges_close_all(zs_graph_ranges *all, uint64_t thread, int64_t now,
+                               bool (*goes_on)(const zs_graph_range *))
 {
     zs_thread_ranges *own = find_thread(all, thread);
-    while (own != NULL && own->inner >= 0)
-        (void)close_inner(own, now);
+    for (int64_t at = own != NULL ? own->inner : -1; at >= 0; at = own->ranges[at].outer)
+        if (is_open(&own->ranges[at]) && !goes_on(&own->ranges[at])) own->ranges[at].end = now;
+    while (own != NULL && own->inner >= 0 && !is_open(&own->ranges[own->inner]))
+        own->inner = own->ranges[own->inner].outer;
 }
 
 void zs_graph_ranges_forget(zs_graph_ranges *all, const struct zs_unit *unit)

@@ -25,6 +25,7 @@ typedef struct zs_graph_range {
     int64_t begin, end;   /* numbers; `end` is not in it, and INT64_MAX while the forward runs */
     int64_t outer;        /* index of the range in which it began, negative: none */
     int64_t stamp;        /* the forward's whose backward it is; ZS_MADE_IN_FORWARD */
+    bool by_hand;         /* there was no forward: its parameters were full for a script */
     bool exact;           /* that forward computed with parameters of their own dtype */
 } zs_graph_range;
 
@@ -50,7 +51,7 @@ enum { ZS_PLACE_NONE = -1, ZS_PLACE_LOST = -2 };
 /* A forward begins, on `thread`, whose next node will have the number `now`. ZS_ERR_MEMORY. */
 zs_status zs_graph_ranges_open(zs_graph_ranges *all, uint64_t thread, int64_t now, const zs_graph_range *range);
 
-/* The innermost that is open on this thread, of that unit, if one is given; NULL: none. */
+/* The innermost that is open on this thread: of that unit, or if none is given, of a forward or its backward; NULL: none. */
 const zs_graph_range *zs_graph_ranges_inner(const zs_graph_ranges *all, uint64_t thread, const struct zs_unit *unit);
 
 /* The innermost that is open of this unit ends, and what is within it goes on. No-op if none is open. */
@@ -62,8 +63,9 @@ bool zs_graph_ranges_close(zs_graph_ranges *all, uint64_t thread, int64_t now, c
 /* Those that are open of backwards end, up to the one within which `stamp` lies; negative: all. */
 void zs_graph_ranges_close_backwards(zs_graph_ranges *all, uint64_t thread, int64_t now, int64_t stamp);
 
-/* All that are open on this thread end. */
-void zs_graph_ranges_close_all(zs_graph_ranges *all, uint64_t thread, int64_t now);
+/* All that are open on this thread end, but for those of which `goes_on` is true. */
+void zs_graph_ranges_close_all(zs_graph_ranges *all, uint64_t thread, int64_t now,
+                               bool (*goes_on)(const zs_graph_range *));
 
 /* The unit is gone: its nodes need nothing any more. */
 void zs_graph_ranges_forget(zs_graph_ranges *all, const struct zs_unit *unit);

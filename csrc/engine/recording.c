@@ -41,6 +41,12 @@ zs_status zs_recording_read(zs_unit *unit)
     return begin(zs_engine_of(unit), zs_grad_mode() || now == runs ? now : now - 1, &range);
 }
 
+zs_status zs_recording_by_hand(zs_unit *unit)
+{
+    zs_graph_range range = {.unit = unit, .stamp = ZS_MADE_IN_FORWARD, .by_hand = true, .exact = unit->exact};
+    return begin(zs_engine_of(unit), zs_next_node(), &range);
+}
+
 void zs_recording_read_end(zs_unit *unit)
 {
     zs_graph_ranges_close_one(&zs_engine_of(unit)->ranges, zs_node_thread(), zs_next_node(), unit);
@@ -59,7 +65,12 @@ void zs_recording_backward_end(zs_engine *engine)
     zs_graph_ranges_close_backwards(&engine->ranges, zs_node_thread(), zs_next_node(), -1);
 }
 
+static bool is_pinned(const zs_graph_range *range)
+{
+    return range->by_hand && range->unit != NULL && range->unit->record.pinned;
+}
+
 void zs_recording_unwind(zs_engine *engine)
 {
-    zs_graph_ranges_close_all(&engine->ranges, zs_node_thread(), zs_next_node());
+    zs_graph_ranges_close_all(&engine->ranges, zs_node_thread(), zs_next_node(), is_pinned);
 }

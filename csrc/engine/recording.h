@@ -18,8 +18,9 @@ const zs_graph_range *zs_recording_runs(const zs_engine *engine);
 /* Does what this thread makes now count as made in a forward of the unit, or while it is read? */
 bool zs_recording_counts(const zs_unit *unit);
 
-/* The unit is read, in a forward of another one / is not read any more. */
+/* The unit is read, in a forward of another one; or a script reads it by hand. / It is not read any more. */
 zs_status zs_recording_read(zs_unit *unit);
+zs_status zs_recording_by_hand(zs_unit *unit);
 void zs_recording_read_end(zs_unit *unit);
 
 /* The backward of a forward of the unit begins on this thread, and autograd records it: another backward may come, which needs

@@ -192,7 +192,12 @@ PyObject *zs_py_unit_begin_write(unit_object *self, PyObject *args)
     bool own = zs_unit_is_slice(self->unit, i, target), begun = false;
     zs_tensor_free(target);
     zs_status status = ZS_OK;
-    if (own) ZS_PY_NOGIL(status, zs_writing_by_hand(zs_engine_of(self->unit), &begun));
+    if (own) {
+        Py_BEGIN_ALLOW_THREADS;
+        status = zs_engine_unread(self->unit);
+        ZS_THEN(status, zs_writing_by_hand(zs_engine_of(self->unit), &begun));
+        Py_END_ALLOW_THREADS;
+    }
     if (status != ZS_OK) return zs_py_raise(NULL);
     return PyBool_FromLong(begun);
 }

@@ -1,6 +1,7 @@
 /* py_unit.c - _core.Unit: one unit as Python sees it. Its forward hooks are in py_forward.c. */
 #include "engine/history.h"
 #include "engine/pin.h"
+#include "engine/recording.h"
 #include "python/py_aliases.h"
 #include "python/py_faces.h"
 
@@ -285,6 +286,7 @@ static PyObject *unit_pin(unit_object *self, PyObject *args)
     zs_status status;
     if (zs_py_keep_aliases(zs_engine_of(self->unit)) < 0) return NULL;
     ZS_PY_NOGIL(status, zs_engine_unshard(self->unit, exact));
+    if (self->unit->record.pinned && !before) ZS_THEN(status, zs_recording_by_hand(self->unit));
     zs_py_show(zs_engine_of(self->unit));
     if (status != ZS_OK) return zs_py_raise(NULL);
     return PyBool_FromLong(self->unit->record.pinned && !before);

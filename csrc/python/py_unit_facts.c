@@ -72,6 +72,13 @@ static PyObject *unit_is_kept(unit_object *self, void *unused)
     return PyBool_FromLong(self->unit->record.is.kept);
 }
 
+static PyObject *unit_read_by(unit_object *self, void *unused)
+{
+    (void)unused;
+    zs_record *by = self->unit->record.read.by;
+    return by != NULL ? PyUnicode_FromString(zs_unit_of(by)->name) : Py_NewRef(Py_None);
+}
+
 static PyObject *unit_is_coded(unit_object *self, void *unused)
 {
     (void)unused;
@@ -255,6 +262,8 @@ PyGetSetDef zs_py_unit_getset[] = {
     {"sync", (getter)unit_sync, (setter)unit_set_sync, "Whether the next backwards reduce gradients.", NULL},
     {"engine_id", (getter)unit_engine_id, NULL, "A number that units of one engine have in common.", NULL},
     {"is_running", (getter)unit_is_running, NULL, "Whether a forward of its module has begun and not ended.", NULL},
+    {"read_by", (getter)unit_read_by, NULL,
+     "Name of the unit in whose forward an operation has read the parameters last; None: of none.", NULL},
     {"in_forward", (getter)unit_in_forward, NULL, "Whether a forward of the unit's model runs on this thread.", NULL},
     {"n_open", (getter)unit_n_open, NULL, "Number of open forwards and sessions of the unit's model.", NULL},
     {"engine", (getter)unit_engine, NULL, "The engine that the unit belongs to.", NULL},

@@ -61,11 +61,13 @@ zs_status zs_schedule_read(zs_schedule *schedule, zs_record *record, int64_t now
     ZS_TRY(zs_unshard_for(schedule, record, ZS_PHASE_FORWARD));
     begin_read(schedule, record, schedule->n_open);
     record->read.used = true;
+    record->read.by = schedule->n_open > 0 ? schedule->open[schedule->n_open - 1] : NULL;
     return ZS_OK;
 }
 
 zs_status zs_schedule_unread(zs_schedule *schedule, zs_record *record)
 {
+    ZS_TRY(zs_schedule_cancel(schedule, record)); /* begun ahead, it would bring what was there before */
     if (record->read.depth == 0 || record->inside > 0 || record->pinned) return ZS_OK;
     return give_back(schedule, record, false);
 }
@@ -104,6 +106,9 @@ void zs_reads_forget(zs_schedule *schedule, zs_record *record)
 {
     if (record->read.depth > 0) schedule->n_read--;
     record->read = (zs_read){0};
-    for (size_t i = 0; i < schedule->n; i++)
-        if (schedule->records[i]->read.reader == record) schedule->records[i]->read.reader = NULL;
+    for (size_t i = 0; i < schedule->n; i++) {
+        zs_read *read = &schedule->records[i]->read;
+        if (read->reader == record) read->reader = NULL;
+        if (read->by == record) read->by = NULL;
+    }
 }

@@ -206,7 +206,7 @@ zs_status zs_schedule_read(zs_schedule *schedule, zs_record *record, int64_t now
 /* The number of the operation that is to read it, and does. */
 void zs_record_set_operation(zs_record *record, uint64_t operation);
 
-/* A unit that is unsharded for that alone is to be written to: it is sharded again. No-op for others. */
+/* The unit is to be written to: if it is unsharded for that alone, or its gather has begun ahead, it is sharded again. */
 zs_status zs_schedule_unread(zs_schedule *schedule, zs_record *record);
 
 /* It ends, also if it raised; no-op if none is running. `keep`: its outputs have a history, so a backward may come. */

@@ -174,6 +174,8 @@ template <typename Weak> void forget_node(const at::Tensor &tensor, void (*set)(
     set(tensor, Weak(none));
 }
 
+thread_local bool keep_nodes = false; // see zs_grad_keep_nodes
+
 // The node that accumulates into a leaf is made once and remembers the leaf's shape and dtype. One that was made while a parameter had
 // the shape of its slice (a statistic that somebody keeps with its graph) would refuse every whole gradient after that.
 void forget_node_of_other_form(const at::Tensor &tensor)
@@ -182,8 +184,10 @@ void forget_node_of_other_form(const at::Tensor &tensor)
     auto node = ag::impl::try_get_grad_accumulator(tensor);
     if (!node) return;
     const auto &seen = node->input_metadata(0);
-    if (!seen.is_same_shape(tensor) || seen.options().dtype() != tensor.dtype())
-        forget_node(tensor, &ag::impl::set_grad_accumulator);
+    if (seen.is_same_shape(tensor) && seen.options().dtype() == tensor.dtype()) return;
+    if (!keep_nodes) return forget_node(tensor, &ag::impl::set_grad_accumulator);
+    node->clear_input_metadata();
+    node->add_input_metadata(tensor);
 }
 
 GradReady *our_hook(const at::Tensor &tensor)
@@ -340,6 +344,11 @@ zs_status zs_hook_grad_ready(zs_tensor *handle, const zs_hook *hook)
         ag::impl::set_post_acc_grad_hooks(tensor, std::make_unique<GradReady>(*hook, std::move(users)));
         return ZS_OK;
     });
+}
+
+void zs_grad_keep_nodes(bool keep)
+{
+    keep_nodes = keep;
 }
 
 zs_status zs_hook_grad_remove(zs_tensor *handle)

@@ -16,7 +16,8 @@ from torch.nn import functional, init
 
 __all__ = [
     *("EACH", "FACT", "GRAD", "LISTS", "NONE", "LIKE_AT_RANDOM", "NEW"),
-    *("DRAWN_IN_PLACE", "SIZES", "STAYS", "STAYS_ALONE", "VIEWS", "WRITES", "rules"),
+    *("DRAWN_IN_PLACE", "SIZES", "STAYS", "STAYS_ALONE", "VIEWS", "WRITES"),
+    *("is_named_as_writing", "rules"),
 ]
 
 FACT, EACH, LISTS, GRAD, NONE = range(5)
@@ -143,6 +144,13 @@ def _writes(func: Operation, rule: int) -> bool:
     if name.startswith("__"):
         return name.strip("_") in _INPLACE_DUNDERS
     return name.endswith("_")
+
+
+def is_named_as_writing(func: Operation) -> bool:
+    """Return whether an operation that is not on the list is an in-place one; py_guard.c has the
+    same."""
+    name = getattr(func, "__name__", "")
+    return name.startswith("__set") or (name.endswith("_") and not name.startswith("_"))
 
 
 def _special() -> Iterator[Operation]:

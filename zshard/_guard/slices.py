@@ -25,7 +25,15 @@ from torch.utils import _foreach_utils
 from zshard import _core
 from zshard._errors import ShardError
 from zshard._guard import tracing
-from zshard._guard.rules import EACH, LIKE_AT_RANDOM, NEW, NONE, WRITES, rules
+from zshard._guard.rules import (
+    EACH,
+    LIKE_AT_RANDOM,
+    NEW,
+    NONE,
+    WRITES,
+    is_named_as_writing,
+    rules,
+)
 from zshard._guard.words import complaint
 from zshard._units.shards import Part, _parts, part_of
 
@@ -322,6 +330,10 @@ def refuse(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
     fitting = _fitting(func, parts[0], args)
     if fitting is not None:
         return func(*fitting, **kwargs)
+    own = parts[0].is_in_forward() and not is_named_as_writing(func)
+    if own and any(map(_is_own, (*args, *kwargs.values()))):
+        full = {key: _full_of(value) for key, value in kwargs.items()}
+        return func(*map(_full_of, args), **full)
     is_listed = _rules.get(func, NONE) & 7 != NONE
     raise ShardError(complaint(func, parts, args, is_listed))
 
@@ -333,11 +345,31 @@ def _fitting(func: Callable[..., Any], part: Part, args: tuple[Any, ...]) -> lis
         return None
     if part.shape == part.local_shape or not part.is_in_forward():
         return None
-    full = [isinstance(arg, Tensor) and tuple(arg.shape) == part.shape for arg in args]
+    full = [
+        isinstance(arg, Tensor) and _core.slice_part(arg) is None and arg.shape == part.shape
+        for arg in args
+    ]
     if not any(full):
         return None
     own = zip(args, full, strict=True)
     return [_core.mark_slice(part.of(arg), part) if is_full else arg for arg, is_full in own]
+
+
+def _is_own(value: Any) -> bool:
+    """Whether this is a parameter's own memory by another name, as `.data` and detach() give it."""
+    part = _core.slice_part(value) if type(value) is ShardTensor else None
+    unit = None if part is None or part.is_view else part.unit
+    return unit is not None and part is not None and unit.is_slice(part.index, value)
+
+
+def _full_of(value: Any) -> Any:
+    """Of a parameter's own memory, within a forward, the full parameter's."""
+    if not _is_own(value):
+        return value
+    part = _core.slice_part(value)
+    param = part.unit.params[part.index]
+    with torch.no_grad():
+        return param.view_as(param)
 
 
 def slices_among(values: Iterable[Any]) -> list[Part]:

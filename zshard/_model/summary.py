@@ -36,7 +36,9 @@ def summary_of(states: list[State], comms: Comms, wire: Wire) -> str:
         cells = (f"{count:,}", format_bytes(sizes["full"]), format_bytes(sizes["shard"]))
         ranks = f" over {state.comms.all.world} rank(s)" if is_apart(state, comms) else ""
         stays = ", stays gathered" if unit.is_kept else ""
-        rows.append((name, *cells, unit.strategy + ranks + stays))
+        by = unit.read_by
+        read = "" if by is None else f", read by {by or '(root)'}"
+        rows.append((name, *cells, unit.strategy + ranks + stays + read))
     rows.append((f"{len(units)} units", f"{numel:,}", format_bytes(whole), format_bytes(local), ""))
     widths = [max(len(row[i]) for row in rows) for i in range(5)]
     lines = [_line(row, widths) for row in rows]

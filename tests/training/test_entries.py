@@ -1,0 +1,222 @@
+"""Backward gathers a unit wherever its graph enters what a forward of the unit has recorded.
+
+The one idea: a result may leave a forward in any way, or be kept beside it; the gradients are those
+of the plain model, to the bit.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import COMBINATIONS, Block, differences, loss_of, make, wrapped
+from results import WAYS, Giving, Taking, learn
+from scenarios import WIDTH, floats, mean_grads, whole_grads, wrong_grads
+from torch import nn
+
+from zshard import FSDP
+
+HYBRID = [("hybrid_shard", "c10d"), ("hybrid_full", "c10d")]
+POLICIES = {"one unit": None, "nested": {Giving, Block}}
+
+
+def wrong_in(build, run, combination, policy):
+    """The gradients that are not the mean of those that the ranks' plain models have."""
+    model = wrapped(build, combination, auto_wrap_policy=policy)
+    for _ in range(2):
+        model.zero_grad()
+        run(model, dist.get_rank())
+    return wrong_grads(whole_grads(model), mean_grads(build, run))
+
+
+def wrong_by_way(way, how, combination, policy):
+    return wrong_in(
+        lambda: Taking(way, how),
+        lambda model, rank: learn(model, floats(rank)),
+        combination,
+        policy,
+    )
+
+
+@pytest.mark.sampled(14)
+@pytest.mark.parametrize("combination", [*COMBINATIONS, *HYBRID])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("how", ["eager", "non-reentrant", "reentrant"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_result_leaves_in_any_way(pool2, way, how, policy, combination):
+    if how == "reentrant" and way == "the module":
+        pytest.skip("a reentrant checkpoint runs its forward without a graph")
+    assert pool2.run(wrong_by_way, way, how, combination, POLICIES[policy]) == [[], []]
+
+
+# --- results that are kept beside the output ------------------------------------------------------
+
+
+class Kept(nn.Module):
+    """Keeps what each block has made, which no other block sees. `leaks`: the output does not
+    depend on the blocks."""
+
+    def __init__(self, leaks=False):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 2)
+        self.leaks = leaks
+        self.kept = []
+
+    def forward(self, x):
+        self.kept = []
+        for block in self.blocks:
+            self.kept.append(block.up(block(x)))
+            x = x * 2 if self.leaks else block(x)
+        return self.head(x)
+
+
+def first_kept(model, rank):
+    model(floats(rank))
+    model.kept[1].square().sum().backward()
+
+
+def both(model, rank):
+    out = model(floats(rank))
+    (loss_of(out) + model.kept[0].square().sum()).backward()
+
+
+def kept_before_the_output(model, rank):
+    out = model(floats(rank))
+    model.kept[2].square().sum().backward(retain_graph=True)
+    loss_of(out).backward()
+
+
+def output_twice(model, rank):
+    loss = loss_of(model(floats(rank)))
+    loss.backward(retain_graph=True)
+    model.zero_grad()
+    loss.backward()
+
+
+def two_forwards_in_turn(model, rank):
+    first = loss_of(model(floats(rank)))
+    second = loss_of(model(floats(rank, step=1)))
+    (first * second).backward()
+
+
+RUNS = [first_kept, both, kept_before_the_output, output_twice, two_forwards_in_turn]
+
+
+def build_kept():
+    return Kept()
+
+
+def build_leaking():
+    return Kept(leaks=True)
+
+
+def wrong_beside(build, run, combination, policy):
+    expected = mean_grads(build, run)
+    model = wrapped(build, combination, auto_wrap_policy=policy)
+    run(model, dist.get_rank())
+    ours = whole_grads(model)
+    exact = run is not kept_before_the_output  # whose two sums are reduced one by one
+    if exact:
+        return wrong_grads(ours, expected)
+    close = torch.testing.assert_close
+    for name, grad in expected.items():
+        close(ours[name], grad, rtol=1e-5, atol=1e-6) if grad is not None else None
+    return []
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("combination", [*COMBINATIONS, *HYBRID])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("build", [build_kept, build_leaking])
+def test_what_is_kept_beside_the_output(pool2, build, run, policy, combination):
+    assert pool2.run(wrong_beside, build, run, combination, POLICIES[policy]) == [[], []]
+
+
+# --- what a forward leaves behind -----------------------------------------------------------------
+
+
+def after_forwards_without_a_backward(combination):
+    """The gradients that are wrong after a graph that is older than 20,000 forwards of units."""
+    build = lambda: nn.Sequential(Block(WIDTH), Block(WIDTH))  # noqa: E731
+    model, rank = wrapped(build, combination, auto_wrap_policy={Block}), dist.get_rank()
+    loss = loss_of(model(floats(rank)))
+    for _ in range(6_700):
+        model(floats(rank, rows=1))
+    loss.backward()
+    expected = mean_grads(build, lambda model, rank: loss_of(model(floats(rank))).backward())
+    return wrong_grads(whole_grads(model), expected)
+
+
+def test_a_graph_that_is_older_than_what_is_remembered(pool2):
+    """It gathers more than it needs, and its gradients are right."""
+    assert pool2.run(after_forwards_without_a_backward, ("full_shard", "shm")) == [[], []]
+
+
+def in_another_thread(combination):
+    """The gradients that are wrong where another thread runs the forward than the backward."""
+    import threading
+
+    build = lambda: nn.Sequential(Block(WIDTH), Block(WIDTH))  # noqa: E731
+    model, rank = wrapped(build, combination, auto_wrap_policy={Block}), dist.get_rank()
+    losses = []
+    thread = threading.Thread(target=lambda: losses.append(loss_of(model(floats(rank)))))
+    thread.start()
+    thread.join()
+    losses[0].backward()
+    expected = mean_grads(build, lambda model, rank: loss_of(model(floats(rank))).backward())
+    return wrong_grads(whole_grads(model), expected)
+
+
+@pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
+def test_a_forward_in_another_thread(pool2, combination):
+    assert pool2.run(in_another_thread, combination) == [[], []]
+
+
+def square_sum(model):
+    return sum(p.square().sum() for p in model.parameters())
+
+
+def penalty_outside_of_forwards(combination):
+    """What is wrong of the gradients of a term that was computed within summon_full_params()."""
+    model = wrapped(build_kept, combination, auto_wrap_policy={Block})
+    with model.summon_full_params(model):
+        penalty = square_sum(model)
+    penalty.backward()
+    expected = mean_grads(build_kept, lambda model, rank: square_sum(model).backward())
+    return wrong_grads(whole_grads(model), expected)
+
+
+@pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
+def test_a_term_that_is_computed_in_summon_full_params(pool2, combination):
+    assert pool2.run(penalty_outside_of_forwards, combination) == [[], []]
+
+
+def kept_by_a_copy(combination):
+    """Losses of two models in one process, one nested in the graph of the other."""
+    rank = dist.get_rank()
+    plain = [
+        make(lambda: nn.Sequential(Block(WIDTH))),
+        make(lambda: nn.Sequential(Block(WIDTH)), 2),
+    ]
+    strategy, transport = combination
+    ours = [FSDP(copy.deepcopy(p), strategy=strategy, transport=transport) for p in plain]
+
+    def grads(first, second):
+        loss_of(second(first(floats(0)))).backward()
+
+    grads(*ours)
+    grads(*plain)
+    found = []
+    for sharded, whole in zip(ours, plain, strict=True):
+        expected = {name: p.grad for name, p in whole.named_parameters()}
+        found += differences(whole_grads(sharded), expected)
+    return rank, found
+
+
+@pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
+def test_two_models_in_one_graph(pool2, combination):
+    assert pool2.run(kept_by_a_copy, combination) == [(0, []), (1, [])]
