@@ -25,7 +25,16 @@ from torch.utils import _foreach_utils
 
 from zshard import grad_scaler
 from zshard._errors import stacklevel
-from zshard._guard import collectives, draws, foreign, sizes, slices, torch_names, views
+from zshard._guard import (
+    collectives,
+    draws,
+    foreign,
+    safetensors_files,
+    sizes,
+    slices,
+    torch_names,
+    views,
+)
 from zshard._optim import clip, hooks
 from zshard._optim.announce import know_scaler
 from zshard._optim.state_registry import note_made
@@ -172,6 +181,7 @@ def install() -> None:
     _installed = True
     slices.set_guard({**views.HANDLERS, **sizes.HANDLERS, **draws.HANDLERS})
     lone_optimizer.install()
+    safetensors_files.install()
     for patch in _PATCHES:
         strange = [str(place) for place in patch.places if not place.is_as_expected()]
         if not strange:

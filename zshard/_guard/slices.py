@@ -25,7 +25,7 @@ from torch.utils import _foreach_utils
 from zshard import _core
 from zshard._errors import ShardError
 from zshard._guard.rules import LIKE_AT_RANDOM, NEW, rules
-from zshard._guard.words import complaint
+from zshard._guard.words import complaint, written_to_file
 from zshard._units.shards import Part, _parts, part_of
 
 __all__ = [
@@ -121,8 +121,11 @@ class _Guarded:
         return made if part is None else _guard_copy(made, part)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As torch's own class: a file of slices is read without zshard."""
-        with plain():
+        """Raise ShardError: who pickles a tensor, or has torch.save() do so, wants all of it."""
+        part = _core.slice_part(self)  # type: ignore[arg-type]
+        if part is not None:
+            raise ShardError(written_to_file("a pickle (torch.save())", part))
+        with plain():  # a parameter while it is whole: as torch's own class
             return _as_torchs(self).__reduce_ex__(protocol)  # type: ignore[arg-type,no-untyped-call]
 
     @classmethod

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["complaint", "name_of", "refused_collective", "refused_draw"]
+__all__ = ["complaint", "name_of", "refused_collective", "refused_draw", "written_to_file"]
 
 
 _NORMS = ("norm", "vector_norm", "dist", "cosine_similarity", "normalize", "renorm")
@@ -125,4 +125,15 @@ def refused_collective(part: Any) -> str:
         f"a collective was called on a shard of '{part.name}' ({part.elements}). The ranks' shards "
         "are different elements, so it would mix or overwrite them. Gradients are averaged over "
         f"ranks already. For whole tensors, call zshard.full_tensor(t) on all ranks. {_LOCAL}"
+    )
+
+
+def written_to_file(what: str, part: Any) -> str:
+    """Return the message for a shard that would get into a file, or to another process."""
+    return (
+        f"{what} was to contain a shard of '{part.name}' ({part.elements}), which is not the full "
+        "tensor. Save model.state_dict(), which has full tensors, or call zshard.save(directory, "
+        "model, optimizer). For one tensor, save zshard.full_tensor(t), which all ranks call. With "
+        "zshard.initialize(), gather within `with zshard.zero.GatheredParameters([p]):`, at all "
+        f"stages but 0. {_LOCAL}"
     )
