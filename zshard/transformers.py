@@ -113,6 +113,7 @@ class _ShardingTrainer(_Trainer):  # type: ignore[misc]
                 "and log zshard.whole_named_parameters(model) in a callback of all ranks"
             )
         accelerate.shard(self.accelerator, **self._zshard_arguments)
+        self.accelerator._zshard_evaluates_wrapped = False
 
     def get_num_trainable_parameters(self) -> int:
         model = bare(self.model)

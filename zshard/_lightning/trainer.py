@@ -25,6 +25,7 @@ from zshard._lightning.sharding import (
     optimizer_on_rank_0,
     trainer_package,
 )
+from zshard._model.build import broadcast_buffers
 from zshard._model.forward_methods import call_as_forward
 from zshard._units.units import is_unit
 
@@ -173,6 +174,12 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
             return super().training_step(*args, **kwargs)
         with self.precision_plugin.train_step_context():
             return self._call("training_step", args, kwargs)
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        """Broadcast buffers: under DDP a validation would begin with that, but here one rank may
+        evaluate alone."""
+        super().post_backward(closure_loss)
+        broadcast_buffers(self.lightning_module)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
