@@ -95,7 +95,8 @@ def shard_model(
         initial.give_buffers(values.ignored | modules_apart(module, comms))
     if comms.all.world > 1:
         watch(module, values.ignored)
-    buffers_in_eval(module, options.precision, cast_buffers(module, options.precision))
+    cast = cast_buffers(module, options.precision, values.ignored)
+    buffers_in_eval(module, options.precision, cast)
     if values.buffers_in_forward:
         sync_buffers(module, values.buffers_in_forward)
     if options.keep.measured:
