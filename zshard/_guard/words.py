@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["complaint", "name_of", "refused_collective", "refused_draw", "written_to_file"]
+__all__ = [
+    *("complaint", "name_of", "no_history", "refused_collective", "refused_draw"),
+    "written_to_file",
+]
 
 
 _NORMS = ("norm", "vector_norm", "dist", "cosine_similarity", "normalize", "renorm")
@@ -35,6 +38,10 @@ _RANDOM = (
 _WHOLE = (
     "Call zshard.full_tensor(t) on all ranks for the whole tensor, or use whole parameters within "
     "FSDP.summon_full_params(model)."
+)
+_WITHOUT_HISTORY = (
+    "For values without gradients, call zshard.full_tensor(t.detach()) on all ranks, or use full "
+    "parameters within FSDP.summon_full_params(model)."
 )
 _IN_A_LOSS = (
     "For a term of the loss over model.parameters(), use the optimizer's weight decay, or call "
@@ -83,11 +90,12 @@ def complaint(
         )
     if plain in _RANDOM:
         return f"{what}It needs the full tensor. {_INITIALIZE} For noise, use torch.randn_like(t)."
+    whole = _WHOLE
     if torch.is_grad_enabled() and any(getattr(arg, "requires_grad", False) for arg in args):
-        what += f"{_IN_A_LOSS} "
+        whole = f"{_IN_A_LOSS} {_WITHOUT_HISTORY}"
     if plain in _REDUCTIONS:
-        return f"{what}{_WHOLE} {_LOCAL}"
-    return f"{what}Only elementwise operations work on shards. {_WHOLE} {_LOCAL}"
+        return f"{what}{whole} {_LOCAL}"
+    return f"{what}Only elementwise operations work on shards. {whole} {_LOCAL}"
 
 
 def _misfit(name: str, parts: Sequence[Any], args: Sequence[Any]) -> str:
@@ -125,6 +133,16 @@ def refused_collective(part: Any) -> str:
         f"a collective was called on a shard of '{part.name}' ({part.elements}). The ranks' shards "
         "are different elements, so it would mix or overwrite them. Gradients are averaged over "
         f"ranks already. For whole tensors, call zshard.full_tensor(t) on all ranks. {_LOCAL}"
+    )
+
+
+def no_history(name: str) -> str:
+    """Return the message for a full tensor in a forward, which would be a constant to autograd."""
+    return (
+        f"the full tensor of '{name}' was asked for within a forward: it has no autograd history, "
+        "so the parameter would get no gradient from what is computed with it. Call unshard() on "
+        "the parameter's unit instead and use the parameter: model.emb.unshard(); F.linear(h, "
+        "model.emb.weight). For its values alone, use torch.no_grad() or full_tensor(p.detach())."
     )
 
 

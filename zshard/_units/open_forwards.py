@@ -17,7 +17,7 @@ from torch import nn
 
 from zshard import _core
 
-__all__ = ["call_between_hooks", "call_guarded"]
+__all__ = ["call_between_hooks", "call_guarded", "is_forward_open"]
 
 _LONGEST = 200  # characters of an exception that the other ranks get
 _NOTE = "zshard: raised in the forward of unit"
@@ -53,11 +53,30 @@ def call_guarded(
         unit.unwind(0, "")  # left by a call that went another way, such as model.module(x)
         n_open = 0
     try:
-        return call(*args, **kwargs)
+        return call(*args, **kwargs) if unit.is_hooked else _call_unhooked(call, args, kwargs)
     except BaseException as error:
         unit.unwind(n_open, _what(error) if n_open == 0 else "")
         _note_unit(error, unit)
         raise
+
+
+_unhooked = 0
+"""How many forwards are running of which the core knows nothing, as nothing of the model is
+sharded."""
+
+
+def _call_unhooked(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    global _unhooked
+    _unhooked += 1
+    try:
+        return call(*args, **kwargs)
+    finally:
+        _unhooked -= 1
+
+
+def is_forward_open(unit: _core.Unit) -> bool:
+    """Return whether a forward of the unit's model is running."""
+    return unit.n_open > 0 if unit.is_hooked else _unhooked > 0
 
 
 def _note_unit(error: BaseException, unit: _core.Unit) -> None:
