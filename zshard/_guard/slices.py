@@ -25,7 +25,7 @@ from torch.utils import _foreach_utils
 from zshard import _core
 from zshard._errors import ShardError
 from zshard._guard.rules import LIKE_AT_RANDOM, NEW, rules
-from zshard._guard.words import complaint, written_to_file
+from zshard._guard.words import complaint, refused_grad_dtype, written_to_file
 from zshard._units.shards import Part, _parts, part_of
 
 __all__ = [
@@ -276,6 +276,16 @@ def _type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
     return result if isinstance(result, str) else guard_like(result, args[0])
 
 
+def _set_grad_dtype(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    param, dtype = args
+    part = _core.slice_part(param)
+    if part is not None and dtype != param.dtype:
+        raise NotImplementedError(refused_grad_dtype(part.name, dtype))
+    return run_plain(func, args, kwargs)
+
+
 def _autograd_grad(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -300,6 +310,7 @@ _special: dict[Any, Handler] = {
     Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
     **{getattr(Tensor, name): _new for name in NEW},
     torch.autograd.grad: _autograd_grad,
+    **({Tensor.grad_dtype.__set__: _set_grad_dtype} if hasattr(Tensor, "grad_dtype") else {}),
 }
 """Operations that Python knows. The modules that stand on this one have more."""
 

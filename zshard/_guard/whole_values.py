@@ -44,7 +44,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
     alone for a parameter.
 
     Raises ShardError within a forward with gradients, for a parameter that is to get one, also
-    where it is not sharded; DivergenceError if the ranks call it for different tensors, PeerError if a rank exited.
+    where it is not sharded; DivergenceError if the ranks call it for different tensors, PeerError
+    if a rank exited.
     """
     _refuse_in_forward(tensor)
     part = _part_of(tensor)

@@ -1,7 +1,7 @@
 """What ShardError says: which operation, on a shard of what, and what to write in its place.
 
 The one idea: the remedy depends on what the operation is after (a norm, a view, random values), so
-names of operations are grouped by it.
+names of operations are grouped by it. None is to_local(): what is refused needs other ranks' elements.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 __all__ = [
     *("complaint", "name_of", "no_history", "refused_collective", "refused_draw"),
-    "written_to_file",
+    *("refused_grad_dtype", "written_to_file"),
 ]
 
 
@@ -51,7 +51,6 @@ _INITIALIZE = (
     "Initialize within `with FSDP.summon_full_params(model):`, on all ranks with one seed, or by "
     "model.apply(fn), which takes rank 0's values."
 )
-_LOCAL = "For this rank's elements alone, use t.to_local()."
 
 
 def name_of(func: Callable[..., Any]) -> str:
@@ -86,7 +85,8 @@ def complaint(
     if plain in _NORMS:
         return (
             f"{what}Norms over all ranks: model.clip_grad_norm_() returns that of the gradients, "
-            f"zshard.named_norms(model) those of each parameter. {_LOCAL}"
+            "zshard.named_norms(model) those of each parameter. To normalize a parameter or its "
+            "rows, do so within `with FSDP.summon_full_params(model):`, on all ranks."
         )
     if plain in _RANDOM:
         return f"{what}It needs the full tensor. {_INITIALIZE} For noise, use torch.randn_like(t)."
@@ -94,8 +94,8 @@ def complaint(
     if torch.is_grad_enabled() and any(getattr(arg, "requires_grad", False) for arg in args):
         whole = f"{_IN_A_LOSS} {_WITHOUT_HISTORY}"
     if plain in _REDUCTIONS:
-        return f"{what}{whole} {_LOCAL}"
-    return f"{what}Only elementwise operations work on shards. {whole} {_LOCAL}"
+        return f"{what}{whole}"
+    return f"{what}Only elementwise operations work on shards. {whole}"
 
 
 def _misfit(name: str, parts: Sequence[Any], args: Sequence[Any]) -> str:
@@ -132,7 +132,7 @@ def refused_collective(part: Any) -> str:
     return (
         f"a collective was called on a shard of '{part.name}' ({part.elements}). The ranks' shards "
         "are different elements, so it would mix or overwrite them. Gradients are averaged over "
-        f"ranks already. For whole tensors, call zshard.full_tensor(t) on all ranks. {_LOCAL}"
+        "ranks already. For whole tensors, call zshard.full_tensor(t) on all ranks."
     )
 
 
@@ -146,6 +146,15 @@ def no_history(name: str) -> str:
     )
 
 
+def refused_grad_dtype(name: str, dtype: Any) -> str:
+    """Return the message for `p.grad_dtype = dtype`."""
+    return (
+        f"parameter '{name}' has grad_dtype={dtype}, other than its own dtype, which zshard does "
+        "not support: omit it; for gradients in float32, use float32 parameters with "
+        "mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)"
+    )
+
+
 def written_to_file(what: str, part: Any) -> str:
     """Return the message for a shard that would get into a file, or to another process."""
     return (
@@ -153,5 +162,5 @@ def written_to_file(what: str, part: Any) -> str:
         "tensor. Save model.state_dict(), which has full tensors, or call zshard.save(directory, "
         "model, optimizer). For one tensor, save zshard.full_tensor(t), which all ranks call. With "
         "zshard.initialize(), gather within `with zshard.zero.GatheredParameters([p]):`, at all "
-        f"stages but 0. {_LOCAL}"
+        f"stages but 0. For this rank's elements alone, save t.to_local()."
     )
