@@ -310,7 +310,7 @@ _special: dict[Any, Handler] = {
     Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
     **{getattr(Tensor, name): _new for name in NEW},
     torch.autograd.grad: _autograd_grad,
-    **({Tensor.grad_dtype.__set__: _set_grad_dtype} if hasattr(Tensor, "grad_dtype") else {}),
+    getattr(getattr(Tensor, "grad_dtype", None), "__set__", None): _set_grad_dtype,
 }
 """Operations that Python knows. The modules that stand on this one have more."""
 
