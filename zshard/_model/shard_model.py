@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -101,6 +102,8 @@ def shard_model(
         sync_buffers(module, values.buffers_in_forward)
     if options.keep.measured:
         state_of(module).spare = Spare(module, memory_limit, sharing)
+    by_default = ranks.process_group is None and ranks.device_mesh is None
+    state_of(module).is_alone = by_default and not dist.is_initialized()
     given = _shard_group_given(ranks)
     for spec, _ in planned:
         state_of(spec.module).group_given = given

@@ -16,6 +16,8 @@ from typing import Any
 from torch import nn
 
 from zshard import _core
+from zshard._ranks.groups import check_still_alone
+from zshard._units.units import state_of
 
 __all__ = ["call_between_hooks", "call_guarded", "is_forward_open"]
 
@@ -48,6 +50,9 @@ def call_guarded(
 ) -> Any:
     """Return call(*args, **kwargs), a forward of the unit's module; if that raises, end what is
     open of the model."""
+    state = state_of(module)
+    if state.is_alone:
+        check_still_alone(type(module).__bases__[1].__name__)
     n_open = unit.n_open
     if n_open and unit.is_running and not _is_on_stack(module):
         unit.unwind(0, "")  # left by a call that went another way, such as model.module(x)
