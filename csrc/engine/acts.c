@@ -170,6 +170,7 @@ static zs_status open_backward(zs_engine *engine)
     engine->home.ranks.all->heard = false;
     zs_writing_over(engine);
     zs_pass_dtype_open_backward(&engine->home);
+    zs_engine_note_frozen(engine);
     for (size_t i = 0; i < zs_engine_n_units(engine); i++)
         zs_in_backward_open(zs_engine_unit(engine, i));
     discard_dead_grads(engine);

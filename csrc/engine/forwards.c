@@ -145,8 +145,8 @@ zs_status zs_engine_thaw(zs_engine *engine)
         if (!zs_unit_is_thawing(unit)) continue;
         ZS_TRY(zs_engine_settle(engine)); /* a backward that raised here may have rounds under way */
         ZS_TRY(zs_unit_thaw(unit));
-        zs_engine_note_thaw(engine, unit);
     }
+    zs_engine_note_frozen(engine);
     return ZS_OK;
 }
 

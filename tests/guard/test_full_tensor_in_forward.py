@@ -90,7 +90,7 @@ def wrong(combination: tuple[str, str]) -> list[str]:
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("combination", [*COMBINATIONS, ("no_shard", "shm"), ("no_shard", "c10d")])
+@pytest.mark.parametrize("combination", COMBINATIONS)
 @ranks(2)
 def test_the_remedy_gives_the_plain_models_gradients(
     pool: RankPool, combination: tuple[str, str]

@@ -59,7 +59,7 @@ def refusals(combination: tuple[str, str], dtype: Any) -> list[str]:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, None])
-@pytest.mark.parametrize("combination", [*COMBINATIONS, ("no_shard", "shm"), ("no_shard", "c10d")])
+@pytest.mark.parametrize("combination", COMBINATIONS)
 @ranks(2)
 def test_it_is_refused_by_name(pool: RankPool, combination: tuple[str, str], dtype: Any) -> None:
     for found in pool.run(refusals, combination, dtype):
