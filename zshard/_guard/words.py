@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zshard._units.shards import asked_for_size
+
 __all__ = [
     *("complaint", "name_of", "no_history", "refused_collective", "refused_draw"),
     *("refused_grad_dtype", "written_to_file"),
@@ -108,7 +110,16 @@ def _misfit(name: str, parts: Sequence[Any], args: Sequence[Any]) -> str:
             f"{ours} and a shard of '{other.name}' ({other.elements}), which are not the same "
             f"elements. {_WHOLE}"
         )
-    shapes = [tuple(arg.shape) for arg in args if isinstance(arg, Tensor)]
+    with torch._C.DisableTorchFunctionSubclass():
+        given = [v for arg in args for v in (arg if isinstance(arg, list | tuple) else [arg])]
+        shapes = [tuple(each.shape) for each in given if isinstance(each, Tensor)]
+    if part.root in asked_for_size and set(shapes) == {part.local_shape}:
+        return (
+            f"{ours} and a tensor of this rank's shape, {part.local_shape}, for which the script "
+            "has asked. What it holds, such as random numbers, would be the same on each rank, for "
+            "other elements. Make it like the parameter: torch.randn_like(p), torch.rand_like(p), "
+            "torch.zeros_like(p), p.clone()."
+        )
     strange = [shape for shape in shapes if shape != part.local_shape] or shapes
     return (
         f"{ours} and a tensor of shape {strange[0] if strange else '?'}: expected a number, or a "
