@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zshard._checkpoint.load import load
-from zshard._lightning.parameter_counts import summary_of
+from zshard._lightning.parameter_counts import count_full_parameters
 from zshard._lightning.sharding import (
     Sharding,
     on_rank_0,
@@ -30,6 +30,9 @@ from zshard._model.forward_methods import call_as_forward
 from zshard._units.units import is_unit
 
 __all__ = ["ZShardStrategy"]
+
+
+count_full_parameters()
 
 
 class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type: ignore[misc]
@@ -115,9 +118,6 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
             self.setup_optimizers(trainer)
             self._check_optimizers()
         self.setup_precision_plugin()
-        for callback in trainer.callbacks:
-            if isinstance(callback, trainer_package.callbacks.ModelSummary):
-                callback._summary = summary_of(callback)
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         if not is_unit(model):
