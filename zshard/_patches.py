@@ -19,7 +19,7 @@ import torch
 from torch.distributed import distributed_c10d
 from torch.distributed import utils as dist_utils
 from torch.nn.modules import module as nn_module
-from torch.nn.utils import clip_grad
+from torch.nn.utils import clip_grad, prune
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 
@@ -120,11 +120,13 @@ _PATCHES = (
         ),
     ),
     _Patch(
-        "DistributedDataParallel and ZeroRedundancyOptimizer do not refuse a sharded model",
+        "DistributedDataParallel, ZeroRedundancyOptimizer and torch.nn.utils.prune do not refuse a "
+        "sharded model",
         foreign.install,
         (
             _TorchPlace(torch.nn.parallel.DistributedDataParallel, "__init__", ("self", "module")),
             _TorchPlace(_OPTIMIZER, "__init__", ("self", "params", "defaults")),
+            _TorchPlace(prune.BasePruningMethod, "apply", ("module", "name")),
             _TorchPlace(dist_utils, "_sync_module_states", ("module",)),
         ),
     ),
