@@ -172,10 +172,14 @@ class WholeParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient, which between passes is this rank's shard, and guarded."""
+        """The gradient, which between passes is this rank's shard, and guarded; within
+        summon_full_params(with_grads=True) it is the full one."""
         grad: Tensor | None = _grad.__get__(self)
         part = part_of(self)
-        return grad if grad is None or part is None else _core.mark_slice(grad, part)
+        state = None if part is None else part.state
+        if grad is None or part is None or (state is not None and state.whole_grads):
+            return grad
+        return _core.mark_slice(grad, part)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
