@@ -52,6 +52,7 @@ from zshard._errors import CheckpointError, ShardError
 from zshard._guard.slices import ShardParameter, ShardTensor, to_local
 from zshard._guard.whole_values import full_tensor, named_norms, whole_named_parameters
 from zshard._model.forward_methods import register_forward_method
+from zshard._model.whole_counts import num_parameters
 from zshard._predict_memory import predict_memory
 from zshard._ranks.nccl import NcclOptions
 from zshard._ranks.wire import Wire
@@ -129,6 +130,7 @@ __all__ = [
     "load_optim_state_dict",
     "load_state_dict",
     "named_norms",
+    "num_parameters",
     "optim_state_dict",
     "predict_memory",
     "register_forward_method",

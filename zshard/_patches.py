@@ -21,7 +21,7 @@ from torch.autograd.variable import Variable
 from torch.distributed import distributed_c10d
 from torch.distributed import utils as dist_utils
 from torch.nn.modules import module as nn_module
-from torch.nn.utils import clip_grad
+from torch.nn.utils import clip_grad, prune
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 
@@ -32,6 +32,7 @@ from zshard._guard import (
     collectives,
     draws,
     foreign,
+    safetensors_files,
     sizes,
     slices,
     torch_names,
@@ -128,11 +129,13 @@ _PATCHES = (
         ),
     ),
     _Patch(
-        "DistributedDataParallel and ZeroRedundancyOptimizer do not refuse a sharded model",
+        "DistributedDataParallel, ZeroRedundancyOptimizer and torch.nn.utils.prune do not refuse a "
+        "sharded model",
         foreign.install,
         (
             _TorchPlace(torch.nn.parallel.DistributedDataParallel, "__init__", ("self", "module")),
             _TorchPlace(_OPTIMIZER, "__init__", ("self", "params", "defaults")),
+            _TorchPlace(prune.BasePruningMethod, "apply", ("module", "name")),
             _TorchPlace(dist_utils, "_sync_module_states", ("module",)),
         ),
     ),
@@ -197,6 +200,7 @@ def install() -> None:
     _installed = True
     slices.set_guard({**views.HANDLERS, **sizes.HANDLERS, **draws.HANDLERS})
     lone_optimizer.install()
+    safetensors_files.install()
     for patch in _PATCHES:
         strange = [str(place) for place in patch.places if not place.is_as_expected()]
         if not strange:

@@ -24,6 +24,7 @@ from torch import nn
 
 from zshard._checkpoint.load import load
 from zshard._checkpoint.save import save
+from zshard._model.build import broadcast_buffers
 from zshard._units.names import bare
 from zshard.api import ARGUMENTS, FSDP
 
@@ -126,6 +127,7 @@ class _ShardingAccelerator(_Accelerator):  # type: ignore[misc]
     """What comes before the class of an Accelerator."""
 
     _zshard_arguments: dict[str, Any]
+    _zshard_evaluates_wrapped = True  # with what would be DDP's wrapper; a Trainer does not
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -133,12 +135,20 @@ class _ShardingAccelerator(_Accelerator):  # type: ignore[misc]
         """Shard a model, also one for evaluation, then do what Accelerate does for one process."""
         if not getattr(model, "_is_accelerate_prepared", False):
             if not _is_sharded(model):
-                arguments = dict(self._zshard_arguments)
+                arguments = {"forward_sync_buffers": "training", **self._zshard_arguments}
                 if self.device.type == "cuda" and device_placement is not False:
                     arguments.setdefault("device_id", self.device)
                 FSDP(bare(model), **arguments)
             device_placement, evaluation_mode = False, True  # FSDP() has placed it; no DDP
         return super().prepare_model(model, device_placement, evaluation_mode)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run a backward, then broadcast buffers: under DDP an evaluation would begin with that,
+        but here one rank may evaluate alone."""
+        super().backward(loss, **kwargs)
+        if self.sync_gradients and self._zshard_evaluates_wrapped:
+            for model in filter(_is_sharded, self._models):
+                broadcast_buffers(bare(model))
 
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any

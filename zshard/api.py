@@ -49,8 +49,13 @@ from zshard._ranks.nccl import NcclOptions
 from zshard._ranks.wire import Wire
 from zshard._state_dict.module import refuse_strange_slices, whole_state_dict
 from zshard._units.open_forwards import call_guarded
-from zshard._units.units import is_unit, state_of
-from zshard._wrap.arguments import check_init, check_module, split_ignored
+from zshard._units.units import BufferSync, is_unit, state_of
+from zshard._wrap.arguments import (
+    check_buffer_sync,
+    check_init,
+    check_module,
+    split_ignored,
+)
 from zshard.wrap import plan_units
 
 if TYPE_CHECKING:
@@ -171,8 +176,9 @@ class FSDP(Fsdp1Methods, Fsdp2Methods, DdpMethods, ModelMethods, TorchAttributes
             Default: None, exact.
         timeout: seconds that one wait for another rank may take. Default: None, the environment
             variable ZSHARD_TIMEOUT, else the process group's timeout.
-        forward_sync_buffers: True: broadcast buffers from rank 0 in each forward, as DDP does.
-            Default: False.
+        forward_sync_buffers: True: broadcast buffers from rank 0 in each forward. "training": only
+            in forwards with gradients, as DDP does it (not after a forward within no_sync()), so
+            that one rank may evaluate alone. Default: False; "training" in trainers' adapters.
 
     Compatibility with FSDP1, whose positional order of arguments this signature keeps, and DDP:
 
@@ -216,7 +222,7 @@ class FSDP(Fsdp1Methods, Fsdp2Methods, DdpMethods, ModelMethods, TorchAttributes
         transport: str | NcclOptions | None = None,
         wire: str | Wire | None = None,
         timeout: float | None = None,
-        forward_sync_buffers: bool = False,
+        forward_sync_buffers: BufferSync = False,
         offload: OffloadLike | None = None,
         memory_limit: int | str | None = "auto",
         keep_gathered: bool | int | str = "auto",
@@ -236,6 +242,7 @@ class FSDP(Fsdp1Methods, Fsdp2Methods, DdpMethods, ModelMethods, TorchAttributes
             limit_all_gathers,
         ).options(strategy, offload, wire, device)
         check_init(param_init_fn)
+        check_buffer_sync(forward_sync_buffers)
         limit = parse_limit(memory_limit)
         options = options._replace(keep=parse_keep(keep_gathered, limit, device))
         ignored = split_ignored(ignored_modules, ignored_states)

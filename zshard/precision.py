@@ -7,14 +7,15 @@ in the reduce dtype and summed in float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import copy
+import operator
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 # Scripts import these from here.
 from zshard._compat.classes import MixedPrecision as MixedPrecision
@@ -116,19 +117,40 @@ def install_kept(modules: Iterable[nn.Module], precision: Precision) -> None:
         module.register_forward_hook(back)
 
 
-def cast_buffers(module: nn.Module, precision: Precision) -> dict[str, torch.dtype]:
-    """Replace the floating-point buffers by cast ones; return the dtypes that they had, by name."""
+def cast_buffers(
+    module: nn.Module, precision: Precision, ignored: Collection[nn.Module]
+) -> dict[str, torch.dtype]:
+    """Replace the floating-point buffers by cast ones; return the dtypes that they had, by name.
+    State dicts keep those. ignored: modules whose buffers, and those below, are left alone."""
     before: dict[str, torch.dtype] = {}
     if precision.buffers is None:
         return before
+    left = {each for one in ignored for each in one.modules()}
     for prefix, each in module.named_modules():
-        if precision.keeps(each):
+        if precision.keeps(each) or each in left:
             continue
+        own: dict[str, torch.dtype] = {}
         for name, buffer in each._buffers.items():
             if buffer is not None and buffer.is_floating_point():
-                before[f"{prefix}.{name}" if prefix else name] = buffer.dtype
+                own[name] = before[f"{prefix}.{name}" if prefix else name] = buffer.dtype
                 each._buffers[name] = buffer.to(precision.buffers)
+        if own:
+            each.register_state_dict_post_hook(_SaveBuffers(own, precision.buffers))
     return before
+
+
+@dataclass(eq=False)  # torch marks it
+class _SaveBuffers:
+    """A hook of state dicts, which hold a module's buffers in the dtypes that they had."""
+
+    before: dict[str, torch.dtype]
+    low: torch.dtype
+
+    def __call__(self, module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+        for name, dtype in self.before.items():
+            value = state.get(prefix + name)
+            if isinstance(value, Tensor) and value.dtype == self.low:
+                state[prefix + name] = value.to(dtype)
 
 
 @dataclass(frozen=True)
@@ -153,9 +175,14 @@ class _CastKept(_CastInputs):
     came: list[torch.dtype] = field(default_factory=list, compare=False)
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        leaves = tree_leaves((args, kwargs))
-        floats = (t.dtype for t in leaves if isinstance(t, Tensor) and t.is_floating_point())
-        self.came[:] = [next(floats, self.dtype)]
+        found: list[torch.dtype] = []
+
+        def note(tensor: Tensor) -> Tensor:
+            found.extend([tensor.dtype] if tensor.is_floating_point() else [])
+            return tensor
+
+        map_tensors(note, (args, kwargs))
+        self.came[:] = [*found, self.dtype][:1]
         return super().__call__(module, args, kwargs)
 
 
@@ -183,4 +210,50 @@ def _cast(tree: Any, dtype: torch.dtype) -> Any:
     def one(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    return tree_map_only(Tensor, one, tree)
+    return map_tensors(one, tree)
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Return arguments or results of a forward with changed tensors, also in lists, tuples, sets,
+    dicts and dataclasses, and what derives from those. A container with no changed tensor remains
+    the same object; any other one is copied."""
+    return _map(change, tree, {})
+
+
+def _map(change: Callable[[Tensor], Tensor], tree: Any, known: dict[int, Any]) -> Any:
+    """known: containers by id, with what has become of them; one that holds itself keeps itself."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    is_data = is_dataclass(tree) and not isinstance(tree, type | nn.Module)
+    if not is_data and not isinstance(tree, dict | list | tuple | set | frozenset):
+        return tree
+    if id(tree) not in known:
+        known[id(tree)] = tree
+        known[id(tree)] = _map_container(change, tree, known)
+    return known[id(tree)]
+
+
+def _map_container(change: Callable[[Tensor], Tensor], tree: Any, known: dict[int, Any]) -> Any:
+    if isinstance(tree, list | tuple | set | frozenset):
+        old = list(tree)
+        new = [_map(change, value, known) for value in old]
+        if all(map(operator.is_, old, new)):
+            return tree
+        return type(tree)(*new) if hasattr(tree, "_fields") else type(tree)(new)
+    made = tree
+    for key, value in list(_entries(tree)):
+        changed = _map(change, value, known)
+        if changed is value:
+            continue
+        made = copy.copy(tree) if made is tree else made
+        if isinstance(tree, dict):
+            made[key] = changed
+        else:
+            object.__setattr__(made, key, changed)  # also of a frozen one
+    return made
+
+
+def _entries(tree: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(tree, dict):  # transformers' outputs are dicts and dataclasses
+        return tree.items()
+    return ((each.name, getattr(tree, each.name, None)) for each in fields(tree))

@@ -18,7 +18,7 @@ import torch
 
 from zshard import accelerate
 from zshard._model.generate import ARGUMENT, needs_all
-from zshard._model.whole_counts import full_count
+from zshard._model.whole_counts import num_parameters
 from zshard._state_dict.form import state_dict_form
 from zshard._units.names import bare
 from zshard._units.units import is_unit
@@ -74,7 +74,7 @@ def _count_full_parameters() -> None:
         model = bare(model)
         if not is_unit(model):
             return int(count(model, trainable_only))
-        return full_count(model, trainable_only)
+        return num_parameters(model, trainable_only)
 
     vars(counted)["_zshard_counts"] = True
     module.get_model_param_count = counted
@@ -113,12 +113,13 @@ class _ShardingTrainer(_Trainer):  # type: ignore[misc]
                 "and log zshard.whole_named_parameters(model) in a callback of all ranks"
             )
         accelerate.shard(self.accelerator, **self._zshard_arguments)
+        self.accelerator._zshard_evaluates_wrapped = False
 
     def get_num_trainable_parameters(self) -> int:
         model = bare(self.model)
         if not is_unit(model):
             return int(super().get_num_trainable_parameters())
-        return full_count(model, trainable_only=True)
+        return num_parameters(model, trainable_only=True)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if not self.args.should_save and self._zshard_needs_all():

@@ -19,7 +19,7 @@ void zs_past_replace(zs_past *past, const zs_past *before, const zs_past *now)
     past->settings += now->settings - before->settings;
     past->counts += now->counts - before->counts;
     past->loads += now->loads - before->loads;
-    past->thaws += now->thaws - before->thaws;
+    past->frozen += now->frozen - before->frozen;
     past->writes += now->writes - before->writes;
     past->draws += now->draws - before->draws;
     past->grads += now->grads - before->grads;
@@ -236,7 +236,7 @@ typedef struct difference {
 static bool only_settings_differ(const difference *d)
 {
     const zs_past *a = d->first, *b = d->second;
-    return a->steps == b->steps && a->counts == b->counts && a->loads == b->loads && a->thaws == b->thaws &&
+    return a->steps == b->steps && a->counts == b->counts && a->loads == b->loads && a->frozen == b->frozen &&
            a->draws == b->draws && a->writes == b->writes && a->grads == b->grads;
 }
 
@@ -252,8 +252,9 @@ static void describe(const zs_comm *comm, const difference *d, char *text, size_
                  (unsigned long long)first->counts, (unsigned long long)second->counts, d->other);
     } else if (first->loads != second->loads) {
         snprintf(text, size, "rank 0 and rank %d have not loaded the same state dict", d->other);
-    } else if (first->thaws != second->thaws) {
-        snprintf(text, size, "rank 0 and rank %d have not unfrozen the same parameters", d->other);
+    } else if (first->frozen != second->frozen) {
+        snprintf(text, size, "rank 0 and rank %d do not train the same parameters: set requires_grad on all ranks",
+                 d->other);
     } else if (first->draws != second->draws) {
         used = snprintf(text, size, "rank 0 and rank %d have not initialized parameters or written to full ones alike",
                         d->other);
@@ -270,7 +271,7 @@ static void describe(const zs_comm *comm, const difference *d, char *text, size_
 static bool have_drawn_otherwise(const difference *d)
 {
     const zs_past *a = d->first, *b = d->second;
-    return a->steps == b->steps && a->loads == b->loads && a->thaws == b->thaws && a->draws != b->draws;
+    return a->steps == b->steps && a->loads == b->loads && a->frozen == b->frozen && a->draws != b->draws;
 }
 
 static const char *remedy(const difference *d)
@@ -284,7 +285,7 @@ static const char *remedy(const difference *d)
         return "load a checkpoint on all ranks, and build the optimizer and call the scheduler on all ranks alike";
     if (first->counts != second->counts)
         return "load a checkpoint on all ranks, and load the optimizer's state on all ranks alike";
-    if (first->steps == second->steps && first->loads == second->loads && first->thaws == second->thaws)
+    if (first->steps == second->steps && first->loads == second->loads && first->frozen == second->frozen)
         return "load a checkpoint on all ranks, and write to parameters and gradients on all ranks alike, also where a "
                "shard is empty";
     return "load a checkpoint on all ranks, and step, load and unfreeze on all ranks or on none";
@@ -335,7 +336,7 @@ static bool have_loaded(const zs_comm *comm, const zs_past *pasts)
 {
     bool loaded = false;
     for (int r = 1; r < comm->world; r++)
-        loaded |= pasts[r].loads != pasts[0].loads || pasts[r].thaws != pasts[0].thaws;
+        loaded |= pasts[r].loads != pasts[0].loads || pasts[r].frozen != pasts[0].frozen;
     return loaded;
 }
 

@@ -14,12 +14,12 @@ typedef struct zs_comm zs_comm;
 
 /* Sums over models, where a transport has several. */
 typedef struct zs_past {
-    uint64_t steps;                /* optimizer steps, counted */
-    uint64_t settings;             /* a digest of the param groups at the last of them */
-    uint64_t counts;               /* the step count in the optimizer's state at that time */
-    uint64_t loads, thaws, writes; /* digests: what was loaded, unfrozen, and written in place to parameters */
-    uint64_t draws;                /* a digest of what was drawn for parameters in place or written to full ones */
-    uint64_t grads;                /* ... and to gradients; compared with gradients only */
+    uint64_t steps;                 /* optimizer steps, counted */
+    uint64_t settings;              /* a digest of the param groups at the last of them */
+    uint64_t counts;                /* the step count in the optimizer's state at that time */
+    uint64_t loads, frozen, writes; /* digests: what was loaded, is frozen, and was written in place to parameters */
+    uint64_t draws;                 /* a digest of what was drawn for parameters in place or written to full ones */
+    uint64_t grads;                 /* ... and to gradients; compared with gradients only */
 } zs_past;
 
 /* How long that is. */

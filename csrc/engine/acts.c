@@ -90,7 +90,7 @@ static zs_status close_session(zs_schedule *schedule, zs_phase phase)
 
 /* --- a pass begins -------------------------------------------------------------------------------------------------------- */
 
-static zs_status broadcast_buffers(zs_engine *engine)
+zs_status zs_engine_copy_buffers(zs_engine *engine)
 {
     for (size_t i = 0; i < engine->n_buffers; i++) {
         if (!zs_tensor_alive(engine->buffers[i])) continue;
@@ -108,6 +108,27 @@ static zs_status broadcast_buffers(zs_engine *engine)
     return ZS_OK;
 }
 
+/* Do the next backwards reduce gradients? */
+static bool reduces(const zs_engine *engine)
+{
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
+        const zs_record *record = engine->home.schedule.records[i];
+        if (record->is.reduces && record->sync) return true;
+    }
+    return false;
+}
+
+/* See zs_engine_sync_buffers. A rank that only follows does not know of the others' no_sync(). */
+static zs_status sync_buffers(zs_engine *engine, const zs_entry *entry)
+{
+    if (entry->by_hand || engine->n_buffers == 0) return ZS_OK;
+    if (engine->buffers_in_training && !entry->recording) return ZS_OK;
+    if (!engine->buffers_in_training || engine->join != NULL || !engine->buffers_kept)
+        ZS_TRY(zs_engine_copy_buffers(engine));
+    engine->buffers_kept = !reduces(engine);
+    return ZS_OK;
+}
+
 /* What is gathered for the secondary shards is gathered for this pass. */
 static zs_status renew_secondary(const zs_engine *engine, const zs_reading *reading)
 {
@@ -121,7 +142,8 @@ static zs_status renew_secondary(const zs_engine *engine, const zs_reading *read
 /* Do all ranks run a forward? Where shards are mapped one that does not train looks at them as they are. */
 static bool meets(const zs_engine *engine, const zs_entry *entry)
 {
-    if (!entry->by_hand && (entry->recording || engine->n_buffers > 0)) return true;
+    bool syncs = engine->n_buffers > 0 && !engine->buffers_in_training;
+    if (!entry->by_hand && (entry->recording || syncs)) return true;
     if (!has_shards(engine)) return false;
     return engine->home.schedule.gathers_cost || engine->home.ranks.replica_group != NULL;
 }
@@ -140,7 +162,7 @@ static zs_status open_forward(zs_engine *engine, const zs_entry *entry)
     discard_dead_grads(engine);
     zs_join_meetings(engine, true);
     zs_status status = renew_secondary(engine, &reading);
-    if (!entry->by_hand) ZS_THEN(status, broadcast_buffers(engine));
+    ZS_THEN(status, sync_buffers(engine, entry));
     zs_join_meetings(engine, false);
     return status == ZS_OK ? begin_reading(engine, &reading) : status;
 }
@@ -150,6 +172,7 @@ static zs_status open_backward(zs_engine *engine)
     engine->home.ranks.all->heard = false;
     zs_writing_over(engine);
     zs_pass_dtype_open_backward(&engine->home);
+    zs_engine_note_frozen(engine);
     for (size_t i = 0; i < zs_engine_n_units(engine); i++)
         zs_in_backward_open(zs_engine_unit(engine, i));
     discard_dead_grads(engine);

@@ -246,10 +246,18 @@ void zs_engine_rescale(const zs_engine *engine, double factor)
     }
 }
 
-zs_status zs_engine_sync_buffers(zs_engine *engine, zs_tensor **tensors, size_t n)
+void zs_engine_sync_buffers(zs_engine *engine, zs_tensor **tensors, size_t n, bool in_training)
 {
     free_buffers(engine);
     engine->buffers = tensors;
     engine->n_buffers = n;
+    engine->buffers_in_training = in_training;
+}
+
+zs_status zs_engine_broadcast_buffers(zs_engine *engine)
+{
+    if (engine->join != NULL || engine->buffers_kept) return ZS_OK;
+    ZS_TRY(zs_engine_copy_buffers(engine));
+    engine->buffers_kept = true;
     return ZS_OK;
 }

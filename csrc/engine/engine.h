@@ -71,8 +71,13 @@ void zs_engine_rescale(const zs_engine *engine, double factor);
  * ZS_ERR_VALUE for units of another engine. */
 zs_status zs_prefetch_set(zs_unit *unit, zs_phase phase, zs_unit *const *units, size_t n);
 
-/* Has these tensors (buffers; weak handles, taken over) copied from rank 0 at each forward session. */
-zs_status zs_engine_sync_buffers(zs_engine *engine, zs_tensor **tensors, size_t n);
+/* Has these tensors (buffers; weak handles, taken over) copied from rank 0 as each forward begins; `in_training`: as one begins
+ * that autograd records, if the one before was not within no_sync(), as DDP does it. */
+void zs_engine_sync_buffers(zs_engine *engine, zs_tensor **tensors, size_t n, bool in_training);
+
+/* (Between passes, on all ranks) Copies them now, if the next recorded forward would. No-op within join(), where a rank may have no
+ * data. */
+zs_status zs_engine_broadcast_buffers(zs_engine *engine);
 
 /* Before / after the forward of a unit's module. `training`: is the module in training mode? `exact`: does it compute with
  * parameters of their own dtype? post is to be called even if the forward raised; without a pre it is a no-op. */

@@ -58,6 +58,8 @@ struct zs_engine {
     struct zs_engine *next_listed; /* of the engines that have some; borrowed */
     zs_tensor **buffers;  /* [n_buffers] owned weak handles */
     size_t n_buffers;
+    bool buffers_in_training; /* see zs_engine_sync_buffers */
+    bool buffers_kept;        /* rank 0's have come, and no forward since has changed them in step with all ranks */
 };
 
 /* Its units: parents before children. A unit takes itself off the list. */
@@ -82,6 +84,11 @@ static inline zs_engine *zs_engine_of_schedule(zs_schedule *schedule)
 
 /* A training forward is about to begin: readies units whose parameters scripts have unfrozen. */
 zs_status zs_engine_thaw(zs_engine *engine);
+
+/* --- acts.c --------------------------------------------------------------------------------------------------------------- */
+
+/* Copies the buffers from the rank whose buffers count. */
+zs_status zs_engine_copy_buffers(zs_engine *engine);
 
 /* --- engine.c ------------------------------------------------------------------------------------------------------------- */
 

@@ -123,16 +123,33 @@ static zs_status check_outside(const zs_unit *unit)
         zs_unit_label(unit->name));
 }
 
+/* Buckets and shards of gradients have the parameters' dtype. */
+static zs_status check_grad_dtypes(const zs_unit *unit)
+{
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        const zs_param *param = &unit->params[i];
+        if (!zs_tensor_alive(param->tensor) || !zs_tensor_requires_grad(param->tensor)) continue;
+        if (zs_tensor_has_own_grad_dtype(param->tensor)) continue;
+        return ZS_FAIL(ZS_ERR_UNSUPPORTED,
+                       "parameter '%s' has a grad_dtype other than its own dtype, which zshard does not "
+                       "support: omit it; for gradients in float32, use float32 parameters with "
+                       "mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)",
+                       param->name);
+    }
+    return ZS_OK;
+}
+
 /* Gradual unfreezing: scripts set requires_grad between steps, and say nothing. */
 zs_status zs_engine_thaw(zs_engine *engine)
 {
     for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
         zs_unit *unit = zs_engine_unit(engine, i);
+        ZS_TRY(check_grad_dtypes(unit));
         if (!zs_unit_is_thawing(unit)) continue;
         ZS_TRY(zs_engine_settle(engine)); /* a backward that raised here may have rounds under way */
         ZS_TRY(zs_unit_thaw(unit));
-        zs_engine_note_thaw(engine, unit);
     }
+    zs_engine_note_frozen(engine);
     return ZS_OK;
 }
 

@@ -71,9 +71,18 @@ void zs_unit_note_load(zs_unit *unit, int64_t i, uint64_t content)
     if (history->n_loaded == n_params(engine)) complete_load(history);
 }
 
-void zs_engine_note_thaw(zs_engine *engine, const zs_unit *unit)
+void zs_engine_note_frozen(zs_engine *engine)
 {
-    engine->history.agreed.thaws = zs_fold(engine->history.agreed.thaws, fold_text(unit->name));
+    if (engine->join != NULL) return; /* a rank that only follows does not hear of it */
+    uint64_t digest = 0;
+    for (size_t u = 0; u < zs_engine_n_units(engine); u++) {
+        const zs_unit *unit = zs_engine_unit(engine, u);
+        for (int64_t i = 0; i < unit->n_params; i++) {
+            const zs_tensor *param = unit->params[i].tensor;
+            if (!zs_tensor_alive(param) || !zs_tensor_requires_grad(param)) digest += zs_fold(u + 1, (uint64_t)i);
+        }
+    }
+    engine->history.agreed.frozen = digest;
 }
 
 static uint64_t bit_of(const char *operation)

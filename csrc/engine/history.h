@@ -8,7 +8,7 @@
  *   a step   | counted; its optimizer's settings as a digest, of the steps since the last backward
  *   a load   | for each parameter what was loaded last. Once all of a model's have been, what was before them counts no more:
  *            | a load makes good what was amiss.
- *   a thaw   | the unit that trains more than before
+ *   freezing | which parameters the last training forward or backward has found frozen
  *   a write  | which kinds of in-place operations scripts have made on slices of parameters, and on those of gradients; not how
  *            | often: code may leave out those that are empty
  *   a draw   | a digest of the random numbers that a script has drawn for a parameter in place, and of full parameters at the
@@ -42,8 +42,8 @@ void zs_engine_note_zeroed(zs_engine *engine);
 /* Parameter `i` has been loaded; `content`: the same number on ranks that loaded the same. */
 void zs_unit_note_load(zs_unit *unit, int64_t i, uint64_t content);
 
-/* Parameters of a unit were frozen when it was made, and are trained from now on. */
-void zs_engine_note_thaw(zs_engine *engine, const zs_unit *unit);
+/* A training forward or a backward begins, with these parameters frozen. */
+void zs_engine_note_frozen(zs_engine *engine);
 
 /* What this rank has failed in, as a clause that goes on "rank 0 "; "": nothing any more. */
 void zs_engine_tell_mishap(zs_engine *engine, const char *what);

@@ -158,37 +158,6 @@ static PyObject *engine_set_offload(engine_object *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static void free_handles(zs_tensor **handles, size_t n)
-{
-    for (size_t i = 0; i < n; i++)
-        zs_tensor_free(handles[i]);
-    free(handles);
-}
-
-PyDoc_STRVAR(
-    engine_sync_buffers_doc,
-    "sync_buffers($self, tensors, /)\n--\n\nBroadcast these buffers from rank 0 at the start of each forward.");
-
-static PyObject *engine_sync_buffers(engine_object *self, PyObject *list)
-{
-    if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "sync_buffers() expects a list of tensors");
-    size_t n = (size_t)PyList_GET_SIZE(list);
-    zs_tensor **handles = calloc(n + 1, sizeof(zs_tensor *));
-    if (handles == NULL) return PyErr_NoMemory();
-    zs_clear_error();
-    for (size_t i = 0; i < n; i++) {
-        zs_tensor *strong = NULL;
-        if (zs_py_tensor(PyList_GET_ITEM(list, (Py_ssize_t)i), &strong) != ZS_OK) {
-            free_handles(handles, n);
-            return zs_py_raise(NULL);
-        }
-        handles[i] = zs_tensor_new_weak(strong);
-        zs_tensor_free(strong);
-    }
-    if (zs_engine_sync_buffers(self->engine, handles, n) != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
-}
-
 /* Runs what may wait for other ranks. */
 static PyObject *without_gil(engine_object *self, zs_status (*call)(zs_engine *))
 {
@@ -381,7 +350,8 @@ static PyMethodDef engine_methods[] = {
     {"set_codes", (PyCFunction)engine_set_codes, METH_VARARGS, engine_set_codes_doc},
     {"rescale", (PyCFunction)engine_rescale, METH_O, engine_rescale_doc},
     {"set_offload", (PyCFunction)engine_set_offload, METH_VARARGS, engine_set_offload_doc},
-    {"sync_buffers", (PyCFunction)engine_sync_buffers, METH_O, engine_sync_buffers_doc},
+    {"sync_buffers", (PyCFunction)zs_py_sync_buffers, METH_VARARGS, zs_py_sync_buffers_doc},
+    {"broadcast_buffers", (PyCFunction)zs_py_broadcast_buffers, METH_NOARGS, zs_py_broadcast_buffers_doc},
     {"open", (PyCFunction)engine_open, METH_NOARGS, engine_open_doc},
     {"before_step", (PyCFunction)engine_before_step, METH_NOARGS, engine_before_step_doc},
     {"note_step", (PyCFunction)(void (*)(void))engine_note_step, METH_FASTCALL, engine_note_step_doc},

@@ -21,6 +21,12 @@ PyObject *zs_py_keep_gathered(engine_object *self, PyObject *args);
 PyObject *zs_py_offer_memory(engine_object *self, PyObject *bytes);
 PyObject *zs_py_kept(engine_object *self, PyObject *unused);
 
+/* Methods of py_buffers.c, and their docstrings. */
+PyObject *zs_py_sync_buffers(engine_object *self, PyObject *args);
+PyObject *zs_py_broadcast_buffers(engine_object *self, PyObject *unused);
+extern const char zs_py_sync_buffers_doc[];
+extern const char zs_py_broadcast_buffers_doc[];
+
 /* Methods of py_join.c. */
 PyObject *zs_py_join_begin(engine_object *self, PyObject *args);
 PyObject *zs_py_join_end(engine_object *self, PyObject *unused);

@@ -67,6 +67,7 @@ PyObject *zs_py_pre_forward(unit_object *self, PyObject *const *args, Py_ssize_t
     bool begins = zs_engine_n_open(zs_engine_of(self->unit)) == 0; /* a session, whose pass is of one kind */
     bool training = begins && n > 0 && is_training(args[0]);
     if (begins && zs_py_keep_aliases(zs_engine_of(self->unit)) < 0) return NULL;
+    if (begins && zs_py_list_buffers(self) < 0) return NULL;
     zs_status status;
     bool exact = is_exact(self);
     ZS_PY_NOGIL(status, zs_engine_pre_forward(self->unit, training, exact));

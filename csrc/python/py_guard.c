@@ -24,10 +24,10 @@ typedef enum rule {
 } rule;
 
 static struct {
-    PyObject *rules;               /* {operation: rule} */
-    PyObject *handler;             /* (operation, types, args, kwargs) -> result */
-    PyObject *grad;                /* torch's own attribute of that name */
-    PyObject *part, *dunder_class; /* names */
+    PyObject *rules;                       /* {operation: rule} */
+    PyObject *handler;                     /* (operation, types, args, kwargs) -> result */
+    PyObject *grad;                        /* torch's own attribute of that name */
+    PyObject *part, *dunder_class, *takes; /* names */
 } guard;
 
 /* --- do they fit each other? ------------------------------------------------------------------------------------------ */
@@ -51,15 +51,25 @@ static int64_t count(const int64_t *sizes, int ndim)
     return numel;
 }
 
+/* May a plain tensor of the slice's shape hold its elements? See Part.takes(); -1 with an exception. */
+static int takes(const zs_operand *slice, PyObject *tensor)
+{
+    PyObject *answer = PyObject_CallMethodOneArg(slice->part, guard.takes, tensor);
+    int result = answer != NULL ? PyObject_IsTrue(answer) : -1;
+    Py_XDECREF(answer);
+    return result;
+}
+
 /* Does a tensor go with the slice, element by element? Numbers, slices of the same elements, and plain tensors that can only
- * be meant as such. */
-static bool fits(const zs_operand *other, const zs_operand *slice)
+ * be meant as such. -1 with an exception. */
+static int fits(const zs_operand *other, const zs_operand *slice)
 {
     if (other->part != NULL) return other->shape == slice->shape;
     int64_t sizes[ZS_MAX_DIM];
     int ndim = zs_py_sizes(other->object, sizes);
-    if (ndim <= PyTuple_GET_SIZE(zs_py_own_shape(slice)) && count(sizes, ndim) == 1) return true;
-    return zs_py_has_shape(other->object, zs_py_own_shape(slice)) && !is_ambiguous(slice);
+    if (ndim <= PyTuple_GET_SIZE(zs_py_own_shape(slice)) && count(sizes, ndim) == 1) return 1;
+    if (!zs_py_has_shape(other->object, zs_py_own_shape(slice)) || is_ambiguous(slice)) return 0;
+    return takes(slice, other->object);
 }
 
 /* The tensors of one elementwise operation. */
@@ -76,8 +86,11 @@ static int add_operand(operands *all, PyObject *object)
     if (zs_py_look_at(object, &next) < 0) return -1;
     if (all->slice.part == NULL)
         all->slice = next;
-    else if (!fits(&next, &all->slice))
-        all->misfit = true;
+    else {
+        int good = fits(&next, &all->slice);
+        if (good < 0) return -1;
+        all->misfit |= good == 0;
+    }
     return 0;
 }
 
@@ -201,9 +214,18 @@ static int answer_for_grad(PyTypeObject *shard_parameter)
 }
 
 /* `p.data = t`, after which the parameter is elsewhere. */
-static PyObject *run_assignment(PyObject *operation, const arguments *given)
+static PyObject *run_assignment(PyObject *operation, PyObject *types, const arguments *given)
 {
-    PyObject *target = written_by(given);
+    PyObject *target = written_by(given),
+             *value = PyTuple_GET_SIZE(given->args) > 1 ? PyTuple_GET_ITEM(given->args, 1) : NULL;
+    zs_operand slice = {0};
+    if (target != NULL && zs_py_look_at(target, &slice) < 0) return NULL;
+    bool is_local = slice.part != NULL && value != NULL && zs_py_is_tensor(value) && !zs_py_is_guarded(value) &&
+                    zs_py_own_shape(&slice) != zs_py_whole_shape(&slice) &&
+                    zs_py_has_shape(value, zs_py_own_shape(&slice));
+    int good = is_local ? takes(&slice, value) : 1;
+    if (good < 0) return NULL;
+    if (good == 0) return hand_over(operation, types, given);
     if (zs_py_note_written(operation, target) < 0) return NULL;
     return zs_py_run_writing(operation, given->args, given->kwargs, target);
 }
@@ -309,7 +331,7 @@ static PyObject *guarded(PyObject *module, PyObject *const *args, Py_ssize_t n)
     if (gather_operands(found, &given) < 0) return NULL;
     switch (found & RULE_KINDS) {
     case RULE_FACT:
-        if (given.writes) return run_assignment(args[0], &given);
+        if (given.writes) return run_assignment(args[0], args[1], &given);
         return zs_py_call_plain(args[0], given.args, given.kwargs);
     case RULE_EACH: return run_each(args[0], args[1], &given);
     case RULE_LISTS: return run_lists(args[0], args[1], &given);
@@ -382,7 +404,8 @@ int zs_py_guard_init(PyObject *module)
 {
     guard.part = PyUnicode_InternFromString("_zshard_part");
     guard.dunder_class = PyUnicode_InternFromString("__class__");
-    if (guard.part == NULL || guard.dunder_class == NULL) return -1;
+    guard.takes = PyUnicode_InternFromString("takes");
+    if (guard.part == NULL || guard.dunder_class == NULL || guard.takes == NULL) return -1;
     if (zs_py_slices_init() < 0 || zs_py_writes_init() < 0 || zs_py_reads_init() < 0) return -1;
     return PyModule_AddFunctions(module, functions);
 }

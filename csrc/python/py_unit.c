@@ -242,6 +242,7 @@ static void unit_dealloc(unit_object *self)
     zs_unit_release(self->unit);
     (void)unit_clear(self);
     Py_XDECREF(self->module);
+    Py_XDECREF(self->buffers);
     type->tp_free(self);
     Py_DECREF(type);
 }

@@ -19,6 +19,7 @@ typedef struct unit_object {
     PyObject *module;    /* (full_in_eval) whose mode counts: a weak reference, owned; NULL: nobody asks */
     param_place *places; /* [n_places] owned */
     Py_ssize_t n_places;
+    PyObject *buffers; /* called as a pass begins, to tell the engine which buffers it broadcasts; NULL: none; owned */
     zs_profile *forward; /* what a profiler shows of the one that runs; NULL: nothing; owned */
 } unit_object;
 
@@ -47,6 +48,9 @@ PyObject *zs_py_describe_param(const zs_unit *unit, const zs_param *param);
 /* Method of _core.Unit (METH_VARARGS) that sets what to prefetch, and its docstring. */
 PyObject *zs_py_unit_prefetch(unit_object *self, PyObject *args);
 extern const char zs_py_unit_prefetch_doc[];
+
+/* Calls `buffers`; -1 with an exception. */
+int zs_py_list_buffers(const unit_object *self);
 
 /* The attributes of the type. */
 extern PyGetSetDef zs_py_unit_getset[];

@@ -169,6 +169,17 @@ static PyObject *unit_sync(unit_object *self, void *unused)
     return PyBool_FromLong(self->unit->record.sync);
 }
 
+static int unit_set_buffers(unit_object *self, PyObject *value, void *unused)
+{
+    (void)unused;
+    if (value == NULL || !PyCallable_Check(value)) {
+        PyErr_SetString(PyExc_TypeError, "buffers must be callable");
+        return -1;
+    }
+    Py_XSETREF(self->buffers, Py_NewRef(value));
+    return 0;
+}
+
 static int unit_set_sync(unit_object *self, PyObject *value, void *unused)
 {
     (void)unused;
@@ -259,6 +270,8 @@ PyGetSetDef zs_py_unit_getset[] = {
     {"is_hooked", (getter)unit_is_hooked, NULL, "Whether the unit takes part in forward and backward.", NULL},
     {"n_params", (getter)unit_n_params, NULL, "Number of parameters.", NULL},
     {"bytes", (getter)unit_sizes, NULL, "Sizes in bytes: shard, full, bucket, grad.", NULL},
+    {"buffers", NULL, (setter)unit_set_buffers, "What tells the engine, as a pass begins, which buffers to broadcast.",
+     NULL},
     {"sync", (getter)unit_sync, (setter)unit_set_sync, "Whether the next backwards reduce gradients.", NULL},
     {"engine_id", (getter)unit_engine_id, NULL, "A number that units of one engine have in common.", NULL},
     {"is_running", (getter)unit_is_running, NULL, "Whether a forward of its module has begun and not ended.", NULL},

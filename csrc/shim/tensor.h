@@ -87,6 +87,9 @@ bool zs_tensor_is_kept(const zs_tensor *tensor);
 /* Does the tensor want a gradient? */
 bool zs_tensor_requires_grad(const zs_tensor *tensor);
 
+/* Are its gradients to be of its own dtype, as they are unless a script has set `grad_dtype`? */
+bool zs_tensor_has_own_grad_dtype(const zs_tensor *tensor);
+
 /* The version counter now; 0 for tensors that have none (made under inference mode). */
 uint32_t zs_tensor_version(const zs_tensor *tensor);
 

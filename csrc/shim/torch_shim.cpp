@@ -252,6 +252,11 @@ bool zs_tensor_requires_grad(const zs_tensor *handle)
     return handle->tensor.requires_grad();
 }
 
+bool zs_tensor_has_own_grad_dtype(const zs_tensor *handle)
+{
+    return handle->tensor.grad_dtype() == handle->tensor.scalar_type();
+}
+
 // --- storages ----------------------------------------------------------------------------------------------------------
 
 zs_status zs_storage_new(zs_where where, size_t bytes, const char *message, zs_storage **out)

@@ -12,7 +12,8 @@ char *zs_unit_message(const char *name)
 {
     static const char text[] =
         "the parameters of unit '%s' are sharded: their full values exist only during the unit's forward and backward; "
-        "call the module itself, call module.unshard() first, or read model.state_dict() (on all ranks)";
+        "call the module itself, call module.unshard() first (and clone() what you keep of it), or read "
+        "model.state_dict() (on all ranks)";
     const char *label = zs_unit_label(name);
     size_t size = sizeof text + strlen(label);
     char *message = malloc(size);

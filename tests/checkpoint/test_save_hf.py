@@ -144,3 +144,23 @@ def test_a_model_with_another_kind_of_config(tmp_path):
         model.config = config
         zshard.save(tmp_path / "x", model, overwrite=True)
         assert "config.json" not in inside(tmp_path / "x")
+
+
+class Around(torch.nn.Module):
+    """A head on a Hugging Face model, with that model's configuration."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = plain("gpt2", False)
+        self.config = self.model.config
+
+
+def save_around(folder):
+    zshard.save(folder, FSDP(Around()))
+
+
+def test_a_module_around_a_model_gets_no_configuration(pool2, tmp_path):
+    """By which from_pretrained() would take none of its weights, and draw all."""
+    pool2.run(save_around, tmp_path / "x")
+    assert "config.json" not in inside(tmp_path / "x")
+    zshard.load(tmp_path / "x", Around())

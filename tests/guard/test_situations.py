@@ -82,8 +82,16 @@ def test_what_is_not_is_refused_with_the_parameter_and_a_remedy(pool2, name):
     for found in pool2.run(alone, name, SHARDED):
         for combination, said in found.items():
             assert "of '" in said and "shard" in said, (combination, said)
-            remedies = ("full_tensor", "to_local", "summon_full_params", "named_norms")
+            remedies = ("full_tensor", "summon_full_params", "named_norms")
             assert any(remedy in said for remedy in remedies), (combination, said)
+            assert "to_local" not in said, "this rank's elements alone give something else"
+
+
+@pytest.mark.parametrize("name", ["rows_of_length_one", "renorm", "row_norms", "trust_ratio"])
+def test_who_takes_a_norm_is_told_where_to_normalize(pool2, name):
+    for found in pool2.run(alone, name, SHARDED):
+        for said in found.values():
+            assert "with FSDP.summon_full_params(model):" in said and "named_norms" in said
 
 
 @pytest.mark.parametrize("name", ["row_norms", "vector", "penalty", "gram", "adafactor"])

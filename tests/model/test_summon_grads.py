@@ -66,6 +66,30 @@ def test_gradients_are_whole_within(pool, name):
         assert found == [([], [], True, [])] * pool.world, combination
 
 
+def caught(combination):
+    """Gradients that a script keeps: plain full tensors, also of what this rank has wholly."""
+    model = wrapped(Stack, combination)
+    forward_backward(model, dist.get_rank())
+    expected = whole_grads(model)
+    with FSDP.summon_full_params(model, with_grads=True):
+        kept = {name: param.grad for name, param in model.named_parameters()}
+        sums = {name: grad.sum() for name, grad in kept.items()}  # refused on a shard
+    after = {name: param.grad for name, param in model.named_parameters()}
+    kinds = {type(grad).__name__ for grad in kept.values()}
+    wrong = differences(kept, expected)
+    wrong += differences(sums, {name: grad.sum() for name, grad in expected.items()})
+    between = {type(g).__name__ for g in after.values()}
+    return wrong, kinds, between
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@ranks(2, 3)
+def test_a_gradient_that_is_caught_is_full_on_all_ranks(pool, combination):
+    between = {"Tensor"} if combination[0] == "no_shard" else {"ShardTensor"}
+    assert pool.run(caught, combination) == [([], {"Tensor"}, between)] * pool.world
+
+
 def in_groups(strategy):
     model = FSDP(make(Stack), strategy=strategy, transport="c10d", device_mesh=mesh_of(2, 2))
     forward_backward(model, dist.get_rank())

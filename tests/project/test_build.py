@@ -84,7 +84,7 @@ class Project:
         done = self.run("setup.py", "-q", "build_ext", "--inplace", **env)
         assert done.returncode == 0, done.stdout
         made = [line.split() for line in done.stdout.splitlines()]
-        return {words[-1] for words in made if words[0] in ("cc", "c++")}
+        return {words[-1] for words in made if words and words[0] in ("cc", "c++")}
 
     def answer(self) -> str:
         """What the built extension answers, in a process of its own."""

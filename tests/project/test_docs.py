@@ -77,5 +77,26 @@ def test_links_that_lead_nowhere_are_found() -> None:
     assert broken(ROOT / "README.md", text) == ["no.md", "#three", "README.md#no"]
 
 
+def torn_tables(text: str) -> list[str]:
+    """The first lines of what looks like a table but has no header."""
+    blocks = re.split(r"\n\s*\n", re.sub(r"```.*?```", "", text, flags=re.S))
+    tables = [block.strip().splitlines() for block in blocks if block.lstrip().startswith("|")]
+    return [rows[0] for rows in tables if not re.fullmatch(r"(\| *:?-+:? *)+\|", (*rows, "")[1])]
+
+
+def test_tables_have_a_header() -> None:
+    assert [(page.name, row) for page in PAGES for row in torn_tables(page.read_text())] == []
+
+
+def test_tables_without_a_header_are_found() -> None:
+    assert torn_tables("| a | b |\n|---|---|\n| 1 | 2 |\n\n| 3 | 4 |\n") == ["| 3 | 4 |"]
+
+
+def test_pages_install_from_a_clone() -> None:
+    """zshard is not on PyPI."""
+    named = r"pip install (?:-\S+ )*['\"]?zshard"
+    assert [page.name for page in PAGES if re.search(named, page.read_text())] == []
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 100

@@ -21,7 +21,7 @@ PUBLIC = {
     *("load_optim_state_dict", "load_state_dict", "optim_state_dict", "predict_memory"),
     *("register_forward_method", "rng_state", "save", "set_rng_state", "shard_info"),
     *("ShardError", "ShardParameter", "ShardTensor", "full_tensor", "named_norms", "to_local"),
-    *("uninitialized", "whole_named_parameters", "wrap"),
+    *("num_parameters", "uninitialized", "whole_named_parameters", "wrap"),
     # torch's, see docs/names.md
     *("BackwardPrefetch", "CPUOffload", "DataParallelMeshDims", "DistributedDataParallel"),
     *("FSDPModule", "FlatParameter", "FullOptimStateDictConfig", "FullStateDictConfig"),

@@ -129,7 +129,9 @@ def mapped(units: int) -> tuple[int, int]:
     )
     made(torch.ones(2, 8)).sum().backward()
     lines = Path("/proc/self/maps").read_text().splitlines()
-    return sum("zshard-flats" in line for line in lines), sum("zshard" in line for line in lines)
+    # Libraries may lie in a folder "zshard".
+    ours = [line for line in lines if "/memfd:zshard-" in line]
+    return sum("zshard-flats" in line for line in ours), len(ours)
 
 
 def test_mappings_do_not_grow_with_ranks_times_flats() -> None:
@@ -137,7 +139,7 @@ def test_mappings_do_not_grow_with_ranks_times_flats() -> None:
     for world in (2, 6):
         for in_flats, all_of_them in values_of(fork_ranks(mapped, world, 20)):
             assert in_flats <= 3 * flats
-            assert all_of_them - in_flats <= 8 * world  # control blocks; buckets of each rank
+            assert 0 < all_of_them - in_flats <= 8 * world  # control blocks; buckets of each rank
 
 
 # --- one rank lacks something --------------------------------------------------------------------

@@ -30,6 +30,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.model_summary import summarize
 from lightning_runs import (
     Block,
     FrozenAndUnused,
@@ -171,6 +172,26 @@ def table(world: int, strategy: Any) -> Any:
     return Table.printed
 
 
+def summarized(world: int, strategy: Any) -> Any:
+    """What summarize() says before and after fit()."""
+    net, found = Net(), []
+    net.blocks[1].requires_grad_(False)
+    for fits in (False, True):
+        if fits:
+            trainer(strategy, world, max_steps=1).fit(net, data())
+        for depth in (1, -1):
+            told = summarize(net, max_depth=depth)
+            found.append(
+                (
+                    told.total_parameters,
+                    told.trainable_parameters,
+                    told.param_nums,
+                    told.layer_types,
+                )
+            )
+    return found
+
+
 def own_adamw(world: int, strategy: Any, accumulate: int) -> Any:
     net = Net()
     net.configure_optimizers = lambda: zshard.AdamW(net.parameters(), lr=0.05)  # type: ignore
@@ -260,9 +281,14 @@ def test_arguments_of_fsdp_strategy(arguments: dict[str, Any]) -> None:
 
 
 def test_frozen_and_unused_parameters_and_batch_norm() -> None:
-    synced = {"forward_sync_buffers": True}  # as DDP does
-    ours = on_ranks(fit, 2, synced, "FrozenAndUnused", {})
+    ours = on_ranks(fit, 2, "zshard", "FrozenAndUnused", {})
     assert equal(ours, on_ranks(fit, 2, UNUSED, "FrozenAndUnused", {}))
+
+
+def test_summarize_counts_full_parameters_also_after_fit() -> None:
+    ours = on_ranks(summarized, 2, "zshard")
+    assert ours == on_ranks(summarized, 2, DDP)
+    assert ours[0][:2] == ours[0][2:]
 
 
 @pytest.mark.parametrize("toggles", [True, False])

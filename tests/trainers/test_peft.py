@@ -16,6 +16,7 @@ from spawn import RankPool, ranks
 pytest.importorskip("peft", reason="needs zshard[trainers]: make test-trainers")
 pytest.importorskip("accelerate", reason="needs zshard[trainers]: make test-trainers")
 
+from accelerate import Accelerator
 from accelerated import equal, names_in
 from hf_trainers import arguments, losses_of, new_run, sentences, tiny_llama, weights_of
 from peft import (
@@ -27,9 +28,11 @@ from peft import (
     PromptTuningConfig,
     get_peft_model,
     get_peft_model_state_dict,
+    inject_adapter_in_model,
 )
-from transformers import PrinterCallback, Trainer
+from transformers import AutoModelForCausalLM, PrinterCallback, Trainer
 
+import zshard.accelerate
 import zshard.transformers
 from zshard import FSDP
 
@@ -197,3 +200,38 @@ def late(step: str) -> str:
 def test_an_adapter_comes_before_sharding(pool2: RankPool, step: str) -> None:
     for text in pool2.run(late, step):
         assert "after FSDP(...)" in text and "add it before wrapping the model" in text
+
+
+def saved_by_zshard(how: str, folder: str) -> bool:
+    """A whole PEFT model in a folder of zshard's: from_pretrained() of it would draw all weights."""
+    model = adapted("lora") if how != "injected" else tiny_llama()
+    if how == "injected":
+        inject_adapter_in_model(CONFIGS["lora"](), model)
+    if how == "accelerate":
+        new_run()
+        accelerator = Accelerator(cpu=True)
+        zshard.accelerate.shard(accelerator)
+        sharded = accelerator.prepare(model)
+        accelerator.save_state(folder)
+        path = f"{folder}/zshard_model"
+    else:
+        sharded, path = FSDP(model), folder
+        zshard.save(folder, sharded)
+    with pytest.raises((OSError, ValueError)):
+        AutoModelForCausalLM.from_pretrained(path)
+    fresh = adapted("lora") if how != "injected" else tiny_llama()
+    if how == "injected":
+        inject_adapter_in_model(CONFIGS["lora"](), fresh)
+    with torch.no_grad():
+        for param in fresh.parameters():
+            param.zero_()
+    zshard.load(path, fresh)
+    return equal(dict(fresh.state_dict()), dict(sharded.state_dict()))
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("how", ["save", "injected", "accelerate"])
+@ranks(2)
+def test_a_folder_of_adapters_has_no_config_json(pool: RankPool, tmp_path: Path, how: str) -> None:
+    assert pool.run(saved_by_zshard, how, str(tmp_path / "x")) == [True, True]
+    assert "config.json" not in {path.name for path in (tmp_path / "x").rglob("*")}

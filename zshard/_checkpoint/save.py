@@ -101,7 +101,7 @@ def save(
         unsharded, in the dtype that parameters have between steps. For tensors outside FSDP
         modules, rank 0's values are saved. Tied parameters are saved once; the manifest lists their
         other names. The folder of a Hugging Face model includes config.json, and from_pretrained()
-        loads it.
+        loads it; not so with PEFT's adapters, for which PEFT's save_pretrained() writes a folder.
     optimizer: an optimizer over parameters of the model. Its state tensors are saved in separate
         files, as `<parameter>.exp_avg`; its param groups and other state are in the manifest.
     step: the step number, which is saved and gives the folder its name.

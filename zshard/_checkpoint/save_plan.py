@@ -171,8 +171,12 @@ def _software() -> dict[str, str]:
 
 
 def _texts(model: nn.Module, files: Sequence[PlannedFile]) -> dict[str, bytes]:
-    """Hugging Face's configuration files, if the model has the configurations."""
+    """Hugging Face's configuration files, if from_pretrained() finds all weights by them: not of a
+    module around a model whose configuration it has, nor of a model with PEFT's adapters, whose
+    weights have other names."""
     config: Any = getattr(model, "config", None)
+    if not hasattr(type(model), "config_class") or _has_adapters(model):
+        return {}
     if not callable(getattr(config, "to_json_string", None)):
         return {}
     told = json.loads(config.to_json_string())
@@ -187,6 +191,10 @@ def _texts(model: nn.Module, files: Sequence[PlannedFile]) -> dict[str, bytes]:
     if callable(getattr(generation, "to_json_string", None)):
         texts["generation_config.json"] = generation.to_json_string().encode()
     return texts
+
+
+def _has_adapters(model: nn.Module) -> bool:
+    return any(type(each).__module__.partition(".")[0] == "peft" for each in model.modules())
 
 
 def _own_class(model: nn.Module) -> type:

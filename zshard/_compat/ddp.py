@@ -63,7 +63,9 @@ class DdpMethods(nn.Module):
         """Return whether forward broadcasts buffers from rank 0 (forward_sync_buffers=True)."""
         state = state_of(self)
         return (
-            state.sync_buffers and state.comms.all.world > 1 and any(True for _ in self.buffers())
+            bool(state.sync_buffers)
+            and state.comms.all.world > 1
+            and any(True for _ in self.buffers())
         )
 
     def _set_static_graph(self) -> None:

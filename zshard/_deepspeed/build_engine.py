@@ -25,7 +25,7 @@ from zshard._deepspeed.engine_facts import check_dataset
 from zshard._deepspeed.optimizer_types import optimizer_of
 from zshard._deepspeed.process_group import init_distributed
 from zshard._deepspeed.schedules import schedule_of
-from zshard._deepspeed.zero import remember
+from zshard._deepspeed.zero import describe
 from zshard._ranks.agreement import check_agreement
 from zshard._units.units import is_unit, state_of
 from zshard.api import FSDP
@@ -252,7 +252,7 @@ def _shard(module: nn.Module, settings: Settings) -> None:
         for name, value in sorted(settings.values.items())
     ]
     check_agreement(state_of(module).comms.all, facts, "DeepSpeed configs")
-    remember(module)
+    describe(module.parameters())
 
 
 def _make_optimizer(

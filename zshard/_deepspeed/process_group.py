@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from zshard._ranks.groups import make_default_group
+from zshard._ranks.groups import check_launcher, make_default_group
 
 
 def init_distributed(
@@ -51,6 +51,7 @@ def init_distributed(
     if init_method is not None:
         given["init_method"] = init_method
     elif "RANK" not in os.environ and not given.get("world_size"):
+        check_launcher()
         given |= {"store": HashStore(), "rank": 0, "world_size": 1}
     backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
     make_default_group(backend, **given)

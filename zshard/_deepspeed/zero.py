@@ -1,33 +1,77 @@
 """`deepspeed.zero`: Init and GatheredParameters, over zshard's meta device and full parameters.
 
 The one idea: a script that uses them keeps its lines. Init builds on the meta device, and
-initialize() then creates the values one unit at a time; GatheredParameters finds the units of the
-parameters among the models that initialize() has sharded.
+initialize() then creates the values one unit at a time; GatheredParameters unshards the units of
+the parameters. An engine's parameters have DeepSpeed's attributes, by which scripts that save
+weights tell that they have to gather.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
+import itertools
 import warnings
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zshard import _core
 from zshard._errors import stacklevel
+from zshard._guard.slices import ShardParameter, WholeParameter, to_local
 from zshard._model.summon import full_params
-from zshard._units.units import State, units_of
+from zshard._units.shards import part_of
+from zshard._units.units import State
 
-__all__ = ["GatheredParameters", "Init"]
-
-_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+__all__ = ["GatheredParameters", "Init", "ZeroParamStatus"]
 
 
-def remember(module: nn.Module) -> None:
-    """Let GatheredParameters find the parameters of this sharded model."""
-    _models.add(module)
+class ZeroParamStatus(enum.Enum):
+    """DeepSpeed's: whether this rank has the full parameter right now. Nothing is in flight."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class _OfEngine:
+    """An attribute that only parameters of an engine have."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, param: Any, owner: type) -> Any:
+        if param is None:  # torch.overrides lists what the class has, and skips what is None
+            return None
+        if "ds_id" not in vars(param):
+            raise AttributeError(f"'{owner.__name__}' object has no attribute '{self._name}'")
+        if self._name == "ds_tensor":
+            return to_local(param).view(-1) if _is_cut_now(param) else None
+        return ZeroParamStatus.NOT_AVAILABLE if _is_cut_now(param) else ZeroParamStatus.AVAILABLE
+
+
+def _is_cut_now(param: Tensor) -> bool:
+    return _core.slice_part(param) is not None
+
+
+_ids = itertools.count()
+
+
+def describe(params: Iterable[nn.Parameter]) -> None:
+    """Give an engine's parameters DeepSpeed's attributes: ds_id, ds_shape, ds_numel, ds_status and
+    ds_tensor. Those that every rank has in full get none, as in DeepSpeed."""
+    for cls, name in itertools.product(
+        (ShardParameter, WholeParameter), ("ds_status", "ds_tensor")
+    ):
+        if name not in vars(cls):
+            setattr(cls, name, _OfEngine(name))
+    for param in params:
+        part = part_of(param)
+        if part is not None and part.is_cut:
+            shape = torch.Size(part.shape)
+            vars(param).update(ds_id=next(_ids), ds_shape=shape, ds_numel=shape.numel())
 
 
 class ZeroInit(contextlib.AbstractContextManager[None]):
@@ -96,14 +140,9 @@ def GatheredParameters(
 
 
 def _states_of(params: list[Tensor]) -> list[State]:
-    """The states of the units that have one of the parameters, in the models' order."""
-    wanted = {id(param) for param in params}
-    return [
-        state
-        for model in list(_models)
-        for _, state in units_of(model)
-        if any(id(param) in wanted for param in state.unit.params)
-    ]
+    """The states of the units that have one of the parameters, in the order of those."""
+    parts = filter(None, map(part_of, params))
+    return list(dict.fromkeys(state for part in parts if (state := part.state) is not None))
 
 
 def _take_from(state: State, rank: int) -> None:

@@ -1,8 +1,9 @@
-"""Refuse torch's own data-parallel wrappers around models that zshard has wrapped.
+"""Refuse what of torch's cannot work on models that zshard has wrapped.
 
 The one idea: DistributedDataParallel and ZeroRedundancyOptimizer broadcast parameters from one rank
 to the others. They would take a rank's slices for the whole model, and where slices have equal
-shapes, nothing would fail.
+shapes, nothing would fail. Pruning replaces parameters, after it has looked at their elements: a
+rank without any would see nothing amiss.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ import torch
 from torch import nn
 from torch.distributed import utils as dist_utils
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 
 from zshard import _core
+from zshard._errors import ShardError
+from zshard._units.shards import part_of
 from zshard._units.units import is_unit, state_of, units_of
 
 __all__ = ["check_optimizer", "install"]
@@ -27,6 +31,9 @@ def install() -> None:
     for cls, check in ((DistributedDataParallel, _check_ddp), (torch.optim.Optimizer, _check_zero)):
         if not hasattr(cls.__init__, "_zshard_checks"):
             cls.__init__ = _checked(cls.__init__, check)  # type: ignore[method-assign]
+    if not hasattr(prune.BasePruningMethod.apply, "_zshard_checks"):
+        refusing = _refusing_shards(prune.BasePruningMethod.apply)
+        prune.BasePruningMethod.apply = refusing  # type: ignore[method-assign]
     if not hasattr(dist_utils._sync_module_states, "__wrapped__"):
         dist_utils._sync_module_states = _refusing(dist_utils._sync_module_states)
 
@@ -45,6 +52,27 @@ def _refusing(sync: Callable[..., None]) -> Callable[..., None]:
         sync(module, *args, **kwargs)
 
     return refusing
+
+
+def _refusing_shards(apply: Any) -> Any:
+    """Pruning of one parameter, which all functions of torch.nn.utils.prune come to."""
+
+    def checked(
+        cls: type[Any], module: nn.Module, name: str, *args: Any, **kwargs: Any
+    ) -> prune.BasePruningMethod:
+        param = getattr(module, name, None)
+        part = part_of(param) if isinstance(param, torch.Tensor) else None
+        if part is not None:
+            raise ShardError(
+                f"pruning replaces parameter '{part.name}' after FSDP(...), where a rank has a "
+                "shard of it: prune the model before FSDP(...), on all ranks alike; or zero "
+                "elements within `with FSDP.summon_full_params(model):`"
+            )
+        pruned: prune.BasePruningMethod = apply.__func__(cls, module, name, *args, **kwargs)
+        return pruned
+
+    checked._zshard_checks = True  # type: ignore[attr-defined]
+    return classmethod(functools.wraps(apply.__func__)(checked))
 
 
 def _checked(init: Callable[..., None], check: Callable[[Any, Any], None]) -> Callable[..., None]:

@@ -10,7 +10,6 @@ rank's sizes, so that is refused. In a forward, every operation sees the full pa
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
@@ -21,7 +20,7 @@ from torch import Tensor
 from zshard import _core
 from zshard._guard.rules import SIZES
 from zshard._guard.slices import Handler, plain, run_plain
-from zshard._units.shards import Part
+from zshard._units.shards import Part, asked_for_size
 
 __all__ = ["HANDLERS", "has_told", "is_from_init", "is_from_torch"]
 
@@ -32,12 +31,10 @@ _GUARD = __name__.rpartition(".")[0]
 
 _LIBRARIES = ("torch", "zshard")  # they know what a shard's size is
 
-_told: weakref.WeakSet[Part] = weakref.WeakSet()
-
 
 def has_told(part: Part) -> bool:
     """Return whether a script has asked for this rank's size of the parameter."""
-    return part.root in _told
+    return part.root in asked_for_size
 
 
 def is_from_init() -> bool:
@@ -64,7 +61,7 @@ def _size(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
     if module == _INIT or (asker is not None and asker.f_code.co_name in _RESETS):
         return _full_size(part, func, args, kwargs)
     if func not in _COUNTS and module.partition(".")[0] not in _LIBRARIES:
-        _told.add(part.root)
+        asked_for_size.add(part.root)
     return run_plain(func, args, kwargs)
 
 

@@ -34,7 +34,7 @@ from zshard._guard.rules import (
     is_named_as_writing,
     rules,
 )
-from zshard._guard.words import complaint
+from zshard._guard.words import complaint, refused_grad_dtype, written_to_file
 from zshard._units.shards import Part, _parts, part_of
 
 __all__ = [
@@ -130,8 +130,11 @@ class _Guarded:
         return made if part is None else _guard_copy(made, part)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As torch's own class: a file of slices is read without zshard."""
-        with plain():
+        """Raise ShardError: who pickles a tensor, or has torch.save() do so, wants all of it."""
+        part = _core.slice_part(self)  # type: ignore[arg-type]
+        if part is not None:
+            raise ShardError(written_to_file("a pickle (torch.save())", part))
+        with plain():  # a parameter while it is whole: as torch's own class
             return _as_torchs(self).__reduce_ex__(protocol)  # type: ignore[arg-type,no-untyped-call]
 
     @classmethod
@@ -178,13 +181,17 @@ class WholeParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient, which between passes is this rank's shard, and guarded. None for torch's
-        compiler (tracing.py)."""
+        """The gradient, which between passes is this rank's shard, and guarded; within
+        summon_full_params(with_grads=True) it is the full one. None for torch's compiler
+        (tracing.py)."""
         if tracing.now():
             return None
         grad: Tensor | None = _grad.__get__(self)
         part = part_of(self)
-        return grad if grad is None or part is None else _core.mark_slice(grad, part)
+        state = None if part is None else part.state
+        if grad is None or part is None or (state is not None and state.whole_grads):
+            return grad
+        return _core.mark_slice(grad, part)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -285,6 +292,16 @@ def _type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
     return result if isinstance(result, str) else guard_like(result, args[0])
 
 
+def _set_grad_dtype(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    param, dtype = args
+    part = _core.slice_part(param)
+    if part is not None and dtype != param.dtype:
+        raise NotImplementedError(refused_grad_dtype(part.name, dtype))
+    return run_plain(func, args, kwargs)
+
+
 def _autograd_grad(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -309,6 +326,7 @@ _special: dict[Any, Handler] = {
     Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
     **{getattr(Tensor, name): _new for name in NEW},
     torch.autograd.grad: _autograd_grad,
+    getattr(getattr(Tensor, "grad_dtype", None), "__set__", None): _set_grad_dtype,
 }
 """Operations that Python knows. The modules that stand on this one have more."""
 

@@ -15,8 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from zshard import _core
+from zshard._errors import ShardError
 from zshard._guard.slices import plain, to_local
+from zshard._guard.words import no_history
 from zshard._ranks.agreement import check_agreement, gather_bytes
+from zshard._units.open_forwards import is_forward_open
 from zshard._units.shards import Part, part_of
 from zshard._units.units import unsharded
 
@@ -40,12 +43,24 @@ def full_tensor(tensor: Tensor) -> Tensor:
     call it on all ranks, for the same tensors in the same order. But over shm, any rank may call it
     alone for a parameter.
 
-    Raises DivergenceError if the ranks call it for different tensors, PeerError if a rank exited.
+    Raises ShardError within a forward with gradients, for a parameter that is to get one, also
+    where it is not sharded; DivergenceError if the ranks call it for different tensors, PeerError
+    if a rank exited.
     """
+    _refuse_in_forward(tensor)
     part = _part_of(tensor)
     if part is None:
         return to_local(tensor).detach().clone()
     return _joined(tensor, part)
+
+
+def _refuse_in_forward(tensor: Tensor) -> None:
+    """Raise ShardError where a result without autograd history would silently be no part of a
+    loss."""
+    part = part_of(tensor) if torch.is_grad_enabled() and tensor.requires_grad else None
+    unit = None if part is None else part.unit
+    if part is not None and unit is not None and is_forward_open(unit):
+        raise ShardError(no_history(part.name))
 
 
 def _part_of(tensor: Tensor, param: Tensor | None = None) -> Part | None:
@@ -112,6 +127,8 @@ def whole_named_parameters(
     """
     for name, param in model.named_parameters():
         value = param.grad if grads else param
+        if not grads:
+            _refuse_in_forward(param)
         part = None if value is None else _part_of(value, param)
         if value is None or part is None:
             yield name, None if value is None else to_local(value).detach().clone()

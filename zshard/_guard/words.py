@@ -1,7 +1,7 @@
 """What ShardError says: which operation, on a shard of what, and what to write in its place.
 
 The one idea: the remedy depends on what the operation is after (a norm, a view, random values), so
-names of operations are grouped by it.
+names of operations are grouped by it. It is never to_local(): what is refused needs all elements.
 """
 
 from __future__ import annotations
@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["complaint", "name_of", "refused_collective", "refused_draw"]
+from zshard._units.shards import asked_for_size
+
+__all__ = [
+    *("complaint", "name_of", "no_history", "refused_collective", "refused_draw"),
+    *("refused_grad_dtype", "written_to_file"),
+]
 
 
 _NORMS = ("norm", "vector_norm", "dist", "cosine_similarity", "normalize", "renorm")
@@ -36,6 +41,10 @@ _WHOLE = (
     "Call zshard.full_tensor(t) on all ranks for the whole tensor, or use whole parameters within "
     "FSDP.summon_full_params(model)."
 )
+_WITHOUT_HISTORY = (
+    "For values without gradients, call zshard.full_tensor(t.detach()) on all ranks, or use full "
+    "parameters within FSDP.summon_full_params(model)."
+)
 _IN_A_LOSS = (
     "For a term of the loss over model.parameters(), use the optimizer's weight decay, or call "
     "unshard() on each unit before: for m in model.modules(): if isinstance(m, FSDP): m.unshard()."
@@ -44,7 +53,6 @@ _INITIALIZE = (
     "Initialize within `with FSDP.summon_full_params(model):`, on all ranks with one seed, or by "
     "model.apply(fn), which takes rank 0's values."
 )
-_LOCAL = "For this rank's elements alone, use t.to_local()."
 
 
 def name_of(func: Callable[..., Any]) -> str:
@@ -79,15 +87,17 @@ def complaint(
     if plain in _NORMS:
         return (
             f"{what}Norms over all ranks: model.clip_grad_norm_() returns that of the gradients, "
-            f"zshard.named_norms(model) those of each parameter. {_LOCAL}"
+            "zshard.named_norms(model) those of each parameter. To normalize a parameter or its "
+            "rows, do so within `with FSDP.summon_full_params(model):`, on all ranks."
         )
     if plain in _RANDOM:
         return f"{what}It needs the full tensor. {_INITIALIZE} For noise, use torch.randn_like(t)."
+    whole = _WHOLE
     if torch.is_grad_enabled() and any(getattr(arg, "requires_grad", False) for arg in args):
-        what += f"{_IN_A_LOSS} "
+        whole = f"{_IN_A_LOSS} {_WITHOUT_HISTORY}"
     if plain in _REDUCTIONS:
-        return f"{what}{_WHOLE} {_LOCAL}"
-    return f"{what}Only elementwise operations work on shards. {_WHOLE} {_LOCAL}"
+        return f"{what}{whole}"
+    return f"{what}Only elementwise operations work on shards. {whole}"
 
 
 def _misfit(name: str, parts: Sequence[Any], args: Sequence[Any]) -> str:
@@ -100,7 +110,16 @@ def _misfit(name: str, parts: Sequence[Any], args: Sequence[Any]) -> str:
             f"{ours} and a shard of '{other.name}' ({other.elements}), which are not the same "
             f"elements. {_WHOLE}"
         )
-    shapes = [tuple(arg.shape) for arg in args if isinstance(arg, Tensor)]
+    with torch._C.DisableTorchFunctionSubclass():
+        given = [v for arg in args for v in (arg if isinstance(arg, list | tuple) else [arg])]
+        shapes = [tuple(each.shape) for each in given if isinstance(each, Tensor)]
+    if part.root in asked_for_size and set(shapes) == {part.local_shape}:
+        return (
+            f"{ours} and a tensor of this rank's shape, {part.local_shape}, for which the script "
+            "has asked. What it holds, such as random numbers, would be the same on each rank, for "
+            "other elements. Make it like the parameter: torch.randn_like(p), torch.rand_like(p), "
+            "torch.zeros_like(p), p.clone()."
+        )
     strange = [shape for shape in shapes if shape != part.local_shape] or shapes
     return (
         f"{ours} and a tensor of shape {strange[0] if strange else '?'}: expected a number, or a "
@@ -124,5 +143,35 @@ def refused_collective(part: Any) -> str:
     return (
         f"a collective was called on a shard of '{part.name}' ({part.elements}). The ranks' shards "
         "are different elements, so it would mix or overwrite them. Gradients are averaged over "
-        f"ranks already. For whole tensors, call zshard.full_tensor(t) on all ranks. {_LOCAL}"
+        "ranks already. For whole tensors, call zshard.full_tensor(t) on all ranks."
+    )
+
+
+def no_history(name: str) -> str:
+    """Return the message for a full tensor in a forward, which would be a constant to autograd."""
+    return (
+        f"the full tensor of '{name}' was asked for within a forward: it has no autograd history, "
+        "so the parameter would get no gradient from what is computed with it. Call unshard() on "
+        "the parameter's unit instead and use the parameter: model.emb.unshard(); F.linear(h, "
+        "model.emb.weight). For its values alone, use torch.no_grad() or full_tensor(p.detach())."
+    )
+
+
+def refused_grad_dtype(name: str, dtype: Any) -> str:
+    """Return the message for `p.grad_dtype = dtype`."""
+    return (
+        f"parameter '{name}' has grad_dtype={dtype}, other than its own dtype, which zshard does "
+        "not support: omit it; for gradients in float32, use float32 parameters with "
+        "mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)"
+    )
+
+
+def written_to_file(what: str, part: Any) -> str:
+    """Return the message for a shard that would get into a file, or to another process."""
+    return (
+        f"{what} was to contain a shard of '{part.name}' ({part.elements}), which is not the full "
+        "tensor. Save model.state_dict(), which has full tensors, or call zshard.save(directory, "
+        "model, optimizer). For one tensor, save zshard.full_tensor(t), which all ranks call. With "
+        "zshard.initialize(), gather within `with zshard.zero.GatheredParameters([p]):`, at all "
+        f"stages but 0. For this rank's elements alone, save t.to_local()."
     )

@@ -15,8 +15,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zshard._lightning.sharding import Sharding, fabric_package, on_rank_0, optimizer_on_rank_0
+from zshard._model.build import broadcast_buffers
 from zshard._units.units import is_unit
 
 __all__ = ["ZShardFabricStrategy"]
@@ -74,11 +76,20 @@ class ZShardFabricStrategy(Sharding, fabric_package.strategies.DDPStrategy):  # 
         self._configure(state_dict_type, device_mesh, activation_checkpointing_policy, fsdp)
         self._backward_sync_control = _BackwardSync()
         self._is_saving = False
+        self._sharded: Any = WeakIdKeyDictionary()  # in their order
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         if not is_unit(module):
             self._shard(module, self.world_size)
+        self._sharded[module] = None
         return _Wrapper(module)
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Run a backward, then broadcast buffers: under DDP an evaluation would begin with that,
+        but here one rank may evaluate alone."""
+        super().backward(*args, **kwargs)
+        for module in list(self._sharded):
+            broadcast_buffers(module)
 
     def module_to_device(self, module: nn.Module) -> None:
         """Move a module that is not to be sharded; FSDP moves others, one unit at a time."""

@@ -89,7 +89,7 @@ class Sharding:
                 )
         if self._recomputed is not None:
             _recompute(module, self._recomputed)
-        given = dict(self._fsdp)
+        given = {"forward_sync_buffers": "training", **self._fsdp}
         if isinstance(self._mesh, tuple):
             mesh = torch.distributed.device_mesh.init_device_mesh
             self._mesh = mesh(self.root_device.type, self._mesh)

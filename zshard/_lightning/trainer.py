@@ -18,17 +18,21 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zshard._checkpoint.load import load
-from zshard._lightning.parameter_counts import summary_of
+from zshard._lightning.parameter_counts import count_full_parameters
 from zshard._lightning.sharding import (
     Sharding,
     on_rank_0,
     optimizer_on_rank_0,
     trainer_package,
 )
+from zshard._model.build import broadcast_buffers
 from zshard._model.forward_methods import call_as_forward
 from zshard._units.units import is_unit
 
 __all__ = ["ZShardStrategy"]
+
+
+count_full_parameters()
 
 
 class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type: ignore[misc]
@@ -114,9 +118,6 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
             self.setup_optimizers(trainer)
             self._check_optimizers()
         self.setup_precision_plugin()
-        for callback in trainer.callbacks:
-            if isinstance(callback, trainer_package.callbacks.ModelSummary):
-                callback._summary = summary_of(callback)
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         if not is_unit(model):
@@ -173,6 +174,12 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
             return super().training_step(*args, **kwargs)
         with self.precision_plugin.train_step_context():
             return self._call("training_step", args, kwargs)
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        """Broadcast buffers: under DDP a validation would begin with that, but here one rank may
+        evaluate alone."""
+        super().post_backward(closure_loss)
+        broadcast_buffers(self.lightning_module)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():

@@ -8,6 +8,7 @@ built by the same steps.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +29,7 @@ from zshard._units.full_in_eval import cast_at_border, set_root
 from zshard._units.shards import remember_parts
 from zshard._units.units import (
     ATTRIBUTE,
+    BufferSync,
     Hook,
     Options,
     State,
@@ -202,7 +204,7 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     specs = plan_units(copied.module, policy, (), copied.others, with_empty=True)
     build(copied.module, [(spec, options[id(spec.module)]) for spec in specs], own.comms)
     if own.sync_buffers:
-        sync_buffers(copied.module)
+        sync_buffers(copied.module, own.sync_buffers)
     if own.comms.all.world > 1:
         others = {id(param) for param in copied.others}
         watch(copied.module, [m for m in copied.module.modules() if _has_own(m, others)])
@@ -228,12 +230,32 @@ def _has_own(module: nn.Module, params: set[int]) -> bool:
     return any(id(param) in params for param in module._parameters.values())
 
 
-def sync_buffers(module: nn.Module) -> None:
+def sync_buffers(module: nn.Module, when: BufferSync) -> None:
+    """Have a model's buffers broadcast from rank 0 as its forwards begin. A script may replace
+    them, so each pass takes those that the modules have then."""
     state = state_of(module)
-    state.sync_buffers = True
-    if state.comms.all.world > 1:
-        apart = {id(b) for each in modules_apart(module, state.comms) for b in each.buffers()}
-        state.unit.engine.sync_buffers([b for b in module.buffers() if id(b) not in apart])
+    state.sync_buffers = when
+    if state.comms.all.world == 1:
+        return
+    root, engine = weakref.ref(module), state.unit.engine
+    comms, in_training = state.comms, when == "training"
+
+    def tell() -> None:
+        model = root()
+        if model is not None:
+            apart = {id(b) for each in modules_apart(model, comms) for b in each.buffers()}
+            engine.sync_buffers([b for b in model.buffers() if id(b) not in apart], in_training)
+
+    for _, each in units_of(module):
+        if not is_apart(each, comms):
+            each.unit.buffers = tell
+
+
+def broadcast_buffers(module: nn.Module) -> None:
+    """What the next training forward would do first, for evaluations before it. Collective."""
+    state = state_of(module)
+    if state.sync_buffers and state.comms.all.world > 1:
+        state.unit.engine.broadcast_buffers()
 
 
 def _install(spec: UnitSpec, state: State) -> None:

@@ -45,7 +45,7 @@ def needs_all(module: nn.Module) -> bool:
         return False  # transformers asks all ranks of the job whether they are done
     gathers = comms.shard_group.world > 1 and comms.shard_group.transport != "shm"
     sharded = any(not each.unit.replicated for _, each in units_of(module))
-    return state.sync_buffers or (sharded and (gathers or comms.replica_group is not None))
+    return state.sync_buffers is True or (sharded and (gathers or comms.replica_group is not None))
 
 
 def _parameters(method: Callable[..., Any]) -> dict[str, inspect.Parameter]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -33,7 +34,7 @@ from zshard._ranks.wire import check_wire_over
 from zshard._run.idle_cores import warn_of_idle_cores
 from zshard._state_dict.earlier_state import shard_earlier_state
 from zshard._units.full_in_eval import buffers_in_eval
-from zshard._units.units import Options, state_of
+from zshard._units.units import BufferSync, Options, state_of
 from zshard._wrap.initial_values import InitialValues, check_unit, facts_of, warn_of_strides
 from zshard._wrap.late_parameters import watch
 from zshard._wrap.left_out import check_in_forward
@@ -56,13 +57,13 @@ class Initialization(NamedTuple):
     """Where the values of parameters and buffers come from.
 
     init: initializes a module on the meta device; None: its reset_parameters(). from_rank_0: take
-    those of rank 0. buffers_in_forward: and its buffers in each forward again. ignored: modules
-    whose values are left alone.
+    those of rank 0. buffers_in_forward: and its buffers in forwards again. ignored: modules whose
+    values are left alone.
     """
 
     init: Init | None
     from_rank_0: bool
-    buffers_in_forward: bool
+    buffers_in_forward: BufferSync
     ignored: set[nn.Module]
 
 
@@ -95,11 +96,14 @@ def shard_model(
         initial.give_buffers(values.ignored | modules_apart(module, comms))
     if comms.all.world > 1:
         watch(module, values.ignored)
-    buffers_in_eval(module, options.precision, cast_buffers(module, options.precision))
+    cast = cast_buffers(module, options.precision, values.ignored)
+    buffers_in_eval(module, options.precision, cast)
     if values.buffers_in_forward:
-        sync_buffers(module)
+        sync_buffers(module, values.buffers_in_forward)
     if options.keep.measured:
         state_of(module).spare = Spare(module, memory_limit, sharing)
+    by_default = ranks.process_group is None and ranks.device_mesh is None
+    state_of(module).is_alone = by_default and not dist.is_initialized()
     given = _shard_group_given(ranks)
     for spec, _ in planned:
         state_of(spec.module).group_given = given

@@ -16,6 +16,8 @@ from torch import nn
 from zshard import _core
 from zshard._units.units import without_memory
 
+__all__ = ["counts_of", "full_named_parameters", "num_parameters"]
+
 _METHODS = ("num_parameters", "get_nb_trainable_parameters")
 _PASSES_ON = "get_nb_trainable_parameters"  # PEFT's models have it, and pass on what they lack
 
@@ -51,9 +53,15 @@ def _passed_on(self: nn.Module) -> Callable[..., Any]:
     return functools.partial(_of_full(method.__func__), method.__self__)
 
 
-def full_count(module: nn.Module, trainable_only: bool) -> int:
-    """Return the number of elements of full parameters, or of those that require a gradient."""
-    found = (param for _, param in full_named_parameters(module))
+def num_parameters(model: nn.Module, trainable_only: bool = False) -> int:
+    """Return the number of elements of a model's full parameters, the same on all ranks. Does not
+    communicate.
+
+    Args:
+        model: a model, or a part of one, sharded or not. Tied parameters count once.
+        trainable_only: count parameters that require a gradient only. Default: False.
+    """
+    found = (param for _, param in full_named_parameters(model))
     return sum(p.numel() for p in found if p.requires_grad or not trainable_only)
 
 

@@ -164,16 +164,54 @@ def make_default_group(backend: str, **arguments: Any) -> None:
 
 
 def _launched() -> bool:
-    """Return whether torchrun, or a similar launcher, started more than one rank."""
+    """Return whether torchrun, or a similar launcher, started more than one rank. Raises
+    RuntimeError where another one did, whose ranks would each train alone."""
     world = _env_int("WORLD_SIZE")
     rank = _env_int("RANK")
     if world is None or rank is None:
+        check_launcher()
         return False
     if not 0 <= rank < world:
         raise ValueError(
             f"RANK={rank} is out of range for WORLD_SIZE={world}: start the ranks with torchrun"
         )
     return world > 1
+
+
+_LAUNCHERS = (  # the variables of a rank and of how many there are
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("RANK", "WORLD_SIZE"),
+)
+
+
+def check_launcher() -> None:
+    """Raise RuntimeError if SLURM or MPI started this process as one of several ranks, and nothing
+    says how they meet."""
+    for rank, world in _LAUNCHERS:
+        size = _env_int(world)
+        if size is None or (os.environ.get(rank) is None and world != "WORLD_SIZE"):
+            continue
+        if size > 1:
+            raise RuntimeError(
+                f"{world}={size}, but there is no process group, so each of the {size} processes "
+                "would train alone: call torch.distributed.init_process_group() first (with "
+                f"rank=int(os.environ['{rank}']), world_size={size}), or start the ranks with "
+                f"torchrun; for a single process, unset {world}"
+            )
+        return
+
+
+def check_still_alone(name: str) -> None:
+    """Raise RuntimeError if there are other ranks by now, of which a model knows nothing."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError(
+            f"FSDP() of this {name} was called before init_process_group(), so each of the "
+            f"{dist.get_world_size()} ranks would train alone: initialize the process group first"
+        )
 
 
 def _env_int(name: str) -> int | None:

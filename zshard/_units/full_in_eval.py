@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from zshard import _core
 from zshard._units.units import is_unit, state_of, units_of
-from zshard.precision import Precision
+from zshard.precision import Precision, map_tensors
 
 
 def cast_at_border(
@@ -118,4 +117,4 @@ def _cast(tree: Any, source: torch.dtype, target: torch.dtype) -> Any:
     def one(tensor: Tensor) -> Tensor:
         return tensor.to(target) if tensor.dtype == source else tensor
 
-    return tree_map_only(Tensor, one, tree)
+    return map_tensors(one, tree)

@@ -16,8 +16,10 @@ from typing import Any
 from torch import nn
 
 from zshard import _core
+from zshard._ranks.groups import check_still_alone
+from zshard._units.units import state_of
 
-__all__ = ["call_between_hooks", "call_guarded"]
+__all__ = ["call_between_hooks", "call_guarded", "is_forward_open"]
 
 _LONGEST = 200  # characters of an exception that the other ranks get
 _NOTE = "zshard: raised in the forward of unit"
@@ -48,16 +50,38 @@ def call_guarded(
 ) -> Any:
     """Return call(*args, **kwargs), a forward of the unit's module; if that raises, end what is
     open of the model."""
+    state = state_of(module)
+    if state.is_alone:
+        check_still_alone(type(module).__bases__[1].__name__)
     n_open = unit.n_open
     if n_open and unit.is_running and not _is_on_stack(module):
         unit.unwind(0, "")  # left by a call that went another way, such as model.module(x)
         n_open = 0
     try:
-        return call(*args, **kwargs)
+        return call(*args, **kwargs) if unit.is_hooked else _call_unhooked(call, args, kwargs)
     except BaseException as error:
         unit.unwind(n_open, _what(error) if n_open == 0 else "")
         _note_unit(error, unit)
         raise
+
+
+_unhooked = 0
+"""How many forwards are running of which the core knows nothing, as nothing of the model is
+sharded."""
+
+
+def _call_unhooked(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    global _unhooked
+    _unhooked += 1
+    try:
+        return call(*args, **kwargs)
+    finally:
+        _unhooked -= 1
+
+
+def is_forward_open(unit: _core.Unit) -> bool:
+    """Return whether a forward of the unit's model is running."""
+    return unit.n_open > 0 if unit.is_hooked else _unhooked > 0
 
 
 def _note_unit(error: BaseException, unit: _core.Unit) -> None:

@@ -21,7 +21,16 @@ from zshard import _core
 from zshard._units.units import State
 
 __all__ = [
-    *("Part", "Stepped", "part_of", "parts_of_all", "remember_parts", "replicas_of", "stepped_by"),
+    *(
+        "Part",
+        "Stepped",
+        "asked_for_size",
+        "part_of",
+        "parts_of_all",
+        "remember_parts",
+        "replicas_of",
+        "stepped_by",
+    ),
     "units_stepped_by",
 ]
 
@@ -140,6 +149,15 @@ class Part:
         elements = whole.detach().reshape(-1)[self.begin : self.begin + self.numel]
         return elements.reshape(self.local_shape)
 
+    def takes(self, tensor: Tensor) -> bool:
+        """Return whether a plain tensor of the shard's shape may go with the shard. If the script
+        has asked for that shape, it may have filled the tensor with numbers that are the same on
+        each rank, such as random ones; then only one value throughout is right."""
+        if self.root not in asked_for_size or tensor.numel() == 0:
+            return True
+        values = tensor.detach().reshape(-1)
+        return bool((values == values[0]).all())
+
     def watch_data(self) -> None:
         """A script is about to get the whole parameter's `.data`; see Unit.watch()."""
         unit = self.unit
@@ -189,6 +207,10 @@ class Part:
         unit = self.unit
         if unit is not None and unit.is_full:
             unit.unpin()
+
+
+asked_for_size: weakref.WeakSet[Part] = weakref.WeakSet()
+"""Parts of full parameters of which a script, not a library, has asked for this rank's size."""
 
 
 _parts: dict[int, tuple[weakref.ref[Tensor], Part]] = {}

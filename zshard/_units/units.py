@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -23,6 +23,10 @@ from zshard.precision import Precision
 from zshard.strategy import ShardingStrategy
 
 ATTRIBUTE = "_zshard_state"
+
+BufferSync = Literal[False, True, "training"]
+"""In which forwards buffers are broadcast from rank 0: in none, in all, or in those with gradients,
+which all ranks run."""
 
 # A module that one of our hooks is on, and the hook's id.
 Hook = tuple["weakref.ref[nn.Module]", int]
@@ -98,7 +102,8 @@ class State:
         self.optimizer_peak = 0  # bytes, as memory() has seen them
         self.names = [str(unit.param(i)["name"]) for i in range(len(unit.params))]
         self.peers: Any = None  # state_registry.Peers: whom to ask for state that they alone have
-        self.sync_buffers = False  # the root's: from rank 0, at each forward
+        self.sync_buffers: BufferSync = False  # the root's: from rank 0, as a forward begins
+        self.is_alone = False  # the root's: there was no process group
         self.root: weakref.ref[nn.Module] | None = None  # the outermost unit's module; None: itself
         self.spare: Any = None  # the root's _memory/spare.Spare; None: nothing is measured
 

@@ -42,6 +42,14 @@ def check_init(param_init_fn: Any) -> None:
         )
 
 
+def check_buffer_sync(forward_sync_buffers: Any) -> None:
+    """Raise ValueError if `forward_sync_buffers` is none of its values."""
+    if forward_sync_buffers not in (False, True, "training"):
+        raise ValueError(
+            f"forward_sync_buffers must be True, False or 'training', got {forward_sync_buffers!r}"
+        )
+
+
 def split_ignored(
     modules: Iterable[nn.Module] | None,
     states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,

@@ -17,6 +17,7 @@ from torch import nn
 
 from zshard import _core
 from zshard._errors import stacklevel
+from zshard._guard.words import refused_grad_dtype
 from zshard._ranks.agreement import Fact, checksum, tensor_fact, value_fact
 from zshard._ranks.devices import CPU, move
 from zshard._units.units import Options, without_memory
@@ -94,6 +95,8 @@ def _check_plain(name: str, param: nn.Parameter) -> None:
         raise ValueError(
             f"parameter '{name}' is not a dense tensor; pass its module in ignored_modules"
         )
+    if getattr(param, "grad_dtype", param.dtype) != param.dtype:
+        raise NotImplementedError(refused_grad_dtype(name, param.grad_dtype))
     kind = type(param)
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise TypeError(

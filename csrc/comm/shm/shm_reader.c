@@ -90,8 +90,8 @@ static zs_status compare_pasts(zs_shm *shm, const zs_reader *reader, zs_pass pas
     zs_past pasts[shm->base.world];
     for (int r = 0; r < shm->base.world; r++) {
         pasts[r] = past_of(shm, reader, r);
-        pasts[r].grads = 0;                               /* a forward reads none */
-        if (pass == ZS_PASS_EVALUATE) pasts[r].thaws = 0; /* which training forwards tell of */
+        pasts[r].grads = 0;                                /* a forward reads none */
+        if (pass == ZS_PASS_EVALUATE) pasts[r].frozen = 0; /* which training forwards tell of */
     }
     return zs_comm_check_pasts(&shm->base, pasts);
 }

@@ -1,0 +1,161 @@
+"""The functions by which published scripts for DeepSpeed save weights: full ones, at all stages.
+
+The one idea: they ask a parameter for `ds_id`, and gather it if it has one. What they return is the
+plain model's, and what they must not return, a shard, cannot be written.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import pickle
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import pytest
+import torch
+from compare import differences
+from engines import config, engine_of, model
+from spawn import RankPool, ranks
+from torch import Tensor, nn
+
+import zshard
+from zshard import zero
+
+STAGES = (0, 1, 2, 3)
+
+
+def of_llava(named: Any) -> dict[str, Tensor]:
+    """LLaVA's, FastChat's, Qwen's maybe_zero_3()."""
+
+    def maybe_zero_3(param: Any) -> Tensor:
+        if hasattr(param, "ds_id"):
+            assert param.ds_status == zero.ZeroParamStatus.NOT_AVAILABLE
+            with zero.GatheredParameters([param]):
+                assert param.ds_status == zero.ZeroParamStatus.AVAILABLE
+                found: Tensor = param.data.detach().cpu().clone()
+            return found
+        plain: Tensor = param.detach().cpu().clone()
+        return plain
+
+    return {name: maybe_zero_3(param) for name, param in named}
+
+
+def of_deepspeed_chat(named: Any) -> dict[str, Tensor]:
+    """DeepSpeed-Chat's save_zero_three_model(), with a clone() for ranks on CPUs."""
+    found = {}
+    for name, param in named:
+        if hasattr(param, "ds_id"):
+            fetched = [p for p in [param] if p.ds_status == zero.ZeroParamStatus.NOT_AVAILABLE]
+            with zero.GatheredParameters(fetched, enabled=True):
+                found[name] = param.data.cpu().clone()
+        else:
+            found[name] = param.cpu()
+    return found
+
+
+def saved_by(save: Callable[[Any], dict[str, Tensor]], stage: int, transport: str) -> Any:
+    engine = engine_of(config(zero_optimization={"stage": stage}), transport=transport)
+    expected = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    found = []
+    for _ in range(2):
+        file = io.BytesIO()
+        torch.save(save(engine.module.named_parameters()), file)
+        file.seek(0)
+        found += differences(torch.load(file), expected)
+    copied = copy.deepcopy(engine.module)  # such as an average of weights
+    found += differences(save(copied.named_parameters()), expected)
+    total = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
+    shapes = [tuple(getattr(p, "ds_shape", p.shape)) for p in engine.module.parameters()]
+    plain = list(model().parameters())
+    assert total == sum(p.numel() for p in plain)
+    assert shapes == [tuple(p.shape) for p in plain]
+    ids = [p.ds_id for p in engine.module.parameters() if hasattr(p, "ds_id")]
+    assert len(set(ids)) == len(ids) == (len(plain) if stage else 0)
+    return found
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("save", [of_llava, of_deepspeed_chat])
+@ranks(2)
+def test_they_save_the_full_weights(
+    pool: RankPool, save: Callable[[Any], dict[str, Tensor]], stage: int, transport: str
+) -> None:
+    assert pool.run(saved_by, save, stage, transport) == [[], []]
+
+
+def kept_without_a_copy(transport: str) -> str:
+    """On a GPU .cpu() copies; here it is the parameter's memory, which is gone when it is cut."""
+    engine = engine_of(transport=transport)
+    weight = engine.module.first.weight
+    with zero.GatheredParameters([weight]):
+        kept = weight.data.cpu()
+    with pytest.raises(RuntimeError) as error:
+        torch.save(kept, io.BytesIO())
+    return str(error.value)
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@ranks(2)
+def test_what_is_kept_without_a_copy_is_an_error(pool: RankPool, transport: str) -> None:
+    for text in pool.run(kept_without_a_copy, transport):
+        assert "unit 'first' are sharded" in text and "clone() what you keep" in text
+
+
+# --- what would write a shard ---------------------------------------------------------------------
+
+
+def to_safetensors(tensor: Tensor) -> None:
+    pytest.importorskip("safetensors").torch.save({"weight": tensor})
+
+
+WRITERS: dict[str, Callable[[Tensor], Any]] = {
+    "pickle": pickle.dumps,
+    "torch.save": lambda tensor: torch.save({"weight": tensor}, io.BytesIO()),
+    "another process": ForkingPickler.dumps,
+    "safetensors": to_safetensors,
+}
+SHARDS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "parameter": lambda param: param,
+    "detach()": lambda param: param.detach().cpu().clone(),
+    ".data": lambda param: param.data,
+    ".grad": lambda param: param.grad,
+    "computed": lambda param: param.detach().bfloat16() * 2,
+}
+
+
+def refusals(strategy: str, transport: str) -> list[str]:
+    """What was written, or refused in other words."""
+    made: Any = zshard.FSDP(model(), strategy=strategy, transport=transport)
+    made(torch.ones(2, 7)).sum().backward()
+    param, found = made.first.weight, []
+    for (how, write), (what, of) in itertools.product(WRITERS.items(), SHARDS.items()):
+        try:
+            write(of(param))
+        except zshard.ShardError as error:
+            if "shard of 'first.weight'" in str(error) and "model.state_dict()" in str(error):
+                continue
+        found.append(f"{what} by {how}")
+    optimizer = torch.optim.SGD(made.parameters(), 0.1, momentum=0.9)
+    optimizer.step()
+    with pytest.raises(zshard.ShardError, match=r"shard of 'first.weight'"):
+        torch.save(optimizer, io.BytesIO())
+    for each in (zshard.to_local(param), zshard.full_tensor(param), made.state_dict()):
+        pickle.dumps(each)
+    with zshard.FSDP.summon_full_params(made):
+        assert pickle.loads(pickle.dumps(param)).shape == (13, 7)
+    copy.deepcopy((param, param.grad, made, optimizer))
+    pickle.dumps(model())
+    return found
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "zero1"])
+@ranks(2)
+def test_a_shard_is_not_written(pool: RankPool, strategy: str, transport: str) -> None:
+    assert pool.run(refusals, strategy, transport) == [[], []]

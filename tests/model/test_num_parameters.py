@@ -1,0 +1,59 @@
+"""The number of parameters is the plain model's, on all ranks, in each way that people ask for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import COMBINATIONS
+from spawn import RankPool, ranks
+from torch import nn
+
+import zshard
+from zshard import FSDP
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(11, 7)
+        self.layers = nn.Sequential(*[nn.Linear(7, 7) for _ in range(3)])
+        self.layers[1].requires_grad_(False)
+        self.head = nn.Linear(7, 11)
+        self.head.weight = self.emb.weight
+        self.empty = nn.Parameter(torch.empty(0))
+
+    def forward(self, x: Any) -> Any:
+        return self.head(self.layers(self.emb(x)))
+
+
+def counts(model: Any) -> list[int]:
+    parts = (model, model.layers, model.layers[1], nn.ModuleDict({"of both": model}))
+    return [
+        zshard.num_parameters(part, trainable_only=only) for part in parts for only in (False, True)
+    ]
+
+
+def during_training(combination: tuple[str, str]) -> Any:
+    strategy, transport = combination
+    model: Any = FSDP(Tied(), strategy=strategy, transport=transport, auto_wrap_policy={nn.Linear})
+    found = [counts(model)]
+    model(torch.arange(4)).sum().backward()
+    found.append(counts(model))
+    with FSDP.summon_full_params(model):
+        found.append(counts(model))
+    with torch.no_grad():
+        model(torch.arange(4))
+    return [*found, counts(model)]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@ranks(2)
+def test_it_is_the_plain_models(pool: RankPool, combination: tuple[str, str]) -> None:
+    plain = Tied()
+    total = sum(p.numel() for p in plain.parameters())
+    expected = counts(plain)
+    assert expected[:2] == [total, total - 56]
+    assert pool.run(during_training, combination) == [[expected] * 4] * 2

@@ -1,0 +1,219 @@
+"""Batch norms under trainers' adapters: each rank evaluates with the statistics that DDP would have.
+
+The one idea: the same run with the trainer's own DDP and with zshard, with metrics of evaluations
+in between on each rank; and rank 0 evaluates alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from compare import differences
+from nursery import fork_ranks
+from torch import nn
+from torch.nn import functional as F
+
+ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", "TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0"}
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.BatchNorm1d(8)]
+        self.layers = nn.Sequential(*layers, nn.Linear(8, 1))
+
+    def forward(self, x: Any = None, labels: Any = None) -> Any:
+        output = self.layers(x)
+        return output if labels is None else {"loss": F.mse_loss(output, labels), "out": output}
+
+
+def rows(step: int, rank: int, n: int = 6) -> Any:
+    draw = torch.Generator().manual_seed(100 * rank + step)
+    x = torch.randn(n, 8, generator=draw)
+    return x, x.sum(1, keepdim=True).sin()
+
+
+def loop(model: Any, optimizer: Any, backward: Any, accumulate: Any, alone: Any) -> list[float]:
+    """Metrics of this rank's evaluations, each after two batches."""
+    found, rank = [], dist.get_rank()
+    for step in range(8):
+        with accumulate(step):
+            x, y = rows(step, rank)
+            backward(F.mse_loss(model(x), y))
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                found.append(F.mse_loss(model(rows(9, rank)[0]), rows(9, rank)[1]).item())
+                if rank == 0 and alone is not None:
+                    alone(rows(9, 0)[0])
+            model.train()
+    return found
+
+
+def by_accelerate(strategy: str | None, within: bool) -> Any:
+    from accelerate import Accelerator
+    from accelerated import forget_accelerate
+
+    import zshard.accelerate
+
+    forget_accelerate()
+    accelerator = Accelerator(cpu=True)
+    if strategy is not None:
+        zshard.accelerate.shard(accelerator, strategy=strategy)
+    plain = Normed()
+    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), 0.1))
+
+    def accumulate(step: int) -> Any:
+        inside = within and step % 2 == 0
+        return accelerator.no_sync(model) if inside else contextlib.nullcontext()
+
+    found = loop(model, optimizer, accelerator.backward, accumulate, strategy and model)
+    return found, accelerator.get_state_dict(model)
+
+
+def by_fabric(strategy: str | None, within: bool) -> Any:
+    from lightning.fabric import Fabric
+
+    import zshard.lightning
+
+    ours = zshard.lightning.ZShardFabricStrategy(strategy=strategy or "full_shard")
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=ours if strategy else "ddp")
+    fabric.launch()
+    plain = Normed()
+    model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), 0.1))
+
+    def accumulate(step: int) -> Any:
+        return fabric.no_backward_sync(model, enabled=within and step % 2 == 0)
+
+    found = loop(model, optimizer, fabric.backward, accumulate, strategy and model)
+    return found, dict(model.state_dict())
+
+
+def by_lightning(strategy: str | None, within: bool) -> Any:
+    from lightning.pytorch import LightningModule, Trainer
+    from torch.utils.data import DataLoader, TensorDataset
+
+    import zshard.lightning
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Normed()
+            self.found: list[float] = []
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return F.mse_loss(self.net(batch[0]), batch[1])
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            loss = F.mse_loss(self.net(batch[0]), batch[1])
+            self.found.append(loss.item())
+            self.log("val", loss, sync_dist=True)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    ours = zshard.lightning.ZShardStrategy(strategy=strategy or "full_shard")
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    loader = DataLoader(TensorDataset(*rows(0, 0, 48)), batch_size=4)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=ours if strategy else "ddp",
+        max_epochs=2,
+        accumulate_grad_batches=2 if within else 1,
+        val_check_interval=3,
+        num_sanity_val_steps=0,
+        enable_model_summary=False,
+        **quiet,
+    )
+    module = Module()
+    trainer.fit(module, loader, loader)
+    logged = float(trainer.callback_metrics["val"])
+    return [*module.found, logged], dict(module.state_dict())
+
+
+def by_transformers(strategy: str | None, within: bool) -> Any:
+    import transformers
+
+    import zshard.transformers
+
+    class Rows(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 48
+
+        def __getitem__(self, i: int) -> dict[str, Any]:
+            x, y = rows(i, 0, 1)
+            return {"x": x[0], "labels": y[0]}
+
+    arguments = transformers.TrainingArguments(
+        ".",
+        use_cpu=True,
+        report_to="none",
+        max_steps=8,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2 if within else 1,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="no",
+        disable_tqdm=True,
+        max_grad_norm=0.0,  # sums over shards may differ in the last bit
+    )
+    kind: Any = transformers.Trainer
+    if strategy is not None:
+        kind = zshard.transformers.shard(kind, strategy=strategy)
+    model = Normed()
+    trainer = kind(model=model, args=arguments, train_dataset=Rows(), eval_dataset=Rows())
+    trainer.train()
+    found = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
+    return found, dict(model.state_dict())
+
+
+RUNS = {
+    "accelerate": by_accelerate,
+    "lightning": by_lightning,
+    "fabric": by_fabric,
+    "transformers": by_transformers,
+}
+
+
+def run(name: str, strategy: str | None, within: bool, folder: str) -> Any:
+    with contextlib.chdir(folder):
+        metrics, state = RUNS[name](strategy, within)
+    return metrics, {key: value.clone() for key, value in state.items()}
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("within", [False, True], ids=["each", "accumulated"])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("name", RUNS)
+def test_metrics_and_weights_are_those_of_ddp(
+    name: str, strategy: str, transport: str, within: bool, tmp_path: Path
+) -> None:
+    package = {"fabric": "lightning", "transformers": "accelerate"}.get(name, name)
+    pytest.importorskip(package, reason="needs zshard[trainers]: make test-trainers")
+    if transport == "c10d" and strategy == "full_shard" and name in ("accelerate", "fabric"):
+        pytest.skip("rank 0 cannot evaluate alone there")
+    env = {**ENVIRONMENT, "ZSHARD_TRANSPORT": transport, "ZSHARD_TIMEOUT": "60"}
+    found = [
+        [
+            each.value
+            for each in fork_ranks(
+                run, 2, name, kind, within, str(tmp_path), env=env, check=True, timeout=200
+            )
+        ]
+        for kind in (None, strategy)
+    ]
+    for (theirs, weights), (ours, own) in zip(*found, strict=True):
+        assert ours == theirs
+        assert (
+            differences(own, {name.removeprefix("module."): v for name, v in weights.items()}) == []
+        )
