@@ -33,12 +33,20 @@ bool zs_recording_counts(const zs_unit *unit)
     return zs_graph_ranges_inner(&zs_engine_of(unit)->ranges, zs_node_thread(), unit) != NULL;
 }
 
+/* Was the last node made by the innermost forward itself, and not in one within it that is over? */
+static bool made_by_reader(zs_engine *engine, int64_t number)
+{
+    int64_t place = zs_graph_ranges_find(&engine->ranges, zs_node_thread(), number);
+    return place >= 0 && zs_graph_ranges_at(&engine->ranges, place) == zs_recording_runs(engine);
+}
+
 /* A custom Function has its node before its own forward runs, in which autograd does not record. */
 zs_status zs_recording_read(zs_unit *unit)
 {
+    zs_engine *engine = zs_engine_of(unit);
     zs_graph_range range = {.unit = unit, .stamp = ZS_MADE_IN_FORWARD, .exact = unit->exact};
-    int64_t now = zs_next_node(), runs = zs_recording_runs(zs_engine_of(unit))->begin;
-    return begin(zs_engine_of(unit), zs_grad_mode() || now == runs ? now : now - 1, &range);
+    int64_t now = zs_next_node();
+    return begin(engine, !zs_grad_mode() && made_by_reader(engine, now - 1) ? now - 1 : now, &range);
 }
 
 zs_status zs_recording_by_hand(zs_unit *unit)

@@ -7,7 +7,17 @@ import torch
 import torch.distributed as dist
 from compare import differences
 from models import COMBINATIONS, make
-from scenarios import Stack, all_grads, floats, forward_backward, loss_of, message_of, whole_grads
+from scenarios import (
+    Stack,
+    all_grads,
+    floats,
+    forward_backward,
+    loss_of,
+    mean_grads,
+    message_of,
+    whole_grads,
+    wrong_grads,
+)
 from spawn import ranks
 
 from zshard import FSDP
@@ -40,54 +50,151 @@ def test_autograd_grad_gives_this_ranks_whole_gradients(pool2, combination):
     assert pool2.run(grads_of_parameters, combination) == [([], [], [])] * 2
 
 
+# --- gradients of gradients ------------------------------------------------------------------------
+
+
+def outputs_of(model, rank):
+    x = floats(rank).requires_grad_()
+    return x, model(x)
+
+
 def penalty(model, rank):
     """The norm of the gradient by the input, as WGAN-GP has it."""
-    x = floats(rank).requires_grad_()
-    (grad,) = torch.autograd.grad(loss_of(model(x)), x, create_graph=True)
-    return grad.square().sum()
+    x, y = outputs_of(model, rank)
+    (grad,) = torch.autograd.grad(loss_of(y), x, create_graph=True)
+    return loss_of(y) + grad.square().sum()
 
 
-def double_backward(combination):
+def curvature(model, rank):
+    """A gradient of a gradient of the input, whose own gradient is taken."""
+    x, y = outputs_of(model, rank)
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(grad.square().sum(), x, create_graph=True)
+    return second.square().sum()
+
+
+def of_parameters(model, rank):
+    """The norm of this rank's gradients by the parameters, as in MAML."""
+    loss = loss_of(model(floats(rank)))
+    grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    return loss + sum(grad.square().sum() for grad in grads)
+
+
+def by_func_grad(model, rank):
+    return torch.func.grad(lambda x: model(x).square().sum())(floats(rank)).square().sum()
+
+
+def by_func_jacrev(model, rank):
+    return torch.func.jacrev(lambda x: model(x).sum(0))(floats(rank)).square().sum()
+
+
+def by_func_vjp(model, rank):
+    y, pull = torch.func.vjp(model, floats(rank))
+    return pull(torch.ones_like(y))[0].square().sum() + loss_of(y)
+
+
+def by_func_jvp(model, rank):
+    x = floats(rank)
+    y, tangent = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+    return tangent.square().sum() + loss_of(y)
+
+
+def by_func_vmap(model, rank):
+    return torch.func.vmap(model)(floats(rank)).square().sum()
+
+
+ORDERS = [
+    *(penalty, curvature, of_parameters),
+    *(by_func_grad, by_func_jacrev, by_func_vjp, by_func_jvp, by_func_vmap),
+]
+
+
+def smooth():
+    """Blocks whose second derivatives are not zero."""
+    return torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(9, 9), torch.nn.Tanh()) for _ in range(3))
+    )
+
+
+def wrong_in_second_order(run, policy, combination):
+    strategy, transport = combination
+    model = FSDP(make(smooth), strategy=strategy, transport=transport, auto_wrap_policy=policy)
+    for _ in range(2):
+        model.zero_grad()
+        run(model, dist.get_rank()).backward()
+    expected = mean_grads(smooth, lambda plain, rank: run(plain, rank).backward())
+    return wrong_grads(whole_grads(model), expected)
+
+
+@pytest.mark.sampled(16)
+@pytest.mark.parametrize("combination", [*COMBINATIONS, ("hybrid_full", "c10d")])
+@pytest.mark.parametrize("policy", [None, {torch.nn.Linear}], ids=["one unit", "nested"])
+@pytest.mark.parametrize("run", ORDERS)
+def test_gradients_of_gradients(pool2, run, policy, combination):
+    """To the bit those of plain PyTorch, and reduced."""
+    assert pool2.run(wrong_in_second_order, run, policy, combination) == [[], []]
+
+
+class Forces(torch.nn.Module):
+    """Forces are the gradient of the energy by the positions, taken in the forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.scale = smooth(), torch.nn.Parameter(torch.ones(9))
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = (self.body(x) * self.scale).square().sum()
+            (grad,) = torch.autograd.grad(energy, x, create_graph=self.training)
+        return energy, -grad * self.scale
+
+
+def forces_loss(model, rank):
+    energy, forces = model(floats(rank))
+    return energy + forces.square().sum()
+
+
+def wrong_forces(policy, combination):
+    strategy, transport = combination
+    model = FSDP(make(Forces), strategy=strategy, transport=transport, auto_wrap_policy=policy)
+    plain = make(Forces)
+    forces_loss(model, dist.get_rank()).backward()
+    expected = mean_grads(Forces, lambda plain, rank: forces_loss(plain, rank).backward())
+    wrong = wrong_grads(whole_grads(model), expected)
+    with torch.no_grad():
+        ours, theirs = (each.eval()(floats(0)) for each in (model, plain))
+    return wrong + differences(list(ours), list(theirs))
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("combination", [*COMBINATIONS, ("hybrid_full", "c10d")])
+@pytest.mark.parametrize("policy", [None, {torch.nn.Linear}], ids=["one unit", "nested"])
+def test_a_gradient_that_is_taken_in_forward(pool2, policy, combination):
+    """The forward goes on with its parameters, in training and in evaluation."""
+    assert pool2.run(wrong_forces, policy, combination) == [[], []]
+
+
+def recorded_into_grad(combination):
+    """The message, and what differs in training that goes on."""
     rank = dist.get_rank()
     model = wrap(combination)
-    message = message_of(lambda: penalty(model, rank).backward(), RuntimeError)
-    again = message_of(
+    message = message_of(
         lambda: loss_of(model(floats(rank))).backward(create_graph=True), RuntimeError
     )
     model.zero_grad()
     forward_backward(model, rank)
     other = wrap(combination)
     forward_backward(other, rank)
-    return message, again, differences(all_grads(model), all_grads(other))
+    return message, differences(all_grads(model), all_grads(other))
 
 
 @ranks(2, 3)
 @pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
-def test_double_backward_is_refused_and_training_goes_on(pool, combination):
-    for *messages, wrong in pool.run(double_backward, combination):
-        for message in messages:
-            assert "create_graph=True" in message and "no_shard" in message
+def test_a_grad_with_a_history_is_refused_and_training_goes_on(pool, combination):
+    for message, wrong in pool.run(recorded_into_grad, combination):
+        assert "torch.autograd.grad(loss, inputs, create_graph=True)" in message
         assert wrong == []
-
-
-def penalty_grads(combination):
-    rank = dist.get_rank()
-    model, plain = wrap(combination), make(Stack)
-    penalty(model, rank).backward()
-    penalty(plain, rank).backward()
-    ours = whole_grads(model)
-    expected = {}
-    for name, param in plain.named_parameters():
-        if param.grad is not None:
-            mean = param.grad.clone()
-            dist.all_reduce(mean)
-            expected[name] = mean / dist.get_world_size()
-    return differences({name: ours[name] for name in expected}, expected)
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_where_nothing_is_sharded_it_works(pool2, transport):
-    assert pool2.run(penalty_grads, ("no_shard", transport)) == [[], []]
 
 
 def test_and_in_a_world_of_one():

@@ -25,7 +25,6 @@ from scenarios import (
     wrong_grads,
 )
 from torch import nn
-from torch.nn import functional as F
 
 import zshard
 from zshard import FSDP
@@ -261,43 +260,6 @@ def test_schedulers_drive_the_optimizer(pool2):
 
 
 # --- what is used where it must not be -------------------------------------------------------------
-
-
-class Reader(nn.Module):
-    """A root that reads the weight of a unit without calling it."""
-
-    def __init__(self, read):
-        super().__init__()
-        self.part = nn.Linear(WIDTH, WIDTH)
-        self.other = nn.Linear(WIDTH, WIDTH)
-        self.read = read
-
-    def forward(self, x):
-        return self.read(self.other(x), self.part.weight)
-
-
-def as_matrix(x, weight):
-    return F.linear(x, weight)
-
-
-def as_number(x, weight):
-    return x * weight.square().sum()  # of a shard as good as of a whole weight, and wrong
-
-
-def read_outside(transport, read):
-    """The message for a weight that is read while its unit is sharded."""
-    model = FSDP(
-        make(functools.partial(Reader, read)), transport=transport, auto_wrap_policy={nn.Linear}
-    )
-    return message_of(lambda: loss_of(model(floats(dist.get_rank()))).backward())
-
-
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_reading_a_sharded_weight_is_an_error(pool2, transport):
-    for message in pool2.run(read_outside, transport, as_matrix):
-        assert "shape" in message
-    for message in pool2.run(read_outside, transport, as_number):
-        assert "'part.weight'" in message and "sum() was called on a shard" in message
 
 
 def kept_view(combination):
