@@ -52,11 +52,12 @@ zs_hook zs_engine_backward_hook(zs_unit *unit, bool exact, int64_t stamp)
 
 static zs_status used_outside(const zs_unit *unit, int64_t i, const char *of_what)
 {
-    return ZS_FAIL(ZS_ERR_STATE,
-                   "got a gradient for %sparameter '%s' of unit '%s', which is sharded: the parameter was used outside of a "
-                   "forward of its model (a penalty over model.parameters()), or the backward was not begun by Python; "
-                   "compute such a term in a forward, or call module.unshard() before",
-                   of_what, unit->params[i].name, zs_unit_label(unit->name));
+    return ZS_FAIL(
+        ZS_ERR_STATE,
+        "got a gradient for %sparameter '%s' of unit '%s', which is sharded: the parameter was used outside of a "
+        "forward of its model (a penalty over model.parameters()), or the backward was not begun by Python; "
+        "compute such a term in a forward, or call module.unshard() before",
+        of_what, unit->params[i].name, zs_unit_label(unit->name));
 }
 
 /* A graph that was made of the slice gives the slice's gradient, whatever the parameter is by now. */

@@ -53,10 +53,10 @@ struct zs_engine {
     zs_call *calls; /* [n_calls] what a forward of the modules in their order does; owned */
     size_t n_calls;
     zs_spare spare;
-    zs_engine_bytes peak; /* the most of each that there has been */
+    zs_engine_bytes peak;          /* the most of each that there has been */
     zs_graph_ranges ranges;        /* what its units' forwards have made of autograd's graph; see entries.h */
     struct zs_engine *next_listed; /* of the engines that have some; borrowed */
-    zs_tensor **buffers;  /* [n_buffers] owned weak handles */
+    zs_tensor **buffers;           /* [n_buffers] owned weak handles */
     size_t n_buffers;
     bool buffers_in_training; /* see zs_engine_sync_buffers */
     bool buffers_kept;        /* rank 0's have come, and no forward since has changed them in step with all ranks */

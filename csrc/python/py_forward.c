@@ -109,9 +109,9 @@ PyObject *zs_py_read(unit_object *self, PyObject *operation)
     Py_RETURN_NONE;
 }
 
-const char zs_py_unread_doc[] = PyDoc_STR(
-    "unread($self, operation, /)\n--\n\nAn operation is about to write to the parameters: what read() alone has unsharded is "
-    "sharded again, if a forward of the model runs on this thread.");
+const char zs_py_unread_doc[] = PyDoc_STR("unread($self, operation, /)\n--\n\nAn operation is about to write to the "
+                                          "parameters: what read() alone has unsharded is "
+                                          "sharded again, if a forward of the model runs on this thread.");
 
 PyObject *zs_py_unread(unit_object *self, PyObject *operation)
 {

@@ -12,11 +12,11 @@
 
 /* What is done with an operation; zshard/_guard/rules.py has the same. */
 typedef enum rule {
-    RULE_FACT,       /* runs; the result is as torch gives it */
-    RULE_EACH,       /* elementwise, on tensors */
-    RULE_LISTS,      /* elementwise, on lists of tensors: torch._foreach_*, fused optimizers */
-    RULE_GRAD,       /* the getter of .grad */
-    RULE_NONE,       /* Python knows */
+    RULE_FACT,             /* runs; the result is as torch gives it */
+    RULE_EACH,             /* elementwise, on tensors */
+    RULE_LISTS,            /* elementwise, on lists of tensors: torch._foreach_*, fused optimizers */
+    RULE_GRAD,             /* the getter of .grad */
+    RULE_NONE,             /* Python knows */
     RULE_WRITES = 8,       /* added: writes to the first argument */
     RULE_STAYS = 16,       /* added: makes no value of the parameter's elements */
     RULE_STAYS_ALONE = 32, /* added: makes none where autograd does not record */

@@ -44,11 +44,11 @@ typedef struct zs_span {
 
 /* An operation in another unit's forward that reads the parameters (reads.c). */
 typedef struct zs_read {
-    size_t depth;      /* how many forwards were open then: it is unsharded until the innermost of them ends; 0: not read */
+    size_t depth; /* how many forwards were open then: it is unsharded until the innermost of them ends; 0: not read */
     uint64_t operation; /* the number of the one that has read it last */
-    bool used;         /* it was read indeed, and is not only kept for a reader that may come */
-    zs_record *by;     /* in whose forward it was read last; borrowed; NULL: none */
-    zs_record *reader; /* that one, if it had the parameters to its end; borrowed */
+    bool used;          /* it was read indeed, and is not only kept for a reader that may come */
+    zs_record *by;      /* in whose forward it was read last; borrowed; NULL: none */
+    zs_record *reader;  /* that one, if it had the parameters to its end; borrowed */
 } zs_read;
 
 /* Units that are to be gathered early (unshard.c). */

@@ -128,6 +128,7 @@ struct zs_schedule {
                        * a session opened by hand, or of a unit that is gone; owned */
     size_t n_open, open_room;
     zs_entry entry;         /* of the last session of forwards */
+    bool suspended;         /* that is closed for a backward within it */
     size_t n_read;          /* units that are read */
     bool outermost_gathers; /* that began with a unit that has parameters */
     bool gave_up;           /* the backward being closed was abandoned here */

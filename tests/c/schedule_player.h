@@ -24,6 +24,7 @@ typedef struct unit {
     bool under_way, full;             /* its gather; its full buffer */
     bool prepared, open, out, shared; /* its round: begun, posted */
     int n_packed, posted_at;
+    bool held;     /* a view of its full buffer lives */
     int64_t stamp; /* of its last forward; negative: it has no hook */
 } unit;
 
@@ -252,7 +253,13 @@ static zs_status end(zs_schedule *schedule, zs_status reduced, zs_status deliver
     return reduced != ZS_OK ? reduced : delivered;
 }
 
+static bool held(const zs_record *record)
+{
+    return ((const unit *)record)->held;
+}
+
 static const zs_actions actions = {
+    .held = held,
     .ready = ready,
     .open = open_session,
     .close = close_session,

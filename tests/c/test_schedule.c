@@ -191,6 +191,95 @@ static void pinned_units_stay(void)
     free_model(m);
 }
 
+/* --- reads --------------------------------------------------------------------------------------------------------------------- */
+
+static zs_status read(model *m, int i)
+{
+    zs_record_set_operation(&m->units[i].record, (uint64_t)m->now);
+    return zs_schedule_read(&m->schedule, &m->units[i].record, m->now++);
+}
+
+static void a_unit_that_is_read_stays_until_its_readers_forward_ends(void)
+{
+    const zs_traits traits[] = {outer, sharded, sharded};
+    model *m = new_model(false, 3, traits);
+    m->units[1].held = true;
+    OK(enter(m, 0));
+    OK(enter(m, 1)); /* called, and read after that: the first pass does not know it yet */
+    OK(leave(m, 1, true));
+    OK(enter(m, 2));
+    OK(leave(m, 2, true));
+    OK(read(m, 1));
+    OK(leave(m, 0, false));
+    /* What followed b goes ahead; after a pass that has ended with b it does not. */
+    says(m,
+         "ready, open, gather a, bind a, gather b, bind b, reshard b, gather c, bind c, reshard c, gather b, gather c, "
+         "bind b, reshard a, cancel c, close");
+    CHECK(m->units[1].record.read.reader == &m->units[0].record);
+    OK(backward(m));
+    m->log[0] = 0;
+    OK(enter(m, 0));
+    OK(enter(m, 1)); /* the next one does */
+    OK(leave(m, 1, true));
+    CHECK(m->units[1].record.state == ZS_FULL);
+    OK(leave(m, 0, false));
+    CHECK(m->units[1].record.read.reader == NULL && m->schedule.n_read == 0); /* it was not read this time */
+    free_model(m);
+}
+
+static void what_nothing_refers_to_goes_when_the_next_is_read(void)
+{
+    const zs_traits traits[] = {outer, sharded, sharded, sharded};
+    model *m = new_model(true, 4, traits);
+    m->units[2].held = true;
+    OK(enter(m, 0));
+    for (int i = 1; i < 4; i++)
+        OK(read(m, i));
+    OK(leave(m, 0, false));
+    says(m,
+         "ready, open, gather a, bind a, gather b, bind b, reshard b, gather c, bind c, gather d, bind d, reshard c, "
+         "reshard d, reshard a, close");
+    free_model(m);
+}
+
+static void a_write_drops_what_was_gathered_for_a_read_or_ahead(void)
+{
+    const zs_traits traits[] = {outer, sharded, sharded};
+    model *m = new_model(false, 3, traits);
+    const int ahead[2] = {1, 1};
+    zs_schedule_set_ahead(&m->schedule, ahead);
+    for (int pass = 0; pass < 2; pass++) {
+        m->log[0] = 0;
+        OK(enter(m, 0));
+        OK(read(m, 1));
+        OK(zs_schedule_unread(&m->schedule, &m->units[1].record));
+        OK(zs_schedule_unread(&m->schedule, &m->units[2].record));
+        OK(enter(m, 2));
+        OK(leave(m, 2, false));
+        OK(leave(m, 0, false));
+    }
+    says(m,
+         "ready, open, gather a, bind a, gather b, gather c, bind b, reshard b, cancel c, gather c, bind c, reshard c, "
+         "reshard a, close");
+    free_model(m);
+}
+
+static void a_forward_goes_on_after_a_backward_within_it(void)
+{
+    const zs_traits traits[] = {sharded, sharded};
+    model *m = new_model(true, 2, traits);
+    OK(enter(m, 0));
+    OK(enter(m, 1));
+    OK(leave(m, 1, true));
+    m->log[0] = 0;
+    OK(back(m, 1));
+    OK(zs_schedule_end(&m->schedule));
+    CHECK(m->schedule.stage == ZS_IN_FORWARD && m->units[0].record.state == ZS_FULL);
+    OK(leave(m, 0, false));
+    CHECK(m->schedule.stage == ZS_IDLE && m->units[0].record.state == ZS_SHARDED && !m->session);
+    free_model(m);
+}
+
 /* --- what fails --------------------------------------------------------------------------------------------------------------- */
 
 static void a_forward_that_fails_closes_what_it_opened(void)
@@ -370,6 +459,10 @@ static const one_test tests[] = {
     TEST(gradients_that_stay_go_later),
     TEST(stepped_as_soon_as_it_is_summed),
     TEST(pinned_units_stay),
+    TEST(a_unit_that_is_read_stays_until_its_readers_forward_ends),
+    TEST(what_nothing_refers_to_goes_when_the_next_is_read),
+    TEST(a_write_drops_what_was_gathered_for_a_read_or_ahead),
+    TEST(a_forward_goes_on_after_a_backward_within_it),
     TEST(a_forward_that_fails_closes_what_it_opened),
     TEST(a_backward_that_raises_is_settled_before_all_else),
     TEST(one_that_raises_late_has_missed_nothing),

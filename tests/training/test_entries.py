@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from models import COMBINATIONS, Block, differences, loss_of, make, wrapped
 from results import WAYS, Giving, Taking, learn
-from scenarios import WIDTH, floats, mean_grads, whole_grads, wrong_grads
+from scenarios import WIDTH, floats, mean_grads, message_of, whole_grads, wrong_grads
 from torch import nn
 
 from zshard import FSDP
@@ -127,6 +127,32 @@ def wrong_beside(build, run, combination, policy):
     return []
 
 
+def wrong_when_compiled(way, combination):
+    """As wrong_by_way, of blocks that torch compiles, to rounding."""
+    torch._dynamo.reset()
+    model = wrapped(lambda: Taking(way), combination, auto_wrap_policy={Giving})
+    for block in model.module.blocks:
+        block.compile(backend="aot_eager")
+    rank = dist.get_rank()
+    for _ in range(2):
+        model.zero_grad()
+        learn(model, floats(rank))
+    expected = mean_grads(lambda: Taking(way), lambda model, rank: learn(model, floats(rank)))
+    ours = whole_grads(model)
+    return [
+        name
+        for name, grad in expected.items()
+        if not torch.allclose(ours[name], grad, rtol=1e-5, atol=1e-6)
+    ]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("a closure", "a generator")])
+def test_a_result_leaves_a_compiled_block(pool2, way, combination):
+    assert pool2.run(wrong_when_compiled, way, combination) == [[], []]
+
+
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("combination", [*COMBINATIONS, *HYBRID])
 @pytest.mark.parametrize("policy", POLICIES)
@@ -193,6 +219,27 @@ def penalty_outside_of_forwards(combination):
 @pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
 def test_a_term_that_is_computed_in_summon_full_params(pool2, combination):
     assert pool2.run(penalty_outside_of_forwards, combination) == [[], []]
+
+
+@torch.jit.script
+def backward_in_cpp(loss: torch.Tensor):
+    loss.backward()
+
+
+def begun_in_cpp(transport):
+    """The message, and what is wrong of the gradients after a backward that Python begins."""
+    model = wrapped(build_kept, ("full_shard", transport), auto_wrap_policy={Block})
+    message = message_of(lambda: backward_in_cpp(loss_of(model(floats(dist.get_rank())))))
+    model.zero_grad()
+    both(model, dist.get_rank())
+    return message, wrong_grads(whole_grads(model), mean_grads(build_kept, both))
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_a_backward_that_cpp_begins_is_an_error(pool2, transport):
+    for message, wrong in pool2.run(begun_in_cpp, transport):
+        assert "sharded" in message
+        assert wrong == []
 
 
 def kept_by_a_copy(combination):

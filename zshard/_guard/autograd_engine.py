@@ -22,9 +22,9 @@ class AutogradEngine(torch._C._ImperativeEngine):
         """Run a backward from `roots`, tensors or GradientEdges."""
         if not tracing.now():  # of a graph without values, which is compiled and not run
             _core.before_backward(roots)
-        return super().run_backward(roots, *args, **kwargs)  # type: ignore[misc]
+        return super().run_backward(roots, *args, **kwargs)
 
 
 def install() -> None:
     """Have torch call our engine."""
-    Variable._execution_engine = AutogradEngine()  # type: ignore[assignment]
+    Variable._execution_engine = AutogradEngine()

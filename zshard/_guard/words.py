@@ -151,9 +151,9 @@ def no_history(name: str) -> str:
     """Return the message for a full tensor in a forward, which would be a constant to autograd."""
     return (
         f"the full tensor of '{name}' was asked for within a forward: it has no autograd history, "
-        "so the parameter would get no gradient from what is computed with it. Call unshard() on "
-        "the parameter's unit instead and use the parameter: model.emb.unshard(); F.linear(h, "
-        "model.emb.weight). For its values alone, use torch.no_grad() or full_tensor(p.detach())."
+        "so the parameter would get no gradient from what is computed with it. Use the parameter "
+        "itself, whose unit is gathered then: F.linear(h, model.emb.weight). For its values alone, "
+        "use torch.no_grad() or full_tensor(p.detach())."
     )
 
 
