@@ -20,10 +20,11 @@ void zs_engine_list_add(zs_engine *engine)
 void zs_engine_list_remove(zs_engine *engine)
 {
     pthread_mutex_lock(&lock);
-    zs_engine **link = &first;
-    while (*link != NULL && *link != engine)
-        link = &(*link)->next_listed;
-    if (*link == engine) *link = engine->next_listed;
+    for (zs_engine **link = &first; *link != NULL; link = &(*link)->next_listed) {
+        if (*link != engine) continue;
+        *link = engine->next_listed;
+        break;
+    }
     pthread_mutex_unlock(&lock);
 }
 
