@@ -7,6 +7,7 @@ told which tensors are shards, in the function that all its ways to write go thr
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ FLATTENING = ("_flatten_as_ptr", "_flatten")
 def install() -> None:
     """Have safetensors refuse shards, if it is installed. Idempotent."""
     try:
-        from safetensors import torch as library
+        library = importlib.import_module("safetensors.torch")
     except ImportError:
         return
     for name in FLATTENING:
