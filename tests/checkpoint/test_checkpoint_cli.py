@@ -35,6 +35,7 @@ class Configured(Tied):
         def to_json_string(self):
             return json.dumps({"model_type": "tied"})
 
+    config_class = Config
     config = Config()
 
 
