@@ -5,6 +5,7 @@
  */
 #include "engine/acts.h"
 
+#include "engine/buffers.h"
 #include "engine/engine_inside.h"
 #include "engine/history.h"
 #include "engine/join.h"
@@ -90,45 +91,6 @@ static zs_status close_session(zs_schedule *schedule, zs_phase phase)
 
 /* --- a pass begins -------------------------------------------------------------------------------------------------------- */
 
-zs_status zs_engine_copy_buffers(zs_engine *engine)
-{
-    for (size_t i = 0; i < engine->n_buffers; i++) {
-        if (!zs_tensor_alive(engine->buffers[i])) continue;
-        zs_tensor_info info;
-        void *data = NULL;
-        ZS_TRY(zs_tensor_describe(engine->buffers[i], &info));
-        if (info.numel == 0) continue;
-        if (!info.contiguous)
-            return ZS_FAIL(ZS_ERR_UNSUPPORTED, "forward_sync_buffers requires contiguous buffers: make them "
-                                               "contiguous, or pass forward_sync_buffers=False");
-        ZS_TRY(zs_tensor_data(engine->buffers[i], &data));
-        size_t bytes = (size_t)info.numel * info.itemsize;
-        ZS_TRY(zs_comm_broadcast_at(engine->home.ranks.all, info.where, data, bytes, zs_join_source(engine)));
-    }
-    return ZS_OK;
-}
-
-/* Do the next backwards reduce gradients? */
-static bool reduces(const zs_engine *engine)
-{
-    for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
-        const zs_record *record = engine->home.schedule.records[i];
-        if (record->is.reduces && record->sync) return true;
-    }
-    return false;
-}
-
-/* See zs_engine_sync_buffers. A rank that only follows does not know of the others' no_sync(). */
-static zs_status sync_buffers(zs_engine *engine, const zs_entry *entry)
-{
-    if (entry->by_hand || engine->n_buffers == 0) return ZS_OK;
-    if (engine->buffers_in_training && !entry->recording) return ZS_OK;
-    if (!engine->buffers_in_training || engine->join != NULL || !engine->buffers_kept)
-        ZS_TRY(zs_engine_copy_buffers(engine));
-    engine->buffers_kept = !reduces(engine);
-    return ZS_OK;
-}
-
 /* What is gathered for the secondary shards is gathered for this pass. */
 static zs_status renew_secondary(const zs_engine *engine, const zs_reading *reading)
 {
@@ -162,7 +124,7 @@ static zs_status open_forward(zs_engine *engine, const zs_entry *entry)
     discard_dead_grads(engine);
     zs_join_meetings(engine, true);
     zs_status status = renew_secondary(engine, &reading);
-    ZS_THEN(status, sync_buffers(engine, entry));
+    ZS_THEN(status, zs_buffers_sync(engine, entry));
     zs_join_meetings(engine, false);
     return status == ZS_OK ? begin_reading(engine, &reading) : status;
 }

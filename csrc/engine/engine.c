@@ -1,6 +1,7 @@
 /* engine.c - what an engine has: its units and their order, memory, buffers. See engine.h. */
 #include "engine/engine_inside.h"
 
+#include "engine/buffers.h"
 #include "engine/engine.h"
 #include "engine/engine_list.h"
 #include "engine/sample.h"
@@ -122,15 +123,6 @@ zs_engine *zs_engine_retain(zs_engine *engine)
     return engine;
 }
 
-static void free_buffers(zs_engine *engine)
-{
-    for (size_t i = 0; i < engine->n_buffers; i++)
-        zs_tensor_free(engine->buffers[i]);
-    free(engine->buffers);
-    engine->buffers = NULL;
-    engine->n_buffers = 0;
-}
-
 void zs_engine_release(void *pointer)
 {
     zs_engine *engine = pointer;
@@ -143,7 +135,7 @@ void zs_engine_release(void *pointer)
     zs_device_end_trail(zs_home_device(&engine->home), &engine->home.trail);
     zs_arena_free(engine->home.arena);
     zs_pool_free(engine->home.grads);
-    free_buffers(engine);
+    zs_buffers_free(engine);
     free(engine->calls);
     free(engine->join);
     free(engine->home.part_of);
@@ -244,20 +236,4 @@ void zs_engine_rescale(const zs_engine *engine, double factor)
         const zs_unit *unit = zs_engine_unit(engine, i);
         if (unit->cunit != NULL) zs_cunit_rescale(engine->home.ranks.all, unit->cunit, factor);
     }
-}
-
-void zs_engine_sync_buffers(zs_engine *engine, zs_tensor **tensors, size_t n, bool in_training)
-{
-    free_buffers(engine);
-    engine->buffers = tensors;
-    engine->n_buffers = n;
-    engine->buffers_in_training = in_training;
-}
-
-zs_status zs_engine_broadcast_buffers(zs_engine *engine)
-{
-    if (engine->join != NULL || engine->buffers_kept) return ZS_OK;
-    ZS_TRY(zs_engine_copy_buffers(engine));
-    engine->buffers_kept = true;
-    return ZS_OK;
 }

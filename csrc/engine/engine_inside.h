@@ -85,11 +85,6 @@ static inline zs_engine *zs_engine_of_schedule(zs_schedule *schedule)
 /* A training forward is about to begin: readies units whose parameters scripts have unfrozen. */
 zs_status zs_engine_thaw(zs_engine *engine);
 
-/* --- acts.c --------------------------------------------------------------------------------------------------------------- */
-
-/* Copies the buffers from the rank whose buffers count. */
-zs_status zs_engine_copy_buffers(zs_engine *engine);
-
 /* --- engine.c ------------------------------------------------------------------------------------------------------------- */
 
 /* zs_engine_new, with these hooks, and actions that are carried out by `act`. */

@@ -259,8 +259,7 @@ static PyObject *unit_unshard(unit_object *self, PyObject *args)
     zs_status status;
     ZS_PY_NOGIL(status, zs_engine_summon(self->unit, exact != 0));
     zs_py_show(zs_engine_of(self->unit));
-    if (status != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
+    return status != ZS_OK ? zs_py_raise(NULL) : Py_NewRef(Py_None);
 }
 
 PyDoc_STRVAR(unit_reshard_doc, "reshard($self, /)\n--\n\nReshard the parameters, freeing the full buffer.");
@@ -271,8 +270,7 @@ static PyObject *unit_reshard(unit_object *self, PyObject *unused)
     zs_status status;
     ZS_PY_NOGIL(status, zs_engine_dismiss(self->unit));
     zs_py_show(zs_engine_of(self->unit));
-    if (status != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
+    return status != ZS_OK ? zs_py_raise(NULL) : Py_NewRef(Py_None);
 }
 
 PyDoc_STRVAR(unit_pin_doc, "pin($self, exact=False, /)\n--\n\nUnshard the parameters and pin them until unpin() or "
@@ -287,10 +285,10 @@ static PyObject *unit_pin(unit_object *self, PyObject *args)
     zs_status status;
     if (zs_py_keep_aliases(zs_engine_of(self->unit)) < 0) return NULL;
     ZS_PY_NOGIL(status, zs_engine_unshard(self->unit, exact));
-    if (self->unit->record.pinned && !before) ZS_THEN(status, zs_recording_by_hand(self->unit));
+    bool pinned = self->unit->record.pinned && !before;
+    if (pinned) ZS_THEN(status, zs_recording_by_hand(self->unit));
     zs_py_show(zs_engine_of(self->unit));
-    if (status != ZS_OK) return zs_py_raise(NULL);
-    return PyBool_FromLong(self->unit->record.pinned && !before);
+    return status != ZS_OK ? zs_py_raise(NULL) : PyBool_FromLong(pinned);
 }
 
 PyDoc_STRVAR(unit_unpin_doc,

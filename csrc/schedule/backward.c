@@ -5,19 +5,11 @@
  */
 #include "schedule/inner.h"
 
-/* A forward that runs has its session closed until the backward within it has ended. */
-static zs_status suspend_forward(zs_schedule *schedule)
-{
-    if (schedule->n_open == 0 || schedule->suspended) return ZS_OK;
-    schedule->suspended = true;
-    return ZS_ACT(schedule, close, schedule, ZS_PHASE_FORWARD);
-}
-
 zs_status zs_schedule_begin_backward(zs_schedule *schedule)
 {
     if (schedule->stage == ZS_IN_BACKWARD) return ZS_OK;
     ZS_TRY(zs_schedule_settle(schedule)); /* another backward has raised, and no forward came between */
-    ZS_TRY(suspend_forward(schedule));
+    ZS_TRY(zs_session_suspend(schedule));
     ZS_TRY(ZS_ACT(schedule, ready, schedule, ZS_PHASE_BACKWARD));
     schedule->stage = ZS_IN_BACKWARD;
     schedule->next_post = 0;
@@ -166,11 +158,8 @@ static zs_status deliver(zs_schedule *schedule)
 /* A forward in which the backward ran goes on with its parameters. */
 static zs_status resume_forward(zs_schedule *schedule)
 {
-    zs_entry entry = schedule->entry;
-    entry.resumed = true;
     schedule->stage = ZS_IN_FORWARD;
-    schedule->suspended = false;
-    ZS_TRY(ZS_ACT(schedule, open, schedule, &entry));
+    ZS_TRY(zs_session_resume(schedule));
     for (size_t i = 0; i < schedule->n_open; i++)
         if (schedule->open[i] != NULL) ZS_TRY(zs_schedule_unshard(schedule, schedule->open[i]));
     for (size_t i = 0; schedule->n_read > 0 && i < schedule->n; i++)

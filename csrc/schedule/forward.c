@@ -117,8 +117,7 @@ static zs_status end_session(zs_schedule *schedule)
 {
     if (schedule->stage == ZS_IN_FORWARD) schedule->stage = ZS_IDLE;
     zs_status status = zs_unshard_end_pass(schedule, ZS_PHASE_FORWARD);
-    if (!schedule->suspended) ZS_ALSO(status, ZS_ACT(schedule, close, schedule, ZS_PHASE_FORWARD));
-    schedule->suspended = false;
+    ZS_ALSO(status, zs_session_close(schedule));
     return status;
 }
 

@@ -1,4 +1,4 @@
-/* inner.h - what the files of the schedule ask of each other. Each calls those above it: through, unshard, rounds, backward,
+/* inner.h - what the files of the schedule ask of each other. Each calls those above it: session, through, unshard, rounds, backward,
  * reads, forward. */
 #ifndef ZS_SCHEDULE_INNER_H
 #define ZS_SCHEDULE_INNER_H
@@ -7,6 +7,13 @@
 
 /* Carries out an action that may be left out. */
 #define ZS_ACT(schedule, action, ...) ((schedule)->act->action != NULL ? (schedule)->act->action(__VA_ARGS__) : ZS_OK)
+
+/* --- session.c -------------------------------------------------------------------------------------------------------- */
+
+/* A backward begins: the session of a forward in which it runs is closed / is opened again / ends, whether it is closed or not. */
+zs_status zs_session_suspend(zs_schedule *schedule);
+zs_status zs_session_resume(zs_schedule *schedule);
+zs_status zs_session_close(zs_schedule *schedule);
 
 /* --- unshard.c -------------------------------------------------------------------------------------------------------- */
 

@@ -1,0 +1,71 @@
+/* buffers.c - see buffers.h. */
+#include "engine/buffers.h"
+
+#include "engine/engine_inside.h"
+#include "engine/join.h"
+
+#include <stdlib.h>
+
+void zs_buffers_free(zs_engine *engine)
+{
+    for (size_t i = 0; i < engine->n_buffers; i++)
+        zs_tensor_free(engine->buffers[i]);
+    free(engine->buffers);
+    engine->buffers = NULL;
+    engine->n_buffers = 0;
+}
+
+void zs_engine_sync_buffers(zs_engine *engine, zs_tensor **tensors, size_t n, bool in_training)
+{
+    zs_buffers_free(engine);
+    engine->buffers = tensors;
+    engine->n_buffers = n;
+    engine->buffers_in_training = in_training;
+}
+
+/* Copies them from the rank whose buffers count. */
+static zs_status copy_buffers(zs_engine *engine)
+{
+    for (size_t i = 0; i < engine->n_buffers; i++) {
+        if (!zs_tensor_alive(engine->buffers[i])) continue;
+        zs_tensor_info info;
+        void *data = NULL;
+        ZS_TRY(zs_tensor_describe(engine->buffers[i], &info));
+        if (info.numel == 0) continue;
+        if (!info.contiguous)
+            return ZS_FAIL(ZS_ERR_UNSUPPORTED, "forward_sync_buffers requires contiguous buffers: make them "
+                                               "contiguous, or pass forward_sync_buffers=False");
+        ZS_TRY(zs_tensor_data(engine->buffers[i], &data));
+        size_t bytes = (size_t)info.numel * info.itemsize;
+        ZS_TRY(zs_comm_broadcast_at(engine->home.ranks.all, info.where, data, bytes, zs_join_source(engine)));
+    }
+    return ZS_OK;
+}
+
+zs_status zs_engine_broadcast_buffers(zs_engine *engine)
+{
+    if (engine->join != NULL || engine->buffers_kept) return ZS_OK;
+    ZS_TRY(copy_buffers(engine));
+    engine->buffers_kept = true;
+    return ZS_OK;
+}
+
+/* Do the next backwards reduce gradients? */
+static bool reduces(const zs_engine *engine)
+{
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
+        const zs_record *record = engine->home.schedule.records[i];
+        if (record->is.reduces && record->sync) return true;
+    }
+    return false;
+}
+
+/* See zs_engine_sync_buffers. A rank that only follows does not know of the others' no_sync(). */
+zs_status zs_buffers_sync(zs_engine *engine, const zs_entry *entry)
+{
+    if (entry->by_hand || engine->n_buffers == 0) return ZS_OK;
+    if (engine->buffers_in_training && !entry->recording) return ZS_OK;
+    if (!engine->buffers_in_training || engine->join != NULL || !engine->buffers_kept) ZS_TRY(copy_buffers(engine));
+    engine->buffers_kept = !reduces(engine);
+    return ZS_OK;
+}
