@@ -23,7 +23,7 @@ static inline void zs_refs_take(zs_refs *refs)
     __atomic_fetch_add(refs, 1, __ATOMIC_RELAXED);
 }
 
-/* Takes one more unless the last has been given back, as somebody may who has none himself; false: it has. */
+/* For a caller that has none: takes one, unless the last has been given back; false: it has. */
 static inline bool zs_refs_take_if_any(zs_refs *refs)
 {
     long n = __atomic_load_n(refs, __ATOMIC_RELAXED);

@@ -87,8 +87,8 @@ zs_status zs_engine_post_forward(zs_unit *unit);
 /* Does a forward of this model run on this thread? */
 bool zs_engine_in_forward(const zs_engine *engine);
 
-/* Within a forward of the same model that runs on this thread: an operation reads the parameters of a unit, as it were called
- * there: it is unsharded, or stays so, until that forward ends. `operation`: a number, the same for all that it
+/* Within a forward of the same model that runs on this thread: an operation reads the parameters of a unit. As if its module
+ * were called there, it is unsharded, or stays so, until that forward ends. `operation`: a number, the same for all that it
  * reads. No-op where no such forward runs. */
 zs_status zs_engine_read(zs_unit *unit, uint64_t operation);
 

@@ -37,7 +37,7 @@ static zs_status hook_ranges(const zs_entrance *entrance, const zs_graph_range *
     return comes_from(entrance, range) ? ZS_OK : hook_range(entrance, range);
 }
 
-/* Of a node whose forward is forgotten. */
+/* A node whose forward has been forgotten may be of any unit. */
 static zs_status hook_all(const zs_entrance *entrance)
 {
     for (size_t i = 0; i < zs_engine_n_units(entrance->engine); i++) {

@@ -163,9 +163,7 @@ static PyObject *without_gil(engine_object *self, zs_status (*call)(zs_engine *)
 {
     zs_status status;
     ZS_PY_NOGIL(status, call(self->engine));
-    zs_py_show(self->engine);
-    if (status != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
+    return zs_py_shown(self->engine, status);
 }
 
 PyDoc_STRVAR(engine_open_doc,

@@ -43,6 +43,12 @@ void zs_py_show(zs_engine *engine)
     }
 }
 
+PyObject *zs_py_shown(zs_engine *engine, zs_status status)
+{
+    zs_py_show(engine);
+    return status == ZS_OK ? Py_NewRef(Py_None) : zs_py_raise(NULL);
+}
+
 /* At the end of a backward, which runs without the GIL. */
 static void show_after_backward(zs_engine *engine)
 {

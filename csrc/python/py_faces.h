@@ -9,6 +9,9 @@
  * GIL; costs one comparison if nothing has changed. */
 void zs_py_show(zs_engine *engine);
 
+/* The end of a method that may have changed that: shows them; new reference to None, or NULL with an exception. */
+PyObject *zs_py_shown(zs_engine *engine, zs_status status);
+
 /* The unit's Python object dies. */
 void zs_py_hide(unit_object *self);
 

@@ -104,23 +104,19 @@ PyObject *zs_py_read(unit_object *self, PyObject *operation)
     unsigned long long number = PyLong_AsUnsignedLongLong(operation);
     if (PyErr_Occurred()) return NULL;
     ZS_PY_NOGIL(status, zs_engine_read(self->unit, number));
-    zs_py_show(zs_engine_of(self->unit));
-    if (status != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
+    return zs_py_shown(zs_engine_of(self->unit), status);
 }
 
-const char zs_py_unread_doc[] = PyDoc_STR("unread($self, operation, /)\n--\n\nAn operation is about to write to the "
+const char zs_py_unread_doc[] = PyDoc_STR("unread($self, /)\n--\n\nAn operation is about to write to the "
                                           "parameters: what read() alone has unsharded is "
                                           "sharded again, if a forward of the model runs on this thread.");
 
-PyObject *zs_py_unread(unit_object *self, PyObject *operation)
+PyObject *zs_py_unread(unit_object *self, PyObject *unused)
 {
-    (void)operation;
+    (void)unused;
     zs_status status;
     ZS_PY_NOGIL(status, zs_engine_unread(self->unit));
-    zs_py_show(zs_engine_of(self->unit));
-    if (status != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
+    return zs_py_shown(zs_engine_of(self->unit), status);
 }
 
 static zs_status visit(void *roots, const zs_graph_visitor *visitor)

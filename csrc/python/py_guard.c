@@ -314,7 +314,7 @@ static int gather_operands(unsigned found, const arguments *given)
 {
     unsigned kind = found & RULE_KINDS;
     if (kind == RULE_FACT || kind == RULE_GRAD || (found & RULE_STAYS) != 0) return 0;
-    if ((found & RULE_STAYS_ALONE) != 0 && !zs_py_records()) return 0;
+    if ((found & RULE_STAYS_ALONE) != 0 && !zs_grad_mode()) return 0;
     PyObject *target = kind == RULE_EACH ? written_by(given) : NULL;
     if (target == NULL || !zs_py_is_guarded(target))
         return given->writes && kind == RULE_LISTS ? 0 : zs_py_read_operands(given->args, given->kwargs);
@@ -338,6 +338,16 @@ static PyObject *guarded(PyObject *module, PyObject *const *args, Py_ssize_t n)
     case RULE_GRAD: return run_grad(args[0], &given);
     default: return hand_over(args[0], args[1], &given);
     }
+}
+
+PyDoc_STRVAR(names_a_write_doc,
+             "names_a_write($module, operation, /)\n--\n\nReturn whether an operation is called like "
+             "one that writes to its first argument.");
+
+static PyObject *names_a_write(PyObject *module, PyObject *operation)
+{
+    (void)module;
+    return PyBool_FromLong(is_named_as_writing(operation));
 }
 
 PyDoc_STRVAR(slice_part_doc,
@@ -394,6 +404,7 @@ static PyObject *set_guard(PyObject *module, PyObject *args)
 
 static PyMethodDef functions[] = {
     {"guarded", (PyCFunction)(void (*)(void))guarded, METH_FASTCALL, guarded_doc},
+    {"names_a_write", names_a_write, METH_O, names_a_write_doc},
     {"slice_part", slice_part, METH_O, slice_part_doc},
     {"mark_slice", mark_slice, METH_VARARGS, mark_slice_doc},
     {"set_guard", set_guard, METH_VARARGS, set_guard_doc},

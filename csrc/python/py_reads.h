@@ -13,9 +13,6 @@ int zs_py_read_operands(PyObject *args, PyObject *kwargs);
  * exception. */
 int zs_py_before_write(PyObject *target);
 
-/* Does autograd record on this thread? */
-bool zs_py_records(void);
-
 /* -1 with an exception. */
 int zs_py_reads_init(void);
 

@@ -258,8 +258,7 @@ static PyObject *unit_unshard(unit_object *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "|p:unshard", &exact)) return NULL;
     zs_status status;
     ZS_PY_NOGIL(status, zs_engine_summon(self->unit, exact != 0));
-    zs_py_show(zs_engine_of(self->unit));
-    return status != ZS_OK ? zs_py_raise(NULL) : Py_NewRef(Py_None);
+    return zs_py_shown(zs_engine_of(self->unit), status);
 }
 
 PyDoc_STRVAR(unit_reshard_doc, "reshard($self, /)\n--\n\nReshard the parameters, freeing the full buffer.");
@@ -269,8 +268,7 @@ static PyObject *unit_reshard(unit_object *self, PyObject *unused)
     (void)unused;
     zs_status status;
     ZS_PY_NOGIL(status, zs_engine_dismiss(self->unit));
-    zs_py_show(zs_engine_of(self->unit));
-    return status != ZS_OK ? zs_py_raise(NULL) : Py_NewRef(Py_None);
+    return zs_py_shown(zs_engine_of(self->unit), status);
 }
 
 PyDoc_STRVAR(unit_pin_doc, "pin($self, exact=False, /)\n--\n\nUnshard the parameters and pin them until unpin() or "
@@ -307,9 +305,7 @@ static PyObject *unit_unpin(unit_object *self, PyObject *args)
     if (status == ZS_OK && keep != Py_None) status = zs_unit_accept(self->unit, keep == Py_True);
     if (writes && status == ZS_OK) zs_engine_write_end(engine);
     if (status == ZS_OK) ZS_PY_NOGIL(status, zs_engine_reshard(self->unit));
-    zs_py_show(engine);
-    if (status != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
+    return zs_py_shown(engine, status);
 }
 
 PyDoc_STRVAR(unit_unwind_doc, "unwind($self, n_open, what, /)\n--\n\nEnd the forwards and sessions of the unit's "
@@ -324,9 +320,7 @@ static PyObject *unit_unwind(unit_object *self, PyObject *args)
     zs_status status;
     if (n == 0 && *what != 0) zs_engine_tell_mishap(zs_engine_of(self->unit), what);
     ZS_PY_NOGIL(status, zs_engine_unwind(zs_engine_of(self->unit), (size_t)n));
-    zs_py_show(zs_engine_of(self->unit));
-    if (status != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
+    return zs_py_shown(zs_engine_of(self->unit), status);
 }
 
 PyDoc_STRVAR(unit_note_load_doc, "note_load($self, index, content, /)\n--\n\nA parameter has been loaded. content: an "
@@ -398,7 +392,7 @@ static PyMethodDef unit_methods[] = {
     {"pre_forward", (PyCFunction)(void (*)(void))zs_py_pre_forward, METH_FASTCALL, zs_py_pre_forward_doc},
     {"post_forward", (PyCFunction)(void (*)(void))zs_py_post_forward, METH_FASTCALL, zs_py_post_forward_doc},
     {"read", (PyCFunction)zs_py_read, METH_O, zs_py_read_doc},
-    {"unread", (PyCFunction)zs_py_unread, METH_O, zs_py_unread_doc},
+    {"unread", (PyCFunction)zs_py_unread, METH_NOARGS, zs_py_unread_doc},
     {"unshard", (PyCFunction)unit_unshard, METH_VARARGS, unit_unshard_doc},
     {"reshard", (PyCFunction)unit_reshard, METH_NOARGS, unit_reshard_doc},
     {"prefetch", (PyCFunction)zs_py_unit_prefetch, METH_VARARGS, zs_py_unit_prefetch_doc},

@@ -27,9 +27,9 @@ typedef struct unit_object {
 PyObject *zs_py_pre_forward(unit_object *self, PyObject *const *args, Py_ssize_t n);
 PyObject *zs_py_post_forward(unit_object *self, PyObject *const *args, Py_ssize_t n);
 
-/* Methods of _core.Unit (METH_O) for operations within a forward of the model. */
+/* Methods of _core.Unit (METH_O, METH_NOARGS) for operations within a forward of the model. */
 PyObject *zs_py_read(unit_object *self, PyObject *operation);
-PyObject *zs_py_unread(unit_object *self, PyObject *operation);
+PyObject *zs_py_unread(unit_object *self, PyObject *unused);
 
 /* Their docstrings. */
 extern const char zs_py_pre_forward_doc[], zs_py_post_forward_doc[], zs_py_read_doc[], zs_py_unread_doc[];

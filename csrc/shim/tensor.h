@@ -170,8 +170,8 @@ typedef struct zs_hook {
  * also drops torch's gradient node of a tensor that has another shape now. */
 zs_status zs_hook_grad_ready(zs_tensor *tensor, const zs_hook *hook);
 
-/* While `keep` on this thread, that gives such a node the tensor's new shape instead: for a custom Function whose forward is
- * running, and which has an edge to the node. */
+/* While `keep` is set on this thread, zs_hook_grad_ready keeps such a node and gives it the tensor's new shape: a custom Function
+ * whose forward is running may have an edge to it. */
 void zs_grad_keep_nodes(bool keep);
 
 /* Takes ours out again and puts the user's back. */

@@ -17,7 +17,7 @@ from torch.nn import functional, init
 __all__ = [
     *("EACH", "FACT", "GRAD", "LISTS", "NONE", "LIKE_AT_RANDOM", "NEW"),
     *("DRAWN_IN_PLACE", "SIZES", "STAYS", "STAYS_ALONE", "VIEWS", "WRITES"),
-    *("is_named_as_writing", "rules"),
+    *("kind_of", "rules"),
 ]
 
 FACT, EACH, LISTS, GRAD, NONE = range(5)
@@ -134,6 +134,11 @@ def rules() -> dict[Operation, int]:
     return {func: rule | WRITES if _writes(func, rule) else rule for func, rule in found.items()}
 
 
+def kind_of(rule: int) -> int:
+    """Return FACT, EACH, LISTS, GRAD or NONE, without what is added to it."""
+    return rule & 7
+
+
 def _writes(func: Operation, rule: int) -> bool:
     """Return whether an operation is an in-place one, by torch's way to name them."""
     name = func.__name__
@@ -144,13 +149,6 @@ def _writes(func: Operation, rule: int) -> bool:
     if name.startswith("__"):
         return name.strip("_") in _INPLACE_DUNDERS
     return name.endswith("_")
-
-
-def is_named_as_writing(func: Operation) -> bool:
-    """Return whether an operation that is not on the list is an in-place one; py_guard.c has the
-    same."""
-    name = getattr(func, "__name__", "")
-    return name.startswith("__set") or (name.endswith("_") and not name.startswith("_"))
 
 
 def _special() -> Iterator[Operation]:

@@ -31,7 +31,7 @@ from zshard._guard.rules import (
     NEW,
     NONE,
     WRITES,
-    is_named_as_writing,
+    kind_of,
     rules,
 )
 from zshard._guard.words import complaint, refused_grad_dtype, written_to_file
@@ -348,11 +348,11 @@ def refuse(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
     fitting = _fitting(func, parts[0], args)
     if fitting is not None:
         return func(*fitting, **kwargs)
-    own = parts[0].is_in_forward() and not is_named_as_writing(func)
-    if own and any(map(_is_own, (*args, *kwargs.values()))):
+    reads = parts[0].is_in_forward() and not _core.names_a_write(func)
+    if reads and any(_param_at(value) is not None for value in (*args, *kwargs.values())):
         full = {key: _full_of(value) for key, value in kwargs.items()}
         return func(*map(_full_of, args), **full)
-    is_listed = _rules.get(func, NONE) & 7 != NONE
+    is_listed = kind_of(_rules.get(func, NONE)) != NONE
     raise ShardError(complaint(func, parts, args, is_listed))
 
 
@@ -373,19 +373,22 @@ def _fitting(func: Callable[..., Any], part: Part, args: tuple[Any, ...]) -> lis
     return [_core.mark_slice(part.of(arg), part) if is_full else arg for arg, is_full in own]
 
 
-def _is_own(value: Any) -> bool:
-    """Whether this is a parameter's own memory by another name, as `.data` and detach() give it."""
-    part = _core.slice_part(value) if type(value) is ShardTensor else None
-    unit = None if part is None or part.is_view else part.unit
-    return unit is not None and part is not None and unit.is_slice(part.index, value)
+def _param_at(value: Any) -> Tensor | None:
+    """The parameter of which this is the own memory by another name, as `.data` and detach() give
+    it; None: it is something else."""
+    part: Part | None = _core.slice_part(value) if type(value) is ShardTensor else None
+    if part is None or part.root is not part:
+        return None
+    unit = part.unit
+    own = unit is not None and unit.is_slice(part.index, value)
+    return unit.params[part.index] if unit is not None and own else None
 
 
 def _full_of(value: Any) -> Any:
     """Of a parameter's own memory, within a forward, the full parameter's."""
-    if not _is_own(value):
+    param = _param_at(value)
+    if param is None:
         return value
-    part = _core.slice_part(value)
-    param = part.unit.params[part.index]
     with torch.no_grad():
         return param.view_as(param)
 

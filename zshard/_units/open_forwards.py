@@ -81,7 +81,7 @@ def _call_unhooked(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def is_forward_open(unit: _core.Unit) -> bool:
     """Return whether a forward of the unit's model is running."""
-    return unit.n_open > 0 if unit.is_hooked else _unhooked > 0
+    return unit.in_forward if unit.is_hooked else _unhooked > 0
 
 
 def _note_unit(error: BaseException, unit: _core.Unit) -> None:

@@ -94,11 +94,6 @@ class Part:
         """The Part of the full parameter."""
         return self if self._of is None else self._of
 
-    @property
-    def is_view(self) -> bool:
-        """Whether it is not of the full parameter."""
-        return self._of is not None
-
     def of_view(self, shape: tuple[int, ...], offset: int) -> Part:
         """Return the Part of this rank's share of a view: of the elements from `offset` on, as many
         as `shape` has, in that shape."""
