@@ -7,6 +7,7 @@
 
 #include "engine/buffers.h"
 #include "engine/engine_inside.h"
+#include "engine/forward_writes.h"
 #include "engine/history.h"
 #include "engine/join.h"
 #include "engine/pass_dtype.h"
@@ -80,7 +81,8 @@ static zs_status close_session(zs_schedule *schedule, zs_phase phase)
 {
     zs_engine *engine = zs_engine_of_schedule(schedule);
     zs_comm *shard_group = engine->home.ranks.shard_group;
-    zs_status status = phase == ZS_PHASE_FORWARD ? zs_join_forward_end(engine) : ZS_OK;
+    zs_status status = phase == ZS_PHASE_FORWARD ? zs_forward_writes_end(engine) : ZS_OK;
+    if (phase == ZS_PHASE_FORWARD) ZS_ALSO(status, zs_join_forward_end(engine));
     bool unsettled = steps_in_backward(engine) || engine->history.in_pass; /* until end() */
     if (phase == ZS_PHASE_BACKWARD && unsettled) zs_writing_unknown(engine);
     if (engine->reading) ZS_ALSO(status, zs_comm_read_end(shard_group, engine->reader, phase));
@@ -189,6 +191,7 @@ static zs_status gather(zs_record *record)
 {
     ZS_TRY(zs_join_unit(engine_of(record), ZS_JOIN_GATHER, record));
     zs_unit *unit = zs_unit_of(record);
+    ZS_TRY(zs_forward_write_settle(unit));
     unit->home->ranks.shard_group->model = unit->home->model;
     zs_profile *range = zs_unit_profile(unit, "all_gather");
     zs_status status = zs_unit_gather(unit);

@@ -6,6 +6,7 @@
  */
 #include "python/py_faces.h"
 
+#include "engine/forward_writes.h"
 #include "engine/history.h"
 #include "engine/writing.h"
 #include "python/py_slices.h"
@@ -200,7 +201,7 @@ PyObject *zs_py_unit_begin_write(unit_object *self, PyObject *args)
     zs_status status = ZS_OK;
     if (own) {
         Py_BEGIN_ALLOW_THREADS;
-        status = zs_engine_unread(self->unit);
+        status = zs_forward_write_begin(self->unit);
         ZS_THEN(status, zs_writing_by_hand(zs_engine_of(self->unit), &begun));
         Py_END_ALLOW_THREADS;
     }

@@ -121,9 +121,10 @@ struct zs_unit {
     char *sharded_message; /* what touching a sharded full buffer raises; owned */
     zs_strategy strategy;
     bool exact; /* the full buffer, or the next one, has the parameters as they are: by hand, or for an `exact` pass */
-    bool full_in_eval;     /* passes are exact while its module is in eval mode; see pass_dtype.h */
-    bool pass_exact;       /* its last pass was: the guess for gathers that go ahead of the next */
-    bool used_in_backward; /* this backward has computed with it, exact or not */
+    bool full_in_eval;       /* passes are exact while its module is in eval mode; see pass_dtype.h */
+    bool pass_exact;         /* its last pass was: the guess for gathers that go ahead of the next */
+    bool used_in_backward;   /* this backward has computed with it, exact or not */
+    bool written_in_forward; /* a script has written to its shards since this forward gathered it last */
     zs_unit_offload offloads;
     int part;         /* which slice of each flat buffer this rank holds, or if replicated, sums */
     zs_wire code;     /* how its gradients cross hosts */

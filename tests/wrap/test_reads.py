@@ -346,65 +346,6 @@ def test_a_tied_head_is_seen_and_counted(pool2: Any, transport) -> None:
 # --- writes, and what no forward runs --------------------------------------------------------------
 
 
-class Momentum(nn.Module):
-    """Moves one layer's weights towards another's before each forward, as MoCo does."""
-
-    def __init__(self, update: Any) -> None:
-        super().__init__()
-        self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.prototypes = nn.Linear(WIDTH, 5, bias=False)
-        self.key.requires_grad_(False)
-        self.update = update
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            for query, key in zip(self.query.parameters(), self.key.parameters(), strict=True):
-                self.update(key, query)
-            norms = self.prototypes.weight.norm(dim=1, keepdim=True)
-            self.prototypes.weight.copy_(self.prototypes.weight / norms)
-            target = self.key(x)
-        return self.prototypes(self.query(x)) + target[:, :5]
-
-
-def in_place(key: Tensor, query: Tensor) -> None:
-    key.mul_(0.9).add_(query, alpha=0.1)
-
-
-def of_a_value(key: Tensor, query: Tensor) -> None:
-    key.mul_(0.9).add_(query * 0.1)
-
-
-def by_a_copy(key: Tensor, query: Tensor) -> None:
-    key.copy_(key * 0.9 + query * 0.1)
-
-
-def by_data(key: Tensor, query: Tensor) -> None:
-    key.data.mul_(0.9).add_(query.detach().data * 0.1)
-
-
-def wrong_with_momentum(update: Any, strategy: str) -> list[str]:
-    plain = make(functools.partial(Momentum, update))
-    model = FSDP(
-        copy.deepcopy(plain), strategy=strategy, transport="c10d", auto_wrap_policy={nn.Linear}
-    )
-    batches = list(torch.randn(3, 4, WIDTH, generator=torch.Generator().manual_seed(0)))
-    for each in (model, plain):
-        optimizer = torch.optim.SGD([p for p in each.parameters() if p.requires_grad], 0.05)
-        for batch in batches:
-            optimizer.zero_grad()
-            each(batch).square().mean().backward()
-            optimizer.step()
-    return differences(model.state_dict(), plain.state_dict())
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-@pytest.mark.parametrize("update", [in_place, of_a_value, by_a_copy, by_data])
-def test_weights_that_are_written_in_forward(pool2: Any, update, strategy) -> None:
-    """A write goes to this rank's shard, also of values that other operations have made of full
-    parameters; what was gathered ahead is dropped."""
-    assert pool2.run(wrong_with_momentum, update, strategy) == [[], []]
-
-
 def outside_of_forwards() -> str:
     model = FSDP(make(functools.partial(build, reads_a_weight)), auto_wrap_policy={nn.Linear})
     side = model.module.side

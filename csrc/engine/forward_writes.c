@@ -1,0 +1,75 @@
+/* forward_writes.c - see forward_writes.h. */
+#include "engine/forward_writes.h"
+
+#include "engine/engine_inside.h"
+#include "engine/recording.h"
+#include "unit/secondary.h"
+
+static bool is_mapped(const zs_unit *unit)
+{
+    const zs_comm *shard_group = unit->home->ranks.shard_group;
+    return shard_group->ops->mapped && shard_group->world > 1;
+}
+
+/* All ranks come here: whatever their code does before has been done, and nothing that follows. */
+static zs_status meet(const zs_unit *unit)
+{
+    if (!is_mapped(unit)) return ZS_OK;
+    uint8_t mine = 0, all[unit->home->ranks.shard_group->world];
+    return zs_comm_exchange(unit->home->ranks.shard_group, &mine, sizeof mine, all);
+}
+
+static zs_status check(const zs_unit *unit)
+{
+    if (zs_engine_of(unit)->join != NULL)
+        return ZS_FAIL(
+            ZS_ERR_STATE,
+            "parameters of unit '%s' are written to in a forward within join(), where a rank that has run out of "
+            "batches would keep the old ones; write to them before the forward",
+            zs_unit_label(unit->name));
+    if (is_mapped(unit) && !unit->home->schedule.entry.recording)
+        return ZS_FAIL(
+            ZS_ERR_STATE,
+            "parameters of unit '%s' are written to in a forward without gradients, which one rank may run alone; "
+            "write to them before the forward, or run it with gradients enabled",
+            zs_unit_label(unit->name));
+    return ZS_OK;
+}
+
+zs_status zs_forward_write_begin(zs_unit *unit)
+{
+    zs_schedule *schedule = &unit->home->schedule;
+    if (schedule->n_open == 0 || zs_recording_runs(zs_engine_of(unit)) == NULL) return ZS_OK;
+    if (schedule->stage == ZS_IN_BACKWARD && zs_in_backward()) return ZS_OK;
+    ZS_TRY(zs_home_follow(unit->home));
+    ZS_TRY(zs_schedule_unread(schedule, &unit->record));
+    if (unit->record.is.replicated || unit->written_in_forward) return ZS_OK;
+    ZS_TRY(check(unit));
+    ZS_TRY(meet(unit));
+    unit->written_in_forward = true;
+    return ZS_OK;
+}
+
+zs_status zs_forward_write_settle(zs_unit *unit)
+{
+    if (!unit->written_in_forward) return ZS_OK;
+    unit->written_in_forward = false;
+    zs_comm *replica_group = unit->home->ranks.replica_group;
+    zs_record *record = &unit->record;
+    zs_status status = zs_unit_write_back(unit);
+    ZS_THEN(status, zs_unit_cast(unit));
+    if (replica_group != NULL) {
+        replica_group->model = (zs_model){0}; /* all ranks gather these, or none */
+        ZS_THEN(status, zs_secondary_refresh(replica_group, &record, 1));
+    }
+    ZS_ALSO(status, meet(unit)); /* peers wait for it */
+    return status;
+}
+
+zs_status zs_forward_writes_end(zs_engine *engine)
+{
+    zs_status status = ZS_OK;
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++)
+        ZS_ALSO(status, zs_forward_write_settle(zs_engine_unit(engine, i)));
+    return status;
+}
