@@ -9,7 +9,6 @@ takes long to import.
 
 from __future__ import annotations
 
-import gc
 import inspect
 import warnings
 from collections.abc import Callable
@@ -40,8 +39,6 @@ from zshard._guard import (
     views,
 )
 from zshard._optim import clip, hooks
-from zshard._optim.announce import know_scaler
-from zshard._optim.state_registry import note_made
 from zshard._state_dict import lone_optimizer, optimizer
 from zshard._wrap import late_parameters
 
@@ -212,15 +209,3 @@ def install() -> None:
             RuntimeWarning,
             stacklevel=stacklevel(),
         )
-    _note_older()
-
-
-def _note_older() -> None:
-    """Optimizers and scalers that are older than the first sharded model count as well, in the
-    order in which they were made: the garbage collector has the oldest objects last."""
-    for generation in (2, 1, 0):
-        for each in gc.get_objects(generation):
-            if issubclass(type(each), _OPTIMIZER):
-                note_made(each)
-            elif issubclass(type(each), _SCALER):
-                know_scaler(each)

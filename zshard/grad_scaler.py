@@ -94,6 +94,7 @@ def _share_on_gpu(engines: list[_core.Engine], flag: torch.Tensor) -> None:
 
 @functools.wraps(_torchs_scale)
 def scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
+    know_scaler(self)  # it may be older than the first model
     scaled = _torchs_scale(self, outputs)
     return watch_scaled(scaled) if self.is_enabled() else scaled
 

@@ -73,19 +73,25 @@ plain.load_state_dict(layer.state_dict())
 scalers = [torch.amp.GradScaler("cpu") for _ in range(3)]
 optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
 other = torch.optim.AdamW(plain.parameters(), lr=0.1)
+for each, stepped in ((layer, optimizer), (plain, other)):
+    each(torch.ones(2, 4)).sum().backward()
+    stepped.step()
 model = zshard.FSDP(layer)
 for each, stepped in ((model, optimizer), (plain, other)):
     for _ in range(2):
         stepped.zero_grad()
-        each(torch.ones(2, 4)).square().sum().backward()
+        loss = each(torch.ones(2, 4)).square().sum()
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(each.parameters(), 1.0)
         stepped.step()
+for scaler in reversed(scalers):
+    scaler.scale(loss.detach())
 print([number_of_scaler(each) for each in scalers])
 state = optimizer.state_dict()["state"], other.state_dict()["state"]
 print(all(torch.equal(state[0][i]["exp_avg"], state[1][i]["exp_avg"]) for i in range(2)))
 """
     )
-    assert said.splitlines() == ["[0, 1, 2]", "True"]
+    assert said.splitlines() == ["[2, 1, 0]", "True"]
 
 
 WITHOUT_A_PLACE = """

@@ -25,6 +25,7 @@ from zshard._model.build import (
     modules_apart,
     sync_buffers,
 )
+from zshard._optim.hooks import shard_earlier_state
 from zshard._ranks.agreement import check_agreement, on_all_ranks, told_to_all_ranks
 from zshard._ranks.devices import CPU
 from zshard._ranks.groups import resolve_groups
@@ -32,7 +33,6 @@ from zshard._ranks.nccl import NcclOptions
 from zshard._ranks.transports import Comms, check_settings, comm_for, comms_for
 from zshard._ranks.wire import check_wire_over
 from zshard._run.idle_cores import warn_of_idle_cores
-from zshard._state_dict.earlier_state import shard_earlier_state
 from zshard._units.full_in_eval import buffers_in_eval
 from zshard._units.units import BufferSync, Options, state_of
 from zshard._wrap.initial_values import InitialValues, check_unit, facts_of, warn_of_strides

@@ -206,12 +206,14 @@ def say_unscale(
 # --- grad scalers ---------------------------------------------------------------------------------
 
 _scalers: list[weakref.ref[torch.amp.GradScaler]] = []
-"""All that were made, which is in one order on all ranks: by this a rank finds its own one."""
+"""All that were made or, if older than the first model, used: in one order on all ranks, by which a
+rank finds its own one."""
 
 
 def know_scaler(scaler: torch.amp.GradScaler) -> None:
-    """Register a scaler that has just been made."""
-    _scalers.append(weakref.ref(scaler))
+    """Register a scaler that has been made, or is used. Idempotent."""
+    if number_of_scaler(scaler) is None:
+        _scalers.append(weakref.ref(scaler))
 
 
 def number_of_scaler(scaler: torch.amp.GradScaler) -> int | None:

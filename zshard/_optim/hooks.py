@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,13 +28,14 @@ from zshard._errors import ShardError
 from zshard._guard.foreign import check_optimizer
 from zshard._guard.slices import guarded, plain
 from zshard._optim.announce import say_step, say_zeroed
+from zshard._optim.earlier_state import shard_state_of
 from zshard._optim.replicas import note_values
-from zshard._optim.sharded_state import SCALARS
-from zshard._optim.state_registry import note_made
+from zshard._optim.sharded_state import SCALARS, params_of
+from zshard._optim.state_registry import all_made, note_made
 from zshard._optim.step_digest import note_step
 from zshard._units.shards import stepped_by, units_stepped_by
 
-__all__ = ["install", "know", "seen_optimizers"]
+__all__ = ["install", "know", "seen_optimizers", "shard_earlier_state"]
 
 
 _KERNELS = frozenset(("apex", "bitsandbytes", "deepspeed", "fbgemm_gpu", "transformer_engine"))
@@ -99,11 +100,22 @@ def _noting_zeros(zero_grad: Callable[..., None]) -> Callable[..., None]:
 
 
 def know(optimizer: torch.optim.Optimizer) -> None:
-    """Count an optimizer as seen even if its step() is never called."""
+    """Count an optimizer as seen even if its step() is never called. One that is older than the
+    first model may have full state."""
+    if optimizer not in _seen:
+        shard_state_of(optimizer)
     _seen[optimizer] = None
     for each in stepped_by(optimizer):
         if each.peers is not None:
             each.peers.book.note(optimizer)
+
+
+def shard_earlier_state(params: Iterable[torch.Tensor]) -> None:
+    """Shard the state that optimizers already have for parameters that have just been sharded."""
+    ids = {id(param) for param in params}
+    for optimizer in all_made():
+        if any(id(p) in ids for p in params_of(optimizer)) and shard_state_of(optimizer):
+            know(optimizer)
 
 
 def seen_optimizers() -> list[torch.optim.Optimizer]:

@@ -9,7 +9,6 @@ on, and the other ranks are not kept waiting.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -41,10 +40,6 @@ def call_between_hooks(
     return output
 
 
-_CALLS = (nn.Module._call_impl.__code__, call_between_hooks.__code__)
-"""Functions whose frame shows that a forward is running; their `self` is the module."""
-
-
 def call_guarded(
     module: nn.Module, unit: _core.Unit, call: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
@@ -54,15 +49,18 @@ def call_guarded(
     if state.is_alone:
         check_still_alone(type(module).__bases__[1].__name__)
     n_open = unit.n_open
-    if n_open and unit.is_running and not _is_on_stack(module):
+    if n_open and unit.is_running and state.n_calls == 0:
         unit.unwind(0, "")  # left by a call that went another way, such as model.module(x)
         n_open = 0
+    state.n_calls += 1
     try:
         return call(*args, **kwargs) if unit.is_hooked else _call_unhooked(call, args, kwargs)
     except BaseException as error:
         unit.unwind(n_open, _what(error) if n_open == 0 else "")
         _note_unit(error, unit)
         raise
+    finally:
+        state.n_calls -= 1
 
 
 _unhooked = 0
@@ -96,18 +94,6 @@ def _note_unit(error: BaseException, unit: _core.Unit) -> None:
     more = ", ..." if unit.n_params > _MOST_PARAMS else ""
     if hasattr(error, "add_note"):  # Python 3.11
         error.add_note(f"{_NOTE} '{unit.name or '(root)'}', with parameters {shapes}{more}")
-
-
-def _is_on_stack(module: nn.Module) -> bool:
-    """Whether a forward of the module is running: does it call itself, or was it left?"""
-    frame = sys._getframe(3)  # below: call_guarded, and the method that has called it
-    while frame is not None:
-        if frame.f_code in _CALLS:
-            caller = frame.f_locals.get("self")
-            if caller is not None and vars(caller) is vars(module):
-                return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
 
 
 def _what(error: BaseException) -> str:

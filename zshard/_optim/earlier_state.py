@@ -7,7 +7,6 @@ dict is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,26 +14,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zshard._guard.slices import guard_like, plain
-from zshard._optim.hooks import know
 from zshard._optim.memory import zeros_side_by_side
 from zshard._optim.sharded_state import SCALARS, params_of
-from zshard._optim.state_registry import all_made
 from zshard._units.shards import Part, part_of
 
-__all__ = ["shard_earlier_state"]
+__all__ = ["shard_state_of"]
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def shard_earlier_state(params: Iterable[Tensor]) -> None:
-    """Shard the state that optimizers already have for parameters that have just been sharded. Not
+def shard_state_of(optimizer: Optimizer) -> bool:
+    """Shard the state that an optimizer has of sharded parameters; return whether it has any. Not
     collective: each rank takes its shard of its own state, which under DDP it would go on with."""
-    ids = {id(param) for param in params}
-    for optimizer in all_made():
-        held = [(p, part) for p in params_of(optimizer) if id(p) in ids and (part := part_of(p))]
-        if any(param in optimizer.state for param, _ in held):
-            _shard(optimizer, held)
-            know(optimizer)
+    held = [(param, part) for param in params_of(optimizer) if (part := part_of(param))]
+    if not any(param in optimizer.state for param, _ in held):
+        return False
+    _shard(optimizer, held)
+    return True
 
 
 def _shard(optimizer: Optimizer, held: list[tuple[Tensor, Part]]) -> None:
