@@ -15,8 +15,10 @@ from nursery import fork_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
-PAGES += [*sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
+DESIGN = sorted((ROOT / "docs" / "design").glob("*.md"))
+PAGES += [*sorted((ROOT / "docs").glob("*.md")), *DESIGN, ROOT / "benchmarks" / "README.md"]
 RUN_ELSEWHERE = {"ARCHITECTURE", "CONTRIBUTING", "checkpoints", "gpus", "cuda_graphs", "trainers"}
+FOLDERS = ("csrc", "cuda", "zshard", "tests", "benchmarks", "tools")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -98,5 +100,25 @@ def test_pages_install_from_a_clone() -> None:
     assert [page.name for page in PAGES if re.search(named, page.read_text())] == []
 
 
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 100
+@pytest.mark.parametrize(("name", "lines"), [("README.md", 100), ("ARCHITECTURE.md", 200)])
+def test_first_pages_are_short(name: str, lines: int) -> None:
+    assert len((ROOT / name).read_text().splitlines()) <= lines
+
+
+@pytest.mark.parametrize("page", DESIGN, ids=lambda page: page.stem)
+def test_design_pages_have_one_form(page: Path) -> None:
+    text = page.read_text()
+    assert re.findall(r"^## (.*)$", text, re.M) == [
+        *("Purpose", "Invariant", "Protocol", "Failure", "Tests")
+    ]
+    assert len(text.splitlines()) <= 120
+
+
+@pytest.mark.parametrize("page", [ROOT / "ARCHITECTURE.md", *DESIGN], ids=lambda page: page.stem)
+def test_files_that_a_design_page_names_exist(page: Path) -> None:
+    """By their last parts, as `schedule/reads.c`, or whole."""
+    there = {str(p.relative_to(ROOT)) for d in FOLDERS for p in (ROOT / d).rglob("*.*")}
+    named = re.findall(r"`([\w./]+\.(?:c|h|cpp|py))`", page.read_text())
+    missing = [n for n in named if not any(f"/{path}".endswith(f"/{n}") for path in there)]
+    assert named
+    assert missing == []
