@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from models import COMBINATIONS, Block, differences, loss_of, make, wrapped
 from results import WAYS, Giving, Taking, learn
-from scenarios import WIDTH, floats, mean_grads, message_of, whole_grads, wrong_grads
+from scenarios import WIDTH, floats, mean_grads, whole_grads, wrong_grads
 from torch import nn
 
 from zshard import FSDP
