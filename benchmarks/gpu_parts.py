@@ -217,7 +217,7 @@ def _transports() -> list[str]:
     """Return the transports that work on one GPU; NCCL is not one, as it needs a GPU per rank."""
     if is_stand_in():
         return [os.environ.get("ZSHARD_BACKEND", "c10d")]
-    return ["c10d", "peer"]
+    return ["c10d"]
 
 
 def _seeded(workload: Workload) -> nn.Module:

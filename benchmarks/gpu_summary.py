@@ -29,9 +29,6 @@ CLAIMS = {
     "parameters, caught errors, other streams and hybrid groups work as on the CPU.",
     "nccl": "zshard's own NCCL communicators train two and four ranks that share a GPU (over "
     "sockets) with the host's numbers.",
-    "peer": "`transport='peer'` trains two and four ranks on one GPU with the host's numbers and "
-    "the bits of the other backends, and names a killed rank. (Its mark as experimental may go for "
-    "ranks on one GPU, not for several GPUs.)",
     "graph": "A captured training step has the bits of the same steps without a graph.",
     "125m": "The step times and memory of the 125 M model, with date and GPU.",
     "rest": "Host time per unit, AdamW's rate, the loss curve, losses of ranks on one GPU.",

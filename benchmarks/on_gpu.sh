@@ -16,7 +16,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
-TESTS="driver trainer memory features nccl peer graph"
+TESTS="driver trainer memory features nccl graph"
 STAGES="$TESTS 125m rest 1.5b-eager 1.5b-compiled"
 PYTHON=${PYTHON:-python3}
 STATE=${STATE:-$PWD/build/on_gpu}
@@ -95,8 +95,7 @@ stage() {
     trainer) tests trainer test_gpu.py "not stand-in and not memory and not kernels" "gradients_add_up and stand-in" ;;
     memory) tests memory test_gpu.py "memory_is_constant and not stand-in" "memory_is_constant and stand-in and fp32 and full_shard" ;;
     features) tests features test_gpu_features.py "not stand-in" "(optimizers or error) and stand-in" ;;
-    nccl) tests nccl test_gpu_ranks.py "nccl and not stand-in" "nccl_with_one_rank and stand-in" ;;
-    peer) tests peer test_gpu_ranks.py "(peer or agree) and not stand-in" "leaves_out and stand-in and peer" ;;
+    nccl) tests nccl test_gpu_ranks.py "(nccl or agree) and not stand-in" "nccl_with_one_rank and stand-in" ;;
     graph) tests graph test_gpu_graph.py "not stand-in" "stand-in" ;;
     125m) gpu 125m --parts steps --models gpt125m ;;
     rest) gpu rest --parts host adam curve ranks ;;

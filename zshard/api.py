@@ -165,9 +165,9 @@ class FSDP(Fsdp1Methods, Fsdp2Methods, DdpMethods, ModelMethods, TorchAttributes
 
         transport: on CPUs "shm" (ranks on one host), "hosts" (several hosts with the same number
             of ranks each), "c10d" (any torch.distributed process group) or "auto"; on GPUs "nccl",
-            "c10d", "auto" ("nccl" where all ranks have it and a GPU each, else "c10d"), a
-            zshard.NcclOptions, or "peer" (experimental: ranks on one host). Default: None, the
-            environment variable ZSHARD_TRANSPORT, else "auto".
+            "c10d", "auto" ("nccl" where all ranks have it and a GPU each, else "c10d") or a
+            zshard.NcclOptions. Default: None, the environment variable ZSHARD_TRANSPORT, else
+            "auto".
         wire: how gradients and parameters cross hosts over "hosts": "bf16" (half the bytes of
             float32), or "int8" (about a quarter, in blocks of 256 numbers that share a scale); a
             zshard.Wire sets them apart. What that rounds off gradients goes into the next step's.

@@ -17,8 +17,8 @@ typedef struct dry_comm {
 
 const zs_comm_ops *zs_comm_ops_of(const char *name)
 {
-    const zs_comm_ops *tables[] = {&zs_self_ops, &zs_shm_ops,  &zs_c10d_ops,    &zs_hosts_ops,
-                                   &zs_nccl_ops, &zs_peer_ops, &zs_c10d_gpu_ops};
+    const zs_comm_ops *tables[] = {&zs_self_ops,  &zs_shm_ops,  &zs_c10d_ops,
+                                   &zs_hosts_ops, &zs_nccl_ops, &zs_c10d_gpu_ops};
     for (size_t i = 0; i < sizeof tables / sizeof *tables; i++)
         if (strcmp(tables[i]->name, name) == 0) return tables[i];
     return NULL;

@@ -10,7 +10,7 @@
 
 /* The tables. */
 extern const zs_comm_ops zs_self_ops, zs_shm_ops, zs_c10d_ops, zs_hosts_ops;
-extern const zs_comm_ops zs_nccl_ops, zs_peer_ops, zs_c10d_gpu_ops; /* gpu_transports.c, peer_table.c */
+extern const zs_comm_ops zs_nccl_ops, zs_c10d_gpu_ops; /* gpu_transports.c */
 
 /* Where the current round of a unit stands on this rank. */
 typedef enum zs_round_state {

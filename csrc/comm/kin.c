@@ -39,7 +39,8 @@ void zs_kin_own_card(zs_kin_card *out)
     out->pid = getpid();
 }
 
-bool zs_kin_near(const zs_kin_card *a, const zs_kin_card *b)
+/* Are they processes of one kernel that can look at each other? */
+static bool near(const zs_kin_card *a, const zs_kin_card *b)
 {
     return a->boot[0] != 0 && strcmp(a->boot, b->boot) == 0 && a->pids == b->pids;
 }
@@ -74,11 +75,11 @@ void zs_kin_meet(zs_kin *kin, int r, const zs_kin_card *card)
     zs_kin_card own;
     zs_kin_own_card(&own);
     kin->of[r].pid = (long)card->pid;
-    if (r == kin->rank || card->pid == own.pid || !zs_kin_near(&own, card)) return;
+    if (r == kin->rank || card->pid == own.pid || !near(&own, card)) return;
     kin->of[r].fd = (int)syscall(SYS_pidfd_open, (pid_t)card->pid, 0);
 }
 
-bool zs_kin_left(const zs_kin *kin, int r)
+static bool has_ended(const zs_kin *kin, int r)
 {
     struct pollfd look = {.fd = kin->of[r].fd, .events = POLLIN};
     return look.fd >= 0 && poll(&look, 1, 0) > 0;
@@ -87,7 +88,7 @@ bool zs_kin_left(const zs_kin *kin, int r)
 bool zs_kin_gone(const zs_kin *kin, char *sentence, size_t size)
 {
     for (int r = 0; r < kin->world; r++) {
-        if (!zs_kin_left(kin, r)) continue;
+        if (!has_ended(kin, r)) continue;
         snprintf(sentence, size, "rank %d (pid %ld) exited; see its output for the cause", r, kin->of[r].pid);
         return true;
     }

@@ -20,9 +20,6 @@ typedef struct zs_kin zs_kin;
 /* Fills in this process's card. */
 void zs_kin_own_card(zs_kin_card *out);
 
-/* Are they processes of one kernel that can look at each other? */
-bool zs_kin_near(const zs_kin_card *a, const zs_kin_card *b);
-
 /* New record of the processes of `world` ranks, of which none is known yet. */
 zs_status zs_kin_new(int rank, int world, zs_kin **out);
 
@@ -31,9 +28,6 @@ void zs_kin_free(zs_kin *kin);
 
 /* Rank `r` has shown its card: from now on it is looked at, where it is near and another process. */
 void zs_kin_meet(zs_kin *kin, int r, const zs_kin_card *card);
-
-/* Has rank `r`, which was met, ended? Any thread. */
-bool zs_kin_left(const zs_kin *kin, int r);
 
 /* Has one of those that were met ended? Then with a sentence that names it. Any thread. */
 bool zs_kin_gone(const zs_kin *kin, char *sentence, size_t size);

@@ -20,22 +20,6 @@ typedef struct CUlib_st *zs_cu_library;   /* CUlibrary */
 typedef struct CUkern_st *zs_cu_kernel;   /* CUkernel; may be launched as a CUfunction */
 typedef struct CUfunc_st *zs_cu_function; /* CUfunction */
 
-/* What one process sends another so that it can map an allocation. */
-typedef struct zs_cu_ipc_mem {
-    char reserved[64];
-} zs_cu_ipc_mem;
-
-/* One entry of cuStreamBatchMemOp. */
-typedef struct zs_cu_mem_op {
-    uint32_t operation; /* ZS_CU_MEM_OP_* */
-    uint32_t unused;
-    zs_cu_ptr address; /* of an aligned uint32 */
-    uint64_t value;    /* the lower half counts */
-    uint32_t flags;    /* ZS_CU_WAIT_GEQ, or 0 */
-    uint32_t unused2;
-    uint64_t alias, unused3; /* the driver's */
-} zs_cu_mem_op;
-
 /* Values of cuda.h, under its names with ZS_CU_ for CU_ or CUDA_. */
 enum {
     ZS_CU_SUCCESS = 0,
@@ -68,15 +52,9 @@ enum {
     ZS_CU_STREAM_NON_BLOCKING = 1, /* does not wait for the default stream nor make it wait */
     ZS_CU_EVENT_DISABLE_TIMING = 2,
     ZS_CU_STREAM_CAPTURE_STATUS_NONE = 0,
-    ZS_CU_STREAM_CAPTURE_MODE_RELAXED = 2,     /* this thread may do what a capture elsewhere would forbid it */
-    ZS_CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS = 1, /* the only flags that cuIpcOpenMemHandle takes */
-    ZS_CU_MEMHOSTALLOC_PORTABLE = 1,           /* pinned for all contexts */
+    ZS_CU_STREAM_CAPTURE_MODE_RELAXED = 2, /* this thread may do what a capture elsewhere would forbid it */
+    ZS_CU_MEMHOSTALLOC_PORTABLE = 1,       /* pinned for all contexts */
     ZS_CU_MEMHOSTREGISTER_PORTABLE = 1,
-
-    ZS_CU_STREAM_WAIT_VALUE_GEQ = 0,      /* until (int32)(*address - value) >= 0: a count may run over */
-    ZS_CU_STREAM_WRITE_VALUE_DEFAULT = 0, /* what came before in the stream is visible to all before the value is */
-    ZS_CU_STREAM_MEM_OP_WAIT_VALUE_32 = 1,
-    ZS_CU_STREAM_MEM_OP_WRITE_VALUE_32 = 2,
 
     ZS_CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16,
     ZS_CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75,
@@ -96,7 +74,6 @@ enum {
     X(cuDeviceGetCount, 2000, (int *))                                                                            \
     X(cuDeviceGetName, 2000, (char *, int, zs_cu_device))                                                         \
     X(cuDeviceGetAttribute, 2000, (int *, zs_cu_attribute, zs_cu_device))                                         \
-    X(cuDeviceCanAccessPeer, 4000, (int *, zs_cu_device, zs_cu_device))                                           \
     X(cuDevicePrimaryCtxRetain, 7000, (zs_cu_context *, zs_cu_device))                                            \
     X(cuCtxGetCurrent, 4000, (zs_cu_context *))                                                                   \
     X(cuCtxSetCurrent, 4000, (zs_cu_context))                                                                     \
@@ -113,7 +90,6 @@ enum {
        unsigned int, zs_cu_stream, void **, void **))                                                             \
     X(cuMemAlloc, 3020, (zs_cu_ptr *, size_t))                                                                    \
     X(cuMemFree, 3020, (zs_cu_ptr))                                                                               \
-    X(cuMemGetAddressRange, 3020, (zs_cu_ptr *, size_t *, zs_cu_ptr))                                             \
     X(cuMemGetInfo, 3020, (size_t *, size_t *))                                                                   \
     X(cuMemHostAlloc, 2020, (void **, size_t, unsigned int))                                                      \
     X(cuMemFreeHost, 2000, (void *))                                                                              \
@@ -132,17 +108,11 @@ enum {
     X(cuStreamIsCapturing, 10000, (zs_cu_stream, zs_cu_capture_status *))                                         \
     X(cuThreadExchangeStreamCaptureMode, 10010, (zs_cu_capture_mode *))                                           \
     X(cuStreamWaitEvent, 3020, (zs_cu_stream, zs_cu_event, unsigned int))                                         \
-    X(cuStreamWaitValue32, 11070, (zs_cu_stream, zs_cu_ptr, uint32_t, unsigned int))                              \
-    X(cuStreamWriteValue32, 11070, (zs_cu_stream, zs_cu_ptr, uint32_t, unsigned int))                             \
-    X(cuStreamBatchMemOp, 11070, (zs_cu_stream, unsigned int, zs_cu_mem_op *, unsigned int))                      \
     X(cuEventCreate, 2000, (zs_cu_event *, unsigned int))                                                         \
     X(cuEventRecord, 2000, (zs_cu_event, zs_cu_stream))                                                           \
     X(cuEventQuery, 2000, (zs_cu_event))                                                                          \
     X(cuEventSynchronize, 2000, (zs_cu_event))                                                                    \
-    X(cuEventDestroy, 4000, (zs_cu_event))                                                                        \
-    X(cuIpcGetMemHandle, 4010, (zs_cu_ipc_mem *, zs_cu_ptr))                                                      \
-    X(cuIpcOpenMemHandle, 11000, (zs_cu_ptr *, zs_cu_ipc_mem, unsigned int))                                      \
-    X(cuIpcCloseMemHandle, 4010, (zs_cu_ptr))
+    X(cuEventDestroy, 4000, (zs_cu_event))
 
 /* What may be missing (then NULL): this one is of CUDA 12.4. */
 #define ZS_CU_OPTIONAL_CALLS(X) X(cuFuncLoad, 12040, (zs_cu_function))

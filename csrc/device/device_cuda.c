@@ -134,7 +134,7 @@ static zs_status cuda_follow(const zs_device *device, zs_trail *trail, bool ends
 
 /* Memory goes back in the order of the compute stream: what other streams still do with it comes first. That this fails is nobody's
  * concern (the process may be ending), and why somebody else has failed, who is on the way out, is to stay on record. */
-void zs_device_cuda_join_all(const zs_device *device, bool wait)
+static void join_all(const zs_device *device, bool wait)
 {
     bool failed = zs_last_status() != ZS_OK;
     for (zs_stream stream = ZS_STREAM_COMPUTE + 1; stream < ZS_STREAMS; stream++)
@@ -145,13 +145,13 @@ void zs_device_cuda_join_all(const zs_device *device, bool wait)
 
 static void free_torch(zs_mem *mem)
 {
-    zs_device_cuda_join_all(mem->device, false);
+    join_all(mem->device, false);
     zs_torch_cuda_free(mem->owner);
 }
 
-static void free_apart(zs_mem *mem)
+static void free_driver(zs_mem *mem)
 {
-    zs_device_cuda_join_all(mem->device, false);
+    join_all(mem->device, false);
     ZS_CU_FREE(cuMemFree, (zs_cu_ptr)(uintptr_t)mem->ptr); /* waits for the GPU */
 }
 
@@ -173,10 +173,10 @@ static zs_status wrap(const zs_device *device, zs_mem taken, zs_mem **out)
     return status;
 }
 
-zs_status zs_device_cuda_mem_new_apart(const zs_device *device, size_t bytes, zs_mem **out)
+static zs_status mem_new_of_driver(const zs_device *device, size_t bytes, zs_mem **out)
 {
     zs_cu_ptr ptr = 0;
-    zs_mem taken = {.bytes = bytes > 0 ? bytes : 1, .destroy = free_apart, .device = device};
+    zs_mem taken = {.bytes = bytes > 0 ? bytes : 1, .destroy = free_driver, .device = device};
     ZS_TRY(zs_cuda_enter(of(device)->index));
     ZS_TRY(ZS_CU(cuMemAlloc, &ptr, taken.bytes));
     taken.ptr = (void *)(uintptr_t)ptr; /* NOLINT: an address of the device */
@@ -186,7 +186,7 @@ zs_status zs_device_cuda_mem_new_apart(const zs_device *device, size_t bytes, zs
 
 static zs_status cuda_mem_new(const zs_device *device, size_t bytes, zs_mem **out)
 {
-    if (of(device)->on_host) return zs_device_cuda_mem_new_apart(device, bytes, out);
+    if (of(device)->on_host) return mem_new_of_driver(device, bytes, out);
     zs_mem taken = {.bytes = bytes > 0 ? bytes : 1, .destroy = free_torch, .device = device};
     ZS_TRY(zs_torch_cuda_alloc(of(device)->index, taken.bytes, &taken.ptr, &taken.owner));
     zs_mem_count_mapping();
@@ -195,7 +195,7 @@ static zs_status cuda_mem_new(const zs_device *device, size_t bytes, zs_mem **ou
 
 static void free_host(zs_mem *mem)
 {
-    zs_device_cuda_join_all(mem->device, true); /* pinned memory is not given back in the order of a stream */
+    join_all(mem->device, true); /* pinned memory is not given back in the order of a stream */
     ZS_CU_FREE(cuMemFreeHost, mem->ptr);
 }
 

@@ -18,13 +18,6 @@ zs_status zs_device_cuda(int index, bool on_host, const zs_device **out);
 /* The CUDA stream behind one of the device's streams, on this thread and now. Sees to the thread's context as well. */
 zs_status zs_device_cuda_stream(const zs_device *device, zs_stream stream, zs_cu_stream *out);
 
-/* New memory that other processes may map: an allocation of its own, zeroed. */
-zs_status zs_device_cuda_mem_new_apart(const zs_device *device, size_t bytes, zs_mem **out);
-
-/* Has the compute stream wait for all others, so that memory can go to another use there; `wait`: has the host wait as well.
- * Failing is nobody's concern, and leaves no record. */
-void zs_device_cuda_join_all(const zs_device *device, bool wait);
-
 /* New event, for order alone. */
 zs_status zs_device_cuda_event_new(const zs_device *device, zs_cu_event *out);
 

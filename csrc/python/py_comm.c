@@ -84,16 +84,15 @@ static zs_status new_backend(zs_comm *control, const backend_request *request, c
 {
     if (strcmp(request->kind, "c10d") == 0) return zs_backend_c10d_new(control, device, request->group, out);
     if (strcmp(request->kind, "nccl") == 0) return zs_backend_nccl_new(control, device, &request->nccl, out);
-    if (strcmp(request->kind, "peer") == 0) return zs_backend_peer_new(control, device, out);
     return ZS_FAIL(ZS_ERR_VALUE, "unknown backend '%s'", request->kind);
 }
 
 PyDoc_STRVAR(
     comm_gpu_doc,
-    "gpu($type, control, backend, device, group_name, nccl=(0, 0, 0, 0, 2), /)\n--\n\nCreate a transport between GPUs. "
-    "control: the Comm between the host processes; backend: the backend that transfers the data ('c10d', 'nccl' or "
-    "'peer'); group_name: the torch process group that 'c10d' uses; nccl: (CTA policy: 0 default, 1 efficiency, 2 "
-    "zero; minimum CTAs, maximum CTAs (0: NCCL's choice); 1 to use windows, else 0; number of communicators).");
+    "gpu($type, control, backend, device, group_name, nccl=(0, 0, 0, 2), /)\n--\n\nCreate a transport between GPUs. "
+    "control: the Comm between the host processes; backend: the backend that transfers the data ('c10d' or 'nccl'); "
+    "group_name: the torch process group that 'c10d' uses; nccl: (CTA policy: 0 default, 1 efficiency; minimum CTAs, "
+    "maximum CTAs (0: NCCL's choice); number of communicators).");
 
 static PyObject *comm_gpu(PyObject *type, PyObject *args)
 {
@@ -104,8 +103,8 @@ static PyObject *comm_gpu(PyObject *type, PyObject *args)
     zs_nccl_choices *nccl = &request.nccl;
     zs_backend *backend = NULL;
     zs_comm *comm = NULL;
-    if (!PyArg_ParseTuple(args, "Osss|(iiiii):gpu", &control, &request.kind, &where, &request.group, &nccl->ctas,
-                          &nccl->min_ctas, &nccl->max_ctas, &nccl->windows, &nccl->communicators))
+    if (!PyArg_ParseTuple(args, "Osss|(iiii):gpu", &control, &request.kind, &where, &request.group, &nccl->ctas,
+                          &nccl->min_ctas, &nccl->max_ctas, &nccl->communicators))
         return NULL;
     zs_comm *hosts = zs_py_comm(control);
     if (hosts == NULL) return NULL;
@@ -399,7 +398,7 @@ static PyGetSetDef comm_getset[] = {
     {"rank", (getter)comm_rank, NULL, "This rank.", NULL},
     {"world", (getter)comm_world, NULL, "Number of ranks.", NULL},
     {"per_host", (getter)comm_per_host, NULL, "Ranks of each host, which are neighbors; 0 if all are on one.", NULL},
-    {"transport", (getter)comm_transport, NULL, "'self', 'shm', 'c10d' or 'hosts'; on GPUs 'nccl' or 'peer' too.",
+    {"transport", (getter)comm_transport, NULL, "'self', 'shm', 'c10d' or 'hosts'; on GPUs 'nccl' or 'c10d_gpu'.",
      NULL},
     {"address", (getter)comm_address, NULL, "Address that peers connect to (shm).", NULL},
     {"timeout", (getter)comm_timeout, NULL, "Timeout of one wait, in seconds.", NULL},

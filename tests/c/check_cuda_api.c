@@ -9,20 +9,8 @@
 
 #include "cuda_api.h"
 
-/* gcc takes an enum and the integer type under it for compatible; pointers to them, and structs of ours, need a cast. */
+/* gcc takes an enum and the integer type under it for compatible; pointers to them need a cast. */
 #define SAME(a, b) __builtin_types_compatible_p(a, b)
-#define SAME_SIZE(ours, theirs) \
-    _Static_assert(sizeof(ours) == sizeof(theirs) && _Alignof(ours) == _Alignof(theirs), #ours)
-
-SAME_SIZE(zs_cu_ipc_mem, CUipcMemHandle);
-SAME_SIZE(zs_cu_mem_op, CUstreamBatchMemOpParams);
-_Static_assert(offsetof(zs_cu_mem_op, operation) == offsetof(CUstreamBatchMemOpParams, operation), "");
-_Static_assert(offsetof(zs_cu_mem_op, address) == offsetof(CUstreamBatchMemOpParams, waitValue.address), "");
-_Static_assert(offsetof(zs_cu_mem_op, value) == offsetof(CUstreamBatchMemOpParams, waitValue.value), "");
-_Static_assert(offsetof(zs_cu_mem_op, flags) == offsetof(CUstreamBatchMemOpParams, waitValue.flags), "");
-_Static_assert(offsetof(zs_cu_mem_op, address) == offsetof(CUstreamBatchMemOpParams, writeValue.address), "");
-_Static_assert(offsetof(zs_cu_mem_op, value) == offsetof(CUstreamBatchMemOpParams, writeValue.value), "");
-_Static_assert(offsetof(zs_cu_mem_op, flags) == offsetof(CUstreamBatchMemOpParams, writeValue.flags), "");
 
 /* Types that are one under two names. */
 _Static_assert(SAME(zs_cu_result, CUresult) && SAME(zs_cu_device, CUdevice) && SAME(zs_cu_ptr, CUdeviceptr), "");
@@ -34,9 +22,7 @@ _Static_assert(SAME(zs_cu_capture_status, CUstreamCaptureStatus), "");
 _Static_assert(SAME(zs_cu_capture_mode, CUstreamCaptureMode), "");
 _Static_assert(SAME(zs_cu_jit_option, CUjit_option) && SAME(zs_cu_library_option, CUlibraryOption), "");
 
-/* The signatures, with our types under NVIDIA's names wherever these are structs or pointers to enums. */
-#define zs_cu_ipc_mem CUipcMemHandle
-#define zs_cu_mem_op CUstreamBatchMemOpParams
+/* The signatures, with our types under NVIDIA's names wherever these are pointers to enums. */
 #define zs_cu_jit_option CUjit_option
 #define zs_cu_library_option CUlibraryOption
 #define zs_cu_capture_status CUstreamCaptureStatus

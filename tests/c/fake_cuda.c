@@ -31,14 +31,6 @@ static int number_from(const char *name, int usual)
     return value != NULL ? atoi(value) : usual;
 }
 
-int fake_gpu(void)
-{
-    const char *visible = getenv("FAKE_CUDA_VISIBLE");
-    for (int i = current != NULL ? current->device : 0; i > 0 && visible != NULL; i--)
-        visible = strchr(visible, ',') != NULL ? strchr(visible, ',') + 1 : NULL;
-    return visible != NULL ? atoi(visible) : -1;
-}
-
 /* --- what each call begins with ------------------------------------------------------------------------------------------- */
 
 /* Is this call the one that is to fail? Then with what. */
@@ -157,13 +149,6 @@ zs_cu_result fake_cuDeviceGetAttribute(int *out, zs_cu_attribute attribute, zs_c
     }
 }
 
-zs_cu_result fake_cuDeviceCanAccessPeer(int *out, zs_cu_device device, zs_cu_device peer)
-{
-    BEGIN(false, "device=%d peer=%d", device, peer);
-    *out = device != peer;
-    return ZS_CU_SUCCESS;
-}
-
 zs_cu_result fake_cuDevicePrimaryCtxRetain(zs_cu_context *out, zs_cu_device device)
 {
     BEGIN(false, "device=%d", device);
@@ -266,8 +251,7 @@ static const char *addresses(const void *args, size_t bytes, char *text, size_t 
     for (size_t i = 0; i + sizeof(zs_cu_ptr) <= bytes && used + 24 < size; i += sizeof(zs_cu_ptr)) {
         zs_cu_ptr word;
         memcpy(&word, (const char *)args + i, sizeof word);
-        if (fake_range(NULL, NULL, word) == ZS_CU_SUCCESS)
-            used += (size_t)snprintf(text + used, size - used, "%s%p", used > 0 ? "," : "", AT(word));
+        if (fake_known(word)) used += (size_t)snprintf(text + used, size - used, "%s%p", used > 0 ? "," : "", AT(word));
     }
     return text;
 }
@@ -304,12 +288,6 @@ zs_cu_result fake_cuMemFree(zs_cu_ptr at)
     UNCAPTURED();
     fake_drain_all(); /* as the real one does */
     return at != 0 ? fake_free(at) : ZS_CU_SUCCESS;
-}
-
-zs_cu_result fake_cuMemGetAddressRange(zs_cu_ptr *base, size_t *bytes, zs_cu_ptr at)
-{
-    BEGIN(true, "at=%p", AT(at));
-    return fake_range(base, bytes, at);
 }
 
 zs_cu_result fake_cuMemGetInfo(size_t *left, size_t *total)
@@ -352,24 +330,6 @@ zs_cu_result fake_cuPointerGetAttribute(void *out, zs_cu_pointer_attribute attri
     if (attribute != ZS_CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL) return ZS_CU_ERROR_INVALID_VALUE;
     memcpy(out, &current->device, sizeof current->device);
     return ZS_CU_SUCCESS;
-}
-
-zs_cu_result fake_cuIpcGetMemHandle(zs_cu_ipc_mem *out, zs_cu_ptr at)
-{
-    BEGIN(true, "at=%p", AT(at));
-    return fake_export(out, at);
-}
-
-zs_cu_result fake_cuIpcOpenMemHandle(zs_cu_ptr *out, zs_cu_ipc_mem handle, unsigned int flags)
-{
-    BEGIN(true, "flags=%u", flags);
-    return flags == ZS_CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS ? fake_import(out, &handle) : ZS_CU_ERROR_INVALID_VALUE;
-}
-
-zs_cu_result fake_cuIpcCloseMemHandle(zs_cu_ptr at)
-{
-    BEGIN(true, "at=%p", AT(at));
-    return fake_close(at);
 }
 
 typedef struct copying {
@@ -426,8 +386,8 @@ zs_cu_result fake_cuMemcpyAsync(zs_cu_ptr dst, zs_cu_ptr src, size_t bytes, zs_c
     BEGIN(true, "stream=%d dst=%p src=%p bytes=%zu", STREAM_ID, AT(dst), AT(src), bytes);
     INTO_STREAM();
     copying one = {.dst = AT(dst), .src = AT(src), .bytes = bytes};
-    bool to_host = fake_range(NULL, NULL, dst) != ZS_CU_SUCCESS && !fake_pinned(AT(dst));
-    zs_cu_result result = queue_copy(stream, one, fake_range(NULL, NULL, src) == ZS_CU_SUCCESS);
+    bool to_host = !fake_known(dst) && !fake_pinned(AT(dst));
+    zs_cu_result result = queue_copy(stream, one, fake_known(src));
     if (to_host) fake_drain(stream);
     return result;
 }

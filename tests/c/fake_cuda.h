@@ -14,8 +14,6 @@
  *                               a capture forbids fails, as far as zshard could do it, on any thread, and what is merely
  *                               unsafe invalidates the capture unless the thread's own mode is relaxed; the rest is done at
  *                               once, as if the graph were run as it grows
- *   FAKE_CUDA_VISIBLE=2,0       which of the machine's GPUs this process sees, as CUDA_VISIBLE_DEVICES says it to the real one: it
- *                               can map no memory of others. Where it is not set, nobody asks whose memory is where
  * and when the library is loaded:
  *   FAKE_CUDA_DEVICES=n (1), FAKE_CUDA_VERSION=n (13000), FAKE_CUDA_MISSING=call, which this driver then does not know
  */
@@ -124,17 +122,11 @@ void fake_event_synchronize(zs_cu_event event);
 
 /* --- memory (fake_cuda_memory.c) --------------------------------------------------------------------------------------- */
 
-/* The machine's number of this thread's GPU, by FAKE_CUDA_VISIBLE; -1 where that is not set. */
-int fake_gpu(void);
-
-/* Device memory that other processes can map; all ones, which is NaN, so that nobody takes it for zeroed. */
+/* Device memory; all ones, which is NaN, so that nobody takes it for zeroed. */
 zs_cu_result fake_alloc(zs_cu_ptr *out, size_t bytes);
 zs_cu_result fake_free(zs_cu_ptr at);
-zs_cu_result fake_range(zs_cu_ptr *base, size_t *bytes, zs_cu_ptr at);
+bool fake_known(zs_cu_ptr at);
 void fake_info(size_t *left, size_t *total);
-zs_cu_result fake_export(zs_cu_ipc_mem *handle, zs_cu_ptr at);
-zs_cu_result fake_import(zs_cu_ptr *out, const zs_cu_ipc_mem *handle);
-zs_cu_result fake_close(zs_cu_ptr at);
 
 /* Pinned host memory: allocated here (`at` NULL) or registered. */
 zs_cu_result fake_pin(void **out, void *at, size_t bytes);

@@ -8,7 +8,6 @@
 
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #define SHOWN __attribute__((visibility("default")))
 
@@ -87,61 +86,6 @@ static zs_cu_result fake_cuLaunchHostFunc(zs_cu_stream stream, void (*call)(void
     BEGIN(true, "stream=%d", STREAM_ID);
     callback one = {call, data};
     fake_submit(stream, run_callback, &one, sizeof one);
-    return ZS_CU_SUCCESS;
-}
-
-/* --- flags in memory -------------------------------------------------------------------------------------------------------- */
-
-static void wait_value(const void *args)
-{
-    zs_cu_mem_op op;
-    memcpy(&op, args, sizeof op);
-    const uint32_t *at = AT(op.address);
-    while ((int32_t)(__atomic_load_n(at, __ATOMIC_ACQUIRE) - (uint32_t)op.value) < 0)
-        (void)usleep(20);
-}
-
-static void write_value(const void *args)
-{
-    zs_cu_mem_op op;
-    memcpy(&op, args, sizeof op);
-    __atomic_store_n((uint32_t *)AT(op.address), (uint32_t)op.value, __ATOMIC_RELEASE);
-}
-
-/* Queues one operation, or refuses it: an address that is no device memory, flags that are not GEQ. */
-static zs_cu_result queue_op(zs_cu_stream stream, const zs_cu_mem_op *op)
-{
-    INTO_STREAM();
-    bool waits = op->operation == ZS_CU_STREAM_MEM_OP_WAIT_VALUE_32;
-    if (!waits && op->operation != ZS_CU_STREAM_MEM_OP_WRITE_VALUE_32) return ZS_CU_ERROR_INVALID_VALUE;
-    bool known = fake_range(NULL, NULL, op->address) == ZS_CU_SUCCESS || fake_pinned(AT(op->address));
-    if (op->flags != 0 || op->address % 4 != 0 || !known) return ZS_CU_ERROR_INVALID_VALUE;
-    fake_submit(stream, waits ? wait_value : write_value, op, sizeof *op);
-    return ZS_CU_SUCCESS;
-}
-
-zs_cu_result fake_cuStreamWaitValue32(zs_cu_stream stream, zs_cu_ptr at, uint32_t value, unsigned int flags)
-{
-    BEGIN(true, "stream=%d at=%p value=%u", STREAM_ID, AT(at), value);
-    zs_cu_mem_op op = {.operation = ZS_CU_STREAM_MEM_OP_WAIT_VALUE_32, .address = at, .value = value, .flags = flags};
-    return queue_op(stream, &op);
-}
-
-zs_cu_result fake_cuStreamWriteValue32(zs_cu_stream stream, zs_cu_ptr at, uint32_t value, unsigned int flags)
-{
-    BEGIN(true, "stream=%d at=%p value=%u", STREAM_ID, AT(at), value);
-    zs_cu_mem_op op = {.operation = ZS_CU_STREAM_MEM_OP_WRITE_VALUE_32, .address = at, .value = value, .flags = flags};
-    return queue_op(stream, &op);
-}
-
-zs_cu_result fake_cuStreamBatchMemOp(zs_cu_stream stream, unsigned int n, zs_cu_mem_op *ops, unsigned int flags)
-{
-    BEGIN(true, "stream=%d n=%u", STREAM_ID, n);
-    if (flags != 0 || n >= 256) return ZS_CU_ERROR_INVALID_VALUE;
-    for (unsigned int i = 0; i < n; i++) {
-        zs_cu_result result = queue_op(stream, &ops[i]);
-        if (result != ZS_CU_SUCCESS) return result;
-    }
     return ZS_CU_SUCCESS;
 }
 

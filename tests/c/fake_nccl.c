@@ -81,7 +81,7 @@ static bool is_sound(const zs_nccl_config *config)
     bool range = config->min_ctas != ZS_NCCL_CONFIG_UNSET && config->min_ctas <= 0;
     range = range || (config->max_ctas != ZS_NCCL_CONFIG_UNSET && config->max_ctas <= 0);
     return sizes && !range && config->min_ctas <= config->max_ctas &&
-           (config->cta_policy == ZS_NCCL_CONFIG_UNSET || (config->cta_policy >= 0 && config->cta_policy <= 2));
+           (config->cta_policy == ZS_NCCL_CONFIG_UNSET || (config->cta_policy >= 0 && config->cta_policy <= 1));
 }
 
 zs_nccl_result ncclCommInitRankConfig(zs_nccl_handle *out, int world, zs_nccl_id id, int rank, zs_nccl_config *config)
@@ -135,11 +135,6 @@ static int outcome(fake *comm)
         if (atomic_load(&shared->arrived) < comm->world) return ZS_NCCL_IN_PROGRESS;
         if (comm->rank == 0) unlink(comm->path);
         if (share_a_gpu(comm)) return complain(ZS_NCCL_INVALID_USAGE, "Duplicate GPU detected");
-        return ZS_NCCL_SUCCESS;
-    case F_CommWindowRegister:
-        for (int r = 0; r < comm->world; r++)
-            if (atomic_load(&shared->registered[r]) < comm->windows) return ZS_NCCL_IN_PROGRESS;
-        *comm->window = comm->window_ptr;
         return ZS_NCCL_SUCCESS;
     case F_CommFinalize: return atomic_load(&comm->ended) < comm->begun ? ZS_NCCL_IN_PROGRESS : ZS_NCCL_SUCCESS;
     default:
@@ -309,68 +304,6 @@ zs_nccl_result ncclAlltoAll(const void *send, void *receive, size_t count, zs_nc
     job *work = new_job(comm, F_AlltoAll, stream);
     spread(work, send, true, receive, count * size_of(type));
     return submit(comm, work, count);
-}
-
-/* --- windows ------------------------------------------------------------------------------------------------------------ */
-
-/* A call of the stand-in for the driver, as a pointer of `size` bytes; left alone where it is not loaded. */
-static void find_driver_call(const char *name, void *out, size_t size)
-{
-    int (*get)(const char *, void **, int, unsigned long, int *) = NULL;
-    void *symbol = drivers_function("cuGetProcAddress_v2"), *found = NULL;
-    memcpy(&get, &symbol, sizeof symbol);
-    if (get != NULL && get(name, &found, 13000, 1, NULL) == 0) memcpy(out, &found, size); /* 1: legacy streams */
-}
-
-zs_nccl_result ncclMemAlloc(void **ptr, size_t size)
-{
-    int result = planned("FAKE_NCCL_FAIL", F_MemAlloc, note(F_MemAlloc, NULL, size, NULL));
-    if (result != 0) return complain(result, "the stand-in was told to fail");
-    int (*of_driver)(uint64_t *, size_t) = NULL;
-    uint64_t address = 0;
-    find_driver_call("cuMemAlloc", &of_driver, sizeof of_driver);
-    if (of_driver != NULL && of_driver(&address, size) != 0) return complain(ZS_NCCL_UNHANDLED_CUDA_ERROR, "no memory");
-    if (of_driver != NULL)
-        *ptr = (void *)(uintptr_t)address; /* NOLINT: an address of the device */
-    else
-        *ptr = aligned_alloc(ZS_NCCL_WINDOW_ALIGN,
-                             (size + ZS_NCCL_WINDOW_ALIGN - 1) / ZS_NCCL_WINDOW_ALIGN * ZS_NCCL_WINDOW_ALIGN);
-    return *ptr != NULL ? ZS_NCCL_SUCCESS : ZS_NCCL_UNHANDLED_CUDA_ERROR;
-}
-
-zs_nccl_result ncclMemFree(void *ptr)
-{
-    note(F_MemFree, NULL, 0, NULL);
-    int (*of_driver)(uint64_t) = NULL;
-    find_driver_call("cuMemFree", &of_driver, sizeof of_driver);
-    if (of_driver != NULL) return of_driver((uint64_t)(uintptr_t)ptr) == 0 ? 0 : ZS_NCCL_UNHANDLED_CUDA_ERROR;
-    free(ptr);
-    return ZS_NCCL_SUCCESS;
-}
-
-zs_nccl_result ncclCommWindowRegister(zs_nccl_handle handle, void *ptr, size_t size, zs_nccl_win *out, int flags)
-{
-    fake *comm = enter(handle, F_CommWindowRegister);
-    int count = note(F_CommWindowRegister, comm, size, NULL);
-    write_log("window comm=%p at=%p bytes=%zu\n", (void *)comm, ptr, size);
-    int result = planned("FAKE_NCCL_FAIL", F_CommWindowRegister, count);
-    bool sound = (uintptr_t)ptr % ZS_NCCL_WINDOW_ALIGN == 0 && flags == ZS_NCCL_WINDOW_SYMMETRIC;
-    if (result == 0) result = sound ? ready(comm) : ZS_NCCL_INVALID_ARGUMENT;
-    if (result != 0) return leave(comm, result); /* the real one leaves the state as it is here */
-    comm->late = planned("FAKE_NCCL_FAIL_LATE", F_CommWindowRegister, count);
-    comm->window = out;
-    comm->window_ptr = ptr;
-    comm->windows++;
-    atomic_fetch_add(&comm->shared->registered[comm->rank], 1);
-    set_busy(comm, F_CommWindowRegister);
-    return leave(comm, ZS_NCCL_IN_PROGRESS);
-}
-
-zs_nccl_result ncclCommWindowDeregister(zs_nccl_handle handle, zs_nccl_win window)
-{
-    fake *comm = enter(handle, F_CommWindowDeregister);
-    note(F_CommWindowDeregister, comm, 0, window);
-    return leave(comm, ZS_NCCL_SUCCESS);
 }
 
 #endif

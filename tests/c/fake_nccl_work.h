@@ -46,7 +46,6 @@ typedef struct box {
 /* What the ranks of a communicator share. */
 typedef struct board {
     _Atomic int arrived, aborted;
-    _Atomic int registered[MOST_RANKS];  /* windows so far */
     _Atomic pid_t processes[MOST_RANKS]; /* 0: has not come yet, -1: has ended its communicator */
     _Atomic int gpus[MOST_RANKS];        /* 1 + the first of FAKE_CUDA_VISIBLE; 0: not set */
     box boxes[MOST_RANKS][MOST_RANKS];   /* [from][to] */
@@ -67,9 +66,6 @@ typedef struct fake {
     function busy_with; /* while the state is "in progress" */
     int polls, late;    /* looks until it ends, with what */
     struct job *pending;
-    void **window;    /* a registration: where the handle goes, */
-    void *window_ptr; /* and what it is */
-    int windows;
     struct fake *next;
 } fake;
 

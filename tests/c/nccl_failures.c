@@ -16,12 +16,11 @@ static void count_lost(void *arg, zs_status failure, const char *why)
 }
 
 /* All that a communicator can be asked to do, until something fails. */
-static zs_status do_everything(rank_env *env, zs_nccl_comm *comm, zs_nccl_window *window)
+static zs_status do_everything(rank_env *env, zs_nccl_comm *comm)
 {
     static char full[MAX_RANKS * 64], other[MAX_RANKS * 64];
     char *mine = full + env->rank * 64;
     zs_nccl_reduction sum = {full, other, 4, ZS_F32, ZS_NCCL_SUM};
-    if (getenv("ZS_TEST_OLD") == NULL) ZS_TRY(zs_nccl_window_new(comm, 4096, window));
     for (int i = 0; i < 3; i++) {
         ZS_TRY(zs_nccl_all_gather(comm, mine, full, 64, &stream_a));
         ZS_TRY(zs_nccl_all_to_all(comm, full, other, 64, &stream_a));
@@ -34,18 +33,17 @@ static zs_status do_everything(rank_env *env, zs_nccl_comm *comm, zs_nccl_window
 }
 
 /* FAKE_NCCL_FAIL or FAKE_NCCL_FAIL_LATE or FAKE_NCCL_ASYNC is set by test_nccl.py, and ZS_TEST_WORDS says what the failure
- * has to name; without ZS_TEST_WORDS the failure comes at the end, when nobody is told. ZS_TEST_OLD: the old library. */
+ * has to name; without ZS_TEST_WORDS the failure comes at the end, when nobody is told. */
 void a_failing_call_is_an_error_and_no_more(rank_env *env)
 {
     const char *words = getenv("ZS_TEST_WORDS");
     _Atomic int lost = 0;
     zs_nccl_options options = {.name = "all", .timeout = 30.0, .lost = count_lost, .arg = &lost};
     zs_nccl_comm *comm = NULL;
-    zs_nccl_window window = {0};
     zs_clear_error();
     zs_status status = zs_nccl_comm_new(env->comm, &options, &comm);
     bool made = status == ZS_OK;
-    if (made) status = do_everything(env, comm, &window);
+    if (made) status = do_everything(env, comm);
     for (double start = now(); made && words != NULL && status == ZS_OK && now() < start + 5.0; sleep_us(1000))
         status = zs_nccl_comm_check(comm); /* the monitor finds it */
     CHECK(status == (words != NULL ? ZS_ERR_NCCL : ZS_OK));
@@ -54,27 +52,12 @@ void a_failing_call_is_an_error_and_no_more(rank_env *env)
     char first[1024];
     snprintf(first, sizeof first, "%s", zs_last_message());
     if (made && words != NULL) {
-        FAILS(do_everything(env, comm, &window), ZS_ERR_NCCL, first);
+        FAILS(do_everything(env, comm), ZS_ERR_NCCL, first);
         FAILS(zs_nccl_comm_check(comm), ZS_ERR_NCCL, first);
         CHECK(atomic_load(&lost) == 1);
     }
     if (made) synchronize(&stream_a);
-    zs_nccl_window_free(&window);
-    zs_nccl_comm_release(comm);
-}
-
-/* What NCCL itself refuses without another word in its state poisons nothing. */
-void what_only_nccl_refuses_poisons_nothing(rank_env *env)
-{
-    setenv("FAKE_NCCL_FAIL", "CommWindowRegister:1:4", 1);
-    zs_nccl_comm *comm = make(env, "all");
-    zs_nccl_window window = {0};
-    FAILS(zs_nccl_window_new(comm, 4096, &window), ZS_ERR_NCCL, "ncclCommWindowRegister failed: invalid argument");
-    CHECK(window.ptr == NULL && window.comm == NULL);
-    gather(env, comm, 100, true);
-    OK(zs_nccl_window_new(comm, 4096, &window));
-    zs_nccl_window_free(&window);
-    zs_nccl_comm_release(comm);
+    zs_nccl_comm_free(comm);
 }
 
 /* --- peers that are gone ------------------------------------------------------------------------------------------------- */
@@ -120,7 +103,7 @@ void one_rank_fails_and_the_others_hear(rank_env *env)
     if (!last) synchronize(&stream_a); /* the user's loss.item() */
     CHECK(now() < start + 30.0);       /* half of the timeout */
     if (!last) FAILS(zs_nccl_comm_check(comm), ZS_ERR_PEER, "another rank gave up");
-    zs_nccl_comm_release(comm);
+    zs_nccl_comm_free(comm);
 }
 
 /* Making it fails on the last rank: all say so, in the words of that rank. */
@@ -165,7 +148,7 @@ void a_peer_that_has_left_breaks_nothing_off(rank_env *env)
     for (double start = now(); zs_nccl_comm_check(comm) == ZS_OK; sleep_us(1000))
         CHECK(now() < start + 10.0);
     FAILS(zs_nccl_comm_check(comm), ZS_ERR_PEER, "rank 1 has ended");
-    zs_nccl_comm_release(comm);
+    zs_nccl_comm_free(comm);
     close(pidfd);
 }
 
@@ -186,7 +169,7 @@ void a_killed_rank_is_reported_within_seconds(rank_env *env)
     synchronize(&stream_a);
     CHECK(now() < start + 10.0);
     FAILS(zs_nccl_all_gather(comm, full + env->rank, full, 1, &stream_a), ZS_ERR_PEER, "rank 1 has ended");
-    zs_nccl_comm_release(comm);
+    zs_nccl_comm_free(comm);
     close(pidfd);
 }
 
@@ -211,7 +194,7 @@ void work_that_does_not_end_is_broken_off(rank_env *env)
     CHECK(now() < start + 10.0);
     FAILS(zs_nccl_comm_check(comm), ZS_ERR_TIMEOUT, "the second did not finish within 1 s");
     FAILS(zs_nccl_comm_watch(comm, (zs_nccl_work){has_happened, &done[0], "more"}), ZS_ERR_TIMEOUT, "the second");
-    zs_nccl_comm_release(comm);
+    zs_nccl_comm_free(comm);
 }
 
 /* Work that goes on, however long in all, and work that was forgotten, is nobody's fault. */
@@ -236,20 +219,5 @@ void progress_is_no_timeout(rank_env *env)
     zs_nccl_comm_forget(comm, &nor_this);
     synchronize(&stream_a);
     OK(zs_nccl_comm_check(comm));
-    zs_nccl_comm_release(comm);
-}
-
-/* A launch that waits for a peer has the same limit. */
-void a_rank_that_never_comes_is_a_timeout(rank_env *env)
-{
-    zs_nccl_options options = {.name = "all", .timeout = 1.0};
-    zs_nccl_comm *comm = NULL;
-    OK(zs_nccl_comm_new(env->comm, &options, &comm));
-    zs_nccl_window window = {0};
-    double start = now();
-    if (env->rank == 0)
-        FAILS(zs_nccl_window_new(comm, 4096, &window), ZS_ERR_TIMEOUT,
-              "ncclCommWindowRegister did not finish within 1 s");
-    CHECK(now() < start + 5.0);
-    zs_nccl_comm_release(comm);
+    zs_nccl_comm_free(comm);
 }

@@ -11,8 +11,7 @@
 void a_forked_child_touches_nothing(rank_env *env)
 {
     zs_nccl_comm *comm = make(env, "all");
-    zs_nccl_window window = {0};
-    OK(zs_nccl_window_new(comm, 4096, &window));
+    char data = 0;
     event done = {0};
     OK(zs_nccl_comm_watch(comm, (zs_nccl_work){has_happened, &done, "something"}));
     pid_t child = fork();
@@ -20,23 +19,21 @@ void a_forked_child_touches_nothing(rank_env *env)
         zs_nccl_options options = {.name = "all", .timeout = 1.0};
         zs_comm *alone = NULL;
         zs_nccl_comm *another = NULL;
-        FAILS(zs_nccl_broadcast(comm, window.ptr, 1, 0, NULL), ZS_ERR_STATE, "forked");
+        FAILS(zs_nccl_broadcast(comm, &data, 1, 0, NULL), ZS_ERR_STATE, "forked");
         FAILS(zs_nccl_comm_check(comm), ZS_ERR_STATE, "forked");
         OK(zs_comm_self_new(zs_device_cpu(), &alone));
         FAILS(zs_nccl_comm_new(alone, &options, &another), ZS_ERR_STATE, "forked");
         zs_comm_release(alone);
         zs_nccl_comm_forget(comm, &done);
         zs_nccl_abort_all("the end");
-        zs_nccl_window_free(&window);
-        zs_nccl_comm_release(comm);
+        zs_nccl_comm_free(comm);
         _exit(0);
     }
     int status = 0;
     CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
     gather(env, comm, 100, true);
     zs_nccl_comm_forget(comm, &done);
-    zs_nccl_window_free(&window);
-    zs_nccl_comm_release(comm);
+    zs_nccl_comm_free(comm);
 }
 
 static void abort_at_exit(void)
@@ -69,9 +66,9 @@ void communicators_come_and_go(rank_env *env)
     for (int i = 0; i < 20; i++) {
         zs_nccl_comm *comm = make(env, "first"), *other = i % 3 == 0 ? make(env, "second") : NULL;
         gather(env, comm, 10, true);
-        zs_nccl_comm_release(comm);
+        zs_nccl_comm_free(comm);
         if (other != NULL) gather(env, other, 10, false);
-        zs_nccl_comm_release(other);
+        zs_nccl_comm_free(other);
     }
 }
 
@@ -108,5 +105,5 @@ void calls_and_the_monitors_thread(rank_env *env)
         CHECK(pthread_create(&thread, NULL, call_for_a_while, &c) == 0);
         pthread_join(thread, NULL);
     }
-    zs_nccl_comm_release(c.comm);
+    zs_nccl_comm_free(c.comm);
 }

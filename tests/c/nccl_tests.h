@@ -124,14 +124,12 @@ static inline void refuse(rank_env *env, zs_nccl_options options, zs_status kind
 
 /* Of nccl_failures.c. */
 void a_failing_call_is_an_error_and_no_more(rank_env *env);
-void what_only_nccl_refuses_poisons_nothing(rank_env *env);
 void one_rank_fails_and_the_others_hear(rank_env *env);
 void a_rank_that_cannot_make_it_is_told_on_all(rank_env *env);
 void a_killed_rank_is_reported_within_seconds(rank_env *env);
 void a_peer_that_has_left_breaks_nothing_off(rank_env *env);
 void work_that_does_not_end_is_broken_off(rank_env *env);
 void progress_is_no_timeout(rank_env *env);
-void a_rank_that_never_comes_is_a_timeout(rank_env *env);
 
 /* Of nccl_processes.c. */
 void a_forked_child_touches_nothing(rank_env *env);

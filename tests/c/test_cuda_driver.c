@@ -23,11 +23,6 @@ static void *at(zs_cu_ptr ptr)
     return (void *)(uintptr_t)ptr;
 }
 
-static zs_cu_ptr ptr_of(const void *where)
-{
-    return (zs_cu_ptr)(uintptr_t)where;
-}
-
 static zs_cu_stream new_stream(void)
 {
     zs_cu_stream stream;
@@ -116,42 +111,15 @@ static void fork_has_no_cuda(void)
 
 /* --- errors ------------------------------------------------------------------------------------------------------------- */
 
-/* A handle to memory of another process, which lives until this one ends; for before CUDA is started here. */
-static zs_cu_ipc_mem handle_of_a_peer(void)
-{
-    int there[2], here[2];
-    zs_cu_ipc_mem handle;
-    CHECK(pipe(there) == 0 && pipe(here) == 0);
-    if (fork() == 0) {
-        CHECK(unsetenv("FAKE_CUDA_FAIL") == 0 && unsetenv("FAKE_CUDA_LOG") == 0 && close(here[1]) == 0);
-        OK(zs_cuda_enter(0));
-        OK(ZS_CU(cuIpcGetMemHandle, &handle, new_memory(N)));
-        CHECK(write(there[1], &handle, sizeof handle) == sizeof handle);
-        _exit(read(here[0], &handle, 1) == 0 ? 0 : 1); /* the other end is closed */
-    }
-    CHECK(read(there[0], &handle, sizeof handle) == sizeof handle);
-    return handle;
-}
-
-static zs_status work_with_peers(zs_cu_ipc_mem handle)
-{
-    zs_cu_ptr shared;
-    ZS_TRY(ZS_CU(cuIpcOpenMemHandle, &shared, handle, ZS_CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS));
-    return ZS_CU(cuIpcCloseMemHandle, shared);
-}
-
 static zs_status work_with_memory(void)
 {
-    zs_cu_ptr memory, base;
+    zs_cu_ptr memory;
     size_t bytes, total;
     void *host;
     static char registered[4096], pageable[N];
-    zs_cu_ipc_mem handle;
     int ordinal;
     ZS_TRY(ZS_CU(cuMemGetInfo, &bytes, &total));
     ZS_TRY(ZS_CU(cuMemAlloc, &memory, N));
-    ZS_TRY(ZS_CU(cuMemGetAddressRange, &base, &bytes, memory + 10));
-    CHECK(base == memory && bytes >= N);
     ZS_TRY(ZS_CU(cuPointerGetAttribute, &ordinal, ZS_CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, memory));
     ZS_TRY(ZS_CU(cuMemHostAlloc, &host, N, ZS_CU_MEMHOSTALLOC_PORTABLE));
     ZS_TRY(ZS_CU(cuMemHostRegister, registered, sizeof registered, ZS_CU_MEMHOSTREGISTER_PORTABLE));
@@ -161,7 +129,6 @@ static zs_status work_with_memory(void)
     ZS_TRY(ZS_CU(cuMemcpyDtoHAsync, pageable, memory, N, NULL));
     CHECK(pageable[0] == 7 && pageable[N - 1] == 7);
     ZS_TRY(ZS_CU(cuMemcpyHtoDAsync, memory, registered, N, NULL));
-    ZS_TRY(ZS_CU(cuIpcGetMemHandle, &handle, memory));
     ZS_TRY(ZS_CU(cuMemHostUnregister, registered));
     ZS_TRY(ZS_CU(cuMemFreeHost, host));
     return ZS_CU(cuMemFree, memory);
@@ -175,15 +142,9 @@ static zs_status work_with_streams(void)
     zs_cu_stream stream;
     zs_cu_event event;
     bool done;
-    zs_cu_ptr flags = new_memory(64);
-    zs_cu_mem_op op = {.operation = ZS_CU_STREAM_MEM_OP_WAIT_VALUE_32, .address = flags, .value = 5};
-    ZS_TRY(ZS_CU(cuMemsetD8Async, flags, 0, 64, NULL));
     ZS_TRY(ZS_CU(cuCtxGetStreamPriorityRange, &least, &greatest));
     ZS_TRY(ZS_CU(cuStreamCreateWithPriority, &stream, ZS_CU_STREAM_NON_BLOCKING, greatest));
     ZS_TRY(ZS_CU(cuEventCreate, &event, ZS_CU_EVENT_DISABLE_TIMING));
-    ZS_TRY(ZS_CU(cuStreamWriteValue32, stream, flags, 5, ZS_CU_STREAM_WRITE_VALUE_DEFAULT));
-    ZS_TRY(ZS_CU(cuStreamWaitValue32, stream, flags, 5, ZS_CU_STREAM_WAIT_VALUE_GEQ));
-    ZS_TRY(ZS_CU(cuStreamBatchMemOp, stream, 1, &op, 0));
     ZS_TRY(ZS_CU(cuEventRecord, event, stream));
     ZS_TRY(ZS_CU(cuStreamWaitEvent, stream, event, 0));
     ZS_TRY(ZS_CU(cuThreadExchangeStreamCaptureMode, &mode));
@@ -201,8 +162,7 @@ static zs_status work_with_streams(void)
 
 static zs_status work_with_everything(void)
 {
-    int count, can;
-    zs_cu_ipc_mem handle = handle_of_a_peer();
+    int count;
     ZS_TRY(zs_cuda_load());
     ZS_TRY(zs_cuda_enter(0));
     zs_cuda_device device;
@@ -210,10 +170,8 @@ static zs_status work_with_everything(void)
     ZS_TRY(zs_cuda_describe_device(0, &device));
     ZS_TRY(ZS_CU(cuCtxGetDevice, &current));
     ZS_TRY(ZS_CU(cuDeviceGetCount, &count));
-    ZS_TRY(ZS_CU(cuDeviceCanAccessPeer, &can, 0, 0));
     ZS_TRY(work_with_memory());
     ZS_TRY(work_with_streams());
-    ZS_TRY(work_with_peers(handle));
     ZS_TRY(zs_cuda_kernels_load());
     zs_cu_library library;
     ZS_TRY(ZS_CU(cuLibraryLoadData, &library, zs_cuda_image(), NULL, NULL, 0, NULL, NULL, 0));
@@ -327,55 +285,6 @@ static void launch_waits_for_its_kernel_if_told_to(void)
     CHECK(x[3] == 8);
 }
 
-/* Two processes pass a buffer to and fro; each waits for the other's flag in a stream. */
-static void pass_to_and_fro(zs_cu_ptr shared, bool leads)
-{
-    zs_cu_stream stream = new_stream();
-    const zs_cu_ptr flags = shared, number = shared + 256, wait = flags + (leads ? 4 : 0),
-                    tell = flags + (leads ? 0 : 4);
-    const zs_numbers x = {at(number), 1, ZS_F32};
-    for (uint32_t round = 1; round <= 20; round++) {
-        const uint32_t other = leads ? round - 1 : round;
-        OK(ZS_CU(cuStreamWaitValue32, stream, wait, other, ZS_CU_STREAM_WAIT_VALUE_GEQ));
-        OK(zs_cuda_scale(&x, leads ? 4.0 : 0.5, NULL, stream));
-        OK(ZS_CU(cuStreamWriteValue32, stream, tell, round, ZS_CU_STREAM_WRITE_VALUE_DEFAULT));
-    }
-    OK(ZS_CU(cuStreamWaitValue32, stream, wait, 20, ZS_CU_STREAM_WAIT_VALUE_GEQ));
-    OK(ZS_CU(cuStreamSynchronize, stream));
-}
-
-static void processes_share_memory_and_flags(void)
-{
-    int pipes[2], status = -1;
-    zs_cu_ipc_mem handle;
-    zs_cu_ptr shared, again;
-    CHECK(pipe(pipes) == 0);
-    pid_t child = fork();
-    OK(zs_cuda_enter(0));
-    if (child == 0) {
-        CHECK(read(pipes[0], &handle, sizeof handle) == sizeof handle);
-        OK(ZS_CU(cuIpcOpenMemHandle, &shared, handle, ZS_CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS));
-        OK(ZS_CU(cuIpcOpenMemHandle, &again, handle, ZS_CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS));
-        CHECK(again == shared);
-        pass_to_and_fro(shared, false);
-        OK(ZS_CU(cuIpcCloseMemHandle, shared));
-        OK(ZS_CU(cuIpcCloseMemHandle, shared)); /* as often as it was opened */
-        CHECK(ZS_CU(cuIpcCloseMemHandle, shared) == ZS_ERR_CUDA);
-        exit(0);
-    }
-    shared = new_memory(4096);
-    memset(at(shared), 0, 64);
-    *(float *)at(shared + 256) = 1;
-    OK(ZS_CU(cuIpcGetMemHandle, &handle, shared));
-    CHECK(ZS_CU(cuIpcOpenMemHandle, &again, handle, ZS_CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS) == ZS_ERR_CUDA);
-    zs_clear_error(); /* not in the process that made it */
-    CHECK(write(pipes[1], &handle, sizeof handle) == sizeof handle);
-    pass_to_and_fro(shared, true);
-    CHECK(waitpid(child, &status, 0) == child && status == 0);
-    CHECK(*(float *)at(shared + 256) == (float)(1 << 20));
-    CHECK(ptr_of(at(shared)) == shared);
-}
-
 /* --- running one ------------------------------------------------------------------------------------------------------------ */
 
 static const one_test tests[] = {
@@ -391,7 +300,6 @@ static const one_test tests[] = {
     TEST(events_order_streams),
     TEST(host_memory_is_read_at_once_unless_it_is_pinned),
     TEST(launch_waits_for_its_kernel_if_told_to),
-    TEST(processes_share_memory_and_flags),
 };
 
 int main(int argc, char **argv)

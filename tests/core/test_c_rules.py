@@ -50,7 +50,6 @@ MAY_INCLUDE = {
     "comm/c10d": "base shim device comm",
     "comm/hosts": "base shim device comm comm/c10d",
     "comm/nccl": "base shim device comm",
-    "comm/peer": "base device comm comm/gpu",
     "comm/gpu": "base shim device comm comm/nccl",
     "schedule": "base",
     "unit": "base shim device pager comm schedule",

@@ -64,7 +64,7 @@ def check_same(one, other):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("in_backward", [False, True], ids=["step", "in backward"])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("world", "backend"), [(1, "c10d"), (2, "c10d"), (2, "nccl"), (2, "peer")])
+@pytest.mark.parametrize(("world", "backend"), [(1, "c10d"), (2, "c10d"), (2, "nccl")])
 def test_the_bits_are_those_without(world, backend, case, in_backward):
     env, options = stand_ins.environment(backend), CASES[case]
     for rank in fork_ranks(trained_three_ways, world, env, options, in_backward, check=True):

@@ -23,7 +23,7 @@ FILES = {
     "checkpoint/test_save.py": "not chunk_of_memory and not offload",
 }
 SAMPLE = ("nccl", "training/test_parity.py", "two_ranks and (net or tied or odds or unused)")
-ALL = [(backend, *each) for backend in ("nccl", "peer", "c10d") for each in FILES.items()]
+ALL = [(backend, *each) for backend in ("nccl", "c10d") for each in FILES.items()]
 CASES = [SAMPLE, *(pytest.param(*case, marks=pytest.mark.thorough) for case in ALL)]
 
 

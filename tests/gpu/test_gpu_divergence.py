@@ -17,7 +17,7 @@ from torch import nn
 import zshard
 from zshard import FSDP
 
-BACKENDS = ["nccl", "peer", "c10d"]
+BACKENDS = ["nccl", "c10d"]
 BYTES = r"\(\d+ bytes per rank\)"
 
 

@@ -345,7 +345,7 @@ def hybrid(backend: str, strategy: str) -> Any:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2", "hybrid_full"])
-@pytest.mark.parametrize("backend", ["c10d", "peer"])
+@pytest.mark.parametrize("backend", ["c10d", "nccl"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_hybrid_groups(start: Start, kind: str, backend: str, strategy: str) -> None:
     for full, ours, wrong in start(kind, 4, backend).run(hybrid, backend, strategy):

@@ -23,7 +23,7 @@ STEPS = 3
 BF16 = zshard.MixedPrecision(torch.bfloat16)
 GATHER, REDUCE = 1, 2  # numbers of the streams, in the order in which they are made
 ALLOCATIONS = {"cuMemAlloc", "cuMemHostAlloc", "cuMemHostRegister", "cuStreamCreateWithPriority"}
-ALLOCATIONS |= {"cuMemFree", "cuMemFreeHost", "cuEventCreate", "MemAlloc", "MemFree"}
+ALLOCATIONS |= {"cuMemFree", "cuMemFreeHost", "cuEventCreate"}
 
 
 class MarkedProduct(torch.autograd.Function):
@@ -146,11 +146,9 @@ def train_branches(folder, env):
     return log
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("backend", ["nccl", "peer"])
-def test_gradients_of_several_streams_are_all_waited_for(tmp_path, backend):
+def test_gradients_of_several_streams_are_all_waited_for(tmp_path):
     """A round is posted in the stream of its last gradient; the others come from other streams."""
-    env = stand_ins.environment(backend)
+    env = stand_ins.environment("nccl")
     for result in fork_ranks(train_branches, 2, str(tmp_path), env, check=True):
         lines = gpu_log.read(Path(result.value))
         packed = {step.stream for step in gpu_log.order_of(lines).steps if "cuMemcpy" in step.name}

@@ -1,4 +1,4 @@
-"""What the rest of a process may do while a rank with a GPU waits for others: other threads, Ctrl-C.
+"""What the rest of a process may do while a rank with a GPU waits for others: Ctrl-C.
 
 The one idea: on a GPU torch runs a backward on a thread of its own, and the main thread waits for it
 in torch, where Python sees no signal. So here a thread runs it too, and the main thread waits in a
@@ -8,7 +8,6 @@ mutex of C's.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import signal
 import threading
@@ -21,8 +20,7 @@ from nursery import fork_ranks
 from torch import nn
 
 import zshard
-from zshard import FSDP, NcclOptions
-from zshard._model import build
+from zshard import FSDP
 
 LATE = 1.2  # seconds
 
@@ -33,41 +31,6 @@ def make_model(transport: Any) -> Any:
     layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     options = {"strategy": "shard_grad_op", "transport": transport, "timeout": 30.0}
     return FSDP(layers, auto_wrap_policy=policy, **options)
-
-
-# --- the GIL --------------------------------------------------------------------------------------
-
-
-def longest_pause(env: dict[str, str]) -> float:
-    """For how long another thread of rank 0 had no turn while rank 1 was late to reserve memory,
-    which the ranks register with NCCL together."""
-    os.environ.update(env)
-    turns, done = [time.monotonic()], threading.Event()
-
-    def take_turns() -> None:
-        while not done.wait(0.01):
-            turns.append(time.monotonic())
-
-    thread = threading.Thread(target=take_turns)
-    if os.environ["RANK"] == "1":
-        calls_of = build.calls_of
-
-        def late(*args: Any) -> Any:
-            time.sleep(LATE)
-            return calls_of(*args)
-
-        build.calls_of = late
-    thread.start()
-    model = make_model(NcclOptions(windows=True))
-    done.set()
-    thread.join()
-    model(torch.ones(2, 8)).sum().backward()
-    return max(b - a for a, b in itertools.pairwise(turns))
-
-
-def test_reserving_memory_leaves_other_threads_their_turns() -> None:
-    first, _ = fork_ranks(longest_pause, 2, stand_ins.environment("nccl"), check=True)
-    assert first.value < LATE / 2
 
 
 # --- Ctrl-C ---------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ FP32 = {"rel": 1e-5, "abs": 1e-6}  # the same kernels on the same values; atomic
 BF16 = {"rel": 1e-2, "abs": 1e-3}  # 8 bits of mantissa, and other roundings between operators
 ADAM = {"rel": 1e-4, "abs": 2e-4}  # lr = 0.01: what is rounding in a gradient is a step's part here
 BFLOAT16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-BACKENDS = ("c10d", "nccl", "peer")
+BACKENDS = ("c10d", "nccl")
 EXACT = {"rel": 0.0, "abs": 0.0}
 
 

@@ -40,8 +40,8 @@ def nccl_library(old: bool = False) -> Path:
 def environment(backend: str = "c10d", late: int = 200) -> dict[str, str]:
     """What to set.
 
-    backend: what carries bytes between GPUs, "nccl", "peer" or "c10d". late: microseconds by which
-    work on side streams is put off.
+    backend: what carries bytes between GPUs, "nccl" or "c10d". late: microseconds by which work on
+    side streams is put off.
     """
     found = {
         "ZSHARD_CUDA_LIB": str(fake_cuda.library()),

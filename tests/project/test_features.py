@@ -19,7 +19,6 @@ from nursery import fork_ranks
 from spawn import RankResult
 
 import zshard
-from zshard._doctor import features as features_module
 
 ASK = "import json, zshard; print(json.dumps(zshard.available_features()))"
 # A torch that says that it has CUDA and sees a GPU: what zshard asks of it is these two.
@@ -165,12 +164,3 @@ def test_doctor_fails_where_a_gpu_lies_idle() -> None:
     assert done.returncode == 1 and "Fake GPU (9.0)" in done.stdout
     assert "GPU training is not available; see above: torch_cuda" in done.stdout
     assert run(as_program, "zshard").returncode == 2  # says which commands there are
-
-
-def test_doctor_marks_what_no_gpus_have_run() -> None:
-    found = {"shm": True, "c10d": True, "gpu": True, "nccl": "2.28.9", "missing": {}}
-    _, gpu = features_module._what_is_used(found)
-    assert (
-        "over NCCL" in gpu and "Experimental, not yet run on several GPUs: transport='peer'" in gpu
-    )
-    assert "NcclOptions(windows=True)" in gpu

@@ -131,7 +131,7 @@ def test_a_stage_without_time_is_not_begun(tmp_path: Path) -> None:
 # --- the summary ----------------------------------------------------------------------------------
 
 CASE = '<testcase name="{name}">{inside}</testcase>'
-FAILURE = '<failure message="zshard.CudaError: cuIpcOpenMemHandle: CUDA_ERROR_MAP_FAILED (205)" />'
+FAILURE = '<failure message="zshard.CudaError: cuMemAlloc: CUDA_ERROR_MAP_FAILED (205)" />'
 SKIP = '<skipped message="NCCL needs a GPU for each rank" />'
 
 
@@ -145,7 +145,7 @@ def test_summary_says_what_failed_with_which_call_and_what_holds(tmp_path: Path)
     write_stage(tmp_path, "driver", 0, "", "")
     write_stage(tmp_path, "trainer", 124, "", "")
     write_stage(tmp_path, "nccl", 0, SKIP)
-    write_stage(tmp_path, "peer", 1, "", FAILURE)
+    write_stage(tmp_path, "features", 1, "", FAILURE)
     cells = [{"part": "device", "gpu": "H200", "stand_in": False}, {"part": "adam"}]
     machine = {"date": "2026-11-25", "commit": "abc"}
     record = {"machine": machine, "results": cells}
@@ -157,9 +157,9 @@ def test_summary_says_what_failed_with_which_call_and_what_holds(tmp_path: Path)
         "| driver | passed | 2 | 0 | 0 | 7 |",
         "| trainer | cut off by the time limit | 2 |",
         "| nccl | nothing ran | 0 | 0 | 1 |",
-        "| peer | FAILED | 1 | 1 |",
+        "| features | FAILED | 1 | 1 |",
         "| graph | not run |",
-        "| peer | `test_1` | `cuIpcOpenMemHandle` | zshard.CudaError",
+        "| features | `test_1` | `cuMemAlloc` | zshard.CudaError",
         "- NCCL needs a GPU for each rank",
     ):
         assert row in text, text

@@ -1,4 +1,4 @@
-"""Training over NCCL and over mapped memory, with stand-ins for CUDA's driver and libnccl: the numbers,
+"""Training over NCCL, with stand-ins for CUDA's driver and libnccl: the numbers,
 and a rank that dies.
 
 The one idea: the stand-ins work late and on threads of their own, and their GPUs add as the CPU does;
@@ -24,8 +24,7 @@ from zshard import FSDP
 from zshard._ranks import transports
 
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard", "zero1"]
-WORLDS = [("nccl", 2, "c10d"), ("nccl", 3, "c10d")]
-WORLDS += [("peer", 2, "shm"), ("peer", 3, "shm"), ("peer", 2, "c10d")]
+WORLDS = [("nccl", 2, "shm"), ("nccl", 2, "c10d"), ("nccl", 3, "c10d")]
 
 
 def make_model(width: int = 33) -> nn.Module:
@@ -100,7 +99,7 @@ def die_in_training(env, transport):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize(("backend", "transport"), [("nccl", "c10d"), ("peer", "shm")])
+@pytest.mark.parametrize(("backend", "transport"), [("nccl", "c10d"), ("nccl", "shm")])
 def test_killed_rank_is_an_error_within_seconds(backend, transport, world):
     *survivors, killed = fork_ranks(die_in_training, world, environment(backend), transport)
     assert killed.returncode == -signal.SIGKILL

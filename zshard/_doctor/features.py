@@ -17,11 +17,6 @@ from zshard._doctor import cpus, rank_limits
 from zshard._ranks import nccl as _nccl
 
 OLDEST_GPU = (8, 0)  # compute capability of the PTX
-# Nothing takes these by itself until a GPU has run them.
-EXPERIMENTAL = (
-    "transport='peer' between GPUs (ranks that share one GPU are tested)",
-    "transport=zshard.NcclOptions(windows=True)",
-)
 
 
 def available_features() -> dict[str, Any]:
@@ -178,7 +173,6 @@ def _what_is_used(found: dict[str, Any]) -> list[str]:
     if found["gpu"]:
         transport = "NCCL" if found["nccl"] else "torch's process group (c10d)"
         gpu = f"GPU training is available; ranks communicate over {transport}."
-        gpu += f" Experimental, not yet run on several GPUs: {'; '.join(EXPERIMENTAL)}."
     else:
         first = [name for name in ("driver", "torch_cuda", "kernels") if name in found["missing"]]
         gpu = f"GPU training is not available; see above: {', '.join(first) or 'GPUs'}."

@@ -14,7 +14,7 @@ from pathlib import Path
 from zshard import _core
 
 MAX_CTAS = 64  # NCCL's own limit
-POLICIES = ("default", "efficiency", "zero")  # by their numbers in the C core
+POLICIES = ("default", "efficiency")  # by their numbers in the C core
 
 
 @dataclass(frozen=True)
@@ -25,19 +25,11 @@ class NcclOptions:
 
     Args:
         ctas: NCCL's CTA policy, that is, how many of a GPU's multiprocessors it may occupy.
-            "default": NCCL's choice. "efficiency": few (needs NCCL 2.27). "zero": none where the
-            GPU's copy engines can do the work (needs NCCL 2.28), that is, for all-gathers within a
-            host of memory in windows; otherwise as "default".
+            "default": NCCL's choice. "efficiency": few (needs NCCL 2.27).
         min_ctas, max_ctas: lower and upper limit for each NCCL kernel, 1 to 64. (A CTA is a thread
             block and occupies one multiprocessor.) Kernels of three streams run side by side, so
             max_ctas is at most a third of the multiprocessors, rounded down to a power of two (32
             of an H200's 132). None: NCCL's choice for min_ctas, that maximum for max_ctas.
-        windows: register shards, full parameters, buckets and receive buffers with NCCL as
-            symmetric windows (needs NCCL 2.27), which saves copies in all-gathers. Experimental:
-            not yet run between GPUs. The secondary shards of zero1 and hybrid_full are not
-            registered. This memory comes from NCCL, not from torch's allocator, in multiples of
-            2 MiB (memory() does not count the rounding), and is reused by other models until the
-            process group is destroyed.
         communicators: 2 overlaps parameter all-gathers with gradient reductions; 1 runs them one
             after the other and halves NCCL's own memory.
 
@@ -49,7 +41,6 @@ class NcclOptions:
     ctas: str = "default"
     min_ctas: int | None = None
     max_ctas: int | None = None
-    windows: bool = False
     communicators: int = 2
 
     def __post_init__(self) -> None:
@@ -71,18 +62,16 @@ class NcclOptions:
             raise ValueError(
                 f"NcclOptions: min_ctas={self.min_ctas} exceeds max_ctas={self.max_ctas}"
             )
-        if not isinstance(self.windows, bool):
-            raise ValueError(f"NcclOptions: windows must be a bool, got {self.windows!r}")
         if not _is_count(self.communicators, 2):
             raise ValueError(
                 f"NcclOptions: communicators must be 1 or 2, got {self.communicators!r}"
             )
 
-    def _numbers(self) -> tuple[int, int, int, int, int]:
+    def _numbers(self) -> tuple[int, int, int, int]:
         """As zshard._core.Comm.gpu takes them."""
         policy = POLICIES.index(self.ctas)
         least, most = self.min_ctas or 0, self.max_ctas or 0
-        return policy, least, most, int(self.windows), self.communicators
+        return policy, least, most, self.communicators
 
 
 def _is_count(value: object, most: int) -> bool:

@@ -36,7 +36,7 @@ from zshard.strategy import ShardingStrategy
 
 TRANSPORTS = {
     "cpu": ("auto", "shm", "hosts", "c10d"),
-    "cuda": ("auto", "nccl", "peer", "c10d"),
+    "cuda": ("auto", "nccl", "c10d"),
 }
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -152,8 +152,8 @@ def comm_for(
 ) -> _core.Comm:
     """Return the transport of `group`, created on first use, which is collective over the group.
 
-    transport: "auto", "shm", "hosts" or "c10d"; on GPUs "auto", "nccl", "peer", "c10d" or
-        NcclOptions. None: ZSHARD_TRANSPORT, or "auto".
+    transport: "auto", "shm", "hosts" or "c10d"; on GPUs "auto", "nccl", "c10d" or NcclOptions.
+        None: ZSHARD_TRANSPORT, or "auto".
     timeout: seconds that one wait may last. None: ZSHARD_TIMEOUT, or the group's own timeout.
 
     Raises ValueError for an unknown name, RuntimeError if the requested transport is not available.
@@ -340,8 +340,6 @@ def connect_gpu(device: str, group: Any, wanted: Asked, timeout: float) -> _core
     hosts, kind = choices_for(device, wanted)
     control = comm_for(group, hosts, timeout)
     kind = "nccl" if options is not None else kind
-    if kind == "peer":
-        return _core.Comm.gpu(control, "peer", device, "")
     if kind == "auto" and (sharing := _sharing_a_gpu(control, device)) is not None:
         _warn_of_sharing(control.rank, sharing)
         own = new_group(group, device, "gloo")  # torch's NCCL refuses them as ours does
@@ -379,8 +377,7 @@ def _warn_of_sharing(rank: int, sharing: tuple[int, int]) -> None:
         warnings.warn(
             f"ranks {first} and {second} share a GPU, which NCCL does not support: all ranks use "
             "transport='c10d' with gloo, which copies through the host. Give each rank a GPU of "
-            "its own, pass transport='c10d' to silence this warning, or on one host try "
-            "transport='peer' (experimental), which reads the GPU memory of the other ranks",
+            "its own, or pass transport='c10d' to silence this warning",
             RuntimeWarning,
             stacklevel=stacklevel(),
         )

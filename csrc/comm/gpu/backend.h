@@ -1,4 +1,4 @@
-/* backend.h - what carries device memory from rank to rank: NCCL, torch's process group, or mappings of the peers' memory.
+/* backend.h - what carries device memory from rank to rank: NCCL, or torch's process group.
  *
  * The one idea: a transport for GPUs (comm_gpu.c) is two things. A transport between the ranks' hosts says who takes part, in
  * which order, and who is gone; a backend only moves bytes, in streams, in an order that all ranks have agreed on. So each way of
@@ -30,35 +30,19 @@ typedef struct zs_swap {
     char *spare;        /* `stride` bytes to send where there is nothing to bring; NULL where there is */
 } zs_swap;
 
-/* What backends read and write. */
-typedef enum zs_moved {
-    ZS_MOVED_SHARD,  /* gathers begin there, */
-    ZS_MOVED_FULL,   /* and end there */
-    ZS_MOVED_BUCKET, /* swaps begin there, */
-    ZS_MOVED_PIECES, /* and end there */
-} zs_moved;
-
 typedef struct zs_backend_ops {
     const zs_comm_ops *table; /* the transport's */
     bool blocks; /* moves wait on the host for the peers: it has to be sure before each that they will come */
     /* full[r * bytes ...] = shard of rank r, in `stream`. `shard` may be its own place in `full`. */
     zs_status (*gather)(zs_backend *, zs_stream stream, const void *shard, char *full, size_t bytes);
-    /* In the reduce stream. NULL where rounds read the peers' memory (peer_round.c). */
+    /* In the reduce stream. */
     zs_status (*swap)(zs_backend *, const zs_swap *);
     /* `data` of `root` to all, in the compute stream. */
     zs_status (*broadcast)(zs_backend *, void *data, size_t bytes, int root);
-    /* New zeroed memory for that. The same calls in the same order on all ranks, who may meet in it. NULL: the device's own. */
-    zs_status (*mem_new)(zs_backend *, zs_moved, size_t bytes, zs_mem **out);
-    /* How many pieces of that have gone here and are kept for the peers' sake; where any rank has some, all of them call
-     * settle, collectively, when their hosts meet. Both NULL, or none. */
-    uint32_t (*gone)(zs_backend *);
-    zs_status (*settle)(zs_backend *);
     /* ZS_OK, or why nothing can be moved any more. NULL where nobody but the calls themselves can know. */
     zs_status (*check)(zs_backend *);
     /* What is under way ends, wherever it stands; every later call fails with `why`. */
     void (*abort)(zs_backend *, const char *why);
-    /* This rank comes to its end in good order: waits, not for ever, for what is under way. NULL: nothing to do. */
-    void (*close)(zs_backend *);
     void (*destroy)(zs_backend *);
 } zs_backend_ops;
 
@@ -80,7 +64,6 @@ typedef struct zs_nccl_choices {
     int32_t min_ctas,
         max_ctas;          /* of each communicator, 1 to 64; 0: as NCCL likes, up to what keeps the ranks from waiting
                                  * for each other for ever */
-    int32_t windows;       /* 1: what is moved lies in memory that is registered with NCCL; 0: not */
     int32_t communicators; /* 2: gathers and reductions at a time; 1: in turn, with half of NCCL's own memory */
 } zs_nccl_choices;
 
@@ -89,10 +72,5 @@ typedef struct zs_nccl_choices {
  * zs_nccl_comm_new fails with: ZS_ERR_VALUE for more CTAs than the GPUs have room for, ZS_ERR_DIVERGED for choices that differ. */
 zs_status zs_backend_nccl_new(zs_comm *control, const zs_device *device, const zs_nccl_choices *choices,
                               zs_backend **out);
-
-/* By mappings of the peers' memory: several ranks on one GPU, or GPUs of one host that can access each other. Collective over
- * `control`, of which it keeps a reference; fails on all ranks or none. ZS_ERR_UNSUPPORTED: ranks on several hosts. A thread looks
- * after it: where a peer dies, or a move makes no end for the timeout, the streams that wait for it are let go. */
-zs_status zs_backend_peer_new(zs_comm *control, const zs_device *device, zs_backend **out);
 
 #endif

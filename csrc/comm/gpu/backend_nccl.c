@@ -15,7 +15,6 @@
 #include "comm/gpu/backend.h"
 #include "comm/kin.h"
 #include "comm/nccl/nccl_comm.h"
-#include "comm/nccl/nccl_windows.h"
 #include "device/cuda_driver.h"
 #include "device/device_cuda.h"
 
@@ -41,8 +40,7 @@ typedef struct nccl_backend nccl_backend;
 /* A communicator, and what is under way on it. */
 typedef struct nccl_line {
     nccl_backend *backend;
-    zs_nccl_comm *comm;       /* owned; NULL: not made, or gone */
-    zs_nccl_windows *windows; /* owned; NULL: none */
+    zs_nccl_comm *comm; /* owned; NULL: not made, or gone */
     watched_move moves[EVENTS];
     size_t count; /* of moves so far */
 } nccl_line;
@@ -103,7 +101,6 @@ static zs_status prepare(nccl_backend *self, card *own)
     ZS_TRY(check_device(device));
     zs_cu_device number = 0;
     ZS_TRY(ZS_CU(cuCtxGetDevice, &number));
-    if (self->choices.windows != 0) ZS_TRY(zs_nccl_windows_there());
     for (int i = 0; i < self->choices.communicators; i++)
         ZS_TRY(make_events(&self->lines[i]));
     return ZS_CU(cuDeviceGetAttribute, &own->multiprocessors, ZS_CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, number);
@@ -116,12 +113,11 @@ static zs_status check_cards(const card *all, int world)
     for (int r = 1; r < world; r++) {
         const zs_nccl_choices *a = &all[0].choices, *b = &all[r].choices;
         if (memcmp(a, b, sizeof *a) == 0) continue;
-        return ZS_FAIL(
-            ZS_ERR_DIVERGED,
-            "NcclOptions differ between ranks (ctas as a number, min_ctas, max_ctas, windows, communicators): "
-            "%d, %d, %d, %d, %d on rank 0, but %d, %d, %d, %d, %d on rank %d",
-            a->ctas, a->min_ctas, a->max_ctas, a->windows, a->communicators, b->ctas, b->min_ctas, b->max_ctas,
-            b->windows, b->communicators, r);
+        return ZS_FAIL(ZS_ERR_DIVERGED,
+                       "NcclOptions differ between ranks (ctas as a number, min_ctas, max_ctas, communicators): "
+                       "%d, %d, %d, %d on rank 0, but %d, %d, %d, %d on rank %d",
+                       a->ctas, a->min_ctas, a->max_ctas, a->communicators, b->ctas, b->min_ctas, b->max_ctas,
+                       b->communicators, r);
     }
     return ZS_OK;
 }
@@ -244,14 +240,6 @@ static zs_status nccl_broadcast(zs_backend *backend, void *data, size_t bytes, i
     return watch(self, ZS_STREAM_COMPUTE, "broadcast", "");
 }
 
-static zs_status nccl_mem_new(zs_backend *backend, zs_moved what, size_t bytes, zs_mem **out)
-{
-    bool gathered = what == ZS_MOVED_SHARD || what == ZS_MOVED_FULL;
-    const nccl_line *line = line_of((nccl_backend *)backend, gathered ? ZS_STREAM_GATHER : ZS_STREAM_REDUCE);
-    if (line->windows == NULL) return zs_device_mem_new(backend->device, bytes, out);
-    return zs_nccl_windows_take(line->windows, backend->device, bytes, out);
-}
-
 static zs_status nccl_check(zs_backend *backend)
 {
     nccl_backend *self = (nccl_backend *)backend;
@@ -276,8 +264,7 @@ static void end_line(nccl_line *line)
     zs_nccl_comm *comm = line->comm;
     line->comm = NULL;
     pthread_mutex_unlock(&line->backend->ends);
-    zs_nccl_windows_end(line->windows);
-    zs_nccl_comm_release(comm); /* it may wait */
+    zs_nccl_comm_free(comm); /* it may wait */
     for (int i = 0; i < EVENTS; i++)
         zs_device_cuda_event_free(line->moves[i].event);
 }
@@ -298,7 +285,6 @@ static const zs_backend_ops nccl_ops = {
     .gather = nccl_gather,
     .swap = nccl_swap,
     .broadcast = nccl_broadcast,
-    .mem_new = nccl_mem_new,
     .check = nccl_check,
     .abort = nccl_abort,
     .destroy = nccl_destroy,
@@ -323,7 +309,6 @@ static zs_status make_comms(nccl_backend *self, zs_comm *control)
         pthread_mutex_lock(&self->ends);
         line->comm = made;
         pthread_mutex_unlock(&self->ends);
-        if (choices->windows != 0) ZS_TRY(zs_nccl_windows_new(made, control, &line->windows));
     }
     return ZS_OK;
 }

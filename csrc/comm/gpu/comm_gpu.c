@@ -49,33 +49,6 @@ zs_status zs_gpu_usable(zs_gpu_comm *comm)
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(comm, status);
 }
 
-/* --- memory that has gone ---------------------------------------------------------------------------------------------------- */
-
-static uint32_t gone_here(const zs_gpu_comm *comm)
-{
-    return comm->backend->ops->gone != NULL ? comm->backend->ops->gone(comm->backend) : 0;
-}
-
-/* The hosts have met; `gone`: on some rank is memory that it would give up. */
-static zs_status settle(zs_gpu_comm *comm, bool gone)
-{
-    if (!gone) return ZS_OK;
-    zs_status status = comm->backend->ops->settle(comm->backend);
-    return status == ZS_OK ? ZS_OK : zs_gpu_fail(comm, status);
-}
-
-/* Meets for that alone: where a model is wrapped, another one's memory may be wanted. */
-static zs_status meet_to_settle(zs_gpu_comm *comm)
-{
-    if (comm->backend->ops->settle == NULL) return ZS_OK;
-    bool gone = false;
-    uint32_t mine = gone_here(comm), all[comm->base.world];
-    ZS_TRY(zs_comm_exchange(comm->control, &mine, sizeof mine, all));
-    for (int r = 0; r < comm->base.world; r++)
-        gone = gone || all[r] > 0;
-    return settle(comm, gone);
-}
-
 /* --- one order on all ranks ---------------------------------------------------------------------------------------------- */
 
 static zs_status compare_pasts(zs_gpu_comm *comm)
@@ -89,38 +62,18 @@ static zs_status compare_pasts(zs_gpu_comm *comm)
  * would be waited for by a GPU, where no deadline is looked at. */
 static zs_status check_order(zs_gpu_comm *comm, bool ended)
 {
-    bool gone = false;
-    const zs_gpu_order *all = comm->orders;
-    comm->order.gone = gone_here(comm);
     comm->order.past = comm->base.past;
     ZS_TRY(zs_gpu_heard(comm, zs_comm_exchange(comm->control, &comm->order, sizeof comm->order, comm->orders)));
     int other = 0;
     if (zs_gpu_order_differs(comm, &other)) return zs_gpu_fail(comm, zs_gpu_order_fail(comm, other));
     comm->agreed = comm->order.count;
-    for (int r = 0; r < comm->base.world; r++)
-        gone = gone || all[r].gone > 0;
-    if (ended) ZS_TRY(compare_pasts(comm));
-    return settle(comm, gone);
+    return ended ? compare_pasts(comm) : ZS_OK;
 }
 
 zs_status zs_gpu_note(zs_gpu_comm *comm, const char *what, const char *unit, size_t bytes)
 {
     zs_gpu_order_add(comm, what, unit, bytes);
     return comm->backend->ops->blocks ? check_order(comm, false) : ZS_OK;
-}
-
-/* Where peers read each other's memory they wait for numbers that grow, which a CUDA graph would repeat: it would wait for what
- * has long come to pass. */
-zs_status zs_gpu_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *reading)
-{
-    (void)reader;
-    (void)reading;
-    bool captured = false;
-    if (((zs_gpu_comm *)comm)->backend->ops->swap != NULL) return ZS_OK;
-    ZS_TRY(zs_device_capturing(comm->device, &captured));
-    if (!captured) return ZS_OK;
-    return ZS_FAIL(ZS_ERR_UNSUPPORTED, "transport '%s' does not support CUDA graph capture: pass transport='nccl'",
-                   comm->ops->name);
 }
 
 zs_status zs_gpu_read_end(zs_comm *comm, zs_reader *reader, zs_phase phase)
@@ -166,29 +119,9 @@ zs_status zs_gpu_event_take(zs_gpu_comm *comm, zs_cu_event *out)
 
 /* --- flats and gathers ------------------------------------------------------------------------------------------------- */
 
-static zs_status new_memory(zs_comm *comm, zs_moved what, size_t bytes, zs_mem **out)
-{
-    zs_gpu_comm *self = (zs_gpu_comm *)comm;
-    if (self->backend->ops->mem_new == NULL) return zs_device_mem_new(comm->device, bytes, out);
-    ZS_TRY(zs_gpu_usable(self));
-    return self->backend->ops->mem_new(self->backend, what, bytes, out);
-}
-
-zs_status zs_gpu_slot_new(zs_comm *comm, size_t bytes, zs_mem **out)
-{
-    return new_memory(comm, ZS_MOVED_FULL, bytes, out);
-}
-
-zs_status zs_gpu_bucket_new(zs_comm *comm, size_t bytes, zs_bucket *out)
-{
-    ZS_TRY(new_memory(comm, ZS_MOVED_BUCKET, bytes, &out->mem));
-    *out = (zs_bucket){.ptr = out->mem->ptr, .bytes = bytes, .mem = out->mem};
-    return ZS_OK;
-}
-
 zs_status zs_gpu_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out)
 {
-    ZS_TRY(new_memory(comm, ZS_MOVED_SHARD, shard_bytes, &out->mem));
+    ZS_TRY(zs_device_mem_new(comm->device, shard_bytes, &out->mem));
     out->shard = out->mem->ptr;
     out->full = NULL;
     out->shard_bytes = shard_bytes;
@@ -256,17 +189,9 @@ size_t zs_gpu_bytes(const zs_comm *comm)
     return areas + zs_comm_room(comm, NULL).fixed;
 }
 
-static zs_status make_area(void *comm, size_t bytes, zs_mem **out)
-{
-    return new_memory(comm, ZS_MOVED_PIECES, bytes, out);
-}
-
 zs_status zs_gpu_make_areas(zs_gpu_comm *comm)
 {
-    if (comm->areas != NULL) return ZS_OK;
-    ZS_TRY(zs_arena_new(comm->base.device, &comm->areas));
-    zs_arena_made_by(comm->areas, (zs_slot_maker){.make = make_area, .arg = comm});
-    return ZS_OK;
+    return comm->areas != NULL ? ZS_OK : zs_arena_new(comm->base.device, &comm->areas);
 }
 
 zs_status zs_gpu_reserve(zs_comm *comm, const zs_arena *plan)
@@ -282,7 +207,6 @@ zs_status zs_gpu_exchange(zs_comm *comm, const void *mine, size_t bytes, void *a
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
-    ZS_TRY(meet_to_settle(self));
     return zs_comm_exchange(self->control, mine, bytes, all);
 }
 
@@ -303,17 +227,6 @@ zs_status zs_gpu_broadcast_device(zs_comm *comm, void *data, size_t bytes, int r
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(self, status);
 }
 
-/* Where peers map memory, they can not read what is torch's; but it can be broadcast. */
-static zs_status gather_anything(zs_gpu_comm *self, const void *mine, size_t bytes, char *all)
-{
-    zs_backend *backend = self->backend;
-    if (backend->ops->swap != NULL) return backend->ops->gather(backend, ZS_STREAM_COMPUTE, mine, all, bytes);
-    ZS_TRY(zs_device_copy(backend->device, ZS_STREAM_COMPUTE, all + (size_t)backend->rank * bytes, mine, bytes));
-    for (int r = 0; r < backend->world; r++)
-        ZS_TRY(backend->ops->broadcast(backend, all + (size_t)r * bytes, bytes, r));
-    return ZS_OK;
-}
-
 /* Asks about the order at once: what is gathered here is looked at by the script, outside of any session. */
 zs_status zs_gpu_gather_device(zs_comm *comm, const void *mine, size_t bytes, void *all)
 {
@@ -321,7 +234,7 @@ zs_status zs_gpu_gather_device(zs_comm *comm, const void *mine, size_t bytes, vo
     ZS_TRY(zs_gpu_usable(self));
     ZS_TRY(zs_gpu_note(self, "values", "", bytes));
     zs_status status = self->backend->ops->blocks ? ZS_OK : check_order(self, false);
-    ZS_THEN(status, gather_anything(self, mine, bytes, all));
+    ZS_THEN(status, self->backend->ops->gather(self->backend, ZS_STREAM_COMPUTE, mine, all, bytes));
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(self, status);
 }
 
@@ -343,11 +256,10 @@ void zs_gpu_abort(zs_comm *comm, const char *reason)
     self->backend->ops->abort(self->backend, reason);
 }
 
-/* The control transport is closed by who has it. */
+/* The control transport is closed by its owner. */
 void zs_gpu_close(zs_comm *comm)
 {
-    zs_backend *backend = ((zs_gpu_comm *)comm)->backend;
-    if (backend->ops->close != NULL) backend->ops->close(backend);
+    (void)comm;
 }
 
 static void free_rooms(zs_gpu_comm *self)

@@ -3,8 +3,7 @@
  *   comm_gpu.c    flats and gathers, small exchanges, the check of order
  *   gpu_order.c   which move differs, where ranks have gone apart
  *   gpu_round.c   reducing
- *   gpu_table.c   the tables that all share
- *   gpu_transports.c   those whose backends move gradients; peer_table.c has peer
+ *   gpu_transports.c   the tables
  *   backend.h       what moves the bytes
  */
 #ifndef ZS_GPU_H
@@ -20,7 +19,6 @@ typedef struct zs_gpu_order {
     uint64_t gave_up; /* this rank has given up its backward here */
     uint64_t count;   /* of moves */
     uint64_t hash;    /* of what each was */
-    uint64_t gone;    /* pieces of memory that this rank would give up; not compared */
     zs_past past;     /* compared where a session ends */
 } zs_gpu_order;
 
@@ -89,7 +87,6 @@ zs_status zs_gpu_order_fail(zs_gpu_comm *comm, int other);
 void zs_gpu_abort(zs_comm *comm, const char *reason);
 zs_status zs_gpu_broadcast(zs_comm *comm, void *data, size_t bytes, int root);
 zs_status zs_gpu_broadcast_device(zs_comm *comm, void *data, size_t bytes, int root);
-zs_status zs_gpu_bucket_new(zs_comm *comm, size_t bytes, zs_bucket *out);
 size_t zs_gpu_bytes(const zs_comm *comm);
 void zs_gpu_close(zs_comm *comm);
 void zs_gpu_destroy(zs_comm *comm);
@@ -100,15 +97,8 @@ zs_status zs_gpu_gather_finish(zs_comm *comm, zs_gathering *gathering);
 zs_status zs_gpu_gather_start(zs_comm *comm, const zs_flat_mem *flat, const char *name, zs_target to,
                               zs_gathering **out);
 zs_status zs_gpu_give_up(zs_comm *comm);
-zs_status zs_gpu_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *reading);
 zs_status zs_gpu_read_end(zs_comm *comm, zs_reader *reader, zs_phase phase);
 zs_status zs_gpu_reserve(zs_comm *comm, const zs_arena *plan);
-zs_status zs_gpu_slot_new(zs_comm *comm, size_t bytes, zs_mem **out);
-
-/* What all transports for GPUs have in common (gpu_table.c). */
-extern const zs_flat_ops zs_gpu_flat_ops;
-extern const zs_reader_ops zs_gpu_reader_ops;
-extern const zs_talk_ops zs_gpu_talk_ops;
 
 /* --- gpu_round.c: units' part of the table, as comm_ops.h has it ----------------------------------------------------------- */
 
@@ -126,10 +116,6 @@ void zs_gpu_cunit_renamed(zs_comm *comm, zs_cunit *cunit);
 
 /* post: queues the move. */
 zs_status zs_gpu_post(zs_comm *comm, zs_cunit *cunit, const zs_bucket *bucket, const uint64_t *used);
-
-/* The first half of a collect: what the ranks' hosts have said of the round, through `control`, the unit's own there. */
-zs_status zs_gpu_hear_hosts(zs_gpu_comm *comm, const zs_cunit *cunit, zs_cunit *control, zs_wait wait, bool *ready,
-                            zs_sources *said);
 
 /* collect: waits for the peers' hosts, never for a GPU. */
 zs_status zs_gpu_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out);

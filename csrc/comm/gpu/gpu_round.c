@@ -148,21 +148,16 @@ zs_status zs_gpu_post(zs_comm *comm, zs_cunit *cunit, const zs_bucket *bucket, c
 
 /* --- collect, share, release ------------------------------------------------------------------------------------------- */
 
-zs_status zs_gpu_hear_hosts(zs_gpu_comm *comm, const zs_cunit *cunit, zs_cunit *control, zs_wait wait, bool *ready,
-                            zs_sources *said)
-{
-    ZS_TRY(zs_gpu_usable(comm));
-    ZS_TRY(zs_cunit_expect(cunit, ZS_ROUND_POSTED, "collect"));
-    /* In ZS_REDUCE_ALL a move follows, so the ranks must come through here in one order: no looking first. */
-    zs_wait how = cunit->spec.mode == ZS_REDUCE_ALL ? ZS_WAIT : wait;
-    return zs_gpu_heard(comm, zs_cunit_collect(comm->control, control, how, ready, said));
-}
-
 zs_status zs_gpu_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out)
 {
+    zs_gpu_comm *self = (zs_gpu_comm *)comm;
     gpu_unit *unit = (gpu_unit *)cunit;
     zs_sources said;
-    ZS_TRY(zs_gpu_hear_hosts((zs_gpu_comm *)comm, cunit, unit->control, wait, ready, &said));
+    ZS_TRY(zs_gpu_usable(self));
+    ZS_TRY(zs_cunit_expect(cunit, ZS_ROUND_POSTED, "collect"));
+    /* In ZS_REDUCE_ALL another transfer follows, so all ranks must collect in one order: no looking first. */
+    zs_wait how = cunit->spec.mode == ZS_REDUCE_ALL ? ZS_WAIT : wait;
+    ZS_TRY(zs_gpu_heard(self, zs_cunit_collect(self->control, unit->control, how, ready, &said)));
     if (!*ready) return ZS_OK;
     for (int r = 0; r < comm->world; r++) {
         const char *piece = (const char *)unit->received->ptr + (size_t)r * cunit->piece_bytes;

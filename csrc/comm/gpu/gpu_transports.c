@@ -1,8 +1,33 @@
-/* gpu_transports.c - the transports whose backends move gradients: over NCCL, and over torch's process group. */
+/* gpu_transports.c - the tables of the transports for GPUs: over NCCL, and over torch's process group. */
 #include "comm/gpu/gpu.h"
 
+static const zs_flat_ops flats = {
+    .flat_new = zs_gpu_flat_new,
+    .flat_free = zs_local_flat_free,
+    .gather_start = zs_gpu_gather_start,
+    .gather_finish = zs_gpu_gather_finish,
+};
+
+static const zs_reader_ops readers = {
+    .reader_new = zs_local_reader_new,
+    .reader_free = zs_local_reader_free,
+    .read_begin = zs_local_read_begin,
+    .read_end = zs_gpu_read_end,
+};
+
+static const zs_talk_ops talk = {
+    .exchange = zs_gpu_exchange,
+    .broadcast = zs_gpu_broadcast,
+    .broadcast_device = zs_gpu_broadcast_device,
+    .gather_device = zs_gpu_gather_device,
+    .tell = zs_gpu_tell,
+    .said = zs_gpu_said,
+    .end = zs_gpu_end,
+    .abort = zs_gpu_abort,
+};
+
 static const zs_round_ops rounds = {
-    .bucket_new = zs_gpu_bucket_new,
+    .bucket_new = zs_local_bucket_new,
     .bucket_free = zs_local_bucket_free,
     .bucket_room = zs_local_bucket_room,
     .cunit_new = zs_gpu_cunit_new,
@@ -23,10 +48,10 @@ const zs_comm_ops zs_nccl_ops = {
     .name = "nccl",
     .shard_align = 64,
     .stream = ZS_STREAM_REDUCE,
-    .flats = &zs_gpu_flat_ops,
+    .flats = &flats,
     .rounds = &rounds,
-    .readers = &zs_gpu_reader_ops,
-    .talk = &zs_gpu_talk_ops,
+    .readers = &readers,
+    .talk = &talk,
     .bytes = zs_gpu_bytes,
     .close = zs_gpu_close,
     .destroy = zs_gpu_destroy,
@@ -36,10 +61,10 @@ const zs_comm_ops zs_c10d_gpu_ops = {
     .name = "c10d_gpu",
     .shard_align = 64,
     .stream = ZS_STREAM_REDUCE,
-    .flats = &zs_gpu_flat_ops,
+    .flats = &flats,
     .rounds = &rounds,
-    .readers = &zs_gpu_reader_ops,
-    .talk = &zs_gpu_talk_ops,
+    .readers = &readers,
+    .talk = &talk,
     .bytes = zs_gpu_bytes,
     .close = zs_gpu_close,
     .destroy = zs_gpu_destroy,

@@ -90,7 +90,7 @@ static zs_status check_options(const zs_nccl_options *options)
                        "NCCL: min_ctas and max_ctas must be 1 to %d, or 0 for NCCL's default, with min_ctas <= "
                        "max_ctas; got %d and %d",
                        (int)MAX_CTAS, least, most);
-    if (options->ctas < ZS_NCCL_CTAS_DEFAULT || options->ctas > ZS_NCCL_CTAS_ZERO)
+    if (options->ctas < ZS_NCCL_CTAS_DEFAULT || options->ctas > ZS_NCCL_CTAS_EFFICIENCY)
         return ZS_FAIL(ZS_ERR_VALUE, "NCCL: unknown CTA policy %d", (int)options->ctas);
     return ZS_OK;
 }
@@ -98,18 +98,16 @@ static zs_status check_options(const zs_nccl_options *options)
 /* What can fail on one rank alone before NCCL makes anything. */
 static zs_status prepare(zs_nccl_comm *comm, card *own)
 {
-    static const int since[] = {0, 22700, 22800};
     ZS_TRY(check_options(&comm->options));
     ZS_TRY(zs_nccl_load(&comm->nccl));
     own->version = comm->nccl->version;
     char text[16];
     zs_nccl_version_text(own->version, text, sizeof text);
-    if (own->version < since[comm->options.ctas])
+    if (comm->options.ctas == ZS_NCCL_CTAS_EFFICIENCY && own->version < 22700)
         return ZS_FAIL(
             ZS_ERR_UNSUPPORTED,
-            "NCCL %s (%s) does not support CTA policy '%s' (needs 2.%d or newer): upgrade NCCL, or omit ctas", text,
-            comm->nccl->where, comm->options.ctas == ZS_NCCL_CTAS_ZERO ? "zero" : "efficiency",
-            since[comm->options.ctas] / 100 % 100);
+            "NCCL %s (%s) does not support CTA policy 'efficiency' (needs 2.27 or newer): upgrade NCCL, or omit ctas",
+            text, comm->nccl->where);
     ZS_TRY(zs_nccl_monitor_add(comm));
     if (comm->rank != 0) return ZS_OK;
     pthread_mutex_lock(&comm->lock); /* the monitor looks at it already */
@@ -137,7 +135,6 @@ static zs_status agree(zs_nccl_comm *comm, zs_comm *control, zs_nccl_id *id)
 
 static zs_nccl_config config_for(const zs_nccl_options *options)
 {
-    static const int policies[] = {ZS_NCCL_CONFIG_UNSET, 1, 2};
     zs_nccl_config config = {.size = sizeof config,
                              .magic = ZS_NCCL_CONFIG_MAGIC,
                              .version = ZS_NCCL_CONFIG_VERSION,
@@ -148,7 +145,7 @@ static zs_nccl_config config_for(const zs_nccl_options *options)
                              .split_share = ZS_NCCL_CONFIG_UNSET,
                              .traffic_class = ZS_NCCL_CONFIG_UNSET,
                              .collnet_enable = ZS_NCCL_CONFIG_UNSET,
-                             .cta_policy = policies[options->ctas],
+                             .cta_policy = options->ctas == ZS_NCCL_CTAS_EFFICIENCY ? 1 : ZS_NCCL_CONFIG_UNSET,
                              .shrink_share = ZS_NCCL_CONFIG_UNSET,
                              .nvls_ctas = ZS_NCCL_CONFIG_UNSET};
     if (options->min_ctas > 0) { /* it compares the two even where one is unset, and refuses */
@@ -197,23 +194,16 @@ zs_status zs_nccl_comm_new(zs_comm *control, const zs_nccl_options *options, zs_
     snprintf(comm->name, sizeof comm->name, "%s", options->name != NULL ? options->name : "unnamed");
     comm->options.name = comm->name;
     comm->lifetime = zs_lifetime();
-    zs_refs_init(&comm->refs);
     pthread_mutex_init(&comm->lock, NULL);
     zs_status status = agree(comm, control, &id);
     ZS_THEN(status, make_on_all(comm, control, id));
     if (status != ZS_OK) {
         zs_nccl_comm_abort(comm, "creation failed on some rank");
-        zs_nccl_comm_release(comm);
+        zs_nccl_comm_free(comm);
         return status;
     }
     *out = comm;
     return ZS_OK;
-}
-
-zs_nccl_comm *zs_nccl_comm_retain(zs_nccl_comm *comm)
-{
-    zs_refs_take(&comm->refs);
-    return comm;
 }
 
 /* The usual end. What is under way may still need its peers, so the monitor looks on until it is through. */
@@ -232,10 +222,9 @@ static void finish(zs_nccl_comm *comm)
     zs_nccl_leave(comm, ZS_OK);
 }
 
-void zs_nccl_comm_release(zs_nccl_comm *comm)
+void zs_nccl_comm_free(zs_nccl_comm *comm)
 {
     if (comm == NULL) return;
-    if (!zs_refs_drop(&comm->refs)) return;
     if (comm->lifetime != zs_lifetime()) return; /* a forked child: its copy of the lock may be held for ever */
     bool failed = zs_last_status() != ZS_OK;     /* of the caller, who is on the way out */
     finish(comm);

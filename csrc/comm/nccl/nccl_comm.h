@@ -24,7 +24,6 @@ typedef struct zs_nccl_comm zs_nccl_comm;
 typedef enum zs_nccl_ctas {
     ZS_NCCL_CTAS_DEFAULT,
     ZS_NCCL_CTAS_EFFICIENCY, /* few (NCCL 2.27) */
-    ZS_NCCL_CTAS_ZERO,       /* none where copy engines can do it: between windows, within a host (NCCL 2.28) */
 } zs_nccl_ctas;
 
 typedef struct zs_nccl_options {
@@ -38,7 +37,7 @@ typedef struct zs_nccl_options {
      *   of the functions below call it as well, where they find the failure. */
     bool (*gone)(void *arg, char *sentence, size_t size);
     void (*lost)(void *arg, zs_status failure, const char *why);
-    void *arg; /* of both; valid until zs_nccl_comm_release */
+    void *arg; /* of both; valid until zs_nccl_comm_free */
 } zs_nccl_options;
 
 /* Something queued on the GPU. `done` is asked by the monitor's thread and must not block (cuEventQuery). */
@@ -47,15 +46,6 @@ typedef struct zs_nccl_work {
     void *event;
     const char *what; /* for messages: "all-gather of unit 'layers.3'". Not copied: valid until the work is forgotten */
 } zs_nccl_work;
-
-/* Memory that all ranks have registered with NCCL, so that it can be read and written without a copy between. */
-typedef struct zs_nccl_window {
-    void *ptr;       /* device memory, 4096-byte aligned; of NCCL's allocator */
-    size_t bytes;    /* as asked for; equal on all ranks */
-    bool registered; /* false: NCCL has no use for it here (no peer access): plain memory */
-    zs_nccl_comm *comm;
-    void *handle; /* ncclWindow_t */
-} zs_nccl_window;
 
 /* How numbers are combined. */
 typedef enum zs_nccl_op { ZS_NCCL_SUM, ZS_NCCL_AVG, ZS_NCCL_MAX } zs_nccl_op;
@@ -84,12 +74,9 @@ typedef struct zs_nccl_message {
  * ZS_ERR_NCCL, ZS_ERR_PEER, ZS_ERR_TIMEOUT: the making itself. */
 zs_status zs_nccl_comm_new(zs_comm *control, const zs_nccl_options *options, zs_nccl_comm **out);
 
-/* Adds a reference; returns `comm`. */
-zs_nccl_comm *zs_nccl_comm_retain(zs_nccl_comm *comm);
-
-/* Gives a reference back; the last one ends the communicator. It waits, up to 10 s, for what is still under way, and aborts
- * what does not end; whoever still needs results has waited for them before. NULL allowed. */
-void zs_nccl_comm_release(zs_nccl_comm *comm);
+/* Ends the communicator. It waits, up to 10 s, for what is still under way, and aborts what does not end; whoever still needs
+ * results has waited for them before. NULL allowed. */
+void zs_nccl_comm_free(zs_nccl_comm *comm);
 
 /* ZS_OK, or what the communicator was poisoned by. Costs a lock. */
 zs_status zs_nccl_comm_check(zs_nccl_comm *comm);
@@ -129,15 +116,5 @@ zs_status zs_nccl_reduce_scatter(zs_nccl_comm *comm, const zs_nccl_reduction *wh
 
 /* Each rank gets all of it. Likewise. */
 zs_status zs_nccl_all_reduce(zs_nccl_comm *comm, const zs_nccl_reduction *what, void *stream);
-
-/* ZS_OK if this NCCL can register memory; ZS_ERR_UNSUPPORTED, with what to do, where there is none or one before 2.27. */
-zs_status zs_nccl_windows_there(void);
-
-/* New memory of NCCL's, registered on all ranks: collective, with equal `bytes`. Keeps a reference to the communicator.
- * ZS_ERR_UNSUPPORTED before 2.27. ZS_ERR_MEMORY on this rank alone poisons: the others wait for it. */
-zs_status zs_nccl_window_new(zs_nccl_comm *comm, size_t bytes, zs_nccl_window *out);
-
-/* Gives it back; nothing may be under way there. A zeroed one is allowed. */
-void zs_nccl_window_free(zs_nccl_window *window);
 
 #endif

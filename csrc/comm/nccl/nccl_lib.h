@@ -15,7 +15,6 @@ typedef int zs_nccl_result; /* one of the numbers below, or one that is newer */
 typedef int zs_nccl_type;
 typedef int zs_nccl_redop;
 typedef void *zs_nccl_handle; /* ncclComm_t */
-typedef void *zs_nccl_win;    /* ncclWindow_t */
 typedef void *zs_nccl_stream; /* cudaStream_t, which is a CUstream */
 
 /* ncclUniqueId: where and how the ranks find each other. Passed by value. */
@@ -61,11 +60,7 @@ enum {
 }; /* zs_nccl_type */
 enum { ZS_NCCL_REDOP_SUM = 0, ZS_NCCL_REDOP_MAX = 2, ZS_NCCL_REDOP_AVG = 4 }; /* zs_nccl_redop */
 
-enum {
-    ZS_NCCL_CONFIG_VERSION = 22700, /* of the struct above */
-    ZS_NCCL_WINDOW_SYMMETRIC = 1,   /* flag of CommWindowRegister */
-    ZS_NCCL_WINDOW_ALIGN = 4096,    /* bytes */
-};
+enum { ZS_NCCL_CONFIG_VERSION = 22700 }; /* of the struct above */
 #define ZS_NCCL_CONFIG_MAGIC 0xcafebeefU
 #define ZS_NCCL_CONFIG_UNSET INT32_MIN /* of an int in the config; of a pointer: NULL */
 
@@ -90,13 +85,9 @@ enum {
     X(zs_nccl_result, GroupStart, (void))                                                                           \
     X(zs_nccl_result, GroupEnd, (void))
 
-/* Likewise: GetLastError came with 2.13, Mem* with 2.19, windows with 2.27, AlltoAll with 2.28. */
-#define ZS_NCCL_OPTIONAL(X)                                                                     \
-    X(const char *, GetLastError, (zs_nccl_handle))                                             \
-    X(zs_nccl_result, MemAlloc, (void **, size_t))                                              \
-    X(zs_nccl_result, MemFree, (void *))                                                        \
-    X(zs_nccl_result, CommWindowRegister, (zs_nccl_handle, void *, size_t, zs_nccl_win *, int)) \
-    X(zs_nccl_result, CommWindowDeregister, (zs_nccl_handle, zs_nccl_win))                      \
+/* Likewise: GetLastError came with 2.13, AlltoAll with 2.28. */
+#define ZS_NCCL_OPTIONAL(X)                         \
+    X(const char *, GetLastError, (zs_nccl_handle)) \
     X(zs_nccl_result, AlltoAll, (const void *, void *, size_t, zs_nccl_type, zs_nccl_handle, zs_nccl_stream))
 
 #define ZS_NCCL_FIELD(result, name, parameters) result(*name) parameters;

@@ -8,7 +8,6 @@
 
 #include "comm/nccl/nccl_comm.h"
 #include "comm/nccl/nccl_lib.h"
-#include "comm/watchdog.h"
 
 #include <pthread.h>
 
@@ -20,7 +19,7 @@ typedef struct zs_nccl_watched {
 } zs_nccl_watched;
 
 struct zs_nccl_comm {
-    zs_watchdog entry; /* first */
+    zs_nccl_comm *next; /* in the watchdog's list */
     const zs_nccl *nccl;
     char name[64];
     int rank, world;
@@ -33,10 +32,9 @@ struct zs_nccl_comm {
     zs_nccl_result result; /* NCCL's, where it was that */
     char why[1024];        /* the words of that */
     bool tell;             /* `lost` has still to be called */
-    bool ending;           /* its last reference is gone: nobody is there for Ctrl-C */
+    bool ending;           /* it is being freed: nobody is there for Ctrl-C */
     zs_nccl_watched watched;
     double gone_since; /* when a peer was first seen gone while work was outstanding, 0: never */
-    zs_refs refs;
 };
 
 /* Takes the lock for a call of NCCL: not in a forked child, not poisoned, nothing left in the background. On failure the lock
@@ -59,10 +57,15 @@ void zs_nccl_poison(zs_nccl_comm *comm, zs_status failure, const char *why);
 /* Likewise, by `result` of `call`. */
 void zs_nccl_poison_by(zs_nccl_comm *comm, const char *call, zs_nccl_result result);
 
-/* Has the monitor look after `comm`, and starts it for the first one. */
+/* Starts to monitor `comm`, with the process's thread, which starts with the first communicator. ZS_ERR_STATE in a process that
+ * was forked from one where it runs. */
 zs_status zs_nccl_monitor_add(zs_nccl_comm *comm);
 
-/* It looks no more when this returns; with the last one it ends. Unknown ones are allowed. */
+/* It is monitored no more when this returns; the thread ends with the last one. Unknown ones are allowed. Not with the lock of a
+ * communicator held. */
 void zs_nccl_monitor_remove(zs_nccl_comm *comm);
+
+/* Seconds on the monotonic clock. */
+double zs_nccl_now(void);
 
 #endif

@@ -1,15 +1,22 @@
-/* nccl_monitor.c - what the process's thread (watchdog.h) looks after of a communicator. See nccl_comm.h.
+/* nccl_monitor.c - the process's thread that monitors its communicators ten times a second. See nccl_comm.h.
  *
- * The one idea: it asks three questions of each: has NCCL met an error, is a peer gone, has what the GPU is at made no end for
+ * The one idea: it asks three questions of each: has NCCL met an error, is a peer gone, has the GPU's work not ended for
  * too long? A yes is recorded, and the communicator aborted, which ends its kernels.
+ *
+ * The list's lock is held while a communicator is looked at, so removing one waits for that. It is taken before the
+ * communicators' locks, never after.
  */
+#define _GNU_SOURCE 1 /* pthread_condattr_setclock */
 #include "comm/nccl/nccl_local.h"
 
 #include "base/file.h"
 
+#include <errno.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 static const double grace = 1.0; /* seconds that outstanding work still has when a peer is gone */
 
@@ -32,7 +39,7 @@ static const zs_nccl_work *oldest(zs_nccl_comm *comm)
         if (!work->done(work->event)) return work;
         watched->first = (watched->first + 1) % watched->room;
         watched->count--;
-        watched->since = zs_watchdog_now();
+        watched->since = zs_nccl_now();
     }
     return NULL;
 }
@@ -40,7 +47,7 @@ static const zs_nccl_work *oldest(zs_nccl_comm *comm)
 static void ask_work(zs_nccl_comm *comm)
 {
     const zs_nccl_work *work = oldest(comm);
-    if (work == NULL || zs_watchdog_now() < comm->watched.since + comm->options.timeout) return;
+    if (work == NULL || zs_nccl_now() < comm->watched.since + comm->options.timeout) return;
     char text[512];
     snprintf(text, sizeof text,
              "NCCL, communicator '%s', rank %d of %d: %s did not finish within %g s: another rank is late or "
@@ -59,13 +66,12 @@ static bool ask_peers(const zs_nccl_comm *comm, char *sentence, size_t size)
 static bool may_end_well(zs_nccl_comm *comm)
 {
     if (oldest(comm) == NULL && comm->launching == NULL) return false;
-    if (comm->gone_since == 0.0) comm->gone_since = zs_watchdog_now();
-    return zs_watchdog_now() < comm->gone_since + grace;
+    if (comm->gone_since == 0.0) comm->gone_since = zs_nccl_now();
+    return zs_nccl_now() < comm->gone_since + grace;
 }
 
-static void look_at(zs_watchdog *entry)
+static void look_at(zs_nccl_comm *comm)
 {
-    zs_nccl_comm *comm = (zs_nccl_comm *)entry;
     char sentence[400] = "", text[sizeof comm->why];
     pthread_mutex_lock(&comm->lock);
     bool alive = comm->failure == ZS_OK && comm->handle != NULL;
@@ -80,27 +86,109 @@ static void look_at(zs_watchdog *entry)
     zs_nccl_leave(comm, ZS_OK);
 }
 
-/* --- its place among what is looked after -------------------------------------------------------------------------------- */
+/* --- the thread ------------------------------------------------------------------------------------------------------------ */
 
-static void abort_one(zs_watchdog *entry, const char *why)
+static const long look_every = 100000000; /* nanoseconds */
+
+static struct {
+    pthread_mutex_t lock;
+    pthread_cond_t wake; /* on the monotonic clock */
+    zs_nccl_comm *first;
+    bool running;
+    _Atomic unsigned started; /* 1 + zs_lifetime() when a thread was started, 0: never */
+} monitor = {.lock = PTHREAD_MUTEX_INITIALIZER};
+static pthread_once_t wake_once = PTHREAD_ONCE_INIT;
+
+/* Ends with the last entry. */
+static void *watch(void *unused)
 {
-    zs_nccl_comm_abort((zs_nccl_comm *)entry, why);
+    pthread_mutex_lock(&monitor.lock);
+    while (monitor.first != NULL) {
+        for (zs_nccl_comm *one = monitor.first; one != NULL; one = one->next)
+            look_at(one);
+        zs_clear_error();
+        struct timespec until;
+        clock_gettime(CLOCK_MONOTONIC, &until);
+        until.tv_nsec += look_every;
+        until.tv_sec += until.tv_nsec / 1000000000;
+        until.tv_nsec %= 1000000000;
+        pthread_cond_timedwait(&monitor.wake, &monitor.lock, &until);
+    }
+    monitor.running = false;
+    pthread_mutex_unlock(&monitor.lock);
+    return unused;
+}
+
+static void make_wake(void)
+{
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&monitor.wake, &attributes);
+    pthread_condattr_destroy(&attributes);
+}
+
+/* With the lock held. Signals are for other threads. */
+static zs_status start(void)
+{
+    pthread_once(&wake_once, make_wake);
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    pthread_t thread;
+    errno = pthread_create(&thread, NULL, watch, NULL);
+    zs_status status = errno == 0 ? ZS_OK : ZS_FAIL_ERRNO("cannot start the GPU watchdog thread");
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (status != ZS_OK) return status;
+    pthread_detach(thread);
+    monitor.running = true;
+    monitor.started = 1 + zs_lifetime();
+    return ZS_OK;
+}
+
+/* A forked child has the list, but not the thread, and may find the lock held for ever. */
+static bool forked(void)
+{
+    unsigned started = monitor.started;
+    return started != 0 && started != 1 + zs_lifetime();
 }
 
 zs_status zs_nccl_monitor_add(zs_nccl_comm *comm)
 {
-    comm->entry = (zs_watchdog){.look = look_at, .end = abort_one};
-    return zs_watchdog_add(&comm->entry);
+    if (forked())
+        return ZS_FAIL(
+            ZS_ERR_STATE,
+            "cannot use GPU transports in a process forked from one that uses them; use the 'spawn' start method");
+    pthread_mutex_lock(&monitor.lock);
+    zs_status status = monitor.running ? ZS_OK : start();
+    if (status == ZS_OK) {
+        comm->next = monitor.first;
+        monitor.first = comm;
+    }
+    pthread_mutex_unlock(&monitor.lock);
+    return status;
 }
 
 void zs_nccl_monitor_remove(zs_nccl_comm *comm)
 {
-    zs_watchdog_remove(&comm->entry);
+    if (forked()) return;
+    pthread_mutex_lock(&monitor.lock);
+    for (zs_nccl_comm **at = &monitor.first; *at != NULL; at = &(*at)->next)
+        if (*at == comm) {
+            *at = comm->next;
+            break;
+        }
+    if (monitor.running) pthread_cond_signal(&monitor.wake);
+    pthread_mutex_unlock(&monitor.lock);
 }
 
 void zs_nccl_abort_all(const char *why)
 {
-    zs_watchdog_end(why);
+    if (forked()) return;
+    pthread_mutex_lock(&monitor.lock);
+    for (zs_nccl_comm *one = monitor.first; one != NULL; one = one->next)
+        zs_nccl_comm_abort(one, why);
+    pthread_mutex_unlock(&monitor.lock);
 }
 
 /* --- what it is to ask about ------------------------------------------------------------------------------------------------ */
@@ -127,7 +215,7 @@ zs_status zs_nccl_comm_watch(zs_nccl_comm *comm, zs_nccl_work work)
     zs_nccl_watched *watched = &comm->watched;
     zs_status status = make_room(watched);
     if (status == ZS_OK) {
-        if (watched->count == 0) watched->since = zs_watchdog_now();
+        if (watched->count == 0) watched->since = zs_nccl_now();
         watched->ring[(watched->first + watched->count) % watched->room] = work;
         watched->count++;
     }
@@ -143,7 +231,7 @@ void zs_nccl_comm_forget(zs_nccl_comm *comm, const void *event)
     for (size_t i = 0; i < watched->count; i++) {
         zs_nccl_work work = watched->ring[(watched->first + i) % watched->room];
         if (work.event == event) {
-            if (i == 0) watched->since = zs_watchdog_now();
+            if (i == 0) watched->since = zs_nccl_now();
             continue;
         }
         watched->ring[(watched->first + kept) % watched->room] = work;

@@ -1,0 +1,102 @@
+"""Which transport a model on GPUs gets: NCCL, or c10d where ranks share a GPU."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from nursery import fork_ranks
+from stand_ins import environment
+from test_backends import steps, wrapped
+
+import zshard
+from zshard import _core
+from zshard._ranks import transports
+
+
+class Control:
+    """What connect_gpu asks of the transport between hosts: rank 0's, whose peers have these ids."""
+
+    rank = 1
+
+    def __init__(self, peers: list[bytes]) -> None:
+        self.peers = peers
+
+    def exchange(self, mine: bytes) -> list[bytes]:
+        return [mine, *self.peers]
+
+
+def gpu_at(monkeypatch, bus: int, host: str = "a") -> bytes:
+    """The id of a GPU there, as transports make it of what torch says."""
+    facts = SimpleNamespace(pci_domain_id=0, pci_bus_id=bus, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    monkeypatch.setattr(transports.meeting, "host_id", lambda: host)
+    return transports._gpu_id("cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("peers", "wanted", "kind"),
+    [
+        ([("a", 2)], "auto", "nccl"),
+        ([("a", 1)], "auto", "c10d gloo"),  # two MIG instances, too
+        ([("a", 2), ("a", 2)], "auto", "c10d gloo"),
+        ([("b", 1)], "auto", "nccl"),  # of another host
+        ([("b", 2), ("b", 2)], "auto", "c10d gloo"),
+        ([("a", 1)], "nccl", "nccl"),
+    ],
+)
+def test_transport_that_is_chosen(monkeypatch, peers, wanted, kind):
+    chosen = []
+    control = Control([gpu_at(monkeypatch, bus, host) for host, bus in peers])
+    gpu_at(monkeypatch, 1)
+    monkeypatch.setattr(transports, "comm_for", lambda *args: control)
+    monkeypatch.setattr(transports, "library", lambda: None)
+    monkeypatch.setattr(
+        transports, "new_group", lambda group, device, by: SimpleNamespace(group_name=by)
+    )
+    fake = SimpleNamespace(
+        gpu=lambda control, by, device, name, *rest: chosen.append(f"{by} {name}")
+    )
+    monkeypatch.setattr(transports, "_core", SimpleNamespace(Comm=fake))
+    transports.connect_gpu("cuda:0", None, wanted, 1.0)
+    assert chosen == [f"{kind} " if " " not in kind else kind] and _core.Comm is not fake
+
+
+def on_gpus(env, visible, backend):
+    """The transport of ranks that each see some GPUs of the machine, of which the first is theirs, and
+    what they train there; or what is raised, and warned of."""
+    rank = int(os.environ["RANK"])
+    os.environ.update(env, ZSHARD_BACKEND=backend, FAKE_CUDA_VISIBLE=visible[rank])
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            model = wrapped("shm", timeout=20.0)
+        except Exception as error:
+            return type(error).__name__, str(error), ""
+    steps(model, zshard.AdamW(model.parameters(), lr=0.01), 1)
+    words = "\n".join(str(each.message) for each in warned)
+    return zshard.api.state_of(model).comms.all.transport, "", words
+
+
+@pytest.mark.parametrize("visible", [["0", "0", "1"], ["0", "0", "0"]], ids="-".join)
+def test_ranks_that_share_a_gpu_train_by_default(visible):
+    """NCCL refuses them, so it is not tried."""
+    env = environment("nccl", late=0)
+    first, *others = (r.value for r in fork_ranks(on_gpus, 3, env, visible, "auto", check=True))
+    assert first[0] == "c10d_gpu" and {other[0] for other in others} == {"c10d_gpu"}
+    assert "ranks 0 and 1 share a GPU, which NCCL does not support" in first[2]
+    assert "share" not in others[0][2] + others[1][2]
+
+
+def test_ranks_with_a_gpu_each_use_nccl_by_default():
+    env = environment("nccl", late=0)
+    for result in fork_ranks(on_gpus, 2, env, ["0", "1"], "auto", check=True):
+        assert result.value == ("nccl", "", "")
+
+
+def test_unknown_transport_is_refused_by_naming_the_others():
+    with pytest.raises(ValueError, match="'peer' for a model on cuda: expected one of auto, nccl"):
+        transports.check_settings("peer", None, "cuda:0")
