@@ -34,7 +34,7 @@ WORKERS := $(PY) -c 'import os, xdist; print("-n", 1 + min(4, len(os.sched_getaf
 # Tests start hundreds of processes, which would each compile the tests and zshard anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-trainers bench lint messages names format build sanitize fuzz clean distclean
+.PHONY: help demo test test-trainers bench lint messages format build sanitize fuzz clean distclean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -64,9 +64,6 @@ lint: build $(VENV)/.lint ## ruff, mypy, clang-format, clang-tidy, and the stubs
 
 messages: ## every text that a user may read, with its file and line (ARGS=csrc/comm, --docstrings, ...)
 	@$(PYTHON) tools/messages.py $(ARGS)
-
-names: build ## write docs/names.md: what each name of FSDP1, FSDP2, DDP and DeepSpeed is here
-	@$(PY) tools/names.py
 
 format: $(VENV)/.lint ## apply what lint checks
 	$(PY) -m ruff check --fix-only --quiet .

@@ -143,7 +143,6 @@ class Unit:
         compute: str | None = None,
         wire: str | None = None,
         keep: set[int] = ...,
-        full_in_eval: nn.Module | None = None,
         dry_run: bool = False,
     ) -> Unit: ...
     @classmethod

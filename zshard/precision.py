@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -32,8 +32,7 @@ class Precision:
     compute: of parameters in forward and backward. wire: of gradients on their way to other ranks;
     None: `compute`. buffers: of floating-point buffers. outputs: to which results of the forward
     are cast. cast_inputs, cast_root_inputs: whether arguments of a unit's forward are cast to
-    `compute`; of the root's. keep: modules of these classes keep their dtype. full_in_eval: nothing
-    is cast in units whose module is in eval mode.
+    `compute`; of the root's. keep: modules of these classes keep their dtype.
     """
 
     compute: torch.dtype | None = None
@@ -43,7 +42,6 @@ class Precision:
     cast_inputs: bool = False
     cast_root_inputs: bool = False
     keep: tuple[type[nn.Module], ...] = ()
-    full_in_eval: bool = False
 
     def keeps(self, module: nn.Module) -> bool:
         """Return whether the module's own parameters keep their dtype."""
@@ -74,7 +72,7 @@ def install_casts(
     hooks = []
     inputs = precision.cast_root_inputs if is_root else precision.cast_inputs
     if precision.compute is not None and inputs:
-        cast = _cast_of(precision, precision.compute)
+        cast = _CastInputs(precision.compute)
         hooks.append(module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True))
     if precision.outputs is not None:
         hooks.append(module.register_forward_hook(_CastOutputs(precision.outputs)))
@@ -86,7 +84,7 @@ def drop_root_casts(module: nn.Module, precision: Precision) -> set[int]:
     the ids of the hooks."""
     if precision.cast_inputs:
         return set()
-    cast = _cast_of(precision, precision.compute) if precision.compute is not None else None
+    cast = _CastInputs(precision.compute) if precision.compute is not None else None
     dropped = {key for key, hook in module._forward_pre_hooks.items() if hook == cast}
     for key in dropped:
         del module._forward_pre_hooks[key]
@@ -111,32 +109,26 @@ def install_kept(modules: Iterable[nn.Module], precision: Precision) -> None:
         known = any(isinstance(h, _CastInputs) for h in module._forward_pre_hooks.values())
         if own is None or not precision.keeps(module) or known:
             continue
-        cast = _CastKept(own) if precision.full_in_eval else _CastInputs(own)
-        module.register_forward_pre_hook(cast, with_kwargs=True)
-        back = _CastBack(cast) if isinstance(cast, _CastKept) else _CastOutputs(precision.compute)
-        module.register_forward_hook(back)
+        module.register_forward_pre_hook(_CastInputs(own), with_kwargs=True)
+        module.register_forward_hook(_CastOutputs(precision.compute))
 
 
-def cast_buffers(
-    module: nn.Module, precision: Precision, ignored: Collection[nn.Module]
-) -> dict[str, torch.dtype]:
-    """Replace the floating-point buffers by cast ones; return the dtypes that they had, by name.
-    State dicts keep those. ignored: modules whose buffers, and those below, are left alone."""
-    before: dict[str, torch.dtype] = {}
+def cast_buffers(module: nn.Module, precision: Precision, ignored: Collection[nn.Module]) -> None:
+    """Replace the floating-point buffers by cast ones; state dicts keep the dtypes that they had.
+    ignored: modules whose buffers, and those below, are left alone."""
     if precision.buffers is None:
-        return before
+        return
     left = {each for one in ignored for each in one.modules()}
-    for prefix, each in module.named_modules():
+    for _, each in module.named_modules():
         if precision.keeps(each) or each in left:
             continue
         own: dict[str, torch.dtype] = {}
         for name, buffer in each._buffers.items():
             if buffer is not None and buffer.is_floating_point():
-                own[name] = before[f"{prefix}.{name}" if prefix else name] = buffer.dtype
+                own[name] = buffer.dtype
                 each._buffers[name] = buffer.to(precision.buffers)
         if own:
             each.register_state_dict_post_hook(_SaveBuffers(own, precision.buffers))
-    return before
 
 
 @dataclass(eq=False)  # torch marks it
@@ -161,49 +153,12 @@ class _CastInputs:
         return _cast(args, self.dtype), _cast(kwargs, self.dtype)
 
 
-class _CastInTraining(_CastInputs):
-    """The same, except in eval mode."""
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return super().__call__(module, args, kwargs) if module.training else (args, kwargs)
-
-
-@dataclass(frozen=True)
-class _CastKept(_CastInputs):
-    """The same, and remembers what came: the module around it may compute in either dtype."""
-
-    came: list[torch.dtype] = field(default_factory=list, compare=False)
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        found: list[torch.dtype] = []
-
-        def note(tensor: Tensor) -> Tensor:
-            found.extend([tensor.dtype] if tensor.is_floating_point() else [])
-            return tensor
-
-        map_tensors(note, (args, kwargs))
-        self.came[:] = [*found, self.dtype][:1]
-        return super().__call__(module, args, kwargs)
-
-
 @dataclass(frozen=True)
 class _CastOutputs:
     dtype: torch.dtype
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         return _cast(output, self.dtype)
-
-
-@dataclass(frozen=True)
-class _CastBack:
-    kept: _CastKept
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return _cast(output, self.kept.came[0])
-
-
-def _cast_of(precision: Precision, dtype: torch.dtype) -> _CastInputs:
-    return _CastInTraining(dtype) if precision.full_in_eval else _CastInputs(dtype)
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

@@ -10,7 +10,6 @@
 #include "engine/forward_writes.h"
 #include "engine/history.h"
 #include "engine/join.h"
-#include "engine/pass_dtype.h"
 #include "engine/recording.h"
 #include "engine/sample.h"
 #include "engine/spoiled.h"
@@ -135,7 +134,6 @@ static zs_status open_backward(zs_engine *engine)
 {
     engine->home.ranks.all->heard = false;
     zs_writing_over(engine);
-    zs_pass_dtype_open_backward(&engine->home);
     zs_engine_note_frozen(engine);
     for (size_t i = 0; i < zs_engine_n_units(engine); i++)
         zs_in_backward_open(zs_engine_unit(engine, i));

@@ -5,7 +5,7 @@
 #include "engine/acts.h"
 #include "engine/engine_inside.h"
 #include "engine/history.h"
-#include "engine/pass_dtype.h"
+#include "engine/pin.h"
 #include "engine/recording.h"
 #include "engine/spoiled.h"
 #include "engine/usage.h"
@@ -22,30 +22,19 @@ static zs_schedule *schedule_of(const zs_unit *unit)
 
 /* --- before the backward of a unit's forward ------------------------------------------------------------------------------- */
 
-static zs_status before_backward(zs_unit *unit, bool exact, int64_t stamp)
+static zs_status before_backward_hook(void *pointer, int64_t stamp)
 {
-    if (zs_grad_mode()) ZS_TRY(zs_recording_backward(unit, exact, stamp));
+    zs_unit *unit = pointer;
+    if (zs_grad_mode()) ZS_TRY(zs_recording_backward(unit, stamp));
     ZS_TRY(zs_home_follow(unit->home));
     ZS_TRY(zs_schedule_begin_backward(schedule_of(unit)));
-    if (!unit->record.early.over) ZS_TRY(zs_pass_dtype_backward(unit, exact));
+    if (!unit->record.early.over) ZS_TRY(zs_pin_check(unit));
     return zs_schedule_backward(schedule_of(unit), &unit->record, stamp);
 }
 
-static zs_status before_backward_hook(void *pointer, int64_t stamp)
+zs_hook zs_engine_backward_hook(zs_unit *unit, int64_t stamp)
 {
-    return before_backward(pointer, false, stamp);
-}
-
-/* Of a forward with parameters of their own dtype. */
-static zs_status before_exact_backward_hook(void *pointer, int64_t stamp)
-{
-    return before_backward(pointer, true, stamp);
-}
-
-zs_hook zs_engine_backward_hook(zs_unit *unit, bool exact, int64_t stamp)
-{
-    return (zs_hook){exact ? before_exact_backward_hook : before_backward_hook, zs_unit_retain, zs_unit_release, unit,
-                     stamp};
+    return (zs_hook){before_backward_hook, zs_unit_retain, zs_unit_release, unit, stamp};
 }
 
 /* --- a gradient is ready ----------------------------------------------------------------------------------------------------- */

@@ -77,30 +77,21 @@ static void return_grads(zs_dry_unit *it)
 
 /* --- parameters ------------------------------------------------------------------------------------------------------------- */
 
-/* Borrows a flat's full buffer. Where a copy is kept between steps that is of another dtype, an exact one comes from all ranks,
- * and is put in order. */
-static zs_status borrow_slot(zs_dry_unit *it, int f, bool exact)
+/* Borrows a flat's full buffer. */
+static zs_status borrow_slot(zs_dry_unit *it, int f)
 {
     zs_dry *dry = it->dry;
-    const zs_flat *flat = &it->unit->flats[f];
-    size_t bytes = zs_flat_full_bytes_as(flat, exact);
-    bool ordered = exact && flat->compute != flat->dtype && dry->home->ranks.replica_group != NULL;
+    size_t bytes = zs_flat_full_bytes_as(&it->unit->flats[f], false);
+    if (it->record.is.replicated) return zs_arena_take_own(dry->slots, bytes, &it->slots[f]);
     /* Where peers' shards are mapped, that mapping is the full buffer. */
-    if (!it->record.is.replicated && !dry->schedule.gathers_cost && !ordered) return ZS_OK;
-    bool own = it->record.is.replicated || ordered;
-    ZS_TRY(own ? zs_arena_take_own(dry->slots, bytes, &it->slots[f]) : zs_arena_take(dry->slots, bytes, &it->slots[f]));
-    if (!ordered || it->record.is.replicated) return ZS_OK;
-    zs_mem *area = NULL;
-    ZS_TRY(zs_arena_take_own(dry->slots, bytes, &area));
-    give(dry->slots, &area);
-    return ZS_OK;
+    return dry->schedule.gathers_cost ? zs_arena_take(dry->slots, bytes, &it->slots[f]) : ZS_OK;
 }
 
 /* Borrows what a flat's codes are in until it is bound. */
-static zs_status borrow_codes(zs_dry_unit *it, int f, bool exact)
+static zs_status borrow_codes(zs_dry_unit *it, int f)
 {
     const zs_flat *flat = &it->unit->flats[f];
-    if (exact || flat->code == ZS_WIRE_EXACT) return ZS_OK;
+    if (flat->code == ZS_WIRE_EXACT) return ZS_OK;
     size_t bytes = zs_comm_code_room(all_of(it->dry), flat->code, flat->compute, zs_flat_low_bytes(flat));
     return borrow_area(it->dry, bytes, &it->codes[f]);
 }
@@ -110,12 +101,11 @@ static zs_status gather(zs_record *record)
     zs_dry_unit *it = dry_unit_of(record);
     zs_dry *dry = it->dry;
     const zs_ranks *ranks = &dry->home->ranks;
-    bool exact = dry->evaluates && it->unit->full_in_eval;
     for (int f = 0; f < it->unit->n_flats; f++) {
-        ZS_TRY(borrow_slot(it, f, exact));
+        ZS_TRY(borrow_slot(it, f));
         if (it->slots[f] == NULL) continue;
         if (!record->is.replicated && ranks->shard_group == ranks->all) ZS_TRY(talk(dry));
-        ZS_TRY(borrow_codes(it, f, exact));
+        ZS_TRY(borrow_codes(it, f));
     }
     it->gathered = queue(dry, &dry->gathers_until, it->seconds.gather);
     return ZS_OK;

@@ -45,7 +45,6 @@ struct zs_dry {
     zs_dry_unit *units;  /* [schedule.n] in the model's order; owned */
     zs_arena *slots;     /* owned, as */
     zs_arena *areas;
-    bool evaluates;                           /* units are called in eval mode */
     double now, gathers_until, reduces_until; /* the clock; when each will have nothing under way */
 };
 

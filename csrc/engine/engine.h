@@ -79,9 +79,9 @@ void zs_engine_sync_buffers(zs_engine *engine, zs_tensor **tensors, size_t n, bo
  * data. */
 zs_status zs_engine_broadcast_buffers(zs_engine *engine);
 
-/* Before / after the forward of a unit's module. `training`: is the module in training mode? `exact`: does it compute with
- * parameters of their own dtype? post is to be called even if the forward raised; without a pre it is a no-op. */
-zs_status zs_engine_pre_forward(zs_unit *unit, bool training, bool exact);
+/* Before / after the forward of a unit's module. `training`: is the module in training mode? post is to be called even if the
+ * forward raised; without a pre it is a no-op. */
+zs_status zs_engine_pre_forward(zs_unit *unit, bool training);
 zs_status zs_engine_post_forward(zs_unit *unit);
 
 /* Does a forward of this model run on this thread? */
@@ -134,9 +134,8 @@ zs_status zs_engine_reshard(zs_unit *unit);
  * they are then (home->unshown). */
 void zs_engine_on_unshown(void (*show)(zs_engine *engine));
 
-/* The hook to put before the backward of a forward of the unit: `exact`, with parameters of their own dtype; `stamp`: its
- * zs_schedule_stamp. */
-zs_hook zs_engine_backward_hook(zs_unit *unit, bool exact, int64_t stamp);
+/* The hook to put before the backward of a forward of the unit. `stamp`: that forward's zs_schedule_stamp. */
+zs_hook zs_engine_backward_hook(zs_unit *unit, int64_t stamp);
 
 /* --- memory (reserve.c) --------------------------------------------------------------------------------------------- */
 

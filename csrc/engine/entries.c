@@ -24,7 +24,7 @@ static zs_status hook_range(const zs_entrance *entrance, const zs_graph_range *r
 {
     if (range->unit == NULL) return ZS_OK;
     int64_t stamp = zs_schedule_stamp(range->begin, range->end);
-    zs_hook hook = zs_engine_backward_hook(range->unit, range->exact, stamp);
+    zs_hook hook = zs_engine_backward_hook(range->unit, stamp);
     return zs_hook_node(entrance->node, &hook);
 }
 
@@ -42,7 +42,7 @@ static zs_status hook_all(const zs_entrance *entrance)
 {
     for (size_t i = 0; i < zs_engine_n_units(entrance->engine); i++) {
         zs_unit *unit = zs_engine_unit(entrance->engine, i);
-        zs_graph_range range = {.unit = unit, .end = INT64_MAX, .exact = unit->exact};
+        zs_graph_range range = {.unit = unit, .end = INT64_MAX};
         ZS_TRY(hook_range(entrance, &range));
     }
     return ZS_OK;

@@ -3,7 +3,6 @@
 
 #include "engine/engine_inside.h"
 #include "engine/join.h"
-#include "engine/pass_dtype.h"
 
 /* --- passes ------------------------------------------------------------------------------------------------------------------- */
 
@@ -14,14 +13,6 @@ static zs_status record_of(zs_engine *engine, uint32_t number, zs_record **out)
                        number, zs_engine_n_units(engine));
     *out = engine->home.schedule.records[number];
     return ZS_OK;
-}
-
-static zs_status gather_as_heard(zs_engine *engine, zs_record *record)
-{
-    zs_unit *unit = zs_unit_of(record);
-    bool exact = zs_join_heard(engine)->word.bits != 0;
-    if (unit->full_in_eval && exact != unit->exact) ZS_TRY(zs_pass_dtype_forward(unit, exact));
-    return zs_schedule_gather_only(&engine->home.schedule, record);
 }
 
 /* What is heard in a pass whose end is `end`; *summed: what has come of its rounds, of which the others learn as well. */
@@ -39,7 +30,7 @@ static zs_status take_part(zs_engine *engine, zs_join_act end, zs_status *summed
                            zs_join_heard(engine)->leader);
         ZS_TRY(record_of(engine, word->number, &record));
         if (word->act == ZS_JOIN_GATHER)
-            ZS_TRY(gather_as_heard(engine, record));
+            ZS_TRY(zs_schedule_gather_only(schedule, record));
         else
             ZS_ALSO(*summed, zs_schedule_post_only(schedule, record));
     }

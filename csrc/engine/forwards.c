@@ -2,7 +2,6 @@
  */
 #include "engine/engine_inside.h"
 #include "engine/history.h"
-#include "engine/pass_dtype.h"
 #include "engine/pin.h"
 #include "engine/recording.h"
 #include "reduce/in_backward.h"
@@ -153,19 +152,19 @@ zs_status zs_engine_thaw(zs_engine *engine)
     return ZS_OK;
 }
 
-static zs_status enter(zs_unit *unit, const zs_entry *entry, bool exact)
+static zs_status enter(zs_unit *unit, const zs_entry *entry)
 {
     if (backward_runs(schedule_of(unit))) {
         ZS_TRY(zs_in_backward_check(unit));
-        ZS_TRY(zs_pass_dtype_backward(unit, exact));
+        ZS_TRY(zs_pin_check(unit));
         return zs_schedule_recompute(schedule_of(unit), &unit->record, entry->now);
     }
     ZS_TRY(check_outside(unit));
-    ZS_TRY(zs_pass_dtype_forward(unit, exact));
+    ZS_TRY(zs_pin_check(unit));
     return zs_schedule_enter(schedule_of(unit), &unit->record, entry);
 }
 
-zs_status zs_engine_pre_forward(zs_unit *unit, bool training, bool exact)
+zs_status zs_engine_pre_forward(zs_unit *unit, bool training)
 {
     zs_engine *engine = zs_engine_of(unit);
     zs_entry entry = entry_now();
@@ -175,7 +174,7 @@ zs_status zs_engine_pre_forward(zs_unit *unit, bool training, bool exact)
     if (between) zs_recording_unwind(engine);
     if (entry.recording && between) ZS_TRY(zs_engine_thaw(engine));
     ZS_TRY(zs_home_follow(unit->home));
-    ZS_TRY(enter(unit, &entry, exact));
+    ZS_TRY(enter(unit, &entry));
     zs_status status = zs_recording_forward(unit);
     zs_unit_show_full(unit, zs_unit_is_full(unit));
     if (status != ZS_OK) (void)zs_schedule_leave(schedule_of(unit), &unit->record, false);
@@ -200,25 +199,22 @@ zs_status zs_engine_post_forward(zs_unit *unit)
 
 /* --- reads ---------------------------------------------------------------------------------------------------------------- */
 
-static zs_status unshard_for_read(zs_unit *unit, bool exact)
+static zs_status unshard_for_read(zs_unit *unit)
 {
     zs_schedule *schedule = schedule_of(unit);
     ZS_TRY(zs_home_follow(unit->home));
-    if (backward_runs(schedule)) {
-        ZS_TRY(zs_pass_dtype_backward(unit, exact));
-        return zs_schedule_recompute(schedule, &unit->record, zs_next_node());
-    }
-    ZS_TRY(zs_pass_dtype_forward(unit, exact));
+    ZS_TRY(zs_pin_check(unit));
+    if (backward_runs(schedule)) return zs_schedule_recompute(schedule, &unit->record, zs_next_node());
     return zs_schedule_read(schedule, &unit->record, zs_next_node());
 }
 
 zs_status zs_engine_read(zs_unit *unit, uint64_t operation)
 {
     zs_record_set_operation(&unit->record, operation);
-    const zs_graph_range *reader = zs_recording_runs(zs_engine_of(unit));
-    if (reader == NULL || (zs_unit_is_full(unit) && zs_recording_counts(unit))) return ZS_OK;
+    if (zs_recording_runs(zs_engine_of(unit)) == NULL || (zs_unit_is_full(unit) && zs_recording_counts(unit)))
+        return ZS_OK;
     zs_grad_keep_nodes(!zs_grad_mode());
-    zs_status status = unshard_for_read(unit, reader->exact);
+    zs_status status = unshard_for_read(unit);
     zs_grad_keep_nodes(false);
     ZS_TRY(status);
     zs_unit_show_full(unit, false); /* the guard is asked about the next one, too */

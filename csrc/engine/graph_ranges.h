@@ -26,7 +26,6 @@ typedef struct zs_graph_range {
     int64_t outer;        /* index of the range in which it began, negative: none */
     int64_t stamp;        /* the forward's whose backward it is; ZS_MADE_IN_FORWARD */
     bool by_hand;         /* there was no forward: its parameters were full for a script */
-    bool exact;           /* that forward computed with parameters of their own dtype */
 } zs_graph_range;
 
 /* Those of one thread, in the order of their begins. */

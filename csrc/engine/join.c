@@ -364,13 +364,9 @@ zs_status zs_join_forward_end(zs_engine *engine)
     return told ? say_act(join, ZS_JOIN_FORWARD_END, 0, 0) : ZS_OK;
 }
 
-/* Where copies are kept between steps, those of units that evaluate in full precision do not serve. */
 bool zs_join_gathers(const zs_engine *engine)
 {
-    bool exact = false;
-    for (size_t i = 0; i < zs_engine_n_units(engine); i++)
-        exact |= zs_engine_unit(engine, i)->full_in_eval;
-    return engine->home.schedule.gathers_cost || (exact && engine->home.ranks.replica_group != NULL);
+    return engine->home.schedule.gathers_cost;
 }
 
 zs_status zs_join_unit(zs_engine *engine, zs_join_act act, const zs_record *record)
@@ -380,7 +376,7 @@ zs_status zs_join_unit(zs_engine *engine, zs_join_act act, const zs_record *reco
     uint32_t i = 0;
     while (engine->home.schedule.records[i] != record)
         i++;
-    return say_act(engine->join, act, i, act == ZS_JOIN_GATHER && zs_engine_unit(engine, i)->exact);
+    return say_act(engine->join, act, i, 0);
 }
 
 zs_status zs_join_backward(zs_engine *engine)

@@ -15,7 +15,7 @@ typedef enum zs_join_act {
     ZS_JOIN_FAILED, /* it leaves by an exception, whose words are `text` */
     ZS_JOIN_FORWARD,
     ZS_JOIN_FORWARD_END,
-    ZS_JOIN_GATHER, /* of unit `number`; `bits`: in its parameters' own dtype */
+    ZS_JOIN_GATHER, /* of unit `number` */
     ZS_JOIN_BACKWARD,
     ZS_JOIN_POST, /* of unit `number` */
     ZS_JOIN_BACKWARD_END,

@@ -27,7 +27,7 @@ zs_status zs_engine_summon(zs_unit *unit, bool exact)
 {
     ZS_TRY(choose_dtype(unit, exact));
     zs_status status = zs_schedule_unshard(&unit->home->schedule, &unit->record);
-    if (status != ZS_OK) zs_unit_set_exact(unit, unit->pass_exact);
+    if (status != ZS_OK) zs_unit_set_exact(unit, false);
     return status;
 }
 
@@ -46,4 +46,15 @@ zs_status zs_pin(zs_unit *unit, bool exact)
     if (status != ZS_OK) (void)zs_engine_dismiss(unit);
     unit->home->calls->note_peak(unit->home);
     return status;
+}
+
+zs_status zs_pin_check(const zs_unit *unit)
+{
+    if (!unit->record.pinned || !unit->exact || !zs_unit_is_mixed(unit)) return ZS_OK;
+    return ZS_FAIL(
+        ZS_ERR_STATE,
+        "unit '%s' was called within summon_full_params(), where its parameters are exact, in their original "
+        "dtype, not rounded by param_dtype or wire; call the model, and backward, outside "
+        "summon_full_params()",
+        zs_unit_label(unit->name));
 }

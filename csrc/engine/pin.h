@@ -14,4 +14,7 @@
  * unsharded as its forward computes with it. */
 zs_status zs_pin(zs_unit *unit, bool exact);
 
+/* Before the unit's forward or backward: ZS_ERR_STATE if it is pinned with other numbers than it computes with. */
+zs_status zs_pin_check(const zs_unit *unit);
+
 #endif

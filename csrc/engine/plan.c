@@ -111,7 +111,6 @@ static zs_status train_and_evaluate(planner *p, double *seconds)
     for (int step = 0; step < 4; step++) {
         bool training = step != 2;
         double begin = p->dry.now;
-        p->dry.evaluates = !training;
         ZS_TRY(go_forward(p, training));
         if (training) ZS_TRY(go_backward(p));
         *seconds = p->dry.now - begin;

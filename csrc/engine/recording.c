@@ -14,7 +14,7 @@ static zs_status begin(zs_engine *engine, int64_t now, const zs_graph_range *ran
 
 zs_status zs_recording_forward(zs_unit *unit)
 {
-    zs_graph_range range = {.unit = unit, .stamp = ZS_MADE_IN_FORWARD, .exact = unit->exact};
+    zs_graph_range range = {.unit = unit, .stamp = ZS_MADE_IN_FORWARD};
     return begin(zs_engine_of(unit), zs_next_node(), &range);
 }
 
@@ -44,14 +44,14 @@ static bool made_by_reader(zs_engine *engine, int64_t number)
 zs_status zs_recording_read(zs_unit *unit)
 {
     zs_engine *engine = zs_engine_of(unit);
-    zs_graph_range range = {.unit = unit, .stamp = ZS_MADE_IN_FORWARD, .exact = unit->exact};
+    zs_graph_range range = {.unit = unit, .stamp = ZS_MADE_IN_FORWARD};
     int64_t now = zs_next_node();
     return begin(engine, !zs_grad_mode() && made_by_reader(engine, now - 1) ? now - 1 : now, &range);
 }
 
 zs_status zs_recording_by_hand(zs_unit *unit)
 {
-    zs_graph_range range = {.unit = unit, .stamp = ZS_MADE_IN_FORWARD, .by_hand = true, .exact = unit->exact};
+    zs_graph_range range = {.unit = unit, .stamp = ZS_MADE_IN_FORWARD, .by_hand = true};
     return begin(zs_engine_of(unit), zs_next_node(), &range);
 }
 
@@ -60,10 +60,10 @@ void zs_recording_read_end(zs_unit *unit)
     zs_graph_ranges_close_one(&zs_engine_of(unit)->ranges, zs_node_thread(), zs_next_node(), unit);
 }
 
-zs_status zs_recording_backward(zs_unit *unit, bool exact, int64_t stamp)
+zs_status zs_recording_backward(zs_unit *unit, int64_t stamp)
 {
     zs_engine *engine = zs_engine_of(unit);
-    zs_graph_range range = {.unit = unit, .stamp = stamp, .exact = exact};
+    zs_graph_range range = {.unit = unit, .stamp = stamp};
     zs_graph_ranges_close_backwards(&engine->ranges, zs_node_thread(), zs_next_node(), stamp);
     return begin(engine, zs_next_node(), &range);
 }

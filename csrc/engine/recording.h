@@ -24,8 +24,8 @@ zs_status zs_recording_by_hand(zs_unit *unit);
 void zs_recording_read_end(zs_unit *unit);
 
 /* The backward of a forward of the unit begins on this thread, and autograd records it: another backward may come, which needs
- * the unit for what is made from now on. `exact` and `stamp` are those of its hook. / A backward of the engine's units is over. */
-zs_status zs_recording_backward(zs_unit *unit, bool exact, int64_t stamp);
+ * the unit for what is made from now on. `stamp` is that of its hook. / A backward of the engine's units is over. */
+zs_status zs_recording_backward(zs_unit *unit, int64_t stamp);
 void zs_recording_backward_end(zs_engine *engine);
 
 /* Forwards of this engine that an exception has left on this thread end. */

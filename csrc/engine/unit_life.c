@@ -123,10 +123,6 @@ static zs_precision precision_of(bool replicated, const zs_unit_spec *spec, int6
     if (!is_lowered(spec, i, info)) return own;
     if (spec->precision.compute != ZS_BYTES) own.compute = own.wire = spec->precision.compute;
     if (spec->precision.wire != ZS_BYTES) own.wire = spec->precision.wire;
-    /* A backward in eval mode has gradients of the parameters' own dtype, which nothing may round. For others it is the same:
-     * they are exact in the wider dtype, and summed in it anyway. */
-    if (spec->full_in_eval && own.wire == own.compute && zs_dtype_size(own.wire) < info->itemsize)
-        own.wire = info->dtype;
     /* What is shared of a sum is the sum itself, not what it would be after another rounding. */
     if (replicated) own.wire = info->dtype;
     return own;
@@ -239,7 +235,6 @@ zs_status zs_unit_new(zs_home *home, const zs_unit_spec *spec, zs_unit **out)
     zs_refs_init(&unit->refs);
     unit->home = &zs_engine_retain((zs_engine *)home)->home;
     unit->strategy = spec->strategy;
-    unit->full_in_eval = spec->full_in_eval;
     unit->code = home->grads_code;
     zs_traits is = {.replicated = spec->strategy == ZS_NO_SHARD || home->n_parts == 1, .empty = spec->n_params == 0};
     is.stays = spec->strategy == ZS_SHARD_GRAD_OP;

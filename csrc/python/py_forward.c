@@ -39,16 +39,6 @@ static bool is_training(PyObject *module)
     return result;
 }
 
-/* Are passes of the unit to find its parameters in their own dtype now? */
-static bool is_exact(const unit_object *self)
-{
-    PyObject *module = self->module != NULL ? PyObject_CallNoArgs(self->module) : NULL;
-    if (module == NULL) PyErr_Clear();
-    bool exact = module != NULL && module != Py_None && !is_training(module);
-    Py_XDECREF(module);
-    return exact;
-}
-
 /* A module that calls itself has one range, which ends with the call within. */
 static void begin_range(unit_object *self)
 {
@@ -69,8 +59,7 @@ PyObject *zs_py_pre_forward(unit_object *self, PyObject *const *args, Py_ssize_t
     if (begins && zs_py_keep_aliases(zs_engine_of(self->unit)) < 0) return NULL;
     if (begins && zs_py_list_buffers(self) < 0) return NULL;
     zs_status status;
-    bool exact = is_exact(self);
-    ZS_PY_NOGIL(status, zs_engine_pre_forward(self->unit, training, exact));
+    ZS_PY_NOGIL(status, zs_engine_pre_forward(self->unit, training));
     zs_py_show(zs_engine_of(self->unit));
     if (status == ZS_OK && check_places(self) < 0) return NULL;
     if (status != ZS_OK) return zs_py_raise(NULL);

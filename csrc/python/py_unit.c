@@ -148,18 +148,17 @@ static int take_places(unit_object *self, PyObject *list)
 
 static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *keywords[] = {"engine",  "name", "strategy", "names",        "tensors", "places",
-                               "compute", "wire", "keep",     "full_in_eval", "dry_run", NULL};
-    PyObject *engine_obj, *names, *tensors, *places, *compute = NULL, *wire = NULL, *keep = NULL, *module = Py_None;
+    static char *keywords[] = {"engine",  "name", "strategy", "names",   "tensors", "places",
+                               "compute", "wire", "keep",     "dry_run", NULL};
+    PyObject *engine_obj, *names, *tensors, *places, *compute = NULL, *wire = NULL, *keep = NULL;
     const char *strategy;
     int dry_run = 0;
     zs_unit_spec spec = {0};
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OssO!O!O!|OOO!Op:Unit", keywords, &engine_obj, &spec.name,
-                                     &strategy, &PyList_Type, &names, &PyList_Type, &tensors, &PyList_Type, &places,
-                                     &compute, &wire, &PySet_Type, &keep, &module, &dry_run))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OssO!O!O!|OOO!p:Unit", keywords, &engine_obj, &spec.name, &strategy,
+                                     &PyList_Type, &names, &PyList_Type, &tensors, &PyList_Type, &places, &compute,
+                                     &wire, &PySet_Type, &keep, &dry_run))
         return NULL;
     spec.dry_run = dry_run != 0;
-    spec.full_in_eval = module != Py_None;
     if (parse_dtype(compute, &spec.precision.compute) < 0 || parse_dtype(wire, &spec.precision.wire) < 0) return NULL;
     zs_engine *engine = zs_py_engine(engine_obj);
     if (engine == NULL || zs_py_parse_strategy(strategy, &spec.strategy) < 0) return NULL;
@@ -179,8 +178,7 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     self->unit = unit;
-    if (module != Py_None) self->module = PyWeakref_NewRef(module, NULL);
-    if (PyErr_Occurred() || take_places(self, places) < 0) Py_CLEAR(self);
+    if (take_places(self, places) < 0) Py_CLEAR(self);
     return (PyObject *)self;
 }
 
@@ -241,7 +239,6 @@ static void unit_dealloc(unit_object *self)
     zs_profile_end(self->forward);
     zs_unit_release(self->unit);
     (void)unit_clear(self);
-    Py_XDECREF(self->module);
     Py_XDECREF(self->buffers);
     type->tp_free(self);
     Py_DECREF(type);
@@ -417,11 +414,9 @@ static PyMethodDef unit_methods[] = {
 
 static PyType_Slot unit_slots[] = {
     {Py_tp_doc,
-     "Unit(engine, name, strategy, names, tensors, places, compute=None, wire=None, keep=set(), full_in_eval=None, "
-     "dry_run=False)\n--\n\nParameters that "
-     "are all-gathered and reduced together. compute: the dtype of forward and backward, such as 'bfloat16'; wire: the "
-     "dtype that gradients are reduced in; keep: indices of parameters that keep their dtype; full_in_eval: the module "
-     "in whose eval mode parameters are computed with in their own dtype."},
+     "Unit(engine, name, strategy, names, tensors, places, compute=None, wire=None, keep=set(), dry_run=False)\n--\n\n"
+     "Parameters that are all-gathered and reduced together. compute: the dtype of forward and backward, such as "
+     "'bfloat16'; wire: the dtype that gradients are reduced in; keep: indices of parameters that keep their dtype."},
     {Py_tp_new, unit_new},
     {Py_tp_dealloc, unit_dealloc},
     {Py_tp_traverse, unit_traverse},

@@ -16,7 +16,6 @@ typedef struct param_place {
 typedef struct unit_object {
     PyObject_HEAD
     zs_unit *unit;       /* counted reference */
-    PyObject *module;    /* (full_in_eval) whose mode counts: a weak reference, owned; NULL: nobody asks */
     param_place *places; /* [n_places] owned */
     Py_ssize_t n_places;
     PyObject *buffers; /* called as a pass begins, to tell the engine which buffers it broadcasts; NULL: none; owned */

@@ -70,7 +70,7 @@ typedef struct zs_flat {
     zs_dtype dtype;                 /* of the parameters at rest, their gradients and the optimizer's state */
     zs_dtype compute;               /* of the full buffer, in forward and backward */
     zs_dtype wire;                  /* in which gradients travel */
-    zs_wire code;                   /* how parameters cross hosts, but for `exact` passes */
+    zs_wire code;                   /* how parameters cross hosts, unless they are gathered `exact` */
     size_t compute_size, wire_size; /* bytes per element */
     bool trainable;
     bool thawed; /* it is since the unit was made, when all its parameters were frozen */
@@ -120,10 +120,7 @@ struct zs_unit {
     char *name;            /* owned */
     char *sharded_message; /* what touching a sharded full buffer raises; owned */
     zs_strategy strategy;
-    bool exact; /* the full buffer, or the next one, has the parameters as they are: by hand, or for an `exact` pass */
-    bool full_in_eval;       /* passes are exact while its module is in eval mode; see pass_dtype.h */
-    bool pass_exact;         /* its last pass was: the guess for gathers that go ahead of the next */
-    bool used_in_backward;   /* this backward has computed with it, exact or not */
+    bool exact; /* the full buffer, or the next one, has the parameters as they are: they are read by hand */
     bool written_in_forward; /* a script has written to its shards since this forward gathered it last */
     zs_unit_offload offloads;
     int part;         /* which slice of each flat buffer this rank holds, or if replicated, sums */
@@ -247,7 +244,6 @@ typedef struct zs_unit_spec {
     zs_tensor *const *tensors; /* [n_params] strong handles; borrowed */
     zs_precision precision;    /* of its floating-point parameters */
     const bool *keep;          /* [n_params] those that keep their own dtype all the same; NULL: none */
-    bool full_in_eval;         /* see zs_unit */
     /* Only the sizes of such a unit: it gets no memory, and the parameters (which may be on the meta device) stay as they
      * are. */
     bool dry_run;

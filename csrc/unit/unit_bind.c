@@ -303,7 +303,7 @@ zs_status zs_unit_reshard(zs_unit *unit)
     zs_unit_show_full(unit, false);
     for (int f = 0; f < unit->n_flats; f++)
         clear_full_storage(unit, &unit->flats[f]);
-    unit->exact = unit->pass_exact;
+    unit->exact = false;
     return status;
 }
 

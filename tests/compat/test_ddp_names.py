@@ -1,6 +1,6 @@
 """DistributedDataParallel by name: its arguments, attributes and methods, and its numbers.
 
-join() is in tests/model/test_join.py; docs/names.md lists each name with its test.
+join() is in tests/model/test_join.py.
 """
 
 from __future__ import annotations

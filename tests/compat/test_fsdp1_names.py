@@ -1,13 +1,13 @@
 """FSDP1's functions and attributes by name: state dict types, optimizer state, questions about units.
 
-Arguments of FSDP() are in tests/wrap/test_api.py, scripts in test_fsdp1_scripts.py; docs/names.md lists
-each name with its test.
+Arguments of FSDP() are in tests/wrap/test_api.py, scripts in test_fsdp1_scripts.py.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +20,8 @@ from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import zshard
-from zshard import FSDP
+from zshard import FSDP, DistributedDataParallel, fully_shard
+from zshard._compat.attributes import NOT_HERE
 
 FULL, SHARDED = zshard.StateDictType.FULL_STATE_DICT, zshard.StateDictType.SHARDED_STATE_DICT
 
@@ -103,112 +104,43 @@ def test_the_type_that_is_set_is_that_of_the_dicts(pool2, transport):
     assert pool2.run(types_on_ranks, transport) == [[], []]
 
 
-# --- optimizer state ----------------------------------------------------------------------------------
+# --- names that are not here ----------------------------------------------------------------------------
+
+OLDER = [
+    name
+    for name in dir(torchs.FullyShardedDataParallel)
+    if name.endswith("optim_state_dict") and name[0] != "_"
+]
+OLDER.remove("optim_state_dict")
 
 
-def stepped(model, kind=torch.optim.AdamW, **options):
-    optimizer = kind(model.parameters(), lr=0.1, **options)
-    loss_of(model(floats(0))).backward()
-    optimizer.step()
-    return optimizer
+def test_other_names_of_torchs_point_to_the_page_that_has_them():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "migration.md").read_text()
+    for model in (FSDP(make(Mlp)), DistributedDataParallel(make(Mlp)), fully_shard(make(Mlp))):
+        for name in NOT_HERE:
+            assert not hasattr(model, name) and f"`{name}`" in page
+            text = message_of(lambda model=model, name=name: getattr(model, name), AttributeError)
+            assert repr(name) in text and "docs/migration.md" in text
 
 
-def older_functions(transport):
-    """The ways of FSDP1's docstrings, from a plain model to a sharded one and back."""
-    rank = dist.get_rank()
-    plain = make(Stack)
-    expected = stepped(plain).state_dict()
-    model = FSDP(make(Stack), transport=transport)
-    optimizer = stepped(model)
-    full = FSDP.full_optim_state_dict(model, optimizer, optim_input=model.parameters())
-    assert bool(full) == (rank == 0)
-
-    scattered = torch.optim.AdamW(model.parameters())
-    given = full if rank == 0 else None
-    scattered.load_state_dict(
-        FSDP.scatter_full_optim_state_dict(given, model, optim=scattered, group=dist.group.WORLD)
-    )
-    found = differences(scattered.state_dict()["state"], optimizer.state_dict()["state"])
-
-    everywhere = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
-    for options in ({}, {"optim_input": list(model.parameters())}, {"optim": scattered}):
-        again = torch.optim.AdamW(model.parameters())
-        again.load_state_dict(FSDP.shard_full_optim_state_dict(everywhere, model, **options))
-        found += differences(again.state_dict()["state"], optimizer.state_dict()["state"])
-
-    by_number = FSDP.rekey_optim_state_dict(everywhere, zshard.OptimStateKeyType.PARAM_ID, plain)
-    alone = torch.optim.AdamW(plain.parameters())
-    alone.load_state_dict(by_number)
-    found += differences(alone.state_dict()["state"], expected["state"])
-    assert alone.param_groups[0]["lr"] == 0.1
-
-    named = FSDP.rekey_optim_state_dict(expected, torchs.OptimStateKeyType.PARAM_NAME, plain)
-    found += differences(named["state"], everywhere["state"])
-    assert named["param_groups"][0]["params"] == everywhere["param_groups"][0]["params"]
-    assert FSDP.rekey_optim_state_dict(named, "PARAM_NAME", plain) == named
-    return found
+@pytest.mark.parametrize("name", OLDER)
+def test_older_functions_are_not_on_the_class(name):
+    assert name in NOT_HERE and not hasattr(FSDP, name)
+    assert "docs/migration.md" in message_of(lambda: getattr(FSDP, name), AttributeError)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_older_functions_for_optimizer_state(pool2, transport):
-    assert pool2.run(older_functions, transport) == [[], []]
-
-
-def torchs_older_functions(transport):
-    """State that torch's FSDP1 saved, and what its functions make of the same dicts."""
-    theirs = torchs.FullyShardedDataParallel
-    key = torchs.OptimStateKeyType
-    plain = make(Stack)
-    stepped(plain)
-    other = theirs(make(Stack), device_id=torch.device("cpu"), use_orig_params=True)
-    full = theirs.full_optim_state_dict(other, stepped(other), rank0_only=False)
-    found = []
-    for each in (theirs.rekey_optim_state_dict(full, key.PARAM_ID, plain), full):
-        for kind in (key.PARAM_ID, key.PARAM_NAME):
-            expected = theirs.rekey_optim_state_dict(each, kind, plain)
-            ours = FSDP.rekey_optim_state_dict(each, kind, plain)
-            found += differences(ours["state"], expected["state"])
-            assert [sorted(group["params"]) for group in ours["param_groups"]] == [
-                sorted(group["params"]) for group in expected["param_groups"]
-            ]
-    model = FSDP(make(Stack), transport=transport)
-    optimizer = torch.optim.AdamW(model.parameters())
-    optimizer.load_state_dict(FSDP.shard_full_optim_state_dict(full, model, optim=optimizer))
-    found += differences(FSDP.optim_state_dict(model, optimizer)["state"], full["state"])
-    missing = message_of(lambda: FSDP.scatter_full_optim_state_dict(None, model), ValueError)
-    assert (
-        "'state' or 'param_groups'" in missing
-    )  # on all ranks, although only rank 0 should have it
-    only = full if dist.get_rank() == 1 else {}
-    assert "lacks" in message_of(lambda: FSDP.shard_full_optim_state_dict(only, model), ValueError)
-    return found
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_older_functions_agree_with_torchs(pool2, transport):
-    assert pool2.run(torchs_older_functions, transport) == [[], []]
-
-
-def test_mistakes_about_optimizer_state_are_named():
-    model = FSDP(make(Stack))
-    optimizer = stepped(model, torch.optim.SGD, momentum=0.9)
-    state = FSDP.full_optim_state_dict(model, optimizer)
-    params = list(model.parameters())
-    for action, kind, words in (
-        (lambda: FSDP.shard_full_optim_state_dict(state, model, params, optimizer), ValueError, "not both"),
-        (lambda: FSDP.rekey_optim_state_dict(state, "PARAM", model), ValueError, "PARAM_NAME"),
-        (lambda: FSDP.rekey_optim_state_dict(state, "PARAM_ID", make(Mlp)), ValueError, "no parameter"),
-        (lambda: FSDP.full_optim_state_dict(model, optimizer, params[1:]), ValueError, "omit optim_input"),
-        (lambda: FSDP.shard_full_optim_state_dict(optimizer.state_dict(), model), ValueError, "numbered"),
-        (lambda: FSDP.sharded_optim_state_dict(model, optimizer), NotImplementedError, "zshard.save"),
-        (lambda: FSDP.flatten_sharded_optim_state_dict({}, model, optimizer), NotImplementedError, "zshard.load"),
-    ):  # fmt: skip
-        assert words in message_of(action, kind)
-    mixed = {"state": {0: {}, "a": {}}, "param_groups": [{"params": [0, "a"]}]}
-    text = message_of(lambda: FSDP.rekey_optim_state_dict(mixed, "PARAM_ID", model), ValueError)
-    assert "all be numbered or all be named" in text
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mixed_precision": torchs.MixedPrecision(torch.bfloat16)},
+        {"mixed_precision": torchs.MixedPrecision(reduce_dtype=torch.bfloat16)},
+    ],
+)
+def test_full_precision_in_eval_mode_is_refused(monkeypatch, options):
+    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+    text = message_of(lambda: FSDP(make(Mlp), **options), NotImplementedError)
+    assert "unset it" in text and "model.state_dict()" in text
+    FSDP(make(Mlp))  # nothing is rounded: the variable has no effect
 
 
 # --- attributes -----------------------------------------------------------------------------------------

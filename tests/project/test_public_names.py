@@ -22,12 +22,11 @@ PUBLIC = {
     *("register_forward_method", "rng_state", "save", "set_rng_state", "shard_info"),
     *("ShardError", "ShardParameter", "ShardTensor", "full_tensor", "named_norms", "to_local"),
     *("num_parameters", "uninitialized", "whole_named_parameters", "wrap"),
-    # torch's, see docs/names.md
+    # torch's, see docs/migration.md
     *("BackwardPrefetch", "CPUOffload", "DataParallelMeshDims", "DistributedDataParallel"),
     *("FSDPModule", "FlatParameter", "FullOptimStateDictConfig", "FullStateDictConfig"),
     *("LocalOptimStateDictConfig", "LocalStateDictConfig", "OptimStateDictConfig"),
     *(
-        "OptimStateKeyType",
         "ShardedGradScaler",
         "ShardedOptimStateDictConfig",
         "ShardedStateDictConfig",

@@ -35,7 +35,7 @@ ORDER = [
     ),
     *("_guard", "_wrap", "wrap", "_optim", "optim", "grad_scaler", "_state_dict"),
     *("_memory", "_model"),
-    *("_compat.fsdp2_tuning", "_compat.fsdp2", "_compat.fsdp1", "_compat.state_dict_types"),
+    *("_compat.fsdp2", "_compat.fsdp1", "_compat.state_dict_types"),
     "_compat.sharded_grad_scaler",
     *("_compat.fsdp1_methods", "_compat.ddp", "_compat.attributes", "_compat.argument_types"),
     *("_predict_memory", "_patches", "api"),

@@ -294,22 +294,6 @@ def test_rank_that_evaluates_alone_computes_with_the_same(pool4, wire):
     assert pool4.run(evaluated, wire) == [[]] * 4
 
 
-def in_eval_mode(variable):
-    with hosts_of(2, 2) as group, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", variable)
-        model = FSDP(Seen(), process_group=group, auto_wrap_policy=None, timeout=60, wire=ROUNDED)
-        for training in (True, False, True):
-            model.train(training)
-            model(torch.ones(NUMEL)).backward()
-        exact = weights()
-        return [torch.equal(each, exact) for each in model.seen]
-
-
-@pytest.mark.parametrize("variable", ["0", "1"])
-def test_full_precision_in_eval_mode(pool4, variable):
-    assert pool4.run(in_eval_mode, variable) == [[False, variable == "1", False]] * 4
-
-
 def differing(first, second):
     with hosts_of(2, 2) as group:
         wire = first if dist.get_rank() == 1 else second

@@ -101,68 +101,46 @@ _OF_MODULE: dict[str, Callable[[Any], Any]] = {"_fsdp_wrapped_module": lambda mo
 
 # --- names without a meaning ----------------------------------------------------------------------
 
-_NO_FLAT = (
-    "zshard has no flat parameters that a script may touch: use model.parameters(), and "
-    "FSDP.summon_full_params(model) for full values"
+_OF_CLASS = (  # functions that scripts call as FSDP.name(...)
+    "flatten_sharded_optim_state_dict full_optim_state_dict rekey_optim_state_dict "
+    "scatter_full_optim_state_dict shard_full_optim_state_dict sharded_optim_state_dict"
 )
-_NO_HOOK = (
-    "zshard reduces gradients in its core: choose the dtype in which they travel by "
-    "MixedPrecision(reduce_dtype=...), and change gradients between backward() and "
-    "optimizer.step(), or by p.register_post_accumulate_grad_hook()"
+_FSDP1 = "_flat_param _handle params training_state register_comm_hook"
+_FSDP2 = (
+    "reset_iter_state set_all_reduce_hook set_allocate_memory_from_process_group_for_comm "
+    "set_custom_all_gather set_custom_reduce_scatter set_force_sum_reduction_for_comms "
+    "set_post_optim_event set_reduce_scatter_max_input_buffers set_reduce_scatter_unused_params "
+    "set_separate_reduce_scatter_group set_symm_mem_for_comm set_unshard_in_backward "
+    "_get_fsdp_state _set_unshard_async_op"
 )
-_NO_COLLECTIVE = (
-    "zshard runs its own collectives: choose them by FSDP(transport=...), on GPUs with a "
-    "zshard.NcclOptions"
+_DDP = (
+    "_get_ddp_logging_data _register_buffer_comm_hook _register_builtin_comm_hook "
+    "_register_fused_optim batched_grad_copy broadcast_bucket_size bucket_bytes_cap gather "
+    "join_device join_hook join_process_group logger modules_buffers named_module_buffers "
+    "parameters_to_ignore reducer require_forward_param_sync scatter "
+    "skip_all_reduce_unused_params to_kwargs use_side_stream_for_tensor_copies"
 )
-_NO_BUCKETS = (
-    "zshard reduces one unit at a time, not buckets: choose units by FSDP(auto_wrap_policy=...)"
-)
-_ONE_DEVICE = "a rank trains on one device: move inputs there with .to(), in your script"
-_OWN_JOIN = "call `with model.join(optimizer):`, which takes the place of torch's Join"
-_NO_REDUCER = "zshard has no reducer or logger: see model.summary() and model.memory()"
+NOT_HERE = frozenset(f"{_OF_CLASS} {_FSDP1} {_FSDP2} {_DDP}".split())
+"""Names that zshard's modules do not have; docs/migration.md says what to use."""
 
-REFUSED: dict[str, str] = {
-    # FSDP1
-    "_flat_param": _NO_FLAT,
-    "_handle": _NO_FLAT,
-    "params": _NO_FLAT,
-    "training_state": "a unit has no state that a script may read between calls",
-    "register_comm_hook": _NO_HOOK,
-    # FSDP2
-    "set_all_reduce_hook": _NO_HOOK,
-    "set_custom_all_gather": _NO_COLLECTIVE,
-    "set_custom_reduce_scatter": _NO_COLLECTIVE,
-    "set_symm_mem_for_comm": _NO_COLLECTIVE,
-    "_get_fsdp_state": "zshard's state is its own: see model.summary() and zshard.shard_info(p)",
-    # DDP
-    "_register_builtin_comm_hook": _NO_HOOK,
-    "_register_buffer_comm_hook": "pass FSDP(forward_sync_buffers=True)",
-    "_register_fused_optim": "call model.optimizer_in_backward(optimizer)",
-    "join_hook": _OWN_JOIN,
-    "join_device": _OWN_JOIN,
-    "join_process_group": _OWN_JOIN,
-    "gather": _ONE_DEVICE,
-    "scatter": _ONE_DEVICE,
-    "to_kwargs": _ONE_DEVICE,
-    "use_side_stream_for_tensor_copies": _ONE_DEVICE,
-    "reducer": _NO_REDUCER,
-    "logger": _NO_REDUCER,
-    "_get_ddp_logging_data": _NO_REDUCER,
-    "parameters_to_ignore": "pass ignored_modules or ignored_states to FSDP()",
-    "modules_buffers": "use model.buffers()",
-    "named_module_buffers": "use model.named_buffers()",
-    "require_forward_param_sync": "buffers are broadcast by FSDP(forward_sync_buffers=True)",
-    "skip_all_reduce_unused_params": "a unit that no rank has used is never reduced",
-    "batched_grad_copy": _NO_BUCKETS,
-    "broadcast_bucket_size": _NO_BUCKETS,
-    "bucket_bytes_cap": _NO_BUCKETS,
-    "bucket_bytes_cap_list": _NO_BUCKETS,
-    "bucket_bytes_cap_default": _NO_BUCKETS,
-}
-"""What to do instead, for names that zshard's modules do not have."""
+_NAMES = frozenset({*_OF_STATE, *_OF_MODULE, *NOT_HERE})
 
-AVAILABLE = frozenset({*_OF_STATE, *_OF_MODULE})
-_NAMES = AVAILABLE | REFUSED.keys()
+
+def _not_here(name: str) -> AttributeError:
+    return AttributeError(
+        f"{name!r} of torch's FSDP and DDP is not available on modules sharded by zshard: see "
+        "docs/migration.md for what to use instead"
+    )
+
+
+class _NotHere:
+    """A function of FSDP1's class that zshard's lacks."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, module: Any, owner: type) -> Any:
+        raise _not_here(self.name)
 
 
 class TorchAttributes(nn.Module):
@@ -180,7 +158,8 @@ class TorchAttributes(nn.Module):
             return _OF_STATE[name](state_of(self))
         if name in _OF_MODULE:
             return _OF_MODULE[name](self)
-        raise AttributeError(
-            f"{name!r} of torch's wrappers is not available on modules sharded by zshard: "
-            f"{REFUSED[name]}"
-        )
+        raise _not_here(name)
+
+
+for _name in _OF_CLASS.split():
+    setattr(TorchAttributes, _name, _NotHere(_name))

@@ -20,8 +20,6 @@ class MixedPrecision:
     """FSDP1's mixed precision: FSDP(model, mixed_precision=MixedPrecision(torch.bfloat16)).
 
     Parameters, `.grad` and optimizer state keep the model's dtype. All dtypes are floating-point.
-    With the environment variable FSDP_USE_FULL_PREC_IN_EVAL=1, modules in eval mode compute in the
-    model's dtype, too.
 
     Args:
         param_dtype: dtype of parameters in forward and backward. None: the model's.
@@ -111,13 +109,6 @@ class StateDictType(TorchEnum):
     FULL_STATE_DICT = enum.auto()
     LOCAL_STATE_DICT = enum.auto()
     SHARDED_STATE_DICT = enum.auto()
-
-
-class OptimStateKeyType(TorchEnum):
-    """FSDP1's enum for FSDP.rekey_optim_state_dict(): parameters by name or by number."""
-
-    PARAM_NAME = enum.auto()
-    PARAM_ID = enum.auto()
 
 
 # --- FSDP1's configs ------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import contextlib
 import enum
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
@@ -49,10 +48,11 @@ class Fsdp1Arguments(NamedTuple):
         strategy, offload, wire: FSDP()'s arguments of these names, which are zshard's own.
         """
         gpu = device != CPU  # where a gather that has not gone ahead holds the GPU up
-        crossing = check_wire(wire, device)
+        crossing, precision = check_wire(wire, device), precision_of(self.mixed_precision)
+        _check_environment(precision, crossing)
         return Options(
             _either_strategy(self.sharding_strategy, strategy),
-            _precision_with(crossing, precision_of(self.mixed_precision)),
+            precision,
             prefetch_of(
                 self.backward_prefetch, self.forward_prefetch or gpu, self.limit_all_gathers
             ),
@@ -70,20 +70,14 @@ def check_use_orig_params(use_orig_params: bool) -> None:
         )
 
 
-def _is_full_in_eval(given: Any) -> bool:
-    """Whether FSDP1's environment variable has a module in eval mode compute in full precision."""
-    casts = given.param_dtype is not None or given.reduce_dtype is not None
-    return casts and _wants_full_in_eval()
-
-
-def _wants_full_in_eval() -> bool:
-    return os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
-
-
-def _precision_with(wire: Wire, precision: Precision) -> Precision:
-    """What FSDP1's environment variable says of param_dtype, it says of rounded parameters too."""
-    rounds = wire.parameters is not None and _wants_full_in_eval()
-    return replace(precision, full_in_eval=True) if rounds else precision
+def _check_environment(precision: Precision, wire: Wire) -> None:
+    """Raise NotImplementedError where FSDP1's environment variable would change numbers."""
+    rounds = precision.compute or precision.wire or wire.parameters
+    if rounds is not None and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
+        raise NotImplementedError(
+            "FSDP_USE_FULL_PREC_IN_EVAL=1 is not supported: unset it; to evaluate in full "
+            "precision, load model.state_dict() into a model that is not sharded"
+        )
 
 
 def _either_strategy(sharding_strategy: Any, strategy: Any) -> ShardingStrategy:
@@ -135,7 +129,6 @@ def precision_of(given: Any) -> Precision:
         cast_inputs=casts,
         cast_root_inputs=casts or bool(getattr(given, "cast_root_forward_inputs", False)),
         keep=BATCH_NORMS if keep is None else tuple(keep),
-        full_in_eval=_is_full_in_eval(given),
     )
 
 

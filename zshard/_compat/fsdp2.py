@@ -16,7 +16,6 @@ from typing import Any
 from torch import nn
 
 from zshard import _core
-from zshard._compat.fsdp2_tuning import Fsdp2Tuning
 from zshard._units.units import is_unit, state_of, units_of
 from zshard.offload import Offload
 from zshard.precision import BATCH_NORMS, Precision, check_dtype
@@ -61,7 +60,7 @@ class UnshardHandle:
         """Return immediately: nothing is pending."""
 
 
-class Fsdp2Methods(Fsdp2Tuning):
+class Fsdp2Methods(nn.Module):
     """The methods of FSDP2's modules."""
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -78,8 +77,7 @@ class Fsdp2Methods(Fsdp2Tuning):
         Returns an UnshardHandle if `async_op`, else None. Raises RuntimeError during a backward,
         PeerError if a rank exited.
         """
-        state = state_of(self)
-        state.unit.pin(state.options.precision.full_in_eval and not self.training)
+        state_of(self).unit.pin()
         return UnshardHandle() if async_op else None
 
     def reshard(self) -> None:
@@ -102,8 +100,7 @@ class Fsdp2Methods(Fsdp2Tuning):
         Raises TypeError if `reshard_after_forward` is not a bool, ValueError if a unit's strategy
         is "no_shard".
         """
-        if not isinstance(reshard_after_forward, bool):
-            raise TypeError(f"reshard_after_forward must be a bool, got {reshard_after_forward!r}")
+        _check_bool("reshard_after_forward", reshard_after_forward)
         units = [state.unit for _, state in units_of(self)] if recurse else [state_of(self).unit]
         for unit in units:
             if unit.strategy == "no_shard":
@@ -142,6 +139,21 @@ class Fsdp2Methods(Fsdp2Tuning):
             if recurse or module is self:
                 state.unit.sync = requires_gradient_sync
 
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Accepted for scripts of FSDP2; no effect: every backward completes its reductions."""
+        _check_bool("is_last_backward", is_last_backward)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Accepted for scripts of FSDP2; no effect: every backward reduces over all ranks, and the
+        accumulated gradient is the same. To accumulate without communication, use no_sync()."""
+        _check_bool("requires_all_reduce", requires_all_reduce)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Accepted for scripts of FSDP2; no effect: every backward reshards parameters."""
+        _check_bool("reshard_after_backward", reshard_after_backward)
+
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """FSDP2's earlier name of set_gradient_divide_factor()."""
         self.set_gradient_divide_factor(factor)
@@ -166,6 +178,11 @@ class Fsdp2Methods(Fsdp2Tuning):
         See set_modules_to_forward_prefetch(); the default is FSDP1's backward_prefetch.
         """
         state_of(self).unit.prefetch(True, _prefetchable(modules))
+
+
+def _check_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {value!r}")
 
 
 def _prefetchable(modules: Iterable[nn.Module]) -> list[_core.Unit]:

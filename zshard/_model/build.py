@@ -25,7 +25,6 @@ from zshard._optim.state_registry import meet
 from zshard._ranks.agreement import on_all_ranks, told_to_all_ranks
 from zshard._ranks.transports import Comms
 from zshard._state_dict.module import attach, attach_replicated
-from zshard._units.full_in_eval import cast_at_border, set_root
 from zshard._units.shards import remember_parts
 from zshard._units.units import (
     ATTRIBUTE,
@@ -92,7 +91,6 @@ def build(
     for nested in inner:
         engine.adopt(nested)
     _make_inner(module)
-    set_root(module)
     _rename_units(module)
     units = [state.unit for _, state in units_of(module) if not is_apart(state, comms)]
     engine.set_order(units)
@@ -111,7 +109,6 @@ def _shard(
     _install(spec, state)
     outermost = root is None or spec.module is root
     casts = install_casts(spec.module, options.precision, outermost)
-    casts += cast_at_border(spec.module, unit, options.precision)
     state.hooks += known_hooks(spec.module, casts)
     install_kept({owner for ref in spec.params for owner, _ in ref.owners}, options.precision)
     if unit.is_hooked and not unit.replicated:

@@ -33,7 +33,6 @@ from zshard._ranks.nccl import NcclOptions
 from zshard._ranks.transports import Comms, check_settings, comm_for, comms_for
 from zshard._ranks.wire import check_wire_over
 from zshard._run.idle_cores import warn_of_idle_cores
-from zshard._units.full_in_eval import buffers_in_eval
 from zshard._units.units import BufferSync, Options, state_of
 from zshard._wrap.initial_values import InitialValues, check_unit, facts_of, warn_of_strides
 from zshard._wrap.late_parameters import watch
@@ -96,8 +95,7 @@ def shard_model(
         initial.give_buffers(values.ignored | modules_apart(module, comms))
     if comms.all.world > 1:
         watch(module, values.ignored)
-    cast = cast_buffers(module, options.precision, values.ignored)
-    buffers_in_eval(module, options.precision, cast)
+    cast_buffers(module, options.precision, values.ignored)
     if values.buffers_in_forward:
         sync_buffers(module, values.buffers_in_forward)
     if options.keep.measured:

@@ -105,7 +105,6 @@ class State:
         self.sync_buffers: BufferSync = False  # the root's: from rank 0, as a forward begins
         self.n_calls = 0  # forwards of the module that are running and end in any case
         self.is_alone = False  # the root's: there was no process group
-        self.root: weakref.ref[nn.Module] | None = None  # the outermost unit's module; None: itself
         self.spare: Any = None  # the root's _memory/spare.Spare; None: nothing is measured
 
     def rename(self, name: str) -> None:

@@ -40,19 +40,16 @@ def names_of(spec: UnitSpec) -> list[str]:
     return [prefix + ref.names[0] for ref in spec.params]
 
 
-def dtypes_of(
-    spec: UnitSpec, options: Options
-) -> tuple[str | None, str | None, set[int], nn.Module | None]:
-    """Return the last arguments of _core.Unit: compute dtype, reduce dtype, the indices of
-    parameters that keep their dtype, and the module in whose eval mode all do."""
+def dtypes_of(spec: UnitSpec, options: Options) -> tuple[str | None, str | None, set[int]]:
+    """Return the last arguments of _core.Unit: compute dtype, reduce dtype, and the indices of
+    parameters that keep their dtype."""
     precision = options.precision
     keep = {
         i
         for i, ref in enumerate(spec.params)
         if all(precision.keeps(owner) for owner, _ in ref.owners) or keeps_dtype(ref)
     }
-    evaluated = spec.module if precision.full_in_eval else None
-    return name_of(precision.compute), name_of(precision.wire), keep, evaluated
+    return name_of(precision.compute), name_of(precision.wire), keep
 
 
 def facts_of(
