@@ -38,8 +38,6 @@ CASES: dict[str, Any] = {
     "one step": ("WarmupLR", {"warmup_num_steps": 0}, [0, 0, 0.2, 0.2]),
     "decay": ("WarmupDecayLR", {"total_num_steps": 6, "warmup_num_steps": 2, "warmup_max_lr": 0.1}, [0, 0, 0.1, 0.1, 0.075, 0.05, 0.025, 0]),
     "cosine": ("WarmupCosineLR", {"total_num_steps": 6, "warmup_num_steps": 2, "cos_min_ratio": 0.1}, [0, 0, 0.2, 0.17364, 0.11, 0.04636, 0.02, 0.02]),
-    "range": ("LRRangeTest", {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 2}, [0.1, 0.15, 0.2, 0.25, 0.3]),
-    "stairs": ("LRRangeTest", {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 2, "lr_range_test_staircase": True}, [0.1, 0.1, 0.2, 0.2, 0.3]),
     "cycle": ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.3, "cycle_first_step_size": 2, "decay_step_size": 1, "decay_lr_rate": 1.0}, [0.1, 0.2, 0.3, 0.2, 0.1, 0.05, 0.033333]),
 }  # fmt: skip
 

@@ -24,7 +24,6 @@ from zshard._deepspeed.ds_config import Settings
 from zshard._deepspeed.engine_checkpoints import EngineCheckpoints
 from zshard._deepspeed.engine_facts import EngineFacts
 from zshard._deepspeed.engine_life import EngineLife
-from zshard._deepspeed.engine_names import missing
 from zshard._deepspeed.loss_scale import OverflowScaler
 from zshard._optim.clip import clip_grad_norm
 from zshard._units.units import state_of
@@ -272,5 +271,8 @@ class DeepSpeedEngine(EngineFacts, EngineCheckpoints, EngineLife, nn.Module):
         except AttributeError:
             model = self.__dict__.get("_modules", {}).get("module")
             if model is None or not hasattr(model, name):
-                raise AttributeError(missing(name)) from None
+                raise AttributeError(
+                    f"the engine of zshard.initialize() has no attribute '{name}', and neither has "
+                    "the model: docs/deepspeed.md lists what the engine has"
+                ) from None
         return getattr(model, name)

@@ -61,30 +61,6 @@ class Schedule:
         self.last_batch_iteration = state["last_batch_iteration"]
 
 
-class LRRangeTest(Schedule):
-    """A learning rate that grows linearly, or in stairs, from lr_range_test_min_lr: by
-    lr_range_test_step_rate times that per lr_range_test_step_size steps."""
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        lr_range_test_min_lr: float | Sequence[float] = 1e-3,
-        lr_range_test_step_size: int = 2000,
-        lr_range_test_step_rate: float = 1.0,
-        lr_range_test_staircase: bool = False,
-        last_batch_iteration: int = -1,
-    ) -> None:
-        self._first = _per_group(optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
-        self._size = _steps("lr_range_test_step_size", lr_range_test_step_size, 1)
-        self._rate, self._stairs = lr_range_test_step_rate, lr_range_test_staircase
-        super().__init__(optimizer, last_batch_iteration)
-
-    def get_lr(self) -> list[float]:
-        position = (self.last_batch_iteration + 1) / self._size
-        growth = 1 + self._rate * (math.floor(position) if self._stairs else position)
-        return [lr * growth for lr in self._first]
-
-
 class WarmupLR(Schedule):
     """A learning rate that grows from warmup_min_lr to warmup_max_lr over warmup_num_steps steps
     (0 and 1 mean 2), logarithmically or with warmup_type="linear", and then stays.
@@ -312,7 +288,7 @@ def _steps(name: str, value: Any, least: int) -> int:
 
 
 _OWN: dict[str, type[Schedule]] = {
-    each.__name__: each for each in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+    each.__name__: each for each in (OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
 
 
