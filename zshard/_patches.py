@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import _guards
+from torch._functorch import eager_transforms, vmap
 from torch.autograd.variable import Variable
 from torch.distributed import distributed_c10d
 from torch.distributed import utils as dist_utils
 from torch.nn.modules import module as nn_module
-from torch.nn.utils import clip_grad, prune
+from torch.nn.utils import clip_grad, prune, stateless
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 
@@ -31,6 +32,7 @@ from zshard._guard import (
     collectives,
     draws,
     foreign,
+    functional,
     safetensors_files,
     sizes,
     slices,
@@ -146,6 +148,18 @@ _PATCHES = (
             _TorchPlace(
                 clip_grad, "_clip_grads_with_norm_", ("parameters", "max_norm", "total_norm")
             ),
+        ),
+    ),
+    _Patch(
+        "torch.func.functional_call() fails on a sharded model, and torch.func's transforms take "
+        "shards for full parameters",
+        functional.install,
+        (
+            _TorchPlace(
+                stateless, "_reparametrize_module", ("module", "parameters_and_buffers")
+            ),
+            _TorchPlace(vmap, "_add_batch_dim", ("self", "batch_dim", "level")),
+            _TorchPlace(eager_transforms, "_wrap_tensor_for_grad", ("maybe_tensor", "level")),
         ),
     ),
     _Patch(

@@ -7,19 +7,42 @@
 #include "python/py_aliases.h"
 #include "python/py_faces.h"
 
-/* A module's parameter that was replaced by another object would train alone on each rank. */
-static int check_places(const unit_object *self)
+/* Functional calls that are open on this thread: modules have other tensors in the places of their parameters until they return. */
+static _Thread_local int lent;
+
+/* Is the parameter still one of the module's, under whatever name, as while it is parametrized? -1 with an exception. */
+static int has_param(PyObject *module, PyObject *param)
 {
+    PyObject *all = PyObject_CallMethod(module, "parameters", NULL), *each = NULL;
+    PyObject *iterator = all != NULL ? PyObject_GetIter(all) : NULL;
+    bool found = false;
+    while (iterator != NULL && !found && (each = PyIter_Next(iterator)) != NULL) {
+        found = each == param;
+        Py_DECREF(each);
+    }
+    Py_XDECREF(iterator);
+    Py_XDECREF(all);
+    return PyErr_Occurred() ? -1 : found;
+}
+
+/* A module's parameter that was replaced by another object would train alone on each rank. */
+static int check_places(const unit_object *self, PyObject *module)
+{
+    if (lent > 0) return 0;
     for (Py_ssize_t i = 0; i < self->n_places; i++) {
         const param_place *place = &self->places[i];
         PyObject *now = PyDict_GetItemWithError(place->dict, place->key);
         if (now == place->param) continue;
         if (now == NULL && PyErr_Occurred()) return -1;
+        int moved = now == NULL && module != NULL ? has_param(module, place->param) : 0;
+        if (moved < 0) return -1;
+        if (moved > 0) continue;
         const char *name = self->unit->params[place->index].name;
         PyErr_Format(PyExc_ValueError,
                      "parameter '%s' of unit '%s' was %s after FSDP(...), so its values and gradients would no longer "
                      "be synchronized across ranks: write into the parameter instead (with torch.no_grad(): "
-                     "p.copy_(...)), or change the model before FSDP(...)",
+                     "p.copy_(...)), change the model before FSDP(...), or call it with other values by "
+                     "torch.func.functional_call()",
                      name, zs_unit_label(self->unit->name), now == NULL ? "removed" : "replaced by another object");
         return -1;
     }
@@ -61,7 +84,7 @@ PyObject *zs_py_pre_forward(unit_object *self, PyObject *const *args, Py_ssize_t
     zs_status status;
     ZS_PY_NOGIL(status, zs_engine_pre_forward(self->unit, training));
     zs_py_show(zs_engine_of(self->unit));
-    if (status == ZS_OK && check_places(self) < 0) return NULL;
+    if (status == ZS_OK && check_places(self, n > 0 ? args[0] : NULL) < 0) return NULL;
     if (status != ZS_OK) return zs_py_raise(NULL);
     Py_RETURN_NONE;
 }
@@ -125,8 +148,22 @@ static PyObject *before_backward(PyObject *module, PyObject *roots)
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(lend_parameters_doc,
+             "lend_parameters($module, change, /)\n--\n\nCount the functional calls that are open on this thread, in which "
+             "modules have other tensors in the places of their parameters. change: 1 or -1.");
+
+static PyObject *lend_parameters(PyObject *module, PyObject *change)
+{
+    (void)module;
+    long by = PyLong_AsLong(change);
+    if (by == -1 && PyErr_Occurred()) return NULL;
+    lent += (int)by;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
     {"before_backward", before_backward, METH_O, before_backward_doc},
+    {"lend_parameters", lend_parameters, METH_O, lend_parameters_doc},
     {0},
 };
 

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 
 from zshard._compat.classes import MixedPrecision
-from zshard._deepspeed.auto_values import AUTO, fill
+from zshard._deepspeed.auto_values import fill
 from zshard._deepspeed.batch_sizes import BatchSizes, complete
-from zshard._deepspeed.keys import check_keys, renamed
+from zshard._deepspeed.config_values import ConfigValues, must_be
+from zshard._deepspeed.keys import check_keys, cleaned
+from zshard._deepspeed.json_with_comments import without_comments
 from zshard._deepspeed.loss_scale import LossScale
 from zshard._errors import stacklevel
 from zshard.offload import Offload
@@ -30,16 +32,6 @@ _STRATEGIES = (
     ShardingStrategy.SHARD_GRAD_OP,
     ShardingStrategy.FULL_SHARD,
 )
-_DTYPES = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
-
-
 @dataclass(frozen=True)
 class Settings:
     """What a DeepSpeed config asks for, in zshard's terms.
@@ -83,8 +75,9 @@ def read(config: Any) -> dict[str, Any]:
         raise TypeError(f"config must be a dict or the path of a JSON file, got {kind}")
     path = os.fspath(config)
     try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file, object_pairs_hook=_without_duplicates)
+        with open(path, encoding="utf-8-sig") as file:
+            text = without_comments(file.read())
+        found = json.loads(text, object_pairs_hook=_without_duplicates)
     except FileNotFoundError:
         raise FileNotFoundError(
             f"there is no DeepSpeed config '{path}': pass its path, or a dict (current directory: "
@@ -93,7 +86,7 @@ def read(config: Any) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(
             f"the DeepSpeed config '{path}' is not valid JSON: {error} (comments and trailing "
-            "commas are not allowed)"
+            "commas are allowed; put keys and texts in double quotes, and a comma between entries)"
         ) from None
     if not isinstance(found, dict):
         raise TypeError(f"the DeepSpeed config '{path}' must be a JSON object, got {found!r}")
@@ -109,7 +102,7 @@ def settings_of(config: Mapping[str, Any], args: Any, world: int, rank: int) -> 
     Raises ValueError for an unknown key or an invalid value, TypeError for a value of the wrong
     type, NotImplementedError for what zshard does not support.
     """
-    plain = renamed(config)
+    plain, comments = cleaned(config)
     ignored = check_keys(plain)
     values = ConfigValues(fill(plain, args))
     stage = values.integer("zero_optimization.stage", 0, least=0)
@@ -134,77 +127,14 @@ def settings_of(config: Mapping[str, Any], args: Any, world: int, rank: int) -> 
         computes_norm=stage > 0 and values.flag("zero_optimization.compute_grad_norm", True),
         skips_overflows=dtype is torch.bfloat16 and values.flag("bf16.check_grad_overflow", True),
     )
-    for name in ("steps_per_print", "dataloader_drop_last", "managed_gradient_accumulation"):
-        values.check_scalar(name)
-    if ignored and rank == 0:
-        warnings.warn(
-            "zshard ignores these keys of the DeepSpeed config, which change no numbers: "
-            + ", ".join(ignored),
-            stacklevel=stacklevel(),
-        )
+    for what, names in (("keys", ignored), ("comments", comments)):
+        if names and rank == 0:
+            warnings.warn(
+                f"zshard ignores these {what} of the DeepSpeed config, which change no numbers: "
+                + ", ".join(names),
+                stacklevel=stacklevel(),
+            )
     return settings
-
-
-class ConfigValues:
-    """The values of a config by their full names, with checks of their types."""
-
-    def __init__(self, config: dict[str, Any]) -> None:
-        self.config = config
-
-    def get(self, name: str) -> Any:
-        value: Any = self.config
-        for key in name.split("."):
-            value = value.get(key) if isinstance(value, Mapping) else None
-        return None if value == AUTO and isinstance(value, str) else value
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.get(name)
-        if value is not None and not isinstance(value, bool):
-            raise TypeError(_must_be(name, "true or false", value))
-        return default if value is None else value
-
-    def number(self, name: str, default: float) -> float:
-        value = self.get(name)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(_must_be(name, "a number", value))
-        if not 0 <= value < float("inf"):
-            raise ValueError(_must_be(name, "finite and at least 0", value))
-        return float(value)
-
-    def integer(self, name: str, default: int, least: int) -> int:
-        value = self.get(name)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
-            raise TypeError(_must_be(name, "an integer", value))
-        if value < least:
-            raise ValueError(_must_be(name, f"at least {least}", value))
-        return int(value)
-
-    def text(self, name: str, default: str) -> str:
-        value = self.get(name)
-        if value is not None and not isinstance(value, str):
-            raise TypeError(_must_be(name, "a string", value))
-        return default if value is None else value
-
-    def dtype(self, name: str) -> torch.dtype | None:
-        value = self.text(name, "")
-        if value and value.lower().removeprefix("torch.") not in _DTYPES:
-            raise ValueError(_must_be(name, "'fp32', 'fp16' or 'bf16'", value))
-        return _DTYPES[value.lower().removeprefix("torch.")] if value else None
-
-    def check_scalar(self, name: str) -> None:
-        """Raise TypeError if the value is of the wrong type: a number for a name of steps."""
-        if name.startswith("steps"):
-            self.integer(name, 1, least=1)
-        else:
-            self.flag(name, False)
-
-
-def _must_be(name: str, what: str, value: Any) -> str:
-    return f"'{name}' in the DeepSpeed config must be {what}, got {value!r}"
 
 
 def _sizes(values: ConfigValues, world: int) -> BatchSizes:
@@ -309,7 +239,7 @@ def _place(values: ConfigValues, name: str) -> str | None:
     if device == "cpu":
         return ""
     if device != "nvme":
-        raise ValueError(_must_be(f"{name}.device", "'none', 'cpu' or 'nvme'", device))
+        raise ValueError(must_be(f"{name}.device", "'none', 'cpu' or 'nvme'", device))
     folder = values.text(f"{name}.nvme_path", "")
     if not folder:
         raise ValueError(

@@ -5,6 +5,7 @@ The one idea: each answer is a value of the config or a count of the engine; not
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -194,7 +195,7 @@ class EngineFacts:
     def steps_per_print(self) -> int | None:
         """Return after how many steps rank 0 prints a line; None: never."""
         every = self._settings.values.get("steps_per_print")
-        return None if every is None else int(every)
+        return None if every is None or math.isinf(every) else int(every)
 
     def dataloader_drop_last(self) -> bool:
         """Return whether data loaders drop a last, smaller batch."""

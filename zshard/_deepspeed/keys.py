@@ -134,11 +134,27 @@ _OLD_NAMES = {"bfloat16": "bf16"}
 _OFF: tuple[Any, ...] = (None, False, 0, 1, {}, [], "auto", "none", "")
 
 
-def renamed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the config in which old names of sections are replaced by today's."""
+def cleaned(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return a copy of the config under today's names, without what says nothing: a key that is
+    null counts as absent, and one that begins with no letter is a comment ("_comment", "//"). The
+    full names of comments come second."""
     found = {_OLD_NAMES.get(key, key): value for key, value in config.items()}
     if isinstance(found.get("zero_optimization"), bool):  # DeepSpeed 0.1
         found["zero_optimization"] = {"stage": int(found["zero_optimization"])}
+    comments: list[str] = []
+    return _cleaned(found, "", comments), comments
+
+
+def _cleaned(section: Mapping[str, Any], path: str, comments: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in section.items():
+        name = f"{path}.{key}" if path else str(key)
+        if not str(key)[:1].isalpha():
+            comments.append(name)
+        elif (name in SECTIONS or name in FREE) and isinstance(value, Mapping):
+            found[key] = _cleaned(value, name, comments)
+        elif value is not None or path in FREE:
+            found[key] = value
     return found
 
 
@@ -166,12 +182,12 @@ def _items(section: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
     """Yield the keys of a section by their full names, with values."""
     for key, value in section.items():
         name = f"{path}.{key}" if path else str(key)
-        if name not in SECTIONS or name in FREE:
+        if name not in SECTIONS and name not in FREE:
             yield name, value
-        elif isinstance(value, Mapping):
-            yield from _items(value, name)
-        elif value is not None:
+        elif not isinstance(value, Mapping):
             raise TypeError(f"'{name}' in the DeepSpeed config must be a dict, got {value!r}")
+        elif name not in FREE:
+            yield from _items(value, name)
 
 
 def _is_off(value: Any) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from zshard import optim
+from zshard._deepspeed.config_values import check_params
 
 _TORCHS = ("Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
 _OWN_CLASS = "pass an instance or a function of the parameters as optimizer="
@@ -48,6 +49,7 @@ def optimizer_of(section: dict[str, Any], parameters: Any) -> Optimizer:
             "'gradient_clipping' at the top of the DeepSpeed config"
         )
     params.pop("max_grad_norm", None)
+    check_params("optimizer.params", kind, params)
     if isinstance(params.get("betas"), list):
         params["betas"] = tuple(params["betas"])
     try:

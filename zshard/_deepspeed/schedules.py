@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer, lr_scheduler
 
+from zshard._deepspeed.config_values import check_params
+
 _SECOND_BETA = 0.99  # that OneCycle gives Adam
 
 
@@ -307,6 +309,7 @@ def schedule_of(section: dict[str, Any], optimizer: Optimizer) -> Any:
                 f"unknown 'scheduler.type' {name!r} in the DeepSpeed config: expected {known}, or "
                 "a class of torch.optim.lr_scheduler"
             )
+    check_params("scheduler.params", kind, params)
     try:
         return kind(optimizer, **params)
     except TypeError as error:

@@ -201,6 +201,11 @@ class WholeParameter(nn.Parameter):
     def grad(self) -> None:
         _grad.__delete__(self)
 
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As torch's, but memory that the parameter has already is no write: torch's parametrize
+        sets a parameter to itself."""
+        return self if _has_memory_of(self, source) else super().set_(source, *args, **kwargs)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             memo[id(self)] = _own_copy(self)
@@ -292,6 +297,21 @@ def _type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
     return result if isinstance(result, str) else guard_like(result, args[0])
 
 
+def _set(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """`p.set_(p)`, which changes nothing; all others are refused."""
+    if len(args) > 1 and _has_memory_of(args[0], args[1]):
+        return args[0]
+    return refuse(func, args, kwargs)
+
+
+def _has_memory_of(tensor: Tensor, source: Any) -> bool:
+    """Whether `tensor.set_(source)` would change nothing."""
+    if not isinstance(source, Tensor) or source.dtype != tensor.dtype:
+        return False
+    with plain():
+        return tensor.is_set_to(source)
+
+
 def _set_grad_dtype(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
@@ -326,6 +346,7 @@ _special: dict[Any, Handler] = {
     Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
     **{getattr(Tensor, name): _new for name in NEW},
     torch.autograd.grad: _autograd_grad,
+    Tensor.set_: _set,
     getattr(getattr(Tensor, "grad_dtype", None), "__set__", None): _set_grad_dtype,
 }
 """Operations that Python knows. The modules that stand on this one have more."""

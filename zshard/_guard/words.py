@@ -84,6 +84,11 @@ def complaint(
             f"{what}A gradient scaler did so that knows no shards, such as torch's "
             "ShardedGradScaler: use zshard.GradScaler, or import ShardedGradScaler from zshard."
         )
+    if plain.startswith("torch.func."):
+        return (
+            f"{what}Use it within `with FSDP.summon_full_params(model):`, on all ranks, or pass full "
+            "tensors: model.state_dict(), zshard.full_tensor(t.detach())."
+        )
     if plain in _NORMS:
         return (
             f"{what}Norms over all ranks: model.clip_grad_norm_() returns that of the gradients, "

@@ -65,6 +65,23 @@ def attach_replicated(spec: UnitSpec) -> None:
     for owner in {owner for ref in spec.params for owner, _ in ref.owners}:
         if _note_replicated not in owner._load_state_dict_post_hooks.values():
             owner.register_load_state_dict_post_hook(_note_replicated)  # type: ignore[no-untyped-call]
+            owner.register_load_state_dict_pre_hook(_before_replicated)  # type: ignore[no-untyped-call]
+
+
+def _before_replicated(
+    module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *lists: Any
+) -> None:
+    """A hook of nn.Module's."""
+    _refuse_assignment(metadata)
+
+
+def _refuse_assignment(metadata: dict[str, Any]) -> None:
+    """Raise ValueError for load_state_dict(assign=True)."""
+    if metadata.get("assign_to_params_buffers", False):
+        raise ValueError(
+            "load_state_dict(assign=True) is not supported: it would replace the parameters that "
+            "zshard trains; omit assign to copy values into them"
+        )
 
 
 def _note_replicated(module: nn.Module, _keys: Any) -> None:
@@ -219,11 +236,7 @@ class _LoadMethod(_OwnersMethod):
         strict: bool,
         *lists: list[str],  # missing and unexpected keys, error messages
     ) -> None:
-        if local_metadata.get("assign_to_params_buffers", False):
-            raise ValueError(
-                "load_state_dict(assign=True) is not supported: it would replace sharded "
-                "parameters; omit assign to copy values into the shards"
-            )
+        _refuse_assignment(local_metadata)
         used = self.in_use()
         loads: list[NotedLoad] = []
         with writing(place.unit for place in used.values() if planned_loads.get() is None):

@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from zshard import _core
+from zshard._units.shards import part_of
 
 _members: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _installed = False
@@ -55,7 +55,7 @@ def _refuse_module(module: nn.Module, name: str, added: Any) -> None:
 
 def _is_alone(param: Any) -> bool:
     """Would no unit reduce its gradient?"""
-    return param is not None and param.requires_grad and _core.shard_info(param) is None
+    return param is not None and param.requires_grad and part_of(param) is None
 
 
 def _complaint(module: nn.Module, name: str, what: str) -> str:
