@@ -30,9 +30,11 @@ from zshard._errors import stacklevel
 from zshard._guard import (
     autograd_engine,
     collectives,
+    compiling,
     draws,
     foreign,
     functional,
+    library_updates,
     safetensors_files,
     sizes,
     slices,
@@ -163,6 +165,11 @@ _PATCHES = (
         ),
     ),
     _Patch(
+        "functions that torch.compile compiles fail on shards: call them uncompiled",
+        compiling.install,
+        (_TorchPlace(torch, "compile", ("model",)),),
+    ),
+    _Patch(
         "torch.compile cannot compile while gradients are there: call zero_grad() first",
         tracing.install,
         (
@@ -209,7 +216,8 @@ def install() -> None:
     if _installed:
         return
     _installed = True
-    slices.set_guard({**views.HANDLERS, **sizes.HANDLERS, **draws.HANDLERS})
+    more = (views.HANDLERS, sizes.HANDLERS, draws.HANDLERS, library_updates.HANDLERS)
+    slices.set_guard({func: handler for each in more for func, handler in each.items()})
     lone_optimizer.install()
     safetensors_files.install()
     for patch in _PATCHES:

@@ -106,7 +106,8 @@ static zs_status check_param(const zs_unit_spec *spec, const zs_device *device, 
     if (info->requires_grad && info->dtype == ZS_BYTES)
         return ZS_FAIL(ZS_ERR_VALUE,
                        "parameter '%s' requires grad, but gradients of its dtype cannot be reduced (only float32, "
-                       "float64, bfloat16 and float16): convert it, or pass its module in ignored_modules",
+                       "float64, bfloat16 and float16): convert it (a complex one: nn.Parameter(torch.view_as_real(w)), "
+                       "and torch.view_as_complex(p) in forward), or pass its module in ignored_modules",
                        name);
     return ZS_OK;
 }

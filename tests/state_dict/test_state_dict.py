@@ -286,16 +286,16 @@ def test_state_dict_on_one_rank_while_the_other_trains(pool2):
     assert pool2.run(not_collective, timeout=30) == [[], []]
 
 
-def assign(transport):
-    model = wrapped(Net, ("full_shard", transport))
+def assign(combination):
+    model = wrapped(Net, combination)
     with pytest.raises(ValueError, match="assign=True"):
         model.load_state_dict(make(Net, seed=2).state_dict(), assign=True)
     return differences(model.state_dict(), make(Net).state_dict())
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_assigning_is_refused(pool2, transport):
-    assert pool2.run(assign, transport) == [[], []]
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_assigning_is_refused(pool2, combination):
+    assert pool2.run(assign, combination) == [[], []]
 
 
 # --- at odd times ---------------------------------------------------------------------------------

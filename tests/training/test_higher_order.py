@@ -17,6 +17,7 @@ from scenarios import (
     message_of,
     whole_grads,
     wrong_grads,
+    wrong_in,
 )
 from spawn import ranks
 
@@ -203,3 +204,27 @@ def test_and_in_a_world_of_one():
     penalty(plain, 0).backward()
     ours, theirs = ([p.grad for p in each.parameters()] for each in (model, plain))
     assert differences(ours, theirs) == []
+
+
+# --- backward(inputs=...) --------------------------------------------------------------------------
+
+
+def last_layer(model, rank):
+    loss_of(model(floats(rank))).backward(inputs=list(model.head.parameters()))
+
+
+def one_weight_of_each_block(model, rank):
+    loss = loss_of(model(floats(rank)))
+    loss.backward(inputs=[block.up.weight for block in model.blocks])
+
+
+def parts_one_after_another(model, rank):
+    loss = loss_of(model(floats(rank)))
+    torch.autograd.backward(loss, inputs=list(model.blocks[2].parameters()), retain_graph=True)
+    loss.backward(inputs=[*model.blocks[0].parameters(), *model.head.parameters()])
+
+
+@pytest.mark.parametrize("run", (last_layer, one_weight_of_each_block, parts_one_after_another))
+def test_backward_for_some_parameters(pool2, run):
+    """The others get no gradient."""
+    assert pool2.run(wrong_in, Stack, run, True) == [{}, {}]

@@ -28,6 +28,7 @@ from zshard._deepspeed.schedules import schedule_of
 from zshard._deepspeed.zero import describe
 from zshard._ranks.agreement import check_agreement
 from zshard._units.units import is_unit, state_of
+from zshard._wrap.meta import reset_or_leave
 from zshard.api import FSDP
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -246,6 +247,7 @@ def _shard(module: nn.Module, settings: Settings) -> None:
         mixed_precision=settings.precision,
         offload=settings.offload,
         device_id=device,
+        param_init_fn=reset_or_leave if any(p.is_meta for p in module.parameters()) else None,
     )
     facts = [
         (f"'{name}'", json.dumps(value, default=str, sort_keys=True))

@@ -78,8 +78,10 @@ class ZeroInit(contextlib.AbstractContextManager[None]):
     """Context manager in which modules are built on the meta device, without memory.
 
     zshard.initialize() creates their values one unit at a time, by each module's
-    reset_parameters(), so the full model never has to fit in memory. Values that constructors set
-    otherwise are lost: load a checkpoint after initialize(), or set them with model.apply().
+    reset_parameters() and the model's `_init_weights(module)`, as models of transformers have it,
+    so the full model never has to fit in memory. Values that constructors set otherwise are lost:
+    load a checkpoint after initialize(), or set them with model.apply(). The first forward names a
+    parameter that is still without values.
 
     Args:
         module, arguments: DeepSpeed's; module must be None, the others have no effect.
@@ -99,7 +101,8 @@ class ZeroInit(contextlib.AbstractContextManager[None]):
             return
         warnings.warn(
             "zero.Init() builds the model on the meta device: zshard.initialize() calls each "
-            "module's reset_parameters(), and values that constructors set otherwise are lost",
+            "module's reset_parameters() and the model's _init_weights(module), and values that "
+            "constructors set otherwise are lost",
             stacklevel=stacklevel(),
         )
         self._device.__enter__()

@@ -155,7 +155,7 @@ def _special() -> Iterator[Operation]:
     """Those that Python handles without the elements, or writes by."""
     yield from _named(Tensor, (*SIZES, *NEW, *DRAWN_IN_PLACE, "type"))
     yield from (_getter(name) for name in ("shape", "data"))
-    yield torch.autograd.grad
+    yield from (torch.autograd.grad, torch.autograd.backward)
 
 
 def _facts() -> Iterator[Operation]:

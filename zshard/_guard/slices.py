@@ -322,11 +322,9 @@ def _set_grad_dtype(
     return run_plain(func, args, kwargs)
 
 
-def _autograd_grad(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
+def _gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Gradients of something for parameters, which are whole in backward. Not of a slice."""
-    outputs = kwargs["outputs"] if "outputs" in kwargs else args[0]
+    outputs = args[0] if args else kwargs.get("outputs", kwargs.get("tensors"))
     if slices_among([outputs]):
         return refuse(func, args, kwargs)
     return run_plain(func, args, kwargs)
@@ -345,11 +343,12 @@ _special: dict[Any, Handler] = {
     Tensor.type: _type,
     Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
     **{getattr(Tensor, name): _new for name in NEW},
-    torch.autograd.grad: _autograd_grad,
+    **dict.fromkeys((torch.autograd.grad, torch.autograd.backward), _gradients),
     Tensor.set_: _set,
     getattr(getattr(Tensor, "grad_dtype", None), "__set__", None): _set_grad_dtype,
 }
-"""Operations that Python knows. The modules that stand on this one have more."""
+"""Operations that Python knows; a library's by their names. The modules that stand on this one have
+more."""
 
 
 def _handle(
@@ -357,8 +356,8 @@ def _handle(
 ) -> Any:
     """What py_guard.c does not do itself: an operation that is not on the list, or slices that do
     not fit each other."""
-    known: Callable[..., Any] = _special.get(func, refuse)
-    return known(func, args, kwargs)
+    known: Any = _special.get(func) or _special.get(getattr(func, "_qualified_op_name", None))
+    return (known or refuse)(func, args, kwargs)
 
 
 def refuse(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -49,6 +49,10 @@ _IN_A_LOSS = (
     "For a term of the loss over model.parameters(), use the optimizer's weight decay, or call "
     "unshard() on each unit before: for m in model.modules(): if isinstance(m, FSDP): m.unshard()."
 )
+_IN_AN_OPTIMIZER = (
+    "An optimizer that needs full tensors cannot step shards: use an elementwise one (zshard.AdamW, "
+    'torch.optim.SGD), or FSDP(..., strategy="no_shard").'
+)
 _INITIALIZE = (
     "Initialize within `with FSDP.summon_full_params(model):`, on all ranks with one seed, or by "
     "model.apply(fn), which takes rank 0's values."
@@ -89,6 +93,8 @@ def complaint(
             f"{what}Use it within `with FSDP.summon_full_params(model):`, on all ranks, or pass full "
             "tensors: model.state_dict(), zshard.full_tensor(t.detach())."
         )
+    if not torch.is_grad_enabled():
+        what += _IN_AN_OPTIMIZER + " "
     if plain in _NORMS:
         return (
             f"{what}Norms over all ranks: model.clip_grad_norm_() returns that of the gradients, "

@@ -139,6 +139,12 @@ def _before_step(
             "see shards. Use an elementwise optimizer (zshard.AdamW, torch.optim.SGD, ...), or "
             'FSDP(..., strategy="no_shard")'
         )
+    if isinstance(optimizer, torch.optim.SparseAdam) and stepped_by(optimizer):
+        raise NotImplementedError(
+            "SparseAdam needs sparse gradients, but zshard's are dense, also of "
+            "nn.Embedding(sparse=True) and under no_shard: use torch.optim.Adagrad or SGD, which "
+            "leave rows without a gradient as they are, too"
+        )
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
         _begin_to_write(optimizer)

@@ -1,6 +1,6 @@
-"""Tensors that fully_shard() has found on the meta device and nothing to initialize them with.
+"""Tensors that fully_shard() or zshard.initialize() has found on the meta device and nothing to initialize them with.
 
-The one idea: scripts for FSDP2 initialize after sharding, so that is no error yet. It is one in the
+The one idea: scripts for FSDP2 and DeepSpeed initialize or load after sharding, so that is no error yet. It is one in the
 unit's first forward, if a tensor still has the mark that it was filled with.
 """
 
@@ -34,7 +34,7 @@ def check_in_forward(module: nn.Module, left_out: list[tuple[nn.Module, str, str
             if isinstance(tensor, Tensor) and _is_unset(tensor):
                 raise RuntimeError(
                     f"{name!r} was on the meta device, and nothing has initialized it: initialize "
-                    "it after fully_shard() (nn.init, reset_parameters()) or load a state dict, on "
+                    "it after it is sharded (nn.init, reset_parameters()) or load a state dict, on "
                     "all ranks, before the first forward"
                 )
         handle.remove()

@@ -9,6 +9,7 @@ that still has it afterwards was forgotten, and would train on garbage.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -79,6 +80,7 @@ class Materializer:
         self._queue = list(_children_first(root, ignored, set()))
         self._place = {id(module): place for place, module in enumerate(self._queue)}
         self._done = 0
+        self._models = _initializing(root, None)
         self._areas = MemoryCache()
         self._given: set[int] = set()  # parameters that were materialized here
 
@@ -104,6 +106,7 @@ class Materializer:
         buffers = {k: b for k, b in module._buffers.items() if b is not None and b.is_meta}
         tied = [p for p in module._parameters.values() if id(p) in self._given]
         if not params and not buffers and not tied:
+            self._initialise_below(module)
             return
         before = [(p, p.detach().clone()) for p in tied if p is not None]
         for param in params.values():
@@ -155,13 +158,29 @@ class Materializer:
 
     def _initialise(self, module: nn.Module, names: Sequence[str]) -> None:
         own = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+        model: Any = self._models.get(id(module))
         with torch.no_grad():
             if self._init is not None:
                 self._init(module)
-            elif own is not None:
-                own()
+            elif own is not None or model is not None:
+                if own is not None:
+                    own()
+                if model is not None:
+                    model._init_weights(module)
             elif names and not self._leaves:  # else all it has is tied to another's
                 raise ValueError(self._complaint(module, names[0], "has no reset_parameters()"))
+
+    def _initialise_below(self, module: nn.Module) -> None:
+        """What a model's `_init_weights` does for a module that has no tensors of its own, such as
+        to the layers in it."""
+        model: Any = self._models.get(id(module))
+        if self._init is None and model is not None and self.has_any(module.parameters()):
+            with torch.no_grad():
+                model._init_weights(module)
+
+    def has_any(self, params: Iterable[nn.Parameter]) -> bool:
+        """Has one of them got its values here?"""
+        return any(id(param) in self._given for param in params)
 
     def _refuse_unsaved(self, module: nn.Module, buffers: Iterable[str]) -> None:
         for name in buffers:
@@ -194,6 +213,26 @@ def _children_first(
             continue
         yield from _children_first(child, ignored, seen)
     yield module
+
+
+def _initializing(module: nn.Module, around: nn.Module | None) -> dict[int, nn.Module]:
+    """Which model initializes each module, by id(): the nearest around it that has
+    `_init_weights(module)`."""
+    own = module if _takes_module(getattr(module, "_init_weights", None)) else around
+    found = {} if own is None else {id(module): own}
+    for child in module._modules.values():
+        found.update({} if child is None else _initializing(child, own))
+    return found
+
+
+def _takes_module(function: Any) -> bool:
+    if not callable(function):
+        return False
+    try:
+        inspect.signature(function).bind(None)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _give_memory(param: nn.Parameter, areas: MemoryCache) -> None:

@@ -1,0 +1,172 @@
+"""Updates that torch.compile compiles per parameter, and kernels of libraries.
+
+The one idea: an elementwise one trains as on the plain model; any other is refused, with what an optimizer
+can do instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from compare import differences
+from models import COMBINATIONS, make, wrapped
+from scenarios import floats, message_of
+from spawn import RankPool, ranks
+from torch import Tensor, nn
+
+from zshard import FSDP, ShardError
+
+
+class Wide(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(9, 600), nn.Tanh(), nn.Linear(600, 2))
+
+
+def elementwise(param: Tensor, grad: Tensor, momentum: Tensor) -> None:
+    momentum.lerp_(grad, 0.1)
+    param.sub_(momentum.sign() * 0.01)
+
+
+def by_norm(param: Tensor, grad: Tensor, momentum: Tensor) -> None:
+    param.sub_(grad / grad.norm())
+
+
+class PerParameter(torch.optim.Optimizer):
+    """An optimizer in torchao's way: an update of one parameter at a time."""
+
+    def __init__(self, params: Any, update: Callable[..., None]) -> None:
+        super().__init__(params, {})
+        self.update = update
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param].setdefault("momentum", torch.zeros_like(param))
+                self.update(param, param.grad, state)
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, averages: bool) -> Any:
+    for step in range(3):
+        optimizer.zero_grad()
+        model(floats(dist.get_rank(), step)).square().mean().backward()
+        for param in model.parameters() if averages else ():
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+        optimizer.step()
+    return model.state_dict()
+
+
+def compiled(update: Callable[..., None], **options: Any) -> Callable[..., None]:
+    return torch.compile(update, backend="eager", **options)
+
+
+def trained(combination: tuple[str, str], fullgraph: bool) -> list[str]:
+    model, plain = wrapped(Wide, combination), make(Wide)
+    update = compiled(elementwise, fullgraph=fullgraph)
+    ours = train(model, PerParameter(model.parameters(), update), False)
+    return differences(ours, train(plain, PerParameter(plain.parameters(), elementwise), True))
+
+
+@pytest.mark.parametrize("fullgraph", (True, False))
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_an_elementwise_update_that_is_compiled_trains(pool2, combination, fullgraph):
+    assert pool2.run(trained, combination, fullgraph) == [[], []]
+
+
+def refused(transport: str) -> str:
+    model = wrapped(Wide, ("full_shard", transport))
+    update = compiled(by_norm, fullgraph=True)
+    return message_of(lambda: train(model, PerParameter(model.parameters(), update), False), ShardError)
+
+
+@pytest.mark.parametrize("transport", ("shm", "c10d"))
+def test_an_update_by_a_norm_is_refused_as_an_optimizers(pool2, transport):
+    for said in pool2.run(refused, transport):
+        assert "norm()" in said and "elementwise one" in said and "no_shard" in said
+
+
+def compiled_before() -> tuple[list[str], str]:
+    """Functions that were compiled before the first FSDP(...) of the process."""
+    loose, strict = compiled(elementwise), compiled(elementwise, fullgraph=True)
+    plain = make(Wide)
+    train(plain, PerParameter(plain.parameters(), loose), True)
+    models = [wrapped(Wide, ("full_shard", "c10d")) for _ in range(2)]
+    ours = train(models[0], PerParameter(models[0].parameters(), loose), False)
+    optimizer = PerParameter(models[1].parameters(), strict)
+    said = message_of(lambda: train(models[1], optimizer, False), ShardError)
+    return differences(ours, plain.state_dict()), said
+
+
+def test_what_was_compiled_before_the_model_was_sharded():
+    from nursery import fork_ranks
+
+    for wrong, said in fork_ranks(compiled_before, 2):
+        assert wrong == [] and "elementwise(), compiled by torch.compile(fullgraph=True)" in said
+
+
+def with_bitsandbytes(combination: tuple[str, str], name: str, options: dict[str, Any]) -> list[str]:
+    import bitsandbytes
+
+    kind = getattr(bitsandbytes.optim, name)
+    model, plain = wrapped(Wide, combination), make(Wide)
+    ours = train(model, kind(model.parameters(), **options), False)
+    return differences(ours, train(plain, kind(plain.parameters(), **options), True))
+
+
+BNB = ("AdamW", "PagedAdamW32bit", "Lion", "SGD", "RMSprop", "Adagrad", "AdEMAMix")
+
+
+@pytest.mark.parametrize("name", BNB)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_32_bit_optimizers_of_bitsandbytes_train(pool2, combination, name):
+    pytest.importorskip("bitsandbytes", reason="needs zshard[trainers]: make test-trainers")
+    options = {"lr": 0.01, **({"momentum": 0.9} if name == "SGD" else {})}
+    assert pool2.run(with_bitsandbytes, combination, name, options) == [[], []]
+
+
+class Kernel:
+    """A library's operation, as torch calls the guard with it."""
+
+    _qualified_op_name = "bitsandbytes::optimizer_update_32bit"
+    __name__ = "optimizer_update_32bit"
+
+    def __call__(self, *args: Any) -> Any:
+        if torch.overrides.has_torch_function(args[1:]):
+            return torch.overrides.handle_torch_function(self, args[1:], *args)
+        return args[2].sub_(args[1], alpha=0.1)
+
+
+def by_kernel(combination: tuple[str, str]) -> Any:
+    def update(param: Tensor, grad: Tensor, momentum: Tensor) -> None:
+        Kernel()("sgd", grad, param, momentum)
+
+    model, plain = wrapped(Wide, combination), make(Wide)
+    ours = train(model, PerParameter(model.parameters(), update), False)
+    other = model[0].bias if combination[0] != "no_shard" else None
+    if other is not None:
+        message_of(lambda: Kernel()("sgd", other, model[0].weight), ShardError)
+    return differences(ours, train(plain, PerParameter(plain.parameters(), update), True))
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_a_librarys_elementwise_kernel_gets_slices_of_the_same_elements(pool2, combination):
+    assert pool2.run(by_kernel, combination) == [[], []]
+
+
+def sparse(strategy: str) -> str:
+    model = FSDP(nn.Embedding(11, 4, sparse=True), strategy=strategy)
+    model(torch.tensor([1, 2])).sum().backward()
+    optimizer = torch.optim.SparseAdam(model.parameters())
+    return message_of(optimizer.step, NotImplementedError)
+
+
+@pytest.mark.parametrize("strategy", ("full_shard", "no_shard"))
+@ranks(2)
+def test_sparse_adam_is_refused_by_name(pool: RankPool, strategy: str) -> None:
+    for said in pool.run(sparse, strategy):
+        assert "SparseAdam needs sparse gradients" in said and "torch.optim.Adagrad" in said

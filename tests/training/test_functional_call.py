@@ -1,0 +1,159 @@
+"""torch.func on sharded models: functional_call() with other tensors, per-sample gradients, transforms.
+
+The one idea: a functional call computes on this rank what it does on a plain model, to the bit, and the
+model trains on as if it had not been.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from compare import differences
+from models import COMBINATIONS, make
+from scenarios import FULL, WIDTH, floats, forward_backward, mean_grads, message_of, whole_grads, wrong_in
+from spawn import RankPool, ranks
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jvp, vmap
+
+import zshard
+from zshard import FSDP, ShardError
+
+
+class Hyper(nn.Module):
+    """A network that makes the weight of another one, a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = nn.Linear(WIDTH, 128)
+        self.generator = nn.Linear(4, 128 * WIDTH)
+        self.code = nn.Parameter(torch.linspace(-1, 1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.generator(self.code).view(128, WIDTH)
+        made: Tensor = functional_call(self.target, {"weight": weight}, (x,))
+        return made
+
+
+class Big(nn.Sequential):
+    """Each rank has a part of the first weight, over both transports."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, 600), nn.Tanh(), nn.Linear(600, 2))
+
+
+def sharded(combination: tuple[str, str], kind: Any = Big) -> Any:
+    strategy, transport = combination
+    return FSDP(make(kind), strategy=strategy, transport=transport)
+
+
+def others(as_parameters: bool) -> dict[str, Tensor]:
+    """Leaves that a functional call is given in place of the parameters."""
+    values = {name: p.detach() * 2 for name, p in make(Big, seed=3).named_parameters()}
+    if as_parameters:
+        return {name: nn.Parameter(value) for name, value in values.items()}
+    return {name: value.requires_grad_() for name, value in values.items()}
+
+
+def called(combination: tuple[str, str], as_parameters: bool) -> list[Any]:
+    rank = dist.get_rank()
+    model, plain, found = sharded(combination), make(Big), []
+    for each in (model, plain):
+        values = others(as_parameters)
+        functional_call(each, values, (floats(rank),)).square().sum().backward()
+        found.append({name: value.grad for name, value in values.items()})
+    left = [name for name, p in model.named_parameters() if p.grad is not None]
+    forward_backward(model, rank)
+    wrong = differences(whole_grads(model), mean_grads(Big, forward_backward))
+    return [*differences(*found), *left, *wrong]
+
+
+@pytest.mark.parametrize("as_parameters", (False, True))
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_other_tensors_get_their_gradients_and_training_goes_on(pool2, combination, as_parameters):
+    assert pool2.run(called, combination, as_parameters) == [[], []]
+
+
+def test_a_hypernetwork_gets_the_gradients_of_what_it_makes(pool2):
+    assert pool2.run(wrong_in, Hyper, forward_backward, True) == [{}, {}]
+
+
+def per_sample(module: nn.Module, values: dict[str, Tensor]) -> Any:
+    def loss(values: dict[str, Tensor], x: Tensor) -> Tensor:
+        made: Tensor = functional_call(module, values, (x.unsqueeze(0),)).square().sum()
+        return made
+
+    return vmap(grad(loss), in_dims=(None, 0))(values, floats(dist.get_rank()))
+
+
+def sampled_gradients(combination: tuple[str, str], how: str) -> list[str]:
+    model, plain = sharded(combination), make(Big)
+    theirs = per_sample(plain, {name: p.detach() for name, p in plain.named_parameters()})
+    if how == "summoned":
+        with FSDP.summon_full_params(model):
+            ours = per_sample(model, {name: p.detach() for name, p in model.named_parameters()})
+    elif how == "state dict":
+        ours = per_sample(model, model.state_dict())
+    else:
+        ours = per_sample(model, dict(make(Big).state_dict()))
+    return differences(ours, theirs)
+
+
+@pytest.mark.parametrize("how", ("given", "summoned", "state dict"))
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_per_sample_gradients_are_plain_pytorchs(pool2, combination, how):
+    assert pool2.run(sampled_gradients, combination, how) == [[], []]
+
+
+def transformed(transport: str) -> Any:
+    model = sharded(("full_shard", transport))
+    weight = model[0].weight.detach()
+    whole = zshard.full_tensor(weight)
+
+    def row(row: Tensor) -> Tensor:
+        return row / row.norm()
+
+    calls = {
+        "grad()": lambda: grad(lambda w: w.square().sum())(weight),
+        "vmap()": lambda: vmap(row)(model[0].weight),
+        "jvp": lambda: jvp(torch.sin, (weight,), (weight,)),
+        "shards": lambda: per_sample(model, {k: p.detach() for k, p in model.named_parameters()}),
+    }
+    said = {name: message_of(call, ShardError) for name, call in calls.items()}
+    assert all("summon_full_params" in each for each in said.values()), said
+    with FSDP.summon_full_params(model):
+        again = vmap(row)(model[0].weight.detach())
+    return differences(again, vmap(row)(whole))
+
+
+@pytest.mark.parametrize("transport", ("shm", "c10d"))
+def test_a_shard_in_a_transform_is_refused_and_the_remedy_works(pool2, transport):
+    assert pool2.run(transformed, transport) == [[], []]
+
+
+def after_a_call_that_raised() -> str:
+    model = sharded(FULL)
+    with pytest.raises(RuntimeError, match="shapes"):
+        functional_call(model, {"0.weight": torch.ones(3, 3)}, (floats(0),))
+    model[0].weight = nn.Parameter(torch.ones(600, WIDTH))
+    return message_of(lambda: model(floats(0)), ValueError)
+
+
+def test_a_replaced_parameter_is_refused_also_after_a_call_that_raised(pool2):
+    for said in pool2.run(after_a_call_that_raised):
+        assert "'0.weight' of unit '0' was replaced" in said and "functional_call" in said
+
+
+def compiled() -> list[str]:
+    sharded(FULL)
+    plain = nn.Linear(WIDTH, 2)
+    values = {name: p.detach() for name, p in plain.named_parameters()}
+    call = torch.compile(lambda v, x: functional_call(plain, v, (x,)), fullgraph=True, backend="eager")
+    return differences(call(values, floats(0)), plain(floats(0)))
+
+
+@ranks(1)
+def test_functional_calls_of_other_models_compile_as_before(pool: RankPool) -> None:
+    assert pool.run(compiled) == [[]]
