@@ -157,9 +157,7 @@ _PATCHES = (
         "shards for full parameters",
         functional.install,
         (
-            _TorchPlace(
-                stateless, "_reparametrize_module", ("module", "parameters_and_buffers")
-            ),
+            _TorchPlace(stateless, "_reparametrize_module", ("module", "parameters_and_buffers")),
             _TorchPlace(vmap, "_add_batch_dim", ("self", "batch_dim", "level")),
             _TorchPlace(eager_transforms, "_wrap_tensor_for_grad", ("maybe_tensor", "level")),
         ),

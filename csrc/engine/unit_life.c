@@ -104,11 +104,12 @@ static zs_status check_param(const zs_unit_spec *spec, const zs_device *device, 
     if (!info->is_leaf)
         return ZS_FAIL(ZS_ERR_VALUE, "parameter '%s' is not a leaf tensor: detach() it before FSDP(...)", name);
     if (info->requires_grad && info->dtype == ZS_BYTES)
-        return ZS_FAIL(ZS_ERR_VALUE,
-                       "parameter '%s' requires grad, but gradients of its dtype cannot be reduced (only float32, "
-                       "float64, bfloat16 and float16): convert it (a complex one: nn.Parameter(torch.view_as_real(w)), "
-                       "and torch.view_as_complex(p) in forward), or pass its module in ignored_modules",
-                       name);
+        return ZS_FAIL(
+            ZS_ERR_VALUE,
+            "parameter '%s' requires grad, but gradients of its dtype cannot be reduced (only float32, "
+            "float64, bfloat16 and float16): convert it (a complex one: nn.Parameter(torch.view_as_real(w)), "
+            "and torch.view_as_complex(p) in forward), or pass its module in ignored_modules",
+            name);
     return ZS_OK;
 }
 

@@ -148,9 +148,10 @@ static PyObject *before_backward(PyObject *module, PyObject *roots)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(lend_parameters_doc,
-             "lend_parameters($module, change, /)\n--\n\nCount the functional calls that are open on this thread, in which "
-             "modules have other tensors in the places of their parameters. change: 1 or -1.");
+PyDoc_STRVAR(
+    lend_parameters_doc,
+    "lend_parameters($module, change, /)\n--\n\nCount the functional calls that are open on this thread, in which "
+    "modules have other tensors in the places of their parameters. change: 1 or -1.");
 
 static PyObject *lend_parameters(PyObject *module, PyObject *change)
 {

@@ -21,6 +21,7 @@ from zshard._deepspeed.auto_values import _SOURCES
 from zshard._deepspeed.batch_sizes import BatchSizes, complete
 from zshard._deepspeed.ds_config import Settings, read, settings_of
 from zshard._deepspeed.optimizer_types import optimizer_of
+from zshard._deepspeed.schedules import schedule_of
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "deepspeed.md").read_text()
 
@@ -252,6 +253,127 @@ def test_a_file_that_is_no_config_is_named(tmp_path: Path, text: str, message: s
     with pytest.raises((ValueError, TypeError), match=message) as error:
         read(path)
     assert str(path) in str(error.value)
+
+
+def test_comments_and_trailing_commas_are_read_as_deepspeed_reads_them(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(
+        """{
+        // for one node
+        "train_batch_size": 8, # over all ranks
+        /* a folder,
+           with "quotes", and // */
+        "zero_optimization": {
+            "stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/a//b#c,}", },
+        }, // the end
+        }"""
+    )
+    offload = {"device": "nvme", "nvme_path": "/a//b#c,}"}
+    zero = {"stage": 2, "offload_optimizer": offload}
+    assert read(path) == {"train_batch_size": 8, "zero_optimization": zero}
+
+
+def test_a_mistake_behind_a_comment_is_named_by_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{ /* two\nlines */ "a": 1\n"b": 2}')
+    with pytest.raises(ValueError, match="line 3 column 1"):
+        read(path)
+
+
+def test_comment_keys_are_named_in_one_line() -> None:
+    optimizer = {"type": "AdamW", "params": {"lr": 0.1, "_why": "tuned"}}
+    with pytest.warns(UserWarning) as caught:
+        made = settings(
+            {"_comment": "x", "//": 1, "optimizer": optimizer, **with_zero(_read_the_docs=1)}
+        )
+    (said,) = [str(each.message) for each in caught]
+    names = "_comment, //, optimizer.params._why, zero_optimization._read_the_docs"
+    assert sorted(said.partition(": ")[2].split(", ")) == sorted(names.split(", "))
+    assert made.section("optimizer") == {"type": "AdamW", "params": {"lr": 0.1}}
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def nested(name: str, value: Any) -> dict[str, Any]:
+    """A config with one key, by its full name."""
+    section, _, key = name.rpartition(".")
+    return nested(section, {key: value}) if section else {key: value}
+
+
+CHECKED = sorted(keys.WORKS - {"optimizer.params", "scheduler.params"})
+SECTIONS = sorted(keys.SECTIONS | set(keys.FREE))
+
+
+@pytest.mark.parametrize("name", [*CHECKED, *SECTIONS])
+def test_null_counts_as_absent(name: str) -> None:
+    section = name.partition(".")[0]
+    own = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}}.get(section, {})
+    given = {"train_micro_batch_size_per_gpu": 2}
+    given |= nested(name, None) if name == section else {section: own | nested(name, None)[section]}
+    if name == "train_micro_batch_size_per_gpu":
+        given["train_batch_size"] = 4
+    made = settings_of(read(given), None, world=2, rank=0)
+    assert made.stage == 0 and made.sizes == BatchSizes(4, 2, 1)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), [], {}, "no value"])
+@pytest.mark.parametrize("name", CHECKED)
+def test_every_value_is_checked_by_its_key(name: str, value: Any) -> None:
+    """Also where it has no effect, as the loss scale's without fp16."""
+    if isinstance(value, str) and name.endswith(("nvme_path", ".type")):
+        return
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=re.escape(f"'{name}'")):
+        settings_of(read({"train_batch_size": 4} | nested(name, value)), None, world=2, rank=0)
+
+
+def test_infinitely_many_steps_per_print_mean_never() -> None:
+    """Accelerate's default."""
+    assert settings({"steps_per_print": float("inf")}).values["steps_per_print"] == float("inf")
+    with pytest.raises(
+        TypeError, match="'gradient_accumulation_steps' in the DeepSpeed config must"
+    ):
+        settings({"gradient_accumulation_steps": float("inf")})
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "key"),
+    [
+        ("AdamW", {"lr": float("nan")}, "lr"),
+        ("AdamW", {"lr": None}, "lr"),
+        ("AdamW", {"lr": "1e-3"}, "lr"),
+        ("AdamW", {"betas": [0.9, float("inf")]}, "betas"),
+        ("Adam", {"weight_decay": "0.1"}, "weight_decay"),
+        ("RMSprop", {"alpha": True}, "alpha"),
+    ],
+)
+def test_an_optimizers_values_are_checked_by_key(kind: str, params: Any, key: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"'optimizer.params.{key}' in the DeepSpeed"):
+        made(kind, **params)
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "key"),
+    [
+        ("WarmupLR", {"warmup_num_steps": float("inf")}, "warmup_num_steps"),
+        ("WarmupDecayLR", {"total_num_steps": 5, "warmup_min_lr": "0"}, "warmup_min_lr"),
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": float("nan")}, "cycle_max_lr"),
+        (
+            "OneCycle",
+            {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "decay_lr_rate": None},
+            "decay_lr_rate",
+        ),
+        ("StepLR", {"step_size": 1, "gamma": None}, "gamma"),
+    ],
+)
+def test_a_schedules_values_are_checked_by_key(kind: str, params: Any, key: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"'scheduler.params.{key}' in the DeepSpeed"):
+        schedule_of({"type": kind, "params": params}, made("AdamW"))
+
+
+def test_a_schedules_null_means_its_default() -> None:
+    params = {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_second_step_size": None}
+    schedule_of({"type": "OneCycle", "params": params}, made("AdamW"))
 
 
 def test_a_config_is_not_changed() -> None:

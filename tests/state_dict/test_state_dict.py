@@ -16,7 +16,6 @@ from compare import assert_same
 from models import (
     CASES,
     COMBINATIONS,
-    TRANSPORTS,
     Net,
     Tied,
     differences,

@@ -13,7 +13,16 @@ import torch
 import torch.distributed as dist
 from compare import differences
 from models import COMBINATIONS, make
-from scenarios import FULL, WIDTH, floats, forward_backward, mean_grads, message_of, whole_grads, wrong_in
+from scenarios import (
+    FULL,
+    WIDTH,
+    floats,
+    forward_backward,
+    mean_grads,
+    message_of,
+    whole_grads,
+    wrong_in,
+)
 from spawn import RankPool, ranks
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
@@ -150,7 +159,9 @@ def compiled() -> list[str]:
     sharded(FULL)
     plain = nn.Linear(WIDTH, 2)
     values = {name: p.detach() for name, p in plain.named_parameters()}
-    call = torch.compile(lambda v, x: functional_call(plain, v, (x,)), fullgraph=True, backend="eager")
+    call = torch.compile(
+        lambda v, x: functional_call(plain, v, (x,)), fullgraph=True, backend="eager"
+    )
     return differences(call(values, floats(0)), plain(floats(0)))
 
 

@@ -19,8 +19,8 @@ from zshard._compat.classes import MixedPrecision
 from zshard._deepspeed.auto_values import fill
 from zshard._deepspeed.batch_sizes import BatchSizes, complete
 from zshard._deepspeed.config_values import ConfigValues, must_be
-from zshard._deepspeed.keys import check_keys, cleaned
 from zshard._deepspeed.json_with_comments import without_comments
+from zshard._deepspeed.keys import check_keys, cleaned
 from zshard._deepspeed.loss_scale import LossScale
 from zshard._errors import stacklevel
 from zshard.offload import Offload
@@ -32,6 +32,8 @@ _STRATEGIES = (
     ShardingStrategy.SHARD_GRAD_OP,
     ShardingStrategy.FULL_SHARD,
 )
+
+
 @dataclass(frozen=True)
 class Settings:
     """What a DeepSpeed config asks for, in zshard's terms.

@@ -1,8 +1,8 @@
 """What torch.compile does with a function that is called with shards: it runs it as it is.
 
-The one idea: a shard's guard runs elementwise operations and refuses all others, one by one. A compiled
-function has no such operations, and its trace fails at the guard. So a call with shards is not
-compiled; with other tensors the same function is.
+The one idea: a shard's guard runs elementwise operations and refuses all others, one by one. A
+compiled function has no such operations, and its trace fails at the guard. So a call with shards is
+not compiled; with other tensors the same function is.
 """
 
 from __future__ import annotations
@@ -54,13 +54,14 @@ def _uncompiled_with_shards(
 def _leave_frames_with_shards() -> None:
     """The same for functions that were compiled before, or get shards otherwise: by their names."""
     from torch._C._dynamo import eval_frame
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
     from torch._dynamo import convert_frame
-    from torch._dynamo.types import ConvertFrameReturn, FrameAction, FrameExecStrategy
+    from torch._dynamo.types import ConvertFrameReturn
 
     compile_frame: Callable[..., Any] = convert_frame.CatchErrorsWrapper.__call__
     if hasattr(compile_frame, "_zshard_original"):
         return
-    as_it_is = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+    as_it_is = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
     @functools.wraps(compile_frame)
     def compile_or_leave(self: Any, frame: Any, *rest: Any) -> Any:
@@ -79,4 +80,4 @@ def _leave_frames_with_shards() -> None:
         )
 
     compile_or_leave._zshard_original = compile_frame  # type: ignore[attr-defined]
-    convert_frame.CatchErrorsWrapper.__call__ = compile_or_leave  # type: ignore[method-assign]
+    convert_frame.CatchErrorsWrapper.__call__ = compile_or_leave  # type: ignore[method-assign,assignment]

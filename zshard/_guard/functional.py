@@ -29,7 +29,7 @@ def install() -> None:
     """Have torch's functional calls and transforms know of shards. Idempotent."""
     if hasattr(stateless._reparametrize_module, "_zshard_lends"):
         return
-    stateless._reparametrize_module = _lending(stateless._reparametrize_module)
+    stateless._reparametrize_module = _lending(stateless._reparametrize_module)  # type: ignore[assignment]
     vmap._add_batch_dim = _refusing(vmap._add_batch_dim, "torch.func.vmap")  # type: ignore[attr-defined]
     eager_transforms._wrap_tensor_for_grad = _refusing(
         eager_transforms._wrap_tensor_for_grad, "torch.func.grad"

@@ -1,6 +1,7 @@
 """Operations of libraries that update one parameter, in a kernel of theirs.
 
-The one idea: an elementwise one is right on slices of the same elements; the library has to be known for it.
+The one idea: an elementwise one is right on slices of the same elements; which ones are has to be
+known.
 """
 
 from __future__ import annotations

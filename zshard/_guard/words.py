@@ -50,8 +50,8 @@ _IN_A_LOSS = (
     "unshard() on each unit before: for m in model.modules(): if isinstance(m, FSDP): m.unshard()."
 )
 _IN_AN_OPTIMIZER = (
-    "An optimizer that needs full tensors cannot step shards: use an elementwise one (zshard.AdamW, "
-    'torch.optim.SGD), or FSDP(..., strategy="no_shard").'
+    "An optimizer that needs full tensors cannot step shards: use an elementwise one "
+    '(zshard.AdamW, torch.optim.SGD), or FSDP(..., strategy="no_shard").'
 )
 _INITIALIZE = (
     "Initialize within `with FSDP.summon_full_params(model):`, on all ranks with one seed, or by "
@@ -90,8 +90,8 @@ def complaint(
         )
     if plain.startswith("torch.func."):
         return (
-            f"{what}Use it within `with FSDP.summon_full_params(model):`, on all ranks, or pass full "
-            "tensors: model.state_dict(), zshard.full_tensor(t.detach())."
+            f"{what}Use it within `with FSDP.summon_full_params(model):`, on all ranks, or pass "
+            "full tensors: model.state_dict(), zshard.full_tensor(t.detach())."
         )
     if not torch.is_grad_enabled():
         what += _IN_AN_OPTIMIZER + " "

@@ -1,7 +1,7 @@
-"""Tensors that fully_shard() or zshard.initialize() has found on the meta device and nothing to initialize them with.
+"""Tensors on the meta device for which sharding has found no initialization.
 
-The one idea: scripts for FSDP2 and DeepSpeed initialize or load after sharding, so that is no error yet. It is one in the
-unit's first forward, if a tensor still has the mark that it was filled with.
+The one idea: scripts for FSDP2 and DeepSpeed initialize or load after sharding, so that is no error
+yet. It is one in the unit's first forward, if a tensor still has the mark that it was filled with.
 """
 
 from __future__ import annotations

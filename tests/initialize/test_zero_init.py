@@ -1,0 +1,136 @@
+"""zero.Init() around models whose modules have no reset_parameters(), such as those of transformers.
+
+The one idea: a model's `_init_weights(module)` gives values as it does for the plain model; what it leaves
+out may be loaded, and is named by the first forward if it is not.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from compare import differences
+from engines import config
+from scenarios import message_of
+from torch import Tensor, nn
+
+import zshard
+from zshard import deepspeed
+
+
+class Scale(nn.Module):
+    """A module without reset_parameters()."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((width,), 3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ModuleList([Scale(300), Scale(300)])
+        self.down = nn.Linear(300, 300)
+        self.last = Scale(300)  # each rank has one that nothing initializes
+
+    def forward(self, x: Tensor) -> Tensor:
+        for scale in self.scales:
+            x = self.down(scale(x))
+        x = self.last(x)
+        return x
+
+
+class Initializes(Body):
+    """As models of transformers do: modules one by one, and what lies in a module that has none."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if module is self.last:
+            nn.init.zeros_(module.weight)
+        elif isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 0.5)
+        elif isinstance(module, nn.ModuleList):
+            nn.init.constant_(module[0].weight, 2.0)
+            nn.init.constant_(module[1].weight, 4.0)
+
+
+class TakesNone(Body):
+    def _init_weights(self) -> None:
+        raise AssertionError("it takes no module")
+
+
+def initialized(build: Callable[[], nn.Module], stage: int = 3) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with deepspeed.zero.Init():
+            model = build()
+        changes = {"zero_optimization": {"stage": stage}, "optimizer": {"type": "SGD"}}
+        return zshard.initialize(model=model, config=config(**changes))[0]
+
+
+def values(stage: int) -> list[str]:
+    model = initialized(Initializes, stage).module.state_dict()
+    model.pop("down.bias")  # random
+    numbers = {"scales.0": 2.0, "scales.1": 4.0, "last": 0.0}
+    wanted = {f"{name}.weight": torch.full((300,), each) for name, each in numbers.items()}
+    return differences(model, {**wanted, "down.weight": torch.full((300, 300), 0.5)})
+
+
+@pytest.mark.parametrize("stage", (3, 0))
+def test_init_weights_gives_values_of_modules_and_of_what_they_contain(pool2, stage):
+    assert pool2.run(values, stage) == [[], []]
+
+
+def loaded_late(build: type[Body]) -> Any:
+    engine, plain = initialized(build), Body()
+    x = torch.ones(2, 300)
+    said = message_of(lambda: engine(x), RuntimeError)
+    state = plain.state_dict()
+    for value in state.values():
+        dist.broadcast(value, 0)
+    engine.module.load_state_dict(state)
+    plain.load_state_dict(state)
+    engine.backward(engine(x).mean())
+    return said, differences(engine(x), plain(x))
+
+
+@pytest.mark.parametrize("build", (Body, TakesNone))
+def test_what_has_no_initialization_is_named_by_the_first_forward_and_may_be_loaded(pool2, build):
+    (first, wrong), (second, wrong_too) = pool2.run(loaded_late, build)
+    assert "'scales.0.weight' was on the meta device" in first and "load a state dict" in first
+    assert "'last.weight' was on the meta device" in second
+    assert wrong == wrong_too == []
+
+
+def llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 97}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    made: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+    return made
+
+
+def trains() -> Any:
+    torch.manual_seed(0)
+    engine, plain = initialized(llama), llama()
+    spread = {name: value.std().item() for name, value in engine.module.state_dict().items()}
+    ids = torch.arange(20).view(2, 10)
+    plain.load_state_dict(engine.module.state_dict())
+    wrong = differences(engine(input_ids=ids).logits, plain(input_ids=ids).logits)
+    loss = engine(input_ids=ids, labels=ids).loss
+    engine.backward(loss)
+    engine.step()
+    return wrong, spread["model.layers.0.mlp.up_proj.weight"], spread["model.norm.weight"]
+
+
+def test_a_llama_has_the_values_of_transformers(pool2):
+    """With its rotary frequencies, which no state dict has."""
+    for wrong, matrix, norm in pool2.run(trains):
+        assert wrong == [] and norm == 0.0
+        assert 0.015 < matrix < 0.025
