@@ -38,7 +38,7 @@ class Body(nn.Module):
         super().__init__()
         self.scales = nn.ModuleList([Scale(300), Scale(300)])
         self.down = nn.Linear(300, 300)
-        self.last = Scale(300)  # each rank has one that nothing initializes
+        self.last = Scale(300)
 
     def forward(self, x: Tensor) -> Tensor:
         for scale in self.scales:
@@ -102,10 +102,9 @@ def loaded_late(build: type[Body]) -> Any:
 
 @pytest.mark.parametrize("build", (Body, TakesNone))
 def test_what_has_no_initialization_is_named_by_the_first_forward_and_may_be_loaded(pool2, build):
-    (first, wrong), (second, wrong_too) = pool2.run(loaded_late, build)
-    assert "'scales.0.weight' was on the meta device" in first and "load a state dict" in first
-    assert "'last.weight' was on the meta device" in second
-    assert wrong == wrong_too == []
+    for said, wrong in pool2.run(loaded_late, build):  # one of them has no elements of it
+        assert "'scales.0.weight' was on the meta device" in said and "load a state dict" in said
+        assert wrong == []
 
 
 def llama() -> nn.Module:

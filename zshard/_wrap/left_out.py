@@ -28,15 +28,18 @@ def check_in_forward(module: nn.Module, left_out: list[tuple[nn.Module, str, str
         return
     rest = [(weakref.ref(owner), attribute, name) for owner, attribute, name in left_out]
 
-    def check(_: nn.Module, __: Any) -> None:
-        for reference, attribute, name in rest:
-            tensor = getattr(reference(), attribute, None)
-            if isinstance(tensor, Tensor) and _is_unset(tensor):
-                raise RuntimeError(
-                    f"{name!r} was on the meta device, and nothing has initialized it: initialize "
-                    "it after it is sharded (nn.init, reset_parameters()) or load a state dict, on "
-                    "all ranks, before the first forward"
-                )
+    def check(model: nn.Module, __: Any) -> None:
+        unset = (i for i, (owner, attribute, _) in enumerate(rest) if _is_unset(owner(), attribute))
+        first = next(unset, len(rest))
+        if torch.is_grad_enabled():  # all ranks run it, and some may have no elements of a tensor
+            all_first = state_of(model).comms.all.exchange(first.to_bytes(4, "big"))
+            first = min(int.from_bytes(each, "big") for each in all_first)
+        if first < len(rest):
+            raise RuntimeError(
+                f"{rest[first][2]!r} was on the meta device, and nothing has initialized it: "
+                "initialize it after it is sharded (nn.init, reset_parameters()) or load a state "
+                "dict, on all ranks, before the first forward"
+            )
         handle.remove()
 
     handle = module.register_forward_pre_hook(check, prepend=True)
@@ -44,5 +47,8 @@ def check_in_forward(module: nn.Module, left_out: list[tuple[nn.Module, str, str
 
 
 @torch.no_grad()
-def _is_unset(tensor: Tensor) -> bool:
+def _is_unset(owner: nn.Module | None, attribute: str) -> bool:
+    tensor = getattr(owner, attribute, None)
+    if not isinstance(tensor, Tensor):
+        return False
     return tensor.is_meta or has_mark(to_local(tensor.detach()))
