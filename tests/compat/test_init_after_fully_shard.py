@@ -203,5 +203,5 @@ def left_out(name):
 @pytest.mark.parametrize("name", ["mix", "angles"])
 def test_what_is_left_out_is_named_in_the_first_forward(pool2, name):
     for said, found, n_hooks in pool2.run(left_out, name):
-        assert f"'{name}' was on the meta device" in said and "after fully_shard()" in said
+        assert f"'{name}' was on the meta device" in said and "after it is sharded" in said
         assert (found, n_hooks) == (128.0, 1)
