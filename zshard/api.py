@@ -28,7 +28,7 @@ from zshard._compat.argument_types import (
     WrapPolicyLike,
 )
 from zshard._compat.attributes import TorchAttributes
-from zshard._compat.ddp import DdpMethods, one_device
+from zshard._compat.ddp import DdpMethods, names_without_module, one_device
 from zshard._compat.fsdp1 import (
     Fsdp1Arguments,
     check_use_orig_params,
@@ -289,14 +289,16 @@ class FSDP(Fsdp1Methods, Fsdp2Methods, DdpMethods, ModelMethods, TorchAttributes
         """Load a state dict of full tensors; each rank copies its own shard.
 
         Not collective: it does not communicate. Within state_dict_type(), it also takes the shards
-        that state_dict() returned there. Takes the arguments and returns the missing and unexpected
-        keys of nn.Module.load_state_dict. See also zshard.load_state_dict and zshard.load.
+        that state_dict() returned there. Names may all begin with "module.", as DDP saves them.
+        Takes the arguments and returns the missing and unexpected keys of
+        nn.Module.load_state_dict. See also zshard.load_state_dict and zshard.load.
 
         Raises:
             RuntimeError: a shard belongs to another rank (nothing has changed then); and whatever
                 nn.Module.load_state_dict raises it for.
             ValueError: assign=True.
         """
+        state_dict = names_without_module(self, state_dict)
         refuse_strange_slices(self, state_dict)
         return super().load_state_dict(state_dict, *args, **kwargs)
 

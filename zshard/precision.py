@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -32,7 +32,8 @@ class Precision:
     compute: of parameters in forward and backward. wire: of gradients on their way to other ranks;
     None: `compute`. buffers: of floating-point buffers. outputs: to which results of the forward
     are cast. cast_inputs, cast_root_inputs: whether arguments of a unit's forward are cast to
-    `compute`; of the root's. keep: modules of these classes keep their dtype.
+    `compute`; of the root's. keep: modules of these classes keep their dtype. override: returns the
+    dtype of a parameter in forward and backward: its own, or `compute`, as which None counts.
     """
 
     compute: torch.dtype | None = None
@@ -42,6 +43,18 @@ class Precision:
     cast_inputs: bool = False
     cast_root_inputs: bool = False
     keep: tuple[type[nn.Module], ...] = ()
+    override: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, repr=False)
+
+    def keeps_param(self, param: nn.Parameter) -> bool:
+        """Return whether `override` has the parameter keep its dtype. Raises ValueError if it
+        returns anything else than a parameter may have."""
+        dtype = None if self.override is None else self.override(param)
+        if dtype not in (None, self.compute, param.dtype):
+            raise ValueError(
+                f"param_dtype_override_fn returned {dtype!r} for a parameter of {param.dtype}: "
+                f"return its dtype, param_dtype ({self.compute}) or None"
+            )
+        return dtype == param.dtype and dtype != self.compute
 
     def keeps(self, module: nn.Module) -> bool:
         """Return whether the module's own parameters keep their dtype."""

@@ -114,9 +114,15 @@ static zs_status gather(zs_record *record)
 static zs_status bind(zs_record *record)
 {
     zs_dry_unit *it = dry_unit_of(record);
-    wait_for(it->dry, it->gathered);
-    for (int f = 0; f < it->unit->n_flats; f++)
-        give(it->dry->areas, &it->codes[f]);
+    zs_dry *dry = it->dry;
+    wait_for(dry, it->gathered);
+    for (int f = 0; f < it->unit->n_flats; f++) {
+        zs_mem *gathered = it->slots[f];
+        give(dry->areas, &it->codes[f]);
+        if (!it->unit->flats[f].reordered) continue;
+        ZS_TRY(zs_arena_take_own(dry->slots, zs_flat_full_bytes_as(&it->unit->flats[f], false), &it->slots[f]));
+        give(dry->slots, &gathered);
+    }
     return ZS_OK;
 }
 
@@ -130,9 +136,11 @@ static zs_status reshard(zs_record *record)
 
 static zs_status cancel(zs_record *record)
 {
-    zs_status status = bind(record); /* waits */
-    ZS_ALSO(status, reshard(record));
-    return status;
+    zs_dry_unit *it = dry_unit_of(record);
+    wait_for(it->dry, it->gathered);
+    for (int f = 0; f < it->unit->n_flats; f++)
+        give(it->dry->areas, &it->codes[f]);
+    return reshard(record);
 }
 
 /* --- gradients --------------------------------------------------------------------------------------------------------------- */

@@ -78,8 +78,9 @@ void zs_engine_note_frozen(zs_engine *engine)
     for (size_t u = 0; u < zs_engine_n_units(engine); u++) {
         const zs_unit *unit = zs_engine_unit(engine, u);
         for (int64_t i = 0; i < unit->n_params; i++) {
-            const zs_tensor *param = unit->params[i].tensor;
-            if (!zs_tensor_alive(param) || !zs_tensor_requires_grad(param)) digest += zs_fold(u + 1, (uint64_t)i);
+            const zs_param *param = &unit->params[i];
+            bool trains = !param->removed && zs_tensor_alive(param->tensor) && zs_tensor_requires_grad(param->tensor);
+            if (!trains) digest += zs_fold(u + 1, (uint64_t)i);
         }
     }
     engine->history.agreed.frozen = digest;

@@ -57,6 +57,7 @@ static void free_unit(zs_unit *unit)
         zs_tensor_free(param->grad);
         free(param->name);
         free(param->sizes);
+        free(param->strides);
     }
     if (unit->cunit != NULL) zs_cunit_free(comm, unit->cunit);
     free(unit->params);
@@ -183,9 +184,12 @@ static zs_status describe_params(zs_unit *unit, const zs_unit_spec *spec)
         param->ndim = info.ndim;
         param->name = strdup(spec->names[i]);
         param->sizes = calloc((size_t)info.ndim + 1, sizeof *param->sizes);
-        if (param->name == NULL || param->sizes == NULL)
+        if (info.dense) param->strides = calloc((size_t)info.ndim + 1, sizeof *param->strides);
+        if (param->name == NULL || param->sizes == NULL || (info.dense && param->strides == NULL))
             return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating parameter '%s'", spec->names[i]);
         memcpy(param->sizes, info.sizes, (size_t)info.ndim * sizeof *param->sizes);
+        if (info.dense) memcpy(param->strides, info.strides, (size_t)info.ndim * sizeof *param->strides);
+        unit->flats[param->flat].reordered |= info.dense && !info.contiguous;
     }
     return ZS_OK;
 }
@@ -209,13 +213,14 @@ static zs_status build(zs_unit *unit, const zs_unit_spec *spec)
     return ZS_OK;
 }
 
-/* Is any of the parameters computed with in another dtype than its own? */
-static bool lowers(bool replicated, const zs_unit_spec *spec)
+/* Is any of the parameters computed with in another dtype or order than it has at rest? */
+static bool changes(bool replicated, const zs_unit_spec *spec)
 {
     for (int64_t i = 0; i < spec->n_params; i++) {
         zs_tensor_info info;
         if (zs_tensor_describe(spec->tensors[i], &info) != ZS_OK) continue; /* building the unit will tell */
         if (precision_of(replicated, spec, i, &info).compute != info.dtype) return true;
+        if (info.dense && !info.contiguous) return true;
     }
     return false;
 }
@@ -241,7 +246,7 @@ zs_status zs_unit_new(zs_home *home, const zs_unit_spec *spec, zs_unit **out)
     zs_traits is = {.replicated = spec->strategy == ZS_NO_SHARD || home->n_parts == 1, .empty = spec->n_params == 0};
     is.stays = spec->strategy == ZS_SHARD_GRAD_OP;
     zs_offload_choose(&home->offload, unit, bytes_of(spec));
-    is.fixed = is.replicated && !unit->offloads.params && !lowers(is.replicated, spec);
+    is.fixed = is.replicated && !unit->offloads.params && !changes(is.replicated, spec);
     zs_record_init(&unit->record, is);
     unit->part = is.replicated ? home->ranks.all->rank : home->part;
     unit->n_params = spec->n_params;

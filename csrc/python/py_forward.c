@@ -10,42 +10,40 @@
 /* Functional calls that are open on this thread: modules have other tensors in the places of their parameters until they return. */
 static _Thread_local int lent;
 
-/* Is the parameter still one of the module's, under whatever name, as while it is parametrized? -1 with an exception. */
-static int has_param(PyObject *module, PyObject *param)
+/* Notes which parameters are no more where they were, in any module (`linear.bias = None`). */
+static void note_removed(const unit_object *self)
 {
-    PyObject *all = PyObject_CallMethod(module, "parameters", NULL), *each = NULL;
-    PyObject *iterator = all != NULL ? PyObject_GetIter(all) : NULL;
-    bool found = false;
-    while (iterator != NULL && !found && (each = PyIter_Next(iterator)) != NULL) {
-        found = each == param;
-        Py_DECREF(each);
+    for (Py_ssize_t i = 0; i < self->n_places; i++)
+        self->unit->params[self->places[i].index].removed = true;
+    for (Py_ssize_t i = 0; i < self->n_places; i++) {
+        const param_place *place = &self->places[i];
+        bool here = PyDict_GetItemWithError(place->dict, place->key) == place->param;
+        if (here) self->unit->params[place->index].removed = false;
     }
-    Py_XDECREF(iterator);
-    Py_XDECREF(all);
-    return PyErr_Occurred() ? -1 : found;
 }
 
 /* A module's parameter that was replaced by another object would train alone on each rank. */
-static int check_places(const unit_object *self, PyObject *module)
+static int check_places(unit_object *self)
 {
+    bool lacks = false;
     if (lent > 0) return 0;
     for (Py_ssize_t i = 0; i < self->n_places; i++) {
         const param_place *place = &self->places[i];
         PyObject *now = PyDict_GetItemWithError(place->dict, place->key);
         if (now == place->param) continue;
         if (now == NULL && PyErr_Occurred()) return -1;
-        int moved = now == NULL && module != NULL ? has_param(module, place->param) : 0;
-        if (moved < 0) return -1;
-        if (moved > 0) continue;
-        const char *name = self->unit->params[place->index].name;
+        lacks = true;
+        if (now == NULL || now == Py_None) continue;
         PyErr_Format(PyExc_ValueError,
-                     "parameter '%s' of unit '%s' was %s after FSDP(...), so its values and gradients would no longer "
-                     "be synchronized across ranks: write into the parameter instead (with torch.no_grad(): "
-                     "p.copy_(...)), change the model before FSDP(...), or call it with other values by "
-                     "torch.func.functional_call()",
-                     name, zs_unit_label(self->unit->name), now == NULL ? "removed" : "replaced by another object");
+                     "parameter '%s' of unit '%s' was replaced by another object after FSDP(...), so its values and "
+                     "gradients would no longer be synchronized across ranks: write into the parameter instead (with "
+                     "torch.no_grad(): p.copy_(...)), change the model before FSDP(...), or call it with other values "
+                     "by torch.func.functional_call()",
+                     self->unit->params[place->index].name, zs_unit_label(self->unit->name));
         return -1;
     }
+    if (lacks || self->lacks) note_removed(self);
+    self->lacks = lacks;
     return 0;
 }
 
@@ -84,7 +82,7 @@ PyObject *zs_py_pre_forward(unit_object *self, PyObject *const *args, Py_ssize_t
     zs_status status;
     ZS_PY_NOGIL(status, zs_engine_pre_forward(self->unit, training));
     zs_py_show(zs_engine_of(self->unit));
-    if (status == ZS_OK && check_places(self, n > 0 ? args[0] : NULL) < 0) return NULL;
+    if (status == ZS_OK && check_places(self) < 0) return NULL;
     if (status != ZS_OK) return zs_py_raise(NULL);
     Py_RETURN_NONE;
 }

@@ -18,6 +18,7 @@ typedef struct unit_object {
     zs_unit *unit;       /* counted reference */
     param_place *places; /* [n_places] owned */
     Py_ssize_t n_places;
+    bool lacks;        /* a place was empty when a forward last began */
     PyObject *buffers; /* called as a pass begins, to tell the engine which buffers it broadcasts; NULL: none; owned */
     zs_profile *forward; /* what a profiler shows of the one that runs; NULL: nothing; owned */
 } unit_object;

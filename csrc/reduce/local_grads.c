@@ -27,7 +27,7 @@ static zs_status make_views(zs_unit *unit)
         zs_param *param = &unit->params[i];
         if (param->grad == NULL) continue;
         const zs_flat *flat = &unit->flats[param->flat];
-        zs_place place = {flat->local, param->offset, param->ndim, param->sizes, flat->wire};
+        zs_place place = {flat->local, param->offset, param->ndim, param->sizes, flat->wire, NULL};
         ZS_TRY(zs_tensor_new_on(&place, param->grad, &param->local));
     }
     return ZS_OK;

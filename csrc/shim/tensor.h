@@ -35,12 +35,14 @@ static inline bool zs_same_where(zs_where a, zs_where b)
 
 typedef struct zs_tensor_info {
     zs_dtype dtype;
-    size_t itemsize;           /* bytes per element */
-    int ndim;                  /* beyond ZS_MAX_DIM, sizes are cut off */
-    int64_t sizes[ZS_MAX_DIM]; /* elements */
+    size_t itemsize;             /* bytes per element */
+    int ndim;                    /* beyond ZS_MAX_DIM, sizes and strides are cut off */
+    int64_t sizes[ZS_MAX_DIM];   /* elements */
+    int64_t strides[ZS_MAX_DIM]; /* if `dense` */
     int64_t numel;
     zs_where where;
     bool contiguous; /* row-major */
+    bool dense;      /* its elements fill a range of memory, in whatever order of the dimensions */
     bool strided;    /* dense strided layout (not sparse, not quantised, not opaque) */
     bool requires_grad;
     bool is_leaf;
@@ -73,6 +75,10 @@ zs_status zs_tensor_data(const zs_tensor *tensor, void **data);
 /* Copies elements [begin, begin + numel) of the tensor in row-major order, whatever its strides and wherever it is, to
  * `dst`, which is memory of `where`. */
 zs_status zs_tensor_read(const zs_tensor *tensor, int64_t begin, int64_t numel, void *dst, zs_where where);
+
+/* The other way: the tensor gets all its elements from `src`, memory of where it is that has them in row-major order. Its version
+ * stays. */
+zs_status zs_tensor_write(const zs_tensor *tensor, const void *src);
 
 /* The block under a tensor whose storage was filled by zs_storage_fill, else NULL. Borrowed. */
 zs_mem *zs_tensor_mem(const zs_tensor *tensor);
@@ -110,13 +116,14 @@ zs_status zs_storage_fill(zs_storage *storage, zs_mem *mem, void *data);
 /* Takes the bytes away; from now on touching them raises the RuntimeError `message`. */
 zs_status zs_storage_clear(zs_storage *storage, const char *message);
 
-/* Where a tensor's elements lie: row-major. */
+/* Where a tensor's elements lie. */
 typedef struct zs_place {
     const zs_storage *storage;
     int64_t offset; /* first element */
     int ndim;
     const int64_t *sizes;
-    zs_dtype dtype; /* ZS_BYTES: the tensor's own */
+    zs_dtype dtype;         /* ZS_BYTES: the tensor's own */
+    const int64_t *strides; /* NULL: row-major */
 } zs_place;
 
 /* Points a tensor at a place. Its identity, autograd state, hooks and version stay. */
@@ -128,8 +135,8 @@ zs_status zs_tensor_new_on(const zs_place *place, const zs_tensor *like, zs_tens
 /* Does the tensor lie on this storage? False after `p.data = other`. */
 bool zs_tensor_on_storage(const zs_tensor *tensor, const zs_storage *storage);
 
-/* Does it lie there, from element `offset` on, in row-major order, as zs_tensor_bind puts it? */
-bool zs_tensor_lies_at(const zs_tensor *tensor, const zs_storage *storage, int64_t offset);
+/* Does it lie there, as zs_tensor_bind puts it? */
+bool zs_tensor_lies_at(const zs_tensor *tensor, const zs_place *place);
 
 /* --- gradients -------------------------------------------------------------------------------------------------------- */
 

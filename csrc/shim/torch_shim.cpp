@@ -7,17 +7,11 @@
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/Allocator.h>
-#include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-
-extern "C" {
-#include "shim/torch_cuda.h"
-}
 
 namespace {
 
@@ -57,12 +51,13 @@ void row_major(int ndim, const int64_t *sizes, int64_t *strides)
     }
 }
 
-void set_geometry(c10::TensorImpl *impl, int64_t offset, int ndim, const int64_t *sizes)
+void set_geometry(c10::TensorImpl *impl, const zs_place &place)
 {
     int64_t strides[ZS_MAX_DIM];
-    row_major(ndim, sizes, strides);
-    auto length = static_cast<size_t>(ndim);
-    impl->set_sizes_and_strides({sizes, length}, {strides, length}, offset);
+    row_major(place.ndim, place.sizes, strides);
+    auto length = static_cast<size_t>(place.ndim);
+    const int64_t *chosen = place.strides != nullptr ? place.strides : strides;
+    impl->set_sizes_and_strides({place.sizes, length}, {chosen, length}, place.offset);
 }
 
 void put(const at::Tensor &tensor, const zs_place &place)
@@ -70,7 +65,7 @@ void put(const at::Tensor &tensor, const zs_place &place)
     c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
     const at::ScalarType type = zs::scalar_type_of(place.dtype, tensor.scalar_type());
     impl->set_storage_and_dtype(place.storage->storage, c10::scalarTypeToTypeMeta(type));
-    set_geometry(impl, place.offset, place.ndim, place.sizes);
+    set_geometry(impl, place);
 }
 
 void release_mem(void *context)
@@ -114,24 +109,6 @@ template <typename Slot> bool has_idle_object(Slot *slot)
     } else {
         return false;
     }
-}
-
-c10::Device gpu(int index)
-{
-    return {at::kCUDA, static_cast<c10::DeviceIndex>(index)};
-}
-
-// As torch's own operators would raise it.
-zs_status out_of_memory(const char *text)
-{
-    PyGILState_STATE gil = PyGILState_Ensure();
-    PyObject *torch = PyImport_ImportModule("torch");
-    PyObject *kind = torch != nullptr ? PyObject_GetAttrString(torch, "OutOfMemoryError") : nullptr;
-    if (kind != nullptr) PyErr_SetString(kind, text);
-    Py_XDECREF(kind);
-    Py_XDECREF(torch);
-    PyGILState_Release(gil);
-    return zs::fail_torch("zs_torch_cuda_alloc", text);
 }
 
 // While it lives, torch asks no subclass for its __torch_function__ on this thread.
@@ -197,6 +174,9 @@ zs_status zs_tensor_describe(const zs_tensor *handle, zs_tensor_info *info)
         for (int d = 0; d < std::min<int>(info->ndim, ZS_MAX_DIM); d++)
             info->sizes[d] = tensor.size(d);
         info->contiguous = info->strided && tensor.is_contiguous();
+        info->dense = info->strided && tensor.is_non_overlapping_and_dense();
+        for (int d = 0; info->dense && d < std::min<int>(info->ndim, ZS_MAX_DIM); d++)
+            info->strides[d] = tensor.stride(d);
         return ZS_OK;
     });
 }
@@ -221,6 +201,16 @@ zs_status zs_tensor_read(const zs_tensor *handle, int64_t begin, int64_t numel, 
         const size_t item = source.element_size();
         const char *data = static_cast<const char *>(source.const_data_ptr());
         copy_bytes(dst, data + static_cast<size_t>(begin) * item, static_cast<size_t>(numel) * item);
+        return ZS_OK;
+    });
+}
+
+zs_status zs_tensor_write(const zs_tensor *handle, const void *src)
+{
+    return guarded("zs_tensor_write", [&] {
+        const c10::impl::ExcludeDispatchKeyGuard no_modes(c10::python_ks); // no script has asked for it
+        const at::Tensor target = handle->tensor.variable_data();
+        target.copy_(zs::view_of(const_cast<void *>(src), target.sizes(), target.scalar_type(), target.device()));
         return ZS_OK;
     });
 }
@@ -329,58 +319,19 @@ bool zs_tensor_on_storage(const zs_tensor *handle, const zs_storage *storage)
                storage->storage.unsafeGetStorageImpl();
 }
 
-bool zs_tensor_lies_at(const zs_tensor *handle, const zs_storage *storage, int64_t offset)
+bool zs_tensor_lies_at(const zs_tensor *handle, const zs_place *place)
 {
     const c10::TensorImpl *impl = handle->tensor.unsafeGetTensorImpl();
-    if (!zs_tensor_on_storage(handle, storage)) return false;
-    return impl->numel() == 0 || (impl->storage_offset() == offset && impl->is_contiguous());
+    if (!zs_tensor_on_storage(handle, place->storage)) return false;
+    const auto length = static_cast<size_t>(place->ndim);
+    const bool in_order =
+        place->strides == nullptr ? impl->is_contiguous() : impl->strides() == at::IntArrayRef(place->strides, length);
+    return impl->numel() == 0 || (impl->storage_offset() == place->offset && in_order);
 }
 
 void zs_parallel_for(int64_t n, int64_t grain, void (*fn)(void *, int64_t, int64_t), void *ctx)
 {
     at::parallel_for(0, n, grain, [&](int64_t begin, int64_t end) { fn(ctx, begin, end); });
-}
-
-// --- torch's CUDA allocator and streams (torch_cuda.h) --------------------------------------------------------------
-
-bool zs_torch_has_cuda(void)
-{
-    try {
-        return c10::impl::hasDeviceGuardImpl(at::kCUDA) && c10::impl::VirtualGuardImpl(at::kCUDA).deviceCount() > 0;
-    } catch (...) {
-        return false;
-    }
-}
-
-zs_status zs_torch_cuda_alloc(int index, size_t bytes, void **ptr, void **owner)
-{
-    return guarded("zs_torch_cuda_alloc", [&] {
-        try {
-            const c10::DeviceGuard guard(gpu(index));
-            auto data = std::make_unique<c10::DataPtr>(c10::GetAllocator(at::kCUDA)->allocate(bytes));
-            *ptr = data->get();
-            *owner = data.release();
-            return ZS_OK;
-        } catch (const c10::OutOfMemoryError &error) {
-            return out_of_memory(error.what_without_backtrace());
-        }
-    });
-}
-
-void zs_torch_cuda_free(void *owner)
-{
-    try {
-        delete static_cast<c10::DataPtr *>(owner);
-    } catch (...) { // the driver is gone already: the process ends
-    }
-}
-
-zs_status zs_torch_cuda_stream(int index, void **stream)
-{
-    return guarded("zs_torch_cuda_stream", [&] {
-        *stream = c10::impl::VirtualGuardImpl(at::kCUDA).getStream(gpu(index)).native_handle();
-        return ZS_OK;
-    });
 }
 
 // --- PyObjects ---------------------------------------------------------------------------------------------------------------

@@ -30,8 +30,12 @@ static const zs_storage *storage_of(const zs_unit *unit, const zs_param *param)
 static bool is_moved(const zs_unit *unit, const zs_param *param)
 {
     if (!zs_tensor_alive(param->tensor)) return false;
-    bool full = zs_unit_is_full(unit) && !unit->record.is.fixed;
-    return !zs_tensor_lies_at(param->tensor, storage_of(unit, param), full ? param->offset : param->in_shard.begin);
+    zs_place place = {.storage = storage_of(unit, param), .offset = param->in_shard.begin, .ndim = param->ndim};
+    if (zs_unit_is_full(unit) && !unit->record.is.fixed) {
+        place.offset = param->offset;
+        place.strides = param->strides;
+    }
+    return !zs_tensor_lies_at(param->tensor, &place);
 }
 
 bool zs_unit_is_moved(const zs_unit *unit)

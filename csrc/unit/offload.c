@@ -71,7 +71,7 @@ zs_status zs_offload_state_new(const zs_unit *unit, int64_t numel, const zs_tens
     ZS_TRY(zs_disk_take(unit->offloads.disk, bytes, &mem));
     zs_status status = zs_storage_new(info.where, bytes, "", &storage);
     ZS_THEN(status, zs_storage_fill(storage, mem, mem->ptr));
-    zs_place place = {storage, 0, 1, &numel, ZS_BYTES};
+    zs_place place = {storage, 0, 1, &numel, ZS_BYTES, NULL};
     ZS_THEN(status, zs_tensor_new_on(&place, like, out));
     zs_storage_free(storage);
     zs_mem_release(mem);

@@ -48,9 +48,10 @@ typedef struct zs_param {
     int64_t numel;         /* elements, whole */
     int ndim;              /* dimensions, whole */
     int64_t *sizes;        /* [ndim] whole shape; owned */
-    zs_range owned;        /* which of its elements this rank owns */
-    zs_range in_shard;     /* where they lie in the shard */
-    uint32_t version;      /* version counter when the unit became FULL: an in-place write there would be lost */
+    int64_t *strides; /* [ndim] while it is whole, as it came: the dimensions of a dense tensor have any order; owned */
+    zs_range owned;   /* which of its elements this rank owns */
+    zs_range in_shard; /* where they lie in the shard */
+    uint32_t version;  /* version counter when the unit became FULL: an in-place write there would be lost */
     /* The .grad it has while gradients stay on this rank: a view of the unit's local gradients, whole; NULL if there are
      * none; owned. */
     zs_tensor *local;
@@ -62,6 +63,7 @@ typedef struct zs_param {
     bool watched;               /* a script has got its `.data` while it was whole; see zs_unit_watch */
     uint64_t content;           /* (watched) a digest of its elements at that time */
     bool held;                  /* it had a gradient when this backward began, which the new one goes on top of */
+    bool removed;               /* no module has it any more: it counts as frozen */
 } zs_param;
 
 /* Parameters of one dtype, all trainable or all frozen. With mixed precision they are computed with in another dtype: then
@@ -73,7 +75,8 @@ typedef struct zs_flat {
     zs_wire code;                   /* how parameters cross hosts, unless they are gathered `exact` */
     size_t compute_size, wire_size; /* bytes per element */
     bool trainable;
-    bool thawed; /* it is since the unit was made, when all its parameters were frozen */
+    bool thawed;    /* it is since the unit was made, when all its parameters were frozen */
+    bool reordered; /* some are not row-major while they are whole; shards and what is gathered are */
     zs_layout layout;
     zs_flat_mem mem;         /* shard, and full if the transport maps it; for units that are always whole: unused */
     zs_flat_mem low;         /* the same in `compute`, if that is another dtype; for replicated units: unused */

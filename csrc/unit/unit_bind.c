@@ -133,11 +133,32 @@ static zs_status bind_full(zs_unit *unit, int64_t i)
     zs_flat *flat = &unit->flats[param->flat];
     if (!zs_tensor_on_storage(param->tensor, flat->shard))
         return zs_moved_error(unit, param, "between forward and backward");
-    zs_place place = {flat->full, param->offset, param->ndim, param->sizes, full_dtype(unit, flat)};
+    zs_place place = {flat->full, param->offset, param->ndim, param->sizes, full_dtype(unit, flat), param->strides};
     ZS_TRY(zs_tensor_bind(param->tensor, &place));
     param->version = zs_tensor_version(param->tensor);
     param->watched = false;
     return unit->home->calls->hook_param(unit, i);
+}
+
+/* Where there are parameters that are not row-major: writes all of the flat as they are to be, into a slot of this rank's. */
+static zs_status put_in_order(zs_unit *unit, zs_flat *flat)
+{
+    zs_arena *arena = unit->home->arena;
+    zs_mem *gathered = flat->full_mem, *slot = NULL;
+    const char *from = gathered != NULL ? gathered->ptr : zs_flat_source(unit, flat)->full;
+    ZS_TRY(zs_arena_take_own(arena, zs_flat_full_bytes(unit, flat), &slot));
+    flat->full_mem = zs_mem_retain(slot);
+    size_t itemsize = zs_flat_is_lowered(unit, flat) ? flat->compute_size : flat->layout.itemsize;
+    zs_status status = zs_storage_fill(flat->full, slot, slot->ptr);
+    for (int64_t i = 0; i < unit->n_params && status == ZS_OK; i++) {
+        const zs_param *param = &unit->params[i];
+        bool here = &unit->flats[param->flat] == flat && zs_tensor_alive(param->tensor);
+        if (here) status = zs_tensor_write(param->tensor, from + (size_t)param->offset * itemsize);
+    }
+    if (gathered == NULL) return status;
+    zs_arena_give(arena, gathered);
+    zs_mem_release(gathered);
+    return status;
 }
 
 /* --- what Python sees -------------------------------------------------------------------------------------------- */
@@ -196,6 +217,8 @@ zs_status zs_unit_bind(zs_unit *unit)
         status = finish_flat(unit, &unit->flats[f]);
     for (int64_t i = 0; i < unit->n_params && status == ZS_OK; i++)
         if (zs_tensor_alive(unit->params[i].tensor)) status = bind_full(unit, i);
+    for (int f = 0; f < unit->n_flats && status == ZS_OK; f++)
+        if (unit->flats[f].reordered) status = put_in_order(unit, &unit->flats[f]);
     if (status == ZS_OK)
         zs_unit_show_full(unit, true);
     else
@@ -333,11 +356,14 @@ zs_status zs_unit_own_full(zs_unit *unit)
 static zs_status take_slice(const zs_unit *unit, const zs_param *param)
 {
     const zs_flat *flat = &unit->flats[param->flat];
+    const zs_device *device = zs_home_device(unit->home);
     size_t itemsize = flat->layout.itemsize;
     char *dst = zs_flat_home(flat) + (size_t)param->in_shard.begin * itemsize;
+    if (flat->reordered)
+        return zs_tensor_read(param->tensor, param->owned.begin, param->owned.numel, dst, device->where);
     const char *src = (char *)flat->full_mem->ptr + (size_t)(param->offset + param->owned.begin) * itemsize;
     size_t bytes = (size_t)param->owned.numel * itemsize;
-    return zs_device_copy(zs_home_device(unit->home), ZS_STREAM_COMPUTE, dst, src, bytes);
+    return zs_device_copy(device, ZS_STREAM_COMPUTE, dst, src, bytes);
 }
 
 zs_status zs_unit_accept(zs_unit *unit, bool keep)
@@ -363,6 +389,8 @@ zs_status zs_unit_read_param(const zs_unit *unit, int64_t i, void *dst, zs_where
     bool readable = zs_unit_is_full(unit) && exact;
     if (base == NULL || !readable)
         return ZS_FAIL(ZS_ERR_STATE, "unit '%s' is not unsharded", zs_unit_label(unit->name));
+    if (flat->reordered && zs_flat_source(unit, flat)->full == NULL)
+        return zs_tensor_read(param->tensor, 0, param->numel, dst, where);
     const zs_device *device = zs_home_device(unit->home);
     size_t begin = (size_t)param->offset * flat->layout.itemsize, bytes = (size_t)param->numel * flat->layout.itemsize;
     ZS_TRY(zs_device_copy(device, ZS_STREAM_COMPUTE, dst, base + begin, bytes));

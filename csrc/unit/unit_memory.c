@@ -114,8 +114,8 @@ zs_status zs_unit_bind_local(zs_unit *unit, zs_param *param)
     int64_t sizes[ZS_MAX_DIM];
     int ndim = local_sizes(unit, param, sizes);
     const zs_flat *flat = &unit->flats[param->flat];
-    zs_place place = {unit->record.is.fixed ? flat->full : flat->shard, param->in_shard.begin, ndim, sizes,
-                      flat->dtype};
+    zs_place place = {unit->record.is.fixed ? flat->full : flat->shard, param->in_shard.begin, ndim, sizes, flat->dtype,
+                      unit->record.is.fixed ? param->strides : NULL};
     return zs_tensor_bind(param->tensor, &place);
 }
 
@@ -188,7 +188,7 @@ zs_status zs_unit_new_grad_view(const zs_unit *unit, const zs_param *param, cons
 {
     int64_t sizes[ZS_MAX_DIM];
     int ndim = local_sizes(unit, param, sizes);
-    zs_place place = {storage, param->in_shard.begin, ndim, sizes, unit->flats[param->flat].dtype};
+    zs_place place = {storage, param->in_shard.begin, ndim, sizes, unit->flats[param->flat].dtype, NULL};
     return zs_tensor_new_on(&place, param->tensor, out);
 }
 

@@ -137,7 +137,7 @@ def saved_by_torch(data: bytes) -> None:
         stored = torch_file.Stored(file, len(b"before"), len(data))
         with contextlib.suppress(CheckpointError):
             torch_file.value_in(stored, NAME)
-        begin = torch_file.values_begin(stored, NAME, torch.float32, (2, 3))
+        begin = torch_file.values_at(stored, NAME, torch.float32, (2, 3))
         assert 0 <= begin - stored.offset <= stored.length - 24
 
 

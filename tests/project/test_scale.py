@@ -38,7 +38,10 @@ def test_size_of_a_turn() -> None:
 
 def test_one_world_that_moves_nothing() -> None:
     one = record("fake", 64)
-    assert one["files"] == 63 and one["threads"] == 0, "a process of this host each"
+    assert one["files"] == 63, "a process of this host each"
+    assert one["threads"] <= 1, (
+        "the one that asks the store, which only a newer torch's fake answers"
+    )
     assert one["turns"] * 1024 / (63 * scale_rank.TURN) == one["collectives"] / 2 > 2 * UNITS
 
 

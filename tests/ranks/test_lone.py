@@ -358,7 +358,7 @@ def test_names_outlive_a_model_of_fully_shard(tmp_path):
     path = tmp_path / "optimizer.pt"
     for result in fork_ranks(saves_late_by_layers, 2, path):
         assert result.returncode == 0, result.stderr
-    names = torch.load(path, weights_only=True)["param_groups"][0]["param_names"]
+    (names,) = torch.load(path, weights_only=True)._param_names
     assert names == [f"{layer}.{name}" for layer in range(3) for name in ("weight", "bias")]
 
 

@@ -10,10 +10,13 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.checkpoint as files
 import torch.distributed.checkpoint.state_dict as dcp
-from models import CASES, differences, make, make_optimizer, train
+from models import CASES, ddp, differences, make, make_optimizer, train
 from optim_states import FULL, differ, go_on, rank, reference, trained, wrap
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.fsdp import fully_shard
 
 import zshard
 
@@ -173,3 +176,66 @@ def test_world_of_one():
             dcp.set_state_dict(model, optimizer, **both, options=chosen)
             expected = dcp.get_state_dict(plain, theirs)
             assert differ(list(dcp.get_state_dict(model, optimizer)), list(expected)) == []
+
+
+def saved_by_fsdp2(path):
+    """A script with FSDP2 saves in both ways; what there was."""
+    model = make(CASES["mlp"].make)
+    for layer in model.children():
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(model, CASES["mlp"], optimizer, rank(), 2)
+    states = dcp.get_state_dict(model, optimizer)
+    files.save({"model": states[0], "optim": states[1]}, checkpoint_id=path / "by name")
+    files.save({"model": model, "optim": optimizer}, checkpoint_id=path / "by number")
+    whole = StateDictOptions(full_state_dict=True)
+    return dcp.get_state_dict(model, optimizer, options=whole)
+
+
+def resumed_by_zshard(path, how, transport):
+    """What differs after the same script, with zshard's import, has loaded that."""
+    expected = saved_by_fsdp2(path)
+    model = wrap("mlp", ("full_shard", transport), seed=3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    if how == "by name":
+        states = dcp.get_state_dict(model, optimizer)
+        files.load({"model": states[0], "optim": states[1]}, checkpoint_id=path / how)
+        both = {"model_state_dict": states[0], "optim_state_dict": states[1]}
+        dcp.set_state_dict(model, optimizer, **both)
+    else:
+        train(model, CASES["mlp"], optimizer, rank(), 1)  # dcp.load() reads into what is there
+        files.load({"model": model, "optim": optimizer}, checkpoint_id=path / how)
+    return differ(dcp.get_state_dict(model, optimizer), expected)
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("how", ["by name", "by number"])
+def test_what_fsdp2_has_saved_is_resumed(pool2, tmp_path, how, transport):
+    for found in pool2.run(resumed_by_zshard, tmp_path, how, transport):
+        assert found == []
+
+
+def names_of_ddp():
+    """DDP's state dict has `module.` before each name; what differs once it is loaded."""
+    theirs = ddp(make(CASES["conv"].make))
+    train(theirs, CASES["conv"], torch.optim.SGD(theirs.parameters(), lr=0.1), rank(), 2)
+    found = []
+    for load in (
+        lambda model, state: model.load_state_dict(state),
+        lambda model, state: zshard.load_state_dict(model, state if rank() == 0 else None, from_rank0=True),
+        lambda model, state: dcp.set_model_state_dict(model, state),
+    ):  # fmt: skip
+        model = zshard.DistributedDataParallel(make(CASES["conv"].make, 3))
+        load(model, theirs.state_dict())
+        found += differences(dict(model.named_parameters()), dict(theirs.module.named_parameters()))
+    own = zshard.DistributedDataParallel(nn.ModuleDict({"module": nn.Linear(2, 2)}))
+    own.load_state_dict(own.state_dict())  # of a model that has such a child
+    mixed = {**theirs.state_dict(), "else": torch.ones(1)}
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        model.load_state_dict(mixed)
+    return found
+
+
+def test_names_that_begin_with_module_are_loaded(pool2):
+    assert pool2.run(names_of_ddp) == [[], []]

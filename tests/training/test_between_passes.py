@@ -434,7 +434,7 @@ def test_a_state_dict_does_not_change_buffers(pool2):
         assert pool2.run(save_with_buffers, combination) == [[], []], combination
 
 
-# --- forwards that read parameters by iterators; notes; memory formats ----------------------------------------
+# --- forwards that read parameters by iterators; notes --------------------------------------------------------
 
 
 class OverParameters(nn.Module):
@@ -482,16 +482,3 @@ def test_an_error_about_shapes_names_unit_and_parameters(pool2):
         if notes is not None:  # Python 3.11
             assert len(notes) == 1
             assert "unit '0', with parameters 0.weight (40, 40), 0.bias (40,)" in notes[0]
-
-
-def wrap_channels_last():
-    model = nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last)
-    if dist.get_rank() == 0:
-        with pytest.warns(UserWarning, match=r"'weight' will be contiguous.*channels_last"):
-            FSDP(model)
-    else:
-        FSDP(model)
-
-
-def test_weights_that_lose_their_memory_format_are_warned_of(pool2):
-    pool2.run(wrap_channels_last)

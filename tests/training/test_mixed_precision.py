@@ -11,13 +11,14 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torchs
 from models import COMBINATIONS, Block, differences, loss_of, make, wrapped
 from scenarios import WIDTH, Stack, floats, message_of
 from spawn import ranks
 from torch import nn
 
 import zshard
-from zshard import FSDP, MixedPrecision, MixedPrecisionPolicy
+from zshard import FSDP, MixedPrecision, MixedPrecisionPolicy, fully_shard
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)
 POLICIES = {
@@ -167,6 +168,49 @@ def test_outputs_are_cast_and_inputs_if_wanted(pool2):
     for cast, plain, refuses in pool2.run(outputs):
         assert (cast, plain) == (torch.float32, torch.bfloat16)
         assert "dtype" in refuses
+
+
+class Seeing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm = nn.Linear(WIDTH, WIDTH, bias=False), nn.LayerNorm(WIDTH)
+        self.seen = {}
+
+    def forward(self, x):
+        self.seen = {name: param.dtype for name, param in self.named_parameters()}
+        return self.norm(self.inner(x).float())
+
+
+def overridden():
+    """The dtypes in forward, and what is said of a wrong one, and of ranks that differ."""
+
+    def policy(override, kind=MixedPrecisionPolicy):
+        return kind(torch.bfloat16, param_dtype_override_fn=override)
+
+    seen = []
+    for kind in (MixedPrecisionPolicy, torchs.MixedPrecisionPolicy):
+        if "param_dtype_override_fn" in kind.__dataclass_fields__:  # since torch 2.15
+            model = make(Seeing)
+            keeps = policy(lambda p: torch.float32 if p.dim() == 1 else None, kind)
+            model = fully_shard(model, mp_policy=keeps)
+            model(floats(0)).sum().backward()
+            seen.append(model.seen)
+    wrong = policy(lambda p: torch.float16)
+    mine = policy(lambda p: torch.float32 if dist.get_rank() else None)
+    return (
+        seen,
+        message_of(lambda: fully_shard(make(Seeing), mp_policy=wrong), ValueError),
+        message_of(lambda: fully_shard(make(Seeing), mp_policy=mine), zshard.DivergenceError),
+    )
+
+
+def test_parameters_keep_their_dtype_if_a_function_says_so(pool2):
+    low, full = torch.bfloat16, torch.float32
+    wanted = {"inner.weight": low, "norm.weight": full, "norm.bias": full}
+    for seen, wrong, differ in pool2.run(overridden):
+        assert seen and all(each == wanted for each in seen)
+        assert "param_dtype_override_fn returned torch.float16" in wrong
+        assert "what keeps its dtype in unit ''" in differ
 
 
 class Rooted(Stack):

@@ -25,7 +25,7 @@ def additions(transport):
         said += [
             message_of(lambda at=each, p=new: setattr(at, "gain", p), ValueError),
             message_of(lambda at=each, p=new: at.head.register_parameter("gain", p), ValueError),
-            message_of(lambda at=each: setattr(at, "head", nn.Linear(WIDTH, 3)), ValueError),
+            message_of(lambda at=each: setattr(at, "tail", nn.Linear(WIDTH, 3)), ValueError),
             message_of(lambda at=each: at.blocks.append(nn.Linear(1, 1)), ValueError),
         ]
         each.head.gain = None
@@ -44,7 +44,7 @@ def additions(transport):
 def test_what_each_rank_would_train_alone_is_refused(pool2, transport):
     whole = sum(1 for _ in make(Stack).parameters())
     for said, counts in pool2.run(additions, transport):
-        names = ["'gain'", "'gain'", "'head'", "'3'"] * 2
+        names = ["'gain'", "'gain'", "'tail'", "'3'"] * 2
         for name, message in zip(names, said, strict=True):
             assert name in message and "before wrapping" in message
         assert counts == [whole, whole]

@@ -43,7 +43,7 @@ class Readable(Protocol):
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """The state of an optimizer, keyed by parameter name."""
+    """The state of an optimizer, keyed by parameter name; by number, where a file has no names."""
 
     kind: str | None  # the qualified name of its class
     groups: list[dict[str, Any]]  # options, and parameter names under "params"

@@ -49,6 +49,8 @@ class OptimizerLoad:
             groups, more = _groups_of(told.options, optimizer, names)
             told = replace(told, groups=groups)
             problems += more
+        told, more = _by_place(told, optimizer, names)
+        problems += more
         more, self._numbered = by_number(model, optimizer, _pending_state(model, contents, told))
         if problems + more:
             head = f"Error(s) in loading optimizer state for {type(optimizer).__name__}:"
@@ -96,6 +98,29 @@ def _other_class(told: OptimizerState, optimizer: Optimizer) -> list[str]:
         f"the checkpoint has the state of {told.kind}, but the optimizer is {name}; pass "
         "strict=False to load it anyway"
     ]
+
+
+def _by_place(
+    told: OptimizerState, optimizer: Optimizer, names: Mapping[int, str]
+) -> tuple[OptimizerState, list[str]]:
+    """Return the state by names where it has numbers: as in torch, the parameter is the one that
+    has the same place in the param groups. And a list of what does not fit."""
+    listed = [number for group in told.groups for number in group["params"]]
+    if not listed or not all(type(number) is int for number in listed):
+        return told, []
+    theirs = [len(group["params"]) for group in told.groups]
+    ours = [len(group["params"]) for group in optimizer.param_groups]
+    known = {n: names[id(p)] for n, p in zip(listed, params_of(optimizer), strict=False)}
+    if theirs != ours or not known.keys() >= told.tensors.keys() | told.values.keys():
+        nothing = replace(told, groups=[{"params": []} for _ in ours], tensors={}, values={})
+        return nothing, [
+            f"it has param groups of {theirs} parameters, known by number, but the optimizer's "
+            f"have {ours}"
+        ]
+    groups = [{**group, "params": [known[n] for n in group["params"]]} for group in told.groups]
+    tensors = {known[n]: own for n, own in told.tensors.items()}
+    values = {known[n]: own for n, own in told.values.items()}
+    return replace(told, groups=groups, tensors=tensors, values=values), []
 
 
 def _groups_of(

@@ -107,8 +107,10 @@ _OF_CLASS = (  # functions that scripts call as FSDP.name(...)
 )
 _FSDP1 = "_flat_param _handle params training_state register_comm_hook"
 _FSDP2 = (
-    "reset_iter_state set_all_reduce_hook set_allocate_memory_from_process_group_for_comm "
+    "finalize_backward reset_iter_state set_all_reduce_hook "
+    "set_allocate_memory_from_process_group_for_comm "
     "set_custom_all_gather set_custom_reduce_scatter set_force_sum_reduction_for_comms "
+    "set_keep_unsharded_storage set_manual_backward_finalization "
     "set_post_optim_event set_reduce_scatter_max_input_buffers set_reduce_scatter_unused_params "
     "set_separate_reduce_scatter_group set_symm_mem_for_comm set_unshard_in_backward "
     "_get_fsdp_state _set_unshard_async_op"
@@ -116,7 +118,8 @@ _FSDP2 = (
 _DDP = (
     "_get_ddp_logging_data _register_buffer_comm_hook _register_builtin_comm_hook "
     "_register_fused_optim batched_grad_copy broadcast_bucket_size bucket_bytes_cap gather "
-    "join_device join_hook join_process_group logger modules_buffers named_module_buffers "
+    "join_device join_hook join_process_group lazy_bucket_allocation logger modules_buffers "
+    "named_module_buffers require_manual_backward_finalization should_finalize_after_backward "
     "parameters_to_ignore reducer require_forward_param_sync scatter "
     "skip_all_reduce_unused_params to_kwargs use_side_stream_for_tensor_copies"
 )

@@ -7,7 +7,8 @@ they are translated: `fsdp1.py` and `fsdp2.py`, which take torch's own objects a
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,12 +51,17 @@ class MixedPrecisionPolicy:
         param_dtype, reduce_dtype, cast_forward_inputs: as in MixedPrecision.
         output_dtype: dtype to which floating-point results of each unit's forward are cast. None:
             no cast.
+        param_dtype_override_fn: called with each parameter when it is sharded; returns the dtype
+            that it has in forward and backward, its own or param_dtype. None: param_dtype.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
+        default=None, kw_only=True
+    )
 
 
 @dataclass

@@ -7,7 +7,8 @@ is in `_model/join.py`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -28,6 +29,26 @@ def one_device(device_id: Any, device_ids: Any) -> Any:
             f"device_ids={device_ids!r}: expected a list of one GPU, that of this rank"
         )
     return device_ids[0]
+
+
+_PREFIX = "module."
+
+
+def names_without_module(model: nn.Module, state: Any) -> Any:
+    """Return a state dict of DDP's, whose names all begin with "module.", under the model's own
+    names; any other as it is."""
+    names = list(state) if isinstance(state, Mapping) else []
+    is_ddps = all(isinstance(name, str) and name.startswith(_PREFIX) for name in names)
+    if not names or not is_ddps or "module" in model._modules:
+        return state
+    made = OrderedDict((name.removeprefix(_PREFIX), value) for name, value in state.items())
+    facts = getattr(state, "_metadata", None)
+    if facts is not None:  # by module: DDP itself is ""
+        own = (
+            (f"{name}.".removeprefix(_PREFIX)[:-1], each) for name, each in facts.items() if name
+        )
+        made._metadata = OrderedDict(own)  # type: ignore[attr-defined]
+    return made
 
 
 class DdpMethods(nn.Module):

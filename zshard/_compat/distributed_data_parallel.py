@@ -63,8 +63,9 @@ class DistributedDataParallel(FSDP, metaclass=_FoundByInstance):
         device_mesh: a one-dimensional DeviceMesh, instead of process_group. Default: None.
         find_unused_parameters, static_graph, check_reduction, skip_all_reduce_unused_params:
             accepted; no effect: unused parameters are found, and graphs may change.
-        bucket_cap_mb, bucket_cap_mb_list, gradient_as_bucket_view, batched_grad_copy: accepted; no
-            effect: zshard reduces one unit at a time (FSDP's auto_wrap_policy).
+        bucket_cap_mb, bucket_cap_mb_list, gradient_as_bucket_view, batched_grad_copy,
+            lazy_bucket_allocation: accepted; no effect: zshard reduces one unit at a time (FSDP's
+            auto_wrap_policy).
         delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision: not supported;
             must be None (the default).
         strategy: zshard's own: another strategy of FSDP(), such as "full_shard". Default:
@@ -96,6 +97,7 @@ class DistributedDataParallel(FSDP, metaclass=_FoundByInstance):
         bucket_cap_mb_list: list[int] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         *,
         strategy: StrategyLike = "no_shard",
         **options: Any,

@@ -36,6 +36,7 @@ def precision_of(policy: Any) -> Precision:
         cast_inputs=casts,
         cast_root_inputs=casts,
         keep=BATCH_NORMS,
+        override=getattr(policy, "param_dtype_override_fn", None),
     )
 
 

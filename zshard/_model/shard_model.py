@@ -34,7 +34,7 @@ from zshard._ranks.transports import Comms, check_settings, comm_for, comms_for
 from zshard._ranks.wire import check_wire_over
 from zshard._run.idle_cores import warn_of_idle_cores
 from zshard._units.units import BufferSync, Options, state_of
-from zshard._wrap.initial_values import InitialValues, check_unit, facts_of, warn_of_strides
+from zshard._wrap.initial_values import InitialValues, check_unit, facts_of
 from zshard._wrap.late_parameters import watch
 from zshard._wrap.left_out import check_in_forward
 from zshard._wrap.meta import Init, Materializer
@@ -142,6 +142,4 @@ def _meet(
         for spec in specs:  # what cannot be sharded at all has its own words
             check_unit(spec)
             class_for(type(spec.module))
-        if comm.rank == 0:
-            warn_of_strides(specs)
     return comms

@@ -235,7 +235,7 @@ def meet(module: nn.Module, shards: _core.Comm) -> None:
     _Teller.start()
     peers = Peers(book)
     for state in states:
-        state.peers = peers
+        state.meet(peers)
 
 
 def book_of(token: str) -> Book | None:

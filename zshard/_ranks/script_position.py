@@ -35,6 +35,7 @@ _LIBRARIES = tuple(
 _COLLECTIVES = os.path.dirname(dist.__file__ or "") + os.sep
 _STANDARD = os.path.dirname(os.__file__) + os.sep
 _WRAPPERS = {"decorate_context", "wrapper", "inner", "checked", "_fn", "compile_wrapper"}
+_DECORATORS = os.sep + "_contextlib.py"  # torch.no_grad()'s, whose frame has that name since 2.15
 _CALLS = {"__call__", "_call_impl", "_wrapped_call_impl", "call_guarded"}
 
 
@@ -137,7 +138,8 @@ def place_of(frame: FrameType) -> str:
     for each in reversed(list(_outwards(frame))):  # from the outermost
         code = each.f_code
         if code.co_filename.startswith(_LIBRARIES):
-            if place is None or code.co_name in _WRAPPERS:
+            decorates = code.co_filename.endswith(_DECORATORS)
+            if place is None or decorates or code.co_name in _WRAPPERS:
                 continue
             call = "a forward" if code.co_name in _CALLS else f"{code.co_name}()"
             break

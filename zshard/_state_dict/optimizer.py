@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 from array import array
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -67,7 +68,7 @@ def _load(self: Optimizer, state_dict: dict[str, Any]) -> None:
     handle = self.register_load_state_dict_pre_hook(_take_parts)
     try:
         with writing(units_stepped_by(self)):  # a rank that asks gets all of it, or nothing
-            _torchs_load(self, state_dict)
+            _torchs_load(self, _with_names(state_dict))
             know(self)
     finally:
         handle.remove()
@@ -83,12 +84,9 @@ def _make_whole(optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
     state = packed["state"]
     if whole:  # copies of the rest, too: else it would be of the next step when this is of the last
         state = {number: _snapshot(e, whole.get(number, {})) for number, e in state.items()}
-    names = _names_of(optimizer)
-    groups = packed["param_groups"]
-    if names is not None:
-        pairs = zip(groups, names, strict=True)
-        groups = [{**group, "param_names": list(own)} for group, own in pairs]
-    return {**packed, "state": state, "param_groups": groups}
+    made = OrderedDict(packed, state=state)
+    made._param_names = _names_of(optimizer)  # type: ignore[attr-defined]
+    return made
 
 
 def _snapshot(entries: Any, whole: Mapping[Any, Tensor]) -> Any:
@@ -189,6 +187,19 @@ def _take_parts(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] |
 
 
 # --- names ----------------------------------------------------------------------------------------
+#
+# A state dict has the keys of torch's: torch.distributed.checkpoint refuses files that lack a key.
+# So names of parameters that torch's optimizer does not know are an attribute, which pickling and
+# copying keep; without it, a parameter's number is its place, as in torch.
+
+
+def _with_names(given: dict[str, Any]) -> dict[str, Any]:
+    """A state dict with the names of its attribute in its groups, where torch puts them."""
+    names, groups = getattr(given, "_param_names", None), given.get("param_groups", ())
+    if names is None or [len(own) for own in names] != [len(g["params"]) for g in groups]:
+        return given
+    pairs = zip(groups, names, strict=True)
+    return {**given, "param_groups": [{"param_names": own, **group} for group, own in pairs]}
 
 
 def _names_of(optimizer: Optimizer) -> list[list[str]] | None:

@@ -58,6 +58,7 @@ class Part:
     dtype: torch.dtype  # between steps
     is_cut: bool  # sharded; else every rank has the full parameter
     _names: list[str]  # of the unit's parameters; known when the unit is gone, too
+    _peers: list[weakref.ref[Any]]  # those of its model, which may have others
     _state: weakref.ref[State]
     _index: int
     _of: Part | None = None  # the parameter's, if this is of a view of it
@@ -120,8 +121,7 @@ class Part:
     @property
     def peers(self) -> Any:
         """state_registry.Peers of the parameter's model; None: it has none, or is gone."""
-        state = self._state()
-        return None if state is None else state.peers
+        return self._peers[0]() if self._peers else None
 
     def is_whole_now(self) -> bool:
         """Return whether the parameter's unit is unsharded."""
@@ -238,6 +238,7 @@ def remember_parts(state: State) -> None:
             param.dtype,
             not unit.replicated,
             state.names,
+            state.peers_seen,
             weakref.ref(state),
             index,
         )
@@ -324,7 +325,8 @@ def stepped_by(optimizer: torch.optim.Optimizer) -> list[Stepped]:
     """Return what the optimizer has of each sharded model."""
     counts = [len(group["params"]) for group in optimizer.param_groups]
     known = _stepped.get(optimizer)
-    if known is None or known[0] != counts:
+    # A unit may be gone that its model has outlived.
+    if known is None or known[0] != counts or any(each.state is None for each in known[1]):
         known = _stepped[optimizer] = counts, _models_of(optimizer)
     return known[1]
 

@@ -102,10 +102,15 @@ class State:
         self.optimizer_peak = 0  # bytes, as memory() has seen them
         self.names = [str(unit.param(i)["name"]) for i in range(len(unit.params))]
         self.peers: Any = None  # state_registry.Peers: whom to ask for state that they alone have
+        self.peers_seen: list[weakref.ref[Any]] = []  # the same, for Parts that outlive the unit
         self.sync_buffers: BufferSync = False  # the root's: from rank 0, as a forward begins
         self.n_calls = 0  # forwards of the module that are running and end in any case
         self.is_alone = False  # the root's: there was no process group
         self.spare: Any = None  # the root's _memory/spare.Spare; None: nothing is measured
+
+    def meet(self, peers: Any) -> None:
+        """The ranks of the unit's model, of whom this one may ask."""
+        self.peers, self.peers_seen[:] = peers, [weakref.ref(peers)]
 
     def rename(self, name: str) -> None:
         """The unit's name from now on, and those of its parameters, which outlive it in Parts."""

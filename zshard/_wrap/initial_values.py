@@ -7,7 +7,6 @@ unit at a time, from the model itself, from an initialisation, or from rank 0.
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 from torch import nn
 
 from zshard import _core
-from zshard._errors import stacklevel
 from zshard._guard.words import refused_grad_dtype
 from zshard._ranks.agreement import Fact, checksum, tensor_fact, value_fact
 from zshard._ranks.devices import CPU, move
@@ -47,7 +45,9 @@ def dtypes_of(spec: UnitSpec, options: Options) -> tuple[str | None, str | None,
     keep = {
         i
         for i, ref in enumerate(spec.params)
-        if all(precision.keeps(owner) for owner, _ in ref.owners) or keeps_dtype(ref)
+        if all(precision.keeps(owner) for owner, _ in ref.owners)
+        or precision.keeps_param(ref.param)
+        or keeps_dtype(ref)
     }
     return name_of(precision.compute), name_of(precision.wire), keep
 
@@ -66,6 +66,9 @@ def facts_of(
             facts.extend(quantization_facts(name, ref.param, values))
     facts.extend(tensor_fact("buffer", name, b) for name, b in module.named_buffers())
     facts.append(("mixed precision", repr(options.precision)))
+    if options.precision.override is not None:
+        kept = ((spec.name, dtypes_of(spec, options)[2]) for spec in specs)
+        facts += [(f"what keeps its dtype in unit '{name}'", str(sorted(at))) for name, at in kept]
     facts.append(("wire", repr(options.wire)))
     if options.offload is not None:  # directories may differ: a disk of each host's own
         facts.append(("offload", repr(replace(options.offload, directory=None))))
@@ -100,21 +103,6 @@ def _check_plain(name: str, param: nn.Parameter) -> None:
             f"parameter '{name}' is of class {kind.__name__}, which has no memory of its own; "
             "zshard shards plain tensors only: pass the parameter in ignored_states=, so that each "
             "rank keeps all of it, or convert the model after training"
-        )
-
-
-def warn_of_strides(specs: Iterable[UnitSpec]) -> None:
-    """Warn of weights in another memory format (channels_last), which they lose."""
-    params = ((name, ref.param) for spec in specs for name, ref in _named(spec))
-    found = [name for name, param in params if not param.is_contiguous()]
-    if found:
-        warnings.warn(
-            f"parameter '{found[0]}'{f' and {len(found) - 1} more' if len(found) > 1 else ''} "
-            "will be contiguous in forward: zshard does not keep other memory formats, such as "
-            "channels_last, of weights. Results are right, but each convolution with a "
-            "channels_last input converts its weight",
-            UserWarning,
-            stacklevel=stacklevel(),
         )
 
 

@@ -23,7 +23,14 @@ import torch
 from zshard._checkpoint.checkpoint import Checkpoint, OptimizerState, Readable
 from zshard._checkpoint.contents import is_extra_state
 from zshard._checkpoint.foreign.pickled import PickledObject, parse
-from zshard._checkpoint.foreign.torch_file import DTYPES, Stored, are_sizes, value_in, values_begin
+from zshard._checkpoint.foreign.torch_file import (
+    DTYPES,
+    Stored,
+    are_sizes,
+    extent,
+    value_in,
+    values_at,
+)
 from zshard._checkpoint.manifest import LIMIT
 from zshard._checkpoint.safetensors import OpenFile
 from zshard._errors import CheckpointError
@@ -131,9 +138,9 @@ def _optimizer_of(
     tensors: Tensors, values: Mapping[KeyPath, Any], params: Sequence[str]
 ) -> OptimizerState:
     """Accept the forms of torch.distributed.checkpoint.state_dict: ("state", name, key) and
-    ("param_groups", i, option), with numbers for names only where the groups give the names, too;
-    or flat, ("state.name.key",) and ("param_groups.name.option",). Otherwise raise KeyError or
-    TypeError."""
+    ("param_groups", i, option); or flat, ("state.name.key",) and ("param_groups.name.option",); and
+    that of optimizer.state_dict(), with numbers, for which the groups may give the names. Otherwise
+    raise KeyError or TypeError."""
     if all(len(path) == 1 for path in (*tensors, *values)):
         return _flat_optimizer(tensors, values, set(params))
     groups: dict[int, dict[str, Any]] = {}
@@ -151,9 +158,9 @@ def _optimizer_of(
             if path[:1] == ("state",):
                 if len(path) != 3 or not isinstance(path[2], str):
                     raise KeyError(path)
-                into.setdefault(names[str(path[1])], {})[path[2]] = value
+                into.setdefault(_named(path[1], names), {})[path[2]] = value
     for group in listed:
-        group["params"] = [names[str(each)] for each in group["params"]]
+        group["params"] = [_named(each, names) for each in group["params"]]
         group.pop("param_names", None)
     if not listed:
         raise KeyError("param_groups")
@@ -190,7 +197,7 @@ def _split(text: str, params: set[str]) -> tuple[str, str]:
 
 
 _NO_NAMES = (
-    "it is keyed by numbers or unknown names; save the result of get_state_dict() of "
+    "it is keyed by unknown names; save the result of get_state_dict() of "
     "torch.distributed.checkpoint.state_dict, which uses names, or load the model alone"
 )
 
@@ -206,6 +213,11 @@ def _put(into: dict[Any, Any], path: KeyPath, value: Any) -> None:
 def _is_list(value: Any) -> bool:
     """Return whether it was a list. (Torch flattens lists that contain tensors.)"""
     return isinstance(value, dict) and list(value) == list(range(len(value))) and bool(value)
+
+
+def _named(key: Any, names: Mapping[str, str]) -> Any:
+    """A parameter's name; its number, where the file has no names (and numbers as text)."""
+    return int(key) if not names and str(key).isdecimal() else names[str(key)]
 
 
 def _names_by_number(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -346,7 +358,7 @@ class Chunked:
         self, name: str, dtype: torch.dtype, shape: tuple[int, ...], chunks: Sequence[Box]
     ) -> None:
         self.name, self.dtype, self.shape, self._chunks = name, dtype, shape, chunks
-        self._payloads: dict[int, int] = {}  # of a chunk, its first byte in the file
+        self._payloads: dict[int, tuple[int, tuple[int, ...] | None]] = {}  # values_at() of a chunk
 
     @property
     def files(self) -> list[str]:
@@ -367,14 +379,29 @@ class Chunked:
                 low, high = max(start, begin), min(start + length, end)
                 if low < high:
                     place = memory[(low - begin) * item : (high - begin) * item]
-                    at = self._payload(i) + (inner + low - start) * item
-                    chunk.stored.file.read_into(place, at)
+                    self._read_chunk(i, place, inner + low - start)
 
-    def _payload(self, i: int) -> int:
+    def _payload(self, i: int) -> tuple[int, tuple[int, ...] | None]:
         if i not in self._payloads:
             chunk = self._chunks[i]
-            self._payloads[i] = values_begin(chunk.stored, self.name, self.dtype, chunk.sizes)
+            self._payloads[i] = values_at(chunk.stored, self.name, self.dtype, chunk.sizes)
         return self._payloads[i]
+
+    def _read_chunk(self, i: int, place: memoryview, first: int) -> None:
+        """Fill `place` with row-major elements of a chunk, from `first` on."""
+        file, sizes, item = self._chunks[i].stored.file, self._chunks[i].sizes, self.dtype.itemsize
+        begin, strides = self._payload(i)
+        if strides is None:
+            file.read_into(place, begin + first * item)
+            return
+        row, count = math.prod(sizes[1:]), len(place) // item
+        top, bottom = first // row, -(-(first + count) // row)
+        rows = (bottom - top, *sizes[1:])
+        held = torch.empty(extent(rows, strides), dtype=self.dtype)  # and what lies between them
+        file.read_into(bytes_of(held), begin + top * strides[0] * item)
+        found = held.as_strided(rows, strides).reshape(-1)[first - top * row :]
+        found = found[:count].contiguous()  # it may be a view
+        place[:] = bytes_of(found)
 
 
 def _runs(shape: tuple[int, ...], chunk: Box) -> Iterator[tuple[int, int, int]]:

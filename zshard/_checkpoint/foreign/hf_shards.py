@@ -46,8 +46,8 @@ class _Parts(Chunked):
     def check(self) -> None:
         """Do nothing: the headers have been checked."""
 
-    def _payload(self, i: int) -> int:
-        return self._chunks[i].stored.offset
+    def _payload(self, i: int) -> tuple[int, None]:
+        return self._chunks[i].stored.offset, None
 
 
 def _begins(file: SafetensorsFile) -> dict[str, tuple[int, ...]]:

@@ -157,27 +157,35 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def values_begin(stored: Stored, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Return the offset in the file of a tensor's values, which are in row-major order."""
+def values_at(
+    stored: Stored, name: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> tuple[int, tuple[int, ...] | None]:
+    """Return the offset in the file of a tensor's first value, and its strides, in elements; None:
+    the values are in row-major order."""
     with _opened_zip(stored, name) as archive, _reading(stored, name):
         told = parse(_read(archive, stored, "/data.pkl"))
         key, first, found, strides, kind = _tensor_of(told)
         info = _member(archive, f"/data/{key}")
         order = _read(archive, stored, "/byteorder").strip()
-    if kind != dtype or found != shape or not _is_row_major(found, strides) or order != b"little":
+    if kind != dtype or found != shape or len(strides) != len(shape) or order != b"little":
         raise _damaged(stored, name, f"unexpected tensor: shape {found}, {kind}, strides {strides}")
     size = dtype.itemsize
-    if (
-        info.compress_type != zipfile.ZIP_STORED
-        or info.file_size < (first + math.prod(shape)) * size
-    ):
+    needed = (first + extent(shape, strides)) * size
+    if info.compress_type != zipfile.ZIP_STORED or info.file_size < needed:
         raise _damaged(stored, name, "its values are compressed or incomplete")
     head = stored.file.bytes_of(30, stored.offset + info.header_offset)
     lengths = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
     begin = info.header_offset + 30 + lengths
     if head[:4] != b"PK\3\4" or begin + info.file_size > stored.length:
         raise _damaged(stored, name, "its values are outside the archive")
-    return stored.offset + begin + first * size
+    return stored.offset + begin + first * size, None if _is_row_major(shape, strides) else strides
+
+
+def extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Return how many elements lie from a tensor's first to its last one in memory."""
+    if math.prod(shape) == 0:
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
 
 
 def _tensor_of(told: Any) -> tuple[str, int, tuple[int, ...], tuple[int, ...], torch.dtype]:
@@ -190,7 +198,7 @@ def _tensor_of(told: Any) -> tuple[str, int, tuple[int, ...], tuple[int, ...], t
         raise ValueError(f"expected a plain tensor, got {told!r}")
     storage, first, shape, strides = told.args[:4]
     tag, kind, key, *_ = storage.args[0]
-    if tag != "storage" or not are_sizes((first,)) or not are_sizes(shape):
+    if tag != "storage" or not are_sizes((first,)) or not (are_sizes(shape) and are_sizes(strides)):
         raise ValueError("expected a plain tensor")
     if told.name.endswith("_v3"):
         dtype = DTYPES[told.args[6].name]
@@ -199,10 +207,8 @@ def _tensor_of(told: Any) -> tuple[str, int, tuple[int, ...], tuple[int, ...], t
     return str(key), first, shape, strides, dtype
 
 
-def _is_row_major(shape: tuple[int, ...], strides: Any) -> bool:
+def _is_row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     if math.prod(shape) == 0:
         return True
     wanted = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    if not isinstance(strides, tuple) or len(strides) != len(shape):
-        return False
     return all(n == 1 or a == b for n, a, b in zip(shape, strides, wanted, strict=True))

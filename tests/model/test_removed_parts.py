@@ -1,0 +1,125 @@
+"""Parts of a sharded model that are removed, or replaced by a part that is sharded then.
+
+The one idea: each is done to the plain model too, which is given both ranks' batches, and all that a
+script may ask for afterwards is compared.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from compare import differences
+from fully_sharded import over
+from models import TRANSPORTS, make
+from scenarios import WIDTH, Stack, floats, loss_of, message_of
+from torch import nn
+
+import zshard
+from zshard import FSDP, fully_shard
+
+
+def other():
+    return make(lambda: nn.Linear(WIDTH, 2), 5)
+
+
+def without_head(model):
+    model.head = nn.Identity()
+
+
+def without_last_block(model):
+    del model.blocks[-1]
+
+
+def without_bias(model):
+    model.head.bias = None
+
+
+def with_other_head(model):
+    model.head = other()
+    if isinstance(model, FSDP):
+        with over(model._zshard_state.comms.all.transport):
+            fully_shard(model.head)
+
+
+CHANGES = (without_head, without_last_block, without_bias, with_other_head)
+
+
+def sharded(how, transport):
+    model = make(Stack)
+    if how != "fully_shard":
+        return FSDP(model, strategy=how, transport=transport, auto_wrap_policy={nn.Linear})
+    with over(transport):
+        for each in (*model.blocks, model.head):
+            fully_shard(each)
+        return fully_shard(model)
+
+
+def step(model, optimizer, number, batches):
+    optimizer.zero_grad()
+    for rank in batches:
+        (loss_of(model(floats(rank, number))) / len(batches)).backward()
+    optimizer.step()
+
+
+def held(model, optimizer):
+    state = optimizer.state_dict()
+    found = {f"{n}.{k}": v for n, own in state["state"].items() for k, v in own.items()}
+    numbers = [group["params"] for group in state["param_groups"]]
+    return {**model.state_dict(), **found, "numbers": numbers}
+
+
+def changed(change, how, transport, anew):
+    """What differs from the plain model, after steps with the optimizer of before or a new one."""
+    rank, plain = dist.get_rank(), make(Stack)
+    model = sharded(how, transport)
+    found = []
+    for each, batches in ((plain, (0, 1)), (model, (rank,))):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
+        step(each, optimizer, 0, batches)
+        change(each)
+        if anew:
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9)
+        step(each, optimizer, 1, batches)
+        again = torch.optim.SGD(optimizer.param_groups[0]["params"], lr=0.1, momentum=0.9)
+        again.load_state_dict(optimizer.state_dict())
+        step(each, again, 2, batches)
+        found.append(held(each, again))
+    alone = transport == "shm" and rank == 0  # which may save alone
+    found.append(held(model, again) if alone else found[1])
+    dist.barrier()
+    return differences(found[1], found[0]) + differences(found[2], found[1])
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("how", ["full_shard", "zero1", "no_shard", "fully_shard"])
+@pytest.mark.parametrize("anew", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_training_and_saving_go_on(pool2, change, how, transport, anew):
+    assert pool2.run(changed, change, how, transport, anew) == [[], []]
+
+
+def mistakes(transport):
+    model = FSDP(make(Stack), transport=transport)
+    model.head = other()  # on each rank by itself
+    said = [message_of(lambda: model(floats(0)), ValueError) for _ in range(2)]
+    with over(transport):
+        fully_shard(model.head)
+    loss_of(model(floats(0))).backward()
+    if dist.get_rank() == 0:
+        model.blocks[0].up.bias = None
+
+    def go_on():
+        for number in range(3):
+            loss_of(model(floats(0, number))).backward()
+
+    return [*said, message_of(go_on, zshard.DivergenceError)]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_ranks_would_train_alone_is_named(pool2, transport):
+    for unsharded, again, alone in pool2.run(mistakes, transport):
+        assert "'head' was added to a Stack after FSDP" in unsharded
+        assert "fully_shard(module)" in unsharded and again == unsharded
+        assert "do not train the same parameters" in alone

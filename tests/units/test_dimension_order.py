@@ -1,0 +1,112 @@
+"""Parameters whose dimensions lie in another order in memory: channels_last, transposed.
+
+The one idea: the forward's kernels see strides, so a forward has the bits of DDP's if it finds those that
+the parameter had when it was wrapped. Shards, state dicts and files are row-major, whatever these are.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from compare import differences
+from meshes import mesh_of
+from models import Conv, ddp, loss_of, make
+from test_plan import differences as differences_from_plan
+from torch import nn
+
+import zshard
+from zshard import FSDP
+
+SEEN: dict[str, tuple[int, ...]] = {}
+
+
+class Seeing(nn.Module):
+    """Notes the strides that a forward finds; transposed weights, and a convolution of one pixel."""
+
+    def __init__(self):
+        super().__init__()
+        self.point, self.conv = nn.Conv2d(3, 3, 1), Conv()
+        self.conv.head.weight = nn.Parameter(torch.randn(5, 3).t())
+
+    def forward(self, x):
+        SEEN.update({name: param.stride() for name, param in self.named_parameters()})
+        return self.conv(self.point(x))
+
+
+class Case:
+    @staticmethod
+    def batch(step, rank):
+        return torch.randn(4, 3, 7, 7, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def last():
+    return make(Seeing).to(memory_format=torch.channels_last)
+
+
+def run(model, optimizer):
+    """Losses of steps, of which one accumulates, and what an evaluation gives."""
+    rank, found = dist.get_rank(), []
+    for step in range(3):
+        optimizer.zero_grad()
+        if step == 1:
+            with model.no_sync():
+                loss_of(model(Case.batch(7, rank))).backward()
+        loss = loss_of(model(Case.batch(step, rank)))
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    with torch.no_grad():
+        return [*found, model.eval()(Case.batch(9, rank)).sum().item()]
+
+
+def against_ddp(strategy, transport):
+    """What differs from DDP, in numbers and in strides, with a policy and without."""
+    plain = last()
+    reference = ddp(plain)
+    theirs = torch.optim.AdamW(reference.parameters(), lr=0.1)
+    losses = run(reference, theirs)
+    strides = {name: param.stride() for name, param in plain.named_parameters()}
+    options = {"device_mesh": mesh_of(1, 2)} if strategy.startswith("hybrid") else {}
+    model = FSDP(last(), strategy=strategy, transport=transport, auto_wrap_policy=None, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    found = differences(run(model, optimizer), losses) + differences(SEEN, strides)
+    # BatchNorm's buffers are each rank's own in both
+    found += differences(model.state_dict(), plain.state_dict())
+    for n, state in optimizer.state_dict()["state"].items():
+        found += differences(state, theirs.state_dict()["state"][n])
+    with FSDP.summon_full_params(model):
+        found += differences({n: p.stride() for n, p in model.named_parameters()}, strides)
+        with torch.no_grad():
+            model.conv.stages[0][0].weight[:, 1] *= 2
+            plain.conv.stages[0][0].weight[:, 1] *= 2
+    found += differences(model.state_dict(), plain.state_dict())
+    model.load_state_dict(last().state_dict())
+    return found + differences(model.state_dict(), last().state_dict())
+
+
+STRATEGIES = ("full_shard", "shard_grad_op", "zero1", "no_shard", "hybrid_shard", "hybrid_full")
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_forward_finds_the_strides_of_the_plain_model(pool2, strategy, transport):
+    assert pool2.run(against_ddp, strategy, transport) == [[], []]
+
+
+def planned(transport, precision):
+    model = FSDP(
+        last(),
+        transport=transport,
+        auto_wrap_policy={nn.Conv2d},
+        mixed_precision=precision,
+    )
+    return differences_from_plan(model, Case, steps=3)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("precision", [None, zshard.MixedPrecision(torch.bfloat16)], ids=str)
+def test_slots_for_it_are_planned(pool2, transport, precision):
+    assert pool2.run(planned, transport, precision) == [[], []]
