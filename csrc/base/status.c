@@ -9,7 +9,7 @@ typedef struct error_record {
     zs_status status;
     int native_errno;
     char place[96];
-    char message[1024];
+    char message[2048];
 } error_record;
 
 static _Thread_local error_record record;

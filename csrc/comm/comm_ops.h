@@ -119,6 +119,11 @@ typedef struct zs_talk_ops {
     void (*tell)(zs_comm *, zs_topic, const char *);
     /* What a peer has told of a topic, as of now; NULL, as for the function itself: that is not known here. */
     const char *(*said)(const zs_comm *, int rank, zs_topic);
+    /* Do others ask where this rank's script is, since this was called last? And the answer, as text. NULL: nobody asks so. */
+    bool (*is_asked)(zs_comm *);
+    void (*tell_place)(zs_comm *, const char *);
+    /* Has a rank told that it cannot go on, of those that are all still there? NULL: no. */
+    bool (*is_stopped)(const zs_comm *);
     /* See zs_comm_end: tells the peers `comm->past` and words. Once all have, *all is set, and `pasts` [world] are theirs.
      * NULL: nobody knows. */
     zs_status (*end)(zs_comm *, zs_past *pasts, bool *all);
@@ -420,6 +425,24 @@ static inline void zs_comm_abort(zs_comm *comm, const char *reason)
 static inline const char *zs_comm_said(const zs_comm *comm, int rank, zs_topic topic)
 {
     return comm->ops->talk->said != NULL ? comm->ops->talk->said(comm, rank, topic) : NULL;
+}
+
+/* Do others ask where this rank's script is? */
+static inline bool zs_comm_is_asked(zs_comm *comm)
+{
+    return comm->ops->talk->is_asked != NULL && comm->ops->talk->is_asked(comm);
+}
+
+/* The answer. */
+static inline void zs_comm_tell_place(zs_comm *comm, const char *text)
+{
+    if (comm->ops->talk->tell_place != NULL) comm->ops->talk->tell_place(comm, text);
+}
+
+/* Has a rank told that it cannot go on, though none is gone? */
+static inline bool zs_comm_is_stopped(const zs_comm *comm)
+{
+    return comm->ops->talk->is_stopped != NULL && comm->ops->talk->is_stopped(comm);
 }
 
 /* Memory that the transport itself has. */

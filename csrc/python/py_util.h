@@ -40,6 +40,7 @@ int zs_py_offload_init(PyObject *module);
 int zs_py_nccl_init(PyObject *module);
 int zs_py_cuda_init(PyObject *module);
 int zs_py_files_init(PyObject *module);
+int zs_py_script_init(PyObject *module);
 
 /* Asked by waits, which run without the GIL: has Ctrl-C been pressed? On the main thread its exception is set then. */
 bool zs_py_interrupted(void);

@@ -1,30 +1,34 @@
-"""Where this rank's script is, for the ranks that wait for it over c10d.
+"""Where this rank's script is, for messages: its own, and those of the ranks that wait for it.
 
-The one idea: a rank that waits in vain asks by the process group's store, and a thread of each
-process answers there with the line of the script that its main thread is at: even while that is in
-a torch collective, of which zshard knows nothing. The thread looks for a question once a second,
-and does nothing else.
+The one idea: a rank that waits in vain asks, over c10d by the process group's store and over shm by
+a number in shared memory, and a thread of each process answers there with the line of the script
+that its main thread is at: even while that is in a torch collective, of which zshard knows nothing.
+The thread looks for a question once a second, and does nothing else.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from zshard import _core
 
-__all__ = ["own_collective", "place_of", "watch"]
+__all__ = ["Call", "own_collective", "place_of", "watch", "watch_shm"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 EVERY = 1.0  # seconds
 PATIENCE = timedelta(seconds=5)  # with the store
@@ -34,13 +38,50 @@ _LIBRARIES = tuple(
 )
 _COLLECTIVES = os.path.dirname(dist.__file__ or "") + os.sep
 _STANDARD = os.path.dirname(os.__file__) + os.sep
-_WRAPPERS = {"decorate_context", "wrapper", "inner", "checked", "_fn", "compile_wrapper"}
+_WRAPPERS = {"decorate_context", "wrapper", "inner", "checked", "called", "_fn", "compile_wrapper"}
 _DECORATORS = os.sep + "_contextlib.py"  # torch.no_grad()'s, whose frame has that name since 2.15
+_NOWHERE = "outside its script"
 _CALLS = {"__call__", "_call_impl", "_wrapped_call_impl", "call_guarded"}
 
 
+class Call:
+    """Context manager, or decorator: what is exchanged within it is part of this public call, such
+    as "save()", for messages, and other ranks may not be in another one. The outermost one counts.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._is_outermost = _core.begin_call(self._name)
+
+    def __exit__(self, *error: Any) -> None:
+        if self._is_outermost:
+            _core.end_call()
+
+    def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(function)
+        def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with Call(self._name):
+                return function(*args, **kwargs)
+
+        return called
+
+
+class _WatchedShm:
+    """A shm transport, which asks by itself."""
+
+    def __init__(self, comm: _core.Comm, group: Any) -> None:
+        self.comm = comm
+        self.groups = [weakref.ref(group)]
+
+    def look(self) -> None:
+        if _core.is_asked(self.comm):
+            _core.tell_place(self.comm, _own_place())
+
+
 class _Watched:
-    """A transport, and the store by which its ranks ask each other."""
+    """A c10d transport, and the store by which its ranks ask each other."""
 
     def __init__(self, comm: _core.Comm, group: Any, own: Any) -> None:
         store = dist.distributed_c10d._world.pg_map[own][1]
@@ -51,9 +92,6 @@ class _Watched:
         self.groups = [weakref.ref(group), weakref.ref(own)]
         self.answered = 0
 
-    def is_alive(self) -> bool:
-        return all(group() in dist.distributed_c10d._world.pg_map for group in self.groups)
-
     def look(self) -> None:
         asked = self.store.add(_ASKED, 0)
         if asked == self.answered:
@@ -63,8 +101,8 @@ class _Watched:
         self.store.set(_ANSWER.format(asked, self.comm.rank), f"{waits}{_own_place()}")
 
 
-_watched: list[_Watched] = []
-_parents: list[_Watched] = []
+_watched: list[_Watched | _WatchedShm] = []
+_parents: list[_Watched | _WatchedShm] = []
 _lock = threading.Lock()
 _stop = threading.Event()
 _thread: threading.Thread | None = None
@@ -73,22 +111,34 @@ _thread: threading.Thread | None = None
 def watch(comm: _core.Comm, group: Any, own: Any) -> None:
     """Answer questions of the ranks of `comm`, the c10d transport of `group` over zshard's `own`,
     until one of these groups is destroyed."""
-    global _thread
     with contextlib.suppress(RuntimeError, NotImplementedError):  # a store of another kind
-        one = _Watched(comm, group, own)
-        with _lock:
-            _watched.append(one)
-            if _thread is None:
-                _stop.clear()
-                _thread = threading.Thread(target=_run, name="zshard-where", daemon=True)
-                _thread.start()
+        _add(_Watched(comm, group, own))
+
+
+def watch_shm(comm: _core.Comm, group: Any) -> None:
+    """The same for the shm transport of `group`."""
+    _add(_WatchedShm(comm, group))
+
+
+def _add(one: _Watched | _WatchedShm) -> None:
+    global _thread
+    with _lock:
+        _watched.append(one)
+        if _thread is None:
+            _stop.clear()
+            _thread = threading.Thread(target=_run, name="zshard-where", daemon=True)
+            _thread.start()
+
+
+def _is_alive(one: _Watched | _WatchedShm) -> bool:
+    return all(group() in dist.distributed_c10d._world.pg_map for group in one.groups)
 
 
 def _run() -> None:
     global _thread
     while not _stop.wait(EVERY):
         with _lock:
-            _watched[:] = [one for one in _watched if one.is_alive()]
+            _watched[:] = [one for one in _watched if _is_alive(one)]
             if not _watched:
                 _thread = None
                 return
@@ -126,6 +176,12 @@ def _main_frame() -> FrameType | None:
     return sys._current_frames().get(threading.main_thread().ident or 0)
 
 
+def _here() -> str:
+    """Where this thread's script is; on a thread of torch's, where the main thread's is."""
+    place = place_of(sys._getframe())
+    return _own_place() if place == _NOWHERE else place
+
+
 def _own_place() -> str:
     frame = _main_frame()
     return place_of(frame) if frame is not None else ""
@@ -134,7 +190,7 @@ def _own_place() -> str:
 def place_of(frame: FrameType) -> str:
     """Return what a thread is at, as "in barrier() at train.py:44 (main)": the first call of torch
     or zshard that the script has not returned from, and the script's line."""
-    place, call = None, ""
+    place, own, call = None, None, ""
     for each in reversed(list(_outwards(frame))):  # from the outermost
         code = each.f_code
         if code.co_filename.startswith(_LIBRARIES):
@@ -143,14 +199,21 @@ def place_of(frame: FrameType) -> str:
                 continue
             call = "a forward" if code.co_name in _CALLS else f"{code.co_name}()"
             break
-        if not code.co_filename.startswith((_STANDARD, "<")) or "-packages" in code.co_filename:
+        if "-packages" in code.co_filename:
             place = each
+        elif not code.co_filename.startswith((_STANDARD, "<")):
+            place = own = each
     if place is None:
-        return "outside its script"
-    at = (
-        f"at {os.path.basename(place.f_code.co_filename)}:{place.f_lineno} ({place.f_code.co_name})"
-    )
+        return _NOWHERE
+    at = f"at {_line_of(place)}"
+    if own is not None and own is not place:  # a trainer is between
+        at += f", from {_line_of(own)}"
     return f"in {call} {at}" if call else at
+
+
+def _line_of(frame: FrameType) -> str:
+    code = frame.f_code
+    return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} ({code.co_name})"
 
 
 def own_collective() -> str:
@@ -166,3 +229,6 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+_core.on_place(_here)

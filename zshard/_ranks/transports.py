@@ -56,6 +56,7 @@ _PATIENCE = 1800.0  # seconds: least timeout of a wait for a rank that may be wa
 Asked = str | NcclOptions  # a transport, by its name or by NCCL's options
 
 _entries: dict[tuple[int, Asked, str], _Connection] = {}  # by group, transport asked for, device
+_stopped: list[_Connection] = []  # others have taken their places; their models are lost
 _alone: dict[str, _core.Comm] = {}  # by device
 
 
@@ -92,7 +93,8 @@ def comms_for(
 def group_of(comm: _core.Comm) -> Any:
     """Return the process group of a transport. None, torch's word for the default group, for a
     single rank."""
-    return next((each.group for each in _entries.values() if each.comm is comm), None)
+    known = [*_entries.values(), *_stopped]
+    return next((each.group for each in known if each.comm is comm), None)
 
 
 def ranks_of(comm: _core.Comm) -> list[int]:
@@ -162,6 +164,7 @@ def comm_for(
     if group is None:
         return _comm_alone(device)
     _drop_dead_entries()
+    _set_stopped_aside()
     entry = _entries.get((id(group), wanted, device))
     if entry is None:
         connect = _connect if device == CPU else functools.partial(connect_gpu, device)
@@ -190,6 +193,7 @@ def comm_beside(comm: _core.Comm) -> _core.Comm:
             "the model's process group has been destroyed: call destroy_process_group() only after "
             "the last use of the model"
         )
+    _set_stopped_aside()
     key = (id(group), _BESIDE, CPU)
     if key not in _entries:
         # What the model has, if it can be.
@@ -211,6 +215,15 @@ def _connection(group: Any, connect: Callable[[], _core.Comm]) -> _Connection:
     comm = connect()
     others = set().union(*(entry.made for entry in _entries.values()))
     return _Connection(group, comm, set(dist.distributed_c10d._world.pg_map) - known - others)
+
+
+def _set_stopped_aside() -> None:
+    """Have models that are made from now on meet over new transports where an error that the script
+    has caught ended one: on all ranks, as each has told it, or was told."""
+    for key in [key for key, entry in _entries.items() if _core.is_stopped(entry.comm)]:
+        entry = _entries.pop(key)
+        if entry not in _stopped:
+            _stopped.append(entry)
 
 
 def _drop_dead_entries() -> None:
@@ -261,6 +274,8 @@ def _connect(group: Any, wanted: Asked, timeout: float, beside: bool = False) ->
     else:
         met = meet(group, timeout)
         if isinstance(met, _core.Comm):
+            if not beside:
+                script_position.watch_shm(met, group)
             return met
         if wanted == "shm":
             raise RuntimeError(
@@ -392,6 +407,7 @@ def _tell_peers(words: str) -> None:
     for key, entry in _entries.items():
         if key[1] != _BESIDE:  # a thread may be writing yet, and the process waits for it
             entry.comm.abort(words)
+            entry.comm.close()
 
 
 def _leave() -> None:
@@ -407,6 +423,8 @@ def _leave() -> None:
         if key[1] == _BESIDE and ends.last_words():
             entry.comm.abort(ends.last_words())
         entry.comm.close()  # from here on nobody waits for this rank
+    for entry in _stopped:
+        entry.comm.close()
     _entries.clear()
     if not ends.has_failed() and ends.is_reported():
         ends.say_farewell(timeout)

@@ -13,6 +13,7 @@
 #define ZS_C10D_H
 
 #include "comm/comm_local.h"
+#include "comm/script.h"
 #include "device/arena.h"
 #include "shim/tensor.h"
 
@@ -20,7 +21,7 @@ enum {
     ZS_C10D_PIECE = 4 << 20, /* bytes of a broadcast at a time */
     ZS_C10D_LISTS = 256,     /* of flats */
     ZS_C10D_SERVES = 8,      /* models of which a rank says that it may bring shards to gathers of others */
-    ZS_C10D_PHRASE = 256,    /* room for what a rank does, in words */
+    ZS_C10D_PHRASE = 448,    /* room for what a rank does, in words */
     ZS_C10D_WORDS = 1536,    /* room for where the others are */
 };
 
@@ -52,7 +53,7 @@ typedef struct zs_c10d_turn {
     uint64_t model;                  /* the number of the unit's; 0: none */
     zs_past past;                    /* what this rank has done to parameters */
     char owner[32];                  /* the name of the unit's model, for messages */
-    char name[88];                   /* of the unit, cut off */
+    char name[88];                   /* of the unit, cut off; of the call that an exchange or broadcast is part of */
 } zs_c10d_turn;
 
 /* A collective that was not waited for to its end, and what torch's threads may still write to. */
@@ -213,7 +214,7 @@ typedef struct zs_c10d_stall {
 /* The wait has lasted so many seconds: asks where the others are, and tells it on stderr, when it is time for that. */
 void zs_c10d_stall_look(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_c10d_stall *stall, double waited);
 
-/* What it has found, and what to do, as text that goes on a sentence; "" if nothing. */
+/* What it has found of the others, and what to do, as text that goes on a sentence; "" if nothing. */
 void zs_c10d_stall_words(const zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_stall *stall, char *text,
                          size_t size);
 
@@ -242,6 +243,12 @@ void zs_c10d_describe_brief(const zs_c10d_turn *turn, char *text, size_t size);
 
 /* The ranks that may have to do with a failure whose cause was not found, as "rank 1" or "one of ranks 1, 2, 3". */
 void zs_c10d_name_others(const zs_c10d_comm *comm, char *text, size_t size);
+
+/* What to do where ranks are not at `turn` together. */
+const char *zs_c10d_remedy_of(const zs_c10d_turn *turn);
+
+/* The same as zs_c10d_describe of what this rank does, with where its script is. */
+void zs_c10d_describe_here(const zs_c10d_turn *turn, const char *owner, char *text, size_t size);
 
 /* --- c10d_round.c: units' part of the table, as comm_ops.h has it ------------------------------------------------------- */
 

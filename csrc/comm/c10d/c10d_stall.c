@@ -67,9 +67,10 @@ static const char *remedy_of(const zs_c10d_comm *comm, const zs_c10d_turn *turn)
     bool looks = turn->kind == ZS_C10D_GATHER && zs_reading_is_look(comm->base.reading);
     if (looks || turn->kind == ZS_C10D_EXCHANGE || turn->kind == ZS_C10D_BROADCAST)
         return "over c10d this takes all ranks: call it on all of them, or on one host use transport='shm', over which "
-               "one "
-               "rank may evaluate and call state_dict() alone";
-    return "run the same forwards, backwards and collectives on all ranks";
+               "one rank may evaluate and call state_dict() alone";
+    if (turn->kind == ZS_C10D_GATHER && !zs_reading_is_backward(comm->base.reading))
+        return "run a forward that records gradients on all ranks" ZS_ALONE ZS_UNEVEN;
+    return zs_c10d_remedy_of(turn);
 }
 
 void zs_c10d_stall_words(const zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_stall *stall, char *text,
@@ -79,17 +80,14 @@ void zs_c10d_stall_words(const zs_c10d_comm *comm, const zs_c10d_turn *turn, con
     const answer *answers = stall->answers;
     text[0] = 0;
     if (answers == NULL) return;
-    bool known = list_places(comm, answers, places, sizeof places);
-    const char *own = answers[comm->base.rank].text;
-    if (!known && *own == 0) return;
-    snprintf(text, size, "%s%s%s%s%s", *own != 0 ? ", " : "", *own != 0 ? own + 1 : "", places, known ? "; " : "",
-             known ? remedy_of(comm, turn) : "");
+    if (!list_places(comm, answers, places, sizeof places)) return;
+    snprintf(text, size, "%s; %s", places, remedy_of(comm, turn));
 }
 
 static void tell(const zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_stall *stall, double waited)
 {
     char phrase[ZS_C10D_PHRASE], who[ZS_C10D_PHRASE], words[ZS_C10D_WORDS];
-    zs_c10d_describe(turn, "", phrase, sizeof phrase);
+    zs_c10d_describe_here(turn, "", phrase, sizeof phrase);
     zs_c10d_name_others(comm, who, sizeof who);
     zs_c10d_stall_words(comm, turn, stall, words, sizeof words);
     fprintf(stderr, "zshard: rank %d has been waiting %.0f s for %s while %s%s\n", comm->base.rank, waited, who, phrase,

@@ -31,13 +31,15 @@ static void describe(const zs_c10d_turn *turn, char *text, size_t size)
     zs_c10d_describe(turn, "", text, size);
 }
 
+typedef void words_of(const zs_c10d_turn *, const char *owner, char *text, size_t size);
+
 /* The same, with the model where two are to be told apart. */
-static void describe_beside(const zs_c10d_turn *turn, const zs_c10d_turn *other, char *text, size_t size)
+static void describe_beside(const zs_c10d_turn *turn, const zs_c10d_turn *other, words_of *say, char *text, size_t size)
 {
     char owner[OWNER] = "";
     if (turn->model != 0 && other->model != 0 && turn->model != other->model)
         snprintf(owner, sizeof owner, " of model %llu (%s)", (unsigned long long)turn->model, turn->owner);
-    zs_c10d_describe(turn, owner, text, size);
+    say(turn, owner, text, size);
 }
 
 /* Has a rank given up the backward in which this one is? */
@@ -59,11 +61,18 @@ static zs_status check_gave_up(zs_c10d_comm *comm, const zs_c10d_turn *turns)
     return ZS_OK;
 }
 
+/* Of the same unit, or of calls that may meet? */
+static bool same_name(const zs_c10d_turn *a, const zs_c10d_turn *b)
+{
+    if (a->kind == ZS_C10D_EXCHANGE || a->kind == ZS_C10D_BROADCAST) return zs_calls_match(a->name, b->name);
+    return memcmp(a->name, b->name, sizeof a->name) == 0;
+}
+
 /* Do two ranks mean the same, for whichever pass, and with whichever past? */
 static bool alike(const zs_c10d_turn *a, const zs_c10d_turn *b)
 {
     return a->kind == b->kind && a->number == b->number && a->round == b->round && a->bytes == b->bytes &&
-           memcmp(a->name, b->name, sizeof a->name) == 0;
+           same_name(a, b);
 }
 
 /* Do parameters or their gradients travel? */
@@ -152,6 +161,13 @@ static zs_status compare_pasts(zs_c10d_comm *comm, const zs_c10d_turn *turns, bo
     return status;
 }
 
+/* What else to do where ranks are at these. */
+static const char *remedy_of(const zs_c10d_turn *a, const zs_c10d_turn *b)
+{
+    bool trains = is_of_parameters(a) || is_of_parameters(b);
+    return trains ? ZS_UNEVEN : "";
+}
+
 static zs_status fail_apart(zs_c10d_comm *comm, const zs_c10d_turn *turns)
 {
     int own = comm->base.rank, other = 0;
@@ -159,13 +175,13 @@ static zs_status fail_apart(zs_c10d_comm *comm, const zs_c10d_turn *turns)
     while (alike(&turns[other], &turns[own]))
         other++;
     zs_comm_mishaps(&comm->base, mishaps, sizeof mishaps);
-    describe_beside(&turns[own], &turns[other], ours, sizeof ours);
-    describe_beside(&turns[other], &turns[own], theirs, sizeof theirs);
+    describe_beside(&turns[own], &turns[other], zs_c10d_describe_here, ours, sizeof ours);
+    describe_beside(&turns[other], &turns[own], zs_c10d_describe, theirs, sizeof theirs);
     return ZS_FAIL(
         ZS_ERR_DIVERGED,
         "ranks diverged: rank %d was %s, but rank %d was %s%s; run the same forwards, backwards and collectives "
-        "on all ranks (over c10d, also the units in the same order)",
-        own, ours, other, theirs, mishaps);
+        "on all ranks (over c10d, also the units in the same order)%s",
+        own, ours, other, theirs, mishaps, remedy_of(&turns[own], &turns[other]));
 }
 
 bool zs_c10d_same_slots(const zs_c10d_comm *comm, const zs_c10d_turn *turns)

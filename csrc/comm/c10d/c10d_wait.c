@@ -48,10 +48,10 @@ static zs_status fail_after(zs_c10d_comm *comm, const zs_c10d_turn *turn, const 
     char words[WORDS], phrase[ZS_C10D_PHRASE], who[WORDS];
     snprintf(words, sizeof words, "%s", zs_last_message());
     zs_clear_error();
-    zs_c10d_describe(turn, "", phrase, sizeof phrase);
+    zs_c10d_describe_here(turn, "", phrase, sizeof phrase);
     int own = comm->base.rank;
     if (look_for_gone(comm, status == ZS_ERR_PEER ? straggle : 0, who, sizeof who)) {
-        status = ZS_FAIL(ZS_ERR_PEER, "%s; rank %d was %s: %s", who, own, phrase, words);
+        status = ZS_FAIL(ZS_ERR_PEER, "%s; rank %d was %s: %s; %s", who, own, phrase, words, zs_c10d_remedy_of(turn));
     } else {
         zs_c10d_name_others(comm, who, sizeof who);
         if (status == ZS_ERR_TIMEOUT)
@@ -60,7 +60,8 @@ static zs_status fail_after(zs_c10d_comm *comm, const zs_c10d_turn *turn, const 
                 "rank %d timed out after %.1f s waiting for %s while %s%s; raise timeout if it is only slow: %s", own,
                 comm->base.timeout, who, phrase, places, words);
         else if (status == ZS_ERR_PEER)
-            status = ZS_FAIL(status, "%s exited or is unreachable; rank %d was %s: %s", who, own, phrase, words);
+            status = ZS_FAIL(status, "%s exited or is unreachable; rank %d was %s: %s; %s", who, own, phrase, words,
+                             zs_c10d_remedy_of(turn));
         else
             status = ZS_FAIL(status, "rank %d failed while %s: %s", own, phrase, words);
     }

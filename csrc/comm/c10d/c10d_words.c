@@ -2,6 +2,7 @@
 #include "comm/c10d/c10d.h"
 
 #include <stdio.h>
+#include <string.h>
 
 /* What is done to a unit; NULL: the turn is of none. */
 static const char *unit_verb(zs_c10d_kind kind)
@@ -25,6 +26,11 @@ void zs_c10d_describe(const zs_c10d_turn *turn, const char *owner, char *text, s
 {
     unsigned long long number = turn->number, round = turn->round, bytes = turn->bytes;
     const char *verb = unit_verb((zs_c10d_kind)turn->kind);
+    bool talks = turn->kind == ZS_C10D_EXCHANGE || turn->kind == ZS_C10D_BROADCAST;
+    if (talks && turn->name[0] != 0) {
+        snprintf(text, size, "in %s", turn->name);
+        return;
+    }
     switch ((zs_c10d_kind)turn->kind) {
     case ZS_C10D_GATHER:
         snprintf(text, size, "%s of unit '%s'%s (%llu bytes%s)", verb, turn->name, owner, bytes, coded_as(turn));
@@ -52,6 +58,26 @@ void zs_c10d_describe_brief(const zs_c10d_turn *turn, char *text, size_t size)
     case ZS_C10D_BROADCAST: snprintf(text, size, "broadcasting"); return;
     default: zs_c10d_describe(turn, "", text, size);
     }
+}
+
+const char *zs_c10d_remedy_of(const zs_c10d_turn *turn)
+{
+    if (turn->kind == ZS_C10D_EXCHANGE || turn->kind == ZS_C10D_BROADCAST) return "call it on all ranks";
+    return "run the same forwards and backwards on all ranks" ZS_UNEVEN;
+}
+
+void zs_c10d_describe_here(const zs_c10d_turn *turn, const char *owner, char *text, size_t size)
+{
+    char place[ZS_PLACE];
+    bool talks = turn->kind == ZS_C10D_EXCHANGE || turn->kind == ZS_C10D_BROADCAST;
+    zs_script_place(place, sizeof place);
+    if (place[0] != 0 && talks && turn->name[0] != 0) { /* which has its name */
+        snprintf(text, size, "%s", place);
+        return;
+    }
+    zs_c10d_describe(turn, owner, text, size);
+    size_t length = strlen(text);
+    if (place[0] != 0 && length < size) snprintf(text + length, size - length, ", %s", place);
 }
 
 void zs_c10d_name_others(const zs_c10d_comm *comm, char *text, size_t size)

@@ -7,13 +7,15 @@
  *   shm_needs.c  what a rank needs of the system    shm_missing.c  who has not done what somebody waits for
  *   shm_link.c   how ranks find each other          shm_wake.c     sleeping, and waking others
  *   shm.c        what they tell each other          shm_wait.c     deadlines, dead peers
- *                                                   shm_report.c   the words of messages
+ *   shm_place.c  where the ranks' scripts are       shm_report.c   the words of messages
  */
 #define _GNU_SOURCE 1 /* sched_getaffinity, syscall */
 #include "comm/shm/shm_flats.h"
 #include "comm/shm/shm_link.h"
 #include "comm/shm/shm_needs.h"
+#include "comm/shm/shm_place.h"
 #include "comm/shm/shm_reader.h"
+#include "comm/shm/shm_report.h"
 #include "comm/shm/shm_round.h"
 #include "comm/shm/shm_wait.h"
 
@@ -32,7 +34,7 @@
 #endif
 
 /* Raised when zs_shm_control or its protocol changes: ranks of different builds must not meet. */
-static const uint64_t protocol = 4;
+static const uint64_t protocol = 5;
 
 /* How long a rank waits for the next of its peers, of which each meets one after the other. */
 static const double meeting_seconds = 10.0, meeting_seconds_per_rank = 0.1;
@@ -68,6 +70,12 @@ static zs_room shm_room(const zs_comm *comm, const zs_cunit_spec *spec)
 
 /* --- small collectives ------------------------------------------------------------------------------------------------------ */
 
+/* For the peers' messages. */
+static void name_call(zs_shm *shm)
+{
+    snprintf(shm->own->doing, sizeof shm->own->doing, "%s", zs_call_name());
+}
+
 static zs_status shm_exchange(zs_comm *comm, const void *mine, size_t bytes, void *all)
 {
     zs_shm *shm = (zs_shm *)comm;
@@ -77,17 +85,15 @@ static zs_status shm_exchange(zs_comm *comm, const void *mine, size_t bytes, voi
     zs_shm_act act = zs_shm_act_make(ZS_SHM_EXCHANGED, 0, ++shm->exchanges);
     zs_shm_mailbox *box = &shm->own->mail[act.number % 2];
     box->bytes = bytes;
+    snprintf(box->call, sizeof box->call, "%s", zs_call_name());
     memcpy(box->data, mine, bytes);
+    name_call(shm);
     zs_shm_note(shm, act);
     zs_shm_set(shm, &shm->own->exchanged, act.number);
     ZS_TRY(zs_shm_wait(shm, act));
     for (int r = 0; r < comm->world; r++) {
         const zs_shm_mailbox *from = &shm->peers[r].control->mail[act.number % 2];
-        if (from->bytes != bytes)
-            return ZS_FAIL(ZS_ERR_DIVERGED,
-                           "ranks diverged at all-gather message %llu: rank %d sent %zu bytes, but rank %d sent %llu; "
-                           "run the same collectives on all ranks",
-                           (unsigned long long)act.number, comm->rank, bytes, r, (unsigned long long)from->bytes);
+        if (from->bytes != bytes || !zs_calls_match(from->call, box->call)) return zs_shm_fail_apart(shm, act, r);
         memcpy((char *)all + (size_t)r * bytes, from->data, bytes);
     }
     return ZS_OK;
@@ -128,6 +134,7 @@ static zs_status shm_broadcast(zs_comm *comm, void *data, size_t bytes, int root
     zs_shm *shm = (zs_shm *)comm;
     ZS_TRY(zs_shm_usable(shm));
     ZS_TRY(zs_check_root(comm, root));
+    name_call(shm);
     for (size_t at = 0; at < bytes; at += ZS_SHM_STAGE) {
         size_t left = bytes - at, piece = left < ZS_SHM_STAGE ? left : (size_t)ZS_SHM_STAGE;
         shm->pieces++;
@@ -145,6 +152,19 @@ static void shm_abort(zs_comm *comm, const char *reason)
 {
     zs_shm *shm = (zs_shm *)comm;
     if (zs_shm_live(shm)) zs_shm_stop(shm, ZS_ERR_PEER, reason);
+}
+
+static bool shm_is_stopped(const zs_comm *comm)
+{
+    const zs_shm *shm = (const zs_shm *)comm;
+    bool any = false;
+    for (int r = 0; zs_shm_live(shm) && r < comm->world; r++) {
+        const zs_shm_control *peer = shm->peers[r].control;
+        bool stopped = atomic_load(&peer->stopped) != 0;
+        if (stopped && (atomic_load(&peer->left) != 0 || shm->peers[r].dead)) return false;
+        any |= stopped;
+    }
+    return any;
 }
 
 static zs_status shm_end(zs_comm *comm, zs_past *pasts, bool *all)
@@ -245,6 +265,9 @@ static const zs_talk_ops shm_talk = {
     .broadcast = shm_broadcast,
     .tell = zs_shm_tell,
     .said = zs_shm_said,
+    .is_asked = zs_shm_is_asked,
+    .tell_place = zs_shm_tell_place,
+    .is_stopped = shm_is_stopped,
     .end = shm_end,
     .abort = shm_abort,
 };

@@ -20,6 +20,7 @@
 
 #include "base/file.h"
 #include "comm/comm_local.h"
+#include "comm/script.h"
 
 enum {
     ZS_SHM_LINE = 64,       /* cache line: words with different writers lie on different ones */
@@ -28,7 +29,7 @@ enum {
     ZS_SHM_HEAP = 64 << 20, /* room for records; costs memory only where used */
     ZS_SHM_FLATS = 1 << 16, /* flats of one group whose end is told */
     ZS_SHM_NAME = 96,       /* longest name kept of a unit or reader */
-    ZS_SHM_TEXT = 512,      /* longest reason of an abort */
+    ZS_SHM_TEXT = 1536,     /* longest reason of an abort */
 };
 
 /* What a rank does or waits for. The names say what the peers must have done for the wait to end. */
@@ -62,7 +63,8 @@ static inline zs_shm_act zs_shm_act_make(zs_shm_what what, uint32_t record, uint
 }
 
 typedef struct zs_shm_mailbox {
-    uint64_t bytes; /* length given by the sender: must be the same on all ranks */
+    uint64_t bytes;     /* length given by the sender: must be the same on all ranks */
+    char call[ZS_CALL]; /* the call that it is part of, likewise; "": of one without a name */
     char data[ZS_SHM_MAIL];
 } zs_shm_mailbox;
 
@@ -77,10 +79,16 @@ typedef struct zs_shm_control {
     _Atomic uint64_t act_what; /* yields << 63 | zs_shm_what << 32 | record */
     _Atomic uint64_t act_number;
 
+    /* Where the owner's script is. */
+    _Atomic uint64_t placed; /* 1 + the wait_id in which `place` was told; 0: never */
+    _Atomic uint64_t asked;  /* so many times the owner has asked the others for their places */
+    char place[ZS_PLACE];
+
     /* Exchanges and broadcasts: counts of what the owner has done, and sizes for checking. */
     alignas(ZS_SHM_LINE) _Atomic uint64_t exchanged;
     _Atomic uint64_t sent, taken;
     uint64_t sent_bytes[2]; /* bytes left of the broadcast when piece n was sent, by parity of n */
+    char doing[ZS_CALL];    /* the call that the last exchange or broadcast was part of */
 
     /* The end. stopped is set after the text is complete. */
     alignas(ZS_SHM_LINE) _Atomic uint32_t left; /* closed in an orderly way */
@@ -171,6 +179,8 @@ typedef struct zs_shm {
     size_t heap_used;           /* bytes of the heap that have records */
     uint64_t exchanges, pieces; /* counts of exchanges and of pieces of broadcasts */
     int spins;                  /* looks before a wait goes to sleep */
+    _Atomic bool placing;       /* one of its threads tells its place */
+    uint64_t answered;          /* questions for this rank's place that were seen */
     bool connected, closed;
 } zs_shm;
 

@@ -5,10 +5,12 @@
  */
 #include "comm/shm/shm_report.h"
 
+#include "comm/shm/shm_place.h"
+
 #include <stdio.h>
 #include <string.h>
 
-enum { SENTENCE = 320 };
+enum { SENTENCE = 320, PLACES = 4 * (ZS_PLACE + 24) };
 
 /* What is done to a unit's gradients in a round; NULL: `what` is of no round. */
 static const char *round_verb(zs_shm_what what)
@@ -21,11 +23,27 @@ static const char *round_verb(zs_shm_what what)
     }
 }
 
+/* Is it an exchange or a broadcast? */
+static bool is_talk(zs_shm_what what)
+{
+    return what == ZS_SHM_EXCHANGED || what == ZS_SHM_SENT || what == ZS_SHM_TAKEN;
+}
+
+/* The call that an exchange or broadcast of rank `who` is part of; "": it is none, or of none with a name. */
+static const char *call_of(const zs_shm *shm, int who, zs_shm_act act)
+{
+    return is_talk(act.what) ? shm->peers[who].control->doing : "";
+}
+
 /* What a peer has to give for `act` of rank `who`, as in "rank 1's ...": "gradients of unit 'a' (round 2)". */
 static void describe(const zs_shm *shm, int who, zs_shm_act act, char *text, size_t size)
 {
     const char *name = shm->peers[who].control->heap + act.record; /* a record starts with its name */
     unsigned long long number = act.number;
+    if (call_of(shm, who, act)[0] != 0) {
+        snprintf(text, size, "join its %s", call_of(shm, who, act));
+        return;
+    }
     switch (act.what) {
     case ZS_SHM_JOINED: snprintf(text, size, "connect"); return;
     case ZS_SHM_POSTED:
@@ -53,7 +71,11 @@ static void describe(const zs_shm *shm, int who, zs_shm_act act, char *text, siz
 
 void zs_shm_describe(const zs_shm *shm, zs_shm_act act, char *text, size_t size)
 {
-    const char *name = shm->peers[shm->base.rank].control->heap + act.record;
+    const char *name = shm->peers[shm->base.rank].control->heap + act.record, *call = call_of(shm, shm->base.rank, act);
+    if (call[0] != 0) {
+        snprintf(text, size, "join %s", call);
+        return;
+    }
     switch (act.what) {
     case ZS_SHM_POSTED:
     case ZS_SHM_SHARED:
@@ -74,31 +96,44 @@ static void describe_rank(const zs_shm *shm, int r, const zs_shm_moment *moment,
     char phrase[ZS_SHM_PHRASE];
     describe(shm, r, moment->act, phrase, sizeof phrase);
     int pid = (int)shm->peers[r].pid;
+    const char *call = call_of(shm, r, moment->act);
     if (moment->missing >= 0)
         snprintf(text, size, "rank %d (pid %d) is waiting for rank %d to %s", r, pid, moment->missing, phrase);
     else
-        snprintf(text, size, "rank %d (pid %d) is not in a zshard collective, last operation: %s", r, pid, phrase);
+        snprintf(text, size, "rank %d (pid %d) is not in a zshard collective, last operation: %s", r, pid,
+                 call[0] != 0 ? call : phrase);
+}
+
+/* What to do where ranks wait for `act`. */
+static const char *remedy_of(zs_shm_act act)
+{
+    if (is_talk(act.what)) return "call it on all ranks";
+    if (act.what == ZS_SHM_FORWARD) return "run a forward that records gradients on all ranks" ZS_ALONE ZS_UNEVEN;
+    if (act.what == ZS_SHM_EVALUATION || act.what == ZS_SHM_CAUGHT_UP)
+        return "change parameters on all ranks alike, and put torch.distributed.barrier() behind what one rank runs "
+               "alone";
+    return "run the same forwards and backwards on all ranks" ZS_UNEVEN;
 }
 
 zs_status zs_shm_fail_dead(const zs_shm *shm, zs_shm_act act, int dead, int missing)
 {
-    char phrase[ZS_SHM_PHRASE], late[32] = "it";
+    char phrase[ZS_SHM_PHRASE], late[32] = "it", places[PLACES];
+    zs_shm_list_places(shm, places, sizeof places);
     describe(shm, shm->base.rank, act, phrase, sizeof phrase);
     if (dead != missing) snprintf(late, sizeof late, "rank %d", missing);
     return ZS_FAIL(
         ZS_ERR_PEER,
-        "rank %d (pid %d) died while rank %d was waiting for %s to %s; see the output of rank %d for the cause", dead,
-        (int)shm->peers[dead].pid, shm->base.rank, late, phrase, dead);
+        "rank %d (pid %d) died while rank %d was waiting for %s to %s%s; see the output of rank %d for the cause", dead,
+        (int)shm->peers[dead].pid, shm->base.rank, late, phrase, places, dead);
 }
 
 zs_status zs_shm_fail_left(const zs_shm *shm, zs_shm_act act, int left)
 {
-    char phrase[ZS_SHM_PHRASE];
+    char phrase[ZS_SHM_PHRASE], places[PLACES];
     describe(shm, shm->base.rank, act, phrase, sizeof phrase);
-    return ZS_FAIL(
-        ZS_ERR_PEER,
-        "rank %d (pid %d) exited while rank %d was waiting for it to %s; run the same number of steps on all ranks",
-        left, (int)shm->peers[left].pid, shm->base.rank, phrase);
+    zs_shm_list_places(shm, places, sizeof places);
+    return ZS_FAIL(ZS_ERR_PEER, "rank %d (pid %d) exited while rank %d was waiting for it to %s%s; %s", left,
+                   (int)shm->peers[left].pid, shm->base.rank, phrase, places, remedy_of(act));
 }
 
 /* Appends what the ranks missing for `act` are doing, as far as there is room. */
@@ -117,35 +152,70 @@ static void append_missing(const zs_shm *shm, zs_shm_act act, char *text, size_t
 
 zs_status zs_shm_fail_timeout(const zs_shm *shm, zs_shm_act act, int missing, double waited)
 {
-    char phrase[ZS_SHM_PHRASE], others[2 * SENTENCE] = "";
+    char phrase[ZS_SHM_PHRASE], others[2 * SENTENCE] = "", places[PLACES];
     describe(shm, shm->base.rank, act, phrase, sizeof phrase);
     append_missing(shm, act, others, sizeof others);
+    zs_shm_list_places(shm, places, sizeof places);
     return ZS_FAIL(ZS_ERR_TIMEOUT,
-                   "rank %d timed out after %.1f s waiting for rank %d to %s%s; raise timeout if rank %d is only slow",
-                   shm->base.rank, waited, missing, phrase, others, missing);
+                   "rank %d timed out after %.1f s waiting for rank %d to %s%s%s; %s; raise timeout if rank %d is only "
+                   "slow",
+                   shm->base.rank, waited, missing, phrase, others, places, remedy_of(act), missing);
+}
+
+/* What to do where ranks wait for each other: one is in a call of zshard's, or at a forward. */
+static void remedy_of_circle(const zs_shm *shm, const zs_shm_moment *moments, char *text, size_t size)
+{
+    const char *call = "";
+    bool trains = false;
+    for (int r = 0; r < shm->base.world; r++) {
+        if (call[0] == 0) call = call_of(shm, r, moments[r].act);
+        trains |= moments[r].act.what == ZS_SHM_FORWARD;
+    }
+    snprintf(text, size, "run the same forwards, backwards and collectives on all ranks%s%s%s%s",
+             call[0] != 0 ? ", here " : "", call, trains && call[0] == 0 ? ZS_ALONE : "", trains ? ZS_UNEVEN : "");
 }
 
 zs_status zs_shm_fail_circle(const zs_shm *shm, const zs_shm_moment *moments)
 {
-    char text[2 * SENTENCE] = "";
+    char text[2 * SENTENCE] = "", places[PLACES], remedy[SENTENCE];
     size_t length = 0;
     for (int r = 0; r < shm->base.world && length + 3 < sizeof text; r++) {
         describe_rank(shm, r, &moments[r], text + length, sizeof text - length);
         length = strlen(text);
         if (r + 1 < shm->base.world) length += (size_t)snprintf(text + length, sizeof text - length, "; ");
     }
+    zs_shm_list_places(shm, places, sizeof places);
+    remedy_of_circle(shm, moments, remedy, sizeof remedy);
+    return ZS_FAIL(ZS_ERR_DIVERGED, "ranks diverged and are waiting for each other: %s%s; %s", text, places, remedy);
+}
+
+zs_status zs_shm_fail_apart(const zs_shm *shm, zs_shm_act act, int r)
+{
+    int own = shm->base.rank;
+    const zs_shm_mailbox *ours = &shm->own->mail[act.number % 2],
+                         *theirs = &shm->peers[r].control->mail[act.number % 2];
+    char places[PLACES];
+    zs_shm_list_places(shm, places, sizeof places);
+    if (!zs_calls_match(ours->call, theirs->call))
+        return ZS_FAIL(ZS_ERR_DIVERGED,
+                       "ranks diverged: rank %d called %s, but rank %d called %s%s; run the same collectives on all "
+                       "ranks",
+                       own, ours->call, r, theirs->call, places);
+    const char *call = ours->call[0] != 0 ? ours->call : theirs->call;
     return ZS_FAIL(
         ZS_ERR_DIVERGED,
-        "ranks diverged and are waiting for each other: %s; run the same forwards, backwards and collectives "
-        "on all ranks",
-        text);
+        "ranks diverged at all-gather message %llu%s%s: rank %d sent %llu bytes, but rank %d sent %llu%s; run "
+        "the same collectives on all ranks",
+        (unsigned long long)act.number, call[0] != 0 ? " of " : "", call, own, (unsigned long long)ours->bytes, r,
+        (unsigned long long)theirs->bytes, places);
 }
 
 void zs_shm_print_stall(const zs_shm *shm, zs_shm_act act, double waited)
 {
-    char phrase[ZS_SHM_PHRASE], others[2 * SENTENCE] = "";
+    char phrase[ZS_SHM_PHRASE], others[2 * SENTENCE] = "", places[PLACES];
     describe(shm, shm->base.rank, act, phrase, sizeof phrase);
     append_missing(shm, act, others, sizeof others);
-    fprintf(stderr, "zshard: rank %d has been waiting %.0f s for other ranks to %s%s\n", shm->base.rank, waited, phrase,
-            others);
+    zs_shm_list_places(shm, places, sizeof places);
+    fprintf(stderr, "zshard: rank %d has been waiting %.0f s for other ranks to %s%s%s%s%s\n", shm->base.rank, waited,
+            phrase, others, places, places[0] != 0 ? "; " : "", places[0] != 0 ? remedy_of(act) : "");
 }

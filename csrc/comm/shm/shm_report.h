@@ -16,6 +16,9 @@ zs_status zs_shm_fail_left(const zs_shm *shm, zs_shm_act act, int left);
 zs_status zs_shm_fail_timeout(const zs_shm *shm, zs_shm_act act, int missing, double waited);
 zs_status zs_shm_fail_circle(const zs_shm *shm, const zs_shm_moment *moments);
 
+/* Rank `r` has come to an exchange of another kind. */
+zs_status zs_shm_fail_apart(const zs_shm *shm, zs_shm_act act, int r);
+
 /* One line on stderr about a wait that takes long. */
 void zs_shm_print_stall(const zs_shm *shm, zs_shm_act act, double waited);
 
