@@ -108,7 +108,11 @@ def _other_plugin(accelerator: Any) -> str:
     On CPUs, Accelerate drops the FSDP plugin without a word.
     """
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":  # set for a plugin, too
-        return "torch's FSDP (fsdp_plugin, use_fsdp)"
+        return (
+            "torch's FSDP (fsdp_plugin, use_fsdp, or the environment variable ACCELERATE_USE_FSDP, "
+            "which TrainingArguments(fsdp=...) and `accelerate config` set and nothing removes: "
+            "del os.environ['ACCELERATE_USE_FSDP'])"
+        )
     if accelerator.distributed_type.value not in _KINDS:
         return str(accelerator.distributed_type.value)
     handler = accelerator.ddp_handler

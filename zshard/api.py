@@ -39,7 +39,7 @@ from zshard._compat.fsdp1_methods import Fsdp1Methods
 from zshard._compat.fsdp2 import Fsdp2Methods
 from zshard._memory.fits import parse_limit
 from zshard._memory.spare import parse_keep
-from zshard._model.build import copy_model, refuse_half, set_base
+from zshard._model.build import MADE, copy_model, refuse_half, set_base
 from zshard._model.copy import copy_module, is_within
 from zshard._model.methods import ModelMethods
 from zshard._model.shard_model import Initialization, Ranks, shard_model
@@ -252,6 +252,12 @@ class FSDP(Fsdp1Methods, Fsdp2Methods, DdpMethods, ModelMethods, TorchAttributes
         values = Initialization(param_init_fn, sync_module_states, forward_sync_buffers, ignored[0])
         shard_model(module, planned, options, ranks, values, limit)
         return cast("Wrapped[_M]", module)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Call that of the model's class, which may register its subclasses, but not for the class
+        of a sharded module."""
+        if MADE not in vars(cls):
+            super().__init_subclass__(**kwargs)
 
     if TYPE_CHECKING:
 

@@ -124,6 +124,9 @@ typedef struct zs_talk_ops {
     void (*tell_place)(zs_comm *, const char *);
     /* Has a rank told that it cannot go on, of those that are all still there? NULL: no. */
     bool (*is_stopped)(const zs_comm *);
+    /* (where a wait has failed) Waits until the processes of ranks that have left have ended, for so long at most. NULL: nobody is known
+     * to have. */
+    void (*outlive)(zs_comm *, double seconds);
     /* See zs_comm_end: tells the peers `comm->past` and words. Once all have, *all is set, and `pasts` [world] are theirs.
      * NULL: nobody knows. */
     zs_status (*end)(zs_comm *, zs_past *pasts, bool *all);
@@ -437,6 +440,12 @@ static inline bool zs_comm_is_asked(zs_comm *comm)
 static inline void zs_comm_tell_place(zs_comm *comm, const char *text)
 {
     if (comm->ops->talk->tell_place != NULL) comm->ops->talk->tell_place(comm, text);
+}
+
+/* This rank ends, after those that are to blame for it. */
+static inline void zs_comm_outlive(zs_comm *comm, double seconds)
+{
+    if (comm->failed && comm->ops->talk->outlive != NULL) comm->ops->talk->outlive(comm, seconds);
 }
 
 /* Has a rank told that it cannot go on, though none is gone? */

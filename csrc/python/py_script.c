@@ -16,8 +16,7 @@ static void ask(char *text, size_t size)
         PyObject *said = PyObject_CallNoArgs(where);
         const char *words = said != NULL ? PyUnicode_AsUTF8(said) : NULL;
         if (words != NULL) snprintf(text, size, "%s", words);
-        Py_XDECREF(said);
-        PyErr_Clear();
+        Py_XDECREF(said); /* a signal's handler may have raised meanwhile: zs_py_interrupted finds that */
     }
     PyGILState_Release(gil);
 }
@@ -89,7 +88,25 @@ static PyObject *is_stopped(PyObject *module, PyObject *object)
     return comm != NULL ? PyBool_FromLong(zs_comm_is_stopped(comm)) : NULL;
 }
 
+PyDoc_STRVAR(outlive_doc, "outlive($module, comm, seconds, /)\n--\n\nIf a wait of this rank has failed, wait until the "
+                          "processes of ranks that have left have ended, for so long at most (shm).");
+
+static PyObject *outlive(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *object;
+    double seconds;
+    if (!PyArg_ParseTuple(args, "Od:outlive", &object, &seconds)) return NULL;
+    zs_comm *comm = zs_py_comm(object);
+    if (comm == NULL) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    zs_comm_outlive(comm, seconds);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
+    {"outlive", outlive, METH_VARARGS, outlive_doc},
     {"is_asked", is_asked, METH_O, is_asked_doc},
     {"tell_place", tell_place, METH_VARARGS, tell_place_doc},
     {"is_stopped", is_stopped, METH_O, is_stopped_doc},

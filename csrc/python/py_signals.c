@@ -68,7 +68,7 @@ static bool pressed_meanwhile(void)
 bool zs_py_interrupted(void)
 {
     PyGILState_STATE gil = PyGILState_Ensure();
-    bool yes = PyErr_CheckSignals() != 0;
+    bool yes = PyErr_Occurred() != NULL || PyErr_CheckSignals() != 0;
     if (!yes && getpid() != gettid() && zs_in_backward()) { /* other threads, such as one that saves, go on */
         zs_py_signals_watch();
         yes = pressed_meanwhile() && raises();

@@ -29,6 +29,8 @@ from zshard._errors import CheckpointError
 MODEL, OPTIMIZER = "model", "optimizer"
 """The prefixes of file names."""
 
+_LONGEST_TAG = 255
+
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str], with_optimizer: bool = False) -> Iterator[Checkpoint]:
@@ -70,6 +72,11 @@ def _open(found: Checkpoint, with_optimizer: bool) -> None:
 
 def _open_newest(found: Checkpoint, with_optimizer: bool) -> None:
     directory, steps = found.path, finished(found.path)
+    tagged = None if steps else _tagged_in(directory)
+    if tagged is not None:
+        found.path = tagged
+        _open_zshard(found, with_optimizer)
+        return
     if not steps:
         _point_inside(found.path)
         _refuse_pickles(found.path)
@@ -89,6 +96,18 @@ def _open_newest(found: Checkpoint, with_optimizer: bool) -> None:
             raise CheckpointError(f"{error}{older_than(found.path)}") from None
         else:
             raise
+
+
+def _tagged_in(path: str) -> str | None:
+    """The checkpoint that the file `latest` names in the folder of an engine's save_checkpoint()."""
+    try:
+        with open(os.path.join(path, "latest"), encoding="utf-8") as file:
+            tag = file.read(_LONGEST_TAG).strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    inside = os.path.join(path, tag)
+    is_plain = tag not in ("", ".", "..") and os.path.basename(tag) == tag
+    return inside if is_plain and os.path.lexists(os.path.join(inside, NAME)) else None
 
 
 def _point_inside(path: str) -> None:

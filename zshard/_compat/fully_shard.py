@@ -232,7 +232,8 @@ def _dimensions(mesh: Any) -> int:
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim not in (1, 2):
         raise ValueError(
-            f"mesh has {mesh.ndim} dimensions: expected one (shard) or two (replicate, shard)"
+            f"mesh has {mesh.ndim} dimensions: expected one (shard) or two (replicate, shard); "
+            "zshard has no tensor or pipeline parallelism"
         )
     if mesh.device_type not in ("cpu", "cuda"):
         raise NotImplementedError(

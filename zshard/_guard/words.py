@@ -29,6 +29,12 @@ _REDUCTIONS = (
     *("topk", "unique", "var", "var_mean", "array", "bool", "float", "int"),
     *("iter", "contains", "nonzero", "sort"),
 )
+_LAYERS = (
+    *("linear", "bilinear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d"),
+    *("conv_transpose3d", "embedding", "embedding_bag", "layer_norm", "rms_norm", "batch_norm"),
+    *("group_norm", "instance_norm", "prelu", "multi_head_attention_forward"),
+)
+_PRODUCTS = ("matmul", "rmatmul", "mm", "bmm", "mv", "addmm", "baddbmm", "einsum", "tensordot")
 _RANDOM = (
     *("bernoulli", "cauchy", "dropout", "exponential", "geometric", "log_normal", "multinomial"),
     *("normal", "random", "uniform", "trunc_normal", "alpha_dropout"),
@@ -42,12 +48,21 @@ _WHOLE = (
     "FSDP.summon_full_params(model)."
 )
 _WITHOUT_HISTORY = (
-    "For values without gradients, call zshard.full_tensor(t.detach()) on all ranks, or use full "
-    "parameters within FSDP.summon_full_params(model)."
+    "For its value, call zshard.full_tensor(t.detach()) on all ranks, or use full parameters within "
+    "FSDP.summon_full_params(model)."
 )
 _IN_A_LOSS = (
-    "For a term of the loss over model.parameters(), use the optimizer's weight decay, or call "
-    "unshard() on each unit before: for m in model.modules(): if isinstance(m, FSDP): m.unshard()."
+    "For a term of the loss, compute it in a forward of the model, or within `with "
+    "FSDP.summon_full_params(model):`, or use the optimizer's weight decay."
+)
+_IN_A_METHOD = (
+    "Call the module that has the parameter, block(x) and not block.forward(x). For a method of "
+    "yours that uses parameters, call zshard.register_forward_method(model, 'its name') once; "
+    "elsewhere, use them within `with FSDP.summon_full_params(model):`."
+)
+_TRUTHS = (
+    "To look at gradients, use the norm that model.clip_grad_norm_() returns, which is NaN or "
+    "infinite if any of them is, or zshard.named_norms(model, grads=True)."
 )
 _IN_AN_OPTIMIZER = (
     "An optimizer that needs full tensors cannot step shards: use an elementwise one "
@@ -104,8 +119,13 @@ def complaint(
     if plain in _RANDOM:
         return f"{what}It needs the full tensor. {_INITIALIZE} For noise, use torch.randn_like(t)."
     whole = _WHOLE
-    if torch.is_grad_enabled() and any(getattr(arg, "requires_grad", False) for arg in args):
-        whole = f"{_IN_A_LOSS} {_WITHOUT_HISTORY}"
+    trains = any(getattr(arg, "requires_grad", False) for arg in args)
+    if plain in _LAYERS or (plain in _PRODUCTS and trains):
+        return f"{what}{_IN_A_METHOD}"
+    if plain in ("all", "any"):
+        return f"{what}{_TRUTHS} {_WHOLE}"
+    if torch.is_grad_enabled() and trains:
+        whole = f"{_WITHOUT_HISTORY} {_IN_A_LOSS}"
     if plain in _REDUCTIONS:
         return f"{what}{whole}"
     return f"{what}Only elementwise operations work on shards. {whole}"

@@ -275,6 +275,9 @@ def _guard_parts(spec: UnitSpec, unit: _core.Unit, root: nn.Module | None) -> li
     return hooks
 
 
+MADE = "_zshard_made"
+"""An attribute of the classes that class_for() makes, which are no subclasses to a model."""
+
 _base: type[Any] = nn.Module  # of the classes of all units: FSDP, once it exists
 _classes: dict[type[nn.Module], type[Any]] = {}  # by the class that the module had
 
@@ -297,6 +300,7 @@ def class_for(original: type[nn.Module]) -> type[Any]:
         # Libraries look classes up by __name__ (transformers: is this a causal language model?).
         name, shown = original.__name__, f"FSDP{original.__qualname__}"
         names = {"__module__": original.__module__, "__qualname__": shown, "__new__": make_plain}
+        names[MADE] = True
         names |= generate_of(original) | counts_of(original) | merges_of(original)
         _classes[original] = type(name, (_base, original), names)
     return _classes[original]

@@ -23,6 +23,7 @@ from torch.nn import utils as nn_utils
 from torch.nn.utils import clip_grad
 
 from zshard import _core
+from zshard._errors import ShardError
 from zshard._guard.slices import plain
 from zshard._optim.announce import say_clip, say_norm
 from zshard._optim.in_backward import refuse_clipping
@@ -102,6 +103,12 @@ def _refuse_other_shards(tensors: Iterable[Tensor]) -> None:
     """Raise for shards that are not gradients in zshard's memory."""
     for tensor in tensors:
         part = _core.slice_part(tensor)
+        if part is not None and isinstance(tensor, torch.nn.Parameter):
+            raise ShardError(
+                f"a norm was asked for of the sharded parameter '{part.name}' itself: pass "
+                "gradients, [p.grad for p in model.parameters() if p.grad is not None], or for "
+                "norms of parameters use zshard.named_norms(model)"
+            )
         if part is not None:
             raise RuntimeError(_REPLACED.format(part.name))
 

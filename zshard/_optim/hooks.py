@@ -78,9 +78,37 @@ def _noted(make: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(make)
     def made(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
+        _name_in_errors(type(self))
         note_made(self)
 
     return made
+
+
+def _name_in_errors(cls: type[torch.optim.Optimizer]) -> None:
+    """Have a ShardError of a step name the optimizer. Those known to be elementwise raise none."""
+    owner: Any = next((each for each in cls.__mro__ if "step" in vars(each)), None)
+    if owner is None or owner.__module__.startswith("zshard.") or owner.__name__ in _ELEMENTWISE:
+        return
+    step = owner.step
+    if not callable(step) or hasattr(step, "_zshard_names"):
+        return
+
+    @functools.wraps(step)
+    def stepped(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return step(self, *args, **kwargs)
+        except ShardError as error:
+            name = type(self).__name__
+            if str(error).startswith(name):
+                raise
+            raise ShardError(
+                f"{name}.step() is not elementwise, so it cannot work on shards: use an "
+                "elementwise optimizer (zshard.AdamW, torch.optim.SGD, ...), or FSDP(..., "
+                f'strategy="no_shard"), which keeps full parameters. {error}'
+            ) from error
+
+    stepped._zshard_names = True  # type: ignore[attr-defined]
+    owner.step = stepped
 
 
 def _noting_zeros(zero_grad: Callable[..., None]) -> Callable[..., None]:

@@ -71,7 +71,7 @@ def _groups_of_mesh(mesh: Any, hybrid: bool) -> Any:
         return mesh.get_group(1), mesh.get_group(0)
     raise ValueError(
         f"device_mesh has {mesh.ndim} dimension(s): pass a 1-D mesh (shard), or for a hybrid "
-        "strategy a 2-D mesh (replicate, shard)"
+        "strategy a 2-D mesh (replicate, shard); zshard has no tensor or pipeline parallelism"
     )
 
 
@@ -79,7 +79,9 @@ def _resolve_pair(pair: tuple[Any, ...], hybrid: bool) -> Groups:
     if not hybrid:
         raise ValueError(
             "two process groups or a 2-D device_mesh require a hybrid strategy: pass "
-            'strategy="hybrid_shard", "hybrid_shard_zero2" or "hybrid_full"'
+            'strategy="hybrid_shard", "hybrid_shard_zero2" or "hybrid_full". Of a mesh for data and '
+            "tensor parallelism, pass the dimension to shard over, mesh['dp']; zshard has no tensor "
+            "parallelism"
         )
     if len(pair) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in pair):
         raise TypeError(

@@ -178,7 +178,8 @@ def _main_frame() -> FrameType | None:
 
 def _here() -> str:
     """Where this thread's script is; on a thread of torch's, where the main thread's is."""
-    place = place_of(sys._getframe())
+    caller = sys._getframe().f_back  # what calls the core
+    place = _NOWHERE if caller is None else place_of(caller)
     return _own_place() if place == _NOWHERE else place
 
 

@@ -51,6 +51,7 @@ class _Connection:
 
 _FLAT = "flat"  # shm, or c10d alone
 _BESIDE = "beside"  # in place of a transport: one for a thread of its own
+_OUTLIVE = 5.0  # seconds that a rank whose wait has failed leaves to the one that is to blame
 _PATIENCE = 1800.0  # seconds: least timeout of a wait for a rank that may be waiting for a disk
 
 Asked = str | NcclOptions  # a transport, by its name or by NCCL's options
@@ -418,6 +419,8 @@ def _leave() -> None:
     if not ends.has_failed() and ends.is_reported():
         for comm in comms.values():
             _compare_ends(comm)
+    for comm in comms.values():
+        _core.outlive(comm, _OUTLIVE)  # launchers name the first process that ends
     timeout = max((comm.timeout for comm in comms.values()), default=0.0)
     for key, entry in _entries.items():
         if key[1] == _BESIDE and ends.last_words():

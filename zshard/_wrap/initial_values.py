@@ -98,6 +98,12 @@ def _check_plain(name: str, param: nn.Parameter) -> None:
     if getattr(param, "grad_dtype", param.dtype) != param.dtype:
         raise NotImplementedError(refused_grad_dtype(name, param.grad_dtype))
     kind = type(param)
+    if kind.__module__.startswith("torch.distributed.tensor"):
+        raise NotImplementedError(
+            f"parameter '{name}' is a {kind.__name__}, as parallelize_module() and "
+            "distribute_tensor() make them: zshard has no tensor parallelism. Omit them, or train "
+            "this model with torch's fully_shard"
+        )
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise TypeError(
             f"parameter '{name}' is of class {kind.__name__}, which has no memory of its own; "

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils import parametrize
 
+from zshard import _core
 from zshard._units.units import is_unit
 
 # Below these nothing may be a unit: they use their children's weights without calling the children
@@ -129,11 +130,15 @@ class ModuleTree:
         self._names: dict[tuple[Node, Node], tuple[str, ...]] = {}
         self.root = self._visit(root)
         self.nodes = list(self._by_id.values())  # in the order of root.modules()
+        self._refuse_equal(root)
         self._dominate()
         self._entries: dict[int, _ParamPlaces] = {}
         for node in self.nodes:
             self._collect(node)
         self._refuse_params_of_wrapped()
+        for entry in self._entries.values():
+            owner, attribute = entry.owners[0]
+            _refuse_shard(_join(self._name(owner), attribute), entry.param)
         self._refuse_common_memory()
         self._count()
 
@@ -228,12 +233,29 @@ class ModuleTree:
             entry = self._entries.setdefault(id(param), _ParamPlaces(param, [], node))
             entry.owners.append((node, attribute))
             entry.home = _common_ancestor(entry.home, node)
+            name = _join(self._name(node), attribute)
+            if isinstance(node.module, torch.jit.ScriptModule):
+                raise ValueError(
+                    f"parameter {name!r} is in a TorchScript module, which zshard cannot shard: "
+                    "shard the Python module that it was made from (and compile that with "
+                    "torch.compile), or pass it in ignored_modules="
+                )
             if isinstance(param, UninitializedParameter):
-                name = _join(self._name(node), attribute)
                 raise ValueError(
                     f"parameter {name!r} of a lazy module is uninitialized: run a forward pass "
                     "before FSDP(...)"
                 )
+
+    def _refuse_equal(self, root: nn.Module) -> None:
+        """torch finds modules by equality: of two that compare equal it trains the first alone."""
+        found = {id(module) for module in root.modules()}
+        lost = next((node for node in self.nodes if id(node.module) not in found), None)
+        if lost is not None:
+            name, kind = self.names(lost, self.root)[0], type(lost.module).__name__
+            raise ValueError(
+                f"module {name!r} compares equal to another one, so torch takes it for the same, "
+                f"and model.parameters() lacks its parameters: remove __eq__ from {kind}"
+            )
 
     def _refuse_params_of_wrapped(self) -> None:
         for module, holder, attribute in self._wrapped:
@@ -282,6 +304,17 @@ class ModuleTree:
         )
         owners = tuple((owner.module, attribute) for owner, attribute in entry.owners)
         return ParamRef(names, entry.param, owners)
+
+
+def _refuse_shard(name: str, param: nn.Parameter) -> None:
+    """A submodule in two modules, of which one was sharded with it."""
+    info = _core.shard_info(param)
+    if info is not None:
+        raise ValueError(
+            f"parameter {name!r} was sharded before, as {info['name']!r} of unit "
+            f"{info['unit'] or '(root)'!r}: two modules share its module. Shard the shared module "
+            "itself first, or call FSDP() once on the module around both"
+        )
 
 
 def _memory_of(param: nn.Parameter) -> tuple[int, int]:

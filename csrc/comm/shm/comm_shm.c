@@ -268,6 +268,7 @@ static const zs_talk_ops shm_talk = {
     .is_asked = zs_shm_is_asked,
     .tell_place = zs_shm_tell_place,
     .is_stopped = shm_is_stopped,
+    .outlive = zs_shm_outlive,
     .end = shm_end,
     .abort = shm_abort,
 };

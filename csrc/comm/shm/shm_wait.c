@@ -64,6 +64,23 @@ static void look_at_lives(zs_shm *shm)
         if (shm->polls[r].revents & POLLIN) shm->peers[r].dead = true;
 }
 
+static bool all_left_have_died(const zs_shm *shm)
+{
+    for (int r = 0; r < shm->base.world; r++)
+        if (r != shm->base.rank && atomic_load(&shm->peers[r].control->left) != 0 && !shm->peers[r].dead) return false;
+    return true;
+}
+
+void zs_shm_outlive(zs_comm *comm, double seconds)
+{
+    zs_shm *shm = (zs_shm *)comm;
+    for (double end = now() + seconds; zs_shm_live(shm) && now() < end;) {
+        look_at_lives(shm);
+        if (all_left_have_died(shm)) return;
+        nanosleep(&(struct timespec){.tv_nsec = 10000000}, NULL);
+    }
+}
+
 /* Fails if the wait can no longer succeed because a peer is gone. */
 static zs_status check_lives(zs_shm *shm, zs_shm_act act, sleep_state *state, double time)
 {

@@ -16,4 +16,7 @@ zs_status zs_shm_wait(zs_shm *shm, zs_shm_act act);
 /* The same, but instead of ZS_ERR_DIVERGED it comes back with *reached false. */
 zs_status zs_shm_wait_or_yield(zs_shm *shm, zs_shm_act act, bool *reached);
 
+/* outlive. */
+void zs_shm_outlive(zs_comm *comm, double seconds);
+
 #endif
