@@ -46,6 +46,7 @@ from zshard._compat.fsdp2 import UnshardHandle, share_comm_ctx
 from zshard._compat.fully_shard import fully_shard
 from zshard._compat.sharded_grad_scaler import ShardedGradScaler
 from zshard._core import CudaError, DivergenceError, NcclError, PeerError, PeerTimeoutError
+from zshard._deepspeed import missing_modules as _missing_modules
 from zshard._doctor.features import available_features
 from zshard._errors import CheckpointError, ShardError
 from zshard._guard.slices import ShardParameter, ShardTensor, to_local
@@ -64,6 +65,8 @@ from zshard.grad_scaler import GradScaler
 from zshard.offload import Offload
 from zshard.optim import SGD, Adam, AdamW
 from zshard.strategy import ShardingStrategy
+
+_missing_modules.install()
 
 FullyShardedDataParallel = FSDP  # FSDP1's name for it
 FSDPModule = FSDP  # FSDP2's, for isinstance()

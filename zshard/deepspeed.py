@@ -18,6 +18,7 @@ from typing import Any
 from zshard._deepspeed import zero
 from zshard._deepspeed.build_engine import initialize
 from zshard._deepspeed.engine import DeepSpeedEngine
+from zshard._deepspeed.missing_modules import INSTEAD as MODULES
 from zshard._deepspeed.process_group import init_distributed
 
 __all__ = ["DeepSpeedEngine", "add_config_arguments", "init_distributed", "initialize", "zero"]
@@ -35,8 +36,7 @@ INSTEAD = {
     "OnDevice": "use torch.device",
     "get_accelerator": "use torch.accelerator",
     "log_dist": "print on rank 0",
-    "utils": "use torch.distributed and logging",
-    "runtime": "use the engine that initialize() returns",
+    **{name: MODULES[name] for name in ("accelerator", "runtime", "utils")},
     "add_tuning_arguments": "set the section 'scheduler' of the config",
     "DeepSpeedConfig": "engine.config is the config as a dict",
 }

@@ -99,7 +99,7 @@ def _open_newest(found: Checkpoint, with_optimizer: bool) -> None:
 
 
 def _tagged_in(path: str) -> str | None:
-    """The checkpoint that the file `latest` names in the folder of an engine's save_checkpoint()."""
+    """The checkpoint that the file `latest` names, as an engine's save_checkpoint() writes it."""
     try:
         with open(os.path.join(path, "latest"), encoding="utf-8") as file:
             tag = file.read(_LONGEST_TAG).strip()

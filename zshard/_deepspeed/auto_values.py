@@ -65,6 +65,24 @@ def fill(section: Mapping[str, Any], args: Any, path: str = "") -> dict[str, Any
     return _settled(found) if not path else found
 
 
+def assumed_values(given: Mapping[str, Any], filled: Mapping[str, Any], args: Any) -> str:
+    """Return in words what "auto" has become where `args` does not tell: "optimizer.params.lr is
+    5e-05, ..."; "" if there is none."""
+    found = []
+    for name, source in _SOURCES.items():
+        value: Any = given
+        result: Any = filled
+        for key in name.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+            result = result.get(key) if isinstance(result, Mapping) else None
+        told = source.attributes and all(
+            _given(args, each) is not None for each in source.attributes
+        )
+        if isinstance(value, str) and value == AUTO and result is not None and not told:
+            found.append(f"{name} is {result}")
+    return ", ".join(found)
+
+
 def _follows(name: str, config: Mapping[str, Any], args: Any) -> bool:
     """Whether a batch size is not told by `args`, but follows from others in the config."""
     if name not in (_MICRO, _STEPS) or config.get(_TRAIN, AUTO) == AUTO:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from zshard._compat.classes import MixedPrecision
-from zshard._deepspeed.auto_values import fill
+from zshard._deepspeed.auto_values import assumed_values, fill
 from zshard._deepspeed.batch_sizes import BatchSizes, complete
 from zshard._deepspeed.config_values import ConfigValues, must_be
 from zshard._deepspeed.json_with_comments import without_comments
@@ -129,6 +129,13 @@ def settings_of(config: Mapping[str, Any], args: Any, world: int, rank: int) -> 
         computes_norm=stage > 0 and values.flag("zero_optimization.compute_grad_norm", True),
         skips_overflows=dtype is torch.bfloat16 and values.flag("bf16.check_grad_overflow", True),
     )
+    assumed = assumed_values(plain, values.config, args)
+    if assumed and rank == 0:
+        print(
+            'zshard: the DeepSpeed config has "auto" that args= does not tell, so these are the '
+            f"defaults of transformers' TrainingArguments: {assumed}",
+            flush=True,
+        )
     for what, names in (("keys", ignored), ("comments", comments)):
         if names and rank == 0:
             warnings.warn(

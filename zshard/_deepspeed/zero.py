@@ -25,7 +25,10 @@ from zshard._model.summon import full_params
 from zshard._units.shards import part_of
 from zshard._units.units import State
 
-__all__ = ["GatheredParameters", "Init", "ZeroParamStatus"]
+__all__ = [
+    *("GatheredParameters", "Init", "ZeroParamStatus"),
+    *("register_external_parameter", "unregister_external_parameter"),
+]
 
 
 class ZeroParamStatus(enum.Enum):
@@ -113,6 +116,14 @@ class ZeroInit(contextlib.AbstractContextManager[None]):
 
 
 Init = ZeroInit  # DeepSpeed's name; zshard has another type of that name
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Do nothing: a parameter that another module reads in its forward is gathered anyway."""
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Do nothing."""
 
 
 @contextlib.contextmanager

@@ -48,8 +48,8 @@ _WHOLE = (
     "FSDP.summon_full_params(model)."
 )
 _WITHOUT_HISTORY = (
-    "For its value, call zshard.full_tensor(t.detach()) on all ranks, or use full parameters within "
-    "FSDP.summon_full_params(model)."
+    "For its value, call zshard.full_tensor(t.detach()) on all ranks, or use full parameters "
+    "within FSDP.summon_full_params(model)."
 )
 _IN_A_LOSS = (
     "For a term of the loss, compute it in a forward of the model, or within `with "

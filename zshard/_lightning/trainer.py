@@ -99,6 +99,14 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
         self._configure(state_dict_type, device_mesh, activation_checkpointing_policy, fsdp)
         self._restores_late: bool | None = None
 
+    def _configure_launcher(self) -> None:
+        """Fork the ranks in a notebook, as Lightning's "ddp_notebook" does."""
+        connector = trainer_package.trainer.connectors.accelerator_connector
+        is_notebook = bool(getattr(connector, "_IS_INTERACTIVE", False))
+        if is_notebook and self.__dict__["_start_method"] == "popen":
+            self.__dict__.update(_start_method="fork")
+        super()._configure_launcher()
+
     # --- a run ----------------------------------------------------------------------------------
 
     def connect(self, model: nn.Module) -> None:

@@ -35,7 +35,7 @@ class Shortage(NamedTuple):
     """A rank that lacks memory.
 
     missing: bytes short, that is, `needed` - `limit`. source: which limit, for the message.
-    optimizer: bytes of Adam's state on that rank.
+    optimizer: bytes of Adam's state on that rank. is_with_optimizer: `needed` has them.
     """
 
     missing: int
@@ -44,6 +44,7 @@ class Shortage(NamedTuple):
     limit: int
     source: str
     optimizer: int
+    is_with_optimizer: bool
 
 
 def explain(model: Model, short: Shortage, what: str) -> str:
@@ -73,14 +74,22 @@ def _mib(size: int) -> str:
 
 
 def _ways_out(model: Model, total: int, short: Shortage) -> Iterator[str]:
-    """Yield a line for each alternative that takes less memory, with its size."""
-    room = total - short.missing
-    for words, size in _alternatives(model):
-        if size < total:
-            yield f"{words}: {_mib(size)} MiB{' (fits)' if size <= room else ''}"
+    """Yield a line for each alternative that takes less memory, with its size and that of Adam's
+    state there."""
+    with_adam = total + short.optimizer - short.missing if short.is_with_optimizer else None
+    room = total - short.missing if with_adam is None else with_adam
+    for words, (size, adam) in _alternatives(model):
+        if size >= total:
+            continue
+        fits = ""
+        if size + adam <= room:
+            fits = " (fits, with Adam's state)"
+        elif size <= room:
+            fits = f" (fits, but not with Adam's state, {_mib(adam)} MiB more)"
+        yield f"{words}: {_mib(size)} MiB{fits}"
 
 
-def _alternatives(model: Model) -> Iterator[tuple[str, int]]:
+def _alternatives(model: Model) -> Iterator[tuple[str, tuple[int, int]]]:
     usual = model.planned[-1][1]
     if usual.offload is None:
         words = (
@@ -121,11 +130,15 @@ def _total(
     ranks: int | None = None,
     stepped: bool = False,
     dtype: torch.dtype | None = None,
-) -> int:
-    """Return the bytes per rank under other settings."""
+) -> tuple[int, int]:
+    """Return the bytes per rank under other settings, and those of Adam's state."""
     world = model.world if ranks is None else model.world._replace(size=ranks, shard_group=ranks)
     comms = dry_comms(world, planned[-1][1].strategy)
-    return DryRun(model.module, planned, comms, dtype=dtype).predict(stepped)["total"]
+    made = DryRun(model.module, planned, comms, dtype=dtype)
+    state = 2 * made.trained_bytes()
+    if dtype is not None:
+        state = sum(2 * unit.bytes["shard"] for unit in [*made.units, *made.inner])
+    return made.predict(stepped)["total"], state
 
 
 def _smaller_units(model: Model) -> str:

@@ -262,7 +262,9 @@ def _worst(ranks: list[_Rank], with_optimizer: bool) -> Shortage | None:
         for needed, limit, source in _limits_of(ranks, each):
             missing, whole = needed + later - limit, needed + later
             if missing > 0:
-                found.append(Shortage(missing, rank, whole, limit, source, each.optimizer))
+                found.append(
+                    Shortage(missing, rank, whole, limit, source, each.optimizer, with_optimizer)
+                )
     return max(found, default=None)
 
 

@@ -17,6 +17,7 @@ from zshard._guard.shared_draws import keep_generator
 from zshard._memory.dry_run import Planned
 from zshard._memory.fits import MemoryLimit, check_fits
 from zshard._memory.spare import Spare, keep_between, words_of
+from zshard._memory.step_fits import watch_first_steps
 from zshard._model.build import (
     build,
     class_for,
@@ -25,6 +26,7 @@ from zshard._model.build import (
     modules_apart,
     sync_buffers,
 )
+from zshard._model.whole_counts import count_in_parts
 from zshard._optim.hooks import shard_earlier_state
 from zshard._ranks.agreement import check_agreement, on_all_ranks, told_to_all_ranks
 from zshard._ranks.devices import CPU
@@ -100,6 +102,8 @@ def shard_model(
     cast_buffers(module, options.precision, values.ignored)
     if values.buffers_in_forward:
         sync_buffers(module, values.buffers_in_forward)
+    count_in_parts(module)
+    watch_first_steps(module, memory_limit, sharing, ranks.device)
     if options.keep.measured:
         state_of(module).spare = Spare(module, memory_limit, sharing)
     by_default = ranks.process_group is None and ranks.device_mesh is None

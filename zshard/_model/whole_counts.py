@@ -16,9 +16,10 @@ from torch import nn
 from zshard import _core
 from zshard._units.units import without_memory
 
-__all__ = ["counts_of", "full_named_parameters", "num_parameters"]
+__all__ = ["count_in_parts", "counts_of", "full_named_parameters", "num_parameters"]
 
 _METHODS = ("num_parameters", "get_nb_trainable_parameters")
+_MARK = "_zshard_counts_full"
 _PASSES_ON = "get_nb_trainable_parameters"  # PEFT's models have it, and pass on what they lack
 
 
@@ -33,6 +34,17 @@ def counts_of(original: type[nn.Module]) -> dict[str, Any]:
     return counts
 
 
+def count_in_parts(model: nn.Module) -> None:
+    """Have these methods count full parameters on the parts of a model, which keep their classes,
+    too: as ever where nothing is sharded."""
+    for cls in {type(part) for part in model.modules()}:
+        for name in _METHODS:
+            owner = next((each for each in cls.__mro__ if name in vars(each)), None)
+            method = None if owner is None else vars(owner)[name]
+            if owner is not None and inspect.isfunction(method) and not hasattr(method, _MARK):
+                setattr(owner, name, _of_full(method))
+
+
 def _of_full(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def counted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -44,6 +56,7 @@ def _of_full(method: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             del vars(self)["named_parameters"]
 
+    setattr(counted, _MARK, True)
     return counted
 
 

@@ -35,7 +35,7 @@ from zshard._optim.state_registry import all_made, note_made
 from zshard._optim.step_digest import note_step
 from zshard._units.shards import stepped_by, units_stepped_by
 
-__all__ = ["install", "know", "seen_optimizers", "shard_earlier_state"]
+__all__ = ["before_first_steps", "install", "know", "seen_optimizers", "shard_earlier_state"]
 
 
 _KERNELS = frozenset(("apex", "bitsandbytes", "deepspeed", "fbgemm_gpu", "transformer_engine"))
@@ -127,6 +127,14 @@ def _noting_zeros(zero_grad: Callable[..., None]) -> Callable[..., None]:
     return zeroed
 
 
+_checks: list[Callable[[torch.optim.Optimizer], bool]] = []
+
+
+def before_first_steps(check: Callable[[torch.optim.Optimizer], bool]) -> None:
+    """Call `check` before the first step of each optimizer, until it returns False."""
+    _checks.append(check)
+
+
 def know(optimizer: torch.optim.Optimizer) -> None:
     """Count an optimizer as seen even if its step() is never called. One that is older than the
     first model may have full state."""
@@ -157,6 +165,8 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Torch's pre-hook. Raises RuntimeError for gradients that have not been reduced, and for
     parameters that unshard() has gathered: with a closure, which makes the gradients, after it."""
+    if len(optimizer.state) == 0:
+        _checks[:] = [check for check in _checks if check(optimizer)]
     know(optimizer)
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         check_optimizer(optimizer)

@@ -7,13 +7,16 @@ groups that have the same ranks are the same object.
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from zshard._errors import stacklevel
 from zshard._ranks import ends
 from zshard._ranks.objects import gather_objects
 from zshard._ranks.subgroups import new_subgroup
@@ -79,9 +82,9 @@ def _resolve_pair(pair: tuple[Any, ...], hybrid: bool) -> Groups:
     if not hybrid:
         raise ValueError(
             "two process groups or a 2-D device_mesh require a hybrid strategy: pass "
-            'strategy="hybrid_shard", "hybrid_shard_zero2" or "hybrid_full". Of a mesh for data and '
-            "tensor parallelism, pass the dimension to shard over, mesh['dp']; zshard has no tensor "
-            "parallelism"
+            'strategy="hybrid_shard", "hybrid_shard_zero2" or "hybrid_full". Of a mesh for data '
+            "and tensor parallelism, pass the dimension to shard over, mesh['dp']; zshard has no "
+            "tensor parallelism"
         )
     if len(pair) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in pair):
         raise TypeError(
@@ -172,6 +175,7 @@ def _launched() -> bool:
     rank = _env_int("RANK")
     if world is None or rank is None:
         check_launcher()
+        _warn_of_lone_child()
         return False
     if not 0 <= rank < world:
         raise ValueError(
@@ -205,6 +209,25 @@ def check_launcher() -> None:
                 f"torchrun; for a single process, unset {world}"
             )
         return
+
+
+_warned_of_lone_child = False
+
+
+def _warn_of_lone_child() -> None:
+    """Warn once in a process that mp.spawn or another multiprocessing call has started: nothing
+    tells whether it is one of several ranks."""
+    global _warned_of_lone_child
+    if multiprocessing.parent_process() is None or _warned_of_lone_child:
+        return
+    _warned_of_lone_child = True
+    warnings.warn(
+        f"process {multiprocessing.current_process().name!r} was started by multiprocessing and "
+        "has no process group, so it trains alone: if it is one of several ranks, call "
+        "torch.distributed.init_process_group() before FSDP()",
+        RuntimeWarning,
+        stacklevel=stacklevel(),
+    )
 
 
 def check_still_alone(name: str) -> None:
