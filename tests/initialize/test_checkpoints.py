@@ -6,6 +6,7 @@ The one idea: a run that was interrupted goes on with the losses of one that was
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from spawn import RankPool, ranks
 from test_misuse import raised
 
 import zshard
+from zshard.__main__ import main
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["shm", "c10d"])
 HALF = {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}
@@ -184,3 +186,26 @@ def with_zshard(folder: str) -> Any:
 @ranks(2)
 def test_zshards_own_functions_read_and_write_the_same(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(with_zshard, str(tmp_path)) == [(2, "two", {}, 2)] * 2
+
+
+@pytest.mark.usefixtures("group_ends")
+def test_the_folder_of_an_engine_is_read_by_its_latest_tag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(config(), "shm")
+    train(engine, 1)
+    folders = tmp_path / "runs", tmp_path / "out"
+    for tag in ("first", "second", "third"):
+        engine.save_checkpoint(str(tmp_path / "runs"), tag=tag, save_latest=tag != "third")
+        with torch.no_grad():
+            next(engine.module.parameters()).add_(1.0)
+    monkeypatch.setattr(sys, "argv", ["zshard", "ckpt", "export", *map(str, folders)])
+    assert main() == 0
+    other = engine_of(config(), "shm").module
+    zshard.load(tmp_path / "out", other)
+    named = engine_of(config(), "shm").module
+    zshard.load(tmp_path / "runs" / "second", named)
+    assert all(map(torch.equal, other.parameters(), named.parameters()))
+    (tmp_path / "runs" / "latest").write_text("../out")
+    with pytest.raises(FileNotFoundError, match="contains 'first', 'second', 'third'"):
+        zshard.load(tmp_path / "runs", other)

@@ -145,3 +145,22 @@ def test_a_config_trains_as_ddp(pool: RankPool, name: str) -> None:
 @ranks(2)
 def test_a_published_config_trains_as_ddp(pool: RankPool, case: Any) -> None:
     check(pool, case.read(), case.meaning, case.namespace(), case.client)
+
+
+@pytest.mark.usefixtures("group_ends")
+def test_auto_without_arguments_says_its_values(capsys: pytest.CaptureFixture[str]) -> None:
+    auto = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_clipping": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+    }
+    zshard.initialize(model=torch.nn.Linear(4, 4), config=auto)
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 1 and said[0].endswith(
+        "train_micro_batch_size_per_gpu is 8, gradient_clipping is 1.0, optimizer.params.lr is 5e-05"
+    )
+    args = argparse.Namespace(
+        per_device_train_batch_size=2, max_grad_norm=0.5, learning_rate=1e-3, local_rank=0
+    )
+    zshard.initialize(args=args, model=torch.nn.Linear(4, 4), config=auto)
+    assert capsys.readouterr().out == ""

@@ -205,3 +205,32 @@ def test_init_distributed_checks_its_arguments() -> None:
         zshard.init_distributed(dist_init_required=False)
     with pytest.raises(NotImplementedError, match="build the module within"):
         zshard.zero.Init(module=model())
+
+
+IMPORTS = {
+    "from zshard.ops.adam import FusedAdam": "use zshard.AdamW",
+    "from zshard import ops": "use zshard.AdamW",
+    "from zshard.accelerator import get_accelerator": "use torch.accelerator",
+    "from zshard.utils import safe_get_full_fp32_param": "is zshard.full_tensor",
+    "import zshard.utils.zero_to_fp32": "ckpt export",
+    "from zshard.runtime.lr_schedules import WarmupLR": "the section 'scheduler'",
+    "from zshard.zero import Init": "from zshard.deepspeed import zero",
+}
+
+
+@pytest.mark.parametrize("line", IMPORTS)
+def test_imports_of_modules_say_what_to_use(line: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match="zshard has no deepspeed") as error:
+        exec(line, {})
+    assert IMPORTS[line] in str(error.value)
+
+
+def test_other_imports_fail_as_ever() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'zshard.xyzzy'$"):
+        exec("import zshard.xyzzy", {})
+
+
+def test_external_parameters_need_no_registration() -> None:
+    module = nn.Linear(2, 2)
+    zshard.zero.register_external_parameter(module, module.weight)
+    zshard.zero.unregister_external_parameter(module, module.weight)

@@ -57,3 +57,28 @@ def test_it_is_the_plain_models(pool: RankPool, combination: tuple[str, str]) ->
     expected = counts(plain)
     assert expected[:2] == [total, total - 56]
     assert pool.run(during_training, combination) == [[expected] * 4] * 2
+
+
+class Counting(nn.Module):
+    """As transformers' models count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(7, 7)
+
+    def num_parameters(self, only_trainable: bool = False) -> int:
+        found = (p for _, p in self.named_parameters())
+        return sum(p.numel() for p in found if p.requires_grad or not only_trainable)
+
+    def forward(self, x: Any) -> Any:
+        return self.part(x)
+
+
+def parts_count() -> list[int]:
+    model: Any = FSDP(nn.Sequential(Counting(), Counting()), auto_wrap_policy=None)
+    return [model[0].num_parameters(), Counting().num_parameters()]
+
+
+@ranks(2)
+def test_parts_that_are_no_units_count_full_parameters(pool: RankPool) -> None:
+    assert pool.run(parts_count) == [[56, 56]] * 2

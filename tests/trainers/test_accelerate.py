@@ -470,3 +470,11 @@ def test_launches(tmp_path: Path, name: str) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count(f"trained under {kind}") == processes
+
+
+def test_a_variable_that_is_left_behind_is_named(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match=r"TrainingArguments\(fsdp=...\).*del os.environ"):
+        zshard.accelerate.shard(accelerate.Accelerator(cpu=True))
+    monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    zshard.accelerate.shard(accelerate.Accelerator(cpu=True))

@@ -507,3 +507,13 @@ def test_ranks_that_fail_are_reported() -> None:
 
 def test_strategies_by_arguments() -> None:
     assert isinstance(strategy_of(SHARDED), ZShardStrategy)
+
+
+def test_a_notebook_forks_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.pytorch.trainer.connectors import accelerator_connector
+
+    monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
+    made = zshard.lightning.trainer_package.Trainer(
+        accelerator="cpu", devices=2, strategy="zshard", logger=False
+    )
+    assert made.strategy.launcher.is_interactive_compatible

@@ -1,0 +1,155 @@
+"""One rank alone in a call of all ranks: the error names the call, the script's line and what to do.
+
+The one idea: on both transports, whatever the other rank does meanwhile; and where all ranks catch
+the error, a model that they make later works.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from models import make
+from nursery import fork_ranks
+from scenarios import Wide, floats, loss_of
+
+import zshard
+from zshard import FSDP
+
+both = pytest.mark.parametrize("transport", ["shm", "c10d"])
+
+
+def saves(model, folder):
+    zshard.save(folder, model)
+
+
+def looks_at_a_gradient(model, folder):
+    zshard.full_tensor(next(model.parameters()).grad)
+
+
+def clips(model, folder):
+    model.clip_grad_norm_(1.0)
+
+
+def takes_norms(model, folder):
+    zshard.named_norms(model)
+
+
+CALLS = {
+    saves: "save()",
+    looks_at_a_gradient: "full_tensor()",
+    clips: "clip_grad_norm_()",
+    takes_norms: "named_norms()",
+}
+
+
+def alone(transport, call, other, folder):
+    """The error of a rank, of which rank 0 makes one call and rank 1 another; both make a model
+    after that, and train and save it."""
+    model = FSDP(make(Wide), transport=transport)
+    loss_of(model(floats(dist.get_rank()))).backward()
+    try:
+        if dist.get_rank() == 0:
+            call(model, folder)
+        elif other is not None:
+            other(model, folder)
+        else:
+            loss_of(model(floats(1))).backward()
+    except zshard.DivergenceError as error:
+        words = str(error)
+    model = FSDP(make(Wide), transport=transport)
+    loss_of(model(floats(dist.get_rank()))).backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    zshard.save(f"{folder}/later", model)
+    return words
+
+
+@both
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.sampled(3)
+def test_a_call_of_one_rank_is_named_with_its_line(transport, call, tmp_path):
+    ranks = fork_ranks(alone, 2, transport, call, None, str(tmp_path), check=True)
+    line = inspect.getsourcelines(call)[1] + 1
+    place = f"{CALLS[call]} at test_words_of_one_rank_alone.py:{line} ({call.__name__})"
+    assert place in ranks[0].value
+    for each in ranks:
+        assert CALLS[call] in each.value and "on all ranks" in each.value
+
+
+@both
+def test_two_calls_are_not_taken_for_one(transport, tmp_path):
+    ranks = fork_ranks(alone, 2, transport, takes_norms, clips, str(tmp_path), check=True)
+    for each in ranks:
+        assert "named_norms()" in each.value and "clip_grad_norm_()" in each.value
+
+
+def runs_longer(transport):
+    """The last rank has one batch more than the other."""
+    model = FSDP(make(Wide), transport=transport)
+    for i in range(2 + dist.get_rank()):
+        loss_of(model(floats(i))).backward()
+
+
+@both
+def test_uneven_batches_name_join(transport):
+    result = fork_ranks(runs_longer, 2, transport)[1]
+    assert "PeerError" in result.stderr and "model.join(optimizer)" in result.stderr
+    assert "test_words_of_one_rank_alone.py" in result.stderr.rpartition("PeerError")[2]
+
+
+def generates(transport):
+    """Rank 0 runs a forward with gradients while the other is in a barrier of the script's."""
+    model = FSDP(make(Wide), transport=transport, timeout=4)
+    loss_of(model(floats(0))).backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    try:
+        if dist.get_rank() == 0:
+            model(floats(0))
+        dist.barrier()
+    except zshard.PeerTimeoutError as error:
+        return str(error)
+    return ""
+
+
+@both
+def test_a_forward_with_gradients_names_no_grad(transport):
+    words = fork_ranks(generates, 2, transport)[0].value
+    assert "torch.no_grad()" in words
+    assert "rank 1 is in barrier() at test_words_of_one_rank_alone.py" in words
+
+
+def expanded(transport):
+    model = make(Wide)
+    model.register_buffer("expanded", torch.zeros(1).expand(5))
+    with pytest.raises(RuntimeError, match="single memory location"):
+        FSDP(model, transport=transport)
+    model = FSDP(make(Wide), transport=transport)
+    loss_of(model(floats(0))).backward()
+    return True
+
+
+@both
+def test_a_failure_to_wrap_that_all_catch_poisons_no_later_model(transport):
+    values = [each.value for each in fork_ranks(expanded, 2, transport, check=True)]
+    assert values == [True, True]
+
+
+def no_group(rank):
+    import warnings
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        FSDP(make(Wide))
+    found = [str(each.message) for each in caught if "trains alone" in str(each.message)]
+    assert len(found) == 1 and "init_process_group()" in found[0], found
+
+
+def test_a_spawned_process_without_a_group_says_that_it_is_alone():
+    context = mp.spawn(no_group, nprocs=1, join=False)
+    assert context.join(60), sys.version
+
+
