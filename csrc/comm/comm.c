@@ -35,6 +35,26 @@ bool zs_comm_interrupted(void)
     return hook != NULL && hook();
 }
 
+bool zs_comm_is_asked(zs_comm *comm)
+{
+    return comm->ops->talk->is_asked != NULL && comm->ops->talk->is_asked(comm);
+}
+
+void zs_comm_tell_place(zs_comm *comm, const char *text)
+{
+    if (comm->ops->talk->tell_place != NULL) comm->ops->talk->tell_place(comm, text);
+}
+
+void zs_comm_outlive(zs_comm *comm, double seconds)
+{
+    if (comm->failed && comm->ops->talk->outlive != NULL) comm->ops->talk->outlive(comm, seconds);
+}
+
+bool zs_comm_is_stopped(const zs_comm *comm)
+{
+    return comm->ops->talk->is_stopped != NULL && comm->ops->talk->is_stopped(comm);
+}
+
 zs_status zs_check_exchange(size_t bytes)
 {
     if (bytes <= 4096) return ZS_OK;

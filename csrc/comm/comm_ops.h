@@ -124,8 +124,7 @@ typedef struct zs_talk_ops {
     void (*tell_place)(zs_comm *, const char *);
     /* Has a rank told that it cannot go on, of those that are all still there? NULL: no. */
     bool (*is_stopped)(const zs_comm *);
-    /* (where a wait has failed) Waits until the processes of ranks that have left have ended, for so long at most. NULL: nobody is known
-     * to have. */
+    /* Waits until the processes of ranks that have left have ended, for so long at most. NULL: none is known to have left. */
     void (*outlive)(zs_comm *, double seconds);
     /* See zs_comm_end: tells the peers `comm->past` and words. Once all have, *all is set, and `pasts` [world] are theirs.
      * NULL: nobody knows. */
@@ -428,30 +427,6 @@ static inline void zs_comm_abort(zs_comm *comm, const char *reason)
 static inline const char *zs_comm_said(const zs_comm *comm, int rank, zs_topic topic)
 {
     return comm->ops->talk->said != NULL ? comm->ops->talk->said(comm, rank, topic) : NULL;
-}
-
-/* Do others ask where this rank's script is? */
-static inline bool zs_comm_is_asked(zs_comm *comm)
-{
-    return comm->ops->talk->is_asked != NULL && comm->ops->talk->is_asked(comm);
-}
-
-/* The answer. */
-static inline void zs_comm_tell_place(zs_comm *comm, const char *text)
-{
-    if (comm->ops->talk->tell_place != NULL) comm->ops->talk->tell_place(comm, text);
-}
-
-/* This rank ends, after those that are to blame for it. */
-static inline void zs_comm_outlive(zs_comm *comm, double seconds)
-{
-    if (comm->failed && comm->ops->talk->outlive != NULL) comm->ops->talk->outlive(comm, seconds);
-}
-
-/* Has a rank told that it cannot go on, though none is gone? */
-static inline bool zs_comm_is_stopped(const zs_comm *comm)
-{
-    return comm->ops->talk->is_stopped != NULL && comm->ops->talk->is_stopped(comm);
 }
 
 /* Memory that the transport itself has. */

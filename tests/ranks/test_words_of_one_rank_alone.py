@@ -151,5 +151,3 @@ def no_group(rank):
 def test_a_spawned_process_without_a_group_says_that_it_is_alone():
     context = mp.spawn(no_group, nprocs=1, join=False)
     assert context.join(60), sys.version
-
-

@@ -33,7 +33,7 @@ from zshard._errors import CheckpointError
 from zshard._guard import slices
 from zshard._ranks import meeting
 from zshard._ranks.agreement import Fact, check_agreement, on_all_ranks
-from zshard._ranks.script_position import Call
+from zshard._ranks.script_position import PublicCall
 from zshard._state_dict.load_state_dict import LoadPlan, carry_out, plan
 from zshard._state_dict.stand_ins import Pending
 from zshard._units.names import bare, plain_name, wanted_by
@@ -57,7 +57,7 @@ class Loaded(dict[str, Any]):
     verified: bool
 
 
-@Call("load()")
+@PublicCall("load()")
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,

@@ -45,7 +45,7 @@ from zshard._checkpoint.save_plan import (
 from zshard._checkpoint.script_state import encode
 from zshard._checkpoint.write import CastBuffer, Writer, Written
 from zshard._ranks.agreement import check_agreement, gather_bytes, on_all_ranks
-from zshard._ranks.script_position import Call
+from zshard._ranks.script_position import PublicCall
 from zshard._ranks.transports import comm_beside
 from zshard._units.names import bare
 
@@ -73,7 +73,7 @@ class SaveHandle:
         return f"SaveHandle({self.path!r})"
 
 
-@Call("save()")
+@PublicCall("save()")
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -166,7 +166,7 @@ def save(
 # --- writing --------------------------------------------------------------------------------------
 
 
-@Call("save()")
+@PublicCall("save()")
 def _write(plan: SavePlan, comm: _core.Comm, watched: bool = True) -> None:
     """Execute the plan. Collective; `comm` belongs to this thread. watched: the script waits."""
     rank_0 = comm.rank == 0

@@ -22,7 +22,7 @@ from zshard._checkpoint.save import save
 from zshard._deepspeed.ds_config import Settings
 from zshard._errors import CheckpointError, stacklevel
 from zshard._ranks.agreement import on_all_ranks
-from zshard._ranks.script_position import Call
+from zshard._ranks.script_position import PublicCall
 from zshard._state_dict.form import state_dict_form
 from zshard._units.units import state_of
 
@@ -48,7 +48,7 @@ class EngineCheckpoints:
     _new_scaler: Callable[[], None]
     _check_alive: Callable[[str], None]
 
-    @Call("save_checkpoint()")
+    @PublicCall("save_checkpoint()")
     def save_checkpoint(
         self,
         save_dir: str | os.PathLike[str],
@@ -92,7 +92,7 @@ class EngineCheckpoints:
                 _write(os.path.join(folder, _LATEST), name)
         return True
 
-    @Call("load_checkpoint()")
+    @PublicCall("load_checkpoint()")
     def load_checkpoint(
         self,
         load_dir: str | os.PathLike[str],
@@ -162,7 +162,7 @@ class EngineCheckpoints:
         found = held if isinstance(held, Mapping) else checkpoint
         return self.module.load_state_dict(found, strict=strict)
 
-    @Call("save_16bit_model()")
+    @PublicCall("save_16bit_model()")
     def save_16bit_model(
         self,
         save_dir: str | os.PathLike[str],

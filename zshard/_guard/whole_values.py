@@ -19,7 +19,7 @@ from zshard._errors import ShardError
 from zshard._guard.slices import plain, to_local
 from zshard._guard.words import no_history
 from zshard._ranks.agreement import check_agreement, gather_bytes
-from zshard._ranks.script_position import Call
+from zshard._ranks.script_position import PublicCall
 from zshard._units.open_forwards import is_forward_open
 from zshard._units.shards import Part, part_of
 from zshard._units.units import unsharded
@@ -33,7 +33,7 @@ def full_numel(param: Tensor) -> int:
     return param.numel() if info is None else math.prod(info["shape"])
 
 
-@Call("full_tensor()")
+@PublicCall("full_tensor()")
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the whole of a sharded parameter, gradient or optimizer state, on its device.
 
@@ -135,12 +135,12 @@ def whole_named_parameters(
         if value is None or part is None:
             yield name, None if value is None else to_local(value).detach().clone()
         else:
-            with Call("whole_named_parameters()"):
+            with PublicCall("whole_named_parameters()"):
                 whole = _joined(value, part)
             yield name, whole
 
 
-@Call("named_norms()")
+@PublicCall("named_norms()")
 def named_norms(model: nn.Module, norm_type: float = 2.0, grads: bool = False) -> dict[str, float]:
     """Return the norm of each whole parameter, by name. No whole tensor is made.
 

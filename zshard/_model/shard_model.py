@@ -32,7 +32,7 @@ from zshard._ranks.agreement import check_agreement, on_all_ranks, told_to_all_r
 from zshard._ranks.devices import CPU
 from zshard._ranks.groups import resolve_groups
 from zshard._ranks.nccl import NcclOptions
-from zshard._ranks.script_position import Call
+from zshard._ranks.script_position import PublicCall
 from zshard._ranks.transports import Comms, check_settings, comm_for, comms_for
 from zshard._ranks.wire import check_wire_over
 from zshard._run.idle_cores import warn_of_idle_cores
@@ -69,7 +69,7 @@ class Initialization(NamedTuple):
     ignored: set[nn.Module]
 
 
-@Call("FSDP()")
+@PublicCall("FSDP()")
 def shard_model(
     module: nn.Module,
     planned: list[Planned],

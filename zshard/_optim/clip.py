@@ -27,7 +27,7 @@ from zshard._errors import ShardError
 from zshard._guard.slices import plain
 from zshard._optim.announce import say_clip, say_norm
 from zshard._optim.in_backward import refuse_clipping
-from zshard._ranks.script_position import Call
+from zshard._ranks.script_position import PublicCall
 from zshard._ranks.transports import ranks_of
 from zshard._units.shards import parts_of_all
 
@@ -263,7 +263,7 @@ def _norm(
     return total if math.isinf(norm_type) else total ** (1 / norm_type)
 
 
-@Call("clip_grad_norm_()")
+@PublicCall("clip_grad_norm_()")
 def norm_over_ranks(engine: _core.Engine, grads: Sequence[Tensor], norm_type: float) -> float:
     """Return all ranks' sum of |x|**norm_type, or for inf the largest |x|, of gradients of one
     model. Collective."""

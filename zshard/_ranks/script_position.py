@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from zshard import _core
 
-__all__ = ["Call", "own_collective", "place_of", "watch", "watch_shm"]
+__all__ = ["PublicCall", "own_collective", "place_of", "watch", "watch_shm"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -44,7 +44,7 @@ _NOWHERE = "outside its script"
 _CALLS = {"__call__", "_call_impl", "_wrapped_call_impl", "call_guarded"}
 
 
-class Call:
+class PublicCall:
     """Context manager, or decorator: what is exchanged within it is part of this public call, such
     as "save()", for messages, and other ranks may not be in another one. The outermost one counts.
     """
@@ -62,7 +62,7 @@ class Call:
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(function)
         def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            with Call(self._name):
+            with PublicCall(self._name):
                 return function(*args, **kwargs)
 
         return called

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from zshard import _core
 from zshard._guard.slices import to_local
 from zshard._ranks.agreement import on_all_ranks
-from zshard._ranks.script_position import Call
+from zshard._ranks.script_position import PublicCall
 from zshard._state_dict.noted_loads import NotedLoad, note_loads, planned_loads
 from zshard._state_dict.source import Copy, FromRank0, Source, pending, told_by_rank_0
 from zshard._state_dict.stand_ins import Pending
@@ -30,7 +30,7 @@ from zshard._units.units import units_of, writing
 _SETTER, _HOOKS = "set_extra_state", "_load_state_dict_post_hooks"
 
 
-@Call("load_state_dict()")
+@PublicCall("load_state_dict()")
 def load_state_dict(
     model: nn.Module,
     state: Mapping[str, Any] | None,

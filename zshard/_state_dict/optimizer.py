@@ -31,7 +31,7 @@ from zshard._guard.whole_values import join
 from zshard._optim.hooks import know
 from zshard._optim.sharded_state import HeldState, fact_of, held_by, params_of
 from zshard._ranks.agreement import check_agreement, gather_bytes
-from zshard._ranks.script_position import Call
+from zshard._ranks.script_position import PublicCall
 from zshard._state_dict.lone_optimizer import WholeState, ask_for_whole
 from zshard._state_dict.optimizer_plan import OptimizerPlan, has_parts, problems_with
 from zshard._state_dict.source import filled
@@ -103,7 +103,7 @@ def _numbers(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> dict[
     return {id(p): number for p, number in zip(params_of(optimizer), listed, strict=True)}
 
 
-@Call("optimizer.state_dict()")
+@PublicCall("optimizer.state_dict()")
 @torch.inference_mode(False)  # what is made is to be written to later
 def gather(optimizer: Optimizer, keep: bool = True) -> list[tuple[Tensor, dict[Any, Tensor]]]:
     """Return the sharded parameters, each with the full tensors of its sharded state.

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from zshard import _core
 from zshard._optim.sharded_state import params_of
 from zshard._ranks.agreement import gather_bytes
-from zshard._ranks.script_position import Call
+from zshard._ranks.script_position import PublicCall
 from zshard._ranks.transports import comm_for
 from zshard._state_dict.optimizer import gather
 from zshard._state_dict.optimizer_plan import (
@@ -47,7 +47,7 @@ __all__ = [
 _HOW = "zshard.optim_state_dict(model, optimizer)"
 
 
-@Call("optim_state_dict()")
+@PublicCall("optim_state_dict()")
 def optim_state_dict(
     model: nn.Module, optimizer: Optimizer, *, rank0_only: bool = False
 ) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def optim_state_dict(
     return by_name(names, optimizer, optimizer.state_dict())
 
 
-@Call("load_optim_state_dict()")
+@PublicCall("load_optim_state_dict()")
 def load_optim_state_dict(
     model: nn.Module,
     optimizer: Optimizer,
