@@ -200,7 +200,7 @@ def test_modules_that_compare_equal_are_refused(policy):
 
 def test_a_torchscript_part_is_refused_by_name():
     model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
-    with pytest.raises(ValueError, match="parameter '1.weight' is in a TorchScript module"):
+    with pytest.raises(ValueError, match=r"parameter '1.weight' is in a TorchScript module"):
         FSDP(model)
     FSDP(model, ignored_modules=[model[1]])(torch.ones(1, 4)).sum().backward()
 
@@ -240,7 +240,7 @@ def tensor_parallel():
         FSDP(model, device_mesh=mesh)
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
     for wrap in (FSDP, fully_shard):
-        with pytest.raises(NotImplementedError, match="'0.weight' is a DTensor.*no tensor par"):
+        with pytest.raises(NotImplementedError, match=r"'0.weight' is a DTensor.*no tensor par"):
             wrap(model)
     model = FSDP(nn.Sequential(nn.Linear(8, 8)), device_mesh=mesh["tp"])
     model(torch.ones(1, 8)).sum().backward()

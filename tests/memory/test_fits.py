@@ -87,7 +87,7 @@ def around_the_border(transport):
     total = predicted(transport=transport, optimizer=None)["total"]
     below, _ = refused("full_shard", transport, total - 1)
     at, changed = refused("full_shard", transport, total)
-    told = float(re.search(r"on 4 ranks, .*: ([\d.]+) MiB \(fits\)", below)[1])
+    told = float(re.search(r"on 4 ranks, .*: ([\d.]+) MiB \(fits", below)[1])
     with torch.device("meta"):
         true = zshard.predict_memory(
             stack(), 4, transport=transport, auto_wrap_policy={nn.Linear}, optimizer=None

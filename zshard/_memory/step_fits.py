@@ -1,8 +1,9 @@
 """Does an optimizer's state fit, as its first step is about to make it?
 
 The one idea: FSDP(...) cannot know the optimizer, so it refuses what the model alone takes, and
-warns of what Adam's state adds. Before its first step the optimizer is known: one whose state will
-not fit is an error with numbers, in place of a process that the kernel kills.
+warns of what Adam's state adds. Before its first step the optimizer is known: one whose state the
+host, the control groups and the process's limits do not allow, whatever memory_limit says, is an
+error with numbers, in place of a process that the kernel kills.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from torch import nn
 from zshard import _core
 from zshard._memory.fits import MemoryLimit, Sharing
 from zshard._memory.host_limits import room_of_cgroup, room_of_host, room_of_process
-from zshard._memory.report import memory_of
 from zshard._optim.hooks import before_first_steps
 from zshard._ranks.devices import CPU
 from zshard._units.units import state_of, units_of
@@ -32,8 +32,8 @@ _TENSORS = {
 
 
 def watch_first_steps(module: nn.Module, limit: MemoryLimit, sharing: Sharing, device: str) -> None:
-    """Refuse the first step of an optimizer of this model whose state will not fit into what
-    `limit` leaves on this rank."""
+    """Refuse the first step of an optimizer of this model whose state will not fit into what is
+    left to this rank; not with limit=None."""
     if limit is None or device != CPU:
         return
     model = weakref.ref(module)
@@ -41,19 +41,17 @@ def watch_first_steps(module: nn.Module, limit: MemoryLimit, sharing: Sharing, d
     def check(optimizer: torch.optim.Optimizer) -> bool:
         found = model()
         if found is not None:
-            _check(found, optimizer, limit, sharing)
+            _check(found, optimizer, sharing)
         return found is not None
 
     before_first_steps(check)
 
 
-def _check(
-    module: nn.Module, optimizer: torch.optim.Optimizer, limit: int | str, sharing: Sharing
-) -> None:
+def _check(module: nn.Module, optimizer: torch.optim.Optimizer, sharing: Sharing) -> None:
     needed = _bytes_of_state(module, optimizer)
     if needed == 0:
         return
-    left, source = _room(module, limit, sharing)
+    left, source = _room(sharing)
     if needed <= left:
         return
     state = state_of(module)
@@ -83,10 +81,8 @@ def _bytes_of_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return int(each) * size
 
 
-def _room(module: nn.Module, limit: int | str, sharing: Sharing) -> tuple[int, str]:
+def _room(sharing: Sharing) -> tuple[int, str]:
     """The bytes left on this rank, and under which limit."""
-    if isinstance(limit, int):
-        return limit - memory_of(module, "now")["total"], f"memory_limit={limit}"
     host, cgroup = room_of_host(), room_of_cgroup()
     found = []
     if host is not None:

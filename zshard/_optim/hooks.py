@@ -135,6 +135,11 @@ def before_first_steps(check: Callable[[torch.optim.Optimizer], bool]) -> None:
     _checks.append(check)
 
 
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _check_first_step(optimizer: torch.optim.Optimizer) -> None:
+    _checks[:] = [check for check in _checks if check(optimizer)]
+
+
 def know(optimizer: torch.optim.Optimizer) -> None:
     """Count an optimizer as seen even if its step() is never called. One that is older than the
     first model may have full state."""
@@ -166,7 +171,7 @@ def _before_step(
     """Torch's pre-hook. Raises RuntimeError for gradients that have not been reduced, and for
     parameters that unshard() has gathered: with a closure, which makes the gradients, after it."""
     if len(optimizer.state) == 0:
-        _checks[:] = [check for check in _checks if check(optimizer)]
+        _check_first_step(optimizer)
     know(optimizer)
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         check_optimizer(optimizer)

@@ -130,25 +130,37 @@ def _add(one: _Watched | _WatchedShm) -> None:
             _thread.start()
 
 
+def forget_dead() -> None:
+    """Hold no transport any more whose process group the script has destroyed."""
+    with _lock:
+        _watched[:] = [one for one in _watched if _is_alive(one)]
+
+
 def _is_alive(one: _Watched | _WatchedShm) -> bool:
     return all(group() in dist.distributed_c10d._world.pg_map for group in one.groups)
 
 
 def _run() -> None:
+    while not _stop.wait(EVERY) and _look():
+        pass
+
+
+def _look() -> bool:
+    """Answer the questions that there are. Return whether others may follow."""
     global _thread
-    while not _stop.wait(EVERY):
-        with _lock:
-            _watched[:] = [one for one in _watched if _is_alive(one)]
-            if not _watched:
-                _thread = None
-                return
-            these = list(_watched)
-        for one in these:
-            try:
-                one.look()
-            except Exception:  # the process that has the store has ended
-                with _lock:
-                    _watched.remove(one)
+    forget_dead()
+    with _lock:
+        if not _watched:
+            _thread = None
+            return False
+        these = list(_watched)
+    for one in these:
+        try:
+            one.look()
+        except Exception:  # the process that has the store has ended
+            with _lock, contextlib.suppress(ValueError):
+                _watched.remove(one)
+    return True
 
 
 def _end() -> None:

@@ -230,8 +230,10 @@ def _set_stopped_aside() -> None:
 def _drop_dead_entries() -> None:
     """Forget the transports of groups that the script has destroyed, and destroy zshard's own
     groups for them: each of gloo's has three threads, which wake a hundred times a second."""
+    script_position.forget_dead()
     groups = dist.distributed_c10d._world.pg_map
     alive = {id(group) for group in groups}
+    _stopped[:] = [entry for entry in _stopped if id(entry.group) in alive]
     dead = [_entries.pop(key) for key in list(_entries) if key[0] not in alive]
     for made in set().union(*(entry.made for entry in dead)):
         if made in groups:
