@@ -22,6 +22,7 @@ SHM = [
     "device.c",
     "comm.c",
     "past.c",
+    "script.c",
     "comm_self.c",
     "comm_shm.c",
     "file.c",
