@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import zshard
 from benchmarks.models import WORKLOADS, Batch, Workload, gpt
 from benchmarks.sides import SEED, Side
-from zshard._ranks import devices
+from zshard.comm import devices
 
 BF16 = torch.bfloat16
 
@@ -38,7 +38,7 @@ def what_is_missing() -> str:
     """Return why these benchmarks cannot run here; "" if they can."""
     if is_stand_in():
         return ""
-    found = zshard.features()
+    found = zshard.available_features()
     if found["gpu"]:
         return ""
     names = ("driver", "torch_cuda", "kernels")
@@ -81,7 +81,7 @@ def forget() -> None:
 
 def describe() -> dict[str, Any]:
     """Return the record of the GPU and its software."""
-    found = zshard.features()
+    found = zshard.available_features()
     gpu = {} if is_stand_in() else torch.cuda.get_device_properties(0)
     return {
         "part": "device",

@@ -118,7 +118,7 @@ SETUPS: dict[str, Callable[[str], nn.Module]] = {
 def zshard_blank(size: str) -> Any:
     import zshard
 
-    return zshard_of(on_meta(size), param_init_fn=zshard.empty)
+    return zshard_of(on_meta(size), param_init_fn=zshard.uninitialized)
 
 
 def fsdp2_blank(size: str) -> nn.Module:

@@ -104,7 +104,7 @@ def run_rank(args: argparse.Namespace) -> None:
 
     import zshard
     from zshard import FSDP, MixedPrecision
-    from zshard._units.units import state_of
+    from zshard.units.units import state_of
 
     dist.init_process_group("gloo")
     torch.manual_seed(0)

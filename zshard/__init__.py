@@ -5,10 +5,6 @@
     optimizer = AdamW(model.parameters(), lr=3e-4)
 
 README.md says what it does, ARCHITECTURE.md how.
-
-Earlier names still work, but dir() and `from zshard import *` leave them out: `empty` is
-`uninitialized`, `features` is `available_features`, `latest` is `latest_checkpoint`, and `Save` is
-`SaveHandle`.
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
@@ -17,11 +13,17 @@ from typing import Any as _Any
 import torch as _torch  # noqa: F401 - first: the core links to its libraries
 
 from zshard import _torch_check, wrap  # noqa: F401 - the check before the core is loaded
-from zshard._checkpoint.folder import latest_checkpoint
-from zshard._checkpoint.load import Loaded, load
-from zshard._checkpoint.save import SaveHandle, save
-from zshard._checkpoint.script_state import rng_state, set_rng_state
-from zshard._compat.classes import (
+from zshard._core import CudaError, DivergenceError, NcclError, PeerError, PeerTimeoutError
+from zshard._errors import CheckpointError, ShardError
+from zshard._predict_memory import predict_memory
+from zshard._version import __version__ as __version__
+from zshard.checkpoint.folder import latest_checkpoint
+from zshard.checkpoint.load import Loaded, load
+from zshard.checkpoint.save import SaveHandle, save
+from zshard.checkpoint.script_state import rng_state, set_rng_state
+from zshard.comm.nccl import NcclOptions
+from zshard.comm.wire import Wire
+from zshard.compat.classes import (
     BackwardPrefetch,
     CPUOffload,
     CPUOffloadPolicy,
@@ -41,42 +43,31 @@ from zshard._compat.classes import (
     StateDictSettings,
     StateDictType,
 )
-from zshard._compat.distributed_data_parallel import DistributedDataParallel
-from zshard._compat.fsdp2 import UnshardHandle, share_comm_ctx
-from zshard._compat.fully_shard import fully_shard
-from zshard._compat.sharded_grad_scaler import ShardedGradScaler
-from zshard._core import CudaError, DivergenceError, NcclError, PeerError, PeerTimeoutError
-from zshard._deepspeed import missing_modules as _missing_modules
-from zshard._doctor.features import available_features
-from zshard._errors import CheckpointError, ShardError
-from zshard._guard.slices import ShardParameter, ShardTensor, to_local
-from zshard._guard.whole_values import full_tensor, named_norms, whole_named_parameters
-from zshard._model.forward_methods import register_forward_method
-from zshard._model.whole_counts import num_parameters
-from zshard._predict_memory import predict_memory
-from zshard._ranks.nccl import NcclOptions
-from zshard._ranks.wire import Wire
-from zshard._state_dict.load_state_dict import load_state_dict
-from zshard._state_dict.optimizer_names import load_optim_state_dict, optim_state_dict
-from zshard._version import __version__ as __version__
-from zshard._wrap.meta import uninitialized
-from zshard.api import FSDP, shard_info
+from zshard.compat.distributed_data_parallel import DistributedDataParallel
+from zshard.compat.fsdp2 import share_comm_ctx
+from zshard.compat.fully_shard import fully_shard
+from zshard.compat.sharded_grad_scaler import ShardedGradScaler
+from zshard.deepspeed import missing_modules as _missing_modules
+from zshard.doctor.features import available_features
+from zshard.fsdp import FSDP, shard_info
 from zshard.grad_scaler import GradScaler
+from zshard.guard.slices import ShardParameter, ShardTensor, to_local
+from zshard.guard.whole_values import full_tensor, named_norms, whole_named_parameters
+from zshard.model.forward_methods import register_forward_method
+from zshard.model.unit_methods import UnshardHandle
+from zshard.model.whole_counts import num_parameters
 from zshard.offload import Offload
 from zshard.optim import SGD, Adam, AdamW
+from zshard.state.load_state_dict import load_state_dict
+from zshard.state.optimizer_names import load_optim_state_dict, optim_state_dict
 from zshard.strategy import ShardingStrategy
+from zshard.wrap.meta import uninitialized
 
 _missing_modules.install()
 
 FullyShardedDataParallel = FSDP  # FSDP1's name for it
 FSDPModule = FSDP  # FSDP2's, for isinstance()
 register_fsdp_forward_method = register_forward_method  # FSDP2's name
-
-# Earlier names.
-Save = SaveHandle
-empty = uninitialized
-features = available_features
-latest = latest_checkpoint
 
 __all__ = [
     "FSDP",

@@ -1,6 +1,6 @@
-"""python -m zshard run: start a script on several ranks (see _run/launch.py).
+"""python -m zshard run: start a script on several ranks (see run/launch.py).
 python -m zshard doctor: what is available, what zshard will use, and how to get the rest.
-python -m zshard ckpt: checkpoints (see _checkpoint/cli.py).
+python -m zshard ckpt: checkpoints (see checkpoint/cli.py).
 
 The one idea: doctor prints what zshard.available_features() finds, all of it queried or tried.
 """
@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from zshard._checkpoint import cli
-from zshard._doctor.features import report
-from zshard._run import launch
+from zshard.checkpoint import cli
+from zshard.doctor.features import report
+from zshard.run import launch
 
 
 def main() -> int:

@@ -3,7 +3,7 @@
 The one idea: importing zshard changes nothing. Each change is listed here with the places in torch
 that it needs, what they must look like, and what is lost without it. Where a place looks otherwise,
 as a later torch may have it, the change is left out, and a warning says what does not work. One
-more comes with the first state dict of shards (_state_dict/dcp_shards.py): torch's module for it
+more comes with the first state dict of shards (state/dcp_shards.py): torch's module for it
 takes long to import.
 """
 
@@ -27,7 +27,7 @@ from torch.utils import _foreach_utils
 
 from zshard import grad_scaler
 from zshard._errors import stacklevel
-from zshard._guard import (
+from zshard.guard import (
     autograd_engine,
     collectives,
     compiling,
@@ -42,9 +42,9 @@ from zshard._guard import (
     tracing,
     views,
 )
-from zshard._optim import clip, hooks
-from zshard._state_dict import lone_optimizer, optimizer
-from zshard._wrap import late_parameters
+from zshard.optim import clip, hooks
+from zshard.state import lone_optimizer, optimizer
+from zshard.wrap import late_parameters
 
 __all__ = ["install"]
 

@@ -1,7 +1,7 @@
 """`predict_memory(module)`: what FSDP(module) with the same arguments would take.
 
 The one idea: arguments are translated as FSDP's are, and the rest is a dry run of the model in a
-world without peers, which changes nothing (`_memory/dry_run.py`).
+world without peers, which changes nothing (`memory/dry_run.py`).
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from typing import Any
 
 from torch import nn
 
-from zshard._compat.fsdp1 import precision_of, strategy_of, unit_options
-from zshard._memory.dry_run import World
-from zshard._memory.report import predict
-from zshard._memory.spare import parse_keep
-from zshard._ranks.devices import CPU
-from zshard._ranks.wire import Wire, check_wire
-from zshard._units.units import Options, Prefetch, is_unit
+from zshard.comm.devices import CPU
+from zshard.comm.wire import Wire, check_wire
+from zshard.compat.fsdp1 import precision_of, unit_options
+from zshard.memory.dry_run import World
+from zshard.memory.report import predict
+from zshard.memory.spare import parse_keep
 from zshard.offload import offload_on, parse_offload
+from zshard.strategy import strategy_of
+from zshard.units.units import Options, Prefetch, is_unit
 from zshard.wrap import plan_units
 
 STATE_TENSORS = {"adam": 2, "adamw": 2, "sgd": 0, "rmsprop": 1, "adagrad": 1}

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zshard._checkpoint.load import load
-from zshard._checkpoint.save import save
-from zshard._model.build import broadcast_buffers
-from zshard._units.names import bare
-from zshard.api import ARGUMENTS, FSDP
+from zshard.checkpoint.load import load
+from zshard.checkpoint.save import save
+from zshard.fsdp import ARGUMENTS, FSDP
+from zshard.model.build import broadcast_buffers
+from zshard.units.names import bare
 
 __all__ = ["shard"]
 

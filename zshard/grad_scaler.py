@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from zshard import _core
-from zshard._guard.slices import plain
-from zshard._optim.announce import know_scaler, say_unscale
-from zshard._optim.in_backward import watch_scaled
+from zshard.guard.slices import plain
+from zshard.optim.announce import know_scaler, say_unscale
+from zshard.optim.in_backward import watch_scaled
 
 __all__ = ["GradScaler", "install", "unscale"]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from zshard import _core
-from zshard._compat.classes import CPUOffloadPolicy, OffloadPolicy  # scripts import them from here
-from zshard._ranks.devices import CPU
+from zshard.comm.devices import CPU
+from zshard.compat.classes import CPUOffloadPolicy, OffloadPolicy  # scripts import them from here
 
 __all__ = [
     "CPUOffloadPolicy",

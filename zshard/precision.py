@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 # Scripts import these from here.
-from zshard._compat.classes import MixedPrecision as MixedPrecision
-from zshard._compat.classes import MixedPrecisionPolicy as MixedPrecisionPolicy
+from zshard.compat.classes import MixedPrecision as MixedPrecision
+from zshard.compat.classes import MixedPrecisionPolicy as MixedPrecisionPolicy
 
 BATCH_NORMS = (_BatchNorm,)  # what keeps its dtype by default
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

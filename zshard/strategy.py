@@ -84,11 +84,12 @@ _ALIASES = {
 }
 
 
-def parse_strategy(value: Any) -> ShardingStrategy:
-    """Return the strategy that `value` names.
+def strategy_of(given: Any) -> ShardingStrategy:
+    """Return the strategy that a string or an enum member, such as torch's, names.
 
     Raises ValueError for an unknown name, TypeError for any other type.
     """
+    value = given.name.lstrip("_") if isinstance(given, enum.Enum) else given
     if not isinstance(value, str):
         raise TypeError(f"strategy must be a string or an enum member, got {value!r}")
     key = value.lower()

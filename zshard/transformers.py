@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from zshard import accelerate
-from zshard._model.generate import ARGUMENT, needs_all
-from zshard._model.whole_counts import num_parameters
-from zshard._state_dict.form import state_dict_form
-from zshard._units.names import bare
-from zshard._units.units import is_unit
+from zshard.model.generate import ARGUMENT, needs_all
+from zshard.model.whole_counts import num_parameters
+from zshard.state.form import state_dict_form
+from zshard.units.names import bare
+from zshard.units.units import is_unit
 
 __all__ = ["shard"]
 

@@ -21,7 +21,7 @@ static int append_left(const zs_unit *unit, PyObject *list)
 
 static int move_from(PyObject *areas)
 {
-    PyObject *module = PyImport_ImportModule("zshard._guard.aliases");
+    PyObject *module = PyImport_ImportModule("zshard.guard.aliases");
     PyObject *result = module == NULL ? NULL : PyObject_CallMethod(module, "move_from", "O", areas);
     Py_XDECREF(module);
     Py_XDECREF(result);

@@ -1,8 +1,8 @@
 /* py_guard.c - what torch calls in place of an operation on a guarded slice: the operation, or Python's refusal.
  *
  * The one idea: an elementwise operation on slices of the same elements gives the slice of the whole result, so it runs as
- * it is and its result is guarded in turn. zshard/_guard/rules.py lists which operations are of that kind, or ask for facts only;
- * all others, and slices that do not fit each other, go to Python (zshard/_guard/slices.py), which raises or knows better.
+ * it is and its result is guarded in turn. zshard/guard/rules.py lists which operations are of that kind, or ask for facts only;
+ * all others, and slices that do not fit each other, go to Python (zshard/guard/slices.py), which raises or knows better.
  */
 #include "python/py_reads.h"
 #include "python/py_util.h"
@@ -10,7 +10,7 @@
 
 #include <string.h>
 
-/* What is done with an operation; zshard/_guard/rules.py has the same. */
+/* What is done with an operation; zshard/guard/rules.py has the same. */
 typedef enum rule {
     RULE_FACT,             /* runs; the result is as torch gives it */
     RULE_EACH,             /* elementwise, on tensors */

@@ -37,7 +37,7 @@ static zs_status step(void *ctx)
     return call(stepper, stepper->index);
 }
 
-/* In place of an index; zshard/_optim/in_backward.py has the same. */
+/* In place of an index; zshard/optim/in_backward.py has the same. */
 enum { OVER = -1, BEGIN = -2 };
 
 static zs_status begin(void *ctx)

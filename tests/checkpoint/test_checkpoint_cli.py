@@ -24,8 +24,8 @@ from torch import nn
 
 import zshard
 from zshard import __main__
-from zshard._checkpoint import manifest
-from zshard._checkpoint.progress import progress
+from zshard.checkpoint import manifest
+from zshard.checkpoint.progress import progress
 
 
 class Configured(Tied):

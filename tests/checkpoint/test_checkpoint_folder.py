@@ -20,9 +20,9 @@ from torch import nn
 
 import zshard
 from zshard import FSDP, CheckpointError, _core
-from zshard._checkpoint import folder as folders
-from zshard._checkpoint import opening
-from zshard._checkpoint.folder import Target
+from zshard.checkpoint import folder as folders
+from zshard.checkpoint import opening
+from zshard.checkpoint.folder import Target
 
 ID = "0123456789abcdef" * 2
 
@@ -41,7 +41,7 @@ def numbered(folder):
     for step in (3, 12, 7):
         model = wrapped(Mlp, FULL, seed=step)
         path = zshard.save(folder / "run", model, step=step).path
-        found.append((path, zshard.latest(folder / "run")))
+        found.append((path, zshard.latest_checkpoint(folder / "run")))
     return found
 
 
@@ -55,18 +55,21 @@ def test_numbered_checkpoints(pool2, tmp_path):
 
 
 def test_latest(tmp_path):
-    assert zshard.latest(tmp_path) is None and zshard.latest(tmp_path / "gone") is None
+    assert (
+        zshard.latest_checkpoint(tmp_path) is None
+        and zshard.latest_checkpoint(tmp_path / "gone") is None
+    )
     path = zshard.save(tmp_path, small(), step=5).path
     for name in ("step-00000007", "step-9", "step-000000009", "step-00000009.old", "other"):
         (tmp_path / name).mkdir()
     for name in ("step-9", "step-000000009", "step-00000009.old", "other"):
         (tmp_path / name / "zshard.json").write_text("{}")
     (tmp_path / "step-00000008").write_text("")
-    assert zshard.latest(tmp_path) == zshard.latest(str(tmp_path)) == path
+    assert zshard.latest_checkpoint(tmp_path) == zshard.latest_checkpoint(str(tmp_path)) == path
     with pytest.raises(NotADirectoryError):
-        zshard.latest(tmp_path / "step-00000008")
+        zshard.latest_checkpoint(tmp_path / "step-00000008")
     assert zshard.save(tmp_path, small(), step=123456789).path == f"{tmp_path}/step-123456789"
-    assert zshard.latest(tmp_path) == f"{tmp_path}/step-123456789"
+    assert zshard.latest_checkpoint(tmp_path) == f"{tmp_path}/step-123456789"
 
 
 def test_a_step_without_a_directory_of_its_own(tmp_path, monkeypatch):
@@ -115,7 +118,7 @@ def test_a_directory_in_which_another_job_saves(tmp_path, monkeypatch):
 
     def later(path):
         manifest = real(path)
-        if zshard.latest(tmp_path) == f"{tmp_path}/{name(1)}":
+        if zshard.latest_checkpoint(tmp_path) == f"{tmp_path}/{name(1)}":
             zshard.save(tmp_path, model, step=2, keep_last=1)
         return manifest
 

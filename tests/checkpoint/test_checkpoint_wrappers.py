@@ -19,7 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 import zshard
 from zshard import FSDP
-from zshard._checkpoint.opening import read_manifest
+from zshard.checkpoint.opening import read_manifest
 
 
 class Part(nn.Module):

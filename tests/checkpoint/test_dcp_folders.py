@@ -32,11 +32,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import zshard
 from zshard import CheckpointError
-from zshard._checkpoint.foreign import dcp as dcp_of_zshard
-from zshard._checkpoint.foreign import pickled
-from zshard._checkpoint.foreign.pickled import parse
-from zshard._checkpoint.opening import opened
-from zshard._checkpoint.reader import Reader
+from zshard.checkpoint.foreign import dcp as dcp_of_zshard
+from zshard.checkpoint.foreign import pickled
+from zshard.checkpoint.foreign.pickled import parse
+from zshard.checkpoint.opening import opened
+from zshard.checkpoint.reader import Reader
 
 C10D = ("shard_grad_op", "c10d")
 

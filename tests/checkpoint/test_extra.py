@@ -1,4 +1,4 @@
-"""What a script keeps beside tensors: as JSON and back (zshard/_checkpoint/script_state.py)."""
+"""What a script keeps beside tensors: as JSON and back (zshard/checkpoint/script_state.py)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from compare import assert_same
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zshard._checkpoint.safetensors import CODES
-from zshard._checkpoint.script_state import decode, encode, rng_state, set_rng_state
+from zshard.checkpoint.safetensors import CODES
+from zshard.checkpoint.script_state import decode, encode, rng_state, set_rng_state
 
 _keys = st.one_of(st.text(max_size=5), st.integers(), st.tuples(st.integers()), st.none())
 _leaves = st.one_of(

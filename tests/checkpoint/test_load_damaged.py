@@ -20,7 +20,7 @@ from torch import nn
 
 import zshard
 from zshard import CheckpointError
-from zshard._checkpoint import folder
+from zshard.checkpoint import folder
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +204,7 @@ def test_the_newest_is_taken_and_an_older_one_offered(pool2, tmp_path):
         pool2, newest.parent, ["model.safetensors' is missing", f"'{older}' is an older checkpoint"]
     )
     (newest / "zshard.json").unlink()
-    assert zshard.latest(newest.parent) == str(older)
+    assert zshard.latest_checkpoint(newest.parent) == str(older)
 
 
 # --- the system -----------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from torch import nn
 import zshard
 from benchmarks.memory import high_water, reset_high_water, trim
 from zshard import FSDP, MixedPrecision
-from zshard._checkpoint.safetensors import OpenFile
+from zshard.checkpoint.safetensors import OpenFile
 
 
 def write(folder, state, files=1):
@@ -112,11 +112,11 @@ def test_in_a_world_of_one(tmp_path):
 def in_chunks(path, dtype):
     """Cast on the way, in several chunks; as nn.Module casts."""
     model, plain = wrapped(Net, ("full_shard", "shm")), make(Net)
-    chunk, zshard._state_dict.source.CHUNK = zshard._state_dict.source.CHUNK, 64
+    chunk, zshard.state.source.CHUNK = zshard.state.source.CHUNK, 64
     try:
         zshard.load(path, model)
     finally:
-        zshard._state_dict.source.CHUNK = chunk
+        zshard.state.source.CHUNK = chunk
     plain.load_state_dict({name: value.to(dtype) for name, value in of_case("net").items()})
     return differences(model.state_dict(), plain.state_dict())
 
@@ -168,7 +168,7 @@ def from_meta(name, combination, path):
         strategy=strategy,
         transport=transport,
         auto_wrap_policy=case.policy,
-        param_init_fn=zshard.empty,
+        param_init_fn=zshard.uninitialized,
     )
     blank = all(value.isnan().all() for value in model.state_dict().values() if value.dim())
     zshard.load(path, model)
@@ -194,14 +194,14 @@ def test_what_a_file_lacks_is_an_error(tmp_path):
     path = write(tmp_path / "x", {"layer.weight": torch.ones(3, 5), "layer.bias": torch.ones(3)})
     with torch.device("meta"):
         model, other = Persistent(), Persistent(persistent=False)
-    model = FSDP(model, param_init_fn=zshard.empty)
+    model = FSDP(model, param_init_fn=zshard.uninitialized)
     with pytest.raises(RuntimeError, match=r'Missing key.*"table"'):
         zshard.load(path, model)
     assert model.table.isnan().all() and model.layer.weight.isnan().all()
     with pytest.raises(
         ValueError, match=r"'table' is on the meta device, .*no state dict contains it"
     ):
-        FSDP(other, param_init_fn=zshard.empty)
+        FSDP(other, param_init_fn=zshard.uninitialized)
 
 
 # --- memory ---------------------------------------------------------------------------------------

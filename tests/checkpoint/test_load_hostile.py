@@ -28,7 +28,7 @@ from torch.distributed import checkpoint as dcp
 
 import zshard
 from zshard import CheckpointError
-from zshard._checkpoint import manifest
+from zshard.checkpoint import manifest
 
 
 @pytest.fixture(scope="module")

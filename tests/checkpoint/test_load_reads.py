@@ -20,10 +20,10 @@ from torch import nn
 
 import zshard
 from zshard import FSDP
-from zshard._checkpoint.contents import ranks_of
-from zshard._checkpoint.manifest import BLOCK
-from zshard._checkpoint.opening import opened
-from zshard._checkpoint.verify import data_runs, own_runs
+from zshard.checkpoint.contents import ranks_of
+from zshard.checkpoint.manifest import BLOCK
+from zshard.checkpoint.opening import opened
+from zshard.checkpoint.verify import data_runs, own_runs
 
 WIDTH, LAYERS = 2048, 4
 WEIGHT = WIDTH * WIDTH * 4  # bytes: four blocks

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zshard import _core
-from zshard._checkpoint import manifest
-from zshard._checkpoint.manifest import BLOCK, FileRecord, Manifest
 from zshard._errors import CheckpointError
+from zshard.checkpoint import manifest
+from zshard.checkpoint.manifest import BLOCK, FileRecord, Manifest
 
 _SOME = Manifest(
     id="0123456789abcdef" * 2,

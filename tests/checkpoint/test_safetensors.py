@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from safetensors_files import DATA, STRANGE_FILES, WRONG, packed, right_header, write
 
-from zshard._checkpoint.opening import opened
-from zshard._checkpoint.safetensors import DTYPES
+from zshard.checkpoint.opening import opened
+from zshard.checkpoint.safetensors import DTYPES
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 

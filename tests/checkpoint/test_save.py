@@ -26,8 +26,8 @@ from torch import nn
 import zshard
 from benchmarks.memory import high_water, reset_high_water, trim
 from zshard import FSDP, MixedPrecision
-from zshard._checkpoint import write
-from zshard._state_dict.source import CHUNK
+from zshard.checkpoint import write
+from zshard.state.source import CHUNK
 
 
 def in_each_way(name, kind, combinations, folder):

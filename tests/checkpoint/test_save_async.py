@@ -23,7 +23,7 @@ from torch import nn
 
 import zshard
 from zshard import FSDP
-from zshard._checkpoint import background, save
+from zshard.checkpoint import background, save
 
 
 class Held:
@@ -107,7 +107,7 @@ def two_after_another(folder):
     assert first.done() and background._buffers[model].data_ptr() == memory
     zshard.save(folder, model, optimizer, step=3)
     assert second.done()
-    return zshard.latest(folder)
+    return zshard.latest_checkpoint(folder)
 
 
 @ranks(2)

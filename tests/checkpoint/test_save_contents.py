@@ -24,7 +24,7 @@ from torch import nn
 
 import zshard
 from zshard import FSDP
-from zshard._checkpoint import script_state, write
+from zshard.checkpoint import script_state, write
 
 APART = ("full_shard", "c10d")
 
@@ -85,7 +85,7 @@ def test_many_files(pool, tmp_path):
 
 
 def test_more_files_than_are_open_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("zshard._checkpoint.save._OPEN", 3)
+    monkeypatch.setattr("zshard.checkpoint.save._OPEN", 3)
     assert saved(tmp_path, make(Stack), max_shard_size=1) == []
 
 

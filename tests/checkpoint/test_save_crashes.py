@@ -30,8 +30,8 @@ from torch import nn
 
 import zshard
 from zshard import FSDP
-from zshard._checkpoint import background
-from zshard._checkpoint.folder import finished, name_of
+from zshard.checkpoint import background
+from zshard.checkpoint.folder import finished, name_of
 
 MEMORY = "/dev/shm"  # where a sync takes no time: what is asked here does not depend on the disk
 
@@ -79,11 +79,11 @@ def step_in(path):
 def check_after(folder, model, optimizer):
     """What a broken save has left: the newest step, which is whole, as the others are. The next save
     leaves nothing else."""
-    found = step_in(zshard.latest(folder))
+    found = step_in(zshard.latest_checkpoint(folder))
     for step in finished(folder):
         step_in(f"{folder}/{name_of(step)}")
     save(model, optimizer, folder, found + 1)
-    assert step_in(zshard.latest(folder)) == found + 1
+    assert step_in(zshard.latest_checkpoint(folder)) == found + 1
     if dist.is_initialized():
         dist.barrier()  # other ranks may return while rank 0 still deletes what is too old
     assert not [name for name in inside(folder) if name.startswith(".")]
@@ -105,7 +105,7 @@ def interrupted_at_each_call(folder, what):
             raised += 1
             file_faults(0)
             save(model, optimizer, folder, step)
-        found = step_in(zshard.latest(folder))
+        found = step_in(zshard.latest_checkpoint(folder))
         assert found == step
         if file_faults(0) < step:
             return raised
@@ -153,7 +153,7 @@ def test_the_power_is_cut(folder, tmp_path):
     for state in disk.states(log, cut):
         for step in finished(cut):
             step_in(str(cut / name_of(step)))
-        newest = step_in(zshard.latest(cut))
+        newest = step_in(zshard.latest_checkpoint(cut))
         found[newest] += 1
         told = [step for step, calls in returned.items() if state.calls >= calls]
         assert newest >= max(told, default=0)
@@ -216,7 +216,7 @@ def first_of(folder):
     """Waits until there is a checkpoint, then somewhat longer, and ends all ranks."""
     if os.environ["RANK"] == "0" and os.fork() == 0:
         deadline = time.monotonic() + 30
-        while zshard.latest(folder) is None and time.monotonic() < deadline:
+        while zshard.latest_checkpoint(folder) is None and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(random.random() * 0.3)
         os.kill(os.getppid(), signal.SIGKILL)

@@ -19,8 +19,8 @@ from optim_states import FULL, rank, trained
 
 import zshard
 from zshard import FSDP
-from zshard._checkpoint import folder as folders
-from zshard._ranks.transports import comm_for
+from zshard.checkpoint import folder as folders
+from zshard.comm.transports import comm_for
 
 # --- arguments ------------------------------------------------------------------------------------
 

@@ -22,8 +22,8 @@ from torch import nn
 
 import zshard
 from zshard import FSDP, _core
-from zshard._checkpoint import folder as folders
-from zshard._ranks.transports import comm_for
+from zshard.checkpoint import folder as folders
+from zshard.comm.transports import comm_for
 
 FOLDERS = {
     "taken": (FileExistsError, "already exists", "old", {}),

@@ -83,7 +83,7 @@ def found_in(folder, way):
     """The number of the checkpoint that a script would go on from, after a look at all."""
     if way is numbered:
         values = [value_in(folder / name) for name in inside(folder) if name.startswith("step")]
-        newest = value_in(zshard.latest(folder))
+        newest = value_in(zshard.latest_checkpoint(folder))
         assert newest == max(values)
         return newest
     return max(value_in(folder / name) for name in inside(folder) if name.startswith("x"))

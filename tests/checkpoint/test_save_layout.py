@@ -1,4 +1,4 @@
-"""Which bytes of which files each rank writes: zshard/_checkpoint/layout.py, without any model.
+"""Which bytes of which files each rank writes: zshard/checkpoint/layout.py, without any model.
 
 The one idea: whoever has what, each byte of each file is written once, by a rank that has it, and ranks
 that have the same write the same amount.
@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from safetensors import deserialize
 
 from zshard import _core
-from zshard._checkpoint import layout
-from zshard._checkpoint.contents import HeldElements, Item
-from zshard._checkpoint.manifest import BLOCK
+from zshard.checkpoint import layout
+from zshard.checkpoint.contents import HeldElements, Item
+from zshard.checkpoint.manifest import BLOCK
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.uint8]
 

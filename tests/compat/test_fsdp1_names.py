@@ -21,7 +21,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import zshard
 from zshard import FSDP, DistributedDataParallel, fully_shard
-from zshard._compat.attributes import NOT_HERE
+from zshard.compat.attributes import NOT_HERE
 
 FULL, SHARDED = zshard.StateDictType.FULL_STATE_DICT, zshard.StateDictType.SHARDED_STATE_DICT
 

@@ -40,7 +40,7 @@ from spawn import RankPool, run_ranks
 
 import zshard
 from zshard import FSDP
-from zshard._ranks import transports
+from zshard.comm import transports
 
 
 def alone_over_nccl() -> tuple[str, list[bytes], list[float]]:
@@ -55,8 +55,8 @@ def alone_over_nccl() -> tuple[str, list[bytes], list[float]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_nccl_with_one_rank(start: Start, kind: str) -> None:
     pool = start(kind, 1, "nccl")
-    if kind == "gpu" and not zshard.features()["nccl"]:
-        pytest.skip(zshard.features()["missing"]["nccl"])
+    if kind == "gpu" and not zshard.available_features()["nccl"]:
+        pytest.skip(zshard.available_features()["missing"]["nccl"])
     transport, answers, numbers = pool.run(alone_over_nccl)[0]
     assert (transport, answers, numbers) == ("nccl", [b"here"], [0.0, 1.0, 2.0, 3.0, 4.0])
 
@@ -103,7 +103,7 @@ def train_together(backend: str | None, strategy: str, precision: Any) -> Any:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(float(loss))
-        transport = zshard.api.state_of(ours).comms.all.transport
+        transport = zshard.fsdp.state_of(ours).comms.all.transport
         return transport, losses, on_host(ours.state_dict())
     except zshard.NcclError as error:
         if "uplicate GPU" not in str(error) and "invalid usage" not in str(error).lower():

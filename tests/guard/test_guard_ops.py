@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 import zshard
 from zshard import ShardError, ShardTensor
-from zshard._guard.rules import FACT, NEW, rules
+from zshard.guard.rules import FACT, NEW, rules
 
 UNDEFINED = (
     "empty",

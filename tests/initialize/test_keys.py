@@ -16,12 +16,12 @@ import pytest
 import torch
 from engines import LR, config
 
-from zshard._deepspeed import keys
-from zshard._deepspeed.auto_values import _SOURCES
-from zshard._deepspeed.batch_sizes import BatchSizes, complete
-from zshard._deepspeed.ds_config import Settings, read, settings_of
-from zshard._deepspeed.optimizer_types import optimizer_of
-from zshard._deepspeed.schedules import schedule_of
+from zshard.deepspeed import keys
+from zshard.deepspeed.auto_values import _SOURCES
+from zshard.deepspeed.batch_sizes import BatchSizes, complete
+from zshard.deepspeed.ds_config import Settings, read, settings_of
+from zshard.deepspeed.optimizer_types import optimizer_of
+from zshard.deepspeed.schedules import schedule_of
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "deepspeed.md").read_text()
 

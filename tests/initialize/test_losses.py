@@ -10,7 +10,7 @@ import torch.distributed as dist
 from engines import LR, Meaning, Theirs, config, engine_of, states_apart, train
 from spawn import RankPool, ranks
 
-from zshard._deepspeed.ds_config import _STRATEGIES
+from zshard.deepspeed.ds_config import _STRATEGIES
 
 FP16 = {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 2, "hysteresis": 1}
 SCALE = {"scale": 2.0**24, "window": 2, "hysteresis": 1}

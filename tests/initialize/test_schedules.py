@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from zshard._deepspeed.loss_scale import LossScale
-from zshard._deepspeed.schedules import schedule_of
+from zshard.deepspeed.loss_scale import LossScale
+from zshard.deepspeed.schedules import schedule_of
 
 
 def optimizer(lr: float = 0.2, groups: int = 1) -> torch.optim.Optimizer:

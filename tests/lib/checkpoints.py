@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import zshard
 from zshard import _core
-from zshard._checkpoint import manifest as manifests
-from zshard._checkpoint.manifest import BLOCK, Manifest
+from zshard.checkpoint import manifest as manifests
+from zshard.checkpoint.manifest import BLOCK, Manifest
 
 
 def tensors_in(folder: str | Path, stem: str = "model") -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zshard
-from zshard._deepspeed.loss_scale import LossScale
+from zshard.deepspeed.loss_scale import LossScale
 
 LR = 0.01
 

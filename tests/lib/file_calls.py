@@ -11,8 +11,8 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
-from zshard._checkpoint.safetensors import rows_of
 from zshard._core import File, crc32c, crc32c_join
+from zshard.checkpoint.safetensors import rows_of
 
 CALL = struct.Struct("<BqqH")
 """Which, two numbers of 64 bits, a count of bytes."""

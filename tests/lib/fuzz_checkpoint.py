@@ -31,14 +31,14 @@ except ImportError:
 
 # What is to be watched has to be instrumented while it is imported.
 with (
-    atheris.instrument_imports(include=["zshard._checkpoint"])
+    atheris.instrument_imports(include=["zshard.checkpoint"])
     if atheris
     else contextlib.nullcontext()
 ):
-    from zshard._checkpoint import manifest, opening, safetensors
-    from zshard._checkpoint.checkpoint import Checkpoint, decode
-    from zshard._checkpoint.foreign import dcp, hf_shards, pickled, torch_file
     from zshard._errors import CheckpointError
+    from zshard.checkpoint import manifest, opening, safetensors
+    from zshard.checkpoint.checkpoint import Checkpoint, decode
+    from zshard.checkpoint.foreign import dcp, hf_shards, pickled, torch_file
 
 import torch
 import torch.distributed.checkpoint

@@ -36,7 +36,7 @@ EXACT = {"rel": 0.0, "abs": 0.0}
 @functools.cache
 def why_no_gpu() -> str:
     """Why models on GPUs do not train here; "" where they do."""
-    found = zshard.features()
+    found = zshard.available_features()
     missing = (found["missing"].get(name) for name in ("driver", "torch_cuda", "kernels"))
     return "" if found["gpu"] else "; ".join(filter(None, missing)) or "there is no GPU"
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from zshard import ShardParameter, _core, _patches, to_local
-from zshard._units.shards import Part
+from zshard.units.shards import Part
 
 _patches.install()  # as the first FSDP(...) of a process does
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zshard
 from zshard import FSDP
-from zshard._ranks import meeting, transports
+from zshard.comm import meeting, transports
 
 
 @functools.cache

@@ -9,8 +9,8 @@ from torch import nn
 
 import zshard
 from zshard import FSDP
-from zshard._memory import step_fits
-from zshard._memory.host_limits import Allowance
+from zshard.memory import step_fits
+from zshard.memory.host_limits import Allowance
 
 
 def model_of(limit):

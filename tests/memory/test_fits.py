@@ -22,8 +22,8 @@ from torch import nn
 
 import zshard
 from zshard import FSDP
-from zshard._memory.fits import parse_limit
-from zshard._memory.host_limits import room_of_cgroup, room_of_host
+from zshard.memory.fits import parse_limit
+from zshard.memory.host_limits import room_of_cgroup, room_of_host
 
 MIB = 1 << 20
 _M_MMAP_THRESHOLD = -3  # of mallopt(), in malloc.h
@@ -184,7 +184,7 @@ def with_few_mappings(transport):
     dist.init_process_group("gloo")
     FSDP(stack(8, 1))
     if dist.get_rank() == 2:
-        zshard._memory.fits.room_of_mappings = lambda: 50
+        zshard.memory.fits.room_of_mappings = lambda: 50
     model = stack(8, 30)
     try:
         FSDP(model, transport=transport, auto_wrap_policy={nn.Linear})

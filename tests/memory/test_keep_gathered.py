@@ -29,8 +29,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zshard
 from zshard import FSDP, fully_shard
-from zshard._memory import spare
-from zshard._memory.host_limits import Resident
+from zshard.memory import spare
+from zshard.memory.host_limits import Resident
 
 real_crosses_hosts = spare.crosses_hosts
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zshard
 from zshard import FSDP, full_tensor
-from zshard._units.units import state_of
+from zshard.units.units import state_of
 
 WIDTH, UNITS = 64, 6
 

@@ -11,7 +11,7 @@ from models import COMBINATIONS, Block, loss_of, wrapped
 from scenarios import WIDTH, floats, forward_backward, mean_grads, near, whole_grads, wrong_grads
 from torch import nn
 
-from zshard._units.units import state_of
+from zshard.units.units import state_of
 
 
 class Result:

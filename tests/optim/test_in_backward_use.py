@@ -131,7 +131,7 @@ def test_alone_every_way_of_checkpointing(way, reentrant):
 
 def scheduled(call_step, model, optimizer):
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    in_backward = model in zshard._optim.in_backward._handles
+    in_backward = model in zshard.optim.in_backward._handles
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for step in range(4):

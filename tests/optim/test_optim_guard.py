@@ -10,7 +10,7 @@ from torch import nn
 
 import zshard
 from zshard import ShardError, ShardTensor
-from zshard._optim import hooks
+from zshard.optim import hooks
 
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam")
 ELEMENTWISE += ("RMSprop", "Rprop", "SGD")

@@ -66,7 +66,7 @@ def test_optimizers_and_scalers_that_are_older_than_the_first_model():
     said = run(
         """
 import zshard
-from zshard._optim.announce import number_of_scaler
+from zshard.optim.announce import number_of_scaler
 layer = torch.nn.Linear(4, 4)
 plain = torch.nn.Linear(4, 4)
 plain.load_state_dict(layer.state_dict())

@@ -1,4 +1,4 @@
-"""The names that zshard shows: dir() lists the public ones, earlier names stay as aliases.
+"""The names that zshard shows: dir() lists the public ones.
 
 The one idea: what dir() shows is what people and editors take for the interface, so it is compared
 with a list that is written here, and not with `__all__`.
@@ -34,12 +34,6 @@ PUBLIC = {
     *("StateDictConfig", "StateDictSettings", "StateDictType", "UnshardHandle"),
     *("register_fsdp_forward_method", "share_comm_ctx"),
 }
-ALIASES = {
-    "Save": "SaveHandle",
-    "empty": "uninitialized",
-    "features": "available_features",
-    "latest": "latest_checkpoint",
-}
 LOOK = """
 import importlib, json, pkgutil
 import zshard
@@ -51,7 +45,7 @@ from zshard import *
 import zshard.wrap, zshard.optim
 from zshard.precision import MixedPrecision
 starred = [name for name in globals() if not name.startswith("_")]
-kinds = [type(each).__name__ for each in (zshard.wrap, zshard.optim, zshard.precision, zshard.api)]
+kinds = [type(each).__name__ for each in (zshard.wrap, zshard.optim, zshard.precision, zshard.fsdp)]
 print(json.dumps([first, dir(zshard), starred, kinds, callable(zshard.fully_shard)]))
 """
 
@@ -77,10 +71,3 @@ def test_dir_shows_the_public_names_only() -> None:
 def test_all_public_names_are_there() -> None:
     assert {*zshard.__all__} == PUBLIC and len(zshard.__all__) == len(PUBLIC)
     assert [name for name in zshard.__all__ if not hasattr(zshard, name)] == []
-
-
-def test_earlier_names_are_the_same_objects() -> None:
-    for old, new in ALIASES.items():
-        assert getattr(zshard, old) is getattr(zshard, new)
-        assert old not in dir(zshard) and old not in zshard.__all__
-        assert f"`{old}`" in str(zshard.__doc__) and f"`{new}`" in str(zshard.__doc__)

@@ -1,7 +1,7 @@
 """The package's folders stand on each other in one order, and no import runs upwards.
 
 The one idea: each folder, and each module beside them, has a place in ORDER; what it imports stands
-before it, or in the same folder. The modules of `_compat/` have a place each: some stand below what
+before it, or in the same folder. The modules of `compat/` have a place each: some stand below what
 FSDP() is made of, others on it. Imports within functions and for type checkers count as well.
 """
 
@@ -18,29 +18,14 @@ import zshard
 PACKAGE = Path(zshard.__file__).parent
 
 ORDER = [
-    *(
-        "_version",
-        "_built_with",
-        "_torch_check",
-        "_errors",
-        "_core",
-        "_compat.__init__",
-        "_compat.classes",
-        "precision",
-        "strategy",
-        "_run",
-        "_ranks",
-        "offload",
-        "_units",
-    ),
-    *("_guard", "_wrap", "wrap", "_optim", "optim", "grad_scaler", "_state_dict"),
-    *("_memory", "_model"),
-    *("_compat.fsdp2", "_compat.fsdp1", "_compat.state_dict_types"),
-    "_compat.sharded_grad_scaler",
-    *("_compat.fsdp1_methods", "_compat.ddp", "_compat.attributes", "_compat.argument_types"),
-    *("_predict_memory", "_patches", "api"),
-    *("_compat.fully_shard", "_compat.distributed_data_parallel", "_checkpoint", "_doctor"),
-    *("_lightning", "lightning", "accelerate", "transformers", "_deepspeed", "deepspeed"),
+    *("_version", "_built_with", "_torch_check", "_errors", "_core"),
+    *("compat.__init__", "compat.classes", "precision", "strategy", "run", "comm", "offload"),
+    *("units", "guard", "wrap", "optim", "grad_scaler", "state", "memory", "model"),
+    *("compat.fsdp2", "compat.fsdp1", "compat.state_dict_types", "compat.sharded_grad_scaler"),
+    *("compat.fsdp1_methods", "compat.ddp", "compat.attributes", "compat.argument_types"),
+    *("_predict_memory", "_patches", "fsdp"),
+    *("compat.fully_shard", "compat.distributed_data_parallel", "checkpoint", "doctor"),
+    *("lightning", "accelerate", "transformers", "deepspeed"),
     *("__init__", "__main__"),
 ]
 
@@ -84,14 +69,14 @@ def test_no_import_runs_upwards():
 @pytest.mark.parametrize(
     ("path", "line", "upwards"),
     [
-        ("_optim/step", "from zshard._units.units import State", False),
-        ("_units/units", "from zshard._optim.step import install", True),
-        ("_units/units", "import zshard._optim.step", True),
-        ("precision", "from zshard._compat.classes import MixedPrecision", False),
-        ("precision", "from zshard._compat import fsdp1", True),
-        ("_compat/fsdp1", "from zshard._compat import fsdp2", False),
-        ("_compat/fsdp2", "from zshard._compat.fsdp1 import precision_of", True),
-        ("_compat/fsdp1", "if TYPE_CHECKING:\n    from zshard.api import FSDP", True),
+        ("optim/step", "from zshard.units.units import State", False),
+        ("units/units", "from zshard.optim.step import install", True),
+        ("units/units", "import zshard.optim.step", True),
+        ("precision", "from zshard.compat.classes import MixedPrecision", False),
+        ("precision", "from zshard.compat import fsdp1", True),
+        ("compat/fsdp1", "from zshard.compat import fsdp2", False),
+        ("compat/fsdp2", "from zshard.compat.fsdp1 import precision_of", True),
+        ("compat/fsdp1", "if TYPE_CHECKING:\n    from zshard.fsdp import FSDP", True),
     ],
 )
 def test_an_import_that_runs_upwards_is_found(path, line, upwards):

@@ -14,7 +14,7 @@ from test_backends import steps, wrapped
 
 import zshard
 from zshard import _core
-from zshard._ranks import transports
+from zshard.comm import transports
 
 
 class Control:
@@ -78,7 +78,7 @@ def on_gpus(env, visible, backend):
             return type(error).__name__, str(error), ""
     steps(model, zshard.AdamW(model.parameters(), lr=0.01), 1)
     words = "\n".join(str(each.message) for each in warned)
-    return zshard.api.state_of(model).comms.all.transport, "", words
+    return zshard.fsdp.state_of(model).comms.all.transport, "", words
 
 
 @pytest.mark.parametrize("visible", [["0", "0", "1"], ["0", "0", "0"]], ids="-".join)

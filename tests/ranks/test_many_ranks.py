@@ -45,7 +45,7 @@ def trained(made: Any) -> float:
 
 
 def transport_of(made: Any) -> str:
-    from zshard._units.units import state_of
+    from zshard.units.units import state_of
 
     return state_of(made).comms.all.transport
 
@@ -231,7 +231,7 @@ def test_too_little_address_space_to_connect(tmp_path: Path) -> None:
 def lacking_later(folder: Path, when: str, transport: str) -> Told:
     """From the moment `when` on, rank 1 can map nothing shared."""
     rank = start()
-    from zshard._model import build
+    from zshard.model import build
 
     original = getattr(build, when)
     calls = 0
@@ -260,7 +260,7 @@ def test_what_cannot_be_mapped_on_one_rank_fails_on_all(tmp_path: Path, when: st
 def fails_in_between(folder: Path) -> Told:
     """Rank 1 runs out of memory between two meetings."""
     rank = start()
-    from zshard._wrap.initial_values import InitialValues
+    from zshard.wrap.initial_values import InitialValues
 
     original = InitialValues.give
 
@@ -345,7 +345,7 @@ def hybrid() -> tuple[str, str, list[str]]:
     """Only the second shard group cannot use shm: its ranks connect last."""
     rank = start()
     from zshard import FSDP
-    from zshard._units.units import state_of
+    from zshard.units.units import state_of
 
     mesh = torch.distributed.init_device_mesh("cpu", (2, 2))
     if rank == 3:

@@ -23,7 +23,7 @@ from torch import nn
 
 import zshard
 from zshard import FSDP, PeerTimeoutError, _core
-from zshard._ranks import agreement as _agree
+from zshard.comm import agreement as _agree
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = "rank 0 waited 2.0 s for rank 1's part in exchange"
@@ -115,7 +115,7 @@ def test_an_outcome_that_is_shared_lets_it_pass() -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_save_lets_it_pass(tmp_path: Path, monkeypatch: Any, asynchronous: bool) -> None:
-    from zshard._checkpoint import save as module
+    from zshard.checkpoint import save as module
 
     def fails(*_: Any, **__: Any) -> None:
         raise PeerTimeoutError(TEXT)
@@ -130,7 +130,7 @@ def test_a_save_lets_it_pass(tmp_path: Path, monkeypatch: Any, asynchronous: boo
 
 
 def test_a_load_lets_it_pass(tmp_path: Path, monkeypatch: Any) -> None:
-    from zshard._checkpoint import load as module
+    from zshard.checkpoint import load as module
 
     def fails(*_: Any, **__: Any) -> None:
         raise PeerTimeoutError(TEXT)
@@ -151,11 +151,11 @@ WAITS = {name for name in dir(_core.Comm) if not name.startswith("_")} - {
 CATCHES = {"OSError", "IOError", "EnvironmentError", "TimeoutError", "Exception"}
 ALLOWED = {
     *(
-        "_ranks/agreement.py:on_all_ranks",
-        "_ranks/agreement.py:told_to_all_ranks",
+        "comm/agreement.py:on_all_ranks",
+        "comm/agreement.py:told_to_all_ranks",
     ),  # have a clause for PeerError
-    "_ranks/responder.py:lives",  # asks one rank's thread, which may have ended
-    "_ranks/meeting.py:meet",  # tells the other ranks that shm is not available, and why
+    "comm/responder.py:lives",  # asks one rank's thread, which may have ended
+    "comm/meeting.py:meet",  # tells the other ranks that shm is not available, and why
 }
 
 

@@ -21,7 +21,7 @@ from spawn import ranks
 
 import zshard
 from zshard import FSDP
-from zshard._ranks import script_position
+from zshard.comm import script_position
 
 
 def evaluates(model, optimizer, folder):

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from zshard._run import bind
-from zshard._run.launch import command
-from zshard._run.shares import Share
+from zshard.run import bind
+from zshard.run.launch import command
+from zshard.run.shares import Share
 
 REPORT = """
 import json, os, signal, sys

@@ -18,7 +18,7 @@ from spawn import ranks
 from torch import nn
 
 from zshard import FSDP
-from zshard._model import build
+from zshard.model import build
 
 PAGE = 4096
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")

@@ -17,7 +17,7 @@ from nursery import fork_ranks
 from spawn import _python_path
 
 from zshard import FSDP, fully_shard
-from zshard._run import idle_cores
+from zshard.run import idle_cores
 
 
 def test_it_comes_where_each_rank_could_have_another_core() -> None:
@@ -79,7 +79,7 @@ def test_torchrun_sets_what_is_taken_for_its_choice(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(
         "import os\nif os.environ['RANK'] == '0':\n"
-        "    from zshard._run.idle_cores import is_torchruns_choice\n"
+        "    from zshard.run.idle_cores import is_torchruns_choice\n"
         "    print(is_torchruns_choice(os.getppid()))\n"
     )
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]

@@ -17,8 +17,8 @@ import pytest
 import torch
 from spawn import _python_path
 
-from zshard._run import launch
-from zshard._run.shares import Share
+from zshard.run import launch
+from zshard.run.shares import Share
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 

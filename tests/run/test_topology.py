@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from fake_hosts import host, quota, write
 
-from zshard._doctor.cpus import bf16, describe
-from zshard._run.shares import as_list, ranks_for, shares_of
-from zshard._run.topology import parse_list, read_topology
+from zshard.doctor.cpus import bf16, describe
+from zshard.run.shares import as_list, ranks_for, shares_of
+from zshard.run.topology import parse_list, read_topology
 
 
 def shares(root: Path, ranks: int, cpus: range | set[int], binding: str = "core") -> list[tuple]:

@@ -12,7 +12,7 @@ from spawn import ranks
 
 import zshard
 from zshard import FSDP
-from zshard._state_dict import full_copies
+from zshard.state import full_copies
 
 FULL = ("full_shard", "shm")
 

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import (
 
 import zshard
 from zshard import FSDP
-from zshard._state_dict import full_copies
-from zshard._units.units import units_of
+from zshard.state import full_copies
+from zshard.units.units import units_of
 
 
 def on_rank_0():

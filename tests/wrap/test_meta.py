@@ -12,8 +12,8 @@ from torch import nn
 import zshard
 from benchmarks.memory import high_water, reset_high_water, trim
 from zshard import FSDP, fully_shard
-from zshard._wrap import initial_values as _values
-from zshard._wrap.memory_cache import MemoryCache
+from zshard.wrap import initial_values as _values
+from zshard.wrap.memory_cache import MemoryCache
 
 
 class Block(nn.Module):

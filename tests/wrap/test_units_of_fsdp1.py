@@ -22,7 +22,7 @@ from torch import nn
 
 import zshard.wrap as zwrap
 from zshard import FSDP
-from zshard._wrap.tree import _SEALED, has_forward
+from zshard.wrap.tree import _SEALED, has_forward
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import zshard
 from zshard import FSDP
-from zshard._model import build
+from zshard.model import build
 
 TRANSPORTS = ("shm", "c10d")
 

@@ -1,1 +1,0 @@
-"""DeepSpeed's config and engine: what `zshard.initialize` is made of."""

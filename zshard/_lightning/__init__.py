@@ -1,1 +1,0 @@
-"""Strategies for Lightning's Trainer and Fabric; zshard/lightning.py registers them."""

@@ -1,1 +1,0 @@
-"""Before a model is sharded: its tree, the choice of units, the arguments, first values."""

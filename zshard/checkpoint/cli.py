@@ -1,0 +1,260 @@
+"""python -m zshard ckpt: inspect a checkpoint, verify it, export it as a Hugging Face folder.
+
+The one idea: one process handles what any number of ranks have written, and needs no model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import secrets
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from zshard import _core
+from zshard._errors import CheckpointError
+from zshard.checkpoint import verify as blocks
+from zshard.checkpoint.checkpoint import Checkpoint, Readable
+from zshard.checkpoint.contents import Item
+from zshard.checkpoint.folder import Staging, Target
+from zshard.checkpoint.layout import PlannedFile, bytes_in, index_of, lay_out
+from zshard.checkpoint.manifest import BLOCK, NAME
+from zshard.checkpoint.opening import MODEL, opened
+from zshard.checkpoint.progress import progress
+from zshard.checkpoint.reader import Reader
+from zshard.checkpoint.safetensors import OpenFile
+from zshard.comm.agreement import bytes_of
+from zshard.state.source import chunks
+
+_DTYPES = {
+    name: dtype
+    for dtype, names in {
+        torch.float32: ("float32", "fp32", "f32"),
+        torch.bfloat16: ("bfloat16", "bf16"),
+        torch.float16: ("float16", "fp16", "f16"),
+        torch.float64: ("float64", "fp64", "f64"),
+    }.items()
+    for name in names
+}
+_COPIED = ("config.json", "generation_config.json")
+_DELAY = 1.0  # seconds before a progress bar appears
+
+
+def add_commands(commands: Any) -> None:
+    """Add `ckpt` to the subparsers of `python -m zshard`; run() takes the parsed arguments."""
+    ckpt = commands.add_parser("ckpt", help="inspect, verify or export a checkpoint")
+    words = ckpt.add_subparsers(required=True, metavar="command", dest="word")
+    path_help = "a checkpoint, a checkpoint directory (its newest checkpoint is used), a "
+    path_help += ".safetensors file, or a Hugging Face or torch.distributed.checkpoint folder"
+    inspect = words.add_parser(
+        "inspect", help="show tensors, step, world size, versions, optimizer"
+    )
+    inspect.add_argument("--json", action="store_true", help="print one JSON object")
+    verify = words.add_parser(
+        "verify", help="check every block against its checksum; exit status 1 if it is damaged"
+    )
+    export = words.add_parser(
+        "export", help="write the model as one folder that from_pretrained() loads"
+    )
+    for each in (inspect, verify, export):
+        each.add_argument("path", help=path_help)
+    export.add_argument("out", help="the folder to create")
+    export.add_argument(
+        "--dtype", choices=_DTYPES, help="convert floating-point tensors (default: keep dtypes)"
+    )
+    export.add_argument(
+        "--max-shard-size", default="5GB", help="maximum bytes of tensors per file (default: 5GB)"
+    )
+    ckpt.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run a command and return its exit status: 1 if the checkpoint is invalid or unreadable."""
+    try:
+        if args.word == "inspect":
+            return _inspect(args.path, args.json)
+        if args.word == "verify":
+            return _verify(args.path)
+        return _export(args.path, args.out, _DTYPES.get(args.dtype), args.max_shard_size)
+    except (OSError, ValueError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+# --- inspect --------------------------------------------------------------------------------------
+
+
+def _inspect(path: str, as_json: bool) -> int:
+    with opened(path, with_optimizer=True) as found:
+        facts = _facts(found)
+    print(json.dumps(facts, indent=1, default=str) if as_json else _text(facts))
+    return 0
+
+
+def _facts(found: Checkpoint) -> dict[str, Any]:
+    facts: dict[str, Any] = {"path": found.path, "step": found.step}
+    if found.manifest is not None:
+        manifest = found.manifest
+        facts |= {"id": manifest.id, "world": manifest.world, "software": dict(manifest.software)}
+    facts["model"] = {name: _of(entry) for name, entry in found.model.items()}
+    facts["tied"] = dict(found.tied)
+    if found.optimizer is not None:
+        told = found.optimizer
+        tensors = {
+            f"{name}.{key}": _of(e) for name, own in told.tensors.items() for key, e in own.items()
+        }
+        groups = told.groups
+        if told.options is not None:
+            groups = [{"params": [name], **own} for name, own in told.options.items()]
+        facts["optimizer"] = {"class": told.kind, "groups": groups, "tensors": tensors}
+    return facts
+
+
+def _of(entry: Readable) -> dict[str, Any]:
+    size = math.prod(entry.shape) * entry.dtype.itemsize
+    dtype = str(entry.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "shape": list(entry.shape), "bytes": size, "files": entry.files}
+
+
+def _text(facts: Mapping[str, Any]) -> str:
+    lines = [facts["path"]]
+    if facts["step"] is not None:
+        lines.append(f"step {facts['step']}")
+    if "world" in facts:
+        versions = ", ".join(f"{name} {version}" for name, version in facts["software"].items())
+        lines.append(f"world size {facts['world']}; {versions}; id {facts['id']}")
+    else:
+        lines.append(f"no {NAME}: not saved by zshard, no checksums")
+    lines += ["", *_table("model", facts["model"])]
+    lines += [f"{alias} is tied to {name}" for alias, name in facts["tied"].items()]
+    if "optimizer" in facts:
+        optimizer = facts["optimizer"]
+        title = f"optimizer {optimizer['class'] or ''}".strip()
+        lines += ["", *_table(title, optimizer["tensors"])]
+        for i, group in enumerate(optimizer["groups"]):
+            options = {key: value for key, value in group.items() if key != "params"}
+            lines.append(f"group {i}: {len(group['params'])} parameters, {options}")
+    return "\n".join(lines)
+
+
+def _table(title: str, tensors: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    total = sum(each["bytes"] for each in tensors.values())
+    rows = [
+        (name, t["dtype"], "x".join(map(str, t["shape"])) or "()", f"{t['bytes']:,}", *t["files"])
+        for name, t in tensors.items()
+    ]
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(4)]
+    return [f"{title}: {len(tensors)} tensors, {total:,} bytes"] + [
+        f"  {row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]:<{widths[2]}}  "
+        f"{row[3]:>{widths[3]}}  {' '.join(row[4:])}"
+        for row in rows
+    ]
+
+
+# --- verify ---------------------------------------------------------------------------------------
+
+
+def _verify(path: str) -> int:
+    with opened(path, with_optimizer=True) as found:
+        if found.manifest is None:
+            raise CheckpointError(
+                f"cannot verify '{found.path}': it has no {NAME}, so no checksums"
+            )
+        count = _check_all(found)
+        print(f"'{found.path}' is intact: {count:,} bytes in {len(found.files)} files")
+    return 0
+
+
+def _check_all(found: Checkpoint) -> int:
+    """Check all files of the manifest and return their bytes. Raise CheckpointError for damage."""
+    assert found.manifest is not None, "the caller checks this"
+    records = found.manifest.files
+    for name in records:
+        if name not in found.files:
+            found.files[name] = OpenFile(os.path.join(found.path, name), follow=False)
+        if found.files[name].size != records[name].size:
+            raise CheckpointError(
+                f"'{found.files[name].path}' is damaged: it has {found.files[name].size} bytes, "
+                f"but was saved with {records[name].size}"
+            )
+    runs = [*blocks.head_runs(found.files, records), *blocks.data_runs(found.files, records)]
+    total = sum(run.size for run in runs)
+    with progress(total, "verifying", delay=_DELAY) as done:
+        blocks.check(runs, done)
+    return total
+
+
+# --- export ---------------------------------------------------------------------------------------
+
+
+def _export(path: str, out: str, dtype: torch.dtype | None, limit: str) -> int:
+    size = bytes_in(limit)
+    if os.path.lexists(out):
+        raise FileExistsError(f"'{out}' already exists: choose another folder")
+    with opened(path) as found:
+        if not found.model:
+            raise CheckpointError(f"'{found.path}' contains no model tensors")
+        if found.manifest is not None:
+            _check_all(found)
+        for entry in found.model.values():
+            entry.check()
+        items = [_item(name, entry, dtype) for name, entry in found.model.items()]
+        files = lay_out(items, MODEL, size, found.tied)
+        staging = Staging(Target.of(out, None), secrets.token_hex(16), overwrite=False)
+        try:
+            staging.open()
+            _write_all(staging.path, files, found)
+            staging.commit()
+        except BaseException:
+            staging.discard()
+            raise
+        finally:
+            staging.close()
+    where = files[0].name if len(files) == 1 else f"{len(files)} files"
+    print(f"wrote {len(items)} tensors to '{out}' ({where})")
+    return 0
+
+
+def _item(name: str, entry: Readable, dtype: torch.dtype | None) -> Item:
+    cast = dtype is not None and entry.dtype.is_floating_point
+    return Item(name, entry.shape, dtype if cast and dtype is not None else entry.dtype, None)
+
+
+def _write_all(folder: str, files: list[PlannedFile], found: Checkpoint) -> None:
+    total = sum(file.size for file in files)
+    with progress(total, "exporting", delay=_DELAY) as done:
+        for file in files:
+            with _core.File.create(os.path.join(folder, file.name), file.size) as opened_file:
+                opened_file.write([(0, file.header)], BLOCK)
+                for item, offset in file.places:
+                    _write(opened_file, item, offset, found.model[item.name], done)
+                opened_file.sync()
+    if len(files) > 1:
+        _write_small(folder, f"{MODEL}.safetensors.index.json", index_of(files))
+    for name in _COPIED:
+        source = os.path.join(found.path, name)
+        if os.path.isdir(found.path) and os.path.exists(source):
+            with OpenFile(source) as config:
+                _write_small(folder, name, bytes(config.bytes_of(config.size)))
+
+
+def _write(file: _core.File, item: Item, offset: int, entry: Readable, done: Any) -> None:
+    """Write one tensor, a chunk at a time."""
+    reader, size = Reader(), item.dtype.itemsize
+    larger = max(item.dtype, entry.dtype, key=lambda dtype: dtype.itemsize)
+    for begin, end in chunks(math.prod(item.shape), larger):
+        values = torch.empty(end - begin, dtype=item.dtype)
+        reader.read(entry, begin, values)
+        file.write([(offset + begin * size, bytes_of(values))], BLOCK)
+        done(values.numel() * size)
+
+
+def _write_small(folder: str, name: str, data: bytes) -> None:
+    with _core.File.create(os.path.join(folder, name), len(data)) as file:
+        file.write([(0, data)], BLOCK)
+        file.sync()

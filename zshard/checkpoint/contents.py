@@ -1,0 +1,376 @@
+"""What a model and an optimizer have to save: names, and which rank holds which elements.
+
+The one idea: state_dict() tells what a model saves and under which names, including all hooks and
+overrides. It runs with placeholders without values instead of parameters, so the result is a plan,
+in which each placeholder means "the elements that this rank holds". No value moves.
+
+The entry of an optimizer in the manifest (`optimizer`). Its tensors are in files as
+`<parameter>.<key>`, under the first name that named_parameters() gives the parameter:
+
+    {"class": "torch.optim.adamw.AdamW",
+     "groups": [{"params": [name, ...], "options": {name: encoded}}],
+     "state": {parameter: {"tensors": [key, ...], "values": {key: encoded}}}}
+"""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zshard import _core
+from zshard.checkpoint.safetensors import CODES, is_name
+from zshard.checkpoint.script_state import encode
+from zshard.comm.agreement import Fact, gather_bytes
+from zshard.comm.transports import comm_for
+from zshard.guard.slices import to_local
+from zshard.optim.sharded_state import held_by
+from zshard.state.form import state_dict_form
+from zshard.state.load_state_dict import comm_of
+from zshard.state.optimizer_names import names_of
+from zshard.state.stand_ins import Saved, StandIns
+from zshard.units.names import plain_name
+from zshard.units.shards import Part, part_of
+from zshard.units.units import units_of
+
+_RANK_0, _EVERYONE = -2, -1  # groups; the other groups are those of units
+
+_KINDS = (Tensor, nn.Parameter, nn.Buffer)  # subclasses may hold anything
+
+
+class HeldElements(NamedTuple):
+    """The elements of a tensor that this rank holds, and how many ranks hold the same."""
+
+    values: Tensor  # of any shape, in row-major order
+    begin: int  # the index of its first element in the full tensor
+    copies: int  # the number of ranks that hold these elements
+    copy: int  # the index of this rank among them
+    group: int  # items with the same number are held by the same ranks
+
+
+class Item(NamedTuple):
+    """A tensor to save."""
+
+    name: str
+    shape: tuple[int, ...]  # of the full tensor
+    dtype: torch.dtype  # in the file
+    held: HeldElements | None  # None: this rank holds nothing
+
+
+class Contents(NamedTuple):
+    """Everything that a model or an optimizer has to save."""
+
+    items: list[Item]
+    tied: dict[str, str]  # alias: name of an item
+    told: dict[str, Any]  # for the manifest
+    others: list[str]  # names of entries that are not tensors
+    nested: str = ""  # the entry that seems to hold this rank's shards within a list or dict
+
+
+def ranks_of(model: nn.Module) -> _core.Comm:
+    """The ranks that save a model together: those of its units or, without units, those of the
+    default process group. Raises ValueError if units span different ranks."""
+    if next(units_of(model), None) is not None:
+        return comm_of(model)
+    together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return comm_for(dist.group.WORLD if together else None, None, None)
+
+
+class Replicas:
+    """How many ranks hold the same elements as this one, per unit."""
+
+    def __init__(self, model: nn.Module, comm: _core.Comm) -> None:
+        """Collective."""
+        self._comm = comm
+        shards = {id(s.comms.shards): s.comms.shards for _, s in units_of(model)}
+        parts = array("q", [each.rank for each in shards.values()])
+        everyone = [parts]
+        if any(each is not comm for each in shards.values()):
+            everyone = [array("q", data) for data in gather_bytes(comm, parts.tobytes())]
+        self._known: dict[int, tuple[int, int, int]] = {}
+        for i, (key, each) in enumerate(shards.items()):
+            same = [r for r, their in enumerate(everyone) if their[i : i + 1] == parts[i : i + 1]]
+            row = (1, 0) if each is comm else (len(same), same.index(comm.rank))
+            self._known[key] = (*row, i)
+
+    def held(self, part: Part, values: Tensor) -> HeldElements:
+        """This rank's elements of a tensor that is sharded like a parameter."""
+        if not part.is_cut:
+            return HeldElements(values, 0, self._comm.world, self._comm.rank, _EVERYONE)
+        return HeldElements(to_local(values), part.begin, *self._known[id(part.shards)])
+
+    def from_rank_0(self, values: Tensor) -> HeldElements | None:
+        """The elements of a tensor that rank 0 saves."""
+        return HeldElements(values, 0, 1, 0, _RANK_0) if self._comm.rank == 0 else None
+
+
+def facts_of(contents: Contents, what: str) -> list[Fact]:
+    """The facts that must agree between ranks."""
+    facts = [
+        (f"{what} '{each.name}'", f"shape {each.shape}, {each.dtype}") for each in contents.items
+    ]
+    facts += [(f"'{name}'", f"tied to '{home}'") for name, home in contents.tied.items()]
+    facts += [(f"'{name}'", "not a tensor") for name in contents.others]
+    return facts
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def of_model(model: nn.Module, copies: Replicas, dtype: torch.dtype | None) -> Contents:
+    """Return what the model's state_dict() would contain. Call settle() first.
+
+    dtype: the dtype of floating-point tensors in the file; None keeps their dtypes.
+
+    Raises RuntimeError if user code reads values of sharded parameters; TypeError and ValueError,
+    which name the entry, for what cannot be saved.
+    """
+    state, parts = _state_of(model)
+    # Placeholders are slow: take everything but the shape from the parameter.
+    tensors = {
+        name: value.origin if isinstance(value, Saved) else value
+        for name, value in _checked_names(state)
+        if isinstance(value, Tensor) and not is_extra_state(name)
+    }
+    for name, value in tensors.items():
+        _check_tensor(name, value, id(value) in parts)
+    tied = _tied_names(tensors, parts.keys(), _tied_patterns(model))
+    items = []
+    for name, value in tensors.items():
+        if name not in tied:
+            part = parts.get(id(value))
+            shape = tuple(value.shape) if part is None else part.shape
+            stored = dtype if dtype is not None and value.dtype.is_floating_point else value.dtype
+            held = copies.from_rank_0(value.detach())
+            if part is not None:
+                held = copies.held(part, _at_rest(value, part))
+            items.append(Item(name, shape, stored, held))
+    others = {n: encode(v, f"'{n}'") for n, v in state.items() if n not in tensors}
+    versions = {
+        plain_name(prefix): facts["version"]
+        for prefix, facts in state._metadata.items()
+        if isinstance(facts, Mapping) and facts.get("version", 1) != 1
+    }
+    told = {"extra_state": others, "versions": encode(versions, "the module versions")}
+    return Contents(items, tied, told, list(others))
+
+
+def settle(model: nn.Module) -> None:
+    """Bring all parameters to their state between steps. Raise RuntimeError during forward or
+    backward, and while unshard() or summon_full_params() keeps them unsharded."""
+    for _, state in units_of(model):
+        held = [name for p in state.unit.params if (name := _core.held_unit(p)) is not None]
+        if held:
+            raise RuntimeError(
+                f"cannot save while unshard() or summon_full_params() keeps the parameters of unit "
+                f"'{held[0] or '(root)'}' unsharded: call reshard() or leave the context first"
+            )
+        try:
+            state.unit.unpin()
+        except RuntimeError as error:
+            raise RuntimeError(f"cannot save a model during a step: {error}") from None
+
+
+def _state_of(model: nn.Module) -> tuple[Any, dict[int, Part]]:
+    """Return state_dict() with placeholders for the units' parameters, and {id: part} of these
+    parameters."""
+    made: dict[int, Saved] = {}
+    parts: dict[int, Part] = {}
+    for param in model.parameters():
+        part = part_of(param)
+        if part is not None:
+            parts[id(param)] = part
+            made[id(param)] = Saved.of(param, part.shape, part.name)
+    with ExitStack() as stack:
+        for module in model.modules():
+            own = {n: made[id(p)] for n, p in module._parameters.items() if id(p) in made}
+            if own:
+                stack.enter_context(StandIns(module, own))
+        stack.enter_context(state_dict_form(model))
+        state = model.state_dict()
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"state_dict() of {type(model).__name__} must return a mapping, got "
+            f"{type(state).__name__}"
+        )
+    named = OrderedDict((plain_name(n) if isinstance(n, str) else n, v) for n, v in state.items())
+    named._metadata = getattr(state, "_metadata", None) or {}  # type: ignore[attr-defined]
+    return named, parts
+
+
+def _at_rest(param: Tensor, part: Part) -> Tensor:
+    """This rank's elements of a parameter."""
+    values = to_local(param).detach()
+    if tuple(values.shape) != part.local_shape:
+        if tuple(values.shape) != part.shape:
+            raise RuntimeError(
+                f"the shape of parameter '{part.name}' was changed from {part.local_shape} to "
+                f"{tuple(values.shape)}: assign values of the same shape only"
+            )
+        values = part.of(values)  # after `param.data = full_tensor`
+    return values
+
+
+def _checked_names(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in state.items():
+        if not isinstance(name, str):
+            raise TypeError(f"state dict keys must be strings, got {name!r}")
+        if not is_name(name) or name == "__metadata__":
+            raise ValueError(f"{name!r:.80} is not a valid tensor name for a safetensors file")
+        yield name, value
+
+
+def is_extra_state(name: str) -> bool:
+    """Return whether it names the result of a module's get_extra_state(). set_extra_state() needs
+    values, so a tensor of that name is read at once, unlike others."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+def _check_tensor(name: str, value: Tensor, is_param: bool = False) -> None:
+    """Raise for a tensor that cannot be saved. is_param: it is the parameter of a unit."""
+    if (not is_param and type(value) not in _KINDS) or value.layout != torch.strided:
+        raise TypeError(
+            f"'{name}' is a {type(value).__name__} of layout {value.layout}: only plain strided "
+            "tensors can be saved"
+        )
+    if not is_param and _core.is_shard(value):
+        raise RuntimeError(
+            f"'{name}' would contain only this rank's shard of a parameter: tie, parametrize or "
+            "share the parameter before FSDP(...), not after it; in a state_dict() of your own, "
+            "take parameters from nn.Module.state_dict()"
+        )
+    if value.is_meta:
+        raise RuntimeError(f"'{name}' is on the meta device and has no values to save")
+    if value.dtype not in CODES:
+        raise TypeError(f"'{name}' is of dtype {value.dtype}, which safetensors lacks")
+
+
+def _tied_names(
+    tensors: Mapping[str, Tensor], params: Container[int], is_other: Callable[[str], bool]
+) -> dict[str, str]:
+    """{alias: name} of tensors with several names. A tensor is saved under its first name that the
+    model does not list as tied."""
+    names: dict[Any, list[str]] = {}
+    for name, value in tensors.items():
+        key = id(value) if id(value) in params else _identity(value)
+        names.setdefault(key or name, []).append(name)
+    tied: dict[str, str] = {}
+    for same in names.values():
+        home = next((name for name in same if not is_other(name)), same[0])
+        tied.update((name, home) for name in same if name != home)
+    return tied
+
+
+def _identity(value: Tensor) -> Any:
+    """A key that is equal for two names of one tensor; None if it has no elements."""
+    if value.numel() == 0:
+        return None
+    return value.data_ptr(), value.device, value.dtype, tuple(value.shape), value.stride()
+
+
+def _tied_patterns(model: nn.Module) -> Callable[[str], bool]:
+    """Return a function that tells whether Hugging Face's `_tied_weights_keys` list a name. A
+    module's keys are names or regular expressions, relative to that module."""
+    listed = [
+        (f"{plain_name(prefix)}." if plain_name(prefix) else "", key)
+        for prefix, module in model.named_modules()
+        for key in getattr(module, "_tied_weights_keys", None) or ()
+    ]
+
+    def is_listed(name: str) -> bool:
+        return any(
+            name.startswith(prefix) and _matches(key, name[len(prefix) :]) for prefix, key in listed
+        )
+
+    return is_listed
+
+
+def _matches(key: Any, name: str) -> bool:
+    try:
+        return key == name or re.search(key, name) is not None
+    except (re.error, TypeError):
+        return False
+
+
+# --- optimizers -----------------------------------------------------------------------------------
+
+
+def of_optimizer(model: nn.Module, optimizer: Optimizer, copies: Replicas) -> Contents:
+    """Return what an optimizer over parameters of the model has to save, ordered by state key.
+
+    Raises TypeError for an object that is not a torch optimizer, and for state that cannot be
+    saved, naming it; ValueError for a parameter that is not the model's.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
+        )
+    names = names_of(model, optimizer)
+    held = held_by(optimizer)
+    cut = {id(each.param): {k: c for k, _, c in each.entries} for each in held}
+    nested = (f"{each.nested} of '{each.part.name}'" for each in held if each.nested)
+    by_key: dict[str, list[Item]] = {}
+    told_state: dict[str, dict[str, Any]] = {}
+    for param in (p for group in optimizer.param_groups for p in group["params"]):
+        tensors, values = [], {}
+        name, is_cut = names[id(param)], cut.get(id(param), {})
+        for key, value in optimizer.state.get(param, {}).items():
+            if not isinstance(key, str):
+                raise TypeError(f"optimizer state keys must be strings, got {key!r} for '{name}'")
+            if isinstance(value, Tensor):
+                value = to_local(value)
+                _check_tensor(f"{name}.{key}", value)
+                item = _of_state(f"{name}.{key}", param, value, is_cut.get(key, False), copies)
+                by_key.setdefault(key, []).append(item)
+                tensors.append(key)
+            else:
+                values[key] = encode(value, f"optimizer state '{key}' of '{name}'")
+        if tensors or values:
+            told_state[name] = {"tensors": tensors, "values": values}
+    items = [item for same in by_key.values() for item in same]
+    _check_unique(items)
+    kind = type(optimizer)
+    told = {
+        "class": f"{kind.__module__}.{kind.__qualname__}",
+        "groups": [_group(i, group, names) for i, group in enumerate(optimizer.param_groups)],
+        "state": told_state,
+    }
+    others = [f"{name}.{key}" for name, own in told_state.items() for key in own["values"]]
+    return Contents(items, {}, told, others, next(nested, ""))
+
+
+def _of_state(name: str, param: Tensor, value: Tensor, is_cut: bool, copies: Replicas) -> Item:
+    part, value = part_of(param), value.detach()
+    shape, held = tuple(value.shape), copies.from_rank_0(value)
+    if part is not None and is_cut:
+        shape, held = part.shape, copies.held(part, value)
+    elif part is not None and not part.is_cut and shape == part.shape:
+        held = copies.held(part, value)
+    return Item(name, shape, value.dtype, held)
+
+
+def _check_unique(items: list[Item]) -> None:
+    seen: set[str] = set()
+    for item in items:
+        if item.name in seen or not is_name(item.name) or item.name == "__metadata__":
+            raise ValueError(
+                f"duplicate or invalid tensor name in the optimizer state: '{item.name:.80}'"
+            )
+        seen.add(item.name)
+
+
+def _group(i: int, group: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
+    options = {
+        key: encode(value, f"option '{key}' of param group {i}")
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
+    return {"params": [names[id(param)] for param in group["params"]], "options": options}

@@ -1,0 +1,278 @@
+"""zshard.load(): load a model, an optimizer and a script's own state from a checkpoint.
+
+The one idea: three steps, and no rank begins a step before all ranks have completed the previous
+one. First, check everything that needs no values: files, names, shapes, dtypes, the optimizer.
+Second, verify the checksums of the blocks to be read; each rank verifies its share. Third, each
+rank reads its own shards, directly into place. So a checkpoint that is damaged, or that belongs to
+another model, changes nothing on any rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.optim import Optimizer
+
+from zshard import _core
+from zshard._errors import CheckpointError
+from zshard.checkpoint import background
+from zshard.checkpoint import verify as blocks
+from zshard.checkpoint.checkpoint import Checkpoint
+from zshard.checkpoint.contents import is_extra_state, ranks_of
+from zshard.checkpoint.load_optimizer import OptimizerLoad
+from zshard.checkpoint.opening import older_than, opened
+from zshard.checkpoint.progress import progress
+from zshard.checkpoint.reader import Reader
+from zshard.checkpoint.safetensors import TensorEntry
+from zshard.comm import meeting
+from zshard.comm.agreement import Fact, check_agreement, on_all_ranks
+from zshard.comm.script_position import PublicCall
+from zshard.guard import slices
+from zshard.state.load_state_dict import LoadPlan, carry_out, plan
+from zshard.state.stand_ins import Pending
+from zshard.units.names import bare, plain_name, wanted_by
+
+__all__ = ["Loaded", "load"]
+
+
+class Loaded(dict[str, Any]):
+    """The result of zshard.load(): this rank's `extra` as a dict, and facts about the checkpoint.
+
+    path: the checkpoint that was loaded; for a checkpoint directory, the one that was chosen.
+    step: its step, or None.
+    missing_keys, unexpected_keys: names that only the model has, and only the checkpoint has.
+    verified: whether checksums confirmed everything that was read.
+    """
+
+    path: str
+    step: int | None
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+    verified: bool
+
+
+@PublicCall("load()")
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    strict: bool = True,
+    verify: bool = True,
+) -> Loaded:
+    """Load a checkpoint into a model and its optimizer; change nothing unless all of it fits.
+
+    Collective: call it on all ranks, outside forward and backward. Each rank reads only its own
+    shards. The strategy and the number of ranks may differ from those of the save. To load without
+    initializing values first, build the model on the meta device and wrap it with
+    `FSDP(model, param_init_fn=zshard.uninitialized)`.
+
+    path: one of the following; all ranks must see the same files.
+        - a checkpoint that zshard.save() wrote
+        - a checkpoint directory; its newest finished checkpoint is loaded
+        - a .safetensors file
+        - a Hugging Face folder, with model.safetensors, or with model.safetensors.index.json and
+          the files that it lists
+        - a folder that torch.distributed.checkpoint wrote
+    model: an nn.Module with or without FSDP modules; all ranks of the default process group load a
+        plain model together. Parameters and buffers are written in place. Names are those of
+        model.state_dict(), without the prefixes of torch.compile(), activation checkpointing and
+        DDP; one name is enough for tied parameters. Tensors have the full shape. Dtypes are cast,
+        within floating-point, complex and integer dtypes.
+    optimizer: an optimizer over parameters of the model. It receives state and options as from
+        load_state_dict(); existing state of the same shape is written in place.
+    strict: raise an error for missing and unexpected names, for an optimizer of another class, and
+        for entries of torch.distributed.checkpoint beside model and optimizer that are not plain
+        data.
+    verify: verify the checksums of all blocks to be read. If False, verify only those of headers
+        and indices. Only checkpoints of zshard.save() have checksums.
+
+    Returns this rank's `extra`, or rank 0's if this rank did not exist when saving; a Loaded, which
+    is a dict with further attributes. Waits for a running asynchronous save and raises its error.
+    Load hooks and `_load_from_state_dict` of modules see names, shapes and dtypes, and may rename,
+    drop or replace entries; asking for values is an error. Extra state and post hooks come last.
+
+    Raises, on all ranks and before anything changes: CheckpointError (a ValueError) if a file is
+    damaged, incomplete or invalid, and OSError if it cannot be read, both naming the file;
+    RuntimeError listing everything that does not fit; ValueError if the optimizer has parameters
+    that the model does not have; DivergenceError if ranks see different checkpoints. If a file
+    fails while values are being read, raises OSError or CheckpointError and leaves the model and
+    the optimizer partly loaded.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"zshard.load(): model must be an nn.Module, got {type(model).__name__}")
+    model = bare(model)
+    comm = ranks_of(model)
+    with on_all_ranks(comm):
+        background.finish()  # the running save may be the one to load
+        _check_optimizer(optimizer)
+    with contextlib.ExitStack() as stack:
+        asked = [("optimizer", type(optimizer).__name__), ("strict", strict), ("verify", verify)]
+        facts = [(f"load({name}=)", str(value)) for name, value in asked]
+        check_agreement(comm, facts, "calls to zshard.load()")
+        found = _open(stack, comm, path, optimizer is not None)
+        if found.manifest is not None:
+            heads = blocks.head_runs(found.files, found.manifest.files)
+            with _whole_checkpoint(comm, found):
+                blocks.check(blocks.share(heads, comm.rank, comm.world))
+        plans = _plan(comm, found, model, optimizer, strict)
+        with slices.plain():
+            pending = plans.model.pending()
+            if plans.optimizer is not None:
+                pending += plans.optimizer.pending()
+            _check(comm, found, pending, verify)
+            total = sum(value.numel() * value.dtype.itemsize for value in pending)
+        with progress(total, "loading", comm.rank) as done:
+            _carry_out(comm, plans, Reader(done))
+    loaded = Loaded(plans.extra)
+    loaded.path, loaded.step = found.path, found.step
+    loaded.missing_keys = list(plans.model.keys.missing_keys)
+    loaded.unexpected_keys = list(plans.model.keys.unexpected_keys)
+    loaded.verified = verify and found.manifest is not None
+    return loaded
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        kind = type(optimizer).__name__
+        raise TypeError(f"zshard.load(): optimizer must be a torch.optim.Optimizer, got {kind}")
+
+
+# --- opening --------------------------------------------------------------------------------------
+
+
+def _open(
+    stack: contextlib.ExitStack, comm: _core.Comm, path: Any, with_optimizer: bool
+) -> Checkpoint:
+    made: list[Checkpoint] = []
+    with on_all_ranks(comm):
+        made.append(stack.enter_context(opened(path, with_optimizer)))
+    check_agreement(comm, _facts(made[0]), "checkpoints")
+    return made[0]
+
+
+def _facts(found: Checkpoint) -> list[Fact]:
+    """The facts that must agree between ranks."""
+    facts = [("the checkpoint id", found.manifest.id)] if found.manifest is not None else []
+    tensors = sorted(found.model.items())
+    return facts + [(f"tensor '{n}'", f"shape {e.shape}, {e.dtype}") for n, e in tensors]
+
+
+@contextlib.contextmanager
+def _whole_checkpoint(comm: _core.Comm, found: Checkpoint) -> Iterator[None]:
+    """Context for checking files: on_all_ranks(), and errors name an older checkpoint."""
+    with on_all_ranks(comm):
+        try:
+            yield
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{older_than(found.path)}") from None
+
+
+# --- planning -------------------------------------------------------------------------------------
+
+
+class _Plans(NamedTuple):
+    model: LoadPlan
+    optimizer: OptimizerLoad | None
+    extra: dict[str, Any]
+
+
+def _plan(
+    comm: _core.Comm,
+    found: Checkpoint,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    strict: bool,
+) -> _Plans:
+    made: list[_Plans] = []
+    with on_all_ranks(comm, lambda: made[0].model.fact()):
+        _refuse_meta(model)
+        for_model = plan(model, _state_of(found, model), strict)
+        for_optimizer = (
+            OptimizerLoad(model, optimizer, found, strict) if optimizer is not None else None
+        )
+        made.append(_Plans(for_model, for_optimizer, found.extra_of(comm.rank, strict)))
+    return made[0]
+
+
+def _state_of(found: Checkpoint, model: nn.Module) -> OrderedDict[str, Any]:
+    """A state dict of tensors that are not yet read."""
+    state: OrderedDict[str, Any] = OrderedDict(
+        (plain_name(name), Reader().whole(e) if is_extra_state(name) else Pending.of(name, e))
+        for name, e in found.model.items()
+    )
+    state.update((plain_name(name), value) for name, value in found.others.items())
+    _add_tied(model, state)
+    names = {
+        plain_name(n) for kind in (model.named_parameters, model.named_buffers) for n, _ in kind()
+    }
+    for alias, name in found.tied.items():  # in this model they may be separate tensors
+        if plain_name(alias) in names and plain_name(alias) not in state:
+            state[plain_name(alias)] = state[plain_name(name)]
+    state = OrderedDict(wanted_by(model, state))
+    if found.versions is not None:
+        told = {plain_name(prefix): version for prefix, version in found.versions.items()}
+        versions = {name: told.get(plain_name(name), 1) for name, _ in model.named_modules()}
+        state._metadata = {p: {"version": v} for p, v in versions.items()}  # type: ignore[attr-defined]
+    return state
+
+
+def _add_tied(model: nn.Module, state: OrderedDict[str, Any]) -> None:
+    """Give all names of a tied tensor the entry of one of them: files contain it once."""
+    names: dict[int, list[str]] = {}
+    for kind in (model.named_parameters, model.named_buffers):
+        for name, tensor in kind(remove_duplicate=False):
+            names.setdefault(id(tensor), []).append(plain_name(name))
+    for same in names.values():
+        there = next((name for name in same if name in state), None)
+        for name in same:
+            if there is not None and name not in state:
+                state[name] = state[there]
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    """Raise RuntimeError for tensors without memory, which nn.Module would skip."""
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    names = [f"'{name}'" for name, tensor in tensors if tensor.is_meta]
+    if names:
+        raise RuntimeError(
+            f"cannot load into tensors on the meta device ({', '.join(names[:5])}): first call "
+            "FSDP(model, param_init_fn=zshard.uninitialized) or model.to_empty(device=...)"
+        )
+
+
+def _check(comm: _core.Comm, found: Checkpoint, pending: Sequence[Pending], verify: bool) -> None:
+    """Check what will be read; each rank checks its share. Check the archives around values, and
+    the checksums of all blocks that have not been checked yet."""
+    entries = list({id(value.origin): value.origin for value in pending}.values())
+    with on_all_ranks(comm):
+        for entry in blocks.share(entries, comm.rank, comm.world):
+            entry.check()
+    if found.manifest is None or not verify:
+        return
+    needed = {id(entry.file) for entry in entries if isinstance(entry, TensorEntry)}
+    files = {name: file for name, file in found.files.items() if id(file) in needed}
+    wanted = (
+        value.origin.place(value.begin, value.numel())
+        for value in pending
+        if isinstance(value.origin, TensorEntry)
+    )
+    mine = blocks.own_runs(comm, files, found.manifest.files, wanted, meeting.host_id())
+    total = sum(run.size for run in mine)
+    with progress(total, "verifying", comm.rank) as done, _whole_checkpoint(comm, found):
+        blocks.check(mine, done)
+
+
+def _carry_out(comm: _core.Comm, plans: _Plans, reader: Reader) -> None:
+    if plans.optimizer is not None:
+        plans.optimizer.install(comm, reader)
+    with on_all_ranks(comm):
+        carry_out(plans.model, reader)
+        if plans.optimizer is not None:
+            plans.optimizer.read(reader)

@@ -1,0 +1,328 @@
+"""Open a checkpoint of any supported format.
+
+The one idea: opening checks everything that a checkpoint says about itself: sizes, headers,
+indices, the manifest. It reads no values. A file that would have to be executed is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from zshard._errors import CheckpointError
+from zshard.checkpoint.checkpoint import Checkpoint, OptimizerState, Readable, decode
+from zshard.checkpoint.folder import finished, name_of, path_of
+from zshard.checkpoint.foreign import dcp, hf_shards
+from zshard.checkpoint.manifest import LIMIT, NAME, Manifest, parse
+from zshard.checkpoint.safetensors import (
+    HEADER_LIMIT,
+    OpenFile,
+    SafetensorsFile,
+    check_homes,
+    parse_index,
+)
+
+MODEL, OPTIMIZER = "model", "optimizer"
+"""The prefixes of file names."""
+
+_LONGEST_TAG = 255
+
+
+@contextlib.contextmanager
+def opened(path: str | os.PathLike[str], with_optimizer: bool = False) -> Iterator[Checkpoint]:
+    """Context in which the checkpoint at `path` is open.
+
+    path: a .safetensors file, a folder, or a checkpoint directory, whose newest finished checkpoint
+        is opened.
+    with_optimizer: open the optimizer's files, too.
+
+    Raises OSError if a file cannot be opened and CheckpointError if it is invalid, naming the file.
+    """
+    found = Checkpoint(path_of(path))
+    try:
+        _open(found, with_optimizer)
+        yield found
+    finally:
+        found.close()
+
+
+def _open(found: Checkpoint, with_optimizer: bool) -> None:
+    if not os.path.isdir(found.path):
+        _refuse_pickles(found.path)
+        _add_model(found, {os.path.basename(found.path): found.path})
+    elif os.path.lexists(os.path.join(found.path, NAME)):
+        _open_zshard(found, with_optimizer)
+    elif _of_huggingface(found.path, MODEL) is not None:
+        _refuse_staging(found.path)
+        _open_huggingface(found)
+    elif os.path.lexists(os.path.join(found.path, dcp.METADATA)):
+        dcp.open_into(found, with_optimizer)
+    elif hf_shards.shards_in(found.path):
+        hf_shards.open_into(found)
+    else:
+        _open_newest(found, with_optimizer)
+
+
+# --- checkpoint directories, and errors -----------------------------------------------------------
+
+
+def _open_newest(found: Checkpoint, with_optimizer: bool) -> None:
+    directory, steps = found.path, finished(found.path)
+    tagged = None if steps else _tagged_in(directory)
+    if tagged is not None:
+        found.path = tagged
+        _open_zshard(found, with_optimizer)
+        return
+    if not steps:
+        _point_inside(found.path)
+        _refuse_pickles(found.path)
+        raise FileNotFoundError(
+            f"no finished checkpoint in '{found.path}': it has no {NAME}, model.safetensors, "
+            "model.safetensors.index.json or numbered checkpoints"
+        )
+    found.path = os.path.join(directory, name_of(steps[-1]))
+    try:
+        _open_zshard(found, with_optimizer)
+    except (OSError, CheckpointError) as error:
+        if finished(directory)[-1:] != steps[-1:]:  # another job is saving and deleting there
+            found.close()
+            found.path, found.files = directory, {}
+            _open_newest(found, with_optimizer)
+        elif isinstance(error, CheckpointError):
+            raise CheckpointError(f"{error}{older_than(found.path)}") from None
+        else:
+            raise
+
+
+def _tagged_in(path: str) -> str | None:
+    """The checkpoint that the file `latest` names, as an engine's save_checkpoint() writes it."""
+    try:
+        with open(os.path.join(path, "latest"), encoding="utf-8") as file:
+            tag = file.read(_LONGEST_TAG).strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    inside = os.path.join(path, tag)
+    is_plain = tag not in ("", ".", "..") and os.path.basename(tag) == tag
+    return inside if is_plain and os.path.lexists(os.path.join(inside, NAME)) else None
+
+
+def _point_inside(path: str) -> None:
+    """Raise FileNotFoundError for a folder without tensors whose subfolders have some, as trainers
+    create them: which one is meant is unknown."""
+    marks = (NAME, dcp.METADATA, f"{MODEL}.safetensors", f"{MODEL}.safetensors.index.json")
+    with os.scandir(path) as entries:
+        folders = sorted(entry.name for entry in entries if entry.is_dir())
+    inside = [f for f in folders if any(os.path.exists(os.path.join(path, f, m)) for m in marks)]
+    if inside:
+        names = ", ".join(f"'{name}'" for name in inside[:5]) + (", ..." if inside[5:] else "")
+        raise FileNotFoundError(
+            f"'{path}' is not a checkpoint, but contains {names}: pass the path of the one to load"
+        )
+
+
+def older_than(path: str) -> str:
+    """Return a hint at the finished checkpoint before the numbered one at `path`, or ""."""
+    parent, name = os.path.split(os.path.abspath(path))
+    names = [name_of(step) for step in finished(parent)]
+    before = names[: names.index(name)] if name in names else []
+    return f"; '{os.path.join(parent, before[-1])}' is an older checkpoint" if before else ""
+
+
+def _refuse_staging(path: str) -> None:
+    """Raise CheckpointError for the folder of an interrupted save, whose files have their full
+    length, but zeros where nothing was written."""
+    name = os.path.basename(os.path.abspath(path))
+    if re.fullmatch(r"\..*\.[0-9a-f]{32}\.tmp", name):
+        raise CheckpointError(f"'{path}' is not a checkpoint: an interrupted save left it")
+
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+
+def _refuse_pickles(path: str) -> None:
+    """Raise CheckpointError for pickles."""
+    if not os.path.isdir(path):
+        if path.endswith(_PICKLES):
+            raise CheckpointError(
+                f"'{path}' looks like a pickle, which can execute arbitrary code: load it with "
+                "torch.load(weights_only=True) and convert it with safetensors.torch.save_file()"
+            )
+        return
+    names = os.listdir(path)
+    inner = [name for name in names if name.startswith("global_step")]
+    below = os.listdir(os.path.join(path, inner[0])) if _is_folder(path, inner) else []
+    if any(re.match(r"(bf16_)?zero_pp_rank_|mp_rank_\d+_model_states", n) for n in names + below):
+        raise CheckpointError(
+            f"'{path}' is a DeepSpeed checkpoint, which consists of pickles that can execute "
+            "arbitrary code: if you trust it, convert it with DeepSpeed's zero_to_fp32.py "
+            "--safe_serialization and load the resulting folder"
+        )
+    for name in sorted(names):
+        if name.endswith(_PICKLES):
+            _refuse_pickles(os.path.join(path, name))
+
+
+def _is_folder(path: str, names: list[str]) -> bool:
+    return bool(names) and os.path.isdir(os.path.join(path, names[0]))
+
+
+# --- safetensors ----------------------------------------------------------------------------------
+
+
+def _of_huggingface(path: str, prefix: str) -> str | None:
+    """The file in a folder that has the tensors or their index, if there is one."""
+    for name in (f"{prefix}.safetensors", f"{prefix}.safetensors.index.json"):
+        if os.path.exists(os.path.join(path, name)):
+            return name
+    return None
+
+
+def _open_huggingface(found: Checkpoint) -> None:
+    name = _of_huggingface(found.path, MODEL) or ""
+    path = os.path.join(found.path, name)
+    if name.endswith(".safetensors"):
+        _add_model(found, {name: path})
+        return
+    with OpenFile(path) as file:
+        homes = parse_index(file.bytes_of(min(file.size, HEADER_LIMIT + 1)), path)
+    paths = {}
+    for file_name in dict.fromkeys(homes.values()):
+        paths[file_name] = os.path.join(found.path, file_name)
+        if not os.path.exists(paths[file_name]):
+            raise FileNotFoundError(f"'{path}' refers to '{file_name}', which is missing")
+    files = _add_model(found, paths)
+    check_homes(homes, files, path)
+
+
+def _add_model(found: Checkpoint, paths: Mapping[str, str]) -> dict[str, SafetensorsFile]:
+    files = {}
+    for name, path in paths.items():
+        found.files[name] = files[name] = SafetensorsFile(path)
+    found.model = {name: entry for file in files.values() for name, entry in file.entries.items()}
+    notes = {alias: name for file in files.values() for alias, name in file.notes.items()}
+    found.tied = {a: name for a, name in notes.items() if name in found.model}
+    return files
+
+
+# --- zshard checkpoints ---------------------------------------------------------------------------
+
+
+def _open_zshard(found: Checkpoint, with_optimizer: bool) -> None:
+    found.manifest = read_manifest(found.path)
+    found.step = found.manifest.step
+    found.model = _add_own(found, found.manifest, MODEL)
+    found.tied = dict(found.manifest.tied)
+    where = os.path.join(found.path, NAME)
+    told = found.manifest.model
+    found.others = {name: decode(each, where) for name, each in _dict(told, "extra_state").items()}
+    found.versions = decode(_dict(told, "versions"), where)
+    if not all(type(version) is int for version in found.versions.values()):
+        raise CheckpointError(f"'{where}' has module versions that are not integers")
+    if with_optimizer and found.manifest.optimizer is not None:
+        tensors = _add_own(found, found.manifest, OPTIMIZER)
+        found.optimizer = _optimizer_of(found.manifest.optimizer, tensors, where)
+
+
+def _dict(told: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = told.get(name, {})
+    if not isinstance(value, dict):
+        raise CheckpointError(
+            f"invalid manifest: {name} must be an object, got {type(value).__name__}"
+        )
+    return value
+
+
+def read_manifest(path: str) -> Manifest:
+    """Read the manifest of the checkpoint at `path`."""
+    where = os.path.join(path, NAME)
+    with OpenFile(where, follow=False) as file:
+        return parse(bytes(file.bytes_of(min(file.size, LIMIT + 1))), where)
+
+
+def _add_own(found: Checkpoint, manifest: Manifest, prefix: str) -> dict[str, Readable]:
+    """Open the files of the model or the optimizer that the manifest lists, and no others: other
+    files in the folder belong to no save, or to another one."""
+    one, index = f"{prefix}.safetensors", f"{prefix}.safetensors.index.json"
+    homes = None
+    if one in manifest.files:
+        names = [one]
+    elif index in manifest.files:
+        file = found.files[index] = _own(found, manifest, index, OpenFile)
+        homes = parse_index(file.bytes_of(min(file.size, HEADER_LIMIT + 1)), file.path)
+        names = list(dict.fromkeys(homes.values()))
+    elif prefix == OPTIMIZER:
+        return {}  # an optimizer without state
+    else:
+        raise CheckpointError(f"'{os.path.join(found.path, NAME)}' lists neither {one} nor {index}")
+    files = {}
+    for name in names:
+        found.files[name] = files[name] = _own(found, manifest, name, SafetensorsFile)
+    if homes is not None:
+        check_homes(homes, files, os.path.join(found.path, index))
+    return {name: entry for file in files.values() for name, entry in file.entries.items()}
+
+
+def _own(found: Checkpoint, manifest: Manifest, name: str, kind: Any) -> Any:
+    """Open a file of the manifest as a `kind` of OpenFile; its size must be that of the save."""
+    path = os.path.join(found.path, name)
+    if name not in manifest.files:
+        raise CheckpointError(f"'{path}' is listed in an index, but not in {NAME}")
+    if not os.path.lexists(path):
+        raise CheckpointError(f"'{path}' is missing from the checkpoint")
+    facts, saved = os.lstat(path), manifest.files[name].size
+    if not stat.S_ISREG(facts.st_mode):
+        raise CheckpointError(f"'{path}' is not a regular file, but was saved as one")
+    if facts.st_size != saved:
+        raise CheckpointError(
+            f"'{path}' is damaged: it has {facts.st_size} bytes, but was saved with {saved}"
+        )
+    return kind(path, follow=False)
+
+
+def _optimizer_of(
+    told: Mapping[str, Any], tensors: Mapping[str, Readable], where: str
+) -> OptimizerState:
+    """The optimizer's state as a manifest describes it; see contents.py."""
+    left = dict(tensors)
+    state: dict[str, dict[str, Readable]] = {}
+    values: dict[str, dict[str, Any]] = {}
+    try:
+        groups = [
+            {**_dict_of(decode(group["options"], where)), "params": _names(group["params"])}
+            for group in told["groups"]
+        ]
+        for name, own in told["state"].items():
+            state[name] = {key: left.pop(f"{name}.{key}") for key in _names(own["tensors"])}
+            values[name] = _dict_of(decode(own["values"], where))
+        kind = _name(told["class"])
+    except KeyError as error:
+        raise CheckpointError(
+            f"'{where}' and the optimizer's files do not match: one of them lacks {error}"
+        ) from None
+    except (TypeError, AttributeError) as error:
+        raise CheckpointError(f"'{where}' has an invalid optimizer entry: {error}") from None
+    if left:
+        raise CheckpointError(f"'{where}' does not list the optimizer's tensor '{min(left)}'")
+    return OptimizerState(kind, groups, state, values)
+
+
+def _dict_of(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"expected a dict, got {value!r:.40}")
+    return value
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected a name, got {value!r:.40}")
+    return value
+
+
+def _names(value: Any) -> list[str]:
+    if not isinstance(value, list):
+        raise TypeError(f"expected a list, got {value!r:.40}")
+    return [_name(each) for each in value]

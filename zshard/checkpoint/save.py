@@ -1,0 +1,281 @@
+"""zshard.save(): all ranks write their own bytes of the same files; a rename completes the save.
+
+The one idea: two halves. The training thread makes a plan (`save_plan.py`). Writing needs only the
+plan and its own transport, not the model, so any thread can do it.
+
+Writing proceeds in steps, and each step succeeds on all ranks before the next begins. Rank 0
+creates a hidden folder with the files; all ranks write, fsync and exchange checksums; rank 0 writes
+the manifest and renames the folder into place. A failure on one rank is an error on all ranks: the
+hidden folder is deleted, and earlier checkpoints stay as they are.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from zshard import _core
+from zshard.checkpoint import background
+from zshard.checkpoint.contents import Replicas, of_model, of_optimizer, ranks_of, settle
+from zshard.checkpoint.folder import Staging, Target, retain, warn_of_newer
+from zshard.checkpoint.layout import Piece, bytes_in, joined, record_of
+from zshard.checkpoint.manifest import BLOCK, FileRecord
+from zshard.checkpoint.manifest import NAME as MANIFEST
+from zshard.checkpoint.progress import progress
+from zshard.checkpoint.safetensors import rows_of
+from zshard.checkpoint.save_plan import (
+    Kept,
+    SavePlan,
+    SaveRequest,
+    check_arguments,
+    check_nested,
+    check_steps,
+    checked_step,
+    plan_of,
+)
+from zshard.checkpoint.script_state import encode
+from zshard.checkpoint.write import CastBuffer, Writer, Written
+from zshard.comm.agreement import check_agreement, gather_bytes, on_all_ranks
+from zshard.comm.script_position import PublicCall
+from zshard.comm.transports import comm_beside
+from zshard.units.names import bare
+
+_OPEN = 64  # files at a time
+
+
+class SaveHandle:
+    """A checkpoint that zshard.save() is writing or has written."""
+
+    def __init__(self, path: str, task: background.Task | None = None) -> None:
+        self.path = path
+        """The absolute path of its folder."""
+        self._task = task
+
+    def wait(self) -> None:
+        """Wait until the save has finished. Raise its error if it failed."""
+        if self._task is not None:
+            self._task.wait()
+
+    def done(self) -> bool:
+        """Return whether the save has finished or failed."""
+        return self._task is None or self._task.done()
+
+    def __repr__(self) -> str:
+        return f"SaveHandle({self.path!r})"
+
+
+@PublicCall("save()")
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    step: int | None = None,
+    extra: Mapping[Any, Any] | None = None,
+    asynchronous: bool = False,
+    dtype: torch.dtype | None = None,
+    keep_last: int | None = None,
+    overwrite: bool = False,
+    max_shard_size: int | str = "5GB",
+) -> SaveHandle:
+    """Save a model, its optimizer and the script's own state as plain safetensors files.
+
+    Collective: call it on all ranks, outside forward and backward. Nothing is gathered: each rank
+    writes the elements that it holds. Checkpoints are atomic: the folder is renamed into place once
+    every rank has fsynced. If the process dies earlier, earlier checkpoints stay as they are, and
+    the next save deletes the hidden folder that is left. Needs 16 MiB of memory if tensors are cast
+    or on a GPU, otherwise none.
+
+    path: the folder to create; its parent must exist. With `step`, a checkpoint directory, in which
+        the folder `step-00000100` is created; the directory is created if its own parent exists.
+        All ranks must see it.
+    model: any module, with or without FSDP modules. The entries of its state_dict() are saved under
+        their names (without the prefixes of torch.compile(), activation checkpointing and DDP),
+        unsharded, in the dtype that parameters have between steps. For tensors outside FSDP
+        modules, rank 0's values are saved. Tied parameters are saved once; the manifest lists their
+        other names. The folder of a Hugging Face model includes config.json, and from_pretrained()
+        loads it; not so with PEFT's adapters, for which PEFT's save_pretrained() writes a folder.
+    optimizer: an optimizer over parameters of the model. Its state tensors are saved in separate
+        files, as `<parameter>.exp_avg`; its param groups and other state are in the manifest.
+    step: the step number, which is saved and gives the folder its name.
+    extra: a dict of this rank's own state, such as that of a scheduler or data loader and
+        zshard.rng_state(); it is saved as JSON, and load() returns it to the same rank. May contain
+        numbers, strings, None, lists, tuples, dicts, sets, bytes, and tensors and NumPy arrays of
+        at most 16 MiB.
+    asynchronous: copy this rank's values and return; a thread writes the copy while training
+        continues. The memory of the copy, as large as this rank's share of the checkpoint, is
+        reused by later saves. Only one save runs at a time: the next one waits for it. wait() of
+        the result, or the next save() or load(), raises its error. A process that exits waits for
+        the thread; if the save failed and no call has raised its error, the exit status is 1.
+    dtype: the dtype of the model's floating-point tensors in the files, such as torch.bfloat16;
+        None keeps their dtypes. The optimizer's state always keeps its dtypes.
+    keep_last: with `step`, the number of checkpoints to keep, counting this one and those of lower
+        steps; older ones are deleted once this one is finished. Checkpoints of higher steps are
+        kept, with a warning, since load() would choose them. If a parameter is NaN or infinite,
+        warns and also keeps the newest checkpoint without such values.
+    overwrite: replace an existing checkpoint once this one is finished.
+    max_shard_size: the maximum bytes of tensors per file, as a number or as "5GB", "200MiB".
+
+    Raises the same type of error on all ranks, after which training can continue: FileExistsError
+    if the path exists; OSError if the system refuses; ValueError or TypeError, which name the
+    argument or entry, for what cannot be saved; RuntimeError during forward or backward, if a hook
+    reads values of sharded parameters, or while another save to the directory is in progress;
+    DivergenceError if ranks would save different things, or have not made the same steps; PeerError
+    if a rank exited.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"zshard.save(): model must be an nn.Module, got {type(model).__name__}")
+    model = bare(model)
+    comm = ranks_of(model)
+    copies = Replicas(model, comm)
+    made: list[SaveRequest] = []
+    with on_all_ranks(comm), torch.no_grad():
+        background.finish()
+        kept = Kept(checked_step(step), keep_last, overwrite)
+        limit = bytes_in(max_shard_size)
+        check_arguments(kept, extra, dtype)
+        target = Target.of(path, kept.step)
+        settle(model)
+        contents = [of_model(model, copies, dtype)]
+        if optimizer is not None:
+            contents.append(of_optimizer(model, optimizer, copies))
+        made.append(SaveRequest(target, kept, limit, contents, encode(dict(extra or {}))))
+    check_agreement(comm, made[0].facts(), "checkpoints to save")
+    check_nested(comm, made[0].contents[-1].nested)
+    check_steps(model)
+    plan = plan_of(comm, made[0], model)
+    beside = comm_beside(comm)
+    if not asynchronous:
+        _write(plan, beside)
+        return SaveHandle(target.path)
+    with on_all_ranks(comm), torch.no_grad():
+        plan = replace(plan, pieces=background.snapshot(model, plan.pieces))
+    task = background.start(target.path, lambda: _write(plan, beside, False))
+    return SaveHandle(target.path, task)
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+@PublicCall("save()")
+def _write(plan: SavePlan, comm: _core.Comm, watched: bool = True) -> None:
+    """Execute the plan. Collective; `comm` belongs to this thread. watched: the script waits."""
+    rank_0 = comm.rank == 0
+    staging = Staging(plan.target, plan.id, plan.kept.overwrite)
+    try:
+        with on_all_ranks(comm):
+            if rank_0:
+                staging.open()
+                for file in plan.files:
+                    _core.File.create(os.path.join(staging.path, file.name), file.size).close()
+        rows: list[tuple[int, Written]] = []
+        bar = progress(_bytes_of(plan), "saving", comm.rank if watched else -1)
+        found: list[str] = []
+        with on_all_ranks(comm), torch.no_grad(), bar as done:
+            rows += _write_pieces(plan, staging.path, rank_0, done, found)
+        everyone = _gather(comm, rows)
+        told = gather_bytes(comm, "".join(found[:1]).encode())
+        strange = {each.decode() for each in told if each}
+        finite = not strange
+        with on_all_ranks(comm):
+            if rank_0:
+                _finish(plan, staging, everyone, finite)
+        staging.discard()
+        if rank_0 and not finite:
+            names = ", ".join(f"'{name}'" for name in sorted(strange))
+            warnings.warn(
+                f"the checkpoint '{plan.target.path}' has NaN or infinite values in {names}; "
+                "keep_last also keeps the newest checkpoint without such values",
+                stacklevel=2,
+            )
+        if rank_0:
+            warn_of_newer(plan.target)
+        if rank_0 and plan.kept.keep_last is not None:
+            retain(plan.target, plan.kept.keep_last, plan.id)
+    finally:
+        staging.discard()
+        staging.close()
+
+
+def _write_pieces(
+    plan: SavePlan, folder: str, headers: bool, done: Callable[[int], object], strange: list[str]
+) -> Iterator[tuple[int, Written]]:
+    """Write this rank's pieces, and the headers if `headers`, and fsync them. Yield (file number,
+    checksum) pairs. Call `done` with bytes, and add the names of parameters with NaN or infinite
+    values to `strange`: see Writer."""
+    mine: dict[int, list[Piece]] = {number: [] for number in range(len(plan.files) * headers)}
+    for piece in plan.pieces:
+        mine.setdefault(piece.file, []).append(piece)
+    numbers = sorted(mine)
+    chunk = CastBuffer(any(piece.values.is_cuda for piece in plan.pieces))
+    for first in range(0, len(numbers), _OPEN):
+        with ExitStack() as stack:
+            opened = []
+            for number in numbers[first : first + _OPEN]:
+                file = _open(os.path.join(folder, plan.files[number].name))
+                opened.append(stack.enter_context(file))
+                writer = Writer(file, chunk, done, plan.parameters)
+                if headers:
+                    writer.add_bytes(0, plan.files[number].header)
+                for piece in mine[number]:
+                    writer.add(piece)
+                yield from ((number, row) for row in joined(writer.end()))
+                strange += writer.strange
+            for file in opened:
+                file.sync()
+
+
+def _bytes_of(plan: SavePlan) -> int:
+    """The bytes of tensors that this rank writes."""
+    return sum(piece.size for piece in plan.pieces)
+
+
+def _open(path: str) -> _core.File:
+    try:
+        return _core.File.open_to_write(path)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"this rank cannot see '{path}', which rank 0 just created: save to a folder on a file "
+            "system that all ranks share"
+        ) from None
+
+
+def _gather(comm: _core.Comm, rows: Sequence[tuple[int, Written]]) -> dict[int, list[Written]]:
+    """What all ranks wrote, by file."""
+    mine = array("Q", [number for file, row in rows for number in (file, *row)])
+    found: dict[int, list[Written]] = {}
+    for data in gather_bytes(comm, mine.tobytes()):
+        told = memoryview(data).cast("Q").tolist()
+        for file, *row in zip(told[::4], told[1::4], told[2::4], told[3::4], strict=True):
+            found.setdefault(file, []).append((row[0], row[1], row[2]))
+    return found
+
+
+def _finish(
+    plan: SavePlan, staging: Staging, written: Mapping[int, list[Written]], finite: bool
+) -> None:
+    """Finish the save on rank 0, after all tensors are synced."""
+    records = {
+        file.name: record_of(file.name, file.size, written[number])
+        for number, file in enumerate(plan.files)
+    }
+    for name, text in plan.texts.items():
+        records[name] = _write_text(os.path.join(staging.path, name), text)
+    _write_text(os.path.join(staging.path, MANIFEST), plan.manifest(records, finite))
+    staging.commit()
+
+
+def _write_text(path: str, text: bytes) -> FileRecord:
+    with _core.File.create(path, len(text)) as file:
+        written = rows_of(file.write([(0, text)], BLOCK))
+        file.sync()
+    return record_of(path, len(text), written)

@@ -1,0 +1,180 @@
+"""Write pieces of tensors to a file, directly from their memory or a chunk at a time.
+
+The one idea: values that are in CPU memory as the file needs them are written directly. Values that
+must be cast, that are on a GPU, or that are so small that system calls would cost more than copies
+go through one chunk of memory, which collects as many pieces as fit. On the way, parameters are
+checked for NaN and infinite values, as they will be in the file: by the core if it writes them
+directly, otherwise in the chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zshard import _core
+from zshard.checkpoint.layout import Piece
+from zshard.checkpoint.manifest import BLOCK
+from zshard.checkpoint.safetensors import CODES, rows_of
+from zshard.comm.agreement import bytes_of
+from zshard.state.source import CHUNK
+
+_DIRECT = 2**16  # bytes; smaller pieces are collected in the chunk
+_AT_ONCE = 2**28  # bytes per call, so that the progress bar moves
+
+_NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+Written = tuple[int, int, int]  # offset, length, CRC-32C
+
+
+class CastBuffer:
+    """Memory for casting tensors and copying them from a GPU; allocated on first use."""
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._memory: Tensor | None = None
+
+    @property
+    def memory(self) -> Tensor:
+        if self._memory is None:
+            self._memory = torch.empty(CHUNK, dtype=torch.uint8, pin_memory=self._pinned)
+        return self._memory
+
+
+class Writer:
+    """Writes pieces to one file, without copying what can be written directly.
+
+    strange: the names of `watched` tensors that have had NaN or infinite values.
+    """
+
+    def __init__(
+        self,
+        file: _core.File,
+        chunk: CastBuffer,
+        done: Callable[[int], object],
+        watched: Container[str] = (),
+    ) -> None:
+        """done: called with the number of bytes of each write."""
+        self._file, self._chunk, self._done, self._watched = file, chunk, done, watched
+        self.strange: list[str] = []
+        self._waiting = 0  # bytes in `_ranges`
+        self._ranges: list[Any] = []  # the argument of _core.File.write()
+        self._names: dict[int, str] = {}  # index of a watched range: its tensor
+        self._copied: list[tuple[int, int, int]] = []  # offset in the file, from .. to in the chunk
+        self._watched_copies: list[tuple[str, Tensor]] = []  # of watched tensors, in the chunk
+        self._written: list[Written] = []
+
+    def add_bytes(
+        self, offset: int, data: bytes | memoryview, numbers: tuple[str, str] | None = None
+    ) -> None:
+        """numbers: the name of the watched tensor and the code of its dtype."""
+        for first in range(0, len(data), _AT_ONCE):
+            part = data[first : first + _AT_ONCE]
+            if numbers is not None:
+                self._names[len(self._ranges)] = numbers[0]
+                self._ranges.append((offset + first, part, numbers[1]))
+            else:
+                self._ranges.append((offset + first, part))
+            self._waiting += len(part)
+            if self._waiting >= _AT_ONCE:
+                self._flush()
+
+    def add(self, piece: Piece) -> None:
+        values, begin, end, dtype = piece[2:6]
+        size = dtype.itemsize
+        watched = piece.name in self._watched and values.dtype in _NUMBERS
+        if is_plain(piece) and piece.size >= _DIRECT:
+            numbers = (piece.name, CODES[dtype]) if watched else None
+            self.add_bytes(piece.offset, bytes_of(values.view(-1)[begin:end]), numbers)
+            return
+        offset = piece.offset
+        for run in runs(values, begin, end, CHUNK // max(size, values.element_size())):
+            copy = self._copy(offset, run, dtype)
+            if watched:
+                self._watched_copies.append((piece.name, copy))
+            offset += run.numel() * size
+
+    def end(self) -> list[Written]:
+        """Write the rest. Return everything that was written."""
+        self._flush()
+        return self._written
+
+    def _copy(self, offset: int, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """Copy values to the chunk. Return the copy, which is valid until the next _flush()."""
+        length = values.numel() * dtype.itemsize
+        first, low, high = self._copied[-1] if self._copied else (-1, 0, 0)
+        follows = first + high - low == offset  # in the file, so in the chunk as well
+        begin = high if follows else -(-high // 16) * 16
+        if begin % dtype.itemsize != 0 or begin + length > CHUNK:
+            self._flush()
+            follows, begin = False, 0
+        copy = self._chunk.memory[begin : begin + length].view(dtype)
+        copy.copy_(values, non_blocking=True)
+        if follows:
+            self._copied[-1] = (first, low, begin + length)
+        else:
+            self._copied.append((offset, begin, begin + length))
+        return copy
+
+    def _flush(self) -> None:
+        if self._copied:
+            if self._chunk.memory.is_pinned():
+                torch.cuda.synchronize()
+            self.strange += _not_finite(self._watched_copies)
+            self._watched_copies.clear()
+            memory = bytes_of(self._chunk.memory)
+            self._ranges += [(offset, memory[low:high]) for offset, low, high in self._copied]
+            self._copied.clear()
+        if self._ranges:
+            places: list[int] = []
+            written = rows_of(self._file.write(self._ranges, BLOCK, places))
+            self._written += written
+            self.strange += [self._names[place] for place in places]
+            self._names.clear()
+            self._done(sum(length for _, length, _ in written))
+            self._ranges.clear()
+            self._waiting = 0
+
+
+def _not_finite(named: Sequence[tuple[str, Tensor]]) -> list[str]:
+    """The names of tensors with NaN or infinite values."""
+    # The core cannot sum float8.
+    known = [(name, v if v.dtype in _NUMBERS else v.float()) for name, v in named]
+    if _are_finite([values for _, values in known]):  # one call for all
+        return []
+    return [name for name, values in known if not _are_finite([values])]
+
+
+def _are_finite(tensors: list[Tensor]) -> bool:
+    return math.isfinite(_core.power_sum(tensors, 1.0))
+
+
+def is_plain(piece: Piece) -> bool:
+    """Return whether the values are in CPU memory as the file needs them."""
+    values = piece.values
+    as_it_is = values.device.type == "cpu" and values.dtype == piece.dtype
+    return as_it_is and values.is_contiguous() and not (values.is_conj() or values.is_neg())
+
+
+def runs(values: Tensor, begin: int, end: int, limit: int) -> Iterator[Tensor]:
+    """Yield the row-major elements from `begin` to `end` as 1-dimensional tensors of at most
+    `limit` elements; these are copies if `values` is not contiguous."""
+    if values.is_contiguous():
+        flat = values.view(-1)
+        for first in range(begin, end, limit):
+            yield flat[first : min(first + limit, end)]
+        return
+    row = values.numel() // values.shape[0]
+    at_once = max(1, limit // row)
+    for first in range(begin // row, -(-end // row), at_once):
+        rows = values[first : first + at_once]
+        low = max(0, begin - first * row)
+        high = min(rows.numel(), end - first * row)
+        if row > limit:
+            yield from runs(rows[0], low, high, limit)
+        else:
+            yield rows.reshape(-1)[low:high]

@@ -1,0 +1,258 @@
+"""Process groups: those of a model, from the arguments of FSDP(...).
+
+The one idea: without torchrun the world size is 1 and there is no process group at all; with it,
+groups that have the same ranks are the same object.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from zshard._errors import stacklevel
+from zshard.comm import ends
+from zshard.comm.objects import gather_objects
+from zshard.comm.subgroups import new_subgroup
+from zshard.strategy import ShardingStrategy
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of a model; None: a single rank. Equal ones are the same object."""
+
+    world: Any | None  # all ranks
+    shard_group: Any | None  # ranks that gather from each other
+    replica_group: Any | None  # with secondary shards: ranks that have the same one
+
+
+def resolve_groups(process_group: Any, device_mesh: Any, strategy: ShardingStrategy) -> Groups:
+    """Return the process groups that FSDP's arguments specify.
+
+    process_group: one group; for a hybrid strategy a pair (shard group, replica group).
+    device_mesh: instead of process_group, a 1-D mesh (shard) or a 2-D mesh (replicate, shard).
+    strategy: a hybrid strategy given neither shards within each host (LOCAL_WORLD_SIZE ranks, as
+        torchrun sets it).
+
+    Creates the default process group (gloo) under torchrun if the script has not. Collective if a
+    group has to be created. Raises ValueError for arguments that contradict each other, TypeError
+    for arguments of the wrong type.
+    """
+    hybrid = strategy.is_hybrid
+    if device_mesh is not None:
+        if process_group is not None:
+            raise ValueError("pass either process_group or device_mesh, not both")
+        process_group = _groups_of_mesh(device_mesh, hybrid)
+    if isinstance(process_group, tuple):
+        return _resolve_pair(process_group, hybrid)
+    if hybrid and process_group is not None:
+        raise ValueError(
+            "a hybrid strategy needs two groups: pass process_group=(shard group, replica group), "
+            "or a 2-D device_mesh (replicate, shard)"
+        )
+    world = _resolve_one(process_group)
+    if world is None:
+        return Groups(None, None, None)
+    if hybrid:
+        return _split_by_host(world, strategy.keeps)
+    shard_group = None if strategy is ShardingStrategy.ZERO1 else world
+    return Groups(world, shard_group, world)
+
+
+def _groups_of_mesh(mesh: Any, hybrid: bool) -> Any:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"device_mesh must be a torch.distributed.DeviceMesh, got {mesh!r}")
+    if mesh.ndim == 1 and not hybrid:
+        return mesh.get_group()
+    if mesh.ndim == 2:
+        return mesh.get_group(1), mesh.get_group(0)
+    raise ValueError(
+        f"device_mesh has {mesh.ndim} dimension(s): pass a 1-D mesh (shard), or for a hybrid "
+        "strategy a 2-D mesh (replicate, shard); zshard has no tensor or pipeline parallelism"
+    )
+
+
+def _resolve_pair(pair: tuple[Any, ...], hybrid: bool) -> Groups:
+    if not hybrid:
+        raise ValueError(
+            "two process groups or a 2-D device_mesh require a hybrid strategy: pass "
+            'strategy="hybrid_shard", "hybrid_shard_zero2" or "hybrid_full". Of a mesh for data '
+            "and tensor parallelism, pass the dimension to shard over, mesh['dp']; zshard has no "
+            "tensor parallelism"
+        )
+    if len(pair) != 2 or not all(isinstance(group, dist.ProcessGroup) for group in pair):
+        raise TypeError(
+            f"process_group must be a pair (shard group, replica group) of ProcessGroups, got "
+            f"{pair!r}"
+        )
+    shard, replicate = pair
+    world = _union(shard, replicate)
+    if dist.get_world_size(replicate) == 1:
+        alone = _resolve_one(shard)
+        return Groups(alone, alone, None)
+    return Groups(world, _resolve_one(shard), replicate)
+
+
+def _union(shard: Any, replicate: Any) -> Any:
+    """Return the group of all ranks of a mesh, given this rank's two groups of it. Collective."""
+    rows = gather_objects(dist.get_process_group_ranks(shard), replicate)
+    ranks = tuple(sorted(rank for row in rows for rank in row))
+    if len(set(ranks)) < len(ranks) or any(len(row) != len(rows[0]) for row in rows):
+        raise ValueError(
+            f"the process groups do not form a mesh: the shard groups are {rows}, but they must be "
+            "of equal size and disjoint"
+        )
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    return _part(list(ranks))
+
+
+_parts: dict[tuple[int, ...], Any] = {}  # groups of some of a group's ranks, by these
+
+
+def block_of(group: Any, size: int) -> Any:
+    """Return the block of `size` consecutive ranks of `group` that includes this one; `size`
+    divides the group. Collective over the block on first use."""
+    ranks = dist.get_process_group_ranks(group)
+    first = dist.get_rank(group) // size * size
+    return _part(ranks[first : first + size])
+
+
+def column_of(group: Any, size: int) -> Any:
+    """Return the ranks at this rank's position in all such blocks. Collective likewise."""
+    return _part(dist.get_process_group_ranks(group)[dist.get_rank(group) % size :: size])
+
+
+def _part(ranks: list[int]) -> Any:
+    known = _parts.get(tuple(ranks))
+    if known is None or known not in dist.distributed_c10d._world.pg_map:
+        known = _parts[tuple(ranks)] = new_subgroup(ranks)
+    return known
+
+
+def _split_by_host(world: Any, keeps: bool) -> Groups:
+    size = _env_int("LOCAL_WORLD_SIZE") or dist.get_world_size(world)
+    whole = dist.get_world_size(world)
+    if size >= whole:
+        return Groups(world, world, None)
+    if whole % size != 0:
+        raise ValueError(
+            f"world size {whole} is not a multiple of LOCAL_WORLD_SIZE={size}: pass "
+            "process_group=(shard group, replica group) or device_mesh"
+        )
+    shard_group = block_of(world, size) if size > 1 else None
+    return Groups(world, shard_group, column_of(world, size) if keeps else None)
+
+
+def _resolve_one(process_group: Any) -> Any | None:
+    """Return the group to use for `process_group`; None for a single rank."""
+    if process_group is not None:
+        return process_group if dist.get_world_size(process_group) > 1 else None
+    if not dist.is_available() or (not dist.is_initialized() and not _launched()):
+        return None
+    if not dist.is_initialized():
+        make_default_group("gloo")
+    return dist.group.WORLD if dist.get_world_size() > 1 else None
+
+
+def make_default_group(backend: str, **arguments: Any) -> None:
+    """Create the default process group, which ends with the process. Collective."""
+    dist.init_process_group(backend, **arguments)
+    # Runs after the transports' end, which is registered later.
+    atexit.register(_destroy_own_group, os.getpid())
+
+
+def _launched() -> bool:
+    """Return whether torchrun, or a similar launcher, started more than one rank. Raises
+    RuntimeError where another one did, whose ranks would each train alone."""
+    world = _env_int("WORLD_SIZE")
+    rank = _env_int("RANK")
+    if world is None or rank is None:
+        check_launcher()
+        _warn_of_lone_child()
+        return False
+    if not 0 <= rank < world:
+        raise ValueError(
+            f"RANK={rank} is out of range for WORLD_SIZE={world}: start the ranks with torchrun"
+        )
+    return world > 1
+
+
+_LAUNCHERS = (  # the variables of a rank and of how many there are
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("RANK", "WORLD_SIZE"),
+)
+
+
+def check_launcher() -> None:
+    """Raise RuntimeError if SLURM or MPI started this process as one of several ranks, and nothing
+    says how they meet."""
+    for rank, world in _LAUNCHERS:
+        size = _env_int(world)
+        if size is None or (os.environ.get(rank) is None and world != "WORLD_SIZE"):
+            continue
+        if size > 1:
+            raise RuntimeError(
+                f"{world}={size}, but there is no process group, so each of the {size} processes "
+                "would train alone: call torch.distributed.init_process_group() first (with "
+                f"rank=int(os.environ['{rank}']), world_size={size}), or start the ranks with "
+                f"torchrun; for a single process, unset {world}"
+            )
+        return
+
+
+_warned_of_lone_child = False
+
+
+def _warn_of_lone_child() -> None:
+    """Warn once in a process that mp.spawn or another multiprocessing call has started: nothing
+    tells whether it is one of several ranks."""
+    global _warned_of_lone_child
+    if multiprocessing.parent_process() is None or _warned_of_lone_child:
+        return
+    _warned_of_lone_child = True
+    warnings.warn(
+        f"process {multiprocessing.current_process().name!r} was started by multiprocessing and "
+        "has no process group, so it trains alone: if it is one of several ranks, call "
+        "torch.distributed.init_process_group() before FSDP()",
+        RuntimeWarning,
+        stacklevel=stacklevel(),
+    )
+
+
+def check_still_alone(name: str) -> None:
+    """Raise RuntimeError if there are other ranks by now, of which a model knows nothing."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError(
+            f"FSDP() of this {name} was called before init_process_group(), so each of the "
+            f"{dist.get_world_size()} ranks would train alone: initialize the process group first"
+        )
+
+
+def _env_int(name: str) -> int | None:
+    text = os.environ.get(name)
+    if text is None or text == "":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"environment variable {name}={text!r} is not an integer") from None
+
+
+def _destroy_own_group(pid: int) -> None:
+    """Destroy the process group before the interpreter exits: its threads may need Python.
+
+    Skipped if a collective may still be running, for which this would wait, and in a forked child
+    of the process `pid`, which has neither the threads nor sockets of its own."""
+    if not ends.has_failed() and dist.is_initialized() and os.getpid() == pid:
+        dist.destroy_process_group()

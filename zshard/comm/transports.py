@@ -1,0 +1,443 @@
+"""Transports between the ranks of a group.
+
+The one idea: one transport per process group and process, made on first use by all members together
+and kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import math
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from zshard import _core
+from zshard._errors import stacklevel
+from zshard.comm import ends, meeting, script_position
+from zshard.comm.agreement import on_all_ranks
+from zshard.comm.devices import CPU, is_stand_in, torch_device
+from zshard.comm.exit import fail
+from zshard.comm.groups import Groups
+from zshard.comm.hosts import connect_hosts, ranks_per_host
+from zshard.comm.meeting import Refusal, meet
+from zshard.comm.nccl import NcclOptions, library
+from zshard.comm.objects import gather_objects
+from zshard.comm.subgroups import new_subgroup
+from zshard.strategy import ShardingStrategy
+
+TRANSPORTS = {
+    "cpu": ("auto", "shm", "hosts", "c10d"),
+    "cuda": ("auto", "nccl", "c10d"),
+}
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+@dataclass
+class _Connection:
+    group: Any  # the process group: kept, so that its id stays its own
+    comm: _core.Comm
+    made: set[Any] = field(default_factory=set)  # zshard's own groups, which end with that one
+
+
+_FLAT = "flat"  # shm, or c10d alone
+_BESIDE = "beside"  # in place of a transport: one for a thread of its own
+_OUTLIVE = 5.0  # seconds that a rank whose wait has failed leaves to the one that is to blame
+_PATIENCE = 1800.0  # seconds: least timeout of a wait for a rank that may be waiting for a disk
+
+Asked = str | NcclOptions  # a transport, by its name or by NCCL's options
+
+_entries: dict[tuple[int, Asked, str], _Connection] = {}  # by group, transport asked for, device
+_stopped: list[_Connection] = []  # others have taken their places; their models are lost
+_alone: dict[str, _core.Comm] = {}  # by device
+
+
+class Comms(NamedTuple):
+    """The transports of a model, in the order of Engine's arguments."""
+
+    all: _core.Comm  # all ranks, which reduce gradients
+    shards: _core.Comm  # of them, those that one replica of the model is sharded over
+    shard_group: _core.Comm  # ranks that gather from each other
+    replica_group: _core.Comm | None  # ranks that have the same secondary shard
+
+
+def comms_for(
+    groups: Groups, strategy: ShardingStrategy, comm: _core.Comm, settings: tuple[Any, Any, str]
+) -> Comms:
+    """Return the transports of a model's groups; `comm` is that of all ranks. Collective on first
+    use.
+
+    settings: comm_for's transport, timeout and device. Over shm there are no secondary shards: see
+        ShardingStrategy.
+    """
+    if strategy.keeps:
+        if comm.transport == "shm" or groups.shard_group is groups.world:
+            return Comms(comm, comm, comm, None)
+        replica_group = comm
+        if groups.replica_group is not groups.world:
+            replica_by = "c10d" if settings[2] == CPU else settings[0]
+            replica_group = comm_for(groups.replica_group, replica_by, *settings[1:])
+        return Comms(comm, comm, _within(groups, comm, settings), replica_group)
+    shard_group = comm if groups.shard_group is groups.world else _within(groups, comm, settings)
+    return Comms(comm, shard_group, shard_group, None)
+
+
+def group_of(comm: _core.Comm) -> Any:
+    """Return the process group of a transport. None, torch's word for the default group, for a
+    single rank."""
+    known = [*_entries.values(), *_stopped]
+    return next((each.group for each in known if each.comm is comm), None)
+
+
+def ranks_of(comm: _core.Comm) -> list[int]:
+    """Return the ranks of a transport, in the default group; [] for a single rank."""
+    group = group_of(comm)
+    return [] if group is None else dist.get_process_group_ranks(group)
+
+
+def _within(groups: Groups, comm: _core.Comm, settings: tuple[Any, Any, str]) -> _core.Comm:
+    """Return the transport of a shard group, of the same kind in all shard groups: shards are laid
+    out for it, and all ranks reduce together."""
+    if groups.shard_group is None or settings[2] != CPU:
+        return comm_for(groups.shard_group, *settings)
+    with on_all_ranks(comm):
+        found = comm_for(groups.shard_group, *settings)
+    kinds = [each.rstrip().decode() for each in comm.exchange(found.transport.encode().ljust(16))]
+    if len(set(kinds)) == 1:
+        return found
+    if comm.rank == 0:
+        without = kinds.index("c10d")
+        warnings.warn(
+            "shard groups use transport='c10d', because shm, which is faster, is not available to "
+            f"that of rank {without}: see its own warning. Pass transport='c10d' to silence this",
+            RuntimeWarning,
+            stacklevel=stacklevel(),
+        )
+    return comm_for(groups.shard_group, "c10d", *settings[1:])
+
+
+def check_settings(
+    transport: Asked | None, timeout: float | None, device: str = CPU
+) -> tuple[Asked, float | None]:
+    """Return the transport and the timeout in seconds that the arguments or the environment set.
+
+    Raises ValueError for invalid ones. Call it before ranks connect, so that no rank sees another's
+    connection break.
+    """
+    wanted = transport or os.environ.get("ZSHARD_TRANSPORT") or "auto"
+    kind = CPU if is_stand_in(device) else device.partition(":")[0]
+    known = TRANSPORTS[kind]
+    if isinstance(wanted, NcclOptions):
+        if device == CPU:
+            raise ValueError(
+                f"transport={wanted!r} requires a model on a GPU, but this one is on the CPU: "
+                "move the model, or pass device_id"
+            )
+    elif wanted not in known and wanted != _FLAT:
+        raise ValueError(
+            f"unknown transport {wanted!r} for a model on {kind}: expected one of "
+            f"{', '.join(known)}"
+        )
+    return wanted, _check_timeout(timeout)
+
+
+def comm_for(
+    group: Any | None, transport: Asked | None, timeout: float | None, device: str = CPU
+) -> _core.Comm:
+    """Return the transport of `group`, created on first use, which is collective over the group.
+
+    transport: "auto", "shm", "hosts" or "c10d"; on GPUs "auto", "nccl", "c10d" or NcclOptions.
+        None: ZSHARD_TRANSPORT, or "auto".
+    timeout: seconds that one wait may last. None: ZSHARD_TIMEOUT, or the group's own timeout.
+
+    Raises ValueError for an unknown name, RuntimeError if the requested transport is not available.
+    """
+    wanted, seconds = check_settings(transport, timeout, device)
+    if group is None:
+        return _comm_alone(device)
+    _drop_dead_entries()
+    _set_stopped_aside()
+    entry = _entries.get((id(group), wanted, device))
+    if entry is None:
+        connect = _connect if device == CPU else functools.partial(connect_gpu, device)
+        limit = _timeout_of(group, seconds)
+        entry = _connection(group, lambda: connect(group, wanted, limit))
+        _entries[(id(group), wanted, device)] = entry
+        if entry.comm.transport != wanted:  # "auto": the forced name means the same from now on
+            _entries.setdefault((id(group), entry.comm.transport, device), entry)
+        elif (id(group), "auto", device) not in _entries:
+            _entries[(id(group), "auto", device)] = entry
+    elif timeout is not None:
+        entry.comm.set_timeout(float(timeout))
+    return entry.comm
+
+
+def comm_beside(comm: _core.Comm) -> _core.Comm:
+    """Return a second transport between the same ranks' hosts, for use on another thread.
+    Collective on first use. Its timeout is at least half an hour: a peer may wait for a slow
+    disk."""
+    if comm.world == 1:
+        return _comm_alone(CPU)
+    _drop_dead_entries()
+    group = group_of(comm)
+    if group is None:
+        raise RuntimeError(
+            "the model's process group has been destroyed: call destroy_process_group() only after "
+            "the last use of the model"
+        )
+    _set_stopped_aside()
+    key = (id(group), _BESIDE, CPU)
+    if key not in _entries:
+        # What the model has, if it can be.
+        kind = "c10d" if comm.transport in ("c10d", "hosts") else "auto"
+        patience = max(comm.timeout, _PATIENCE)
+        _entries[key] = _connection(group, lambda: _connect(group, kind, patience, True))
+    return _entries[key].comm
+
+
+def _comm_alone(device: str) -> _core.Comm:
+    if device not in _alone:
+        _alone[device] = _core.Comm.alone(device)
+    return _alone[device]
+
+
+def _connection(group: Any, connect: Callable[[], _core.Comm]) -> _Connection:
+    """Return what `connect` makes, with the process groups that it creates on the way."""
+    known = set(dist.distributed_c10d._world.pg_map)
+    comm = connect()
+    others = set().union(*(entry.made for entry in _entries.values()))
+    return _Connection(group, comm, set(dist.distributed_c10d._world.pg_map) - known - others)
+
+
+def _set_stopped_aside() -> None:
+    """Have models that are made from now on meet over new transports where an error that the script
+    has caught ended one: on all ranks, as each has told it, or was told."""
+    for key in [key for key, entry in _entries.items() if _core.is_stopped(entry.comm)]:
+        entry = _entries.pop(key)
+        if entry not in _stopped:
+            _stopped.append(entry)
+
+
+def _drop_dead_entries() -> None:
+    """Forget the transports of groups that the script has destroyed, and destroy zshard's own
+    groups for them: each of gloo's has three threads, which wake a hundred times a second."""
+    script_position.forget_dead()
+    groups = dist.distributed_c10d._world.pg_map
+    alive = {id(group) for group in groups}
+    _stopped[:] = [entry for entry in _stopped if id(entry.group) in alive]
+    dead = [_entries.pop(key) for key in list(_entries) if key[0] not in alive]
+    for made in set().union(*(entry.made for entry in dead)):
+        if made in groups:
+            dist.destroy_process_group(made)
+
+
+def _check_timeout(timeout: float | None) -> float | None:
+    """Return the seconds from the argument or ZSHARD_TIMEOUT; None if neither is given."""
+    name, value = "timeout", timeout
+    if value is None and os.environ.get("ZSHARD_TIMEOUT"):
+        name, value = "ZSHARD_TIMEOUT", os.environ["ZSHARD_TIMEOUT"]  # type: ignore[assignment]
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not seconds > 0:
+        raise ValueError(
+            f"{name}={value!r} is not a valid timeout: expected a positive number of seconds"
+        )
+    return seconds
+
+
+def _timeout_of(group: Any, timeout: float | None) -> float:
+    if timeout is not None:
+        return timeout
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # a group for GPUs alone
+        backend = group._get_backend(torch.device("cuda"))
+    options = getattr(backend, "options", None)
+    limit = getattr(options, "_timeout", None)
+    return limit.total_seconds() if isinstance(limit, timedelta) else 1800.0
+
+
+def _connect(group: Any, wanted: Asked, timeout: float, beside: bool = False) -> _core.Comm:
+    _report_ends()
+    if wanted in ("c10d", "hosts"):
+        hosts = gather_objects(meeting.host_id(), group)
+    else:
+        met = meet(group, timeout)
+        if isinstance(met, _core.Comm):
+            if not beside:
+                script_position.watch_shm(met, group)
+            return met
+        if wanted == "shm":
+            raise RuntimeError(
+                f"transport='shm' is not available: {met.reason}. Or pass transport='c10d'"
+            )
+        _fall_back(met, dist.get_rank(group))
+        hosts = met.hosts
+    own = new_group(group, CPU)
+    comm = None
+    if not beside and (wanted == "hosts" or (wanted == "auto" and len(set(hosts)) > 1)):
+        comm = _connect_hosts(group, own, hosts, wanted, timeout)
+    if comm is None:
+        rank, world = dist.get_rank(group), dist.get_world_size(group)
+        comm = _core.Comm.c10d(own.group_name, rank, world, timeout, ranks_per_host(hosts))
+    if not beside:  # whose waits are for another thread
+        script_position.watch(comm, group, own)
+    return comm
+
+
+def _connect_hosts(
+    group: Any, own: Any, hosts: list[str], wanted: Asked, timeout: float
+) -> _core.Comm | None:
+    """Return the transport in two levels; None, on all ranks, if c10d takes its place."""
+    met = connect_hosts(group, own, hosts, timeout)
+    if isinstance(met, _core.Comm):
+        return met
+    if wanted == "hosts":
+        raise RuntimeError(
+            f"transport='hosts' is not available: {met}. Pass transport='auto' or 'c10d'"
+        )
+    if dist.get_rank(group) == 0:
+        warnings.warn(
+            "transport='c10d' sends more between hosts than transport='hosts', which is not "
+            f"available: {met}. Pass transport='c10d' to silence this warning",
+            RuntimeWarning,
+            stacklevel=stacklevel(),
+        )
+    return None
+
+
+def _fall_back(refusal: Refusal, rank: int) -> None:
+    """Say once, on one rank, that c10d takes the place of shm. Raises RuntimeError on all ranks if
+    c10d would fail too."""
+    if refusal.shortage:
+        raise RuntimeError(
+            f"no transport is available: shm: {refusal.reason}; c10d: {refusal.shortage}"
+        )
+    if refusal.one_host and rank == 0:
+        warnings.warn(
+            "ranks of one host use transport='c10d', because shm, which is faster, is not "
+            f"available: {refusal.reason}. Pass transport='c10d' to silence this warning",
+            RuntimeWarning,
+            stacklevel=stacklevel(),
+        )
+
+
+def new_group(group: Any, device: str, backend: str | None = None) -> Any:
+    """Return a new process group for tensors on that device, so that zshard's collectives never
+    mix with the script's. backend: None for that of `group`, or torch's usual one."""
+    ranks = dist.get_process_group_ranks(group)
+    kind = torch_device(device).type
+    if backend is None and kind not in str(dist.get_backend_config(group)):
+        backend = BACKENDS[kind]
+    if len(ranks) == dist.get_world_size():
+        return dist.new_group(ranks, backend=backend)
+    return new_subgroup(ranks, backend)
+
+
+def choices_for(device: str, wanted: Asked) -> tuple[Asked, Asked]:
+    """Return the transport between the hosts of GPUs, and the backend for these GPUs' memory."""
+    return _FLAT, wanted
+
+
+def connect_gpu(device: str, group: Any, wanted: Asked, timeout: float) -> _core.Comm:
+    """Return the transport between GPUs: one between their hosts, and a backend for GPU memory."""
+    options = wanted if isinstance(wanted, NcclOptions) else None
+    hosts, kind = choices_for(device, wanted)
+    control = comm_for(group, hosts, timeout)
+    kind = "nccl" if options is not None else kind
+    if kind == "auto" and (sharing := _sharing_a_gpu(control, device)) is not None:
+        _warn_of_sharing(control.rank, sharing)
+        own = new_group(group, device, "gloo")  # torch's NCCL refuses them as ours does
+        return _core.Comm.gpu(control, "c10d", device, own.group_name)
+    if kind in ("auto", "nccl"):
+        with contextlib.suppress(NotImplementedError):  # the ranks agree on it below
+            library()
+        try:
+            numbers = (options or NcclOptions())._numbers()
+            return _core.Comm.gpu(control, "nccl", device, "", numbers)
+        except NotImplementedError:  # on all ranks: one of them has no NCCL
+            if kind != "auto":
+                raise
+    return _core.Comm.gpu(control, "c10d", device, new_group(group, device).group_name)
+
+
+def _gpu_id(device: str) -> bytes:
+    """Return a digest of this GPU's host and place on it, by which NCCL tells GPUs apart: neither
+    depends on the index in this process, and two MIG instances of a GPU have the same."""
+    facts: Any = torch.cuda.get_device_properties(device)
+    place = f"{facts.pci_domain_id}:{facts.pci_bus_id}:{facts.pci_device_id}"
+    return hashlib.sha256(f"{meeting.host_id()} {place}".encode()).digest()
+
+
+def _sharing_a_gpu(control: _core.Comm, device: str) -> tuple[int, int] | None:
+    """Return the first two ranks that share a GPU, which NCCL rejects; None if each has its own.
+    Collective."""
+    ids = control.exchange(_gpu_id(device))
+    return next(((ids.index(gpu), r) for r, gpu in enumerate(ids) if ids.index(gpu) < r), None)
+
+
+def _warn_of_sharing(rank: int, sharing: tuple[int, int]) -> None:
+    if rank == 0:
+        first, second = sharing
+        warnings.warn(
+            f"ranks {first} and {second} share a GPU, which NCCL does not support: all ranks use "
+            "transport='c10d' with gloo, which copies through the host. Give each rank a GPU of "
+            "its own, or pass transport='c10d' to silence this warning",
+            RuntimeWarning,
+            stacklevel=stacklevel(),
+        )
+
+
+def _report_ends() -> None:
+    ends.watch(_tell_peers, _leave)
+
+
+def _tell_peers(words: str) -> None:
+    """Tell them that an exception ends this rank."""
+    for key, entry in _entries.items():
+        if key[1] != _BESIDE:  # a thread may be writing yet, and the process waits for it
+            entry.comm.abort(words)
+            entry.comm.close()
+
+
+def _leave() -> None:
+    """Exit in order: tell the peers that this rank left, so that they do not find it dead."""
+    comms = {id(entry.comm): entry.comm for key, entry in _entries.items() if key[1] != _BESIDE}
+    if any(comm.lost for comm in comms.values()):
+        ends.note_failure()
+    if not ends.has_failed() and ends.is_reported():
+        for comm in comms.values():
+            _compare_ends(comm)
+    for comm in comms.values():
+        _core.outlive(comm, _OUTLIVE)  # launchers name the first process that ends
+    timeout = max((comm.timeout for comm in comms.values()), default=0.0)
+    for key, entry in _entries.items():
+        if key[1] == _BESIDE and ends.last_words():
+            entry.comm.abort(ends.last_words())
+        entry.comm.close()  # from here on nobody waits for this rank
+    for entry in _stopped:
+        entry.comm.close()
+    _entries.clear()
+    if not ends.has_failed() and ends.is_reported():
+        ends.say_farewell(timeout)
+
+
+def _compare_ends(comm: _core.Comm) -> None:
+    """No round has compared what ranks did after the last one."""
+    try:
+        comm.end()
+    except _core.DivergenceError as error:
+        fail(f"zshard: DivergenceError at the end of rank {comm.rank}: {error}")

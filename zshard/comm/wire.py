@@ -1,0 +1,98 @@
+"""`wire`: how gradients and parameters cross hosts, in fewer bytes than they have.
+
+The one idea: it is a property of units, which the core hands to the transport between hosts; all
+that is here is its names, and where it cannot be had.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zshard import _core
+from zshard.comm.devices import CPU
+
+CODES = {None: 0, "bf16": 1, "int8": 2}
+"""By the names that Wire takes: their numbers in the core."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How numbers cross hosts, in fewer bytes: FSDP(model, wire=zshard.Wire(...)).
+
+    Pass the same settings on all ranks. `wire="int8"` is short for
+    `Wire(gradients="int8", parameters="int8")`.
+
+    Args:
+        gradients: "bf16": half the bytes of float32. "int8": about a quarter, in blocks of 256
+            numbers that share a scale. What that rounds off one step's gradients goes into the next
+            step's. None: exact.
+        parameters: the same of parameters that are all-gathered. Forward and backward compute with
+            the rounded values, alike on all ranks; the optimizer and checkpoints have the exact
+            ones. None: exact.
+
+    Raises ValueError for other names.
+    """
+
+    gradients: str | None = None
+    parameters: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("gradients", "parameters"):
+            value = getattr(self, name)
+            if not _is_code(value):
+                raise ValueError(f"Wire: {name} must be 'bf16', 'int8' or None, got {value!r}")
+
+    @property
+    def codes(self) -> tuple[int, int]:
+        """The arguments of Engine.set_codes."""
+        return CODES[self.gradients], CODES[self.parameters]
+
+
+def _is_code(value: object) -> bool:
+    return value is None or (isinstance(value, str) and value in CODES)
+
+
+def check_wire(given: str | Wire | None, device: str) -> Wire:
+    """Return what the argument of FSDP() means. Raises ValueError for an unknown name,
+    NotImplementedError for a model on a GPU."""
+    if not isinstance(given, Wire) and not _is_code(given):
+        raise ValueError(f"wire must be 'bf16', 'int8', a zshard.Wire or None, got {given!r}")
+    wire = given if isinstance(given, Wire) else Wire(given, given)
+    if wire != Wire() and device != CPU:
+        raise NotImplementedError(
+            f"wire={_spelled(wire)} is not supported for a model on a GPU ({device}): omit wire, "
+            "or reduce gradients in bfloat16 with mixed_precision=zshard.MixedPrecision("
+            "reduce_dtype=torch.bfloat16)"
+        )
+    return wire
+
+
+def check_wire_over(comm: _core.Comm, wire: Wire) -> None:
+    """Raise NotImplementedError if the transport would leave numbers as they are between hosts: the
+    same on all ranks."""
+    if wire != Wire() and comm.transport == "c10d":
+        raise NotImplementedError(
+            f"wire={_spelled(wire)} is not supported by transport='c10d': between hosts with the "
+            "same number of ranks each, pass transport='hosts' (or 'auto'); else omit wire"
+        )
+
+
+def wire_words(comm: _core.Comm, wire: Wire, units: list[_core.Unit]) -> str:
+    """Return what summary() says of it; '' if there is nothing to say."""
+    if wire == Wire():
+        return ""
+    if comm.transport != "hosts":
+        return f"wire={_spelled(wire)} has no effect on one host"
+    words = []
+    if wire.gradients is not None:
+        words.append(f"gradients cross hosts as {wire.gradients}")
+    if wire.parameters is not None:
+        coded = any(unit.is_coded for unit in units)
+        how = f"as {wire.parameters}" if coded else "as they are"
+        words.append(f"parameters {how}" if words else f"parameters cross hosts {how}")
+    return ", ".join(words)
+
+
+def _spelled(wire: Wire) -> str:
+    """As a script would write it."""
+    return repr(wire.gradients if wire.gradients == wire.parameters else wire)

@@ -1,0 +1,57 @@
+"""DeepSpeed's names: `import zshard as deepspeed` trains a script for DeepSpeed with zshard.
+
+    engine, optimizer, loader, scheduler = zshard.initialize(model=model, config="ds_config.json")
+    for batch in loader:
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+
+The one idea: names that work do what they do in DeepSpeed; each other one is an AttributeError that
+says what to write instead. docs/deepspeed.md is the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from zshard.deepspeed import zero
+from zshard.deepspeed.build_engine import initialize
+from zshard.deepspeed.engine import DeepSpeedEngine
+from zshard.deepspeed.missing_modules import INSTEAD as MODULES
+from zshard.deepspeed.process_group import init_distributed
+
+__all__ = ["DeepSpeedEngine", "add_config_arguments", "init_distributed", "initialize", "zero"]
+
+INSTEAD = {
+    "comm": "use torch.distributed",
+    "ops": "use zshard.AdamW, zshard.Adam or zshard.SGD",
+    "checkpointing": "use torch.utils.checkpoint",
+    "moe": "zshard has no expert parallelism; experts that all ranks have need nothing of it",
+    "pipe": "zshard has no pipeline parallelism",
+    "PipelineModule": "zshard has no pipeline parallelism",
+    "init_inference": "call engine.module under torch.no_grad()",
+    "InferenceEngine": "call engine.module under torch.no_grad()",
+    "tp_model_init": "zshard has no tensor parallelism",
+    "OnDevice": "use torch.device",
+    "get_accelerator": "use torch.accelerator",
+    "log_dist": "print on rank 0",
+    **{name: MODULES[name] for name in ("accelerator", "runtime", "utils")},
+    "add_tuning_arguments": "set the section 'scheduler' of the config",
+    "DeepSpeedConfig": "engine.config is the config as a dict",
+}
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add --deepspeed (a flag for the script) and --deepspeed_config (a path) to a parser, and
+    return it."""
+    group = parser.add_argument_group("DeepSpeed", "the DeepSpeed config, which zshard reads")
+    group.add_argument("--deepspeed", action="store_true", help="use zshard.initialize()")
+    group.add_argument("--deepspeed_config", default=None, help="path of the config, a JSON file")
+    return parser
+
+
+def __getattr__(name: str) -> Any:
+    if name in INSTEAD:
+        raise AttributeError(f"zshard has no deepspeed.{name}: {INSTEAD[name]}")
+    raise AttributeError(f"module 'zshard.deepspeed' has no attribute '{name}'")

@@ -1,0 +1,278 @@
+"""DeepSpeed's engine over a sharded model: forward, backward, step.
+
+The one idea: the engine only counts and calls. A round is gradient_accumulation_steps forwards,
+backwards and steps; the last step() of a round clips, steps the optimizer, zeroes the gradients
+and steps the scheduler, and the others do nothing. All else is the work of FSDP, GradScaler and the
+optimizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zshard.deepspeed.ds_config import Settings
+from zshard.deepspeed.engine_checkpoints import EngineCheckpoints
+from zshard.deepspeed.engine_facts import EngineFacts
+from zshard.deepspeed.engine_life import EngineLife
+from zshard.deepspeed.loss_scale import OverflowScaler
+from zshard.optim.clip import clip_grad_norm
+from zshard.strategy import ShardingStrategy
+from zshard.units.units import state_of
+
+_ACCUMULATES = (ShardingStrategy.NO_SHARD, ShardingStrategy.ZERO1)
+"""Where gradients of a round stay full until its last backward, as in DeepSpeed: stages 0 and 1."""
+
+
+class DeepSpeedEngine(EngineFacts, EngineCheckpoints, EngineLife, nn.Module):
+    """What zshard.initialize() returns first: a sharded model with DeepSpeed's engine around it.
+
+    Call it as the model. Then call backward(loss) and step(), once each per micro-batch, on all
+    ranks. Attributes that it lacks are the model's.
+
+    module: the sharded model. optimizer, lr_scheduler, training_dataloader: those of initialize(),
+    or None. config: the DeepSpeed config as a dict, with values for "auto". global_steps: rounds
+    that ended. skipped_steps: those that were skipped because of an overflow. micro_steps: calls of
+    step(). global_samples: train_batch_size() times global_steps.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer | None, scheduler: Any, settings: Settings
+    ) -> None:
+        super().__init__()
+        self.module = model
+        self.optimizer, self.lr_scheduler = optimizer, scheduler
+        self.training_dataloader: Any = None
+        self.config = settings.values
+        self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
+        self.global_rank = dist.get_rank() if dist.is_initialized() else 0
+        self.world_size = self.dp_world_size = state_of(model).comms.all.world
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self._settings, self._sizes = settings, settings.sizes
+        self._backwards = self._forwards = self._micro = 0  # since step(); of the round
+        self._boundary: bool | None = None if self._is_managed() else True
+        self._in_no_sync = self._step_applied = False
+        self._norm: float | None = None
+        self._scaler: OverflowScaler | None = None
+        self._new_scaler()
+
+    # --- forward and backward ---------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward."""
+        if torch.is_grad_enabled() and self.module.training:
+            self._check_alive("forward")
+            self._check_round()
+            self._forwards += 1
+        if self._settings.autocast is None:
+            return self.module(*args, **kwargs)
+        with torch.autocast(self.device.type, self._settings.autocast):
+            return self.module(*args, **kwargs)
+
+    def _check_round(self) -> None:
+        """Refuse the forward of a second micro-batch if the first had its backward but no step."""
+        if self._backwards and self._boundary is None and self._sizes.steps > 1:
+            raise RuntimeError(
+                "engine.step() was not called after engine.backward(): with "
+                f"gradient_accumulation_steps={self._sizes.steps}, call step() after the backward "
+                "of each micro-batch (it does nothing before the last one), or call "
+                "engine.set_gradient_accumulation_boundary()"
+            )
+
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> Tensor:
+        """Compute the gradients of `loss`, a scalar, divided by the steps of a round.
+
+        Returns the divided loss. scale_wrt_gas: False: do not divide. Collective. If it raises, the
+        gradients of the round are dropped, and the next micro-batch is the first of a round.
+
+        Raises TypeError if `loss` is not a scalar with a graph, RuntimeError without an optimizer.
+        """
+        self._need_optimizer("backward")
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            kind = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise TypeError(
+                f"engine.backward() expects a scalar loss that requires a gradient, got {kind}: "
+                "pass the mean of the losses, computed outside torch.no_grad()"
+            )
+        if scale_wrt_gas and self._sizes.steps > 1:
+            loss = loss / self._sizes.steps
+        scaler: Any = self._scaler
+        scaled = loss if scaler is None else scaler.scale(loss)
+        try:
+            with self._synced_or_not():
+                scaled.backward(retain_graph=retain_graph)
+        except BaseException:
+            self._drop_round()
+            raise
+        self._backwards += 1
+        return loss
+
+    def _drop_round(self) -> None:
+        """Begin a new round: unreduced gradients may have a part of a failed backward."""
+        self.module.zero_grad()
+        self._micro = self._backwards = self._forwards = 0
+
+    @contextlib.contextmanager
+    def _synced_or_not(self) -> Iterator[None]:
+        keeps = (
+            self._settings.strategy in _ACCUMULATES and not self.is_gradient_accumulation_boundary()
+        )
+        with self.module.no_sync() if keeps and not self._in_no_sync else contextlib.nullcontext():
+            yield
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context manager in which backward does not reduce gradients; the next one outside does.
+
+        Unlike DeepSpeed's, it works with all stages. step() raises RuntimeError inside it.
+        """
+        if self._in_no_sync:
+            raise RuntimeError("engine.no_sync() is not reentrant: leave the enclosing one first")
+        self._in_no_sync = True
+        try:
+            with self.module.no_sync():
+                yield
+        finally:
+            self._in_no_sync = False
+
+    # --- the step ---------------------------------------------------------------------------------
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return whether the current micro-batch is the last of its round."""
+        if self._boundary is not None:
+            return self._boundary
+        return self._micro + 1 >= self._sizes.steps
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say whether the current micro-batch is the last of its round, from now on.
+
+        Call it before the forward. None: count again.
+        """
+        self._boundary = is_boundary
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """End a micro-batch. At the end of a round: clip, step the optimizer, zero the gradients
+        and step the scheduler. Collective.
+
+        lr_kwargs: arguments for the scheduler's step().
+
+        Raises RuntimeError if backward() was not called before, within no_sync(), or without an
+        optimizer; OverflowError if the gradients overflow at the least loss scale.
+        """
+        self._need_optimizer("step")
+        if self._in_no_sync:
+            raise RuntimeError("engine.step() was called within engine.no_sync(): call it outside")
+        if not self._backwards:
+            raise RuntimeError(
+                "engine.step() was called without engine.backward(loss): call both once per "
+                "micro-batch, and engine.backward(loss) instead of loss.backward()"
+            )
+        ends = self.is_gradient_accumulation_boundary()
+        self._step_applied = False
+        try:
+            if ends:
+                self._end_round(lr_kwargs or {})
+        finally:
+            self._backwards = self._forwards = 0
+        if not ends:
+            self.micro_steps += 1
+            self._micro += 1
+
+    def _end_round(self, lr_kwargs: dict[str, Any]) -> None:
+        overflow = self._update()
+        self.module.zero_grad()
+        self.micro_steps += 1
+        self._micro = 0
+        self.global_steps += 1
+        self.global_samples += self._sizes.train
+        self.skipped_steps += overflow
+        self._step_applied = not overflow
+        scale = self._settings.loss_scale
+        try:
+            if scale is not None and self._scaler is not None:
+                scale.update(overflow)
+        finally:
+            if scale is not None and self._scaler is not None:
+                self._scaler.update(scale.scale)
+            self._show_scale(overflow)
+        if self.lr_scheduler is not None and not overflow:
+            self.lr_scheduler.step(**lr_kwargs)
+        self._report()
+
+    def _update(self) -> bool:
+        """Clip and step the optimizer; return whether it was skipped because of an overflow."""
+        optimizer, settings = self.optimizer, self._settings
+        assert optimizer is not None
+        overflow = False
+        if self._scaler is not None:
+            self._scaler.unscale_(optimizer)
+            overflow = self._scaler.overflow
+        self._norm = None
+        if settings.clipping or settings.computes_norm or settings.skips_overflows:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            self._norm = float(clip_grad_norm(params, settings.clipping or math.inf, 2.0, False))
+            if settings.skips_overflows:
+                overflow = not math.isfinite(self._norm)
+        if self._scaler is not None:
+            self._scaler.step(optimizer)
+        elif not overflow:
+            optimizer.step()
+        return overflow
+
+    def _new_scaler(self) -> None:
+        """Scale losses by the loss scale that the settings have now."""
+        scale = self._settings.loss_scale
+        if scale is not None:
+            self._scaler = OverflowScaler(self.device.type, scale.scale)
+            self._show_scale(False)
+
+    def _show_scale(self, overflow: bool) -> None:
+        """Tell the scale where scripts look for it: at the optimizer."""
+        if self.optimizer is not None and self._settings.loss_scale is not None:
+            scale = self._settings.loss_scale.scale
+            vars(self.optimizer).update(cur_scale=scale, loss_scale=scale, overflow=overflow)
+
+    def _report(self) -> None:
+        """Print a line on rank 0 every "steps_per_print" steps, as DeepSpeed does."""
+        every = self.steps_per_print()
+        if every and self.global_steps % every == 0 and self.global_rank == 0:
+            print(
+                f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, "
+                f"mom={self.get_mom()}",
+                file=sys.stderr,
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the model."""
+        self.module.zero_grad(set_to_none)
+
+    def _need_optimizer(self, name: str) -> None:
+        self._check_alive(name)
+        if self.optimizer is None:
+            raise RuntimeError(
+                f"engine.{name}() needs an optimizer: add the section 'optimizer' to the DeepSpeed "
+                "config, or pass optimizer= to zshard.initialize()"
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            model = self.__dict__.get("_modules", {}).get("module")
+            if model is None or not hasattr(model, name):
+                raise AttributeError(
+                    f"the engine of zshard.initialize() has no attribute '{name}', and neither has "
+                    "the model: docs/deepspeed.md lists what the engine has"
+                ) from None
+        return getattr(model, name)

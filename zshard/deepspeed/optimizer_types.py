@@ -1,0 +1,97 @@
+"""The optimizer that a DeepSpeed config names: zshard's, or one of torch's elementwise ones.
+
+The one idea: names and defaults mean what they mean in DeepSpeed. So "Adam" decouples the weight
+decay as AdamW does, unless adam_w_mode is false, and the weight decay is 0 unless it is set.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zshard import optim
+from zshard.deepspeed.config_values import check_params
+
+_TORCHS = ("Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
+_OWN_CLASS = "pass an instance or a function of the parameters as optimizer="
+_REFUSED = {
+    "lamb": "LAMB needs the norm of each full parameter",
+    "muon": "Muon needs full matrices",
+    "lbfgs": "LBFGS needs all parameters at once",
+    "adafactor": "Adafactor needs full matrices",
+    "sparseadam": "sharded gradients are dense",
+    "onebitadam": "1-bit communication changes the gradients",
+    "onebitlamb": "1-bit communication changes the gradients",
+    "zerooneadam": "1-bit communication changes the gradients",
+}
+_ABSENT = {
+    "lion": f"zshard has no Lion: it is elementwise, so {_OWN_CLASS}",
+    "muadam": f"{_OWN_CLASS}, from the package mup",
+    "muadamw": f"{_OWN_CLASS}, from the package mup",
+    "musgd": f"{_OWN_CLASS}, from the package mup",
+}
+_PREFIX = "'optimizer.type' in the DeepSpeed config"
+
+
+def optimizer_of(section: dict[str, Any], parameters: Any) -> Optimizer:
+    """Return the optimizer that the section "optimizer" of a config describes.
+
+    Raises NotImplementedError for a type that zshard lacks, ValueError for an unknown one,
+    TypeError or ValueError for invalid params.
+    """
+    name, params = section["type"], dict(section.get("params") or {})
+    kind = _class_of(name, params)
+    if params.get("max_grad_norm"):
+        raise ValueError(
+            "'optimizer.params.max_grad_norm' is not a parameter of an optimizer: set "
+            "'gradient_clipping' at the top of the DeepSpeed config"
+        )
+    params.pop("max_grad_norm", None)
+    check_params("optimizer.params", kind, params)
+    if isinstance(params.get("betas"), list):
+        params["betas"] = tuple(params["betas"])
+    try:
+        made: Optimizer = kind(parameters, **params)
+    except TypeError as error:
+        raise TypeError(f"'optimizer.params' in the DeepSpeed config: {error}") from None
+    return made
+
+
+def _class_of(name: str, params: dict[str, Any]) -> type[Any]:
+    """The class; what is DeepSpeed's alone is taken out of `params`, and its defaults put in."""
+    key = name.lower()
+    if key in ("adam", "adamw"):
+        return _adam(key == "adamw", params)
+    if key == "sgd":
+        return optim.SGD
+    for each in _TORCHS:
+        if key == each.lower():
+            found: type[Any] = getattr(torch.optim, each)
+            return found
+    if key in _REFUSED:
+        raise NotImplementedError(
+            f"{_PREFIX} is {name!r}, which cannot train shards: {_REFUSED[key]}; use AdamW, Adam "
+            "or SGD"
+        )
+    if key in _ABSENT:
+        raise NotImplementedError(f"{_PREFIX} is {name!r}: {_ABSENT[key]}")
+    known = ", ".join(("Adam", "AdamW", "SGD", *_TORCHS))
+    raise ValueError(f"{_PREFIX} is {name!r}: expected one of {known}, or {_OWN_CLASS}")
+
+
+def _adam(is_adamw: bool, params: dict[str, Any]) -> type[Any]:
+    decouples = params.pop("adam_w_mode", True) or is_adamw
+    is_torchs = params.pop("torch_adam", False)
+    for key in ("fused", "foreach", "set_grad_none"):
+        params.pop(key, None)
+    for key in ("bias_correction", "fp32_optimizer_states"):
+        if params.pop(key, True) is False:
+            raise NotImplementedError(
+                f"'optimizer.params.{key}' in the DeepSpeed config must be true: zshard's Adam "
+                "corrects the bias and keeps its state in the dtype of the parameters"
+            )
+    if not is_torchs:
+        params.setdefault("weight_decay", 0.0)
+    return optim.AdamW if decouples else optim.Adam

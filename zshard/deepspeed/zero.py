@@ -1,0 +1,172 @@
+"""`deepspeed.zero`: Init and GatheredParameters, over zshard's meta device and full parameters.
+
+The one idea: a script that uses them keeps its lines. Init builds on the meta device, and
+initialize() then creates the values one unit at a time; GatheredParameters unshards the units of
+the parameters. An engine's parameters have DeepSpeed's attributes, by which scripts that save
+weights tell that they have to gather.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import itertools
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zshard import _core
+from zshard._errors import stacklevel
+from zshard.guard.slices import ShardParameter, WholeParameter, to_local
+from zshard.model.summon import full_params
+from zshard.units.shards import part_of
+from zshard.units.units import State
+
+__all__ = [
+    *("GatheredParameters", "Init", "ZeroParamStatus"),
+    *("register_external_parameter", "unregister_external_parameter"),
+]
+
+
+class ZeroParamStatus(enum.Enum):
+    """DeepSpeed's: whether this rank has the full parameter right now. Nothing is in flight."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class _OfEngine:
+    """An attribute that only parameters of an engine have."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, param: Any, owner: type) -> Any:
+        if param is None:  # torch.overrides lists what the class has, and skips what is None
+            return None
+        if "ds_id" not in vars(param):
+            raise AttributeError(f"'{owner.__name__}' object has no attribute '{self._name}'")
+        if self._name == "ds_tensor":
+            return to_local(param).view(-1) if _is_cut_now(param) else None
+        return ZeroParamStatus.NOT_AVAILABLE if _is_cut_now(param) else ZeroParamStatus.AVAILABLE
+
+
+def _is_cut_now(param: Tensor) -> bool:
+    return _core.slice_part(param) is not None
+
+
+_ids = itertools.count()
+
+
+def describe(params: Iterable[nn.Parameter]) -> None:
+    """Give an engine's parameters DeepSpeed's attributes: ds_id, ds_shape, ds_numel, ds_status and
+    ds_tensor. Those that every rank has in full get none, as in DeepSpeed."""
+    for cls, name in itertools.product(
+        (ShardParameter, WholeParameter), ("ds_status", "ds_tensor")
+    ):
+        if name not in vars(cls):
+            setattr(cls, name, _OfEngine(name))
+    for param in params:
+        part = part_of(param)
+        if part is not None and part.is_cut:
+            shape = torch.Size(part.shape)
+            vars(param).update(ds_id=next(_ids), ds_shape=shape, ds_numel=shape.numel())
+
+
+class ZeroInit(contextlib.AbstractContextManager[None]):
+    """Context manager in which modules are built on the meta device, without memory.
+
+    zshard.initialize() creates their values one unit at a time, by each module's
+    reset_parameters() and the model's `_init_weights(module)`, as models of transformers have it,
+    so the full model never has to fit in memory. Values that constructors set otherwise are lost:
+    load a checkpoint after initialize(), or set them with model.apply(). The first forward names a
+    parameter that is still without values.
+
+    Args:
+        module, arguments: DeepSpeed's; module must be None, the others have no effect.
+        enabled: False: do nothing.
+    """
+
+    def __init__(self, module: nn.Module | None = None, *, enabled: bool = True, **arguments: Any):
+        if module is not None:
+            raise NotImplementedError(
+                "zero.Init(module=...) is not supported: build the module within `with "
+                "zero.Init():`"
+            )
+        self._enabled, self._device = enabled, torch.device("meta")
+
+    def __enter__(self) -> None:
+        if not self._enabled:
+            return
+        warnings.warn(
+            "zero.Init() builds the model on the meta device: zshard.initialize() calls each "
+            "module's reset_parameters() and the model's _init_weights(module), and values that "
+            "constructors set otherwise are lost",
+            stacklevel=stacklevel(),
+        )
+        self._device.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._enabled:
+            self._device.__exit__(*error)
+
+
+Init = ZeroInit  # DeepSpeed's name; zshard has another type of that name
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Do nothing: a parameter that another module reads in its forward is gathered anyway."""
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Do nothing."""
+
+
+@contextlib.contextmanager
+def GatheredParameters(
+    params: Tensor | Iterable[Tensor] | None,
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> Iterator[None]:
+    """Context manager in which these parameters are full, on all ranks.
+
+    Collective: call it on all ranks, outside forward and backward. The units that have the
+    parameters are unsharded.
+
+    Args:
+        params: a parameter, or several. Those that are not sharded stay as they are.
+        modifier_rank: the rank whose changes count. Default: None, changes are discarded.
+        fwd_module: no effect.
+        enabled: False: do nothing.
+    """
+    wanted = [params] if isinstance(params, Tensor) else list(params or ())
+    states = _states_of(wanted) if enabled else []
+    with full_params(states, writeback=modifier_rank is not None):
+        yield
+        if modifier_rank is not None:
+            for state in states:
+                _take_from(state, modifier_rank)
+
+
+def _states_of(params: list[Tensor]) -> list[State]:
+    """The states of the units that have one of the parameters, in the order of those."""
+    parts = filter(None, map(part_of, params))
+    return list(dict.fromkeys(state for part in parts if (state := part.state) is not None))
+
+
+def _take_from(state: State, rank: int) -> None:
+    """Give all ranks the values that the unit's full parameters have on a rank. Collective."""
+    comm = state.comms.all
+    if not 0 <= rank < comm.world:
+        raise ValueError(f"modifier_rank={rank} is out of range for world size {comm.world}")
+    with torch.no_grad():
+        for param in state.unit.params if comm.world > 1 else ():
+            values = param.detach().contiguous().cpu()
+            if values.numel():
+                comm.broadcast(values, rank)
+                param.copy_(values)

@@ -1,0 +1,37 @@
+"""Operations of libraries that update one parameter, in a kernel of theirs.
+
+The one idea: an elementwise one is right on slices of the same elements; which ones are has to be
+known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from zshard.guard.slices import Handler, refuse, run_plain, slices_among
+
+__all__ = ["HANDLERS"]
+
+
+def _update(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The update of slices of the same elements."""
+    slices = [each for each in (*args, *kwargs.values()) if slices_among([each])]
+    parts = slices_among(slices)
+    if len({id(part.geometry) for part in parts}) > 1:
+        return refuse(func, args, kwargs)
+    begun = []
+    try:
+        for part, tensor in zip(parts, slices, strict=True):
+            begun += [part] if part.begin_write(tensor) else []
+        result = run_plain(func, args, kwargs)
+        for part, tensor in zip(parts, slices, strict=True):
+            part.note_write(tensor, func)
+        return result
+    finally:
+        for part in begun:
+            part.end_write()
+
+
+HANDLERS: dict[Any, Handler] = {"bitsandbytes::optimizer_update_32bit": _update}
+"""By the operation's name. That of 8-bit optimizers is none: their state has a scale per block."""

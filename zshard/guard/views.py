@@ -1,0 +1,107 @@
+"""Views of guarded slices: `p[row]`, `p[2:4]`, `p.chunk(4)`, and numbers that are put there.
+
+The one idea: a slice is a run of the parameter's elements in memory order, and so are rows of it.
+What a rank has of such a view is a slice, too, with a Part of its own, which may have no elements.
+A view that is no run, such as a column, is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zshard import _core
+from zshard.guard.rules import VIEWS
+from zshard.guard.slices import Handler, plain, refuse, run_plain, slices_among
+from zshard.units.shards import Part
+
+__all__ = ["HANDLERS"]
+
+
+def _view(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """One view, or a tuple of them."""
+    target = args[0]
+    part = _core.slice_part(target)
+    if part is None:
+        return run_plain(func, args, kwargs)
+    found = _views_of(part, func, (*args[1:], *kwargs.values()), args, kwargs)
+    if found is None or _is_recorded(target):
+        return refuse(func, args, kwargs)
+    made = [_share_of(target, part, *each) for each in found]
+    return made[0] if func in _SINGLE else tuple(made)
+
+
+_SINGLE = {getattr(Tensor, name) for name in ("__getitem__", "narrow", "select")}
+
+
+def _views_of(
+    part: Part,
+    func: Callable[..., Any],
+    others: tuple[Any, ...],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> list[tuple[tuple[int, ...], int]] | None:
+    """Shapes of the views of the full tensor, and where they begin in it; None if one of them is
+    no run of elements. Raises what torch does for an index that is out of range."""
+    if slices_among(others):
+        return None
+    with plain():
+        full = torch.empty(part.shape, device="meta")
+        given = func(full, *args[1:], **kwargs)
+        views = [given] if isinstance(given, Tensor) else list(given)
+        memory = full.untyped_storage()._cdata
+        if not all(v.untyped_storage()._cdata == memory and v.is_contiguous() for v in views):
+            return None
+        return [(tuple(view.shape), int(view.storage_offset())) for view in views]
+
+
+def _is_recorded(target: Tensor) -> bool:
+    """Does autograd record what is done with it? Then it is for a loss, which needs all of it."""
+    return torch.is_grad_enabled() and target.requires_grad
+
+
+def _share_of(target: Tensor, part: Part, shape: tuple[int, ...], offset: int) -> Tensor:
+    """What this rank has of a view."""
+    own = part.of_view(shape, offset)
+    with plain():
+        first = own.begin + offset - part.begin if own.numel else 0
+        run = target.view(-1)[first : first + own.numel].view(own.local_shape)
+    marked: Tensor = _core.mark_slice(run, own)
+    return marked
+
+
+def _set(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """`t[mask] = number` with a mask like the slice (torch.optim.Rprop), and `t[2:4] = number`."""
+    target, key, value = args
+    part = _core.slice_part(target)
+    if part is None or (isinstance(value, Tensor) and value.numel() != 1):
+        return refuse(func, args, kwargs)
+    mask = _core.slice_part(key) if isinstance(key, Tensor) else None
+    if mask is not None:
+        if mask.geometry is not part.geometry or key.dtype != torch.bool:
+            return refuse(func, args, kwargs)
+        return _write(part, target, func, args)
+    found = _views_of(part, Tensor.__getitem__, (key, value), (target, key), {})
+    if found is None or _is_recorded(target):
+        return refuse(func, args, kwargs)
+    share = _share_of(target, part, *found[0])
+    return _write(_core.slice_part(share), share, Tensor.fill_, (share, value))
+
+
+def _write(part: Part, target: Tensor, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    is_due = part.begin_write(target)
+    try:
+        run_plain(func, args, {})
+        part.note_write(target, func)
+    finally:
+        if is_due:
+            part.end_write()
+
+
+HANDLERS: dict[Any, Handler] = {
+    **{getattr(Tensor, name): _view for name in VIEWS},
+    Tensor.__setitem__: _set,
+}

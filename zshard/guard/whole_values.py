@@ -1,0 +1,187 @@
+"""Whole values of sharded tensors, and norms over all ranks, by name.
+
+The one idea: a slice knows which elements it has (its Part), so ranks exchange those numbers, and
+then each sends its elements in turn. All of it is collective: all ranks call it for the same
+tensors in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zshard import _core
+from zshard._errors import ShardError
+from zshard.comm.agreement import check_agreement, gather_bytes
+from zshard.comm.script_position import PublicCall
+from zshard.guard.slices import plain, to_local
+from zshard.guard.words import no_history
+from zshard.units.open_forwards import is_forward_open
+from zshard.units.shards import Part, part_of
+from zshard.units.units import unsharded
+
+__all__ = ["full_numel", "full_tensor", "join", "named_norms", "whole_named_parameters"]
+
+
+def full_numel(param: Tensor) -> int:
+    """Return the number of elements of a parameter, of all of it if it is sharded."""
+    info = _core.shard_info(param)
+    return param.numel() if info is None else math.prod(info["shape"])
+
+
+@PublicCall("full_tensor()")
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the whole of a sharded parameter, gradient or optimizer state, on its device.
+
+    Args:
+        tensor: a sharded parameter (`p`, `p.data`), its `.grad`, or what elementwise operations
+            have made of them. Of any other tensor, a detached copy is returned.
+
+    Returns a new plain tensor of the parameter's full shape, without autograd history. Collective:
+    call it on all ranks, for the same tensors in the same order. But over shm, any rank may call it
+    alone for a parameter.
+
+    Raises ShardError within a forward with gradients, for a parameter that is to get one, also
+    where it is not sharded; DivergenceError if the ranks call it for different tensors, PeerError
+    if a rank exited.
+    """
+    _refuse_in_forward(tensor)
+    part = _part_of(tensor)
+    if part is None:
+        return to_local(tensor).detach().clone()
+    return _joined(tensor, part)
+
+
+def _refuse_in_forward(tensor: Tensor) -> None:
+    """Raise ShardError where a result without autograd history would silently be no part of a
+    loss."""
+    part = part_of(tensor) if torch.is_grad_enabled() and tensor.requires_grad else None
+    unit = None if part is None else part.unit
+    if part is not None and unit is not None and is_forward_open(unit):
+        raise ShardError(no_history(part.name))
+
+
+def _part_of(tensor: Tensor, param: Tensor | None = None) -> Part | None:
+    """The Part of a shard; also of a parameter of another class than torch's, which is not guarded.
+    param: the parameter whose gradient `tensor` is."""
+    part: Part | None = _core.slice_part(tensor)
+    own = part_of(tensor if param is None else param) if part is None else None
+    if own is None or not own.is_cut or own.shards.world == 1 or own.is_whole_now():
+        return part
+    return own
+
+
+def _joined(tensor: Tensor, part: Part) -> Tensor:
+    local = to_local(tensor)
+    unit = part.unit
+    is_own = part.root is part and unit is not None and unit.is_slice(part.index, local)
+    if part.peers is not None and unit is not None and is_own:
+        with unsharded(unit), torch.inference_mode(False):
+            whole = torch.empty(part.shape, dtype=local.dtype)
+            unit.read_param(part.index, whole)
+            return whole
+    check_agreement(
+        part.comm, [(f"the tensor of '{part.name}'", str(local.dtype))], "tensors of full_tensor()"
+    )
+    mine = array("q", (part.begin, part.numel)).tobytes()
+    ranges = [tuple(array("q", data)) for data in gather_bytes(part.comm, mine)]
+    return join(part, local, ranges).to(local.device)  # type: ignore[arg-type]
+
+
+@plain()
+def join(part: Part, value: Tensor, ranges: list[tuple[int, int]], keep: bool = True) -> Tensor:
+    """Return one full tensor, in host memory, from its shards, of which rank r has ranges[r], that
+    is, `numel` elements from `begin` on; the first rank that has a shard sends it. Without `keep`
+    it is empty. Collective."""
+    numels = dict(reversed([(begin, numel) for begin, numel in ranges if numel > 0]))
+    if sum(numels.values()) != part.whole_numel:
+        raise RuntimeError(
+            f"the ranks' shards of '{part.name}' do not add up to the full parameter; please "
+            "report this"
+        )
+    whole = torch.empty(part.whole_numel if keep else 0, dtype=value.dtype)
+    for begin, numel in sorted(numels.items()):
+        root = ranges.index((begin, numel))
+        piece = whole[begin : begin + numel] if keep else torch.empty(numel, dtype=value.dtype)
+        if root == part.comm.rank:
+            piece.copy_(value.detach().reshape(-1))
+        part.comm.broadcast(piece, root)
+    return whole.view(part.shape) if keep else whole
+
+
+def whole_named_parameters(
+    model: nn.Module, grads: bool = False
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield the name and the whole value of each parameter, one at a time: for histograms and logs.
+
+    Args:
+        model: a model, sharded or not.
+        grads: yield whole gradients instead; None where a parameter has none. A gradient that
+            no_sync() has accumulated is this rank's.
+
+    Tensors are new, of the full shape, without autograd history, on the parameter's device.
+    Collective: run the loop to its end on all ranks. But over shm, any rank may run it alone for
+    parameters. Raises what full_tensor() does.
+    """
+    for name, param in model.named_parameters():
+        value = param.grad if grads else param
+        if not grads:
+            _refuse_in_forward(param)
+        part = None if value is None else _part_of(value, param)
+        if value is None or part is None:
+            yield name, None if value is None else to_local(value).detach().clone()
+        else:
+            with PublicCall("whole_named_parameters()"):
+                whole = _joined(value, part)
+            yield name, whole
+
+
+@PublicCall("named_norms()")
+def named_norms(model: nn.Module, norm_type: float = 2.0, grads: bool = False) -> dict[str, float]:
+    """Return the norm of each whole parameter, by name. No whole tensor is made.
+
+    Args:
+        model: a model, sharded or not.
+        norm_type: the order of the norm, a positive number or inf. Default: 2.0.
+        grads: return the norms of the gradients instead, of the parameters that have one.
+
+    Norms are summed in double precision. Collective: call it on all ranks.
+
+    Raises ValueError if `norm_type` is not positive; PeerError if a rank exited.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be a positive number or inf, got {norm_type}")
+    values = {name: param.grad if grads else param for name, param in model.named_parameters()}
+    held = {name: value for name, value in values.items() if value is not None}
+    sums = {name: _power_sum(to_local(value).detach(), norm_type) for name, value in held.items()}
+    cut: dict[_core.Comm, list[str]] = {}
+    for name, param in model.named_parameters():
+        part = _part_of(held[name], param) if name in held else None
+        if part is not None:
+            cut.setdefault(part.shards, []).append(name)
+    for comm, names in cut.items():
+        mine = array("d", [sums[name] for name in names]).tobytes()
+        for name, found in zip(names, zip(*_numbers_of(comm, mine), strict=True), strict=True):
+            sums[name] = _largest(found) if math.isinf(norm_type) else sum(found)
+    if math.isinf(norm_type):
+        return sums
+    return {name: total ** (1 / norm_type) for name, total in sums.items()}
+
+
+def _numbers_of(comm: _core.Comm, mine: bytes) -> list[array[float]]:
+    """All ranks' numbers, in rank order."""
+    return [array("d", data) for data in gather_bytes(comm, mine)]
+
+
+def _largest(numbers: Sequence[float]) -> float:
+    return math.nan if any(map(math.isnan, numbers)) else max(numbers)
+
+
+def _power_sum(values: Tensor, norm_type: float) -> float:
+    if math.isinf(norm_type):
+        return float(values.abs().max()) if values.numel() else 0.0
+    return float(values.double().abs().pow(norm_type).sum())

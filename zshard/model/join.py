@@ -1,0 +1,319 @@
+"""model.join(...): training on when some ranks have fewer batches than others.
+
+The one idea: a rank whose data has ended stays in the with block's end and follows the others: the
+core runs their passes without modules (csrc/engine/follow.h), and here it does what they do between
+passes, with their values. So its shard, its optimizers' state and its settings are at any time what
+they would be if it had had data that gives no gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zshard import _core
+from zshard.comm.agreement import check_agreement, on_all_ranks
+from zshard.grad_scaler import unscale
+from zshard.guard.slices import plain
+from zshard.optim.announce import Act, Joined, options_of, scaler_of
+from zshard.optim.clip import clip_by, norm_over_ranks
+from zshard.optim.in_backward import is_stepped_in_backward
+from zshard.units.shards import part_of, units_stepped_by
+from zshard.units.units import is_apart, is_unit, state_of, units_of
+
+__all__ = ["join"]
+
+_LONGEST = 200  # characters of an exception that the other ranks get
+
+
+@contextlib.contextmanager
+def join(model: nn.Module, objects: Sequence[Any], by_all: bool, throws: bool) -> Iterator[None]:
+    """See FSDP.join()."""
+    if not is_unit(model):
+        raise TypeError(
+            f"join() expects a model that FSDP(...) has sharded, got {type(model).__name__}: call "
+            "model = FSDP(model) first"
+        )
+    comm = state_of(model).comms.all
+    with on_all_ranks(comm):
+        optimizers, others = _sorted(model, objects)
+        _check_model(model)
+    check_agreement(comm, _facts(optimizers, others, by_all, throws), "arguments of join()")
+    follower = _Follower(model, optimizers, others)
+    follower.engine.join_begin(by_all, throws)
+    follower.begin()
+    try:
+        try:
+            yield
+            follower.follow()
+        except (_core.PeerError, _core.PeerTimeoutError):
+            raise  # nobody can be told
+        except BaseException as error:
+            if not follower.is_over:
+                follower.engine.join_leave(f"{type(error).__name__}: {error}"[:_LONGEST])
+            raise
+    finally:
+        follower.end()
+        follower.engine.join_end()
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+def _sorted(
+    model: nn.Module, objects: Sequence[Any]
+) -> tuple[list[torch.optim.Optimizer], list[Any]]:
+    """The optimizers, and what else has a state that follows."""
+    optimizers: list[torch.optim.Optimizer] = []
+    others: list[Any] = []
+    engine = state_of(model).unit.engine
+    for each in objects:
+        name = type(each).__name__
+        if any(each is known for known in (*optimizers, *others)):
+            raise ValueError(f"join() got the same {name} twice: pass it once")
+        if not isinstance(each, torch.optim.Optimizer):
+            has_state = hasattr(each, "state_dict") and hasattr(each, "load_state_dict")
+            if not has_state or isinstance(each, nn.Module):
+                raise TypeError(
+                    "join() expects optimizers, learning rate schedulers and grad scalers, got "
+                    f"{name}"
+                )
+            others.append(each)
+            continue
+        if all(unit.engine != engine for unit in units_stepped_by(each)):
+            raise ValueError(
+                f"join() got an optimizer ({name}) that has no parameter of this model: pass the "
+                "optimizers that step it"
+            )
+        optimizers.append(each)
+    return optimizers, others
+
+
+def _check_model(model: nn.Module) -> None:
+    state = state_of(model)
+    if state.unit.name:
+        raise ValueError(
+            f"join() was called on unit '{state.unit.name}': call it on the outermost sharded "
+            "module"
+        )
+    if any(is_apart(each, state.comms) for _, each in units_of(model)):
+        raise NotImplementedError(
+            "join() does not support units with process groups of other ranks than the model's: "
+            "give all ranks the same number of batches"
+        )
+    if any(param.device.type != "cpu" for param in model.parameters()):
+        raise NotImplementedError("join() supports models on CPUs only: move the model to the CPU")
+    if is_stepped_in_backward(model):
+        raise NotImplementedError(
+            "join() does not support optimizer_in_backward(): call remove() on its handle, and "
+            "optimizer.step() after backward"
+        )
+    if state.unit.engine.join_news() is not None:
+        raise RuntimeError(
+            "join() is already active on this model: leave it before you enter another"
+        )
+
+
+def _facts(
+    optimizers: Sequence[Any], others: Sequence[Any], by_all: bool, throws: bool
+) -> list[tuple[str, str]]:
+    return [
+        ("the list of optimizers", ", ".join(type(each).__name__ for each in optimizers) or "none"),
+        ("the list of other objects", ", ".join(type(each).__name__ for each in others) or "none"),
+        ("divide_by_initial_world_size", str(by_all)),
+        ("throw_on_early_termination", str(throws)),
+    ]
+
+
+# --- following ------------------------------------------------------------------------------------
+
+
+class _Follower(Joined):
+    """A rank of a model within join(), and what it does once its data has ended."""
+
+    def __init__(
+        self, model: nn.Module, optimizers: list[torch.optim.Optimizer], others: list[Any]
+    ) -> None:
+        super().__init__(state_of(model).unit.engine, list(model.parameters()), optimizers)
+        self.model = model
+        self.others = others
+        self.is_over = False  # all ranks' data has ended
+        self._is_ours = [part_of(param) is not None for param in self.params]
+        self._acts: dict[Act, Callable[..., None]] = {
+            Act.STEP: self._step,
+            Act.ZERO: self._zero,
+            Act.NORM: self._norm,
+            Act.CLIP: self._clip,
+            Act.UNSCALE: self._unscale,
+        }
+
+    def follow(self) -> None:
+        """Do as the ranks with data do, until none has any; then all are alike."""
+        self.follows = True
+        while self.engine.join_follow():
+            act, values = self.share(None)
+            self._acts[act](*values)
+        self.is_over = True
+        self._become_alike()
+
+    def _align(self, held: Sequence[bool]) -> None:
+        """Drop gradients that the leading rank has dropped since the last backward, and those of
+        ignored parameters, which no other rank shares."""
+        for i, (param, is_held) in enumerate(zip(self.params, held, strict=True)):
+            if not is_held or not self._is_ours[i]:
+                param.grad = None
+            elif param.grad is None:
+                raise RuntimeError(
+                    f"parameter {i} of the model has a .grad on the ranks with data that no "
+                    "backward has made, so a rank without data cannot follow in join(): let "
+                    "backward make all gradients"
+                )
+
+    def _without_others(self, number: int) -> torch.optim.Optimizer:
+        """An optimizer, whose parameters of other modules have no gradients here: they are no
+        other rank's either."""
+        optimizer = self.optimizers[number]
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if part_of(param) is None:
+                    param.grad = None
+        return optimizer
+
+    def _set_options(self, number: int, options: Sequence[dict[str, Any]]) -> None:
+        groups = self.optimizers[number].param_groups
+        if len(groups) != len(options):
+            raise RuntimeError(
+                "param groups were added to an optimizer within join(), which ranks without data "
+                "cannot follow: add them before join()"
+            )
+        for group, values in zip(groups, options, strict=True):
+            for key, value in values.items():
+                if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+                    group[key].copy_(value)
+                else:
+                    group[key] = value
+
+    def _step(
+        self, number: int, held: list[bool], options: list[dict[str, Any]], extra: dict[str, Any]
+    ) -> None:
+        optimizer = self._without_others(number)
+        self._align(held)
+        self._set_options(number, options)
+        given = {name: value for name, value in extra.items() if value is not None}
+        for name, value in given.items():
+            setattr(optimizer, name, value)
+        try:
+            optimizer.step()
+        finally:
+            for name in given:
+                delattr(optimizer, name)
+
+    def _zero(self, number: int, held: list[bool]) -> None:
+        self._align(held)
+        self.optimizers[number].zero_grad(set_to_none=False)
+
+    def _norm(self, numbers: list[int], held: list[bool], norm_type: float) -> None:
+        self._align(held)
+        grads = [self.params[i].grad for i in numbers]
+        with plain():
+            norm_over_ranks(self.engine, [g for g in grads if g is not None], norm_type)
+
+    def _clip(self, numbers: list[int], held: list[bool], max_norm: float, total: Tensor) -> None:
+        self._align(held)
+        clip_by([self.params[i] for i in numbers], max_norm, total)
+
+    def _unscale(self, number: int, held: list[bool], inv_scale: Tensor, allow_fp16: bool) -> None:
+        self._align(held)
+        unscale(self._without_others(number), inv_scale, allow_fp16)
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def _become_alike(self) -> None:
+        """Take what the ranks have that had data last, if some followed them."""
+        news = self.engine.join_news()
+        if news is None or not news[3]:
+            return
+        _, leader, latest, _ = news
+        comm = state_of(self.model).comms.all
+        theirs = self.share(
+            (
+                [options_of(optimizer) for optimizer in self.optimizers],
+                [other.state_dict() for other in self.others],
+                {number: scaler.state_dict() for number, scaler in self.scalers.items()},
+            )
+        )
+        self._copy_replicated(comm, leader)
+        if state_of(self.model).sync_buffers:  # as DDP: the highest of them
+            for buffer in self.model.buffers():
+                _copy(comm, buffer, latest)
+        if comm.rank != leader:
+            self._take(*theirs)
+
+    def _take(
+        self,
+        options: list[list[dict[str, Any]]],
+        others: list[dict[str, Any]],
+        scalers: dict[int, dict[str, Any]],
+    ) -> None:
+        for number, each in enumerate(options):
+            self._set_options(number, each)
+        for other, state in zip(self.others, others, strict=True):
+            other.load_state_dict(state)
+        for number, state in scalers.items():
+            scaler = scaler_of(number)
+            if scaler is None:
+                raise RuntimeError(
+                    "the ranks with data have used a GradScaler that this rank does not have: "
+                    "construct it on all ranks"
+                )
+            scaler.load_state_dict(state)
+
+    def _copy_replicated(self, comm: _core.Comm, leader: int) -> None:
+        """Where every rank has all of it, a script may have written to it unseen; as DDP does, the
+        ranks end with the values of one."""
+        whole = [p for _, s in units_of(self.model) if s.unit.replicated for p in s.unit.params]
+        if comm.world == 1 or not whole:
+            return
+        with torch.no_grad(), plain():
+            for param in whole:
+                _copy(comm, param, leader)
+            for optimizer in self.optimizers:
+                self._copy_state(comm, optimizer, whole, leader)
+
+    def _copy_state(
+        self,
+        comm: _core.Comm,
+        optimizer: torch.optim.Optimizer,
+        params: Sequence[Tensor],
+        leader: int,
+    ) -> None:
+        mine = [
+            {key: _shape_or_value(value) for key, value in optimizer.state.get(param, {}).items()}
+            for param in params
+        ]
+        for param, entries in zip(params, self.share(mine), strict=True):
+            for key, value in entries.items():
+                if isinstance(value, list):
+                    optimizer.state[param][key] = value[0]
+                    continue
+                if not isinstance(optimizer.state[param].get(key), Tensor):
+                    shape, dtype = value
+                    optimizer.state[param][key] = torch.zeros(shape, dtype=dtype)
+                _copy(comm, optimizer.state[param][key], leader)
+
+
+def _shape_or_value(value: Any) -> Any:
+    """A tensor's shape and dtype, as a tuple; any other value in a list."""
+    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else [value]
+
+
+def _copy(comm: _core.Comm, tensor: Tensor, leader: int) -> None:
+    """Give a tensor the leading rank's values."""
+    values = tensor.detach().cpu().contiguous().clone()
+    comm.broadcast(values, leader)
+    if comm.rank != leader:
+        tensor.copy_(values)

@@ -1,0 +1,280 @@
+"""AdamW, Adam and SGD with torch.optim's interface, stepping a param group in one C call.
+
+The one idea: arguments, numerics and state are torch's, so a script only changes an import;
+optim/step.py has the step, and this file what the three differ in.
+
+Numerics, of equal gradients in float32 and float64 (tests/optim/test_torch_paths.py): SGD is
+bit-identical to torch.optim.SGD. Adam and AdamW are bit-identical to the vectors of torch's
+fused=True on CPUs of the same instruction set. torch steps what is left at the end of a tensor,
+fewer elements than a vector has (numel % 16 in float32 with AVX-512), by other code, which rounds a
+few of them otherwise; in zshard an element's result does not depend on where it lies. With
+foreach=True and in torch's default loop, the moments are bit-identical to ours, and parameters
+differ in the last bit of some elements, because their square root (MKL's) is not correctly rounded.
+Half-precision parameters are updated in float32, as by `fused`.
+
+Stochastic rounding, which torch does not have, trains bfloat16 parameters without a float32 copy:
+what a step stores in bfloat16, the parameter and its state, is rounded up or down at random so that
+it is unbiased, where rounding to nearest would lose each small update. The random bits depend on
+the seed, the step number and the element's position in the model (base/dither.h), not on the rank
+that owns the element: all strategies and world sizes give bit-identical results. Seed and step
+number are options of the param group, so they are in the state dict, and a resumed run continues
+with the bits that an uninterrupted one would use.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+from torch.optim.optimizer import ParamsT
+from torch.optim.sgd import sgd
+
+from zshard.optim.step import InOneCall
+
+__all__ = ["SGD", "Adam", "AdamW"]
+
+
+ADAM_STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+"""Adam's state tensors of a parameter's shape; the last one with amsgrad only."""
+
+
+class _AdamInOneCall(InOneCall):
+    """Adam and AdamW, which differ in an option of the group, decoupled_weight_decay."""
+
+    _rule = "adam"
+
+    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ADAM_STATE if group["amsgrad"] else ADAM_STATE[:2]
+
+    @torch.no_grad()
+    def _step_by_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        grads = [p.grad for p in params if p.grad is not None]
+        if any(grad.is_sparse for grad in grads):
+            raise RuntimeError(
+                f"zshard.{type(self).__name__} does not support sparse gradients: create the layer "
+                "with sparse=False, or use torch.optim.SparseAdam for its parameters"
+            )
+        states = [self.state[p] for p in params]
+        adam(
+            params,
+            grads,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
+            [state["step"] for state in states],
+            foreach=False,
+            fused=False,
+            has_complex=any(torch.is_complex(p) for p in params),
+            decoupled_weight_decay=group["decoupled_weight_decay"],
+            amsgrad=group["amsgrad"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+        )
+
+
+class Adam(_AdamInOneCall, torch.optim.Adam):
+    """torch.optim.Adam with its step in C: same arguments, defaults and state.
+
+    Bit-identical to torch.optim.Adam(fused=True), but for a tensor's last few elements, which torch
+    steps by other code.
+
+    Args:
+        params: parameters or param groups, sharded or not.
+        lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay: as in
+            torch.optim.Adam.
+        foreach, fused: accepted for compatibility; no effect, the step is always fused.
+        differentiable: must be False.
+        capturable: as in torch.optim, for parameters on a GPU and without stochastic_rounding. The
+            step count stays on the GPU, and the step reads `lr` (if it is a tensor on that GPU) and
+            a GradScaler's `found_inf` there, without synchronizing, so a CUDA graph can replay it.
+        stochastic_rounding: round bfloat16 parameters and their state stochastically (unbiased), to
+            train without a float32 copy. Other dtypes are not affected, except that float16 is not
+            supported.
+        rounding_seed: seed of the random bits, an int; pass the same on all ranks.
+
+    Raises ValueError for hyperparameters out of range, NotImplementedError for unsupported options.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        stochastic_rounding: bool = False,
+        rounding_seed: int = 0,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
+        self._set_rounding(stochastic_rounding, rounding_seed)
+        self._tell_scaler()  # with fused, torch has said so already
+
+
+class AdamW(_AdamInOneCall, torch.optim.AdamW):
+    """torch.optim.AdamW with its step in C: same arguments, defaults and state.
+
+    Bit-identical to torch.optim.AdamW(fused=True), but for a tensor's last few elements, which
+    torch steps by other code.
+
+    Args:
+        params: parameters or param groups, sharded or not.
+        lr, betas, eps, weight_decay, amsgrad, maximize: as in torch.optim.AdamW.
+        foreach, fused: accepted for compatibility; no effect, the step is always fused.
+        differentiable: must be False.
+        capturable: as in torch.optim, for parameters on a GPU and without stochastic_rounding. The
+            step count stays on the GPU, and the step reads `lr` (if it is a tensor on that GPU) and
+            a GradScaler's `found_inf` there, without synchronizing, so a CUDA graph can replay it.
+        stochastic_rounding: round bfloat16 parameters and their state stochastically (unbiased), to
+            train without a float32 copy. Other dtypes are not affected, except that float16 is not
+            supported.
+        rounding_seed: seed of the random bits, an int; pass the same on all ranks.
+
+    Raises ValueError for hyperparameters out of range, NotImplementedError for unsupported options.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        stochastic_rounding: bool = False,
+        rounding_seed: int = 0,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )
+        self._set_rounding(stochastic_rounding, rounding_seed)
+        self._tell_scaler()  # with fused, torch has said so already
+
+
+class SGD(InOneCall, torch.optim.SGD):
+    """torch.optim.SGD with its step in C: same arguments, defaults and state, bit-identical.
+
+    Args:
+        params: parameters or param groups, sharded or not.
+        lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.optim.SGD.
+        foreach, fused: accepted for compatibility; no effect, the step is always fused.
+        differentiable: must be False.
+        capturable: as in AdamW: for parameters on a GPU, a CUDA graph can replay the step with a
+            different `lr` (a tensor on that GPU), and a GradScaler can skip it.
+        stochastic_rounding: round bfloat16 parameters and their state stochastically (unbiased), to
+            train without a float32 copy. Other dtypes are not affected, except that float16 is not
+            supported.
+        rounding_seed: seed of the random bits, an int; pass the same on all ranks.
+
+    Raises ValueError for hyperparameters out of range, NotImplementedError for unsupported options.
+    """
+
+    _rule = "sgd"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        capturable: bool = False,
+        stochastic_rounding: bool = False,
+        rounding_seed: int = 0,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            momentum,
+            dampening,
+            weight_decay,
+            nesterov,
+            maximize=maximize,
+            foreach=foreach,
+            differentiable=differentiable,
+            fused=fused,
+        )
+        self._set_capturable(capturable)
+        self._set_rounding(stochastic_rounding, rounding_seed)
+        self._tell_scaler()
+
+    def _set_capturable(self, capturable: bool) -> None:
+        """Set the option only if requested: torch's SGD lacks it, so by default the state dict
+        stays torch's."""
+        if capturable:
+            self.defaults.update(capturable=True)
+            for group in self.param_groups:
+                self._take_group(group)
+
+    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] != 0 else ()
+
+    @torch.no_grad()
+    def _step_by_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        grads = [p.grad for p in params if p.grad is not None]
+        buffers = [self.state[p].get("momentum_buffer") for p in params]
+        sgd(
+            params,
+            grads,
+            buffers,
+            has_sparse_grad=any(grad.is_sparse for grad in grads),
+            foreach=False,
+            fused=False,
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=group["dampening"],
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+        )
+        if group["momentum"] != 0:
+            for param, buffer in zip(params, buffers, strict=True):
+                self.state[param]["momentum_buffer"] = buffer

@@ -1,0 +1,292 @@
+"""The global gradient norm, for model.clip_grad_norm_ and for torch.nn.utils.clip_grad_norm_.
+
+The one idea: a rank holds shards of the gradients, so a norm over them alone is meaningless.
+Gradients that lie on a shard are known by their storage (`_core.grad_owner`); their power sums are
+exchanged and added in rank order, so that every rank scales by the same bits. All torch.nn.utils
+functions that need a total norm get it from `clip_grad._get_total_norm`, which is replaced here;
+without sharded gradients in its list it is torch's own.
+
+The other gradients in a list (of ignored modules, or with strategy "no_shard") are the same on all
+ranks and counted once.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import utils as nn_utils
+from torch.nn.utils import clip_grad
+
+from zshard import _core
+from zshard._errors import ShardError
+from zshard.comm.script_position import PublicCall
+from zshard.comm.transports import ranks_of
+from zshard.guard.slices import plain
+from zshard.optim.announce import say_clip, say_norm
+from zshard.optim.in_backward import refuse_clipping
+from zshard.units.shards import parts_of_all
+
+__all__ = ["clip_by", "clip_grad_norm", "install", "norm_over_ranks"]
+
+# What torch has within wrappers that turn gradients off.
+_wrappers: Any = clip_grad
+_torchs_total_norm: Callable[..., Tensor] = getattr(
+    getattr(_wrappers, "_get_total_norm", None), "__wrapped__", nn_utils.get_total_norm
+)
+_torchs_scale: Callable[..., None] = getattr(
+    getattr(_wrappers, "_clip_grads_with_norm_", None),
+    "__wrapped__",
+    nn_utils.clip_grads_with_norm_,
+)
+
+
+_REPLACED = (
+    "the .grad of sharded parameter '{}' was replaced by another tensor: modify it in place "
+    "instead (p.grad.copy_(...), p.grad.mul_(...)). For norms of other sharded tensors, use "
+    "zshard.named_norms(model)"
+)
+
+
+def install() -> None:
+    """Make torch.nn.utils compute the global norm. Idempotent."""
+    _teach(clip_grad._get_total_norm, _torchs_total_norm, _get_total_norm)
+    _teach(clip_grad._clip_grads_with_norm_, _torchs_scale, _clip_grads_with_norm_)
+
+
+def _teach(wrapper: Any, torchs: Callable[..., Any], ours: Callable[..., Any]) -> None:
+    """Have torch's wrapper call `ours`. A new function under its name would not be found by scripts
+    that imported the name before zshard."""
+    for cell in wrapper.__closure__:
+        if cell.cell_contents is torchs:
+            cell.cell_contents = ours
+
+
+@plain()
+def clip_grad_norm(
+    params: Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale the gradients of `params` in place so that their global norm is at most `max_norm`.
+
+    Collective if any parameter is sharded.
+
+    max_norm: upper bound of the norm.
+    norm_type: order p of the norm, positive; inf for the maximum norm.
+    error_if_nonfinite: raise RuntimeError if the norm is NaN or infinite.
+
+    Returns the norm before clipping: a 0-dim tensor of the gradients' dtype (at least float32),
+    bit-identical on all ranks. Raises RuntimeError if parameters are stepped in backward, or if
+    the `.grad` of a sharded parameter was replaced by another tensor, whose share of the norm is
+    unknown; ValueError if `norm_type` is not positive.
+    """
+    params = list(params)
+    refuse_clipping(params)
+    _refuse_other_ranks(params)
+    held = [p for p in params if p.grad is not None]
+    _refuse_foreign(held)
+    grads = [p.grad for p in held if p.grad is not None]
+    total = _get_total_norm(grads, norm_type, error_if_nonfinite)
+    # To look would wait for a GPU. Not < 1: NaN reaches the gradients, as in torch.
+    if total.is_cuda or _core.on_gpu(grads) or not max_norm / (total + 1e-6) >= 1:
+        clip_grad._clip_grads_with_norm_(held, max_norm, total)
+    return total
+
+
+def _refuse_other_shards(tensors: Iterable[Tensor]) -> None:
+    """Raise for shards that are not gradients in zshard's memory."""
+    for tensor in tensors:
+        part = _core.slice_part(tensor)
+        if part is not None and isinstance(tensor, torch.nn.Parameter):
+            raise ShardError(
+                f"a norm was asked for of the sharded parameter '{part.name}' itself: pass "
+                "gradients, [p.grad for p in model.parameters() if p.grad is not None], or for "
+                "norms of parameters use zshard.named_norms(model)"
+            )
+        if part is not None:
+            raise RuntimeError(_REPLACED.format(part.name))
+
+
+def _refuse_foreign(params: Iterable[Tensor]) -> None:
+    for param in params:
+        if param.grad is None or _core.grad_owner(param.grad) is not None:
+            continue
+        info = _core.shard_info(param) if _core.is_shard(param) else None
+        if info is not None:
+            raise RuntimeError(_REPLACED.format(info["name"]))
+
+
+def _refuse_other_ranks(tensors: Iterable[Tensor]) -> None:
+    """Raise if these are parameters or gradients of units that are sharded over different ranks:
+    each rank would know another norm, and scale what they share by another factor."""
+    by_comm = {id(part.comm): part for part in parts_of_all(tensors)}
+    if len(by_comm) < 2:
+        return
+    first, *others = by_comm.values()
+    for other in others:
+        if ranks_of(first.comm) != ranks_of(other.comm):
+            raise NotImplementedError(
+                f"'{first.name}' and '{other.name}' have no norm together, and cannot be clipped "
+                "together: their units have process groups of different ranks, so each rank would "
+                "get another norm; call torch.nn.utils.clip_grad_norm_() or get_total_norm() once "
+                "for the parameters of each process group"
+            )
+
+
+@functools.wraps(_torchs_scale)
+@plain()
+def _clip_grads_with_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    total_norm: Tensor,
+    foreach: bool | None = None,
+) -> None:
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    _refuse_foreign(params)  # torch's clip_grad_norm_ comes here before it scales anything
+    _refuse_other_ranks(params)
+    say_clip(params, max_norm, total_norm)
+    clip_by(params, max_norm, total_norm, foreach)
+
+
+@plain()
+def clip_by(
+    params: Sequence[Tensor], max_norm: float, total_norm: Tensor, foreach: bool | None = None
+) -> None:
+    """Scale this rank's gradients of `params`, whose norm is `total_norm`."""
+    grads = [param.grad for param in params if param.grad is not None]
+    if any(g.dtype == torch.float64 for g in grads) or not _core.on_gpu(grads):
+        _torchs_scale(params, max_norm, total_norm, foreach)
+    else:  # slices that are neighbours in one go, by a factor that stays on the GPU
+        factor = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
+        _core.scale_by(grads, factor.to(grads[0].device, torch.float32))
+
+
+@functools.wraps(_torchs_total_norm)
+@torch.no_grad()
+def _get_total_norm(
+    tensors: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    if not grads:
+        refuse_clipping()
+    _refuse_other_ranks(grads)
+    sharded: dict[_core.Engine, list[Tensor]] = {}
+    whole: list[Tensor] = []
+    for grad in grads:
+        owner = _core.grad_owner(grad)
+        (whole if owner is None else sharded.setdefault(owner, [])).append(grad)
+    _refuse_other_shards(whole)
+    if not sharded:  # torch's own waits nowhere but for error_if_nonfinite
+        return _torchs_total_norm(grads, norm_type, error_if_nonfinite, foreach)
+    with plain():
+        return _norm_over_ranks(sharded, whole, norm_type, error_if_nonfinite)
+
+
+def _norm_over_ranks(
+    sharded: dict[_core.Engine, list[Tensor]],
+    whole: Sequence[Tensor],
+    norm_type: float,
+    error_if_nonfinite: bool,
+) -> Tensor:
+    grads = [*whole, *(grad for each in sharded.values() for grad in each)]
+    if _core.on_gpu([grad.contiguous() for grad in grads]):
+        norm: float | Tensor = _norm_on_gpu(sharded, whole, float(norm_type))
+    else:
+        norm = _norm(sharded, whole, float(norm_type))
+    if error_if_nonfinite and not math.isfinite(norm):  # waits for a GPU
+        raise RuntimeError(
+            f"the total norm of order {norm_type} for gradients is {norm}, so they cannot be "
+            "clipped: to scale them by it anyway, pass error_if_nonfinite=False"
+        )
+    dtype = functools.reduce(torch.promote_types, (g.dtype for g in grads), torch.float32)
+    if isinstance(norm, Tensor):
+        return norm.to(dtype)
+    return torch.tensor(norm, dtype=dtype, device=grads[0].device)
+
+
+def _check_norm_type(norm_type: float) -> None:
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be a positive number or inf, got {norm_type}")
+
+
+def _norm_on_gpu(
+    sharded: dict[_core.Engine, list[Tensor]], whole: Sequence[Tensor], norm_type: float
+) -> Tensor:
+    """The same without waiting for the GPU: a float64 number there, which may not be there yet."""
+    _check_norm_type(norm_type)
+    exponent = norm_type if math.isinf(norm_type) else 2.0  # how parts are joined
+    parts = [_power_sum_on_gpu(whole, norm_type, 0)[0]] if whole else []
+    for engine, grads in sharded.items():  # in the order of the list, which is that of all ranks
+        room = _power_sum_on_gpu(grads, norm_type, _core.gpu_ranks(engine))
+        _core.queue_over_ranks(engine, exponent, room)
+        parts.append(room[0])
+    total = parts[0].clone()  # and not all of the room for as long as the norm is kept
+    for part in parts[1:]:
+        total = torch.maximum(total, part) if math.isinf(norm_type) else total + part
+    return total if math.isinf(norm_type) else total.pow(1 / norm_type)
+
+
+def _power_sum_on_gpu(tensors: Sequence[Tensor], norm_type: float, more: int) -> Tensor:
+    """Float64 memory whose first number becomes the sum of |x|**norm_type, or the largest |x|, and
+    which has room for `more` numbers behind it."""
+    there = tensors[0].device
+    if norm_type in (1.0, 2.0, math.inf):
+        size = max(_core.norm_room() + 2 * len(tensors), 1 + more)
+        room = torch.empty(size, dtype=torch.float64, device=there)
+        _core.queue_power_sum([t.contiguous() for t in tensors], norm_type, room)
+        return room
+    room = torch.zeros(1 + more, dtype=torch.float64, device=there)
+    for tensor in tensors:
+        room[0] += tensor.double().abs().pow(norm_type).sum()
+    return room
+
+
+def _norm(
+    sharded: dict[_core.Engine, list[Tensor]], whole: Sequence[Tensor], norm_type: float
+) -> float:
+    """The norm over all ranks' parts of the sharded gradients, and the whole ones once."""
+    _check_norm_type(norm_type)
+    total = _power_sum(whole, norm_type)
+    for engine, grads in sharded.items():  # in the order of the list, which is that of all ranks
+        say_norm(engine, grads, norm_type)
+        part = norm_over_ranks(engine, grads, norm_type)
+        total = _larger(total, part) if math.isinf(norm_type) else total + part
+    return total if math.isinf(norm_type) else total ** (1 / norm_type)
+
+
+@PublicCall("clip_grad_norm_()")
+def norm_over_ranks(engine: _core.Engine, grads: Sequence[Tensor], norm_type: float) -> float:
+    """Return all ranks' sum of |x|**norm_type, or for inf the largest |x|, of gradients of one
+    model. Collective."""
+    part = _power_sum(grads, norm_type)
+    over_ranks = engine.max_over_ranks if math.isinf(norm_type) else engine.sum_over_ranks
+    return over_ranks([part])[0]
+
+
+def _power_sum(tensors: Sequence[Tensor], norm_type: float) -> float:
+    """Sum of |x|**norm_type, in double; for inf the largest |x|. NaN and inf come through."""
+    plain = [t for t in tensors if t.layout == torch.strided and t.device.type in ("cpu", "cuda")]
+    if len(plain) == len(tensors) and norm_type in (1.0, 2.0, math.inf):
+        return float(_core.power_sum([t.contiguous() for t in tensors], norm_type))
+    total = 0.0
+    for tensor in tensors:
+        if math.isinf(norm_type):
+            largest = float(tensor.abs().max()) if tensor.numel() else 0.0
+            total = _larger(total, largest)
+        else:
+            total += float(tensor.double().abs().pow(norm_type).sum())
+    return total
+
+
+def _larger(a: float, b: float) -> float:
+    """The larger of two numbers; NaN if either is."""
+    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)

@@ -1,0 +1,194 @@
+"""optimizer_in_backward(): each unit is stepped as soon as its gradients are reduced.
+
+The one idea: C knows when a unit may change (csrc/reduce/in_backward.h) and calls back here; the
+optimizer then steps that unit's parameters as step() would, with the same options, state and
+arithmetic. The result is bit-identical to a step() after backward, and only the gradients of one
+unit are in memory at a time.
+
+The model owns the handle; the handle owns the optimizers; C refers to the handle weakly. Nothing
+refers from a parameter back to its model, so everything is freed with the model.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from zshard import _core
+from zshard.optim.hooks import know
+from zshard.optim.step import InOneCall
+from zshard.optim.step_digest import note_step
+from zshard.units.units import Hook, State, hook_forward, known_hooks, units_of
+
+__all__ = ["OptimizerInBackward", "is_stepped_in_backward", "refuse_clipping", "watch_scaled"]
+
+_handles: weakref.WeakKeyDictionary[nn.Module, list[OptimizerInBackward]] = (
+    weakref.WeakKeyDictionary()
+)
+"""The active handles, by the module that optimizer_in_backward was called on."""
+
+_scaled_backward: int | None = None
+"""Torch's graph task id of the last backward that started at a scaled loss."""
+
+_OVER, _BEGIN = -1, -2  # csrc/python/py_in_backward.c has the same
+
+
+class OptimizerInBackward:
+    """The handle that `model.optimizer_in_backward(...)` returns; remove() undoes the call."""
+
+    def __init__(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = [_checked(optimizer) for optimizer in optimizers]
+        for optimizer in self._optimizers:
+            know(optimizer)
+        self._module = weakref.ref(module)
+        self._units: list[_core.Unit] = []
+        self._parts: list[list[tuple[Any, int, list[Tensor]]]] = []
+        """For each unit: (optimizer, index of its param group, parameters)."""
+        self._hooks: list[tuple[State, Hook, RemovableHandle]] = []
+        self._stepped: dict[Any, set[int]] = {}  # in this backward: the groups of each optimizer
+        self._ids: set[int] = set()
+        groups = _groups_of(self._optimizers)
+        try:
+            for each, state in units_of(module):
+                self._attach(each, state, groups)
+        except BaseException:
+            self.remove()
+            raise
+        if not self._units:
+            raise ValueError(
+                "optimizer_in_backward(): the optimizer has none of the model's parameters: "
+                "construct it from model.parameters() after FSDP(...)"
+            )
+        _handles.setdefault(module, []).append(self)
+
+    def remove(self) -> None:
+        """Undo optimizer_in_backward(): later backwards keep `.grad` for optimizer.step().
+
+        May be called more than once. Raises RuntimeError during a backward.
+        """
+        for unit in self._units:
+            unit.step_by_hand()
+        for state, hook, handle in self._hooks:
+            handle.remove()
+            state.hooks.remove(hook)
+        self._units, self._hooks = [], []
+        module = self._module()
+        active = _handles.get(module, []) if module is not None else []
+        if module is not None and self in active:
+            active.remove(self)
+            if not active:
+                del _handles[module]
+
+    def _attach(self, module: nn.Module, state: State, groups: dict[int, tuple[Any, int]]) -> None:
+        unit = state.unit
+        known = {i: groups[id(p)] for i, p in enumerate(unit.params) if id(p) in groups}
+        if not known:
+            return
+        parts: dict[tuple[int, int], tuple[Any, int, list[Tensor]]] = {}
+        for i, (optimizer, group) in known.items():
+            part = parts.setdefault((id(optimizer), group), (optimizer, group, []))
+            part[2].append(unit.params[i])
+        unit.step_in_backward(weakref.WeakMethod(self._step), len(self._units), set(known))
+        self._units.append(unit)
+        self._parts.append(list(parts.values()))
+        self._ids.update(id(unit.params[i]) for i in known)
+        if not unit.is_hooked:  # on a single rank nothing else happens in forward
+            made = hook_forward(module, unit)
+            hooks = known_hooks(module, made)
+            state.hooks += hooks
+            self._hooks += [(state, *pair) for pair in zip(hooks, made, strict=True)]
+
+    def _step(self, index: int) -> None:
+        """C's call, from within backward: step the unit `index`, or _BEGIN, or _OVER."""
+        if index == _BEGIN:
+            _refuse_scaled()
+        elif index == _OVER:
+            for optimizer, stepped in self._stepped.items():
+                optimizer._end_parts(stepped)
+                note_step(optimizer, self._units[0].engine_id)
+            self._stepped = {}
+        else:
+            for optimizer, group, params in self._parts[index]:
+                optimizer._step_part(group, index, params)
+                self._stepped.setdefault(optimizer, set()).add(group)
+
+
+def refuse_clipping(params: Iterable[Tensor] | None = None) -> None:
+    """Raise RuntimeError if any of `params` (None: of any model) is stepped in backward."""
+    if _any_steps(params):
+        raise RuntimeError(
+            "no gradients to clip: optimizer_in_backward() steps with them during backward, "
+            "before their total norm is known. To clip by norm, call remove() on its handle; to "
+            "clip by value, use a hook (p.register_post_accumulate_grad_hook)"
+        )
+
+
+def watch_scaled(outputs: Any) -> Any:
+    """Make a backward from `outputs`, one or more scaled losses, an error if it steps a model."""
+    if isinstance(outputs, Tensor):
+        if _handles and outputs.requires_grad:
+            outputs.register_hook(_note_scaled)  # type: ignore[no-untyped-call]
+        return outputs
+    if isinstance(outputs, list | tuple):
+        for output in outputs:
+            watch_scaled(output)
+        return outputs
+    return map(watch_scaled, outputs)  # an iterator, as torch's scale() made it
+
+
+def _note_scaled(_grad: Tensor) -> None:
+    global _scaled_backward
+    _scaled_backward = torch._C._current_graph_task_id()
+
+
+def _refuse_scaled() -> None:
+    """Raise RuntimeError in a backward of a scaled loss."""
+    if torch._C._current_graph_task_id() == _scaled_backward:
+        raise RuntimeError(
+            "optimizer_in_backward() does not support GradScaler: it would step with gradients "
+            "that are still scaled, before the check for inf. Call remove() on the handle, or "
+            "train in bfloat16, which needs no loss scaling"
+        )
+
+
+def is_stepped_in_backward(module: nn.Module) -> bool:
+    """Return whether a handle steps parameters of the module."""
+    return _any_steps(module.parameters())
+
+
+def _any_steps(params: Iterable[Tensor] | None) -> bool:
+    active = [handle for handles in _handles.values() for handle in handles]
+    if not active or params is None:
+        return bool(active)
+    ids = {id(param) for param in params}
+    return any(not ids.isdisjoint(handle._ids) for handle in active)
+
+
+def _checked(optimizer: Any) -> Any:
+    if isinstance(optimizer, InOneCall):
+        return optimizer
+    raise TypeError(
+        "optimizer_in_backward() expects zshard.AdamW, Adam or SGD, which can step one unit at a "
+        f"time, got {type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    )
+
+
+def _groups_of(optimizers: Sequence[Any]) -> dict[int, tuple[Any, int]]:
+    """Return, by the id of each parameter, its optimizer and the index of its group. Raises
+    ValueError for a parameter that appears twice."""
+    found: dict[int, tuple[Any, int]] = {}
+    for optimizer in optimizers:
+        for index, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                if id(param) in found:
+                    raise ValueError(
+                        "optimizer_in_backward(): a parameter of shape "
+                        f"{tuple(param.shape)} is in two optimizers: pass it to one only"
+                    )
+                found[id(param)] = optimizer, index
+    return found

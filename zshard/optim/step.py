@@ -1,0 +1,274 @@
+"""The step of zshard's optimizers: one C call per param group.
+
+The one idea: the subclasses keep everything of torch.optim (arguments, param groups, schedulers,
+state_dict) and replace step(). A plan in C (`_core.OptimPlan`) walks the group's parameters,
+reads their `.grad`, and updates all of them at once on torch's threads; no Python runs per
+parameter and step. Python runs only when a parameter gets its state, or for one that the C loop
+does not support (not contiguous, sparse gradient, other devices, complex): torch's own function
+updates it, on the same state.
+
+State tensors are adjacent (optim/memory.py), so that adjacent parameters of a shard are updated as
+one run.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from zshard import _core
+from zshard.optim.memory import zeros_side_by_side
+
+
+class InOneCall(torch.optim.Optimizer):
+    """Base class of zshard's optimizers: step() in C, and the options that zshard adds."""
+
+    _rule: str  # which rule the plan applies: "adam" or "sgd"
+    _plans: dict[Any, _core.OptimPlan]  # by index of the param group; for a part, with the unit's
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: called first, with gradients enabled; reevaluates the model and returns the
+                loss.
+
+        Returns what `closure` returned, or None. Raises TypeError for a tensor subclass that wraps
+        other tensors (DTensor), RuntimeError for a parameter that is currently unsharded.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for index, group in enumerate(self.param_groups):
+            self._step_params(index, group, self.state)
+            _count_rounding(group)
+        return loss
+
+    def _step_part(self, index: int, unit: int, params: list[Tensor]) -> None:
+        """The step of some parameters of group `index`, those of a unit; for optimizer_in_backward.
+
+        Does not count as a step of stochastic rounding: `_end_parts` does, once for all parts.
+        """
+        group = {**self.param_groups[index], "params": params}
+        state = {param: self.state[param] for param in params if param in self.state}
+        self._step_params((index, unit), group, state)
+
+    def _end_parts(self, groups: Iterable[int]) -> None:
+        """All parts of these groups have been stepped."""
+        self._opt_called = True  # what torch's schedulers look at, to warn of a missing step()
+        for index in groups:
+            if "rounding_step" in self.param_groups[index]:
+                self.param_groups[index]["rounding_step"] += 1
+
+    def _step_params(self, key: Any, group: dict[str, Any], state: dict[Any, Any]) -> None:
+        """Step a group by its plan, which is known by `key`. state: of its parameters at least."""
+        plan = self._plans.get(key)
+        foreign = None if plan is None else plan.step(group, state, self._live(group))
+        if foreign is None:
+            foreign = self._step_with_new_plan(key, group, state)
+        if foreign:
+            self._step_by_torch(group, [group["params"][i] for i in foreign])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group, as in torch.optim.
+
+        Args:
+            param_group: "params" and options; `stochastic_rounding` and `rounding_seed` may differ
+                between groups.
+
+        Raises NotImplementedError for options that the constructor rejects.
+        """
+        super().add_param_group(param_group)
+        self._take_group(self.param_groups[-1])
+        self._plans = {}
+        self._tell_scaler()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            self._take_group(group)
+        self._plans = {}
+        self._tell_scaler()
+
+    def _tell_scaler(self) -> None:
+        """Whether torch's GradScaler may leave it to the step to look at `found_inf`, on the GPU.
+
+        It then sets `grad_scale` and `found_inf` while it calls step().
+        """
+        self._step_supports_amp_scaling = all(g.get("capturable") for g in self.param_groups)
+
+    def _live(self, group: dict[str, Any]) -> tuple[Tensor | None, ...] | None:
+        """(Capturable) What a step reads on the GPU: new tensors, so that a graph has its own."""
+        if not group.get("capturable"):
+            return None
+        device = group["params"][0].device
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        lr = group["lr"]
+        return (
+            torch.empty(16 * len(group["params"]), dtype=torch.float64, device=device),
+            lr.double() if isinstance(lr, Tensor) and lr.device == device else None,
+            None if scale is None else scale.double().reciprocal().float(),
+            None if found is None else found.float(),
+        )
+
+    def _set_rounding(self, stochastic: bool, seed: int) -> None:
+        """The constructor's options of rounding: defaults for its groups and for later ones."""
+        if stochastic:
+            self.defaults.update(stochastic_rounding=True, rounding_seed=operator.index(seed))
+            for group in self.param_groups:
+                self._take_group(group)
+        elif seed != 0:
+            raise ValueError(
+                "rounding_seed requires stochastic_rounding=True: pass both to the optimizer, or "
+                "set both on a param group"
+            )
+
+    def _take_group(self, group: dict[str, Any]) -> None:
+        """Check a group's options, and complete those of stochastic rounding if it is wanted.
+
+        Where nobody asks for it, a group has no such options: its state dict is torch's.
+        """
+        if "capturable" in self.defaults:
+            group.setdefault("capturable", self.defaults["capturable"])
+        _check_options(self, group)
+        if "stochastic_rounding" in self.defaults:
+            group.setdefault("stochastic_rounding", self.defaults["stochastic_rounding"])
+        if group.get("stochastic_rounding"):
+            _refuse_capture(self, group)
+            group.setdefault("rounding_seed", self.defaults.get("rounding_seed", 0))
+            group.setdefault("rounding_step", 0)
+            _refuse_float16(self, group)
+
+    def _numbers(self, params: Sequence[Tensor]) -> list[int]:
+        """Of each parameter, the number of its first element on this rank, where all elements of
+        all groups' whole parameters are counted one after another."""
+        begins: dict[Tensor, int] = {}
+        start = 0
+        for group in self.param_groups:
+            for param in group["params"]:
+                info = _core.shard_info(param)
+                begins[param] = start + (info["begin"] if info else 0)
+                start += math.prod(info["shape"]) if info else param.numel()
+        return [begins[param] for param in params]
+
+    def _step_with_new_plan(
+        self, key: Any, group: dict[str, Any], state: dict[Any, Any]
+    ) -> tuple[int, ...]:
+        """Give state to the parameters that lack it, and step; the indices not taken by C."""
+        params: list[Tensor] = group["params"]
+        if _core.capturing(params):
+            raise RuntimeError(
+                "cannot capture an optimizer's first step in a CUDA graph, as it creates the "
+                "optimizer's state: run a warm-up step before the capture"
+            )
+        fresh = self._make_state(group, [p for p in params if p.grad is not None])
+        numbers = self._numbers(params) if group.get("stochastic_rounding") else None
+        if state is not self.state:
+            state = {param: self.state[param] for param in params if param in self.state}
+        steps = _read_steps(params, state) if group.get("capturable") else None
+        plan = _core.OptimPlan(self._rule, params, state, fresh, numbers, steps)
+        self._plans[key] = plan
+        foreign: tuple[int, ...] | None = plan.step(group, state, self._live(group))
+        if foreign is None:
+            raise RuntimeError(
+                "the optimizer's state changed during step(): do not modify it from another thread"
+            )
+        for i in foreign:
+            if params[i] in fresh:
+                self.state[params[i]]["momentum_buffer"] = None  # torch makes its own
+        return foreign
+
+    def _make_state(self, group: dict[str, Any], params: Sequence[Tensor]) -> set[Tensor]:
+        """Add the missing state of `params`; returns those whose momentum_buffer is new."""
+        for param in params:
+            if is_traceable_wrapper_subclass(param):
+                raise TypeError(
+                    f"zshard.{type(self).__name__} does not support {type(param).__name__} "
+                    f"parameters: use torch.optim.{type(self).__name__} for them"
+                )
+        names = self._state_names(group)
+        if "exp_avg" in names:
+            new = [param for param in params if "step" not in self.state[param]]
+            for param, step in zip(new, _counters(len(new), group), strict=True):
+                self.state[param]["step"] = step
+        fresh: set[Tensor] = set()
+        for name in names:
+            missing = [p for p in params if self.state[p].get(name) is None]
+            for param, zeros in zip(missing, zeros_side_by_side(missing), strict=True):
+                self.state[param][name] = zeros
+            if name == "momentum_buffer":
+                fresh.update(missing)
+        return fresh
+
+    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The tensors that the group's rule keeps for each parameter, each of its shape."""
+        raise NotImplementedError
+
+    def _step_by_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        """Update parameters that the C loop does not take, with torch's own function."""
+        raise NotImplementedError
+
+
+def _check_options(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """Raise NotImplementedError for options of torch.optim that the step in C does not support."""
+    name = type(optimizer).__name__
+    if group.get("differentiable"):
+        raise NotImplementedError(
+            f"zshard.{name}: differentiable=True is not supported: use torch.optim.{name}"
+        )
+    if group.get("capturable") and group["params"] and not _core.on_gpu(group["params"]):
+        where = ", ".join(sorted({str(param.device) for param in group["params"]}))
+        raise NotImplementedError(
+            f"zshard.{name}: capturable=True requires contiguous parameters on one GPU, got "
+            f"parameters on {where}: move the model before constructing the optimizer, or omit "
+            "capturable"
+        )
+
+
+def _refuse_capture(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """Raise NotImplementedError for random bits that a CUDA graph would repeat."""
+    if group.get("capturable"):
+        raise NotImplementedError(
+            f"zshard.{type(optimizer).__name__}: stochastic_rounding=True does not support "
+            "capturable=True, as a captured step would repeat its random bits: omit one of them"
+        )
+
+
+def _counters(n: int, group: dict[str, Any]) -> Sequence[Tensor]:
+    """Return new step counters: on the CPU, where C reads them; if capturable, on the GPU."""
+    if not group.get("capturable"):
+        return [torch.zeros((), dtype=torch.float32) for _ in range(n)]
+    return torch.zeros(n, dtype=torch.float32, device=group["params"][0].device).unbind()
+
+
+def _read_steps(params: Iterable[Tensor], state: dict[Any, Any]) -> list[float]:
+    """Return the values of the step counters on the GPU, 0 for a parameter without one.
+    Synchronizes with the GPU once."""
+    counters = [state.get(param, {}).get("step") for param in params]
+    held = [step.reshape(()).double() for step in counters if isinstance(step, Tensor)]
+    said = iter(torch.stack(held).tolist() if held else [])
+    return [next(said) if isinstance(step, Tensor) else 0.0 for step in counters]
+
+
+def _refuse_float16(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """Raise NotImplementedError for parameters that stochastic rounding does not support."""
+    for param in group["params"]:
+        if param.dtype == torch.float16:
+            raise NotImplementedError(
+                f"zshard.{type(optimizer).__name__}: stochastic_rounding=True supports bfloat16, "
+                f"but a parameter of shape {tuple(param.shape)} is float16: keep it in float32, or "
+                "put it in a param group with stochastic_rounding=False"
+            )
+
+
+def _count_rounding(group: dict[str, Any]) -> None:
+    """Count a step, so that the next one uses other random bits; not if no gradients exist."""
+    if "rounding_step" in group and any(p.grad is not None for p in group["params"]):
+        group["rounding_step"] += 1

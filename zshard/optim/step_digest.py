@@ -1,0 +1,213 @@
+"""What an optimizer steps with, as ranks compare it: its param groups, and how often it stepped.
+
+The one idea: a scheduler that one rank calls alone leaves shards that were stepped with different
+learning rates. So each step notes a digest, which travels with what ranks exchange anyway
+(csrc/engine/history.h), and keeps the values at hand as text. Only where digests differ are texts
+compared (csrc/comm/past.c): numbers may differ in their last digits between hosts.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zshard.guard.slices import plain
+from zshard.units.shards import Stepped, stepped_by
+
+__all__ = ["note_step", "watch_steps"]
+
+_HOW = frozenset(("foreach", "fused", "capturable", "differentiable"))
+"""Options that say how a step is computed, and not what: hosts may differ in them."""
+
+_MASK = (1 << 64) - 1
+
+_ROOM = 3072
+"""Bytes of text that peers are told (csrc/comm/past.h)."""
+
+
+class _Account:
+    """What is known of an optimizer that steps a model: digested anew only where it has changed."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, label: str) -> None:
+        self.label = label
+        self.keys = [key for key in getattr(optimizer, "defaults", {}) if key not in _HOW]
+        self.digest = 0
+        self.lines = ""
+        # "params" twice, since of a single key it gives no tuple.
+        self._get: Callable[[Any], tuple[Any, ...]]
+        self._get = operator.itemgetter("params", "params", *self.keys)
+        self._groups: tuple[tuple[int, int, int], ...] = ()  # the model's, see Stepped
+        self._options: list[tuple[Any, ...]] = []  # of each group, as they were
+        self._counted: tuple[int, int] | None = None
+        """(param group, parameter) whose step count is looked at: none on GPUs, where it depends on
+        the implementation whether the count is there too."""
+
+    def take(self, optimizer: torch.optim.Optimizer, model: Stepped) -> bool:
+        """Look at what the optimizer has stepped with; return whether it is new."""
+        groups = optimizer.param_groups
+        options = [self._options_of(groups[number]) for number, _, _ in model.groups]
+        if model.groups is self._groups and _are_same(options, self._options):
+            return False
+        self._groups, self._options = model.groups, options
+        on_cpu = (
+            (number, first)
+            for number, first, n in model.groups
+            if n > 0 and groups[number]["params"][first].device.type == "cpu"
+        )
+        self._counted = next(on_cpu, None)
+        self._digest_anew([[_value(each) for each in row] for row in options], model)
+        return True
+
+    def count(self, optimizer: torch.optim.Optimizer) -> int:
+        """Return the step count in the optimizer's state; 0: none is known."""
+        if self._counted is None:
+            return 0
+        number, first = self._counted
+        state = optimizer.state.get(optimizer.param_groups[number]["params"][first])
+        step = _value(state.get("step")) if isinstance(state, dict) else None
+        return int(step) if isinstance(step, int | float) and math.isfinite(step) else 0
+
+    def _options_of(self, group: dict[str, Any]) -> tuple[Any, ...]:
+        try:
+            return self._get(group)[2:]
+        except KeyError:  # a group of an old state dict
+            return tuple(group.get(key) for key in self.keys)
+
+    def _digest_anew(self, values: list[list[Any]], model: Stepped) -> None:
+        """values: of each group, in the order of the keys."""
+        counts = [0 if model.replicated else n for _, _, n in model.groups]
+        self.digest = _folded(0, [*(_number(each) for row in values for each in row), *counts])
+        columns: list[tuple[str, Sequence[Any]]] = [
+            *((key, [row[i] for row in values]) for i, key in enumerate(self.keys)),
+            ("number of parameters", counts),
+        ]
+        self.lines = "".join(_lines(self.label, columns))
+
+
+_accounts: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[int, _Account]]
+_accounts = weakref.WeakKeyDictionary()
+"""For each optimizer, by the ranks of the models that it steps."""
+
+
+_watchers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def watch_steps(engine_id: int, watcher: Any) -> None:
+    """Have `watcher.note_step()` called after each step of that model, while `watcher` lives."""
+    _watchers[engine_id] = watcher
+
+
+def note_step(optimizer: torch.optim.Optimizer, engine_id: int | None = None) -> None:
+    """Tell the models (or one of them) that the optimizer has stepped, and with what."""
+    for model in stepped_by(optimizer):
+        unit = model.unit
+        if unit is None or model.is_alone or engine_id not in (None, unit.engine_id):
+            continue
+        account = model.account
+        if account is None:
+            account = model.account = _account_of(optimizer, model.comm_id)
+        with plain():
+            is_new = account.take(optimizer, model)
+            count = account.count(optimizer)
+        engine = unit.engine
+        engine.note_step(account.digest, count & _MASK)
+        if is_new:
+            engine.tell_settings(_all_texts(model.comm_id))
+        watcher = _watchers.get(unit.engine_id)
+        if watcher is not None:
+            watcher.note_step()
+
+
+def _account_of(optimizer: torch.optim.Optimizer, comm_id: int) -> _Account:
+    accounts = _accounts.setdefault(optimizer, {})
+    if comm_id not in accounts:
+        name = type(optimizer).__name__
+        others = sum(
+            type(other).__name__ == name and comm_id in theirs
+            for other, theirs in _accounts.items()
+        )
+        label = name if others == 0 else f"{name} #{others + 1}"
+        accounts[comm_id] = _Account(optimizer, label)
+    return accounts[comm_id]
+
+
+def _all_texts(comm_id: int) -> str:
+    """As much as peers are told."""
+    texts, room = [], _ROOM
+    for accounts in _accounts.values():
+        if comm_id in accounts and room > 0:
+            texts.append(accounts[comm_id].lines)
+            room -= len(texts[-1])
+        if room <= 0:
+            break
+    return "".join(texts)
+
+
+# --- what there is --------------------------------------------------------------------------------
+
+
+def _are_same(rows: list[tuple[Any, ...]], before: list[tuple[Any, ...]]) -> bool:
+    """Are these the same objects, none of which can change? (Tensors and lists can.)"""
+    if len(rows) != len(before):
+        return False
+    for row, known in zip(rows, before, strict=True):
+        if len(row) != len(known) or not all(map(operator.is_, row, known)):
+            return False
+        if any(isinstance(each, Tensor | list) for each in row):
+            return False
+    return True
+
+
+def _value(value: Any) -> Any:
+    """A number, text or tuple; None for what is not compared, such as tensors on GPUs."""
+    if isinstance(value, Tensor):
+        return value.item() if value.device.type == "cpu" and value.numel() == 1 else None
+    if isinstance(value, list | tuple):
+        return tuple(_value(each) for each in value)
+    return value if isinstance(value, bool | int | float | str) else None
+
+
+# --- digests --------------------------------------------------------------------------------------
+
+
+def _folded(digest: int, numbers: Iterable[int]) -> int:
+    for number in numbers:
+        digest = (digest * 0x100000001B3 + number) & _MASK
+    return digest
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _number(value: Any) -> int:
+    """A number that stands for a value."""
+    return zlib.crc32(repr(value).encode())
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+
+def _lines(label: str, columns: Iterable[tuple[str, Sequence[Any]]]) -> Iterator[str]:
+    """A line for each option, with its values in all groups."""
+    for key, values in columns:
+        if any(value is not None for value in values):
+            yield f"{label} {key}\t{_listed(values)}\n"
+
+
+def _listed(values: Sequence[Any]) -> str:
+    """One value if all are the same, else the values of all groups."""
+    texts = [_text(value) for value in values]
+    return texts[0] if len(set(texts)) == 1 else ", ".join(texts)
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(_text(each) for each in value)})"
+    return f"{value:.9g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,236 @@
+"""Load a sharded model in two steps: first check everything, then read values one chunk at a time.
+
+The one idea: nn.Module loads as always, with its hooks and errors, but its copies are recorded
+instead of done. The result is a plan, which lists each of this rank's shards with the value to load
+into it. Once all ranks have a plan, values go directly into the shards, from wherever they are
+(state/source.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from zshard import _core
+from zshard.comm.agreement import on_all_ranks
+from zshard.comm.script_position import PublicCall
+from zshard.guard.slices import to_local
+from zshard.state.noted_loads import NotedLoad, note_loads, planned_loads
+from zshard.state.source import Copy, FromRank0, Source, pending, told_by_rank_0
+from zshard.state.stand_ins import Pending
+from zshard.units.units import units_of, writing
+
+_SETTER, _HOOKS = "set_extra_state", "_load_state_dict_post_hooks"
+
+
+@PublicCall("load_state_dict()")
+def load_state_dict(
+    model: nn.Module,
+    state: Mapping[str, Any] | None,
+    *,
+    strict: bool = True,
+    from_rank0: bool = False,
+) -> Any:
+    """Load an unsharded state dict into a sharded model; change nothing unless all of it fits.
+
+    Collective: call it on all ranks, outside forward and backward.
+
+    model: a model with FSDP modules; its parameters and buffers are written in place.
+    state: {name: tensor} as from state_dict(), with full shapes. Dtypes are cast, within
+        floating-point, complex and integer dtypes.
+    strict: raise an error for missing and unexpected names.
+    from_rank0: only rank 0 passes a state, and the other ranks pass None. Rank 0 sends the values
+        in chunks of 16 MiB, of which each rank keeps its shards. Otherwise each rank passes the
+        same state.
+
+    Returns missing and unexpected keys, like nn.Module.load_state_dict(). Load hooks and
+    `_load_from_state_dict` of modules run before anything is copied. With from_rank0 they see
+    names, shapes and dtypes, and may rename, drop or replace entries; asking for values is an
+    error. Extra state and post hooks come last, after `strict` is applied.
+
+    Raises, on all ranks: RuntimeError listing everything that does not fit; ValueError if the model
+    has no sharded modules, or if a rank other than 0 passes a state with from_rank0; TypeError if
+    the state is not a dict of tensors; DivergenceError if ranks would load different tensors.
+    """
+    comm = comm_of(model)
+    given = {} if state is None else state
+    with on_all_ranks(comm):
+        if from_rank0 and comm.rank != 0 and len(given) > 0:
+            raise ValueError(
+                f"load_state_dict(from_rank0=True) got a state on rank {comm.rank}: pass None on "
+                "all ranks but 0"
+            )
+        _check_state(given if not from_rank0 or comm.rank == 0 else {})
+    source = None
+    if from_rank0:
+        outline = OrderedDict(pending(given))
+        outline._metadata = getattr(given, "_metadata", None)  # type: ignore[attr-defined]
+        given, source = told_by_rank_0(comm, outline), FromRank0(comm)
+    made: list[LoadPlan] = []
+    with on_all_ranks(comm, lambda: made[0].fact()):
+        made.append(plan(model, given, strict))
+    with on_all_ranks(comm):
+        carry_out(made[0], source)
+    return made[0].keys
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"state must be a mapping from names to tensors, got {type(state).__name__}"
+        )
+    for name, value in state.items():
+        if not isinstance(name, str):
+            raise TypeError(f"state dict keys must be strings, got {name!r}")
+        if not isinstance(value, Tensor):
+            continue
+        if type(value) not in (Tensor, nn.Parameter, nn.Buffer) or value.layout != torch.strided:
+            what = f"a {type(value).__name__} of layout {value.layout}"
+            raise TypeError(
+                f"'{name}' in the state dict must be a plain strided tensor, got {what}"
+            )
+        if value.is_meta:
+            raise TypeError(f"'{name}' in the state dict is on the meta device and has no values")
+
+
+# --- plans ----------------------------------------------------------------------------------------
+
+
+class LoadPlan(NamedTuple):
+    """What loading will do: copies, then calls; and the keys that nn.Module returns."""
+
+    copies: list[Copy]
+    calls: list[Callable[[], Any]]
+    keys: Any
+    loads: list[NotedLoad]
+
+    def fact(self) -> list[tuple[str, Any]]:
+        """The facts that must agree between ranks."""
+        return [(value.label, value.dtype) for value in self.pending()]
+
+    def pending(self) -> list[Pending]:
+        """What is to be read."""
+        return [copy.value for copy in self.copies if isinstance(copy.value, Pending)]
+
+
+def comm_of(model: nn.Module) -> _core.Comm:
+    """Return the ranks that the units of `model` span. Raise ValueError if there is no unit, or if
+    units span different ranks."""
+    comms = [state.comms.all for _, state in units_of(model)]
+    if not comms:
+        raise ValueError(
+            f"this {type(model).__name__} has no sharded modules: call FSDP(model) first, or use "
+            "model.load_state_dict()"
+        )
+    if any(comm is not comms[0] for comm in comms):
+        raise ValueError(
+            "the units of the model span different ranks: save and load each of them on its own"
+        )
+    return comms[0]
+
+
+def carry_out(plan: LoadPlan, source: Source | None) -> None:
+    """Execute the plan."""
+    with torch.no_grad(), writing(unit for unit, _, _ in plan.loads):
+        for copy in plan.copies:
+            copy.carry_out(source)
+        for call in plan.calls:
+            call()
+        # All ranks carry out the same plan, and some of them know no contents.
+        note_loads([(unit, index, 0) for unit, index, _ in plan.loads])
+
+
+def plan(model: nn.Module, state: Mapping[str, Any], strict: bool) -> LoadPlan:
+    """Return what model.load_state_dict(state) would do; change nothing. Raise RuntimeError, which
+    lists everything that does not fit."""
+    loads: list[NotedLoad] = []
+    token = planned_loads.set(loads)
+    with _Recorder(model) as recorder, _Later(model) as later:
+        error, keys = None, None
+        try:
+            keys = model.load_state_dict(state, strict=strict)
+        except RuntimeError as caught:
+            if not recorder.wrong:
+                raise
+            error = caught
+        finally:
+            planned_loads.reset(token)
+    if recorder.wrong:
+        head = str(error or f"Error(s) in loading state_dict for {type(model).__name__}:")
+        raise RuntimeError("\n\t".join([head, *recorder.wrong]))
+    return LoadPlan(list(recorder.copies.values()), later.calls(keys), keys, loads)
+
+
+class _Recorder(TorchFunctionMode):
+    """Context that records copies to the tensors of a model instead of doing them, and copies that
+    would change the kind of dtype."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        named = (*model.named_parameters(), *model.named_buffers())
+        self._names = {id(tensor): name for name, tensor in named}
+        self.copies: dict[int, Copy] = {}
+        self.wrong: list[str] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not Tensor.copy_ or id(args[0]) not in self._names:
+            return func(*args, **(kwargs or {}))
+        target, value = args[:2]
+        if _kind(value.dtype) != _kind(target.dtype):
+            self.wrong.append(
+                f"dtype mismatch for {self._names[id(target)]}: cannot cast {value.dtype} from "
+                f"checkpoint to {target.dtype} in current model."
+            )
+        self.copies.pop(id(target), None)  # tied: the last one counts, as for nn.Module
+        self.copies[id(target)] = Copy(to_local(target).detach(), to_local(value))
+        return target
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else "whole"
+
+
+class _Later(contextlib.AbstractContextManager["_Later"]):
+    """Context that delays set_extra_state() and load post hooks of the modules of `model`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.modules())
+        self._own = [
+            {key: vars(m)[key] for key in (_SETTER, _HOOKS) if key in vars(m)}
+            for m in self._modules
+        ]
+        self._extra: list[Callable[[], Any]] = []
+
+    def __enter__(self) -> _Later:
+        for module in self._modules:
+            if type(module).set_extra_state is not nn.Module.set_extra_state:
+                vars(module)[_SETTER] = functools.partial(self._keep, module)
+            if module._load_state_dict_post_hooks:
+                vars(module)[_HOOKS] = {}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for module, own in zip(self._modules, self._own, strict=True):
+            vars(module).pop(_SETTER, None)
+            vars(module).update(own)
+
+    def _keep(self, module: nn.Module, state: Any) -> None:
+        self._extra.append(lambda: type(module).set_extra_state(module, state))
+
+    def calls(self, keys: Any) -> list[Callable[[], Any]]:
+        """Return the delayed calls, given the result of load_state_dict()."""
+        modules = reversed(list(zip(self._modules, self._own, strict=True)))
+        return self._extra + [
+            functools.partial(hook, module, keys)
+            for module, own in modules
+            for hook in own[_HOOKS].values()
+        ]

@@ -1,0 +1,358 @@
+"""state_dict() and load_state_dict() of sharded modules: plain tensors under plain names.
+
+The one idea: nn.Module walks the modules, names their tensors and reports errors; on each module it
+calls two methods, `_save_to_state_dict` and `_load_from_state_dict`. On the modules that own
+sharded parameters these are replaced, on the instance, and while they run, placeholders of full
+shape replace the parameters. So the module's own code and users' hooks see full tensors only,
+whichever module the call starts at. In saving, the placeholders are full copies, one unit gathered
+at a time. In loading, they are shapes without memory, and what nn.Module copies in the end is this
+rank's shard of each given tensor: loading needs no gather, and no rank waits for another.
+
+Why methods and not hooks: a load hook of ours would have to run after all others, also those that
+are registered later, and a dict of hooks may not be reordered while nn.Module runs them. Nor is
+there a hook around a whole call, which is what lets a unit be gathered once for all its owners. Why
+instances and not classes: an owner may be any module below a unit, and its class stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import types
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zshard import _core
+from zshard.guard.slices import guard_like
+from zshard.state.dcp_shards import note_shards
+from zshard.state.full_copies import FullCopies, Place, UnitParams, current_copies
+from zshard.state.noted_loads import NotedLoad, content_of, note_loads, planned_loads
+from zshard.state.shard_records import KEY, ShardRecord, misfit
+from zshard.state.source import shard_of
+from zshard.state.stand_ins import StandIn, StandIns
+from zshard.units.shards import part_of
+from zshard.units.units import State, is_unit, session, units_of, writing
+from zshard.wrap.tree import UnitSpec
+
+
+def attach(state: State, spec: UnitSpec) -> None:
+    """Make a sharded unit save and load full parameters, whichever module at or below the unit's
+    the call starts at."""
+    params = UnitParams(state, [ref.param for ref in spec.params])
+    # The unit's module too where it owns none: it is asked first, so it refuses before a change.
+    _places_of(spec.module)
+    for index, ref in enumerate(spec.params):
+        for owner, attribute in ref.owners:
+            _places_of(owner)[attribute] = Place(params, index)
+    for module in spec.module.modules():
+        is_top = module is spec.module or is_unit(module)
+        is_leaf = not module._modules  # one call asks it alone
+        if not (
+            is_top
+            or is_leaf
+            or isinstance(module.__dict__.get(_StateDictMethod.name), _StateDictMethod)
+        ):
+            module.__dict__[_StateDictMethod.name] = _StateDictMethod(module)
+
+
+def attach_replicated(spec: UnitSpec) -> None:
+    """Make a unit that every rank has whole note what is loaded into it."""
+    for owner in {owner for ref in spec.params for owner, _ in ref.owners}:
+        if _note_replicated not in owner._load_state_dict_post_hooks.values():
+            owner.register_load_state_dict_post_hook(_note_replicated)  # type: ignore[no-untyped-call]
+            owner.register_load_state_dict_pre_hook(_before_replicated)  # type: ignore[no-untyped-call]
+
+
+def _before_replicated(
+    module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *lists: Any
+) -> None:
+    """A hook of nn.Module's."""
+    _refuse_assignment(metadata)
+
+
+def _refuse_assignment(metadata: dict[str, Any]) -> None:
+    """Raise ValueError for load_state_dict(assign=True)."""
+    if metadata.get("assign_to_params_buffers", False):
+        raise ValueError(
+            "load_state_dict(assign=True) is not supported: it would replace the parameters that "
+            "zshard trains; omit assign to copy values into them"
+        )
+
+
+def _note_replicated(module: nn.Module, _keys: Any) -> None:
+    """A hook of nn.Module's, which does not tell which parameters were loaded: those that were not
+    are as they have been."""
+    for param in module._parameters.values():
+        part = None if param is None else part_of(param)
+        unit = None if part is None or part.is_cut else part.unit
+        if part is not None and unit is not None:
+            note_loads([(unit, part.index, content_of(param, False))])
+
+
+def whole_state_dict(
+    module: nn.Module,
+    state_dict: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    keep: bool = True,
+) -> Any:
+    """Return what `state_dict`, the method of `module`, returns, gathering each unit once.
+
+    keep: if False, this rank only takes part: the result has shapes but no values.
+
+    Over shm any rank may call it alone; else it is collective. Raises RuntimeError if a shard would
+    get into the result.
+    """
+    if current_copies.get() is not None:
+        return state_dict(*args, **kwargs)
+    _settle_replicas(module)
+    cut = [s.unit for _, s in units_of(module) if not (s.unit.replicated or s.form.slices)]
+    with contextlib.ExitStack() as opened:
+        begin = functools.partial(opened.enter_context, session(cut))
+        token = current_copies.set(FullCopies(module.parameters(), begin, keep))
+        try:
+            state = state_dict(*args, **kwargs)
+        finally:
+            current_copies.reset(token)
+    _refuse_slices(state)
+    return state
+
+
+def _settle_replicas(module: nn.Module) -> None:
+    """Restore the dtype that unsharded parameters have between steps, where a forward has left a
+    cast copy for its backward, which then makes another one. Raises RuntimeError within that
+    forward."""
+    for _, state in units_of(module):
+        unit = state.unit
+        if unit.replicated and any(_is_cast(param) for param in unit.params):
+            unit.unpin()
+
+
+def _is_cast(param: nn.Parameter) -> bool:
+    part = part_of(param)
+    return part is not None and param.dtype != part.dtype and _core.held_unit(param) is None
+
+
+def _refuse_slices(state: Any) -> None:
+    """Raise RuntimeError for an entry that lies on a shard."""
+    for key, value in state.items() if isinstance(state, Mapping) else ():
+        if isinstance(value, torch.Tensor) and _core.is_shard(value):
+            raise RuntimeError(
+                f"the state dict would contain only this rank's shard of '{key}': tie, parametrize "
+                "or share parameters before FSDP(...), and call nn.Module's state_dict() in a "
+                "state_dict() of your own"
+            )
+
+
+# --- the methods on instances ---------------------------------------------------------------------
+
+
+class _Override:
+    """A method of one module, in that module's __dict__."""
+
+    name: str
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)  # which holds this: no cycle to be collected
+        self._patch = module.__dict__.get(self.name)  # somebody else's, from before
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        if module is None:
+            raise RuntimeError(f"{self.name}() called on a module that no longer exists")
+        return module
+
+    def original(self) -> Callable[..., Any]:
+        """Return the method that the module would run without this one."""
+        if self._patch is not None:
+            return self._patch  # type: ignore[no-any-return]
+        return types.MethodType(getattr(type(self.module), self.name), self.module)
+
+    def __reduce__(self) -> Any:
+        """A copy of a part, or a part from a pickle, is of no unit: it gets its own method back."""
+        return operator.getitem, ((self.original(),), 0)
+
+
+class _StateDictMethod(_Override):
+    """state_dict() of a module that is no unit."""
+
+    name = "state_dict"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return whole_state_dict(self.module, self.original(), args, kwargs)
+
+
+class _OwnersMethod(_Override):
+    """A method of an owner; `places` are those of its attributes that units hold."""
+
+    def __init__(self, module: nn.Module, places: dict[str, Place]) -> None:
+        super().__init__(module)
+        self.places = places
+
+    def in_use(self) -> dict[str, Place]:
+        """Return the places that still have their parameter, without those that users replaced."""
+        there = self.module._parameters
+        return {name: p for name, p in self.places.items() if there.get(name) is p.param}
+
+
+class _SaveMethod(_OwnersMethod):
+    """nn.Module's `_save_to_state_dict`, with whole copies in the places (collective) or slices."""
+
+    name = "_save_to_state_dict"
+
+    def __call__(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        used = self.in_use()
+        params = (place.param for place in used.values())
+        copies = current_copies.get() or FullCopies(params, lambda: None)
+        given = {
+            name: place.slice() if place.wants_slices else copies.of(place)
+            for name, place in used.items()
+        }
+        with StandIns(self.module, given):
+            self.original()(destination, prefix, keep_vars)
+        records = {name: place.record for name, place in used.items() if place.wants_slices}
+        if records:
+            _metadata_of(destination).setdefault(prefix[:-1], {})[KEY] = records
+            note_shards(destination.get(prefix + name) for name in records)
+
+
+class _LoadMethod(_OwnersMethod):
+    """nn.Module's `_load_from_state_dict` for whole tensors. Raises ValueError for assign=True;
+    wrong shapes are nn.Module's errors, with whole shapes."""
+
+    name = "_load_from_state_dict"
+
+    def __call__(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        *lists: list[str],  # missing and unexpected keys, error messages
+    ) -> None:
+        _refuse_assignment(local_metadata)
+        used = self.in_use()
+        loads: list[NotedLoad] = []
+        with writing(place.unit for place in used.values() if planned_loads.get() is None):
+            for place in used.values():
+                if place.unit.is_full:  # kept by a forward for its backward, which gathers it again
+                    place.unit.reshard()
+            placeholders = {
+                n: StandIn.of(place.param, place.shape, place.name) for n, place in used.items()
+            }
+            with StandIns(self.module, placeholders) as stand_ins:
+                # Registered now, so it runs behind all others: they are to see whole shapes, and
+                # nn.Module, which goes on behind this one, the slices.
+                last = functools.partial(self._cut, stand_ins, local_metadata.get(KEY, {}), loads)
+                handle = self.module._register_load_state_dict_pre_hook(last)  # type: ignore[no-untyped-call]
+                try:
+                    self.original()(state_dict, prefix, local_metadata, strict, *lists)
+                finally:
+                    handle.remove()
+            note_loads(loads)
+
+    def _cut(
+        self,
+        stand_ins: StandIns,
+        records: dict[str, ShardRecord],
+        loads: list[NotedLoad],
+        state: dict[str, Any],
+        prefix: str,
+        *rest: Any,
+    ) -> None:
+        """The last load hook: restores the module's shards, and cuts what they are to copy."""
+        stand_ins.end()
+        for name, place in self.in_use().items():
+            key = prefix + name
+            if key in state:
+                value, errors = state[key], len(rest[-1])
+                state[key] = _slice(place, key, value, records.get(name), rest[-1])
+                own = value is place.param or isinstance(value, StandIn)
+                if not own and len(rest[-1]) == errors:
+                    loads.append((place.unit, place.index, content_of(value, name in records)))
+
+
+def _places_of(module: nn.Module) -> dict[str, Place]:
+    """Return the places of an owner, to be added to; replaces its methods on the first call."""
+    known = module.__dict__.get(_SaveMethod.name)
+    if isinstance(known, _SaveMethod):
+        return known.places
+    places: dict[str, Place] = {}
+    for method in (_SaveMethod, _LoadMethod):
+        module.__dict__[method.name] = method(module, places)
+    return places
+
+
+# --- slices ---------------------------------------------------------------------------------------
+
+
+def refuse_strange_slices(module: nn.Module, state: Any) -> None:
+    """Raise RuntimeError, before anything changes, if `state` has shards other than this rank's of
+    the parameters below `module`, or if shards are not to be loaded now."""
+    modules = dict(module.named_modules(remove_duplicate=False))
+    wrong = []
+    for prefix, facts in (getattr(state, "_metadata", None) or {}).items():
+        records = facts.get(KEY, {}) if isinstance(facts, dict) else {}
+        load = (
+            vars(modules[prefix]).get(_LoadMethod.name) if prefix in modules and records else None
+        )
+        places = load.in_use() if isinstance(load, _LoadMethod) else {}
+        for name, record in records.items():
+            place = places.get(name)
+            own, wanted = (place.record, place.wants_slices) if place else (None, False)
+            said = misfit(record, own, wanted)
+            if said:
+                wrong.append(f"{prefix}.{name}: {said}" if prefix else f"{name}: {said}")
+    if wrong:
+        lines = "\n\t".join(wrong)
+        raise RuntimeError(f"Error(s) in loading shards for {type(module).__name__}:\n\t{lines}")
+
+
+def _metadata_of(destination: Any) -> Any:
+    try:
+        return destination._metadata
+    except AttributeError:
+        raise TypeError(
+            "state_dict(destination=...) of shards needs a destination with a `_metadata` dict "
+            "for their records: omit destination"
+        ) from None
+
+
+def _slice(
+    place: Place, key: str, value: Any, record: ShardRecord | None, error_msgs: list[str]
+) -> Any:
+    """Return what nn.Module is to copy into this rank's shard, given a full tensor, or with
+    `record` this rank's shard."""
+    if not torch.overrides.is_tensor_like(value):  # type: ignore[no-untyped-call]
+        return value  # nn.Module's error
+    local, whole = place.param.detach(), place.shape
+    if isinstance(value, StandIn) and value.origin is place.param:
+        return local
+    if value is place.param:  # torch.distributed.checkpoint fills in what a state dict leaves out
+        return local
+    if record is not None:
+        wrong = misfit(record, place.record, place.wants_slices)
+        if not wrong and tuple(value.shape) != (local.numel(),):
+            wrong = f"got shape {tuple(value.shape)}, but the shard has shape ({local.numel()},)"
+        if wrong:
+            error_msgs.append(f"{key}: {wrong}")
+        return local if wrong else guard_like(value.reshape(local.shape), place.param)
+    if whole == () and tuple(value.shape) == (1,):
+        value = value[0]  # nn.Module takes scalars from old files so
+    if tuple(value.shape) != whole:
+        error_msgs.append(
+            f"size mismatch for {key}: copying a param with shape {value.shape} from checkpoint, "
+            f"the shape in current model is {torch.Size(whole)}."
+        )
+        return local
+    if tuple(local.shape) == whole:  # this rank's alone, or the user's `p.data = whole`
+        return value
+    part = part_of(place.param)
+    assert part is not None, "it has been remembered with its unit"
+    return guard_like(shard_of(part, value), place.param)

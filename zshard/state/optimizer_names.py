@@ -1,0 +1,270 @@
+"""Optimizer state by parameter name.
+
+The one idea: optimizer.state_dict() is full already (state/optimizer.py); here numbers become
+names and names numbers. What is added is which rank has it: with `rank0_only` other ranks only send
+their shards, and with `from_rank0` they receive theirs.
+
+    {"state": {name: {"step": ..., "exp_avg": ...}}, "param_groups": [{"params": [name], ...}]}
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zshard import _core
+from zshard.comm.agreement import gather_bytes
+from zshard.comm.script_position import PublicCall
+from zshard.comm.transports import comm_for
+from zshard.optim.sharded_state import params_of
+from zshard.state.optimizer import gather
+from zshard.state.optimizer_plan import (
+    OptimizerPlan,
+    problems_with,
+    taken,
+)
+from zshard.state.source import FromRank0, pending, told_by_rank_0
+from zshard.units.names import plain_name
+from zshard.units.shards import part_of
+from zshard.units.units import units_of
+
+__all__ = [
+    "by_name",
+    "by_number",
+    "load_optim_state_dict",
+    "names_of",
+    "optim_state_dict",
+    "outermost_comm",
+    "to_load",
+]
+
+_HOW = "zshard.optim_state_dict(model, optimizer)"
+
+
+@PublicCall("optim_state_dict()")
+def optim_state_dict(
+    model: nn.Module, optimizer: Optimizer, *, rank0_only: bool = False
+) -> dict[str, Any]:
+    """Return the optimizer's full state, keyed by parameter name, as tensors on the CPU.
+
+    Over shm, any rank may call it alone; over c10d and on GPUs it is collective.
+
+    Args:
+        model: the sharded model, or a module that contains it. A tied parameter has the first name
+            in model.named_parameters(). Prefixes of torch.compile() and activation checkpointing
+            are removed from names.
+        optimizer: an optimizer of the model's parameters.
+        rank0_only: return {} on ranks other than 0, which then hold at most one full tensor.
+
+    Returns {"state": {name: {key: tensor or value}}, "param_groups": [{"params": [name, ...],
+    option: value}]}, the format of FSDP1 and torch.distributed.checkpoint.state_dict. Tensors are
+    copies, with the shapes and dtypes of the unsharded model's optimizer state.
+
+    Raises ValueError if the optimizer has a parameter that the model lacks; DivergenceError on all
+    ranks if their states differ in parameters, keys, shapes or dtypes.
+    """
+    names = names_of(model, optimizer)
+    if rank0_only and outermost_comm(model).rank != 0:
+        gather(optimizer, keep=False)
+        return {}
+    return by_name(names, optimizer, optimizer.state_dict())
+
+
+@PublicCall("load_optim_state_dict()")
+def load_optim_state_dict(
+    model: nn.Module,
+    optimizer: Optimizer,
+    state: Mapping[str, Any] | None,
+    *,
+    from_rank0: bool = False,
+) -> None:
+    """Load the result of optim_state_dict(), under any strategy and world size.
+
+    Collective.
+
+    Args:
+        model: the sharded model, or a module that contains it.
+        optimizer: the optimizer to load into.
+        state: as returned by optim_state_dict(): full tensors of the parameters' shapes and dtypes.
+            A tied parameter may have any of its names. Parameters without an entry lose their
+            state.
+        from_rank0: only rank 0 has `state`; the others pass None or {}. Rank 0 sends the values in
+            chunks of 16 MiB, of which each rank keeps its shards.
+
+    Raises ValueError on all ranks, before anything changes, that lists unknown, missing or
+    misplaced parameters and wrong shapes and dtypes.
+    """
+    optimizer.load_state_dict(to_load(model, optimizer, state, from_rank0))
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+def outermost_comm(model: nn.Module) -> _core.Comm:
+    """Return the ranks of the outermost unit; a single rank for a model without units."""
+    state = next((state for _, state in units_of(model)), None)
+    return state.comms.all if state is not None else comm_for(None, None, None)
+
+
+def names_of(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
+    """Return the first name in the model of each of the optimizer's parameters, by id. Raises
+    ValueError for a parameter that the model lacks."""
+    names = {id(param): plain_name(name) for name, param in model.named_parameters()}
+    for i, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if id(param) not in names:
+                part = part_of(param)
+                what = (
+                    f"parameter '{part.name}'"
+                    if part
+                    else f"a parameter of shape {tuple(param.shape)}"
+                )
+                raise ValueError(
+                    f"param group {i} of the optimizer has {what}, which the model "
+                    "lacks: pass the model that the optimizer was created for"
+                )
+    return names
+
+
+def by_name(
+    names: Mapping[int, str], optimizer: Optimizer, numbered: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return a state dict of torch's format with names for numbers, without the optimizer's own
+    tensors."""
+    state: dict[Any, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for ours, given in zip(optimizer.param_groups, numbered["param_groups"], strict=True):
+        own = [names[id(param)] for param in ours["params"]]
+        groups.append({**_options_of(given), "params": own})
+        for param, number in zip(ours["params"], given["params"], strict=True):
+            if number in numbered["state"]:
+                live = optimizer.state.get(param, {})
+                entries = numbered["state"][number]
+                state[names[id(param)]] = {k: _copy(v, live.get(k)) for k, v in entries.items()}
+    return {"state": state, "param_groups": groups}
+
+
+def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a group without its parameters."""
+    options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    return copy.deepcopy(options)
+
+
+def _copy(value: Any, live: Any) -> Any:
+    """A value on the CPU; of what the optimizer has itself, a copy."""
+    if isinstance(value, Tensor):
+        return value.detach().clone().cpu() if value is live else value.detach().cpu()
+    return copy.deepcopy(value)
+
+
+# --- loading --------------------------------------------------------------------------------------
+
+
+def to_load(
+    model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any] | None, from_rank0: bool
+) -> dict[str, Any]:
+    """Return what optimizer.load_state_dict() takes, numbers for names. Raises ValueError on all
+    ranks alike."""
+    names_of(model, optimizer)
+    comm = outermost_comm(model)
+    problems: list[str] = []
+    made: dict[str, Any] = {}
+    if comm.rank == 0 or not from_rank0:
+        problems, made = by_number(model, optimizer, state)
+    _raise_together(comm, problems)
+    return _from_rank0(comm, optimizer, made) if from_rank0 and comm.world > 1 else made
+
+
+@torch.inference_mode(False)
+def _from_rank0(comm: _core.Comm, optimizer: Optimizer, made: dict[str, Any]) -> dict[str, Any]:
+    """Return rank 0's state dict by number, of which this rank's shards are already taken."""
+    # Numbers travel at once: to send each by itself would take longer.
+    outline = {n: pending(entries, dims=1) for n, entries in made.get("state", {}).items()}
+    told = told_by_rank_0(comm, {**made, "state": outline})
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    theirs = [len(group["params"]) for group in told["param_groups"]]
+    params = dict(enumerate(params_of(optimizer)))
+    if sizes == theirs:
+        problems = problems_with(params, told["state"])
+    else:
+        problems = [f"its param groups have {theirs} parameters, but this rank's have {sizes}"]
+    _raise_together(comm, problems)
+    plan, source = OptimizerPlan(params, told["state"]), FromRank0(comm)
+    state = taken(optimizer, plan.take(source))
+    plan.read(source)
+    return {**told, "state": state}
+
+
+def _raise_together(comm: _core.Comm, problems: Sequence[str]) -> None:
+    """Raise ValueError on all ranks if there are problems on any."""
+    text = "\n".join(problems)
+    everyone = [each.decode() for each in gather_bytes(comm, text.encode())]
+    for rank, each in enumerate(everyone):
+        if each:
+            where = "" if len(set(everyone)) == 1 else f" on rank {rank}"
+            raise ValueError(f"the state dict does not match the optimizer{where}:\n{each}")
+
+
+def by_number(
+    model: nn.Module, optimizer: Optimizer, given: Mapping[str, Any] | None
+) -> tuple[list[str], dict[str, Any]]:
+    """Return what is wrong with a dict by name, and the same dict by number if nothing is."""
+    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
+        return [f"it lacks 'state' or 'param_groups': pass the result of {_HOW}"], {}
+    states = {_plain(name): entries for name, entries in given["state"].items()}
+    ours, theirs = optimizer.param_groups, given["param_groups"]
+    listed = [[_plain(name) for name in group.get("params", ())] for group in theirs]
+    if len(ours) != len(theirs):
+        return [f"it has {len(theirs)} param groups, but the optimizer has {len(ours)}"], {}
+    params = dict(enumerate(params_of(optimizer)))
+    numbers = {id(param): number for number, param in params.items()}
+    named = model.named_parameters(remove_duplicate=False)
+    known = {plain_name(name): param for name, param in named if id(param) in numbers}
+    problems = _unknown(dict.fromkeys(itertools.chain(states, *listed)), known)
+    for i, (own, names) in enumerate(zip(ours, listed, strict=True)):
+        problems += _misplaced(i, own["params"], names, known)
+    states = {name: entries for name, entries in states.items() if name in known}
+    wrong = [name for name, entries in states.items() if not isinstance(entries, Mapping)]
+    problems += [f"the state of {name!r} is not a dict" for name in wrong]
+    found = [(numbers[id(known[n])], own) for n, own in states.items() if n not in wrong]
+    state = dict(found)
+    if len(state) < len(found):
+        problems.append("it has state for a tied parameter twice, under two of its names")
+    problems += problems_with(params, state, same_dtypes=True)
+    groups = [
+        {**_options_of(other), "params": [numbers[id(p)] for p in own["params"]]}
+        for own, other in zip(ours, theirs, strict=True)
+    ]
+    return problems, {"state": state, "param_groups": groups}
+
+
+def _plain(name: Any) -> Any:
+    """A name without the prefixes of wrappers; a number as it is."""
+    return plain_name(name) if isinstance(name, str) else name
+
+
+def _unknown(names: Iterable[Any], known: Mapping[str, Tensor]) -> list[str]:
+    """Return the names that match no parameter of the optimizer."""
+    strangers = [name for name in names if name not in known]
+    if strangers and all(isinstance(name, int) for name in strangers):
+        return ["its parameters are numbered, not named: use optimizer.load_state_dict()"]
+    return [f"the optimizer has no parameter {name!r}" for name in strangers]
+
+
+def _misplaced(
+    i: int, own: Sequence[Tensor], names: Sequence[Any], known: Mapping[str, Tensor]
+) -> list[str]:
+    """Return the parameters that are in group `i` of only the optimizer or only the state dict."""
+    first = {id(param): name for name, param in reversed(list(known.items()))}
+    here = {first[id(p)] for p in own}
+    there = {first[id(known[name])] for name in names if name in known}
+    return [f"its param group {i} lacks parameter '{name}'" for name in sorted(here - there)] + [
+        f"param group {i} of the optimizer lacks parameter '{name}'"
+        for name in sorted(there - here)
+    ]

@@ -1,0 +1,157 @@
+"""Placeholder tensors with shape, dtype and device but no values: what load hooks see before values
+are copied, and save hooks in place of what is written.
+
+The one idea: code that runs while a model is loaded (nn.Module's, a user's hook) may ask such a
+tensor for its shape, dtype and device. Any use of its values is an error that names it, so nobody
+computes with values that do not exist. zshard's own code reads many shapes and dtypes, so it does
+in `with plain():` (guard/slices.py), where that is fast and not checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# What may be asked: facts, and other tensors of its shape and dtype.
+_FACTS = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device")),
+    *(getattr(Tensor, name).__get__ for name in ("layout", "requires_grad", "is_meta")),
+    *(getattr(Tensor, name) for name in ("size", "dim", "numel", "__len__", "__hash__")),
+    *(getattr(Tensor, name) for name in ("is_floating_point", "is_complex")),
+    *(getattr(Tensor, f"new_{what}") for what in ("empty", "zeros", "ones", "full")),
+    *(getattr(torch, f"{what}_like") for what in ("empty", "zeros", "ones", "full")),
+}
+# What may be done after its example to another tensor, which comes first.
+_LIKENESSES = {getattr(Tensor, n) for n in ("expand_as", "reshape_as", "view_as", "type_as", "to")}
+_COPIES = {getattr(Tensor, name) for name in ("clone", "contiguous", "cpu")}
+_ITSELF = {Tensor.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
+
+
+class _Valueless:
+    """Base of all placeholders."""
+
+    label: str
+
+    def complaint(self) -> str:
+        """Return why there are no values, and what to do."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _ITSELF:
+            return args[0]
+        if func in _FACTS or (func in _LIKENESSES and not isinstance(args[0], _Valueless)):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func is Tensor.__getitem__ and isinstance(args[0], Pending) and args[1] == 0:
+            return args[0].only()
+        used = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _Valueless))
+        raise RuntimeError(f"cannot call {getattr(func, '__name__', func)}() on {used.complaint()}")
+
+
+class StandIn(_Valueless, nn.Parameter):
+    """What a load hook sees of a sharded parameter: shape, dtype and device of the full one. In a
+    state dict it means "unchanged". `origin` is the parameter."""
+
+    origin: nn.Parameter
+
+    @classmethod
+    def of(cls, param: nn.Parameter, shape: tuple[int, ...], name: str) -> Self:
+        whole = torch.empty((), dtype=param.dtype, device=param.device).expand(shape)
+        made: Self = Tensor._make_subclass(cls, whole, param.requires_grad)
+        vars(made).update(vars(param), origin=param, label=name)
+        return made
+
+    def complaint(self) -> str:
+        return (
+            f"parameter '{self.label}' while its module is loaded: load hooks see a sharded "
+            "parameter's shape and dtype, but not its values. Read them from state_dict() before "
+            "loading, or modify them after"
+        )
+
+
+class Saved(StandIn):
+    """The same for code that builds a state dict to be saved. Its values go to the file unchanged,
+    so a copy of it is itself."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _COPIES and isinstance(args[0], Saved):
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def complaint(self) -> str:
+        return (
+            f"parameter '{self.label}' while its checkpoint is saved: hooks and methods of "
+            "state_dict() see its shape and dtype and may rename or drop it, but its values are "
+            "sharded over ranks and cannot be used"
+        )
+
+
+class Pending(_Valueless, Tensor):
+    """What a load hook sees of a tensor that is not read yet: elements of `origin`, as which its
+    source knows it (state/source.py), from `begin` on, in row-major order."""
+
+    origin: Any
+    begin: int
+    keeps_dtype = False  # in an optimizer's state, whatever the parameter's dtype is
+
+    @staticmethod
+    def of(name: str, origin: Any, shape: tuple[int, ...] | None = None, begin: int = 0) -> Pending:
+        """origin: has a shape and a dtype. shape: of the elements; default: all of `origin`."""
+        shape = tuple(origin.shape) if shape is None else shape
+        made: Pending = Tensor._make_subclass(
+            Pending, torch.empty((), dtype=origin.dtype).expand(shape)
+        )
+        made.label, made.origin, made.begin = name, origin, begin
+        return made
+
+    def part(self, begin: int, shape: tuple[int, ...]) -> Pending:
+        """Return the elements from `begin` on, as many as `shape` has."""
+        return Pending.of(self.label, self.origin, shape, self.begin + begin)
+
+    def only(self) -> Pending:
+        """Return the element of a tensor of shape (1,), as which old files store scalars."""
+        if tuple(self.shape) != (1,):
+            raise RuntimeError(f"cannot index {self.complaint()}")
+        return self.part(0, ())
+
+    def complaint(self) -> str:
+        return (
+            f"'{self.label}', whose values are read only after all checks: load hooks may rename, "
+            "drop or replace it. If a hook needs values, use model.load_state_dict() with full "
+            "tensors"
+        )
+
+
+class StandIns:
+    """Context manager that replaces parameters of a module, by attribute."""
+
+    def __init__(self, module: nn.Module, params: Mapping[str, nn.Parameter]) -> None:
+        self._places = module._parameters
+        self._params = params
+        self._own = {name: self._places[name] for name in params}
+
+    def __enter__(self) -> StandIns:
+        self._places.update(self._params)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Restore the module's own parameters, except where other code has replaced them since."""
+        for name, param in self._params.items():
+            if self._places.get(name) is param:
+                self._places[name] = self._own[name]

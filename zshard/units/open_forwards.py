@@ -1,0 +1,107 @@
+"""End a forward that an exception has left.
+
+The one idea: torch runs a module's forward hooks after an Exception, but not after a
+KeyboardInterrupt or SystemExit. So whoever calls a unit's forward notes how many forwards are open
+before, and on any exception ends those that have been opened since: a script that catches it can go
+on, and the other ranks are not kept waiting.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from zshard import _core
+from zshard.comm.groups import check_still_alone
+from zshard.units.units import state_of
+
+__all__ = ["call_between_hooks", "call_guarded", "is_forward_open"]
+
+_LONGEST = 200  # characters of an exception that the other ranks get
+_NOTE = "zshard: raised in the forward of unit"
+_SHAPES = re.compile(r"\b(shapes?|sizes?|dimensions?)\b")  # in torch's messages
+_MOST_PARAMS = 8  # in a note
+
+
+def call_between_hooks(
+    self: nn.Module,
+    unit: _core.Unit,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call `function` as torch calls the forward of a unit's module, which is `self`."""
+    unit.pre_forward(self, args)
+    output = function(*args, **kwargs)
+    unit.post_forward(self, args, output)
+    return output
+
+
+def call_guarded(
+    module: nn.Module, unit: _core.Unit, call: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """Return call(*args, **kwargs), a forward of the unit's module; if that raises, end what is
+    open of the model."""
+    state = state_of(module)
+    if state.is_alone:
+        check_still_alone(type(module).__bases__[1].__name__)
+    n_open = unit.n_open
+    if n_open and unit.is_running and state.n_calls == 0:
+        unit.unwind(0, "")  # left by a call that went another way, such as model.module(x)
+        n_open = 0
+    state.n_calls += 1
+    try:
+        return call(*args, **kwargs) if unit.is_hooked else _call_unhooked(call, args, kwargs)
+    except BaseException as error:
+        unit.unwind(n_open, _what(error) if n_open == 0 else "")
+        _note_unit(error, unit)
+        raise
+    finally:
+        state.n_calls -= 1
+
+
+_unhooked = 0
+"""How many forwards are running of which the core knows nothing, as nothing of the model is
+sharded."""
+
+
+def _call_unhooked(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    global _unhooked
+    _unhooked += 1
+    try:
+        return call(*args, **kwargs)
+    finally:
+        _unhooked -= 1
+
+
+def is_forward_open(unit: _core.Unit) -> bool:
+    """Return whether a forward of the unit's model is running."""
+    return unit.in_forward if unit.is_hooked else _unhooked > 0
+
+
+def _note_unit(error: BaseException, unit: _core.Unit) -> None:
+    """Add to torch's error about shapes in which unit it was raised, the innermost, and what the
+    shapes of its parameters are."""
+    if type(error) is not RuntimeError or _SHAPES.search(str(error)) is None:
+        return
+    if any(_NOTE in note for note in getattr(error, "__notes__", ())):
+        return
+    facts = [unit.param(index) for index in range(min(unit.n_params, _MOST_PARAMS))]
+    shapes = ", ".join(f"{fact['name']} {tuple(fact['shape'])}" for fact in facts)
+    more = ", ..." if unit.n_params > _MOST_PARAMS else ""
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(f"{_NOTE} '{unit.name or '(root)'}', with parameters {shapes}{more}")
+
+
+def _what(error: BaseException) -> str:
+    """What the other ranks' errors say of this one; "" if it comes from another rank."""
+    if isinstance(error, (_core.PeerError, _core.PeerTimeoutError, _core.DivergenceError)):
+        return ""
+    try:
+        text = str(error)
+    except Exception:
+        text = ""
+    return f"raised {type(error).__name__}{': ' if text else ''}{text} in forward"[:_LONGEST]

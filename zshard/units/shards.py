@@ -1,0 +1,362 @@
+"""Look up this rank's shard of a parameter by the parameter itself.
+
+The one idea: an optimizer knows parameters but no modules, and a parameter's memory identifies it
+only while its unit is sharded. So each parameter of a unit is registered here when it is wrapped,
+for as long as it lives; an entry refers to no module and no parameter.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zshard import _core
+from zshard.units.units import State
+
+__all__ = [
+    *(
+        "Part",
+        "Stepped",
+        "asked_for_size",
+        "part_of",
+        "parts_of_all",
+        "remember_parts",
+        "replicas_of",
+        "stepped_by",
+    ),
+    "units_stepped_by",
+]
+
+
+Geometry = tuple[tuple[int, ...], tuple[int, ...], int, int]
+"""The full shape, the shape of the shard, its first element, the number of shards."""
+
+_geometries: dict[Geometry, Geometry] = {}
+
+
+def _unit_of(reference: weakref.ref[State]) -> _core.Unit | None:
+    state = reference()
+    return None if state is None else state.unit
+
+
+@dataclass(eq=False, frozen=True)
+class Part:
+    """This rank's shard of a parameter: of its row-major elements, `numel` from `begin` on."""
+
+    comm: _core.Comm  # of the ranks that hold all shards
+    shards: _core.Comm  # of them, those that one replica is sharded over
+    shape: tuple[int, ...]  # of the full parameter
+    begin: int
+    numel: int
+    dtype: torch.dtype  # between steps
+    is_cut: bool  # sharded; else every rank has the full parameter
+    _names: list[str]  # of the unit's parameters; known when the unit is gone, too
+    _peers: list[weakref.ref[Any]]  # those of its model, which may have others
+    _state: weakref.ref[State]
+    _index: int
+    _of: Part | None = None  # the parameter's, if this is of a view of it
+
+    @property
+    def name(self) -> str:
+        """The parameter's dotted name, relative to the outermost wrapped module."""
+        return self._names[self._index]
+
+    @functools.cached_property
+    def geometry(self) -> Geometry:
+        """Which elements these are of what: one object for all Parts for which it is the same."""
+        local = self.shape
+        if self.is_cut and not (self.shape == () and self.numel == 1):
+            local = (self.numel, *(1 for _ in self.shape[1:]))
+        own = self.shape if local == self.shape else local  # the guard compares the objects
+        made = (self.shape, own, self.begin, self.shards.world)
+        return _geometries.setdefault(made, made)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape on this rank of a tensor that is sharded like the parameter."""
+        return self.geometry[1]
+
+    @property
+    def elements(self) -> str:
+        """For messages."""
+        if self.numel == 0:
+            return f"no elements of shape {self.shape}"
+        return f"elements {self.begin} to {self.begin + self.numel - 1} of shape {self.shape}"
+
+    @property
+    def root(self) -> Part:
+        """The Part of the full parameter."""
+        return self if self._of is None else self._of
+
+    def of_view(self, shape: tuple[int, ...], offset: int) -> Part:
+        """Return the Part of this rank's share of a view: of the elements from `offset` on, as many
+        as `shape` has, in that shape."""
+        numel = math.prod(shape)
+        begin = min(max(self.begin - offset, 0), numel)
+        end = min(max(self.begin + self.numel - offset, begin), numel)
+        return replace(self, shape=shape, begin=begin, numel=end - begin, _of=self.root)
+
+    @property
+    def unit(self) -> _core.Unit | None:
+        """The parameter's unit; None if it is gone."""
+        return _unit_of(self._state)
+
+    @property
+    def state(self) -> State | None:
+        """That of its unit; None if it is gone."""
+        return self._state()
+
+    @property
+    def index(self) -> int:
+        """The parameter's number in it."""
+        return self._index
+
+    @property
+    def peers(self) -> Any:
+        """state_registry.Peers of the parameter's model; None: it has none, or is gone."""
+        return self._peers[0]() if self._peers else None
+
+    def is_whole_now(self) -> bool:
+        """Return whether the parameter's unit is unsharded."""
+        unit = self.unit
+        return unit is not None and unit.is_full
+
+    def is_in_forward(self) -> bool:
+        """Return whether a forward of the parameter's model runs on this thread."""
+        unit = self.unit
+        return unit is not None and unit.in_forward
+
+    @property
+    def whole_numel(self) -> int:
+        return math.prod(self.shape)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return this rank's shard of a tensor of the full shape; a view if possible."""
+        if not self.is_cut:
+            return whole
+        elements = whole.detach().reshape(-1)[self.begin : self.begin + self.numel]
+        return elements.reshape(self.local_shape)
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Return whether a plain tensor of the shard's shape may go with the shard. If the script
+        has asked for that shape, it may have filled the tensor with numbers that are the same on
+        each rank, such as random ones; then only one value throughout is right."""
+        if self.root not in asked_for_size or tensor.numel() == 0:
+            return True
+        values = tensor.detach().reshape(-1)
+        return bool((values == values[0]).all())
+
+    def watch_data(self) -> None:
+        """A script is about to get the whole parameter's `.data`; see Unit.watch()."""
+        unit = self.unit
+        if unit is not None:
+            unit.watch(self._index)
+
+    def begin_write(self, tensor: Tensor) -> bool:
+        """A script is about to write to a slice of these elements in place. Waits until no other
+        rank reads it. Returns whether end_write() is due: not for a copy, and not within a step."""
+        unit = self.unit
+        return unit is not None and unit.begin_write(self._index, tensor)
+
+    def end_write(self) -> None:
+        """The script's operation is over, whether it has raised or not."""
+        unit = self.unit
+        if unit is not None:
+            unit.end_write()
+
+    def note_write(self, tensor: Tensor, operation: Callable[..., Any]) -> None:
+        """A script has written to a slice of these elements in place, as all ranks must."""
+        unit = self.unit
+        if unit is not None:
+            name = operation.__name__
+            said = "an assignment to .data" if name == "__set__" else f"{name}()"
+            unit.note_write(self._index, tensor, said)
+
+    def note_draw(self, tensor: Tensor, drawn: int) -> None:
+        """A script has drawn random numbers for these elements in place. drawn: the same number on
+        ranks that drew the same. No-op for a copy."""
+        unit = self.unit
+        if unit is None:
+            return
+        own = unit.params[self._index].untyped_storage()
+        if own._cdata == tensor.untyped_storage()._cdata:  # also where p.data = t has put it
+            unit.note_draw(self._index, drawn)
+
+    def settle(self, param: Tensor) -> None:
+        """Reshard a parameter that a forward has kept, so that `param` has the shape and dtype that
+        it has between steps. Raises RuntimeError if unshard() has gathered it, and during a forward
+        or backward."""
+        held = _core.held_unit(param)
+        if held is not None:
+            raise RuntimeError(
+                f"unit '{held or '(root)'}' is unsharded by unshard(): call reshard() on its "
+                "module before the optimizer's load_state_dict()"
+            )
+        unit = self.unit
+        if unit is not None and unit.is_full:
+            unit.unpin()
+
+
+asked_for_size: weakref.WeakSet[Part] = weakref.WeakSet()
+"""Parts of full parameters of which a script, not a library, has asked for this rank's size."""
+
+
+_parts: dict[int, tuple[weakref.ref[Tensor], Part]] = {}
+"""By id(). Loading and saving look up often, for each tensor of an optimizer's state, and torch's
+own dictionary with weak keys takes eight times as long: it makes a reference for each look-up."""
+
+
+def replicas_of(stepped: Stepped) -> Iterator[tuple[Tensor, Part]]:
+    """Yield the parameters of a model that every rank has in full, with their Parts."""
+    unit = stepped.unit
+    model = None if unit is None else unit.engine_id
+    for reference, part in list(_parts.values()):
+        param, own = reference(), part.unit
+        if param is not None and own is not None and own.engine_id == model:
+            yield param, part
+
+
+def remember_parts(state: State) -> None:
+    """Register the parameters of a new unit."""
+    unit = state.unit
+    _stepped.clear()
+    for index, param in enumerate(unit.params):
+        facts = unit.param(index)
+        part = Part(
+            state.comms.all,
+            state.comms.shards,
+            tuple(facts["shape"]),
+            facts["begin"],
+            facts["numel"],
+            param.dtype,
+            not unit.replicated,
+            state.names,
+            state.peers_seen,
+            weakref.ref(state),
+            index,
+        )
+        _parts[id(param)] = weakref.ref(param, functools.partial(_forget, id(param))), part
+
+
+def _forget(key: int, dead: weakref.ref[Tensor]) -> None:
+    """Remove the entry, unless it belongs to another tensor by now."""
+    if key in _parts and _parts[key][0] is dead:
+        del _parts[key]
+
+
+def part_of(param: Tensor) -> Part | None:
+    """Return the entry of a parameter that FSDP has wrapped, sharded or not; None for others."""
+    entry = _parts.get(id(param))
+    return entry[1] if entry is not None and entry[0]() is param else None
+
+
+def parts_of_all(tensors: Iterable[Tensor]) -> list[Part]:
+    """Return the entries of those tensors that are parameters, or that lie where the gradients of
+    some do; [] if all entries there are have the same ranks."""
+    known = [(reference(), part) for reference, part in list(_parts.values())]
+    if len({id(part.comm) for _, part in known}) < 2:
+        return []
+    grads = {_memory_of(p.grad): part for p, part in known if p is not None and p.grad is not None}
+    found = (part_of(each) or grads.get(_memory_of(each)) for each in tensors)
+    return [part for part in found if part is not None]
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """A number for the tensor's memory; of a sparse one, for the tensor."""
+    strided = tensor.layout == torch.strided
+    return tensor.untyped_storage()._cdata if strided else id(tensor)
+
+
+@dataclass(eq=False)
+class Stepped:
+    """What an optimizer has of one sharded model."""
+
+    _state: weakref.ref[State]  # of one of its units
+    replicated: bool  # every rank has the whole model
+    groups: tuple[tuple[int, int, int], ...]
+    """(index of the param group, index in it of the model's first parameter, number of those).
+    Groups without any are left out, but for replicated models: their optimizers may share out the
+    parameters among ranks, as ZeroRedundancyOptimizer does."""
+    account: Any = None
+    """optim/step_digest.py's"""
+
+    @property
+    def state(self) -> State | None:
+        """That of one unit of the model; None if it is gone."""
+        return self._state()
+
+    @property
+    def unit(self) -> _core.Unit | None:
+        """One unit of the model; None if it is gone."""
+        return _unit_of(self._state)
+
+    @property
+    def peers(self) -> Any:
+        """As Part.peers."""
+        state = self._state()
+        return None if state is None else state.peers
+
+    @property
+    def comm_id(self) -> int:
+        """A number for the model's ranks, while the model lives."""
+        state = self._state()
+        return 0 if state is None else id(state.comms.all)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there are no other ranks."""
+        state = self._state()
+        return state is None or state.comms.all.world == 1
+
+
+_stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], list[Stepped]]]
+_stepped = weakref.WeakKeyDictionary()
+"""What is known of optimizers; emptied when a model is wrapped, which they may be older than."""
+
+
+def stepped_by(optimizer: torch.optim.Optimizer) -> list[Stepped]:
+    """Return what the optimizer has of each sharded model."""
+    counts = [len(group["params"]) for group in optimizer.param_groups]
+    known = _stepped.get(optimizer)
+    # A unit may be gone that its model has outlived.
+    if known is None or known[0] != counts or any(each.state is None for each in known[1]):
+        known = _stepped[optimizer] = counts, _models_of(optimizer)
+    return known[1]
+
+
+def units_stepped_by(optimizer: torch.optim.Optimizer) -> list[_core.Unit]:
+    """Return one unit of each sharded model of which the optimizer has parameters."""
+    units = (each.unit for each in stepped_by(optimizer))
+    return [unit for unit in units if unit is not None]
+
+
+def _models_of(optimizer: torch.optim.Optimizer) -> list[Stepped]:
+    """By the root of the ranks, as inner units may be adopted."""
+    states: dict[int, weakref.ref[State]] = {}
+    cut: set[int] = set()
+    groups: dict[int, dict[int, tuple[int, int]]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for index, param in enumerate(group["params"]):
+            part = part_of(param)
+            state = part._state() if part is not None else None
+            if part is None or state is None:
+                continue
+            model = state.unit.engine_id
+            states.setdefault(model, part._state)
+            if part.is_cut:
+                cut.add(model)
+            first, n = groups.setdefault(model, {}).get(number, (index, 0))
+            groups[model][number] = first, n + 1
+    found = []
+    for model, reference in states.items():
+        numbers = groups[model] if model in cut else range(len(optimizer.param_groups))
+        rows = tuple((number, *groups[model].get(number, (0, 0))) for number in numbers)
+        found.append(Stepped(reference, model not in cut, rows))
+    return found

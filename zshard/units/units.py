@@ -1,0 +1,225 @@
+"""What zshard stores about a module that is a unit.
+
+The one idea: it is in the module's __dict__, under one name, and a model's units are found by
+walking its modules; there is no other list of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from zshard import _core
+from zshard.comm.transports import Comms, ranks_of
+from zshard.comm.wire import Wire
+from zshard.offload import Offload
+from zshard.precision import Precision
+from zshard.strategy import ShardingStrategy
+
+_M = TypeVar("_M", bound=nn.Module)
+
+ATTRIBUTE = "_zshard_state"
+
+BufferSync = Literal[False, True, "training"]
+"""In which forwards buffers are broadcast from rank 0: in none, in all, or in those with gradients,
+which all ranks run."""
+
+# A module that one of our hooks is on, and the hook's id.
+Hook = tuple["weakref.ref[nn.Module]", int]
+
+
+class Prefetch(NamedTuple):
+    """How many units to prefetch in forward and in backward.
+
+    forward_asked: the script asked for forward's; else it goes as far as backward's.
+    """
+
+    forward: int = 1
+    backward: int = 1
+    forward_asked: bool = False
+
+    @property
+    def ahead(self) -> tuple[int, int]:
+        """Return Engine.set_prefetch's arguments."""
+        return self.forward, self.backward
+
+
+class Keep(NamedTuple):
+    """What stays gathered from forward to backward where a gather costs, in the order of
+    Engine.keep_gathered's arguments.
+
+    most: bytes of full parameters. measured: instead, as many as every rank has to spare.
+    """
+
+    most: int = 0
+    measured: bool = False
+
+
+class Options(NamedTuple):
+    """The options that a unit was wrapped with."""
+
+    strategy: ShardingStrategy
+    precision: Precision
+    prefetch: Prefetch
+    offload: Offload | None = None
+    keep: Keep = Keep()  # the root's applies to the model
+    wire: Wire = Wire()
+
+
+class StateDictForm(NamedTuple):
+    """What state_dict() of units returns.
+
+    slices: this rank's shards, and nothing is gathered. rank0_only: other ranks get an empty dict.
+    optim_rank0_only: the same for state dicts of the model's optimizers. settings: what the script
+    passed to choose this form, which it may ask for; None: nothing.
+    """
+
+    slices: bool = False
+    rank0_only: bool = False
+    optim_rank0_only: bool = False
+    settings: Any = None
+
+
+class State:
+    """What a unit's module stores.
+
+    Nothing in it refers back to the module: a dropped model frees its memory at once, not at the
+    next garbage collection.
+    """
+
+    def __init__(self, unit: _core.Unit, comms: Comms, options: Options) -> None:
+        self.unit = unit
+        self.comms = comms
+        self.options = options
+        self.group_given: Any = None  # the process group of the shards, as the script passed it
+        self.hooks: list[Hook] = []  # on the module, and on parts of it
+        self.form = StateDictForm()
+        self.whole_grads = False  # within summon_full_params(with_grads=True)
+        self.optimizer_peak = 0  # bytes, as memory() has seen them
+        self.names = [str(unit.param(i)["name"]) for i in range(len(unit.params))]
+        self.peers: Any = None  # state_registry.Peers: whom to ask for state that they alone have
+        self.peers_seen: list[weakref.ref[Any]] = []  # the same, for Parts that outlive the unit
+        self.sync_buffers: BufferSync = False  # the root's: from rank 0, as a forward begins
+        self.n_calls = 0  # forwards of the module that are running and end in any case
+        self.is_alone = False  # the root's: there was no process group
+        self.spare: Any = None  # the root's memory/spare.Spare; None: nothing is measured
+
+    def meet(self, peers: Any) -> None:
+        """The ranks of the unit's model, of whom this one may ask."""
+        self.peers, self.peers_seen[:] = peers, [weakref.ref(peers)]
+
+    def rename(self, name: str) -> None:
+        """The unit's name from now on, and those of its parameters, which outlive it in Parts."""
+        self.unit.name = name
+        self.names[:] = [str(self.unit.param(i)["name"]) for i in range(len(self.names))]
+
+
+@contextlib.contextmanager
+def session(units: Iterable[_core.Unit]) -> Iterator[None]:
+    """Context manager in which no rank writes what the units' models have: all that is read in it
+    is of one step. As a forward without gradients: over c10d all ranks run it together."""
+    with contextlib.ExitStack() as opened:
+        for engine in {unit.engine_id: unit.engine for unit in units}.values():
+            engine.open()
+            opened.callback(engine.close)
+        yield
+
+
+@contextlib.contextmanager
+def writing(units: Iterable[_core.Unit]) -> Iterator[None]:
+    """Context manager in which the shards of the units' models may be written: no peer reads."""
+    engines = [unit.engine for unit in {unit.engine_id: unit for unit in units}.values()]
+    for engine in engines:
+        engine.begin_write()
+    try:
+        yield
+    finally:  # also after an exception: all ranks count their writes
+        for engine in engines:
+            engine.end_write()
+
+
+@contextlib.contextmanager
+def unsharded(unit: _core.Unit) -> Iterator[None]:
+    """Context manager in which a unit's full parameters can be read, in their own dtype. As a
+    forward without gradients: over c10d all ranks run it together."""
+    with session([unit]):
+        held = unit.is_full  # by a forward that is running and goes on with it
+        unit.unshard(True)
+        try:
+            yield
+        finally:
+            if not held:
+                unit.reshard()
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Return whether an FSDP(...) call has made `module` a unit."""
+    return ATTRIBUTE in module.__dict__
+
+
+def state_of(module: nn.Module) -> State:
+    """Return the state of a unit's module. Raises KeyError for any other module."""
+    state: State = module.__dict__[ATTRIBUTE]
+    return state
+
+
+def units_of(module: nn.Module) -> Iterator[tuple[nn.Module, State]]:
+    """Yield the units at and below `module`, parents before children, in module order."""
+    for each in module.modules():
+        if is_unit(each):
+            yield each, state_of(each)
+
+
+def is_apart(state: State, comms: Comms) -> bool:
+    """Return whether a nested unit was sharded over other ranks than the model around it, such as
+    an expert that each rank has for itself. It remains a model of its own."""
+    return ranks_of(state.comms.all) != ranks_of(comms.all)
+
+
+def without_memory(
+    param: nn.Parameter, shape: tuple[int, ...], device: torch.device | str
+) -> nn.Parameter:
+    """Return a parameter like `param` with another shape and device, of zeros without memory."""
+    data = torch.zeros((), dtype=param.dtype, device=device).expand(shape)
+    return like(param, data)
+
+
+def like(param: nn.Parameter, data: torch.Tensor) -> nn.Parameter:
+    """Return a parameter with other memory that has the attributes of `param`, and its class if a
+    script or a library (bitsandbytes, say) has defined that."""
+    kind = type(param)
+    if kind is nn.Parameter or kind.__module__.startswith("zshard."):
+        made = nn.Parameter(data, requires_grad=param.requires_grad)
+    else:
+        made = torch.Tensor._make_subclass(kind, data, param.requires_grad)
+    vars(made).update(vars(param))
+    return made
+
+
+def hook_forward(module: nn.Module, unit: _core.Unit) -> list[RemovableHandle]:
+    """Register the hooks that unshard the unit during the forward of `module`."""
+    return [
+        module.register_forward_pre_hook(unit.pre_forward, prepend=True),
+        module.register_forward_hook(unit.post_forward, always_call=True),
+    ]
+
+
+def known_hooks(module: nn.Module, handles: Iterable[RemovableHandle]) -> list[Hook]:
+    """Return hooks on `module` in the form of State.hooks."""
+    return [(weakref.ref(module), handle.id) for handle in handles]
+
+
+def modules_of(kind: type[_M], module: nn.Module, root_only: bool) -> list[_M]:
+    """Return the modules of class `kind` at and below `module`, parents first; with `root_only`
+    those that are not inside another one."""
+    found = [m for m in module.modules() if isinstance(m, kind)]
+    if not root_only:
+        return found
+    inner = {id(child) for unit in found for child in unit.modules() if child is not unit}
+    return [unit for unit in found if id(unit) not in inner]

@@ -1,0 +1,339 @@
+"""Which modules become units: wrap policies, manual wrapping, and `plan_units`.
+
+The one idea: every policy, in whatever form, comes down to a choice of nodes in the module tree
+(`wrap/tree.py`), and one function assigns the parameters to them. "auto" (`wrap/auto.py`) chooses
+from the model's structure. Names and signatures are those of torch.distributed.fsdp.wrap, so that
+scripts migrate by changing the import; torch's own policy objects are accepted as well.
+
+No policy can make a unit of a container without a forward, nor of anything below a module that uses
+its children's weights without calling the children (such as nn.MultiheadAttention): the parameters
+of such a module belong to the unit above.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+from torch import nn
+
+from zshard.wrap.auto import auto_units
+from zshard.wrap.tree import ModuleTree, Node, ParamRef, UnitSpec, assign_parameters
+
+__all__ = [
+    "CustomPolicy",
+    "ModuleWrapPolicy",
+    "ParamRef",
+    "UnitSpec",
+    "always_wrap_policy",
+    "assign_parameters",
+    "enable_wrap",
+    "lambda_auto_wrap_policy",
+    "plan_units",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "wrap",
+]
+
+ModuleClasses = Iterable[type[nn.Module]]
+_Choice = dict[Node, dict[str, Any]]
+
+_ACCEPTED = (
+    'expected "auto", None (one unit), a set of nn.Module classes, a ModuleWrapPolicy or '
+    "CustomPolicy, a callable (module, recurse, nonwrapped_numel) -> bool such as "
+    "functools.partial(size_based_auto_wrap_policy, min_num_params=...), or a callable "
+    "(module) -> bool"
+)
+
+
+class ModuleWrapPolicy:
+    """A policy that makes every instance of `module_classes` a unit.
+
+    Raises TypeError for anything but nn.Module classes, ValueError for an empty set.
+    """
+
+    def __init__(self, module_classes: ModuleClasses) -> None:
+        self._classes = _checked_classes(module_classes)
+
+    def __call__(self, module: nn.Module, recurse: bool = False, *_: Any, **__: Any) -> bool:
+        return recurse or isinstance(module, self._classes)
+
+    def __repr__(self) -> str:
+        return f"ModuleWrapPolicy({{{', '.join(cls.__name__ for cls in self._classes)}}})"
+
+
+class CustomPolicy:
+    """A policy that calls `lambda_fn(module)` for each module.
+
+    The function returns True to make the module a unit; a dict to make it a unit with these FSDP
+    arguments instead of the root's; False or an empty dict to leave it to the unit above.
+    """
+
+    def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
+        self._lambda_fn = lambda_fn
+
+    def overrides(self, module: nn.Module) -> dict[str, Any] | None:
+        """Return the overrides for `module`, or None if it is not to be a unit. Raises TypeError if
+        the function returned neither a bool nor a dict."""
+        answer = self._lambda_fn(module)
+        if not isinstance(answer, bool | dict):
+            raise TypeError(
+                f"CustomPolicy's lambda_fn returned {answer!r} for a {type(module).__name__}: "
+                "expected True, False or a dict of FSDP arguments"
+            )
+        if not answer:
+            return None
+        return dict(answer) if isinstance(answer, dict) else {}
+
+
+def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
+    """A policy that makes every module with parameters of its own a unit."""
+    return True
+
+
+def lambda_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    lambda_fn: Callable[[nn.Module], bool],
+) -> bool:
+    """A policy that makes a module a unit if `lambda_fn(module)` is true.
+
+    Bind `lambda_fn` with functools.partial.
+    """
+    return recurse or bool(lambda_fn(module))
+
+
+def transformer_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    transformer_layer_cls: ModuleClasses,
+) -> bool:
+    """A policy that makes every instance of `transformer_layer_cls`, a set of classes, a unit.
+
+    Bind `transformer_layer_cls` with functools.partial.
+    """
+    return recurse or isinstance(module, tuple(transformer_layer_cls))
+
+
+_FORCE_LEAF_MODULES: set[type[nn.Module]] = {nn.MultiheadAttention}
+_EXCLUDE_WRAP_MODULES: set[type[nn.Module]] = {nn.ModuleList, nn.ModuleDict}
+
+
+def size_based_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    min_num_params: int = int(1e8),
+    force_leaf_modules: ModuleClasses | None = None,
+    exclude_wrap_modules: ModuleClasses | None = None,
+) -> bool:
+    """A policy that makes units by size, from the leaves up.
+
+    A module becomes a unit if it has at least `min_num_params` elements that are in no unit yet.
+    Bind the last three arguments with functools.partial.
+
+    min_num_params: number of parameter elements (default: 10**8).
+    force_leaf_modules: classes below whose instances nothing becomes a unit (default:
+        MultiheadAttention).
+    exclude_wrap_modules: classes whose instances never become units (default: ModuleList,
+        ModuleDict).
+    """
+    if recurse:
+        barred = _FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
+    else:
+        barred = _EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
+    return nonwrapped_numel >= min_num_params and not isinstance(module, tuple(barred))
+
+
+# FSDP1 scripts extend the default sets by these names.
+size_based_auto_wrap_policy.FORCE_LEAF_MODULES = _FORCE_LEAF_MODULES  # type: ignore[attr-defined]
+size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = _EXCLUDE_WRAP_MODULES  # type: ignore[attr-defined]
+
+
+def _or_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    policies: Iterable[Callable[..., bool]],
+) -> bool:
+    """A policy that makes a module a unit if one of `policies` would."""
+    return any(
+        policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
+        for policy in policies
+    )
+
+
+_manual: ContextVar[tuple[Callable[..., nn.Module], Mapping[str, Any]] | None] = ContextVar(
+    "zshard_enable_wrap", default=None
+)
+
+
+@contextlib.contextmanager
+def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
+    """Context manager in which `wrap(module)` returns `wrapper_cls(module, **wrapper_kwargs)`.
+
+    Applies to the current thread (or asyncio task); the innermost context wins.
+    """
+    token = _manual.set((wrapper_cls, wrapper_kwargs))
+    try:
+        yield
+    finally:
+        _manual.reset(token)
+
+
+def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+    """Wrap `module` with the surrounding `enable_wrap(...)`; outside of one, return it unchanged.
+
+    wrap_overrides: arguments that replace those of the context.
+    """
+    manual = _manual.get()
+    if manual is None:
+        return module
+    wrapper_cls, wrapper_kwargs = manual
+    return wrapper_cls(module, **{**wrapper_kwargs, **wrap_overrides})
+
+
+def plan_units(
+    root: nn.Module,
+    policy: Any = "auto",
+    ignored_modules: Collection[nn.Module] = (),
+    ignored_params: Collection[nn.Parameter] = (),
+    with_empty: bool = False,
+) -> list[UnitSpec]:
+    """Choose the units of `root` and assign each of its parameters to exactly one.
+
+    policy: as FSDP's auto_wrap_policy.
+    ignored_modules, ignored_params: left out, with all parameters of ignored modules.
+    with_empty: keep units without parameters of their own, as earlier outermost ones may be.
+
+    Returns the units children first, in module order; the last is `root` itself, which has what no
+    other unit has (possibly nothing). Every other unit has parameters. Modules that are units of an
+    earlier FSDP call are left alone, with their parameters.
+
+    Raises TypeError or ValueError for an invalid policy; ValueError if the root is already wrapped,
+    if a parameter is shared with a nested unit, and if a lazy parameter has no shape yet.
+    """
+    choose = _chooser(policy)
+    tree = ModuleTree(root, ignored_modules, ignored_params)
+    try:
+        return tree.assign(choose(tree, ignored_modules), with_empty)
+    finally:
+        tree.fell()
+
+
+def _chooser(policy: Any) -> Callable[[ModuleTree, Collection[nn.Module]], _Choice]:
+    """Return the function that chooses the nodes. Checks the policy before looking at modules."""
+    if policy is None:
+        return lambda tree, ignored: {}
+    if isinstance(policy, str):
+        if policy != "auto":
+            raise ValueError(f"unknown auto_wrap_policy {policy!r}: {_ACCEPTED}")
+        return lambda tree, ignored: {node: {} for node in auto_units(tree)}
+    if isinstance(policy, set | frozenset | list | tuple):
+        policy = ModuleWrapPolicy(policy)
+    if isinstance(policy, ModuleWrapPolicy):
+        return lambda tree, ignored: _by_class(tree, policy)
+    if isinstance(policy, CustomPolicy):
+        return lambda tree, ignored: _by_overrides(tree, policy)
+    if hasattr(policy, "_run_policy"):  # torch.distributed.fsdp.wrap's policy objects
+        return lambda tree, ignored: _by_torch_policy(tree, policy, ignored)
+    if isinstance(policy, type | nn.Module) or not callable(policy):
+        raise TypeError(f"auto_wrap_policy={policy!r} is not a policy: {_ACCEPTED}")
+    ask = _fsdp1_signature(policy)
+    return lambda tree, ignored: _by_recursion(tree, ask)
+
+
+def _by_class(tree: ModuleTree, policy: ModuleWrapPolicy) -> _Choice:
+    matching = [node for node in tree.nodes if policy(node.module)]
+    choice: _Choice = {node: {} for node in matching if node.may_be_unit}
+    if not choice and tree.root.numel and not tree.has_wrapped:
+        why = "no such modules" if not matching else "those modules cannot be units"
+        warnings.warn(
+            f"{policy!r} finds no units in this {type(tree.root.module).__name__} ({why}), so all "
+            "its parameters are gathered at once, which saves no memory: pass "
+            'auto_wrap_policy="auto" to choose units automatically',
+            stacklevel=2,
+        )
+    return choice
+
+
+def _by_overrides(tree: ModuleTree, policy: CustomPolicy) -> _Choice:
+    choice: _Choice = {}
+    for node in tree.nodes:
+        overrides = policy.overrides(node.module) if node.may_be_unit else None
+        if overrides is not None:
+            choice[node] = overrides
+    return choice
+
+
+def _by_torch_policy(tree: ModuleTree, policy: Any, ignored: Collection[nn.Module]) -> _Choice:
+    chosen = policy._run_policy(tree.root.module, set(ignored), {})
+    choice: _Choice = {}
+    for module, overrides in chosen.items():
+        node = tree.find(module)
+        if node is not None and node.may_be_unit:
+            choice[node] = overrides
+    return choice
+
+
+def _by_recursion(tree: ModuleTree, ask: Callable[[nn.Module, bool, int], bool]) -> _Choice:
+    """FSDP1's recursion: `ask(module, True, numel)` tells whether to look below a module, then
+    `ask(module, False, rest)` whether to make a unit of what is in none yet."""
+    choice: _Choice = {}
+    _descend(tree.root, ask, choice)
+    return choice
+
+
+def _descend(node: Node, ask: Callable[[nn.Module, bool, int], bool], choice: _Choice) -> int:
+    """Return how many elements are in units at or below `node`."""
+    if not ask(node.module, True, node.numel):
+        return 0
+    held = sum(_descend(child, ask, choice) for child in node.children if not child.barred)
+    if node.parent is None or not node.may_be_unit:
+        return held
+    if not ask(node.module, False, node.numel - held):
+        return held
+    choice[node] = {}
+    return node.numel
+
+
+def _fsdp1_signature(policy: Callable[..., Any]) -> Callable[[nn.Module, bool, int], bool]:
+    """Return `policy` as a function of (module, recurse, nonwrapped_numel). Raises TypeError if it
+    accepts neither these arguments nor a single module."""
+    try:
+        signature = inspect.signature(policy)
+    except (TypeError, ValueError):
+        raise TypeError(f"auto_wrap_policy={policy!r} has no signature: {_ACCEPTED}") from None
+
+    def takes(*args: Any, **kwargs: Any) -> bool:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError:
+            return False
+        return True
+
+    if takes(module=None, recurse=None, nonwrapped_numel=None):
+        return lambda module, recurse, numel: bool(
+            policy(module=module, recurse=recurse, nonwrapped_numel=numel)
+        )
+    if takes(None):
+        return lambda module, recurse, numel: recurse or bool(policy(module))
+    if takes(None, None, None):
+        return lambda module, recurse, numel: bool(policy(module, recurse, numel))
+    raise TypeError(f"auto_wrap_policy={policy!r} has signature {signature}: {_ACCEPTED}")
+
+
+def _checked_classes(classes: ModuleClasses) -> tuple[type[nn.Module], ...]:
+    checked = tuple(classes)
+    for cls in checked:
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise TypeError(f"wrap policy classes must be nn.Module classes, got {cls!r}")
+    if not checked:
+        raise ValueError("the wrap policy's set of classes is empty: pass None for a single unit")
+    return tuple(dict.fromkeys(checked))

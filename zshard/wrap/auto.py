@@ -1,0 +1,148 @@
+"""auto_wrap_policy="auto": find the units of a model from its structure alone.
+
+The one idea: big models repeat themselves. Children of one container that share a class are the
+model's blocks, and the outermost level of them whose blocks are small enough becomes the units;
+what is left (embeddings, heads, whole models without repetition) is cut by size. All limits are
+shares of the model, so that a model and its tiny copy in a test get the same units.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from zshard.wrap.tree import ModuleTree, Node
+
+# A block above this share is opened if it has blocks inside: two gathered units, what a step holds
+# at a time, would be half the model.
+_LARGE = 1 / 4
+# Blocks that are less than this share together are not worth opening what holds them.
+_WORTHWHILE = 1 / 20
+# Left-over modules from this share on become units, or from this share of the largest block if that
+# is less: next to two gathered blocks smaller ones do not matter.
+_LEFTOVER = 1 / 100
+_LEFTOVER_TO_BLOCK = 1 / 4
+# A block is tiny, and no unit, if it has less than this share and this number of elements; unless
+# such blocks hold most of a large share of the model: then only with less than a handful.
+_TINY = 1 / 1000
+_TINY_AT_MOST = 1 << 20
+_HANDFUL = 256
+# Blocks inside a block stand for it if they hold this share of it.
+_MOST = 1 / 2
+# A module with children that holds this share of the model is the whole, not a part of it.
+_WHOLE = 9 / 10
+
+
+def auto_units(tree: ModuleTree) -> list[Node]:
+    """Return the nodes of `tree` that become units, without the root."""
+    if tree.root.numel == 0:
+        return []
+    return _AutoWrap(tree).run()
+
+
+class _AutoWrap:
+    def __init__(self, tree: ModuleTree) -> None:
+        self._root = tree.root
+        self._nodes = tree.nodes
+        self._total = tree.root.numel
+        self._units: dict[Node, None] = {}  # an ordered set
+        self._leftover = 0.0  # the elements from which a left-over module becomes a unit
+        self._above: set[Node] = set()  # the nodes with a block below
+
+    def run(self) -> list[Node]:
+        blocks = self._blocks(self._root)
+        self._units.update(dict.fromkeys(blocks))
+        largest = max((block.numel for block in blocks), default=self._total)
+        self._leftover = min(_LEFTOVER * self._total, _LEFTOVER_TO_BLOCK * largest)
+        for node in reversed(self._nodes):  # children first
+            if node.parent is not None and (node in self._units or node in self._above):
+                self._above.add(node.parent)
+        self._take_leftovers(self._root)
+        return list(self._units)
+
+    def _may_be_unit(self, node: Node) -> bool:
+        return node is not self._root and node.numel > 0 and node.may_be_unit
+
+    def _blocks(self, node: Node) -> list[Node]:
+        """The repeated blocks below `node`, at the outermost level that is fine enough."""
+        repeated = self._repeated(node)
+        found: list[Node] = []
+        for child in node.children:
+            inner = self._blocks(child)
+            if child not in repeated:
+                found += inner
+                continue
+            # A block's single layers (the Linears of its MLP) are not blocks in their turn.
+            inner = [block for block in inner if not block.is_leaf]
+            found += inner if self._is_opened(node, child, inner) else [child]
+        return found
+
+    def _repeated(self, node: Node) -> set[Node]:
+        """The children of `node` that are blocks: they share a class and are worth being units.
+
+        In a list that may be any layer (a stack of Linear); among named attributes only modules
+        with children, else the q, k and v of an attention would be blocks.
+        """
+        is_list = _is_list(node)
+        candidates = [
+            child
+            for child in node.children
+            if self._may_be_unit(child) and (is_list or not child.is_leaf)
+        ]
+        by_class: dict[type, list[Node]] = {}
+        for child in candidates:
+            kind = parametrize.type_before_parametrizations(child.module)
+            by_class.setdefault(kind, []).append(child)
+        repeated = {child for group in by_class.values() for child in self._worthwhile(group)}
+        if is_list and repeated:  # a layer of a rarer kind: the attention of a hybrid model
+            least = min(child.numel for child in repeated) / 2
+            repeated.update(
+                child for child in candidates if not child.is_leaf and child.numel >= least
+            )
+        return repeated
+
+    def _worthwhile(self, group: list[Node]) -> list[Node]:
+        """Those modules of one class that are big enough to be blocks, in number or in size."""
+        together = sum(node.numel for node in group)
+        if len(group) < 2 or together < _WORTHWHILE * self._total:
+            return []
+        tiny = min(_TINY * self._total, _TINY_AT_MOST)
+        big = [node for node in group if node.numel >= tiny]
+        if sum(node.numel for node in big) >= _MOST * together:
+            return big
+        if together < _LARGE * self._total:
+            return []
+        return [node for node in group if node.numel >= _HANDFUL]
+
+    def _is_opened(self, holder: Node, block: Node, inner: list[Node]) -> bool:
+        """Whether `block` gives way to the blocks inside it.
+
+        One of a list does if it is large (the stages of a Swin, not the layers of a mixture of
+        experts); one of some named attributes always (encoder and decoder, a ResNet's layer1 to
+        layer4): those are the model's parts rather than its blocks.
+        """
+        if sum(child.numel for child in inner) < _MOST * block.numel:
+            return False
+        return block.numel > _LARGE * self._total or not _is_list(holder)
+
+    def _take_leftovers(self, node: Node) -> None:
+        """Adds the large modules outside the blocks: those that are not worth cutting further.
+
+        A module around blocks is none of them: its own rest is small as a rule, and such wrappers
+        are what other code reaches through (`model.language_model.get_input_embeddings()`).
+        """
+        if node in self._units or node.numel < self._leftover:
+            return
+        if node in self._above or self._can_be_cut(node) or not self._may_be_unit(node):
+            for child in node.children:
+                self._take_leftovers(child)
+        elif node.is_leaf or node.numel < _WHOLE * self._total:
+            self._units[node] = None
+
+    def _can_be_cut(self, node: Node) -> bool:
+        largest = max((child.numel for child in node.children), default=0)
+        return node.numel > _LARGE * self._total and largest >= self._leftover
+
+
+def _is_list(node: Node) -> bool:
+    return isinstance(node.module, nn.ModuleList | nn.ModuleDict | nn.Sequential)

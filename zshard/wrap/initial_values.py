@@ -1,0 +1,182 @@
+"""The model before it is sharded: what ranks must agree on, and where values come from.
+
+The one idea: ranks agree on names, shapes and dtypes before anything changes; values then come a
+unit at a time, from the model itself, from an initialisation, or from rank 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from zshard import _core
+from zshard.comm.agreement import Fact, checksum, tensor_fact, value_fact
+from zshard.comm.devices import CPU, move
+from zshard.guard.words import refused_grad_dtype
+from zshard.precision import name_of
+from zshard.units.units import Options, without_memory
+from zshard.wrap.meta import Materializer
+from zshard.wrap.quantized import (
+    check_biases,
+    check_quantized,
+    keeps_dtype,
+    move_states,
+    quantization_facts,
+    state_tensors,
+)
+from zshard.wrap.tree import UnitSpec
+
+
+def names_of(spec: UnitSpec) -> list[str]:
+    """Return the dotted names of a unit's parameters, relative to the root."""
+    prefix = f"{spec.name}." if spec.name else ""
+    return [prefix + ref.names[0] for ref in spec.params]
+
+
+def dtypes_of(spec: UnitSpec, options: Options) -> tuple[str | None, str | None, set[int]]:
+    """Return the last arguments of _core.Unit: compute dtype, reduce dtype, and the indices of
+    parameters that keep their dtype."""
+    precision = options.precision
+    keep = {
+        i
+        for i, ref in enumerate(spec.params)
+        if all(precision.keeps(owner) for owner, _ in ref.owners)
+        or precision.keeps_param(ref.param)
+        or keeps_dtype(ref)
+    }
+    return name_of(precision.compute), name_of(precision.wire), keep
+
+
+def facts_of(
+    module: nn.Module, specs: list[UnitSpec], options: Options, values: bool
+) -> list[Fact]:
+    """Return all that the ranks must agree on; with `values`, the parameters' values as well."""
+    facts: list[Fact] = [("the strategy", options.strategy.value), ("torch", torch.__version__)]
+    for spec in specs:
+        facts.append((f"unit '{spec.name or '(root)'}'", f"a {type(spec.module).__name__}"))
+        for name, ref in zip(names_of(spec), spec.params, strict=True):
+            facts.append(tensor_fact("parameter", name, ref.param))
+            if values and not ref.param.is_meta:
+                facts.append(value_fact(name, ref.param))
+            facts.extend(quantization_facts(name, ref.param, values))
+    facts.extend(tensor_fact("buffer", name, b) for name, b in module.named_buffers())
+    facts.append(("mixed precision", repr(options.precision)))
+    if options.precision.override is not None:
+        kept = ((spec.name, dtypes_of(spec, options)[2]) for spec in specs)
+        facts += [(f"what keeps its dtype in unit '{name}'", str(sorted(at))) for name, at in kept]
+    facts.append(("wire", repr(options.wire)))
+    if options.offload is not None:  # directories may differ: a disk of each host's own
+        facts.append(("offload", repr(replace(options.offload, directory=None))))
+    return facts
+
+
+def check_unit(spec: UnitSpec) -> None:
+    """Raise what creating the unit would, without changing anything; TypeError or ValueError for a
+    parameter without dense memory of its own. Parameters on the meta device count as real ones."""
+    for name, ref in _named(spec):
+        _check_plain(name, ref.param)
+        check_quantized(name, ref.param)
+    check_biases(spec, names_of(spec))
+    params = [ref.param for ref in spec.params]
+    real = [
+        without_memory(param, param.shape, "cpu") if param.is_meta else param for param in params
+    ]
+    _core.Unit.check(spec.name, names_of(spec), real)
+
+
+def _check_plain(name: str, param: nn.Parameter) -> None:
+    """Raise for a parameter without dense memory of its own."""
+    if param.layout != torch.strided or param.is_nested or param.is_neg() or param.is_conj():
+        raise ValueError(
+            f"parameter '{name}' is not a dense tensor; pass its module in ignored_modules"
+        )
+    if getattr(param, "grad_dtype", param.dtype) != param.dtype:
+        raise NotImplementedError(refused_grad_dtype(name, param.grad_dtype))
+    kind = type(param)
+    if kind.__module__.startswith("torch.distributed.tensor"):
+        raise NotImplementedError(
+            f"parameter '{name}' is a {kind.__name__}, as parallelize_module() and "
+            "distribute_tensor() make them: zshard has no tensor parallelism. Omit them, or train "
+            "this model with torch's fully_shard"
+        )
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise TypeError(
+            f"parameter '{name}' is of class {kind.__name__}, which has no memory of its own; "
+            "zshard shards plain tensors only: pass the parameter in ignored_states=, so that each "
+            "rank keeps all of it, or convert the model after training"
+        )
+
+
+def _named(spec: UnitSpec) -> Iterable[tuple[str, Any]]:
+    return zip(names_of(spec), spec.params, strict=True)
+
+
+class InitialValues:
+    """The source of values: present, or initialised here; with `source`, broadcast from rank 0."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        materializer: Materializer,
+        source: _core.Comm | None,
+        device: str = CPU,
+    ) -> None:
+        self._root = root
+        self._materializer = materializer
+        self._source = source
+        self._device = device
+        # Ranks that draw the same numbers need not send them: a checksum says so in less time.
+        self._alike = True  # so far
+
+    def make(self, spec: UnitSpec) -> None:
+        """Materialize the parameters of a unit; runs the user's initialization."""
+        self._materializer.up_to(spec.module)
+
+    def give(self, spec: UnitSpec) -> None:
+        """Share and move the parameters of a unit, which are materialized. Collective."""
+        values = [ref.param.detach() for ref in spec.params]
+        drawn = self._materializer.has_made(ref.param for ref in spec.params)
+        if self._source is not None and not self._same(self._source, values, drawn):
+            self._share(values)
+            self._share(state_tensors(ref.param for ref in spec.params))
+        move((ref.param for ref in spec.params), self._device)
+        move_states(ref.param for ref in spec.params)
+
+    def _same(self, comm: _core.Comm, values: list[torch.Tensor], drawn: bool) -> bool:
+        """Return whether all ranks drew the same values. Collective, until they once did not."""
+        if not self._alike:
+            return False
+        facts = (drawn, [checksum(value) for value in values] if drawn else [])
+        mine = hashlib.sha256(repr(facts).encode()).digest()
+        self._alike = len(set(comm.exchange(mine))) == 1
+        return self._alike and drawn
+
+    def give_buffers(self, ignored: set[nn.Module]) -> None:
+        """Do the same for the buffers, except those of `ignored` modules."""
+        left_alone = {id(b) for m in ignored for b in m.buffers()}
+        buffers = [b for b in self._root.buffers() if id(b) not in left_alone]
+        self._share(b.detach() for b in buffers)
+        move(buffers, self._device)
+
+    def _share(self, tensors: Iterable[torch.Tensor]) -> None:
+        if self._source is None:
+            return
+        for tensor in tensors:
+            if tensor.is_meta or tensor.layout != torch.strided:
+                continue  # the unit names what cannot be sharded
+            take_from_rank_0(self._source, tensor)
+
+
+def take_from_rank_0(comm: _core.Comm, tensor: torch.Tensor) -> None:
+    """Broadcast a dense tensor from rank 0, in place. Collective."""
+    if tensor.numel() == 0:
+        return
+    plain = tensor.contiguous().cpu()
+    comm.broadcast(plain, 0)
+    if plain is not tensor:
+        tensor.copy_(plain)

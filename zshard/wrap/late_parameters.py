@@ -1,0 +1,89 @@
+"""Reject parameters added after wrapping: each rank would train them on its own.
+
+The one idea: nn.Module reports every registered parameter and module to a global hook, and the
+modules of sharded models are known; no step searches for anything. What takes the place of a
+sharded module may be sharded afterwards, so of that the model's next forward tells.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from zshard.units.shards import part_of
+
+_roots: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]]
+_roots = weakref.WeakKeyDictionary()
+"""The outermost module of each module of a sharded model."""
+_installed = False
+
+
+def watch(root: nn.Module, ignored: Collection[nn.Module]) -> None:
+    """Reject additions to `root` and its descendants, except to `ignored` modules."""
+    left_alone = {id(each) for module in ignored for each in module.modules()}
+    for module in root.modules():
+        if id(module) not in left_alone:
+            _roots[module] = weakref.ref(root)
+
+
+def install() -> None:
+    """Register the global hooks. Idempotent."""
+    global _installed
+    if not _installed:
+        register_module_parameter_registration_hook(_refuse_parameter)
+        register_module_module_registration_hook(_refuse_module)
+    _installed = True
+
+
+def _refuse_parameter(module: nn.Module, name: str, param: Any) -> None:
+    known = module._parameters.get(name) is not None  # replaced: the next forward tells
+    if module in _roots and _is_alone(param) and not known:
+        raise ValueError(_complaint(module, name, "parameter"))
+
+
+def _refuse_module(module: nn.Module, name: str, added: Any) -> None:
+    if module not in _roots or added is None or not _has_alone(added):
+        return
+    before, root = module._modules.get(name), _roots[module]()
+    is_replaced = before is not None and any(map(part_of, before.parameters()))
+    if root is None or not is_replaced:
+        raise ValueError(_complaint(module, name, "module with parameters"))
+    _refuse_in_forward(root, module, name)
+
+
+def _refuse_in_forward(root: nn.Module, module: nn.Module, name: str) -> None:
+    """Have the next forward of `root` refuse the child `name` of `module`, unless that is sharded
+    by then, or gone."""
+
+    def check(_root: nn.Module, _args: Any) -> None:
+        now = module._modules.get(name)
+        if now is not None and _has_alone(now):
+            raise ValueError(_complaint(module, name, "module with parameters"))
+        handle.remove()
+
+    handle = root.register_forward_pre_hook(check, prepend=True)
+
+
+def _has_alone(added: nn.Module) -> bool:
+    strangers = (each for each in added.modules() if each not in _roots)
+    return any(_is_alone(param) for each in strangers for param in each._parameters.values())
+
+
+def _is_alone(param: Any) -> bool:
+    """Would no unit reduce its gradient?"""
+    return param is not None and param.requires_grad and part_of(param) is None
+
+
+def _complaint(module: nn.Module, name: str, what: str) -> str:
+    return (
+        f"{what} {name!r} was added to a {type(module).__name__} after FSDP(...), so its gradient "
+        "would not be reduced: add it before wrapping the model, shard a module that takes another "
+        "one's place (fully_shard(module)), or freeze it (requires_grad_(False))"
+    )

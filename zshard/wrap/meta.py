@@ -1,0 +1,277 @@
+"""Models on the meta device: each unit is materialized just before it is sharded.
+
+The one idea: modules get memory and values one after another in the order in which their
+constructors ran, children before the module that contains them, so that they draw the same random
+numbers as in the plain model; and only up to the unit that is sharded next, so that little is
+unsharded at a time. Before a module is initialized its tensors are filled with a mark; a tensor
+that still has it afterwards was forgotten, and would train on garbage.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zshard.units.units import is_unit, like
+from zshard.wrap.memory_cache import MemoryCache
+
+Init = Callable[[nn.Module], Any]
+
+
+def uninitialized(module: nn.Module) -> None:
+    """Leave the parameters and buffers of a model on the meta device uninitialized (NaN).
+
+    Pass it as FSDP(model, param_init_fn=zshard.uninitialized) if all values will come from a
+    checkpoint (zshard.load) or a state dict. A non-persistent buffer, which neither of them
+    contains, makes FSDP raise ValueError. zshard.uninitialized is an alias.
+    """
+
+
+def reset_or_leave(module: nn.Module) -> None:
+    """Initialize a module as FSDP() does by default, but leave alone what has no initialization.
+
+    What fully_shard passes: scripts for FSDP2 initialize the model after it. A tensor that they
+    leave out is an error in the first forward (wrap/left_out.py).
+    """
+
+
+class _Rewind:
+    """What was drawn for models on the meta device: the CPU generator's states around it."""
+
+    before: Tensor | None = None
+    after: Tensor | None = None
+
+    def note(self, before: Tensor) -> None:
+        """Draws of models that follow on each other count as one."""
+        if self.after is None or not torch.equal(before, self.after):
+            self.before = before
+        self.after = torch.get_rng_state()
+
+
+_rewind = _Rewind()
+
+
+def rewind() -> None:
+    """Take back the random numbers that were drawn for models on the meta device, unless more were
+    drawn since: a script that initializes now draws what a plain model would."""
+    if _rewind.before is not None and _rewind.after is not None:
+        if torch.equal(torch.get_rng_state(), _rewind.after):
+            torch.set_rng_state(_rewind.before)
+        _rewind.before = _rewind.after = None
+
+
+class Materializer:
+    """Materializes the modules of a model that are on the meta device.
+
+    init: called with each module that has parameters or buffers of its own there; None: the
+    module's reset_parameters. left_out: with reset_or_leave(), the tensors that have no values yet,
+    as (module, attribute, dotted name).
+    """
+
+    def __init__(self, root: nn.Module, init: Init | None, ignored: set[nn.Module]) -> None:
+        self._init = None if init is reset_or_leave else init
+        self._leaves = init is reset_or_leave
+        self.left_out: list[tuple[nn.Module, str, str]] = []
+        self._names = {id(module): name for name, module in root.named_modules()}
+        self._queue = list(_children_first(root, ignored, set()))
+        self._place = {id(module): place for place, module in enumerate(self._queue)}
+        self._done = 0
+        self._models = _initializing(root, None)
+        self._areas = MemoryCache()
+        self._given: set[int] = set()  # parameters that were materialized here
+
+    def up_to(self, module: nn.Module) -> None:
+        """Materializes `module`, all modules below it, and all that were constructed before it.
+
+        Raises ValueError, naming the tensor, for one that its module's initialization leaves out.
+        """
+        last = self._place[id(module)]
+        state = torch.get_rng_state()
+        while self._done <= last:
+            self._materialize(self._queue[self._done])
+            self._done += 1
+        if not torch.equal(state, torch.get_rng_state()):
+            _rewind.note(state)
+
+    def has_made(self, params: Iterable[nn.Parameter]) -> bool:
+        """Have all of them got their values here?"""
+        return all(id(param) in self._given for param in params)
+
+    def _materialize(self, module: nn.Module) -> None:
+        params = {k: p for k, p in module._parameters.items() if p is not None and p.is_meta}
+        buffers = {k: b for k, b in module._buffers.items() if b is not None and b.is_meta}
+        tied = [p for p in module._parameters.values() if id(p) in self._given]
+        if not params and not buffers and not tied:
+            self._initialise_below(module)
+            return
+        before = [(p, p.detach().clone()) for p in tied if p is not None]
+        for param in params.values():
+            _give_memory(param, self._areas)
+            self._given.add(id(param))
+        for name, buffer in buffers.items():
+            module._buffers[name] = _marked(buffer)
+        marked = {name: getattr(module, name).data_ptr() for name in (*params, *buffers)}
+        if self._init is uninitialized:
+            self._refuse_unsaved(module, buffers)
+            return
+        self._initialise(module, list(marked))
+        if self._init is not None and _is_untouched(module, marked):
+            self._initialise_on_meta(module, list(marked))
+            marked = {}  # its memory is elsewhere, and what is there is its own affair
+        for param, value in before:  # it was drawn for this module, too, and then tied to another's
+            param.data.copy_(value)
+        for name, place in marked.items():
+            tensor = getattr(module, name)  # elsewhere: to_empty(), for rank 0's values
+            if tensor.data_ptr() != place or not has_mark(tensor):
+                continue
+            if not self._leaves:
+                raise ValueError(self._complaint(module, name, "does not initialize it"))
+            self.left_out.append((module, name, self._path(module, name)))
+
+    def _initialise_on_meta(self, module: nn.Module, names: Sequence[str]) -> None:
+        """Initializes a module that is on the meta device again: FSDP1's way, in which the
+        function itself gives it memory. Its parameters stay the same objects."""
+        params = {
+            name: p for name, p in module._parameters.items() if name in names and p is not None
+        }
+        for param in params.values():
+            on_meta = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+            vars(on_meta).update(vars(param))
+            torch.utils.swap_tensors(param, on_meta)  # type: ignore[no-untyped-call]
+        for name in set(names) - params.keys():
+            buffer = module._buffers[name]
+            assert buffer is not None, "it has been on the meta device"
+            module._buffers[name] = torch.empty_like(buffer, device="meta")
+        self._initialise(module, names)
+        for name, param in params.items():
+            made = module._parameters[name]
+            if made is not None and made is not param:  # to_empty() makes another
+                torch.utils.swap_tensors(param, made)  # type: ignore[no-untyped-call]
+                module._parameters[name] = param
+        for name in names:
+            if getattr(module, name).is_meta:
+                raise ValueError(self._complaint(module, name, "does not initialize it"))
+
+    def _initialise(self, module: nn.Module, names: Sequence[str]) -> None:
+        own = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+        model: Any = self._models.get(id(module))
+        with torch.no_grad():
+            if self._init is not None:
+                self._init(module)
+            elif own is not None or model is not None:
+                if own is not None:
+                    own()
+                if model is not None:
+                    model._init_weights(module)
+            elif names and not self._leaves:  # else all it has is tied to another's
+                raise ValueError(self._complaint(module, names[0], "has no reset_parameters()"))
+
+    def _initialise_below(self, module: nn.Module) -> None:
+        """What a model's `_init_weights` does for a module that has no tensors of its own, such as
+        to the layers in it."""
+        model: Any = self._models.get(id(module))
+        if self._init is None and model is not None and self.has_any(module.parameters()):
+            with torch.no_grad():
+                model._init_weights(module)
+
+    def has_any(self, params: Iterable[nn.Parameter]) -> bool:
+        """Has one of them got its values here?"""
+        return any(id(param) in self._given for param in params)
+
+    def _refuse_unsaved(self, module: nn.Module, buffers: Iterable[str]) -> None:
+        for name in buffers:
+            if name in module._non_persistent_buffers_set:
+                raise ValueError(
+                    self._complaint(
+                        module, name, "leaves it uninitialized, but no state dict contains it"
+                    )
+                )
+
+    def _path(self, module: nn.Module, name: str) -> str:
+        return ".".join(part for part in (self._names.get(id(module), ""), name) if part)
+
+    def _complaint(self, module: nn.Module, name: str, what: str) -> str:
+        path = self._path(module, name)
+        how = "param_init_fn" if self._init is not None else type(module).__name__
+        return (
+            f"{path!r} is on the meta device, and {how} {what}: pass FSDP(param_init_fn=...) a "
+            "function that initializes all parameters and buffers of the module it is called with"
+        )
+
+
+def _children_first(
+    module: nn.Module, ignored: set[nn.Module], seen: set[int]
+) -> Iterator[nn.Module]:
+    """The modules in the order in which they were made; units of earlier calls are left out."""
+    seen.add(id(module))
+    for child in module._modules.values():
+        if child is None or id(child) in seen or child in ignored or is_unit(child):
+            continue
+        yield from _children_first(child, ignored, seen)
+    yield module
+
+
+def _initializing(module: nn.Module, around: nn.Module | None) -> dict[int, nn.Module]:
+    """Which model initializes each module, by id(): the nearest around it that has
+    `_init_weights(module)`."""
+    own = module if _takes_module(getattr(module, "_init_weights", None)) else around
+    found = {} if own is None else {id(module): own}
+    for child in module._modules.values():
+        found.update({} if child is None else _initializing(child, own))
+    return found
+
+
+def _takes_module(function: Any) -> bool:
+    if not callable(function):
+        return False
+    try:
+        inspect.signature(function).bind(None)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _give_memory(param: nn.Parameter, areas: MemoryCache) -> None:
+    """Gives a parameter memory of its own; it stays the same object wherever it is held."""
+    data = areas.empty_like(param).fill_(_mark_of(param))
+    real = like(param, data)
+    torch.utils.swap_tensors(param, real)  # type: ignore[no-untyped-call]
+
+
+def _marked(tensor: Tensor) -> Tensor:
+    return torch.full_like(tensor, _mark_of(tensor), device="cpu", requires_grad=False)
+
+
+def _mark_of(tensor: Tensor) -> float | int:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return float("nan")
+    return 0 if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).min
+
+
+def has_mark(tensor: Tensor) -> bool:
+    """Return whether the mark is everywhere. A bool has no value to spare."""
+    if tensor.numel() == 0 or tensor.dtype == torch.bool:
+        return False
+    first = tensor[(0,) * tensor.dim()]  # most have another value there, and then that is all
+    return _is_mark(first) and _is_mark(tensor)
+
+
+def _is_untouched(module: nn.Module, marked: dict[str, int]) -> bool:
+    """Whether an initialization has left all these tensors as they were, as one does that first
+    asks whether something is on the meta device. marked: where their memory is."""
+    tensors = {name: getattr(module, name) for name in marked}
+    return bool(tensors) and all(
+        each.data_ptr() == marked[name]
+        and (not each.any() if each.dtype == torch.bool else each.numel() == 0 or has_mark(each))
+        for name, each in tensors.items()
+    )
+
+
+def _is_mark(tensor: Tensor) -> bool:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().all())
+    return bool((tensor == _mark_of(tensor)).all())

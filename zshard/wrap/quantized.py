@@ -1,0 +1,215 @@
+"""Parameters of bitsandbytes, whose elements are bits and not numbers.
+
+The one idea: their dtype says nothing. Two 4-bit values lie in a byte, and four bytes may lie in
+one float32, so they are sent and stored as they are, never cast, and never trained. What turns them
+into numbers (the quantization state: a scale for each block) is an attribute of the parameter and
+is not sharded: all ranks take rank 0's, as they take its bits. bitsandbytes is not imported here;
+its classes are known by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from zshard.comm.agreement import Fact, tensor_fact, value_fact
+from zshard.wrap.tree import ParamRef, UnitSpec
+
+# Of bitsandbytes' modules: on CPUs with AVX-512 BF16, their first evaluation is to repack weights.
+_REPACKS = "support_avx512bf16_for_cpu"
+_WOULD = "_zshard_repacks"  # attribute of a module: the value that _REPACKS had before FSDP()
+
+
+def is_quantized(param: torch.Tensor) -> bool:
+    """Return whether a parameter holds bits of bitsandbytes, in whatever dtype."""
+    return _kind_of(param) == "Params4bit" or (
+        _kind_of(param) == "Int8Params" and param.dtype == torch.int8
+    )
+
+
+def _kind_of(param: torch.Tensor) -> str | None:
+    """The name of the class of bitsandbytes that a parameter's class is or derives from."""
+    for cls in type(param).__mro__:
+        if cls.__module__.partition(".")[0] == "bitsandbytes":
+            return cls.__name__
+    return None
+
+
+def check_quantized(name: str, param: torch.Tensor) -> None:
+    """Raise TypeError or ValueError for a quantized parameter that cannot be sharded bit for
+    bit."""
+    kind = _kind_of(param)
+    if kind == "Int8Params" and (param.dtype == torch.int8 or not param.requires_grad):
+        raise TypeError(
+            f"parameter '{name}' is of class {type(param).__name__}, which bitsandbytes replaces "
+            "in each forward and keeps in full elsewhere, so sharding it would save no memory: "
+            "pass all such parameters in ignored_states=, so that each rank keeps them, or load "
+            "the model in 4 bits"
+        )
+    if kind != "Params4bit":
+        return
+    what = f"parameter '{name}' of class {type(param).__name__}"
+    if param.is_meta:
+        raise ValueError(
+            f"{what} is on the meta device, and no initialization quantizes it: load the "
+            "quantized model on every rank, or pass the parameter in ignored_states="
+        )
+    state = getattr(param, "quant_state", None)
+    if state is None:
+        raise ValueError(
+            f"{what} is not quantized yet: move the model to its device (model.to('cpu'), "
+            "model.cuda()), which quantizes it, before FSDP(...)"
+        )
+    if getattr(state, "packing_format_for_cpu", False):
+        raise ValueError(
+            f"{what} was repacked by an evaluation on this CPU, after which bitsandbytes computes "
+            "no gradients through it: load the model again, and call FSDP(...) before the first "
+            "evaluation"
+        )
+    if param.requires_grad:
+        raise ValueError(
+            f"{what} is trainable, but an optimizer would change bits as if they were numbers: "
+            "freeze it with requires_grad_(False), and train adapters (LoRA) instead"
+        )
+
+
+def check_biases(spec: UnitSpec, names: Iterable[str]) -> None:
+    """Raise ValueError for a trainable bias that its 4-bit layer would cast in forward."""
+    for name, ref in zip(names, spec.params, strict=True):
+        dtype = _bias_dtype(ref)
+        if dtype is not None and ref.param.requires_grad and ref.param.dtype != dtype:
+            raise ValueError(
+                f"parameter '{name}' is {ref.param.dtype}, but its layer computes in {dtype}, and "
+                "bitsandbytes would replace it in forward: freeze it, or convert the bias or the "
+                "layer's compute_dtype before FSDP(...)"
+            )
+
+
+def keeps_dtype(ref: ParamRef) -> bool:
+    """Return whether mixed precision must not cast a parameter: it holds bits, or it is the bias of
+    a layer that would replace it if it had another dtype."""
+    return is_quantized(ref.param) or _bias_dtype(ref) is not None
+
+
+def _bias_dtype(ref: ParamRef) -> torch.dtype | None:
+    """The dtype to which a 4-bit layer converts its bias, this parameter; None for others."""
+    for owner, attribute in ref.owners:
+        weight = owner._parameters.get("weight")
+        if attribute == "bias" and weight is not None and _kind_of(weight) == "Params4bit":
+            found: torch.dtype | None = getattr(owner, "compute_dtype", None)
+            return found
+    return None
+
+
+def quantization_facts(name: str, param: torch.Tensor, values: bool) -> Iterator[Fact]:
+    """Yield what ranks must agree on about the quantization state of a parameter; with `values`,
+    its values as well."""
+    if not is_quantized(param):
+        return
+    state = getattr(param, "quant_state", None)
+    words = ("quant_type", "blocksize", "dtype", "shape")
+    said = ", ".join(f"{word} {getattr(state, word, None)}" for word in words)
+    yield f"the quantization of '{name}'", f"of class {type(param).__name__}, {said}"
+    for part, tensor in _tensors_by_name(state):
+        yield tensor_fact("the quantization state of", f"{name}.{part}", tensor)
+        if values:
+            yield value_fact(f"{name}.{part}", tensor)
+
+
+def state_tensors(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors of the quantization states of `params`."""
+    return [
+        tensor
+        for param in params
+        if is_quantized(param)
+        for _, tensor in _tensors_by_name(getattr(param, "quant_state", None))
+    ]
+
+
+def _tensors_by_name(state: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a QuantState and of the one within it (of doubly quantized scales)."""
+    if state is None:
+        return
+    for name, value in sorted(vars(state).items()):
+        if isinstance(value, torch.Tensor):
+            yield prefix + name, value
+        elif name == "state2":
+            yield from _tensors_by_name(value, f"{prefix}{name}.")
+
+
+def move_states(params: Iterable[torch.Tensor]) -> None:
+    """Move quantization states to where their parameters are."""
+    for param in params:
+        if is_quantized(param) and getattr(param, "quant_state", None) is not None:
+            param.quant_state.to(param.device)  # type: ignore[attr-defined]
+
+
+def settle(specs: Iterable[UnitSpec]) -> None:
+    """Do to 4-bit layers now what they would do in a forward, where parameters must stay as they
+    are: a frozen bias gets the dtype that its layer computes in. And keep them from repacking their
+    weights in an evaluation, after which no gradients would flow."""
+    for ref in (ref for spec in specs for ref in spec.params):
+        dtype = _bias_dtype(ref)
+        if dtype is not None and ref.param.dtype != dtype:
+            ref.param.data = ref.param.data.to(dtype)
+        for owner, _ in ref.owners if is_quantized(ref.param) else ():
+            if _REPACKS in owner.__dict__ and _WOULD not in owner.__dict__:
+                owner.__dict__[_WOULD] = owner.__dict__[_REPACKS]
+                owner.__dict__[_REPACKS] = False
+            hooks = owner._load_state_dict_pre_hooks.values()
+            if is_quantized(ref.param) and not any(_is_ours(hook) for hook in hooks):
+                owner.register_load_state_dict_pre_hook(_load_state)  # type: ignore[no-untyped-call]
+
+
+def _is_ours(hook: Any) -> bool:
+    return getattr(hook, "hook", None) is _load_state
+
+
+def _load_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *found: Any) -> None:
+    """A hook of nn.Module's: load the quantization state, which bitsandbytes saves beside the bits
+    but does not load. Bits without it, or with that of another layout, are an error."""
+    errors: list[str] = found[-1]
+    name = f"{prefix}weight"
+    state: Any = getattr(module._parameters.get("weight"), "quant_state", None)
+    if state is None or name not in state_dict:
+        return
+    keys = list(state.as_dict(packed=True))
+    given = {key: state_dict.pop(f"{name}.{key}", None) for key in keys}
+    lost = [key for key, value in given.items() if value is None]
+    if lost:
+        errors.append(
+            f"'{name}' is quantized, but the state dict has no '{name}.{lost[0]}': load one of a "
+            "model that was quantized alike, or leave the frozen weights out (save_pretrained "
+            "saves the adapter alone)"
+        )
+        return
+    if any(type(value).__module__.startswith("zshard.") for value in given.values()):
+        errors.append(  # a placeholder: values are read once everything fits, and so too late
+            f"'{name}' is quantized, and loading a checkpoint chunk by chunk does not load its "
+            "scales: pass full tensors to model.load_state_dict(), such as those that "
+            "safetensors.torch.load_file() reads from the checkpoint's files; or save the adapter "
+            "alone (save_pretrained)"
+        )
+        return
+    loaded = type(state).from_dict(given, state.absmax.device)
+    mine, theirs = (
+        [each.quant_type, each.blocksize, each.dtype, tuple(each.shape), each.absmax.dtype]
+        for each in (state, loaded)
+    )
+    if mine != theirs:
+        errors.append(
+            f"'{name}' is quantized differently in the state dict ({theirs}) than in the model "
+            f"({mine}): quantize the model as the saved one was"
+        )
+        return
+    vars(state).update(vars(loaded))
+
+
+def unsettle(model: nn.Module) -> None:
+    """Let the layers of a plain copy repack their weights again."""
+    for module in model.modules():
+        if _WOULD in module.__dict__:
+            module.__dict__[_REPACKS] = module.__dict__.pop(_WOULD)
