@@ -1,6 +1,6 @@
 # Everything that a person or a CI machine does here, one word each; `make` alone lists the words.
 #
-# The one idea: each word prepares what it needs and no more, in ./.venv, once. If $(PYTHON) has torch,
+# Each word prepares what it needs and no more, in ./.venv, once. If $(PYTHON) has torch,
 # that torch is used, and what else is there is not installed again (nor is a network needed for it);
 # if not, TORCH is installed first. So
 #     make test PYTHON=/path/to/python     tests against that Python and its torch (after make distclean)

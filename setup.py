@@ -1,6 +1,6 @@
 """Builds zshard._core: C by cc, the ATen shim by c++, one link against the torch that is installed.
 
-The one idea: an object is remade when its command line, its source or a header that it includes
+An object is remade when its command line, its source or a header that it includes
 has changed, and never otherwise: the shim costs 20 s and a gigabyte, a C file under a second.
 (setuptools' build_ext remakes all in sequence, with one set of flags; torch's compiles C as C++.)
 

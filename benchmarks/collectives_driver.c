@@ -1,6 +1,6 @@
 /* collectives_driver.c - the shm transport for collectives.py, by ctypes: one call runs one operation many times.
  *
- * The one idea: what is timed is what a training step does, with what lies before it left out: the memory that the peers
+ * What is timed is what a training step does, with what lies before it left out: the memory that the peers
  * read has just been written by its owner (so it is in that core's cache, or in none), and all ranks start together.
  */
 #define _GNU_SOURCE 1
@@ -155,12 +155,10 @@ bench *zsb_new(zs_comm *comm, size_t bytes, int bfloat16)
     size_t shard = bytes / (size_t)comm->world;
     zs_cunit_spec spec = {.name = "unit", .n_params = 1, .n_slices = 1, .slice_bytes = {shard}};
     *b = (bench){.comm = comm, .bytes = bytes, .dtype = bfloat16 ? ZS_BF16 : ZS_F32};
-    bool made = zs_comm_flat_new(comm, shard, &b->flat) == ZS_OK &&
-                zs_comm_bucket_new(comm, bytes, &b->bucket) == ZS_OK &&
-                zs_cunit_new(comm, &spec, &b->cunit) == ZS_OK &&
-                zs_comm_reader_new(comm, "model", &b->reader) == ZS_OK &&
-                zs_mem_new_private(bytes, &b->private_full) == ZS_OK &&
-                zs_mem_new_private(bytes, &b->other_full) == ZS_OK;
+    bool made =
+        zs_comm_flat_new(comm, shard, &b->flat) == ZS_OK && zs_comm_bucket_new(comm, bytes, &b->bucket) == ZS_OK &&
+        zs_cunit_new(comm, &spec, &b->cunit) == ZS_OK && zs_comm_reader_new(comm, "model", &b->reader) == ZS_OK &&
+        zs_mem_new_private(bytes, &b->private_full) == ZS_OK && zs_mem_new_private(bytes, &b->other_full) == ZS_OK;
     return made ? b : NULL;
 }
 

@@ -1,6 +1,6 @@
 """Many ranks forked of one process that has imported torch: what benchmarks of many ranks share.
 
-The one idea: an import of torch per rank takes longer than what is measured. Ranks meet over a
+An import of torch per rank takes longer than what is measured. Ranks meet over a
 store of the process that started them.
 """
 

@@ -1,6 +1,6 @@
 """Hosts made out of one machine: namespaces, joined by a wire of a set rate.
 
-The one idea: a host is a process, `cat` as number 1 of its namespaces of processes, mounts, names
+A host is a process, `cat` as number 1 of its namespaces of processes, mounts, names
 and network, that reads from a pipe of ours. Nothing of it has a name outside: neither the wire nor
 the namespaces can collide with those of another run. When the pipe closes, because the hosts are
 closed or because this process died of whatever, `cat` ends, and the kernel ends all of the host's

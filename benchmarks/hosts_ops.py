@@ -1,6 +1,6 @@
 """A rank's part of hosts.py --collectives: which of gloo's ways of moving bytes fills the wire?
 
-The one idea: each operation gets the work of an all-gather, a reduction or a swap of a tensor of N
+Each operation gets the work of an all-gather, a reduction or a swap of a tensor of N
 bytes, and its speed is (the least bytes that a host must send for that) / time. An operation that
 fills the wire reaches the wire's rate; one that sends bytes twice, or one by one, does not.
 """

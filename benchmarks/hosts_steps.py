@@ -1,6 +1,6 @@
 """A rank's part of hosts.py: step time, bytes on the wire and peak memory of the sides.
 
-The one idea: what a step sends is what the counters of the host's interface say before and after
+What a step sends is what the counters of the host's interface say before and after
 it, with all ranks quiet, minus what they say of a step that does nothing.
 """
 

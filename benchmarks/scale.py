@@ -3,7 +3,7 @@
     python -m benchmarks.scale [--ranks 2 4 8 16 32] [--worlds 8 64 256 1024] [--hosts 2 4]
         [--transports shm c10d hosts] [--steps 8] [--limit 120] [--out FILE]
 
-The one idea: counts (descriptors, mappings, threads, collectives, bytes) are exact, and say how
+Counts (descriptors, mappings, threads, collectives, bytes) are exact, and say how
 things grow; CPU times say how much of it there is. Real ranks are forked from one process that has
 imported torch (scale_rank.py). A world that moves nothing is torch's own "fake" process group: one
 process is rank 0, and what it gathers from the others is what it has itself. A row is printed, and

@@ -1,6 +1,6 @@
 """A rank's part of scale.py: trains a small model, and counts what zshard has added to the process.
 
-The one idea: everything is counted twice, before FSDP() and after the steps, and the difference is
+Everything is counted twice, before FSDP() and after the steps, and the difference is
 zshard's. The plain model is trained before, so that what torch makes on first use is there already.
 """
 

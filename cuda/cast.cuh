@@ -1,6 +1,6 @@
 /* cast.cuh - from any dtype to any, copied or added; and scaling in place.
  *
- * The one idea: what torch would do with one element, written once: both numbers are taken to the wider precision, added there,
+ * What torch would do with one element, written once: both numbers are taken to the wider precision, added there,
  * and rounded once.
  */
 #include "kernel.cuh"

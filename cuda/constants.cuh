@@ -1,6 +1,6 @@
 /* constants.cuh - the constants of a step, made where the number of the step and the learning rate lie: on the device.
  *
- * The one idea: a step that a CUDA graph repeats may have nothing of its number in it, so the host cannot make them. One thread
+ * A step that a CUDA graph repeats may have nothing of its number in it, so the host cannot make them. One thread
  * does, by the formulas of update_rules.h, which give the host's bits, and each counts a step.
  */
 #include "kernel.cuh"

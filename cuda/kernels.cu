@@ -1,6 +1,6 @@
 /* kernels.cu - all kernels, in one image.
  *
- * The one idea: one image is loaded once and found by names, zs_<work>_<dtype>; cuda_kernels.c launches them.
+ * One image is loaded once and found by names, zs_<work>_<dtype>; cuda_kernels.c launches them.
  */
 #include "cast.cuh"
 #include "constants.cuh"

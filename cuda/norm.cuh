@@ -1,6 +1,6 @@
 /* norm.cuh - sums of |x|^p, and whether two ranges of bytes differ.
  *
- * The one idea: a norm has the same bits on every run and on every GPU. Which thread takes which elements follows from the
+ * A norm has the same bits on every run and on every GPU. Which thread takes which elements follows from the
  * length alone, each keeps its own double, and a second kernel adds those up in a fixed order; no atomics anywhere.
  */
 #include "kernel.cuh"

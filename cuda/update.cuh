@@ -1,6 +1,6 @@
 /* update.cuh - the optimizers' loops: each rule of update.h for each dtype, over flat runs, in one pass.
  *
- * The one idea: memory is the limit, so all that a step does to an element happens while it is in registers: the gradient's
+ * Memory is the limit, so all that a step does to an element happens while it is in registers: the gradient's
  * factor (clipping, loss scale), the rule, the rounding, and the copy that the next gather sends. The arithmetic is the CPU's
  * (optim_cpu.c), from the same headers.
  */

@@ -1,6 +1,6 @@
 """The corpus: the sources of Python's standard library, a text that every machine has.
 
-The one idea: nothing is downloaded, and everything is deterministic. Files are read in sorted
+Nothing is downloaded, and everything is deterministic. Files are read in sorted
 order, a hash of its name assigns each file to the training or the held-out side, and every batch
 is a function of (seed, rank, step): two libraries with the same seed see the same bytes.
 """

@@ -1,6 +1,6 @@
 """A byte-level GPT in plain PyTorch, without a line of code for sharding.
 
-The one idea: the model is written for a single process, and `FSDP(model)` finds the repeated
+The model is written for a single process, and `FSDP(model)` finds the repeated
 blocks. The vocabulary is the 256 byte values, so there is no tokenizer: `bytes` in, `bytes` out.
 
 Shapes use B (batch), T (time, at most the context), D (width), H (heads) and V = 256.

@@ -1,6 +1,6 @@
 """Measurements of a run: memory of this process, progress on the screen, a JSON file and plots.
 
-The one idea: memory is PSS, the proportional set size. A page shared by N processes counts 1/N in
+Memory is PSS, the proportional set size. A page shared by N processes counts 1/N in
 each, so a library that shares memory between ranks is not charged twice for it, as by RSS.
 """
 

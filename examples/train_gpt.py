@@ -4,7 +4,7 @@
     python examples/train_gpt.py --size tiny                  # one process, the same script
     torchrun ... examples/train_gpt.py --library ddp          # the same run under DDP
 
-The one idea: the loop below is the loop of a single-process script. One line selects the library
+The loop below is the loop of a single-process script. One line selects the library
 (`LIBRARIES[...].use`, see libraries.py); seeds, data and initial parameters are the same for all
 of them, so their loss curves must agree.
 """

@@ -1,6 +1,6 @@
 """The build backend of pyproject.toml: setuptools', in an environment that has torch.
 
-The one idea: pip and build ask for one of these hooks before they do anything else. Without torch
+Pip and build ask for one of these hooks before they do anything else. Without torch
 the answer is the reason and the remedy: SystemExit, as pip prints all of a traceback.
 """
 

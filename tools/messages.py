@@ -5,7 +5,7 @@
     python tools/messages.py --docstrings     # public docstrings instead
     python tools/messages.py --since HEAD~20  # how many of the texts a commit did not have
 
-The one idea: a text is a string literal of two words or more. That also finds texts that are put
+A text is a string literal of two words or more. That also finds texts that are put
 together elsewhere and raised later; the few literals that nobody reads (format names, protocol
 lines) are left in the list rather than guessed away.
 """

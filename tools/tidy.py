@@ -1,6 +1,6 @@
 """Runs clang-tidy on C files, on all cores: `python tools/tidy.py csrc/unit/unit_bind.c ...`.
 
-The one idea: clang reads a file with the flags that setup.py compiles it with, so no list of
+Clang reads a file with the flags that setup.py compiles it with, so no list of
 commands is kept. What is checked, and why other checks are not, says .clang-tidy.
 """
 

@@ -2,7 +2,7 @@
 python -m zshard doctor: what is available, what zshard will use, and how to get the rest.
 python -m zshard ckpt: checkpoints (see checkpoint/cli.py).
 
-The one idea: doctor prints what zshard.available_features() finds, all of it queried or tried.
+Doctor prints what zshard.available_features() finds, all of it queried or tried.
 """
 
 from __future__ import annotations

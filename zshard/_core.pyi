@@ -1,6 +1,6 @@
 """Types of the C core (csrc/python/py_*.c). `make lint` holds this file against the built module.
 
-The one idea: the names here are all that Python may know of the core. What they do is said in the
+The names here are all that Python may know of the core. What they do is said in the
 docstrings of the C files (`help(zshard._core.Unit)`); users meet them through zshard.FSDP.
 """
 

@@ -1,6 +1,6 @@
 """The errors of zshard that are not of its core, and where a warning points.
 
-The one idea: they stand below all else, so that any part can raise and recognize them.
+They stand below all else, so that any part can raise and recognize them.
 """
 
 from __future__ import annotations

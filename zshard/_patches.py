@@ -1,6 +1,6 @@
 """What zshard changes of torch, from a process's first FSDP(...) on.
 
-The one idea: importing zshard changes nothing. Each change is listed here with the places in torch
+Importing zshard changes nothing. Each change is listed here with the places in torch
 that it needs, what they must look like, and what is lost without it. Where a place looks otherwise,
 as a later torch may have it, the change is left out, and a warning says what does not work. One
 more comes with the first state dict of shards (state/dcp_shards.py): torch's module for it

@@ -1,6 +1,6 @@
 """`predict_memory(module)`: what FSDP(module) with the same arguments would take.
 
-The one idea: arguments are translated as FSDP's are, and the rest is a dry run of the model in a
+Arguments are translated as FSDP's are, and the rest is a dry run of the model in a
 world without peers, which changes nothing (`memory/dry_run.py`).
 """
 

@@ -1,6 +1,6 @@
 """Refuse to import zshard with another torch than the one it was compiled against.
 
-The one idea: this is imported before the extension. Torch keeps its C++ interface within a minor
+This is imported before the extension. Torch keeps its C++ interface within a minor
 version; with another one, loading the extension fails with undefined symbols, or worse, does not.
 
 The build writes zshard/_built_with.py beside the extension (setup.py).

@@ -4,7 +4,7 @@
     zshard.accelerate.shard(accelerator)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-The one idea: the accelerator stays the same object; its class becomes a subclass of its own, in
+The accelerator stays the same object; its class becomes a subclass of its own, in
 which prepare_model() calls FSDP(model) and then the original as for a model without DDP, so that
 autocast and torch.compile are applied as always. All else that an Accelerator does reaches the
 model through methods that FSDP has as well (no_sync, state_dict, clipping).

@@ -1,6 +1,6 @@
 """`FSDP(module)`: the entry point. It wraps a module in place and hands the work to the C core.
 
-The one idea: the module stays the same object with the same parameters and names; its class is
+The module stays the same object with the same parameters and names; its class is
 swapped to a subclass of (FSDP, its class), and two C callables become its forward hooks. Everything
 that happens per step happens behind those hooks.
 """

@@ -1,6 +1,6 @@
 """Loss scaling over shards: zshard.GradScaler, and the same for torch.amp.GradScaler.
 
-The one idea: a scaler skips a step when it finds inf or NaN in the gradients, but a rank sees only
+A scaler skips a step when it finds inf or NaN in the gradients, but a rank sees only
 its shards. If one rank skipped a step that the others take, models and scales would diverge. So
 ranks exchange what they found before they act on it. All of torch's checks for inf go through one
 method, which is replaced here; for an optimizer without sharded gradients it is torch's own.

@@ -1,6 +1,6 @@
 """Offload: which parts of a model are kept out of the memory of the device that computes.
 
-The one idea: one small record tells what (parameters, gradients, optimizer state), how much (a
+One small record tells what (parameters, gradients, optimizer state), how much (a
 fraction of the model) and where to: the memory of a GPU's host, or files in a directory, say on an
 NVMe disk. On CPU ranks everything is in host memory anyway, so only a directory has an effect.
 """

@@ -1,6 +1,6 @@
 """Mixed precision: the dtypes for computing with parameters and for reducing gradients.
 
-The one idea: between steps nothing changes. Parameters, gradients and optimizer state keep the
+Between steps nothing changes. Parameters, gradients and optimizer state keep the
 model's dtype (float32, say); a unit's forward and backward use a cast copy, and gradients are sent
 in the reduce dtype and summed in float32.
 """

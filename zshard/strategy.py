@@ -1,6 +1,6 @@
 """What is sharded, and for how long: the values of `strategy`.
 
-The one idea: a strategy has one name, given as a string or as a `zshard.ShardingStrategy`.
+A strategy has one name, given as a string or as a `zshard.ShardingStrategy`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     trainer = zshard.transformers.shard(Trainer)(model=model, args=arguments, ...)
 
-The one idea: a Trainer reaches the model through its Accelerator, so that one is made to shard
+A Trainer reaches the model through its Accelerator, so that one is made to shard
 (zshard/accelerate.py). What remains are the calls that a Trainer makes on one rank only, for a
 state dict: where that takes all ranks, the others make them as well.
 """

@@ -1,6 +1,6 @@
 """Scripts for DDP: nanoGPT, build-nanogpt, minGPT, and those of pytorch/examples.
 
-The one idea: each needs the line changed that imports or calls DistributedDataParallel, no other.
+Each needs the line changed that imports or calls DistributedDataParallel, no other.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Scripts for FSDP1 and FSDP2: two of pytorch/examples, and torchtitan's llama3.
 
-The one idea: they import FSDP or fully_shard from zshard. Comments say why other lines change.
+They import FSDP or fully_shard from zshard. Comments say why other lines change.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What describes a script: how it runs on two CPU ranks, and which of its lines change for zshard.
 
-The one idea: a script is a copy of somebody's folder in which lines are replaced. `both` is for
+A script is a copy of somebody's folder in which lines are replaced. `both` is for
 both sides (devices, sizes, data that would come from the network); `ours` for zshard alone, and
 those lines are counted.
 """

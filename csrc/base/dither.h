@@ -3,7 +3,7 @@
  * A bfloat16 has 8 significant bits. An update below half a unit in the last place is lost when it is rounded to nearest, at
  * every step anew; rounded at random, it moves the parameter once in a while, and by the right amount on average.
  *
- * The one idea: an element's random bits are a function of the seed, the step and the element's number in the model, not of
+ * An element's random bits are a function of the seed, the step and the element's number in the model, not of
  * who computes it when. So the bits are the same for any number of ranks, strategy, thread count and vector width. Plain
  * 32-bit integer arithmetic, compiled by gcc and by nvcc.
  */

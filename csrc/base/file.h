@@ -1,7 +1,7 @@
 /* file.h - files that memory lies in: of memory, for the shm transport's flats and buckets, or on a disk; and how they get
  * mapped.
  *
- * The one idea: a region of a file is a zs_mem like any other. When the last reference to it goes, its pages go back to
+ * A region of a file is a zs_mem like any other. When the last reference to it goes, its pages go back to
  * the system by punching a hole; the file itself only ever grows, so a mapping can never be cut off under a reader.
  */
 #ifndef ZS_FILE_H

@@ -1,6 +1,6 @@
 /* half.h - bfloat16 and float16 from and to float, in integer arithmetic that compilers vectorise.
  *
- * The one idea: no branches and no float16 instructions, so that gcc (for any instruction set) and nvcc turn the same
+ * No branches and no float16 instructions, so that gcc (for any instruction set) and nvcc turn the same
  * lines into the same bits. Rounding is to nearest, ties to even; NaN stays NaN, and overflow becomes infinity.
  */
 #ifndef ZS_HALF_H

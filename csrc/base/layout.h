@@ -1,6 +1,6 @@
 /* layout.h - where each parameter of a unit lies in its flat buffer, and which part of it each rank owns.
  *
- * The one idea: parameters lie one after another, each from a 64-byte boundary on (the math libraries pick other kernels
+ * Parameters lie one after another, each from a 64-byte boundary on (the math libraries pick other kernels
  * for other alignments, and then give other bits), and the whole is padded so that it cuts into `world` equal shards.
  * A rank's shard is then one contiguous range, and its part of each parameter a contiguous range of the parameter's
  * row-major elements. Pure arithmetic: no memory, no torch.

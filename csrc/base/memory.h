@@ -1,6 +1,6 @@
 /* memory.h - reference-counted blocks of bytes.
  *
- * The one idea: parameters, graph nodes and user-held views can outlive the model, so the bytes under them are owned
+ * Parameters, graph nodes and user-held views can outlive the model, so the bytes under them are owned
  * by counted references, never by a module. Whoever stores a pointer into a block keeps a reference to the block.
  */
 #ifndef ZS_MEMORY_H

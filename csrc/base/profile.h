@@ -1,6 +1,6 @@
 /* profile.h - ranges that torch.profiler shows, as torch.profiler.record_function makes them.
  *
- * The one idea: the core knows no profiler. The shim registers one (shim/torch_profile.cpp); where none records on this thread
+ * The core knows no profiler. The shim registers one (shim/torch_profile.cpp); where none records on this thread
  * a range is NULL, and its name is never made. Names begin with "zshard::"; those of waits say for whom, so that a trace shows which
  * rank is late.
  */

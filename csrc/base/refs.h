@@ -1,6 +1,6 @@
 /* refs.h - counted references: who takes one gives it back, and whoever gives back the last one frees.
  *
- * The one idea: any thread may take or give back, without a lock, as long as it has one itself; what was written before a
+ * Any thread may take or give back, without a lock, as long as it has one itself; what was written before a
  * reference was given back is seen by the one who frees.
  */
 #ifndef ZS_REFS_H

@@ -1,6 +1,6 @@
 /* simd.h - one hot loop, several instruction sets, the choice made when the program runs.
  *
- * The one idea: a wheel is built once and runs anywhere, so each hot loop is compiled from the same text for the
+ * A wheel is built once and runs anywhere, so each hot loop is compiled from the same text for the
  * baseline, for AVX2 and for AVX-512, and the machine picks. (GCC's target_clones cannot do it: its AVX2 clone may not
  * use FMA, and the fused multiply-add is part of the arithmetic, see update.h.)
  */

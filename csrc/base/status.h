@@ -1,6 +1,6 @@
 /* status.h - how every part of the C core reports failure.
  *
- * The one idea: a function that can fail returns a zs_status, and the first failure on a thread leaves a record (what,
+ * A function that can fail returns a zs_status, and the first failure on a thread leaves a record (what,
  * where, native text) that later failures on the way up do not overwrite. Python exceptions are made from that record
  * in the py_*.c files only.
  */

@@ -1,6 +1,6 @@
 /* ckpt_file.h - a file of a checkpoint: ranges of it written with checksums, read into place, or checked.
  *
- * The one idea: memory and disk meet in pieces that fit a core's cache, so that a piece is summed where it is warm, a range of any
+ * Memory and disk meet in pieces that fit a core's cache, so that a piece is summed where it is warm, a range of any
  * size needs no room beside it, and Ctrl-C is heard. Interrupts and short counts go on; what fails otherwise is told, once.
  */
 #ifndef ZS_CKPT_FILE_H

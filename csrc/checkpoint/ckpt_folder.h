@@ -1,6 +1,6 @@
 /* ckpt_folder.h - what checkpoints do with names: folders, renames, removals, locks.
  *
- * The one idea: a checkpoint becomes visible by a rename, and that lasts by an fsync of the folder it is in; so these are steps of
+ * A checkpoint becomes visible by a rename, and that lasts by an fsync of the folder it is in; so these are steps of
  * their own, and each says whether it has been done. All fail with ZS_ERR_SYSTEM and the errno.
  */
 #ifndef ZS_CKPT_FOLDER_H

@@ -1,6 +1,6 @@
 /* crc32c.h - the checksum of a checkpoint's blocks: CRC-32C (Castagnoli), as in RFC 3720, ext4 and SSE4.2.
  *
- * The one idea: a CRC is linear. The sum of two pieces follows from theirs and the second one's length, so ranks that write parts
+ * A CRC is linear. The sum of two pieces follows from theirs and the second one's length, so ranks that write parts
  * of a block need not see each other's bytes, and one core can run several sums at a time over one piece and join them.
  */
 #ifndef ZS_CRC32C_H

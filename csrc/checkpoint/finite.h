@@ -1,6 +1,6 @@
 /* finite.h - are all numbers in memory finite?
  *
- * The one idea: of a number that is NaN or infinite all bits of the exponent are set, whatever the format, so nothing is computed:
+ * Of a number that is NaN or infinite all bits of the exponent are set, whatever the format, so nothing is computed:
  * bits are compared, which no sum can overflow and no mode of the processor changes.
  */
 #ifndef ZS_FINITE_H

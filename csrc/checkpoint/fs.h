@@ -1,6 +1,6 @@
 /* fs.h - every call on files that checkpoints make.
  *
- * The one idea: there is one way to the disk, so that a test can make the nth call fail, or kill the process there, and can
+ * There is one way to the disk, so that a test can make the nth call fail, or kill the process there, and can
  * write down all of them (fs_watch.h). A call does what the system's own does, once: -1 and errno where it fails. To go on after
  * an interrupt or a short count is its callers' affair.
  */

@@ -1,6 +1,6 @@
 /* fs_watch.h - the place from which all calls of fs.h can be seen.
  *
- * The one idea: a watcher is asked before each call and told after it, so it may count calls, write them down, or have one fail
+ * A watcher is asked before each call and told after it, so it may count calls, write them down, or have one fail
  * or be cut short. Nothing in the package watches; tests do (tests/c/fs_faults.c).
  *
  * Threads: both are called on any thread that makes file calls, at once, and in forked children: a watcher holds no lock while

@@ -165,17 +165,18 @@ const char *zs_unit_label(const char *name)
     return *name != 0 ? name : "(root)";
 }
 
-void zs_comm_tell_past(zs_comm *comm, zs_reader *reader, const zs_past *before, const zs_past *now)
+void zs_comm_publish_fingerprint(zs_comm *comm, zs_reader *reader, const zs_fingerprint *before,
+                                 const zs_fingerprint *now)
 {
-    zs_past_replace(&comm->past, before, now);
+    zs_fingerprint_replace(&comm->fingerprint, before, now);
     zs_comm_set_others(comm, NULL); /* words of another time */
     const zs_reader_ops *readers = comm->ops->readers;
-    if (readers->tell_past != NULL && reader != NULL) readers->tell_past(comm, reader, now);
+    if (readers->publish_fingerprint != NULL && reader != NULL) readers->publish_fingerprint(comm, reader, now);
 }
 
 enum { PASS = 3, CHANGED = 4, EVAL_MODE = 8 };
 
-uint64_t zs_reading_told(const zs_reading *reading)
+uint64_t zs_reading_encode(const zs_reading *reading)
 {
     if (reading->pass == ZS_PASS_BACKWARD) return ZS_PASS_BACKWARD; /* of what its forward was */
     return (uint64_t)reading->pass | (reading->changed ? CHANGED : 0) | (reading->eval_mode ? EVAL_MODE : 0);
@@ -355,7 +356,7 @@ zs_status zs_local_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading
     (void)reader;
     /* A backward is of the weights of its forward. */
     uint64_t kept = reading->pass == ZS_PASS_BACKWARD ? comm->reading & CHANGED : 0;
-    comm->reading = zs_reading_told(reading) | kept;
+    comm->reading = zs_reading_encode(reading) | kept;
     return ZS_OK;
 }
 

@@ -1,6 +1,6 @@
 /* comm.h - how ranks exchange bytes: tables of functions (comm_ops.h), one implementation per transport.
  *
- * The one idea: a unit never names a transport. It asks for memory that the transport can share (flats and buckets),
+ * A unit never names a transport. It asks for memory that the transport can share (flats and buckets),
  * posts a full bucket, later collects pointers to every rank's part of its own slice, sums them itself (in rank order)
  * and releases them. On `shm` the pointers lead straight into the peers' memory and nothing is copied; on `c10d` they
  * lead into a receive buffer. And where a transport can map all ranks' shards side by side (shm), the mapping *is* the
@@ -52,10 +52,11 @@ const char *zs_unit_label(const char *name);
 /* Something has happened to a model's parameters on this rank that must happen on all ranks, or on none: what was `before` is
  * `now`. It is compared with the peers' where ranks meet to gather parameters; where it differs, that fails on all ranks with
  * ZS_ERR_DIVERGED. `reader`: the model's, if this transport made it, else NULL. Never waits. */
-void zs_comm_tell_past(zs_comm *comm, zs_reader *reader, const zs_past *before, const zs_past *now);
+void zs_comm_publish_fingerprint(zs_comm *comm, zs_reader *reader, const zs_fingerprint *before,
+                                 const zs_fingerprint *now);
 
 /* What peers are told of a session, where they are told with each gather; 0 is a training forward. */
-uint64_t zs_reading_told(const zs_reading *reading);
+uint64_t zs_reading_encode(const zs_reading *reading);
 
 /* Are two of these of one forward of all ranks? And had one rank changed its parameters by hand? */
 bool zs_reading_alike(uint64_t a, uint64_t b);

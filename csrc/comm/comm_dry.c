@@ -1,6 +1,6 @@
 /* comm_dry.c - transports that stand for others where only sizes are asked for.
  *
- * The one idea: a model's memory follows from its layout and from what its transport rounds and holds for itself. So the
+ * A model's memory follows from its layout and from what its transport rounds and holds for itself. So the
  * dry-run transport is the real one's table with all that would meet peers or take memory left out; engines and units
  * that are made on it (zs_unit_spec.dry_run) are measured as real ones are.
  */

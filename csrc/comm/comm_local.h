@@ -1,6 +1,6 @@
 /* comm_local.h - what the transports share among themselves; nothing above comm.h includes it.
  *
- * The one idea: the order post, collect, (share, collect_shared,) release is the same everywhere, so it is kept here
+ * The order post, collect, (share, collect_shared,) release is the same everywhere, so it is kept here
  * once, and a call out of order is the same error on every transport.
  */
 #ifndef ZS_COMM_LOCAL_H

@@ -1,13 +1,13 @@
 /* comm_ops.h - a transport's tables of functions, and the calls by which they are reached. See comm.h.
  *
- * The one idea: four small tables, for flats, rounds, readers and talk, so that transports share whole tables. Nobody
+ * Four small tables, for flats, rounds, readers and talk, so that transports share whole tables. Nobody
  * outside comm/ reads them but the calls below, which know what a missing function means.
  */
 #ifndef ZS_COMM_OPS_H
 #define ZS_COMM_OPS_H
 
 #include "comm/comm_types.h"
-#include "comm/past.h"
+#include "comm/fingerprint.h"
 
 #include <stdatomic.h>
 
@@ -100,8 +100,8 @@ typedef struct zs_reader_ops {
     void (*write_complete)(zs_comm *, zs_reader *, bool changed);
     /* All ranks meet in a collective of the script's: who has looked how often before says nothing of what comes. NULL as above. */
     void (*meet)(zs_comm *, zs_reader *);
-    /* See zs_comm_tell_past; NULL: the head has it. */
-    void (*tell_past)(zs_comm *, zs_reader *, const zs_past *now);
+    /* See zs_comm_publish_fingerprint; NULL: the head has it. */
+    void (*publish_fingerprint)(zs_comm *, zs_reader *, const zs_fingerprint *now);
 } zs_reader_ops;
 
 /* Small things said from rank to rank. */
@@ -115,7 +115,7 @@ typedef struct zs_talk_ops {
     /* As exchange, of the device's memory and any size, in the compute stream; waits for the peers' hosts. NULL where nothing
      * queues. */
     zs_status (*gather_device)(zs_comm *, const void *mine, size_t bytes, void *all);
-    /* See zs_comm_tell; NULL: the head has it. */
+    /* See zs_comm_publish; NULL: the head has it. */
     void (*tell)(zs_comm *, zs_topic, const char *);
     /* What a peer has told of a topic, as of now; NULL, as for the function itself: that is not known here. */
     const char *(*said)(const zs_comm *, int rank, zs_topic);
@@ -126,9 +126,9 @@ typedef struct zs_talk_ops {
     bool (*is_stopped)(const zs_comm *);
     /* Waits until the processes of ranks that have left have ended, for so long at most. NULL: none is known to have left. */
     void (*outlive)(zs_comm *, double seconds);
-    /* See zs_comm_end: tells the peers `comm->past` and words. Once all have, *all is set, and `pasts` [world] are theirs.
+    /* See zs_comm_end: tells the peers `comm->past` and words. Once all have, *all is set, and `fingerprints` [world] are theirs.
      * NULL: nobody knows. */
-    zs_status (*end)(zs_comm *, zs_past *pasts, bool *all);
+    zs_status (*end)(zs_comm *, zs_fingerprint *fingerprints, bool *all);
     /* Tells the peers that this rank cannot go on, and why; their waits fail at once with that text. Idempotent. */
     void (*abort)(zs_comm *, const char *reason);
 } zs_talk_ops;
@@ -164,23 +164,23 @@ typedef struct zs_meeting {
 struct zs_comm {
     const zs_comm_ops *ops;
     int rank, world;
-    int per_host;            /* (CPU) neighbouring ranks are on one host, so many on each; 0: all are on one */
-    const zs_device *device; /* whose memory flats and buckets are */
-    double timeout;          /* seconds that one wait may last */
-    char *lost;              /* (c10d) why no call can follow any more, NULL: all is well; owned */
-    uint64_t reading;        /* (not mapped) what gathers are for, see zs_reading_told */
-    _Atomic bool waiting;    /* (c10d) for peers to come to a collective; any thread may look */
-    uint64_t models;         /* readers so far */
-    zs_model model;          /* whose unit is gathered or reduced next */
-    bool heard;              /* a peer's give_up ended a collective here; cleared by who has acted on it */
-    zs_past past;            /* of all models that use it, see zs_comm_tell_past */
-    bool apart;              /* pasts have been found to differ, and not to be the same again since */
-    bool failed;             /* a wait or a collective has, so the end is no news */
-    bool ended;              /* see zs_comm_end */
-    bool is_control;         /* of a transport for GPUs, which has the pasts */
-    zs_meeting *meeting;     /* NULL: nobody is asked; borrowed */
-    zs_words words;          /* see zs_comm_tell */
-    zs_words *others;        /* [world] what each rank has told, NULL: not known, or `said` knows; owned */
+    int per_host;               /* (CPU) neighbouring ranks are on one host, so many on each; 0: all are on one */
+    const zs_device *device;    /* whose memory flats and buckets are */
+    double timeout;             /* seconds that one wait may last */
+    char *lost;                 /* (c10d) why no call can follow any more, NULL: all is well; owned */
+    uint64_t reading;           /* (not mapped) what gathers are for, see zs_reading_encode */
+    _Atomic bool waiting;       /* (c10d) for peers to come to a collective; any thread may look */
+    uint64_t models;            /* readers so far */
+    zs_model model;             /* whose unit is gathered or reduced next */
+    bool heard;                 /* a peer's give_up ended a collective here; cleared by who has acted on it */
+    zs_fingerprint fingerprint; /* of all models that use it, see zs_comm_publish_fingerprint */
+    bool apart;                 /* fingerprints have been found to differ, and not to be the same again since */
+    bool failed;                /* a wait or a collective has, so the end is no news */
+    bool ended;                 /* see zs_comm_end */
+    bool is_control;            /* of a transport for GPUs, which has the fingerprints */
+    zs_meeting *meeting;        /* NULL: nobody is asked; borrowed */
+    zs_diagnostics words;       /* see zs_comm_publish */
+    zs_diagnostics *others;     /* [world] what each rank has told, NULL: not known, or `said` knows; owned */
     /* So many have ended; what streams did in them comes before all that the compute stream does since. */
     uint64_t sessions;
     zs_refs refs;
@@ -361,7 +361,7 @@ static inline void zs_comm_write_end(zs_comm *comm, zs_reader *reader, bool know
 }
 
 /* All ranks meet elsewhere. */
-static inline void zs_comm_readers_meet(zs_comm *comm, zs_reader *reader)
+static inline void zs_comm_readers_barrier(zs_comm *comm, zs_reader *reader)
 {
     if (comm->ops->readers->meet != NULL) comm->ops->readers->meet(comm, reader);
 }
@@ -424,7 +424,7 @@ static inline void zs_comm_abort(zs_comm *comm, const char *reason)
 }
 
 /* What a peer has told of a topic, as of now; NULL: that is not known here. */
-static inline const char *zs_comm_said(const zs_comm *comm, int rank, zs_topic topic)
+static inline const char *zs_comm_published(const zs_comm *comm, int rank, zs_topic topic)
 {
     return comm->ops->talk->said != NULL ? comm->ops->talk->said(comm, rank, topic) : NULL;
 }

@@ -1,6 +1,6 @@
 /* script.h - where this rank's script is, for messages: the public call that it is in, and its line.
  *
- * The one idea: a call names itself once, as it begins, so whatever it exchanges can be compared with what others exchange. The line
+ * A call names itself once, as it begins, so whatever it exchanges can be compared with what others exchange. The line
  * is looked for only where a message is made: Python knows it (py_script.c).
  */
 #ifndef ZS_SCRIPT_H

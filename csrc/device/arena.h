@@ -1,6 +1,6 @@
 /* arena.h - slots: regions that full buffers borrow and give back, so that no step allocates.
  *
- * The one idea: a slot is taken by best fit from those that are free; when none fits, the largest of them is replaced by a
+ * A slot is taken by best fit from those that are free; when none fits, the largest of them is replaced by a
  * larger one, so that there are never more than were lent at a time. What a step will take is reserved before the first one
  * (plan.h), so that every take finds a slot. Fresh pages cost nothing until touched: a slot may be larger than its first
  * borrower needs, and reserved without need.

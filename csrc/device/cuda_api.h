@@ -1,6 +1,6 @@
 /* cuda_api.h - the part of the CUDA driver's interface that zshard calls, in our own declarations.
  *
- * The one idea: one list, ZS_CU_CALLS, has a line for each call: its name, the CUDA version that its signature is of, and
+ * One list, ZS_CU_CALLS, has a line for each call: its name, the CUDA version that its signature is of, and
  * its parameters. The table of function pointers, the loader and the check against NVIDIA's cuda.h (tests/gpu/test_cuda_driver.py)
  * are made from it, so no header of CUDA is needed to build, and none can disagree unseen.
  */

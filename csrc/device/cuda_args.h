@@ -1,6 +1,6 @@
 /* cuda_args.h - what kernels are given: one struct by value each, read by C (cuda_kernels.c), nvcc and the tests' host build.
  *
- * The one idea: an argument block is a plain struct with a fixed layout that both sides assert, so a launch is one pointer
+ * An argument block is a plain struct with a fixed layout that both sides assert, so a launch is one pointer
  * and a mismatch between host and device is an error of the build. Only fixed-width types: a bool or an enum may differ.
  */
 #ifndef ZS_CUDA_ARGS_H

@@ -1,6 +1,6 @@
 /* cuda_driver.h - the CUDA driver: found when the program runs, called through one table, its errors turned into records.
  *
- * The one idea: nothing is linked. The driver is opened when CUDA is first wanted, each call goes through ZS_CU, which says
+ * Nothing is linked. The driver is opened when CUDA is first wanted, each call goes through ZS_CU, which says
  * what failed in the driver's own words, and an error after which the device's context is lost (an illegal address, a launch
  * that failed) is remembered: every later call fails with the first such record, and none touches the driver.
  */

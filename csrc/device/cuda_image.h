@@ -1,6 +1,6 @@
 /* cuda_image.h - the compiled kernels that lie in this library.
  *
- * The one idea: they are bytes (a "fat binary": code for several GPUs, and PTX for later ones), put there by the assembler,
+ * They are bytes (a "fat binary": code for several GPUs, and PTX for later ones), put there by the assembler,
  * so neither building nor linking the rest knows of CUDA; a build without CUDA has none and says so.
  */
 #ifndef ZS_CUDA_IMAGE_H

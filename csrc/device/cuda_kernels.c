@@ -1,6 +1,6 @@
 /* cuda_kernels.c - see cuda_kernels.h.
  *
- * The one idea: a job becomes an argument struct (cuda_args.h), a kernel's number and a count of threads; all launches go
+ * A job becomes an argument struct (cuda_args.h), a kernel's number and a count of threads; all launches go
  * through one function. Each number has one name, made by the same rule as the kernels' own.
  */
 #include "device/cuda_kernels.h"

@@ -1,6 +1,6 @@
 /* cuda_kernels.h - device.h's work and that of jobs.h on a GPU: each function queues kernels on a stream and returns.
  *
- * The one idea: the same structs and the same bits as on the CPU, except that NaNs may have another payload, and that norms are
+ * The same structs and the same bits as on the CPU, except that NaNs may have another payload, and that norms are
  * summed in another (fixed) order. Nothing here allocates, waits or reads a result; all memory is the caller's and must stay
  * until the stream has come past.
  *

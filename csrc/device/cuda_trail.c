@@ -1,6 +1,6 @@
 /* cuda_trail.c - a model's passes in several streams of torch's: see zs_trail in device.h.
  *
- * The one idea: slots, buckets and the forks of side streams know one compute stream. So where torch's current stream is another
+ * Slots, buckets and the forks of side streams know one compute stream. So where torch's current stream is another
  * one than at the model's last hook, it first waits for what that one has been given: nothing else has to know. A stream that a
  * script made may be gone by its next pass, so the end of a pass is kept as an event, and the stream is not touched again.
  */
@@ -60,7 +60,7 @@ zs_status zs_cuda_trail_follow(zs_trail *trail, zs_cu_stream now)
 }
 
 /* What is captured ends with its capture: no later pass may wait for it. */
-zs_status zs_cuda_trail_rest(zs_trail *trail, zs_cu_stream now)
+zs_status zs_cuda_trail_end_pass(zs_trail *trail, zs_cu_stream now)
 {
     ZS_TRY(zs_cuda_trail_follow(trail, now));
     ZS_TRY(mark(trail));

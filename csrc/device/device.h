@@ -1,6 +1,6 @@
 /* device.h - where flat memory lies, and arithmetic over it: sums of all ranks' parts, casts, norms, scaling, copies.
  *
- * The one idea: one table for each kind of device, so that units, schedule and optimizers are the same code on all of
+ * One table for each kind of device, so that units, schedule and optimizers are the same code on all of
  * them. On the CPU a call has done its work when it returns. On a device that queues (CUDA) it has put it into a stream: a
  * queue whose work runs in order, while the host goes on; what a stream needs of another one it has to wait for by
  * zs_device_fork and zs_device_join. The host waits nowhere but where a function says so.
@@ -227,7 +227,7 @@ static inline zs_status zs_device_follow(const zs_device *device, zs_trail *trai
 }
 
 /* The pass ends here: the next one comes after this. */
-static inline zs_status zs_device_rest(const zs_device *device, zs_trail *trail)
+static inline zs_status zs_device_end_pass(const zs_device *device, zs_trail *trail)
 {
     return device->ops->queues ? device->ops->follow(device, trail, true) : ZS_OK;
 }

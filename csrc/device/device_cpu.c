@@ -1,6 +1,6 @@
 /* device_cpu.c - the CPU's loops of device.h.
  *
- * The one idea: memory is the limit, so every byte passes once: a sum reads all its sources side by side.
+ * Memory is the limit, so every byte passes once: a sum reads all its sources side by side.
  * Whatever the number of threads and wherever the cuts fall, an element meets the same operations in the same order;
  * norms are cut into parts that depend on the length alone. So the bits are the same on every run.
  */

@@ -127,7 +127,7 @@ static zs_status cuda_follow(const zs_device *device, zs_trail *trail, bool ends
 {
     zs_cu_stream now;
     ZS_TRY(zs_device_cuda_stream(device, ZS_STREAM_COMPUTE, &now));
-    return ends ? zs_cuda_trail_rest(trail, now) : zs_cuda_trail_follow(trail, now);
+    return ends ? zs_cuda_trail_end_pass(trail, now) : zs_cuda_trail_follow(trail, now);
 }
 
 /* --- memory --------------------------------------------------------------------------------------------------------- */

@@ -1,6 +1,6 @@
 /* device_cuda.h - GPUs as devices of the core: see device.h.
  *
- * The one idea: each of the device's streams is a CUDA stream. The compute stream is whatever is torch's current one on the
+ * Each of the device's streams is a CUDA stream. The compute stream is whatever is torch's current one on the
  * calling thread; the others are our own, of high priority, which wait for it, and it for them, by events on the GPU.
  */
 #ifndef ZS_DEVICE_CUDA_H

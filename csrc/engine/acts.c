@@ -1,6 +1,6 @@
 /* acts.c - see acts.h.
  *
- * The one idea: each action is one thing done to one unit or to the engine, by the files that know how; none decides when.
+ * Each action is one thing done to one unit or to the engine, by the files that know how; none decides when.
  * Between sessions nobody reads this rank's shards, so optimizers and users may write them.
  */
 #include "engine/acts.h"
@@ -30,10 +30,10 @@ static void discard_dead_grads(zs_engine *engine)
         if (zs_grads_wanted(zs_engine_unit(engine, i))) return;
         held |= zs_engine_unit(engine, i)->grads_held;
     }
-    if (!held || engine->lent_grads || engine->home.keeps_grads) return;
+    if (!held || engine->lent_grads || engine->context.keeps_grads) return;
     for (size_t i = 0; i < zs_engine_n_units(engine); i++)
         zs_engine_unit(engine, i)->grads_held = false;
-    zs_pool_discard(engine->home.grads);
+    zs_pool_discard(engine->context.grads);
     for (size_t i = 0; i < zs_engine_n_units(engine); i++)
         zs_offload_discard_grads(zs_engine_unit(engine, i));
 }
@@ -52,7 +52,7 @@ static bool has_shards(const zs_engine *engine)
 
 static zs_status begin_reading(zs_engine *engine, const zs_reading *reading)
 {
-    zs_comm *shard_group = engine->home.ranks.shard_group;
+    zs_comm *shard_group = engine->context.ranks.shard_group;
     if (!has_shards(engine)) return ZS_OK;
     ZS_TRY(zs_comm_read_begin(shard_group, engine->reader, reading));
     engine->reading = true;
@@ -79,15 +79,15 @@ static bool steps_in_backward(const zs_engine *engine)
 static zs_status close_session(zs_schedule *schedule, zs_phase phase)
 {
     zs_engine *engine = zs_engine_of_schedule(schedule);
-    zs_comm *shard_group = engine->home.ranks.shard_group;
+    zs_comm *shard_group = engine->context.ranks.shard_group;
     zs_status status = phase == ZS_PHASE_FORWARD ? zs_forward_writes_end(engine) : ZS_OK;
     if (phase == ZS_PHASE_FORWARD) ZS_ALSO(status, zs_join_forward_end(engine));
     bool unsettled = steps_in_backward(engine) || engine->history.in_pass; /* until end() */
     if (phase == ZS_PHASE_BACKWARD && unsettled) zs_writing_unknown(engine);
     if (engine->reading) ZS_ALSO(status, zs_comm_read_end(shard_group, engine->reader, phase));
     engine->reading = false;
-    ZS_THEN(status, join_streams(&engine->home.ranks));
-    return status == ZS_OK ? zs_device_rest(zs_home_device(&engine->home), &engine->home.trail) : status;
+    ZS_THEN(status, join_streams(&engine->context.ranks));
+    return status == ZS_OK ? zs_device_end_pass(zs_context_device(&engine->context), &engine->context.trail) : status;
 }
 
 /* --- a pass begins -------------------------------------------------------------------------------------------------------- */
@@ -95,11 +95,11 @@ static zs_status close_session(zs_schedule *schedule, zs_phase phase)
 /* What is gathered for the secondary shards is gathered for this pass. */
 static zs_status renew_secondary(const zs_engine *engine, const zs_reading *reading)
 {
-    zs_comm *replica_group = engine->home.ranks.replica_group;
+    zs_comm *replica_group = engine->context.ranks.replica_group;
     if (replica_group == NULL) return ZS_OK;
-    replica_group->reading = zs_reading_told(reading);
+    replica_group->reading = zs_reading_encode(reading);
     replica_group->model = (zs_model){0}; /* all ranks gather these, or none */
-    return zs_secondary_refresh(replica_group, engine->home.schedule.records, zs_engine_n_units(engine));
+    return zs_secondary_refresh(replica_group, engine->context.schedule.records, zs_engine_n_units(engine));
 }
 
 /* Do all ranks run a forward? Where shards are mapped one that does not train looks at them as they are. */
@@ -108,7 +108,7 @@ static bool meets(const zs_engine *engine, const zs_entry *entry)
     bool syncs = engine->n_buffers > 0 && !engine->buffers_in_training;
     if (!entry->by_hand && (entry->recording || syncs)) return true;
     if (!has_shards(engine)) return false;
-    return engine->home.schedule.gathers_cost || engine->home.ranks.replica_group != NULL;
+    return engine->context.schedule.gathers_cost || engine->context.ranks.replica_group != NULL;
 }
 
 static zs_status open_forward(zs_engine *engine, const zs_entry *entry)
@@ -132,7 +132,7 @@ static zs_status open_forward(zs_engine *engine, const zs_entry *entry)
 
 static zs_status open_backward(zs_engine *engine)
 {
-    engine->home.ranks.all->heard = false;
+    engine->context.ranks.all->heard = false;
     zs_writing_over(engine);
     zs_engine_note_frozen(engine);
     for (size_t i = 0; i < zs_engine_n_units(engine); i++)
@@ -153,7 +153,7 @@ static zs_status hook_fixed(const zs_engine *engine)
     for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
         zs_unit *unit = zs_engine_unit(engine, i);
         for (int64_t p = 0; unit->record.is.fixed && p < unit->n_params; p++)
-            if (zs_tensor_alive(unit->params[p].tensor)) ZS_TRY(engine->home.calls->hook_param(unit, p));
+            if (zs_tensor_alive(unit->params[p].tensor)) ZS_TRY(engine->context.calls->hook_param(unit, p));
     }
     return ZS_OK;
 }
@@ -173,7 +173,7 @@ static zs_status ready(zs_schedule *schedule, zs_phase phase)
 {
     zs_engine *engine = zs_engine_of_schedule(schedule);
     if (phase == ZS_PHASE_BACKWARD) return ready_backward(engine);
-    zs_history_tell(engine);
+    zs_history_publish(engine);
     return zs_engine_reserve(engine);
 }
 
@@ -190,7 +190,7 @@ static zs_status gather(zs_record *record)
     ZS_TRY(zs_join_unit(engine_of(record), ZS_JOIN_GATHER, record));
     zs_unit *unit = zs_unit_of(record);
     ZS_TRY(zs_forward_write_settle(unit));
-    unit->home->ranks.shard_group->model = unit->home->model;
+    unit->context->ranks.shard_group->model = unit->context->model;
     zs_profile *range = zs_unit_profile(unit, "all_gather");
     zs_status status = zs_unit_gather(unit);
     zs_profile_end(range);
@@ -239,7 +239,7 @@ static void read_over(zs_record *record)
 
 static void reads_changed(zs_schedule *schedule)
 {
-    zs_home_replan(&zs_engine_of_schedule(schedule)->home);
+    zs_context_replan(&zs_engine_of_schedule(schedule)->context);
 }
 
 static zs_status prepare(zs_record *record, int64_t arriving, zs_expected *out)
@@ -257,7 +257,7 @@ static zs_status keep(zs_record *record, int64_t i, bool *all)
 
 static zs_status bucket_new(zs_schedule *schedule, size_t bytes, zs_lease **out)
 {
-    return zs_bucket_new(schedule, zs_engine_of_schedule(schedule)->home.ranks.all, bytes, out);
+    return zs_bucket_new(schedule, zs_engine_of_schedule(schedule)->context.ranks.all, bytes, out);
 }
 
 /* A unit that is mapped stays so for the rest of a backward; what autocast has cast to recompute it has been used by now. */
@@ -281,7 +281,7 @@ static zs_status post(zs_record *record)
 {
     ZS_TRY(zs_join_unit(engine_of(record), ZS_JOIN_POST, record));
     zs_unit *unit = zs_unit_of(record);
-    unit->home->ranks.all->model = unit->home->model;
+    unit->context->ranks.all->model = unit->context->model;
     zs_profile *range = zs_unit_profile(unit, unit->record.is.replicated ? "all_reduce" : "reduce_scatter");
     zs_status status = zs_reduce_post(unit);
     zs_profile_end(range);
@@ -291,7 +291,7 @@ static zs_status post(zs_record *record)
 static zs_status share(zs_record *record, zs_wait wait, bool *done)
 {
     zs_unit *unit = zs_unit_of(record);
-    unit->home->ranks.all->model = unit->home->model;
+    unit->context->ranks.all->model = unit->context->model;
     return zs_reduce_share(unit, wait, done);
 }
 
@@ -303,7 +303,7 @@ static zs_status sum(zs_record *record, zs_wait wait, bool *done, bool *over)
 static zs_status reusable(zs_record *record, zs_wait wait, bool *done)
 {
     const zs_unit *unit = zs_unit_of(record);
-    zs_comm *all = unit->home->ranks.all;
+    zs_comm *all = unit->context->ranks.all;
     return zs_cunit_reusable(all, unit->cunit, wait, done);
 }
 
@@ -311,7 +311,7 @@ static zs_status step(zs_record *record)
 {
     zs_unit *unit = zs_unit_of(record);
     if (record->is.reduces) {
-        const zs_comm *all = unit->home->ranks.all;
+        const zs_comm *all = unit->context->ranks.all;
         ZS_TRY(zs_device_join(all->device, all->ops->stream));
         ZS_TRY(zs_grads_deliver(unit));
     }
@@ -329,7 +329,7 @@ static zs_status deliver(zs_record *record)
 static void drop(zs_record *record)
 {
     zs_unit *unit = zs_unit_of(record);
-    if (zs_grads_undo(unit)) zs_engine_of_schedule(&unit->home->schedule)->spoiled = true;
+    if (zs_grads_undo(unit)) zs_engine_of_schedule(&unit->context->schedule)->spoiled = true;
     (void)zs_grads_hand_out(unit);
     zs_in_backward_abandon(unit);
 }
@@ -343,7 +343,7 @@ static zs_status posted(zs_schedule *schedule)
 
 static zs_status give_up(zs_schedule *schedule)
 {
-    zs_comm *all = zs_engine_of_schedule(schedule)->home.ranks.all;
+    zs_comm *all = zs_engine_of_schedule(schedule)->context.ranks.all;
     bool heard = all->heard, said = false;
     all->heard = false;
     if (heard) return ZS_OK;
@@ -353,7 +353,7 @@ static zs_status give_up(zs_schedule *schedule)
 
 static zs_status summed(zs_schedule *schedule)
 {
-    const zs_comm *all = zs_engine_of_schedule(schedule)->home.ranks.all;
+    const zs_comm *all = zs_engine_of_schedule(schedule)->context.ranks.all;
     return zs_device_join(all->device, all->ops->stream);
 }
 
@@ -365,7 +365,7 @@ static zs_status step_rest(zs_engine *engine, zs_status status)
     ZS_THEN(status, zs_writing_begin(engine));
     for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
         if (status == ZS_OK)
-            status = zs_in_backward_finish(zs_engine_unit(engine, i), !engine->home.schedule.gave_up);
+            status = zs_in_backward_finish(zs_engine_unit(engine, i), !engine->context.schedule.gave_up);
         else
             zs_in_backward_abandon(zs_engine_unit(engine, i));
     }
@@ -377,7 +377,7 @@ static zs_status end(zs_schedule *schedule, zs_status reduced, zs_status deliver
 {
     zs_engine *engine = zs_engine_of_schedule(schedule);
     bool stepped = engine->history.in_pass, good = reduced == ZS_OK && !schedule->gave_up;
-    zs_spare_settle(engine, good && engine->home.met);
+    zs_keep_gathered_settle(engine, good && engine->context.met);
     zs_history_reduced(engine, good);
     zs_status status = step_rest(engine, reduced != ZS_OK ? reduced : delivered);
     if (!stepped || steps_in_backward(engine)) return status;

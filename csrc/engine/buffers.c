@@ -37,7 +37,7 @@ static zs_status copy_buffers(zs_engine *engine)
                                                "contiguous, or pass forward_sync_buffers=False");
         ZS_TRY(zs_tensor_data(engine->buffers[i], &data));
         size_t bytes = (size_t)info.numel * info.itemsize;
-        ZS_TRY(zs_comm_broadcast_at(engine->home.ranks.all, info.where, data, bytes, zs_join_source(engine)));
+        ZS_TRY(zs_comm_broadcast_at(engine->context.ranks.all, info.where, data, bytes, zs_join_source(engine)));
     }
     return ZS_OK;
 }
@@ -54,7 +54,7 @@ zs_status zs_engine_broadcast_buffers(zs_engine *engine)
 static bool reduces(const zs_engine *engine)
 {
     for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
-        const zs_record *record = engine->home.schedule.records[i];
+        const zs_record *record = engine->context.schedule.records[i];
         if (record->is.reduces && record->sync) return true;
     }
     return false;

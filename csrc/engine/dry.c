@@ -20,7 +20,7 @@ static zs_dry_unit *dry_unit_of(zs_record *record)
 
 static const zs_comm *all_of(const zs_dry *dry)
 {
-    return dry->home->ranks.all;
+    return dry->context->ranks.all;
 }
 
 /* --- the clock ------------------------------------------------------------------------------------------------------------ */
@@ -100,7 +100,7 @@ static zs_status gather(zs_record *record)
 {
     zs_dry_unit *it = dry_unit_of(record);
     zs_dry *dry = it->dry;
-    const zs_ranks *ranks = &dry->home->ranks;
+    const zs_ranks *ranks = &dry->context->ranks;
     for (int f = 0; f < it->unit->n_flats; f++) {
         ZS_TRY(borrow_slot(it, f));
         if (it->slots[f] == NULL) continue;
@@ -268,17 +268,17 @@ static zs_status begin_unit(zs_dry *dry, const zs_unit *unit, zs_dry_unit *it)
     return zs_schedule_add(&dry->schedule, &it->record);
 }
 
-zs_status zs_dry_begin(zs_dry *dry, const zs_home *home, zs_unit *const *units, size_t n)
+zs_status zs_dry_begin(zs_dry *dry, const zs_context *context, zs_unit *const *units, size_t n)
 {
-    *dry = (zs_dry){.home = home};
+    *dry = (zs_dry){.context = context};
     zs_schedule_init(&dry->schedule, &dry_actions);
-    zs_schedule_set_transports(&dry->schedule, home->schedule.gathers_cost, home->schedule.in_order);
+    zs_schedule_set_transports(&dry->schedule, context->schedule.gathers_cost, context->schedule.in_order);
     dry->own = zs_comm_room(all_of(dry), NULL);
     dry->units = calloc(n + 1, sizeof *dry->units);
     if (dry->units == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a plan");
     ZS_TRY(zs_arena_new_dry(&dry->slots));
     ZS_TRY(zs_arena_new_dry(&dry->areas));
-    zs_arena_made_like(dry->slots, home->arena);
+    zs_arena_made_like(dry->slots, context->arena);
     for (size_t i = 0; i < n; i++)
         ZS_TRY(begin_unit(dry, units[i], &dry->units[i]));
     return ZS_OK;

@@ -1,12 +1,12 @@
 /* dry.h - the schedule's other executor: it knows how large things are and how long they take, and does none of them.
  *
- * The one idea: an action that would borrow memory borrows its size, from an arena without memory; one that would wait moves a
+ * An action that would borrow memory borrows its size, from an arena without memory; one that would wait moves a
  * clock. Two things run beside the forward and backward, one after the other each: gathers, and reductions.
  */
 #ifndef ZS_DRY_H
 #define ZS_DRY_H
 
-#include "unit/home.h"
+#include "unit/context.h"
 #include "unit/unit.h"
 
 typedef struct zs_unit_seconds zs_unit_seconds;
@@ -40,16 +40,16 @@ typedef struct zs_dry_unit {
 /* A dry run. */
 struct zs_dry {
     zs_schedule schedule;
-    const zs_home *home; /* borrowed */
-    zs_room own;         /* the transport's, without units */
-    zs_dry_unit *units;  /* [schedule.n] in the model's order; owned */
-    zs_arena *slots;     /* owned, as */
+    const zs_context *context; /* borrowed */
+    zs_room own;               /* the transport's, without units */
+    zs_dry_unit *units;        /* [schedule.n] in the model's order; owned */
+    zs_arena *slots;           /* owned, as */
     zs_arena *areas;
     double now, gathers_until, reduces_until; /* the clock; when each will have nothing under way */
 };
 
 /* Begins a dry run of `n` units. Free it with zs_dry_free, also after a failure. */
-zs_status zs_dry_begin(zs_dry *dry, const zs_home *home, zs_unit *const *units, size_t n);
+zs_status zs_dry_begin(zs_dry *dry, const zs_context *context, zs_unit *const *units, size_t n);
 
 /* Has the i-th unit stepped in backward, and its gradients borrow. */
 void zs_dry_step_early(zs_dry *dry, size_t i);

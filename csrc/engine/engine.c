@@ -31,19 +31,19 @@ static zs_status check_mesh(const zs_ranks *ranks)
 /* Learns which part of the model each rank has. */
 static zs_status find_parts(zs_engine *engine)
 {
-    const zs_ranks *ranks = &engine->home.ranks;
+    const zs_ranks *ranks = &engine->context.ranks;
     int world = ranks->all->world, parts = ranks->shards->world;
-    engine->home.n_parts = parts;
-    engine->home.part = ranks->replica_group == NULL
-                            ? ranks->shards->rank
-                            : ranks->shard_group->rank * ranks->replica_group->world + ranks->replica_group->rank;
-    engine->home.part_of = calloc((size_t)world, sizeof *engine->home.part_of);
-    if (engine->home.part_of == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an engine");
+    engine->context.n_parts = parts;
+    engine->context.part = ranks->replica_group == NULL
+                               ? ranks->shards->rank
+                               : ranks->shard_group->rank * ranks->replica_group->world + ranks->replica_group->rank;
+    engine->context.part_of = calloc((size_t)world, sizeof *engine->context.part_of);
+    if (engine->context.part_of == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an engine");
     for (int r = 0; r < world; r++)
-        engine->home.part_of[r] = r;
+        engine->context.part_of[r] = r;
     if (ranks->shards == ranks->all && ranks->replica_group == NULL) return ZS_OK;
     ZS_TRY(check_mesh(ranks));
-    int mine[2] = {engine->home.part, parts}, all[2 * world];
+    int mine[2] = {engine->context.part, parts}, all[2 * world];
     ZS_TRY(zs_comm_exchange(ranks->all, mine, sizeof mine, all));
     for (int r = 0; r < world; r++) {
         if (all[2 * r + 1] != parts || world % parts != 0)
@@ -51,7 +51,7 @@ static zs_status find_parts(zs_engine *engine)
                            "all shard groups must have the same size, which must divide the world size: got %d ranks "
                            "here, %d on rank %d, world size %d",
                            parts, all[2 * r + 1], r, world);
-        engine->home.part_of[r] = all[2 * r];
+        engine->context.part_of[r] = all[2 * r];
     }
     return ZS_OK;
 }
@@ -74,7 +74,7 @@ static void release_ranks(const zs_ranks *ranks)
 
 const zs_ranks *zs_engine_ranks(const zs_engine *engine)
 {
-    return &engine->home.ranks;
+    return &engine->context.ranks;
 }
 
 static zs_status make_slot(void *shard_group, size_t bytes, zs_mem **out)
@@ -93,23 +93,23 @@ zs_status zs_engine_make(const zs_ranks *ranks, const char *name, const zs_engin
 {
     zs_engine *engine = calloc(1, sizeof *engine);
     if (engine == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an engine");
-    zs_schedule_init(&engine->home.schedule, act);
-    zs_schedule_set_transports(&engine->home.schedule, !ranks->shard_group->ops->mapped, !ranks->all->ops->mapped);
+    zs_schedule_init(&engine->context.schedule, act);
+    zs_schedule_set_transports(&engine->context.schedule, !ranks->shard_group->ops->mapped, !ranks->all->ops->mapped);
     zs_refs_init(&engine->refs);
     engine->hooks = hooks;
-    engine->home.calls = &hooks->calls;
-    engine->home.ranks = *ranks;
+    engine->context.calls = &hooks->calls;
+    engine->context.ranks = *ranks;
     engine->history.window = engine->history.load_number = 1;
-    zs_spare_set(engine, 0, false);
+    zs_keep_gathered_set(engine, 0, false);
     retain_ranks(ranks);
     zs_status status = ZS_OK;
     ZS_TRY_GOTO(status, find_parts(engine), fail);
-    ZS_TRY_GOTO(status, zs_arena_new(ranks->all->device, &engine->home.arena), fail);
-    zs_arena_made_by(engine->home.arena, slots_of(ranks->shard_group));
-    ZS_TRY_GOTO(status, zs_pool_new(ranks->all->device, &engine->home.grads), fail);
+    ZS_TRY_GOTO(status, zs_arena_new(ranks->all->device, &engine->context.arena), fail);
+    zs_arena_made_by(engine->context.arena, slots_of(ranks->shard_group));
+    ZS_TRY_GOTO(status, zs_pool_new(ranks->all->device, &engine->context.grads), fail);
     ZS_TRY_GOTO(status, zs_comm_reader_new(ranks->shard_group, name, &engine->reader), fail);
-    engine->home.model.number = ranks->shard_group->models;
-    snprintf(engine->home.model.name, sizeof engine->home.model.name, "%s", name);
+    engine->context.model.number = ranks->shard_group->models;
+    snprintf(engine->context.model.name, sizeof engine->context.model.name, "%s", name);
     *out = engine;
     return ZS_OK;
 fail:
@@ -129,27 +129,27 @@ void zs_engine_release(void *pointer)
     if (engine == NULL || !zs_refs_drop(&engine->refs)) return;
     zs_engine_list_remove(engine);
     zs_graph_ranges_free(&engine->ranges);
-    if (engine->reader != NULL) zs_comm_reader_free(engine->home.ranks.shard_group, engine->reader);
-    zs_buckets_free(&engine->home.schedule, engine->home.ranks.all);
-    zs_schedule_free(&engine->home.schedule);
-    zs_device_end_trail(zs_home_device(&engine->home), &engine->home.trail);
-    zs_arena_free(engine->home.arena);
-    zs_pool_free(engine->home.grads);
+    if (engine->reader != NULL) zs_comm_reader_free(engine->context.ranks.shard_group, engine->reader);
+    zs_buckets_free(&engine->context.schedule, engine->context.ranks.all);
+    zs_schedule_free(&engine->context.schedule);
+    zs_device_end_trail(zs_context_device(&engine->context), &engine->context.trail);
+    zs_arena_free(engine->context.arena);
+    zs_pool_free(engine->context.grads);
     zs_buffers_free(engine);
     free(engine->calls);
     free(engine->join);
-    free(engine->home.part_of);
-    zs_disk_release(engine->home.offload.disk);
-    release_ranks(&engine->home.ranks);
+    free(engine->context.part_of);
+    zs_disk_release(engine->context.offload.disk);
+    release_ranks(&engine->context.ranks);
     free(engine);
 }
 
 zs_status zs_engine_add(zs_engine *engine, zs_unit *unit)
 {
-    ZS_TRY(zs_schedule_add(&engine->home.schedule, &unit->record));
-    zs_home_replan(&engine->home);
+    ZS_TRY(zs_schedule_add(&engine->context.schedule, &unit->record));
+    zs_context_replan(&engine->context);
     zs_sample_forget(engine);
-    zs_comm_write_end(engine->home.ranks.shard_group, engine->reader, false); /* its shards are empty yet */
+    zs_comm_write_end(engine->context.ranks.shard_group, engine->reader, false); /* its shards are empty yet */
     return ZS_OK;
 }
 
@@ -158,8 +158,8 @@ void zs_engine_set_calls(zs_engine *engine, zs_call *calls, size_t n)
     free(engine->calls);
     engine->calls = calls;
     engine->n_calls = n;
-    zs_home_replan(&engine->home);
-    zs_spare_choose(engine);
+    zs_context_replan(&engine->context);
+    zs_keep_gathered_choose(engine);
 }
 
 static void forget_calls(zs_engine *engine, const zs_unit *unit)
@@ -172,17 +172,17 @@ static void forget_calls(zs_engine *engine, const zs_unit *unit)
 
 void zs_engine_forget(zs_engine *engine, zs_unit *unit)
 {
-    zs_schedule_forget(&engine->home.schedule, &unit->record);
+    zs_schedule_forget(&engine->context.schedule, &unit->record);
     zs_graph_ranges_forget(&engine->ranges, unit);
     forget_calls(engine, unit);
-    zs_home_replan(&engine->home);
+    zs_context_replan(&engine->context);
     zs_sample_forget(engine);
 }
 
 zs_status zs_engine_take_over(zs_engine *engine, zs_unit *unit)
 {
     zs_engine *old = zs_engine_of(unit);
-    if (memcmp(&old->home.ranks, &engine->home.ranks, sizeof old->home.ranks) != 0)
+    if (memcmp(&old->context.ranks, &engine->context.ranks, sizeof old->context.ranks) != 0)
         return ZS_FAIL(ZS_ERR_VALUE,
                        "unit '%s' uses another process group, transport or kind of strategy than the outer FSDP(...): "
                        "pass the same to all units; zero1, hybrid_full and an integer reshard_after_forward must be "
@@ -191,11 +191,11 @@ zs_status zs_engine_take_over(zs_engine *engine, zs_unit *unit)
     ZS_TRY(zs_engine_add(engine, unit));
     zs_engine_forget(old, unit);
     old->lent_grads = true;
-    if (!zs_unit_is_shown(unit)) {
-        old->home.unshown--;
-        engine->home.unshown++;
+    if (!zs_unit_class_is_current(unit)) {
+        old->context.n_stale_classes--;
+        engine->context.n_stale_classes++;
     }
-    unit->home = &zs_engine_retain(engine)->home;
+    unit->context = &zs_engine_retain(engine)->context;
     zs_engine_release(old);
     return ZS_OK;
 }
@@ -207,33 +207,33 @@ zs_status zs_engine_set_order(zs_engine *engine, zs_unit *const *units, size_t n
         return ZS_FAIL(ZS_ERR_VALUE, "set_order() expects all units of the engine: got %zu of %zu", n,
                        zs_engine_n_units(engine));
     for (size_t i = 0; i < n; i++) {
-        if (units[i]->home != &engine->home)
+        if (units[i]->context != &engine->context)
             return ZS_FAIL(ZS_ERR_VALUE, "unit '%s' belongs to another engine", zs_unit_label(units[i]->name));
         records[i] = &units[i]->record;
     }
-    zs_schedule_set_order(&engine->home.schedule, records);
+    zs_schedule_set_order(&engine->context.schedule, records);
     zs_sample_written(engine);
     zs_mem_heap_freed(0); /* of the units that have just been made */
-    zs_home_replan(&engine->home);
+    zs_context_replan(&engine->context);
     return ZS_OK;
 }
 
 void zs_engine_set_prefetch(zs_engine *engine, zs_prefetch prefetch)
 {
-    zs_schedule_set_ahead(&engine->home.schedule, prefetch.ahead);
-    zs_home_replan(&engine->home);
+    zs_schedule_set_ahead(&engine->context.schedule, prefetch.ahead);
+    zs_context_replan(&engine->context);
 }
 
 void zs_engine_set_codes(zs_engine *engine, zs_wire grads, zs_wire params)
 {
-    engine->home.grads_code = grads;
-    engine->home.params_code = params;
+    engine->context.grads_code = grads;
+    engine->context.params_code = params;
 }
 
 void zs_engine_rescale(const zs_engine *engine, double factor)
 {
     for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
         const zs_unit *unit = zs_engine_unit(engine, i);
-        if (unit->cunit != NULL) zs_cunit_rescale(engine->home.ranks.all, unit->cunit, factor);
+        if (unit->cunit != NULL) zs_cunit_rescale(engine->context.ranks.all, unit->cunit, factor);
     }
 }

@@ -1,6 +1,6 @@
 /* engine.h - the engine of one model: its units, their memory, and what users and autograd tell its schedule.
  *
- * The one idea: a forward session opens when the outermost unit's module is called and closes when it returns; a backward
+ * A forward session opens when the outermost unit's module is called and closes when it returns; a backward
  * session opens with the first hook that autograd runs and closes in a callback at the end of that backward. Between
  * sessions nobody reads this rank's shards, so optimizers and users may write them. Nothing here runs Python, and nothing
  * in backward needs the GIL.
@@ -13,7 +13,7 @@
 #define ZS_ENGINE_H
 
 #include "engine/usage.h"
-#include "unit/home.h"
+#include "unit/context.h"
 #include "unit/unit.h"
 
 struct zs_call;
@@ -27,13 +27,13 @@ typedef struct zs_prefetch {
 /* The engine of a unit. */
 static inline zs_engine *zs_engine_of(const zs_unit *unit)
 {
-    return (zs_engine *)unit->home;
+    return (zs_engine *)unit->context;
 }
 
 /* What its units know of it. */
-static inline zs_home *zs_engine_home(zs_engine *engine)
+static inline zs_context *zs_engine_context(zs_engine *engine)
 {
-    return (zs_home *)engine;
+    return (zs_context *)engine;
 }
 
 /* Who takes part: borrowed. */
@@ -131,8 +131,8 @@ zs_status zs_engine_unshard(zs_unit *unit, bool exact);
 zs_status zs_engine_reshard(zs_unit *unit);
 
 /* Has `show` called, from whatever thread a backward ends on, where Python sees the parameters of some units as other than
- * they are then (home->unshown). */
-void zs_engine_on_unshown(void (*show)(zs_engine *engine));
+ * they are then (context->n_stale_classes). */
+void zs_engine_on_stale_classes(void (*show)(zs_engine *engine));
 
 /* The hook to put before the backward of a forward of the unit. `stamp`: that forward's zs_schedule_stamp. */
 zs_hook zs_engine_backward_hook(zs_unit *unit, int64_t stamp);

@@ -1,4 +1,4 @@
-/* engine_inside.h - the inside of an engine, for the files that make it up. A unit's files see home.h, all others engine.h.
+/* engine_inside.h - the inside of an engine, for the files that make it up. A unit's files see context.h, all others engine.h.
  */
 #ifndef ZS_ENGINE_INSIDE_H
 #define ZS_ENGINE_INSIDE_H
@@ -6,20 +6,20 @@
 #include "base/refs.h"
 #include "engine/engine.h"
 #include "engine/graph_ranges.h"
+#include "engine/keep_gathered.h"
 #include "engine/plan.h"
-#include "engine/spare.h"
 
-/* What its hooks do: backwards.c's, which makes engines. */
+/* What its hooks do: backward_events.c's, which makes engines. */
 typedef struct zs_engine_hooks {
-    zs_home_calls calls;
+    zs_context_calls calls;
     /* Has the end of the running backward, or its failure, told to the engine. */
     zs_status (*backward_end)(zs_engine *);
 } zs_engine_hooks;
 
 /* See history.h. */
 typedef struct zs_history {
-    uint64_t window; /* how many backwards have met all ranks, and one */
-    zs_past agreed;  /* what all ranks had when the last of those met them */
+    uint64_t window;       /* how many backwards have met all ranks, and one */
+    zs_fingerprint agreed; /* what all ranks had when the last of those met them */
     /* Since then: optimizer steps; digests of their settings, summed; the step count in the last one's state; which kinds of
      * in-place operations have written to parameters and to gradients, as bits; digests of what was drawn for parameters, summed;
      * and which of those the peers have been told of. */
@@ -36,10 +36,10 @@ typedef struct zs_join zs_join; /* see join.h */
 
 /* See engine.h. */
 struct zs_engine {
-    zs_home home; /* its units' */
+    zs_context context; /* its units' */
     zs_refs refs;
     const zs_engine_hooks *hooks;
-    bool lent_grads;   /* units that went to another engine have gradients in home.grads */
+    bool lent_grads;   /* units that went to another engine have gradients in context.grads */
     zs_reader *reader; /* owned */
     bool reading;      /* a reader session is open */
     bool spoiled;      /* a backward that failed has left gradients that are not to be used */
@@ -48,11 +48,11 @@ struct zs_engine {
     bool sampled;
     bool writing;   /* a write has begun, and neither ended nor given way to a pass */
     bool by_hand;   /* a script has written to shards since the last pass or known write */
-    bool mishap;    /* the peers are told of one */
+    bool failure;   /* the peers are told of one */
     zs_join *join;  /* what ranks tell each other within join(); NULL outside; owned */
     zs_call *calls; /* [n_calls] what a forward of the modules in their order does; owned */
     size_t n_calls;
-    zs_spare spare;
+    zs_keep_gathered keep_gathered;
     zs_engine_bytes peak;          /* the most of each that there has been */
     zs_graph_ranges ranges;        /* what its units' forwards have made of autograd's graph; see entries.h */
     struct zs_engine *next_listed; /* of the engines that have some; borrowed */
@@ -65,13 +65,13 @@ struct zs_engine {
 /* Its units: parents before children. A unit takes itself off the list. */
 static inline size_t zs_engine_n_units(const zs_engine *engine)
 {
-    return engine->home.schedule.n;
+    return engine->context.schedule.n;
 }
 
 /* The i-th of them. */
 static inline zs_unit *zs_engine_unit(const zs_engine *engine, size_t i)
 {
-    return zs_unit_of(engine->home.schedule.records[i]);
+    return zs_unit_of(engine->context.schedule.records[i]);
 }
 
 /* The engine that a schedule begins. */
@@ -80,7 +80,7 @@ static inline zs_engine *zs_engine_of_schedule(zs_schedule *schedule)
     return (zs_engine *)schedule;
 }
 
-/* --- forwards.c ----------------------------------------------------------------------------------------------------------- */
+/* --- forward_events.c ----------------------------------------------------------------------------------------------------------- */
 
 /* A training forward is about to begin: readies units whose parameters scripts have unfrozen. */
 zs_status zs_engine_thaw(zs_engine *engine);

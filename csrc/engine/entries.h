@@ -1,6 +1,6 @@
 /* entries.h - where a backward enters the forwards of units.
  *
- * The one idea: before a backward, its graph is searched for the edges that lead into a forward's nodes (graph_ranges.h), and the
+ * Before a backward, its graph is searched for the edges that lead into a forward's nodes (graph_ranges.h), and the
  * node behind such an edge gets a hook that unshards the unit. So it does not matter how a result has left the forward.
  */
 #ifndef ZS_ENTRIES_H

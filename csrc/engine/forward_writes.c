@@ -7,7 +7,7 @@
 
 static bool is_mapped(const zs_unit *unit)
 {
-    const zs_comm *shard_group = unit->home->ranks.shard_group;
+    const zs_comm *shard_group = unit->context->ranks.shard_group;
     return shard_group->ops->mapped && shard_group->world > 1;
 }
 
@@ -15,8 +15,8 @@ static bool is_mapped(const zs_unit *unit)
 static zs_status meet(const zs_unit *unit)
 {
     if (!is_mapped(unit)) return ZS_OK;
-    uint8_t mine = 0, all[unit->home->ranks.shard_group->world];
-    return zs_comm_exchange(unit->home->ranks.shard_group, &mine, sizeof mine, all);
+    uint8_t mine = 0, all[unit->context->ranks.shard_group->world];
+    return zs_comm_exchange(unit->context->ranks.shard_group, &mine, sizeof mine, all);
 }
 
 static zs_status check(const zs_unit *unit)
@@ -27,7 +27,7 @@ static zs_status check(const zs_unit *unit)
             "parameters of unit '%s' are written to in a forward within join(), where a rank that has run out of "
             "batches would keep the old ones; write to them before the forward",
             zs_unit_label(unit->name));
-    if (is_mapped(unit) && !unit->home->schedule.entry.recording)
+    if (is_mapped(unit) && !unit->context->schedule.entry.recording)
         return ZS_FAIL(
             ZS_ERR_STATE,
             "parameters of unit '%s' are written to in a forward without gradients, which one rank may run alone; "
@@ -38,10 +38,10 @@ static zs_status check(const zs_unit *unit)
 
 zs_status zs_forward_write_begin(zs_unit *unit)
 {
-    zs_schedule *schedule = &unit->home->schedule;
+    zs_schedule *schedule = &unit->context->schedule;
     if (schedule->n_open == 0 || zs_recording_runs(zs_engine_of(unit)) == NULL) return ZS_OK;
     if (schedule->stage == ZS_IN_BACKWARD && zs_in_backward()) return ZS_OK;
-    ZS_TRY(zs_home_follow(unit->home));
+    ZS_TRY(zs_context_follow(unit->context));
     ZS_TRY(zs_schedule_unread(schedule, &unit->record));
     if (unit->record.is.replicated || unit->written_in_forward) return ZS_OK;
     ZS_TRY(check(unit));
@@ -54,7 +54,7 @@ zs_status zs_forward_write_settle(zs_unit *unit)
 {
     if (!unit->written_in_forward) return ZS_OK;
     unit->written_in_forward = false;
-    zs_comm *replica_group = unit->home->ranks.replica_group;
+    zs_comm *replica_group = unit->context->ranks.replica_group;
     zs_record *record = &unit->record;
     zs_status status = zs_unit_write_back(unit);
     ZS_THEN(status, zs_unit_cast(unit));

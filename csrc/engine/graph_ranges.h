@@ -1,6 +1,6 @@
 /* graph_ranges.h - which nodes of autograd's graph were made in which forward of which unit.
  *
- * The one idea: each thread numbers the nodes that it makes, and the numbers only grow. So a forward has made the nodes from
+ * Each thread numbers the nodes that it makes, and the numbers only grow. So a forward has made the nodes from
  * the number at its begin up to the number at its end, whatever it returned and to whom; what is nested lies within. A backward
  * that comes to such a node needs the unit's parameters. Ranges are kept without knowing whether a backward will come: a thread
  * has the latest few thousand, and what is older counts as made by any unit, which gathers too much, never too little.

@@ -60,7 +60,7 @@ void zs_unit_note_load(zs_unit *unit, int64_t i, uint64_t content)
 {
     zs_engine *engine = zs_engine_of(unit);
     zs_history *history = &engine->history;
-    if (unit->record.is.replicated && is_replicated(engine) && !engine->home.ranks.all->apart) return;
+    if (unit->record.is.replicated && is_replicated(engine) && !engine->context.ranks.all->apart) return;
     zs_param *param = &unit->params[i];
     bool again = param->loaded_in == history->load_number;
     uint64_t now = zs_fold(fold_text(param->name), content);
@@ -133,35 +133,35 @@ void zs_engine_note_zeroed(zs_engine *engine)
 
 /* --- what comes of them ------------------------------------------------------------------------------------------------------ */
 
-static zs_past past_of(const zs_engine *engine)
+static zs_fingerprint fingerprint_of(const zs_engine *engine)
 {
     const zs_history *history = &engine->history;
-    zs_past past = history->agreed;
-    past.steps += history->steps;
+    zs_fingerprint fingerprint = history->agreed;
+    fingerprint.steps += history->steps;
     if (history->steps > 0) {
-        past.settings = history->settings;
-        past.counts = history->counts;
+        fingerprint.settings = history->settings;
+        fingerprint.counts = history->counts;
     }
     if (history->full_load != 0 || history->n_loaded > 0)
-        past.loads = zs_fold(zs_fold(past.loads, history->full_load), history->loads);
-    if (history->writes != 0) past.writes = zs_fold(past.writes, history->writes);
-    if (history->draws != 0) past.draws = zs_fold(past.draws, history->draws);
-    if (history->grads != 0) past.grads = zs_fold(past.grads, history->grads);
-    return past;
+        fingerprint.loads = zs_fold(zs_fold(fingerprint.loads, history->full_load), history->loads);
+    if (history->writes != 0) fingerprint.writes = zs_fold(fingerprint.writes, history->writes);
+    if (history->draws != 0) fingerprint.draws = zs_fold(fingerprint.draws, history->draws);
+    if (history->grads != 0) fingerprint.grads = zs_fold(fingerprint.grads, history->grads);
+    return fingerprint;
 }
 
 static void tell(const zs_engine *engine, zs_topic topic, const char *text)
 {
     zs_comm *each[ZS_RANKS];
-    size_t n = zs_ranks_list(&engine->home.ranks, each);
+    size_t n = zs_ranks_list(&engine->context.ranks, each);
     for (size_t i = 0; i < n; i++)
-        zs_comm_tell(each[i], topic, text);
+        zs_comm_publish(each[i], topic, text);
 }
 
-void zs_history_tell(zs_engine *engine)
+void zs_history_publish(zs_engine *engine)
 {
     zs_history *history = &engine->history;
-    zs_past now = past_of(engine), *told = &engine->home.past;
+    zs_fingerprint now = fingerprint_of(engine), *told = &engine->context.fingerprint;
     if (history->untold) tell(engine, ZS_ON_WRITE, history->written);
     history->untold = false;
     history->told_writes = history->writes;
@@ -169,22 +169,22 @@ void zs_history_tell(zs_engine *engine)
     history->told_draws = history->draws;
     if (memcmp(told, &now, sizeof now) == 0) return;
     zs_comm *each[ZS_RANKS];
-    size_t n = zs_ranks_list(&engine->home.ranks, each);
+    size_t n = zs_ranks_list(&engine->context.ranks, each);
     for (size_t i = 0; i < n; i++) {
-        zs_reader *reader = each[i] == engine->home.ranks.shard_group ? engine->reader : NULL;
-        zs_comm_tell_past(each[i], reader, told, &now);
+        zs_reader *reader = each[i] == engine->context.ranks.shard_group ? engine->reader : NULL;
+        zs_comm_publish_fingerprint(each[i], reader, told, &now);
     }
     *told = now;
 }
 
-void zs_engine_tell_mishap(zs_engine *engine, const char *what)
+void zs_engine_publish_failure(zs_engine *engine, const char *what)
 {
-    if (*what == 0 && !engine->mishap) return;
-    engine->mishap = *what != 0;
-    tell(engine, ZS_ON_MISHAP, what);
+    if (*what == 0 && !engine->failure) return;
+    engine->failure = *what != 0;
+    tell(engine, ZS_ON_FAILURE, what);
 }
 
-void zs_engine_tell_settings(zs_engine *engine, const char *lines)
+void zs_engine_publish_settings(zs_engine *engine, const char *lines)
 {
     tell(engine, ZS_ON_SETTINGS, lines);
 }
@@ -193,7 +193,7 @@ void zs_engine_tell_settings(zs_engine *engine, const char *lines)
 static void agree(zs_engine *engine)
 {
     zs_history *history = &engine->history;
-    const zs_past *met = &engine->home.met_past;
+    const zs_fingerprint *met = &engine->context.met_fingerprint;
     uint64_t steps = met->steps - history->agreed.steps;
     history->steps -= steps;
     history->settings -= steps > 0 ? met->settings : 0;
@@ -211,9 +211,9 @@ void zs_history_reduced(zs_engine *engine, bool good)
 {
     engine->history.in_pass = false;
     if (!good) return;
-    zs_engine_tell_mishap(engine, "");
-    if (!engine->home.met) return; /* in no_sync(), nobody is met */
-    engine->home.met = false;
+    zs_engine_publish_failure(engine, "");
+    if (!engine->context.met) return; /* in no_sync(), nobody is met */
+    engine->context.met = false;
     agree(engine);
     if (*engine->history.written != 0) tell(engine, ZS_ON_WRITE, "");
     *engine->history.written = 0;
@@ -221,12 +221,12 @@ void zs_history_reduced(zs_engine *engine, bool good)
 
 zs_status zs_engine_compare(zs_engine *engine)
 {
-    zs_comm *comm = engine->home.ranks.all;
-    zs_history_tell(engine);
-    zs_past *all = calloc((size_t)comm->world, sizeof *all);
+    zs_comm *comm = engine->context.ranks.all;
+    zs_history_publish(engine);
+    zs_fingerprint *all = calloc((size_t)comm->world, sizeof *all);
     if (all == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory comparing the ranks' steps");
-    zs_status status = zs_comm_exchange(comm, &engine->home.past, sizeof *all, all);
-    ZS_THEN(status, zs_comm_compare_pasts(comm, all));
+    zs_status status = zs_comm_exchange(comm, &engine->context.fingerprint, sizeof *all, all);
+    ZS_THEN(status, zs_comm_compare_fingerprints(comm, all));
     free(all);
     return status;
 }

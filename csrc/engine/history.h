@@ -1,8 +1,8 @@
 /* history.h - what has been done to a model's parameters that must be done on all ranks, or on none.
  *
- * The one idea: a step that one rank alone leaves out, or a load that it alone does, leaves slices of different moments, and
- * training would go on with the mixture. So each rank keeps a few numbers about such events (a zs_past), and wherever ranks meet
- * anyway they compare them: before a forward (zs_comm_tell_past), and in each round of gradients (reduce.c).
+ * A step that one rank alone leaves out, or a load that it alone does, leaves slices of different moments, and
+ * training would go on with the mixture. So each rank keeps a few numbers about such events (a zs_fingerprint), and wherever ranks meet
+ * anyway they compare them: before a forward (zs_comm_publish_fingerprint), and in each round of gradients (reduce.c).
  *
  *   event    | what of it
  *   a step   | counted; its optimizer's settings as a digest, of the steps since the last backward
@@ -46,16 +46,16 @@ void zs_unit_note_load(zs_unit *unit, int64_t i, uint64_t content);
 void zs_engine_note_frozen(zs_engine *engine);
 
 /* What this rank has failed in, as a clause that goes on "rank 0 "; "": nothing any more. */
-void zs_engine_tell_mishap(zs_engine *engine, const char *what);
+void zs_engine_publish_failure(zs_engine *engine, const char *what);
 
 /* The settings of the optimizers that step its models: for each a line of a name, a tab, and values. */
-void zs_engine_tell_settings(zs_engine *engine, const char *lines);
+void zs_engine_publish_settings(zs_engine *engine, const char *lines);
 
 /* Have all ranks done the same? For calls in which all take part; ZS_ERR_DIVERGED on all. */
 zs_status zs_engine_compare(zs_engine *engine);
 
 /* Peers are about to be met: has them told what is new. */
-void zs_history_tell(zs_engine *engine);
+void zs_history_publish(zs_engine *engine);
 
 /* A backward has ended; `good`: nothing has failed. */
 void zs_history_reduced(zs_engine *engine, bool good);

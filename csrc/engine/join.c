@@ -30,7 +30,7 @@ static const char *unit_name(const zs_engine *engine, uint32_t number)
 }
 
 /* What a rank does, as a phrase that fits behind "rank 0 was". */
-static void describe(const zs_engine *engine, const zs_join_word *word, char *text, size_t size)
+static void describe(const zs_engine *engine, const zs_join_message *word, char *text, size_t size)
 {
     const char *name = unit_name(engine, word->number);
     switch ((zs_join_act)word->act) {
@@ -53,16 +53,16 @@ static void describe(const zs_engine *engine, const zs_join_word *word, char *te
 
 static zs_comm *all_of(const zs_join *join)
 {
-    return join->engine->home.ranks.all;
+    return join->engine->context.ranks.all;
 }
 
-static bool has_data(const zs_join_word *word)
+static bool has_data(const zs_join_message *word)
 {
     return word->act != ZS_JOIN_ENDED;
 }
 
 /* Who goes on; or, if nobody does, who was the last to. */
-static void count(zs_join *join, const zs_join_word *said)
+static void count(zs_join *join, const zs_join_message *said)
 {
     zs_join_news news = {.leader = -1, .followed = join->news.followed};
     int world = all_of(join)->world;
@@ -82,7 +82,7 @@ static void count(zs_join *join, const zs_join_word *said)
 }
 
 /* Has a rank left by an exception? Then all know. */
-static zs_status check_failed(zs_join *join, const zs_join_word *said)
+static zs_status check_failed(zs_join *join, const zs_join_message *said)
 {
     int own = all_of(join)->rank, world = all_of(join)->world;
     for (int r = 0; r < world && !join->over; r++)
@@ -97,26 +97,26 @@ static zs_status check_failed(zs_join *join, const zs_join_word *said)
     return ZS_OK;
 }
 
-static zs_status check_abandoned(const zs_join *join, const zs_join_word *said)
+static zs_status check_abandoned(const zs_join *join, const zs_join_message *said)
 {
     zs_comm *all = all_of(join);
     if (said[all->rank].act == ZS_JOIN_ABANDON) return ZS_OK;
     for (int r = 0; r < all->world; r++) {
         if (said[r].act != ZS_JOIN_ABANDON) continue;
-        char phrase[PHRASE], mishaps[ZS_MISHAPS];
+        char phrase[PHRASE], failures[ZS_FAILURES];
         describe(join->engine, &said[all->rank], phrase, sizeof phrase);
-        zs_comm_mishaps(all, mishaps, sizeof mishaps);
+        zs_comm_failures(all, failures, sizeof failures);
         all->heard = true;
         return ZS_FAIL(ZS_ERR_DIVERGED,
                        "rank %d abandoned its backward (probably after a caught exception) while rank %d was %s%s; the "
                        "gradients of this step are incomplete: skip the step on all ranks",
-                       r, all->rank, phrase, mishaps);
+                       r, all->rank, phrase, failures);
     }
     return ZS_OK;
 }
 
 /* Is it to be an error that some rank has no more data? */
-static zs_status check_uneven(zs_join *join, const zs_join_word *said)
+static zs_status check_uneven(zs_join *join, const zs_join_message *said)
 {
     if (!join->throws || !join->shadowed) return ZS_OK;
     int r = 0;
@@ -130,11 +130,11 @@ static zs_status check_uneven(zs_join *join, const zs_join_word *said)
 }
 
 /* Are all that have data about to do the same? */
-static zs_status check_alike(const zs_join *join, const zs_join_word *said)
+static zs_status check_alike(const zs_join *join, const zs_join_message *said)
 {
-    const zs_join_word *first = &said[join->news.leader];
+    const zs_join_message *first = &said[join->news.leader];
     for (int r = 0; r < all_of(join)->world; r++) {
-        const zs_join_word *other = &said[r];
+        const zs_join_message *other = &said[r];
         bool abandons = other->act == ZS_JOIN_ABANDON || first->act == ZS_JOIN_ABANDON;
         if (!has_data(other) || abandons || (other->act == first->act && other->number == first->number)) continue;
         char ours[PHRASE], theirs[PHRASE];
@@ -148,10 +148,10 @@ static zs_status check_alike(const zs_join *join, const zs_join_word *said)
     return ZS_OK;
 }
 
-static zs_status say(zs_join *join, const zs_join_word *mine)
+static zs_status say(zs_join *join, const zs_join_message *mine)
 {
     zs_comm *all = all_of(join);
-    zs_join_word said[all->world];
+    zs_join_message said[all->world];
     if (join->over)
         return ZS_FAIL(ZS_ERR_DIVERGED, "join() has failed on some rank: leave it before you use the model again");
     ZS_TRY(all->ops->talk->exchange(all, mine, sizeof *mine, said));
@@ -166,7 +166,7 @@ static zs_status say(zs_join *join, const zs_join_word *mine)
 
 static zs_status say_act(zs_join *join, zs_join_act act, uint32_t number, uint32_t bits)
 {
-    zs_join_word word = {.act = act, .number = number, .bits = bits};
+    zs_join_message word = {.act = act, .number = number, .bits = bits};
     return say(join, &word);
 }
 
@@ -185,19 +185,19 @@ static zs_status ask(zs_meeting *meeting)
 static void set_meeting(const zs_engine *engine, zs_meeting *meeting)
 {
     zs_comm *each[ZS_RANKS];
-    size_t n = zs_ranks_list(&engine->home.ranks, each);
+    size_t n = zs_ranks_list(&engine->context.ranks, each);
     for (size_t i = 0; i < n; i++)
         each[i]->meeting = meeting;
 }
 
 zs_status zs_join_begin(zs_engine *engine, bool by_all, bool throws)
 {
-    if (engine->home.ranks.all->meeting != NULL)
+    if (engine->context.ranks.all->meeting != NULL)
         return ZS_FAIL(ZS_ERR_STATE, "join() is already active on these ranks: leave it before you enter another");
     zs_join *join = calloc(1, sizeof *join);
     if (join == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory beginning join()");
     *join = (zs_join){.meeting.ask = ask, .engine = engine, .by_all = by_all, .throws = throws};
-    join->news.n_active = engine->home.ranks.all->world;
+    join->news.n_active = engine->context.ranks.all->world;
     engine->join = join;
     set_meeting(engine, &join->meeting);
     return ZS_OK;
@@ -206,8 +206,8 @@ zs_status zs_join_begin(zs_engine *engine, bool by_all, bool throws)
 /* Rounds are posted in one order on all ranks where some are told of each. */
 static void set_order(zs_engine *engine, bool told)
 {
-    zs_schedule *schedule = &engine->home.schedule;
-    bool in_order = told || !engine->home.ranks.all->ops->mapped;
+    zs_schedule *schedule = &engine->context.schedule;
+    bool in_order = told || !engine->context.ranks.all->ops->mapped;
     zs_schedule_set_transports(schedule, schedule->gathers_cost, in_order);
 }
 
@@ -216,9 +216,9 @@ void zs_join_end(zs_engine *engine)
     zs_join *join = engine->join;
     if (join == NULL) return;
     /* Those that followed have not seen in which order units were gathered, and all ranks must guess alike. */
-    if (join->news.followed) zs_schedule_forget_order(&engine->home.schedule);
+    if (join->news.followed) zs_schedule_forget_order(&engine->context.schedule);
     set_order(engine, false);
-    engine->home.divided_by = 0;
+    engine->context.divided_by = 0;
     set_meeting(engine, NULL);
     engine->join = NULL;
     free(join);
@@ -227,9 +227,9 @@ void zs_join_end(zs_engine *engine)
 zs_status zs_join_leave(zs_engine *engine, const char *text)
 {
     zs_join *join = engine->join;
-    zs_join_word word = {.act = ZS_JOIN_FAILED};
+    zs_join_message word = {.act = ZS_JOIN_FAILED};
     snprintf(word.text, sizeof word.text, "%s", text);
-    if (zs_schedule_settle(&engine->home.schedule) != ZS_OK) zs_clear_error(); /* the exception is what counts */
+    if (zs_schedule_settle(&engine->context.schedule) != ZS_OK) zs_clear_error(); /* the exception is what counts */
     zs_status status = ZS_ERR_DIVERGED;
     while (!join->over && status == ZS_ERR_DIVERGED) { /* the others were at something else, and have heard that */
         zs_clear_error();
@@ -244,9 +244,9 @@ zs_status zs_join_leave(zs_engine *engine, const char *text)
 zs_status zs_join_call(zs_engine *engine, uint32_t number, const char *text, int meetings, bool *followed)
 {
     zs_join *join = engine->join;
-    zs_join_word word = {.act = ZS_JOIN_CALL, .number = number};
+    zs_join_message word = {.act = ZS_JOIN_CALL, .number = number};
     snprintf(word.text, sizeof word.text, "%s", text);
-    ZS_TRY(zs_schedule_settle(&engine->home.schedule));
+    ZS_TRY(zs_schedule_settle(&engine->context.schedule));
     ZS_TRY(say(join, &word));
     join->meeting.expected = meetings;
     *followed = join->shadowed;
@@ -255,7 +255,7 @@ zs_status zs_join_call(zs_engine *engine, uint32_t number, const char *text, int
 
 zs_status zs_join_share(zs_engine *engine, void *data, size_t bytes)
 {
-    zs_comm *all = engine->home.ranks.all;
+    zs_comm *all = engine->context.ranks.all;
     return all->ops->talk->broadcast(all, data, bytes, engine->join->news.leader);
 }
 
@@ -266,7 +266,7 @@ void zs_join_follow(zs_engine *engine)
     join->meeting.expected = -1; /* it meets only where others have said so */
 }
 
-zs_status zs_join_listen(zs_engine *engine)
+zs_status zs_join_receive(zs_engine *engine)
 {
     zs_join *join = engine->join;
     ZS_TRY(say_act(join, ZS_JOIN_ENDED, 0, !join->has_followed));
@@ -274,7 +274,7 @@ zs_status zs_join_listen(zs_engine *engine)
     return ZS_OK;
 }
 
-const zs_join_news *zs_join_heard(const zs_engine *engine)
+const zs_join_news *zs_join_received(const zs_engine *engine)
 {
     return engine->join != NULL ? &engine->join->news : NULL;
 }
@@ -313,7 +313,7 @@ zs_status zs_join_align(zs_engine *engine)
     zs_status status = ZS_OK;
     for (size_t i = 0; i < zs_engine_n_units(engine) && status == ZS_OK; i++) {
         const zs_unit *unit = zs_engine_unit(engine, i);
-        status = zs_grads_tell(unit, at);
+        status = zs_grads_held(unit, at);
         at += unit->n_params;
     }
     ZS_THEN(status, zs_join_share(engine, held, n + 1));
@@ -333,7 +333,7 @@ static bool tells(const zs_engine *engine)
 /* Another model of the same ranks: nobody would follow it. */
 static zs_status check_other(const zs_engine *engine)
 {
-    if (engine->join != NULL || engine->home.ranks.all->meeting == NULL) return ZS_OK;
+    if (engine->join != NULL || engine->context.ranks.all->meeting == NULL) return ZS_OK;
     return ZS_FAIL(ZS_ERR_STATE,
                    "another model is used within join() of a model of the same ranks, where ranks without "
                    "data could not follow it: make both models parts of one module that you shard");
@@ -366,7 +366,7 @@ zs_status zs_join_forward_end(zs_engine *engine)
 
 bool zs_join_gathers(const zs_engine *engine)
 {
-    return engine->home.schedule.gathers_cost;
+    return engine->context.schedule.gathers_cost;
 }
 
 zs_status zs_join_unit(zs_engine *engine, zs_join_act act, const zs_record *record)
@@ -374,7 +374,7 @@ zs_status zs_join_unit(zs_engine *engine, zs_join_act act, const zs_record *reco
     if (!tells(engine) || !engine->join->shadowed) return ZS_OK;
     if (act == ZS_JOIN_GATHER && !zs_join_gathers(engine)) return ZS_OK;
     uint32_t i = 0;
-    while (engine->home.schedule.records[i] != record)
+    while (engine->context.schedule.records[i] != record)
         i++;
     return say_act(engine->join, act, i, 0);
 }
@@ -387,20 +387,20 @@ zs_status zs_join_backward(zs_engine *engine)
     if (!join->follows) ZS_TRY(say_act(join, ZS_JOIN_BACKWARD, 0, 0));
     if (!join->follows && join->shadowed) ZS_TRY(zs_join_align(engine));
     set_order(engine, join->shadowed);
-    engine->home.divided_by = join->by_all ? 0 : join->news.n_active;
+    engine->context.divided_by = join->by_all ? 0 : join->news.n_active;
     return ZS_OK;
 }
 
 zs_status zs_join_backward_end(zs_engine *engine)
 {
-    if (!tells(engine) || !engine->join->shadowed || engine->home.schedule.gave_up) return ZS_OK;
+    if (!tells(engine) || !engine->join->shadowed || engine->context.schedule.gave_up) return ZS_OK;
     return say_act(engine->join, ZS_JOIN_BACKWARD_END, 0, 0);
 }
 
 zs_status zs_join_abandon(zs_engine *engine, bool *said)
 {
     zs_join *join = engine->join;
-    *said = engine->home.ranks.all->ops->mapped; /* elsewhere the transport says it */
+    *said = engine->context.ranks.all->ops->mapped; /* elsewhere the transport says it */
     if (!*said || join == NULL || join->over) return ZS_OK;
     return say_act(join, ZS_JOIN_ABANDON, 0, 0);
 }

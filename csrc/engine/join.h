@@ -1,7 +1,7 @@
 /* join.h - ranks whose data has ended, and what the others tell them: join().
  *
- * The one idea: while join() is on, a rank says what it is about to do before it meets others, in one exchange of all ranks. A
- * rank whose data has ended says that instead, hears what the others are about to do, and does its part of it (follow.h).
+ * While join() is on, a rank says what it is about to do before it meets others, in one exchange of all ranks. A
+ * rank whose data has ended says that instead, hears what the others are about to do, and does its part of it (join_follow.h).
  * What happens within a pass (each gather, each round) is said only once somebody's data has ended.
  */
 #ifndef ZS_JOIN_H
@@ -27,15 +27,15 @@ typedef enum zs_join_act {
 /* `bits` of a forward. */
 enum { ZS_JOIN_TRAINING = 1, ZS_JOIN_RECORDING = 2, ZS_JOIN_BY_HAND = 4 };
 
-typedef struct zs_join_word {
+typedef struct zs_join_message {
     uint32_t act, number, bits; /* a zs_join_act; see there */
     char text[244];
-} zs_join_word;
+} zs_join_message;
 
 /* What has been heard last. */
 typedef struct zs_join_news {
-    zs_join_word word;  /* of `leader`; ZS_JOIN_ENDED if all have */
-    int n_active;       /* ranks that have data */
+    zs_join_message word; /* of `leader`; ZS_JOIN_ENDED if all have */
+    int n_active;         /* ranks that have data */
     int leader, latest; /* the lowest and the highest of them; if there are none, of those that have followed nobody */
     bool followed;      /* some rank has followed others since join() began */
 } zs_join_news;
@@ -59,10 +59,10 @@ zs_status zs_join_share(zs_engine *engine, void *data, size_t bytes);
 
 /* (a rank whose data has ended) From now on it follows / says so, and hears what comes next. */
 void zs_join_follow(zs_engine *engine);
-zs_status zs_join_listen(zs_engine *engine);
+zs_status zs_join_receive(zs_engine *engine);
 
 /* What was heard last; NULL outside of join(). */
-const zs_join_news *zs_join_heard(const zs_engine *engine);
+const zs_join_news *zs_join_received(const zs_engine *engine);
 
 /* (all ranks, before a followed backward) Parameters that hold gradients on the leader hold them on those that follow. */
 zs_status zs_join_align(zs_engine *engine);

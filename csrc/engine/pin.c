@@ -18,7 +18,7 @@ static zs_status choose_dtype(zs_unit *unit, bool exact)
             zs_unit_label(unit->name));
     }
     if (unit->exact == exact) return ZS_OK;
-    ZS_TRY(zs_schedule_cancel(&unit->home->schedule, &unit->record)); /* begun in the other dtype */
+    ZS_TRY(zs_schedule_cancel(&unit->context->schedule, &unit->record)); /* begun in the other dtype */
     zs_unit_set_exact(unit, exact);
     return ZS_OK;
 }
@@ -26,14 +26,14 @@ static zs_status choose_dtype(zs_unit *unit, bool exact)
 zs_status zs_engine_summon(zs_unit *unit, bool exact)
 {
     ZS_TRY(choose_dtype(unit, exact));
-    zs_status status = zs_schedule_unshard(&unit->home->schedule, &unit->record);
+    zs_status status = zs_schedule_unshard(&unit->context->schedule, &unit->record);
     if (status != ZS_OK) zs_unit_set_exact(unit, false);
     return status;
 }
 
 zs_status zs_engine_dismiss(zs_unit *unit)
 {
-    return zs_schedule_reshard(&unit->home->schedule, &unit->record);
+    return zs_schedule_reshard(&unit->context->schedule, &unit->record);
 }
 
 zs_status zs_pin(zs_unit *unit, bool exact)
@@ -42,9 +42,9 @@ zs_status zs_pin(zs_unit *unit, bool exact)
     ZS_TRY(zs_engine_summon(unit, exact));
     zs_schedule_pin(&unit->record);
     zs_pinned_begin();
-    zs_status status = zs_unit_own_full(unit);
+    zs_status status = zs_unit_copy_full(unit);
     if (status != ZS_OK) (void)zs_engine_dismiss(unit);
-    unit->home->calls->note_peak(unit->home);
+    unit->context->calls->note_peak(unit->context);
     return status;
 }
 

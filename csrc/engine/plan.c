@@ -147,10 +147,10 @@ static zs_status copy_follows(planner *p, const zs_unit *unit, zs_dry_unit *it)
     return ZS_OK;
 }
 
-static zs_status begin(planner *p, const zs_home *home)
+static zs_status begin(planner *p, const zs_context *context)
 {
     const zs_plan_spec *spec = p->spec;
-    ZS_TRY(zs_dry_begin(&p->dry, home, spec->units, spec->n_units));
+    ZS_TRY(zs_dry_begin(&p->dry, context, spec->units, spec->n_units));
     zs_schedule_set_ahead(&p->dry.schedule, spec->ahead);
     for (size_t i = 0; i < spec->n_units; i++) {
         if (spec->stepped || spec->units[i]->borrows) zs_dry_step_early(&p->dry, i);
@@ -181,11 +181,11 @@ static zs_status hand_out(planner *p, zs_plan *plan)
     return ZS_OK;
 }
 
-zs_status zs_plan_make(const zs_home *home, const zs_plan_spec *spec, zs_plan *plan)
+zs_status zs_plan_make(const zs_context *context, const zs_plan_spec *spec, zs_plan *plan)
 {
     *plan = (zs_plan){0};
     planner p = {.spec = spec};
-    zs_status status = begin(&p, home);
+    zs_status status = begin(&p, context);
     ZS_THEN(status, settle(&p, &plan->seconds));
     ZS_THEN(status, hand_out(&p, plan));
     zs_dry_free(&p.dry);

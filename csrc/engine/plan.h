@@ -1,6 +1,6 @@
 /* plan.h - what a step of a model takes of the memory that its units share: slots, buckets, and the transport's areas.
  *
- * The one idea: who borrows what, and until when, is decided by the schedule; so a plan runs that schedule on sizes instead of
+ * Who borrows what, and until when, is decided by the schedule; so a plan runs that schedule on sizes instead of
  * memory (dry.h), through forwards and backwards of the modules in their order, until they take no more. A run in another
  * order than that of the modules takes what it needs beyond the plan.
  *
@@ -42,8 +42,8 @@ typedef struct zs_plan {
     double seconds; /* that a training step takes, of what is told to take time */
 } zs_plan;
 
-/* Fills `plan` for units of `home`. Free with zs_plan_free, also after a failure. */
-zs_status zs_plan_make(const zs_home *home, const zs_plan_spec *spec, zs_plan *plan);
+/* Fills `plan` for units of `context`. Free with zs_plan_free, also after a failure. */
+zs_status zs_plan_make(const zs_context *context, const zs_plan_spec *spec, zs_plan *plan);
 
 /* Frees what a plan has; a zeroed plan is allowed. */
 void zs_plan_free(zs_plan *plan);

@@ -1,6 +1,6 @@
 /* recording.h - which nodes of autograd's graph the forwards and backwards of an engine's units make; see graph_ranges.h.
  *
- * The one idea: autograd's numbers are told as each begins and ends, on the thread that runs it.
+ * Autograd's numbers are told as each begins and ends, on the thread that runs it.
  */
 #ifndef ZS_RECORDING_H
 #define ZS_RECORDING_H

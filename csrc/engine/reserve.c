@@ -1,6 +1,6 @@
 /* reserve.c - an engine's memory: what is reserved before the first step, and what will be held.
  *
- * The one idea: a plan (plan.h) says what a step takes, and the arena and the pool are made to fit it, so that what is
+ * A plan (plan.h) says what a step takes, and the arena and the pool are made to fit it, so that what is
  * predicted is what there is. Address space that nobody has touched costs nothing: reserving early is free.
  */
 #include "engine/engine.h"
@@ -42,13 +42,13 @@ static zs_status make_plan(const zs_engine *engine, bool stepped, const zs_unit_
     zs_unit *units[n + 1];
     for (size_t i = 0; i < n; i++)
         units[i] = zs_engine_unit(engine, i);
-    const int *ahead = engine->home.schedule.ahead;
+    const int *ahead = engine->context.schedule.ahead;
     zs_plan_spec spec = {.units = units, .n_units = n, .calls = calls, .n_calls = n_calls};
     spec.ahead[0] = ahead[0];
     spec.ahead[1] = ahead[1];
     spec.stepped = stepped;
     spec.seconds = seconds;
-    zs_status status = zs_plan_make(&engine->home, &spec, plan);
+    zs_status status = zs_plan_make(&engine->context, &spec, plan);
     free(calls);
     return status;
 }
@@ -57,25 +57,25 @@ static zs_status fit(zs_engine *engine)
 {
     zs_plan plan;
     zs_status status = make_plan(engine, false, NULL, &plan);
-    ZS_THEN(status, zs_arena_fit(engine->home.arena, plan.slots));
-    ZS_THEN(status, zs_buckets_fit(&engine->home.schedule, engine->home.ranks.all, plan.buckets, plan.n_buckets));
-    ZS_THEN(status, zs_comm_reserve(engine->home.ranks.all, plan.areas));
+    ZS_THEN(status, zs_arena_fit(engine->context.arena, plan.slots));
+    ZS_THEN(status, zs_buckets_fit(&engine->context.schedule, engine->context.ranks.all, plan.buckets, plan.n_buckets));
+    ZS_THEN(status, zs_comm_reserve(engine->context.ranks.all, plan.areas));
     zs_plan_free(&plan);
     return status;
 }
 
 zs_status zs_engine_reserve(zs_engine *engine)
 {
-    if (engine->home.reserved || engine->home.schedule.stage != ZS_IDLE || engine->home.schedule.n_open > 0)
+    if (engine->context.reserved || engine->context.schedule.stage != ZS_IDLE || engine->context.schedule.n_open > 0)
         return ZS_OK;
     zs_engine_note_peak(engine);
     zs_status status = fit(engine);
-    if (status == ZS_ERR_MEMORY && zs_spare_give_up(engine)) {
+    if (status == ZS_ERR_MEMORY && zs_keep_gathered_give_up(engine)) {
         zs_clear_error();
         status = fit(engine);
     }
-    engine->home.reserved = status == ZS_OK;
-    if (status == ZS_OK) engine->spare.reserved = engine->spare.bytes;
+    engine->context.reserved = status == ZS_OK;
+    if (status == ZS_OK) engine->keep_gathered.reserved = engine->keep_gathered.bytes;
     return status;
 }
 
@@ -89,7 +89,7 @@ static size_t bytes_without_units(const zs_comm *comm)
 
 static void add_unit(const zs_unit *unit, bool stepped, zs_engine_bytes *bytes)
 {
-    const zs_comm *all = unit->home->ranks.all;
+    const zs_comm *all = unit->context->ranks.all;
     *(unit->offloads.params ? &bytes->offloaded : &bytes->shards) += zs_unit_shard_bytes(unit);
     bytes->kept += zs_unit_secondary_bytes(unit);
     if (!zs_unit_reduces(unit)) return;
@@ -104,8 +104,8 @@ zs_status zs_engine_predict(zs_engine *engine, bool stepped, zs_engine_bytes *ou
 {
     zs_plan plan;
     zs_status status = make_plan(engine, stepped, NULL, &plan);
-    const zs_comm *all = engine->home.ranks.all;
-    zs_engine_bytes bytes = {.transport = zs_usage_of_transports(&engine->home.ranks, bytes_without_units)};
+    const zs_comm *all = engine->context.ranks.all;
+    zs_engine_bytes bytes = {.transport = zs_usage_of_transports(&engine->context.ranks, bytes_without_units)};
     for (size_t i = 0; i < zs_engine_n_units(engine) && status == ZS_OK; i++)
         add_unit(zs_engine_unit(engine, i), stepped || zs_engine_unit(engine, i)->borrows, &bytes);
     if (status == ZS_OK) {
@@ -124,7 +124,7 @@ zs_status zs_engine_predict(zs_engine *engine, bool stepped, zs_engine_bytes *ou
  * the own shard, so the system keeps them apart); on a disk: each rank's file. */
 static size_t mappings_of(const zs_unit *unit)
 {
-    const zs_ranks *ranks = &unit->home->ranks;
+    const zs_ranks *ranks = &unit->context->ranks;
     size_t shards = unit->offloads.params ? (size_t)ranks->shards->world : 3, count = 0;
     bool mapped = ranks->shards->ops->mapped && ranks->shards->world > 1;
     bool kept = ranks->replica_group != NULL && ranks->shard_group->ops->mapped && ranks->shard_group->world > 1;
@@ -138,7 +138,7 @@ static size_t mappings_of(const zs_unit *unit)
 zs_status zs_engine_predict_mappings(const zs_engine *engine, size_t *out)
 {
     zs_plan plan;
-    const zs_comm *all = engine->home.ranks.all;
+    const zs_comm *all = engine->context.ranks.all;
     zs_status status = make_plan(engine, false, NULL, &plan);
     *out = all->ops->mapped ? plan.n_buckets * (size_t)all->world : 0; /* the own ones, and those of all peers */
     for (size_t i = 0; i < zs_engine_n_units(engine); i++)

@@ -34,9 +34,9 @@ static uint64_t of_engine(const zs_engine *engine)
 
 static bool can_look(const zs_engine *engine)
 {
-    const zs_comm *shard_group = engine->home.ranks.shard_group;
-    return engine->home.ranks.all->world > 1 && !zs_comm_is_dry(shard_group) &&
-           zs_home_device(&engine->home)->where.type == ZS_ON_CPU;
+    const zs_comm *shard_group = engine->context.ranks.shard_group;
+    return engine->context.ranks.all->world > 1 && !zs_comm_is_dry(shard_group) &&
+           zs_context_device(&engine->context)->where.type == ZS_ON_CPU;
 }
 
 void zs_sample_written(zs_engine *engine)

@@ -1,6 +1,6 @@
 /* sample.h - have the shards been changed by other means than a write that zshard knows of?
  *
- * The one idea: what a script writes by hand may be what another rank's script writes too, or not, and undone later, or not. A few
+ * What a script writes by hand may be what another rank's script writes too, or not, and undone later, or not. A few
  * elements of each flat tell: what swaps in the weights of a moving average changes nearly all of them. The answer is used only
  * where ranks are found to have done different things, because a change that all ranks make is nobody's business here.
  */

@@ -16,7 +16,7 @@ static zs_status is_spoiled(const zs_unit *unit, const zs_param *param, bool *sp
     if (!*spoiled || !grad.dense) return ZS_OK;
     zs_numbers numbers = {grad.data, grad.numel, grad.dtype};
     double largest = 0;
-    ZS_TRY(zs_device_norm(zs_home_device(unit->home), &numbers, 1, (double)INFINITY, &largest));
+    ZS_TRY(zs_device_norm(zs_context_device(unit->context), &numbers, 1, (double)INFINITY, &largest));
     *spoiled = largest != 0;
     return ZS_OK;
 }

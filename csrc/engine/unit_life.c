@@ -20,7 +20,7 @@
 
 static void free_flat(zs_unit *unit, zs_flat *flat)
 {
-    zs_comm *comm = unit->home->ranks.shards, *shard_group = unit->home->ranks.shard_group;
+    zs_comm *comm = unit->context->ranks.shards, *shard_group = unit->context->ranks.shard_group;
     zs_offload_done_flat(flat); /* while its memory is known to the pager */
     zs_storage_free(flat->full);
     zs_storage_free(flat->shard);
@@ -43,12 +43,12 @@ static void free_flat(zs_unit *unit, zs_flat *flat)
 
 static void free_unit(zs_unit *unit)
 {
-    zs_comm *comm = unit->home->ranks.all;
+    zs_comm *comm = unit->context->ranks.all;
     zs_engine_forget(zs_engine_of(unit), unit);
     zs_in_backward_detach(unit);
     zs_local_grads_free(unit);
     zs_pinned_end(unit);
-    (void)zs_schedule_cancel(&unit->home->schedule, &unit->record);
+    (void)zs_schedule_cancel(&unit->context->schedule, &unit->record);
     for (int f = 0; f < unit->n_flats; f++)
         free_flat(unit, &unit->flats[f]);
     for (int64_t i = 0; i < unit->n_params; i++) {
@@ -177,7 +177,7 @@ static zs_status describe_params(zs_unit *unit, const zs_unit_spec *spec)
         zs_param *param = &unit->params[i];
         zs_tensor_info info;
         ZS_TRY(zs_tensor_describe(spec->tensors[i], &info));
-        ZS_TRY(check_param(spec, zs_home_device(unit->home), i, &info));
+        ZS_TRY(check_param(spec, zs_context_device(unit->context), i, &info));
         ZS_TRY(find_flat(unit, &info, precision_of(unit->record.is.replicated, spec, i, &info), &param->flat));
         param->tensor = zs_tensor_new_weak(spec->tensors[i]);
         param->numel = info.numel;
@@ -207,7 +207,7 @@ static zs_status build(zs_unit *unit, const zs_unit_spec *spec)
         zs_param *param = &unit->params[i];
         ZS_TRY(zs_grad_set(param->tensor, NULL));
         ZS_TRY(zs_unit_bind_local(unit, param));
-        if (zs_unit_reduces(unit)) ZS_TRY(unit->home->calls->hook_param(unit, i));
+        if (zs_unit_reduces(unit)) ZS_TRY(unit->context->calls->hook_param(unit, i));
     }
     zs_offload_filled(unit);
     return ZS_OK;
@@ -235,20 +235,20 @@ static size_t bytes_of(const zs_unit_spec *spec)
     return total;
 }
 
-zs_status zs_unit_new(zs_home *home, const zs_unit_spec *spec, zs_unit **out)
+zs_status zs_unit_new(zs_context *context, const zs_unit_spec *spec, zs_unit **out)
 {
     zs_unit *unit = calloc(1, sizeof *unit);
     if (unit == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", zs_unit_label(spec->name));
     zs_refs_init(&unit->refs);
-    unit->home = &zs_engine_retain((zs_engine *)home)->home;
+    unit->context = &zs_engine_retain((zs_engine *)context)->context;
     unit->strategy = spec->strategy;
-    unit->code = home->grads_code;
-    zs_traits is = {.replicated = spec->strategy == ZS_NO_SHARD || home->n_parts == 1, .empty = spec->n_params == 0};
+    unit->code = context->grads_code;
+    zs_traits is = {.replicated = spec->strategy == ZS_NO_SHARD || context->n_parts == 1, .empty = spec->n_params == 0};
     is.stays = spec->strategy == ZS_SHARD_GRAD_OP;
-    zs_offload_choose(&home->offload, unit, bytes_of(spec));
+    zs_offload_choose(&context->offload, unit, bytes_of(spec));
     is.fixed = is.replicated && !unit->offloads.params && !changes(is.replicated, spec);
     zs_record_init(&unit->record, is);
-    unit->part = is.replicated ? home->ranks.all->rank : home->part;
+    unit->part = is.replicated ? context->ranks.all->rank : context->part;
     unit->n_params = spec->n_params;
     unit->name = strdup(spec->name);
     unit->sharded_message = zs_unit_message(spec->name);
@@ -258,7 +258,7 @@ zs_status zs_unit_new(zs_home *home, const zs_unit_spec *spec, zs_unit **out)
         status = ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", zs_unit_label(spec->name));
     ZS_THEN(status, build(unit, spec));
     ZS_THEN(status, zs_engine_add(zs_engine_of(unit), unit));
-    if (!spec->dry_run && !zs_home_device(home)->ops->queues) zs_mem_heap_freed(bytes_of(spec));
+    if (!spec->dry_run && !zs_context_device(context)->ops->queues) zs_mem_heap_freed(bytes_of(spec));
     if (status != ZS_OK) {
         zs_unit_release(unit);
         return status;
@@ -272,6 +272,6 @@ void zs_unit_set_strategy(zs_unit *unit, zs_strategy strategy)
     unit->strategy = strategy;
     unit->reshard_by_hand = true;
     zs_record_set_stays(&unit->record, strategy == ZS_SHARD_GRAD_OP);
-    zs_home_replan(unit->home);
-    zs_spare_choose(zs_engine_of(unit));
+    zs_context_replan(unit->context);
+    zs_keep_gathered_choose(zs_engine_of(unit));
 }

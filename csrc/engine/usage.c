@@ -26,9 +26,9 @@ void zs_usage_add_up(zs_engine_bytes *bytes)
 
 zs_engine_bytes zs_engine_memory(const zs_engine *engine)
 {
-    zs_engine_bytes bytes = {.slots = zs_arena_bytes(engine->home.arena),
-                             .buckets = zs_buckets_bytes(&engine->home.schedule),
-                             .transport = zs_usage_of_transports(&engine->home.ranks, bytes_now)};
+    zs_engine_bytes bytes = {.slots = zs_arena_bytes(engine->context.arena),
+                             .buckets = zs_buckets_bytes(&engine->context.schedule),
+                             .transport = zs_usage_of_transports(&engine->context.ranks, bytes_now)};
     const zs_disk *disk = NULL;
     for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
         const zs_unit_offload *offloads = &zs_engine_unit(engine, i)->offloads;

@@ -2,7 +2,7 @@
 #ifndef ZS_USAGE_H
 #define ZS_USAGE_H
 
-#include "unit/home.h"
+#include "unit/context.h"
 
 typedef struct zs_engine zs_engine;
 

@@ -1,6 +1,6 @@
 /* writing.c - see writing.h.
  *
- * The one idea: peers that evaluate read this rank's shards at any time, and where these are cast first, they read what the last
+ * Peers that evaluate read this rank's shards at any time, and where these are cast first, they read what the last
  * cast has left. So a write ends with a cast.
  */
 #include "engine/writing.h"
@@ -13,8 +13,8 @@ static void end(zs_engine *engine, bool known)
 {
     engine->writing = false;
     engine->by_hand = !known;
-    zs_history_tell(engine);
-    zs_comm_write_end(engine->home.ranks.shard_group, engine->reader, known);
+    zs_history_publish(engine);
+    zs_comm_write_end(engine->context.ranks.shard_group, engine->reader, known);
 }
 
 void zs_writing_over(zs_engine *engine)
@@ -24,7 +24,7 @@ void zs_writing_over(zs_engine *engine)
 
 zs_status zs_writing_begin(zs_engine *engine)
 {
-    ZS_TRY(zs_comm_write_begin(engine->home.ranks.shard_group, engine->reader));
+    ZS_TRY(zs_comm_write_begin(engine->context.ranks.shard_group, engine->reader));
     engine->writing = true;
     return ZS_OK;
 }
@@ -32,7 +32,7 @@ zs_status zs_writing_begin(zs_engine *engine)
 /* Do peers map the shards? */
 static bool is_looked_at(const zs_engine *engine)
 {
-    const zs_comm *shard_group = engine->home.ranks.shard_group;
+    const zs_comm *shard_group = engine->context.ranks.shard_group;
     return shard_group->ops->mapped && shard_group->world > 1;
 }
 
@@ -49,14 +49,14 @@ void zs_writing_end(zs_engine *engine)
     bool done = !is_looked_at(engine) || zs_writing_cast(engine) == ZS_OK;
     if (!done) zs_clear_error(); /* the next pass tries again, and fails */
     /* Secondary shards are brought up to date when a pass begins. */
-    end(engine, done && engine->home.ranks.replica_group == NULL);
+    end(engine, done && engine->context.ranks.replica_group == NULL);
 }
 
 zs_status zs_writing_by_hand(zs_engine *engine, bool *begun)
 {
     *begun = !engine->writing;
     if (!*begun) return ZS_OK;
-    ZS_TRY(zs_schedule_settle(&engine->home.schedule)); /* peers may still read, for a backward that raised here */
+    ZS_TRY(zs_schedule_settle(&engine->context.schedule)); /* peers may still read, for a backward that raised here */
     return zs_writing_begin(engine);
 }
 
@@ -67,7 +67,7 @@ void zs_writing_by_hand_end(zs_engine *engine)
 
 void zs_writing_unknown(zs_engine *engine)
 {
-    zs_comm_write_end(engine->home.ranks.shard_group, engine->reader, false);
+    zs_comm_write_end(engine->context.ranks.shard_group, engine->reader, false);
 }
 
 zs_status zs_writing_back(zs_engine *engine)
@@ -108,13 +108,14 @@ zs_status zs_writing_complete(zs_engine *engine)
     engine->by_hand = false;
     zs_reading reading = {0};
     zs_sample_take(engine, &reading);
-    zs_comm_write_complete(engine->home.ranks.shard_group, engine->reader, reading.changed);
+    zs_comm_write_complete(engine->context.ranks.shard_group, engine->reader, reading.changed);
     return ZS_OK;
 }
 
-zs_status zs_writing_meet(zs_engine *engine)
+zs_status zs_writing_barrier(zs_engine *engine)
 {
     ZS_TRY(zs_writing_complete(engine));
-    if (!engine->reading && !engine->writing) zs_comm_readers_meet(engine->home.ranks.shard_group, engine->reader);
+    if (!engine->reading && !engine->writing)
+        zs_comm_readers_barrier(engine->context.ranks.shard_group, engine->reader);
     return ZS_OK;
 }

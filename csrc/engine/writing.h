@@ -23,7 +23,7 @@ zs_status zs_writing_back(zs_engine *engine);
 zs_status zs_writing_complete(zs_engine *engine);
 
 /* The same; and all ranks wait for each other there: looks of before, which one rank may have made alone, count no more. */
-zs_status zs_writing_meet(zs_engine *engine);
+zs_status zs_writing_barrier(zs_engine *engine);
 
 /* Casts the shards to the dtype that is computed with. */
 zs_status zs_writing_cast(zs_engine *engine);

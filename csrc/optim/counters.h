@@ -1,6 +1,6 @@
 /* counters.h - which counters on a device say the same number, known without reading them.
  *
- * The one idea: counters that began equal and have always been counted together are equal. Members of a plan are *counters* as long
+ * Counters that began equal and have always been counted together are equal. Members of a plan are *counters* as long
  * as every step has taken all of them or none; one that leaves some out parts them, for ever. That holds for the steps that CUDA
  * graphs repeat as well, unseen by the host: a graph repeats what was looked at when it was captured, so it parts nobody anew.
  */

@@ -52,7 +52,7 @@ void zs_optim_free(zs_optim *plan)
     free(plan->taken);
     free(plan->counters);
     free(plan->slots);
-    zs_counters_free(plan->kin);
+    zs_counters_free(plan->processes);
     free(plan);
 }
 
@@ -262,7 +262,7 @@ static void join(zs_optim *plan, const zs_run *next)
         runs[(*n)++] = *next;
 }
 
-zs_status zs_optim_look(zs_optim *plan, const zs_hyper *hyper, const zs_live *live)
+zs_status zs_optim_prepare(zs_optim *plan, const zs_hyper *hyper, const zs_live *live)
 {
     plan->full = plan->rule == ZS_RULE_ADAM ? hyper->amsgrad : hyper->momentum != 0;
     plan->dithered = hyper->dithered;
@@ -271,7 +271,7 @@ zs_status zs_optim_look(zs_optim *plan, const zs_hyper *hyper, const zs_live *li
     plan->n_runs = plan->n_queued = plan->n_constants = 0;
     for (int64_t i = 0; i < plan->n_members; i++)
         ZS_TRY(look_at(plan, &plan->members[i], &plan->views[i]));
-    ZS_TRY(live != NULL ? zs_live_look(plan) : zs_live_refuse_capture(plan));
+    ZS_TRY(live != NULL ? zs_live_check(plan) : zs_live_refuse_capture(plan));
     for (int64_t i = 0; i < plan->n_members; i++) {
         zs_view *found = &plan->views[i];
         if (found->verdict != ZS_MEMBER_TAKEN) continue;

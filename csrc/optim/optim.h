@@ -1,6 +1,6 @@
 /* optim.h - one optimizer step over a group of parameters in one call.
  *
- * The one idea: a plan keeps handles to the parameters and their state tensors. At each step it looks where they and
+ * A plan keeps handles to the parameters and their state tensors. At each step it looks where they and
  * their gradients lie now, joins what is adjacent in memory into runs, and sends the threads over all runs at once, cut
  * by elements and not by parameters. Looking changes nothing; only when all is known to be in order is anything written.
  */
@@ -49,13 +49,13 @@ void zs_optim_add(zs_optim *plan, const zs_member *member);
  * ZS_ERR_UNSUPPORTED if the step is dithered, and a member of half precision cannot be. `live`: NULL, or the step is capturable:
  * members' counters are on their device, and nothing is read there by the host; ZS_ERR_UNSUPPORTED for a member that is FOREIGN
  * or on the CPU. Both are borrowed until the step is done. */
-zs_status zs_optim_look(zs_optim *plan, const zs_hyper *hyper, const zs_live *live);
+zs_status zs_optim_prepare(zs_optim *plan, const zs_hyper *hyper, const zs_live *live);
 
-/* What zs_optim_look found of member `index`. */
+/* What zs_optim_prepare found of member `index`. */
 zs_verdict zs_optim_verdict(const zs_optim *plan, int64_t index);
 
 /* Does the step for all members that were found TAKEN: counts `step`, updates, raises the parameters' versions. Only
- * after zs_optim_look, with nothing in between. Needs no GIL. Can fail only where memory lies on a disk (ZS_ERR_SYSTEM), and
+ * after zs_optim_prepare, with nothing in between. Needs no GIL. Can fail only where memory lies on a disk (ZS_ERR_SYSTEM), and
  * then half-way. */
 zs_status zs_optim_step(zs_optim *plan);
 

@@ -1,6 +1,6 @@
 /* optim_cpu.c - the loops of optim.h on the CPU: each rule, for each dtype, for each instruction set.
  *
- * The one idea: a loop is loads, one rule of update.h, stores. 28 bytes pass per element of AdamW, so memory sets the
+ * A loop is loads, one rule of update.h, stores. 28 bytes pass per element of AdamW, so memory sets the
  * speed if the compiler vectorises, and it does: no branch depends on an element. float16 and bfloat16 are updated in
  * float, with parameter and state rounded when stored, as torch's fused optimizers do: to nearest, or if the run is
  * dithered, at random, with bits of their own for each tensor.

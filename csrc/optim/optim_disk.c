@@ -1,6 +1,6 @@
 /* optim_disk.c - a run of optim.h some of whose memory lies on a disk.
  *
- * The one idea: a piece of the parameter and of its state is borrowed (pager.h), the loops run over what was lent, and it is given
+ * A piece of the parameter and of its state is borrowed (pager.h), the loops run over what was lent, and it is given
  * back; while one piece is worked on, the pager reads those that follow and writes those that came before.
  */
 #include "device/device.h"

@@ -1,6 +1,6 @@
 /* optim_live.c - steps that a CUDA graph can repeat: see optim.h's zs_live.
  *
- * The one idea: nothing that changes from step to step may pass through the host. Counters, learning rate and found_inf are read
+ * Nothing that changes from step to step may pass through the host. Counters, learning rate and found_inf are read
  * where they lie; what the host needs to know, which members have the same constants, follows from who has been stepped with
  * whom (counters.h).
  */
@@ -54,12 +54,12 @@ static zs_status make_kin(zs_optim *plan)
     if (key == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an optimizer plan");
     for (int64_t i = 0; i < plan->n_members; i++)
         key[i] = plan->members[i].step_wide ? -1 - plan->members[i].steps : plan->members[i].steps;
-    zs_status status = zs_counters_new(plan->n_members, key, &plan->kin);
+    zs_status status = zs_counters_new(plan->n_members, key, &plan->processes);
     free(key);
     return status;
 }
 
-zs_status zs_live_look(zs_optim *plan)
+zs_status zs_live_check(zs_optim *plan)
 {
     plan->live_device = NULL;
     for (int64_t i = 0; i <= plan->n_members; i++)
@@ -77,15 +77,15 @@ zs_status zs_live_look(zs_optim *plan)
                        "to a param group with capturable=False",
                        (long long)i, (long long)found->run.numel);
     }
-    if (plan->kin == NULL) ZS_TRY(make_kin(plan));
-    zs_counters_part(plan->kin, plan->taken);
+    if (plan->processes == NULL) ZS_TRY(make_kin(plan));
+    zs_counters_part(plan->processes, plan->taken);
     return refuse_first(plan);
 }
 
 const zs_constants *zs_live_constants(zs_optim *plan, int64_t member)
 {
     bool first = plan->members[member].first;
-    int64_t *slot = &plan->slots[plan->rule == ZS_RULE_ADAM ? zs_counters_of(plan->kin, member) : first];
+    int64_t *slot = &plan->slots[plan->rule == ZS_RULE_ADAM ? zs_counters_of(plan->processes, member) : first];
     if (*slot < 0) {
         *slot = plan->n_constants++;
         plan->constants[*slot] = (zs_constants){.first = first, .live = plan->live->room + *slot * ZS_CONSTANTS_BYTES};

@@ -1,6 +1,6 @@
 /* optim_plan.h - the inside of a plan: optim.c, and optim_live.c for capturable steps.
  *
- * The one idea: what was found when the plan looked lies beside what it was made of, so that stepping decides nothing.
+ * What was found when the plan looked lies beside what it was made of, so that stepping decides nothing.
  */
 #ifndef ZS_OPTIM_PLAN_H
 #define ZS_OPTIM_PLAN_H
@@ -29,9 +29,9 @@ struct zs_optim {
     zs_constants *constants; /* [capacity] owned; runs point into it */
     int64_t n_runs, n_queued;
     int64_t n_constants;
-    zs_counters *kin;    /* of members whose counters are on a device, owned; NULL: not asked for yet */
-    bool *taken;         /* [capacity] owned: who takes part in this step */
-    void **counters;     /* [capacity] owned: their step_data, of some of them */
+    zs_counters *processes; /* of members whose counters are on a device, owned; NULL: not asked for yet */
+    bool *taken;            /* [capacity] owned: who takes part in this step */
+    void **counters;        /* [capacity] owned: their step_data, of some of them */
     int64_t *slots;      /* [capacity + 1] owned: which constants kin (SGD: old and new momentum) have now; -1: none */
     zs_hyper hyper;      /* of this step, if it is capturable */
     const zs_live *live; /* likewise, borrowed; NULL: it is not */
@@ -43,7 +43,7 @@ struct zs_optim {
 /* --- capturable steps (optim_live.c) --------------------------------------------------------------------------------------- */
 
 /* Refuses what would have to be read or updated on the host, and finds out whose counters are equal. */
-zs_status zs_live_look(zs_optim *plan);
+zs_status zs_live_check(zs_optim *plan);
 
 /* The constants for this member and those that have counted the same steps: made on the device, before it is updated. */
 const zs_constants *zs_live_constants(zs_optim *plan, int64_t member);

@@ -1,6 +1,6 @@
 /* pager_direct.c - see pager_direct.h.
  *
- * The one idea: whole pages go to the disk directly, and the kernel then drops what its cache has of them; the parts of pages at
+ * Whole pages go to the disk directly, and the kernel then drops what its cache has of them; the parts of pages at
  * a range's two ends, which other ranges may share, go through the cache.
  */
 #define _GNU_SOURCE /* mincore, MADV_DONTFORK */
@@ -43,19 +43,19 @@ static struct {
         size_t room;
     } of[SPARE];
     int n;
-} spare = {.lock = PTHREAD_MUTEX_INITIALIZER};
+} keep_gathered = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 char *zs_pager_buffer_take(const char *ptr, size_t bytes)
 {
     size_t room = room_for(ptr, bytes);
     char *found = NULL;
-    pthread_mutex_lock(&spare.lock);
-    for (int i = 0; i < spare.n && found == NULL; i++) {
-        if (spare.of[i].room != room) continue;
-        found = spare.of[i].ptr;
-        spare.of[i] = spare.of[--spare.n];
+    pthread_mutex_lock(&keep_gathered.lock);
+    for (int i = 0; i < keep_gathered.n && found == NULL; i++) {
+        if (keep_gathered.of[i].room != room) continue;
+        found = keep_gathered.of[i].ptr;
+        keep_gathered.of[i] = keep_gathered.of[--keep_gathered.n];
     }
-    pthread_mutex_unlock(&spare.lock);
+    pthread_mutex_unlock(&keep_gathered.lock);
     if (found != NULL) return found;
     found = mmap(NULL, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (found == MAP_FAILED) return NULL;
@@ -68,24 +68,24 @@ void zs_pager_buffer_give(char *buffer, const char *ptr, size_t bytes)
 {
     if (buffer == NULL) return;
     size_t room = room_for(ptr, bytes);
-    pthread_mutex_lock(&spare.lock);
-    bool kept = spare.n < SPARE;
+    pthread_mutex_lock(&keep_gathered.lock);
+    bool kept = keep_gathered.n < SPARE;
     if (kept) {
-        spare.of[spare.n].ptr = buffer;
-        spare.of[spare.n++].room = room;
+        keep_gathered.of[keep_gathered.n].ptr = buffer;
+        keep_gathered.of[keep_gathered.n++].room = room;
     }
-    pthread_mutex_unlock(&spare.lock);
+    pthread_mutex_unlock(&keep_gathered.lock);
     if (!kept) munmap(buffer, room);
 }
 
 void zs_pager_buffers_free(void)
 {
-    pthread_mutex_lock(&spare.lock);
-    while (spare.n > 0) {
-        spare.n--;
-        munmap(spare.of[spare.n].ptr, spare.of[spare.n].room);
+    pthread_mutex_lock(&keep_gathered.lock);
+    while (keep_gathered.n > 0) {
+        keep_gathered.n--;
+        munmap(keep_gathered.of[keep_gathered.n].ptr, keep_gathered.of[keep_gathered.n].room);
     }
-    pthread_mutex_unlock(&spare.lock);
+    pthread_mutex_unlock(&keep_gathered.lock);
 }
 
 /* --- moving ------------------------------------------------------------------------------------------------------------ */

@@ -1,6 +1,6 @@
 /* pager_io.c - see pager_io.h.
  *
- * The one idea: a few system calls for each way. In: reading is begun, then page tables are filled, which waits for it. Out:
+ * A few system calls for each way. In: reading is begun, then page tables are filled, which waits for it. Out:
  * writeback is begun, later page tables are emptied, writeback waited for, and the cache dropped. A page is dropped from the cache only when nobody maps it,
  * so of ranks that map each other's files the last one does it.
  */

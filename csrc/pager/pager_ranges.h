@@ -1,6 +1,6 @@
 /* pager_ranges.h - what the pager knows of mappings and ranges, without locks or threads: tables, lists, and ways.
  *
- * The one idea: a range is what somebody wanted once, known by where it begins and how long it is. Ranges of one mapping may
+ * A range is what somebody wanted once, known by where it begins and how long it is. Ranges of one mapping may
  * overlap; that costs at worst a page that is fetched again.
  */
 #ifndef ZS_PAGER_RANGES_H

@@ -11,7 +11,8 @@ static int append_left(const zs_unit *unit, PyObject *list)
         size_t bytes;
         if (!zs_moved_from(unit, i, &memory, &bytes)) continue;
         unsigned long long begin = (uintptr_t)memory, size = bytes;
-        PyObject *area = Py_BuildValue("(KKOL)", begin, size, unit->face == NULL ? Py_None : unit->face, (long long)i);
+        PyObject *area =
+            Py_BuildValue("(KKOL)", begin, size, unit->py_owner == NULL ? Py_None : unit->py_owner, (long long)i);
         int result = area == NULL ? -1 : PyList_Append(list, area);
         Py_XDECREF(area);
         if (result < 0) return -1;
@@ -30,7 +31,7 @@ static int move_from(PyObject *areas)
 
 int zs_py_keep_aliases(const zs_engine *engine)
 {
-    const zs_schedule *schedule = &zs_engine_home((zs_engine *)engine)->schedule;
+    const zs_schedule *schedule = &zs_engine_context((zs_engine *)engine)->schedule;
     if (schedule->n_open > 0) return 0;
     bool any = false;
     for (size_t i = 0; i < schedule->n && !any; i++)

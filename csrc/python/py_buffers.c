@@ -1,6 +1,6 @@
 /* py_buffers.c - buffers that are broadcast from rank 0.
  *
- * The one idea: a script may replace a module's buffers, so the engine has no list of its own: as a pass begins, Python tells it which
+ * A script may replace a module's buffers, so the engine has no list of its own: as a pass begins, Python tells it which
  * buffers there are.
  */
 #include "python/py_engine.h"

@@ -153,7 +153,7 @@ static PyObject *engine_set_offload(engine_object *self, PyObject *args)
     what.grads = grads;
     what.state = state;
     zs_status status;
-    ZS_PY_NOGIL(status, zs_offload_set(zs_engine_home(self->engine), directory, &what));
+    ZS_PY_NOGIL(status, zs_offload_set(zs_engine_context(self->engine), directory, &what));
     if (status != ZS_OK) return zs_py_raise(NULL);
     Py_RETURN_NONE;
 }
@@ -222,7 +222,7 @@ PyDoc_STRVAR(engine_meet_doc, "meet($self, /)\n--\n\ncomplete_writes(), in a col
 static PyObject *engine_meet(engine_object *self, PyObject *unused)
 {
     (void)unused;
-    return zs_py_keep_aliases(self->engine) < 0 ? NULL : without_gil(self, zs_writing_meet);
+    return zs_py_keep_aliases(self->engine) < 0 ? NULL : without_gil(self, zs_writing_barrier);
 }
 
 PyDoc_STRVAR(engine_before_step_doc, "before_step($self, /)\n--\n\nbegin_write() for an optimizer's step. Raises "
@@ -268,7 +268,7 @@ static PyObject *engine_tell_settings(engine_object *self, PyObject *lines)
 {
     const char *text = PyUnicode_AsUTF8(lines);
     if (text == NULL) return NULL;
-    zs_engine_tell_settings(self->engine, text);
+    zs_engine_publish_settings(self->engine, text);
     Py_RETURN_NONE;
 }
 

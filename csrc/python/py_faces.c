@@ -1,6 +1,6 @@
 /* py_faces.c - the class of a sharded parameter: guarded while it is a slice, all but torch's own while it is whole.
  *
- * The one idea: forward and backward are to see plain parameters, since each operation on a guarded one costs a detour. So
+ * Forward and backward are to see plain parameters, since each operation on a guarded one costs a detour. So
  * the class changes with what the parameter is bound to: at once where Python runs anyway (hooks, methods), else when the
  * backward ends. In between, the guard looks itself whether a parameter is whole (py_guard.c).
  */
@@ -25,22 +25,22 @@ static void set_class(PyObject *object, PyTypeObject *from, PyTypeObject *to)
 static void show_unit(zs_unit *unit)
 {
     const zs_guard_types *types = &zs_py_guard_types;
-    const unit_object *self = unit->face;
+    const unit_object *self = unit->py_owner;
     for (Py_ssize_t i = 0; i < self->n_places; i++) {
         if (unit->bound_full)
             set_class(self->places[i].param, types->shard_parameter, types->whole_parameter);
         else
             set_class(self->places[i].param, types->whole_parameter, types->shard_parameter);
     }
-    zs_unit_note_shown(unit);
+    zs_unit_note_class(unit);
 }
 
 void zs_py_show(zs_engine *engine)
 {
-    zs_home *home = zs_engine_home(engine);
-    for (size_t i = 0; home->unshown > 0 && i < home->schedule.n; i++) {
-        zs_unit *unit = zs_unit_of(home->schedule.records[i]);
-        if (!zs_unit_is_shown(unit)) show_unit(unit);
+    zs_context *context = zs_engine_context(engine);
+    for (size_t i = 0; context->n_stale_classes > 0 && i < context->schedule.n; i++) {
+        zs_unit *unit = zs_unit_of(context->schedule.records[i]);
+        if (!zs_unit_class_is_current(unit)) show_unit(unit);
     }
 }
 
@@ -60,7 +60,7 @@ static void show_after_backward(zs_engine *engine)
 
 void zs_py_hide(unit_object *self)
 {
-    if (self->unit->face == self) zs_unit_set_face(self->unit, NULL);
+    if (self->unit->py_owner == self) zs_unit_set_py_owner(self->unit, NULL);
 }
 
 /* torch asks each tensor that an operation gets for this attribute, unless it is of one of torch's own classes. */
@@ -107,8 +107,8 @@ PyObject *zs_py_unit_guard(unit_object *self, PyObject *unused)
     if (spare_questions(zs_py_guard_types.whole_parameter) < 0) return NULL;
     for (Py_ssize_t i = 0; i < self->n_places; i++)
         if (guard_param(self->places[i].param) < 0) return NULL;
-    zs_unit_set_face(self->unit, self);
-    zs_engine_on_unshown(show_after_backward);
+    zs_unit_set_py_owner(self->unit, self);
+    zs_engine_on_stale_classes(show_after_backward);
     Py_RETURN_NONE;
 }
 

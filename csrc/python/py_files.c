@@ -1,6 +1,6 @@
 /* py_files.c - _core.File: an open file of a checkpoint, as Python sees it.
  *
- * The one idea: a file is closed when nobody uses it, and never under a thread that does: descriptors are used again, and the
+ * A file is closed when nobody uses it, and never under a thread that does: descriptors are used again, and the
  * bytes would go into somebody else's file.
  */
 #include "python/py_ckpt.h"

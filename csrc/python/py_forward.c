@@ -1,6 +1,6 @@
 /* py_forward.c - the two hooks that nn.Module calls around a unit's forward, and what comes before a backward.
  *
- * The one idea: they are plain C methods bound to the unit, so a module's forward pays two C calls and no Python frame.
+ * They are plain C methods bound to the unit, so a module's forward pays two C calls and no Python frame.
  * A backward is announced once, with its roots; its hooks are C all the way.
  */
 #include "engine/entries.h"

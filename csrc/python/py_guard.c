@@ -1,6 +1,6 @@
 /* py_guard.c - what torch calls in place of an operation on a guarded slice: the operation, or Python's refusal.
  *
- * The one idea: an elementwise operation on slices of the same elements gives the slice of the whole result, so it runs as
+ * An elementwise operation on slices of the same elements gives the slice of the whole result, so it runs as
  * it is and its result is guarded in turn. zshard/guard/rules.py lists which operations are of that kind, or ask for facts only;
  * all others, and slices that do not fit each other, go to Python (zshard/guard/slices.py), which raises or knows better.
  */

@@ -1,6 +1,6 @@
 /* py_in_backward.c - the stepper of a unit (in_backward.h) that calls Python.
  *
- * The one idea: a unit lives as long as its parameters, and Python's optimizer refers to those: the unit may hold nothing
+ * A unit lives as long as its parameters, and Python's optimizer refers to those: the unit may hold nothing
  * that leads back to it, or none would ever be freed. So it holds a weak reference, which is called to get at the method.
  */
 #include "python/py_unit.h"

@@ -1,6 +1,6 @@
 /* py_join.c - _core.Engine: what ranks tell each other within join(), as Python sees it. See engine/join.h. */
-#include "engine/follow.h"
 #include "engine/join.h"
+#include "engine/join_follow.h"
 #include "python/py_engine.h"
 #include "python/py_faces.h"
 
@@ -31,7 +31,7 @@ PyObject *zs_py_join_end(engine_object *self, PyObject *unused)
 /* RuntimeError outside of join(). */
 static int check_joined(const engine_object *self)
 {
-    if (zs_join_heard(self->engine) != NULL) return 0;
+    if (zs_join_received(self->engine) != NULL) return 0;
     PyErr_SetString(PyExc_RuntimeError, "join() is not active on this model");
     return -1;
 }
@@ -110,7 +110,7 @@ const char zs_py_join_news_doc[] =
 PyObject *zs_py_join_news(engine_object *self, PyObject *unused)
 {
     (void)unused;
-    const zs_join_news *news = zs_join_heard(self->engine);
+    const zs_join_news *news = zs_join_received(self->engine);
     if (news == NULL) Py_RETURN_NONE;
     return Py_BuildValue("(iiiO)", news->n_active, news->leader, news->latest, news->followed ? Py_True : Py_False);
 }

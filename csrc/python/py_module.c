@@ -1,6 +1,6 @@
 /* py_module.c - the module zshard._core: multi-phase init, exception classes, and how errors become exceptions.
  *
- * The one idea: Python exceptions are made here and nowhere else, from the thread's zs_status record.
+ * Python exceptions are made here and nowhere else, from the thread's zs_status record.
  */
 #include "checkpoint/ckpt_file.h"
 #include "python/py_util.h"

@@ -1,6 +1,6 @@
 /* py_norms.c - norms of gradients, what is made of them over the ranks, and scaling, as Python sees them.
  *
- * The one idea: each thing is there twice. On the CPU a norm is a number that comes back; on a GPU it is a tensor of one number
+ * Each thing is there twice. On the CPU a norm is a number that comes back; on a GPU it is a tensor of one number
  * that is queued, and all that uses it reads it there, so that no host waits in a step.
  */
 #include "python/py_util.h"

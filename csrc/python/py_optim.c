@@ -1,6 +1,6 @@
 /* py_optim.c - _core.OptimPlan, the optimizers' plan as Python sees it.
  *
- * The one idea: a plan must notice when the user changes a group's parameters or puts other tensors into the state.
+ * A plan must notice when the user changes a group's parameters or puts other tensors into the state.
  * It keeps every object it saw when it was made, in the order of a walk over the parameter list and the state, and
  * walks again at each step: pointers compared, nothing hashed, some 10 ns per parameter.
  *
@@ -314,7 +314,7 @@ PyDoc_STRVAR(step_doc,
 static PyObject *step_with(plan_object *self, Py_ssize_t n, const zs_hyper *hyper, const zs_live *live)
 {
     zs_clear_error();
-    if (zs_optim_look(self->plan, hyper, live) != ZS_OK) return zs_py_raise(NULL);
+    if (zs_optim_prepare(self->plan, hyper, live) != ZS_OK) return zs_py_raise(NULL);
     for (Py_ssize_t i = 0; i < n; i++) {
         if (zs_optim_verdict(self->plan, i) == ZS_MEMBER_STATELESS) Py_RETURN_NONE;
     }

@@ -1,6 +1,6 @@
 /* py_plan.c - _core.Engine: the memory that it has, and what a step is predicted to take. */
+#include "engine/keep_gathered.h"
 #include "engine/plan.h"
-#include "engine/spare.h"
 #include "python/py_engine.h"
 
 #include <stdlib.h>
@@ -83,7 +83,7 @@ const char zs_py_predict_seconds_doc[] =
 
 PyObject *zs_py_predict_seconds(engine_object *self, PyObject *list)
 {
-    size_t n = zs_engine_home(self->engine)->schedule.n;
+    size_t n = zs_engine_context(self->engine)->schedule.n;
     if (PyList_Check(list) && (size_t)PyList_GET_SIZE(list) == n) return predict_seconds(self->engine, list, n);
     return PyErr_Format(PyExc_ValueError, "predict_seconds() expects a list of %zu tuples, one for each unit", n);
 }
@@ -142,7 +142,7 @@ PyObject *zs_py_keep_gathered(engine_object *self, PyObject *args)
     Py_ssize_t most;
     int measured;
     if (!PyArg_ParseTuple(args, "np:keep_gathered", &most, &measured)) return NULL;
-    zs_spare_set(self->engine, most == PY_SSIZE_T_MAX ? SIZE_MAX : (size_t)most, measured != 0);
+    zs_keep_gathered_set(self->engine, most == PY_SSIZE_T_MAX ? SIZE_MAX : (size_t)most, measured != 0);
     Py_RETURN_NONE;
 }
 
@@ -154,7 +154,7 @@ PyObject *zs_py_offer_memory(engine_object *self, PyObject *bytes)
 {
     size_t offered = PyLong_AsSize_t(bytes);
     if (PyErr_Occurred()) return NULL;
-    zs_spare_offer(self->engine, offered);
+    zs_keep_gathered_offer(self->engine, offered);
     Py_RETURN_NONE;
 }
 
@@ -165,8 +165,9 @@ const char zs_py_kept_doc[] =
 PyObject *zs_py_kept(engine_object *self, PyObject *unused)
 {
     (void)unused;
-    zs_spare spare = zs_spare_of(self->engine);
-    bool open = spare.measured && !spare.decided, cost = zs_engine_home(self->engine)->schedule.gathers_cost;
-    return Py_BuildValue("nnNN", (Py_ssize_t)spare.bytes, (Py_ssize_t)spare.reserved, PyBool_FromLong(open),
-                         PyBool_FromLong(cost));
+    zs_keep_gathered keep_gathered = zs_keep_gathered_of(self->engine);
+    bool open = keep_gathered.measured && !keep_gathered.decided,
+         cost = zs_engine_context(self->engine)->schedule.gathers_cost;
+    return Py_BuildValue("nnNN", (Py_ssize_t)keep_gathered.bytes, (Py_ssize_t)keep_gathered.reserved,
+                         PyBool_FromLong(open), PyBool_FromLong(cost));
 }

@@ -1,6 +1,6 @@
 /* py_reads.c - see py_reads.h.
  *
- * The one idea: code in a forward means the full parameter, whoever's it is. So an operation that would see this rank's shard has the
+ * Code in a forward means the full parameter, whoever's it is. So an operation that would see this rank's shard has the
  * unit gathered first, like a call of its module; one that writes to the parameter itself goes on with the shard.
  */
 #include "python/py_reads.h"

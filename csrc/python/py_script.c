@@ -1,6 +1,6 @@
 /* py_script.c - where the script is, for messages: calls of zshard name themselves, and Python is asked for the line.
  *
- * The one idea: a wait runs without the GIL, so it can take it, and ask.
+ * A wait runs without the GIL, so it can take it, and ask.
  */
 #include "comm/script.h"
 #include "python/py_util.h"

@@ -1,6 +1,6 @@
 /* py_shards.c - questions about tensors: is this a shard, whose gradient is that?
  *
- * The one idea: a tensor is known by the block of memory it lies on, which names its unit; no registry has to be kept.
+ * A tensor is known by the block of memory it lies on, which names its unit; no registry has to be kept.
  */
 #include "engine/pin.h"
 #include "python/py_unit.h"

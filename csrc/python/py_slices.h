@@ -1,6 +1,6 @@
 /* py_slices.h - what of Python's objects is a guarded slice, and of what.
  *
- * The one idea: a parameter is found in a table by its address, all else that is guarded carries its Part with it.
+ * A parameter is found in a table by its address, all else that is guarded carries its Part with it.
  */
 #ifndef ZS_PY_SLICES_H
 #define ZS_PY_SLICES_H

@@ -167,7 +167,7 @@ static PyObject *unit_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (read_lists(names, tensors, &lists) == 0 && read_keep(keep, &lists) == 0) {
         fill_spec(&spec, &lists);
         zs_status status;
-        ZS_PY_NOGIL(status, zs_unit_new(zs_engine_home(engine), &spec, &unit));
+        ZS_PY_NOGIL(status, zs_unit_new(zs_engine_context(engine), &spec, &unit));
         if (status != ZS_OK) zs_py_raise(NULL);
     }
     free_lists(&lists);
@@ -315,7 +315,7 @@ static PyObject *unit_unwind(unit_object *self, PyObject *args)
     const char *what;
     if (!PyArg_ParseTuple(args, "ns:unwind", &n, &what)) return NULL;
     zs_status status;
-    if (n == 0 && *what != 0) zs_engine_tell_mishap(zs_engine_of(self->unit), what);
+    if (n == 0 && *what != 0) zs_engine_publish_failure(zs_engine_of(self->unit), what);
     ZS_PY_NOGIL(status, zs_engine_unwind(zs_engine_of(self->unit), (size_t)n));
     return zs_py_shown(zs_engine_of(self->unit), status);
 }

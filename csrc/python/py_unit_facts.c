@@ -124,7 +124,7 @@ static PyObject *unit_params(unit_object *self, void *unused)
 static PyObject *unit_is_hooked(unit_object *self, void *unused)
 {
     (void)unused;
-    return PyBool_FromLong(self->unit->home->ranks.all->world > 1 || !self->unit->record.is.fixed);
+    return PyBool_FromLong(self->unit->context->ranks.all->world > 1 || !self->unit->record.is.fixed);
 }
 
 static PyObject *unit_n_params(unit_object *self, void *unused)
@@ -196,7 +196,7 @@ static PyObject *unit_divisor(unit_object *self, void *unused)
 {
     (void)unused;
     const zs_unit *unit = self->unit;
-    return PyFloat_FromDouble(unit->divisor != 0.0 ? unit->divisor : unit->home->ranks.all->world);
+    return PyFloat_FromDouble(unit->divisor != 0.0 ? unit->divisor : unit->context->ranks.all->world);
 }
 
 static int unit_set_divisor(unit_object *self, PyObject *value, void *unused)
@@ -205,7 +205,7 @@ static int unit_set_divisor(unit_object *self, PyObject *value, void *unused)
     double divisor = value != NULL ? PyFloat_AsDouble(value) : 0.0;
     if (PyErr_Occurred()) return -1;
     zs_unit *unit = self->unit;
-    int world = unit->home->ranks.all->world;
+    int world = unit->context->ranks.all->world;
     if (!(divisor > 0.0 && isfinite(divisor))) {
         PyErr_SetString(PyExc_ValueError, "the gradient divide factor must be a positive finite number");
         return -1;

@@ -1,6 +1,6 @@
 /* py_writes.c - see py_writes.h: other ranks may read a parameter's slice, so what writes to it waits for them.
  *
- * The one idea: a Part knows whether a tensor is the parameter's own memory or a copy; here its methods are called around the
+ * A Part knows whether a tensor is the parameter's own memory or a copy; here its methods are called around the
  * operation, whatever comes of that.
  */
 #include "python/py_writes.h"

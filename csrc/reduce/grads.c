@@ -5,7 +5,7 @@
 #include "reduce/in_backward.h"
 #include "reduce/kept_grads.h"
 #include "reduce/local_grads.h"
-#include "unit/home.h"
+#include "unit/context.h"
 
 #include <string.h>
 
@@ -21,7 +21,7 @@ static zs_status set_aside(zs_unit *unit, zs_param *param)
     bool shown = false;
     ZS_TRY(zs_grad_is(param->tensor, param->grad, &shown));
     if (!shown) {
-        bool here = zs_same_where(grad.where, zs_home_device(unit->home)->where);
+        bool here = zs_same_where(grad.where, zs_context_device(unit->context)->where);
         if (!grad.dense || !here || grad.dtype != flat->dtype || grad.numel != param->owned.numel)
             return ZS_FAIL(ZS_ERR_VALUE,
                            "parameter '%s' of unit '%s' has a .grad of %lld elements that does not match this rank's "
@@ -32,7 +32,7 @@ static zs_status set_aside(zs_unit *unit, zs_param *param)
         ZS_TRY(zs_in_backward_lend(unit));
         char *dst = (char *)flat->grad_mem->ptr + (size_t)param->in_shard.begin * flat->layout.itemsize;
         size_t bytes = (size_t)grad.numel * flat->layout.itemsize;
-        ZS_TRY(zs_device_copy(zs_home_device(unit->home), ZS_STREAM_COMPUTE, dst, grad.data, bytes));
+        ZS_TRY(zs_device_copy(zs_context_device(unit->context), ZS_STREAM_COMPUTE, dst, grad.data, bytes));
     }
     return zs_grad_set(param->tensor, NULL);
 }
@@ -83,7 +83,7 @@ zs_status zs_grads_begin(zs_unit *unit, int64_t arriving, zs_expected *expected)
 
 /* --- a backward without gradients ------------------------------------------------------------------------------------------- */
 
-zs_status zs_grads_tell(const zs_unit *unit, unsigned char *held)
+zs_status zs_grads_held(const zs_unit *unit, unsigned char *held)
 {
     for (int64_t i = 0; i < unit->n_params; i++) {
         const zs_param *param = &unit->params[i];
@@ -168,7 +168,7 @@ zs_status zs_grads_deliver(zs_unit *unit)
         zs_param *param = &unit->params[i];
         bool run = param->reduced && zs_tensor_alive(param->tensor) && zs_hook_has_users(param->tensor);
         if (run && status == ZS_OK) {
-            unit->home->calls->show(unit->home);
+            unit->context->calls->show(unit->context);
             status = zs_hook_run_users(param->tensor);
         }
         param->has_grad = param->reduced = false;

@@ -1,6 +1,6 @@
 /* grads.h - what a unit's parameters have as .grad, before and after a backward.
  *
- * The one idea: during a backward .grad belongs to autograd alone. What was there before lies in the grad shard, or in the
+ * During a backward .grad belongs to autograd alone. What was there before lies in the grad shard, or in the
  * unit's local gradients; what the backward makes of it is shown when it ends.
  */
 #ifndef ZS_GRADS_H
@@ -13,7 +13,7 @@
 zs_status zs_grads_begin(zs_unit *unit, int64_t arriving, zs_expected *expected);
 
 /* Which of the unit's parameters hold a reduced gradient, on top of which the next would go: `held` [n_params], 0 or 1. */
-zs_status zs_grads_tell(const zs_unit *unit, unsigned char *held);
+zs_status zs_grads_held(const zs_unit *unit, unsigned char *held);
 
 /* Before a backward that brings no gradients here: drops what has stayed on this rank alone, and reduced gradients of parameters
  * that are not `held` elsewhere; of all if `none`. */

@@ -2,7 +2,7 @@
 #include "reduce/in_backward.h"
 
 #include "pager/pager.h"
-#include "unit/home.h"
+#include "unit/context.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -20,7 +20,7 @@ static const char GIVEN_BACK[] = "this gradient was freed: optimizer_in_backward
 
 bool zs_in_backward_alone(const zs_unit *unit)
 {
-    return unit->stepping != NULL && unit->record.is.fixed && unit->home->ranks.all->world == 1;
+    return unit->stepping != NULL && unit->record.is.fixed && unit->context->ranks.all->world == 1;
 }
 
 /* --- memory ------------------------------------------------------------------------------------------------------------ */
@@ -32,7 +32,7 @@ zs_status zs_in_backward_lend(zs_unit *unit)
         zs_flat *flat = &unit->flats[f];
         if (flat->grads == NULL || flat->grad_mem != NULL) continue;
         zs_mem *slot = NULL;
-        zs_arena *arena = unit->home->arena;
+        zs_arena *arena = unit->context->arena;
         ZS_TRY(zs_arena_take_own(arena, zs_flat_own_bytes(unit, flat), &slot));
         lent = true;
         zs_status status = zs_storage_fill(flat->grads, slot, slot->ptr);
@@ -45,7 +45,7 @@ zs_status zs_in_backward_lend(zs_unit *unit)
         slot->user = unit;
     }
     /* What forward and backward did in the slots comes before the sums. */
-    const zs_comm *comm = unit->home->ranks.all;
+    const zs_comm *comm = unit->context->ranks.all;
     return lent ? zs_device_fork(comm->device, comm->ops->stream) : ZS_OK;
 }
 
@@ -70,7 +70,7 @@ static void give_back(zs_unit *unit)
         (void)zs_storage_clear(flat->grads, GIVEN_BACK); /* can fail on memory for the message alone */
         flat->grad_mem->role = ZS_MEM_PLAIN;
         flat->grad_mem->user = NULL;
-        zs_arena_give(unit->home->arena, flat->grad_mem);
+        zs_arena_give(unit->context->arena, flat->grad_mem);
         zs_mem_release(flat->grad_mem);
         flat->grad_mem = NULL;
     }
@@ -154,14 +154,14 @@ zs_status zs_in_backward_attach(zs_unit *unit, const zs_stepper *stepper, const 
     made->arrived = made->stepped + n;
     for (size_t i = 0; i < n; i++)
         made->stepped[i] = stepped[i];
-    unit->home->calls->note_peak(unit->home);
-    zs_home_replan(unit->home);
+    unit->context->calls->note_peak(unit->context);
+    zs_context_replan(unit->context);
     unit->stepping = made;
     zs_record_set_early(&unit->record, true);
     unit->borrows = unit->cunit != NULL && steps_all(unit, stepped);
     if (unit->borrows) set_memory_aside(unit);
     for (int64_t i = 0; i < unit->n_params && status == ZS_OK && zs_in_backward_alone(unit); i++)
-        if (zs_tensor_alive(unit->params[i].tensor)) status = unit->home->calls->hook_param(unit, i);
+        if (zs_tensor_alive(unit->params[i].tensor)) status = unit->context->calls->hook_param(unit, i);
     if (status != ZS_OK) zs_in_backward_detach(unit);
     return status;
 }
@@ -171,7 +171,7 @@ void zs_in_backward_detach(zs_unit *unit)
     zs_in_backward_state *stepping = unit->stepping;
     if (stepping == NULL) return;
     take_memory_back(unit);
-    zs_home_replan(unit->home);
+    zs_context_replan(unit->context);
     for (int64_t i = 0; i < unit->n_params && zs_in_backward_alone(unit); i++)
         if (zs_tensor_alive(unit->params[i].tensor)) (void)zs_hook_grad_remove(unit->params[i].tensor);
     unit->stepping = NULL;
@@ -230,7 +230,7 @@ zs_status zs_in_backward_step(zs_unit *unit)
         any = grad.defined;
     }
     zs_pager_nest(unit->stepping->lends);
-    if (any) unit->home->calls->show(unit->home);
+    if (any) unit->context->calls->show(unit->context);
     zs_status status = any ? unit->stepping->stepper.step(unit->stepping->stepper.ctx) : ZS_OK;
     zs_pager_nest(false);
     ZS_TRY(status);

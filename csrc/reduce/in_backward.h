@@ -1,6 +1,6 @@
 /* in_backward.h - units that are stepped during backward, each as soon as its gradients are reduced.
  *
- * The one idea: a unit may change as soon as nobody will look at its parameters again in this backward, on any rank: peers
+ * A unit may change as soon as nobody will look at its parameters again in this backward, on any rank: peers
  * may read this rank's shard in place. A rank knows that of a unit whose module was called once since the last backward,
  * when all its gradients have come; of any unit, at the end of its backward. It then says so with its round ("over", a bit
  * of the bitmap), and a unit that is over on all ranks is stepped where its sum was made. The others are stepped after

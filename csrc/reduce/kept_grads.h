@@ -1,6 +1,6 @@
 /* kept_grads.h - a gradient that a script keeps stays what it was.
  *
- * The one idea: what a script holds is seen by counts of references, to the tensor itself and to its storage (by which views
+ * What a script holds is seen by counts of references, to the tensor itself and to its storage (by which views
  * and NumPy arrays hold it). Then new gradients get other memory: the bytes under the old ones are the script's. The two
  * take turns, so that a variable that a loop has left over costs one unit's gradients, and no new pages at each step.
  */

@@ -2,7 +2,7 @@
 #include "reduce/local_grads.h"
 
 #include "reduce/kept_grads.h"
-#include "unit/home.h"
+#include "unit/context.h"
 
 #include <math.h>
 #include <stdatomic.h>
@@ -20,7 +20,7 @@ static zs_status make_views(zs_unit *unit)
     for (int f = 0; f < unit->n_flats; f++) {
         zs_flat *flat = &unit->flats[f];
         if (!flat->trainable) continue;
-        ZS_TRY(zs_storage_new(zs_home_device(unit->home)->where, zs_flat_wire_bytes(flat), "", &flat->local));
+        ZS_TRY(zs_storage_new(zs_context_device(unit->context)->where, zs_flat_wire_bytes(flat), "", &flat->local));
         ZS_TRY(zs_storage_fill(flat->local, unit->local, (char *)unit->local->ptr + flat->bucket_offset));
     }
     for (int64_t i = 0; i < unit->n_params; i++) {
@@ -35,12 +35,12 @@ static zs_status make_views(zs_unit *unit)
 
 zs_status zs_local_grads_new(zs_unit *unit)
 {
-    ZS_TRY(zs_device_mem_new(zs_home_device(unit->home), zs_unit_bucket_bytes(unit), &unit->local));
+    ZS_TRY(zs_device_mem_new(zs_context_device(unit->context), zs_unit_bucket_bytes(unit), &unit->local));
     unit->local->role = ZS_MEM_LOCAL_GRAD;
     unit->local->user = unit;
     atomic_fetch_add(&holders, 1);
     zs_status status = make_views(unit);
-    unit->home->calls->note_peak(unit->home);
+    unit->context->calls->note_peak(unit->context);
     if (status != ZS_OK) zs_local_grads_free(unit);
     return status;
 }
@@ -91,7 +91,7 @@ static zs_status take_over(zs_unit *unit, const seen *before)
 
 static zs_status move(zs_unit *unit)
 {
-    const zs_device *device = zs_home_device(unit->home);
+    const zs_device *device = zs_context_device(unit->context);
     zs_mem *before = zs_mem_retain(unit->local);
     seen was[unit->n_params];
     for (int64_t i = 0; i < unit->n_params; i++)
@@ -117,7 +117,7 @@ static zs_status is_zero(const zs_unit *unit, const zs_param *param, bool *zero)
     char *at = (char *)unit->local->ptr + flat->bucket_offset + (size_t)param->offset * flat->wire_size;
     zs_numbers numbers = {at, param->numel, flat->wire};
     double largest = 0;
-    ZS_TRY(zs_device_norm(zs_home_device(unit->home), &numbers, 1, (double)INFINITY, &largest));
+    ZS_TRY(zs_device_norm(zs_context_device(unit->context), &numbers, 1, (double)INFINITY, &largest));
     *zero = largest == 0;
     return ZS_OK;
 }

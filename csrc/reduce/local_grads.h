@@ -1,6 +1,6 @@
 /* local_grads.h - gradients that stay on their rank for a while: no_sync().
  *
- * The one idea: while gradients are not reduced, they are summed in memory of the bucket's layout that belongs to this rank
+ * While gradients are not reduced, they are summed in memory of the bucket's layout that belongs to this rank
  * alone, and `.grad` shows them whole. The round that comes at last packs into the same memory, and posts a copy of it.
  * What the user does with a `.grad` in between counts: None, and its gradients are gone.
  */

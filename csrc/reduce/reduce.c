@@ -4,7 +4,7 @@
 #include "base/bits.h"
 #include "reduce/bucket.h"
 #include "reduce/local_grads.h"
-#include "unit/home.h"
+#include "unit/context.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -45,7 +45,7 @@ void zs_reduce_keep(zs_unit *unit, int64_t i)
 /* Copies a new gradient into the round: on a device that queues by one call of its own, where torch would take several. */
 static zs_status pack_grad(const zs_unit *unit, const zs_param *param, bool again)
 {
-    const zs_device *device = zs_home_device(unit->home);
+    const zs_device *device = zs_context_device(unit->context);
     const zs_flat *flat = &unit->flats[param->flat];
     zs_grad_info grad = {0};
     if (device->ops->queues) ZS_TRY(zs_grad_describe(param->tensor, &grad));
@@ -75,7 +75,7 @@ zs_status zs_reduce_pack(zs_unit *unit, int64_t i, bool anew, bool *first)
  * carry another unit's bytes into the grad shard. */
 static zs_status fill_rest(zs_unit *unit)
 {
-    const zs_device *device = zs_home_device(unit->home);
+    const zs_device *device = zs_context_device(unit->context);
     for (int f = 0; f < unit->n_flats; f++) {
         const zs_flat *flat = &unit->flats[f];
         if (!flat->trainable) continue;
@@ -106,7 +106,7 @@ static zs_status fill_rest(zs_unit *unit)
 
 zs_status zs_reduce_send_local(zs_unit *unit)
 {
-    const zs_device *device = zs_home_device(unit->home);
+    const zs_device *device = zs_context_device(unit->context);
     ZS_TRY(zs_device_copy(device, ZS_STREAM_COMPUTE, packing(unit), unit->local->ptr, zs_unit_bucket_bytes(unit)));
     zs_local_grads_free(unit);
     return ZS_OK;
@@ -132,16 +132,16 @@ static void mark(zs_unit *unit, uint64_t *used)
     for (int64_t i = 0; i < unit->n_params && unit->in_backward; i++)
         held |= unit->params[i].held;
     if (held) zs_set_bit(used, zs_unit_round_bit(unit, ZS_ROUND_HELD));
-    if (unit->home->schedule.gave_up) zs_set_bit(used, zs_unit_round_bit(unit, ZS_ROUND_GAVE_UP));
+    if (unit->context->schedule.gave_up) zs_set_bit(used, zs_unit_round_bit(unit, ZS_ROUND_GAVE_UP));
     if (unit->record.early.over) zs_set_bit(used, zs_unit_round_bit(unit, ZS_ROUND_OVER));
-    used[zs_unit_offer_at(unit)] = unit->home->offer;
-    memcpy(used + zs_unit_past_at(unit), &unit->home->past, sizeof unit->home->past);
+    used[zs_unit_offer_at(unit)] = unit->context->offer;
+    memcpy(used + zs_unit_fingerprint_at(unit), &unit->context->fingerprint, sizeof unit->context->fingerprint);
 }
 
 /* A round without gradients; what stayed local stays so. */
 static zs_status post_nothing(zs_unit *unit)
 {
-    zs_comm *comm = unit->home->ranks.all;
+    zs_comm *comm = unit->context->ranks.all;
     uint64_t *used = unit->local != NULL ? unit->arrived : unit->used;
     clear_bits(unit, used);
     mark(unit, used);
@@ -150,7 +150,7 @@ static zs_status post_nothing(zs_unit *unit)
 
 zs_status zs_reduce_post(zs_unit *unit)
 {
-    zs_comm *comm = unit->home->ranks.all;
+    zs_comm *comm = unit->context->ranks.all;
     zs_lease *lease = unit->record.round.packing;
     if (lease == NULL) return post_nothing(unit);
     mark(unit, unit->used);

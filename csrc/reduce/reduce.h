@@ -1,6 +1,6 @@
 /* reduce.h - one round of a unit's gradients: packed into a bucket as they become ready, posted, summed by their owners.
  *
- * The one idea: a gradient is copied once, straight from where autograd made it into memory that the peers can read, and
+ * A gradient is copied once, straight from where autograd made it into memory that the peers can read, and
  * dropped. Whoever owns a slice then reads that slice of every rank's bucket and sums in rank order. When each of this
  * happens the schedule decides (schedule/rounds.c), whose actions these are.
  */

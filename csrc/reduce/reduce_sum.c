@@ -4,7 +4,7 @@
 #include "reduce/bucket.h"
 #include "reduce/in_backward.h"
 #include "reduce/reduce.h"
-#include "unit/home.h"
+#include "unit/context.h"
 #include "unit/offload.h"
 
 #include <string.h>
@@ -43,7 +43,7 @@ static zs_status sum_run(const summing *s, const zs_flat *flat, slice_run run)
     else
         target = flat->grad_mem->ptr;
     zs_sum sum = {.src = src, .world = s->world, .dtype = dtype, .scale = s->scale};
-    sum.per_host = s->sources->partial ? 0 : s->unit->home->ranks.all->per_host;
+    sum.per_host = s->sources->partial ? 0 : s->unit->context->ranks.all->per_host;
     sum.to = s->unit->record.is.replicated ? flat->wire : flat->dtype;
     sum.dst = target + (size_t)run.begin * (s->unit->record.is.replicated ? flat->wire_size : flat->layout.itemsize);
     sum.numel = run.end - run.begin;
@@ -95,14 +95,14 @@ static zs_status check_gave_up(const summing *s)
     int64_t gave_up = zs_unit_round_bit(s->unit, ZS_ROUND_GAVE_UP);
     for (int r = 0; r < s->world; r++) {
         if (r == s->rank || !zs_get_bit(s->sources->used[r], gave_up)) continue;
-        if (s->unit->home->schedule.gave_up) continue; /* this rank did so too: nothing is lost */
-        char mishaps[ZS_MISHAPS];
-        zs_comm_mishaps(s->unit->home->ranks.all, mishaps, sizeof mishaps);
+        if (s->unit->context->schedule.gave_up) continue; /* this rank did so too: nothing is lost */
+        char failures[ZS_FAILURES];
+        zs_comm_failures(s->unit->context->ranks.all, failures, sizeof failures);
         return ZS_FAIL(ZS_ERR_DIVERGED,
                        "ranks diverged: rank %d abandoned its backward before unit '%s' (most likely an exception was "
                        "caught there), but rank %d continued%s; the gradients of this step are incomplete: call "
                        "zero_grad() and skip the step on all ranks",
-                       r, zs_unit_label(s->unit->name), s->rank, mishaps);
+                       r, zs_unit_label(s->unit->name), s->rank, failures);
     }
     return ZS_OK;
 }
@@ -123,29 +123,29 @@ static zs_status check_held(const summing *s)
 }
 
 /* Gradients of parameters of different steps are no sum. */
-static zs_status check_pasts(const summing *s)
+static zs_status check_fingerprints(const summing *s)
 {
-    zs_home *home = s->unit->home;
-    zs_past pasts[s->world];
+    zs_context *context = s->unit->context;
+    zs_fingerprint fingerprints[s->world];
     for (int r = 0; r < s->world; r++)
-        memcpy(&pasts[r], s->sources->used[r] + zs_unit_past_at(s->unit), sizeof *pasts);
-    zs_status status = zs_comm_check_pasts(home->ranks.all, pasts);
-    home->met = status == ZS_OK;
-    home->met_past = pasts[s->rank];
+        memcpy(&fingerprints[r], s->sources->used[r] + zs_unit_fingerprint_at(s->unit), sizeof *fingerprints);
+    zs_status status = zs_comm_check_fingerprints(context->ranks.all, fingerprints);
+    context->met = status == ZS_OK;
+    context->met_fingerprint = fingerprints[s->rank];
     return status;
 }
 
 /* What all ranks can spare, if all have said so in this round. */
 static void note_offers(const summing *s)
 {
-    zs_home *home = s->unit->home;
+    zs_context *context = s->unit->context;
     uint64_t least = ZS_NO_OFFER;
     for (int r = 0; r < s->world; r++) {
         uint64_t offer = s->sources->used[r][zs_unit_offer_at(s->unit)];
         if (offer == ZS_NO_OFFER) return;
         if (offer < least) least = offer;
     }
-    if (least < home->least_offer) home->least_offer = least;
+    if (least < context->least_offer) context->least_offer = least;
 }
 
 /* Takes bytes [begin, stop) of a flat's whole sum from the rank that owns them; on top of an earlier round's, if any. */
@@ -205,8 +205,8 @@ static zs_status fetch_shared(const summing *s)
 
 static summing summing_of(zs_unit *unit, zs_sources *sources)
 {
-    zs_comm *comm = unit->home->ranks.all;
-    double of_model = unit->home->divided_by, divisor = unit->divisor != 0.0 ? unit->divisor : of_model;
+    zs_comm *comm = unit->context->ranks.all;
+    double of_model = unit->context->divided_by, divisor = unit->divisor != 0.0 ? unit->divisor : of_model;
     if (divisor == 0.0) divisor = comm->world;
     summing s = {unit, sources, comm->device, comm->ops->stream, comm->rank, comm->world, 1.0 / divisor, 0};
     s.again = divisor / comm->world;
@@ -226,7 +226,7 @@ static bool over_everywhere(const summing *s)
  * stepped on all, or the ranks would not have one model any more. Asked once the round has been collected. */
 static bool counts(const summing *s)
 {
-    return !s->unit->home->schedule.gave_up || over_everywhere(s);
+    return !s->unit->context->schedule.gave_up || over_everywhere(s);
 }
 
 static zs_status sum_flats(const summing *s)
@@ -245,7 +245,7 @@ static zs_status want_grads(zs_unit *unit)
 
 zs_status zs_reduce_share(zs_unit *unit, zs_wait wait, bool *ready)
 {
-    zs_comm *comm = unit->home->ranks.all;
+    zs_comm *comm = unit->context->ranks.all;
     zs_sources sources = {0};
     summing s = summing_of(unit, &sources);
     ZS_TRY(zs_cunit_collect(comm, unit->cunit, wait, ready, &sources));
@@ -260,7 +260,7 @@ zs_status zs_reduce_share(zs_unit *unit, zs_wait wait, bool *ready)
 static zs_status take_sum(const summing *s, zs_wait wait, bool *ready)
 {
     zs_unit *unit = s->unit;
-    zs_comm *comm = unit->home->ranks.all;
+    zs_comm *comm = unit->context->ranks.all;
     bool replicated = unit->record.is.replicated;
     ZS_TRY((replicated ? zs_cunit_collect_shared : zs_cunit_collect)(comm, unit->cunit, wait, ready, s->sources));
     if (!*ready || !counts(s)) return ZS_OK;
@@ -278,14 +278,14 @@ static zs_status take_sum(const summing *s, zs_wait wait, bool *ready)
 /* The round has failed on all ranks alike: it is over. To a rank that has given up its backward nothing is lost. */
 static zs_status end_failed(const zs_unit *unit, zs_status status)
 {
-    if (!unit->home->schedule.gave_up) return status;
+    if (!unit->context->schedule.gave_up) return status;
     zs_clear_error();
     return ZS_OK;
 }
 
 zs_status zs_reduce_sum(zs_unit *unit, zs_wait wait, bool *done, bool *over)
 {
-    zs_comm *comm = unit->home->ranks.all;
+    zs_comm *comm = unit->context->ranks.all;
     zs_sources sources = {0};
     summing s = summing_of(unit, &sources);
     bool ready = false;
@@ -297,9 +297,9 @@ zs_status zs_reduce_sum(zs_unit *unit, zs_wait wait, bool *done, bool *over)
     /* Who has models on a disk is short of memory; that of the gradients which have been packed lies idle on the heap. */
     if (unit->offloads.disk != NULL) zs_mem_heap_freed(zs_unit_bucket_bytes(unit));
     zs_status status = check_gave_up(&s);
-    if (!unit->home->schedule.gave_up) {
+    if (!unit->context->schedule.gave_up) {
         ZS_THEN(status, check_held(&s));
-        ZS_THEN(status, check_pasts(&s));
+        ZS_THEN(status, check_fingerprints(&s));
     }
     note_offers(&s);
     *over = over_everywhere(&s);

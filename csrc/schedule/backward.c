@@ -1,6 +1,6 @@
 /* backward.c - the backward pass: from the first event that autograd sends to the last.
  *
- * The one idea: gradients leave as soon as a unit's are complete, where ranks need not agree on when; elsewhere when the
+ * Gradients leave as soon as a unit's are complete, where ranks need not agree on when; elsewhere when the
  * backward is through with the unit (through.c), which all ranks see at the same event. See schedule.h.
  */
 #include "schedule/inner.h"

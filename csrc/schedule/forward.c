@@ -1,6 +1,6 @@
 /* forward.c - the forward pass: sessions, and what is open in them; and the list of a model's units. See schedule.h.
  *
- * The one idea: a session opens when the outermost unit's module is called and closes when it returns. Whatever an exception
+ * A session opens when the outermost unit's module is called and closes when it returns. Whatever an exception
  * leaves open is closed by what is around it.
  */
 #include "schedule/inner.h"

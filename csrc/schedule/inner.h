@@ -99,7 +99,7 @@ void zs_reads_forget(zs_schedule *schedule, zs_record *record);
 
 /* Which units a running backward is through with.
  *
- * The one idea: torch numbers the nodes of its graph as they are made, and a backward runs them in falling order. So when
+ * Torch numbers the nodes of its graph as they are made, and a backward runs them in falling order. So when
  * the hook before a unit's backward runs, every node that was made after that unit's forward has been run; and a unit all of
  * whose forwards began later will get no gradient any more. That is known on all ranks at the same hook, however many of
  * the unit's parameters had a gradient: where collectives must come in one order, that is what the order hangs on. */

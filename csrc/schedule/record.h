@@ -1,6 +1,6 @@
 /* record.h - what the schedule knows of one unit, and of one bucket.
  *
- * The one idea: when a unit is gathered, resharded and reduced hangs on these few facts and on nothing else. Units and
+ * When a unit is gathered, resharded and reduced hangs on these few facts and on nothing else. Units and
  * buckets begin with such a record. Each group of fields has one file that writes it; everybody may read.
  *
  *   SHARDED --> GATHERING --> FULL --> SHARDED     forward: gather, use, give back
@@ -29,7 +29,7 @@ typedef struct zs_traits {
     bool fixed;      /* and computes with them where they lie: they are unsharded all the time */
     bool empty;      /* it has no parameters */
     bool stays;      /* unsharded from forward to backward (ZeRO-2) */
-    bool kept;       /* likewise, since there is memory to spare (engine/spare.h) */
+    bool kept;       /* likewise, since there is memory to spare (engine/keep_gathered.h) */
     bool reduces;    /* its gradients leave this rank */
     size_t bucket_bytes;
 } zs_traits;

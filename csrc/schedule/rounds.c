@@ -1,6 +1,6 @@
 /* rounds.c - rounds of gradients: who packs into which bucket, when a round is posted, and when it is summed.
  *
- * The one idea: rounds are summed in the order of posting, as late as may be: when a bucket is wanted and there is no other,
+ * Rounds are summed in the order of posting, as late as may be: when a bucket is wanted and there is no other,
  * or at the end of the backward. So no rank waits for a peer that is a unit behind. Two buckets of a size are enough for ranks
  * in step; one more is made where every rank would otherwise wait for every other. See schedule.h.
  */

@@ -1,6 +1,6 @@
 /* schedule.h - what happens when in a step of a model: the decisions, and nothing else.
  *
- * The one idea: events go in (a module is entered, a gradient is ready), actions come out (gather, post, sum), and between
+ * Events go in (a module is entered, a gradient is ready), actions come out (gather, post, sum), and between
  * them are the records of the units. What an action does with memory, transports and tensors is its executor's matter. There
  * are two: the engine's (acts.c), and a dry one that knows sizes and durations (dry.c), so that what is planned is what is
  * done. Nothing here is collective by itself; the order of actions is the same on all ranks whose events are.

@@ -1,6 +1,6 @@
 /* unshard.c - when units are gathered and resharded: their states, and gathers that begin before they are wanted.
  *
- * The one idea: where a gather costs, a pass gathers its units in the order of the last one. So each unit remembers which was
+ * Where a gather costs, a pass gathers its units in the order of the last one. So each unit remembers which was
  * gathered after it, in forward and in backward, and when it is wanted the gather of that one begins too. A guess that was
  * wrong costs a gather, never a number: what was not wanted is dropped at the end of the pass. All ranks guess alike, as they
  * saw one order. See schedule.h.

@@ -1,6 +1,6 @@
-/* tensor.h - the plain-C face of torch. Everything the core knows of tensors, storages and autograd is here.
+/* tensor.h - the plain-C py_owner of torch. Everything the core knows of tensors, storages and autograd is here.
  *
- * The one idea: torch_shim.cpp is the only file that sees ATen; behind this face a tensor is an opaque counted handle
+ * Torch_shim.cpp is the only file that sees ATen; behind this py_owner a tensor is an opaque counted handle
  * and every call returns a zs_status, with no C++ exception getting out.
  *
  * Ownership words: *new* (caller frees), *borrowed* (valid while its source lives), *steals*.
@@ -304,10 +304,10 @@ zs_status zs_work_then(zs_work *work, void (*call)(void *arg, bool good), void *
 void zs_work_free(zs_work *work);
 
 /* Leaves a text for the other ranks in the group's store; fails silently, as the store may be gone too. */
-void zs_group_leave_words(zs_group *group, int rank, const char *words);
+void zs_group_publish_text(zs_group *group, int rank, const char *words);
 
 /* Asks by the group's store where all ranks' scripts are; returns the number of the question, 0: there is no store. */
-uint64_t zs_group_ask(zs_group *group);
+uint64_t zs_group_ask_positions(zs_group *group);
 
 /* Reads what `rank` has answered to that; leaves `text` as it is if it has not, or the store is gone. */
 void zs_group_read_answer(zs_group *group, uint64_t number, int rank, char *text, size_t size);
@@ -317,6 +317,6 @@ void zs_group_read_answer(zs_group *group, uint64_t number, int rank, char *text
 bool zs_group_leave_page(zs_group *group, int rank, int world, void *pages, size_t bytes);
 
 /* Reads what `rank` has left there; "" if nothing. */
-void zs_group_read_words(zs_group *group, int rank, char *words, size_t size);
+void zs_group_read_text(zs_group *group, int rank, char *words, size_t size);
 
 #endif

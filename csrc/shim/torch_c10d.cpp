@@ -1,6 +1,6 @@
-// torch_c10d.cpp - torch's process groups behind the plain-C face of tensor.h; the only file that sees c10d.
+// torch_c10d.cpp - torch's process groups behind the plain-C py_owner of tensor.h; the only file that sees c10d.
 //
-// The one idea: a process group moves bytes. Every call wraps its pointers as byte tensors and runs one collective; no dtype,
+// A process group moves bytes. Every call wraps its pointers as byte tensors and runs one collective; no dtype,
 // no sum (sums are ours, in rank order, so that all transports give the same bits).
 //
 // Nothing here needs the GIL. A Python process group takes it by itself, so callers must not hold it.
@@ -342,7 +342,7 @@ void zs_work_free(zs_work *work)
 
 // --- last words ------------------------------------------------------------------------------------------------------------
 
-void zs_group_leave_words(zs_group *group, int rank, const char *words)
+void zs_group_publish_text(zs_group *group, int rank, const char *words)
 {
     const std::string key = words_key(rank), text = words;
     // No record is made, and none is cleared: what is told here are the words of the caller's.
@@ -352,7 +352,7 @@ void zs_group_leave_words(zs_group *group, int rank, const char *words)
     });
 }
 
-uint64_t zs_group_ask(zs_group *group)
+uint64_t zs_group_ask_positions(zs_group *group)
 {
     return ask_store<uint64_t>(group,
                                [](c10d::Store &store) { return static_cast<uint64_t>(store.add("zshard/asked", 1)); });
@@ -384,7 +384,7 @@ bool zs_group_leave_page(zs_group *group, int rank, int world, void *pages, size
     return !found.empty();
 }
 
-void zs_group_read_words(zs_group *group, int rank, char *words, size_t size)
+void zs_group_read_text(zs_group *group, int rank, char *words, size_t size)
 {
     snprintf(words, size, "%s", read_text(group, words_key(rank)).c_str());
 }

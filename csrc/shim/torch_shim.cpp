@@ -1,6 +1,6 @@
 // torch_shim.cpp - tensors and storages: the part of tensor.h that is ATen's.
 //
-// The one idea: C++ ends here. Every function is extern "C", catches everything, and turns it into a zs_status with
+// C++ ends here. Every function is extern "C", catches everything, and turns it into a zs_status with
 // torch's own text; every object it hands out is a counted handle. The shim (torch_*.cpp) owns no flat memory and does not
 // know units.
 #include "shim/torch_internal.hpp"

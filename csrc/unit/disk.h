@@ -1,7 +1,7 @@
 /* disk.h - memory that lies elsewhere: parameters, gradients and optimizer state beyond what the device's memory holds; in
  * files of a directory, or for a GPU, in its host's memory.
  *
- * The one idea: each rank has one file for a model, without a name, so that it is gone with the process however that ends;
+ * Each rank has one file for a model, without a name, so that it is gone with the process however that ends;
  * regions of it are zs_mem like any other, and what is resident of them is the pager's business (pager.h). Where a
  * transport maps flats side by side, the files of all ranks are mapped as its memory files would be.
  */

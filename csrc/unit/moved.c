@@ -1,13 +1,13 @@
 /* moved.c - parameters that scripts have moved: by `p.data = t`, load_state_dict(assign=True), .to().
  *
- * The one idea: a parameter's memory stays where it is, as peers map it, so the new values are written there when the next pass
+ * A parameter's memory stays where it is, as peers map it, so the new values are written there when the next pass
  * begins. Other tensors that lie there, such as an earlier `p.data`, keep their values in plain PyTorch. They are known by the
  * storage, which then has more users than parameters; Python finds them (guard/aliases.py).
  */
 #include "unit/moved.h"
 
 #include "device/device.h"
-#include "unit/home.h"
+#include "unit/context.h"
 
 #include <string.h>
 
@@ -78,7 +78,7 @@ static zs_status write_back_param(zs_unit *unit, zs_param *param)
     zs_flat *flat = &unit->flats[param->flat];
     zs_tensor_info info;
     ZS_TRY(zs_tensor_describe(param->tensor, &info));
-    const zs_device *device = zs_home_device(unit->home);
+    const zs_device *device = zs_context_device(unit->context);
     bool here = zs_same_where(info.where, device->where);
     if (info.dtype != flat->dtype || info.itemsize != flat->layout.itemsize || !here || !info.strided)
         return ZS_FAIL(ZS_ERR_VALUE,

@@ -2,17 +2,17 @@
 #include "unit/offload.h"
 
 #include "pager/pager.h"
-#include "unit/home.h"
+#include "unit/context.h"
 
 /* --- what lies where --------------------------------------------------------------------------------------------------- */
 
-zs_status zs_offload_set(zs_home *home, const char *directory, const zs_offload *what)
+zs_status zs_offload_set(zs_context *context, const char *directory, const zs_offload *what)
 {
-    const zs_ranks *ranks = &home->ranks;
-    zs_offload *offload = &home->offload;
+    const zs_ranks *ranks = &context->ranks;
+    zs_offload *offload = &context->offload;
     zs_disk *disk = NULL;
     if (directory != NULL && directory[0] == 0)
-        ZS_TRY(zs_disk_new_on_host(zs_home_device(home), &disk));
+        ZS_TRY(zs_disk_new_on_host(zs_context_device(context), &disk));
     else if (directory != NULL)
         ZS_TRY(zs_disk_new(directory, ranks->all, ranks->shards, &disk));
     zs_disk_release(offload->disk);
@@ -52,13 +52,13 @@ zs_status zs_offload_flat_new(const zs_unit *unit, zs_comm *shards, size_t shard
 zs_status zs_offload_params_new(const zs_unit *unit, size_t bytes, zs_mem **out)
 {
     if (unit->offloads.params) return zs_disk_take(unit->offloads.disk, bytes, out);
-    return zs_device_mem_new(zs_home_device(unit->home), bytes, out);
+    return zs_device_mem_new(zs_context_device(unit->context), bytes, out);
 }
 
 zs_status zs_offload_grads_new(const zs_unit *unit, size_t bytes, zs_mem **out)
 {
     if (unit->offloads.grads) return zs_disk_take(unit->offloads.disk, bytes, out);
-    return zs_pool_take(unit->home->grads, bytes, out);
+    return zs_pool_take(unit->context->grads, bytes, out);
 }
 
 zs_status zs_offload_state_new(const zs_unit *unit, int64_t numel, const zs_tensor *like, zs_tensor **out)

@@ -1,6 +1,6 @@
 /* offload.h - which parts of a model lie on a disk: a model's settings, and what its units make of them.
  *
- * The one idea: settings say which kinds of memory go to the disk, and for what share of the model; each unit is told once,
+ * Settings say which kinds of memory go to the disk, and for what share of the model; each unit is told once,
  * when it is made, and from then on its memory is what it is. Nothing else in the core asks where memory lies.
  */
 #ifndef ZS_OFFLOAD_H
@@ -21,7 +21,7 @@ typedef struct zs_offload {
 /* Sets where the parts of `what` go for units that are made from now on: to files in `directory`. For all ranks together; fails
  * as zs_disk_new does. `directory` "": the memory of a GPU's host. NULL: in dry runs, which have no memory. Of `what`, the
  * kinds and the fraction are read. */
-zs_status zs_offload_set(zs_home *home, const char *directory, const zs_offload *what);
+zs_status zs_offload_set(zs_context *context, const char *directory, const zs_offload *what);
 
 /* Decides for a new unit with `bytes` of parameters, evenly over the model; all ranks decide alike. */
 void zs_offload_choose(zs_offload *offload, zs_unit *unit, size_t bytes);

@@ -1,7 +1,7 @@
 /* pinned.c - see pinned.h. */
 #include "unit/pinned.h"
 
-#include "unit/home.h"
+#include "unit/context.h"
 
 #include <stdatomic.h>
 
@@ -35,7 +35,7 @@ size_t zs_pinned_bytes(const zs_unit *unit)
     size_t total = 0;
     bool shared = false;
     for (int f = 0; f < unit->n_flats && unit->record.pinned; f++)
-        if (unit->flats[f].full_mem != NULL && !zs_arena_has(unit->home->arena, unit->flats[f].full_mem, &shared))
+        if (unit->flats[f].full_mem != NULL && !zs_arena_has(unit->context->arena, unit->flats[f].full_mem, &shared))
             total += zs_flat_full_bytes(unit, &unit->flats[f]);
     return total;
 }

@@ -2,7 +2,7 @@
 #include "unit/secondary.h"
 
 #include "device/arena.h"
-#include "unit/home.h"
+#include "unit/context.h"
 
 #include <stdlib.h>
 
@@ -16,7 +16,7 @@ static const zs_flat_mem *source_of(const zs_flat *flat)
 
 zs_status zs_secondary_new(zs_unit *unit, zs_flat *flat)
 {
-    zs_comm *replica_group = unit->home->ranks.replica_group, *shard_group = unit->home->ranks.shard_group;
+    zs_comm *replica_group = unit->context->ranks.replica_group, *shard_group = unit->context->ranks.shard_group;
     if (replica_group == NULL) return ZS_OK;
     size_t slice_bytes = (size_t)flat->layout.shard_numel * flat->compute_size;
     return zs_comm_flat_new(shard_group, slice_bytes * (size_t)replica_group->world, &flat->secondary);
@@ -102,18 +102,18 @@ zs_status zs_secondary_refresh(zs_comm *replica_group, zs_record *const *records
 /* Slices come in the order of ranks, and are wanted in the order of parts. */
 zs_status zs_secondary_gather_exact(zs_unit *unit, const zs_flat *flat, zs_mem *slot)
 {
-    zs_comm *shards = unit->home->ranks.shards;
-    const int *part_of = unit->home->part_of;
+    zs_comm *shards = unit->context->ranks.shards;
+    const int *part_of = unit->context->part_of;
     size_t bytes = flat->mem.shard_bytes;
     zs_mem *ordered = NULL;
     const zs_device *device = zs_device_of(slot);
-    ZS_TRY(zs_arena_take_own(unit->home->arena, bytes * (size_t)shards->world, &ordered));
+    ZS_TRY(zs_arena_take_own(unit->context->arena, bytes * (size_t)shards->world, &ordered));
     zs_status status =
         zs_comm_gather(shards, &flat->mem, unit->name, (zs_target){.mem = ordered, .full = ordered->ptr});
     for (int r = 0; r < shards->world && status == ZS_OK; r++)
         status = zs_device_copy(device, ZS_STREAM_COMPUTE, (char *)slot->ptr + (size_t)part_of[r] * bytes,
                                 (char *)ordered->ptr + (size_t)r * bytes, bytes);
-    zs_arena_give(unit->home->arena, ordered);
+    zs_arena_give(unit->context->arena, ordered);
     return status;
 }
 

@@ -1,6 +1,6 @@
 /* secondary.h - a second copy of the parameters that stays between steps, within fewer ranks.
  *
- * The one idea: slices lie over all ranks, for the optimizer's sake; forward and backward gather from a copy that only the
+ * Slices lie over all ranks, for the optimizer's sake; forward and backward gather from a copy that only the
  * shard group shares (a host's ranks, or with zero1 each rank for itself). It is renewed by the replica group, which has the
  * same part of it, when slices have changed. Nobody has to say that they have: what a rank gave last lies in the copy, and is
  * compared.

@@ -1,6 +1,6 @@
 /* unit.h - a unit: the parameters that are gathered and reduced together.
  *
- * The one idea: a unit never moves a parameter object. Its parameters are rebound in place, between steps to their
+ * A unit never moves a parameter object. Its parameters are rebound in place, between steps to their
  * slice of this rank's shard, while it is FULL to their place in the full buffer. Each flat (one dtype, trainable or
  * not) has one storage for either, for life; only the bytes under the full one come and go, so views that autograd
  * saved see them again after the next gather.
@@ -25,7 +25,7 @@
 #include "unit/disk.h"
 
 typedef struct zs_unit zs_unit;
-typedef struct zs_home zs_home;
+typedef struct zs_context zs_context;
 typedef struct zs_in_backward_state zs_in_backward_state;
 
 /* What is sharded, and for how long. */
@@ -78,23 +78,23 @@ typedef struct zs_flat {
     bool thawed;    /* it is since the unit was made, when all its parameters were frozen */
     bool reordered; /* some are not row-major while they are whole; shards and what is gathered are */
     zs_layout layout;
-    zs_flat_mem mem;         /* shard, and full if the transport maps it; for units that are always whole: unused */
-    zs_flat_mem low;         /* the same in `compute`, if that is another dtype; for replicated units: unused */
-    zs_flat_mem secondary;   /* what is gathered from instead, where a copy is kept between steps; see secondary.h */
-    bool spoiled;            /* `secondary` may hold anything */
-    zs_mem *full_mem;        /* bytes under the full storage now: mapped, private or a slot; NULL while sharded */
-    zs_gathering *gathering; /* its gather is under way; owned */
-    zs_storage *full;        /* owned */
-    zs_storage *shard;       /* where parameters are at rest; owned; NULL if they are always whole */
-    zs_mem *grad_mem;        /* grad shard (whole gradient if replicated); NULL if frozen; owned reference */
-    zs_storage *grads;       /* storage on grad_mem; owned */
-    zs_mem *spare_mem;       /* what takes turns with grad_mem, see kept_grads.h; NULL: nothing; owned reference */
-    zs_storage *spare;       /* storage on spare_mem; owned */
-    int slice;               /* its number among the trainable ones */
-    size_t slice_bytes;      /* bytes of one rank's slice in the bucket; 0 if frozen */
-    size_t bucket_offset;    /* where this flat begins in the bucket */
-    zs_storage *local;       /* storage on the unit's local gradients, NULL if there are none; owned */
-    char *in_use;            /* (on disk) what the pager was told is wanted, NULL: nothing; borrowed */
+    zs_flat_mem mem;           /* shard, and full if the transport maps it; for units that are always whole: unused */
+    zs_flat_mem low;           /* the same in `compute`, if that is another dtype; for replicated units: unused */
+    zs_flat_mem secondary;     /* what is gathered from instead, where a copy is kept between steps; see secondary.h */
+    bool spoiled;              /* `secondary` may hold anything */
+    zs_mem *full_mem;          /* bytes under the full storage now: mapped, private or a slot; NULL while sharded */
+    zs_gathering *gathering;   /* its gather is under way; owned */
+    zs_storage *full;          /* owned */
+    zs_storage *shard;         /* where parameters are at rest; owned; NULL if they are always whole */
+    zs_mem *grad_mem;          /* grad shard (whole gradient if replicated); NULL if frozen; owned reference */
+    zs_storage *grads;         /* storage on grad_mem; owned */
+    zs_mem *spare_mem;         /* what takes turns with grad_mem, see kept_grads.h; NULL: nothing; owned reference */
+    zs_storage *keep_gathered; /* storage on spare_mem; owned */
+    int slice;                 /* its number among the trainable ones */
+    size_t slice_bytes;        /* bytes of one rank's slice in the bucket; 0 if frozen */
+    size_t bucket_offset;      /* where this flat begins in the bucket */
+    zs_storage *local;         /* storage on the unit's local gradients, NULL if there are none; owned */
+    char *in_use;              /* (on disk) what the pager was told is wanted, NULL: nothing; borrowed */
     size_t in_use_bytes;
 } zs_flat;
 
@@ -119,7 +119,7 @@ static inline char *zs_flat_home(const zs_flat *flat)
 struct zs_unit {
     zs_record record;      /* the schedule's */
     zs_refs refs;          /* counted references */
-    zs_home *home;         /* counted reference of its engine; changes when an outer FSDP() takes the unit over */
+    zs_context *context;   /* counted reference of its engine; changes when an outer FSDP() takes the unit over */
     char *name;            /* owned */
     char *sharded_message; /* what touching a sharded full buffer raises; owned */
     zs_strategy strategy;
@@ -135,7 +135,8 @@ struct zs_unit {
     zs_flat flats[ZS_MAX_FLATS];
     int n_flats;
     zs_cunit *cunit; /* NULL if nothing is ever reduced */
-    uint64_t *used;  /* bitmap of parameters packed in this round, ZS_ROUND_BITS more, an offer, and a zs_past; owned */
+    uint64_t *
+        used; /* bitmap of parameters packed in this round, ZS_ROUND_BITS more, an offer, and a zs_fingerprint; owned */
     uint64_t *arrived; /* [used_words] those of them that came in this backward; part of `used`'s memory */
     uint64_t *kept;    /* [used_words] (replicated) those whose .grad has not been reduced since; likewise */
     size_t used_words;
@@ -144,9 +145,10 @@ struct zs_unit {
     zs_in_backward_state *stepping; /* how it is stepped in backward; NULL: it is not; owned; see in_backward.h */
     bool reshard_by_hand;           /* users have said whether it is resharded after forward */
     bool borrows;                   /* then all of it is: its gradients have memory from the sum to the step only */
-    void *face; /* who shows Python the parameters as sharded or whole; NULL: nobody; borrowed; see zs_unit_set_face */
-    bool bound_full; /* (with a face) they are to be seen as bound to the full buffer */
-    bool shown_full; /* (with a face) and so they were when they were shown last */
+    void *
+        py_owner; /* who shows Python the parameters as sharded or whole; NULL: nobody; borrowed; see zs_unit_set_py_owner */
+    bool bound_full; /* (with a py_owner) they are to be seen as bound to the full buffer */
+    bool shown_full; /* (with a py_owner) and so they were when they were shown last */
 };
 
 /* The unit that a record of the schedule is. */
@@ -169,22 +171,22 @@ static inline int64_t zs_unit_round_bit(const zs_unit *unit, int bit)
     return unit->n_params + bit;
 }
 
-/* Words of `used`: bits, and behind them the rank's offer (home.h), and what it has done to the model (a zs_past). */
+/* Words of `used`: bits, and behind them the rank's offer (context.h), and what it has done to the model (a zs_fingerprint). */
 static inline size_t zs_unit_used_words(const zs_unit *unit)
 {
-    return ((size_t)unit->n_params + ZS_ROUND_BITS + 63) / 64 + 1 + ZS_PAST_WORDS;
+    return ((size_t)unit->n_params + ZS_ROUND_BITS + 63) / 64 + 1 + ZS_FINGERPRINT_WORDS;
 }
 
 /* Where in a rank's `used` these begin. */
-static inline size_t zs_unit_past_at(const zs_unit *unit)
+static inline size_t zs_unit_fingerprint_at(const zs_unit *unit)
 {
-    return zs_unit_used_words(unit) - ZS_PAST_WORDS;
+    return zs_unit_used_words(unit) - ZS_FINGERPRINT_WORDS;
 }
 
 /* The first of them. */
 static inline size_t zs_unit_offer_at(const zs_unit *unit)
 {
-    return zs_unit_past_at(unit) - 1;
+    return zs_unit_fingerprint_at(unit) - 1;
 }
 
 /* Is the full buffer, as it is to be now, of another dtype than the parameters at rest? */
@@ -255,10 +257,10 @@ typedef struct zs_unit_spec {
 /* Could a unit be made of these? Fails as zs_unit_new does, and changes nothing. */
 zs_status zs_unit_check(const zs_unit_spec *spec);
 
-/* (This, and its death, are engine/unit_life.c's: `home` is that of an engine.) New unit of a model: makes flats and shards, copies this rank's part of each parameter into its shard, rebinds the
+/* (This, and its death, are engine/unit_life.c's: `context` is that of an engine.) New unit of a model: makes flats and shards, copies this rank's part of each parameter into its shard, rebinds the
  * parameters. All ranks make the same units in the same order. ZS_ERR_VALUE for what cannot be sharded (not on the CPU,
  * meta, sparse), naming the parameter; the parameters are then as before. */
-zs_status zs_unit_new(zs_home *home, const zs_unit_spec *spec, zs_unit **out);
+zs_status zs_unit_new(zs_context *context, const zs_unit_spec *spec, zs_unit **out);
 
 /* Does a parameter require a gradient that lies among frozen ones, which are not reduced? */
 bool zs_unit_is_thawing(const zs_unit *unit);
@@ -295,25 +297,25 @@ zs_status zs_unit_reshard(zs_unit *unit);
 zs_status zs_unit_watch(zs_unit *unit, int64_t i);
 
 /* The object that shows Python this unit's parameters, which are sharded now, or NULL when it dies. */
-void zs_unit_set_face(zs_unit *unit, void *face);
+void zs_unit_set_py_owner(zs_unit *unit, void *py_owner);
 
-/* (With a face) From now on Python is to see them as unsharded, as in the unit's own forward, or not. */
+/* (With a py_owner) From now on Python is to see them as unsharded, as in the unit's own forward, or not. */
 void zs_unit_show_full(zs_unit *unit, bool full);
 
 /* Does Python see the parameters as what they are? */
-static inline bool zs_unit_is_shown(const zs_unit *unit)
+static inline bool zs_unit_class_is_current(const zs_unit *unit)
 {
     return unit->bound_full == unit->shown_full;
 }
 
 /* Now it does. */
-void zs_unit_note_shown(zs_unit *unit);
+void zs_unit_note_class(zs_unit *unit);
 
 /* What the next gather brings: the parameters as they are (`exact`), or what is computed with. */
 void zs_unit_set_exact(zs_unit *unit, bool exact);
 
 /* (Pinned) Puts a copy of this unit's own under its unsharded parameters, where they are a view of peers' shards. */
-zs_status zs_unit_own_full(zs_unit *unit);
+zs_status zs_unit_copy_full(zs_unit *unit);
 
 /* (Pinned) What was written to that copy is no error: `keep`: this rank's slice of it goes into the shard. Outside of
  * sessions, before it is resharded. No-op for a unit that is not pinned. */

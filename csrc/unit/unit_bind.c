@@ -1,13 +1,13 @@
 /* unit_bind.c - what a unit's parameters point to: rebinding and gathering. Parameters that users moved: moved.c.
  *
- * The one idea: storage identity tells everything. A parameter that no longer lies on the storage that its unit bound
+ * Storage identity tells everything. A parameter that no longer lies on the storage that its unit bound
  * it to was replaced by the user; one whose version counter moved while its unit was FULL was written to in a place
  * that is about to be given back.
  */
 #include "base/fold.h"
 #include "device/device.h"
 #include "pager/pager.h"
-#include "unit/home.h"
+#include "unit/context.h"
 #include "unit/moved.h"
 #include "unit/offload.h"
 #include "unit/pinned.h"
@@ -27,7 +27,7 @@ static zs_dtype full_dtype(const zs_unit *unit, const zs_flat *flat)
 static zs_status cast(const zs_unit *unit, const zs_flat *flat, void *dst, int64_t numel)
 {
     zs_cast job = {dst, flat->mem.shard, numel, flat->compute, flat->dtype};
-    return zs_device_cast(zs_home_device(unit->home), ZS_STREAM_COMPUTE, &job);
+    return zs_device_cast(zs_context_device(unit->context), ZS_STREAM_COMPUTE, &job);
 }
 
 zs_status zs_unit_cast(const zs_unit *unit)
@@ -62,7 +62,7 @@ static bool comes_ordered(const zs_unit *unit, const zs_flat *flat, const zs_fla
  * itself, it puts into its own. */
 static zs_status take_slot(const zs_unit *unit, const zs_flat *flat, const zs_flat_mem *from, zs_mem **slot)
 {
-    zs_arena *arena = unit->home->arena;
+    zs_arena *arena = unit->context->arena;
     size_t bytes = zs_flat_full_bytes(unit, flat);
     if (unit->record.is.replicated || comes_ordered(unit, flat, from)) return zs_arena_take_own(arena, bytes, slot);
     return zs_arena_take(arena, bytes, slot);
@@ -77,13 +77,13 @@ static zs_target target_of(const zs_unit *unit, const zs_flat *flat)
 /* Begins to fill a slot: a gather, or where this rank has everything, a cast. */
 static zs_status fill_slot(zs_unit *unit, zs_flat *flat, const zs_flat_mem *from)
 {
-    zs_comm *shard_group = unit->home->ranks.shard_group;
+    zs_comm *shard_group = unit->context->ranks.shard_group;
     zs_mem *slot = flat->full_mem;
     if (comes_ordered(unit, flat, from)) return zs_secondary_gather_exact(unit, flat, slot);
     if (!unit->record.is.replicated)
         return zs_comm_gather_start(shard_group, from, unit->name, target_of(unit, flat), &flat->gathering);
     if (zs_flat_is_lowered(unit, flat)) return cast(unit, flat, slot->ptr, zs_layout_full_numel(&flat->layout));
-    const zs_device *device = zs_home_device(unit->home);
+    const zs_device *device = zs_context_device(unit->context);
     return zs_device_copy(device, ZS_STREAM_COMPUTE, slot->ptr, flat->mem.shard, zs_layout_full_bytes(&flat->layout));
 }
 
@@ -101,7 +101,7 @@ static zs_status begin_flat(zs_unit *unit, zs_flat *flat)
 static zs_status finish_gather(const zs_unit *unit, zs_flat *flat)
 {
     zs_gathering *gathering = flat->gathering;
-    zs_comm *shard_group = unit->home->ranks.shard_group;
+    zs_comm *shard_group = unit->context->ranks.shard_group;
     flat->gathering = NULL;
     return gathering != NULL ? zs_comm_gather_finish(shard_group, gathering) : ZS_OK;
 }
@@ -122,7 +122,7 @@ static void clear_full_storage(zs_unit *unit, zs_flat *flat)
     (void)zs_storage_clear(flat->full, unit->sharded_message);
     zs_offload_done_flat(flat);
     if (flat->full_mem == NULL) return;
-    zs_arena_give(unit->home->arena, flat->full_mem);
+    zs_arena_give(unit->context->arena, flat->full_mem);
     zs_mem_release(flat->full_mem);
     flat->full_mem = NULL;
 }
@@ -137,13 +137,13 @@ static zs_status bind_full(zs_unit *unit, int64_t i)
     ZS_TRY(zs_tensor_bind(param->tensor, &place));
     param->version = zs_tensor_version(param->tensor);
     param->watched = false;
-    return unit->home->calls->hook_param(unit, i);
+    return unit->context->calls->hook_param(unit, i);
 }
 
 /* Where there are parameters that are not row-major: writes all of the flat as they are to be, into a slot of this rank's. */
 static zs_status put_in_order(zs_unit *unit, zs_flat *flat)
 {
-    zs_arena *arena = unit->home->arena;
+    zs_arena *arena = unit->context->arena;
     zs_mem *gathered = flat->full_mem, *slot = NULL;
     const char *from = gathered != NULL ? gathered->ptr : zs_flat_source(unit, flat)->full;
     ZS_TRY(zs_arena_take_own(arena, zs_flat_full_bytes(unit, flat), &slot));
@@ -166,20 +166,20 @@ static zs_status put_in_order(zs_unit *unit, zs_flat *flat)
 /* Whoever holds the GIL next shows them so. */
 void zs_unit_show_full(zs_unit *unit, bool full)
 {
-    if (unit->face == NULL || unit->bound_full == full) return;
+    if (unit->py_owner == NULL || unit->bound_full == full) return;
     unit->bound_full = full;
-    unit->home->unshown += zs_unit_is_shown(unit) ? -1 : 1;
+    unit->context->n_stale_classes += zs_unit_class_is_current(unit) ? -1 : 1;
 }
 
-void zs_unit_set_face(zs_unit *unit, void *face)
+void zs_unit_set_py_owner(zs_unit *unit, void *py_owner)
 {
-    zs_unit_note_shown(unit);
-    unit->face = face;
+    zs_unit_note_class(unit);
+    unit->py_owner = py_owner;
 }
 
-void zs_unit_note_shown(zs_unit *unit)
+void zs_unit_note_class(zs_unit *unit)
 {
-    if (!zs_unit_is_shown(unit)) unit->home->unshown--;
+    if (!zs_unit_class_is_current(unit)) unit->context->n_stale_classes--;
     unit->shown_full = unit->bound_full;
 }
 
@@ -247,14 +247,14 @@ static zs_status digest(const zs_param *param, uint64_t *out)
 /* Puts a copy under the full storage where that is a mapping of the peers' shards, or a slot that they share. */
 static zs_status copy_flat(zs_unit *unit, zs_flat *flat)
 {
-    zs_arena *arena = unit->home->arena;
+    zs_arena *arena = unit->context->arena;
     bool is_shared = false;
     (void)zs_arena_has(arena, flat->full_mem, &is_shared);
     if (flat->full_mem != NULL && !is_shared) return ZS_OK;
     zs_mem *shared = flat->full_mem;
     zs_mem *copy = NULL;
     size_t bytes = zs_flat_full_bytes(unit, flat);
-    const zs_device *device = zs_home_device(unit->home);
+    const zs_device *device = zs_context_device(unit->context);
     ZS_TRY(zs_device_mem_new(device, bytes, &copy));
     const char *from = shared != NULL ? shared->ptr : zs_flat_source(unit, flat)->full;
     zs_status status = zs_device_copy(device, ZS_STREAM_COMPUTE, copy->ptr, from, bytes);
@@ -346,7 +346,7 @@ static zs_status own_flat(zs_unit *unit, zs_flat *flat)
     return ZS_OK;
 }
 
-zs_status zs_unit_own_full(zs_unit *unit)
+zs_status zs_unit_copy_full(zs_unit *unit)
 {
     for (int f = 0; f < unit->n_flats; f++)
         ZS_TRY(own_flat(unit, &unit->flats[f]));
@@ -356,7 +356,7 @@ zs_status zs_unit_own_full(zs_unit *unit)
 static zs_status take_slice(const zs_unit *unit, const zs_param *param)
 {
     const zs_flat *flat = &unit->flats[param->flat];
-    const zs_device *device = zs_home_device(unit->home);
+    const zs_device *device = zs_context_device(unit->context);
     size_t itemsize = flat->layout.itemsize;
     char *dst = zs_flat_home(flat) + (size_t)param->in_shard.begin * itemsize;
     if (flat->reordered)
@@ -391,7 +391,7 @@ zs_status zs_unit_read_param(const zs_unit *unit, int64_t i, void *dst, zs_where
         return ZS_FAIL(ZS_ERR_STATE, "unit '%s' is not unsharded", zs_unit_label(unit->name));
     if (flat->reordered && zs_flat_source(unit, flat)->full == NULL)
         return zs_tensor_read(param->tensor, 0, param->numel, dst, where);
-    const zs_device *device = zs_home_device(unit->home);
+    const zs_device *device = zs_context_device(unit->context);
     size_t begin = (size_t)param->offset * flat->layout.itemsize, bytes = (size_t)param->numel * flat->layout.itemsize;
     ZS_TRY(zs_device_copy(device, ZS_STREAM_COMPUTE, dst, base + begin, bytes));
     return where.type == ZS_ON_CPU ? zs_device_wait(device) : ZS_OK;

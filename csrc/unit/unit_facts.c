@@ -1,6 +1,6 @@
 /* unit_facts.c - what a unit is called, and how large it is. See unit.h. */
 #define _GNU_SOURCE /* strdup */
-#include "unit/home.h"
+#include "unit/context.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -50,7 +50,7 @@ zs_status zs_unit_rename(zs_unit *unit, const char *name)
     for (int64_t i = 0; i < unit->n_params; i++)
         ZS_TRY(replace(&unit->params[i].name, renamed(unit->params[i].name, prefix, name)));
     ZS_TRY(replace(&unit->name, strdup(name)));
-    if (unit->cunit != NULL) ZS_TRY(zs_cunit_rename(unit->home->ranks.all, unit->cunit, name));
+    if (unit->cunit != NULL) ZS_TRY(zs_cunit_rename(unit->context->ranks.all, unit->cunit, name));
     ZS_TRY(replace(&unit->sharded_message, zs_unit_message(name)));
     for (int f = 0; f < unit->n_flats && !zs_unit_is_full(unit); f++)
         ZS_TRY(zs_storage_clear(unit->flats[f].full, unit->sharded_message));
@@ -77,7 +77,7 @@ size_t zs_unit_low_bytes(const zs_unit *unit)
 
 size_t zs_unit_secondary_bytes(const zs_unit *unit)
 {
-    const zs_comm *replica_group = unit->home->ranks.replica_group;
+    const zs_comm *replica_group = unit->context->ranks.replica_group;
     size_t total = 0;
     for (int f = 0; f < unit->n_flats && replica_group != NULL && !unit->record.is.replicated; f++)
         total += zs_flat_low_bytes(&unit->flats[f]) * (size_t)replica_group->world;

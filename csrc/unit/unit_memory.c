@@ -2,7 +2,7 @@
 #include "unit/unit_memory.h"
 
 #include "device/device.h"
-#include "unit/home.h"
+#include "unit/context.h"
 #include "unit/offload.h"
 #include "unit/secondary.h"
 
@@ -12,13 +12,13 @@
 /* How many slices the unit's flat buffers are cut into: for ranks to hold, or if replicated, to sum. */
 static int parts_of(const zs_unit *unit)
 {
-    return unit->record.is.replicated ? unit->home->ranks.all->world : unit->home->n_parts;
+    return unit->record.is.replicated ? unit->context->ranks.all->world : unit->context->n_parts;
 }
 
 /* To which multiple of bytes. */
 static size_t shard_align(const zs_unit *unit)
 {
-    const zs_ranks *ranks = &unit->home->ranks;
+    const zs_ranks *ranks = &unit->context->ranks;
     if (unit->record.is.replicated) return ZS_PARAM_ALIGN;
     size_t align = ranks->shards->ops->shard_align, group_align = ranks->shard_group->ops->shard_align;
     return group_align > align ? group_align : align;
@@ -61,7 +61,7 @@ static zs_status lay_out_flat(zs_unit *unit, int f)
 
 static zs_status take_flat(zs_unit *unit, size_t shard_bytes, zs_flat_mem *out)
 {
-    zs_comm *comm = unit->home->ranks.shards;
+    zs_comm *comm = unit->context->ranks.shards;
     ZS_TRY(zs_offload_flat_new(unit, comm, shard_bytes, out));
     out->mem->role = ZS_MEM_SHARD;
     out->mem->user = unit;
@@ -73,7 +73,7 @@ static zs_status make_flat_memory(zs_unit *unit, zs_flat *flat)
     size_t widest = flat->compute_size > flat->layout.itemsize ? flat->compute_size : flat->layout.itemsize;
     size_t full_bytes = zs_layout_full_bytes(&flat->layout);
     size_t widest_bytes = (size_t)zs_layout_full_numel(&flat->layout) * widest;
-    const zs_device *device = zs_home_device(unit->home);
+    const zs_device *device = zs_context_device(unit->context);
     ZS_TRY(zs_storage_new(device->where, widest_bytes, unit->sharded_message, &flat->full));
     if (unit->record.is.fixed) {
         ZS_TRY(zs_device_mem_new(device, full_bytes, &flat->full_mem));
@@ -121,7 +121,7 @@ zs_status zs_unit_bind_local(zs_unit *unit, zs_param *param)
 
 bool zs_unit_reduces(const zs_unit *unit)
 {
-    return unit->home->ranks.all->world > 1 || !unit->record.is.fixed;
+    return unit->context->ranks.all->world > 1 || !unit->record.is.fixed;
 }
 
 /* Where each flat's gradients lie in a bucket. */
@@ -146,7 +146,7 @@ zs_cunit_spec zs_unit_round_spec(const zs_unit *unit)
     spec.mode = unit->record.is.replicated ? ZS_REDUCE_ALL : ZS_REDUCE_SCATTER;
     spec.parts = parts_of(unit);
     spec.code = unit->code;
-    if (!unit->record.is.replicated) spec.part_of = unit->home->part_of;
+    if (!unit->record.is.replicated) spec.part_of = unit->context->part_of;
     for (int f = 0; f < unit->n_flats; f++) {
         if (!unit->flats[f].trainable) continue;
         spec.wire[spec.n_slices] = unit->flats[f].wire;
@@ -161,14 +161,14 @@ static zs_status make_grad_memory(zs_unit *unit, zs_flat *flat)
     ZS_TRY(zs_offload_grads_new(unit, bytes, &flat->grad_mem));
     flat->grad_mem->role = unit->record.is.replicated ? ZS_MEM_PLAIN : ZS_MEM_GRAD_SHARD;
     flat->grad_mem->user = unit;
-    ZS_TRY(zs_storage_new(zs_home_device(unit->home)->where, bytes, "", &flat->grads));
+    ZS_TRY(zs_storage_new(zs_context_device(unit->context)->where, bytes, "", &flat->grads));
     return zs_storage_fill(flat->grads, flat->grad_mem, flat->grad_mem->ptr);
 }
 
 /* What the trainable flats lack. */
 static zs_status make_gradients(zs_unit *unit)
 {
-    zs_comm *comm = unit->home->ranks.all;
+    zs_comm *comm = unit->context->ranks.all;
     zs_cunit_spec spec = zs_unit_round_spec(unit);
     for (int f = 0; f < unit->n_flats; f++) {
         zs_flat *flat = &unit->flats[f];
@@ -209,7 +209,7 @@ zs_status zs_unit_take_values(zs_unit *unit)
         const zs_param *param = &unit->params[i];
         const zs_flat *flat = &unit->flats[param->flat];
         char *dst = zs_flat_home(flat) + (size_t)param->in_shard.begin * flat->layout.itemsize;
-        zs_where where = zs_home_device(unit->home)->where;
+        zs_where where = zs_context_device(unit->context)->where;
         ZS_TRY(zs_tensor_read(param->tensor, param->owned.begin, param->owned.numel, dst, where));
     }
     return ZS_OK;
@@ -218,8 +218,8 @@ zs_status zs_unit_take_values(zs_unit *unit)
 /* How the flat's parameters cross hosts: as they are, where no gather does, or one that this rank's transport has no room for. */
 static zs_wire code_of(const zs_unit *unit, const zs_flat *flat)
 {
-    const zs_ranks *ranks = &unit->home->ranks;
-    zs_wire code = unit->home->params_code;
+    const zs_ranks *ranks = &unit->context->ranks;
+    zs_wire code = unit->context->params_code;
     bool crosses = !unit->record.is.replicated && ranks->shard_group == ranks->all;
     size_t room = crosses ? zs_comm_code_room(ranks->all, code, flat->compute, zs_flat_low_bytes(flat)) : 0;
     return room > 0 ? code : ZS_WIRE_EXACT;
@@ -303,7 +303,7 @@ static zs_status make_thawed(zs_unit *unit)
     ZS_THEN(status, make_grad_views(unit));
     zs_cunit *dropped = status == ZS_OK ? before : unit->cunit;
     if (status != ZS_OK) unit->cunit = before;
-    if (dropped != NULL) zs_cunit_free(unit->home->ranks.all, dropped);
+    if (dropped != NULL) zs_cunit_free(unit->context->ranks.all, dropped);
     return status;
 }
 
@@ -317,7 +317,7 @@ zs_status zs_unit_thaw(zs_unit *unit)
         flat->trainable |= thaws[f];
         flat->thawed |= thaws[f];
     }
-    zs_home_replan(unit->home);
+    zs_context_replan(unit->context);
     if (!zs_unit_reduces(unit)) return ZS_OK;
     tell_reduces(unit);
     zs_status status = make_thawed(unit);
@@ -325,6 +325,6 @@ zs_status zs_unit_thaw(zs_unit *unit)
         if (thaws[f]) unit->flats[f].trainable = unit->flats[f].thawed = false;
     if (status != ZS_OK) tell_reduces(unit); /* the next forward tries again */
     for (int64_t i = 0; i < unit->n_params && status == ZS_OK; i++)
-        if (zs_tensor_alive(unit->params[i].tensor)) status = unit->home->calls->hook_param(unit, i);
+        if (zs_tensor_alive(unit->params[i].tensor)) status = unit->context->calls->hook_param(unit, i);
     return status;
 }

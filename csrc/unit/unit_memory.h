@@ -1,6 +1,6 @@
 /* unit_memory.h - what a unit's parameters and gradients lie in: made at its birth, but for gradients of what is thawed.
  *
- * The one idea: sizes first, memory after, values last; so that a unit of a dry run (zs_unit_spec) is one that stopped after the
+ * Sizes first, memory after, values last; so that a unit of a dry run (zs_unit_spec) is one that stopped after the
  * first. For unit_life.c, and kept_grads.c.
  */
 #ifndef ZS_UNIT_MEMORY_H

@@ -1,6 +1,6 @@
 /* jobs.h - what an optimizer's loops are given, on the CPU and on GPUs.
  *
- * The one idea: a loop knows adjacent elements and constants, and nothing of parameters.
+ * A loop knows adjacent elements and constants, and nothing of parameters.
  */
 #ifndef ZS_JOBS_H
 #define ZS_JOBS_H

@@ -1,6 +1,6 @@
 /* update.h - the update rules of AdamW, Adam and SGD for one element, compiled by gcc and by nvcc.
  *
- * The one idea: every rounding is written down. Where torch multiplies and adds in one rounding (its loops are compiled
+ * Every rounding is written down. Where torch multiplies and adds in one rounding (its loops are compiled
  * for machines with FMA), so does MADD here; everywhere else a product is rounded before it is used, and the build
  * forbids the compiler to fuse on its own (-ffp-contract=off, nvcc -fmad=false). So the CPU's tests test the GPU's
  * arithmetic, and SGD and the moments of Adam come out with torch.optim's bits.

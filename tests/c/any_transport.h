@@ -1,6 +1,6 @@
 /* any_transport.h - what holds for every transport: rounds, sums, exchanges, broadcasts, as bodies for run_ranks().
  *
- * The one idea: what a rank posts follows from (rank, unit, round), so each rank can check every byte that it is handed.
+ * What a rank posts follows from (rank, unit, round), so each rank can check every byte that it is handed.
  */
 #ifndef ZS_TEST_ANY_TRANSPORT_H
 #define ZS_TEST_ANY_TRANSPORT_H

@@ -4,7 +4,7 @@
  *
  * LENGTH bounds the programs of three ranks, in letters.
  *
- * The one idea: what a rank does is a chain of steps (reader_model.h), each of one load or store of shared memory, and any rank
+ * What a rank does is a chain of steps (reader_model.h), each of one load or store of shared memory, and any rank
  * may make the next one. So all states that can be reached are reached. A visited one is remembered by a hash of 64 bits.
  *
  * A program is a string for each rank:

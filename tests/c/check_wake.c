@@ -4,7 +4,7 @@
  * system's 100 ms are left out: a sleeper that nobody wakes stays asleep, and then all wait. That is what is looked for: a state
  * in which no rank can take a step, and not all are through. A few sleeps end for no reason, as any may.
  *
- * The one idea: a rank is a small machine that makes one access to shared memory per step, line by line as in shm_wake.c; all
+ * A rank is a small machine that makes one access to shared memory per step, line by line as in shm_wake.c; all
  * orders of steps are tried, each state once.
  *
  *     check_wake ranks waiters rounds spurious [fault]
@@ -23,7 +23,7 @@ enum fault { NONE, NO_SECOND_LOOK, NO_LOOK_AFTER_HANDING_ON, LATE_SEEN, FAULTS }
 
 static const char *const faults[FAULTS] = {"", "no second look", "no look after handing on", "seen is read late"};
 
-/* Where a rank stands. SET: zs_shm_set; TURN: take_turn; LIE: zs_shm_lie_down. */
+/* Where a rank stands. SET: zs_shm_set; TURN: take_turn; LIE: zs_shm_prepare_sleep. */
 enum pc {
     WORK,
     SET_LOAD,

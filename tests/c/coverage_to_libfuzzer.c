@@ -1,6 +1,6 @@
 /* coverage_to_libfuzzer.c - preloaded before AddressSanitizer's runtime, for fuzzing under it (tests/lib/sanitized.py).
  *
- * The one idea: two libraries have the same names. atheris tells its libFuzzer what was covered by calling functions that gcc's
+ * Two libraries have the same names. atheris tells its libFuzzer what was covered by calling functions that gcc's
  * libasan.so has as well, where they do nothing; libasan is loaded first and gets the calls. So this library comes before both and
  * hands them on: without it the fuzzer would be blind, and libFuzzer itself cannot be preloaded, as it needs Python's symbols.
  */

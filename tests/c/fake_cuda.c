@@ -1,6 +1,6 @@
 /* fake_cuda.c - a stand-in for libcuda.so.1: its calls. See fake_cuda.h for what it is and how it is told to fail.
  *
- * The one idea: each call begins by the same line, which looks at what a real driver would look at (is it started, has this
+ * Each call begins by the same line, which looks at what a real driver would look at (is it started, has this
  * thread a context), lets itself be told to fail, and writes the log. The rest is memory, streams and kernels on the CPU.
  */
 #define _GNU_SOURCE 1

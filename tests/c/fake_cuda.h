@@ -1,6 +1,6 @@
 /* fake_cuda.h - what the files of the stand-in for libcuda.so.1 share.
  *
- * The one idea: device memory is host memory, and a stream is a thread that does one thing after another, so what a real
+ * Device memory is host memory, and a stream is a thread that does one thing after another, so what a real
  * GPU would get wrong by a missing wait comes out wrong here as well, and on any machine. The default stream (NULL) has no
  * thread: it works at once on the caller's, as torch's CPU operators do, which play the part of torch's CUDA ones.
  *

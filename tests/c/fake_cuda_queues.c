@@ -1,6 +1,6 @@
 /* fake_cuda_queues.c - the stand-in for libcuda.so.1: calls for streams and events, and how all calls are found.
  *
- * The one idea: the library shows cuGetProcAddress_v2 alone, as zshard asks for nothing else, and finds calls by the list that
+ * The library shows cuGetProcAddress_v2 alone, as zshard asks for nothing else, and finds calls by the list that
  * zshard itself is made from; so a call that is not in the list is not there, and one whose signature changed does not compile.
  */
 #define _GNU_SOURCE 1

@@ -1,6 +1,6 @@
 /* fake_cuda_streams.c - streams and events of the stand-in for libcuda.so.1. See fake_cuda.h.
  *
- * The one idea: one lock and one condition for everything; who waits looks again after each thing that was done. Nothing is
+ * One lock and one condition for everything; who waits looks again after each thing that was done. Nothing is
  * ever freed that a stream might still look at: tests are short.
  */
 #define _GNU_SOURCE 1

@@ -1,6 +1,6 @@
 /* fake_device.hpp - what nvcc would know, for a host compiler: cuda/'s kernels become functions, a call for each thread.
  *
- * The one idea: kernels that talk to no other thread do not notice that the threads of a grid come one after the other. The
+ * Kernels that talk to no other thread do not notice that the threads of a grid come one after the other. The
  * compiler checks each access of a pack for its alignment (-fsanitize=alignment), as the GPU would.
  */
 #ifndef FAKE_DEVICE_HPP

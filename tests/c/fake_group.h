@@ -1,6 +1,6 @@
 /* fake_group.h - the process group below the c10d transport (csrc/shim/tensor.h), played by an shm transport.
  *
- * The one idea: no torch is needed, every collective that is issued can be counted, and failures can be made: a test sets
+ * No torch is needed, every collective that is issued can be counted, and failures can be made: a test sets
  * a countdown, and the collective that it runs out at fails, late or at once, or never ends. Included once in a program.
  */
 #ifndef ZS_TEST_FAKE_GROUP_H
@@ -90,7 +90,7 @@ static void gather_for_absent(const void *in, void *out, size_t bytes, int world
     for (int r = 0; r < world; r++)
         memcpy((char *)out + (size_t)r * bytes, in, bytes);
     zs_c10d_turn *turns = out;
-    if (ahead && bytes == sizeof *turns) turns[world - 1].past.steps++;
+    if (ahead && bytes == sizeof *turns) turns[world - 1].fingerprint.steps++;
 }
 
 zs_status zs_group_all_gather(zs_group *group, const void *in, void *out, size_t bytes, int world, zs_work **work)
@@ -150,14 +150,14 @@ void zs_work_free(zs_work *work)
     free(work);
 }
 
-void zs_group_leave_words(zs_group *group, int rank, const char *words)
+void zs_group_publish_text(zs_group *group, int rank, const char *words)
 {
     (void)group;
     speaker = rank;
     snprintf(last_words, sizeof last_words, "%s", words);
 }
 
-uint64_t zs_group_ask(zs_group *group)
+uint64_t zs_group_ask_positions(zs_group *group)
 {
     (void)group;
     return 1;
@@ -175,7 +175,7 @@ bool zs_group_leave_page(zs_group *group, int rank, int world, void *pages, size
     return false;
 }
 
-void zs_group_read_words(zs_group *group, int rank, char *words, size_t size)
+void zs_group_read_text(zs_group *group, int rank, char *words, size_t size)
 {
     (void)group;
     snprintf(words, size, "%s", rank == speaker ? last_words : "");

@@ -1,6 +1,6 @@
 /* fake_image.c - the image of the kernels, for programs that link what loads it and not cuda_image.c.
  *
- * The one idea: the stand-in for libcuda brings kernels of its own, by their names, so the image only has to begin as one does.
+ * The stand-in for libcuda brings kernels of its own, by their names, so the image only has to begin as one does.
  * NO_IMAGE in the environment: there is none, as in a build without nvcc.
  */
 #include "device/cuda_image.h"

@@ -1,6 +1,6 @@
 /* fake_nccl.c - stands in for libnccl (2.28.9) where there is no GPU: the same functions, the same rules, ranks in processes.
  *
- * The one idea: every collective is sends and receives between pairs of ranks that make progress together, as one piece of
+ * Every collective is sends and receives between pairs of ranks that make progress together, as one piece of
  * work on the stream. Bytes go through a file that all ranks map and that the unique id names. What the real one leaves
  * undefined (two threads in one communicator, a call after abort, a call in a forked child) ends the process here.
  *

@@ -1,6 +1,6 @@
 /* fake_nccl_work.h - the inside of fake_nccl.c: communicators, and what their operations do on streams. Included once.
  *
- * The one idea: a job is a list of transfers between pairs of ranks, through one box for each pair, and the arithmetic that
+ * A job is a list of transfers between pairs of ranks, through one box for each pair, and the arithmetic that
  * follows them; its loop moves whatever can be moved until all is done, or the communicator is aborted.
  */
 #ifndef ZS_TEST_FAKE_NCCL_WORK_H

@@ -1,6 +1,6 @@
 /* fs_faults.h - what becomes of the calls of fs.h, in tests.
  *
- * The one idea: each call asks before and tells after. So calls are counted, the nth can fail, be cut short or be the process's
+ * Each call asks before and tells after. So calls are counted, the nth can fail, be cut short or be the process's
  * last, and all can be written down, with what was written, for a test that asks what a power cut would have left.
  */
 #ifndef ZS_FS_FAULTS_H

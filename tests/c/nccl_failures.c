@@ -1,6 +1,6 @@
 /* nccl_failures.c - communicators whose calls fail, whose peers are gone, or whose work does not end (test_nccl_comm.c).
  *
- * The one idea: whatever fails, in the library or on another rank, is one error, told by each call from then on, and no hang.
+ * Whatever fails, in the library or on another rank, is one error, told by each call from then on, and no hang.
  */
 #include "nccl_tests.h"
 

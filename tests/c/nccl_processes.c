@@ -1,6 +1,6 @@
 /* nccl_processes.c - communicators and what is around them: forks, the end of the process, threads, others (test_nccl_comm.c).
  *
- * The one idea: a communicator belongs to the process that has made it, and may be there when that ends.
+ * A communicator belongs to the process that has made it, and may be there when that ends.
  */
 #include "nccl_tests.h"
 

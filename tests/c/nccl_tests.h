@@ -1,6 +1,6 @@
 /* nccl_tests.h - what the tests of communicators share: streams and events of the stand-in for NCCL, patterns, gathers.
  *
- * The one idea: the tests are one program, test_nccl_comm.c, of three files; bodies that are not in that one are declared here.
+ * The tests are one program, test_nccl_comm.c, of three files; bodies that are not in that one are declared here.
  */
 #ifndef ZS_TEST_NCCL_TESTS_H
 #define ZS_TEST_NCCL_TESTS_H

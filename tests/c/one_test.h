@@ -1,6 +1,6 @@
 /* one_test.h - programs of tests of which each process runs one, `program NAME`.
  *
- * The one idea: a check that fails ends the process, and a crash is the failure of that test alone.
+ * A check that fails ends the process, and a crash is the failure of that test alone.
  */
 #ifndef ZS_ONE_TEST_H
 #define ZS_ONE_TEST_H

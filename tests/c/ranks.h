@@ -1,6 +1,6 @@
 /* ranks.h - runs a test's body in forked processes, one per rank, each with a connected shm transport.
  *
- * The one idea: a failing CHECK ends its process with status 1, which fails the test; nothing else is needed.
+ * A failing CHECK ends its process with status 1, which fails the test; nothing else is needed.
  */
 #ifndef ZS_TEST_RANKS_H
 #define ZS_TEST_RANKS_H

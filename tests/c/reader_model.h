@@ -1,6 +1,6 @@
 /* reader_model.h - one rank that runs the reader protocol of shm_reader.c, in steps.
  *
- * The one idea: the protocol's decisions are pure functions of two words (shm_word.h), so the very functions that are compiled
+ * The protocol's decisions are pure functions of two words (shm_word.h), so the very functions that are compiled
  * into zshard run here, in a model in which each load and each store of shared memory is a step. What shm_reader.c does around
  * them is written once more in reader_model.c, a step per case, in the same order.
  *

@@ -1,6 +1,6 @@
 /* schedule_player.h - autograd and an engine for the schedule, played: an executor that writes down what it is told to do.
  *
- * The one idea: it judges what it is told: nothing is bound that was not gathered, packed without a bucket, summed out of
+ * It judges what it is told: nothing is bound that was not gathered, packed without a bucket, summed out of
  * order. So a pass is a line of text that can be read. For test_schedule.c alone.
  */
 #ifndef ZS_SCHEDULE_PLAYER_H

@@ -1,6 +1,6 @@
 /* test_comm_c10d.c - the c10d transport's own logic, and the self transport, by the tests of any_transport.h.
  *
- * The one idea: the process group is that of fake_group.h, over shm. What is real here is all of comm_c10d.c;
+ * The process group is that of fake_group.h, over shm. What is real here is all of comm_c10d.c;
  * torch_c10d.cpp is tested from Python.
  */
 #include "any_transport.h"

@@ -1,6 +1,6 @@
 /* test_core.c - the parts of the core that need neither ranks nor torch: status, memory, arena, layout.
  *
- * The one idea: one process runs one test, `test_core NAME`, so that a crash is the failure of that test alone;
+ * One process runs one test, `test_core NAME`, so that a crash is the failure of that test alone;
  * tests/core/test_c_core.py reads the names from the list at the end and builds this file with and without sanitizers.
  */
 #define _GNU_SOURCE 1

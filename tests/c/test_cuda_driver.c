@@ -1,6 +1,6 @@
 /* test_cuda_driver.c - cuda_driver.h on the stand-in for libcuda: what is found, what fails how, what waits for what.
  *
- * The one idea: the driver is looked for once in a process, so a process runs one test, `test_cuda_driver NAME`, in the
+ * The driver is looked for once in a process, so a process runs one test, `test_cuda_driver NAME`, in the
  * environment that tests/gpu/test_cuda_driver.py has made for it; some print what they got, for it to judge.
  */
 #define _GNU_SOURCE 1

@@ -1,6 +1,6 @@
 /* test_nccl_comm.c - communicators (csrc/comm/nccl/) over the stand-in for NCCL, fake_nccl.c.
  *
- * The one idea: the stand-in runs work on a stream late and on another thread, and ends the process on what the real library
+ * The stand-in runs work on a stream late and on another thread, and ends the process on what the real library
  * leaves undefined; so a test that passes has waited for what has to be waited for, kept the monitor out of calls, and has
  * touched nothing after an abort. Here is what works, and what is refused; the rest is in nccl_failures.c and nccl_processes.c.
  */

@@ -1,6 +1,6 @@
 /* test_schedule.c - the schedule by itself: events in, actions out. See csrc/schedule/schedule.h.
  *
- * The one idea: a pass is a line of text (schedule_player.h), and random passes, with failures in them, are judged by the
+ * A pass is a line of text (schedule_player.h), and random passes, with failures in them, are judged by the
  * same rules. `test_schedule NAME` runs one test.
  */
 #include "schedule_player.h"

@@ -1,6 +1,6 @@
 """zshard.save and zshard.load called with what is no path, no step, or where no folder is.
 
-The one idea: an error says which argument it is and what to do, and nothing is made.
+An error says which argument it is and what to do, and nothing is made.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """python -m zshard ckpt: inspect, verify, export.
 
-The one idea: what it prints and writes is compared with the model that was saved, by the reference
+What it prints and writes is compared with the model that was saved, by the reference
 implementation of safetensors.
 """
 

@@ -1,6 +1,6 @@
 """The examples of docs/checkpoints.md run as printed.
 
-The one idea: each block of Python runs with the names that a reader would have.
+Each block of Python runs with the names that a reader would have.
 """
 
 from __future__ import annotations

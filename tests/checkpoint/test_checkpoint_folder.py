@@ -1,6 +1,6 @@
 """Directories of checkpoints: what is the latest, what is kept, what is cleaned up.
 
-The one idea: whatever lies in the folder, finished checkpoints alone are found, and nothing is deleted
+Whatever lies in the folder, finished checkpoints alone are found, and nothing is deleted
 but what zshard itself has left there.
 """
 

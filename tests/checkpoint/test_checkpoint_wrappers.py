@@ -1,6 +1,6 @@
 """Checkpoints of models that are compiled, recompute their blocks, or are within DDP.
 
-The one idea: a checkpoint has the names of the plain model, however the model is run, and loads into
+A checkpoint has the names of the plain model, however the model is run, and loads into
 one that is run in another way.
 """
 

@@ -1,6 +1,6 @@
 """zshard.load of folders that torch.distributed.checkpoint wrote, and dcp.save of sharded models.
 
-The one idea: what is loaded is what torch's own loading gives, and no pickle in the folder is run.
+What is loaded is what torch's own loading gives, and no pickle in the folder is run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """zshard.load of what FSDP1 and torch's Hugging Face writer save through torch.distributed.checkpoint.
 
-The one idea: parts of tensors, of whatever kind torch has for them, are put together as torch does,
+Parts of tensors, of whatever kind torch has for them, are put together as torch does,
 or refused.
 """
 

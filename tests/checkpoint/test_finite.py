@@ -1,6 +1,6 @@
 """Numbers that are NaN or infinite are noticed while a checkpoint is written.
 
-The one idea: one such number at a time, wherever it may lie, in whatever format; and numbers that
+One such number at a time, wherever it may lie, in whatever format; and numbers that
 are as near to one as can be.
 """
 

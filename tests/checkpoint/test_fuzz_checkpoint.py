@@ -1,7 +1,7 @@
 """What fuzz_checkpoint.py checks: of its seeds and of changes to them; and, where the fuzzer is
 installed, of what it finds in a minute, with sanitizers in the core.
 
-The one idea: what is found by luck is only worth something if it would be found; so a fault that
+What is found by luck is only worth something if it would be found; so a fault that
 several bytes have to be guessed for is planted, and the same fuzzer has to come upon it.
 """
 

@@ -1,6 +1,6 @@
 """zshard.load of what zshard.save has written: any strategy and number of ranks into any other.
 
-The one idea: whole tensors are compared, to the bit, with what the model and the optimizer had that
+Whole tensors are compared, to the bit, with what the model and the optimizer had that
 were saved; and where the ranks are as many, training goes on as if it had never stopped.
 """
 

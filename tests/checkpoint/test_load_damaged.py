@@ -1,6 +1,6 @@
 """zshard.load of checkpoints that are damaged or incomplete, or that the system fails to read.
 
-The one idea: a good checkpoint with one thing changed is one error on all ranks, which names the
+A good checkpoint with one thing changed is one error on all ranks, which names the
 file and what is wrong; and nothing on any rank has changed.
 """
 

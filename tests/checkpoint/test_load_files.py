@@ -1,6 +1,6 @@
 """zshard.load: safetensors files into sharded models, each rank its own parts.
 
-The one idea: the files are written from a plain model by the reference implementation; a sharded
+The files are written from a plain model by the reference implementation; a sharded
 model that was loaded from them has that model's values, to the bit.
 """
 

@@ -1,6 +1,6 @@
 """zshard.load of checkpoints that somebody has tampered with: links, strange manifests, pickles.
 
-The one idea: a good checkpoint with one thing changed, and all checksums right again, is one error on
+A good checkpoint with one thing changed, and all checksums right again, is one error on
 all ranks, which names the file and what is wrong; and nothing on any rank has changed. Pickles that
 ask for more memory, time or stack than their bytes explain are read where little is left.
 """

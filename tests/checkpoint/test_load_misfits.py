@@ -1,6 +1,6 @@
 """zshard.load of good checkpoints into what they do not fit: models, optimizers, arguments.
 
-The one idea: what does not fit is found before anything is changed, on all ranks, in torch's words
+What does not fit is found before anything is changed, on all ranks, in torch's words
 where torch has some.
 """
 

@@ -1,6 +1,6 @@
 """What each rank reads when a checkpoint is loaded: who checks which blocks.
 
-The one idea: every call on files can be written down, so what a rank has read is known to the byte.
+Every call on files can be written down, so what a rank has read is known to the byte.
 What the ranks of a host check they are going to read, so the host reads each block once from the
 disk, but for those that several hosts or none have a use for.
 """

@@ -1,6 +1,6 @@
 """The model of power cuts (power_cut.py), on small protocols whose every step is needed.
 
-The one idea: a model that allows too little would pass anything. So each step is left out in turn,
+A model that allows too little would pass anything. So each step is left out in turn,
 and the model has to find a state in which that shows; with all of them, there is none.
 """
 

@@ -1,6 +1,6 @@
 """The reader of safetensors files, by itself: right files, wrong files, folders.
 
-The one idea: whatever the bytes are, there comes out what the reference implementation has put in,
+Whatever the bytes are, there comes out what the reference implementation has put in,
 or a ValueError that names the file.
 """
 

@@ -1,6 +1,6 @@
 """zshard.save(asynchronous=True): the state of the moment, one at a time, no failure lost.
 
-The one idea: a save that is slow on purpose (its writing waits for an event) is under way while the
+A save that is slow on purpose (its writing waits for an event) is under way while the
 model is trained on; what is in the files afterwards is what there was before.
 """
 

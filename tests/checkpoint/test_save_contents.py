@@ -1,6 +1,6 @@
 """zshard.save: what a state dict may have besides parameters, how it is written, and what is kept beside.
 
-The one idea: whatever state_dict() says, with the hooks and methods of its users, is what is saved; where
+Whatever state_dict() says, with the hooks and methods of its users, is what is saved; where
 that cannot be, an error names the entry.
 """
 

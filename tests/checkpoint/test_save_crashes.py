@@ -1,6 +1,6 @@
 """Saves that a crash ends: of a rank, of all, of the machine's power; in the background, too.
 
-The one idea: everything that a save does to files goes through one table of calls (csrc/checkpoint/fs.h). Ranks
+Everything that a save does to files goes through one table of calls (csrc/checkpoint/fs.h). Ranks
 are killed at some of them or at any time, and the log of all of them says what a power cut may leave.
 Afterwards the newest checkpoint is read by its manifest, bit by bit; a save after that works, and
 leaves nothing of the broken one. (test_save_kills.py has each call of one process.)

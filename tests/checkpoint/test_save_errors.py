@@ -1,6 +1,6 @@
 """zshard.save: what goes wrong is the same kind of error on all ranks, and nothing has happened.
 
-The one idea: after each failure the folder has what it had before, to the bit, and no more; the model
+After each failure the folder has what it had before, to the bit, and no more; the model
 trains on, and the next save is a good one.
 """
 

@@ -1,6 +1,6 @@
 """zshard.save into folders that are taken, full, read-only, somebody else's, locked or not shared.
 
-The one idea: as in test_save_errors.py: an error of one kind on all ranks, a folder that has what it
+As in test_save_errors.py: an error of one kind on all ranks, a folder that has what it
 had before, to the bit, and a model that trains on and saves well.
 """
 

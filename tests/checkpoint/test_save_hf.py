@@ -1,6 +1,6 @@
 """Checkpoints of Hugging Face models, read by Hugging Face's tools where zshard cannot be imported.
 
-The one idea: who has the folder needs no zshard. A process in which its import fails loads the folder by
+Who has the folder needs no zshard. A process in which its import fails loads the folder by
 `from_pretrained` and by safetensors, and finds the values that training ended with.
 """
 

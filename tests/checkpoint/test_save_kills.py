@@ -1,6 +1,6 @@
 """zshard.save: a process that is killed at any call leaves the last checkpoint as it was, or the new one.
 
-The one idea: a process forks one that saves and is killed before, within or after its nth call on files,
+A process forks one that saves and is killed before, within or after its nth call on files,
 for each n until it gets through. Whatever it leaves, what is found is whole, to the bit; and the next
 save leaves nothing else. (What a power cut would leave is another question: tests/lib/power_cut.py.)
 """

@@ -1,6 +1,6 @@
 """Which bytes of which files each rank writes: zshard/checkpoint/layout.py, without any model.
 
-The one idea: whoever has what, each byte of each file is written once, by a rank that has it, and ranks
+Whoever has what, each byte of each file is written once, by a rank that has it, and ranks
 that have the same write the same amount.
 """
 

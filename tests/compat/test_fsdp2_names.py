@@ -1,6 +1,6 @@
 """FSDP2's classes and methods by name, beside those that test_fully_shard.py trains with.
 
-The one idea: a method that only chooses between ways to the same numbers is called in the middle of
+A method that only chooses between ways to the same numbers is called in the middle of
 training, which must keep DDP's bits.
 """
 

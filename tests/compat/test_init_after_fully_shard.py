@@ -1,6 +1,6 @@
 """FSDP2's order: meta device, fully_shard(), to_empty(), and the script's own initialization.
 
-The one idea: the same function builds a plain model and a sharded one after one seed, with no other line
+The same function builds a plain model and a sharded one after one seed, with no other line
 between; both must have the same values and leave the same random state.
 """
 

@@ -1,6 +1,6 @@
 """No circle among the files of csrc/: of any two, at most one needs the other, directly or not.
 
-The one idea: the linker knows who needs whom. A file is its object, and an arrow goes to the object that
+The linker knows who needs whom. A file is its object, and an arrow goes to the object that
 defines a symbol which this one needs. A header's inline functions count as those of the files that include
 it. (Circles of folders: MAY_INCLUDE in test_c_rules.py.)
 """

@@ -1,6 +1,6 @@
 """The transports in C, with real processes (tests/c/test_comm_*.c): shm, its failures, c10d, self.
 
-The one idea: a transport is libc only (the process group below c10d is played by shm), so each test
+A transport is libc only (the process group below c10d is played by shm), so each test
 forks its ranks in a small program that the compiler makes in a second, plain and sanitized. There,
 ranks come late, come in any order, get killed and disagree, which Python's ranks cannot do at will.
 Most of these tests wait for what does not come, so all that were chosen are started together, and

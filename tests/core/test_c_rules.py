@@ -1,6 +1,6 @@
 """The rules for C and C++ (CONTRIBUTING.md), checked on the sources of csrc/ and cuda/.
 
-The one idea: a rule is a function from a file's name and text to a list of complaints, so that one
+A rule is a function from a file's name and text to a list of complaints, so that one
 function judges the real sources and the bad examples further down, which show that it can fail.
 What a tool can judge is not here: clang-tidy knows the size of C's functions (.clang-tidy), the
 compiler those without a header, the linker all symbols (tests/project/test_build.py).

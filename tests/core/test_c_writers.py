@@ -1,6 +1,6 @@
 """A struct's fields are written by one file, so that whoever asks who changed one knows where to look.
 
-The one idea: the core's records are always reached by variables of one name (`unit`, `record`), so an
+The core's records are always reached by variables of one name (`unit`, `record`), so an
 assignment through that name tells which field of which struct a file writes. What makes and frees a
 struct may write all of it.
 """
@@ -29,7 +29,7 @@ VARIABLES = {
     "unit": "zs_unit",
     "param": "zs_param",
     "flat": "zs_flat",
-    "home": "zs_home",
+    "context": "zs_context",
     "engine": "zs_engine",
     "history": "zs_history",
 }
@@ -42,7 +42,7 @@ KNOWN = {
     # A pass is a forward or a backward, and each file knows when its own begins and ends.
     "zs_schedule.stage": {"forward.c", "backward.c"},
     # A unit's engine, when it is made and when an outer FSDP() takes it over.
-    "zs_unit.home": {"unit_life.c", "engine.c"},
+    "zs_unit.context": {"unit_life.c", "engine.c"},
     # Under local gradients: shown so by one, found to be zeroed by the other.
     "zs_param.below": {"grads.c", "local_grads.c"},
     # Lent for a backward that steps; taking turns where a script keeps gradients. Never both.

@@ -1,6 +1,6 @@
 """device_cpu.c against torch: sums in rank order, norms, scaling; every dtype and instruction set.
 
-The one idea: the file needs nothing of torch but zs_parallel_for, so the compiler alone can build
+The file needs nothing of torch but zs_parallel_for, so the compiler alone can build
 it (with UndefinedBehaviorSanitizer too) and ctypes can call it on a tensor's memory. The oracle is
 the contract of device.h, one rounding after the other, in torch.
 """

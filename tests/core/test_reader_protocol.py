@@ -1,6 +1,6 @@
 """The reader protocol in all interleavings: see tests/c/check_reader.c.
 
-The one idea: a check that finds nothing proves little until planted faults are found by it.
+A check that finds nothing proves little until planted faults are found by it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A short training run with AddressSanitizer and UndefinedBehaviorSanitizer in the core.
 
-The one idea: the sanitized core is another build (sanitized.py, as `make sanitize` makes it; the
+The sanitized core is another build (sanitized.py, as `make sanitize` makes it; the
 usual one stays as it is), and its ranks run below the preloaded runtime. One run walks through what
 training does: strategies, transports, optimizers, odd sizes, failures, models that die. Building it
 the first time costs a minute, afterwards a second. `make sanitize` runs the whole suite this way.

@@ -1,6 +1,6 @@
 """Sleeping and waking over shm in all interleavings: see tests/c/check_wake.c.
 
-The one idea: as in test_reader_protocol.py, planted faults show that the check can fail.
+As in test_reader_protocol.py, planted faults show that the check can fail.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Every call on files, failed, cut short, interrupted or killed at: what the caller sees and what is left.
 
-The one idea: a story goes through all of _core's calls on files; it is told once to count the calls
+A story goes through all of _core's calls on files; it is told once to count the calls
 of csrc/checkpoint/fs.h, and then again for each of them and each fault. Where the story cannot end well, its
 error names the file; where it can, it ends as if nothing had been.
 """

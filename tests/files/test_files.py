@@ -1,6 +1,6 @@
 """_core.File: what its calls do, and what they refuse.
 
-The one idea: a checkpoint's file is written by several ranks and read by others, of files that
+A checkpoint's file is written by several ranks and read by others, of files that
 anybody may have made or cut. So each call is tried on what it is not meant for, as well. What others
 do meanwhile is in test_files_shared.py, folders in test_folders.py.
 """

@@ -1,6 +1,6 @@
 """_core.File, closed and forgotten, used by several threads at once, interrupted, cut off.
 
-The one idea: a call lets other threads and signals in, so whatever these do to the file meanwhile
+A call lets other threads and signals in, so whatever these do to the file meanwhile
 has to be an error or come out right, and nothing may stay behind.
 """
 

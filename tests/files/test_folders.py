@@ -1,6 +1,6 @@
 """The calls on folders and names: make, sync, rename, swap, remove, lock.
 
-The one idea: a checkpoint appears by a rename, beside whatever else is there: nothing is replaced
+A checkpoint appears by a rename, beside whatever else is there: nothing is replaced
 that was not meant, also where the file system does not help.
 """
 

@@ -1,6 +1,6 @@
 """Parameters, gradients and optimizer state in files: the same bits, whatever a script does.
 
-The one idea: a model on a disk is compared with the same model in memory, under everything that
+A model on a disk is compared with the same model in memory, under everything that
 reads or writes its parameters.
 """
 

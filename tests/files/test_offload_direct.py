@@ -1,6 +1,6 @@
 """Steps that go past the page cache: what they work on in buffers is what everybody else sees.
 
-The one idea: whatever is done to a model on a disk between two steps, or in the middle of one, is
+Whatever is done to a model on a disk between two steps, or in the middle of one, is
 done to the same model in memory as well; and a count says whether buffers were lent at all.
 """
 

@@ -1,6 +1,6 @@
 """What a model on a disk keeps in memory, what it leaves in its directory, and what is refused.
 
-The one idea: bytes are counted, by the model, by the pager and by limits of the system.
+Bytes are counted, by the model, by the pager and by limits of the system.
 """
 
 from __future__ import annotations

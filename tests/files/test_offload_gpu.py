@@ -1,6 +1,6 @@
 """Offload from a GPU to its host's memory, over stand-ins for CUDA: the same bits, and less there.
 
-The one idea: what is offloaded is a tensor like any other, only its memory lies elsewhere; so
+What is offloaded is a tensor like any other, only its memory lies elsewhere; so
 training with and without is compared to the bit.
 """
 

@@ -1,6 +1,6 @@
 """Steps that a CUDA graph can repeat: the numbers of capturable optimizers, and what a step calls.
 
-The one idea: a capture is a set of things that must not be done, and of waits that must be there.
+A capture is a set of things that must not be done, and of waits that must be there.
 The stand-in for CUDA's driver (tests/c/fake_cuda.h) is told that torch's stream is captured, and
 then fails what a GPU would fail (allocations, synchronisation, queries, waits for what happened
 outside), while it computes as ever; so a step that passes has the numbers to show for it, and its

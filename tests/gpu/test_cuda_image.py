@@ -1,7 +1,7 @@
 """The compiled kernels: registers, spills, wide accesses, exact arithmetic; and their way into
 _core.
 
-The one idea: what a GPU would do with the code can be read off what nvcc made of it, on any machine
+What a GPU would do with the code can be read off what nvcc made of it, on any machine
 that has nvcc: its own table of resources, the PTX, and the machine code if nvdisasm is installed
 (pip install nvidia-cuda-nvdisasm). All of it is made in one go, by setup.py's own flags.
 """

@@ -1,6 +1,6 @@
 """Training on a GPU is training in plain PyTorch: numbers, memory, errors, on one GPU by one rank.
 
-The one idea: what is torch's own on a GPU (its allocator, streams, cuBLAS) is compared by tolerances
+What is torch's own on a GPU (its allocator, streams, cuBLAS) is compared by tolerances
 that are stated in gpus.py; what is zshard's on both sides, by bits. The kernels are those of
 test_cuda_kernels.py, which runs again on the real driver. Several ranks: test_gpu_ranks.py.
 """

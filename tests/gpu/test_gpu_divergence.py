@@ -1,6 +1,6 @@
 """Ranks that run modules in other orders over GPUs: the error names the first transfer that differs.
 
-The one idea: what a rank queued last says little, as it is often the same on all ranks by then.
+What a rank queued last says little, as it is often the same on all ranks by then.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Calls of CUDA's driver and of NCCL that fail in training: an exception on every rank, soon, and never worse.
 
-The one idea: the log of a run that goes well says which calls there are and how often; then each
+The log of a run that goes well says which calls there are and how often; then each
 is made to fail, the first, one in the middle and the last time, on one rank of two. That rank's
 exception names the call, the other rank hears of it; only what gives something back, or only looks,
 may fail without a word, and then the numbers are as they were.

@@ -1,6 +1,6 @@
 """What scripts do beside plain steps, on a GPU: checkpoints, offload, loss scaling, torch's optimizers, errors.
 
-The one idea: as in test_gpu.py, a function that a rank runs on its device, with plain PyTorch on the
+As in test_gpu.py, a function that a rank runs on its device, with plain PyTorch on the
 same device as the reference; several ranks are compared with ranks on the host.
 """
 

@@ -1,6 +1,6 @@
 """A CUDA graph of a training step on a GPU: its replays have the bits of the same steps without one.
 
-The one idea: on a GPU the step is captured once and replayed; over the stand-ins, which cannot replay,
+On a GPU the step is captured once and replayed; over the stand-ins, which cannot replay,
 each of these steps runs as a capture, which forbids what CUDA forbids (test_cuda_graphs.py).
 """
 

@@ -1,6 +1,6 @@
 """The GPU's path as its stand-ins saw it: what streams wait for, what is allocated when, what is held.
 
-The one idea: the numbers of a run can be right by luck; its log says what is sure (gpu_log.py).
+The numbers of a run can be right by luck; its log says what is sure (gpu_log.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """NCCL with one rank, and several ranks on one GPU: their numbers are those of ranks on the host.
 
-The one idea: ranks on the host over gloo are the reference for all ways of moving bytes between
+Ranks on the host over gloo are the reference for all ways of moving bytes between
 ranks of a GPU. With stand-ins the bits are equal, since these compute as the host does; on a GPU the
 backends agree with each other to the bit, and with the host within the tolerances of gpus.py.
 """

@@ -1,6 +1,6 @@
 """What the rest of a process may do while a rank with a GPU waits for others: Ctrl-C.
 
-The one idea: on a GPU torch runs a backward on a thread of its own, and the main thread waits for it
+On a GPU torch runs a backward on a thread of its own, and the main thread waits for it
 in torch, where Python sees no signal. So here a thread runs it too, and the main thread waits in a
 mutex of C's.
 """

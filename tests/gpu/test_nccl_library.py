@@ -1,6 +1,6 @@
 """Which libnccl is used: the search order, what is said where there is none, and the end of a process.
 
-The one idea: stand-ins of several versions (tests/c/fake_nccl.c says what FAKE_NCCL_VERSION has at
+Stand-ins of several versions (tests/c/fake_nccl.c says what FAKE_NCCL_VERSION has at
 the moment of loading) lie where a real one would; each case is a process forked from one that has
 imported torch.
 """

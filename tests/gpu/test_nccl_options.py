@@ -1,6 +1,6 @@
 """zshard.NcclOptions: what it may be, what reaches NCCL, and that it changes no bit.
 
-The one idea: the stand-in for libnccl logs what a communicator was made with and what it carried;
+The stand-in for libnccl logs what a communicator was made with and what it carried;
 what it would refuse, and what ranks cannot agree on, are errors before anything is made.
 """
 

@@ -1,6 +1,6 @@
 """What the CUDA build of torch installs beside it: libnccl's functions and its answers without a device, and cuda.h.
 
-The one idea: the real library is called in a process of its own, so that an abort or a hang is a failing test.
+The real library is called in a process of its own, so that an abort or a hang is a failing test.
 """
 
 import json

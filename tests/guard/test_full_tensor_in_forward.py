@@ -1,6 +1,6 @@
 """full_tensor() within a forward: refused where it would silently cut a gradient off.
 
-The one idea: what the error tells to do instead gives plain PyTorch's gradients.
+What the error tells to do instead gives plain PyTorch's gradients.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Every operation that torch tests, on slices: the slice of the whole's result bit for bit, or ShardError.
 
-The one idea: torch's own list of operations with sample inputs (op_db) is the measure, not the guard's
+Torch's own list of operations with sample inputs (op_db) is the measure, not the guard's
 list. One process plays a rank that has some elements from the middle of each tensor.
 """
 

@@ -1,6 +1,6 @@
 """Initialization after sharding: the values of the plain model under the same seed, or an error.
 
-The one idea: each initializer runs on a plain model and on a sharded one after the same seed, and both
+Each initializer runs on a plain model and on a sharded one after the same seed, and both
 must end with the same values and the same random state, to the bit. Where ranks draw otherwise than
 each other, they are told when they meet.
 """

@@ -1,6 +1,6 @@
 """Noise for a parameter, made by its shape: each rank would add the same numbers to other elements.
 
-The one idea: the same lines on a plain model and on sharded ones, under one seed: right, or refused
+The same lines on a plain model and on sharded ones, under one seed: right, or refused
 with the words that make it right.
 """
 

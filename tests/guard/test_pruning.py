@@ -1,6 +1,6 @@
 """torch.nn.utils.prune on a sharded model: refused on all ranks, also where one has no elements.
 
-The one idea: what the error tells to do gives the plain model's values.
+What the error tells to do gives the plain model's values.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What errors advise works: each remedy is applied on the ranks that got the error, and goes on.
 
-The one idea: a table of what a script does, words of the error, and the script as advised.
+A table of what a script does, words of the error, and the script as advised.
 """
 
 from __future__ import annotations

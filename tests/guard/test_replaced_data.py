@@ -1,6 +1,6 @@
 """`p.data = t` between steps: who else lies on the memory that the parameter leaves keeps its values.
 
-The one idea: a script that swaps weights is right if it trains as under DDP, bit for bit. Each swap is a
+A script that swaps weights is right if it trains as under DDP, bit for bit. Each swap is a
 function of a model, which both run.
 """
 

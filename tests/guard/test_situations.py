@@ -1,6 +1,6 @@
 """Code for whole parameters, on slices: right as on the plain model, or ShardError; never silent.
 
-The one idea: each situation runs on a plain model and on sharded ones with the same values and gradients,
+Each situation runs on a plain model and on sharded ones with the same values and gradients,
 over both transports, in each strategy; with "no_shard" all of them are right.
 """
 

@@ -1,6 +1,6 @@
 """engine.save_checkpoint() and load_checkpoint(): runs resume, also on other ranks and stages.
 
-The one idea: a run that was interrupted goes on with the losses of one that was not.
+A run that was interrupted goes on with the losses of one that was not.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Configs as people have them: stages, offload, fp16, bf16 and "auto", trained as DDP does.
 
-The one idea: a case is a config and what it means in numbers. PUBLISHED are files of five projects,
+A case is a config and what it means in numbers. PUBLISHED are files of five projects,
 where a folder has them (tests/lib/published.py); OWN are written for this test and always run.
 """
 

@@ -1,6 +1,6 @@
 """What the engine answers under DeepSpeed's names; any other name is an AttributeError.
 
-The one idea: what a script asks is answered from the config that the script itself wrote; compile()
+What a script asks is answered from the config that the script itself wrote; compile()
 and destroy() act on the model and not on the engine's own counting.
 """
 

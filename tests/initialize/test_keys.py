@@ -1,6 +1,6 @@
 """A DeepSpeed config is read as DeepSpeed reads it: every key works, is named in a warning, or refused.
 
-The one idea: no rank and no model; `settings_of` alone, for two ranks.
+No rank and no model; `settings_of` alone, for two ranks.
 """
 
 from __future__ import annotations

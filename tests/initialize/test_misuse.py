@@ -1,6 +1,6 @@
 """zshard.initialize() as it is misused: each mistake is an error that says what to do, or right.
 
-The one idea: a test makes the mistake on two ranks, reads the message, and then trains on: what was
+A test makes the mistake on two ranks, reads the message, and then trains on: what was
 refused has changed nothing.
 """
 

@@ -1,6 +1,6 @@
 """`import zshard as deepspeed`: names that work, names that say what to use, the data loader.
 
-The one idea: scripts call these before and after initialize(); none may fail without a remedy.
+Scripts call these before and after initialize(); none may fail without a remedy.
 """
 
 from __future__ import annotations

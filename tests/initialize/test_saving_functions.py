@@ -1,6 +1,6 @@
 """The functions by which published scripts for DeepSpeed save weights: full ones, at all stages.
 
-The one idea: they ask a parameter for `ds_id`, and gather it if it has one. What they return is the
+They ask a parameter for `ds_id`, and gather it if it has one. What they return is the
 plain model's, and what they must not return, a shard, cannot be written.
 """
 

@@ -1,6 +1,6 @@
 """DeepSpeed's learning rate schedules and loss scale, number by number.
 
-The one idea: the numbers were computed once by DeepSpeed 0.19.8's own schedules, and by hand from its
+The numbers were computed once by DeepSpeed 0.19.8's own schedules, and by hand from its
 documentation; they are written here.
 """
 

@@ -1,6 +1,6 @@
 """zero.Init() around models whose modules have no reset_parameters(), such as those of transformers.
 
-The one idea: a model's `_init_weights(module)` gives values as it does for the plain model; what it leaves
+A model's `_init_weights(module)` gives values as it does for the plain model; what it leaves
 out may be loaded, and is named by the first forward if it is not.
 """
 

@@ -1,6 +1,6 @@
 """Real architectures, tiny: what transformers makes of configurations, and what they are fed.
 
-The one idea: an architecture is two class names, the options that make it small, and a function that
+An architecture is two class names, the options that make it small, and a function that
 draws a batch. Nothing is downloaded, and dropout is off. Ranks import this file, so that
 transformers is imported where a model is made and not before.
 """

@@ -1,6 +1,6 @@
 """pytest's rewriting of asserts where pytest does not bring it: in ranks, and for these helpers.
 
-The one idea: a failing assert shows the values that it compared only in a module that pytest has
+A failing assert shows the values that it compared only in a module that pytest has
 rewritten. It rewrites the tests that it imports itself; a rank imports them anew, so it installs the
 same hook, which finds what the parent has rewritten in __pycache__ and hence costs nothing. The
 hook is private to pytest: where it is another, or none, asserts are plain.

@@ -2,7 +2,7 @@
 
     compile_c(target, [PROGRAM, *sources("status.c", "shm*.c")], BUILDS["sanitized"])
 
-The one idea: an object is named by all that goes into it and kept under build/, so that a file which
+An object is named by all that goes into it and kept under build/, so that a file which
 several programs need is compiled once for each build, whichever test, process or run comes first.
 """
 

@@ -2,7 +2,7 @@
 
     compile_c(target, [PROGRAM, *sources("status.c", "shm*.c")], flags)
 
-The one idea: names are unique in csrc/ (test_c_rules.py), so a test names a file and not its folder.
+Names are unique in csrc/ (test_c_rules.py), so a test names a file and not its folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SHM = [
     "profile.c",
     "device.c",
     "comm.c",
-    "past.c",
+    "fingerprint.c",
     "script.c",
     "comm_self.c",
     "comm_shm.c",

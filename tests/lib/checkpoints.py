@@ -1,7 +1,7 @@
 """Checkpoints as files, for the tests of what writes them: read without anything of zshard's reading;
 and saves that must fail and leave them as they are.
 
-The one idea: what is in the files is for others to read, so it is read by the reference
+What is in the files is for others to read, so it is read by the reference
 implementation of safetensors, and checksums are computed anew, by a table of its own.
 """
 

@@ -1,6 +1,6 @@
 """What differs between tensors, bit for bit, in words: which entry, how many elements, the first of them.
 
-The one idea: a rank says what differs, not whether: `assert [True, False] == [True, True]` tells
+A rank says what differs, not whether: `assert [True, False] == [True, True]` tells
 nobody what to look at. A function on ranks returns `differences(ours, theirs)`, and its test asserts
 that there are none on any rank, or it asserts on the spot by `assert_same`.
 

@@ -1,6 +1,6 @@
 """cuda_kernels.h for tests: its functions on tensors, launched by the stand-in or by the real driver.
 
-The one idea: tests have tensors on the host and compare with the CPU. Where the kernels run elsewhere
+Tests have tensors on the host and compare with the CPU. Where the kernels run elsewhere
 (ZSHARD_TEST_KERNELS=gpu: nvcc's kernels on a GPU; =copies: the stand-in, for a test of this), what
 they are given is copied there and back.
 """

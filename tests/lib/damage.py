@@ -1,6 +1,6 @@
 """Checkpoints to be damaged, and loads that must refuse them.
 
-The one idea: a load that fails leaves everything as it was, so each attempt tells what was said, what
+A load that fails leaves everything as it was, so each attempt tells what was said, what
 has changed and which files are still open, and one function judges all three on all ranks.
 """
 

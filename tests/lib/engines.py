@@ -1,6 +1,6 @@
 """Runs of zshard.initialize() and, beside it, the same training written out over DDP.
 
-The one idea: `Ours` only calls the engine as a script for DeepSpeed would. `Theirs` has no engine
+`Ours` only calls the engine as a script for DeepSpeed would. `Theirs` has no engine
 and no config: a test says in numbers what the config means, so that a wrong reading shows.
 """
 

@@ -2,7 +2,7 @@
 
     monkeypatch.setenv("ZSHARD_CUDA_LIB", str(fake_cuda.library()))
 
-The one idea: the kernels of cuda/ are in it, compiled for the host, so what a GPU would compute is
+The kernels of cuda/ are in it, compiled for the host, so what a GPU would compute is
 computed; device memory is host memory, and side streams are threads that may be made late. It is
 made once for a machine, in a temporary folder named by what went into it; switches are variables
 of the environment (FAKE_CUDA_*), looked at in each call.

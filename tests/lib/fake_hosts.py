@@ -3,7 +3,7 @@
     root = host(tmp_path, sockets=2, nodes=2, cores=8, threads=2)
     read_topology(root, affinity=range(32))
 
-The one idea: numbering is that of most servers: first one hyperthread of every core, socket after
+Numbering is that of most servers: first one hyperthread of every core, socket after
 socket, then the second ones.
 """
 

@@ -1,6 +1,6 @@
 """Calls of _core.File and of its checksums, with any numbers: for the fuzzer and for hypothesis.
 
-The one idea: a call is a few numbers, and a bytearray says what must come of it: the bytes, the
+A call is a few numbers, and a bytearray says what must come of it: the bytes, the
 sums, or a refusal after which nothing has changed. No number is too wild to be asked for.
 """
 

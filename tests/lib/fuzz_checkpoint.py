@@ -1,7 +1,7 @@
 """A fuzz target for all that reads what others have written: safetensors files, their headers and
 indices, manifests, pickles that are read as data, torch's files and metadata; and the core's calls.
 
-The one idea: whatever the bytes are, a reader gives a CheckpointError (a ValueError from the reader
+Whatever the bytes are, a reader gives a CheckpointError (a ValueError from the reader
 of pickles) or something that fits; any other exception, a memory or time that the size of the
 input does not explain, and whatever the sanitizers see in the core, is a fault.
 

@@ -1,6 +1,6 @@
 """What a training run asked of the stand-ins for CUDA and NCCL, read from their common log: is it in order?
 
-The one idea: a log says what each stream was given, with the memory that it reads and writes, and
+A log says what each stream was given, with the memory that it reads and writes, and
 which events tie streams together. From that follows what comes before what on a GPU, whatever the
 timing; two accesses to the same bytes of which one writes, in streams that nothing ties together,
 are a race, and no kind of race has to be thought of beforehand. So each rule (a swap behind its

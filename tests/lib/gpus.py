@@ -1,6 +1,6 @@
 """What the tests of GPUs share: where ranks run, the tolerances of their numbers, a model, its training.
 
-The one idea: a test is a function that ranks run on "their device", which is the GPU where there is
+A test is a function that ranks run on "their device", which is the GPU where there is
 one and else skipped, and the host with stand-ins for CUDA's driver and NCCL (stand_ins.py), so that
 the tests themselves are known to work on any machine.
 """

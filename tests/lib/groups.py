@@ -1,6 +1,6 @@
 """Process groups that a test makes for itself, and is rid of afterwards.
 
-The one idea: each gloo group has three threads, which look for something to do a hundred times a second
+Each gloo group has three threads, which look for something to do a hundred times a second
 for as long as it lives; and ranks live for many tests (spawn.py).
 """
 

@@ -1,6 +1,6 @@
 """What the tests of optimizer_in_backward() share: its yardstick, and the models that they train.
 
-The one idea: the yardstick is the same model, strategy and optimizer with a step() after backward.
+The yardstick is the same model, strategy and optimizer with a step() after backward.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """LightningModules that trainers' tests train, and how their ranks start.
 
-The one idea: each run notes what a user could see (losses, logged values, full weights), so that a
+Each run notes what a user could see (losses, logged values, full weights), so that a
 test compares one run with the same run of Lightning's own DDP.
 """
 

@@ -1,6 +1,6 @@
 """What tests of meshes and groups share: meshes, hosts that are made up, a case that is trained.
 
-The one idea: there is one mesh of a shape per process, since process groups are never freed.
+There is one mesh of a shape per process, since process groups are never freed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A training loop in which the last rank does something bad at one place (test_failures.py).
 
-The one idea: what the other ranks then raise, and how many seconds after the deed, comes back as an
+What the other ranks then raise, and how many seconds after the deed, comes back as an
 `End`. The clock is CLOCK_MONOTONIC, which all processes of a host share.
 """
 

@@ -1,6 +1,6 @@
 """Tests that are named by text (in a table of the docs, in a list of traps): do they exist?
 
-The one idea: a reference is a file, a test function, or one of its parameters as pytest prints it:
+A reference is a file, a test function, or one of its parameters as pytest prints it:
 
     tests/optim/test_clip.py
     tests/optim/test_clip.py::test_power_sum

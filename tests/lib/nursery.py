@@ -1,6 +1,6 @@
 """Fresh ranks within milliseconds: forked from a process that has imported torch and zshard.
 
-The one idea: `run_ranks` of spawn.py starts interpreters, whose imports cost each rank seconds;
+`run_ranks` of spawn.py starts interpreters, whose imports cost each rank seconds;
 tests that end ranks badly need dozens of them. Here one process, the nursery, imports once and does
 nothing else (no thread, no tensor), so that its forks are as good as new. A rank lives and ends as
 a script does: an uncaught exception is printed, with exit status 1; `sys.exit` and SIGKILL are what

@@ -1,6 +1,6 @@
 """A small model on a disk, its steps, and the comparison with the same model in memory.
 
-The one idea: what it may keep in memory is so little that pages have to come and go all the time.
+What it may keep in memory is so little that pages have to come and go all the time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the tests of optimizers' state dicts share: models that have been trained, and comparisons.
 
-The one idea: two state dicts are compared as flat dicts of what they hold, to the bit.
+Two state dicts are compared as flat dicts of what they hold, to the bit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a power cut may leave of a folder, rebuilt from the log of all calls on files.
 
-The one idea: the disk is only sure of what an fsync has covered. What was written to a file and not
+The disk is only sure of what an fsync has covered. What was written to a file and not
 synced may be there or not, in any part; names made, renamed and removed in a folder may be there up
 to any of them, each folder for itself, until that folder is synced. So the log is replayed on a
 model that knows, for each file and folder, what is sure and what is pending, and at each cut the

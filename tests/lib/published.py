@@ -1,6 +1,6 @@
 """DeepSpeed configs that projects have published: where they are, and what they mean.
 
-The one idea: the files are their projects', so they are not in this repository. A folder that has
+The files are their projects', so they are not in this repository. A folder that has
 them under `name` (ZSHARD_PUBLISHED_CONFIGS) is tested with the very bytes; see the checksums.
 
     git show <commit>:<path> > $ZSHARD_PUBLISHED_CONFIGS/<name>.json

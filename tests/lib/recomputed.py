@@ -1,6 +1,6 @@
 """Models of which a stretch is computed again in backward, by every way in which models have it.
 
-The one idea: a way is a forward of `Stack`, which recomputes some of its blocks, or parts of them.
+A way is a forward of `Stack`, which recomputes some of its blocks, or parts of them.
 """
 
 from __future__ import annotations

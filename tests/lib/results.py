@@ -1,6 +1,6 @@
 """How a result leaves a forward, other than in what the forward returns: for tests of backward.
 
-The one idea: each way is a block whose result the model takes out again, so that all train the same
+Each way is a block whose result the model takes out again, so that all train the same
 network, and a plain model shows what its gradients are.
 """
 

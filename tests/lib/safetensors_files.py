@@ -1,6 +1,6 @@
 """Safetensors files for tests, right and wrong ones, written by hand.
 
-The one idea: a wrong file is a right one with one thing changed, so an error can only be about that.
+A wrong file is a right one with one thing changed, so an error can only be about that.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Samples of what is too long for every run: `@pytest.mark.sampled(5)`.
 
-The one idea: of a test's cases a few are run each time, chosen so that as many values as possible
+Of a test's cases a few are run each time, chosen so that as many values as possible
 of its parameters come up. The others are marked `thorough`, and run with those. A test that runs on
 several ranks takes half a second a case, so it is sampled without being asked: one case, another
 from test to test, so that each strategy and transport meets many tests.

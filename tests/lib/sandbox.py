@@ -1,6 +1,6 @@
 """What containers and old kernels deny, denied to one rank: system calls, capabilities, limits.
 
-The one idea: a seccomp filter, installed by the rank itself, answers a system call with an error as a
+A seccomp filter, installed by the rank itself, answers a system call with an error as a
 sandbox would; nothing of zshard or torch is replaced. It cannot be taken away: use forked ranks.
 """
 

@@ -3,7 +3,7 @@
     python tests/lib/sanitized.py -m pytest $PWD/tests/files/test_files.py       # as `make sanitize` does
     python tests/lib/sanitized.py --fuzzing $PWD/tests/lib/fuzz_checkpoint.py  # as `make fuzz` does
 
-The one idea: the sanitized package lies in build/sanitize and is found by PYTHONPATH, so the usual
+The sanitized package lies in build/sanitize and is found by PYTHONPATH, so the usual
 build stays as it is. Python is not sanitized, so the runtime is preloaded; and its small objects
 come from malloc while fuzzing, so that what is behind each of them is watched.
 """

@@ -1,6 +1,6 @@
 """Scenarios: forwards and backwards of one rank as a script may do them, and what must come of them.
 
-The one idea: what a sharded model has to compute is known without any library. Every rank can make
+What a sharded model has to compute is known without any library. Every rank can make
 all ranks' batches, so it runs each rank's scenario on a plain model and takes the mean.
 """
 

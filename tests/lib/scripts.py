@@ -1,6 +1,6 @@
 """Scenarios, (model, rank) -> None, as scripts have them: SCENARIOS, each with whether its bits are exact.
 
-The one idea: a scenario ends with gradients, which must be the mean of the ranks' gradients.
+A scenario ends with gradients, which must be the mean of the ranks' gradients.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Code that was written for whole parameters on one process, for test_situations.py.
 
-The one idea: each situation is a function of a model whose backward has run, sharded or not. It is right if
+Each situation is a function of a model whose backward has run, sharded or not. It is right if
 what it returns, and what it leaves in the model, are what they are for the plain model; else it has
 to raise. RIGHT and REFUSED say which it is on shards.
 """

@@ -1,6 +1,6 @@
 """Runs test functions on several ranks: fresh ones (`run_ranks`) or a standing pool (`RankPool`).
 
-The one idea: the parent hosts the rendezvous store and only hands out its port, as torchrun's agent
+The parent hosts the rendezvous store and only hands out its port, as torchrun's agent
 does, so that no port is guessed and tests that run side by side cannot meet. Fresh ranks are plain
 subprocesses; those of a pool are forks of one that has imported torch and zshard. Every run has a
 hard limit; the first rank that fails ends the run, and its output is the assertion's message. This file is also the ranks' entry point (`_main`).

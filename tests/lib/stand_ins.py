@@ -1,6 +1,6 @@
 """GPUs and NCCL where there are none: the environment in which zshard takes its way over CUDA.
 
-The one idea: a model on the CPU is trained as if that were a GPU (as_gpu/fake_gpu.py), by the
+A model on the CPU is trained as if that were a GPU (as_gpu/fake_gpu.py), by the
 stand-ins for libcuda (fake_cuda.py) and libnccl (c/fake_nccl.c). Both work late and on threads of
 their own, and their GPUs compute as the CPU does, so the CPU's bits come out only if every wait is
 where it has to be.

@@ -1,6 +1,6 @@
 """Failures that a script catches: every place, kind, rank and sequel, and what must come of them.
 
-The one idea: a cell is a short training script in which something is raised, is caught, and the
+A cell is a short training script in which something is raised, is caught, and the
 script goes on. The script is run twice: by two ranks with a sharded model, and by two threads with
 plain models whose gradients are averaged as DDP does. What the sharded run gives must be what the
 plain one gives, or an error of zshard's on every rank. A backward that failed midway contributes

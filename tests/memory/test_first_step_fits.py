@@ -1,6 +1,6 @@
 """An optimizer whose state does not fit is refused in its first step, with numbers; advice counts it.
 
-The one idea: FSDP(...) does not know the optimizer, its first step does.
+FSDP(...) does not know the optimizer, its first step does.
 """
 
 import pytest

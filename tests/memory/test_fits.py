@@ -1,6 +1,6 @@
 """A model that cannot fit is refused when it is wrapped, on all ranks, with what would fit.
 
-The one idea: limits are given, or set for a process, so that small models do not fit; that those
+Limits are given, or set for a process, so that small models do not fit; that those
 that fit are left alone is said by all other tests, which look at this host's memory.
 """
 

@@ -1,6 +1,6 @@
 """keep_gathered: what was gathered in forward stays for backward, where there is memory for it.
 
-The one idea: a gather that is left out can be counted, and the numbers are those of full_shard, so a
+A gather that is left out can be counted, and the numbers are those of full_shard, so a
 test says how many gathers each step takes, and compares losses to the bit.
 """
 

@@ -1,7 +1,7 @@
 """keep_gathered between hosts: "auto" keeps units there, and whatever a script does between forward
 and backward, the numbers are those of keep_gathered=False.
 
-The one idea: a script runs with and without, and all that it computes must be the same bits. A unit
+A script runs with and without, and all that it computes must be the same bits. A unit
 that stayed with values of before a step, or of before a write, would show in the next loss.
 """
 

@@ -1,6 +1,6 @@
 """Nothing grows: over a thousand steps, over fifty models, when a loss outlives its model.
 
-The one idea: everything that could leak has a counter that stands still: reference counts, objects
+Everything that could leak has a counter that stands still: reference counts, objects
 known to the garbage collector, bytes that malloc has handed out (mallinfo2, exact: a leak of one
 pointer per step shows), open descriptors, mappings. Resident memory is noisy and only checks that
 large things go. Each test runs on fresh ranks and warms up first, for caches of Python and torch.

@@ -1,6 +1,6 @@
 """What a rank holds: 1/W of parameters, gradients and optimizer state, and a bounded rest.
 
-The one idea: the layout's arithmetic is written down once more here, and the bytes that units,
+The layout's arithmetic is written down once more here, and the bytes that units,
 tensors and the kernel report have to agree with it.
 """
 

@@ -1,6 +1,6 @@
 """memory("now" / "peak" / "predicted"), and predict_memory() of a model that is not wrapped.
 
-The one idea: three ways to one number. A prediction without a process group, that of the wrapped
+Three ways to one number. A prediction without a process group, that of the wrapped
 model, and what the model then holds have to be equal, byte by byte.
 """
 

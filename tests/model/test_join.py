@@ -1,6 +1,6 @@
 """model.join(): uneven numbers of batches give DDP's parameters and Adam state, and misuse an error.
 
-The one idea: each loop is written once and run by a sharded model and by DDP, each within its own
+Each loop is written once and run by a sharded model and by DDP, each within its own
 join(). The ranks that had data last have what counts under DDP, so their state is compared.
 """
 

@@ -1,6 +1,6 @@
 """model.join() used wrongly, and left by exceptions: a typed error on all ranks, and no wait for ever.
 
-The one idea: whatever one rank does, the others hear of it where they meet next, also those whose data
+Whatever one rank does, the others hear of it where they meet next, also those whose data
 has ended.
 """
 

@@ -1,6 +1,6 @@
 """What a forward may return: anything. zshard looks into no result.
 
-The one idea: a result object may hold itself, its parent or the same thing many times.
+A result object may hold itself, its parent or the same thing many times.
 """
 
 from __future__ import annotations

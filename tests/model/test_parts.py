@@ -1,6 +1,6 @@
 """Parts of a sharded model that a script calls by themselves, as generate() does with an encoder.
 
-The one idea: a part that is no unit may use weights of a unit above it. They have to be whole then:
+A part that is no unit may use weights of a unit above it. They have to be whole then:
 an embedding looks up in a slice without a word.
 """
 

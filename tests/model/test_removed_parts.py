@@ -1,6 +1,6 @@
 """Parts of a sharded model that are removed, or replaced by a part that is sharded then.
 
-The one idea: each is done to the plain model too, which is given both ranks' batches, and all that a
+Each is done to the plain model too, which is given both ranks' batches, and all that a
 script may ask for afterwards is compared.
 """
 

@@ -1,6 +1,6 @@
 """summon_full_params(with_grads=True): whole gradients to read and to write.
 
-The one idea: inside, a `.grad` is what whole_grads() puts together from the ranks' slices; outside,
+Inside, a `.grad` is what whole_grads() puts together from the ranks' slices; outside,
 what was written inside is what the slices are of.
 """
 

@@ -1,6 +1,6 @@
 """Units with a process group of their own (experts) within a model: norms, memory and the summary.
 
-The one idea: such a unit is a model of its own. What sums over a model's ranks has no one answer
+Such a unit is a model of its own. What sums over a model's ranks has no one answer
 for it and the rest, and must say so; what counts bytes on this rank must count both.
 """
 

@@ -1,6 +1,6 @@
 """Updates that torch.compile compiles per parameter, and kernels of libraries.
 
-The one idea: an elementwise one trains as on the plain model; any other is refused, with what an optimizer
+An elementwise one trains as on the plain model; any other is refused, with what an optimizer
 can do instead.
 """
 

@@ -1,7 +1,7 @@
 """Optimizers that have state when their parameters are sharded: of a snapshot that a script loads before
 it wraps the model, or of steps of the plain model.
 
-The one idea: the plain model, trained on all ranks' batches, goes on without being wrapped.
+The plain model, trained on all ranks' batches, goes on without being wrapped.
 """
 
 import copy

@@ -1,6 +1,6 @@
 """optimizer_in_backward(): the bits of step() after backward, one unit's gradients at a time.
 
-The one idea: what differs is asked of every model, strategy and way of calling it.
+What differs is asked of every model, strategy and way of calling it.
 """
 
 from __future__ import annotations

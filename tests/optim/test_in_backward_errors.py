@@ -1,6 +1,6 @@
 """optimizer_in_backward(): what is refused, and failures.
 
-The one idea: a step that would be wrong is an error with a way out, and training goes on after it.
+A step that would be wrong is an error with a way out, and training goes on after it.
 """
 
 from __future__ import annotations

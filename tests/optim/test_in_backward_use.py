@@ -1,6 +1,6 @@
 """optimizer_in_backward() in scripts: a world of one, schedulers, several optimizers, hooks.
 
-The one idea: what a script does around a step() after backward, it may do around steps within.
+What a script does around a step() after backward, it may do around steps within.
 """
 
 from __future__ import annotations

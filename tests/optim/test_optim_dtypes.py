@@ -1,6 +1,6 @@
 """Optimizers that keep state in a dtype of their own, as AnyPrecisionAdamW does, in checkpoints.
 
-The one idea: what such an optimizer gets back is what it had, so training goes on with the same bits;
+What such an optimizer gets back is what it had, so training goes on with the same bits;
 torch's load_state_dict() would have made it of the parameters' dtype.
 """
 

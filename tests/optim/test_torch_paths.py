@@ -1,6 +1,6 @@
 """Which of torch's three ways to step Adam zshard's equals: each claim of zshard/optim/__init__.py.
 
-The one idea: one step from equal states, so that a difference is of that step. A tensor's tail is its last
+One step from equal states, so that a difference is of that step. A tensor's tail is its last
 numel % 16 elements (float32 in AVX-512's vectors; 8 in AVX2's): torch's fused loop steps them one by one, in code
 for which the compiler has chosen other multiply-adds.
 """

@@ -1,7 +1,7 @@
 """The benchmarks run and say what they promise: statistics by hand, each program
 quickly (the longer ones among the thorough tests).
 
-The one idea: `--quick` is a program's whole way over models that are small enough for a test."""
+`--quick` is a program's whole way over models that are small enough for a test."""
 
 from __future__ import annotations
 

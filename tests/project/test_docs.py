@@ -1,6 +1,6 @@
 """README.md and docs/: their code runs, their links lead somewhere, and the README stays short.
 
-The one idea: all Python blocks of a page, in their order, are one script, run by two ranks.
+All Python blocks of a page, in their order, are one script, run by two ranks.
 (docs/checkpoints.md has names of its own: test_checkpoint_docs.py. docs/gpus.md and cuda_graphs.md
 need a GPU. docs/trainers.md needs the trainers: tests/trainers.)
 """

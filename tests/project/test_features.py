@@ -1,6 +1,6 @@
 """zshard.available_features() and `python -m zshard doctor`: what is found, what is said to be missing.
 
-The one idea: the driver is looked for once in a process, so each case is a process of its own, with
+The driver is looked for once in a process, so each case is a process of its own, with
 the stand-in for libcuda (fake_cuda.py), none, or one that is too old.
 """
 

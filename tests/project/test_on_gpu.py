@@ -1,6 +1,6 @@
 """benchmarks/on_gpu.sh, without a GPU: its stages over fakes, going on after a cut, the summary.
 
-The one idea: on a lent machine there is no time to mend the script. So the commands for a GPU are
+On a lent machine there is no time to mend the script. So the commands for a GPU are
 checked against what pytest and benchmarks.gpu know, and the same stages run here in small.
 """
 

@@ -1,6 +1,6 @@
 """What zshard changes of torch: nothing at import, and no more than torch has.
 
-The one idea: a child process tells what it finds, since in this one zshard has long changed torch.
+A child process tells what it finds, since in this one zshard has long changed torch.
 """
 
 from __future__ import annotations

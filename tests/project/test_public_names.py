@@ -1,6 +1,6 @@
 """The names that zshard shows: dir() lists the public ones.
 
-The one idea: what dir() shows is what people and editors take for the interface, so it is compared
+What dir() shows is what people and editors take for the interface, so it is compared
 with a list that is written here, and not with `__all__`.
 """
 

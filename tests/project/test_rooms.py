@@ -1,6 +1,6 @@
 """The package's folders stand on each other in one order, and no import runs upwards.
 
-The one idea: each folder, and each module beside them, has a place in ORDER; what it imports stands
+Each folder, and each module beside them, has a place in ORDER; what it imports stands
 before it, or in the same folder. The modules of `compat/` have a place each: some stand below what
 FSDP() is made of, others on it. Imports within functions and for type checkers count as well.
 """

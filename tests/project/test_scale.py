@@ -1,6 +1,6 @@
 """What a rank takes grows with the number of ranks as docs/scale.md says, and no faster.
 
-The one idea: counts are exact, so two numbers of ranks say how each grows. Real ranks are among the
+Counts are exact, so two numbers of ranks say how each grows. Real ranks are among the
 thorough tests; each time, one world that moves nothing is held to the same formulas.
 """
 

@@ -1,6 +1,6 @@
 """What clang-tidy is asked for (.clang-tidy): it finds what the rules for C say.
 
-The one idea: `make lint` runs it on csrc/, so here are only the bad examples. It looks for .clang-tidy in
+`make lint` runs it on csrc/, so here are only the bad examples. It looks for .clang-tidy in
 the folders above a file: they lie in build/.
 """
 

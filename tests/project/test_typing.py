@@ -1,6 +1,6 @@
 """Types: the stub of the C module against the module itself, and what users' type checkers see.
 
-The one idea: `make lint` runs mypy's stubtest, which needs mypy. What it is for, names and
+`make lint` runs mypy's stubtest, which needs mypy. What it is for, names and
 arguments that drifted apart, is also found by reading the stub's syntax tree, which needs nothing.
 """
 

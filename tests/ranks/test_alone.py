@@ -1,6 +1,6 @@
 """Forwards that not all ranks run: right, or an error, never a mixture of two ranks' weights.
 
-The one idea: each script trains between what it tries, and its losses and evaluations are compared
+Each script trains between what it tries, and its losses and evaluations are compared
 with a plain model that has seen the same batches.
 """
 

@@ -1,7 +1,7 @@
 """Training over NCCL, with stand-ins for CUDA's driver and libnccl: the numbers,
 and a rank that dies.
 
-The one idea: the stand-ins work late and on threads of their own, and their GPUs add as the CPU does;
+The stand-ins work late and on threads of their own, and their GPUs add as the CPU does;
 so training over them gives the CPU's bits only if every wait is where it has to be. What runs over
 all of the GPU's transports alike is in test_cuda_path.py.
 """

@@ -1,6 +1,6 @@
 """Ranks that die, raise, leave, stop or go astray: the others hear of it, by rank; nobody hangs.
 
-The one idea: the training loop of misdeeds.py, on fresh processes, over both transports. Ranks
+The training loop of misdeeds.py, on fresh processes, over both transports. Ranks
 that fork are in test_forks.py.
 """
 

@@ -1,6 +1,6 @@
 """One rank alone freezes or unfreezes: an error on all ranks, until all train the same parameters.
 
-The one idea: after the error the script sets requires_grad alike, and trains on as under DDP.
+After the error the script sets requires_grad alike, and trains on as under DDP.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """transport="hosts": the same numbers as c10d's over the same hosts, whatever ranks do.
 
-The one idea: ZSHARD_HOST makes hosts out of one machine. c10d, told of the same hosts, sums in the
+ZSHARD_HOST makes hosts out of one machine. c10d, told of the same hosts, sums in the
 same order, so both transports must have the same bits after every kind of step.
 """
 

@@ -1,6 +1,6 @@
 """Ranks that nobody has introduced to each other do not train alone without a word.
 
-The one idea: SLURM and MPI tell a process how many there are, and a process group that comes after
+SLURM and MPI tell a process how many there are, and a process group that comes after
 FSDP(...) does, too; mp.spawn tells nothing.
 """
 

@@ -1,6 +1,6 @@
 """What scripts for DDP do on rank 0 alone: evaluate, save the model and the optimizer, look at values.
 
-The one idea: over shm nothing of it needs the other ranks, wherever their scripts are: in torch's own
+Over shm nothing of it needs the other ranks, wherever their scripts are: in torch's own
 barrier, asleep, or training on. Each step is compared with a plain model that has seen the same batches.
 """
 
@@ -326,7 +326,7 @@ def frees_at_the_end():
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     loss_of(model(floats(dist.get_rank()))).backward()
     optimizer.step()
-    ends.add_farewell(names)
+    ends.add_exit_callback(names)
 
 
 def test_no_thread_frees_tensors_while_python_ends():

@@ -1,6 +1,6 @@
 """Limits that ranks meet as they grow in number, and sandboxes that deny what shm needs.
 
-The one idea: whatever one rank lacks, all ranks get the same answer at once: shm, one warning and
+Whatever one rank lacks, all ranks get the same answer at once: shm, one warning and
 c10d, or an error that names the rank, the limit and the numbers. Then training and saving work.
 """
 

@@ -1,6 +1,6 @@
 """PeerTimeoutError is a TimeoutError, and so an OSError: it stays whole, and nobody takes it for one.
 
-The one idea: much of zshard catches OSError, for files; what waits for ranks must not be among what
+Much of zshard catches OSError, for files; what waits for ranks must not be among what
 is caught there, and an error that waits has raised gets to the script as it is.
 """
 

@@ -1,6 +1,6 @@
 """Ranks that step, set or write something else than the others: an error that names both, or right.
 
-The one idea: one rank does something alone after a step that all have made; the next round, a
+One rank does something alone after a step that all have made; the next round, a
 checkpoint or the end of the process says so on all ranks. What may differ between ranks does not.
 """
 

@@ -1,6 +1,6 @@
 """A rank that waits alone over c10d: it learns where the others are, and what to write.
 
-The one idea: the others are in a collective of the script's own, of which zshard knows nothing; each
+The others are in a collective of the script's own, of which zshard knows nothing; each
 script must end, with an error that names both places.
 """
 

@@ -1,6 +1,6 @@
 """The transports as Python gets them: the same bytes, the same errors, over shm and over gloo.
 
-The one idea: what a transport does by itself is tested in C (test_c_comm.py). Here it meets torch:
+What a transport does by itself is tested in C (test_c_comm.py). Here it meets torch:
 process groups by name, their exceptions, dispatch modes, and the choice between the two.
 """
 

@@ -1,6 +1,6 @@
 """Training on two hosts: losses as DDP's, and errors instead of hangs if a rank dies or the wire is cut.
 
-The one idea: hosts are namespaces of this machine with a wire between them (benchmarks/hosts_net.py),
+Hosts are namespaces of this machine with a wire between them (benchmarks/hosts_net.py),
 so ranks of different hosts share nothing but TCP, and a test can pull the plug.
 """
 

@@ -1,6 +1,6 @@
 """FSDP(wire=...): gradients that cross hosts in fewer bytes, beside the same arithmetic in torch.
 
-The one idea: a loss that is a sum of products has gradients that a test chooses, so all that happens
+A loss that is a sum of products has gradients that a test chooses, so all that happens
 to them on their way can be computed beside it, bit by bit.
 """
 

@@ -1,6 +1,6 @@
 """FSDP(wire=...): parameters that cross hosts in fewer bytes, beside the same arithmetic in torch.
 
-The one idea: shards stay exact, and what forward and backward compute with is a function of them: so
+Shards stay exact, and what forward and backward compute with is a function of them: so
 a plain model of rounded parameters has the same bits, on all ranks, whatever is done in between.
 """
 

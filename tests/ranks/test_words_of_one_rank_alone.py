@@ -1,6 +1,6 @@
 """One rank alone in a call of all ranks: the error names the call, the script's line and what to do.
 
-The one idea: on both transports, whatever the other rank does meanwhile; and where all ranks catch
+On both transports, whatever the other rank does meanwhile; and where all ranks catch
 the error, a model that they make later works.
 """
 

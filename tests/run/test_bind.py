@@ -1,6 +1,6 @@
 """What a rank is before its program starts: bound, with its threads and memory, and else untouched.
 
-The one idea: the command that torchrun would start is started here without torchrun, in
+The command that torchrun would start is started here without torchrun, in
 milliseconds. What the kernel is asked of memory is recorded: this machine may have one node only.
 """
 

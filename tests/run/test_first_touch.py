@@ -1,6 +1,6 @@
 """Memory that ranks share lies on its owner's NUMA node: the owner is the first to touch its pages.
 
-The one idea: Linux gives memory to a page of a shared file when it is first read or written, from
+Linux gives memory to a page of a shared file when it is first read or written, from
 the node of the one who does (or by that one's policy, which `python -m zshard run` sets). Which
 pages have memory can be seen on a machine with one node too: all others are holes of the file.
 """

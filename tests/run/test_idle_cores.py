@@ -1,6 +1,6 @@
 """The warning where torchrun's OMP_NUM_THREADS=1 leaves cores idle: when, where, and how often.
 
-The one idea: this machine may have no core to spare, so the ranks are told of more.
+This machine may have no core to spare, so the ranks are told of more.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`python -m zshard run`: what it refuses, and what torchrun makes of the rest.
 
-The one idea: a launch costs seconds of torch's import, so what is refused before that is tried in
+A launch costs seconds of torch's import, so what is refused before that is tried in
 this process, and two launches show the rest.
 """
 

@@ -1,6 +1,6 @@
 """What is read of a host's cores, and each rank's share of them, on hosts that this machine is not.
 
-The one idea: the kernel's files are written to a folder (fake_hosts.py), so each host is a few lines.
+The kernel's files are written to a folder (fake_hosts.py), so each host is a few lines.
 """
 
 from __future__ import annotations

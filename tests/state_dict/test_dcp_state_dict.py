@@ -1,6 +1,6 @@
 """torch.distributed.checkpoint.state_dict on sharded models: its functions and options.
 
-The one idea: these functions ask model and optimizer for their state dicts, which are whole; what
+These functions ask model and optimizer for their state dicts, which are whole; what
 they give and take of a sharded model is what they do of the plain one.
 """
 

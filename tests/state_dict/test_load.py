@@ -1,6 +1,6 @@
 """zshard.load_state_dict: from every rank's state, or from rank 0's alone.
 
-The one idea: the model is then what plain torch makes of the same state, to the bit, and goes on as
+The model is then what plain torch makes of the same state, to the bit, and goes on as
 one that was loaded so; what does not fit is one error on all ranks, and nothing has changed.
 """
 

@@ -1,6 +1,6 @@
 """An optimizer's state by the names of parameters: zshard.optim_state_dict, and FSDP1's spellings.
 
-The one idea: what is given by name is what torch.distributed.checkpoint gives of the plain model;
+What is given by name is what torch.distributed.checkpoint gives of the plain model;
 with rank0_only and from_rank0 it is in one place only, and the others hold a tensor at a time.
 """
 

@@ -1,6 +1,6 @@
 """state_dict() and load_state_dict() of optimizers over sharded parameters: whole, both ways.
 
-The one idea: what a sharded model's optimizer saves is what the plain model's saves, to the bit,
+What a sharded model's optimizer saves is what the plain model's saves, to the bit,
 and whoever loads it trains on as if nothing had happened. What does not fit is in
 test_optim_state_errors.py, states by name in test_optim_names.py.
 """

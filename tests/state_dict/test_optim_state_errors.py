@@ -1,6 +1,6 @@
 """State dicts that do not fit a sharded model's optimizer, and states that cannot be made whole.
 
-The one idea: each is an exception that names the parameter and both sides, on all ranks, and the
+Each is an exception that names the parameter and both sides, on all ranks, and the
 optimizer is as it was.
 """
 

@@ -1,6 +1,6 @@
 """State dicts of slices: SHARDED_STATE_DICT and LOCAL_STATE_DICT.
 
-The one idea: what one rank saved is right on the rank that has the same slices, and an error that
+What one rank saved is right on the rank that has the same slices, and an error that
 changes nothing anywhere else.
 """
 

@@ -1,6 +1,6 @@
 """What the user puts into saving and loading: hooks and methods see whole tensors, or an error.
 
-The one idea: a hook works on a sharded model as on its plain twin, put there before or after it.
+A hook works on a sharded model as on its plain twin, put there before or after it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """zshard under Accelerate: the same training as with its own DDP, saved, resumed and misused.
 
-The one idea: each test runs the real package on two ranks, once as it is and once with
+Each test runs the real package on two ranks, once as it is and once with
 `zshard.accelerate.shard`, and compares.
 """
 

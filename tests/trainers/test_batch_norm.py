@@ -1,6 +1,6 @@
 """Batch norms under trainers' adapters: each rank evaluates with the statistics that DDP would have.
 
-The one idea: the same run with the trainer's own DDP and with zshard, with metrics of evaluations
+The same run with the trainer's own DDP and with zshard, with metrics of evaluations
 in between on each rank; and rank 0 evaluates alone.
 """
 

@@ -1,6 +1,6 @@
 """Lightning's Fabric with strategy="zshard" trains as with its own strategy="ddp".
 
-The one idea: as in test_lightning.py, the same loop runs with both strategies, and its losses,
+As in test_lightning.py, the same loop runs with both strategies, and its losses,
 weights and optimizer states are compared.
 """
 

@@ -1,6 +1,6 @@
 """Lightning's Trainer with strategy="zshard" trains as with its own strategy="ddp".
 
-The one idea: each test runs a function on ranks twice, with each of the two strategies, and compares
+Each test runs a function on ranks twice, with each of the two strategies, and compares
 what a user could see of them: losses, logged values, weights, checkpoints. They are equal to the
 bit, but for the norm that gradients are clipped by.
 """

@@ -1,6 +1,6 @@
 """zshard under PEFT: adapters of a sharded model train, are saved whole, load and merge.
 
-The one idea: a small trainable part beside a large frozen one, in the same units. Each test runs
+A small trainable part beside a large frozen one, in the same units. Each test runs
 the real packages on two ranks and compares with DDP, or with PEFT in one process.
 """
 

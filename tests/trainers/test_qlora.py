@@ -1,6 +1,6 @@
 """QLoRA: adapters of a body in bitsandbytes' 4 bits, which is sharded bit for bit or refused by name.
 
-The one idea: the dtype of a quantized parameter says nothing about its bits, so each storage dtype
+The dtype of a quantized parameter says nothing about its bits, so each storage dtype
 must train alike. Runs are compared with DDP, on two ranks that have the same base model.
 """
 

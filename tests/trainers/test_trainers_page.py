@@ -1,6 +1,6 @@
 """docs/trainers.md: the code of each section runs on two ranks, with the real packages.
 
-The one idea: a section is one script. It finds a model, data and the like under the names that a
+A section is one script. It finds a model, data and the like under the names that a
 reader has them under, and is skipped where its package is missing.
 """
 

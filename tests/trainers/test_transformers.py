@@ -1,6 +1,6 @@
 """zshard under the Trainer of transformers: the same training as with its own DDP.
 
-The one idea: each test runs the real Trainer on two ranks, once as it is and once as
+Each test runs the real Trainer on two ranks, once as it is and once as
 `zshard.transformers.shard(Trainer)`, and compares.
 """
 

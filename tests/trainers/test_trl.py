@@ -1,6 +1,6 @@
 """zshard under TRL's trainers: fine-tuning and preferences, as with their own DDP.
 
-The one idea: TRL's trainers are Trainers that replace a model's forward by one that uses the
+TRL's trainers are Trainers that replace a model's forward by one that uses the
 weights of `lm_head` without calling it: what is sharded has to be chosen accordingly.
 """
 

@@ -1,6 +1,6 @@
 """torch.autocast around several passes: a gather has casts of its own.
 
-The one idea: autocast keeps its casts of parameters until its context ends. A plain model that drops
+Autocast keeps its casts of parameters until its context ends. A plain model that drops
 them before each forward has the numbers that a sharded one must have, to the bit where a forward
 has its own backward; and what a sharded one takes of memory for casts is that of a unit, as counted
 by the casts that are alive at each operation.

@@ -1,7 +1,7 @@
 """What scripts do between and within passes, beside what DDP makes of it: freezing and unfreezing, keeping
 gradients, writing to .data, stepping with a closure, looking at whole parameters.
 
-The one idea: each function does the same to a sharded model and to a plain one that gets the mean of
+Each function does the same to a sharded model and to a plain one that gets the mean of
 the ranks' gradients by hand, and tells what differs.
 """
 

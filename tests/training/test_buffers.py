@@ -1,6 +1,6 @@
 """Buffers that are broadcast from rank 0 as forwards begin: those that the modules have then.
 
-The one idea: the same loop under DDP, with a model whose script replaces, adds and removes buffers;
+The same loop under DDP, with a model whose script replaces, adds and removes buffers;
 what rank 1 evaluates with is DDP's.
 """
 

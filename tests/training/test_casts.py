@@ -1,6 +1,6 @@
 """Casts of mixed precision: in containers of all kinds, and of buffers, as under FSDP1 and FSDP2.
 
-The one idea: torch's own FSDP2 casts what torch._apply_to_tensors walks through; the same values go
+Torch's own FSDP2 casts what torch._apply_to_tensors walks through; the same values go
 through our hooks.
 """
 

@@ -1,6 +1,6 @@
 """Activation checkpointing in all the places where models have it: the gradients stay the same.
 
-The one idea: a way is a forward that recomputes some stretch of a model; whichever it is, and of
+A way is a forward that recomputes some stretch of a model; whichever it is, and of
 either kind (reentrant or not), the gradients have to be those of the plain model.
 """
 

@@ -1,6 +1,6 @@
 """torch.compile around and inside of a sharded model: right gradients, or an error that says why.
 
-The one idea: each way to compile is compared with the plain model, over steps whose parameters
+Each way to compile is compared with the plain model, over steps whose parameters
 change, so that what a compiled graph remembers of them would show. The ranks are of this file alone:
 the compiler changes much of torch, and that is not to be under other tests.
 """

@@ -1,6 +1,6 @@
 """Backward gathers a unit wherever its graph enters what a forward of the unit has recorded.
 
-The one idea: a result may leave a forward in any way, or be kept beside it; the gradients are those
+A result may leave a forward in any way, or be kept beside it; the gradients are those
 of the plain model, to the bit.
 """
 

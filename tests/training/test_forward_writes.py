@@ -1,6 +1,6 @@
 """Scripts that write to parameters in a forward, as MoCo's momentum update and SwAV's prototypes do.
 
-The one idea: the new values are those that the rest of this forward computes with, on all ranks,
+The new values are those that the rest of this forward computes with, on all ranks,
 however far ahead or behind one of them is.
 """
 

@@ -1,6 +1,6 @@
 """torch.func on sharded models: functional_call() with other tensors, per-sample gradients, transforms.
 
-The one idea: a functional call computes on this rank what it does on a plain model, to the bit, and the
+A functional call computes on this rank what it does on a plain model, to the bit, and the
 model trains on as if it had not been.
 """
 

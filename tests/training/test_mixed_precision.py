@@ -1,6 +1,6 @@
 """Mixed precision: computed with in one dtype, summed in float32, at rest in the model's own.
 
-The one idea: what has to come out is known without any library. Every rank's gradients are made by a
+What has to come out is known without any library. Every rank's gradients are made by a
 plain copy of the model that is cast as a whole, and summed in float32 in rank order (`reference`).
 """
 

@@ -1,6 +1,6 @@
 """torch.nn.utils.parametrize within a forward, as PEFT's `target_parameters` does.
 
-The one idea: it moves a parameter to another module and sets it to itself, which changes nothing, so
+It moves a parameter to another module and sets it to itself, which changes nothing, so
 gradients are the plain model's.
 """
 

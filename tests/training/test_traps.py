@@ -1,6 +1,6 @@
 """The traps: what sharded training gets silently wrong elsewhere, or hangs on. Each is a test.
 
-The one idea: nobody has to know where a trap is tested. TRAPS names the test of each; those that
+Nobody has to know where a trap is tested. TRAPS names the test of each; those that
 have no file of their own are below, over both transports.
 """
 

@@ -1,6 +1,6 @@
 """How many collectives a step takes, and when the gathers begin.
 
-The one idea: over c10d each collective is an operation of torch that its profiler sees. (Over shm
+Over c10d each collective is an operation of torch that its profiler sees. (Over shm
 there are none.)
 """
 

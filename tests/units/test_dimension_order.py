@@ -1,6 +1,6 @@
 """Parameters whose dimensions lie in another order in memory: channels_last, transposed.
 
-The one idea: the forward's kernels see strides, so a forward has the bits of DDP's if it finds those that
+The forward's kernels see strides, so a forward has the bits of DDP's if it finds those that
 the parameter had when it was wrapped. Shards, state dicts and files are row-major, whatever these are.
 """
 

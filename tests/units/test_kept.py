@@ -1,6 +1,6 @@
 """zero1, hybrid_full, a number of ranks to reshard to: a copy of the parameters stays between steps.
 
-The one idea: whoever keeps what, the bits are those of full_shard; and how often a copy is renewed
+Whoever keeps what, the bits are those of full_shard; and how often a copy is renewed
 is counted by watching the collectives of the ranks that have the same part of it.
 """
 

@@ -1,6 +1,6 @@
 """What is reserved before the first step is what steps take: slots, buckets, the transport's areas.
 
-The one idea: the plan (csrc/engine/plan.h) goes through a step without taking one, and the step is the
+The plan (csrc/engine/plan.h) goes through a step without taking one, and the step is the
 judge: afterwards as many bytes lie in slots and buckets as before, and nothing has been mapped.
 """
 

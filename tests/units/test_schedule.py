@@ -1,6 +1,6 @@
 """When units are gathered, resharded and reduced: csrc/schedule/, without memory, ranks or torch.
 
-The one idea: the schedule is events in, actions out, so a C program (tests/c/test_schedule.c) plays
+The schedule is events in, actions out, so a C program (tests/c/test_schedule.c) plays
 both autograd and the engine, and random passes with failures in them are judged in a second.
 """
 

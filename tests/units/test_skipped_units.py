@@ -1,6 +1,6 @@
 """Units that not all ranks run, or not in one order: over every transport the bits of DDP.
 
-The one idea: which units a rank runs in a step is drawn at random, for each rank by itself, so that any
+Which units a rank runs in a step is drawn at random, for each rank by itself, so that any
 two ranks meet at any two places of a forward and a backward.
 """
 

@@ -1,6 +1,6 @@
 """How many bytes a rank gets from others in a step: the formulas of docs/gpus.md.
 
-The one idea: what moves is decided by the engine, not by what moves it, so the bytes that torch's
+What moves is decided by the engine, not by what moves it, so the bytes that torch's
 profiler sees over c10d are those of a GPU's backends as well.
 """
 

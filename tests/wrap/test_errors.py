@@ -1,6 +1,6 @@
 """Bad input: each mistake is a Python exception of the right type that names the thing and the fix.
 
-The one idea: a message is part of the interface, so each test names the words that must be in it.
+A message is part of the interface, so each test names the words that must be in it.
 What concerns one process is tried in a world of one; what concerns ranks that differ must be the
 same error on every rank, since a rank that goes on alone would hang.
 """

@@ -1,6 +1,6 @@
 """Frozen parameters of integer and 8-bit float dtypes are sharded bit for bit, and never cast.
 
-The one idea: what a quantized body is made of. The bits are compared in forward, where mixed
+What a quantized body is made of. The bits are compared in forward, where mixed
 precision casts other parameters, in state dicts, and in a checkpoint on another number of ranks.
 """
 

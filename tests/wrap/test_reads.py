@@ -1,6 +1,6 @@
 """Weights that are read in another module's forward: the operation gathers their unit.
 
-The one idea: whoever's the weights are and whatever the policy, a model trains as the plain one. Each
+Whoever's the weights are and whatever the policy, a model trains as the plain one. Each
 case is a forward that reaches past a module: it reads a weight, or calls a part of a unit.
 """
 

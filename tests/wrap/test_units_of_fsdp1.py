@@ -1,6 +1,6 @@
 """The units of FSDP(model) beside the FSDP instances of torch's FSDP1: all policies, many models.
 
-The one idea: torch wraps one copy of a model, zshard shards another, and the two lists of names must be equal but for
+Torch wraps one copy of a model, zshard shards another, and the two lists of names must be equal but for
 what docs/wrapping.md says: `expected()` is that text as code, and each of its exceptions has a test of its own.
 """
 

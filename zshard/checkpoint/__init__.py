@@ -1,6 +1,6 @@
 """Checkpoints: plain safetensors files, written by all ranks at once, and a manifest.
 
-The one idea: a rank's shard of a parameter is one run of its row-major elements, so every rank
+A rank's shard of a parameter is one run of its row-major elements, so every rank
 writes and reads its own bytes of ordinary files, whatever the strategy and the number of ranks. A
 manifest, written last, lists the files of the checkpoint with their checksums.
 

@@ -1,6 +1,6 @@
 """The content of a checkpoint, whatever its format: tensors by name, and where to read each one.
 
-The one idea: code that loads does not see the format. zshard checkpoints, safetensors files,
+Code that loads does not see the format. zshard checkpoints, safetensors files,
 Hugging Face folders and torch.distributed.checkpoint folders all become a Checkpoint.
 """
 

@@ -1,6 +1,6 @@
 """python -m zshard ckpt: inspect a checkpoint, verify it, export it as a Hugging Face folder.
 
-The one idea: one process handles what any number of ranks have written, and needs no model.
+One process handles what any number of ranks have written, and needs no model.
 """
 
 from __future__ import annotations

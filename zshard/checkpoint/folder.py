@@ -1,6 +1,6 @@
 """Checkpoint directories: names, finished checkpoints, the lock of a save, and cleaning up.
 
-The one idea: a checkpoint is renamed into place when it is finished, and renamed away before any of
+A checkpoint is renamed into place when it is finished, and renamed away before any of
 it is deleted. In between it has a hidden name, `.<name>.<id>.tmp`. The holder of the lock may
 delete such folders, since no other process can be using them.
 

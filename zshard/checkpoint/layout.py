@@ -1,6 +1,6 @@
 """The file and the offset of each tensor, and the bytes that this rank writes.
 
-The one idea: the layout follows from names, shapes and dtypes, on which the ranks have agreed, so
+The layout follows from names, shapes and dtypes, on which the ranks have agreed, so
 each rank computes the layout of all files, and no rank needs to be told where to write.
 
 Files are split as Hugging Face's tools split them: tensors in order, and a new file when the next

@@ -1,6 +1,6 @@
 """zshard.load(): load a model, an optimizer and a script's own state from a checkpoint.
 
-The one idea: three steps, and no rank begins a step before all ranks have completed the previous
+Three steps, and no rank begins a step before all ranks have completed the previous
 one. First, check everything that needs no values: files, names, shapes, dtypes, the optimizer.
 Second, verify the checksums of the blocks to be read; each rank verifies its share. Third, each
 rank reads its own shards, directly into place. So a checkpoint that is damaged, or that belongs to

@@ -1,6 +1,6 @@
 """zshard.json: the files of a checkpoint, their sizes and their checksums.
 
-The one idea: it is written when all other files are synced, and before the folder is renamed into
+It is written when all other files are synced, and before the folder is renamed into
 place. So a folder with a valid manifest is finished, and a file that does not match it has been
 damaged since. CRC-32C checksums of 4 MiB blocks cover every byte of every file, and one checksum
 covers the manifest itself.

@@ -1,6 +1,6 @@
 """Open a checkpoint of any supported format.
 
-The one idea: opening checks everything that a checkpoint says about itself: sizes, headers,
+Opening checks everything that a checkpoint says about itself: sizes, headers,
 indices, the manifest. It reads no values. A file that would have to be executed is refused.
 """
 

@@ -1,6 +1,6 @@
 """Progress bars for long operations.
 
-The one idea: a bar is for a person who watches. It appears on rank 0 only, on a terminal, if tqdm
+A bar is for a person who watches. It appears on rank 0 only, on a terminal, if tqdm
 is installed, and after some seconds. Otherwise nothing is printed.
 """
 

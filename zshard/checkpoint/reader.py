@@ -1,6 +1,6 @@
 """Read values into place.
 
-The one idea: a shard of a tensor is one run of bytes in the checkpoint, and one in memory. If dtype
+A shard of a tensor is one run of bytes in the checkpoint, and one in memory. If dtype
 and device match, the run is read directly into place; otherwise it is read a chunk at a time and
 cast, or copied to the device.
 """

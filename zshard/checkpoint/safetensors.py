@@ -1,6 +1,6 @@
 """Safetensors files: their tensors and offsets, and reading any range of bytes.
 
-The one idea: files are untrusted. The whole header is checked before any data is read: each
+Files are untrusted. The whole header is checked before any data is read: each
 tensor's range has the size of its shape and dtype, and the tensors fill the data section without
 gaps or overlaps. Names in files never become paths, except for the file names in an index, which
 must be plain. Files are read, not mapped: if another program truncates one, that is an error, not a

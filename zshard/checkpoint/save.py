@@ -1,6 +1,6 @@
 """zshard.save(): all ranks write their own bytes of the same files; a rename completes the save.
 
-The one idea: two halves. The training thread makes a plan (`save_plan.py`). Writing needs only the
+Two halves. The training thread makes a plan (`save_plan.py`). Writing needs only the
 plan and its own transport, not the model, so any thread can do it.
 
 Writing proceeds in steps, and each step succeeds on all ranks before the next begins. Rank 0

@@ -1,6 +1,6 @@
 """The plan of a save: what to save, into which bytes of which files, agreed on by all ranks.
 
-The one idea: a plan is made without reading a value, and writing needs nothing else, so any thread
+A plan is made without reading a value, and writing needs nothing else, so any thread
 can write while the model trains on.
 """
 

@@ -1,6 +1,6 @@
 """A script's own state (scheduler, data loader, random number generators) as JSON, and back.
 
-The one idea: JSON has fewer types than the state of schedulers and generators, so each further type
+JSON has fewer types than the state of schedulers and generators, so each further type
 becomes an object with one key, which begins with "$". Decoding creates values of these types and of
 no others: unlike a pickle, the file cannot name anything to call.
 """

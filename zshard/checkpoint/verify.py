@@ -1,6 +1,6 @@
 """Verify the files of a checkpoint against their checksums.
 
-The one idea: the manifest has a checksum of each block of each file, so the ranks can divide the
+The manifest has a checksum of each block of each file, so the ranks can divide the
 blocks among them, and an error can name the file, the bytes and the tensors. If only one host will
 read a block, that host verifies it: then the block is in its page cache when it is read, and comes
 from the disk or over the network only once.

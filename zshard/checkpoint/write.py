@@ -1,6 +1,6 @@
 """Write pieces of tensors to a file, directly from their memory or a chunk at a time.
 
-The one idea: values that are in CPU memory as the file needs them are written directly. Values that
+Values that are in CPU memory as the file needs them are written directly. Values that
 must be cast, that are on a GPU, or that are so small that system calls would cost more than copies
 go through one chunk of memory, which collects as many pieces as fit. On the way, parameters are
 checked for NaN and infinite values, as they will be in the file: by the core if it writes them

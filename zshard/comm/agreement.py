@@ -1,7 +1,7 @@
 """Check that ranks agree: on a model at wrap time, before anything is shared, and on an optimizer
 before its state is gathered. Also: share the outcome of an operation, so that all ranks fail alike.
 
-The one idea: ranks exchange one short hash; only if it differs do they exchange the full
+Ranks exchange one short hash; only if it differs do they exchange the full
 description, find the first difference and all raise the same error. An outcome is as short.
 """
 

@@ -1,6 +1,6 @@
 """The device on which a model is trained: the CPU or a GPU, as zshard._core names it.
 
-The one idea: the device is that of the parameters, or `device_id`; everything else is moved there
+The device is that of the parameters, or `device_id`; everything else is moved there
 a unit at a time, so that the unsharded model need not fit on a GPU.
 """
 

@@ -1,6 +1,6 @@
 """How this rank ends: in order, or by an exception, whose words its peers are to hear.
 
-The one idea: what has to be done then is registered here by those who know how, so that this file
+What has to be done then is registered here by those who know how, so that this file
 stands below them. A forked child is no rank, and reports nothing.
 """
 
@@ -14,8 +14,8 @@ from types import TracebackType
 
 _reported_pid = 0  # whose end is reported; 0: nobody's yet
 _failed = False  # an exception ends this program,
-_last_words = ""  # and this is what it says
-_farewells: list[Callable[[float], None]] = []
+_exit_text = ""  # and this is what it says
+_exit_callbacks: list[Callable[[float], None]] = []
 
 
 def watch(on_failure: Callable[[str], None], on_exit: Callable[[], None]) -> None:
@@ -28,10 +28,10 @@ def watch(on_failure: Callable[[str], None], on_exit: Callable[[], None]) -> Non
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        global _failed, _last_words
+        global _failed, _exit_text
         if is_reported():
-            _failed, _last_words = True, f"{kind.__name__}: {value}"
-            on_failure(_last_words)
+            _failed, _exit_text = True, f"{kind.__name__}: {value}"
+            on_failure(_exit_text)
         previous(kind, value, trace)
 
     sys.excepthook = hook
@@ -56,16 +56,16 @@ def note_failure() -> None:
 
 def last_words() -> str:
     """Return the text of the exception that ends this program; empty if there is none."""
-    return _last_words
+    return _exit_text
 
 
-def add_farewell(call: Callable[[float], None]) -> None:
+def add_exit_callback(call: Callable[[float], None]) -> None:
     """Have a rank that ends in order call this, with the seconds that it may take."""
-    if call not in _farewells:
-        _farewells.append(call)
+    if call not in _exit_callbacks:
+        _exit_callbacks.append(call)
 
 
 def say_farewell(timeout: float) -> None:
-    """Call what add_farewell() was given."""
-    for call in _farewells:
+    """Call what add_exit_callback() was given."""
+    for call in _exit_callbacks:
         call(timeout)

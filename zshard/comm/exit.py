@@ -1,6 +1,6 @@
 """Errors that no call is left to raise: they are printed, and the process exits with status 1.
 
-The one idea: Python prints what an exit handler raises and exits with status 0 all the same, so a
+Python prints what an exit handler raises and exits with status 0 all the same, so a
 launcher would take the run for a good one.
 """
 

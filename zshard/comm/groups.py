@@ -1,6 +1,6 @@
 """Process groups: those of a model, from the arguments of FSDP(...).
 
-The one idea: without torchrun the world size is 1 and there is no process group at all; with it,
+Without torchrun the world size is 1 and there is no process group at all; with it,
 groups that have the same ranks are the same object.
 """
 

@@ -1,6 +1,6 @@
 """The transport of several hosts, in two levels: between the ranks of each host, and between hosts.
 
-The one idea: it needs hosts that are alike. Each must have the same number of ranks, neighbors in
+It needs hosts that are alike. Each must have the same number of ranks, neighbors in
 rank order, that can connect over shm. Where they are not, all ranks learn the same reason.
 """
 

@@ -1,6 +1,6 @@
 """Ranks of one host meet over shared memory, or learn why they cannot.
 
-The one idea: a rank that fails tells the others in the exchange that they are in anyway, so all
+A rank that fails tells the others in the exchange that they are in anyway, so all
 ranks get the same answer: each has a transport, or none has, with one reason, causes first.
 """
 

@@ -1,6 +1,6 @@
 """libnccl: finding, configuring and shutting it down.
 
-The one idea: torch's CUDA wheels install NCCL as a package of its own (nvidia.nccl). torch has
+Torch's CUDA wheels install NCCL as a package of its own (nvidia.nccl). torch has
 usually loaded it; if not, that package tells where the file is. Everything else is in C.
 """
 

@@ -1,6 +1,6 @@
 """Gather objects of all ranks before they have a transport.
 
-The one idea: torch's all_gather_object() reads what it received by NumPy, which torch itself does
+Torch's all_gather_object() reads what it received by NumPy, which torch itself does
 not require; two collectives of tensors need only torch.
 """
 

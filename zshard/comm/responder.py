@@ -1,6 +1,6 @@
 """What ranks of one host tell each other while their scripts are elsewhere: a thread that answers.
 
-The one idea: over shm the ranks' parameters lie in memory that all of them map, so one rank alone
+Over shm the ranks' parameters lie in memory that all of them map, so one rank alone
 can read them; all else is each rank's own. So each process has a thread with a socket, which calls
 what has been registered for a question (optim/state_registry.py: slices of optimizer state) and
 sends the answer.

@@ -1,6 +1,6 @@
 """Where this rank's script is, for messages: its own, and those of the ranks that wait for it.
 
-The one idea: a rank that waits in vain asks, over c10d by the process group's store and over shm by
+A rank that waits in vain asks, over c10d by the process group's store and over shm by
 a number in shared memory, and a thread of each process answers there with the line of the script
 that its main thread is at: even while that is in a torch collective, of which zshard knows nothing.
 The thread looks for a question once a second, and does nothing else.

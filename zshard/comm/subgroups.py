@@ -1,6 +1,6 @@
 """New process groups of some of the ranks, created by these ranks alone.
 
-The one idea: such a group needs a name that its ranks choose alike, and that no group had before,
+Such a group needs a name that its ranks choose alike, and that no group had before,
 not even one that has been destroyed: the store still has the addresses of its ranks. torch derives
 the name from the number of groups that a rank is in. That number falls when a group is destroyed,
 and the ranks of a group may be in more or fewer others. The number of times that these same ranks

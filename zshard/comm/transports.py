@@ -1,6 +1,6 @@
 """Transports between the ranks of a group.
 
-The one idea: one transport per process group and process, made on first use by all members together
+One transport per process group and process, made on first use by all members together
 and kept.
 """
 

@@ -1,6 +1,6 @@
 """`wire`: how gradients and parameters cross hosts, in fewer bytes than they have.
 
-The one idea: it is a property of units, which the core hands to the transport between hosts; all
+It is a property of units, which the core hands to the transport between hosts; all
 that is here is its names, and where it cannot be had.
 """
 

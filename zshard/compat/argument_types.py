@@ -1,6 +1,6 @@
 """Types of the arguments of FSDP() and fully_shard().
 
-The one idea: a type checker accepts what the checks at run time accept: zshard's objects, their
+A type checker accepts what the checks at run time accept: zshard's objects, their
 names as strings, and torch's objects, so that a script has to change only its import. torch's FSDP
 takes long to import, so only type checkers see its classes.
 """

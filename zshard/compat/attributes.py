@@ -1,6 +1,6 @@
 """Attributes that torch's wrappers have beside methods: `model.rank`, `model.sharding_strategy`.
 
-The one idea: a module keeps what it has. These names are looked up only where neither the module
+A module keeps what it has. These names are looked up only where neither the module
 nor its class has them, since many models have a `rank` or a `device` of their own. A name that
 means nothing in zshard is an AttributeError, so hasattr() is False; the message says what to use.
 """

@@ -1,6 +1,6 @@
 """The classes of arguments that scripts for FSDP1 and FSDP2 make, under torch's names.
 
-The one idea: they only carry values, so they stand on nothing. What the values mean is said where
+They only carry values, so they stand on nothing. What the values mean is said where
 they are translated: `fsdp1.py` and `fsdp2.py`, which take torch's own objects as well.
 """
 

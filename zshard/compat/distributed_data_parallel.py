@@ -1,6 +1,6 @@
 """`DistributedDataParallel(module)`: DDP's spelling of FSDP(module, strategy="no_shard").
 
-The one idea: as `fully_shard.py` does for FSDP2, this file translates arguments. Every rank keeps
+As `fully_shard.py` does for FSDP2, this file translates arguments. Every rank keeps
 all parameters, as under DDP, unless the script chooses another strategy.
 """
 

@@ -1,6 +1,6 @@
 """FSDP1's dialect: its arguments in zshard's words.
 
-The one idea: below this file, zshard knows its own words alone: a ShardingStrategy, a Precision, a
+Below this file, zshard knows its own words alone: a ShardingStrategy, a Precision, a
 Prefetch, an Offload. Enums, dataclasses and configs are recognized by their names and fields, so
 torch's own are accepted without importing its FSDP, which takes long. The methods of its modules
 are in `fsdp1_methods.py`.

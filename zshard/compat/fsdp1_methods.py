@@ -1,6 +1,6 @@
 """The methods of FSDP1's modules: state dict types, optimizer state, and questions about units.
 
-The one idea: optimizer state is full, by parameter name, and loads under any strategy.
+Optimizer state is full, by parameter name, and loads under any strategy.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """FSDP2's dialect: its policies in zshard's words, and the methods of its modules.
 
-The one idea: a method applies to the unit of the module that it is called on, unless it takes
+A method applies to the unit of the module that it is called on, unless it takes
 `recurse`, and takes effect from the next forward or backward. The class FSDP has these methods, so
 FSDP(module) and fully_shard(module) give the same modules.
 

@@ -1,6 +1,6 @@
 """`fully_shard(module)`: FSDP2's spelling of FSDP(module).
 
-The one idea: nothing is done here that FSDP(...) could not do; this file translates FSDP2's
+Nothing is done here that FSDP(...) could not do; this file translates FSDP2's
 arguments. One call makes one unit, of the parameters that no earlier call on an inner module has
 taken, so a script calls it from the leaves up:
 

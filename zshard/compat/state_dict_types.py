@@ -1,6 +1,6 @@
 """FSDP1's state dict types: which form state_dict() has, for a with block or from now on.
 
-The one idea: a type and its two configs are one form of zshard's (`state/form.py`), which
+A type and its two configs are one form of zshard's (`state/form.py`), which
 remembers what the script passed, so that the script can ask for it.
 """
 

@@ -6,7 +6,7 @@
         engine.backward(loss)
         engine.step()
 
-The one idea: names that work do what they do in DeepSpeed; each other one is an AttributeError that
+Names that work do what they do in DeepSpeed; each other one is an AttributeError that
 says what to write instead. docs/deepspeed.md is the page.
 """
 

@@ -1,6 +1,6 @@
 """What "auto" in a DeepSpeed config means: what the Trainer of transformers would fill in.
 
-The one idea: `args` of initialize() may be the Trainer's TrainingArguments, or a script's own with
+`args` of initialize() may be the Trainer's TrainingArguments, or a script's own with
 the same names; what it lacks has TrainingArguments' default. docs/deepspeed.md has the table.
 """
 

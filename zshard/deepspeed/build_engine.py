@@ -1,6 +1,6 @@
 """`zshard.initialize`: from a model and a DeepSpeed config to an engine.
 
-The one idea: the order of DeepSpeed: check everything that needs no other rank, shard the model,
+The order of DeepSpeed: check everything that needs no other rank, shard the model,
 make the optimizer of its parameters, the scheduler of the optimizer, the loader of the data.
 """
 

@@ -1,6 +1,6 @@
 """The values of a DeepSpeed config, checked by key.
 
-The one idea: which kind of value a key has is listed here once, and all values are checked as soon
+Which kind of value a key has is listed here once, and all values are checked as soon
 as the config is read, whether or not they have an effect.
 """
 

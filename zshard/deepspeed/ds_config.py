@@ -1,6 +1,6 @@
 """A DeepSpeed config, read and checked: from a file or a dict to `Settings`.
 
-The one idea: all checks that need no model happen here, before ranks communicate, and each error
+All checks that need no model happen here, before ranks communicate, and each error
 names the key, the value and what to write.
 """
 

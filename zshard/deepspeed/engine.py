@@ -1,6 +1,6 @@
 """DeepSpeed's engine over a sharded model: forward, backward, step.
 
-The one idea: the engine only counts and calls. A round is gradient_accumulation_steps forwards,
+The engine only counts and calls. A round is gradient_accumulation_steps forwards,
 backwards and steps; the last step() of a round clips, steps the optimizer, zeroes the gradients
 and steps the scheduler, and the others do nothing. All else is the work of FSDP, GradScaler and the
 optimizer.

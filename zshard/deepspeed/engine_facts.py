@@ -1,6 +1,6 @@
 """What scripts ask DeepSpeed's engine: sizes, rates, norms, dtypes, and what they set there.
 
-The one idea: each answer is a value of the config or a count of the engine; nothing communicates.
+Each answer is a value of the config or a count of the engine; nothing communicates.
 """
 
 from __future__ import annotations

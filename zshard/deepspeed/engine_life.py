@@ -1,6 +1,6 @@
 """What happens once to an engine: the model is compiled; the engine ends.
 
-The one idea: only the model is compiled. The engine's own forward counts micro-batches, which a
+Only the model is compiled. The engine's own forward counts micro-batches, which a
 compiled function would do once, when it is traced.
 """
 

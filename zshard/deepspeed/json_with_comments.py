@@ -1,6 +1,6 @@
 """JSON with comments and trailing commas, which DeepSpeed's configs may have.
 
-The one idea: both become blanks, so a parser's errors name the right line and column.
+Both become blanks, so a parser's errors name the right line and column.
 """
 
 from __future__ import annotations

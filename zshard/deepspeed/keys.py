@@ -1,6 +1,6 @@
 """The keys of a DeepSpeed config: which work, which have no meaning here, which are refused.
 
-The one idea: every key that DeepSpeed knows is in one of three tables, under its full name with
+Every key that DeepSpeed knows is in one of three tables, under its full name with
 dots. A key in none of them is an error that names the nearest one: nothing is lost in silence.
 """
 

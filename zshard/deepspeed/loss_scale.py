@@ -1,6 +1,6 @@
 """The loss scale of fp16 training, with DeepSpeed's rules for when it grows and shrinks.
 
-The one idea: this only counts. Scaling, unscaling and the search for infinities, on all ranks, are
+This only counts. Scaling, unscaling and the search for infinities, on all ranks, are
 zshard.GradScaler's; after each step it is told the scale from here.
 """
 

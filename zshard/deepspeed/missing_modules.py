@@ -1,6 +1,6 @@
 """DeepSpeed's modules that a script imports from zshard: an ImportError says what to write instead.
 
-The one idea: Python asks this finder last, for what is not there.
+Python asks this finder last, for what is not there.
 """
 
 from __future__ import annotations

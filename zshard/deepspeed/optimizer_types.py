@@ -1,6 +1,6 @@
 """The optimizer that a DeepSpeed config names: zshard's, or one of torch's elementwise ones.
 
-The one idea: names and defaults mean what they mean in DeepSpeed. So "Adam" decouples the weight
+Names and defaults mean what they mean in DeepSpeed. So "Adam" decouples the weight
 decay as AdamW does, unless adam_w_mode is false, and the weight decay is 0 unless it is set.
 """
 

@@ -1,6 +1,6 @@
 """DeepSpeed's learning rate schedules, and torch's by their names.
 
-The one idea: a schedule is a function from the number of the step to the learning rate (and for
+A schedule is a function from the number of the step to the learning rate (and for
 OneCycle to the momentum) of each param group; stepping counts and writes. Before the first step the
 number is -1, for which each schedule has a value of its own.
 """

@@ -1,6 +1,6 @@
 """`deepspeed.zero`: Init and GatheredParameters, over zshard's meta device and full parameters.
 
-The one idea: a script that uses them keeps its lines. Init builds on the meta device, and
+A script that uses them keeps its lines. Init builds on the meta device, and
 initialize() then creates the values one unit at a time; GatheredParameters unshards the units of
 the parameters. An engine's parameters have DeepSpeed's attributes, by which scripts that save
 weights tell that they have to gather.

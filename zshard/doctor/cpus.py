@@ -1,6 +1,6 @@
 """What this host's CPUs are, for `python -m zshard doctor`.
 
-The one idea: what is printed is what `python -m zshard run` divides among ranks.
+What is printed is what `python -m zshard run` divides among ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What this machine has: torch, the driver, GPUs, kernels, NCCL, shared memory; what is missing.
 
-The one idea: each fact comes from the component that training will use, never from a guess by
+Each fact comes from the component that training will use, never from a guess by
 version, and each missing one comes with a remedy.
 """
 

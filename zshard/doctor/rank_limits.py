@@ -1,6 +1,6 @@
 """What a rank takes of its process's limits as ranks grow in number, for `python -m zshard doctor`.
 
-The one idea: the numbers come from the code that allocates: the transport's own count of what it
+The numbers come from the code that allocates: the transport's own count of what it
 needs, and a dry run of a model of UNITS units.
 """
 

@@ -4,7 +4,7 @@ A script that swaps weights, such as `backup = p.data; p.data = average`, has `b
 shard lies. The new values are about to be written there: peers map this memory, so it is the
 parameter's for good.
 
-The one idea: the other tensors move, to a copy. Nothing has kept a list of them, which would cost
+The other tensors move, to a copy. Nothing has kept a list of them, which would cost
 time in each `.data`: all objects that Python's garbage collector knows are looked through, only
 where the shard's storage has more users than parameters.
 """

@@ -1,7 +1,7 @@
 """A script's own collectives: refused for shards, such as `dist.all_reduce(p.grad)`; and a sign
 that what the script has written in place is complete.
 
-The one idea: the ranks' shards of a parameter are different elements, often of the same shape, so a
+The ranks' shards of a parameter are different elements, often of the same shape, so a
 collective would mix or overwrite them without a word. torch's collectives do not ask tensor
 subclasses, but all of them check their arguments by a few functions, which are extended here.
 

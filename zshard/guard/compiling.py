@@ -1,6 +1,6 @@
 """What torch.compile does with a function that is called with shards: it runs it as it is.
 
-The one idea: a shard's guard runs elementwise operations and refuses all others, one by one. A
+A shard's guard runs elementwise operations and refuses all others, one by one. A
 compiled function has no such operations, and its trace fails at the guard. So a call with shards is
 not compiled; with other tensors the same function is.
 """

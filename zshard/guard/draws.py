@@ -1,6 +1,6 @@
 """Random numbers for slices in place: torch.nn.init, and `p.normal_()`.
 
-The one idea: each rank draws for the full tensor, as the plain model does, and keeps its part: the
+Each rank draws for the full tensor, as the plain model does, and keeps its part: the
 values of the plain model under the same seed, of one tensor at a time, without communication. What
 was drawn is noted; ranks whose random numbers differ find out where they meet next.
 """

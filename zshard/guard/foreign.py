@@ -1,6 +1,6 @@
 """Refuse what of torch's cannot work on models that zshard has wrapped.
 
-The one idea: DistributedDataParallel and ZeroRedundancyOptimizer broadcast parameters from one rank
+DistributedDataParallel and ZeroRedundancyOptimizer broadcast parameters from one rank
 to the others. They would take a rank's slices for the whole model, and where slices have equal
 shapes, nothing would fail. Pruning replaces parameters, after it has looked at their elements: a
 rank without any would see nothing amiss.

@@ -1,6 +1,6 @@
 """Operations of libraries that update one parameter, in a kernel of theirs.
 
-The one idea: an elementwise one is right on slices of the same elements; which ones are has to be
+An elementwise one is right on slices of the same elements; which ones are has to be
 known.
 """
 

@@ -1,6 +1,6 @@
 """Which of torch's operations give, on slices, the slice of the result on whole tensors.
 
-The one idea: it is a list of what is allowed. An operation that is not on it is refused, so one
+It is a list of what is allowed. An operation that is not on it is refused, so one
 that torch adds later is an error until somebody has looked at it. tests/guard/test_guard_ops.py
 compares each with the whole tensor, and finds those that do not belong here.
 """

@@ -1,6 +1,6 @@
 """safetensors refuses shards, of which it would write one rank's.
 
-The one idea: it reads a tensor's memory by its address, which the guard cannot refuse. So it is
+It reads a tensor's memory by its address, which the guard cannot refuse. So it is
 told which tensors are shards, in the function that all its ways to write go through.
 """
 

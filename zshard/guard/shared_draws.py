@@ -1,6 +1,6 @@
 """Random numbers that all ranks draw alike, though each has a seed of its own.
 
-The one idea: where the generators differ when a model is sharded, as they do in a script that sets
+Where the generators differ when a model is sharded, as they do in a script that sets
 no seed, the ranks keep a copy of rank 0's, and draw from it for parameters: rank 0's values, as of
 a model that is initialized before it is sharded. A script that seeds later decides for itself.
 """

@@ -1,7 +1,7 @@
 """What a slice says when it is asked for its size: this rank's, but the full one to initializers
 and within a forward of its model.
 
-The one idea: code that initializes asks for sizes to compute the range of its random numbers.
+Code that initializes asks for sizes to compute the range of its random numbers.
 torch.nn.init and functions named reset_parameters get the full sizes. Of others it is remembered
 that they asked: numbers that they pass to a random operation later may have been computed from this
 rank's sizes, so that is refused. In a forward, every operation sees the full parameter.

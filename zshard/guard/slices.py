@@ -1,6 +1,6 @@
 """Guarded slices: a sharded parameter, and what is computed from it element by element.
 
-The one idea: between steps a parameter is a slice of shape (k, 1, ..., 1), and code that takes it
+Between steps a parameter is a slice of shape (k, 1, ..., 1), and code that takes it
 for the matrix would compute something else without a word. So its class is a subclass that torch
 asks about each operation. Elementwise ones run, and their results are guarded in turn (py_guard.c
 with the list of guard/rules.py); all others raise ShardError, which says what to write. In forward

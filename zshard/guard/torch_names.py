@@ -1,7 +1,7 @@
 """Names of FSDP2 that a script still takes from torch: what they would do silently, and what they
 lack.
 
-The one idea: torch's FSDPModule cannot know zshard's modules, so isinstance() is False and a script
+Torch's FSDPModule cannot know zshard's modules, so isinstance() is False and a script
 leaves out what it does for them, without a word. And plain tensors have none of DTensor's names;
 the AttributeError says what to write. Nothing of torch answers otherwise than before.
 """

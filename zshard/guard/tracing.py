@@ -1,6 +1,6 @@
 """Whether torch's compiler is tracing on this thread.
 
-The one idea: the compiler copies each parameter that it meets, together with its .grad, into
+The compiler copies each parameter that it meets, together with its .grad, into
 tensors without memory; the copy refuses a gradient of another shape or dtype than the parameter. In
 forward parameters are whole and gradients are shards, so to the compiler they have none
 (WholeParameter of slices.py). Nothing is put aside for that, so nothing has to be put back: whoever

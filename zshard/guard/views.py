@@ -1,6 +1,6 @@
 """Views of guarded slices: `p[row]`, `p[2:4]`, `p.chunk(4)`, and numbers that are put there.
 
-The one idea: a slice is a run of the parameter's elements in memory order, and so are rows of it.
+A slice is a run of the parameter's elements in memory order, and so are rows of it.
 What a rank has of such a view is a slice, too, with a Part of its own, which may have no elements.
 A view that is no run, such as a column, is refused.
 """

@@ -1,6 +1,6 @@
 """Whole values of sharded tensors, and norms over all ranks, by name.
 
-The one idea: a slice knows which elements it has (its Part), so ranks exchange those numbers, and
+A slice knows which elements it has (its Part), so ranks exchange those numbers, and
 then each sends its elements in turn. All of it is collective: all ranks call it for the same
 tensors in the same order.
 """

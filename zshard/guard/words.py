@@ -1,6 +1,6 @@
 """What ShardError says: which operation, on a shard of what, and what to write in its place.
 
-The one idea: the remedy depends on what the operation is after (a norm, a view, random values), so
+The remedy depends on what the operation is after (a norm, a view, random values), so
 names of operations are grouped by it. It is never to_local(): what is refused needs all elements.
 """
 

@@ -1,6 +1,6 @@
 """The strategy for Lightning's Fabric.
 
-The one idea: Fabric's DDP strategy with a sharded module in place of DDP's wrapper. Fabric sends
+Fabric's DDP strategy with a sharded module in place of DDP's wrapper. Fabric sends
 marked methods through the forward of what it takes for the wrapper, so there is a plain one.
 """
 

@@ -1,6 +1,6 @@
 """What the strategies for the Trainer and for Fabric have in common.
 
-The one idea: FSDP shards a module in place, so nothing is wrapped, and what Lightning takes for the
+FSDP shards a module in place, so nothing is wrapped, and what Lightning takes for the
 model stays the object that the user made.
 """
 

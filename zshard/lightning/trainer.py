@@ -1,6 +1,6 @@
 """The strategy for Lightning's Trainer.
 
-The one idea: Lightning's DDP strategy, which knows how ranks start and meet, with a sharded module
+Lightning's DDP strategy, which knows how ranks start and meet, with a sharded module
 in place of a wrapped one. Steps are called as the module's forward, so that they see full
 parameters.
 """

@@ -1,6 +1,6 @@
 """The error text for a model that does not fit in memory: what it needs, and what needs less.
 
-The one idea: each alternative is listed with the bytes it would take, from the same estimates as
+Each alternative is listed with the bytes it would take, from the same estimates as
 the check itself, so that nobody has to try them.
 """
 

@@ -1,6 +1,6 @@
 """Dry runs: units with layouts and no memory, on transports without peers, to estimate memory.
 
-The one idea: the estimate does not come from separate formulas but from the same code that
+The estimate does not come from separate formulas but from the same code that
 allocates (csrc/engine/unit_life.c, csrc/engine/plan.h). A dry run is made from parameters on any
 device, the meta device included; it changes nothing and needs no process group.
 """

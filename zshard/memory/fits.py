@@ -1,6 +1,6 @@
 """Check at wrap time, before anything changes, whether a model fits in memory.
 
-The one idea: layouts tell what zshard will allocate, so a model that cannot fit is an error on all
+Layouts tell what zshard will allocate, so a model that cannot fit is an error on all
 ranks, with numbers and alternatives, instead of a process that the kernel kills some steps later.
 Only certain allocations count. A module's parameters are in memory already and are freed as their
 units are made, so that memory is not needed a second time.

@@ -1,6 +1,6 @@
 """What a forward does when modules run in the order in which they stand in the model.
 
-The one idea: which unit is whole when, and so how much memory a step takes, follows from the order
+Which unit is whole when, and so how much memory a step takes, follows from the order
 in which modules are entered and left and parameters are used. The order of registration is the best
 guess before the first forward; csrc/engine/plan.h says what is made of it.
 """

@@ -1,7 +1,7 @@
 """How much more memory this process can allocate under the limits of the host, its cgroups and the
 process itself.
 
-The one idea: reclaimable page cache counts as free, as in the kernel's MemAvailable; a limit that
+Reclaimable page cache counts as free, as in the kernel's MemAvailable; a limit that
 is not set, or cannot be read, does not count.
 """
 

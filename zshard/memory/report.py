@@ -1,6 +1,6 @@
 """A model's memory: current, peak and predicted, of a wrapped model or before wrapping it.
 
-The one idea: the C core counts and predicts (csrc/engine/reserve.c); this file adds the state of
+The C core counts and predicts (csrc/engine/reserve.c); this file adds the state of
 the optimizers that have stepped the model's parameters, which belongs to the optimizers.
 """
 

@@ -1,8 +1,8 @@
 """What a rank can spare for parameters that stay gathered from forward to backward: keep_gathered.
 
-The one idea: nobody knows before a step how much the activations take. So a rank measures after its
+Nobody knows before a step how much the activations take. So a rank measures after its
 first steps, and offers what is left; the core takes the least that all ranks offer, at the end of a
-backward in which all have met (csrc/engine/spare.h). A later measurement can only lower it.
+backward in which all have met (csrc/engine/keep_gathered.h). A later measurement can only lower it.
 """
 
 from __future__ import annotations

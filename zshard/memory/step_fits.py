@@ -1,6 +1,6 @@
 """Does an optimizer's state fit, as its first step is about to make it?
 
-The one idea: FSDP(...) cannot know the optimizer, so it refuses what the model alone takes, and
+FSDP(...) cannot know the optimizer, so it refuses what the model alone takes, and
 warns of what Adam's state adds. Before its first step the optimizer is known: one whose state the
 host, the control groups and the process's limits do not allow, whatever memory_limit says, is an
 error with numbers, in place of a process that the kernel kills.

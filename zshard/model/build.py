@@ -1,6 +1,6 @@
 """A model becomes units: each is made, hooked and guarded, and its module gets another class.
 
-The one idea: the module stays the same object with the same parameters and names; its class becomes
+The module stays the same object with the same parameters and names; its class becomes
 a subclass of (FSDP, its class), and two C callables become its forward hooks. A copy of a model is
 built by the same steps.
 """

@@ -1,6 +1,6 @@
 """copy.deepcopy of a sharded model: another sharded model, for a moving average of weights, say.
 
-The one idea: nothing is gathered. The modules are copied with parameters of full shape and no
+Nothing is gathered. The modules are copied with parameters of full shape and no
 memory; the copy is wrapped with the same units over the same ranks; and each rank copies its own
 shards.
 """

@@ -1,6 +1,6 @@
 """Methods other than forward that need a unit's full parameters.
 
-The one idea: a method is wrapped once per class, and does what the two forward hooks do.
+A method is wrapped once per class, and does what the two forward hooks do.
 """
 
 from __future__ import annotations

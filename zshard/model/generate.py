@@ -1,6 +1,6 @@
 """`generate()` of transformers on a sharded model, with other lengths on each rank.
 
-The one idea: transformers can have all ranks go on until the last has its tokens (`synced_gpus`),
+Transformers can have all ranks go on until the last has its tokens (`synced_gpus`),
 which it does for models that torch has sharded. Here it is needed where a forward takes all ranks,
 and only there: over shm each rank generates by itself. The argument is passed, and nothing is
 marked: by the mark that transformers looks for, torch.compile takes a model for one of torch's own.

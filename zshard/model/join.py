@@ -1,7 +1,7 @@
 """model.join(...): training on when some ranks have fewer batches than others.
 
-The one idea: a rank whose data has ended stays in the with block's end and follows the others: the
-core runs their passes without modules (csrc/engine/follow.h), and here it does what they do between
+A rank whose data has ended stays in the with block's end and follows the others: the core runs
+their passes without modules (csrc/engine/join_follow.h), and here it does what they do between
 passes, with their values. So its shard, its optimizers' state and its settings are at any time what
 they would be if it had had data that gives no gradients.
 """

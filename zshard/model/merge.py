@@ -1,6 +1,6 @@
 """`merge_and_unload()` and `unload()` of PEFT on a sharded model: a plain base model.
 
-The one idea: merging multiplies full matrices, and both replace modules, so they are done to a
+Merging multiplies full matrices, and both replace modules, so they are done to a
 plain copy with full parameters. The sharded model stays as it is.
 """
 

@@ -1,6 +1,6 @@
 """What a sharded model has besides a module's methods: clipping, steps in backward, its memory.
 
-The one idea: each method looks up the model's units and hands them to the part that knows how.
+Each method looks up the model's units and hands them to the part that knows how.
 """
 
 from __future__ import annotations

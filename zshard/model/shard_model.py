@@ -1,6 +1,6 @@
 """A model is sharded: ranks agree on it, see whether it fits, and build its units.
 
-The one idea: nothing changes before every rank has found that it can go on, so an error leaves the
+Nothing changes before every rank has found that it can go on, so an error leaves the
 module as it was. What follows is in order: units take their values, one at a time (`build.py`), and
 then the model's buffers do.
 """

@@ -1,6 +1,6 @@
 """The tables that model.summary() prints.
 
-The one idea: what a reader wants to compare is in one column.
+What a reader wants to compare is in one column.
 """
 
 from __future__ import annotations

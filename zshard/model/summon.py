@@ -1,6 +1,6 @@
 """Read or write full parameters: what summon_full_params() and apply() do.
 
-The one idea: each rank gets a copy of the units' full parameters, and optionally of their
+Each rank gets a copy of the units' full parameters, and optionally of their
 gradients; on exit it keeps its shard of the modified copy. So all ranks must write the same values,
 as they do to the parameters of a plain model under DDP.
 """

@@ -1,6 +1,6 @@
 """Methods of transformers and PEFT that count parameters count full ones on a sharded model.
 
-The one idea: they add up the sizes of what named_parameters() yields. While one of them runs, it
+They add up the sizes of what named_parameters() yields. While one of them runs, it
 yields parameters of full shape, without memory.
 """
 

@@ -1,6 +1,6 @@
 """Full gradients of a unit, for summon_full_params(with_grads=True).
 
-The one idea: ranks first exchange which gradients and which shards they have, and then each sends
+Ranks first exchange which gradients and which shards they have, and then each sends
 its shards in turn. A parameter's own `.grad`, a view of the grad shard, is set aside meanwhile and
 restored with this rank's shard of the modified full gradient.
 """

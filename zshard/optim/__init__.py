@@ -1,6 +1,6 @@
 """AdamW, Adam and SGD with torch.optim's interface, stepping a param group in one C call.
 
-The one idea: arguments, numerics and state are torch's, so a script only changes an import;
+Arguments, numerics and state are torch's, so a script only changes an import;
 optim/step.py has the step, and this file what the three differ in.
 
 Numerics, of equal gradients in float32 and float64 (tests/optim/test_torch_paths.py): SGD is

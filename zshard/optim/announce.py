@@ -1,6 +1,6 @@
 """What a rank with data tells the ranks without, within join(), of calls that are not passes.
 
-The one idea: passes are announced by the core (csrc/engine/join.h); what Python does between them
+Passes are announced by the core (csrc/engine/join.h); what Python does between them
 (an optimizer's step, clipping, unscaling) is announced here, before it happens. Only where some
 rank has no more data does it get to know with which values, to do the same on its shard.
 """

@@ -1,6 +1,6 @@
 """The global gradient norm, for model.clip_grad_norm_ and for torch.nn.utils.clip_grad_norm_.
 
-The one idea: a rank holds shards of the gradients, so a norm over them alone is meaningless.
+A rank holds shards of the gradients, so a norm over them alone is meaningless.
 Gradients that lie on a shard are known by their storage (`_core.grad_owner`); their power sums are
 exchanged and added in rank order, so that every rank scales by the same bits. All torch.nn.utils
 functions that need a total norm get it from `clip_grad._get_total_norm`, which is replaced here;

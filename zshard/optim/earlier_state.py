@@ -1,7 +1,7 @@
 """Optimizers that already have state when their parameters are sharded: of a snapshot, or of steps
 of the plain model. From then on, each rank keeps its shard of that state.
 
-The one idea: what has the parameter's full shape is sharded as the parameter is, as when a state
+What has the parameter's full shape is sharded as the parameter is, as when a state
 dict is loaded.
 """
 

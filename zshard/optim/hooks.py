@@ -1,6 +1,6 @@
 """Before and after each optimizer's step: what its models must know, and what it must not find.
 
-The one idea: torch runs two hooks around the step of every optimizer. They tell the models, as a
+Torch runs two hooks around the step of every optimizer. They tell the models, as a
 step that one rank leaves out is an error, and refuse gradients that are not reduced and parameters
 that unshard() has gathered.
 

@@ -1,6 +1,6 @@
 """optimizer_in_backward(): each unit is stepped as soon as its gradients are reduced.
 
-The one idea: C knows when a unit may change (csrc/reduce/in_backward.h) and calls back here; the
+C knows when a unit may change (csrc/reduce/in_backward.h) and calls back here; the
 optimizer then steps that unit's parameters as step() would, with the same options, state and
 arithmetic. The result is bit-identical to a step() after backward, and only the gradients of one
 unit are in memory at a time.

@@ -1,6 +1,6 @@
 """The memory layout of an optimizer's state.
 
-The one idea: the state tensors of one name are adjacent in one block, spaced like the parameters.
+The state tensors of one name are adjacent in one block, spaced like the parameters.
 Where parameters are adjacent in a shard, so is their state, and the C loop updates all of them as
 one run.
 """

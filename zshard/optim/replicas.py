@@ -1,6 +1,6 @@
 """Parameters that every rank has in full, as with no_shard: do the ranks have the same values?
 
-The one idea: nothing guards them, so a script may initialize them with other random numbers on each
+Nothing guards them, so a script may initialize them with other random numbers on each
 rank, and would train different models, as under DDP. At the first step of an optimizer each rank
 notes a digest of its values; where the ranks meet next, they compare.
 """

@@ -1,6 +1,6 @@
 """Which state of an optimizer is sharded as its parameters are.
 
-The one idea: shapes tell. What has the shape of a parameter's shard is a shard of something that
+Shapes tell. What has the shape of a parameter's shard is a shard of something that
 has the parameter's shape.
 """
 

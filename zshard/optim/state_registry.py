@@ -1,6 +1,6 @@
 """Which optimizer state the ranks of a model may yet ask each other for, and how long it is kept.
 
-The one idea: one rank alone may want the whole state of an optimizer (rank 0 saves), so what a
+One rank alone may want the whole state of an optimizer (rank 0 saves), so what a
 rank has of it outlives the rank's optimizer, its model and its script: until each other rank of the
 model has dropped its own optimizer, or has ended. Ranks tell each other what they drop, on a thread
 of their own, so that no `del optimizer` waits. A script that ends waits for the others, which may
@@ -32,18 +32,18 @@ from zshard.comm import ends, responder
 from zshard.units.units import State, units_of
 
 __all__ = [
-    "Book",
+    "ModelRecord",
     "OptimizerRecord",
     "Peers",
     "all_made",
-    "book_of",
     "finish",
     "meet",
     "note_made",
+    "record_of_model",
     "tell_of",
 ]
 
-_CARD = 64  # bytes: what ranks exchange to meet
+_HANDSHAKE = 64  # bytes: what ranks exchange to meet
 _TOKEN = 8  # of them, what tells models apart
 _LOOK = 0.5  # seconds between two looks whether ranks that are waited for still live
 _SOON = 5.0  # seconds that a living rank takes at most to note what it is told
@@ -52,7 +52,7 @@ _TELL_AFTER = 10.0  # seconds of waiting at the end, after which the user is tol
 
 _lock = threading.RLock()
 _changed = threading.Condition(_lock)
-_books: dict[str, Book] = {}  # by token
+_books: dict[str, ModelRecord] = {}  # by token
 
 
 @dataclass(eq=False)
@@ -82,7 +82,7 @@ def _values_of(entries: Any) -> Sequence[Any]:
     return list(entries.values()) if isinstance(entries, dict) else [entries]
 
 
-class Book:
+class ModelRecord:
     """One model on this rank, seen by the ranks that hold its shards."""
 
     def __init__(self, token: str, addresses: list[str], rank: int, params: list[Tensor]) -> None:
@@ -196,12 +196,11 @@ def note_made(optimizer: Optimizer) -> None:
 
 
 def all_made() -> list[Optimizer]:
-    """All living optimizers, in the order in which they were made."""
     with _lock:
         return list(_made)
 
 
-def _unnumbered_of(book: Book, kind: str) -> list[Optimizer]:
+def _unnumbered_of(book: ModelRecord, kind: str) -> list[Optimizer]:
     """Those of a kind that have neither stepped nor loaded nor saved."""
     return [
         each for each in list(_made) if each not in book.numbered and book.kind_of(each) == kind
@@ -211,7 +210,7 @@ def _unnumbered_of(book: Book, kind: str) -> list[Optimizer]:
 class Peers:
     """A living model's book: it is closed when the model dies."""
 
-    def __init__(self, book: Book) -> None:
+    def __init__(self, book: ModelRecord) -> None:
         self.book = book
         weakref.finalize(self, _jobs.put, (book, None)).atexit = False
 
@@ -221,15 +220,16 @@ def meet(module: nn.Module, shards: _core.Comm) -> None:
     no-op."""
     if shards.transport != "shm":
         return
-    ends.add_farewell(finish)
+    ends.add_exit_callback(finish)
     address = responder.address()
-    cards = shards.exchange(secrets.token_bytes(_TOKEN) + address.encode().ljust(_CARD - _TOKEN))
+    padded = address.encode().ljust(_HANDSHAKE - _TOKEN)
+    cards = shards.exchange(secrets.token_bytes(_TOKEN) + padded)
     addresses = [card[_TOKEN:].decode().strip() for card in cards]
     if not all(addresses):
         return
     states: list[State] = [state for _, state in units_of(module)]
     params: list[Tensor] = [param for state in states for param in state.unit.params]
-    book = Book(cards[0][:_TOKEN].hex(), addresses, shards.rank, params)
+    book = ModelRecord(cards[0][:_TOKEN].hex(), addresses, shards.rank, params)
     with _lock:
         _books[book.token] = book
     _Teller.start()
@@ -238,7 +238,7 @@ def meet(module: nn.Module, shards: _core.Comm) -> None:
         state.meet(peers)
 
 
-def book_of(token: str) -> Book | None:
+def record_of_model(token: str) -> ModelRecord | None:
     """The book that another rank asks about."""
     with _lock:
         return _books.get(token)
@@ -265,17 +265,17 @@ class _News:
     """What to tell a rank: that an optimizer has been dropped here; None: that nothing will be
     asked."""
 
-    book: Book
+    book: ModelRecord
     rank: int
     key: str | None
 
 
-_jobs: queue.SimpleQueue[tuple[Book, OptimizerRecord | None] | _News | None] = queue.SimpleQueue()
-"""Books whose model has died, and records whose optimizer has. Finalizers put them here, which may
-run in the midst of anything."""
+_Dropped = tuple[ModelRecord, OptimizerRecord | None]
+_jobs: queue.SimpleQueue[_Dropped | _News | None] = queue.SimpleQueue()
+"""Models and optimizers that have died, as finalizers put them here: in the midst of anything."""
 
 
-def _drop(book: Book, record: OptimizerRecord | None) -> list[_News]:
+def _drop(book: ModelRecord, record: OptimizerRecord | None) -> list[_News]:
     """A model (None) or an optimizer of this rank is gone. Returns what to tell the others."""
     with _lock:
         if record is None:
@@ -302,7 +302,7 @@ def _tell(news: _News) -> None:
         _jobs.put(news)
 
 
-def _note_end(book: Book, rank: int) -> None:
+def _note_end(book: ModelRecord, rank: int) -> None:
     with _lock:
         book.ended.add(rank)
         book.clear()

@@ -1,6 +1,6 @@
 """The step of zshard's optimizers: one C call per param group.
 
-The one idea: the subclasses keep everything of torch.optim (arguments, param groups, schedulers,
+The subclasses keep everything of torch.optim (arguments, param groups, schedulers,
 state_dict) and replace step(). A plan in C (`_core.OptimPlan`) walks the group's parameters,
 reads their `.grad`, and updates all of them at once on torch's threads; no Python runs per
 parameter and step. Python runs only when a parameter gets its state, or for one that the C loop

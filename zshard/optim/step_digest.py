@@ -1,9 +1,9 @@
 """What an optimizer steps with, as ranks compare it: its param groups, and how often it stepped.
 
-The one idea: a scheduler that one rank calls alone leaves shards that were stepped with different
+A scheduler that one rank calls alone leaves shards that were stepped with different
 learning rates. So each step notes a digest, which travels with what ranks exchange anyway
 (csrc/engine/history.h), and keeps the values at hand as text. Only where digests differ are texts
-compared (csrc/comm/past.c): numbers may differ in their last digits between hosts.
+compared (csrc/comm/fingerprint.c): numbers may differ in their last digits between hosts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HOW = frozenset(("foreach", "fused", "capturable", "differentiable"))
 _MASK = (1 << 64) - 1
 
 _ROOM = 3072
-"""Bytes of text that peers are told (csrc/comm/past.h)."""
+"""Bytes of text that peers are told (csrc/comm/fingerprint.h)."""
 
 
 class _Account:

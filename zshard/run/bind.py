@@ -1,6 +1,6 @@
 """In a rank, before its program starts: its cores, its memory's NUMA node, its OMP_NUM_THREADS.
 
-The one idea: all three outlive exec, so a bare interpreter sets them and becomes what torchrun
+All three outlive exec, so a bare interpreter sets them and becomes what torchrun
 would have started: no thread of torch is there yet, and signals, exit codes and tracebacks are the
 program's own. This module imports nothing of zshard, which would import torch.
 """

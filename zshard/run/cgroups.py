@@ -1,6 +1,6 @@
 """The control groups that this process is in.
 
-The one idea: a limit may be set on any group above the process's own, so all of them are walked.
+A limit may be set on any group above the process's own, so all of them are walked.
 """
 
 from __future__ import annotations

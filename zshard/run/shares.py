@@ -1,6 +1,6 @@
 """Which cores each rank of this host computes on, with how many threads, and where its memory lies.
 
-The one idea: all ranks have equally many cores, since each step waits for the slowest, and a rank
+All ranks have equally many cores, since each step waits for the slowest, and a rank
 stays within a NUMA node (or socket) unless that would leave more than a quarter of its cores idle.
 """
 

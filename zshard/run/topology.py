@@ -1,6 +1,6 @@
 """The cores of this host, and which of them this process may use.
 
-The one idea: the kernel's files in /sys say what is there, the process's affinity mask (which
+The kernel's files in /sys say what is there, the process's affinity mask (which
 taskset, and the cpuset of a container, narrow) what it may use. A file that is missing costs
 knowledge, not a crash: CPUs without a known sibling are cores, and all is one socket and node.
 """

@@ -1,6 +1,6 @@
 """torch.distributed.checkpoint refuses state dicts of shards, of which it would save one rank's.
 
-The one idea: the shards of a parameter are plain tensors under one name on all ranks, which
+The shards of a parameter are plain tensors under one name on all ranks, which
 dcp.save() takes for copies of each other. So it is told which tensors are shards, where it decides
 what to write.
 """

@@ -1,6 +1,6 @@
 """What form state_dict() has: which ranks get it, and whether it has full tensors or shards.
 
-The one idea: every rank gets full tensors unless something else is chosen, for a with block or
+Every rank gets full tensors unless something else is chosen, for a with block or
 until the next choice. Units remember the choice, as state_dict() may be called on any module.
 """
 

@@ -1,6 +1,6 @@
 """The full copies of parameters that one call of state_dict() makes.
 
-The one idea: what an owner's attribute refers to is a place, of which a copy or this rank's shard
+What an owner's attribute refers to is a place, of which a copy or this rank's shard
 can be had. The first copy of a unit gathers the unit, for all places that the call is about.
 """
 

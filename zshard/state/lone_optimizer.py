@@ -1,6 +1,6 @@
 """Whole optimizer state on one rank, which asks the others for their slices.
 
-The one idea: nobody meets. The rank that wants whole state opens a reader session, so that nobody
+Nobody meets. The rank that wants whole state opens a reader session, so that nobody
 steps, and asks each peer's thread (comm/responder.py) for what that rank has of the same
 optimizer, which has the same number there (optim/state_registry.py).
 """
@@ -22,7 +22,7 @@ from zshard.comm.responder import Answer, Reply, answer_with, ask
 from zshard.comm.script_position import own_collective
 from zshard.guard.slices import plain
 from zshard.optim.sharded_state import HeldState, fact_of, held_in
-from zshard.optim.state_registry import Peers, book_of, tell_of
+from zshard.optim.state_registry import Peers, record_of_model, tell_of
 from zshard.units.units import session
 
 __all__ = ["WholeState", "ask_for_whole", "install"]
@@ -172,7 +172,7 @@ def _answer(question: dict[str, Any]) -> Answer:
     if "where" in question:
         return {"collective": own_collective()}, []
     token, key = question["ask"]
-    book = book_of(token)
+    book = record_of_model(token)
     if book is None:
         return {"unanswered": "it has deleted the model"}, []
     found = book.find(key)

@@ -1,6 +1,6 @@
 """What is loaded into parameters is told to their model.
 
-The one idea: ranks that load alone, or something else than the others, are an error, which the
+Ranks that load alone, or something else than the others, are an error, which the
 model finds (csrc/engine/history.h). It is told a number for each loaded parameter, which ranks that
 load the same have in common.
 """

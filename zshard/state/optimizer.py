@@ -1,6 +1,6 @@
 """state_dict() and load_state_dict() of optimizers over sharded parameters: full tensors.
 
-The one idea: the optimizer state of a sharded parameter is sharded like the parameter. Two torch
+The optimizer state of a sharded parameter is sharded like the parameter. Two torch
 hooks convert between that and the state dict: one, after torch's packing and before any hook of the
 user's, gathers the shards, a tensor at a time; the other, before torch's loading and after any hook
 of the user's, takes this rank's shard of each full tensor. So the result is what the same optimizer

@@ -1,6 +1,6 @@
 """The plan of loading an optimizer's state, from whatever source.
 
-The one idea: a full tensor of the state is loaded as its parameter is sharded, so the parameter
+A full tensor of the state is loaded as its parameter is sharded, so the parameter
 tells which elements this rank reads, and into what memory. The plan is made of shapes alone and
 changes nothing. take() then makes the memory and reads what is small or of a dtype of its own;
 read() reads the shards into place, at once or after the optimizer has accepted the memory.

@@ -1,6 +1,6 @@
 """State dicts of shards: a record of what each shard contains, and whether it fits this rank.
 
-The one idea: shards of different ranks may have the same shape, so each state dict of shards
+Shards of different ranks may have the same shape, so each state dict of shards
 records in its `_metadata`, which also has nn.Module's versions and which torch.save keeps, which
 elements of which full parameter each shard contains. Loading compares that with this rank's shard.
 """

@@ -1,6 +1,6 @@
 """Where loaded values come from: a dict, rank 0, or files.
 
-The one idea: a plan knows each value as a tensor, so planning does not depend on where values are.
+A plan knows each value as a tensor, so planning does not depend on where values are.
 A tensor of a dict has them, and is its own source. Others are Pending: they refer to an origin, of
 which a Source reads the range that this rank needs. There are two, FromRank0 here and Reader of
 checkpoint/reader.py; with them, no rank holds more than its shards and one chunk.

@@ -1,7 +1,7 @@
 """Placeholder tensors with shape, dtype and device but no values: what load hooks see before values
 are copied, and save hooks in place of what is written.
 
-The one idea: code that runs while a model is loaded (nn.Module's, a user's hook) may ask such a
+Code that runs while a model is loaded (nn.Module's, a user's hook) may ask such a
 tensor for its shape, dtype and device. Any use of its values is an error that names it, so nobody
 computes with values that do not exist. zshard's own code reads many shapes and dtypes, so it does
 in `with plain():` (guard/slices.py), where that is fast and not checked.

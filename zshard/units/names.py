@@ -1,6 +1,6 @@
 """Names of parameters and modules without the prefixes that wrappers add.
 
-The one idea: a checkpoint is of a model, not of how it is run. torch.compile(), activation
+A checkpoint is of a model, not of how it is run. torch.compile(), activation
 checkpointing and DDP each wrap a module in another one, which adds a component to its names, though
 not always in state_dict(). So saved names are without these components, and loading restores those
 that load_state_dict() expects.

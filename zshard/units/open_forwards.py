@@ -1,6 +1,6 @@
 """End a forward that an exception has left.
 
-The one idea: torch runs a module's forward hooks after an Exception, but not after a
+Torch runs a module's forward hooks after an Exception, but not after a
 KeyboardInterrupt or SystemExit. So whoever calls a unit's forward notes how many forwards are open
 before, and on any exception ends those that have been opened since: a script that catches it can go
 on, and the other ranks are not kept waiting.

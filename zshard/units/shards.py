@@ -1,6 +1,6 @@
 """Look up this rank's shard of a parameter by the parameter itself.
 
-The one idea: an optimizer knows parameters but no modules, and a parameter's memory identifies it
+An optimizer knows parameters but no modules, and a parameter's memory identifies it
 only while its unit is sharded. So each parameter of a unit is registered here when it is wrapped,
 for as long as it lives; an entry refers to no module and no parameter.
 """

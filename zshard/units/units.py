@@ -1,6 +1,6 @@
 """What zshard stores about a module that is a unit.
 
-The one idea: it is in the module's __dict__, under one name, and a model's units are found by
+It is in the module's __dict__, under one name, and a model's units are found by
 walking its modules; there is no other list of them.
 """
 

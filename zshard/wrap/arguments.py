@@ -1,6 +1,6 @@
 """What FSDP() takes besides options: the module, its initialization, what is left alone; checks.
 
-The one idea: nothing is ignored silently. A value that asks for something zshard does not support
+Nothing is ignored silently. A value that asks for something zshard does not support
 is an error that names the argument, raised before ranks communicate.
 """
 

@@ -1,6 +1,6 @@
 """auto_wrap_policy="auto": find the units of a model from its structure alone.
 
-The one idea: big models repeat themselves. Children of one container that share a class are the
+Big models repeat themselves. Children of one container that share a class are the
 model's blocks, and the outermost level of them whose blocks are small enough becomes the units;
 what is left (embeddings, heads, whole models without repetition) is cut by size. All limits are
 shares of the model, so that a model and its tiny copy in a test get the same units.

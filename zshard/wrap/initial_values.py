@@ -1,6 +1,6 @@
 """The model before it is sharded: what ranks must agree on, and where values come from.
 
-The one idea: ranks agree on names, shapes and dtypes before anything changes; values then come a
+Ranks agree on names, shapes and dtypes before anything changes; values then come a
 unit at a time, from the model itself, from an initialisation, or from rank 0.
 """
 

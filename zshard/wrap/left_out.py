@@ -1,6 +1,6 @@
 """Tensors on the meta device for which sharding has found no initialization.
 
-The one idea: scripts for FSDP2 and DeepSpeed initialize or load after sharding, so that is no error
+Scripts for FSDP2 and DeepSpeed initialize or load after sharding, so that is no error
 yet. It is one in the unit's first forward, if a tensor still has the mark that it was filled with.
 """
 

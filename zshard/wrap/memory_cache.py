@@ -1,6 +1,6 @@
 """A cache of memory for short-lived tensors of the same sizes.
 
-The one idea: full parameters come and go, unit after unit, with the same sizes. Memory that one
+Full parameters come and go, unit after unit, with the same sizes. Memory that one
 has freed goes to the next as it is: the kernel need not zero its pages again, and malloc, which
 would fragment it, never sees it. What no tensor reuses is unmapped.
 """

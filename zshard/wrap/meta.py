@@ -1,6 +1,6 @@
 """Models on the meta device: each unit is materialized just before it is sharded.
 
-The one idea: modules get memory and values one after another in the order in which their
+Modules get memory and values one after another in the order in which their
 constructors ran, children before the module that contains them, so that they draw the same random
 numbers as in the plain model; and only up to the unit that is sharded next, so that little is
 unsharded at a time. Before a module is initialized its tensors are filled with a mark; a tensor

@@ -1,6 +1,6 @@
 """Parameters of bitsandbytes, whose elements are bits and not numbers.
 
-The one idea: their dtype says nothing. Two 4-bit values lie in a byte, and four bytes may lie in
+Their dtype says nothing. Two 4-bit values lie in a byte, and four bytes may lie in
 one float32, so they are sent and stored as they are, never cast, and never trained. What turns them
 into numbers (the quantization state: a scale for each block) is an attribute of the parameter and
 is not sharded: all ranks take rank 0's, as they take its bits. bitsandbytes is not imported here;

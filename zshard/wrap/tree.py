@@ -1,6 +1,6 @@
 """The module tree, walked once: which unit each parameter belongs to.
 
-The one idea: shared modules make the module "tree" a graph, and tied weights give a parameter
+Shared modules make the module "tree" a graph, and tied weights give a parameter
 several places in it. A unit may hold a parameter only if every way from the root to each of those
 places leads through the unit's module; otherwise it would be used while it is sharded. That is
 dominance. So the graph is turned into its dominator tree once; a parameter's home is the nearest

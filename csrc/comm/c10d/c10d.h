@@ -46,12 +46,12 @@ typedef struct zs_c10d_turn {
     uint64_t number;                 /* which flat, unit, exchange or broadcast */
     uint64_t round;                  /* of the unit's gradients; the root of a broadcast; a gather's zs_wire; else 0 */
     uint64_t bytes;                  /* that each rank brings */
-    uint64_t reading;                /* what the last pass reads, see zs_reading_told */
+    uint64_t reading;                /* what the last pass reads, see zs_reading_encode */
     uint64_t slot;                   /* (gather) memory that the ranks of a host share, to gather into; 0: none */
     uint32_t serves[ZS_C10D_SERVES]; /* models whose shards are as their last forward has found them; 0: no more */
     uint64_t joinable;               /* (gather) other ranks can take part without their script asking for it */
     uint64_t model;                  /* the number of the unit's; 0: none */
-    zs_past past;                    /* what this rank has done to parameters */
+    zs_fingerprint fingerprint;      /* what this rank has done to parameters */
     char owner[32];                  /* the name of the unit's model, for messages */
     char name[88];                   /* of the unit, cut off; of the call that an exchange or broadcast is part of */
 } zs_c10d_turn;
@@ -67,13 +67,13 @@ typedef struct zs_c10d_flat zs_c10d_flat;
 
 /* Where each rank's turn comes into turns [world]; this rank's is `mine`. */
 struct zs_c10d_comm;
-typedef zs_status (*zs_c10d_say)(struct zs_c10d_comm *, const zs_c10d_turn *mine, zs_c10d_turn *turns);
+typedef zs_status (*zs_c10d_exchange_turns)(struct zs_c10d_comm *, const zs_c10d_turn *mine, zs_c10d_turn *turns);
 
 typedef struct zs_c10d_comm {
     zs_comm base;
     zs_group *group;
     zs_status (*hear_said)(struct zs_c10d_comm *); /* waits for what has been said before; NULL: nothing ever has */
-    zs_c10d_say say;                               /* NULL: by a gather over the group */
+    zs_c10d_exchange_turns say;                    /* NULL: by a gather over the group */
     unsigned lifetime; /* zs_lifetime() at birth: differs in forked children, whose sockets are their parent's */
     zs_c10d_flat *made[ZS_C10D_LISTS]; /* flats that are alive, by their numbers; owned */
     zs_reader *readers;                /* models, by their last forwards, the latest first; they unlink themselves */
@@ -109,7 +109,7 @@ size_t zs_c10d_bytes(const zs_comm *comm);
 void zs_c10d_abort(zs_comm *comm, const char *reason);
 zs_status zs_c10d_exchange(zs_comm *comm, const void *mine, size_t bytes, void *all);
 zs_status zs_c10d_broadcast(zs_comm *comm, void *data, size_t bytes, int root);
-zs_status zs_c10d_end(zs_comm *comm, zs_past *pasts, bool *all);
+zs_status zs_c10d_end(zs_comm *comm, zs_fingerprint *fingerprints, bool *all);
 
 /* --- c10d_turn.c ------------------------------------------------------------------------------------------------------ */
 
@@ -117,13 +117,13 @@ zs_status zs_c10d_end(zs_comm *comm, zs_past *pasts, bool *all);
 zs_c10d_turn zs_c10d_turn_of(zs_c10d_kind kind, uint64_t number, size_t bytes, const char *name);
 
 /* What this rank says of `turn`. */
-zs_c10d_turn zs_c10d_saying(const zs_c10d_comm *comm, const zs_c10d_turn *turn);
+zs_c10d_turn zs_c10d_turn_to_send(const zs_c10d_comm *comm, const zs_c10d_turn *turn);
 
 /* ZS_OK if collectives can be run: not after a failure, not in a forked process. */
-zs_status zs_c10d_can_meet(const zs_c10d_comm *comm);
+zs_status zs_c10d_check_usable(const zs_c10d_comm *comm);
 
 /* Do all ranks mean the same, and nothing is to be looked at? Any thread. */
-bool zs_c10d_all_mean(const zs_c10d_comm *comm, const zs_c10d_turn *turns);
+bool zs_c10d_all_agree(const zs_c10d_comm *comm, const zs_c10d_turn *turns);
 
 /* Can the ranks of each host gather into one memory, whatever the other hosts have? Any thread. */
 bool zs_c10d_same_slots(const zs_c10d_comm *comm, const zs_c10d_turn *turns);
@@ -212,7 +212,7 @@ typedef struct zs_c10d_stall {
 } zs_c10d_stall;
 
 /* The wait has lasted so many seconds: asks where the others are, and tells it on stderr, when it is time for that. */
-void zs_c10d_stall_look(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_c10d_stall *stall, double waited);
+void zs_c10d_stall_check(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_c10d_stall *stall, double waited);
 
 /* What it has found of the others, and what to do, as text that goes on a sentence; "" if nothing. */
 void zs_c10d_stall_words(const zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_stall *stall, char *text,
@@ -224,7 +224,7 @@ void zs_c10d_stall_end(zs_c10d_stall *stall);
 /* --- c10d_peers.c ------------------------------------------------------------------------------------------------------- */
 
 /* Learns who the peers are; collective. */
-zs_status zs_c10d_peers_meet(zs_c10d_comm *comm);
+zs_status zs_c10d_peers_connect(zs_c10d_comm *comm);
 
 /* Frees what that made. */
 void zs_c10d_peers_free(zs_c10d_comm *comm);
@@ -253,7 +253,7 @@ void zs_c10d_describe_here(const zs_c10d_turn *turn, const char *owner, char *te
 /* --- c10d_round.c: units' part of the table, as comm_ops.h has it ------------------------------------------------------- */
 
 /* room, without units. */
-zs_room zs_c10d_own_room(const zs_comm *comm);
+zs_room zs_c10d_room_without_units(const zs_comm *comm);
 
 /* room. */
 zs_room zs_c10d_room(const zs_comm *comm, const zs_cunit_spec *spec);

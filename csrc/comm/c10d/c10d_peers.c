@@ -1,6 +1,6 @@
 /* c10d_peers.c - who is gone, and why. See c10d.h.
  *
- * The one idea: a process group only says that a connection broke. Two other sources know more: the kernel, for ranks on
+ * A process group only says that a connection broke. Two other sources know more: the kernel, for ranks on
  * this host (a pidfd becomes readable when its process ends), and the process group's store, in which a rank that gives up
  * leaves its last words, and a rank that saw another's process end leaves them for it.
  */
@@ -43,7 +43,7 @@ static card own_card(void)
     return own;
 }
 
-zs_status zs_c10d_peers_meet(zs_c10d_comm *comm)
+zs_status zs_c10d_peers_connect(zs_c10d_comm *comm)
 {
     int world = comm->base.world;
     card own = own_card(), *cards = calloc((size_t)world, sizeof *cards);
@@ -85,9 +85,9 @@ static const char seen_to_end[] = "exited (see its output for the cause)";
 static void tell_of(const zs_c10d_comm *comm, int r, char *sentence, size_t size)
 {
     char words[WORDS] = "";
-    zs_group_read_words(comm->group, r, words, sizeof words);
+    zs_group_read_text(comm->group, r, words, sizeof words);
     if (words[0] == 0) {
-        zs_group_leave_words(comm->group, r, seen_to_end);
+        zs_group_publish_text(comm->group, r, seen_to_end);
         snprintf(words, sizeof words, "%s", seen_to_end);
     }
     const char *how = strcmp(words, seen_to_end) == 0 ? "" : "failed: ";
@@ -103,7 +103,7 @@ static int find_first(const zs_c10d_comm *comm, bool ask_store)
     for (int r = 0; ask_store && r < comm->base.world; r++) {
         char words[WORDS] = "";
         if (r == comm->base.rank) continue;
-        zs_group_read_words(comm->group, r, words, sizeof words);
+        zs_group_read_text(comm->group, r, words, sizeof words);
         if (strcmp(words, seen_to_end) == 0) return r;
         if (found < 0 && (words[0] != 0 || has_ended(&comm->peers[r]))) found = r;
     }

@@ -1,6 +1,6 @@
 /* c10d_round.c - reducing over a process group.
  *
- * The one idea: a reduction is one all_to_all. Every rank gets all ranks' pieces of its own slice and sums them itself, in
+ * A reduction is one all_to_all. Every rank gets all ranks' pieces of its own slice and sums them itself, in
  * rank order and in fp32, so the bits are those of shm. What else the peers must know of a post (the bitmap of
  * used parameters) rides in a tail behind each piece.
  *
@@ -35,7 +35,7 @@ static size_t tail_bytes_of(size_t used_words)
     return zs_round_up(sizeof(c10d_tail) + used_words * sizeof(uint64_t), 64);
 }
 
-zs_room zs_c10d_own_room(const zs_comm *comm)
+zs_room zs_c10d_room_without_units(const zs_comm *comm)
 {
     return (zs_room){.talk = (size_t)(comm->world + 1) * sizeof(zs_c10d_turn), .piece = ZS_C10D_PIECE};
 }
@@ -43,7 +43,7 @@ zs_room zs_c10d_own_room(const zs_comm *comm)
 zs_room zs_c10d_room(const zs_comm *comm, const zs_cunit_spec *spec)
 {
     size_t world = (size_t)comm->world;
-    zs_room room = zs_c10d_own_room(comm);
+    zs_room room = zs_c10d_room_without_units(comm);
     if (spec == NULL) return room;
     size_t piece = zs_spec_piece_bytes(spec);
     room.sent = room.received = (piece + tail_bytes_of(zs_spec_used_words(spec))) * world;

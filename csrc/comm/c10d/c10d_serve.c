@@ -1,6 +1,6 @@
 /* c10d_serve.c - gathers of which one rank knows nothing, and that it takes part in. See c10d.h.
  *
- * The one idea: ranks say what comes next before each collective, so a rank that leaves a unit out hears from the others that they
+ * Ranks say what comes next before each collective, so a rank that leaves a unit out hears from the others that they
  * are gathering it. It needs nothing of its own for that but its shard: it takes part, throws away what comes, and says again
  * what it was about to do. All ranks choose among what they have said by one rule, so they choose the same. As long as any rank
  * wants to gather, that comes first; what a rank can not do for another (a round of gradients) waits until all have come to it,

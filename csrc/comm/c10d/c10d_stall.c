@@ -1,6 +1,6 @@
 /* c10d_stall.c - a rank that waits for others for long finds out where their scripts are. See c10d.h.
  *
- * The one idea: a process group tells nothing of ranks that have not come. They may be in a collective of the script's, say in
+ * A process group tells nothing of ranks that have not come. They may be in a collective of the script's, say in
  * torch's barrier while this rank evaluates alone. So it asks by the group's store, a thread of theirs answers
  * (comm/script_position.py), and what it says goes into one line on stderr, and into the error at the end.
  */
@@ -30,7 +30,7 @@ void zs_c10d_stall_end(zs_c10d_stall *stall)
 static void ask(zs_c10d_comm *comm, zs_c10d_stall *stall)
 {
     stall->questions++;
-    stall->question = zs_group_ask(comm->group);
+    stall->question = zs_group_ask_positions(comm->group);
     stall->looked = 0;
 }
 
@@ -94,7 +94,7 @@ static void tell(const zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c1
             words);
 }
 
-void zs_c10d_stall_look(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_c10d_stall *stall, double waited)
+void zs_c10d_stall_check(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_c10d_stall *stall, double waited)
 {
     double limit = comm->base.timeout, first = limit / 4 < ask_after ? limit / 4 : ask_after;
     bool late = stall->questions == 1 && waited > limit - ask_again && limit > 2 * tell_after;

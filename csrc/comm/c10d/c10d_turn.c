@@ -1,6 +1,6 @@
 /* c10d_turn.c - before each collective: do all ranks mean the same one? See c10d.h.
  *
- * The one idea: a process group pairs collectives up by their order alone. So each is preceded by a small gather, always of
+ * A process group pairs collectives up by their order alone. So each is preceded by a small gather, always of
  * one size, in which every rank says what comes next. A unit that some ranks leave out is gathered all the same
  * (c10d_serve.c). Ranks that went different ways (a backward skipped, another model) get an error that says which; without it they
  * would sum what does not belong together, or gloo, finding a message of another length, would end the process.
@@ -48,15 +48,15 @@ static zs_status check_gave_up(zs_c10d_comm *comm, const zs_c10d_turn *turns)
     const zs_c10d_turn *own = &turns[comm->base.rank];
     for (int r = 0; r < comm->base.world; r++) {
         if (turns[r].kind != ZS_C10D_GIVE_UP) continue;
-        char phrase[ZS_C10D_PHRASE], mishaps[ZS_MISHAPS];
+        char phrase[ZS_C10D_PHRASE], failures[ZS_FAILURES];
         describe(own, phrase, sizeof phrase);
-        zs_comm_mishaps(&comm->base, mishaps, sizeof mishaps);
+        zs_comm_failures(&comm->base, failures, sizeof failures);
         comm->base.heard = true;
         return ZS_FAIL(
             ZS_ERR_DIVERGED,
             "rank %d abandoned its backward (probably after a caught exception) while rank %d was %s%s; the gradients "
             "of this step are incomplete: skip the step on all ranks",
-            r, comm->base.rank, phrase, mishaps);
+            r, comm->base.rank, phrase, failures);
     }
     return ZS_OK;
 }
@@ -83,9 +83,10 @@ static bool is_of_parameters(const zs_c10d_turn *turn)
 
 static bool same_past(const zs_c10d_turn *a, const zs_c10d_turn *b)
 {
-    zs_past other = b->past;
-    if (a->kind != ZS_C10D_POST || b->kind != ZS_C10D_POST) other.grads = a->past.grads; /* a gather reads none */
-    return memcmp(&other, &a->past, sizeof other) == 0;
+    zs_fingerprint other = b->fingerprint;
+    if (a->kind != ZS_C10D_POST || b->kind != ZS_C10D_POST)
+        other.grads = a->fingerprint.grads; /* a gather reads none */
+    return memcmp(&other, &a->fingerprint, sizeof other) == 0;
 }
 
 static bool all_alike(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
@@ -119,7 +120,7 @@ static zs_status check_readings(const zs_c10d_comm *comm, const zs_c10d_turn *tu
     return changed < 0 ? ZS_OK : zs_comm_fail_apart(&comm->base, changed);
 }
 
-bool zs_c10d_all_mean(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
+bool zs_c10d_all_agree(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
 {
     return all_alike(comm, turns) && (turns->kind != ZS_C10D_GATHER || find_apart(comm, turns) < 0);
 }
@@ -127,17 +128,17 @@ bool zs_c10d_all_mean(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
 /* All ranks have seen that turns differ: they tell each other what they have words for, before they say so. */
 static void learn_words(zs_c10d_comm *comm, const zs_c10d_turn *turn)
 {
-    zs_words *others = calloc((size_t)comm->base.world, sizeof *others);
+    zs_diagnostics *others = calloc((size_t)comm->base.world, sizeof *others);
     zs_mem *area = NULL;
-    size_t bytes = (size_t)comm->base.world * sizeof(zs_words);
-    if (zs_c10d_borrow_area(comm, bytes + sizeof(zs_words), &area) != ZS_OK) {
+    size_t bytes = (size_t)comm->base.world * sizeof(zs_diagnostics);
+    if (zs_c10d_borrow_area(comm, bytes + sizeof(zs_diagnostics), &area) != ZS_OK) {
         free(others);
         return;
     }
     char *all = area->ptr, *mine = all + bytes;
-    memcpy(mine, &comm->base.words, sizeof(zs_words));
+    memcpy(mine, &comm->base.words, sizeof(zs_diagnostics));
     zs_work *work = NULL;
-    zs_status status = zs_group_all_gather(comm->group, mine, all, sizeof(zs_words), comm->base.world, &work);
+    zs_status status = zs_group_all_gather(comm->group, mine, all, sizeof(zs_diagnostics), comm->base.world, &work);
     ZS_THEN(status, zs_c10d_finish(comm, turn, work, NULL));
     if (status == ZS_OK && others != NULL) memcpy(others, all, bytes);
     zs_comm_set_others(&comm->base, others);
@@ -147,17 +148,17 @@ static void learn_words(zs_c10d_comm *comm, const zs_c10d_turn *turn)
 
 /* Have the ranks parameters of different steps, where these travel? `joined`: whatever each is about to do. Not on the stack: of
  * thousands of ranks it would fill that of a script's thread. */
-static zs_status compare_pasts(zs_c10d_comm *comm, const zs_c10d_turn *turns, bool joined)
+static zs_status compare_fingerprints(zs_c10d_comm *comm, const zs_c10d_turn *turns, bool joined)
 {
-    zs_past *pasts = calloc((unsigned)comm->base.world, sizeof *pasts);
-    if (pasts == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory comparing the ranks' steps");
+    zs_fingerprint *fingerprints = calloc((unsigned)comm->base.world, sizeof *fingerprints);
+    if (fingerprints == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory comparing the ranks' steps");
     for (int r = 0; r < comm->base.world; r++) {
         bool counts = joined || (alike(&turns[r], turns) && is_of_parameters(turns));
-        pasts[r] = turns[counts ? r : 0].past;
-        if (same_past(&turns[r], turns)) pasts[r].grads = pasts[0].grads;
+        fingerprints[r] = turns[counts ? r : 0].fingerprint;
+        if (same_past(&turns[r], turns)) fingerprints[r].grads = fingerprints[0].grads;
     }
-    zs_status status = zs_comm_check_pasts(&comm->base, pasts);
-    free(pasts);
+    zs_status status = zs_comm_check_fingerprints(&comm->base, fingerprints);
+    free(fingerprints);
     return status;
 }
 
@@ -171,17 +172,17 @@ static const char *remedy_of(const zs_c10d_turn *a, const zs_c10d_turn *b)
 static zs_status fail_apart(zs_c10d_comm *comm, const zs_c10d_turn *turns)
 {
     int own = comm->base.rank, other = 0;
-    char ours[ZS_C10D_PHRASE], theirs[ZS_C10D_PHRASE], mishaps[ZS_MISHAPS];
+    char ours[ZS_C10D_PHRASE], theirs[ZS_C10D_PHRASE], failures[ZS_FAILURES];
     while (alike(&turns[other], &turns[own]))
         other++;
-    zs_comm_mishaps(&comm->base, mishaps, sizeof mishaps);
+    zs_comm_failures(&comm->base, failures, sizeof failures);
     describe_beside(&turns[own], &turns[other], zs_c10d_describe_here, ours, sizeof ours);
     describe_beside(&turns[other], &turns[own], zs_c10d_describe, theirs, sizeof theirs);
     return ZS_FAIL(
         ZS_ERR_DIVERGED,
         "ranks diverged: rank %d was %s, but rank %d was %s%s; run the same forwards, backwards and collectives "
         "on all ranks (over c10d, also the units in the same order)%s",
-        own, ours, other, theirs, mishaps, remedy_of(&turns[own], &turns[other]));
+        own, ours, other, theirs, failures, remedy_of(&turns[own], &turns[other]));
 }
 
 bool zs_c10d_same_slots(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
@@ -209,7 +210,7 @@ static zs_status compare(zs_c10d_comm *comm, const zs_c10d_turn *turns, int *nex
         learn_words(comm, &turns[own]);
         if (turns[own].kind == ZS_C10D_GIVE_UP) return ZS_OK; /* whatever the others are at, they hear of it */
         ZS_TRY(check_gave_up(comm, turns));
-        ZS_TRY(compare_pasts(comm, turns, chosen >= 0));
+        ZS_TRY(compare_fingerprints(comm, turns, chosen >= 0));
     }
     if (chosen < 0 && !meant) return fail_apart(comm, turns);
     *next = chosen;
@@ -225,10 +226,10 @@ static zs_status say_to_all(zs_c10d_comm *comm, const zs_c10d_turn *mine, zs_c10
     return status == ZS_OK ? zs_c10d_finish_turn(comm, mine, work) : zs_c10d_fail(comm, mine, status);
 }
 
-zs_c10d_turn zs_c10d_saying(const zs_c10d_comm *comm, const zs_c10d_turn *turn)
+zs_c10d_turn zs_c10d_turn_to_send(const zs_c10d_comm *comm, const zs_c10d_turn *turn)
 {
     zs_c10d_turn mine = *turn;
-    mine.past = comm->base.past;
+    mine.fingerprint = comm->base.fingerprint;
     mine.reading = comm->base.reading;
     zs_c10d_served(comm, mine.serves);
     if (turn->kind == ZS_C10D_GATHER || turn->kind == ZS_C10D_POST || turn->kind == ZS_C10D_SHARE) {
@@ -242,7 +243,7 @@ zs_c10d_turn zs_c10d_saying(const zs_c10d_comm *comm, const zs_c10d_turn *turn)
 static zs_status say(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_c10d_turn *turns)
 {
     zs_c10d_turn *mine = turns + comm->base.world;
-    *mine = zs_c10d_saying(comm, turn);
+    *mine = zs_c10d_turn_to_send(comm, turn);
     return (comm->say != NULL ? comm->say : say_to_all)(comm, mine, turns);
 }
 
@@ -259,7 +260,7 @@ zs_status zs_c10d_agree_on(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_c10d
     }
 }
 
-zs_status zs_c10d_can_meet(const zs_c10d_comm *comm)
+zs_status zs_c10d_check_usable(const zs_c10d_comm *comm)
 {
     if (zs_c10d_is_forked(comm))
         return ZS_FAIL(ZS_ERR_STATE, "a process forked from rank %d cannot use its process group", comm->base.rank);
@@ -272,7 +273,7 @@ zs_status zs_c10d_can_meet(const zs_c10d_comm *comm)
 
 zs_status zs_c10d_agree(zs_c10d_comm *comm, const zs_c10d_turn *turn)
 {
-    ZS_TRY(zs_c10d_can_meet(comm));
+    ZS_TRY(zs_c10d_check_usable(comm));
     if (comm->hear_said != NULL) ZS_TRY(comm->hear_said(comm));
     zs_mem *area = NULL;
     ZS_TRY(zs_c10d_borrow_area(comm, (size_t)(comm->base.world + 1) * sizeof *turn, &area));

@@ -1,6 +1,6 @@
 /* c10d_wait.c - waiting for a collective: its end, its failure in words, and the memory that it writes to. See c10d.h.
  *
- * The one idea: a process group waits for a peer until its timeout, whatever becomes of the peer. So waits look about between, and
+ * A process group waits for a peer until its timeout, whatever becomes of the peer. So waits look about between, and
  * one that is broken off leaves everything that torch's threads may still write to where it is, for ever.
  */
 #define _GNU_SOURCE /* strdup */
@@ -136,7 +136,7 @@ static zs_status wait_for(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work 
         if (done && status == ZS_OK) return ZS_OK;
         if (done) return fail_after(comm, turn, stall, status);
         status = check_wait(comm, &seen);
-        if (status == ZS_OK && stall != NULL) zs_c10d_stall_look(comm, turn, stall, now() - begun);
+        if (status == ZS_OK && stall != NULL) zs_c10d_stall_check(comm, turn, stall, now() - begun);
         if (status == ZS_OK) continue;
         zs_c10d_leave_behind(comm, work, memory);
         return break_off(comm, turn, stall, status);
@@ -185,7 +185,7 @@ static zs_status watch(zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c1
     while (!until->arrived(until->arg, slice)) {
         zs_status status = check_wait(comm, &seen);
         if (status == ZS_OK && now() - begun > limit) status = ZS_FAIL(ZS_ERR_TIMEOUT, "%s", until->late);
-        if (status == ZS_OK && stall != NULL) zs_c10d_stall_look(comm, turn, stall, now() - begun);
+        if (status == ZS_OK && stall != NULL) zs_c10d_stall_check(comm, turn, stall, now() - begun);
         if (status != ZS_OK) return break_off(comm, turn, stall, status);
     }
     return ZS_OK;

@@ -1,6 +1,6 @@
 /* comm_c10d.c - the transport over a process group of torch.distributed: anything that gloo or MPI reaches.
  *
- * The one idea: everything is a collective, and collectives pair up by order. The schedule sees to it that all ranks
+ * Everything is a collective, and collectives pair up by order. The schedule sees to it that all ranks
  * gather and reduce their units in one order; c10d_turn.c makes sure before each.
  */
 #include "base/file.h"
@@ -150,29 +150,29 @@ zs_status zs_c10d_give_up(zs_comm *comm)
 void zs_c10d_abort(zs_comm *comm, const char *reason)
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
-    if (!self->told && !zs_c10d_is_forked(self)) zs_group_leave_words(self->group, comm->rank, reason);
+    if (!self->told && !zs_c10d_is_forked(self)) zs_group_publish_text(self->group, comm->rank, reason);
     self->told = true;
 }
 
 /* What a rank leaves in the group's store when it ends. */
 typedef struct last_page {
-    zs_past past;
-    zs_words words;
+    zs_fingerprint fingerprint;
+    zs_diagnostics words;
 } last_page;
 
-zs_status zs_c10d_end(zs_comm *comm, zs_past *pasts, bool *all)
+zs_status zs_c10d_end(zs_comm *comm, zs_fingerprint *fingerprints, bool *all)
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
     if (zs_c10d_is_forked(self)) return ZS_OK;
     size_t world = (size_t)comm->world;
     last_page *pages = calloc(world, sizeof *pages);
-    zs_words *words = calloc(world, sizeof *words);
+    zs_diagnostics *words = calloc(world, sizeof *words);
     bool good = pages != NULL && words != NULL;
     if (good) {
-        pages[comm->rank] = (last_page){comm->past, comm->words};
+        pages[comm->rank] = (last_page){comm->fingerprint, comm->words};
         *all = zs_group_leave_page(self->group, comm->rank, comm->world, pages, sizeof *pages);
         for (int r = 0; r < comm->world && *all; r++) {
-            pasts[r] = pages[r].past;
+            fingerprints[r] = pages[r].fingerprint;
             words[r] = pages[r].words;
         }
     }
@@ -271,7 +271,7 @@ zs_status zs_c10d_init(zs_c10d_comm *comm, const char *group_name, const zs_rank
     comm->lifetime = zs_lifetime();
     zs_refs_init(&comm->base.refs);
     ZS_TRY(zs_group_new(group_name, &comm->group));
-    return zs_c10d_peers_meet(comm);
+    return zs_c10d_peers_connect(comm);
 }
 
 zs_status zs_comm_c10d_new(const char *group_name, const zs_ranks_of_hosts *ranks, double timeout, zs_comm **out)

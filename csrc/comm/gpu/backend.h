@@ -1,6 +1,6 @@
 /* backend.h - what carries device memory from rank to rank: NCCL, or torch's process group.
  *
- * The one idea: a transport for GPUs (comm_gpu.c) is two things. A transport between the ranks' hosts says who takes part, in
+ * A transport for GPUs (comm_gpu.c) is two things. A transport between the ranks' hosts says who takes part, in
  * which order, and who is gone; a backend only moves bytes, in streams, in an order that all ranks have agreed on. So each way of
  * moving is one small table.
  *
@@ -23,11 +23,11 @@ typedef struct zs_swap {
     /* Slice p of flat f is at send[f] + p * bytes[f]; NULL: this rank brings nothing, and what arrives from it is never
      * looked at. */
     const char *send[ZS_MAX_FLATS];
-    const int *part_of; /* [world] which slice a rank gets */
-    char *receive;      /* rank r's slice of flat f arrives at receive + r * stride + at[f] */
-    size_t stride;      /* of all flats together */
-    const size_t *at;   /* [n] */
-    char *spare;        /* `stride` bytes to send where there is nothing to bring; NULL where there is */
+    const int *part_of;  /* [world] which slice a rank gets */
+    char *receive;       /* rank r's slice of flat f arrives at receive + r * stride + at[f] */
+    size_t stride;       /* of all flats together */
+    const size_t *at;    /* [n] */
+    char *keep_gathered; /* `stride` bytes to send where there is nothing to bring; NULL where there is */
 } zs_swap;
 
 typedef struct zs_backend_ops {

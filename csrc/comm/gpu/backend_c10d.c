@@ -1,6 +1,6 @@
 /* backend_c10d.c - device memory by torch's own process group.
  *
- * The one idea: torch puts its collectives in order with its current stream, which is the compute stream. So each call makes
+ * Torch puts its collectives in order with its current stream, which is the compute stream. So each call makes
  * the compute stream wait for the stream that it was asked for, lets torch work there, and makes that stream wait in turn: right
  * everywhere, and never beside computation.
  */

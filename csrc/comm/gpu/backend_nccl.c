@@ -1,6 +1,6 @@
 /* backend_nccl.c - device memory by NCCL, on communicators of our own. See backend.h and nccl_comm.h.
  *
- * The one idea: NCCL does the operations of one communicator one after another, so gathers have one and all else has another:
+ * NCCL does the operations of one communicator one after another, so gathers have one and all else has another:
  * parameters are on their way while gradients are. Operations are queued straight in the stream that asks.
  *
  * Two operations at a time could wait for each other for ever: on rank 0 the kernel of the one has all multiprocessors that
@@ -13,8 +13,8 @@
  */
 #include "comm/comm_local.h"
 #include "comm/gpu/backend.h"
-#include "comm/kin.h"
 #include "comm/nccl/nccl_comm.h"
+#include "comm/process_watch.h"
 #include "device/cuda_driver.h"
 #include "device/device_cuda.h"
 
@@ -48,10 +48,10 @@ typedef struct nccl_line {
 struct nccl_backend {
     zs_backend base;
     zs_nccl_choices choices;
-    nccl_line lines[2];        /* gathers ahead of use, all else; with one communicator the first is for all */
-    pthread_mutex_t ends;      /* guards lines[].comm against the monitor's thread */
-    zs_kin *kin;               /* owned */
-    zs_nccl_message *messages; /* [world * ZS_MAX_FLATS] room for those of one swap; owned */
+    nccl_line lines[2];          /* gathers ahead of use, all else; with one communicator the first is for all */
+    pthread_mutex_t ends;        /* guards lines[].comm against the monitor's thread */
+    zs_process_watch *processes; /* owned */
+    zs_nccl_message *messages;   /* [world * ZS_MAX_FLATS] room for those of one swap; owned */
 };
 
 static nccl_line *line_of(nccl_backend *self, zs_stream stream)
@@ -67,7 +67,7 @@ typedef struct card {
     char why[256]; /* where that is no ZS_OK */
     zs_nccl_choices choices;
     int32_t multiprocessors;
-    zs_kin_card kin;
+    zs_process_id processes;
 } card;
 
 /* NCCL makes a communicator of the device that is current on the thread. */
@@ -146,7 +146,7 @@ static zs_status meet_peers(nccl_backend *self, zs_comm *control)
 {
     card own, all[control->world];
     memset(&own, 0, sizeof own);
-    zs_kin_own_card(&own.kin);
+    zs_process_own_id(&own.processes);
     own.choices = self->choices;
     own.status = (int32_t)prepare(self, &own);
     snprintf(own.why, sizeof own.why, "%s", zs_last_message());
@@ -154,14 +154,14 @@ static zs_status meet_peers(nccl_backend *self, zs_comm *control)
     ZS_TRY(zs_comm_exchange(control, &own, sizeof own, all));
     ZS_TRY(check_cards(all, control->world));
     for (int r = 0; r < control->world; r++)
-        zs_kin_meet(self->kin, r, &all[r].kin);
+        zs_process_watch_add(self->processes, r, &all[r].processes);
     return limit_ctas(self, all);
 }
 
 /* By the monitor's thread. */
 static bool find_gone(void *arg, char *sentence, size_t size)
 {
-    return zs_kin_gone(((const nccl_line *)arg)->backend->kin, sentence, size);
+    return zs_process_any_ended(((const nccl_line *)arg)->backend->processes, sentence, size);
 }
 
 /* By any thread: where one communicator is lost, the other one's kernels wait for nothing that comes. */
@@ -214,7 +214,7 @@ static size_t list_messages(nccl_backend *self, const zs_swap *swap)
         for (int f = 0; f < swap->n; f++) {
             if (swap->bytes[f] == 0) continue;
             const char *send =
-                swap->send[f] != NULL ? swap->send[f] + (size_t)swap->part_of[r] * swap->bytes[f] : swap->spare;
+                swap->send[f] != NULL ? swap->send[f] + (size_t)swap->part_of[r] * swap->bytes[f] : swap->keep_gathered;
             char *receive = swap->receive + (size_t)r * swap->stride + swap->at[f];
             self->messages[n++] = (zs_nccl_message){send, receive, swap->bytes[f], r};
         }
@@ -274,7 +274,7 @@ static void nccl_destroy(zs_backend *backend)
     nccl_backend *self = (nccl_backend *)backend;
     for (int i = 0; i < 2; i++)
         end_line(&self->lines[i]);
-    zs_kin_free(self->kin);
+    zs_process_watch_free(self->processes);
     pthread_mutex_destroy(&self->ends);
     free(self->messages);
     free(self);
@@ -320,7 +320,7 @@ static zs_status make_room(nccl_backend *self)
     self->messages = calloc(world * ZS_MAX_FLATS, sizeof *self->messages);
     if (self->messages == NULL)
         return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the messages of %zu ranks", world);
-    return zs_kin_new(self->base.rank, self->base.world, &self->kin);
+    return zs_process_watch_new(self->base.rank, self->base.world, &self->processes);
 }
 
 zs_status zs_backend_nccl_new(zs_comm *control, const zs_device *device, const zs_nccl_choices *choices,

@@ -1,6 +1,6 @@
 /* comm_gpu.c - the transports for GPUs: a transport between the hosts, and a backend for what lies on the devices.
  *
- * The one idea: no host waits for a GPU, so hosts meet early, and what they find out (other bitmaps, another order, a peer
+ * No host waits for a GPU, so hosts meet early, and what they find out (other bitmaps, another order, a peer
  * that is gone) they find out as on the CPU, in the control transport's words. What moves on the devices must be asked for in
  * one order on all ranks. Asking is checked when a session ends, before the script can wait for results that never come.
  */
@@ -23,7 +23,7 @@ zs_status zs_gpu_fail(zs_gpu_comm *comm, zs_status status)
     return status;
 }
 
-zs_status zs_gpu_heard(zs_gpu_comm *comm, zs_status status)
+zs_status zs_gpu_after_wait(zs_gpu_comm *comm, zs_status status)
 {
     return status == ZS_ERR_TORCH ? zs_gpu_fail(comm, status) : status;
 }
@@ -51,23 +51,23 @@ zs_status zs_gpu_usable(zs_gpu_comm *comm)
 
 /* --- one order on all ranks ---------------------------------------------------------------------------------------------- */
 
-static zs_status compare_pasts(zs_gpu_comm *comm)
+static zs_status compare_fingerprints(zs_gpu_comm *comm)
 {
     for (int r = 0; r < comm->base.world; r++)
-        comm->pasts[r] = comm->orders[r].past;
-    return zs_comm_compare_pasts(&comm->base, comm->pasts);
+        comm->fingerprints[r] = comm->orders[r].fingerprint;
+    return zs_comm_compare_fingerprints(&comm->base, comm->fingerprints);
 }
 
 /* Have all ranks asked for the same, and where a session has `ended`, of parameters of the same steps? Peers that have not
  * would be waited for by a GPU, where no deadline is looked at. */
 static zs_status check_order(zs_gpu_comm *comm, bool ended)
 {
-    comm->order.past = comm->base.past;
-    ZS_TRY(zs_gpu_heard(comm, zs_comm_exchange(comm->control, &comm->order, sizeof comm->order, comm->orders)));
+    comm->order.fingerprint = comm->base.fingerprint;
+    ZS_TRY(zs_gpu_after_wait(comm, zs_comm_exchange(comm->control, &comm->order, sizeof comm->order, comm->orders)));
     int other = 0;
     if (zs_gpu_order_differs(comm, &other)) return zs_gpu_fail(comm, zs_gpu_order_fail(comm, other));
     comm->agreed = comm->order.count;
-    return ended ? compare_pasts(comm) : ZS_OK;
+    return ended ? compare_fingerprints(comm) : ZS_OK;
 }
 
 zs_status zs_gpu_note(zs_gpu_comm *comm, const char *what, const char *unit, size_t bytes)
@@ -265,7 +265,7 @@ void zs_gpu_close(zs_comm *comm)
 static void free_rooms(zs_gpu_comm *self)
 {
     free(self->orders);
-    free(self->pasts);
+    free(self->fingerprints);
     free(self->moves);
     free(self);
 }
@@ -276,9 +276,9 @@ static zs_gpu_comm *alloc_rooms(int world)
     zs_gpu_comm *self = calloc(1, sizeof *self);
     if (self == NULL) return NULL;
     self->orders = calloc((size_t)world, sizeof *self->orders);
-    self->pasts = calloc((size_t)world, sizeof *self->pasts);
+    self->fingerprints = calloc((size_t)world, sizeof *self->fingerprints);
     self->moves = calloc(ZS_GPU_MOVES + 1, sizeof *self->moves);
-    if (self->orders != NULL && self->pasts != NULL && self->moves != NULL) return self;
+    if (self->orders != NULL && self->fingerprints != NULL && self->moves != NULL) return self;
     free_rooms(self);
     return NULL;
 }

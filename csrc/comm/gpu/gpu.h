@@ -16,10 +16,10 @@
 
 /* What ranks compare to know that they have asked their backends for the same things in the same order. */
 typedef struct zs_gpu_order {
-    uint64_t gave_up; /* this rank has given up its backward here */
-    uint64_t count;   /* of moves */
-    uint64_t hash;    /* of what each was */
-    zs_past past;     /* compared where a session ends */
+    uint64_t gave_up;           /* this rank has given up its backward here */
+    uint64_t count;             /* of moves */
+    uint64_t hash;              /* of what each was */
+    zs_fingerprint fingerprint; /* compared where a session ends */
 } zs_gpu_order;
 
 enum { ZS_GPU_MOVES = 256 }; /* that are remembered, from where all ranks agreed last */
@@ -38,12 +38,12 @@ typedef struct zs_gpu_comm {
     size_t living;       /* units that are not freed */
     zs_arena *areas;     /* owned; what rounds receive into; NULL: none yet */
     zs_gpu_order order;
-    uint64_t agreed;      /* so many moves, of all, were the same on all ranks when they compared */
-    zs_gpu_move *moves;   /* [ZS_GPU_MOVES + 1] those since; at the end, the last of more; owned */
-    zs_gpu_move *last;    /* of them; NULL: none yet */
-    zs_gpu_order *orders; /* [world] what the ranks have asked for, as last compared; owned */
-    zs_past *pasts;       /* [world] room for the pasts among them; owned */
-    zs_cu_event *idle;    /* [n_idle] events that nobody uses; owned */
+    uint64_t agreed;              /* so many moves, of all, were the same on all ranks when they compared */
+    zs_gpu_move *moves;           /* [ZS_GPU_MOVES + 1] those since; at the end, the last of more; owned */
+    zs_gpu_move *last;            /* of them; NULL: none yet */
+    zs_gpu_order *orders;         /* [world] what the ranks have asked for, as last compared; owned */
+    zs_fingerprint *fingerprints; /* [world] room for the fingerprints among them; owned */
+    zs_cu_event *idle;            /* [n_idle] events that nobody uses; owned */
     size_t n_idle, idle_room;
 } zs_gpu_comm;
 
@@ -58,7 +58,7 @@ zs_status zs_gpu_fail(zs_gpu_comm *comm, zs_status status);
 
 /* What came of a wait for the peers' hosts. One that was interrupted (Ctrl-C) fails as a move does: the GPUs here may wait for peers
  * that this rank will not meet, and whatever waits for these hosts next would wait again. */
-zs_status zs_gpu_heard(zs_gpu_comm *comm, zs_status status);
+zs_status zs_gpu_after_wait(zs_gpu_comm *comm, zs_status status);
 
 /* Sees to it that there is an arena of what rounds receive into. */
 zs_status zs_gpu_make_areas(zs_gpu_comm *comm);
@@ -133,8 +133,8 @@ zs_status zs_gpu_release(zs_comm *comm, zs_cunit *cunit);
 zs_status zs_gpu_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready);
 
 /* tell, said and end: the hosts' matter. */
-void zs_gpu_tell(zs_comm *comm, zs_topic topic, const char *text);
-const char *zs_gpu_said(const zs_comm *comm, int rank, zs_topic topic);
-zs_status zs_gpu_end(zs_comm *comm, zs_past *pasts, bool *all);
+void zs_gpu_publish(zs_comm *comm, zs_topic topic, const char *text);
+const char *zs_gpu_published(const zs_comm *comm, int rank, zs_topic topic);
+zs_status zs_gpu_end(zs_comm *comm, zs_fingerprint *fingerprints, bool *all);
 
 #endif

@@ -1,6 +1,6 @@
 /* gpu_order.c - what ranks ask their backends for, in one order on all of them. See gpu.h.
  *
- * The one idea: ranks compare a count and a hash of what they have asked for. Only where those differ do they look for the
+ * Ranks compare a count and a hash of what they have asked for. Only where those differ do they look for the
  * first move that does, of those since they last agreed: the last ones are often alike again.
  */
 #include "comm/gpu/gpu.h"

@@ -1,6 +1,6 @@
 /* gpu_round.c - reducing over GPUs.
  *
- * The one idea: two things travel. Which parameters had gradients goes from host to host, over the control transport, in a
+ * Two things travel. Which parameters had gradients goes from host to host, over the control transport, in a
  * round of its own without a bucket; so everything that the engine decides, and every error, is as on the CPU. The gradients
  * go from GPU to GPU, in the reduce stream, and no host waits for them: the sum is queued behind their arrival.
  */
@@ -100,14 +100,14 @@ static zs_status take_area(zs_gpu_comm *comm, size_t bytes, zs_mem **area)
     return zs_arena_take(comm->areas, bytes, area);
 }
 
-static zs_swap swap_of(const gpu_unit *unit, const zs_mem *spare)
+static zs_swap swap_of(const gpu_unit *unit, const zs_mem *keep_gathered)
 {
     const zs_cunit *base = &unit->base;
     zs_swap swap = {.name = base->spec.name, .n = base->spec.n_slices, .part_of = base->spec.part_of};
     swap.receive = unit->received->ptr;
     swap.stride = base->piece_bytes;
     swap.at = base->at;
-    swap.spare = spare != NULL ? spare->ptr : NULL;
+    swap.keep_gathered = keep_gathered != NULL ? keep_gathered->ptr : NULL;
     for (int f = 0; f < swap.n; f++) {
         swap.bytes[f] = base->spec.slice_bytes[f];
         swap.send[f] = unit->bucket != NULL ? unit->bucket->ptr + zs_cunit_slice_at(base, f, 0) : NULL;
@@ -117,16 +117,16 @@ static zs_swap swap_of(const gpu_unit *unit, const zs_mem *spare)
 
 static zs_status move_slices(zs_gpu_comm *comm, gpu_unit *unit)
 {
-    zs_mem *spare = NULL;
+    zs_mem *keep_gathered = NULL;
     ZS_TRY(take_area(comm, unit->base.piece_bytes * (size_t)comm->base.world, &unit->received));
-    if (unit->bucket == NULL) ZS_TRY(take_area(comm, unit->base.piece_bytes, &spare));
-    zs_swap swap = swap_of(unit, spare);
+    if (unit->bucket == NULL) ZS_TRY(take_area(comm, unit->base.piece_bytes, &keep_gathered));
+    zs_swap swap = swap_of(unit, keep_gathered);
     zs_status status = zs_gpu_note(comm, "gradients", unit->base.spec.name, unit->base.piece_bytes);
     ZS_THEN(status, zs_device_fork(comm->base.device, ZS_STREAM_REDUCE)); /* behind the packing */
     ZS_THEN(status, comm->backend->ops->swap(comm->backend, &swap));
     ZS_THEN(status, zs_device_cuda_record(comm->base.device, ZS_STREAM_REDUCE, unit->read));
     unit->session = comm->base.sessions;
-    return_area(comm, &spare);
+    return_area(comm, &keep_gathered);
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(comm, status);
 }
 
@@ -157,7 +157,7 @@ zs_status zs_gpu_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *rea
     ZS_TRY(zs_cunit_expect(cunit, ZS_ROUND_POSTED, "collect"));
     /* In ZS_REDUCE_ALL another transfer follows, so all ranks must collect in one order: no looking first. */
     zs_wait how = cunit->spec.mode == ZS_REDUCE_ALL ? ZS_WAIT : wait;
-    ZS_TRY(zs_gpu_heard(self, zs_cunit_collect(self->control, unit->control, how, ready, &said)));
+    ZS_TRY(zs_gpu_after_wait(self, zs_cunit_collect(self->control, unit->control, how, ready, &said)));
     if (!*ready) return ZS_OK;
     for (int r = 0; r < comm->world; r++) {
         const char *piece = (const char *)unit->received->ptr + (size_t)r * cunit->piece_bytes;
@@ -225,22 +225,22 @@ zs_status zs_gpu_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *re
 
 /* --- words -------------------------------------------------------------------------------------------------------------- */
 
-void zs_gpu_tell(zs_comm *comm, zs_topic topic, const char *text)
+void zs_gpu_publish(zs_comm *comm, zs_topic topic, const char *text)
 {
-    zs_comm_tell(((zs_gpu_comm *)comm)->control, topic, text);
+    zs_comm_publish(((zs_gpu_comm *)comm)->control, topic, text);
 }
 
-const char *zs_gpu_said(const zs_comm *comm, int rank, zs_topic topic)
+const char *zs_gpu_published(const zs_comm *comm, int rank, zs_topic topic)
 {
     const zs_comm *control = ((const zs_gpu_comm *)comm)->control;
-    return zs_comm_said(control, rank, topic);
+    return zs_comm_published(control, rank, topic);
 }
 
-/* The control is never told of pasts but here. */
-zs_status zs_gpu_end(zs_comm *comm, zs_past *pasts, bool *all)
+/* The control is never told of fingerprints but here. */
+zs_status zs_gpu_end(zs_comm *comm, zs_fingerprint *fingerprints, bool *all)
 {
     zs_comm *control = ((const zs_gpu_comm *)comm)->control;
     if (control->ops->talk->end == NULL) return ZS_OK;
-    control->past = comm->past;
-    return control->ops->talk->end(control, pasts, all);
+    control->fingerprint = comm->fingerprint;
+    return control->ops->talk->end(control, fingerprints, all);
 }

@@ -20,8 +20,8 @@ static const zs_talk_ops talk = {
     .broadcast = zs_gpu_broadcast,
     .broadcast_device = zs_gpu_broadcast_device,
     .gather_device = zs_gpu_gather_device,
-    .tell = zs_gpu_tell,
-    .said = zs_gpu_said,
+    .tell = zs_gpu_publish,
+    .said = zs_gpu_published,
     .end = zs_gpu_end,
     .abort = zs_gpu_abort,
 };

@@ -126,7 +126,7 @@ zs_status zs_comm_hosts_new(const zs_hosts_groups *groups, zs_comm *local, const
     if (self == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the hosts transport");
     self->c10d.base.ops = &zs_hosts_ops;
     pthread_mutex_init(&self->local_lock, NULL);
-    self->c10d.hear_said = zs_hosts_hear_said;
+    self->c10d.hear_said = zs_hosts_wait_queued;
     self->local = zs_comm_retain(local);
     self->hosts = ranks->world / ranks->per_host;
     self->host = ranks->rank / ranks->per_host;
@@ -134,7 +134,7 @@ zs_status zs_comm_hosts_new(const zs_hosts_groups *groups, zs_comm *local, const
     zs_status status = zs_c10d_init(&self->c10d, groups->all, ranks, timeout);
     for (int i = 0; i < 2; i++)
         ZS_THEN(status, zs_group_new(groups->across[i], &self->across[i]));
-    ZS_THEN(status, zs_hosts_bells_new(self));
+    ZS_THEN(status, zs_hosts_signals_new(self));
     ZS_THEN(status, zs_hosts_turns_new(self));
     if (status != ZS_OK) {
         hosts_destroy(&self->c10d.base);

@@ -1,6 +1,6 @@
 /* hosts.h - the transport for several hosts with the same number of ranks each, in two levels.
  *
- * The one idea: ranks of one host meet over `local` (shm), and each rank meets its counterparts, those at its place on the other
+ * Ranks of one host meet over `local` (shm), and each rank meets its counterparts, those at its place on the other
  * hosts, over process groups of their own (`across`). So what a host lacks crosses the wire once a host, not once a rank:
  * shards go straight into memory that the host's ranks share, and gradients are summed within the host first.
  *
@@ -8,9 +8,9 @@
  * the others have come as far, and does whatever the two levels cannot: gathers that some ranks have no use for, for example.
  *
  *   comm_hosts.c    the table, birth and end
- *   hosts_said.c    gathers and rounds that have been said
+ *   hosts_queue.c    gathers and rounds that have been said
  *   hosts_gather.c  memory that a host's ranks share, and gathering into it
- *   hosts_bells.c   telling the ranks of the host what has been said and what has come
+ *   hosts_signals.c   telling the ranks of the host what has been said and what has come
  *   hosts_turns.c   what ranks say before each collective, in two levels
  *   hosts_round.c   reducing; hosts_pieces.c, what of that crosses hosts
  *   hosts_coded.c   sums that cross hosts in fewer bytes
@@ -70,10 +70,10 @@ void zs_hosts_leave(zs_hosts_comm *self, zs_work **works, size_t n, zs_mem *memo
  * for ever. */
 zs_status zs_hosts_finish(zs_hosts_comm *self, const zs_c10d_turn *turn, zs_work **works, size_t n, zs_mem *memory);
 
-/* --- hosts_bells.c ---------------------------------------------------------------------------------------------------- */
+/* --- hosts_signals.c ---------------------------------------------------------------------------------------------------- */
 
 /* Makes the pages; collective over the host. */
-zs_status zs_hosts_bells_new(zs_hosts_comm *self);
+zs_status zs_hosts_signals_new(zs_hosts_comm *self);
 
 /* What a gather's collectives tell when they end; made for `n` of them. */
 typedef struct zs_hosts_arrival zs_hosts_arrival;
@@ -93,7 +93,7 @@ typedef enum zs_hosts_event {
 void zs_hosts_mark(zs_hosts_comm *self, zs_hosts_event event, uint64_t number);
 
 /* It will hear none any more. */
-void zs_hosts_mark_deaf(zs_hosts_comm *self, const char *why);
+void zs_hosts_mark_failed(zs_hosts_comm *self, const char *why);
 
 /* One event of all ranks of the host. */
 typedef struct zs_hosts_awaited {
@@ -104,7 +104,7 @@ typedef struct zs_hosts_awaited {
 } zs_hosts_awaited;
 
 /* Has it been, or is there a `why`? Waits for a change for so long at most. */
-bool zs_hosts_look(zs_hosts_awaited *it, double seconds);
+bool zs_hosts_poll(zs_hosts_awaited *it, double seconds);
 
 /* Waits until the parts of all ranks of the host are there, this one's too. */
 zs_status zs_hosts_await(zs_hosts_comm *self, const zs_c10d_turn *turn, uint64_t gather);
@@ -127,15 +127,15 @@ typedef struct zs_hosts_ticket {
     /* Where all mean the same: begins that, on the thread. False: it is left to the script's thread. NULL: so is all. */
     bool (*begin)(zs_hosts_comm *, struct zs_hosts_ticket *);
     bool urgent;                 /* it comes before all others */
-    zs_hosts_ticket_state state; /* read it after zs_hosts_hear */
+    zs_hosts_ticket_state state; /* read it after zs_hosts_wait_ticket */
     struct zs_hosts_ticket *next;
 } zs_hosts_ticket;
 
-/* Has it said, and does not wait. The ticket stays where it is until zs_hosts_hear, or zs_hosts_take_back. */
-void zs_hosts_say(zs_hosts_comm *self, zs_hosts_ticket *ticket);
+/* Has it said, and does not wait. The ticket stays where it is until zs_hosts_wait_ticket, or zs_hosts_take_back. */
+void zs_hosts_enqueue(zs_hosts_comm *self, zs_hosts_ticket *ticket);
 
 /* Waits until it has been heard of all ranks. After a failure there is no ticket any more, and no turn. */
-zs_status zs_hosts_hear(zs_hosts_comm *self, zs_hosts_ticket *ticket);
+zs_status zs_hosts_wait_ticket(zs_hosts_comm *self, zs_hosts_ticket *ticket);
 
 /* Is there nothing to wait for? */
 bool zs_hosts_has_turned(zs_hosts_comm *self, const zs_hosts_ticket *ticket);
@@ -156,7 +156,7 @@ void zs_hosts_turns_stop(zs_hosts_comm *self);
 /* Stops and frees them. NULL allowed. */
 void zs_hosts_turns_free(zs_hosts_comm *self);
 
-/* --- hosts_said.c ------------------------------------------------------------------------------------------------------ */
+/* --- hosts_queue.c ------------------------------------------------------------------------------------------------------ */
 
 /* What becomes of an op. */
 typedef struct zs_hosts_acts {
@@ -184,16 +184,16 @@ static inline size_t zs_hosts_op_turns(const zs_hosts_comm *self)
 }
 
 /* Says it; it begins as soon as all ranks have said it. After a failure it has not been said. */
-zs_status zs_hosts_op_say(zs_hosts_comm *self, zs_hosts_op *op, const zs_c10d_turn *turn);
+zs_status zs_hosts_op_enqueue(zs_hosts_comm *self, zs_hosts_op *op, const zs_c10d_turn *turn);
 
 /* Waits until all that was said before `end` has begun, and it; NULL: all. A failure, of any of it, may be told here or by
  * zs_hosts_op_failure. */
-zs_status zs_hosts_hear_until(zs_hosts_comm *self, const zs_hosts_op *end);
-zs_status zs_hosts_hear_said(zs_c10d_comm *comm);
+zs_status zs_hosts_wait_until(zs_hosts_comm *self, const zs_hosts_op *end);
+zs_status zs_hosts_wait_queued(zs_c10d_comm *comm);
 zs_status zs_hosts_op_failure(const zs_hosts_op *op);
 
-/* Would zs_hosts_hear_until not wait for it? (For what was said before, it may.) */
-bool zs_hosts_is_heard(zs_hosts_comm *self, const zs_hosts_op *op);
+/* Would zs_hosts_wait_until not wait for it? (For what was said before, it may.) */
+bool zs_hosts_has_begun(zs_hosts_comm *self, const zs_hosts_op *op);
 
 /* --- hosts_gather.c: as comm_ops.h has it ----------------------------------------------------------------------------- */
 
@@ -257,19 +257,19 @@ zs_dtype zs_hosts_sum_dtype(const zs_comm *comm, const zs_cunit_spec *spec, zs_d
 zs_hosts_sums zs_hosts_sums_of(const zs_comm *comm, const zs_cunit_spec *spec);
 
 /* Bytes of `lost`. */
-size_t zs_hosts_lost_bytes(const zs_hosts_sums *sums, int hosts);
+size_t zs_hosts_residual_bytes(const zs_hosts_sums *sums, int hosts);
 
 /* Makes `lost`, of zeros, and counts it. */
-zs_status zs_hosts_lost_new(zs_hosts_comm *self, zs_hosts_sums *sums);
+zs_status zs_hosts_residual_new(zs_hosts_comm *self, zs_hosts_sums *sums);
 
 /* Frees it. */
-void zs_hosts_lost_free(zs_hosts_comm *self, zs_hosts_sums *sums);
+void zs_hosts_residual_free(zs_hosts_comm *self, zs_hosts_sums *sums);
 
 /* Forgets it. */
-void zs_hosts_lost_drop(const zs_hosts_comm *self, const zs_hosts_sums *sums);
+void zs_hosts_residual_drop(const zs_hosts_comm *self, const zs_hosts_sums *sums);
 
 /* Multiplies it; what is finite no more is 0. */
-void zs_hosts_lost_scale(const zs_hosts_comm *self, const zs_hosts_sums *sums, double factor);
+void zs_hosts_residual_scale(const zs_hosts_comm *self, const zs_hosts_sums *sums, double factor);
 
 /* Codes the sums for host `h`, and keeps what that loses for the next round. */
 void zs_hosts_encode(const zs_hosts_sums *sums, int h, const float *values, void *out);

@@ -1,6 +1,6 @@
 /* hosts_coded.c - sums of gradients that cross hosts in fewer bytes. See hosts.h, wire_code.h.
  *
- * The one idea: all hosts decode the same bytes, a host its own too, so ranks that sum the same slice have the same sum. What a code
+ * All hosts decode the same bytes, a host its own too, so ranks that sum the same slice have the same sum. What a code
  * has lost of one round's sums goes into those of the next for the same host, so over many rounds nothing is lost.
  */
 #include "comm/hosts/hosts.h"
@@ -38,14 +38,14 @@ zs_hosts_sums zs_hosts_sums_of(const zs_comm *comm, const zs_cunit_spec *spec)
     return sums;
 }
 
-size_t zs_hosts_lost_bytes(const zs_hosts_sums *sums, int hosts)
+size_t zs_hosts_residual_bytes(const zs_hosts_sums *sums, int hosts)
 {
     return sums->room * (size_t)hosts;
 }
 
-zs_status zs_hosts_lost_new(zs_hosts_comm *self, zs_hosts_sums *sums)
+zs_status zs_hosts_residual_new(zs_hosts_comm *self, zs_hosts_sums *sums)
 {
-    size_t bytes = zs_hosts_lost_bytes(sums, self->hosts);
+    size_t bytes = zs_hosts_residual_bytes(sums, self->hosts);
     if (bytes == 0) return ZS_OK;
     sums->lost = calloc(1, bytes);
     if (sums->lost == NULL)
@@ -55,22 +55,22 @@ zs_status zs_hosts_lost_new(zs_hosts_comm *self, zs_hosts_sums *sums)
     return ZS_OK;
 }
 
-void zs_hosts_lost_free(zs_hosts_comm *self, zs_hosts_sums *sums)
+void zs_hosts_residual_free(zs_hosts_comm *self, zs_hosts_sums *sums)
 {
     if (sums->lost == NULL) return;
-    self->lost_bytes -= zs_hosts_lost_bytes(sums, self->hosts);
+    self->lost_bytes -= zs_hosts_residual_bytes(sums, self->hosts);
     free(sums->lost);
     sums->lost = NULL;
 }
 
-void zs_hosts_lost_drop(const zs_hosts_comm *self, const zs_hosts_sums *sums)
+void zs_hosts_residual_drop(const zs_hosts_comm *self, const zs_hosts_sums *sums)
 {
-    if (sums->lost != NULL) memset(sums->lost, 0, zs_hosts_lost_bytes(sums, self->hosts));
+    if (sums->lost != NULL) memset(sums->lost, 0, zs_hosts_residual_bytes(sums, self->hosts));
 }
 
-void zs_hosts_lost_scale(const zs_hosts_comm *self, const zs_hosts_sums *sums, double factor)
+void zs_hosts_residual_scale(const zs_hosts_comm *self, const zs_hosts_sums *sums, double factor)
 {
-    size_t n = sums->lost != NULL ? zs_hosts_lost_bytes(sums, self->hosts) / sizeof(float) : 0;
+    size_t n = sums->lost != NULL ? zs_hosts_residual_bytes(sums, self->hosts) / sizeof(float) : 0;
     for (size_t i = 0; i < n; i++) {
         float lost = (float)(sums->lost[i] * factor);
         sums->lost[i] = isfinite(lost) ? lost : 0;

@@ -1,6 +1,6 @@
 /* hosts_gather.c - gathering in two levels. See hosts.h.
  *
- * The one idea: a slot is memory that the ranks of a host share, so what one of them receives is there for all. Before a gather
+ * A slot is memory that the ranks of a host share, so what one of them receives is there for all. Before a gather
  * all ranks say which slot they mean. Ranks of one host that mean the same have all taken it for this gather, so nobody uses what
  * was in it. Ranks that mean different ones have gone different ways (one evaluates alone, say): then each gathers for itself,
  * over all ranks, into memory of its own that takes the slot's place in its address space. Where shards cross as codes
@@ -223,7 +223,7 @@ zs_status zs_hosts_gather_start(zs_comm *comm, const zs_flat_mem *flat, const ch
     gathering->op.acts = &gather_acts;
     zs_status status = borrow_codes(self, gathering);
     if (status != ZS_OK) status = zs_hosts_turns_fail(self, zs_c10d_fail(&self->c10d, &turn, status));
-    ZS_THEN(status, zs_hosts_op_say(self, &gathering->op, &turn));
+    ZS_THEN(status, zs_hosts_op_enqueue(self, &gathering->op, &turn));
     if (status == ZS_OK) {
         *out = (zs_gathering *)gathering;
         return ZS_OK;
@@ -242,7 +242,7 @@ static void round_all(const zs_hosts_comm *self, const hosts_gathering *gatherin
 static zs_status finish(zs_hosts_comm *self, hosts_gathering *gathering)
 {
     const zs_c10d_turn *turn = &gathering->op.ticket.mine;
-    ZS_TRY(zs_hosts_hear_until(self, &gathering->op));
+    ZS_TRY(zs_hosts_wait_until(self, &gathering->op));
     ZS_TRY(zs_hosts_op_failure(&gathering->op));
     if (gathering->flat != NULL) {
         ZS_TRY(zs_c10d_gather_finish(&self->c10d.base, gathering->flat));

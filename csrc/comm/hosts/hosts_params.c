@@ -1,6 +1,6 @@
 /* hosts_params.c - parameters that cross hosts in fewer bytes. See hosts.h, wire_code.h.
  *
- * The one idea: all ranks compute with what the codes say, the one that has made a code too, so full parameters are the same
+ * All ranks compute with what the codes say, the one that has made a code too, so full parameters are the same
  * everywhere. The thread of torch's that has received a code decodes it into its place, beside whatever the script computes, and only
  * then does the part count as arrived.
  */

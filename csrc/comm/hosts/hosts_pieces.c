@@ -1,6 +1,6 @@
 /* hosts_pieces.c - what of a round crosses hosts. See hosts_unit.h.
  *
- * The one idea: a piece is the host's sum of what one counterpart wants. With one rank per host that is what this rank has packed, in its
+ * A piece is the host's sum of what one counterpart wants. With one rank per host that is what this rank has packed, in its
  * own dtype. Sums may be coded (hosts_coded.c): they are then decoded behind the pieces that were received.
  */
 #include "comm/hosts/hosts_unit.h"

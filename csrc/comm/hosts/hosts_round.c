@@ -1,6 +1,6 @@
 /* hosts_round.c - reducing in two levels. See hosts.h, hosts_unit.h.
  *
- * The one idea: once all ranks have said that they bring a round, their buckets are packed. So each reads those of its host at once,
+ * Once all ranks have said that they bring a round, their buckets are packed. So each reads those of its host at once,
  * and sums what its counterparts and it itself want of them (hosts_pieces.c); the sums cross the wire. An owner then adds the hosts'
  * sums, in the order of hosts.
  */
@@ -41,7 +41,7 @@ static const zs_comm_ops *local_ops(const zs_comm *comm)
 
 zs_room zs_hosts_room(const zs_comm *comm, const zs_cunit_spec *spec)
 {
-    zs_room own = zs_c10d_own_room(comm);
+    zs_room own = zs_c10d_room_without_units(comm);
     if (spec == NULL) {
         own.fixed = local_ops(comm)->rounds->room(comm, NULL).fixed;
         return own;
@@ -49,7 +49,7 @@ zs_room zs_hosts_room(const zs_comm *comm, const zs_cunit_spec *spec)
     zs_cunit_spec local = local_spec(comm, spec, NULL);
     size_t hosts = (size_t)(comm->world / comm->per_host);
     zs_hosts_sums sums = zs_hosts_sums_of(comm, spec);
-    own.record = local_ops(comm)->rounds->room(comm, &local).record + zs_hosts_lost_bytes(&sums, (int)hosts);
+    own.record = local_ops(comm)->rounds->room(comm, &local).record + zs_hosts_residual_bytes(&sums, (int)hosts);
     own.sent = (sums.travel + tail_bytes_of(comm, spec)) * hosts;
     own.received = own.sent + sums.room * hosts;
     return own;
@@ -124,7 +124,7 @@ static zs_status begin(zs_hosts_comm *self, zs_hosts_op *op)
 static void undo(zs_hosts_comm *self, zs_hosts_op *op)
 {
     hosts_unit *unit = ((const hosts_post *)op)->unit;
-    zs_hosts_lost_drop(self, &unit->sums); /* some of it may have gone into this round */
+    zs_hosts_residual_drop(self, &unit->sums); /* some of it may have gone into this round */
     leave_works(self, unit, NULL);
     unit->base.round--;
     unit->base.state = ZS_ROUND_NONE;
@@ -158,7 +158,7 @@ static zs_status post_new(const zs_hosts_comm *self, hosts_unit *unit, const uin
 static zs_status begun(zs_hosts_comm *self, hosts_unit *unit)
 {
     if (unit->post == NULL) return ZS_OK;
-    ZS_TRY(zs_hosts_hear_until(self, &unit->post->op));
+    ZS_TRY(zs_hosts_wait_until(self, &unit->post->op));
     ZS_TRY(zs_hosts_op_failure(&unit->post->op));
     post_free(unit);
     return ZS_OK;
@@ -172,7 +172,7 @@ static zs_status send(zs_hosts_comm *self, hosts_unit *unit, const uint64_t *use
     ZS_THEN(status, zs_c10d_borrow_area(&self->c10d, bytes + decoded, &unit->received));
     ZS_THEN(status, zs_c10d_borrow_area(&self->c10d, bytes, &unit->sent));
     if (status != ZS_OK) return zs_hosts_turns_fail(self, zs_c10d_fail(&self->c10d, &turn, status));
-    return zs_hosts_op_say(self, &unit->post->op, &turn);
+    return zs_hosts_op_enqueue(self, &unit->post->op, &turn);
 }
 
 zs_status zs_hosts_post(zs_comm *comm, zs_cunit *cunit, const zs_bucket *bucket, const uint64_t *used)
@@ -214,7 +214,7 @@ zs_status zs_hosts_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *r
     zs_hosts_comm *self = (zs_hosts_comm *)comm;
     hosts_unit *unit = (hosts_unit *)cunit;
     *ready = false;
-    if (unit->post != NULL && wait == ZS_WAIT_NOT && !zs_hosts_is_heard(self, &unit->post->op)) return ZS_OK;
+    if (unit->post != NULL && wait == ZS_WAIT_NOT && !zs_hosts_has_begun(self, &unit->post->op)) return ZS_OK;
     zs_status heard = begun(self, unit);
     if (heard != ZS_OK) return zs_hosts_pass(self, heard);
     ZS_TRY(zs_cunit_expect(cunit, ZS_ROUND_POSTED, "collect"));
@@ -304,8 +304,8 @@ zs_status zs_hosts_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *
     hosts_unit *unit = (hosts_unit *)cunit;
     *ready = false;
     if (unit->post != NULL) {
-        if (wait == ZS_WAIT_NOT && !zs_hosts_is_heard(self, &unit->post->op)) return ZS_OK;
-        zs_status status = zs_hosts_hear_until(self, &unit->post->op);
+        if (wait == ZS_WAIT_NOT && !zs_hosts_has_begun(self, &unit->post->op)) return ZS_OK;
+        zs_status status = zs_hosts_wait_until(self, &unit->post->op);
         if (status != ZS_OK) return zs_hosts_pass(self, status);
     }
     lock_local(self);
@@ -316,7 +316,7 @@ zs_status zs_hosts_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *
 
 void zs_hosts_rescale(zs_comm *comm, zs_cunit *cunit, double factor)
 {
-    zs_hosts_lost_scale((zs_hosts_comm *)comm, &((hosts_unit *)cunit)->sums, factor);
+    zs_hosts_residual_scale((zs_hosts_comm *)comm, &((hosts_unit *)cunit)->sums, factor);
 }
 
 /* --- birth and end -------------------------------------------------------------------------------------------------------- */
@@ -338,7 +338,7 @@ void zs_hosts_cunit_free(zs_comm *comm, zs_cunit *cunit)
     if (!failed) zs_clear_error();
     return_areas(self, unit);
     if (unit->local != NULL) zs_cunit_free(self->local, unit->local);
-    zs_hosts_lost_free(self, &unit->sums);
+    zs_hosts_residual_free(self, &unit->sums);
     zs_cunit_clear(cunit);
     post_free(unit);
     free(unit->works);
@@ -359,7 +359,7 @@ static zs_status make(zs_hosts_comm *self, hosts_unit *unit, const zs_cunit_spec
     }
     unit->sums = zs_hosts_sums_of(comm, spec);
     unit->stride = unit->sums.travel + tail_bytes_of(comm, spec);
-    ZS_TRY(zs_hosts_lost_new(self, &unit->sums));
+    ZS_TRY(zs_hosts_residual_new(self, &unit->sums));
     unit->works = calloc((size_t)self->hosts * (size_t)(spec->n_slices > 0 ? spec->n_slices : 1), sizeof(zs_work *));
     if (unit->works == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", spec->name);
     int nowhere[comm->per_host];

@@ -1,6 +1,6 @@
 /* hosts_turns.c - what ranks say before each collective, in two levels. See hosts.h, c10d_turn.c.
  *
- * The one idea: the ranks of a host read each other's turns in memory that they share, and one of them sends all of these to another
+ * The ranks of a host read each other's turns in memory that they share, and one of them sends all of these to another
  * host as one message. For each pair of hosts that is the rank at one place, so places share the work. The message is received by a
  * thread of ours that always waits for the next one: it passes through none of torch's threads on its way, where a collective of all
  * ranks would pass through several on each, and be as slow as a megabyte.
@@ -114,7 +114,7 @@ static bool await_host(zs_hosts_comm *self, zs_hosts_event event)
     static const double slice = 0.1; /* seconds */
     zs_hosts_awaited it = {self, event, self->turns->number, NULL};
     while (set_awaited(self->turns, NULL)) {
-        if (!zs_hosts_look(&it, slice)) continue;
+        if (!zs_hosts_poll(&it, slice)) continue;
         if (it.why == NULL) return true;
         (void)ZS_FAIL(ZS_ERR_PEER, "%s", it.why);
         return false;
@@ -213,7 +213,7 @@ static void *run(void *arg)
     zs_hosts_ticket *ticket;
     zs_clear_error();
     while ((ticket = next_ticket(turns)) != NULL && take_turn(self, ticket)) {
-        bool same = zs_c10d_all_mean(&self->c10d, ticket->turns);
+        bool same = zs_c10d_all_agree(&self->c10d, ticket->turns);
         hand_back(turns, ticket, same && ticket->begin != NULL && ticket->begin(self, ticket));
     }
     pthread_mutex_lock(&turns->lock);
@@ -222,7 +222,7 @@ static void *run(void *arg)
     turns->deaf = true;
     pthread_cond_broadcast(&turns->changed);
     pthread_mutex_unlock(&turns->lock);
-    if (!asked) zs_hosts_mark_deaf(self, turns->why);
+    if (!asked) zs_hosts_mark_failed(self, turns->why);
     return NULL;
 }
 
@@ -243,7 +243,7 @@ static void end_thread(zs_hosts_turns *turns, bool hangs_up)
 
 /* --- tickets, on the script's thread -------------------------------------------------------------------------------------- */
 
-void zs_hosts_say(zs_hosts_comm *self, zs_hosts_ticket *ticket)
+void zs_hosts_enqueue(zs_hosts_comm *self, zs_hosts_ticket *ticket)
 {
     zs_hosts_turns *turns = self->turns;
     ticket->state = ZS_HOSTS_QUEUED;
@@ -311,7 +311,7 @@ zs_status zs_hosts_turns_fail(zs_hosts_comm *self, zs_status status)
     return zs_hosts_pass(self, status);
 }
 
-zs_status zs_hosts_hear(zs_hosts_comm *self, zs_hosts_ticket *ticket)
+zs_status zs_hosts_wait_ticket(zs_hosts_comm *self, zs_hosts_ticket *ticket)
 {
     awaited it = {self->turns, ticket};
     zs_c10d_arrival until = {look, &it, "other ranks have not come here"};
@@ -322,13 +322,13 @@ zs_status zs_hosts_hear(zs_hosts_comm *self, zs_hosts_ticket *ticket)
     return zs_hosts_turns_fail(self, zs_c10d_fail(&self->c10d, &ticket->mine, status));
 }
 
-/* A zs_c10d_say. */
+/* A zs_c10d_exchange_turns. */
 static zs_status say(zs_c10d_comm *comm, const zs_c10d_turn *mine, zs_c10d_turn *turns)
 {
     zs_hosts_comm *self = (zs_hosts_comm *)comm;
     zs_hosts_ticket ticket = {.mine = *mine, .turns = turns, .urgent = true};
-    zs_hosts_say(self, &ticket);
-    return zs_hosts_hear(self, &ticket);
+    zs_hosts_enqueue(self, &ticket);
+    return zs_hosts_wait_ticket(self, &ticket);
 }
 
 /* --- birth and end -------------------------------------------------------------------------------------------------------- */

@@ -1,6 +1,6 @@
 /* hosts_wait.c - waiting for a rank's collectives with its counterparts, and telling the host's ranks of failures. See hosts.h.
  *
- * The one idea: if one rank of a host can do nothing any more, the others need not wait for their deadline.
+ * If one rank of a host can do nothing any more, the others need not wait for their deadline.
  */
 #include "comm/hosts/hosts.h"
 

@@ -1,6 +1,6 @@
 /* wire_code.c - bfloat16 and int8 for the wire. See wire_code.h.
  *
- * The one idea: a block at a time, through a copy that stays in the cache: sums, code and what is lost are then loops without
+ * A block at a time, through a copy that stays in the cache: sums, code and what is lost are then loops without
  * branches, which compilers vectorise.
  */
 #include "comm/hosts/wire_code.h"

@@ -1,6 +1,6 @@
 /* wire_code.h - numbers in fewer bytes, for what crosses hosts: bfloat16, or int8 in blocks that share a scale.
  *
- * The one idea: a code is a function of the numbers alone, in integer arithmetic and single roundings (to nearest, ties to even), so
+ * A code is a function of the numbers alone, in integer arithmetic and single roundings (to nearest, ties to even), so
  * all machines agree on its bits. What is not finite stays visible: with int8 the block that it is in decodes as NaN.
  *
  *   int8:  the scale of block 0 | of block 1 | ... | all numbers, a byte each; the last block may be shorter

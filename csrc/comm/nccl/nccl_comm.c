@@ -1,6 +1,6 @@
 /* nccl_comm.c - see nccl_comm.h: making and ending.
  *
- * The one idea: the ranks agree before they make a communicator, and let each other know afterwards: it is made everywhere, or
+ * The ranks agree before they make a communicator, and let each other know afterwards: it is made everywhere, or
  * nowhere.
  */
 #include "comm/nccl/nccl_local.h"

@@ -1,6 +1,6 @@
 /* nccl_comm.h - one NCCL communicator: made, used, watched, broken off.
  *
- * The one idea: a collective that a peer does not come to spins on the GPU for ever, and whoever synchronises with the GPU
+ * A collective that a peer does not come to spins on the GPU for ever, and whoever synchronises with the GPU
  * hangs with it, in code that is not ours (loss.item()). So nobody here waits for the GPU; a thread of our own looks after
  * all communicators ten times a second (nccl_monitor.c), and where one can go no further it aborts it: the kernels end,
  * the synchronisation returns, and the next call on the communicator fails with what the thread has found.

@@ -1,6 +1,6 @@
 /* nccl_lib.c - see nccl_lib.h.
  *
- * The one idea: a process has one NCCL. A second copy beside torch's would have its own threads and connections, and its own
+ * A process has one NCCL. A second copy beside torch's would have its own threads and connections, and its own
  * view of which GPU has which rank; so the one that is loaded already goes before any path, except one that the user names.
  */
 #define _GNU_SOURCE 1 /* RTLD_NOLOAD, dladdr */

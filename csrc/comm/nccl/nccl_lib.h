@@ -1,6 +1,6 @@
 /* nccl_lib.h - NVIDIA's libnccl as a table of functions that is filled when it is first asked for.
  *
- * The one idea: no header and no link. The library is opened at run time, so one build serves a machine with any NCCL and
+ * No header and no link. The library is opened at run time, so one build serves a machine with any NCCL and
  * one with none; what is declared here is the stable part of its ABI, which a test holds against a real nccl.h, both
  * types and numbers. Entries that older versions lack are optional: NULL, and whoever needs them asks.
  */

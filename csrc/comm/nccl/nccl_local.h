@@ -1,6 +1,6 @@
 /* nccl_local.h - what nccl_comm.c, nccl_lock.c, nccl_ops.c and nccl_monitor.c share; nobody else includes it.
  *
- * The one idea: whoever calls NCCL about a communicator holds its lock, and has seen under that lock that it is not
+ * Whoever calls NCCL about a communicator holds its lock, and has seen under that lock that it is not
  * poisoned. So an abort, which frees what NCCL has behind the handle, never meets another call.
  */
 #ifndef ZS_NCCL_LOCAL_H

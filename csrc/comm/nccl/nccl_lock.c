@@ -1,6 +1,6 @@
 /* nccl_lock.c - see nccl_local.h: the lock, and what NCCL's results mean.
  *
- * The one idea: communicators are non-blocking, so no call of NCCL's waits for a peer, and an abort can always get in. The
+ * Communicators are non-blocking, so no call of NCCL's waits for a peer, and an abort can always get in. The
  * price is that a call may return before its kernel is on the stream; zs_nccl_settle waits for that, and only that.
  *
  * Known of 2.28.9 (init.cc, group.cc, enqueue.cc): a non-blocking communicator that has refused an argument refuses all

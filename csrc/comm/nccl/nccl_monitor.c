@@ -1,6 +1,6 @@
 /* nccl_monitor.c - the process's thread that monitors its communicators ten times a second. See nccl_comm.h.
  *
- * The one idea: it asks three questions of each: has NCCL met an error, is a peer gone, has the GPU's work not ended for
+ * It asks three questions of each: has NCCL met an error, is a peer gone, has the GPU's work not ended for
  * too long? A yes is recorded, and the communicator aborted, which ends its kernels.
  *
  * The list's lock is held while a communicator is looked at, so removing one waits for that. It is taken before the

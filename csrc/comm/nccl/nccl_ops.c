@@ -1,6 +1,6 @@
 /* nccl_ops.c - the operations of nccl_comm.h.
  *
- * The one idea: each is one call of NCCL between enter and leave, and is on the stream when it returns. Bytes travel as int8:
+ * Each is one call of NCCL between enter and leave, and is on the stream when it returns. Bytes travel as int8:
  * what only moves them, NCCL treats so anyway.
  */
 #include "comm/nccl/nccl_local.h"

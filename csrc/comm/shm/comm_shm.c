@@ -1,6 +1,6 @@
 /* comm_shm.c - the transport for ranks on one host: everybody's memory is mapped everywhere.
  *
- * The one idea: a gather moves nothing. In one file of memory that all ranks have, the shards of a flat lie side by side, and
+ * A gather moves nothing. In one file of memory that all ranks have, the shards of a flat lie side by side, and
  * that file's mapping is the full buffer. A reduction reads the peers' buckets where they lie. What remains to be said is when one
  * may look: shm_reader.c (shards), shm_round.c (gradients).
  *
@@ -167,16 +167,16 @@ static bool shm_is_stopped(const zs_comm *comm)
     return any;
 }
 
-static zs_status shm_end(zs_comm *comm, zs_past *pasts, bool *all)
+static zs_status shm_end(zs_comm *comm, zs_fingerprint *fingerprints, bool *all)
 {
     zs_shm *shm = (zs_shm *)comm;
     if (!zs_shm_live(shm)) return ZS_OK;
-    shm->own->past = comm->past;
+    shm->own->fingerprint = comm->fingerprint;
     atomic_store(&shm->own->ended, 1);
     *all = true;
     for (int r = 0; r < comm->world && *all; r++) {
         *all = atomic_load(&shm->peers[r].control->ended) != 0;
-        if (*all) pasts[r] = shm->peers[r].control->past;
+        if (*all) fingerprints[r] = shm->peers[r].control->fingerprint;
     }
     return ZS_OK;
 }
@@ -256,15 +256,15 @@ static const zs_reader_ops shm_readers = {
     .write_begin = zs_shm_write_begin,
     .write_end = zs_shm_write_end,
     .write_complete = zs_shm_write_complete,
-    .meet = zs_shm_readers_meet,
-    .tell_past = zs_shm_tell_past,
+    .meet = zs_shm_readers_barrier,
+    .publish_fingerprint = zs_shm_publish_fingerprint,
 };
 
 static const zs_talk_ops shm_talk = {
     .exchange = shm_exchange,
     .broadcast = shm_broadcast,
-    .tell = zs_shm_tell,
-    .said = zs_shm_said,
+    .tell = zs_shm_publish_text,
+    .said = zs_shm_published_text,
     .is_asked = zs_shm_is_asked,
     .tell_place = zs_shm_tell_place,
     .is_stopped = shm_is_stopped,
@@ -397,7 +397,7 @@ zs_status zs_comm_shm_connect(zs_comm *comm, const char *const *addresses, const
                                  {shm->control_fd, zs_file_fd(shm->buckets), shm->pidfd, shm->flats_fd}};
     link.adopt = adopt;
     link.arg = shm;
-    zs_status status = zs_link_meet(&link);
+    zs_status status = zs_link_connect(&link);
     close_fd(shm->listener);
     close_fd(shm->control_fd);
     close_fd(shm->pidfd);

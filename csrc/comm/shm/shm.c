@@ -43,15 +43,15 @@ void zs_shm_note(zs_shm *shm, zs_shm_act act)
     atomic_store_explicit(&own->act_number, act.number, memory_order_release);
 }
 
-void zs_shm_tell(zs_comm *comm, zs_topic topic, const char *text)
+void zs_shm_publish_text(zs_comm *comm, zs_topic topic, const char *text)
 {
     zs_shm *shm = (zs_shm *)comm;
-    if (zs_shm_live(shm)) zs_words_set(&shm->own->words, topic, text);
+    if (zs_shm_live(shm)) zs_diagnostics_set(&shm->own->words, topic, text);
 }
 
-const char *zs_shm_said(const zs_comm *comm, int rank, zs_topic topic)
+const char *zs_shm_published_text(const zs_comm *comm, int rank, zs_topic topic)
 {
-    return zs_words_on(&((const zs_shm *)comm)->peers[rank].control->words, topic);
+    return zs_diagnostics_on(&((const zs_shm *)comm)->peers[rank].control->words, topic);
 }
 
 zs_status zs_shm_check_stop(const zs_shm *shm)

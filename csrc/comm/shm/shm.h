@@ -1,6 +1,6 @@
 /* shm.h - the shm transport inside: what lies in shared memory, and what one rank keeps about the others.
  *
- * The one idea: every rank is the only writer of its own words and values in shared memory; the others map them and look. So no
+ * Every rank is the only writer of its own words and values in shared memory; the others map them and look. So no
  * state word ever needs a lock or a compare-and-swap. (Only who is to wake a sleeper is handed on: shm_wake.c.)
  *
  *   control  one file per rank, a zs_shm_control: state words, mailboxes, and a heap of records, one per unit and per reader.
@@ -93,10 +93,10 @@ typedef struct zs_shm_control {
     /* The end. stopped is set after the text is complete. */
     alignas(ZS_SHM_LINE) _Atomic uint32_t left; /* closed in an orderly way */
     _Atomic uint32_t ended;                     /* and before that, `past` was set */
-    zs_past past;
+    zs_fingerprint fingerprint;
     _Atomic uint32_t stopped; /* the zs_status of an abort, 0: none */
     char stop_text[ZS_SHM_TEXT];
-    zs_words words; /* own */
+    zs_diagnostics words; /* own */
 
     alignas(4096) zs_shm_mailbox mail[2]; /* by parity of the exchange's number */
     alignas(4096) char stage[2][ZS_SHM_STAGE];
@@ -137,7 +137,8 @@ typedef struct zs_shm_reader_record {
     _Atomic uint64_t
         looks; /* low half: how many at its version since the last collective of the script's; raised once it reads, set
                              * to 0 before the word has another. High half: how many such collectives it has come to */
-    _Atomic uint64_t past[ZS_PAST_WORDS]; /* a zs_past; set before the word that begins a forward */
+    _Atomic uint64_t
+        fingerprint[ZS_FINGERPRINT_WORDS]; /* a zs_fingerprint; set before the word that begins a forward */
 } zs_shm_reader_record;
 
 /* The high half of `looks`. */
@@ -221,7 +222,7 @@ void zs_shm_wake_all(zs_shm *shm);
 void zs_shm_stop(zs_shm *shm, zs_status status, const char *reason);
 
 /* tell. */
-void zs_shm_tell(zs_comm *comm, zs_topic topic, const char *text);
+void zs_shm_publish_text(zs_comm *comm, zs_topic topic, const char *text);
 
 /* --- looking at them ---------------------------------------------------------------------------------------------------- */
 
@@ -229,7 +230,7 @@ void zs_shm_tell(zs_comm *comm, zs_topic topic, const char *text);
 zs_status zs_shm_check_stop(const zs_shm *shm);
 
 /* said. */
-const char *zs_shm_said(const zs_comm *comm, int rank, zs_topic topic);
+const char *zs_shm_published_text(const zs_comm *comm, int rank, zs_topic topic);
 
 /* Where a rank was seen. */
 typedef struct zs_shm_moment {
@@ -239,7 +240,7 @@ typedef struct zs_shm_moment {
 } zs_shm_moment;
 
 /* What rank `r` has published, without `missing`. */
-zs_shm_moment zs_shm_look_at(const zs_shm *shm, int r);
+zs_shm_moment zs_shm_state_of(const zs_shm *shm, int r);
 
 /* The lowest rank that has not done what `who` needs for `act`; -1 if none is missing. */
 int zs_shm_missing(const zs_shm *shm, int who, zs_shm_act act);

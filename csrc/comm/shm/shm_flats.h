@@ -1,6 +1,6 @@
 /* shm_flats.h - the memory of shards, which outlives its model until all ranks have freed theirs.
  *
- * The one idea: a rank that deletes its model may be ahead of others that still evaluate with its shards. All ranks make the same
+ * A rank that deletes its model may be ahead of others that still evaluate with its shards. All ranks make the same
  * flats in the same order, so each tells in a bitmap which it has freed, and the last to free one gives back the pages of all.
  */
 #ifndef ZS_SHM_FLATS_H

@@ -333,7 +333,7 @@ static zs_status meet(meeting *here)
     return ZS_OK;
 }
 
-zs_status zs_link_meet(const zs_link *link)
+zs_status zs_link_connect(const zs_link *link)
 {
     bool *known = calloc((size_t)link->world, sizeof *known);
     if (known == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating connections to %d ranks", link->world);

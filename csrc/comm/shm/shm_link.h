@@ -1,6 +1,6 @@
 /* shm_link.h - how ranks of one host find each other: sockets that carry file descriptors.
  *
- * The one idea: each rank calls all lower ranks, one after the other, and then answers all higher ones, one at a time. Caller and
+ * Each rank calls all lower ranks, one after the other, and then answers all higher ones, one at a time. Caller and
  * answerer say who they are, with a token that proves that they belong together, then the answerer gives its descriptors
  * (SCM_RIGHTS), then the caller. After that no socket is needed.
  *
@@ -49,6 +49,6 @@ typedef struct zs_link {
 zs_status zs_link_listen(char *address, size_t size, int *fd);
 
 /* Meets all peers. After a failure, some of them may have been adopted. */
-zs_status zs_link_meet(const zs_link *link);
+zs_status zs_link_connect(const zs_link *link);
 
 #endif

@@ -1,12 +1,12 @@
 /* shm_missing.c - see shm.h: looking at what ranks tell: where they are, and what one still needs of the others.
  *
- * The one idea: the answer is a function of shared memory, for any rank: who waits asks for itself; who has changed something
+ * The answer is a function of shared memory, for any rank: who waits asks for itself; who has changed something
  * asks for those that sleep, and who suspects a circle asks for all.
  */
 #include "comm/shm/shm.h"
 #include "comm/shm/shm_word.h"
 
-zs_shm_moment zs_shm_look_at(const zs_shm *shm, int r)
+zs_shm_moment zs_shm_state_of(const zs_shm *shm, int r)
 {
     const zs_shm_control *control = shm->peers[r].control;
     zs_shm_moment moment = {.wait_id = atomic_load(&control->wait_id), .missing = -1};

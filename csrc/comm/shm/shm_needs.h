@@ -1,6 +1,6 @@
 /* shm_needs.h - what a rank needs of the system to meet its peers, compared with what is left.
  *
- * The one idea: with many ranks, the limits of the process end the transport before memory does. What it will need is known, so a
+ * With many ranks, the limits of the process end the transport before memory does. What it will need is known, so a
  * rank that lacks it says so, with numbers, before anything is made.
  */
 #ifndef ZS_SHM_NEEDS_H

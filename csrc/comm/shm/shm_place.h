@@ -1,6 +1,6 @@
 /* shm_place.h - where the ranks' scripts are, as they tell each other.
  *
- * The one idea: a place goes with a number, that of the wait in which its rank was then. So a place is known to be of the present,
+ * A place goes with a number, that of the wait in which its rank was then. So a place is known to be of the present,
  * and a rank that waits can be asked for it: each tells its own once a wait lasts, and a thread of Python's, of whichever rank is asked
  * while its script is elsewhere (comm/script_position.py).
  */

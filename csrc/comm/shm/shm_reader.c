@@ -11,7 +11,7 @@
  *
  * The one idea is in shm_word.h: a rank's state is one word, and who waits for whom is a function of two of them.
  *
- * A forward that is admitted compares pasts (past.h) with all owners: theirs stand still, since none writes. Where they
+ * A forward that is admitted compares fingerprints (fingerprint.h) with all owners: theirs stand still, since none writes. Where they
  * differ it reads nothing, and ends as any other before that is told: then all have compared.
  *
  * A pass that fails halfway leaves its word standing (peers that end a pass wait for it) until the next forward begins:
@@ -60,24 +60,24 @@ void zs_shm_reader_free(zs_comm *comm, zs_reader *reader)
     free(reader);
 }
 
-void zs_shm_tell_past(zs_comm *comm, zs_reader *reader, const zs_past *now)
+void zs_shm_publish_fingerprint(zs_comm *comm, zs_reader *reader, const zs_fingerprint *now)
 {
     zs_shm *shm = (zs_shm *)comm;
     if (!zs_shm_live(shm)) return;
-    _Atomic uint64_t *past = zs_shm_reader_at(shm, comm->rank, reader->record)->past;
-    uint64_t words[ZS_PAST_WORDS];
+    _Atomic uint64_t *fingerprint = zs_shm_reader_at(shm, comm->rank, reader->record)->fingerprint;
+    uint64_t words[ZS_FINGERPRINT_WORDS];
     memcpy(words, now, sizeof words);
-    for (int i = 0; i < ZS_PAST_WORDS; i++)
-        atomic_store(&past[i], words[i]);
+    for (int i = 0; i < ZS_FINGERPRINT_WORDS; i++)
+        atomic_store(&fingerprint[i], words[i]);
 }
 
-static zs_past past_of(const zs_shm *shm, const zs_reader *reader, int rank)
+static zs_fingerprint fingerprint_of(const zs_shm *shm, const zs_reader *reader, int rank)
 {
-    const _Atomic uint64_t *past = zs_shm_reader_at(shm, rank, reader->record)->past;
-    uint64_t words[ZS_PAST_WORDS];
-    for (int i = 0; i < ZS_PAST_WORDS; i++)
-        words[i] = atomic_load(&past[i]);
-    zs_past found;
+    const _Atomic uint64_t *fingerprint = zs_shm_reader_at(shm, rank, reader->record)->fingerprint;
+    uint64_t words[ZS_FINGERPRINT_WORDS];
+    for (int i = 0; i < ZS_FINGERPRINT_WORDS; i++)
+        words[i] = atomic_load(&fingerprint[i]);
+    zs_fingerprint found;
     memcpy(&found, words, sizeof found);
     return found;
 }
@@ -85,15 +85,15 @@ static zs_past past_of(const zs_shm *shm, const zs_reader *reader, int rank)
 /* --- passes ------------------------------------------------------------------------------------------------------------- */
 
 /* No owner writes, and each has told of what it has done before that which this pass reads. */
-static zs_status compare_pasts(zs_shm *shm, const zs_reader *reader, zs_pass pass)
+static zs_status compare_fingerprints(zs_shm *shm, const zs_reader *reader, zs_pass pass)
 {
-    zs_past pasts[shm->base.world];
+    zs_fingerprint fingerprints[shm->base.world];
     for (int r = 0; r < shm->base.world; r++) {
-        pasts[r] = past_of(shm, reader, r);
-        pasts[r].grads = 0;                                /* a forward reads none */
-        if (pass == ZS_PASS_EVALUATE) pasts[r].frozen = 0; /* which training forwards tell of */
+        fingerprints[r] = fingerprint_of(shm, reader, r);
+        fingerprints[r].grads = 0;                                /* a forward reads none */
+        if (pass == ZS_PASS_EVALUATE) fingerprints[r].frozen = 0; /* which training forwards tell of */
     }
-    return zs_comm_check_pasts(&shm->base, pasts);
+    return zs_comm_check_fingerprints(&shm->base, fingerprints);
 }
 
 static uint64_t work_of(const zs_shm *shm, const zs_reader *reader, int r)
@@ -190,7 +190,7 @@ static zs_status check_forward(zs_shm *shm, const zs_reader *reader, zs_pass pas
 {
     uint64_t mine = atomic_load(own_word(shm, reader));
     if (pass == ZS_PASS_TRAIN) ZS_TRY(check_weights(shm, reader, mine));
-    ZS_TRY(compare_pasts(shm, reader, pass));
+    ZS_TRY(compare_fingerprints(shm, reader, pass));
     if (pass == ZS_PASS_TRAIN) return ZS_OK;
     ZS_TRY(check_weights(shm, reader, mine));
     _Atomic uint64_t *looks = own_looks(shm, reader);
@@ -263,7 +263,7 @@ void zs_shm_write_complete(zs_comm *comm, zs_reader *reader, bool changed)
     set_word(shm, reader, next);
 }
 
-void zs_shm_readers_meet(zs_comm *comm, zs_reader *reader)
+void zs_shm_readers_barrier(zs_comm *comm, zs_reader *reader)
 {
     zs_shm *shm = (zs_shm *)comm;
     if (!zs_shm_live(shm)) return;

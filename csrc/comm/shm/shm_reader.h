@@ -26,9 +26,9 @@ void zs_shm_write_end(zs_comm *comm, zs_reader *reader, bool known);
 void zs_shm_write_complete(zs_comm *comm, zs_reader *reader, bool changed);
 
 /* meet. */
-void zs_shm_readers_meet(zs_comm *comm, zs_reader *reader);
+void zs_shm_readers_barrier(zs_comm *comm, zs_reader *reader);
 
-/* tell_past. */
-void zs_shm_tell_past(zs_comm *comm, zs_reader *reader, const zs_past *now);
+/* publish_fingerprint. */
+void zs_shm_publish_fingerprint(zs_comm *comm, zs_reader *reader, const zs_fingerprint *now);
 
 #endif

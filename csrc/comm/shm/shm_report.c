@@ -1,6 +1,6 @@
 /* shm_report.c - messages of the shm transport: what a rank is waiting for, and why a wait failed.
  *
- * The one idea: every act has one verb phrase, in the infinitive, that fits behind "waiting for rank 1 to" and behind "last
+ * Every act has one verb phrase, in the infinitive, that fits behind "waiting for rank 1 to" and behind "last
  * operation:". So it serves for the missing peer, for what a peer itself is waiting for, and for what it did last.
  */
 #include "comm/shm/shm_report.h"
@@ -143,7 +143,7 @@ static void append_missing(const zs_shm *shm, zs_shm_act act, char *text, size_t
     for (int r = 0; r < shm->base.world && length + 2 < size; r++) {
         if (r == shm->base.rank || !zs_shm_is_missing(shm, r, act)) continue;
         length += (size_t)snprintf(text + length, size - length, "; ");
-        zs_shm_moment moment = zs_shm_look_at(shm, r);
+        zs_shm_moment moment = zs_shm_state_of(shm, r);
         if (moment.wait_id % 2 == 1) moment.missing = zs_shm_missing(shm, r, moment.act);
         if (length < size) describe_rank(shm, r, &moment, text + length, size - length);
         length = strlen(text);

@@ -1,6 +1,6 @@
 /* shm_round.c - reducing over shm: ranks tell where their buckets lie, and read each other's.
  *
- * The one idea: a round is three counters per unit and rank (posted, shared, released), each raised by its owner alone.
+ * A round is three counters per unit and rank (posted, shared, released), each raised by its owner alone.
  * Gradients are never copied: the peers map a bucket when they first meet it and read their slice where it lies.
  */
 #define _GNU_SOURCE 1 /* MAP_NORESERVE */

@@ -109,7 +109,7 @@ static circle find_circle(const zs_shm *shm, zs_shm_moment *moments)
 {
     circle found = CIRCLE;
     for (int r = 0; r < shm->base.world; r++) {
-        moments[r] = zs_shm_look_at(shm, r);
+        moments[r] = zs_shm_state_of(shm, r);
         if (moments[r].wait_id % 2 == 0) return NO_CIRCLE;
         if (moments[r].act.yields) found = CIRCLE_THAT_YIELDS;
     }
@@ -183,7 +183,7 @@ static zs_status sleep_until_done(zs_shm *shm, zs_shm_act act, bool *reached)
     state.checked = state.start;
     for (;;) {
         uint32_t seen;
-        *reached = !zs_shm_lie_down(shm, act, &seen);
+        *reached = !zs_shm_prepare_sleep(shm, act, &seen);
         if (*reached) return ZS_OK;
         ZS_TRY(check_trouble(shm, act, &state));
         if (state.yielded) return ZS_OK;

@@ -1,6 +1,6 @@
 /* shm_wait.h - waiting for peers, and telling them that there is something to see.
  *
- * The one idea: what a rank waits for is data (zs_shm_act), published while it waits. So the question "what is still
+ * What a rank waits for is data (zs_shm_act), published while it waits. So the question "what is still
  * missing?" is one function of shared memory, which a rank asks for itself, and for all others when it suspects that
  * everybody waits for everybody; and messages can say what a late peer is doing.
  */

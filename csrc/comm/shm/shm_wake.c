@@ -6,7 +6,7 @@
  * compare-and-swap; who fails has been overtaken by another giver, which looks after its own store.
  *
  * `asleep` has the number of the wait in it. So a turn that is handed on late, when the sleeper is in another wait, changes nothing,
- * and what was read of the wait (zs_shm_look_at) before a successful exchange is of that very wait.
+ * and what was read of the wait (zs_shm_state_of) before a successful exchange is of that very wait.
  */
 #define _GNU_SOURCE 1 /* syscall */
 #include "comm/shm/shm_wake.h"
@@ -41,7 +41,7 @@ static void take_turn(zs_shm *shm, int r)
     zs_shm_control *peer = shm->peers[r].control;
     int turn = shm->base.rank;
     for (uint64_t asleep = atomic_load(&peer->asleep); has_turn(asleep, turn);) {
-        int missing = zs_shm_missing_from(shm, r, zs_shm_look_at(shm, r).act, turn);
+        int missing = zs_shm_missing_from(shm, r, zs_shm_state_of(shm, r).act, turn);
         if (missing == turn) return; /* not yet: its next change will tell */
         uint64_t next = missing < 0 ? 0 : with_turn(asleep, missing);
         if (!atomic_compare_exchange_strong(&peer->asleep, &asleep, next)) return;
@@ -77,7 +77,7 @@ void zs_shm_stop(zs_shm *shm, zs_status status, const char *reason)
     zs_shm_wake_all(shm);
 }
 
-bool zs_shm_lie_down(zs_shm *shm, zs_shm_act act, uint32_t *seen)
+bool zs_shm_prepare_sleep(zs_shm *shm, zs_shm_act act, uint32_t *seen)
 {
     zs_shm_control *own = shm->own;
     int rank = shm->base.rank, missing = zs_shm_missing_from(shm, rank, act, rank);

@@ -152,10 +152,10 @@ bool zs_word_same_version(uint64_t a, uint64_t b)
 
 uint64_t zs_word_new(void)
 {
-    return zs_word_soil(0);
+    return zs_word_mark_dirty(0);
 }
 
-uint64_t zs_word_soil(uint64_t word)
+uint64_t zs_word_mark_dirty(uint64_t word)
 {
     return with(word, DIRTY_AT, DIRTY, 1);
 }
@@ -170,7 +170,7 @@ uint64_t zs_word_want(uint64_t word, const zs_reading *reading)
 {
     if (reading->pass == ZS_PASS_BACKWARD) return in_state(word, ZS_READER_WANTS_BACKWARD);
     bool unfinished = zs_word_state(word) == ZS_READER_WRITES; /* a step that has raised */
-    word = settled(unfinished ? zs_word_soil(word) : word);
+    word = settled(unfinished ? zs_word_mark_dirty(word) : word);
     word = with(word, CHANGED_AT, CHANGED, reading->changed);
     word = with(word, MODE_AT, MODE, reading->eval_mode);
     if (reading->pass == ZS_PASS_EVALUATE) return in_state(word, ZS_READER_WANTS_EVAL);
@@ -200,7 +200,7 @@ uint64_t zs_word_stop(uint64_t word)
 uint64_t zs_word_free(uint64_t word)
 {
     bool unfinished = zs_word_state(word) == ZS_READER_WRITES; /* a step that has raised */
-    return in_state(unfinished ? zs_word_soil(word) : word, ZS_READER_FREED);
+    return in_state(unfinished ? zs_word_mark_dirty(word) : word, ZS_READER_FREED);
 }
 
 uint64_t zs_word_write(uint64_t word)
@@ -210,7 +210,7 @@ uint64_t zs_word_write(uint64_t word)
 
 uint64_t zs_word_wrote(uint64_t word, bool known)
 {
-    word = known ? with(settled(zs_word_soil(word)), CHANGED_AT, CHANGED, 0) : zs_word_soil(word);
+    word = known ? with(settled(zs_word_mark_dirty(word)), CHANGED_AT, CHANGED, 0) : zs_word_mark_dirty(word);
     return zs_word_state(word) == ZS_READER_WRITES ? in_state(word, ZS_READER_IDLE) : word;
 }
 

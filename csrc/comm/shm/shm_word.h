@@ -1,6 +1,6 @@
 /* shm_word.h - a rank's state as a reader of shards: one word, what becomes of it, and who waits for whom.
  *
- * The one idea: a rank's whole state is one word that only it writes. So every transition is one store, whoever looks sees a
+ * A rank's whole state is one word that only it writes. So every transition is one store, whoever looks sees a
  * consistent state, and each question between two ranks is a pure function of two words. shm_reader.c stores and waits;
  * tests/c/check_reader.c goes through all interleavings of the same functions.
  *
@@ -104,7 +104,7 @@ uint64_t zs_word_wrote(uint64_t word, bool known);
 uint64_t zs_word_complete(uint64_t word, bool changed);
 
 /* Nobody may look at this rank before its next pass or known write. */
-uint64_t zs_word_soil(uint64_t word);
+uint64_t zs_word_mark_dirty(uint64_t word);
 
 /* --- questions ---------------------------------------------------------------------------------------------------------- */
 

@@ -1,6 +1,6 @@
 """Folders that torch.distributed.checkpoint wrote, read as data.
 
-The one idea: such a folder stores a tensor in chunks. Each chunk is a torch.save() file within a
+Such a folder stores a tensor in chunks. Each chunk is a torch.save() file within a
 larger file: a zip archive with the uncompressed values, and a pickle that describes them. All
 pickles are read as data (pickled.py) and never executed; then any range of elements can be read
 straight into place.

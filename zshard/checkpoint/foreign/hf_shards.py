@@ -1,7 +1,7 @@
 """Folders that torch's HuggingFaceStorageWriter wrote with save_distributed=True and did not
 consolidate: safetensors files with each rank's parts of the tensors.
 
-The one idea: the header of each file gives the offsets of its parts in the full tensors, so parts
+The header of each file gives the offsets of its parts in the full tensors, so parts
 are chunks, as in torch.distributed.checkpoint's own folders. Nothing tells how many parts there
 should be: gaps and overlaps are errors, and a tensor whose last part is missing has another shape.
 """

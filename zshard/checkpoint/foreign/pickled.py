@@ -1,6 +1,6 @@
 """Read pickles as data: nothing that a pickle names is imported, created or called.
 
-The one idea: a pickle is a small program. A pass over its opcodes rewrites it with those alone that
+A pickle is a small program. A pass over its opcodes rewrites it with those alone that
 plain data needs, and checks what its numbers ask for. Python's own unpickler then runs the result,
 and gets an inert PickledObject for each class or function by name. So a malicious pickle is only
 an error.

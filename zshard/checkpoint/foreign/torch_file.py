@@ -1,6 +1,6 @@
 """Read torch.save() files as data: plain values, and the location of a tensor's values.
 
-The one idea: such a file is a zip archive with one uncompressed member per storage, and a pickle
+Such a file is a zip archive with one uncompressed member per storage, and a pickle
 that describes them. The pickle is read as data (pickled.py), and tensors directly from their place
 in the file.
 """

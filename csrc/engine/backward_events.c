@@ -1,6 +1,6 @@
-/* backwards.c - what autograd's hooks, and those who write parameters between passes, tell the schedule. See engine.h.
+/* backward_events.c - what autograd's hooks, and those who write parameters between passes, tell the schedule. See engine.h.
  *
- * The one idea: a hook checks what autograd gave it, and sends an event. None runs Python or needs the GIL.
+ * A hook checks what autograd gave it, and sends an event. None runs Python or needs the GIL.
  */
 #include "engine/acts.h"
 #include "engine/engine_inside.h"
@@ -17,7 +17,7 @@
 
 static zs_schedule *schedule_of(const zs_unit *unit)
 {
-    return &unit->home->schedule;
+    return &unit->context->schedule;
 }
 
 /* --- before the backward of a unit's forward ------------------------------------------------------------------------------- */
@@ -26,7 +26,7 @@ static zs_status before_backward_hook(void *pointer, int64_t stamp)
 {
     zs_unit *unit = pointer;
     if (zs_grad_mode()) ZS_TRY(zs_recording_backward(unit, stamp));
-    ZS_TRY(zs_home_follow(unit->home));
+    ZS_TRY(zs_context_follow(unit->context));
     ZS_TRY(zs_schedule_begin_backward(schedule_of(unit)));
     if (!unit->record.early.over) ZS_TRY(zs_pin_check(unit));
     return zs_schedule_backward(schedule_of(unit), &unit->record, stamp);
@@ -77,7 +77,7 @@ static zs_status grad_ready_hook(void *pointer, int64_t i)
     ZS_TRY(zs_in_backward_check(unit));
     if (!zs_unit_is_full(unit)) return used_outside(unit, i, "");
     ZS_TRY(check_whole(unit, i));
-    ZS_TRY(zs_home_follow(unit->home));
+    ZS_TRY(zs_context_follow(unit->context));
     return zs_schedule_gradient(schedule_of(unit), &unit->record, i);
 }
 
@@ -99,14 +99,14 @@ static void tell_failure(zs_engine *engine, const char *when)
     char text[256];
     if (strncmp(what, known, strlen(known)) == 0) return;
     snprintf(text, sizeof text, "raised %s %s", *what != 0 ? what : "an exception", when);
-    zs_engine_tell_mishap(engine, text);
+    zs_engine_publish_failure(engine, text);
 }
 
 /* A backward has raised. What needs no peer is done at once, so that a zero_grad() that follows means what it says; the
  * peers are told by zs_engine_settle, before this rank does anything else with its parameters. */
 static void abandon_backward(zs_engine *engine)
 {
-    zs_schedule *schedule = &engine->home.schedule;
+    zs_schedule *schedule = &engine->context.schedule;
     if (zs_schedule_all_arrived(schedule)) {
         /* The peers miss nothing: it is over as if it had not raised, and they need not wait for this rank's next move. */
         (void)zs_schedule_end(schedule);
@@ -119,26 +119,26 @@ static void abandon_backward(zs_engine *engine)
 
 static void (*show_units)(zs_engine *engine);
 
-void zs_engine_on_unshown(void (*show)(zs_engine *engine))
+void zs_engine_on_stale_classes(void (*show)(zs_engine *engine))
 {
     show_units = show;
 }
 
-static void show(zs_home *home)
+static void show(zs_context *context)
 {
-    if (home->unshown > 0) show_units((zs_engine *)home);
+    if (context->n_stale_classes > 0) show_units((zs_engine *)context);
 }
 
 static zs_status backward_end_hook(void *pointer, int64_t arg)
 {
     zs_engine *engine = pointer;
-    zs_status status = zs_home_follow(&engine->home);
+    zs_status status = zs_context_follow(&engine->context);
     zs_recording_backward_end(engine);
     if (arg != ZS_BACKWARD_ABANDONED)
-        ZS_ALSO(status, zs_schedule_end(&engine->home.schedule));
+        ZS_ALSO(status, zs_schedule_end(&engine->context.schedule));
     else
         abandon_backward(engine);
-    show(&engine->home);
+    show(&engine->context);
     return status;
 }
 
@@ -155,9 +155,9 @@ static zs_status hook_backward_end(zs_engine *engine)
 
 /* --- an engine with these hooks -------------------------------------------------------------------------------------------- */
 
-static void note_peak(zs_home *home)
+static void note_peak(zs_context *context)
 {
-    zs_engine_note_peak((zs_engine *)home);
+    zs_engine_note_peak((zs_engine *)context);
 }
 
 zs_status zs_engine_new(const zs_ranks *ranks, const char *name, zs_engine **out)
@@ -170,7 +170,7 @@ zs_status zs_engine_new(const zs_ranks *ranks, const char *name, zs_engine **out
 
 zs_status zs_engine_settle(zs_engine *engine)
 {
-    return zs_schedule_settle(&engine->home.schedule);
+    return zs_schedule_settle(&engine->context.schedule);
 }
 
 zs_status zs_engine_write_begin(zs_engine *engine)

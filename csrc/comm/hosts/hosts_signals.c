@@ -1,6 +1,6 @@
-/* hosts_bells.c - telling the ranks of one host what has been said and what has come. See hosts.h.
+/* hosts_signals.c - telling the ranks of one host what has been said and what has come. See hosts.h.
  *
- * The one idea: each rank has a page where the host's other ranks look, and one counter there that they sleep on. Threads write there as
+ * Each rank has a page where the host's other ranks look, and one counter there that they sleep on. Threads write there as
  * well: the one of torch's that ends a rank's last collective of a gather writes the gather's number. So a rank need not come to the
  * end of a gather itself for others to use what it has brought.
  */
@@ -49,7 +49,7 @@ static bell *bell_of(const zs_hosts_comm *self, int lane)
     return (bell *)(void *)(self->bells.full + (size_t)lane * ZS_PAGE);
 }
 
-zs_status zs_hosts_bells_new(zs_hosts_comm *self)
+zs_status zs_hosts_signals_new(zs_hosts_comm *self)
 {
     return zs_comm_flat_new(self->local, ZS_PAGE, &self->bells);
 }
@@ -104,7 +104,7 @@ void zs_hosts_mark(zs_hosts_comm *self, zs_hosts_event event, uint64_t number)
     ring(own);
 }
 
-void zs_hosts_mark_deaf(zs_hosts_comm *self, const char *why)
+void zs_hosts_mark_failed(zs_hosts_comm *self, const char *why)
 {
     bell *own = bell_of(self, self->lane);
     snprintf(own->why_deaf, sizeof own->why_deaf, "%s", why);
@@ -136,7 +136,7 @@ static bell *find_missing(zs_hosts_awaited *it)
     return NULL;
 }
 
-bool zs_hosts_look(zs_hosts_awaited *it, double seconds)
+bool zs_hosts_poll(zs_hosts_awaited *it, double seconds)
 {
     bell *missing = find_missing(it);
     if (missing == NULL || it->why != NULL) return true;
@@ -150,7 +150,7 @@ bool zs_hosts_look(zs_hosts_awaited *it, double seconds)
 
 static bool look_again(void *arg, double seconds)
 {
-    return zs_hosts_look(arg, seconds);
+    return zs_hosts_poll(arg, seconds);
 }
 
 zs_status zs_hosts_await(zs_hosts_comm *self, const zs_c10d_turn *turn, uint64_t gather)

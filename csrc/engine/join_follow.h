@@ -1,6 +1,6 @@
-/* follow.h - what a rank does whose data has ended, while others go on: join().
+/* join_follow.h - what a rank does whose data has ended, while others go on: join().
  *
- * The one idea: it runs the passes that the others announce, with sessions, gathers and rounds as theirs, but without modules
+ * It runs the passes that the others announce, with sessions, gathers and rounds as theirs, but without modules
  * and without gradients. So its shard takes part in everything, and its grad shard has what all ranks' have.
  */
 #ifndef ZS_FOLLOW_H

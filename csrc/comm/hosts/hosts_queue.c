@@ -1,6 +1,6 @@
-/* hosts_said.c - gathers and rounds that this rank has said, and that begin when their turn has come. See hosts.h.
+/* hosts_queue.c - gathers and rounds that this rank has said, and that begin when their turn has come. See hosts.h.
  *
- * The one idea: to say something and to find out what all ranks say are two calls. Between them the script computes, while the thread
+ * To say something and to find out what all ranks say are two calls. Between them the script computes, while the thread
  * of hosts_turns.c says one after the other and begins what all mean. A failure is told by whichever call first finds it; with that,
  * all that was said after it has failed on all ranks, as none of it has been heard.
  */
@@ -56,7 +56,7 @@ static zs_status begin_here(zs_hosts_comm *self, zs_hosts_op *op)
 static zs_status hear_first(zs_hosts_comm *self)
 {
     zs_hosts_op *op = self->said;
-    ZS_TRY(zs_hosts_hear(self, &op->ticket));
+    ZS_TRY(zs_hosts_wait_ticket(self, &op->ticket));
     if (op->ticket.state == ZS_HOSTS_BEGUN) {
         if (op->status == ZS_OK) return ZS_OK;
         return lose(self, op, ZS_FAIL(op->status, "%s", op->words));
@@ -80,10 +80,10 @@ static void fail_all(zs_hosts_comm *self, zs_status status)
     }
 }
 
-zs_status zs_hosts_hear_until(zs_hosts_comm *self, const zs_hosts_op *end)
+zs_status zs_hosts_wait_until(zs_hosts_comm *self, const zs_hosts_op *end)
 {
     if (zs_c10d_is_forked(&self->c10d))
-        return zs_c10d_can_meet(&self->c10d); /* the thread is the parent's, and its locks */
+        return zs_c10d_check_usable(&self->c10d); /* the thread is the parent's, and its locks */
     while (self->said != NULL && (end == NULL || end->said)) {
         zs_status status = hear_first(self);
         if (status != ZS_OK) {
@@ -97,12 +97,12 @@ zs_status zs_hosts_hear_until(zs_hosts_comm *self, const zs_hosts_op *end)
     return ZS_OK;
 }
 
-zs_status zs_hosts_hear_said(zs_c10d_comm *comm)
+zs_status zs_hosts_wait_queued(zs_c10d_comm *comm)
 {
-    return zs_hosts_hear_until((zs_hosts_comm *)comm, NULL);
+    return zs_hosts_wait_until((zs_hosts_comm *)comm, NULL);
 }
 
-bool zs_hosts_is_heard(zs_hosts_comm *self, const zs_hosts_op *op)
+bool zs_hosts_has_begun(zs_hosts_comm *self, const zs_hosts_op *op)
 {
     return !op->said || zs_c10d_is_forked(&self->c10d) || zs_hosts_has_turned(self, &op->ticket);
 }
@@ -112,11 +112,11 @@ zs_status zs_hosts_op_failure(const zs_hosts_op *op)
     return op->status == ZS_OK ? ZS_OK : ZS_FAIL(op->status, "%s", op->words);
 }
 
-zs_status zs_hosts_op_say(zs_hosts_comm *self, zs_hosts_op *op, const zs_c10d_turn *turn)
+zs_status zs_hosts_op_enqueue(zs_hosts_comm *self, zs_hosts_op *op, const zs_c10d_turn *turn)
 {
     op->status = ZS_OK;
     op->model = self->c10d.base.model;
-    op->ticket.mine = zs_c10d_saying(&self->c10d, turn);
+    op->ticket.mine = zs_c10d_turn_to_send(&self->c10d, turn);
     op->ticket.begin = begin;
     op->ticket.urgent = false;
     op->next = NULL;
@@ -125,13 +125,13 @@ zs_status zs_hosts_op_say(zs_hosts_comm *self, zs_hosts_op *op, const zs_c10d_tu
         zs_status status = op->acts->begin_here(self, op);
         return status == ZS_OK ? ZS_OK : zs_c10d_fail(&self->c10d, turn, status);
     }
-    ZS_TRY(zs_c10d_can_meet(&self->c10d));
+    ZS_TRY(zs_c10d_check_usable(&self->c10d));
     if (self->said == NULL) zs_hosts_go_on(self);
     zs_hosts_op **at = &self->said;
     while (*at != NULL)
         at = &(*at)->next;
     *at = op;
     op->said = true;
-    zs_hosts_say(self, &op->ticket);
+    zs_hosts_enqueue(self, &op->ticket);
     return ZS_OK;
 }

@@ -1,4 +1,4 @@
-/* forwards.c - what users' forwards, and unshard() and reshard(), tell the schedule. See engine.h.
+/* forward_events.c - what users' forwards, and unshard() and reshard(), tell the schedule. See engine.h.
  */
 #include "engine/engine_inside.h"
 #include "engine/history.h"
@@ -8,7 +8,7 @@
 
 static zs_schedule *schedule_of(const zs_unit *unit)
 {
-    return &unit->home->schedule;
+    return &unit->context->schedule;
 }
 
 /* A backward within a forward leaves the forward open. */
@@ -22,7 +22,7 @@ zs_status zs_engine_adopt(zs_engine *engine, zs_unit *unit)
     zs_engine *old = zs_engine_of(unit);
     if (old == engine) return ZS_OK;
     ZS_TRY(zs_engine_settle(old));
-    if (runs(&old->home.schedule) || runs(&engine->home.schedule))
+    if (runs(&old->context.schedule) || runs(&engine->context.schedule))
         return ZS_FAIL(ZS_ERR_STATE,
                        "FSDP(...) was called during a forward or backward of unit '%s'; call it between steps",
                        zs_unit_label(unit->name));
@@ -43,31 +43,31 @@ static zs_entry entry_now(void)
 
 zs_status zs_engine_open(zs_engine *engine)
 {
-    if (backward_runs(&engine->home.schedule))
+    if (backward_runs(&engine->context.schedule))
         return ZS_FAIL(ZS_ERR_STATE,
                        "full parameters cannot be accessed during a backward; access them before or after it");
     zs_entry entry = entry_now();
     entry.by_hand = true;
-    ZS_TRY(zs_home_follow(&engine->home));
-    return zs_schedule_enter(&engine->home.schedule, NULL, &entry);
+    ZS_TRY(zs_context_follow(&engine->context));
+    return zs_schedule_enter(&engine->context.schedule, NULL, &entry);
 }
 
 zs_status zs_engine_close(zs_engine *engine)
 {
-    zs_status status = zs_home_follow(&engine->home);
-    ZS_ALSO(status, zs_schedule_leave_by_hand(&engine->home.schedule));
+    zs_status status = zs_context_follow(&engine->context);
+    ZS_ALSO(status, zs_schedule_leave_by_hand(&engine->context.schedule));
     return status;
 }
 
 size_t zs_engine_n_open(const zs_engine *engine)
 {
-    return engine->home.schedule.n_open;
+    return engine->context.schedule.n_open;
 }
 
 zs_status zs_engine_unwind(zs_engine *engine, size_t n_open)
 {
-    zs_status status = zs_schedule_unwind(&engine->home.schedule, n_open);
-    if (engine->home.schedule.n_open == 0 && !backward_runs(&engine->home.schedule)) zs_recording_unwind(engine);
+    zs_status status = zs_schedule_unwind(&engine->context.schedule, n_open);
+    if (engine->context.schedule.n_open == 0 && !backward_runs(&engine->context.schedule)) zs_recording_unwind(engine);
     return status;
 }
 
@@ -89,7 +89,7 @@ zs_status zs_engine_reshard(zs_unit *unit)
             ZS_ERR_STATE,
             "reshard() of unit '%s' was called during %s, which needs the full parameters; call it afterwards",
             zs_unit_label(unit->name), running ? "a backward" : "its own forward");
-    ZS_TRY(zs_home_follow(unit->home));
+    ZS_TRY(zs_context_follow(unit->context));
     return zs_schedule_reshard(schedule_of(unit), &unit->record);
 }
 
@@ -97,7 +97,7 @@ zs_status zs_prefetch_set(zs_unit *unit, zs_phase phase, zs_unit *const *units, 
 {
     zs_record *records[n + 1];
     for (size_t i = 0; i < n; i++) {
-        if (units[i]->home != unit->home)
+        if (units[i]->context != unit->context)
             return ZS_FAIL(ZS_ERR_VALUE,
                            "cannot prefetch across models: units '%s' and '%s' belong to different models; set the "
                            "units to prefetch after wrapping the outermost module",
@@ -105,7 +105,7 @@ zs_status zs_prefetch_set(zs_unit *unit, zs_phase phase, zs_unit *const *units, 
         records[i] = &units[i]->record;
     }
     ZS_TRY(zs_schedule_follow(&unit->record, phase, records, n));
-    zs_home_replan(unit->home);
+    zs_context_replan(unit->context);
     return ZS_OK;
 }
 
@@ -173,7 +173,7 @@ zs_status zs_engine_pre_forward(zs_unit *unit, bool training)
     bool between = schedule->n_open == 0 && (schedule->stage == ZS_IDLE || schedule->stage == ZS_FAILED);
     if (between) zs_recording_unwind(engine);
     if (entry.recording && between) ZS_TRY(zs_engine_thaw(engine));
-    ZS_TRY(zs_home_follow(unit->home));
+    ZS_TRY(zs_context_follow(unit->context));
     ZS_TRY(enter(unit, &entry));
     zs_status status = zs_recording_forward(unit);
     zs_unit_show_full(unit, zs_unit_is_full(unit));
@@ -191,7 +191,7 @@ static void leave_to_guard(zs_unit *unit)
 zs_status zs_engine_post_forward(zs_unit *unit)
 {
     bool made = zs_recording_forward_end(unit);
-    zs_status status = zs_home_follow(unit->home);
+    zs_status status = zs_context_follow(unit->context);
     ZS_ALSO(status, zs_schedule_leave(schedule_of(unit), &unit->record, made && zs_grad_mode()));
     leave_to_guard(unit);
     return status;
@@ -202,7 +202,7 @@ zs_status zs_engine_post_forward(zs_unit *unit)
 static zs_status unshard_for_read(zs_unit *unit)
 {
     zs_schedule *schedule = schedule_of(unit);
-    ZS_TRY(zs_home_follow(unit->home));
+    ZS_TRY(zs_context_follow(unit->context));
     ZS_TRY(zs_pin_check(unit));
     if (backward_runs(schedule)) return zs_schedule_recompute(schedule, &unit->record, zs_next_node());
     return zs_schedule_read(schedule, &unit->record, zs_next_node());
@@ -229,6 +229,6 @@ bool zs_engine_in_forward(const zs_engine *engine)
 zs_status zs_engine_unread(zs_unit *unit)
 {
     if (!zs_engine_in_forward(zs_engine_of(unit)) || backward_runs(schedule_of(unit))) return ZS_OK;
-    ZS_TRY(zs_home_follow(unit->home));
+    ZS_TRY(zs_context_follow(unit->context));
     return zs_schedule_unread(schedule_of(unit), &unit->record);
 }

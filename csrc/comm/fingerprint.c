@@ -1,5 +1,5 @@
-/* past.c - see past.h. */
-#include "comm/past.h"
+/* fingerprint.c - see fingerprint.h. */
+#include "comm/fingerprint.h"
 
 #include "comm/comm.h"
 
@@ -13,24 +13,24 @@ enum { CLAUSE = 1024, SHOWN = 3 };
 /* Numbers in param groups that differ by less, relative to themselves, are the same: hosts may round differently. */
 static const double near = 1e-6;
 
-void zs_past_replace(zs_past *past, const zs_past *before, const zs_past *now)
+void zs_fingerprint_replace(zs_fingerprint *fingerprint, const zs_fingerprint *before, const zs_fingerprint *now)
 {
-    past->steps += now->steps - before->steps;
-    past->settings += now->settings - before->settings;
-    past->counts += now->counts - before->counts;
-    past->loads += now->loads - before->loads;
-    past->frozen += now->frozen - before->frozen;
-    past->writes += now->writes - before->writes;
-    past->draws += now->draws - before->draws;
-    past->grads += now->grads - before->grads;
+    fingerprint->steps += now->steps - before->steps;
+    fingerprint->settings += now->settings - before->settings;
+    fingerprint->counts += now->counts - before->counts;
+    fingerprint->loads += now->loads - before->loads;
+    fingerprint->frozen += now->frozen - before->frozen;
+    fingerprint->writes += now->writes - before->writes;
+    fingerprint->draws += now->draws - before->draws;
+    fingerprint->grads += now->grads - before->grads;
 }
 
 /* --- words ---------------------------------------------------------------------------------------------------------------- */
 
-static char *place_of(zs_words *words, zs_topic topic, size_t *size)
+static char *place_of(zs_diagnostics *words, zs_topic topic, size_t *size)
 {
     switch (topic) {
-    case ZS_ON_MISHAP: *size = sizeof words->mishap; return words->mishap;
+    case ZS_ON_FAILURE: *size = sizeof words->failure; return words->failure;
     case ZS_ON_WRITE: *size = sizeof words->write; return words->write;
     case ZS_ON_SETTINGS: break;
     }
@@ -38,13 +38,13 @@ static char *place_of(zs_words *words, zs_topic topic, size_t *size)
     return words->settings;
 }
 
-const char *zs_words_on(const zs_words *words, zs_topic topic)
+const char *zs_diagnostics_on(const zs_diagnostics *words, zs_topic topic)
 {
     size_t size;
-    return place_of((zs_words *)words, topic, &size);
+    return place_of((zs_diagnostics *)words, topic, &size);
 }
 
-void zs_words_set(zs_words *words, zs_topic topic, const char *text)
+void zs_diagnostics_set(zs_diagnostics *words, zs_topic topic, const char *text)
 {
     size_t size;
     char *place = place_of(words, topic, &size);
@@ -54,31 +54,31 @@ void zs_words_set(zs_words *words, zs_topic topic, const char *text)
     place[length] = 0;
 }
 
-void zs_comm_tell(zs_comm *comm, zs_topic topic, const char *text)
+void zs_comm_publish(zs_comm *comm, zs_topic topic, const char *text)
 {
-    zs_words_set(&comm->words, topic, text);
+    zs_diagnostics_set(&comm->words, topic, text);
     if (comm->ops->talk->tell != NULL) comm->ops->talk->tell(comm, topic, text);
 }
 
 /* NULL: not known. */
 static const char *said(const zs_comm *comm, int rank, zs_topic topic)
 {
-    if (rank == comm->rank) return zs_words_on(&comm->words, topic);
-    if (comm->others != NULL) return zs_words_on(&comm->others[rank], topic);
-    return zs_comm_said(comm, rank, topic);
+    if (rank == comm->rank) return zs_diagnostics_on(&comm->words, topic);
+    if (comm->others != NULL) return zs_diagnostics_on(&comm->others[rank], topic);
+    return zs_comm_published(comm, rank, topic);
 }
 
-void zs_comm_mishaps(const zs_comm *comm, char *text, size_t size)
+void zs_comm_failures(const zs_comm *comm, char *text, size_t size)
 {
     size_t used = 0;
     text[0] = 0;
     for (int r = 0; r < comm->world && used < size; r++) {
-        const char *what = said(comm, r, ZS_ON_MISHAP);
+        const char *what = said(comm, r, ZS_ON_FAILURE);
         if (what != NULL && *what != 0) used += (size_t)snprintf(text + used, size - used, "; rank %d %.500s", r, what);
     }
 }
 
-void zs_comm_set_others(zs_comm *comm, zs_words *others)
+void zs_comm_set_others(zs_comm *comm, zs_diagnostics *others)
 {
     free(comm->others);
     comm->others = others;
@@ -88,8 +88,8 @@ void zs_comm_set_others(zs_comm *comm, zs_words *others)
 static zs_status learn(zs_comm *comm)
 {
     int peer = comm->rank == 0 ? comm->world - 1 : 0;
-    if (zs_comm_said(comm, peer, ZS_ON_SETTINGS) != NULL) return ZS_OK; /* as on all ranks */
-    zs_words *others = calloc((size_t)comm->world, sizeof *others);
+    if (zs_comm_published(comm, peer, ZS_ON_SETTINGS) != NULL) return ZS_OK; /* as on all ranks */
+    zs_diagnostics *others = calloc((size_t)comm->world, sizeof *others);
     if (others == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory asking what the ranks have done");
     zs_status status = zs_comm_exchange(comm, &comm->words, sizeof *others, others);
     if (status == ZS_OK)
@@ -177,7 +177,7 @@ static bool same_values(const line *a, const line *b)
 
 static bool was_cut_off(const char *settings)
 {
-    return strlen(settings) == sizeof((zs_words){0}).settings - 1;
+    return strlen(settings) == sizeof((zs_diagnostics){0}).settings - 1;
 }
 
 /* Are the settings of two ranks the same but for rounding, as far as their words tell? */
@@ -229,20 +229,20 @@ static void list_writes(const zs_comm *comm, int other, char *text, size_t size)
 
 /* What a rank has done otherwise than rank 0. */
 typedef struct difference {
-    const zs_past *first, *second;
+    const zs_fingerprint *first, *second;
     int other; /* the rank */
 } difference;
 
 static bool only_settings_differ(const difference *d)
 {
-    const zs_past *a = d->first, *b = d->second;
+    const zs_fingerprint *a = d->first, *b = d->second;
     return a->steps == b->steps && a->counts == b->counts && a->loads == b->loads && a->frozen == b->frozen &&
            a->draws == b->draws && a->writes == b->writes && a->grads == b->grads;
 }
 
 static void describe(const zs_comm *comm, const difference *d, char *text, size_t size)
 {
-    const zs_past *first = d->first, *second = d->second;
+    const zs_fingerprint *first = d->first, *second = d->second;
     int used = 0;
     if (first->steps != second->steps) {
         snprintf(text, size, "rank 0 has made %llu optimizer steps, but rank %d has made %llu",
@@ -270,13 +270,13 @@ static void describe(const zs_comm *comm, const difference *d, char *text, size_
 
 static bool have_drawn_otherwise(const difference *d)
 {
-    const zs_past *a = d->first, *b = d->second;
+    const zs_fingerprint *a = d->first, *b = d->second;
     return a->steps == b->steps && a->loads == b->loads && a->frozen == b->frozen && a->draws != b->draws;
 }
 
 static const char *remedy(const difference *d)
 {
-    const zs_past *first = d->first, *second = d->second;
+    const zs_fingerprint *first = d->first, *second = d->second;
     if (have_drawn_otherwise(d))
         return "initialize on all ranks, after torch.manual_seed() with one seed, or by model.apply(fn), which takes "
                "rank 0's "
@@ -293,11 +293,11 @@ static const char *remedy(const difference *d)
 
 static zs_status fail(zs_comm *comm, const difference *d)
 {
-    char clause[CLAUSE], mishaps[ZS_MISHAPS];
+    char clause[CLAUSE], failures[ZS_FAILURES];
     describe(comm, d, clause, sizeof clause);
-    zs_comm_mishaps(comm, mishaps, sizeof mishaps);
+    zs_comm_failures(comm, failures, sizeof failures);
     comm->apart = true;
-    return ZS_FAIL(ZS_ERR_DIVERGED, "the parameters are out of step: %s%s; %s", clause, mishaps, remedy(d));
+    return ZS_FAIL(ZS_ERR_DIVERGED, "the parameters are out of step: %s%s; %s", clause, failures, remedy(d));
 }
 
 /* Once settings have differed in earnest, digests alone count until they are the same: words tell of the last step only. */
@@ -308,12 +308,12 @@ static bool is_tolerable(const zs_comm *comm, const difference *d)
     return first == NULL || second == NULL || are_near(first, second);
 }
 
-zs_status zs_comm_check_pasts(zs_comm *comm, const zs_past *pasts)
+zs_status zs_comm_check_fingerprints(zs_comm *comm, const zs_fingerprint *fingerprints)
 {
     bool same = true;
     for (int r = 1; r < comm->world; r++) {
-        difference d = {&pasts[0], &pasts[r], r};
-        if (memcmp(d.first, d.second, sizeof *pasts) == 0) continue;
+        difference d = {&fingerprints[0], &fingerprints[r], r};
+        if (memcmp(d.first, d.second, sizeof *fingerprints) == 0) continue;
         same = false;
         if (!is_tolerable(comm, &d)) return fail(comm, &d);
     }
@@ -321,22 +321,22 @@ zs_status zs_comm_check_pasts(zs_comm *comm, const zs_past *pasts)
     return ZS_OK;
 }
 
-zs_status zs_comm_compare_pasts(zs_comm *comm, const zs_past *pasts)
+zs_status zs_comm_compare_fingerprints(zs_comm *comm, const zs_fingerprint *fingerprints)
 {
     bool same = true;
     for (int r = 1; r < comm->world; r++)
-        same &= memcmp(&pasts[r], &pasts[0], sizeof *pasts) == 0;
+        same &= memcmp(&fingerprints[r], &fingerprints[0], sizeof *fingerprints) == 0;
     if (!same) ZS_TRY(learn(comm));
-    return zs_comm_check_pasts(comm, pasts);
+    return zs_comm_check_fingerprints(comm, fingerprints);
 }
 
 /* --- the end ---------------------------------------------------------------------------------------------------------------- */
 
-static bool have_loaded(const zs_comm *comm, const zs_past *pasts)
+static bool have_loaded(const zs_comm *comm, const zs_fingerprint *fingerprints)
 {
     bool loaded = false;
     for (int r = 1; r < comm->world; r++)
-        loaded |= pasts[r].loads != pasts[0].loads || pasts[r].frozen != pasts[0].frozen;
+        loaded |= fingerprints[r].loads != fingerprints[0].loads || fingerprints[r].frozen != fingerprints[0].frozen;
     return loaded;
 }
 
@@ -345,11 +345,12 @@ zs_status zs_comm_end(zs_comm *comm)
     if (comm->ops->talk->end == NULL || comm->ended || comm->is_control) return ZS_OK;
     comm->ended = true;
     if (comm->lost != NULL || comm->failed) return ZS_OK;
-    zs_past *pasts = calloc((size_t)comm->world, sizeof *pasts);
-    if (pasts == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory comparing the ranks' last steps");
+    zs_fingerprint *fingerprints = calloc((size_t)comm->world, sizeof *fingerprints);
+    if (fingerprints == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory comparing the ranks' last steps");
     bool all = false;
-    zs_status status = comm->ops->talk->end(comm, pasts, &all);
-    if (status == ZS_OK && all && !comm->apart && !have_loaded(comm, pasts)) status = zs_comm_check_pasts(comm, pasts);
-    free(pasts);
+    zs_status status = comm->ops->talk->end(comm, fingerprints, &all);
+    if (status == ZS_OK && all && !comm->apart && !have_loaded(comm, fingerprints))
+        status = zs_comm_check_fingerprints(comm, fingerprints);
+    free(fingerprints);
     return status;
 }

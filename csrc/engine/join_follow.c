@@ -1,5 +1,5 @@
-/* follow.c - see follow.h. */
-#include "engine/follow.h"
+/* join_follow.c - see join_follow.h. */
+#include "engine/join_follow.h"
 
 #include "engine/engine_inside.h"
 #include "engine/join.h"
@@ -11,23 +11,23 @@ static zs_status record_of(zs_engine *engine, uint32_t number, zs_record **out)
     if (number >= zs_engine_n_units(engine))
         return ZS_FAIL(ZS_ERR_DIVERGED, "ranks diverged in join(): another rank uses unit %u of a model of %zu units",
                        number, zs_engine_n_units(engine));
-    *out = engine->home.schedule.records[number];
+    *out = engine->context.schedule.records[number];
     return ZS_OK;
 }
 
 /* What is heard in a pass whose end is `end`; *summed: what has come of its rounds, of which the others learn as well. */
 static zs_status take_part(zs_engine *engine, zs_join_act end, zs_status *summed)
 {
-    zs_schedule *schedule = &engine->home.schedule;
+    zs_schedule *schedule = &engine->context.schedule;
     for (;;) {
-        ZS_TRY(zs_join_listen(engine));
-        const zs_join_word *word = &zs_join_heard(engine)->word;
+        ZS_TRY(zs_join_receive(engine));
+        const zs_join_message *word = &zs_join_received(engine)->word;
         zs_record *record = NULL;
         if (word->act == end) return ZS_OK;
         if (word->act == ZS_JOIN_MEETING) continue; /* refused there */
         if (word->act != ZS_JOIN_GATHER && word->act != ZS_JOIN_POST)
             return ZS_FAIL(ZS_ERR_DIVERGED, "ranks diverged in join(): rank %d ended a pass early",
-                           zs_join_heard(engine)->leader);
+                           zs_join_received(engine)->leader);
         ZS_TRY(record_of(engine, word->number, &record));
         if (word->act == ZS_JOIN_GATHER)
             ZS_TRY(zs_schedule_gather_only(schedule, record));
@@ -38,7 +38,7 @@ static zs_status take_part(zs_engine *engine, zs_join_act end, zs_status *summed
 
 static zs_status follow_forward(zs_engine *engine, uint32_t bits)
 {
-    zs_schedule *schedule = &engine->home.schedule;
+    zs_schedule *schedule = &engine->context.schedule;
     if ((bits & ZS_JOIN_BY_HAND) != 0) return ZS_OK; /* refused there */
     zs_entry entry = {.now = zs_next_node()};
     entry.training = (bits & ZS_JOIN_TRAINING) != 0;
@@ -53,7 +53,7 @@ static zs_status follow_forward(zs_engine *engine, uint32_t bits)
 
 static zs_status follow_backward(zs_engine *engine)
 {
-    zs_schedule *schedule = &engine->home.schedule;
+    zs_schedule *schedule = &engine->context.schedule;
     zs_status summed = ZS_OK;
     ZS_TRY(zs_join_align(engine));
     zs_status status = zs_schedule_begin_to_follow(schedule);
@@ -62,7 +62,7 @@ static zs_status follow_backward(zs_engine *engine)
         status = zs_schedule_end(schedule);
         return summed != ZS_OK ? summed : status;
     }
-    bool heard = engine->home.ranks.all->heard; /* that a rank has abandoned it, which is that one's matter */
+    bool heard = engine->context.ranks.all->heard; /* that a rank has abandoned it, which is that one's matter */
     if (schedule->stage == ZS_IN_BACKWARD) zs_schedule_fail(schedule);
     if (heard) zs_clear_error();
     zs_status settled = zs_schedule_settle(schedule);
@@ -73,7 +73,7 @@ static zs_status follow_backward(zs_engine *engine)
 
 static zs_status follow_one(zs_engine *engine, bool *called)
 {
-    const zs_join_word *word = &zs_join_heard(engine)->word;
+    const zs_join_message *word = &zs_join_received(engine)->word;
     switch ((zs_join_act)word->act) {
     case ZS_JOIN_FORWARD: return follow_forward(engine, word->bits);
     case ZS_JOIN_BACKWARD: return follow_backward(engine);
@@ -85,11 +85,11 @@ static zs_status follow_one(zs_engine *engine, bool *called)
 zs_status zs_engine_follow(zs_engine *engine, bool *called)
 {
     *called = false;
-    ZS_TRY(zs_schedule_settle(&engine->home.schedule));
+    ZS_TRY(zs_schedule_settle(&engine->context.schedule));
     zs_join_follow(engine);
     while (!*called) {
-        ZS_TRY(zs_join_listen(engine));
-        if (zs_join_heard(engine)->n_active == 0) return ZS_OK;
+        ZS_TRY(zs_join_receive(engine));
+        if (zs_join_received(engine)->n_active == 0) return ZS_OK;
         ZS_TRY(follow_one(engine, called));
     }
     return ZS_OK;

@@ -1,5 +1,5 @@
-/* home.c - see home.h. */
-#include "unit/home.h"
+/* context.c - see context.h. */
+#include "unit/context.h"
 
 size_t zs_ranks_list(const zs_ranks *ranks, zs_comm *each[ZS_RANKS])
 {
