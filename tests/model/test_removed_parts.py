@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from compare import differences
 from fully_sharded import over
+from groups import own_group, passing_groups
 from models import TRANSPORTS, make
 from scenarios import WIDTH, Stack, floats, loss_of, message_of
 from torch import nn
@@ -100,12 +101,13 @@ def test_training_and_saving_go_on(pool2, change, how, transport, anew):
     assert pool2.run(changed, change, how, transport, anew) == [[], []]
 
 
+@passing_groups()
 def mistakes(transport):
-    model = FSDP(make(Stack), transport=transport)
+    group = own_group()  # which ranks that differ leave in ruins
+    model = FSDP(make(Stack), group, transport=transport)
     model.head = other()  # on each rank by itself
     said = [message_of(lambda: model(floats(0)), ValueError) for _ in range(2)]
-    with over(transport):
-        fully_shard(model.head)
+    FSDP(model.head, group, transport=transport)
     loss_of(model(floats(0))).backward()
     if dist.get_rank() == 0:
         model.blocks[0].up.bias = None
