@@ -164,6 +164,13 @@ static zs_status enter(zs_unit *unit, const zs_entry *entry)
     return zs_schedule_enter(schedule_of(unit), &unit->record, entry);
 }
 
+/* What has been removed from the model takes part in nothing that comes, on all ranks alike. */
+static void forget_gone(zs_engine *engine)
+{
+    for (size_t i = zs_engine_n_units(engine); i-- > 0;)
+        if (zs_engine_unit(engine, i)->gone) zs_engine_forget(engine, zs_engine_unit(engine, i));
+}
+
 zs_status zs_engine_pre_forward(zs_unit *unit, bool training)
 {
     zs_engine *engine = zs_engine_of(unit);
@@ -172,6 +179,7 @@ zs_status zs_engine_pre_forward(zs_unit *unit, bool training)
     const zs_schedule *schedule = schedule_of(unit);
     bool between = schedule->n_open == 0 && (schedule->stage == ZS_IDLE || schedule->stage == ZS_FAILED);
     if (between) zs_recording_unwind(engine);
+    if (between) forget_gone(engine);
     if (entry.recording && between) ZS_TRY(zs_engine_thaw(engine));
     ZS_TRY(zs_context_follow(unit->context));
     ZS_TRY(enter(unit, &entry));

@@ -237,6 +237,7 @@ static void unit_dealloc(unit_object *self)
     PyObject_GC_UnTrack(self);
     zs_py_hide(self);
     zs_profile_end(self->forward);
+    if (self->unit != NULL) self->unit->gone = true;
     zs_unit_release(self->unit);
     (void)unit_clear(self);
     Py_XDECREF(self->buffers);

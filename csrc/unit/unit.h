@@ -130,6 +130,7 @@ struct zs_unit {
     zs_wire code;     /* how its gradients cross hosts */
     double divisor;   /* what sums of gradients are divided by; 0: the number of ranks */
     bool in_backward; /* this backward has reached it: gradients set aside */
+    bool gone;        /* its module is: parameters that somebody holds still hold it, on each rank for another time */
     zs_param *params; /* [n_params]; owned */
     int64_t n_params;
     zs_flat flats[ZS_MAX_FLATS];
