@@ -42,7 +42,7 @@ typedef struct zs_tensor_info {
     int64_t numel;
     zs_where where;
     bool contiguous; /* row-major */
-    bool dense;      /* its elements fill a range of memory, in whatever order of the dimensions */
+    bool dense;      /* its elements, more than one, fill a range of memory, in whatever order of the dimensions */
     bool strided;    /* dense strided layout (not sparse, not quantised, not opaque) */
     bool requires_grad;
     bool is_leaf;

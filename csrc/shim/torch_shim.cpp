@@ -174,7 +174,7 @@ zs_status zs_tensor_describe(const zs_tensor *handle, zs_tensor_info *info)
         for (int d = 0; d < std::min<int>(info->ndim, ZS_MAX_DIM); d++)
             info->sizes[d] = tensor.size(d);
         info->contiguous = info->strided && tensor.is_contiguous();
-        info->dense = info->strided && tensor.is_non_overlapping_and_dense();
+        info->dense = info->strided && info->numel > 1 && tensor.is_non_overlapping_and_dense();
         for (int d = 0; info->dense && d < std::min<int>(info->ndim, ZS_MAX_DIM); d++)
             info->strides[d] = tensor.stride(d);
         return ZS_OK;
