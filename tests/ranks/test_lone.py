@@ -333,7 +333,8 @@ def test_no_thread_frees_tensors_while_python_ends():
     for result in fork_ranks(frees_at_the_end, 2):
         assert result.returncode == 0, result.stderr
         assert "threads: MainThread" in result.stdout
-        assert "zshard-" not in result.stdout
+        names = result.stdout.split()
+        assert [name for name in names if name.startswith("zshard-")] in ([], ["zshard-where"])
 
 
 def saves_late_by_layers(path):
