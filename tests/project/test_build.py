@@ -42,7 +42,7 @@ PyMODINIT_FUNC PyInit__core(void) { return PyModuleDef_Init(&module); }
 
 # Would change the builds below; `make sanitize` sets some of them.
 FLAGS = {"CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "LD_PRELOAD", "PYTHONPATH"} | {
-    *(f"ZSHARD_{variant}" for variant in ("DEBUG", "SANITIZE", "COVERAGE", "CUDA")),
+    *(f"ZSHARD_{variant}" for variant in ("DEBUG", "SANITIZE", "COVERAGE", "CUDA", "WERROR")),
     *("CUDA", "CUDA_HOME", "CUDA_PATH"),
 }
 
@@ -131,16 +131,18 @@ def test_failed_compile_names_the_command_and_is_tried_again(project: Project) -
         done = project.run("setup.py", "-q", "build_ext", "--inplace")
         assert done.returncode == 1
         assert "csrc/base/lone/alone.c:2" in done.stdout and "unknown" in done.stdout
-        assert "-Werror" in done.stdout and "Traceback" not in done.stdout
+        assert "-Wextra" in done.stdout and "Traceback" not in done.stdout
     project.write("csrc/base/lone/alone.c", PROJECT["csrc/base/lone/alone.c"])
     assert project.build() == {"alone.c", "_core"}
 
 
-def test_warning_in_c_is_an_error(project: Project) -> None:
+def test_warning_in_c_is_an_error_if_asked_for(project: Project) -> None:
     project.write(
         "csrc/base/lone/alone.c", "int zs_alone(long);\nint zs_alone(long a) { return a; }\n"
     )
     done = project.run("setup.py", "-q", "build_ext", "--inplace")
+    assert done.returncode == 0 and "-Wconversion" in done.stdout
+    done = project.run("setup.py", "-q", "build_ext", "--inplace", ZSHARD_WERROR="1")
     assert done.returncode == 1 and "-Werror=conversion" in done.stdout
 
 
@@ -399,7 +401,7 @@ def test_c_core_needs_neither_python_nor_torch() -> None:
 
 def test_function_without_a_header_is_an_error(project: Project) -> None:
     project.write("csrc/base/lone/alone.c", "int zs_alone(void) { return 0; }\n")
-    done = project.run("setup.py", "-q", "build_ext", "--inplace")
+    done = project.run("setup.py", "-q", "build_ext", "--inplace", ZSHARD_WERROR="1")
     assert done.returncode == 1 and "-Werror=missing-prototypes" in done.stdout
 
 
