@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import zshard
 from benchmarks.models import WORKLOADS, Batch, Workload, gpt
 from benchmarks.sides import SEED, Side
-from zshard.comm import devices
+from zshard.ranks import devices
 
 BF16 = torch.bfloat16
 

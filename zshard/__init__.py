@@ -12,7 +12,7 @@ from typing import Any as _Any
 
 import torch as _torch  # noqa: F401 - first: the core links to its libraries
 
-from zshard import _torch_check, wrap  # noqa: F401 - the check before the core is loaded
+from zshard import _missing_modules, _torch_check, wrap  # noqa: F401 - the check before the core is loaded
 from zshard._core import CudaError, DivergenceError, NcclError, PeerError, PeerTimeoutError
 from zshard._errors import CheckpointError, ShardError
 from zshard._predict_memory import predict_memory
@@ -21,8 +21,6 @@ from zshard.checkpoint.folder import latest_checkpoint
 from zshard.checkpoint.load import Loaded, load
 from zshard.checkpoint.save import SaveHandle, save
 from zshard.checkpoint.script_state import rng_state, set_rng_state
-from zshard.comm.nccl import NcclOptions
-from zshard.comm.wire import Wire
 from zshard.compat.classes import (
     BackwardPrefetch,
     CPUOffload,
@@ -47,7 +45,6 @@ from zshard.compat.distributed_data_parallel import DistributedDataParallel
 from zshard.compat.fsdp2 import share_comm_ctx
 from zshard.compat.fully_shard import fully_shard
 from zshard.compat.sharded_grad_scaler import ShardedGradScaler
-from zshard.deepspeed import missing_modules as _missing_modules
 from zshard.doctor.features import available_features
 from zshard.fsdp import FSDP, shard_info
 from zshard.grad_scaler import GradScaler
@@ -58,6 +55,8 @@ from zshard.model.unit_methods import UnshardHandle
 from zshard.model.whole_counts import num_parameters
 from zshard.offload import Offload
 from zshard.optim import SGD, Adam, AdamW
+from zshard.ranks.nccl import NcclOptions
+from zshard.ranks.wire import Wire
 from zshard.state.load_state_dict import load_state_dict
 from zshard.state.optimizer_names import load_optim_state_dict, optim_state_dict
 from zshard.strategy import ShardingStrategy

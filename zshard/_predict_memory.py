@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import nn
 
-from zshard.comm.devices import CPU
-from zshard.comm.wire import Wire, check_wire
 from zshard.compat.fsdp1 import precision_of, unit_options
 from zshard.memory.dry_run import World
 from zshard.memory.report import predict
 from zshard.memory.spare import parse_keep
 from zshard.offload import offload_on, parse_offload
+from zshard.ranks.devices import CPU
+from zshard.ranks.wire import Wire, check_wire
 from zshard.strategy import strategy_of
 from zshard.units.units import Options, Prefetch, is_unit
 from zshard.wrap import plan_units

@@ -16,9 +16,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core, _patches
-from zshard.comm.devices import device_of
-from zshard.comm.nccl import NcclOptions
-from zshard.comm.wire import Wire
 from zshard.compat.argument_types import (
     CPUOffloadLike,
     DeviceLike,
@@ -47,6 +44,9 @@ from zshard.model.methods import ModelMethods
 from zshard.model.shard_model import Initialization, Ranks, shard_model
 from zshard.model.summon import own_unit_as_on_rank_0
 from zshard.model.unit_methods import UnitMethods
+from zshard.ranks.devices import device_of
+from zshard.ranks.nccl import NcclOptions
+from zshard.ranks.wire import Wire
 from zshard.state.module import refuse_strange_slices, whole_state_dict
 from zshard.units.open_forwards import call_guarded
 from zshard.units.units import BufferSync, is_unit, modules_of, state_of

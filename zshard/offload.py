@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from zshard import _core
-from zshard.comm.devices import CPU
 from zshard.compat.classes import CPUOffloadPolicy, OffloadPolicy  # scripts import them from here
+from zshard.ranks.devices import CPU
 
 __all__ = [
     "CPUOffloadPolicy",

@@ -17,7 +17,7 @@ from torch import nn
 
 import zshard
 from zshard import FSDP, _core
-from zshard.comm.agreement import bytes_of
+from zshard.ranks.agreement import bytes_of
 
 BLOCK = 1 << 20
 FORMATS = {

@@ -20,7 +20,7 @@ from optim_states import FULL, rank, trained
 import zshard
 from zshard import FSDP
 from zshard.checkpoint import folder as folders
-from zshard.comm.transports import comm_for
+from zshard.ranks.transports import comm_for
 
 # --- arguments ------------------------------------------------------------------------------------
 

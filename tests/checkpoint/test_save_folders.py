@@ -23,7 +23,7 @@ from torch import nn
 import zshard
 from zshard import FSDP, _core
 from zshard.checkpoint import folder as folders
-from zshard.comm.transports import comm_for
+from zshard.ranks.transports import comm_for
 
 FOLDERS = {
     "taken": (FileExistsError, "already exists", "old", {}),

@@ -40,7 +40,7 @@ from spawn import RankPool, run_ranks
 
 import zshard
 from zshard import FSDP
-from zshard.comm import transports
+from zshard.ranks import transports
 
 
 def alone_over_nccl() -> tuple[str, list[bytes], list[float]]:

@@ -16,7 +16,7 @@ from c_compile import BUILDS, C, compile_c
 from nursery import fork_ranks
 
 from zshard import _core
-from zshard.comm import nccl as _nccl
+from zshard.ranks import nccl as _nccl
 
 FAKE = C / "fake_nccl.c"
 

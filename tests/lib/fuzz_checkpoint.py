@@ -137,8 +137,9 @@ def saved_by_torch(data: bytes) -> None:
         stored = torch_file.Stored(file, len(b"before"), len(data))
         with contextlib.suppress(CheckpointError):
             torch_file.value_in(stored, NAME)
-        begin = torch_file.values_at(stored, NAME, torch.float32, (2, 3))
-        assert 0 <= begin - stored.offset <= stored.length - 24
+        begin, strides = torch_file.values_at(stored, NAME, torch.float32, (2, 3))
+        length = 4 * torch_file.extent((2, 3), strides or (3, 1))
+        assert 0 <= begin - stored.offset <= stored.length - length
 
 
 def calls(data: bytes) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zshard.comm import transports
+from zshard.ranks import transports
 
 # Longer than a model's timeout: a rank may come to its next group by way of one.
 PATIENCE = datetime.timedelta(seconds=60)

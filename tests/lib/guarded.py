@@ -17,7 +17,7 @@ def part_like(whole, name="weight", begin=None, numel=None):
     numel = min(whole.numel() - begin, whole.numel() // 3 + 2) if numel is None else numel
     comm = SimpleNamespace(world=3)
     shape = tuple(whole.shape)
-    return Part(comm, comm, shape, begin, numel, whole.dtype, True, [name], lambda: None, 0)
+    return Part(comm, comm, shape, begin, numel, whole.dtype, True, [name], [], lambda: None, 0)
 
 
 def slice_of(whole, part):

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zshard
 from zshard import FSDP
-from zshard.comm import meeting, transports
+from zshard.ranks import meeting, transports
 
 
 @functools.cache

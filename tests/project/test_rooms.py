@@ -18,8 +18,8 @@ import zshard
 PACKAGE = Path(zshard.__file__).parent
 
 ORDER = [
-    *("_version", "_built_with", "_torch_check", "_errors", "_core"),
-    *("compat.__init__", "compat.classes", "precision", "strategy", "run", "comm", "offload"),
+    *("_version", "_built_with", "_torch_check", "_errors", "_missing_modules", "_core"),
+    *("compat.__init__", "compat.classes", "precision", "strategy", "run", "ranks", "offload"),
     *("units", "guard", "wrap", "optim", "grad_scaler", "state", "memory", "model"),
     *("compat.fsdp2", "compat.fsdp1", "compat.state_dict_types", "compat.sharded_grad_scaler"),
     *("compat.fsdp1_methods", "compat.ddp", "compat.attributes", "compat.argument_types"),

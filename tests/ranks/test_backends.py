@@ -21,7 +21,7 @@ from torch import nn
 
 import zshard
 from zshard import FSDP
-from zshard.comm import transports
+from zshard.ranks import transports
 
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard", "zero1"]
 WORLDS = [("nccl", 2, "shm"), ("nccl", 2, "c10d"), ("nccl", 3, "c10d")]

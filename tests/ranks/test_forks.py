@@ -101,7 +101,7 @@ def use_and_free(model):
         said = str(error)
     for module in list(model.modules()):
         module.__dict__.clear()
-    zshard.comm.transports._entries.clear()
+    zshard.ranks.transports._entries.clear()
     gc.collect()
     return said
 
@@ -121,7 +121,7 @@ def die(model, loss):
     except RuntimeError as error:
         said = str(error)
     sys.excepthook(ValueError, ValueError("the child dies"), None)
-    zshard.comm.transports._leave()
+    zshard.ranks.transports._leave()
     return said + use_and_free(model)
 
 

@@ -14,7 +14,7 @@ from test_backends import steps, wrapped
 
 import zshard
 from zshard import _core
-from zshard.comm import transports
+from zshard.ranks import transports
 
 
 class Control:

@@ -22,8 +22,8 @@ from torch import nn
 
 import zshard
 from zshard import FSDP
-from zshard.comm import ends
 from zshard.optim import state_registry
+from zshard.ranks import ends
 
 OVER_SHM = [c for c in COMBINATIONS if c[0] != "no_shard" and c[1] == "shm"]
 STEPS = 3

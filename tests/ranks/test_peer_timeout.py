@@ -23,7 +23,7 @@ from torch import nn
 
 import zshard
 from zshard import FSDP, PeerTimeoutError, _core
-from zshard.comm import agreement as _agree
+from zshard.ranks import agreement as _agree
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = "rank 0 waited 2.0 s for rank 1's part in exchange"
@@ -151,11 +151,11 @@ WAITS = {name for name in dir(_core.Comm) if not name.startswith("_")} - {
 CATCHES = {"OSError", "IOError", "EnvironmentError", "TimeoutError", "Exception"}
 ALLOWED = {
     *(
-        "comm/agreement.py:on_all_ranks",
-        "comm/agreement.py:told_to_all_ranks",
+        "ranks/agreement.py:on_all_ranks",
+        "ranks/agreement.py:told_to_all_ranks",
     ),  # have a clause for PeerError
-    "comm/responder.py:lives",  # asks one rank's thread, which may have ended
-    "comm/meeting.py:meet",  # tells the other ranks that shm is not available, and why
+    "ranks/responder.py:lives",  # asks one rank's thread, which may have ended
+    "ranks/meeting.py:meet",  # tells the other ranks that shm is not available, and why
 }
 
 

@@ -21,7 +21,7 @@ from spawn import ranks
 
 import zshard
 from zshard import FSDP
-from zshard.comm import script_position
+from zshard.ranks import script_position
 
 
 def evaluates(model, optimizer, folder):

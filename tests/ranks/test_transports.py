@@ -23,8 +23,8 @@ both = pytest.mark.parametrize("transport", ["shm", "c10d"])
 def connect(transport: str, timeout: float | None = None) -> Any:
     """This rank's transport over all ranks."""
     from zshard import ShardingStrategy
-    from zshard.comm.groups import resolve_groups
-    from zshard.comm.transports import comm_for
+    from zshard.ranks.groups import resolve_groups
+    from zshard.ranks.transports import comm_for
 
     groups = resolve_groups(None, None, ShardingStrategy.FULL_SHARD)
     return comm_for(groups.world, transport, timeout)

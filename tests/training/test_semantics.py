@@ -324,7 +324,7 @@ def penalty_alone(combination):
 @pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
 def test_penalty_on_shards_names_parameter_and_unit(pool2, combination):
     for message in pool2.run(penalty_alone, combination):
-        assert "sum() was called on a shard" in message and "model.parameters()" in message
+        assert "sum() was called on a shard" in message and "summon_full_params(model)" in message
         assert "'head." in message or "'blocks." in message
 
 

@@ -28,7 +28,7 @@ from zshard.checkpoint.opening import MODEL, opened
 from zshard.checkpoint.progress import progress
 from zshard.checkpoint.reader import Reader
 from zshard.checkpoint.safetensors import OpenFile
-from zshard.comm.agreement import bytes_of
+from zshard.ranks.agreement import bytes_of
 from zshard.state.source import chunks
 
 _DTYPES = {

@@ -29,10 +29,10 @@ from torch.optim import Optimizer
 from zshard import _core
 from zshard.checkpoint.safetensors import CODES, is_name
 from zshard.checkpoint.script_state import encode
-from zshard.comm.agreement import Fact, gather_bytes
-from zshard.comm.transports import comm_for
 from zshard.guard.slices import to_local
 from zshard.optim.sharded_state import held_by
+from zshard.ranks.agreement import Fact, gather_bytes
+from zshard.ranks.transports import comm_for
 from zshard.state.form import state_dict_form
 from zshard.state.load_state_dict import comm_of
 from zshard.state.optimizer_names import names_of

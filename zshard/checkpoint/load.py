@@ -30,10 +30,10 @@ from zshard.checkpoint.opening import older_than, opened
 from zshard.checkpoint.progress import progress
 from zshard.checkpoint.reader import Reader
 from zshard.checkpoint.safetensors import TensorEntry
-from zshard.comm import meeting
-from zshard.comm.agreement import Fact, check_agreement, on_all_ranks
-from zshard.comm.script_position import PublicCall
 from zshard.guard import slices
+from zshard.ranks import meeting
+from zshard.ranks.agreement import Fact, check_agreement, on_all_ranks
+from zshard.ranks.script_position import PublicCall
 from zshard.state.load_state_dict import LoadPlan, carry_out, plan
 from zshard.state.stand_ins import Pending
 from zshard.units.names import bare, plain_name, wanted_by

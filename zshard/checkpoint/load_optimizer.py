@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from zshard import _core
 from zshard.checkpoint.checkpoint import Checkpoint, OptimizerState
 from zshard.checkpoint.reader import Reader
-from zshard.comm.agreement import on_all_ranks
 from zshard.guard import slices
 from zshard.optim.sharded_state import params_of
+from zshard.ranks.agreement import on_all_ranks
 from zshard.state.optimizer_names import by_number, names_of
 from zshard.state.optimizer_plan import OptimizerPlan, taken
 from zshard.state.stand_ins import Pending

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zshard.checkpoint.checkpoint import Readable
-from zshard.comm.agreement import bytes_of
+from zshard.ranks.agreement import bytes_of
 from zshard.state.source import ChunkMemory, chunks, flat_of
 
 

@@ -44,9 +44,9 @@ from zshard.checkpoint.save_plan import (
 )
 from zshard.checkpoint.script_state import encode
 from zshard.checkpoint.write import CastBuffer, Writer, Written
-from zshard.comm.agreement import check_agreement, gather_bytes, on_all_ranks
-from zshard.comm.script_position import PublicCall
-from zshard.comm.transports import comm_beside
+from zshard.ranks.agreement import check_agreement, gather_bytes, on_all_ranks
+from zshard.ranks.script_position import PublicCall
+from zshard.ranks.transports import comm_beside
 from zshard.units.names import bare
 
 _OPEN = 64  # files at a time

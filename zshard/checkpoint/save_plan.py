@@ -24,8 +24,8 @@ from zshard.checkpoint.folder import Target
 from zshard.checkpoint.layout import Piece, PlannedFile, index_of, lay_out, pieces_of
 from zshard.checkpoint.manifest import FileRecord, Manifest, dump
 from zshard.checkpoint.safetensors import CODES
-from zshard.comm.agreement import Fact, gather_bytes, on_all_ranks
 from zshard.fsdp import FSDP
+from zshard.ranks.agreement import Fact, gather_bytes, on_all_ranks
 from zshard.units.names import plain_name
 from zshard.units.units import units_of
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from zshard.checkpoint.safetensors import CODES
-from zshard.comm.agreement import bytes_of
+from zshard.ranks.agreement import bytes_of
 
 _BITS = 8192  # of an int; Python refuses to parse somewhat larger ones
 LIMIT = 2**24  # bytes of one tensor; larger ones belong in a module's buffers

@@ -16,7 +16,7 @@ from zshard import _core
 from zshard._errors import CheckpointError
 from zshard.checkpoint.manifest import BLOCK, FileRecord
 from zshard.checkpoint.safetensors import OpenFile, SafetensorsFile
-from zshard.comm.agreement import gather_bytes
+from zshard.ranks.agreement import gather_bytes
 
 _T = TypeVar("_T")
 _RUN = 16  # blocks per call

@@ -20,7 +20,7 @@ from zshard import _core
 from zshard.checkpoint.layout import Piece
 from zshard.checkpoint.manifest import BLOCK
 from zshard.checkpoint.safetensors import CODES, rows_of
-from zshard.comm.agreement import bytes_of
+from zshard.ranks.agreement import bytes_of
 from zshard.state.source import CHUNK
 
 _DIRECT = 2**16  # bytes; smaller pieces are collected in the chunk

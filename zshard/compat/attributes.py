@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zshard.comm.transports import group_of
 from zshard.compat.classes import BackwardPrefetch, CPUOffload, MixedPrecision
 from zshard.precision import Precision
+from zshard.ranks.transports import group_of
 from zshard.strategy import ShardingStrategy
 from zshard.units.units import State, is_unit, state_of
 

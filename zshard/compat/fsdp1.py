@@ -12,11 +12,11 @@ import enum
 import os
 from typing import Any, NamedTuple
 
-from zshard.comm.devices import CPU
-from zshard.comm.wire import Wire, check_wire
 from zshard.compat import fsdp2
 from zshard.offload import Offload, offload_on, parse_offload
 from zshard.precision import BATCH_NORMS, Precision, check_dtype
+from zshard.ranks.devices import CPU
+from zshard.ranks.wire import Wire, check_wire
 from zshard.strategy import ShardingStrategy, strategy_of
 from zshard.units.units import Options, Prefetch
 from zshard.wrap.tree import UnitSpec

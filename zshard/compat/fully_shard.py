@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zshard.comm.groups import block_of, column_of, resolve_groups
-from zshard.comm.wire import Wire
 from zshard.compat.argument_types import OffloadPolicyLike, PrecisionLike
 from zshard.compat.classes import MixedPrecisionPolicy, OffloadPolicy
 from zshard.compat.fsdp2 import is_offload_policy, offload_of
 from zshard.fsdp import FSDP
 from zshard.offload import Offload
+from zshard.ranks.groups import block_of, column_of, resolve_groups
+from zshard.ranks.wire import Wire
 from zshard.strategy import ShardingStrategy
 from zshard.units.units import state_of
 from zshard.wrap.meta import reset_or_leave

@@ -15,10 +15,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from zshard._missing_modules import INSTEAD as MODULES
 from zshard.deepspeed import zero
 from zshard.deepspeed.build_engine import initialize
 from zshard.deepspeed.engine import DeepSpeedEngine
-from zshard.deepspeed.missing_modules import INSTEAD as MODULES
 from zshard.deepspeed.process_group import init_distributed
 
 __all__ = ["DeepSpeedEngine", "add_config_arguments", "init_distributed", "initialize", "zero"]

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from zshard.comm.agreement import check_agreement
 from zshard.deepspeed.ds_config import Settings, make_folder, read, settings_of
 from zshard.deepspeed.engine import DeepSpeedEngine
 from zshard.deepspeed.engine_facts import check_dataset
@@ -28,6 +27,7 @@ from zshard.deepspeed.process_group import init_distributed
 from zshard.deepspeed.schedules import schedule_of
 from zshard.deepspeed.zero import describe
 from zshard.fsdp import FSDP
+from zshard.ranks.agreement import check_agreement
 from zshard.units.units import is_unit, state_of
 from zshard.wrap.meta import reset_or_leave
 

@@ -20,9 +20,9 @@ from zshard._errors import CheckpointError, stacklevel
 from zshard.checkpoint.folder import path_of
 from zshard.checkpoint.load import Loaded, load
 from zshard.checkpoint.save import save
-from zshard.comm.agreement import on_all_ranks
-from zshard.comm.script_position import PublicCall
 from zshard.deepspeed.ds_config import Settings
+from zshard.ranks.agreement import on_all_ranks
+from zshard.ranks.script_position import PublicCall
 from zshard.state.form import state_dict_form
 from zshard.units.units import state_of
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from zshard.comm.groups import check_launcher, make_default_group
+from zshard.ranks.groups import check_launcher, make_default_group
 
 
 def init_distributed(

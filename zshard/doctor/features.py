@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from zshard import _core
-from zshard.comm import nccl as _nccl
 from zshard.doctor import cpus, rank_limits
+from zshard.ranks import nccl as _nccl
 
 OLDEST_GPU = (8, 0)  # compute capability of the PTX
 

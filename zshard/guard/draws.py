@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from zshard import _core
 from zshard._errors import ShardError
-from zshard.comm.agreement import bytes_of
 from zshard.guard.rules import DRAWN_IN_PLACE
 from zshard.guard.shared_draws import default_generators, shared_draws
 from zshard.guard.sizes import has_told, is_from_init, is_from_torch
 from zshard.guard.slices import Handler, plain, refuse, run_plain, slices_among
 from zshard.guard.words import refused_draw
+from zshard.ranks.agreement import bytes_of
 from zshard.units.shards import Part
 
 __all__ = ["HANDLERS", "INITS", "install"]

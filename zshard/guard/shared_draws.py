@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from zshard import _core
-from zshard.comm.agreement import bytes_of
+from zshard.ranks.agreement import bytes_of
 
 __all__ = ["default_generators", "keep_generator", "shared_draws"]
 

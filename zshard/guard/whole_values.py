@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from zshard import _core
 from zshard._errors import ShardError
-from zshard.comm.agreement import check_agreement, gather_bytes
-from zshard.comm.script_position import PublicCall
 from zshard.guard.slices import plain, to_local
 from zshard.guard.words import no_history
+from zshard.ranks.agreement import check_agreement, gather_bytes
+from zshard.ranks.script_position import PublicCall
 from zshard.units.open_forwards import is_forward_open
 from zshard.units.shards import Part, part_of
 from zshard.units.units import unsharded

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from zshard import _core
-from zshard.comm.transports import Comms
 from zshard.memory.forward_order import Call, calls_of_specs
+from zshard.ranks.transports import Comms
 from zshard.strategy import ShardingStrategy
 from zshard.units.units import Options, State, without_memory
 from zshard.wrap.initial_values import dtypes_of, names_of
@@ -47,7 +47,7 @@ def world_of(comms: Comms) -> World:
 
 
 def dry_comms(world: World, strategy: ShardingStrategy, rank: int = 0) -> Comms:
-    """Return what zshard.comm.transports.comms_for would in such a world, without peers."""
+    """Return what zshard.ranks.transports.comms_for would in such a world, without peers."""
 
     def comm(transport: str, size: int) -> _core.Comm:
         per_host = world.per_host if size == world.size else 0

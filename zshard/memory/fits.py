@@ -20,10 +20,6 @@ from torch import nn
 
 from zshard import _core
 from zshard._errors import stacklevel
-from zshard.comm.devices import CPU, torch_device
-from zshard.comm.groups import _env_int
-from zshard.comm.meeting import host_id
-from zshard.comm.transports import Comms
 from zshard.memory.advice import Model, Shortage, explain
 from zshard.memory.dry_run import DryRun, Planned, dry_comms, world_of
 from zshard.memory.host_limits import (
@@ -32,6 +28,10 @@ from zshard.memory.host_limits import (
     room_of_mappings,
     room_of_process,
 )
+from zshard.ranks.devices import CPU, torch_device
+from zshard.ranks.groups import _env_int
+from zshard.ranks.meeting import host_id
+from zshard.ranks.transports import Comms
 from zshard.units.units import is_apart, units_of
 
 MemoryLimit = int | str | None

@@ -14,11 +14,11 @@ from typing import NamedTuple
 from torch import nn
 
 from zshard import _core
-from zshard.comm.devices import CPU
 from zshard.memory.fits import MemoryLimit, Sharing, parse_size
 from zshard.memory.host_limits import resident, room_of_cgroup, room_of_host, room_of_process
 from zshard.memory.report import memory_of
 from zshard.optim.step_digest import watch_steps
+from zshard.ranks.devices import CPU
 from zshard.units.units import Keep, state_of, units_of
 
 KeepGathered = bool | int | str

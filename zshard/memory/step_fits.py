@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from zshard import _core
-from zshard.comm.devices import CPU
 from zshard.memory.fits import MemoryLimit, Sharing
 from zshard.memory.host_limits import room_of_cgroup, room_of_host, room_of_process
 from zshard.optim.hooks import before_first_steps
+from zshard.ranks.devices import CPU
 from zshard.units.units import state_of, units_of
 
 __all__ = ["watch_first_steps"]

@@ -15,8 +15,6 @@ from typing import Any
 from torch import nn
 
 from zshard import _core
-from zshard.comm.agreement import on_all_ranks, told_to_all_ranks
-from zshard.comm.transports import Comms
 from zshard.guard.collectives import tell_of_collectives
 from zshard.memory.forward_order import calls_of, parts_to_guard
 from zshard.model.copy import copy_plain, copy_slices, without
@@ -30,6 +28,8 @@ from zshard.precision import (
     install_casts,
     install_kept,
 )
+from zshard.ranks.agreement import on_all_ranks, told_to_all_ranks
+from zshard.ranks.transports import Comms
 from zshard.state.module import attach, attach_replicated
 from zshard.units.shards import remember_parts
 from zshard.units.units import (

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from zshard import _core
-from zshard.comm.agreement import check_agreement, on_all_ranks
 from zshard.grad_scaler import unscale
 from zshard.guard.slices import plain
 from zshard.optim.announce import Act, Joined, options_of, scaler_of
 from zshard.optim.clip import clip_by, norm_over_ranks
 from zshard.optim.in_backward import is_stepped_in_backward
+from zshard.ranks.agreement import check_agreement, on_all_ranks
 from zshard.units.shards import part_of, units_stepped_by
 from zshard.units.units import is_apart, is_unit, state_of, units_of
 

@@ -13,13 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zshard.comm.agreement import check_agreement, on_all_ranks, told_to_all_ranks
-from zshard.comm.devices import CPU
-from zshard.comm.groups import resolve_groups
-from zshard.comm.nccl import NcclOptions
-from zshard.comm.script_position import PublicCall
-from zshard.comm.transports import Comms, check_settings, comm_for, comms_for
-from zshard.comm.wire import check_wire_over
 from zshard.guard.shared_draws import keep_generator
 from zshard.memory.dry_run import Planned
 from zshard.memory.fits import MemoryLimit, check_fits
@@ -36,6 +29,13 @@ from zshard.model.build import (
 from zshard.model.whole_counts import count_in_parts
 from zshard.optim.hooks import shard_earlier_state
 from zshard.precision import cast_buffers
+from zshard.ranks.agreement import check_agreement, on_all_ranks, told_to_all_ranks
+from zshard.ranks.devices import CPU
+from zshard.ranks.groups import resolve_groups
+from zshard.ranks.nccl import NcclOptions
+from zshard.ranks.script_position import PublicCall
+from zshard.ranks.transports import Comms, check_settings, comm_for, comms_for
+from zshard.ranks.wire import check_wire_over
 from zshard.run.idle_cores import warn_of_idle_cores
 from zshard.units.units import BufferSync, Options, state_of
 from zshard.wrap.initial_values import InitialValues, check_unit, facts_of

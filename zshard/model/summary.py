@@ -6,8 +6,8 @@ What a reader wants to compare is in one column.
 from __future__ import annotations
 
 from zshard import _core
-from zshard.comm.transports import Comms
-from zshard.comm.wire import Wire, wire_words
+from zshard.ranks.transports import Comms
+from zshard.ranks.wire import Wire, wire_words
 from zshard.units.units import State, is_apart
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

@@ -24,11 +24,11 @@ from torch.nn.utils import clip_grad
 
 from zshard import _core
 from zshard._errors import ShardError
-from zshard.comm.script_position import PublicCall
-from zshard.comm.transports import ranks_of
 from zshard.guard.slices import plain
 from zshard.optim.announce import say_clip, say_norm
 from zshard.optim.in_backward import refuse_clipping
+from zshard.ranks.script_position import PublicCall
+from zshard.ranks.transports import ranks_of
 from zshard.units.shards import parts_of_all
 
 __all__ = ["clip_by", "clip_grad_norm", "install", "norm_over_ranks"]

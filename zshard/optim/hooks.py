@@ -127,6 +127,7 @@ def _noting_zeros(zero_grad: Callable[..., None]) -> Callable[..., None]:
     return zeroed
 
 
+_checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _checks: list[Callable[[torch.optim.Optimizer], bool]] = []
 
 
@@ -170,8 +171,9 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Torch's pre-hook. Raises RuntimeError for gradients that have not been reduced, and for
     parameters that unshard() has gathered: with a closure, which makes the gradients, after it."""
-    if len(optimizer.state) == 0:
+    if optimizer not in _checked:
         _check_first_step(optimizer)
+        _checked.add(optimizer)
     know(optimizer)
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         check_optimizer(optimizer)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from zshard.comm.agreement import Fact
+from zshard.ranks.agreement import Fact
 from zshard.units.shards import Part, part_of
 
 __all__ = ["SCALARS", "HeldState", "fact_of", "held_by", "held_in", "params_of", "scalar_keys"]

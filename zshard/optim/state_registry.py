@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zshard import _core
-from zshard.comm import ends, responder
+from zshard.ranks import ends, responder
 from zshard.units.units import State, units_of
 
 __all__ = [

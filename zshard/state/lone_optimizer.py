@@ -1,7 +1,7 @@
 """Whole optimizer state on one rank, which asks the others for their slices.
 
 Nobody meets. The rank that wants whole state opens a reader session, so that nobody
-steps, and asks each peer's thread (comm/responder.py) for what that rank has of the same
+steps, and asks each peer's thread (ranks/responder.py) for what that rank has of the same
 optimizer, which has the same number there (optim/state_registry.py).
 """
 
@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zshard import _core
-from zshard.comm.agreement import Fact, first_difference
-from zshard.comm.responder import Answer, Reply, answer_with, ask
-from zshard.comm.script_position import own_collective
 from zshard.guard.slices import plain
 from zshard.optim.sharded_state import HeldState, fact_of, held_in
 from zshard.optim.state_registry import Peers, record_of_model, tell_of
+from zshard.ranks.agreement import Fact, first_difference
+from zshard.ranks.responder import Answer, Reply, answer_with, ask
+from zshard.ranks.script_position import own_collective
 from zshard.units.units import session
 
 __all__ = ["WholeState", "ask_for_whole", "install"]

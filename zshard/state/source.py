@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from zshard import _core
-from zshard.comm.agreement import gather_bytes, on_all_ranks
 from zshard.guard.slices import to_local
+from zshard.ranks.agreement import gather_bytes, on_all_ranks
 from zshard.state.stand_ins import Pending
 from zshard.units.shards import Part
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from zshard import _core
-from zshard.comm.groups import check_still_alone
+from zshard.ranks.groups import check_still_alone
 from zshard.units.units import state_of
 
 __all__ = ["call_between_hooks", "call_guarded", "is_forward_open"]

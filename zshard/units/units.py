@@ -16,10 +16,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zshard import _core
-from zshard.comm.transports import Comms, ranks_of
-from zshard.comm.wire import Wire
 from zshard.offload import Offload
 from zshard.precision import Precision
+from zshard.ranks.transports import Comms, ranks_of
+from zshard.ranks.wire import Wire
 from zshard.strategy import ShardingStrategy
 
 _M = TypeVar("_M", bound=nn.Module)

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from zshard import _core
-from zshard.comm.agreement import Fact, checksum, tensor_fact, value_fact
-from zshard.comm.devices import CPU, move
 from zshard.guard.words import refused_grad_dtype
 from zshard.precision import name_of
+from zshard.ranks.agreement import Fact, checksum, tensor_fact, value_fact
+from zshard.ranks.devices import CPU, move
 from zshard.units.units import Options, without_memory
 from zshard.wrap.meta import Materializer
 from zshard.wrap.quantized import (

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zshard.comm.agreement import Fact, tensor_fact, value_fact
+from zshard.ranks.agreement import Fact, tensor_fact, value_fact
 from zshard.wrap.tree import ParamRef, UnitSpec
 
 # Of bitsandbytes' modules: on CPUs with AVX-512 BF16, their first evaluation is to repack weights.

@@ -2,7 +2,7 @@
  *
  * A place goes with a number, that of the wait in which its rank was then. So a place is known to be of the present,
  * and a rank that waits can be asked for it: each tells its own once a wait lasts, and a thread of Python's, of whichever rank is asked
- * while its script is elsewhere (comm/script_position.py).
+ * while its script is elsewhere (ranks/script_position.py).
  */
 #ifndef ZS_SHM_PLACE_H
 #define ZS_SHM_PLACE_H

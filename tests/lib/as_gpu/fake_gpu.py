@@ -11,7 +11,7 @@ import os
 from typing import Any
 
 from zshard import NcclOptions
-from zshard.comm import devices, transports
+from zshard.ranks import devices, transports
 
 GPU = "cuda:0/host"
 """A GPU whose memory is the host's, as the core calls it."""

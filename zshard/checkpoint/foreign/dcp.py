@@ -34,7 +34,7 @@ from zshard.checkpoint.foreign.torch_file import (
 )
 from zshard.checkpoint.manifest import LIMIT
 from zshard.checkpoint.safetensors import OpenFile
-from zshard.comm.agreement import bytes_of
+from zshard.ranks.agreement import bytes_of
 
 METADATA = ".metadata"
 

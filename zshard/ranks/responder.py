@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from zshard.comm.agreement import bytes_of
+from zshard.ranks.agreement import bytes_of
 
 __all__ = ["ENDED", "Answer", "Reply", "address", "answer_with", "ask", "lives", "stop"]
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from zshard import _core
-from zshard.comm.objects import gather_objects
+from zshard.ranks.objects import gather_objects
 
 _SHOWN = 2  # reasons of so many ranks
 _SPARE = 16  # file descriptors besides those of a group's connections

@@ -22,16 +22,16 @@ import torch.distributed as dist
 
 from zshard import _core
 from zshard._errors import stacklevel
-from zshard.comm import ends, meeting, script_position
-from zshard.comm.agreement import on_all_ranks
-from zshard.comm.devices import CPU, is_stand_in, torch_device
-from zshard.comm.exit import fail
-from zshard.comm.groups import Groups
-from zshard.comm.hosts import connect_hosts, ranks_per_host
-from zshard.comm.meeting import Refusal, meet
-from zshard.comm.nccl import NcclOptions, library
-from zshard.comm.objects import gather_objects
-from zshard.comm.subgroups import new_subgroup
+from zshard.ranks import ends, meeting, script_position
+from zshard.ranks.agreement import on_all_ranks
+from zshard.ranks.devices import CPU, is_stand_in, torch_device
+from zshard.ranks.exit import fail
+from zshard.ranks.groups import Groups
+from zshard.ranks.hosts import connect_hosts, ranks_per_host
+from zshard.ranks.meeting import Refusal, meet
+from zshard.ranks.nccl import NcclOptions, library
+from zshard.ranks.objects import gather_objects
+from zshard.ranks.subgroups import new_subgroup
 from zshard.strategy import ShardingStrategy
 
 TRANSPORTS = {

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from zshard.comm.agreement import bytes_of
+from zshard.ranks.agreement import bytes_of
 
 
 def gather_objects(mine: Any, group: Any) -> list[Any]:

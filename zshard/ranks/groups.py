@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zshard._errors import stacklevel
-from zshard.comm import ends
-from zshard.comm.objects import gather_objects
-from zshard.comm.subgroups import new_subgroup
+from zshard.ranks import ends
+from zshard.ranks.objects import gather_objects
+from zshard.ranks.subgroups import new_subgroup
 from zshard.strategy import ShardingStrategy
 
 

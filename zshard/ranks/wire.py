@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zshard import _core
-from zshard.comm.devices import CPU
+from zshard.ranks.devices import CPU
 
 CODES = {None: 0, "bf16": 1, "int8": 2}
 """By the names that Wire takes: their numbers in the core."""

@@ -12,9 +12,9 @@ from typing import Any
 import torch.distributed as dist
 
 from zshard import _core
-from zshard.comm.meeting import Refusal, meet
-from zshard.comm.objects import gather_objects
-from zshard.comm.subgroups import new_subgroup
+from zshard.ranks.meeting import Refusal, meet
+from zshard.ranks.objects import gather_objects
+from zshard.ranks.subgroups import new_subgroup
 
 
 def ranks_per_host(hosts: Sequence[str]) -> int:
