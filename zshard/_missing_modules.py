@@ -5,7 +5,6 @@ Python asks this finder last, for what is not there.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from importlib.abc import MetaPathFinder
 from typing import Any
@@ -34,7 +33,26 @@ INSTEAD = {
     ),
     "zero": f"write `{_SHARED}zero`",
 }
-"""By the outermost module, which Python imports first. zshard.deepspeed has more names."""
+"""By the outermost module, which Python imports first."""
+
+NAMES = {
+    "comm": "use torch.distributed",
+    "ops": "use zshard.AdamW, zshard.Adam or zshard.SGD",
+    "checkpointing": "use torch.utils.checkpoint",
+    "moe": "zshard has no expert parallelism; experts that all ranks have need nothing of it",
+    "pipe": "zshard has no pipeline parallelism",
+    "PipelineModule": "zshard has no pipeline parallelism",
+    "init_inference": "call engine.module under torch.no_grad()",
+    "InferenceEngine": "call engine.module under torch.no_grad()",
+    "tp_model_init": "zshard has no tensor parallelism",
+    "OnDevice": "use torch.device",
+    "get_accelerator": "use torch.accelerator",
+    "log_dist": "print on rank 0",
+    **{name: INSTEAD[name] for name in ("accelerator", "runtime", "utils")},
+    "add_tuning_arguments": "set the section 'scheduler' of the config",
+    "DeepSpeedConfig": "engine.config is the config as a dict",
+}
+"""By the attribute of zshard.deepspeed."""
 
 
 class _Finder(MetaPathFinder):
@@ -48,7 +66,7 @@ class _Finder(MetaPathFinder):
 
 
 def _remedy_of(module: str) -> str:
-    known = {**importlib.import_module("zshard.deepspeed").INSTEAD, **INSTEAD}
+    known = {**NAMES, **INSTEAD}
     return str(known.get(module.partition(".")[0], ""))
 
 

@@ -15,31 +15,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from zshard._missing_modules import INSTEAD as MODULES
+from zshard._missing_modules import NAMES as INSTEAD
 from zshard.deepspeed import zero
 from zshard.deepspeed.build_engine import initialize
 from zshard.deepspeed.engine import DeepSpeedEngine
 from zshard.deepspeed.process_group import init_distributed
 
 __all__ = ["DeepSpeedEngine", "add_config_arguments", "init_distributed", "initialize", "zero"]
-
-INSTEAD = {
-    "comm": "use torch.distributed",
-    "ops": "use zshard.AdamW, zshard.Adam or zshard.SGD",
-    "checkpointing": "use torch.utils.checkpoint",
-    "moe": "zshard has no expert parallelism; experts that all ranks have need nothing of it",
-    "pipe": "zshard has no pipeline parallelism",
-    "PipelineModule": "zshard has no pipeline parallelism",
-    "init_inference": "call engine.module under torch.no_grad()",
-    "InferenceEngine": "call engine.module under torch.no_grad()",
-    "tp_model_init": "zshard has no tensor parallelism",
-    "OnDevice": "use torch.device",
-    "get_accelerator": "use torch.accelerator",
-    "log_dist": "print on rank 0",
-    **{name: MODULES[name] for name in ("accelerator", "runtime", "utils")},
-    "add_tuning_arguments": "set the section 'scheduler' of the config",
-    "DeepSpeedConfig": "engine.config is the config as a dict",
-}
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
