@@ -1,6 +1,6 @@
 /* futex_count.c - preloaded by many_ranks.py: how often this process sleeps and wakes by way of syscall(2).
  *
- * Zshard's core asks for futexes by syscall(), while libc's and torch's locks do not, so that is zshard's share.
+ * zshard's core asks for futexes by syscall(), while libc's and torch's locks do not, so that is zshard's share.
  */
 #define _GNU_SOURCE 1 /* RTLD_NEXT */
 #include <dlfcn.h>

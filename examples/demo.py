@@ -4,7 +4,7 @@
     python examples/demo.py --long     # a larger model and 400 steps
     python examples/demo.py --quick    # a tiny model and a few steps: does everything run?
 
-Zshard's run is measured once. At step `compared_steps` it records what the others,
+zshard's run is measured once. At step `compared_steps` it records what the others,
 which stop there, are compared with: same seed, data, learning-rate schedule and number of ranks.
 Each run is a `torchrun` of train_gpt.py, one after another, and leaves a run.json. Its stderr goes
 to a file beside that; the end of it is shown if the run fails.

@@ -214,8 +214,7 @@ def install() -> None:
     if _installed:
         return
     _installed = True
-    more = (views.HANDLERS, sizes.HANDLERS, draws.HANDLERS, library_updates.HANDLERS)
-    slices.set_guard({func: handler for each in more for func, handler in each.items()})
+    slices.set_guard(views.HANDLERS | sizes.HANDLERS | draws.HANDLERS | library_updates.HANDLERS)
     lone_optimizer.install()
     safetensors_files.install()
     for patch in _PATCHES:

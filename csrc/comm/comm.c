@@ -35,6 +35,11 @@ bool zs_comm_interrupted(void)
     return hook != NULL && hook();
 }
 
+bool zs_comm_shares_memory(const zs_comm *comm)
+{
+    return comm->ops->mapped && comm->world > 1;
+}
+
 bool zs_comm_is_asked(zs_comm *comm)
 {
     return comm->ops->talk->is_asked != NULL && comm->ops->talk->is_asked(comm);
@@ -50,7 +55,7 @@ void zs_comm_outlive(zs_comm *comm, double seconds)
     if (comm->failed && comm->ops->talk->outlive != NULL) comm->ops->talk->outlive(comm, seconds);
 }
 
-bool zs_comm_is_stopped(const zs_comm *comm)
+bool zs_comm_is_stopped(zs_comm *comm)
 {
     return comm->ops->talk->is_stopped != NULL && comm->ops->talk->is_stopped(comm);
 }

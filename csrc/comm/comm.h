@@ -30,6 +30,9 @@ void zs_comm_release(zs_comm *comm);
  * ends with ZS_ERR_TORCH (`interrupted` has set a Python exception, say KeyboardInterrupt). NULL: nobody is asked. */
 void zs_comm_on_wait(bool (*interrupted)(void));
 
+/* Are there peers that map this rank's memory? */
+bool zs_comm_shares_memory(const zs_comm *comm);
+
 /* Do others ask where this rank's script is? And the answer. */
 bool zs_comm_is_asked(zs_comm *comm);
 void zs_comm_tell_place(zs_comm *comm, const char *text);
@@ -38,7 +41,7 @@ void zs_comm_tell_place(zs_comm *comm, const char *text);
 void zs_comm_outlive(zs_comm *comm, double seconds);
 
 /* Has a rank told that it cannot go on, though none is gone? */
-bool zs_comm_is_stopped(const zs_comm *comm);
+bool zs_comm_is_stopped(zs_comm *comm);
 
 /* gather_start and gather_finish in one. */
 zs_status zs_comm_gather(zs_comm *comm, const zs_flat_mem *flat, const char *unit, zs_target to);

@@ -46,13 +46,13 @@ const char *zs_diagnostics_on(const zs_diagnostics *words, zs_topic topic);
 /* Replaces it; what is too long is cut off. */
 void zs_diagnostics_set(zs_diagnostics *words, zs_topic topic, const char *text);
 
-/* Tells the peers. Never waits. */
+/* Shows a text to the peers. Never waits. */
 void zs_comm_publish(zs_comm *comm, zs_topic topic, const char *text);
 
 /* Room for what that tells. */
 enum { ZS_FAILURES = 1024 };
 
-/* "; rank 0 raised ..." for all ranks that have told of a failure, as far as this one knows; "" if none has. */
+/* "; rank 0 raised ..." for each rank whose failure this one knows of; "" if there is none. */
 void zs_comm_failures(const zs_comm *comm, char *text, size_t size);
 
 /* The same words, as a transport has got them otherwise: [world], taken over; NULL: none are known any more. */

@@ -70,13 +70,13 @@ void zs_process_watch_free(zs_process_watch *processes)
     free(processes);
 }
 
-void zs_process_watch_add(zs_process_watch *processes, int r, const zs_process_id *card)
+void zs_process_watch_add(zs_process_watch *processes, int r, const zs_process_id *id)
 {
     zs_process_id own;
     zs_process_own_id(&own);
-    processes->of[r].pid = (long)card->pid;
-    if (r == processes->rank || card->pid == own.pid || !near(&own, card)) return;
-    processes->of[r].fd = (int)syscall(SYS_pidfd_open, (pid_t)card->pid, 0);
+    processes->of[r].pid = (long)id->pid;
+    if (r == processes->rank || id->pid == own.pid || !near(&own, id)) return;
+    processes->of[r].fd = (int)syscall(SYS_pidfd_open, (pid_t)id->pid, 0);
 }
 
 static bool has_ended(const zs_process_watch *processes, int r)

@@ -98,4 +98,10 @@ void zs_engine_forget(zs_engine *engine, zs_unit *unit);
 /* The second half of zs_engine_adopt: no pass of either engine is running. */
 zs_status zs_engine_take_over(zs_engine *engine, zs_unit *unit);
 
+/* Is this a thread of a backward of the model? */
+static inline bool zs_backward_runs(const zs_schedule *schedule)
+{
+    return schedule->stage == ZS_IN_BACKWARD && zs_in_backward();
+}
+
 #endif

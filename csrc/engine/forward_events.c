@@ -31,11 +31,6 @@ zs_status zs_engine_adopt(zs_engine *engine, zs_unit *unit)
 
 /* --- sessions opened by hand ---------------------------------------------------------------------------------------------- */
 
-static bool backward_runs(const zs_schedule *schedule)
-{
-    return schedule->stage == ZS_IN_BACKWARD && zs_in_backward();
-}
-
 static zs_entry entry_now(void)
 {
     return (zs_entry){.recording = zs_grad_mode(), .now = zs_next_node()};
@@ -43,7 +38,7 @@ static zs_entry entry_now(void)
 
 zs_status zs_engine_open(zs_engine *engine)
 {
-    if (backward_runs(&engine->context.schedule))
+    if (zs_backward_runs(&engine->context.schedule))
         return ZS_FAIL(ZS_ERR_STATE,
                        "full parameters cannot be accessed during a backward; access them before or after it");
     zs_entry entry = entry_now();
@@ -67,7 +62,8 @@ size_t zs_engine_n_open(const zs_engine *engine)
 zs_status zs_engine_unwind(zs_engine *engine, size_t n_open)
 {
     zs_status status = zs_schedule_unwind(&engine->context.schedule, n_open);
-    if (engine->context.schedule.n_open == 0 && !backward_runs(&engine->context.schedule)) zs_recording_unwind(engine);
+    if (engine->context.schedule.n_open == 0 && !zs_backward_runs(&engine->context.schedule))
+        zs_recording_unwind(engine);
     return status;
 }
 
@@ -83,7 +79,7 @@ zs_status zs_engine_unshard(zs_unit *unit, bool exact)
 
 zs_status zs_engine_reshard(zs_unit *unit)
 {
-    bool running = backward_runs(schedule_of(unit));
+    bool running = zs_backward_runs(schedule_of(unit));
     if (unit->record.inside > 0 || running)
         return ZS_FAIL(
             ZS_ERR_STATE,
@@ -154,7 +150,7 @@ zs_status zs_engine_thaw(zs_engine *engine)
 
 static zs_status enter(zs_unit *unit, const zs_entry *entry)
 {
-    if (backward_runs(schedule_of(unit))) {
+    if (zs_backward_runs(schedule_of(unit))) {
         ZS_TRY(zs_in_backward_check(unit));
         ZS_TRY(zs_pin_check(unit));
         return zs_schedule_recompute(schedule_of(unit), &unit->record, entry->now);
@@ -192,7 +188,7 @@ zs_status zs_engine_pre_forward(zs_unit *unit, bool training)
 /* From here on the guard is asked about the parameters, even where they stay unsharded: an operation reads them. */
 static void leave_to_guard(zs_unit *unit)
 {
-    if (unit->record.inside == 0 && !unit->record.pinned && !backward_runs(schedule_of(unit)))
+    if (unit->record.inside == 0 && !unit->record.pinned && !zs_backward_runs(schedule_of(unit)))
         zs_unit_show_full(unit, false);
 }
 
@@ -212,7 +208,7 @@ static zs_status unshard_for_read(zs_unit *unit)
     zs_schedule *schedule = schedule_of(unit);
     ZS_TRY(zs_context_follow(unit->context));
     ZS_TRY(zs_pin_check(unit));
-    if (backward_runs(schedule)) return zs_schedule_recompute(schedule, &unit->record, zs_next_node());
+    if (zs_backward_runs(schedule)) return zs_schedule_recompute(schedule, &unit->record, zs_next_node());
     return zs_schedule_read(schedule, &unit->record, zs_next_node());
 }
 
@@ -236,7 +232,7 @@ bool zs_engine_in_forward(const zs_engine *engine)
 
 zs_status zs_engine_unread(zs_unit *unit)
 {
-    if (!zs_engine_in_forward(zs_engine_of(unit)) || backward_runs(schedule_of(unit))) return ZS_OK;
+    if (!zs_engine_in_forward(zs_engine_of(unit)) || zs_backward_runs(schedule_of(unit))) return ZS_OK;
     ZS_TRY(zs_context_follow(unit->context));
     return zs_schedule_unread(schedule_of(unit), &unit->record);
 }

@@ -5,18 +5,13 @@
 #include "engine/recording.h"
 #include "unit/secondary.h"
 
-static bool is_mapped(const zs_unit *unit)
-{
-    const zs_comm *shard_group = unit->context->ranks.shard_group;
-    return shard_group->ops->mapped && shard_group->world > 1;
-}
-
 /* All ranks come here: whatever their code does before has been done, and nothing that follows. */
 static zs_status meet(const zs_unit *unit)
 {
-    if (!is_mapped(unit)) return ZS_OK;
-    uint8_t mine = 0, all[unit->context->ranks.shard_group->world];
-    return zs_comm_exchange(unit->context->ranks.shard_group, &mine, sizeof mine, all);
+    zs_comm *shard_group = unit->context->ranks.shard_group;
+    if (!zs_comm_shares_memory(shard_group)) return ZS_OK;
+    uint8_t mine = 0, all[shard_group->world];
+    return zs_comm_exchange(shard_group, &mine, sizeof mine, all);
 }
 
 static zs_status check(const zs_unit *unit)
@@ -27,7 +22,7 @@ static zs_status check(const zs_unit *unit)
             "parameters of unit '%s' are written to in a forward within join(), where a rank that has run out of "
             "batches would keep the old ones; write to them before the forward",
             zs_unit_label(unit->name));
-    if (is_mapped(unit) && !unit->context->schedule.entry.recording)
+    if (zs_comm_shares_memory(unit->context->ranks.shard_group) && !unit->context->schedule.entry.recording)
         return ZS_FAIL(
             ZS_ERR_STATE,
             "parameters of unit '%s' are written to in a forward without gradients, which one rank may run alone; "
@@ -40,7 +35,7 @@ zs_status zs_forward_write_begin(zs_unit *unit)
 {
     zs_schedule *schedule = &unit->context->schedule;
     if (schedule->n_open == 0 || zs_recording_runs(zs_engine_of(unit)) == NULL) return ZS_OK;
-    if (schedule->stage == ZS_IN_BACKWARD && zs_in_backward()) return ZS_OK;
+    if (zs_backward_runs(schedule)) return ZS_OK;
     ZS_TRY(zs_context_follow(unit->context));
     ZS_TRY(zs_schedule_unread(schedule, &unit->record));
     if (unit->record.is.replicated || unit->written_in_forward) return ZS_OK;

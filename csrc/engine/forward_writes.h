@@ -10,7 +10,7 @@
 
 #include "engine/engine.h"
 
-/* A script is about to write to the unit's shards. No-op outside a forward of its model. Collective the first time. ZS_ERR_SHARD
+/* A script is about to write to the unit's shards. No-op outside a forward of its model. Collective the first time. ZS_ERR_STATE
  * in join(), and in a forward without gradients if peers map the shards, since one rank may run it alone. */
 zs_status zs_forward_write_begin(zs_unit *unit);
 

@@ -126,8 +126,8 @@ static size_t mappings_of(const zs_unit *unit)
 {
     const zs_ranks *ranks = &unit->context->ranks;
     size_t shards = unit->offloads.params ? (size_t)ranks->shards->world : 3, count = 0;
-    bool mapped = ranks->shards->ops->mapped && ranks->shards->world > 1;
-    bool kept = ranks->replica_group != NULL && ranks->shard_group->ops->mapped && ranks->shard_group->world > 1;
+    bool mapped = zs_comm_shares_memory(ranks->shards);
+    bool kept = ranks->replica_group != NULL && zs_comm_shares_memory(ranks->shard_group);
     for (int f = 0; f < unit->n_flats && !unit->record.is.replicated; f++) {
         size_t copies = unit->flats[f].compute != unit->flats[f].dtype ? 2 : 1;
         count += (mapped ? copies * shards : 0) + (kept ? 3 : 0);

@@ -29,13 +29,6 @@ zs_status zs_writing_begin(zs_engine *engine)
     return ZS_OK;
 }
 
-/* Do peers map the shards? */
-static bool is_looked_at(const zs_engine *engine)
-{
-    const zs_comm *shard_group = engine->context.ranks.shard_group;
-    return shard_group->ops->mapped && shard_group->world > 1;
-}
-
 zs_status zs_writing_cast(zs_engine *engine)
 {
     for (size_t i = 0; i < zs_engine_n_units(engine); i++)
@@ -46,7 +39,7 @@ zs_status zs_writing_cast(zs_engine *engine)
 void zs_writing_end(zs_engine *engine)
 {
     zs_sample_written(engine);
-    bool done = !is_looked_at(engine) || zs_writing_cast(engine) == ZS_OK;
+    bool done = !zs_comm_shares_memory(engine->context.ranks.shard_group) || zs_writing_cast(engine) == ZS_OK;
     if (!done) zs_clear_error(); /* the next pass tries again, and fails */
     /* Secondary shards are brought up to date when a pass begins. */
     end(engine, done && engine->context.ranks.replica_group == NULL);
@@ -95,7 +88,7 @@ static bool has_casts(const zs_engine *engine)
 
 zs_status zs_writing_complete(zs_engine *engine)
 {
-    if (!is_looked_at(engine) || engine->writing || engine->reading) return ZS_OK;
+    if (!zs_comm_shares_memory(engine->context.ranks.shard_group) || engine->writing || engine->reading) return ZS_OK;
     ZS_TRY(zs_writing_back(engine));
     if (!engine->by_hand) return ZS_OK;
     if (has_casts(engine)) {

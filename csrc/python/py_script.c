@@ -52,6 +52,12 @@ static PyObject *on_place(PyObject *module, PyObject *function)
     Py_RETURN_NONE;
 }
 
+static PyObject *answer(PyObject *object, bool (*question)(zs_comm *))
+{
+    zs_comm *comm = zs_py_comm(object);
+    return comm != NULL ? PyBool_FromLong(question(comm)) : NULL;
+}
+
 PyDoc_STRVAR(is_asked_doc,
              "is_asked($module, comm, /)\n--\n\nReturn whether ranks of a transport ask where this rank's "
              "script is, since the last call (shm).");
@@ -59,8 +65,7 @@ PyDoc_STRVAR(is_asked_doc,
 static PyObject *is_asked(PyObject *module, PyObject *object)
 {
     (void)module;
-    zs_comm *comm = zs_py_comm(object);
-    return comm != NULL ? PyBool_FromLong(zs_comm_is_asked(comm)) : NULL;
+    return answer(object, zs_comm_is_asked);
 }
 
 PyDoc_STRVAR(tell_place_doc, "tell_place($module, comm, text, /)\n--\n\nTell the ranks of a transport where this "
@@ -84,8 +89,7 @@ PyDoc_STRVAR(is_stopped_doc, "is_stopped($module, comm, /)\n--\n\nReturn whether
 static PyObject *is_stopped(PyObject *module, PyObject *object)
 {
     (void)module;
-    zs_comm *comm = zs_py_comm(object);
-    return comm != NULL ? PyBool_FromLong(zs_comm_is_stopped(comm)) : NULL;
+    return answer(object, zs_comm_is_stopped);
 }
 
 PyDoc_STRVAR(outlive_doc, "outlive($module, comm, seconds, /)\n--\n\nIf a wait of this rank has failed, wait until the "

@@ -1,6 +1,6 @@
-/* tensor.h - the plain-C py_owner of torch. Everything the core knows of tensors, storages and autograd is here.
+/* tensor.h - the plain-C interface to torch. Everything the core knows of tensors, storages and autograd is here.
  *
- * Torch_shim.cpp is the only file that sees ATen; behind this py_owner a tensor is an opaque counted handle
+ * torch_shim.cpp is the only file that sees ATen; behind this interface a tensor is an opaque counted handle
  * and every call returns a zs_status, with no C++ exception getting out.
  *
  * Ownership words: *new* (caller frees), *borrowed* (valid while its source lives), *steals*.

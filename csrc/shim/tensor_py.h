@@ -1,4 +1,4 @@
-/* tensor_py.h - the part of torch's py_owner that deals in PyObjects; only py_*.c and torch_shim.cpp include it. */
+/* tensor_py.h - the part of the interface to torch that deals in PyObjects; only py_*.c and torch_shim.cpp include it. */
 #ifndef ZS_TENSOR_PY_H
 #define ZS_TENSOR_PY_H
 

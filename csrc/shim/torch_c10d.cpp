@@ -1,4 +1,4 @@
-// torch_c10d.cpp - torch's process groups behind the plain-C py_owner of tensor.h; the only file that sees c10d.
+// torch_c10d.cpp - torch's process groups behind the plain-C interface of tensor.h; the only file that sees c10d.
 //
 // A process group moves bytes. Every call wraps its pointers as byte tensors and runs one collective; no dtype,
 // no sum (sums are ours, in rank order, so that all transports give the same bits).

@@ -148,8 +148,8 @@ struct zs_unit {
     bool borrows;                   /* then all of it is: its gradients have memory from the sum to the step only */
     void *
         py_owner; /* who shows Python the parameters as sharded or whole; NULL: nobody; borrowed; see zs_unit_set_py_owner */
-    bool bound_full; /* (with a py_owner) they are to be seen as bound to the full buffer */
-    bool shown_full; /* (with a py_owner) and so they were when they were shown last */
+    bool bound_full; /* (with an owner) they are to be seen as bound to the full buffer */
+    bool shown_full; /* (with an owner) and so they were when they were shown last */
 };
 
 /* The unit that a record of the schedule is. */
@@ -300,7 +300,7 @@ zs_status zs_unit_watch(zs_unit *unit, int64_t i);
 /* The object that shows Python this unit's parameters, which are sharded now, or NULL when it dies. */
 void zs_unit_set_py_owner(zs_unit *unit, void *py_owner);
 
-/* (With a py_owner) From now on Python is to see them as unsharded, as in the unit's own forward, or not. */
+/* (With an owner) From now on Python is to see them as unsharded, as in the unit's own forward, or not. */
 void zs_unit_show_full(zs_unit *unit, bool full);
 
 /* Does Python see the parameters as what they are? */

@@ -18,10 +18,10 @@ typedef struct face_job {
 
 size_t zs_face_job_bytes(void);
 void zs_face_make(face_job *out, const zs_hyper *hyper, zs_rule rule, double step, bool first);
-zs_run *zs_face_run(face_job *py_owner);
-zs_cuda_update_job *zs_face_update(face_job *py_owner);
-void zs_face_step_on_cpu(face_job *py_owner);
-zs_status zs_face_make_live(face_job *py_owner, const zs_hyper *hyper, const zs_live *live, void *const *steps,
+zs_run *zs_face_run(face_job *face);
+zs_cuda_update_job *zs_face_update(face_job *face);
+void zs_face_step_on_cpu(face_job *face);
+zs_status zs_face_make_live(face_job *face, const zs_hyper *hyper, const zs_live *live, void *const *steps,
                             int64_t n_steps, void *stream);
 zs_status zs_face_side_stream(void **out);
 zs_status zs_face_wait(void *stream);
@@ -49,35 +49,34 @@ void zs_face_make(face_job *out, const zs_hyper *hyper, zs_rule rule, double ste
     out->job.full = rule == ZS_RULE_ADAM ? hyper->amsgrad : hyper->momentum != 0;
 }
 
-zs_run *zs_face_run(face_job *py_owner)
+zs_run *zs_face_run(face_job *face)
 {
-    return &py_owner->run;
+    return &face->run;
 }
 
-zs_cuda_update_job *zs_face_update(face_job *py_owner)
+zs_cuda_update_job *zs_face_update(face_job *face)
 {
-    return &py_owner->job;
+    return &face->job;
 }
 
-void zs_face_step_on_cpu(face_job *py_owner)
+void zs_face_step_on_cpu(face_job *face)
 {
-    zs_run_loop *loop = zs_run_loop_for(py_owner->job.rule, py_owner->job.full, &py_owner->run);
-    for (int64_t i = 0; i < py_owner->run.numel; i++) /* one by one: numbers may pass 2^32 anywhere */
-        loop(&py_owner->run, i, i + 1);
+    zs_run_loop *loop = zs_run_loop_for(face->job.rule, face->job.full, &face->run);
+    for (int64_t i = 0; i < face->run.numel; i++) /* one by one: numbers may pass 2^32 anywhere */
+        loop(&face->run, i, i + 1);
 }
 
 /* Has the constants made on the device, in live->room, and updates read them there. Counters are float32. */
-zs_status zs_face_make_live(face_job *py_owner, const zs_hyper *hyper, const zs_live *live, void *const *steps,
+zs_status zs_face_make_live(face_job *face, const zs_hyper *hyper, const zs_live *live, void *const *steps,
                             int64_t n_steps, void *stream)
 {
-    zs_constants_job job = {
-        .rule = py_owner->job.rule, .first = py_owner->constants.first, .hyper = hyper, .live = live};
+    zs_constants_job job = {.rule = face->job.rule, .first = face->constants.first, .hyper = hyper, .live = live};
     job.out = live->room;
     job.steps = steps;
     job.n_steps = n_steps;
-    py_owner->job.live = live->room;
-    py_owner->job.grad_factor = live->grad_factor;
-    py_owner->job.found_inf = live->found_inf;
+    face->job.live = live->room;
+    face->job.grad_factor = live->grad_factor;
+    face->job.found_inf = live->found_inf;
     return zs_cuda_constants_make(&job, stream);
 }
 

@@ -1,6 +1,6 @@
 /* fake_cuda_enqueue.c - what the stand-in for libcuda.so.1 shows besides CUDA: a way for other stand-ins to use its streams.
  *
- * Fake_nccl.c queues its collectives where the kernels and copies of the same stream are, and logs them by the
+ * fake_nccl.c queues its collectives where the kernels and copies of the same stream are, and logs them by the
  * same numbers.
  */
 #include "fake_cuda.h"

@@ -1,6 +1,6 @@
 /* fake_streams.h - streams of a GPU that is not there: work on a stream is done in order, on a thread of the stream's own.
  *
- * Fake_nccl.c needs only "do this on that stream". Where the stand-in for the CUDA driver is loaded, its
+ * fake_nccl.c needs only "do this on that stream". Where the stand-in for the CUDA driver is loaded, its
  * fake_cuda_enqueue says what a stream is; alone, the few lines here do: the NULL stream does it at once, on the calling
  * thread; any other pointer is a stream, whose thread starts with its first work and lives as long as the process.
  */

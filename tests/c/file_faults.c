@@ -1,6 +1,6 @@
 /* file_faults.c - the Python module _file_faults: faults in zshard's file calls, and a log of them. See tests/lib/file_faults.py.
  *
- * Zshard._core has a capsule by which its calls can be watched; this module brings the watcher, and is linked
+ * zshard._core has a capsule by which its calls can be watched; this module brings the watcher, and is linked
  * with nothing of zshard but the record of errors.
  */
 #define PY_SSIZE_T_CLEAN

@@ -1,6 +1,6 @@
 """The torch-free parts of the C core: unit tests in C (tests/c/test_core.c), and the layout.
 
-Status.c, memory.c, arena.c and layout.c need nothing but libc, so the compiler alone
+status.c, memory.c, arena.c and layout.c need nothing but libc, so the compiler alone
 can build and test them, plain and with AddressSanitizer and UndefinedBehaviorSanitizer, in seconds.
 The layout is also loaded through ctypes and held against what it promises, on sizes that hypothesis
 invents: a cut at the wrong element would only show as slightly wrong training.

@@ -1,6 +1,6 @@
 """CRC-32C: the numbers of RFC 3720, of a reference bit by bit, and the same on every machine.
 
-Crc32c.c needs nothing but libc, so it is compiled alone and loaded once for each
+crc32c.c needs nothing but libc, so it is compiled alone and loaded once for each
 way it can go, by instruction or by tables; each gets the same questions as the built module.
 """
 

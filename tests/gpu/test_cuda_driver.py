@@ -1,6 +1,6 @@
 """The CUDA driver: found or not, called by the right signatures, its errors told; in C, on any machine.
 
-Tests/c/test_cuda_driver.c runs one test in a process, in an environment that makes
+tests/c/test_cuda_driver.c runs one test in a process, in an environment that makes
 the stand-in for libcuda (fake_cuda.py) old, empty, or failing at the n-th call of a function. Our
 declarations are held against NVIDIA's cuda.h where there is one.
 """

@@ -1,6 +1,6 @@
 """The CUDA kernels against the CPU's loops, bit for bit; on any machine.
 
-Cuda_kernels.c launches through the stand-in for libcuda (fake_cuda.py), whose kernels
+cuda_kernels.c launches through the stand-in for libcuda (fake_cuda.py), whose kernels
 are those of cuda/ compiled for the host, so what is compared is the real launch code and the real
 arithmetic. All arrays come from the middle of larger ones that must not change outside, at places
 where a GPU could and could not use its 16-byte accesses.

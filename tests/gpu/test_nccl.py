@@ -1,6 +1,6 @@
 """NCCL without a GPU: the table, communicators and their monitor over a stand-in, and the real library's own errors.
 
-Tests/c/fake_nccl.c has the ABI and the rules of libnccl, and the ranks are processes of a small C program
+tests/c/fake_nccl.c has the ABI and the rules of libnccl, and the ranks are processes of a small C program
 (tests/c/test_nccl_comm.c), as in test_c_comm.py. What is declared in nccl_lib.h is held against a real nccl.h, and
 the real library loads where it is installed: without a GPU its error paths are real.
 """

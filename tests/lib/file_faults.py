@@ -6,7 +6,7 @@
     ...
     calls = file_faults(0)  # there were so many since; none fails any more
 
-Zshard offers one place from which its file calls can be watched; who watches is a
+zshard offers one place from which its file calls can be watched; who watches is a
 module of its own (c/file_faults.c, c/fs_faults.c), compiled here, so that nothing of it is shipped.
 """
 

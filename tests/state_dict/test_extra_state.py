@@ -1,6 +1,6 @@
 """Tensors that modules keep by get_extra_state(), as those of 8-bit training do, in checkpoints.
 
-Set_extra_state() may do with a tensor what it likes, so it gets one that has its values,
+set_extra_state() may do with a tensor what it likes, so it gets one that has its values,
 when all that is loaded has been checked.
 """
 

@@ -1,6 +1,6 @@
 """Saving while training continues: a snapshot of the values, and a thread that writes it.
 
-Save() copies whatever a step may change and returns, which takes as long as a memory
+save() copies whatever a step may change and returns, which takes as long as a memory
 copy does. A thread does the rest; it has its own transport and does not touch the model. One save
 runs at a time. The next checkpoint call raises the error of a failed save; if there is no next
 call, the process exits with status 1, so no failure is lost. A process that exits waits for the

@@ -1,6 +1,6 @@
 """What a model and an optimizer have to save: names, and which rank holds which elements.
 
-State_dict() tells what a model saves and under which names, including all hooks and
+state_dict() tells what a model saves and under which names, including all hooks and
 overrides. It runs with placeholders without values instead of parameters, so the result is a plan,
 in which each placeholder means "the elements that this rank holds". No value moves.
 

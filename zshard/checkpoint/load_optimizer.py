@@ -1,6 +1,6 @@
 """Load the state of an optimizer from a checkpoint; each rank reads its own shards.
 
-Optimizer.load_state_dict() receives memory instead of values: new memory for this
+optimizer.load_state_dict() receives memory instead of values: new memory for this
 rank's shards, or the state that the optimizer already has. So torch and its hooks work as always,
 and if they fail on any rank, the optimizer gets its previous state back. Values are read
 afterwards, into the state as it is then.

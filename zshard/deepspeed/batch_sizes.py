@@ -1,6 +1,6 @@
 """The three batch sizes of a DeepSpeed config, of which two give the third.
 
-Train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps *
+train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps *
 number of ranks, exactly; where a division leaves a rest, that is an error that names the numbers.
 """
 

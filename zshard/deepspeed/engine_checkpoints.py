@@ -1,6 +1,6 @@
 """DeepSpeed's checkpoints, as folders of zshard: `<save_dir>/<tag>`, and a file `latest`.
 
-Zshard.save() and zshard.load() do the work; what the engine counts is in `extra`,
+zshard.save() and zshard.load() do the work; what the engine counts is in `extra`,
 beside the script's client_state. The file `latest` is renamed into place after its checkpoint, so
 it never names an unfinished one.
 """

@@ -1,6 +1,6 @@
 """Tell the core of each backward that begins.
 
-Torch.autograd.backward(), torch.autograd.grad() and torch.func all call one object,
+torch.autograd.backward(), torch.autograd.grad() and torch.func all call one object,
 so a subclass of it sees the roots of every backward that Python begins.
 """
 

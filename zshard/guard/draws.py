@@ -111,16 +111,11 @@ def _fill(
         before = [each.get_state() for each in generators]
         func(full, *args, **kwargs)
         after = [each.get_state() for each in generators]
-    is_due = part.begin_write(target)
-    try:
+    with part.writing(target, func):
         with plain(), torch.no_grad():
             target.copy_(part.of(full))
         if not all(map(torch.equal, before, after)):
             part.note_draw(target, _digest(func, after))
-        part.note_write(target, func)
-    finally:
-        if is_due:
-            part.end_write()
     return target
 
 

@@ -1,6 +1,6 @@
 """torch.func on sharded models: functional_call(), and transforms such as grad() and vmap().
 
-Functional_call() lends other tensors to a model for the time of a call, so units do
+functional_call() lends other tensors to a model for the time of a call, so units do
 not take them for parameters that a script has put in place of theirs. A transform hides a tensor's
 class, and with it the guard, so a shard is refused where it enters one.
 """

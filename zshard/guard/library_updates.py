@@ -6,6 +6,7 @@ known.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,17 +21,10 @@ def _update(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
     parts = slices_among(slices)
     if len({id(part.geometry) for part in parts}) > 1:
         return refuse(func, args, kwargs)
-    begun = []
-    try:
+    with contextlib.ExitStack() as writes:
         for part, tensor in zip(parts, slices, strict=True):
-            begun += [part] if part.begin_write(tensor) else []
-        result = run_plain(func, args, kwargs)
-        for part, tensor in zip(parts, slices, strict=True):
-            part.note_write(tensor, func)
-        return result
-    finally:
-        for part in begun:
-            part.end_write()
+            writes.enter_context(part.writing(tensor, func))
+        return run_plain(func, args, kwargs)
 
 
 HANDLERS: dict[Any, Handler] = {"bitsandbytes::optimizer_update_32bit": _update}

@@ -92,13 +92,8 @@ def _set(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
 
 
 def _write(part: Part, target: Tensor, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    is_due = part.begin_write(target)
-    try:
+    with part.writing(target, func):
         run_plain(func, args, {})
-        part.note_write(target, func)
-    finally:
-        if is_due:
-            part.end_write()
 
 
 HANDLERS: dict[Any, Handler] = {

@@ -27,6 +27,7 @@ from zshard.memory.host_limits import (
     room_of_host,
     room_of_mappings,
     room_of_process,
+    shared_by,
 )
 from zshard.ranks.devices import CPU, torch_device
 from zshard.ranks.groups import _env_int
@@ -277,12 +278,14 @@ def _limits_of(ranks: list[_Rank], each: _Rank) -> Iterator[tuple[int, int, str]
             "memory_limit" if name == "memory_limit" else f"remaining {name}",
         )
     sharing, inside = _sharing(ranks, each)
-    among = f", divided among its {sharing} ranks" if sharing > 1 else ""
     if each.on_host >= 0:
-        yield each.need, each.on_host // sharing, f"the host's MemAvailable{among}"
-    among = f", divided among its {inside} ranks" if inside > 1 else ""
+        yield each.need, each.on_host // sharing, f"the host's MemAvailable{shared_by(sharing)}"
     if each.in_cgroup >= 0:
-        yield each.need, each.in_cgroup // inside, f"remaining under the cgroup's limit{among}"
+        yield (
+            each.need,
+            each.in_cgroup // inside,
+            f"remaining under the cgroup's limit{shared_by(inside)}",
+        )
 
 
 def _sharing(ranks: list[_Rank], each: _Rank) -> Sharing:

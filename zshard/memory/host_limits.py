@@ -20,6 +20,11 @@ _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", 
 _V2 = ("memory.max", "memory.current", "inactive_file", "active_file")
 
 
+def shared_by(ranks: int) -> str:
+    """Return the words for a limit that so many ranks share; "" for one."""
+    return f", divided among its {ranks} ranks" if ranks > 1 else ""
+
+
 class Allowance(NamedTuple):
     """Memory left under a limit.
 

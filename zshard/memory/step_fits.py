@@ -16,7 +16,7 @@ from torch import nn
 
 from zshard import _core
 from zshard.memory.fits import MemoryLimit, Sharing
-from zshard.memory.host_limits import room_of_cgroup, room_of_host, room_of_process
+from zshard.memory.host_limits import room_of_cgroup, room_of_host, room_of_process, shared_by
 from zshard.optim.hooks import before_first_steps
 from zshard.ranks.devices import CPU
 from zshard.units.units import state_of, units_of
@@ -86,11 +86,13 @@ def _room(sharing: Sharing) -> tuple[int, str]:
     host, cgroup = room_of_host(), room_of_cgroup()
     found = []
     if host is not None:
-        among = f", divided among its {sharing.host} ranks" if sharing.host > 1 else ""
-        found.append((host.bytes // sharing.host, f"the host's MemAvailable{among}"))
+        found.append(
+            (host.bytes // sharing.host, f"the host's MemAvailable{shared_by(sharing.host)}")
+        )
     if cgroup is not None:
-        among = f", divided among its {sharing.cgroup} ranks" if sharing.cgroup > 1 else ""
-        found.append((cgroup.bytes // sharing.cgroup, f"the cgroup's limit{among}"))
+        found.append(
+            (cgroup.bytes // sharing.cgroup, f"the cgroup's limit{shared_by(sharing.cgroup)}")
+        )
     for name in ("RLIMIT_DATA", "RLIMIT_AS"):
         left = room_of_process(name)
         if left is not None:

@@ -1,6 +1,6 @@
 """A warning where ranks leave cores idle because torchrun has set OMP_NUM_THREADS to 1.
 
-Torchrun sets it where its own environment has none, so the environment that torchrun
+torchrun sets it where its own environment has none, so the environment that torchrun
 was started with, which the kernel keeps in /proc, tells whether the user has chosen the 1.
 """
 

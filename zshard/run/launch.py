@@ -1,6 +1,6 @@
 """python -m zshard run: torchrun, with cores, OMP_NUM_THREADS and memory set for each rank.
 
-Torchrun does everything, with its own options; only what it starts is another
+torchrun does everything, with its own options; only what it starts is another
 program, which sets the rank's share (`bind.py`) and then becomes the one that was asked for.
 """
 

@@ -1,6 +1,6 @@
 """Load a sharded model in two steps: first check everything, then read values one chunk at a time.
 
-Nn.Module loads as always, with its hooks and errors, but its copies are recorded
+nn.Module loads as always, with its hooks and errors, but its copies are recorded
 instead of done. The result is a plan, which lists each of this rank's shards with the value to load
 into it. Once all ranks have a plan, values go directly into the shards, from wherever they are
 (state/source.py).

@@ -1,6 +1,6 @@
 """state_dict() and load_state_dict() of sharded modules: plain tensors under plain names.
 
-Nn.Module walks the modules, names their tensors and reports errors; on each module it
+nn.Module walks the modules, names their tensors and reports errors; on each module it
 calls two methods, `_save_to_state_dict` and `_load_from_state_dict`. On the modules that own
 sharded parameters these are replaced, on the instance, and while they run, placeholders of full
 shape replace the parameters. So the module's own code and users' hooks see full tensors only,

@@ -1,6 +1,6 @@
 """Optimizer state by parameter name.
 
-Optimizer.state_dict() is full already (state/optimizer.py); here numbers become
+optimizer.state_dict() is full already (state/optimizer.py); here numbers become
 names and names numbers. What is added is which rank has it: with `rank0_only` other ranks only send
 their shards, and with `from_rank0` they receive theirs.
 

@@ -7,6 +7,7 @@ for as long as it lives; an entry refers to no module and no parameter.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import weakref
@@ -170,6 +171,18 @@ class Part:
         unit = self.unit
         if unit is not None:
             unit.end_write()
+
+    @contextlib.contextmanager
+    def writing(self, tensor: Tensor, operation: Callable[..., Any]) -> Iterator[None]:
+        """Context manager in which a script's operation writes to a slice of these elements: no
+        other rank reads it there, and the write is noted unless it raises."""
+        is_due = self.begin_write(tensor)
+        try:
+            yield
+            self.note_write(tensor, operation)
+        finally:
+            if is_due:
+                self.end_write()
 
     def note_write(self, tensor: Tensor, operation: Callable[..., Any]) -> None:
         """A script has written to a slice of these elements in place, as all ranks must."""

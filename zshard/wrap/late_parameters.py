@@ -1,6 +1,6 @@
 """Reject parameters added after wrapping: each rank would train them on its own.
 
-Nn.Module reports every registered parameter and module to a global hook, and the
+nn.Module reports every registered parameter and module to a global hook, and the
 modules of sharded models are known; no step searches for anything. What takes the place of a
 sharded module may be sharded afterwards, so of that the model's next forward tells.
 """

@@ -27,7 +27,7 @@ def uninitialized(module: nn.Module) -> None:
 
     Pass it as FSDP(model, param_init_fn=zshard.uninitialized) if all values will come from a
     checkpoint (zshard.load) or a state dict. A non-persistent buffer, which neither of them
-    contains, makes FSDP raise ValueError. zshard.uninitialized is an alias.
+    contains, makes FSDP raise ValueError.
     """
 
 

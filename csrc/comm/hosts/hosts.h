@@ -131,10 +131,10 @@ typedef struct zs_hosts_ticket {
     struct zs_hosts_ticket *next;
 } zs_hosts_ticket;
 
-/* Has it said, and does not wait. The ticket stays where it is until zs_hosts_wait_ticket, or zs_hosts_take_back. */
+/* Queues it, and does not wait. The ticket stays where it is until zs_hosts_wait_ticket, or zs_hosts_take_back. */
 void zs_hosts_enqueue(zs_hosts_comm *self, zs_hosts_ticket *ticket);
 
-/* Waits until it has been heard of all ranks. After a failure there is no ticket any more, and no turn. */
+/* Waits for all ranks' turns. After a failure the ticket is gone, and so is its turn. */
 zs_status zs_hosts_wait_ticket(zs_hosts_comm *self, zs_hosts_ticket *ticket);
 
 /* Is there nothing to wait for? */
@@ -177,22 +177,22 @@ struct zs_hosts_op {
     zs_hosts_op *next;
 };
 
-/* Turns that it has room for: all ranks' and what this rank says next. */
+/* Turns that it has room for: all ranks', and this rank's next one. */
 static inline size_t zs_hosts_op_turns(const zs_hosts_comm *self)
 {
     return (size_t)self->c10d.base.world + 1;
 }
 
-/* Says it; it begins as soon as all ranks have said it. After a failure it has not been said. */
+/* Queues it; it begins as soon as all ranks have queued it. After a failure it is not queued. */
 zs_status zs_hosts_op_enqueue(zs_hosts_comm *self, zs_hosts_op *op, const zs_c10d_turn *turn);
 
-/* Waits until all that was said before `end` has begun, and it; NULL: all. A failure, of any of it, may be told here or by
+/* Waits until `end`, and all that was queued before it, has begun; NULL: all. A failure of any of these may surface here or in
  * zs_hosts_op_failure. */
 zs_status zs_hosts_wait_until(zs_hosts_comm *self, const zs_hosts_op *end);
 zs_status zs_hosts_wait_queued(zs_c10d_comm *comm);
 zs_status zs_hosts_op_failure(const zs_hosts_op *op);
 
-/* Would zs_hosts_wait_until not wait for it? (For what was said before, it may.) */
+/* Would zs_hosts_wait_until return at once? (It may still wait for what was queued before.) */
 bool zs_hosts_has_begun(zs_hosts_comm *self, const zs_hosts_op *op);
 
 /* --- hosts_gather.c: as comm_ops.h has it ----------------------------------------------------------------------------- */

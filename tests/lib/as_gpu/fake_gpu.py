@@ -1,6 +1,6 @@
 """Has zshard take models on the CPU for models on a GPU, where ZSHARD_CUDA_ON_HOST=1 says so.
 
-Zshard asks three functions of its own which device a model on the CPU is for, which
+zshard asks three functions of its own which device a model on the CPU is for, which
 GPU that is, and how ranks with a device are to talk; here they are replaced. The environment is read when they are
 called, so a process may be told after it has begun.
 """
