@@ -16,7 +16,7 @@ from nursery import fork_ranks
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
 DESIGN = sorted((ROOT / "docs" / "design").glob("*.md"))
-PAGES += [*sorted((ROOT / "docs").glob("*.md")), *DESIGN, ROOT / "benchmarks" / "README.md"]
+PAGES += [*sorted((ROOT / "docs").glob("*.md")), *DESIGN, *sorted((ROOT / "docs" / "contributing").glob("*.md")), ROOT / "benchmarks" / "README.md"]
 RUN_ELSEWHERE = {"ARCHITECTURE", "CONTRIBUTING", "checkpoints", "gpus", "cuda_graphs", "trainers"}
 FOLDERS = ("csrc", "cuda", "zshard", "tests", "benchmarks", "tools")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")

@@ -1,4 +1,4 @@
-"""docs/gpu_rules.md: its quotations stand in cuda.h, where there is one, and its tests exist."""
+"""docs/contributing/gpu_rules.md: its quotations stand in cuda.h, where there is one, and its tests exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from c_compile import ROOT
 from named import problem_with
 
-PAGE = (ROOT / "docs" / "gpu_rules.md").read_text()
+PAGE = (ROOT / "docs" / "contributing" / "gpu_rules.md").read_text()
 QUOTED = re.compile(r'"([^"]+)"[^"]*?\((\*[\w. ]+\*)(?:, `?([^`)]+?)`?)?\)$')
 SOURCES = {"*cuda.h*", "*nccl.h*", "*NCCL guide*", "*CUDA guide*", "*MIG guide*", "*MPS guide*"}
 SOURCES |= {"*torch*"}

@@ -1,4 +1,4 @@
-"""What a rank takes grows with the number of ranks as docs/scale.md says, and no faster.
+"""What a rank takes grows with the number of ranks as docs/contributing/scale.md says, and no faster.
 
 Counts are exact, so two numbers of ranks say how each grows. Real ranks are among the
 thorough tests; each time, one world that moves nothing is held to the same formulas.
