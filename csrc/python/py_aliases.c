@@ -3,7 +3,7 @@
 
 #include "unit/moved.h"
 
-/* Appends (address, bytes, unit, index) of each parameter of the unit that has left memory which others may use. */
+/* Appends (address, bytes, unit, index) for each of the unit's parameters whose former memory other tensors may use. */
 static int append_left(const zs_unit *unit, PyObject *list)
 {
     for (int64_t i = 0; i < unit->n_params; i++) {

@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* How many slices the unit's flat buffers are cut into: for ranks to hold, or if replicated, to sum. */
+/* The number of shards of the unit's flat buffers, which ranks hold, or if replicated, sum. */
 static int parts_of(const zs_unit *unit)
 {
     return unit->record.is.replicated ? unit->context->ranks.all->world : unit->context->n_parts;
@@ -287,7 +287,7 @@ static bool has_unfrozen(const zs_unit *unit, int f)
     return false;
 }
 
-/* What the unit tells the schedule and the transport, as its flats are now. */
+/* Updates what the schedule and the transport know of the unit's flats. */
 static void tell_reduces(zs_unit *unit)
 {
     lay_out_gradients(unit);
