@@ -43,7 +43,7 @@ from zshard.guard import (
     views,
 )
 from zshard.optim import clip, hooks
-from zshard.state import lone_optimizer, optimizer
+from zshard.state import optimizer
 from zshard.wrap import late_parameters
 
 __all__ = ["install"]
@@ -117,7 +117,6 @@ _PATCHES = (
         (
             _TorchPlace(torch_optimizer, "register_optimizer_step_pre_hook", ("hook",)),
             _TorchPlace(torch_optimizer, "register_optimizer_step_post_hook", ("hook",)),
-            _TorchPlace(_OPTIMIZER, "__setstate__", ("self", "state")),
             _TorchPlace(_OPTIMIZER, "zero_grad", ("self", "set_to_none")),
         ),
     ),
@@ -215,7 +214,6 @@ def install() -> None:
         return
     _installed = True
     slices.set_guard(views.HANDLERS | sizes.HANDLERS | draws.HANDLERS | library_updates.HANDLERS)
-    lone_optimizer.install()
     safetensors_files.install()
     for patch in _PATCHES:
         strange = [str(place) for place in patch.places if not place.is_as_expected()]

@@ -7,8 +7,8 @@ parameter and step. Python runs only when a parameter gets its state, or for one
 does not support (not contiguous, sparse gradient, other devices, complex): torch's own function
 updates it, on the same state.
 
-State tensors are adjacent (optim/memory.py), so that adjacent parameters of a shard are updated as
-one run.
+State tensors are adjacent (optim/sharded_state.py), so that adjacent parameters of a shard are
+updated as one run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zshard import _core
-from zshard.optim.memory import zeros_side_by_side
+from zshard.optim.sharded_state import zeros_side_by_side
 
 
 class InOneCall(torch.optim.Optimizer):
