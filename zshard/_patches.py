@@ -3,7 +3,7 @@
 Importing zshard changes nothing. Each change is listed here with the places in torch
 that it needs, what they must look like, and what is lost without it. Where a place looks otherwise,
 as a later torch may have it, the change is left out, and a warning says what does not work. One
-more comes with the first state dict of shards (state/dcp_shards.py): torch's module for it
+more comes with the first state dict of shards (state/shard_records.py): torch's module for it
 takes long to import.
 """
 
@@ -198,7 +198,6 @@ _PATCHES = (
             ),
             _TorchPlace(_SCALER, "scale", ("self", "outputs")),
             _TorchPlace(_SCALER, "update", ("self", "new_scale")),
-            _TorchPlace(_SCALER, "__init__", ("self",)),
         ),
     ),
 )

@@ -12,7 +12,7 @@ from spawn import ranks
 
 import zshard
 from zshard import FSDP
-from zshard.state import full_copies
+from zshard.state import stand_ins
 
 FULL = ("full_shard", "shm")
 
@@ -114,20 +114,20 @@ def test_parts_on_more_ranks(pool):
 def gathers(name, policy):
     """How often a unit is gathered for the state of the model, of a list in it, and of one layer."""
     model, counts = FSDP(make(CASES[name].make), auto_wrap_policy=policy), []
-    method = full_copies.UnitParams.copies
+    method = stand_ins.UnitParams.copies
 
     def counted(self, wanted, keep):
         made = method(self, wanted, keep)
         counts[-1].append((self.unit.name, len(made)))
         return made
 
-    full_copies.UnitParams.copies = counted
+    stand_ins.UnitParams.copies = counted
     try:
         for part in (model, model.blocks, model.norm):
             counts.append([])
             part.state_dict()
     finally:
-        full_copies.UnitParams.copies = method
+        stand_ins.UnitParams.copies = method
     return counts
 
 

@@ -34,7 +34,7 @@ from zshard.optim.hooks import know
 from zshard.optim.sharded_state import held_by
 from zshard.ranks.agreement import Fact, gather_bytes
 from zshard.ranks.transports import comm_for
-from zshard.state.form import state_dict_form
+from zshard.state import state_dict_form
 from zshard.state.load_state_dict import comm_of
 from zshard.state.optimizer_names import names_of
 from zshard.state.stand_ins import Saved, StandIns

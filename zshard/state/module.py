@@ -29,12 +29,17 @@ from torch import nn
 
 from zshard import _core
 from zshard.guard.slices import guard_like
-from zshard.state.dcp_shards import note_shards
-from zshard.state.full_copies import FullCopies, Place, UnitParams, current_copies
-from zshard.state.noted_loads import NotedLoad, content_of, note_loads, planned_loads
-from zshard.state.shard_records import KEY, ShardRecord, misfit
+from zshard.state.load_state_dict import NotedLoad, content_of, note_loads, planned_loads
+from zshard.state.shard_records import KEY, ShardRecord, misfit, note_shards
 from zshard.state.source import shard_of
-from zshard.state.stand_ins import StandIn, StandIns
+from zshard.state.stand_ins import (
+    FullCopies,
+    Place,
+    StandIn,
+    StandIns,
+    UnitParams,
+    current_copies,
+)
 from zshard.units.shards import part_of
 from zshard.units.units import State, is_unit, session, units_of, writing
 from zshard.wrap.tree import UnitSpec
