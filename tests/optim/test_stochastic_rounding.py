@@ -189,17 +189,6 @@ def test_how_elements_are_grouped_does_not_matter():
     assert not torch.equal(whole, trained([10_000], rounding_seed=1))
 
 
-def test_threads_do_not_matter():
-    before = torch.get_num_threads()
-    results = []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        results.append(trained([300_001, 7, 70_000]))
-    torch.set_num_threads(before)
-    assert_same(results[1], results[0], "what two threads compute")
-    assert_same(results[2], results[0], "what three threads compute")
-
-
 def test_numbers_beyond_32_bits():
     """Where the lower half begins anew, the keys change: in the middle of a run as at its start."""
     first = 2**32 - 50

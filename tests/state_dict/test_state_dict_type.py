@@ -14,7 +14,6 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-import zshard
 from zshard import FSDP
 from zshard.state import stand_ins
 from zshard.units.units import units_of
@@ -95,7 +94,3 @@ def test_other_ranks_have_no_copy_of_the_whole(pool2, combination):
     (most, whole, _), (most_elsewhere, _, unit) = pool2.run(bytes_of_whole_copies, combination)
     assert most >= whole
     assert most_elsewhere <= unit + 4096 < whole / 3
-
-
-def test_the_class_has_its_old_name():
-    assert zshard.FullyShardedDataParallel is FSDP

@@ -23,7 +23,7 @@ with the bits that an uninterrupted one would use.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class _AdamInOneCall(InOneCall):
     """Adam and AdamW, which differ in an option of the group, decoupled_weight_decay."""
 
     _rule = "adam"
-    _state = {"exp_avg": None, "exp_avg_sq": None, "max_exp_avg_sq": "amsgrad"}
+    _state: ClassVar = {"exp_avg": None, "exp_avg_sq": None, "max_exp_avg_sq": "amsgrad"}
     _counts_steps = True
 
     @torch.no_grad()
@@ -191,7 +191,7 @@ class SGD(InOneCall, torch.optim.SGD):
     """
 
     _rule = "sgd"
-    _state = {"momentum_buffer": "momentum"}
+    _state: ClassVar = {"momentum_buffer": "momentum"}
     _begins_as_grad = "momentum_buffer"
 
     def __init__(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class InOneCall(torch.optim.Optimizer):
     """
 
     _rule: str  # the rule in C (csrc/update/update_rules.h) that the plan applies
-    _state: Mapping[str, str | None]
+    _state: ClassVar[Mapping[str, str | None]]
     """State tensors of the parameter's shape, in C's order; for each, the option of
     a param group that asks for it, if it is not always there."""
     _counts_steps = False  # whether its state has a "step" per parameter
