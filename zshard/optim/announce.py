@@ -73,7 +73,7 @@ class Joined:
         """Announce no more."""
         _live.pop(self.engine, None)
 
-    def say(self, act: Act, what: int | list[int], *values: Any, meetings: int = 0) -> None:
+    def say(self, act: Act, what: int | list[int], *values: object, meetings: int = 0) -> None:
         """Announce an act; ranks without data get the values of the lowest rank with data.
 
         what: which optimizer does it, or to which parameters it is done.
@@ -89,7 +89,7 @@ class Joined:
             held = [param.grad is not None for param in self.params]
             self.share((act, (what, held, *values)))
 
-    def share(self, mine: Any) -> Any:
+    def share(self, mine: object) -> Any:
         """Return the leading rank's object. Collective."""
         return pickle.loads(self.engine.join_share(pickle.dumps(mine)))
 

@@ -111,7 +111,7 @@ def _now(entries: Any) -> Any:
     return dict(entries) if type(entries) is dict else entries
 
 
-def _is_cut(value: Any, part: Part) -> bool:
+def _is_cut(value: object, part: Part) -> bool:
     return isinstance(value, Tensor) and tuple(value.shape) == part.local_shape
 
 
@@ -121,7 +121,7 @@ def fact_of(each: HeldState) -> Fact:
     return about, ", ".join(told) or "none"
 
 
-def _described(value: Any, is_cut: bool) -> str:
+def _described(value: object, is_cut: bool) -> str:
     if not isinstance(value, Tensor):
         return f"({type(value).__name__})"
     return f"({value.dtype}{', sharded' if is_cut else f', shape {tuple(value.shape)}'})"

@@ -207,7 +207,7 @@ def ask_for_full(optimizer: Optimizer, model: ModelRecord, held: Sequence[HeldSt
 
 @contextlib.contextmanager
 def _answer_of(
-    rank: int, address: str, question: Any, late: float, timeout: float
+    rank: int, address: str, question: object, late: float, timeout: float
 ) -> Iterator[responder.Reply]:
     """A rank's answer, once it has the optimizer: it may be `late` by so many seconds."""
     end = time.monotonic() + late

@@ -206,7 +206,7 @@ def _are_same(rows: list[tuple[Any, ...]], before: list[tuple[Any, ...]]) -> boo
     return True
 
 
-def _value(value: Any) -> Any:
+def _value(value: object) -> object:
     """A number, text or tuple; None for what is not compared, such as tensors on GPUs."""
     if isinstance(value, Tensor):
         return value.item() if value.device.type == "cpu" and value.numel() == 1 else None
@@ -225,7 +225,7 @@ def _folded(digest: int, numbers: Iterable[int]) -> int:
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
-def _number(value: Any) -> int:
+def _number(value: object) -> int:
     """A number that stands for a value."""
     return zlib.crc32(repr(value).encode())
 
@@ -247,7 +247,7 @@ def _listed(values: Sequence[Any]) -> str:
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(_text(each) for each in value)})"
     return f"{value:.9g}" if isinstance(value, float) else str(value)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 
@@ -24,7 +23,7 @@ def state_dict_form(
     slices: bool = False,
     rank0_only: bool = False,
     optim_rank0_only: bool = False,
-    settings: Any = None,
+    settings: object = None,
 ) -> Iterator[None]:
     """Context manager that sets what state_dict() of `module` and of its units returns.
 

@@ -92,7 +92,7 @@ def load_state_dict(
     return made[0].keys
 
 
-def _check_state(state: Any) -> None:
+def _check_state(state: object) -> None:
     if not isinstance(state, Mapping):
         raise TypeError(
             f"state must be a mapping from names to tensors, got {type(state).__name__}"
@@ -234,10 +234,10 @@ class _Later(contextlib.AbstractContextManager["_Later"]):
             vars(module).pop(_SETTER, None)
             vars(module).update(own)
 
-    def _keep(self, module: nn.Module, state: Any) -> None:
+    def _keep(self, module: nn.Module, state: object) -> None:
         self._extra.append(lambda: type(module).set_extra_state(module, state))
 
-    def calls(self, keys: Any) -> list[Callable[[], Any]]:
+    def calls(self, keys: object) -> list[Callable[[], Any]]:
         """Return the delayed calls, given the result of load_state_dict()."""
         modules = reversed(list(zip(self._modules, self._own, strict=True)))
         return self._extra + [
@@ -260,7 +260,7 @@ def note_loads(loads: Iterable[NotedLoad]) -> None:
         unit.note_load(index, content)
 
 
-def content_of(value: Any, is_slice: bool) -> int:
+def content_of(value: Tensor, is_slice: bool) -> int:
     """Return a number that ranks which load the same have in common, from a few of its elements."""
     plain = type(value) in (Tensor, nn.Parameter) and not is_slice
     if not plain or value.numel() == 0 or value.is_meta:

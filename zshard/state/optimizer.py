@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -110,7 +110,7 @@ def _make_whole(optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
     return {**packed, "state": state}
 
 
-def _snapshot(entries: Any, whole: Mapping[Any, Tensor]) -> Any:
+def _snapshot(entries: object, whole: Mapping[Any, Tensor]) -> object:
     """A parameter's state with what is `whole` in place of shards; nothing is the optimizer's."""
     if not isinstance(entries, Mapping):
         return entries
@@ -230,9 +230,9 @@ def taken(optimizer: Optimizer, state: Numbered) -> Numbered:
 class _Entry(NamedTuple):
     """A value of a parameter's state."""
 
-    number: Any
+    number: Hashable
     param: Tensor
-    key: Any
+    key: Hashable
     full: Any
     part: Part | None  # this rank's of a full tensor; None: it loads the value as it is
 
@@ -269,9 +269,10 @@ class OptimizerPlan:
             (part.shape if part else tuple(p.shape), e) for _, p, part, e in found
         )
 
-        def cut(part: Part | None, key: Any, value: Any) -> Part | None:
-            is_full = isinstance(value, Tensor) and part is not None and value.shape == part.shape
-            return part if is_full and (value.dim() > 0 or key not in scalars) else None
+        def cut(part: Part | None, key: Hashable, value: object) -> Part | None:
+            if part is None or not isinstance(value, Tensor) or value.shape != part.shape:
+                return None
+            return part if part.shape != () or key not in scalars else None
 
         self._entries = [
             _Entry(n, param, key, entries[key], cut(part, key, entries[key]))
@@ -350,7 +351,7 @@ class OptimizerPlan:
             Copy(place, entry.own).carry_out(source)
 
 
-def _is_place(value: Any, param: Tensor) -> bool:
+def _is_place(value: object, param: Tensor) -> bool:
     """Return whether this rank's shard of a state tensor can be read into `value`."""
     part = part_of(param)
     return (
@@ -363,5 +364,5 @@ def _is_place(value: Any, param: Tensor) -> bool:
     )
 
 
-def _keeps_dtype(value: Any) -> bool:
+def _keeps_dtype(value: object) -> bool:
     return isinstance(value, Pending) and value.keeps_dtype

@@ -106,7 +106,7 @@ def _install() -> None:
 
 def _refusing(make: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
     @functools.wraps(make)
-    def made(fqn: str, value: Any) -> Any:
+    def made(fqn: str, value: object) -> Any:
         if isinstance(value, Tensor) and value in _shards:
             raise ShardError(
                 f"dcp.save() was given this rank's shard of '{fqn}', and would drop those of the "
