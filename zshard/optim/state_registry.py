@@ -121,8 +121,8 @@ class ModelRecord:
         return key
 
     def find(self, key: str) -> tuple[list[Tensor], MutableMapping[Any, Any]] | None:
-        """The parameters of the model that an optimizer has, and its state; None if it has not
-        stepped, loaded or been saved on this rank."""
+        """The parameters of the model that an optimizer has, and its state; None if it has none, or
+        has not stepped, loaded or been saved on this rank."""
         with _lock:
             record = self._optimizers.get(key)
             if record is None or record.reference is None:
@@ -130,6 +130,8 @@ class ModelRecord:
             optimizer = record.reference()
             groups = record.groups if optimizer is None else optimizer.param_groups
             state = record.state if optimizer is None else optimizer.state
+            if not groups:  # it is gone, and had no state
+                return None
             ids = {id(ref()) for ref in self._params}
             params = [p for group in groups for p in group["params"] if id(p) in ids]
             return params, state
