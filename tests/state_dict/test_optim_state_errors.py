@@ -117,11 +117,6 @@ def test_saving_on_one_rank_is_an_error_at_once():
         assert "DivergenceError" in result.stderr and "ranks diverged" in result.stderr
 
 
-def test_saving_on_one_rank_over_shm():
-    for result in fork_ranks(on_one_rank, 2, "shm"):
-        assert result.returncode == 0, result.stderr
-
-
 def nested():
     """An optimizer of the user's that keeps tensors in a list."""
     model = FSDP(make(Mlp))
