@@ -3,7 +3,7 @@
 Importing zshard changes nothing. Each change is listed here with the places in torch
 that it needs, what they must look like, and what is lost without it. Where a place looks otherwise,
 as a later torch may have it, the change is left out, and a warning says what does not work. One
-more comes with the first state dict of shards (state/dcp_shards.py): torch's module for it
+more comes with the first state dict of shards (state/shard_records.py): torch's module for it
 takes long to import.
 """
 
@@ -43,7 +43,7 @@ from zshard.guard import (
     views,
 )
 from zshard.optim import clip, hooks
-from zshard.state import lone_optimizer, optimizer
+from zshard.state import optimizer
 from zshard.wrap import late_parameters
 
 __all__ = ["install"]
@@ -117,7 +117,6 @@ _PATCHES = (
         (
             _TorchPlace(torch_optimizer, "register_optimizer_step_pre_hook", ("hook",)),
             _TorchPlace(torch_optimizer, "register_optimizer_step_post_hook", ("hook",)),
-            _TorchPlace(_OPTIMIZER, "__setstate__", ("self", "state")),
             _TorchPlace(_OPTIMIZER, "zero_grad", ("self", "set_to_none")),
         ),
     ),
@@ -199,7 +198,6 @@ _PATCHES = (
             ),
             _TorchPlace(_SCALER, "scale", ("self", "outputs")),
             _TorchPlace(_SCALER, "update", ("self", "new_scale")),
-            _TorchPlace(_SCALER, "__init__", ("self",)),
         ),
     ),
 )
@@ -215,7 +213,6 @@ def install() -> None:
         return
     _installed = True
     slices.set_guard(views.HANDLERS | sizes.HANDLERS | draws.HANDLERS | library_updates.HANDLERS)
-    lone_optimizer.install()
     safetensors_files.install()
     for patch in _PATCHES:
         strange = [str(place) for place in patch.places if not place.is_as_expected()]

@@ -18,7 +18,7 @@ import torch
 
 from zshard import _core
 from zshard.guard.slices import plain
-from zshard.optim.announce import know_scaler, say_unscale
+from zshard.optim.announce import say_unscale
 from zshard.optim.in_backward import watch_scaled
 
 __all__ = ["GradScaler", "install", "unscale"]
@@ -28,7 +28,6 @@ _torchs_unscale: Callable[..., dict[torch.device, torch.Tensor]] = getattr(
 )  # type: ignore[assignment]
 _torchs_scale = torch.amp.GradScaler.scale
 _torchs_update = torch.amp.GradScaler.update
-_torchs_init = torch.amp.GradScaler.__init__
 
 _unscaled: weakref.WeakKeyDictionary[torch.amp.GradScaler, set[_core.Engine]] = (
     weakref.WeakKeyDictionary()
@@ -94,7 +93,6 @@ def _share_on_gpu(engines: list[_core.Engine], flag: torch.Tensor) -> None:
 
 @functools.wraps(_torchs_scale)
 def scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
-    know_scaler(self)  # it may be older than the first model
     scaled = _torchs_scale(self, outputs)
     return watch_scaled(scaled) if self.is_enabled() else scaled
 
@@ -110,12 +108,6 @@ def _update(self: torch.amp.GradScaler, new_scale: float | torch.Tensor | None =
     after = self.get_scale()
     for engine in engines if after != before else ():
         engine.rescale(after / before if before else 0.0)  # what wire=... has rounded off
-
-
-@functools.wraps(_torchs_init)
-def _init(self: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> None:
-    _torchs_init(self, *args, **kwargs)
-    know_scaler(self)
 
 
 def _owners(optimizer: torch.optim.Optimizer) -> list[_core.Engine]:
@@ -137,8 +129,6 @@ def install() -> None:
     a scaled loss. Idempotent."""
     if torch.amp.GradScaler._unscale_grads_ is _torchs_unscale:
         torch.amp.GradScaler._unscale_grads_ = _unscale_grads_  # type: ignore[method-assign]
-    if torch.amp.GradScaler.__init__ is _torchs_init:
-        torch.amp.GradScaler.__init__ = _init  # type: ignore[method-assign]
     if torch.amp.GradScaler.scale is _torchs_scale:
         torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
     if torch.amp.GradScaler.update is _torchs_update:

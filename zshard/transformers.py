@@ -19,7 +19,7 @@ import torch
 from zshard import accelerate
 from zshard.model.generate import ARGUMENT, needs_all
 from zshard.model.whole_counts import num_parameters
-from zshard.state.form import state_dict_form
+from zshard.state import state_dict_form
 from zshard.units.names import bare
 from zshard.units.units import is_unit
 

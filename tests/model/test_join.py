@@ -176,7 +176,7 @@ def scaling(model, n, **options):
     """The second batch's gradients are infinite: all ranks skip that step, and scale less."""
     optimizer = adamw(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    with joining(model, optimizer, **options):
+    with joining(model, optimizer, scaler, **options):
         for step in range(n):
             optimizer.zero_grad()
             loss = loss_of(model(batch(step))) * (float("inf") if step == 1 else 1.0)

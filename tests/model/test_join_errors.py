@@ -151,7 +151,13 @@ def misused(combination):
         with model.join():
             train(model, optimizer, 1)
 
-    said += [message_of(nested, RuntimeError), message_of(without, RuntimeError)]
+    def scaled():
+        scaler = zshard.GradScaler()
+        with model.join(optimizer):
+            scaler.scale(loss_of(model(batch(0)))).backward()
+            scaler.step(optimizer)
+
+    said += [message_of(each, RuntimeError) for each in (nested, without, scaled)]
     with model.join(optimizer, enable=False):
         train(model, optimizer, 2)
     with model.join(optimizer):
@@ -173,6 +179,7 @@ def test_misuse_is_an_error_that_says_what_to_do(pool2, combination):
         "got int",
         "join() is already active",
         "pass all optimizers of the model",
+        "model.join(optimizer, scaler)",
     ]
     for found in pool2.run(misused, combination):
         for said, words in zip(found, expected, strict=True):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import CASES, COMBINATIONS, ddp, differences, loss_of, make, wrapped
-from scenarios import Stack, floats, forward_backward, message_of
+from scenarios import Stack, floats, message_of
 from spawn import ranks
 from torch import nn
 
@@ -271,18 +271,3 @@ def test_devices():
     with pytest.raises(ValueError, match="'cpu' or 'cuda', got 'tpu'"):
         zshard.GradScaler("tpu")
     assert issubclass(zshard.GradScaler, torch.amp.GradScaler)
-
-
-def disabled():
-    model = wrapped(Stack, ("full_shard", "shm"))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scaler = zshard.GradScaler(enabled=False)
-    before = model.state_dict()
-    forward_backward(model, dist.get_rank())
-    scaler.step(optimizer)
-    scaler.update()
-    return scaler.get_scale(), differences(model.state_dict(), before) != []
-
-
-def test_a_disabled_one_steps(pool2):
-    assert pool2.run(disabled) == [(1.0, True)] * 2

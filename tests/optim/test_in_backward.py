@@ -247,30 +247,6 @@ def test_gradients_of_one_unit_at_a_time(pool2, combination):
             assert held["buckets"] <= before["buckets"]
 
 
-def order_of_steps(combination):
-    """For each block from the last to the first: whether the last one had been stepped when its
-    gradients were there."""
-    model = wrapped(deep, combination, auto_wrap_policy={nn.Linear})
-    optimizer = zshard.SGD(model.parameters(), 0.1)
-    model.optimizer_in_backward(optimizer)
-    last = model[-1].weight
-    seen = []
-    for layer in reversed(model):
-        layer.weight.register_post_accumulate_grad_hook(
-            lambda _: seen.append(last._version > before)
-        )
-    before = last._version
-    loss_of(model(torch.randn(4, 64))).backward()
-    assert last._version > before
-    return seen
-
-
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_a_unit_is_stepped_while_backward_goes_on(pool2, combination):
-    for seen in pool2.run(order_of_steps, combination):
-        assert seen == [False] + [True] * 11
-
-
 def stepped_within(combination, forwards):
     """Whether the last block has been stepped when backward reaches the first."""
     model = wrapped(deep, combination, auto_wrap_policy={nn.Linear})

@@ -13,13 +13,13 @@ from in_backward import (
     alone,
     batch,
 )
-from models import COMBINATIONS, Block, loss_of, make_optimizer, wrapped
+from models import COMBINATIONS, loss_of, make_optimizer, wrapped
 from models import differences as differences_of
 from recomputed import (
     leaf,
 )
-from scenarios import WIDTH, floats, message_of
 from scenarios import Stack as Blocks
+from scenarios import floats, message_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -166,44 +166,3 @@ def failing_step(combination):
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_an_error_of_the_optimizer_comes_out_of_backward(pool2, combination):
     assert pool2.run(failing_step, combination) == ["\"param group lacks 'lr'\""] * 2
-
-
-def used_again(combination):
-    """A unit's weight that the loss uses past the unit's forward, while the unit is still whole."""
-    model = wrapped(make_used_again, combination, auto_wrap_policy={Block})
-    model.optimizer_in_backward(make_optimizer(ADAMW, model))
-    x = floats(dist.get_rank()).requires_grad_()
-    return message_of(loss_of(model(x)).backward, RuntimeError)
-
-
-def make_used_again():
-    return UsedAgain()
-
-
-class UsedAgain(nn.Module):
-    """The second block's backward ends before the first's recomputation calls it once more."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2))
-        self.once = False
-
-    def sneaky(self, x):
-        first = self.blocks[0](x)
-        if torch.is_grad_enabled():  # only when it is recomputed
-            first = first + self.blocks[1](x)
-        return first
-
-    def forward(self, x):
-        return self.blocks[1](checkpoint(self.sneaky, x, use_reentrant=True))
-
-
-# Where ranks meet to gather, a unit is not over before backward is through with it.
-GATHERED = [("full_shard", "c10d"), ("shard_grad_op", "c10d")]
-
-
-@pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c not in GATHERED])
-def test_a_unit_that_is_wanted_again_after_its_step_is_an_error(pool2, combination):
-    for text in pool2.run(used_again, combination):
-        assert "of unit 'blocks.1' again after" in text
-        assert "call optimizer.step() after backward" in text

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from in_backward import (
     ADAMW,
-    OF_THE_ROOT,
     Alone,
     alone,
     batch,
@@ -26,16 +25,10 @@ from in_backward import (
     watch,
     wrong,
 )
-from models import COMBINATIONS, loss_of, make, make_optimizer, wrapped
+from models import COMBINATIONS, loss_of, make_optimizer, wrapped
 from models import differences as differences_of
-from recomputed import (
-    KINDS,
-    WAYS,
-    Stack,
-    leaf,
-)
 from scenarios import Stack as Blocks
-from scenarios import floats, message_of
+from scenarios import floats
 from torch import nn
 
 import zshard
@@ -78,14 +71,6 @@ def test_alone_in_mixed_precision():
     assert differences_of(*states) == []
 
 
-def test_alone_only_one_units_gradients_are_held():
-    model, _, _ = alone(True)
-    counts = watch(model)
-    loss_of(model(batch(0))).backward()
-    assert max(held for held, _ in counts) <= 3
-    assert [name for name, p in model.named_parameters() if p.grad is not None] == []
-
-
 def test_alone_a_removed_handle_leaves_nothing():
     model, optimizer, handle = alone(True)
     loss_of(model(batch(0))).backward()
@@ -103,27 +88,6 @@ def test_alone_a_removed_handle_leaves_nothing():
         loss_of(expected(batch(step))).backward()
         optimizer.step()
     assert differences_of(model.state_dict(), expected.state_dict()) == []
-
-
-@KINDS
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_alone_every_way_of_checkpointing(way, reentrant):
-    states = []
-    for in_backward in (False, True):
-        model = FSDP(make(functools.partial(Stack, way, reentrant)))
-        optimizer = make_optimizer(ADAMW, model)
-        if in_backward:
-            model.optimizer_in_backward(optimizer)
-        if in_backward and reentrant and way in OF_THE_ROOT:
-            loss = loss_of(model(leaf(0)))
-            assert "unit '(root)' again after" in message_of(loss.backward)
-            return
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(model(leaf(0, step))).backward()
-            optimizer.step()
-        states.append(model.state_dict())
-    assert differences_of(*states) == []
 
 
 # --- step(), schedulers, several optimizers, hooks ------------------------------------------------------
@@ -219,21 +183,6 @@ def test_a_removed_handle_leaves_the_model_as_it_was(pool2, combination):
     for found, (usual, after) in pool2.run(removed, combination):
         assert found == []
         assert usual == after > 0
-
-
-def copies(combination):
-    """The parameters of a copied model that have no .grad after its backward."""
-    model = wrapped(Blocks, combination)
-    model.optimizer_in_backward(make_optimizer(ADAMW, model))
-    loss_of(model(floats(dist.get_rank()))).backward()
-    copied = copy.deepcopy(model)
-    loss_of(copied(floats(dist.get_rank()))).backward()
-    return [name for name, p in copied.named_parameters() if p.grad is None]
-
-
-@pytest.mark.parametrize("combination", [("full_shard", "shm"), ("no_shard", "c10d")])
-def test_a_copy_steps_by_hand(pool2, combination):
-    assert pool2.run(copies, combination) == [[], []]
 
 
 def used_and_dropped(combination):

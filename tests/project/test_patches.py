@@ -62,15 +62,13 @@ print(len([key for key in before if before[key] != fingerprint()[key]]) > 10)
     assert changed.splitlines() == ["[]", "True"]
 
 
-def test_optimizers_and_scalers_that_are_older_than_the_first_model():
+def test_an_optimizer_that_is_older_than_the_first_model():
     said = run(
         """
 import zshard
-from zshard.optim.announce import number_of_scaler
 layer = torch.nn.Linear(4, 4)
 plain = torch.nn.Linear(4, 4)
 plain.load_state_dict(layer.state_dict())
-scalers = [torch.amp.GradScaler("cpu") for _ in range(3)]
 optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
 other = torch.optim.AdamW(plain.parameters(), lr=0.1)
 for each, stepped in ((layer, optimizer), (plain, other)):
@@ -80,18 +78,14 @@ model = zshard.FSDP(layer)
 for each, stepped in ((model, optimizer), (plain, other)):
     for _ in range(2):
         stepped.zero_grad()
-        loss = each(torch.ones(2, 4)).square().sum()
-        loss.backward()
+        each(torch.ones(2, 4)).square().sum().backward()
         torch.nn.utils.clip_grad_norm_(each.parameters(), 1.0)
         stepped.step()
-for scaler in reversed(scalers):
-    scaler.scale(loss.detach())
-print([number_of_scaler(each) for each in scalers])
 state = optimizer.state_dict()["state"], other.state_dict()["state"]
 print(all(torch.equal(state[0][i]["exp_avg"], state[1][i]["exp_avg"]) for i in range(2)))
 """
     )
-    assert said.splitlines() == ["[2, 1, 0]", "True"]
+    assert said == "True"
 
 
 WITHOUT_A_PLACE = """

@@ -312,16 +312,16 @@ def test_rank_0_saves_when_the_others_have_ended(tmp_path, how):
 
 def frees_at_the_end():
     """The thread that is told of what a script drops is slow. It must not go on while Python ends."""
-    drop = state_registry._drop
+    tell = state_registry._tell
 
-    def slow(*job):
+    def slow(*news):
         time.sleep(0.5)
-        return drop(*job)
+        tell(*news)
 
     def names(timeout):
         print("threads:", *(thread.name for thread in threading.enumerate()), flush=True)
 
-    state_registry._drop = slow
+    state_registry._tell = slow
     model = FSDP(make(Wide), timeout=60)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     loss_of(model(floats(dist.get_rank()))).backward()
@@ -335,32 +335,6 @@ def test_no_thread_frees_tensors_while_python_ends():
         assert "threads: MainThread" in result.stdout
         names = result.stdout.split()
         assert [name for name in names if name.startswith("zshard-")] in ([], ["zshard-where"])
-
-
-def saves_late_by_layers(path):
-    """Rank 1's model is gone, and with it the names that fully_shard() of the whole has given."""
-
-    def train():
-        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
-        for layer in model:
-            zshard.fully_shard(layer)
-        zshard.fully_shard(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        model(torch.ones(2, 64)).sum().backward()
-        optimizer.step()
-        if dist.get_rank() == 0:
-            time.sleep(1.0)
-            torch.save(optimizer.state_dict(), path)
-
-    train()
-
-
-def test_names_outlive_a_model_of_fully_shard(tmp_path):
-    path = tmp_path / "optimizer.pt"
-    for result in fork_ranks(saves_late_by_layers, 2, path):
-        assert result.returncode == 0, result.stderr
-    (names,) = torch.load(path, weights_only=True)._param_names
-    assert names == [f"{layer}.{name}" for layer in range(3) for name in ("weight", "bias")]
 
 
 def test_a_rank_that_raises_keeps_nobody_waiting(tmp_path):

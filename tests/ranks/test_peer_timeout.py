@@ -154,7 +154,6 @@ ALLOWED = {
         "ranks/agreement.py:on_all_ranks",
         "ranks/agreement.py:told_to_all_ranks",
     ),  # have a clause for PeerError
-    "ranks/responder.py:lives",  # asks one rank's thread, which may have ended
     "ranks/meeting.py:meet",  # tells the other ranks that shm is not available, and why
 }
 

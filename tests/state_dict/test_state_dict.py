@@ -182,18 +182,6 @@ def test_shape_errors_say_what_torchs_say(pool2, combination):
         assert trains
 
 
-def slice_of_another_rank():
-    """A state of slices (of parameters, not of state_dict()) is refused, not taken."""
-    model = wrapped(Net, FULL)
-    slices = {name: param.detach().clone() for name, param in model.named_parameters()}
-    return loads(slices, True, model)
-
-
-def test_a_state_of_slices_is_refused(pool2):
-    for message in pool2.run(slice_of_another_rank):
-        assert "size mismatch for embed.weight" in message and "31, 11" in message
-
-
 def tied_aliases():
     """Tied names: both in the state, equal; and loadable with either one alone."""
     model = wrapped(Tied, FULL)
@@ -269,20 +257,6 @@ def copies():
 
 def test_state_dicts_are_copies(pool2):
     assert pool2.run(copies) == [[], []]
-
-
-def not_collective():
-    """state_dict() on rank 0 alone, while rank 1 trains on with it."""
-    rank, case = dist.get_rank(), CASES["net"]
-    model, plain = wrapped(case.make, FULL), make(case.make)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    found = differences(model.state_dict(), plain.state_dict()) if rank == 0 else []
-    train(model, case, optimizer, rank)
-    return found
-
-
-def test_state_dict_on_one_rank_while_the_other_trains(pool2):
-    assert pool2.run(not_collective, timeout=30) == [[], []]
 
 
 def assign(combination):

@@ -27,52 +27,6 @@ def with_hooks(register, early, policy):
     return model
 
 
-def hooks_of_the_user(early):
-    """What is wrong with a state whose names a hook of the user changes, as many models do it."""
-
-    def rename(module, state, prefix, local_metadata):
-        for key in list(state):
-            if "up" in key:
-                state["renamed." + key] = state.pop(key) * 2
-
-    def register(model):
-        model._register_state_dict_hook(rename)
-
-    plain, model = make(Net), with_hooks(register, early, {nn.LayerNorm})
-    register(plain)
-    return differences(model.state_dict(), plain.state_dict())
-
-
-@EARLY
-def test_state_dict_hooks_work_on_whole_tensors(pool2, early):
-    assert pool2.run(hooks_of_the_user, early) == [[], []]
-
-
-def load_hooks_of_the_user(early):
-    """The same for a hook that renames on loading."""
-
-    def rename(state, prefix, *_):
-        for key in list(state):
-            if key.startswith("old."):
-                state[key.removeprefix("old.")] = state.pop(key) * 2
-
-    state = {"old." + key: value for key, value in make(Net, seed=2).state_dict().items()}
-
-    def register(model):
-        model._register_load_state_dict_pre_hook(rename)
-
-    plain, model = make(Net), with_hooks(register, early, {nn.LayerNorm})
-    register(plain)
-    plain.load_state_dict(state)
-    model.load_state_dict(state)
-    return differences(model.state_dict(), plain.state_dict())
-
-
-@EARLY
-def test_load_hooks_work_on_whole_tensors(pool2, early):
-    assert pool2.run(load_hooks_of_the_user, early) == [[], []]
-
-
 class Own(nn.Module):
     """Saves and loads in its own way: transposed, under another name, if it is of that shape."""
 

@@ -6,72 +6,14 @@ import copy
 import pickle
 
 import pytest
-import torch.distributed as dist
 from models import CASES, Nested, Net, differences, make, sharded, wrapped
 from spawn import ranks
 
 import zshard
 from zshard import FSDP
-from zshard.state import full_copies
+from zshard.state import stand_ins
 
 FULL = ("full_shard", "shm")
-
-
-def prefixes_and_parts():
-    """Prefix, destination and keep_vars arguments, and the states of submodules."""
-    plain, model = make(Net), wrapped(Net, FULL, auto_wrap_policy={Nested})
-    found = differences(model.state_dict(prefix="a."), plain.state_dict(prefix="a."))
-    into: dict = {}
-    given = model.state_dict(destination=into, prefix="b.")
-    found += differences(into, plain.state_dict(prefix="b."))
-    found += [] if given is into else ["another destination"]
-    kept = model.state_dict(keep_vars=True)
-    found += [key for key, value in kept.items() if not value.requires_grad]
-    found += differences(
-        model.blocks[1].state_dict(prefix="x."), plain.blocks[1].state_dict(prefix="x.")
-    )
-    found += differences(model.blocks.state_dict(), plain.blocks.state_dict())
-    model.blocks[0].load_state_dict(plain.blocks[1].state_dict())
-    found += differences(model.blocks[0].state_dict(), plain.blocks[1].state_dict())
-    return found
-
-
-def test_prefixes_destinations_and_submodules(pool2):
-    assert pool2.run(prefixes_and_parts) == [[], []]
-
-
-def part_that_is_no_unit():
-    """The state of a module whose parameters are in the root's unit: whole, or an error."""
-    plain, model = make(Net), wrapped(Net, FULL, auto_wrap_policy=None)
-    try:
-        return differences(model.norm.state_dict(), plain.norm.state_dict())
-    except RuntimeError as error:
-        return [] if "norm" in str(error) else [str(error)]
-
-
-def load_of_a_part_that_is_no_unit():
-    """The same in the other direction: ("" or the error, what differs then)."""
-    plain, model = make(Net), wrapped(Net, FULL, auto_wrap_policy=None)
-    other = make(Net, seed=2)
-    expected = {**plain.state_dict(), **other.norm.state_dict(prefix="norm.")}
-    outcomes = [""] * dist.get_world_size()
-    try:
-        model.norm.load_state_dict(other.norm.state_dict())
-        mine = ""
-    except RuntimeError as error:
-        mine, expected = str(error), plain.state_dict()
-    dist.all_gather_object(outcomes, mine)
-    return [bool(outcome) for outcome in outcomes], differences(model.state_dict(), expected)
-
-
-def test_a_part_that_is_no_unit_never_gives_slices(pool2):
-    assert pool2.run(part_that_is_no_unit) == [[], []]
-
-
-def test_a_part_that_is_no_unit_is_loaded_by_all_ranks_or_none(pool2):
-    for refused, wrong in pool2.run(load_of_a_part_that_is_no_unit):
-        assert refused[0] == refused[1]
-        assert wrong == []
 
 
 def every_part(name, combination):
@@ -114,20 +56,20 @@ def test_parts_on_more_ranks(pool):
 def gathers(name, policy):
     """How often a unit is gathered for the state of the model, of a list in it, and of one layer."""
     model, counts = FSDP(make(CASES[name].make), auto_wrap_policy=policy), []
-    method = full_copies.UnitParams.copies
+    method = stand_ins.UnitParams.copies
 
     def counted(self, wanted, keep):
         made = method(self, wanted, keep)
         counts[-1].append((self.unit.name, len(made)))
         return made
 
-    full_copies.UnitParams.copies = counted
+    stand_ins.UnitParams.copies = counted
     try:
         for part in (model, model.blocks, model.norm):
             counts.append([])
             part.state_dict()
     finally:
-        full_copies.UnitParams.copies = method
+        stand_ins.UnitParams.copies = method
     return counts
 
 

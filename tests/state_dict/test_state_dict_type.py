@@ -14,9 +14,8 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-import zshard
 from zshard import FSDP
-from zshard.state import full_copies
+from zshard.state import stand_ins
 from zshard.units.units import units_of
 
 
@@ -71,7 +70,7 @@ def bytes_of_whole_copies(combination):
     model = wrapped(deep, combination, auto_wrap_policy={nn.Linear})
     reserved = model.memory()["slots"]
     whole = sum(p.numel() * p.element_size() for p in deep().parameters())
-    usual, made, held = full_copies.UnitParams._copy, weakref.WeakSet(), []
+    usual, made, held = stand_ins.UnitParams._copy, weakref.WeakSet(), []
 
     def copy(params, index, param, keep):
         copied = usual(params, index, param, keep)
@@ -79,13 +78,13 @@ def bytes_of_whole_copies(combination):
         held.append(sum(each.nbytes() for each in made) + model.memory()["slots"] - reserved)
         return copied
 
-    full_copies.UnitParams._copy = copy
+    stand_ins.UnitParams._copy = copy
     try:
         config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
         with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
             state = model.state_dict()
     finally:
-        full_copies.UnitParams._copy = usual
+        stand_ins.UnitParams._copy = usual
     assert dist.get_rank() != 0 or differences(state, make(deep).state_dict()) == []
     return max(held), whole, max(state.unit.bytes["full"] for _, state in units_of(model))
 
@@ -95,7 +94,3 @@ def test_other_ranks_have_no_copy_of_the_whole(pool2, combination):
     (most, whole, _), (most_elsewhere, _, unit) = pool2.run(bytes_of_whole_copies, combination)
     assert most >= whole
     assert most_elsewhere <= unit + 4096 < whole / 3
-
-
-def test_the_class_has_its_old_name():
-    assert zshard.FullyShardedDataParallel is FSDP

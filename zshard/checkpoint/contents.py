@@ -30,10 +30,11 @@ from zshard import _core
 from zshard.checkpoint.safetensors import CODES, is_name
 from zshard.checkpoint.script_state import encode
 from zshard.guard.slices import to_local
+from zshard.optim.hooks import know
 from zshard.optim.sharded_state import held_by
 from zshard.ranks.agreement import Fact, gather_bytes
 from zshard.ranks.transports import comm_for
-from zshard.state.form import state_dict_form
+from zshard.state import state_dict_form
 from zshard.state.load_state_dict import comm_of
 from zshard.state.optimizer_names import names_of
 from zshard.state.stand_ins import Saved, StandIns
@@ -314,6 +315,7 @@ def of_optimizer(model: nn.Module, optimizer: Optimizer, copies: Replicas) -> Co
             f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}"
         )
     names = names_of(model, optimizer)
+    know(optimizer)
     held = held_by(optimizer)
     cut = {id(each.param): {k: c for k, _, c in each.entries} for each in held}
     nested = (f"{each.nested} of '{each.part.name}'" for each in held if each.nested)

@@ -22,8 +22,8 @@ from zshard.checkpoint.reader import Reader
 from zshard.guard import slices
 from zshard.optim.sharded_state import params_of
 from zshard.ranks.agreement import on_all_ranks
+from zshard.state.optimizer import OptimizerPlan, taken
 from zshard.state.optimizer_names import by_number, names_of
-from zshard.state.optimizer_plan import OptimizerPlan, taken
 from zshard.state.stand_ins import Pending
 from zshard.units.names import plain_name
 

@@ -1,6 +1,6 @@
 """FSDP1's state dict types: which form state_dict() has, for a with block or from now on.
 
-A type and its two configs are one form of zshard's (`state/form.py`), which
+A type and its two configs are one form of zshard's (`zshard/state/__init__.py`), which
 remembers what the script passed, so that the script can ask for it.
 """
 
@@ -23,7 +23,7 @@ from zshard.compat.classes import (
     StateDictSettings,
     StateDictType,
 )
-from zshard.state.form import state_dict_form
+from zshard.state import state_dict_form
 from zshard.units.units import StateDictForm, units_of
 
 

@@ -23,7 +23,7 @@ from zshard.checkpoint.save import save
 from zshard.deepspeed.ds_config import Settings
 from zshard.ranks.agreement import on_all_ranks
 from zshard.ranks.script_position import PublicCall
-from zshard.state.form import state_dict_form
+from zshard.state import state_dict_form
 from zshard.units.units import state_of
 
 _LATEST = "latest"

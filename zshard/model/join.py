@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zshard import _core
 from zshard.grad_scaler import unscale
 from zshard.guard.slices import plain
-from zshard.optim.announce import Act, Joined, options_of, scaler_of
+from zshard.optim.announce import Act, Joined, options_of
 from zshard.optim.clip import clip_by, norm_over_ranks
 from zshard.optim.in_backward import is_stepped_in_backward
 from zshard.ranks.agreement import check_agreement, on_all_ranks
@@ -138,9 +138,8 @@ class _Follower(Joined):
     def __init__(
         self, model: nn.Module, optimizers: list[torch.optim.Optimizer], others: list[Any]
     ) -> None:
-        super().__init__(state_of(model).unit.engine, list(model.parameters()), optimizers)
+        super().__init__(state_of(model).unit.engine, list(model.parameters()), optimizers, others)
         self.model = model
-        self.others = others
         self.is_over = False  # all ranks' data has ended
         self._is_ours = [part_of(param) is not None for param in self.params]
         self._acts: dict[Act, Callable[..., None]] = {
@@ -243,7 +242,6 @@ class _Follower(Joined):
             (
                 [options_of(optimizer) for optimizer in self.optimizers],
                 [other.state_dict() for other in self.others],
-                {number: scaler.state_dict() for number, scaler in self.scalers.items()},
             )
         )
         self._copy_replicated(comm, leader)
@@ -253,24 +251,11 @@ class _Follower(Joined):
         if comm.rank != leader:
             self._take(*theirs)
 
-    def _take(
-        self,
-        options: list[list[dict[str, Any]]],
-        others: list[dict[str, Any]],
-        scalers: dict[int, dict[str, Any]],
-    ) -> None:
+    def _take(self, options: list[list[dict[str, Any]]], others: list[dict[str, Any]]) -> None:
         for number, each in enumerate(options):
             self._set_options(number, each)
         for other, state in zip(self.others, others, strict=True):
             other.load_state_dict(state)
-        for number, state in scalers.items():
-            scaler = scaler_of(number)
-            if scaler is None:
-                raise RuntimeError(
-                    "the ranks with data have used a GradScaler that this rank does not have: "
-                    "construct it on all ranks"
-                )
-            scaler.load_state_dict(state)
 
     def _copy_replicated(self, comm: _core.Comm, leader: int) -> None:
         """Where every rank has all of it, a script may have written to it unseen; as DDP does, the

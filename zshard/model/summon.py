@@ -15,7 +15,7 @@ from torch import nn
 
 from zshard import _core
 from zshard.model.whole_grads import WholeGrads
-from zshard.optim.replicas import sum_of_bits
+from zshard.optim.step_digest import sum_of_bits
 from zshard.units.units import State, state_of, units_of
 from zshard.wrap.initial_values import take_from_rank_0
 

@@ -106,8 +106,8 @@ class UnitMethods(nn.Module):
         Args:
             optimizers: all optimizers that step this model within the block. Learning rate
                 schedulers and grad scalers may follow: at the end all ranks load the state that
-                they have on the rank that had data last. (Grad scalers that were used are found
-                without being passed.)
+                they have on the rank that had data last. A grad scaler that is used in the block
+                must be passed.
             divide_by_initial_world_size: True (the default) divides gradients by the number of
                 ranks; False by the number of ranks that still have data.
             enable: False makes this a no-op.

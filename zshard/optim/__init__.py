@@ -23,7 +23,7 @@ with the bits that an uninterrupted one would use.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,17 +36,12 @@ from zshard.optim.step import InOneCall
 __all__ = ["SGD", "Adam", "AdamW"]
 
 
-ADAM_STATE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-"""Adam's state tensors of a parameter's shape; the last one with amsgrad only."""
-
-
 class _AdamInOneCall(InOneCall):
     """Adam and AdamW, which differ in an option of the group, decoupled_weight_decay."""
 
     _rule = "adam"
-
-    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return ADAM_STATE if group["amsgrad"] else ADAM_STATE[:2]
+    _state: ClassVar = {"exp_avg": None, "exp_avg_sq": None, "max_exp_avg_sq": "amsgrad"}
+    _counts_steps = True
 
     @torch.no_grad()
     def _step_by_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
@@ -81,24 +76,10 @@ class _AdamInOneCall(InOneCall):
 class Adam(_AdamInOneCall, torch.optim.Adam):
     """torch.optim.Adam with its step in C: same arguments, defaults and state.
 
-    Bit-identical to torch.optim.Adam(fused=True), but for a tensor's last few elements, which torch
-    steps by other code.
-
     Args:
-        params: parameters or param groups, sharded or not.
-        lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay: as in
-            torch.optim.Adam.
-        foreach, fused: accepted for compatibility; no effect, the step is always fused.
-        differentiable: must be False.
-        capturable: as in torch.optim, for parameters on a GPU and without stochastic_rounding. The
-            step count stays on the GPU, and the step reads `lr` (if it is a tensor on that GPU) and
-            a GradScaler's `found_inf` there, without synchronizing, so a CUDA graph can replay it.
-        stochastic_rounding: round bfloat16 parameters and their state stochastically (unbiased), to
-            train without a float32 copy. Other dtypes are not affected, except that float16 is not
-            supported.
-        rounding_seed: seed of the random bits, an int; pass the same on all ranks.
+        decoupled_weight_decay: as in torch.optim.Adam.
 
-    Raises ValueError for hyperparameters out of range, NotImplementedError for unsupported options.
+    All else is as in zshard.AdamW.
     """
 
     def __init__(
@@ -134,7 +115,6 @@ class Adam(_AdamInOneCall, torch.optim.Adam):
             decoupled_weight_decay=decoupled_weight_decay,
         )
         self._set_rounding(stochastic_rounding, rounding_seed)
-        self._tell_scaler()  # with fused, torch has said so already
 
 
 class AdamW(_AdamInOneCall, torch.optim.AdamW):
@@ -190,7 +170,6 @@ class AdamW(_AdamInOneCall, torch.optim.AdamW):
             fused=fused,
         )
         self._set_rounding(stochastic_rounding, rounding_seed)
-        self._tell_scaler()  # with fused, torch has said so already
 
 
 class SGD(InOneCall, torch.optim.SGD):
@@ -212,6 +191,8 @@ class SGD(InOneCall, torch.optim.SGD):
     """
 
     _rule = "sgd"
+    _state: ClassVar = {"momentum_buffer": "momentum"}
+    _begins_as_grad = "momentum_buffer"
 
     def __init__(
         self,
@@ -242,20 +223,11 @@ class SGD(InOneCall, torch.optim.SGD):
             differentiable=differentiable,
             fused=fused,
         )
-        self._set_capturable(capturable)
-        self._set_rounding(stochastic_rounding, rounding_seed)
-        self._tell_scaler()
-
-    def _set_capturable(self, capturable: bool) -> None:
-        """Set the option only if requested: torch's SGD lacks it, so by default the state dict
-        stays torch's."""
-        if capturable:
+        if capturable:  # torch's SGD lacks it, so by default the state dict stays torch's
             self.defaults.update(capturable=True)
             for group in self.param_groups:
                 self._take_group(group)
-
-    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return ("momentum_buffer",) if group["momentum"] != 0 else ()
+        self._set_rounding(stochastic_rounding, rounding_seed)
 
     @torch.no_grad()
     def _step_by_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:

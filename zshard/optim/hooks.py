@@ -1,56 +1,39 @@
 """Before and after each optimizer's step: what its models must know, and what it must not find.
 
-Torch runs two hooks around the step of every optimizer. They tell the models, as a
-step that one rank leaves out is an error, and refuse gradients that are not reduced and parameters
-that unshard() has gathered.
+Torch runs two hooks around the step of every optimizer. They tell the models, as a step that one
+rank leaves out is an error, and refuse gradients that are not reduced and parameters that unshard()
+has gathered. Here zshard also meets an optimizer that is older than its sharded model.
 
 Whether an optimizer is right on shards is judged by what it does: its operations are guarded
-(guard/slices.py). Only those of libraries whose steps run in kernels of their own, which the guard
-cannot see, are refused by name.
+(guard/slices.py). What is known of an optimizer by its class stands at the head of this file:
+torch's elementwise ones, which need no guard, and those of libraries whose steps run in kernels of
+their own, which the guard cannot see.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.hooks import RemovableHandle
 
 from zshard import _core
 from zshard._errors import ShardError
 from zshard.guard.foreign import check_optimizer
 from zshard.guard.slices import guarded, plain
 from zshard.optim.announce import say_step, say_zeroed
-from zshard.optim.earlier_state import shard_state_of
-from zshard.optim.replicas import note_values
-from zshard.optim.sharded_state import SCALARS, params_of
-from zshard.optim.state_registry import all_made, note_made
-from zshard.optim.step_digest import note_step
-from zshard.units.shards import stepped_by, units_stepped_by
+from zshard.optim.sharded_state import SCALARS, params_of, shard_state_of
+from zshard.optim.step_digest import note_step, note_values
+from zshard.units.shards import Stepped, stepped_by, units_stepped_by
 
-__all__ = ["before_first_steps", "install", "know", "seen_optimizers", "shard_earlier_state"]
-
-
-_KERNELS = frozenset(("apex", "bitsandbytes", "deepspeed", "fbgemm_gpu", "transformer_engine"))
-"""Packages whose optimizers step in kernels of their own."""
-
-_NEED_NORMS = ("lamb", "lars", "novograd")
-"""Which of those need norms of whole parameters: words in the class's name, in lower case."""
-
-_seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, None] = weakref.WeakKeyDictionary()
-_inner: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-"""Those that another one calls on the ranks that have something for them to step."""
-
-# The compiler would trace what it cannot.
-_note_step = torch._disable_dynamo(note_step)  # type: ignore[attr-defined]
-_handles: list[RemovableHandle] = []
+__all__ = ["before_first_steps", "install", "know", "seen_optimizers"]
 
 
 _ELEMENTWISE = (
@@ -59,63 +42,131 @@ _ELEMENTWISE = (
 )
 """Classes of torch.optim whose step is elementwise: test_optim_guard.py holds them to it."""
 
+_KERNELS = frozenset(("apex", "bitsandbytes", "deepspeed", "fbgemm_gpu", "transformer_engine"))
+"""Packages whose optimizers step in kernels of their own."""
+
+_NEED_NORMS = ("lamb", "lars", "novograd")
+"""Which of those need norms of whole parameters: words in the class's name, in lower case."""
+
+
+_is_installed = False
+
 
 def install() -> None:
     """Start watching the steps of all optimizers. Idempotent."""
-    if not _handles:
-        for name in _ELEMENTWISE:
-            _spare_the_guard(getattr(torch.optim, name))
-        for name in ("__init__", "__setstate__"):
-            setattr(torch.optim.Optimizer, name, _noted(getattr(torch.optim.Optimizer, name)))
-        torch.optim.Optimizer.zero_grad = _noting_zeros(torch.optim.Optimizer.zero_grad)  # type: ignore[method-assign]
-        _handles.append(register_optimizer_step_pre_hook(_before_step))
-        _handles.append(register_optimizer_step_post_hook(_after_step))
-
-
-def _noted(make: Callable[..., None]) -> Callable[..., None]:
-    """Whatever constructs an optimizer, noting that it has."""
-
-    @functools.wraps(make)
-    def made(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        _name_in_errors(type(self))
-        note_made(self)
-
-    return made
-
-
-def _name_in_errors(cls: type[torch.optim.Optimizer]) -> None:
-    """Have a ShardError of a step name the optimizer. Those known to be elementwise raise none."""
-    owner: Any = next((each for each in cls.__mro__ if "step" in vars(each)), None)
-    if owner is None or owner.__module__.startswith("zshard.") or owner.__name__ in _ELEMENTWISE:
+    global _is_installed
+    if _is_installed:
         return
-    step = owner.step
-    if not callable(step) or hasattr(step, "_zshard_names"):
-        return
+    _is_installed = True
+    for name in _ELEMENTWISE:
+        _spare_the_guard(getattr(torch.optim, name))
+    Optimizer.zero_grad = _noting_zeros(Optimizer.zero_grad)  # type: ignore[method-assign]
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
-    @functools.wraps(step)
-    def stepped(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return step(self, *args, **kwargs)
-        except ShardError as error:
-            name = type(self).__name__
-            if str(error).startswith(name):
-                raise
-            raise ShardError(
-                f"{name}.step() is not elementwise, so it cannot work on shards: use an "
-                "elementwise optimizer (zshard.AdamW, torch.optim.SGD, ...), or FSDP(..., "
-                f'strategy="no_shard"), which keeps full parameters. {error}'
-            ) from error
 
-    stepped._zshard_names = True  # type: ignore[attr-defined]
-    owner.step = stepped
+# --- optimizers that zshard knows -----------------------------------------------------------------
+
+_seen: weakref.WeakKeyDictionary[Optimizer, list[Stepped]] = weakref.WeakKeyDictionary()
+"""With what each had of sharded models when its state was looked at."""
+_checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_checks: list[Callable[[Optimizer], bool]] = []
+
+
+def before_first_steps(check: Callable[[Optimizer], bool]) -> None:
+    """Call `check` before the first step of each optimizer, until it returns False."""
+    _checks.append(check)
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _check_first_step(optimizer: Optimizer) -> None:
+    _checked.add(optimizer)
+    _checks[:] = [check for check in _checks if check(optimizer)]
+
+
+def know(optimizer: Optimizer) -> None:
+    """Count an optimizer as seen even if its step() is never called. If it is older than one of its
+    sharded models, it may have full state, of which this rank keeps its shard."""
+    models = stepped_by(optimizer)
+    if _seen.get(optimizer) is not models:
+        shard_state_of(optimizer)
+        _seen[optimizer] = models
+    for each in models:
+        if each.peers is not None:
+            each.peers.note(optimizer)
+
+
+def seen_optimizers() -> list[Optimizer]:
+    """Return all living optimizers that have stepped, that step in backward, or whose state has
+    been saved or loaded, in the order in which they did so first."""
+    return list(_seen)
+
+
+# --- around a step --------------------------------------------------------------------------------
+
+
+def _before_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Torch's pre-hook. Raises RuntimeError for gradients that have not been reduced, and for
+    parameters that unshard() has gathered: with a closure, which makes the gradients, after it."""
+    if optimizer not in _checked:
+        _check_first_step(optimizer)
+    know(optimizer)
+    _refuse_by_class(optimizer)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        _begin_to_write(optimizer)
+        return None
+    for unit in units_stepped_by(optimizer):  # an optimizer may write before its closure, too
+        unit.engine.begin_write()
+
+    @functools.wraps(closure)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        result = closure(*args, **kwargs)
+        _begin_to_write(optimizer)
+        return result
+
+    if len(args) > 1:
+        return (args[0], checked, *args[2:]), kwargs
+    return args, {**kwargs, "closure": checked}
+
+
+def _begin_to_write(optimizer: Optimizer) -> None:
+    """Refuse what must not be, and tell the models that their parameters are to be written."""
+    if optimizer not in _inner:
+        say_step(optimizer)
+    if _core.has_local_grads():
+        for param in params_of(optimizer):
+            if param.grad is not None:
+                _core.grad_owner(param.grad)  # which refuses those that are not reduced
+    if _core.has_held_units():
+        _refuse_held_units(optimizer)
+    note_values(stepped_by(optimizer))
+    for unit in units_stepped_by(optimizer):
+        unit.engine.before_step()
+
+
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Torch's post-hook, which it runs only if the step has not raised."""
+    try:
+        if optimizer not in _inner:
+            _note_step(optimizer)
+        know(optimizer)  # it has its state now
+    finally:
+        for unit in units_stepped_by(optimizer):
+            unit.engine.end_write()
+
+
+# The compiler would trace what it cannot.
+_note_step = torch._disable_dynamo(note_step)  # type: ignore[attr-defined]
 
 
 def _noting_zeros(zero_grad: Callable[..., None]) -> Callable[..., None]:
     """Without the guard; gradients that stay, as zeros, are written to, as on all ranks."""
 
     @functools.wraps(zero_grad)
-    def zeroed(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+    def zeroed(self: Optimizer, set_to_none: bool = True) -> None:
         if not set_to_none:
             say_zeroed(self)
         with plain():
@@ -127,62 +178,22 @@ def _noting_zeros(zero_grad: Callable[..., None]) -> Callable[..., None]:
     return zeroed
 
 
-_checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-_checks: list[Callable[[torch.optim.Optimizer], bool]] = []
+# --- what is refused ------------------------------------------------------------------------------
+
+_inner: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Those that another one calls on the ranks that have something for them to step."""
 
 
-def before_first_steps(check: Callable[[torch.optim.Optimizer], bool]) -> None:
-    """Call `check` before the first step of each optimizer, until it returns False."""
-    _checks.append(check)
-
-
-@torch._disable_dynamo  # type: ignore[attr-defined]
-def _check_first_step(optimizer: torch.optim.Optimizer) -> None:
-    _checks[:] = [check for check in _checks if check(optimizer)]
-
-
-def know(optimizer: torch.optim.Optimizer) -> None:
-    """Count an optimizer as seen even if its step() is never called. One that is older than the
-    first model may have full state."""
-    if optimizer not in _seen:
-        shard_state_of(optimizer)
-    _seen[optimizer] = None
-    for each in stepped_by(optimizer):
-        if each.peers is not None:
-            each.peers.book.note(optimizer)
-
-
-def shard_earlier_state(params: Iterable[torch.Tensor]) -> None:
-    """Shard the state that optimizers already have for parameters that have just been sharded."""
-    ids = {id(param) for param in params}
-    for optimizer in all_made():
-        if any(id(p) in ids for p in params_of(optimizer)) and shard_state_of(optimizer):
-            know(optimizer)
-
-
-def seen_optimizers() -> list[torch.optim.Optimizer]:
-    """Return all living optimizers that have stepped, that step in backward, or that have loaded
-    state, in the order in which they did so first."""
-    return list(_seen)
-
-
-def _before_step(
-    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Torch's pre-hook. Raises RuntimeError for gradients that have not been reduced, and for
-    parameters that unshard() has gathered: with a closure, which makes the gradients, after it."""
-    if optimizer not in _checked:
-        _check_first_step(optimizer)
-        _checked.add(optimizer)
-    know(optimizer)
-    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+def _refuse_by_class(optimizer: Optimizer) -> None:
+    cls = type(optimizer)
+    if cls.__name__ == "ZeroRedundancyOptimizer":
         check_optimizer(optimizer)
         _inner.add(getattr(optimizer, "optim", optimizer))
-    if _needs_unseen_norms(type(optimizer)) and _holds_shards(optimizer):
+    if _needs_unseen_norms(cls) and any(map(_core.is_shard, params_of(optimizer))):
         raise ShardError(
-            f"{type(optimizer).__name__} scales updates by norms of whole parameters, but would "
-            "see shards. Use an elementwise optimizer (zshard.AdamW, torch.optim.SGD, ...), or "
-            'FSDP(..., strategy="no_shard")'
+            f"{cls.__name__} scales updates by norms of whole parameters, but would see shards. "
+            "Use an elementwise optimizer (zshard.AdamW, torch.optim.SGD, ...), or FSDP(..., "
+            'strategy="no_shard")'
         )
     if isinstance(optimizer, torch.optim.SparseAdam) and stepped_by(optimizer):
         raise NotImplementedError(
@@ -190,76 +201,29 @@ def _before_step(
             "nn.Embedding(sparse=True) and under no_shard: use torch.optim.Adagrad or SGD, which "
             "leave rows without a gradient as they are, too"
         )
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if not callable(closure):
-        _begin_to_write(optimizer)
-        return None
-    for unit in units_stepped_by(optimizer):  # an optimizer may write before its closure, too
-        unit.engine.begin_write()
-    checked = _checked_after(optimizer, closure)
-    if len(args) > 1:
-        return (args[0], checked, *args[2:]), kwargs
-    return args, {**kwargs, "closure": checked}
 
 
-def _checked_after(
-    optimizer: torch.optim.Optimizer, closure: Callable[..., Any]
-) -> Callable[..., Any]:
-    @functools.wraps(closure)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        result = closure(*args, **kwargs)
-        _begin_to_write(optimizer)
-        return result
-
-    return checked
+def _needs_unseen_norms(cls: type) -> bool:
+    if cls.__module__.partition(".")[0] not in _KERNELS:
+        return False
+    return any(word in cls.__name__.lower() for word in _NEED_NORMS)
 
 
-def _begin_to_write(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse what must not be, and tell the models that their parameters are to be written."""
-    if optimizer not in _inner:
-        say_step(optimizer)
-    if _core.has_local_grads():
-        _refuse_local_grads(optimizer)
-    if _core.has_held_units():
-        _refuse_held_units(optimizer)
-    note_values(stepped_by(optimizer))
-    for unit in units_stepped_by(optimizer):
-        unit.engine.before_step()
+def _refuse_held_units(optimizer: Optimizer) -> None:
+    for param in params_of(optimizer):
+        name = _core.held_unit(param)
+        if name is not None:
+            raise RuntimeError(
+                f"unit '{name or '(root)'}' is unsharded by unshard() or summon_full_params(), "
+                "so its parameters are copies and the update would be lost: call reshard() on "
+                "its module, or leave the context, before the optimizer's step"
+            )
 
 
-def _after_step(
-    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Torch's post-hook, which it runs only if the step has not raised."""
-    try:
-        if optimizer not in _inner:
-            _note_step(optimizer)
-        know(optimizer)  # it has its state now
-    finally:
-        for unit in units_stepped_by(optimizer):
-            unit.engine.end_write()
+# --- torch's elementwise optimizers ---------------------------------------------------------------
 
 
-def _refuse_local_grads(optimizer: torch.optim.Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.grad is not None:
-                _core.grad_owner(param.grad)  # which refuses them
-
-
-def _refuse_held_units(optimizer: torch.optim.Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            name = _core.held_unit(param)
-            if name is not None:
-                raise RuntimeError(
-                    f"unit '{name or '(root)'}' is unsharded by unshard() or summon_full_params(), "
-                    "so its parameters are copies and the update would be lost: call reshard() on "
-                    "its module, or leave the context, before the optimizer's step"
-                )
-
-
-def _spare_the_guard(cls: type[torch.optim.Optimizer]) -> None:
+def _spare_the_guard(cls: type[Optimizer]) -> None:
     """Have a step that is known to be elementwise run as on plain tensors: asking about each of its
     operations would cost a tenth of it. torch wraps step() once an optimizer has been made; then
     what is in that wrapper is replaced."""
@@ -276,9 +240,7 @@ def _spare_the_guard(cls: type[torch.optim.Optimizer]) -> None:
 
 def _plainly(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
-    def stepped(
-        self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any
-    ) -> Any:
+    def stepped(self: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         known = len(self.state)
         with plain():
             result = step(self, None if closure is None else guarded(closure), **kwargs)
@@ -290,7 +252,7 @@ def _plainly(step: Callable[..., Any]) -> Callable[..., Any]:
     return torch._disable_dynamo(stepped)  # type: ignore[attr-defined]
 
 
-def _guard_state(optimizer: torch.optim.Optimizer) -> None:
+def _guard_state(optimizer: Optimizer) -> None:
     """State that was made within plain() is guarded as its parameter is."""
     for param, entries in optimizer.state.items():
         part = _core.slice_part(param)
@@ -298,13 +260,3 @@ def _guard_state(optimizer: torch.optim.Optimizer) -> None:
             is_number = value.dim() == 0 and key in SCALARS if torch.is_tensor(value) else True
             if not is_number and value.dim() == param.dim():
                 _core.mark_slice(value, part)
-
-
-def _needs_unseen_norms(cls: type) -> bool:
-    if cls.__module__.partition(".")[0] not in _KERNELS:
-        return False
-    return any(word in cls.__name__.lower() for word in _NEED_NORMS)
-
-
-def _holds_shards(optimizer: torch.optim.Optimizer) -> bool:
-    return any(_core.is_shard(p) for group in optimizer.param_groups for p in group["params"])

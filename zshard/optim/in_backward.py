@@ -169,7 +169,7 @@ def _any_steps(params: Iterable[Tensor] | None) -> bool:
     return any(not ids.isdisjoint(handle._ids) for handle in active)
 
 
-def _checked(optimizer: Any) -> Any:
+def _checked(optimizer: object) -> InOneCall:
     if isinstance(optimizer, InOneCall):
         return optimizer
     raise TypeError(

@@ -1,31 +1,49 @@
-"""Which state of an optimizer is sharded as its parameters are.
+"""An optimizer's state over shards: which of it is sharded, and how it lies in memory.
 
-Shapes tell. What has the shape of a parameter's shard is a shard of something that
+Shapes tell what is sharded: what has the shape of a parameter's shard is a shard of something that
 has the parameter's shape.
+
+State tensors of one name are adjacent in one block, spaced like the parameters. Where parameters
+are adjacent in a shard, so is their state, and the C loop updates all of them as one run.
+
+An optimizer may be older than its sharded model, and have full state: of a snapshot, or of steps of
+the plain model. When zshard meets it, each rank keeps its shard of that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from zshard import _core
+from zshard.guard.slices import guard_like, plain
 from zshard.ranks.agreement import Fact
 from zshard.units.shards import Part, part_of
 
-__all__ = ["SCALARS", "HeldState", "fact_of", "held_by", "held_in", "params_of", "scalar_keys"]
+__all__ = [
+    *("SCALARS", "HeldState", "fact_of", "held_by", "held_in", "params_of", "scalar_keys"),
+    *("shard_state_of", "zeros_side_by_side"),
+]
 
 SCALARS = frozenset(("step", "eta", "mu", "mu_product"))
 """What torch's optimizers keep as one number per parameter. Used only if shapes do not tell: for
 parameters that have no dimensions themselves."""
 
+_ALIGN = 64
+"""Bytes: a cache line, and the largest gap that padding leaves between parameters in a shard."""
+
 
 def params_of(optimizer: Optimizer) -> Iterable[Tensor]:
     return (param for group in optimizer.param_groups for param in group["params"])
+
+
+# --- what is sharded ------------------------------------------------------------------------------
 
 
 def scalar_keys(states: Iterable[tuple[tuple[int, ...], Mapping[Any, Any]]]) -> set[Any]:
@@ -56,10 +74,36 @@ class HeldState:
                 return f"'{key}' (a {type(value).__name__})"
         return None
 
+    def refuse_nested(self) -> None:
+        """Raise RuntimeError if there is one. To be called if the other ranks have one, too: a rank
+        alone could be misled by a shape."""
+        if self.nested is not None:
+            raise RuntimeError(
+                f"{self.nested} in the optimizer's state of '{self.part.name}' contains sharded "
+                "tensors, which state_dict() cannot gather: store each tensor directly under its "
+                "own key"
+            )
+
 
 def held_by(optimizer: Optimizer) -> list[HeldState]:
     """Return all sharded parameters of the optimizer in its order, also those without state."""
     return held_in(params_of(optimizer), optimizer.state)
+
+
+def held_in(params: Iterable[Tensor], state: Mapping[Any, Any]) -> list[HeldState]:
+    """The same of parameters and of an optimizer's state."""
+    cut = [(param, part) for param in params if (part := part_of(param)) and part.is_cut]
+    states = [(param, part, _now(state.get(param, {}))) for param, part in cut]
+    scalars = scalar_keys((part.shape, entries) for _, part, entries in states)
+    held = []
+    for param, part, entries in states:
+        may_be_cut = {key for key in entries if part.shape != () or key not in scalars}
+        rows = [
+            (key, entries[key], key in may_be_cut and _is_cut(entries[key], part))
+            for key in sorted(entries, key=str)
+        ]
+        held.append(HeldState(param, part, rows))
+    return held
 
 
 def _now(entries: Any) -> Any:
@@ -67,26 +111,7 @@ def _now(entries: Any) -> Any:
     return dict(entries) if type(entries) is dict else entries
 
 
-def held_in(params: Iterable[Tensor], state: Mapping[Any, Any]) -> list[HeldState]:
-    """The same of parameters and of an optimizer's state."""
-    cut = [(param, part) for param in params if (part := part_of(param))]
-    states = [(param, part, _now(state.get(param, {}))) for param, part in cut if part.is_cut]
-    scalars = scalar_keys((part.shape, entries) for _, part, entries in states)
-    held = []
-    for param, part, entries in states:
-        rows = [
-            (
-                key,
-                entries[key],
-                _is_cut(entries[key], part) and (part.shape != () or key not in scalars),
-            )
-            for key in sorted(entries, key=str)
-        ]
-        held.append(HeldState(param, part, rows))
-    return held
-
-
-def _is_cut(value: Any, part: Part) -> bool:
+def _is_cut(value: object, part: Part) -> bool:
     return isinstance(value, Tensor) and tuple(value.shape) == part.local_shape
 
 
@@ -96,7 +121,84 @@ def fact_of(each: HeldState) -> Fact:
     return about, ", ".join(told) or "none"
 
 
-def _described(value: Any, is_cut: bool) -> str:
+def _described(value: object, is_cut: bool) -> str:
     if not isinstance(value, Tensor):
         return f"({type(value).__name__})"
     return f"({value.dtype}{', sharded' if is_cut else f', shape {tuple(value.shape)}'})"
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def zeros_side_by_side(params: Sequence[Tensor]) -> list[Tensor]:
+    """Return a tensor of zeros for each of `params`, of its shape, dtype, device and memory format.
+
+    Those for contiguous tensors are views of one block per dtype and device, in the parameters'
+    order, and with their gaps where they are within a cache line of each other.
+    """
+    made: dict[int, Tensor] = {}
+    blocks: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}  # ..., is it offloaded
+    for i, param in enumerate(params):
+        if param.device.type in ("cpu", "cuda") and param.is_contiguous():
+            kind = param.dtype, param.device, _core.offloads_state(param)
+            blocks.setdefault(kind, []).append(i)
+        else:
+            made[i] = torch.zeros_like(param, memory_format=torch.preserve_format)
+    for (dtype, device, offloaded), members in blocks.items():
+        starts, length = _places([params[i] for i in members])
+        if offloaded:
+            block = _core.offloaded_zeros(params[members[0]], length)
+        else:
+            block = torch.zeros(length, dtype=dtype, device=device)
+        for i, start in zip(members, starts, strict=True):
+            made[i] = block[start : start + params[i].numel()].view(params[i].shape)
+    return [guard_like(made[i], params[i]) for i in range(len(params))]
+
+
+def _places(params: Sequence[Tensor]) -> tuple[list[int], int]:
+    """Where each tensor starts in a block that is spaced as they are; the block's length.
+
+    In elements. Tensors that are not neighbours in memory start at a multiple of _ALIGN bytes.
+    """
+    starts: list[int] = []
+    at, end = 0, None
+    for param in params:
+        item = param.element_size()
+        gap = _ALIGN if end is None else param.data_ptr() - end
+        if 0 <= gap < _ALIGN and gap % item == 0:
+            at += gap // item
+        else:
+            at = -(-at * item // _ALIGN) * _ALIGN // item
+        starts.append(at)
+        at += param.numel()
+        end = param.data_ptr() + param.numel() * item
+    return starts, at
+
+
+# --- full state from before the model was sharded -------------------------------------------------
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+@plain()
+def shard_state_of(optimizer: Optimizer) -> None:
+    """Shard the state of sharded parameters that has their full shape. Not collective: each rank
+    takes its shard of its own state, with which it would continue under DDP."""
+    full: dict[Any, list[tuple[Tensor, Part]]] = {}
+    for param in params_of(optimizer):
+        part = part_of(param) if param in optimizer.state else None
+        if part is None or not part.is_cut:
+            continue
+        for key, value in optimizer.state[param].items():
+            is_full = isinstance(value, Tensor) and tuple(value.shape) == part.shape
+            if is_full and (part.shape != () or key not in SCALARS):
+                full.setdefault(key, []).append((param, part))
+    for key, found in full.items():
+        old = [(param, part.of(optimizer.state[param][key])) for param, part in found]
+        alike = [param for param, value in old if value.dtype == param.dtype]
+        places = dict(zip(alike, zeros_side_by_side(alike), strict=True))
+        for param, value in old:
+            place = places.get(param)
+            if place is None:  # a dtype of its own
+                place = guard_like(torch.empty_like(value, device=param.device), param)
+            optimizer.state[param][key] = place.copy_(value)

@@ -1,17 +1,19 @@
-"""Which optimizer state the ranks of a model may yet ask each other for, and how long it is kept.
+"""Full optimizer state on one rank alone: it asks the others for their shards, over shm.
 
-One rank alone may want the whole state of an optimizer (rank 0 saves), so what a
-rank has of it outlives the rank's optimizer, its model and its script: until each other rank of the
-model has dropped its own optimizer, or has ended. Ranks tell each other what they drop, on a thread
-of their own, so that no `del optimizer` waits. A script that ends waits for the others, which may
-ask.
+The rank that wants full state opens a reader session, so that nobody steps, and asks each peer's
+thread (ranks/responder.py) for what that rank has of the same optimizer. Optimizers have numbers:
+the first of its class, with the same parameters, that steps a model on one rank is the first on
+all.
 
-Optimizers have numbers: the first of its class, with the same parameters, that steps a model on one
-rank is the first on all.
+As the others may be asked late, what a rank has of an optimizer outlives the rank's optimizer, its
+model and its script: until each other rank has dropped its own optimizer, or has ended. Ranks tell
+each other what they drop, on a thread of their own, so that no `del optimizer` waits. A script that
+ends waits for the others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import secrets
@@ -20,39 +22,43 @@ import threading
 import time
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zshard import _core
+from zshard.guard.slices import plain
+from zshard.optim.sharded_state import HeldState, fact_of, held_in, params_of
 from zshard.ranks import ends, responder
-from zshard.units.units import State, units_of
+from zshard.ranks.agreement import Fact, first_difference
+from zshard.ranks.script_position import own_collective
+from zshard.units.units import State, session, units_of
 
-__all__ = [
-    "ModelRecord",
-    "OptimizerRecord",
-    "Peers",
-    "all_made",
-    "finish",
-    "meet",
-    "note_made",
-    "record_of_model",
-    "tell_of",
-]
+__all__ = ["FullState", "ModelRecord", "ask_for_full", "finish", "meet"]
 
 _HANDSHAKE = 64  # bytes: what ranks exchange to meet
 _TOKEN = 8  # of them, what tells models apart
-_LOOK = 0.5  # seconds between two looks whether ranks that are waited for still live
+_LATE = 5.0  # seconds that a rank may be behind another one that already has the optimizer's state
+_AGAIN = 0.05  # seconds between two questions for it
+_LOOK = 0.5  # seconds between two looks at ranks that are waited for
 _SOON = 5.0  # seconds that a living rank takes at most to note what it is told
 _STUCK = 5.0  # seconds in collectives after which a rank that is waited for waits for this one
 _TELL_AFTER = 10.0  # seconds of waiting at the end, after which the user is told
 
+FullState = list[tuple[Tensor, dict[Any, Tensor]]]
+"""Parameters, each with the full tensors of its sharded state."""
+
 _lock = threading.RLock()
 _changed = threading.Condition(_lock)
-_books: dict[str, ModelRecord] = {}  # by token
+_records: weakref.WeakValueDictionary[str, ModelRecord] = weakref.WeakValueDictionary()
+"""By token. A model keeps its own."""
+_kept: set[ModelRecord] = set()
+"""Those with optimizers that others may ask for, also where the model is gone."""
 
 
 @dataclass(eq=False)
@@ -60,159 +66,97 @@ class OptimizerRecord:
     """What this rank has of one optimizer and one model. It does not keep the optimizer alive, but
     what that refers to."""
 
-    key: str
     state: MutableMapping[Any, Any] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
-    is_dropped: bool = False
     released: set[int] = field(default_factory=set)
     """Ranks that have dropped theirs."""
     reference: weakref.ref[Optimizer] | None = None
 
     @property
-    def params(self) -> Iterator[Tensor]:
-        return (param for group in self.groups for param in group["params"])
-
-    @property
     def has_state(self) -> bool:
-        entries = (value for state in self.state.values() for value in _values_of(state))
-        return any(isinstance(value, Tensor) for value in entries)
-
-
-def _values_of(entries: Any) -> Sequence[Any]:
-    return list(entries.values()) if isinstance(entries, dict) else [entries]
+        states = (s.values() if isinstance(s, dict) else [s] for s in list(self.state.values()))
+        return any(isinstance(value, Tensor) for values in states for value in list(values))
 
 
 class ModelRecord:
-    """One model on this rank, seen by the ranks that hold its shards."""
+    """One model on this rank, with its optimizers, as the ranks that hold its shards may ask."""
 
     def __init__(self, token: str, addresses: list[str], rank: int, params: list[Tensor]) -> None:
         self.token = token
         self.addresses = addresses
         self.rank = rank
-        self.is_alive = True  # the model is
-        self.records: dict[str, OptimizerRecord] = {}
-        self.numbered: weakref.WeakKeyDictionary[Optimizer, OptimizerRecord] = (
-            weakref.WeakKeyDictionary()
-        )
-        self.silent: set[int] = set()  # ranks that will not ask any more
-        self.ended: set[int] = set()  # and those that need not be told any more, either
-        self._counts: dict[str, int] = {}
-        self._early: dict[str, set[int]] = {}  # who has dropped what has no record here yet
+        self.done: set[int] = set()  # ranks that will not ask any more
+        self._optimizers: dict[str, OptimizerRecord] = {}
+        self._keys: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
+        self._counts: Counter[str] = Counter()
         self._params = [weakref.ref(param) for param in params]
 
     @property
     def others(self) -> list[int]:
         return [rank for rank in range(len(self.addresses)) if rank != self.rank]
 
-    @property
-    def ids(self) -> set[int]:
-        """id() of the model's parameters that are alive."""
-        return {id(param) for ref in self._params if (param := ref()) is not None}
-
-    def note(self, optimizer: Optimizer) -> OptimizerRecord:
+    def note(self, optimizer: Optimizer) -> str:
         """An optimizer steps parameters of the model, has loaded state, or is to be saved. Returns
-        what others may ask for."""
-        record = self.numbered.get(optimizer)
-        if record is None:
-            record = self._number(optimizer)
-        if optimizer.state:  # else nothing need be kept
+        what it is called on all ranks."""
+        key = self._keys.get(optimizer)
+        if key is None:
+            key = self._number(optimizer)
+        record = self._optimizers.get(key)
+        if record is not None and optimizer.state:  # else nothing need be kept
             record.state, record.groups = optimizer.state, optimizer.param_groups
-        return record
+        return key
 
-    def kind_of(self, optimizer: Optimizer) -> str:
-        """What tells optimizers apart on all ranks alike: their class, and which of the model's
-        parameters they have."""
-        places = {
-            id(param): i for i, ref in enumerate(self._params) if (param := ref()) is not None
-        }
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        numbers = [places[id(param)] for param in params if id(param) in places]
-        return f"{type(optimizer).__name__}:{zlib.crc32(repr(numbers).encode()):x}"
-
-    def _number(self, optimizer: Optimizer) -> OptimizerRecord:
+    def _number(self, optimizer: Optimizer) -> str:
+        """Its class, which of the model's parameters it has, and a number."""
+        places = {id(ref()): i for i, ref in enumerate(self._params)}
+        numbers = [places[id(p)] for p in params_of(optimizer) if id(p) in places]
+        kind = f"{type(optimizer).__name__}:{zlib.crc32(repr(numbers).encode()):x}"
         with _lock:
-            kind = self.kind_of(optimizer)
-            number = self._counts.get(kind, 0)
-            self._counts[kind], key = number + 1, f"{kind} {number}"
-            record = OptimizerRecord(key)
-            record.released = self._early.pop(key, set())
-            record.reference = weakref.ref(optimizer, lambda _: _jobs.put((self, record)))
-            self.records[key] = self.numbered[optimizer] = record
-        return record
+            key = f"{kind} {self._counts[kind]}"
+            self._counts[kind] += 1
+            record = self._optimizers.setdefault(key, OptimizerRecord())
+            record.reference = weakref.ref(optimizer, lambda _: _jobs.put((self, key)))
+            self._keys[optimizer] = key
+            _kept.add(self)
+        return key
 
-    def find(self, key: str) -> tuple[list[Tensor], MutableMapping[Any, Any], bool] | None:
-        """The parameters of the model that an optimizer has, its state, and whether it has stepped,
-        loaded or been saved: else it may be in the midst of being made."""
+    def find(self, key: str) -> tuple[list[Tensor], MutableMapping[Any, Any]] | None:
+        """The parameters of the model that an optimizer has, and its state; None if it has none, or
+        has not stepped, loaded or been saved on this rank."""
         with _lock:
-            record = self.records.get(key)
-            is_known = record is not None
-            optimizer = None if record is None or record.reference is None else record.reference()
-            if record is None:
-                kind, number = key.rsplit(" ", 1)
-                late = _unnumbered_of(self, kind)
-                if not late or int(number) < self._counts.get(kind, 0):
-                    return None
-                optimizer = late[-1]  # older ones may only wait for the garbage collector
-            if optimizer is not None:
-                record = OptimizerRecord(key, optimizer.state, optimizer.param_groups)
-            if record is None or not record.groups:  # it is gone, and had no state
+            record = self._optimizers.get(key)
+            if record is None or record.reference is None:
                 return None
-            ids = self.ids
-            params = [param for param in record.params if id(param) in ids]
-            return params, record.state, is_known
+            optimizer = record.reference()
+            groups = record.groups if optimizer is None else optimizer.param_groups
+            state = record.state if optimizer is None else optimizer.state
+            if not groups:  # it is gone, and had no state
+                return None
+            ids = {id(ref()) for ref in self._params}
+            params = [p for group in groups for p in group["params"] if id(p) in ids]
+            return params, state
 
-    def release(self, key: str, rank: int) -> None:
-        """Another rank has dropped its part of an optimizer. With the lock."""
-        record = self.records.get(key)
-        (self._early.setdefault(key, set()) if record is None else record.released).add(rank)
+    def release(self, key: str | None, rank: int) -> None:
+        """A rank has dropped an optimizer; None: it will not ask for anything any more."""
+        with _lock:
+            if key is None:
+                self.done.add(rank)
+            else:  # which may have no record here yet
+                self._optimizers.setdefault(key, OptimizerRecord()).released.add(rank)
+            for each in [k for k, r in self._optimizers.items() if not self._awaited(r)]:
+                del self._optimizers[each]
+            if not self._optimizers:
+                _kept.discard(self)
+            _changed.notify_all()
 
-    @property
-    def needs_others(self) -> bool:
-        """May this rank ask yet?"""
-        return self.is_alive or not all(each.is_dropped for each in self.records.values())
+    def _awaited(self, record: OptimizerRecord) -> set[int]:
+        return set(range(len(self.addresses))) - self.done - record.released
 
-    def waits_for(self, record: OptimizerRecord) -> set[int]:
-        """The ranks that may yet ask for what has been dropped here."""
-        return set(self.others) - self.silent - self.ended - record.released
-
-    def clear(self) -> None:
-        """Free what nobody may ask for any more. With the lock."""
-        for key, record in list(self.records.items()):
-            if record.is_dropped and not self.waits_for(record):
-                del self.records[key]
-        if not self.is_alive and not self.records:
-            _books.pop(self.token, None)
-        _changed.notify_all()
-
-
-_made: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
-"""All living optimizers, in the order in which they were made."""
-
-
-def note_made(optimizer: Optimizer) -> None:
-    """An optimizer has been constructed, or copied."""
-    with _lock:
-        _made[optimizer] = None
-
-
-def all_made() -> list[Optimizer]:
-    with _lock:
-        return list(_made)
-
-
-def _unnumbered_of(book: ModelRecord, kind: str) -> list[Optimizer]:
-    """Those of a kind that have neither stepped nor loaded nor saved."""
-    return [
-        each for each in list(_made) if each not in book.numbered and book.kind_of(each) == kind
-    ]
-
-
-class Peers:
-    """A living model's book: it is closed when the model dies."""
-
-    def __init__(self, book: ModelRecord) -> None:
-        self.book = book
-        weakref.finalize(self, _jobs.put, (book, None)).atexit = False
+    def awaited(self) -> set[int]:
+        """The ranks that may yet ask for state that is here."""
+        with _lock:
+            found = (self._awaited(each) for each in self._optimizers.values() if each.has_state)
+            return set().union(*found) - {self.rank}
 
 
 def meet(module: nn.Module, shards: _core.Comm) -> None:
@@ -221,149 +165,199 @@ def meet(module: nn.Module, shards: _core.Comm) -> None:
     if shards.transport != "shm":
         return
     ends.add_exit_callback(finish)
-    address = responder.address()
-    padded = address.encode().ljust(_HANDSHAKE - _TOKEN)
+    responder.answer_with(_answer)
+    padded = responder.address().encode().ljust(_HANDSHAKE - _TOKEN)
     cards = shards.exchange(secrets.token_bytes(_TOKEN) + padded)
     addresses = [card[_TOKEN:].decode().strip() for card in cards]
     if not all(addresses):
         return
     states: list[State] = [state for _, state in units_of(module)]
     params: list[Tensor] = [param for state in states for param in state.unit.params]
-    book = ModelRecord(cards[0][:_TOKEN].hex(), addresses, shards.rank, params)
+    record = ModelRecord(cards[0][:_TOKEN].hex(), addresses, shards.rank, params)
     with _lock:
-        _books[book.token] = book
-    _Teller.start()
-    peers = Peers(book)
+        _records[record.token] = record
+    _start_teller()
     for state in states:
-        state.meet(peers)
+        state.meet(record)
 
 
-def record_of_model(token: str) -> ModelRecord | None:
-    """The book that another rank asks about."""
+# --- asking ---------------------------------------------------------------------------------------
+
+
+def ask_for_full(optimizer: Optimizer, model: ModelRecord, held: Sequence[HeldState]) -> FullState:
+    """Return the parameters of one model with the full tensors of their sharded state.
+
+    Raises DivergenceError if another rank's state differs in parameters, names, shapes or dtypes;
+    RuntimeError for shards within a list or dict, and if a rank cannot tell; PeerError if a rank
+    has ended, PeerTimeoutError if it does not answer in time.
+    """
+    question = {"ask": [model.token, model.note(optimizer)]}
+    timeout = held[0].part.comm.timeout
+    late = min(_LATE, timeout) if any(each.entries for each in held) else 0.0
+    full = _FullTensors(held)
+    with session(unit for each in held if (unit := each.part.unit)):
+        for rank, address in enumerate(model.addresses):
+            if rank == model.rank:
+                full.take_own()
+                continue
+            with _answer_of(rank, address, question, late, timeout) as reply:
+                full.check(reply.facts, model.rank, rank)
+                for index, key, begin, numel in reply.facts["shards"]:
+                    reply.read_into(full.place(index, key, begin, numel))
+    return full.result()
+
+
+@contextlib.contextmanager
+def _answer_of(
+    rank: int, address: str, question: object, late: float, timeout: float
+) -> Iterator[responder.Reply]:
+    """A rank's answer, once it has the optimizer: it may be `late` by so many seconds."""
+    end = time.monotonic() + late
+    try:
+        while True:
+            with responder.ask(address, question, timeout) as reply:
+                if "unanswered" in reply.facts:
+                    why = reply.facts["unanswered"]
+                    raise RuntimeError(f"rank {rank} cannot send its part: {why}")
+                if reply.facts["facts"] is not None or time.monotonic() > end:
+                    yield reply
+                    return
+            time.sleep(_AGAIN)
+    except TimeoutError:
+        raise _core.PeerTimeoutError(
+            f"rank {rank} did not send its optimizer state within {timeout:.0f} s: is it in a long "
+            "call that keeps Python's lock? Raise timeout if it is only slow"
+        ) from None
+    except OSError as error:
+        raise _core.PeerError(
+            f"rank {rank} has ended, and its part of the optimizer state with it ({error}). If "
+            f"it failed, its output says why; else call optimizer.state_dict() before the other "
+            "ranks' scripts end"
+        ) from None
+
+
+class _FullTensors:
+    """Full tensors that are being put together."""
+
+    def __init__(self, held: Sequence[HeldState]) -> None:
+        self._held = held
+        self._cut = [{str(key): (key, v) for key, v, is_cut in h.entries if is_cut} for h in held]
+        self._made: dict[tuple[int, str], Tensor] = {}
+        self._filled: Counter[tuple[int, str]] = Counter()
+
+    def check(self, told: dict[str, Any], own_rank: int, rank: int) -> None:
+        """Raise if another rank's state is not like this rank's."""
+        ours = list(map(fact_of, self._held))
+        theirs = told["facts"]
+        if theirs is None:  # there, it has neither stepped nor loaded
+            theirs = [(about, "none") for about, _ in ours]
+        facts = {own_rank: ours, rank: [(about, said) for about, said in theirs]}
+        low, high = sorted(facts)
+        difference = first_difference(facts[low], facts[high], (low, high))
+        if difference is not None:
+            raise _core.DivergenceError(f"the optimizers differ between ranks: {difference}")
+        for each, is_nested in zip(self._held, told["nested"], strict=False):
+            if is_nested:
+                each.refuse_nested()
+
+    def place(self, index: int, key: str, begin: int, numel: int) -> Tensor:
+        """Return the memory for elements of the full tensor."""
+        if (index, key) not in self._made:
+            size, (_, own) = self._held[index].part.whole_numel, self._cut[index][key]
+            self._made[index, key] = torch.empty(size, dtype=own.dtype)
+        self._filled[index, key] += numel
+        return self._made[index, key][begin : begin + numel]
+
+    @plain()
+    def take_own(self) -> None:
+        for index, (each, cut) in enumerate(zip(self._held, self._cut, strict=True)):
+            for name, (_, value) in cut.items():
+                place = self.place(index, name, each.part.begin, each.part.numel)
+                place.copy_(value.detach().reshape(-1))
+
+    def result(self) -> FullState:
+        full: FullState = []
+        for index, (each, cut) in enumerate(zip(self._held, self._cut, strict=True)):
+            for name in cut:
+                if self._filled[index, name] != each.part.whole_numel:
+                    raise RuntimeError(
+                        f"the ranks' shards of '{each.part.name}' do not add up to the full "
+                        "parameter; please report this"
+                    )
+            shape = each.part.shape
+            own = {key: self._made[index, name].view(shape) for name, (key, _) in cut.items()}
+            full.append((each.param, own))
+        return full
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+def _answer(question: dict[str, Any]) -> responder.Answer:
+    if "where" in question:
+        return {"collective": own_collective()}, []
+    token, key = question["ask" if "ask" in question else "tell"]
     with _lock:
-        return _books.get(token)
+        model = _records.get(token)
+    if "tell" in question:
+        if model is not None:
+            model.release(key, question["rank"])
+        return {}, []
+    if model is None:
+        return {"unanswered": "it has deleted the model"}, []
+    found = model.find(key)
+    return _shards(held_in(*found)) if found else ({"facts": None, "nested": [], "shards": []}, [])
+
+
+@plain()
+def _shards(held: Sequence[HeldState]) -> responder.Answer:
+    shards: list[tuple[int, str, int, int]] = []
+    tensors: list[Tensor] = []
+    for index, each in enumerate(held):
+        for key, value, is_cut in each.entries:
+            if is_cut:
+                shards.append((index, str(key), each.part.begin, each.part.numel))
+                tensors.append(value.detach().cpu().contiguous())
+    facts: list[Fact] = [fact_of(each) for each in held]
+    nested = [each.nested is not None for each in held]
+    return {"facts": facts, "nested": nested, "shards": shards}, tensors
 
 
 # --- what is dropped ------------------------------------------------------------------------------
 
-
-def tell_of(told: dict[str, Any]) -> None:
-    """Note what another rank has told: that it has dropped an optimizer, or will not ask."""
-    with _lock:
-        book = _books.get(told["token"])
-        if book is None:
-            return
-        if told["key"] is None:
-            book.silent.add(told["rank"])
-        else:
-            book.release(told["key"], told["rank"])
-        book.clear()
+_jobs: queue.SimpleQueue[tuple[ModelRecord, str] | None] = queue.SimpleQueue()
+"""Optimizers that have died, as their finalizers put them here: in the midst of anything."""
+_teller: threading.Thread | None = None
 
 
-@dataclass(frozen=True)
-class _News:
-    """What to tell a rank: that an optimizer has been dropped here; None: that nothing will be
-    asked."""
-
-    book: ModelRecord
-    rank: int
-    key: str | None
+def _start_teller() -> None:
+    global _teller
+    if _teller is None:
+        _teller = threading.Thread(target=_tell_of_drops, name="zshard-drops", daemon=True)
+        _teller.start()
 
 
-_Dropped = tuple[ModelRecord, OptimizerRecord | None]
-_jobs: queue.SimpleQueue[_Dropped | _News | None] = queue.SimpleQueue()
-"""Models and optimizers that have died, as finalizers put them here: in the midst of anything."""
+def _tell_of_drops() -> None:
+    while (job := _jobs.get()) is not None:
+        model, key = job
+        model.release(key, model.rank)
+        _tell(model, key)
+        del model, job  # else the thread keeps the model's record
 
 
-def _drop(book: ModelRecord, record: OptimizerRecord | None) -> list[_News]:
-    """A model (None) or an optimizer of this rank is gone. Returns what to tell the others."""
-    with _lock:
-        if record is None:
-            book.is_alive = False
-        else:
-            record.is_dropped = True
-        book.clear()
-        if book.needs_others and record is None:
-            return []
-        key = record.key if record is not None and book.needs_others else None
-        return [_News(book, rank, key) for rank in sorted(set(book.others) - book.ended)]
-
-
-def _tell(news: _News) -> None:
-    book, rank = news.book, news.rank
-    said = {"tell": {"token": book.token, "key": news.key, "rank": book.rank}}
-    try:
-        with responder.ask(book.addresses[rank], said, _SOON):
-            pass
-    except responder.ENDED:
-        _note_end(book, rank)
-    except Exception:  # it keeps Python's lock for long, or is about to end: once more
-        time.sleep(_LOOK)
-        _jobs.put(news)
-
-
-def _note_end(book: ModelRecord, rank: int) -> None:
-    with _lock:
-        book.ended.add(rank)
-        book.clear()
-
-
-def _look_at_lives() -> None:
-    """Ranks that are waited for may have ended without a word."""
-    with _lock:
-        waiting = [
-            (book, rank)
-            for book in _books.values()
-            for record in book.records.values()
-            if record.is_dropped
-            for rank in book.waits_for(record)
-        ]
-    for book, rank in {(id(book), rank): (book, rank) for book, rank in waiting}.values():
-        if not responder.lives(book.addresses[rank]):
-            _note_end(book, rank)
-
-
-class _Teller:
-    """The thread that tells the others."""
-
-    _pid = 0
-    _thread: threading.Thread
-
-    @classmethod
-    def start(cls) -> None:
-        if cls._pid == os.getpid():
-            return
-        cls._pid = os.getpid()
-        cls._thread = threading.Thread(target=cls._run, name="zshard-drops", daemon=True)
-        cls._thread.start()
-
-    @classmethod
-    def stop(cls) -> None:
-        """Wait for it: a thread that frees tensors while Python ends aborts the process, as torch
-        gives up Python's lock for that, and does not get it back."""
-        if cls._pid == os.getpid():
-            _jobs.put(None)
-            cls._thread.join(_SOON)
-
-    @staticmethod
-    def _run() -> None:
-        while True:
-            with _lock:
-                kept = any(r.is_dropped for b in _books.values() for r in b.records.values())
+def _tell(model: ModelRecord, key: str | None) -> None:
+    """Tell the others what this rank has dropped; None: that it will not ask any more."""
+    for rank in model.others:
+        question = {"tell": [model.token, key], "rank": model.rank}
+        for _ in range(2):  # it may keep Python's lock for long, or be about to end
             try:
-                job = _jobs.get(timeout=_LOOK) if kept else _jobs.get()
-            except queue.Empty:
-                _look_at_lives()
-                continue
-            if job is None:
-                return
-            if isinstance(job, _News):
-                _tell(job)
-                continue
-            news = _drop(*job)
-            del job  # else it keeps what it names
-            for each in news:
-                _tell(each)
+                with responder.ask(model.addresses[rank], question, _SOON):
+                    break
+            except responder.ENDED:
+                model.release(None, rank)
+                break
+            except Exception:
+                time.sleep(_LOOK)
 
 
 # --- the end of the script ------------------------------------------------------------------------
@@ -371,65 +365,63 @@ class _Teller:
 
 def finish(timeout: float) -> None:
     """Keep this rank's state until the others are done with it, for `timeout` seconds at most."""
+    global _teller
     with _lock:
-        books = list(_books.values())
-        for book in books:
-            book.is_alive = False
-            for record in list(book.records.values()):
-                record.is_dropped = True
-                if not record.has_state:
-                    del book.records[record.key]
-            book.clear()
-    for book in books:
-        for rank in sorted(set(book.others) - book.ended):
-            _tell(_News(book, rank, None))
-    _wait_until_free(timeout)
-    _Teller.stop()
+        models = list(_records.values())
+    for model in models:
+        model.release(None, model.rank)
+        _tell(model, None)
+    _wait_for_others(timeout)
+    if _teller is not None:
+        # A thread that frees tensors while Python ends aborts the process, as torch gives up
+        # Python's lock for that, and does not get it back.
+        _jobs.put(None)
+        _teller.join(_SOON)
+        _teller = None
     responder.stop()
 
 
-def _wait_until_free(timeout: float) -> None:
-    begin, is_told, idle = time.monotonic(), False, 0.0
-    while True:
-        with _lock:
-            if not _books:
-                return
-            _changed.wait(_LOOK)
-            missing = {
-                rank: b.addresses[rank]
-                for b in _books.values()
-                for r in b.records.values()
-                for rank in sorted(b.waits_for(r))
-            }
-        waited = time.monotonic() - begin
-        if not missing or waited > timeout:
+def _wait_for_others(timeout: float) -> None:
+    begin = last_free = time.monotonic()
+    is_told = False
+    while places := _places_of_awaited():
+        now = time.monotonic()
+        last_free = last_free if all(places.values()) else now
+        if now - begin > timeout:
             return
-        _look_at_lives()
-        places = {rank: _collective_of(address) for rank, address in missing.items()}
-        idle = idle if all(places.values()) else waited
-        if waited - idle > _STUCK:
+        if now - last_free > _STUCK:
             rank, place = min(places.items())
             _print(
                 f"this rank's script has ended, and rank {rank} is waiting {place}, which takes "
                 "all ranks: exiting. Make the same calls on all ranks"
             )
             return
-        if waited > _TELL_AFTER and not is_told:
+        if now - begin > _TELL_AFTER and not is_told:
             is_told = True
             _print(
                 f"this rank's script has ended. For up to {timeout:.0f} s it keeps its part of the "
-                f"optimizer state, which rank {min(missing)} may yet ask for by "
+                f"optimizer state, which rank {min(places)} may yet ask for by "
                 "optimizer.state_dict()."
             )
+        with _lock:
+            _changed.wait(_LOOK)
 
 
-def _collective_of(address: str) -> str:
-    """Where in a collective of torch's a rank is; "" if it is in none, or busy."""
-    try:
-        with responder.ask(address, {"where": None}, _SOON) as reply:
-            return str(reply.facts["collective"])
-    except Exception:  # it has ended, or is about to
-        return ""
+def _places_of_awaited() -> dict[int, str]:
+    """The ranks that may yet ask, and in which collective of torch's each is; "": in none, or
+    busy."""
+    with _lock:
+        awaited = [(model, rank) for model in _kept for rank in model.awaited()]
+    places = {}
+    for model, rank in awaited:
+        try:
+            with responder.ask(model.addresses[rank], {"where": None}, _SOON) as reply:
+                places[rank] = str(reply.facts["collective"])
+        except responder.ENDED:
+            model.release(None, rank)
+        except Exception:  # it is busy, or about to end
+            places[rank] = ""
+    return places
 
 
 def _print(words: str) -> None:
@@ -438,10 +430,12 @@ def _print(words: str) -> None:
 
 def _in_child() -> None:
     """A forked child is no rank: it has none of the threads, and the lock may be held for ever."""
-    global _lock, _changed
+    global _lock, _changed, _teller
     _lock = threading.RLock()
     _changed = threading.Condition(_lock)
-    _books.clear()
+    _teller = None
+    _records.clear()
+    _kept.clear()
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -7,29 +7,39 @@ parameter and step. Python runs only when a parameter gets its state, or for one
 does not support (not contiguous, sparse gradient, other devices, complex): torch's own function
 updates it, on the same state.
 
-State tensors are adjacent (optim/memory.py), so that adjacent parameters of a shard are updated as
-one run.
+State tensors are adjacent (optim/sharded_state.py), so that adjacent parameters of a shard are
+updated as one run.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zshard import _core
-from zshard.optim.memory import zeros_side_by_side
+from zshard.optim.sharded_state import zeros_side_by_side
 
 
 class InOneCall(torch.optim.Optimizer):
-    """Base class of zshard's optimizers: step() in C, and the options that zshard adds."""
+    """Base class of zshard's optimizers: step() in C, and the options that zshard adds.
 
-    _rule: str  # which rule the plan applies: "adam" or "sgd"
+    A subclass says what the optimizer is to zshard: its rule and its state. All rules are
+    elementwise, so the step is right on shards.
+    """
+
+    _rule: str  # the rule in C (csrc/update/update_rules.h) that the plan applies
+    _state: ClassVar[Mapping[str, str | None]]
+    """State tensors of the parameter's shape, in C's order; for each, the option of
+    a param group that asks for it, if it is not always there."""
+    _counts_steps = False  # whether its state has a "step" per parameter
+    _begins_as_grad: str | None = None  # the state tensor whose first value is the gradient
+
     _plans: dict[Any, _core.OptimPlan]  # by index of the param group; for a part, with the unit's
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -119,7 +129,7 @@ class InOneCall(torch.optim.Optimizer):
         )
 
     def _set_rounding(self, stochastic: bool, seed: int) -> None:
-        """The constructor's options of rounding: defaults for its groups and for later ones."""
+        """The end of the constructor: defaults for its groups and for later ones."""
         if stochastic:
             self.defaults.update(stochastic_rounding=True, rounding_seed=operator.index(seed))
             for group in self.param_groups:
@@ -129,22 +139,22 @@ class InOneCall(torch.optim.Optimizer):
                 "rounding_seed requires stochastic_rounding=True: pass both to the optimizer, or "
                 "set both on a param group"
             )
+        self._tell_scaler()  # with fused, torch has said so already
 
     def _take_group(self, group: dict[str, Any]) -> None:
         """Check a group's options, and complete those of stochastic rounding if it is wanted.
 
         Where nobody asks for it, a group has no such options: its state dict is torch's.
         """
-        if "capturable" in self.defaults:
-            group.setdefault("capturable", self.defaults["capturable"])
-        _check_options(self, group)
-        if "stochastic_rounding" in self.defaults:
-            group.setdefault("stochastic_rounding", self.defaults["stochastic_rounding"])
+        for option in ("capturable", "stochastic_rounding"):
+            if option in self.defaults:
+                group.setdefault(option, self.defaults[option])
+        wrong = _unsupported(type(self).__name__, group)
+        if wrong:
+            raise NotImplementedError(f"zshard.{type(self).__name__}: {wrong}")
         if group.get("stochastic_rounding"):
-            _refuse_capture(self, group)
             group.setdefault("rounding_seed", self.defaults.get("rounding_seed", 0))
             group.setdefault("rounding_step", 0)
-            _refuse_float16(self, group)
 
     def _numbers(self, params: Sequence[Tensor]) -> list[int]:
         """Of each parameter, the number of its first element on this rank, where all elements of
@@ -180,65 +190,67 @@ class InOneCall(torch.optim.Optimizer):
             raise RuntimeError(
                 "the optimizer's state changed during step(): do not modify it from another thread"
             )
-        for i in foreign:
+        for i in foreign if self._begins_as_grad else ():
             if params[i] in fresh:
-                self.state[params[i]]["momentum_buffer"] = None  # torch makes its own
+                self.state[params[i]][self._begins_as_grad] = None  # torch makes its own
         return foreign
 
     def _make_state(self, group: dict[str, Any], params: Sequence[Tensor]) -> set[Tensor]:
-        """Add the missing state of `params`; returns those whose momentum_buffer is new."""
+        """Add the missing state of `params`; returns those whose state is to begin as a
+        gradient."""
         for param in params:
             if is_traceable_wrapper_subclass(param):
                 raise TypeError(
                     f"zshard.{type(self).__name__} does not support {type(param).__name__} "
                     f"parameters: use torch.optim.{type(self).__name__} for them"
                 )
-        names = self._state_names(group)
-        if "exp_avg" in names:
+        if self._counts_steps:
             new = [param for param in params if "step" not in self.state[param]]
             for param, step in zip(new, _counters(len(new), group), strict=True):
                 self.state[param]["step"] = step
         fresh: set[Tensor] = set()
-        for name in names:
+        for name in self._state_names(group):
             missing = [p for p in params if self.state[p].get(name) is None]
             for param, zeros in zip(missing, zeros_side_by_side(missing), strict=True):
                 self.state[param][name] = zeros
-            if name == "momentum_buffer":
+            if name == self._begins_as_grad:
                 fresh.update(missing)
         return fresh
 
-    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """The tensors that the group's rule keeps for each parameter, each of its shape."""
-        raise NotImplementedError
+    def _state_names(self, group: dict[str, Any]) -> list[str]:
+        """The tensors that the group's rule keeps for each parameter."""
+        return [name for name, option in self._state.items() if option is None or group[option]]
 
     def _step_by_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
         """Update parameters that the C loop does not take, with torch's own function."""
         raise NotImplementedError
 
 
-def _check_options(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-    """Raise NotImplementedError for options of torch.optim that the step in C does not support."""
-    name = type(optimizer).__name__
+def _unsupported(name: str, group: dict[str, Any]) -> str:
+    """Return what the step in C does not support of a group's options; "" if all is well."""
+    params = group["params"]
     if group.get("differentiable"):
-        raise NotImplementedError(
-            f"zshard.{name}: differentiable=True is not supported: use torch.optim.{name}"
+        return f"differentiable=True is not supported: use torch.optim.{name}"
+    if group.get("capturable") and params and not _core.on_gpu(params):
+        where = ", ".join(sorted({str(param.device) for param in params}))
+        return (
+            "capturable=True requires contiguous parameters on one GPU, got parameters on "
+            f"{where}: move the model before constructing the optimizer, or omit capturable"
         )
-    if group.get("capturable") and group["params"] and not _core.on_gpu(group["params"]):
-        where = ", ".join(sorted({str(param.device) for param in group["params"]}))
-        raise NotImplementedError(
-            f"zshard.{name}: capturable=True requires contiguous parameters on one GPU, got "
-            f"parameters on {where}: move the model before constructing the optimizer, or omit "
-            "capturable"
-        )
-
-
-def _refuse_capture(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-    """Raise NotImplementedError for random bits that a CUDA graph would repeat."""
+    if not group.get("stochastic_rounding"):
+        return ""
     if group.get("capturable"):
-        raise NotImplementedError(
-            f"zshard.{type(optimizer).__name__}: stochastic_rounding=True does not support "
-            "capturable=True, as a captured step would repeat its random bits: omit one of them"
+        return (
+            "stochastic_rounding=True does not support capturable=True, as a captured step would "
+            "repeat its random bits: omit one of them"
         )
+    halves = [tuple(param.shape) for param in params if param.dtype == torch.float16]
+    if halves:
+        return (
+            f"stochastic_rounding=True supports bfloat16, but a parameter of shape {halves[0]} is "
+            "float16: keep it in float32, or put it in a param group with stochastic_rounding=False"
+        )
+    return ""
 
 
 def _counters(n: int, group: dict[str, Any]) -> Sequence[Tensor]:
@@ -255,17 +267,6 @@ def _read_steps(params: Iterable[Tensor], state: dict[Any, Any]) -> list[float]:
     held = [step.reshape(()).double() for step in counters if isinstance(step, Tensor)]
     said = iter(torch.stack(held).tolist() if held else [])
     return [next(said) if isinstance(step, Tensor) else 0.0 for step in counters]
-
-
-def _refuse_float16(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-    """Raise NotImplementedError for parameters that stochastic rounding does not support."""
-    for param in group["params"]:
-        if param.dtype == torch.float16:
-            raise NotImplementedError(
-                f"zshard.{type(optimizer).__name__}: stochastic_rounding=True supports bfloat16, "
-                f"but a parameter of shape {tuple(param.shape)} is float16: keep it in float32, or "
-                "put it in a param group with stochastic_rounding=False"
-            )
 
 
 def _count_rounding(group: dict[str, Any]) -> None:

@@ -4,6 +4,10 @@ A scheduler that one rank calls alone leaves shards that were stepped with diffe
 learning rates. So each step notes a digest, which travels with what ranks exchange anyway
 (csrc/engine/history.h), and keeps the values at hand as text. Only where digests differ are texts
 compared (csrc/comm/fingerprint.c): numbers may differ in their last digits between hosts.
+
+Before its first step, ranks also compare the parameters that every rank has in full, as with
+no_shard. Nothing guards them, so a script may have initialized them with other random numbers on
+each rank, and would train different models.
 """
 
 from __future__ import annotations
@@ -20,9 +24,10 @@ import torch
 from torch import Tensor
 
 from zshard.guard.slices import plain
-from zshard.units.shards import Stepped, stepped_by
+from zshard.units.shards import Stepped, replicas_of, stepped_by
+from zshard.units.units import State
 
-__all__ = ["note_step", "watch_steps"]
+__all__ = ["note_step", "note_values", "sum_of_bits", "watch_steps"]
 
 _HOW = frozenset(("foreach", "fused", "capturable", "differentiable"))
 """Options that say how a step is computed, and not what: hosts may differ in them."""
@@ -151,6 +156,41 @@ def _all_texts(comm_id: int) -> str:
     return "".join(texts)
 
 
+# --- parameters that every rank has in full -------------------------------------------------------
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_noted: weakref.WeakSet[State] = weakref.WeakSet()
+
+
+@torch.no_grad()
+def note_values(models: list[Stepped]) -> None:
+    """Note the values of models that an optimizer is about to step for the first time."""
+    for each in models:
+        if not each.replicated or each.is_alone or each.state in _noted:
+            continue
+        for param, part in replicas_of(each):
+            part.note_draw(param, sum_of_bits(param))
+            state = part.state
+            if state is not None:
+                _noted.add(state)
+
+
+def sum_of_bits(param: Tensor) -> int:
+    """Of the elements as integers: fast, and other values have another sum but by accident. 0 for
+    elements that do not lie one after another."""
+    if param.is_complex():
+        param = torch.view_as_real(param)
+    kind = _INTEGERS.get(param.element_size())
+    if kind is None or not param.is_contiguous():
+        return 0
+    bits = param.detach().view(-1).view(kind)
+    per_word = 8 // bits.element_size()
+    in_words = bits.numel() // per_word * per_word if bits.storage_offset() % per_word == 0 else 0
+    words, rest = bits[:in_words].view(torch.int64), bits[in_words:]  # words: 25 times as fast
+    return int(words.sum() + rest.sum(dtype=torch.int64)) & _MASK
+
+
 # --- what there is --------------------------------------------------------------------------------
 
 
@@ -166,7 +206,7 @@ def _are_same(rows: list[tuple[Any, ...]], before: list[tuple[Any, ...]]) -> boo
     return True
 
 
-def _value(value: Any) -> Any:
+def _value(value: object) -> object:
     """A number, text or tuple; None for what is not compared, such as tensors on GPUs."""
     if isinstance(value, Tensor):
         return value.item() if value.device.type == "cpu" and value.numel() == 1 else None
@@ -185,7 +225,7 @@ def _folded(digest: int, numbers: Iterable[int]) -> int:
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
-def _number(value: Any) -> int:
+def _number(value: object) -> int:
     """A number that stands for a value."""
     return zlib.crc32(repr(value).encode())
 
@@ -207,7 +247,7 @@ def _listed(values: Sequence[Any]) -> str:
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(_text(each) for each in value)})"
     return f"{value:.9g}" if isinstance(value, float) else str(value)

@@ -23,7 +23,7 @@ import torch
 
 from zshard.ranks.agreement import bytes_of
 
-__all__ = ["ENDED", "Answer", "Reply", "address", "answer_with", "ask", "lives", "stop"]
+__all__ = ["ENDED", "Answer", "Reply", "address", "answer_with", "ask", "stop"]
 
 Answer = tuple[dict[str, Any], Sequence[torch.Tensor]]
 """What can be told in JSON, and contiguous tensors in host memory."""
@@ -68,19 +68,6 @@ def ask(address: str, question: Any, timeout: float) -> Iterator[Reply]:
             raise ConnectionRefusedError("a process of another user answers")
         line.sendall(json.dumps(question).encode() + b"\n")
         yield Reply(line)
-
-
-def lives(address: str) -> bool:
-    """Return whether the process that answers there has not ended."""
-    try:
-        with socket.socket(socket.AF_UNIX) as line:
-            line.settimeout(1.0)
-            line.connect("\0" + address)
-    except ENDED:
-        return False
-    except OSError:  # its queue is full, or this process has no descriptor left
-        return True
-    return True
 
 
 def _connect(line: socket.socket, address: str, timeout: float) -> None:
@@ -140,7 +127,7 @@ def _serve(line: socket.socket) -> None:
         return
     with line.makefile("rb") as file:
         question = file.readline()
-    if not question:  # it only wanted to know whether this process lives
+    if not question:  # it has ended since
         return
     header, tensors = _answer(json.loads(question))
     line.sendall(json.dumps(header).encode() + b"\n")

@@ -4,14 +4,20 @@ nn.Module loads as always, with its hooks and errors, but its copies are recorde
 instead of done. The result is a plan, which lists each of this rank's shards with the value to load
 into it. Once all ranks have a plan, values go directly into the shards, from wherever they are
 (state/source.py).
+
+Ranks that load alone, or something else than the others, are an error, which the model finds
+(csrc/engine/history.h). It is told a number for each loaded parameter, which ranks that load the
+same have in common.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +28,17 @@ from zshard import _core
 from zshard.guard.slices import to_local
 from zshard.ranks.agreement import on_all_ranks
 from zshard.ranks.script_position import PublicCall
-from zshard.state.noted_loads import NotedLoad, note_loads, planned_loads
 from zshard.state.source import Copy, FromRank0, Source, pending, told_by_rank_0
 from zshard.state.stand_ins import Pending
 from zshard.units.units import units_of, writing
 
 _SETTER, _HOOKS = "set_extra_state", "_load_state_dict_post_hooks"
+_SAMPLES = 16  # elements of a loaded tensor that tell it from another
+
+NotedLoad = tuple[_core.Unit, int, int]  # a parameter that is loaded: its index; content_of() it
+
+planned_loads: ContextVar[list[NotedLoad] | None] = ContextVar("planned_loads", default=None)
+"""Set while a load is only planned: collects what it would load."""
 
 
 @PublicCall("load_state_dict()")
@@ -81,7 +92,7 @@ def load_state_dict(
     return made[0].keys
 
 
-def _check_state(state: Any) -> None:
+def _check_state(state: object) -> None:
     if not isinstance(state, Mapping):
         raise TypeError(
             f"state must be a mapping from names to tensors, got {type(state).__name__}"
@@ -223,10 +234,10 @@ class _Later(contextlib.AbstractContextManager["_Later"]):
             vars(module).pop(_SETTER, None)
             vars(module).update(own)
 
-    def _keep(self, module: nn.Module, state: Any) -> None:
+    def _keep(self, module: nn.Module, state: object) -> None:
         self._extra.append(lambda: type(module).set_extra_state(module, state))
 
-    def calls(self, keys: Any) -> list[Callable[[], Any]]:
+    def calls(self, keys: object) -> list[Callable[[], Any]]:
         """Return the delayed calls, given the result of load_state_dict()."""
         modules = reversed(list(zip(self._modules, self._own, strict=True)))
         return self._extra + [
@@ -234,3 +245,26 @@ class _Later(contextlib.AbstractContextManager["_Later"]):
             for module, own in modules
             for hook in own[_HOOKS].values()
         ]
+
+
+# --- what the model is told -----------------------------------------------------------------------
+
+
+def note_loads(loads: Iterable[NotedLoad]) -> None:
+    """Tell the models what has been loaded, as ranks that load alone are an error."""
+    planned = planned_loads.get()
+    if planned is not None:
+        planned += loads
+        return
+    for unit, index, content in loads:
+        unit.note_load(index, content)
+
+
+def content_of(value: Tensor, is_slice: bool) -> int:
+    """Return a number that ranks which load the same have in common, from a few of its elements."""
+    plain = type(value) in (Tensor, nn.Parameter) and not is_slice
+    if not plain or value.numel() == 0 or value.is_meta:
+        return 0
+    flat = value.detach().reshape(-1)
+    some = flat[:: -(-flat.numel() // _SAMPLES)].tolist()
+    return zlib.crc32(repr((some, tuple(value.shape))).encode())

@@ -29,12 +29,17 @@ from torch import nn
 
 from zshard import _core
 from zshard.guard.slices import guard_like
-from zshard.state.dcp_shards import note_shards
-from zshard.state.full_copies import FullCopies, Place, UnitParams, current_copies
-from zshard.state.noted_loads import NotedLoad, content_of, note_loads, planned_loads
-from zshard.state.shard_records import KEY, ShardRecord, misfit
+from zshard.state.load_state_dict import NotedLoad, content_of, note_loads, planned_loads
+from zshard.state.shard_records import KEY, ShardRecord, misfit, note_shards
 from zshard.state.source import shard_of
-from zshard.state.stand_ins import StandIn, StandIns
+from zshard.state.stand_ins import (
+    FullCopies,
+    Place,
+    StandIn,
+    StandIns,
+    UnitParams,
+    current_copies,
+)
 from zshard.units.shards import part_of
 from zshard.units.units import State, is_unit, session, units_of, writing
 from zshard.wrap.tree import UnitSpec
@@ -69,7 +74,7 @@ def attach_replicated(spec: UnitSpec) -> None:
 
 
 def _before_replicated(
-    module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *lists: Any
+    module: nn.Module, state: object, prefix: str, metadata: dict[str, Any], *lists: object
 ) -> None:
     """A hook of nn.Module's."""
     _refuse_assignment(metadata)
@@ -84,14 +89,13 @@ def _refuse_assignment(metadata: dict[str, Any]) -> None:
         )
 
 
-def _note_replicated(module: nn.Module, _keys: Any) -> None:
+def _note_replicated(module: nn.Module, _keys: object) -> None:
     """A hook of nn.Module's, which does not tell which parameters were loaded: those that were not
     are as they have been."""
     for param in module._parameters.values():
         part = None if param is None else part_of(param)
-        unit = None if part is None or part.is_cut else part.unit
-        if part is not None and unit is not None:
-            note_loads([(unit, part.index, content_of(param, False))])
+        if param is not None and part is not None and not part.is_cut and part.unit is not None:
+            note_loads([(part.unit, part.index, content_of(param, False))])
 
 
 def whole_state_dict(
@@ -138,7 +142,7 @@ def _is_cast(param: nn.Parameter) -> bool:
     return part is not None and param.dtype != part.dtype and _core.held_unit(param) is None
 
 
-def _refuse_slices(state: Any) -> None:
+def _refuse_slices(state: object) -> None:
     """Raise RuntimeError for an entry that lies on a shard."""
     for key, value in state.items() if isinstance(state, Mapping) else ():
         if isinstance(value, torch.Tensor) and _core.is_shard(value):
@@ -292,7 +296,7 @@ def _places_of(module: nn.Module) -> dict[str, Place]:
 # --- slices ---------------------------------------------------------------------------------------
 
 
-def refuse_strange_slices(module: nn.Module, state: Any) -> None:
+def refuse_strange_slices(module: nn.Module, state: object) -> None:
     """Raise RuntimeError, before anything changes, if `state` has shards other than this rank's of
     the parameters below `module`, or if shards are not to be loaded now."""
     modules = dict(module.named_modules(remove_duplicate=False))

@@ -1,15 +1,15 @@
 """state_dict() and load_state_dict() of optimizers over sharded parameters: full tensors.
 
-The optimizer state of a sharded parameter is sharded like the parameter. Two torch
-hooks convert between that and the state dict: one, after torch's packing and before any hook of the
-user's, gathers the shards, a tensor at a time; the other, before torch's loading and after any hook
-of the user's, takes this rank's shard of each full tensor. So the result is what the same optimizer
-over the unsharded model would save, and it loads under any strategy, at any world size, and into
-the unsharded model's optimizer.
+The optimizer state of a sharded parameter is sharded like the parameter. Two torch hooks convert
+between that and the state dict: one, after torch's packing and before any hook of the user's,
+gathers the shards, a tensor at a time; the other, before torch's loading and after any hook of the
+user's, takes this rank's shard of each full tensor. So the result is what the same optimizer over
+the unsharded model would save, and it loads under any strategy, at any world size, and into the
+unsharded model's optimizer.
 
 Saving is collective; ranks agree first on what to gather. But over shm, the rank that saves asks
-the others (state/lone_optimizer.py). Loading is not collective: each rank has all it needs.
-What it does is planned in state/optimizer_plan.py.
+the others (optim/state_registry.py). Loading is not collective: each rank has all it needs. Here is
+also the plan of a load from any source (OptimizerPlan).
 
 Optimizers without parameters of a wrapped model are left to torch.
 """
@@ -18,27 +18,39 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zshard import _core
+from zshard.guard.slices import plain
 from zshard.guard.whole_values import join
 from zshard.optim.hooks import know
-from zshard.optim.sharded_state import HeldState, fact_of, held_by, params_of
+from zshard.optim.sharded_state import (
+    HeldState,
+    fact_of,
+    held_by,
+    params_of,
+    scalar_keys,
+    zeros_side_by_side,
+)
+from zshard.optim.state_registry import FullState, ask_for_full
 from zshard.ranks.agreement import check_agreement, gather_bytes
 from zshard.ranks.script_position import PublicCall
-from zshard.state.lone_optimizer import WholeState, ask_for_whole
-from zshard.state.optimizer_plan import OptimizerPlan, has_parts, problems_with
-from zshard.state.source import filled
-from zshard.units.shards import part_of, units_stepped_by
+from zshard.state.source import Copy, Source, filled, shard_of
+from zshard.state.stand_ins import Pending
+from zshard.units.shards import Part, part_of, units_stepped_by
 from zshard.units.units import writing
 
-__all__ = ["gather", "install"]
+__all__ = ["OptimizerPlan", "gather", "install", "problems_with", "taken"]
+
+Numbered = Mapping[Any, Mapping[Any, Any]]
+"""State by the parameters' numbers in a state dict: {0: {"exp_avg": tensor, "step": ...}, ...}."""
 
 _torchs_save = Optimizer.state_dict
 _torchs_load = Optimizer.load_state_dict
@@ -52,7 +64,7 @@ def install() -> None:
 
 @functools.wraps(_torchs_save)
 def _save(self: Optimizer) -> dict[str, Any]:
-    if not has_parts(self):
+    if not _has_parts(self):
         return _torchs_save(self)
     handle = self.register_state_dict_post_hook(_make_whole, prepend=True)
     try:
@@ -63,16 +75,26 @@ def _save(self: Optimizer) -> dict[str, Any]:
 
 @functools.wraps(_torchs_load)
 def _load(self: Optimizer, state_dict: dict[str, Any]) -> None:
-    if not has_parts(self):
+    if not _has_parts(self):
         _torchs_load(self, state_dict)
         return
     handle = self.register_load_state_dict_pre_hook(_take_parts)
     try:
         with writing(units_stepped_by(self)):  # a rank that asks gets all of it, or nothing
-            _torchs_load(self, _with_names(state_dict))
+            _torchs_load(self, state_dict)
             know(self)
     finally:
         handle.remove()
+
+
+def _has_parts(optimizer: Optimizer) -> bool:
+    return any(part_of(param) is not None for param in params_of(optimizer))
+
+
+def _numbers(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[int, Any]:
+    """What a state dict's groups call each parameter, by the parameter's id."""
+    listed = (number for group in state_dict["param_groups"] for number in group["params"])
+    return {id(p): number for p, number in zip(params_of(optimizer), listed, strict=True)}
 
 
 # --- saving ---------------------------------------------------------------------------------------
@@ -80,32 +102,24 @@ def _load(self: Optimizer, state_dict: dict[str, Any]) -> None:
 
 def _make_whole(optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
     """Torch's post-hook of state_dict(). See gather() for which ranks call it."""
-    numbers = _numbers(optimizer, packed["param_groups"])
+    numbers = _numbers(optimizer, packed)
     whole = {numbers[id(param)]: entries for param, entries in gather(optimizer)}
     state = packed["state"]
     if whole:  # copies of the rest, too: else it would be of the next step when this is of the last
         state = {number: _snapshot(e, whole.get(number, {})) for number, e in state.items()}
-    made = OrderedDict(packed, state=state)
-    made._param_names = _names_of(optimizer)  # type: ignore[attr-defined]
-    return made
+    return {**packed, "state": state}
 
 
-def _snapshot(entries: Any, whole: Mapping[Any, Tensor]) -> Any:
-    """A parameter's state with what is `whole` in place of slices; nothing is the optimizer's."""
+def _snapshot(entries: object, whole: Mapping[Any, Tensor]) -> object:
+    """A parameter's state with what is `whole` in place of shards; nothing is the optimizer's."""
     if not isinstance(entries, Mapping):
         return entries
     return {k: whole[k] if k in whole else filled(v, None) for k, v in entries.items()}
 
 
-def _numbers(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> dict[int, Any]:
-    """What a state dict's groups call each parameter, by the parameter's id."""
-    listed = (number for group in groups for number in group["params"])
-    return {id(p): number for p, number in zip(params_of(optimizer), listed, strict=True)}
-
-
 @PublicCall("optimizer.state_dict()")
 @torch.inference_mode(False)  # what is made is to be written to later
-def gather(optimizer: Optimizer, keep: bool = True) -> list[tuple[Tensor, dict[Any, Tensor]]]:
+def gather(optimizer: Optimizer, keep: bool = True) -> FullState:
     """Return the sharded parameters, each with the full tensors of its sharded state.
 
     keep: return the state; else this rank only sends its shards, holds one full tensor at a time,
@@ -115,39 +129,28 @@ def gather(optimizer: Optimizer, keep: bool = True) -> list[tuple[Tensor, dict[A
     Raises DivergenceError if their states differ in parameters, names, shapes or dtypes;
     RuntimeError for shards within a list or dict.
     """
-    everything = held_by(optimizer)
-    asked = _ask_peers(optimizer, everything, keep)
-    held = [each for each in everything if each.part.peers is None]
-    holders: dict[int, list[tuple[int, int]]] = {}
-    for comm in {id(each.part.comm): each.part.comm for each in held}.values():
-        mine = [each for each in held if each.part.comm is comm]
+    know(optimizer)
+    held = held_by(optimizer)
+    result: FullState = []
+    for model in dict.fromkeys(each.part.peers for each in held):
+        mine = [each for each in held if each.part.peers is model]
+        if model is not None and keep:
+            result += ask_for_full(optimizer, model, mine)
+        elif model is not None:
+            result += [(each.param, {}) for each in mine]
+    for comm in {id(e.part.comm): e.part.comm for e in held if e.part.peers is None}.values():
+        mine = [e for e in held if e.part.peers is None and e.part.comm is comm]
         check_agreement(comm, [fact_of(each) for each in mine], "optimizers")
         for each, ranges in zip(mine, _ranges(comm, mine), strict=True):
-            holders[id(each)] = ranges
-    result = []
-    for each in held:
-        cut = [(key, value) for key, value, is_cut in each.entries if is_cut]
-        whole = {key: join(each.part, value, holders[id(each)], keep) for key, value in cut}
-        result.append((each.param, whole if keep else {}))
-    return asked + result
-
-
-def _ask_peers(optimizer: Optimizer, held: Sequence[HeldState], keep: bool) -> WholeState:
-    """The state of models whose ranks can be asked for it, one by one."""
-    found: WholeState = []
-    models = {id(each.part.peers): each.part.peers for each in held if each.part.peers}
-    for peers in models.values():
-        mine = [each for each in held if each.part.peers is peers]
-        if keep:
-            found += ask_for_whole(optimizer, peers, mine)
-        else:
-            found += [(each.param, {}) for each in mine]
-    return found
+            cut = [(key, value) for key, value, is_cut in each.entries if is_cut]
+            whole = {key: join(each.part, value, ranges, keep) for key, value in cut}
+            result.append((each.param, whole if keep else {}))
+    return result
 
 
 def _ranges(comm: _core.Comm, held: Sequence[HeldState]) -> list[list[tuple[int, int]]]:
     """Return each parameter's (begin, numel) on all ranks. Raises RuntimeError on all of them if
-    sharded tensors are within a list or dict; a rank alone could be misled by a shape."""
+    sharded tensors are within a list or dict."""
     told = [(each.part.begin, each.part.numel, int(each.nested is not None)) for each in held]
     mine = array("q", [number for row in told for number in row])
     everyone = [array("q", data) for data in gather_bytes(comm, mine.tobytes())]
@@ -155,11 +158,7 @@ def _ranges(comm: _core.Comm, held: Sequence[HeldState]) -> list[list[tuple[int,
     for i, each in enumerate(held):
         rows = [them[3 * i : 3 * i + 3] for them in everyone]
         if all(row[2] for row in rows):
-            raise RuntimeError(
-                f"{each.nested} in the optimizer's state of '{each.part.name}' contains sharded "
-                "tensors, which state_dict() cannot gather: store each tensor directly under its "
-                "own key"
-            )
+            each.refuse_nested()
         found.append([(row[0], row[1]) for row in rows])
     return found
 
@@ -174,8 +173,7 @@ def _take_parts(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] |
     sizes = [len(group["params"]) for group in given["param_groups"]]
     if sizes != [len(group["params"]) for group in optimizer.param_groups]:
         return None  # torch's own error
-    groups = _in_our_order(optimizer, given["param_groups"])
-    numbers = _numbers(optimizer, groups)
+    numbers = _numbers(optimizer, given)
     params = {numbers[id(param)]: param for param in params_of(optimizer)}
     rows = {number: given["state"].get(number) for number in params}
     found = {number: own for number, own in rows.items() if isinstance(own, Mapping)}
@@ -185,78 +183,186 @@ def _take_parts(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] |
     plan = OptimizerPlan(params, found)
     state = {**given["state"], **plan.take(None)}
     plan.read(None)
-    return {**given, "state": state, "param_groups": groups}
+    return {**given, "state": state}
 
 
-# --- names ----------------------------------------------------------------------------------------
-#
-# A state dict has the keys of torch's: torch.distributed.checkpoint refuses files that lack a key.
-# So names of parameters that torch's optimizer does not know are an attribute, which pickling and
-# copying keep; without it, a parameter's number is its place, as in torch.
+def problems_with(
+    params: Mapping[Any, Tensor], state: Numbered, same_dtypes: bool = False
+) -> list[str]:
+    """Return what is wrong with the state of each parameter: its tensors must be full, or have no
+    dimensions.
+
+    same_dtypes: full ones must have the parameter's dtype, to which torch would silently cast them.
+    """
+    problems, wrong_dtypes = [], []
+    for number, entries in state.items():
+        part = part_of(params[number])
+        for key, value in entries.items():
+            if part is None or not isinstance(value, Tensor):
+                continue
+            shape, where = tuple(value.shape), f"'{key}' of parameter '{part.name}'"
+            if is_traceable_wrapper_subclass(value):
+                problems.append(
+                    f"{where} is a {type(value).__name__}: pass a plain tensor (full_tensor())"
+                )
+            elif shape not in (part.shape, ()):
+                problems.append(f"{where} has shape {shape}, expected {part.shape} or ()")
+            if shape == part.shape != () and value.dtype != part.dtype and not _keeps_dtype(value):
+                wrong_dtypes.append(f"{where} has dtype {value.dtype}, expected {part.dtype}")
+    return problems + wrong_dtypes if same_dtypes else problems
 
 
-def _with_names(given: dict[str, Any]) -> dict[str, Any]:
-    """A state dict with the names of its attribute in its groups, where torch puts them."""
-    names, groups = getattr(given, "_param_names", None), given.get("param_groups", ())
-    if names is None or [len(own) for own in names] != [len(g["params"]) for g in groups]:
-        return given
-    pairs = zip(groups, names, strict=True)
-    return {**given, "param_groups": [{"param_names": own, **group} for group, own in pairs]}
+@dataclass(frozen=True)
+class Taken:
+    """In a state dict, in place of a full tensor: what this rank loads of it."""
+
+    value: Any
 
 
-def _names_of(optimizer: Optimizer) -> list[list[str]] | None:
-    """The names of each group's parameters: the user's, or those they have in their model. None
-    where one has none, or two have the same."""
-    names = [_own_names(group) for group in optimizer.param_groups]
-    flat = [name for own in names for name in own]
-    if None in flat or len(set(flat)) < len(flat):
-        return None
-    return names  # type: ignore[return-value]
+def taken(optimizer: Optimizer, state: Numbered) -> Numbered:
+    """Return the result of take() as the optimizer's load_state_dict() accepts it, which would else
+    look for full tensors."""
+    if not _has_parts(optimizer):
+        return state
+    return {n: {key: Taken(value) for key, value in own.items()} for n, own in state.items()}
 
 
-def _own_names(group: Mapping[str, Any]) -> list[str | None]:
-    if "param_names" in group:
-        return list(group["param_names"])
-    parts = [part_of(param) for param in group["params"]]
-    return [part.name if part else None for part in parts]
+class _Entry(NamedTuple):
+    """A value of a parameter's state."""
+
+    number: Hashable
+    param: Tensor
+    key: Hashable
+    full: Any
+    part: Part | None  # this rank's of a full tensor; None: it loads the value as it is
+
+    @property
+    def own(self) -> Any:
+        """What this rank loads of it."""
+        return self.full if self.part is None else shard_of(self.part, self.full)
+
+    @property
+    def has_place(self) -> bool:
+        """Whether it is read into memory like the parameter's, which is of the same dtype."""
+        return self.part is not None and self.key != "step" and not _keeps_dtype(self.full)
 
 
-def _in_our_order(optimizer: Optimizer, given: Sequence[Any]) -> list[dict[str, Any]]:
-    """The groups of a state dict with their parameters in the order of ours, where names tell."""
-    ours, theirs = _names_of(optimizer), _given_names(given)
-    groups = [dict(group) for group in given]
-    if ours is not None and theirs is not None:
-        _match(groups, ours, theirs)
-    for group, own in zip(groups, optimizer.param_groups, strict=True):
-        group.pop("param_names", None)  # of another order, or a surprise to add_param_group()
-        if "param_names" in own:
-            group["param_names"] = list(own["param_names"])
-    return groups
+class OptimizerPlan:
+    """What loading `state` into parameters will do on this rank.
+
+    A full tensor of the state is loaded as its parameter is sharded, so the parameter tells which
+    elements this rank reads, and into what memory. The plan is made of shapes alone and changes
+    nothing. take() then makes the memory and reads what is small or of a dtype of its own; read()
+    reads the shards into place, at once or after the optimizer has accepted the memory. No tensor
+    of the state becomes the optimizer's, since later steps would write to it.
+    """
+
+    def __init__(self, params: Mapping[Any, Tensor], state: Numbered) -> None:
+        """params: all of the optimizer's, in its order. They are resharded, as between steps; see
+        Part.settle() for what it raises."""
+        for param in params.values():
+            part = part_of(param)
+            if part is not None:
+                part.settle(param)
+        found = [(n, p, part_of(p), state[n]) for n, p in params.items() if n in state]
+        scalars = scalar_keys(
+            (part.shape if part else tuple(p.shape), e) for _, p, part, e in found
+        )
+
+        def cut(part: Part | None, key: Hashable, value: object) -> Part | None:
+            if part is None or not isinstance(value, Tensor) or value.shape != part.shape:
+                return None
+            return part if part.shape != () or key not in scalars else None
+
+        self._entries = [
+            _Entry(n, param, key, entries[key], cut(part, key, entries[key]))
+            for n, param, part, entries in found
+            for key in entries
+        ]
+        self._numbers = [n for n, *_ in found]
+        self._pieces: list[tuple[_Entry, Tensor]] = []
+        """Shards and their places, which read() fills."""
+        self._kept: list[tuple[_Entry, Tensor]] = []
+        """Values in a dtype that the optimizer's load_state_dict() would cast."""
+
+    def pending(self) -> list[Pending]:
+        """What this rank will read."""
+        return [each.own for each in self._entries if isinstance(each.full, Pending)]
+
+    @plain()
+    @torch.no_grad()
+    def take(self, source: Source | None, live: Mapping[Any, Any] | None = None) -> Numbered:
+        """Return the state to load. It has memory for shards, which read() fills.
+
+        live: the optimizer's current state, to be overwritten where it fits.
+        """
+        places = self._places({} if live is None else live)
+        state: dict[Any, dict[Any, Any]] = {number: {} for number in self._numbers}
+        for at, entry in enumerate(self._entries):
+            if at in places:
+                value = places[at]
+                self._pieces.append((entry, value))
+            elif isinstance(entry.full, Taken):
+                value = entry.full.value
+            else:
+                value = filled(entry.own, source)
+            if _keeps_dtype(entry.full):
+                value = value.to(entry.param.device)
+                self._kept.append((entry, value))
+            state[entry.number][entry.key] = value
+        return state
+
+    def _places(self, live: Mapping[Any, Any]) -> dict[int, Tensor]:
+        """Memory for shards, by the entry's index: adjacent for each key, so that a step runs
+        through it at once, or what there is, if it is right for all parameters."""
+        members: dict[Any, list[int]] = {}
+        for at, entry in enumerate(self._entries):
+            if entry.has_place:
+                members.setdefault(entry.key, []).append(at)
+        found: dict[int, Tensor] = {}
+        for key, own in members.items():
+            params = [self._entries[at].param for at in own]
+            places = [live.get(param, {}).get(key) for param in params]
+            if not all(_is_place(p, param) for p, param in zip(places, params, strict=True)):
+                places = zeros_side_by_side(params)
+            found.update(zip(own, places, strict=True))
+        return found
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Have read() fill what the optimizer has made of the result of take(). Raises RuntimeError
+        if it has no place for a shard."""
+        for entry, value in self._kept:
+            if entry.key in optimizer.state[entry.param]:  # torch has cast it
+                optimizer.state[entry.param][entry.key] = value
+        for at, (entry, _) in enumerate(self._pieces):
+            place = optimizer.state[entry.param].get(entry.key)
+            if not _is_place(place, entry.param):
+                raise RuntimeError(
+                    f"zshard.load() cannot read '{entry.key}' in place: load_state_dict() of "
+                    f"{type(optimizer).__name__} or one of its hooks replaced it"
+                )
+            self._pieces[at] = entry, place
+
+    @plain()
+    @torch.no_grad()
+    def read(self, source: Source | None) -> None:
+        """Read all shards."""
+        for entry, place in self._pieces:
+            Copy(place, entry.own).carry_out(source)
 
 
-def _given_names(given: Sequence[Any]) -> list[list[str]] | None:
-    """What a state dict calls its parameters; None where it has numbers only."""
-    for names in ([g["params"] for g in given], [g.get("param_names") or [] for g in given]):
-        flat = [name for own in names for name in own]
-        is_known = all(isinstance(name, str) for name in flat) and len(set(flat)) == len(flat)
-        sizes = [len(own) for own in names]
-        if is_known and sizes == [len(group["params"]) for group in given]:
-            return names
-    return None
+def _is_place(value: object, param: Tensor) -> bool:
+    """Return whether this rank's shard of a state tensor can be read into `value`."""
+    part = part_of(param)
+    return (
+        isinstance(value, Tensor)
+        and part is not None
+        and tuple(value.shape) == part.local_shape
+        and value.dtype == param.dtype
+        and value.device == param.device
+        and not torch.is_inference(value)
+    )
 
 
-def _match(groups: list[dict[str, Any]], ours: list[list[str]], theirs: list[list[str]]) -> None:
-    """Put the groups' numbers in the order of our names, if theirs are the same names. Raises
-    ValueError if a parameter is in another group."""
-    if {name for own in ours for name in own} != {name for own in theirs for name in own}:
-        return
-    for i, (group, own, other) in enumerate(zip(groups, ours, theirs, strict=True)):
-        strangers = sorted(set(other) - set(own))
-        if strangers:
-            raise ValueError(
-                f"param group {i} of the state dict has parameter '{strangers[0]}', which is in "
-                "another param group of the optimizer: construct the optimizer with the same "
-                "param groups"
-            )
-        number_of = dict(zip(other, group["params"], strict=True))
-        group["params"] = [number_of[name] for name in own]
+def _keeps_dtype(value: object) -> bool:
+    return isinstance(value, Pending) and value.keeps_dtype

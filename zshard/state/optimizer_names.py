@@ -23,12 +23,7 @@ from zshard.optim.sharded_state import params_of
 from zshard.ranks.agreement import gather_bytes
 from zshard.ranks.script_position import PublicCall
 from zshard.ranks.transports import comm_for
-from zshard.state.optimizer import gather
-from zshard.state.optimizer_plan import (
-    OptimizerPlan,
-    problems_with,
-    taken,
-)
+from zshard.state.optimizer import OptimizerPlan, gather, problems_with, taken
 from zshard.state.source import FromRank0, pending, told_by_rank_0
 from zshard.units.names import plain_name
 from zshard.units.shards import part_of

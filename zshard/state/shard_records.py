@@ -3,13 +3,26 @@
 Shards of different ranks may have the same shape, so each state dict of shards
 records in its `_metadata`, which also has nn.Module's versions and which torch.save keeps, which
 elements of which full parameter each shard contains. Loading compares that with this rank's shard.
+
+The shards of a parameter are plain tensors under one name on all ranks, which
+torch.distributed.checkpoint takes for copies of each other: it would save one rank's. So dcp.save()
+is told which tensors are shards, where it decides what to write, and refuses them.
 """
 
 from __future__ import annotations
 
+import functools
+import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zshard._errors import ShardError, stacklevel
 from zshard.units.units import State
+
+__all__ = ["KEY", "ShardRecord", "misfit", "note_shards", "record_of"]
 
 KEY = "zshard_slices"
 """In the metadata of a module: {attribute: ShardRecord}."""
@@ -59,3 +72,48 @@ def _text(record: ShardRecord) -> str:
         )
     except (KeyError, TypeError):
         return f"a shard with an invalid record ({record!r})"
+
+
+# --- dcp.save() -----------------------------------------------------------------------------------
+
+_shards: Any = WeakIdKeyDictionary()
+"""Tensors of state dicts that are shards."""
+
+
+def note_shards(tensors: Iterable[Any]) -> None:
+    """Have dcp.save() refuse these tensors of a state dict."""
+    _install()
+    for tensor in tensors:
+        if isinstance(tensor, Tensor):
+            _shards[tensor] = None
+
+
+def _install() -> None:
+    from torch.distributed.checkpoint import default_planner, planner_helpers  # takes long
+
+    if not hasattr(default_planner, "_create_write_items"):
+        warnings.warn(
+            "this torch decides elsewhere what dcp.save() writes, so it does not refuse shards, of "
+            "which it would keep one rank's: call zshard.save()",
+            stacklevel=stacklevel(),
+        )
+        return
+    for module in (default_planner, planner_helpers):
+        make = getattr(module, "_create_write_items", None)
+        if make is not None and not hasattr(make, "__wrapped__"):
+            module._create_write_items = _refusing(make)  # type: ignore[attr-defined]
+
+
+def _refusing(make: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+    @functools.wraps(make)
+    def made(fqn: str, value: object) -> Any:
+        if isinstance(value, Tensor) and value in _shards:
+            raise ShardError(
+                f"dcp.save() was given this rank's shard of '{fqn}', and would drop those of the "
+                "other ranks: call it with a state dict from outside "
+                "FSDP.state_dict_type(model, 'SHARDED_STATE_DICT'), which has full tensors, or "
+                "call zshard.save()"
+            )
+        return make(fqn, value)
+
+    return made

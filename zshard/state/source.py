@@ -105,7 +105,7 @@ def pending(state: Mapping[Any, Any], dims: int = 0) -> dict[Any, Any]:
     }
 
 
-def told_by_rank_0(comm: _core.Comm, state: Any) -> Any:
+def told_by_rank_0(comm: _core.Comm, state: object) -> Any:
     """Return rank 0's `state` on all ranks; on others, its Pending tensors are of tensors on the
     meta device. Collective. Ranks trust one another, as in torch.distributed's object collectives.
     """
@@ -120,7 +120,7 @@ def told_by_rank_0(comm: _core.Comm, state: Any) -> Any:
 class _WithoutValues(pickle.Pickler):
     """Writes all but the values of Pending tensors."""
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         if not isinstance(value, Pending):
             return NotImplemented
         return _likeness, (value.label, tuple(value.shape), value.dtype)

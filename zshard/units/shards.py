@@ -121,7 +121,7 @@ class Part:
 
     @property
     def peers(self) -> Any:
-        """state_registry.Peers of the parameter's model; None: it has none, or is gone."""
+        """state_registry.ModelRecord of the parameter's model; None: it has none, or is gone."""
         return self._peers[0]() if self._peers else None
 
     def is_whole_now(self) -> bool:

@@ -103,7 +103,7 @@ class State:
         self.whole_grads = False  # within summon_full_params(with_grads=True)
         self.optimizer_peak = 0  # bytes, as memory() has seen them
         self.names = [str(unit.param(i)["name"]) for i in range(len(unit.params))]
-        self.peers: Any = None  # state_registry.Peers: whom to ask for state that they alone have
+        self.peers: Any = None  # state_registry.ModelRecord: whom to ask for optimizer state
         self.peers_seen: list[weakref.ref[Any]] = []  # the same, for Parts that outlive the unit
         self.sync_buffers: BufferSync = False  # the root's: from rank 0, as a forward begins
         self.n_calls = 0  # forwards of the module that are running and end in any case
