@@ -9,7 +9,7 @@ from torch import nn
 
 import zshard
 from zshard import FSDP
-from zshard.memory import step_fits
+from zshard.memory import spare
 from zshard.memory.host_limits import Allowance
 
 
@@ -23,14 +23,14 @@ def model_of(limit):
 @pytest.mark.parametrize("limit", ["auto", "1GiB"])
 def test_a_state_that_does_not_fit_is_refused_before_it_is_made(optimizer, limit, monkeypatch):
     model, free = model_of(limit), model_of(None)
-    monkeypatch.setattr(step_fits, "room_of_host", lambda: Allowance(5 << 20, "", ""))
+    monkeypatch.setattr(spare, "room_of_host", lambda: Allowance(5 << 20, "", ""))
     made = optimizer(model.parameters())
     with pytest.raises(MemoryError, match=r"Adam\w* does not fit.* needs 8.0 MiB .* 5.0 MiB are"):
         made.step()
     assert len(made.state) == 0
     torch.optim.SGD(model.parameters(), 0.1).step()  # as advised
     optimizer(free.parameters()).step()
-    monkeypatch.setattr(step_fits, "room_of_host", lambda: Allowance(9 << 20, "", ""))
+    monkeypatch.setattr(spare, "room_of_host", lambda: Allowance(9 << 20, "", ""))
     made.step()
     made.step()
 

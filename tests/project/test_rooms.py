@@ -25,7 +25,7 @@ ORDER = [
     *("compat.fsdp1_methods", "compat.ddp", "compat.attributes", "compat.argument_types"),
     *("_predict_memory", "_patches", "fsdp"),
     *("compat.fully_shard", "compat.distributed_data_parallel", "checkpoint", "doctor"),
-    *("lightning", "accelerate", "transformers", "deepspeed"),
+    *("lightning", "accelerate", "transformers", "peft", "bitsandbytes", "deepspeed"),
     *("__init__", "__main__"),
 ]
 
