@@ -54,7 +54,8 @@ from zshard.grad_scaler import GradScaler
 from zshard.guard.slices import ShardParameter, ShardTensor, to_local
 from zshard.guard.whole_values import full_tensor, named_norms, whole_named_parameters
 from zshard.memory.report import num_parameters
-from zshard.model.methods import UnshardHandle, register_forward_method
+from zshard.model.methods import register_forward_method
+from zshard.model.unit_methods import UnshardHandle
 from zshard.offload import Offload
 from zshard.optim import SGD, Adam, AdamW
 from zshard.ranks.nccl import NcclOptions

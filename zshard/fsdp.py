@@ -43,6 +43,7 @@ from zshard.model.copy import copy_model
 from zshard.model.methods import ModelMethods
 from zshard.model.shard_model import FsdpSettings, Initialization, Ranks, refuse_half, shard_model
 from zshard.model.summon import own_unit_as_on_rank_0
+from zshard.model.unit_methods import UnitMethods
 from zshard.ranks.devices import device_of
 from zshard.ranks.nccl import NcclOptions
 from zshard.ranks.wire import Wire
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
 _M = TypeVar("_M", bound=nn.Module)
 
 
-class FSDP(Fsdp1Methods, Fsdp2Methods, DdpMethods, ModelMethods, TorchAttributes):
+class FSDP(Fsdp1Methods, Fsdp2Methods, DdpMethods, UnitMethods, ModelMethods, TorchAttributes):
     """Wrap a module for sharded data-parallel training, in place, and return it.
 
     Each rank keeps a shard of the parameters, gradients and optimizer state. The module stays the

@@ -368,15 +368,6 @@ def test_wrapped_modules_are_left_alone() -> None:
         plan_units(model.blocks[0])
 
 
-def test_a_parameter_shared_with_a_wrapped_module_is_refused() -> None:
-    model = Net()
-    model.head.weight = model.embed.weight
-    mark_wrapped(model.head)
-    with pytest.raises(ValueError, match=r"'embed.weight' .*'head.weight'.* wrap a module"):
-        plan_units(model)
-    plan_units(model, ignored_modules={model.embed})
-
-
 def test_a_lazy_parameter_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'1.weight' of a lazy module"):
         plan_units(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)))

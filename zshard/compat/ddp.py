@@ -1,7 +1,7 @@
 """DDP's dialect: its argument for the device, and the methods of its modules.
 
 Scripts for DDP run unchanged but for the line that wraps the model. no_sync() and join() are in
-`model/methods.py`.
+`model/unit_methods.py`.
 """
 
 from __future__ import annotations

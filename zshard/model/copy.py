@@ -157,7 +157,7 @@ def _copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return made
 
 
-def _is_ours(key: str, value: Any) -> bool:
+def _is_ours(key: str, value: object) -> bool:
     return key == ATTRIBUTE or type(value).__module__ == "zshard.state.module"
 
 

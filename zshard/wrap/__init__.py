@@ -201,7 +201,7 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
 
 def plan_units(
     root: nn.Module,
-    policy: Any = "auto",
+    policy: object = "auto",
     ignored_modules: Collection[nn.Module] = (),
     ignored_params: Collection[nn.Parameter] = (),
     with_empty: bool = False,
@@ -227,7 +227,7 @@ def plan_units(
         tree.fell()
 
 
-def _chooser(policy: Any) -> Callable[[ModuleTree, Collection[nn.Module]], _Choice]:
+def _chooser(policy: object) -> Callable[[ModuleTree, Collection[nn.Module]], _Choice]:
     """Return the function that chooses the nodes. Checks the policy before looking at modules."""
     if policy is None:
         return lambda tree, ignored: {}

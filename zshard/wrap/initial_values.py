@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +24,7 @@ from zshard.wrap.meta import Materializer
 from zshard.wrap.tree import UnitSpec
 
 
-def check_module(module: Any) -> None:
+def check_module(module: object) -> None:
     """Raise TypeError or ValueError for what FSDP() cannot wrap."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"FSDP expects an nn.Module, got {type(module).__name__}")
@@ -43,7 +42,7 @@ def check_module(module: Any) -> None:
         raise ValueError(f"all parameters must be on one device, got {places}")
 
 
-def check_values(init: Any, sync_buffers: Any) -> None:
+def check_values(init: object, sync_buffers: object) -> None:
     """Raise TypeError or ValueError for values that FSDP()'s param_init_fn and forward_sync_buffers
     do not have."""
     if init is not None and not callable(init):

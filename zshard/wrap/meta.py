@@ -87,7 +87,7 @@ class Materializer:
         self._queue = list(_children_first(root, ignored, set()))
         self._place = {id(module): place for place, module in enumerate(self._queue)}
         self._done = 0
-        self._models = _initializing(root, None)
+        self._around = _initializing(root, None)
         self._areas = MemoryCache()
         self._given: set[int] = set()  # parameters that were materialized here
 
@@ -165,29 +165,26 @@ class Materializer:
 
     def _initialise(self, module: nn.Module, names: Sequence[str]) -> None:
         own = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
-        model: Any = self._models.get(id(module))
+        around = self._around.get(id(module))
         with torch.no_grad():
             if self._init is not None:
                 self._init(module)
-            elif own is not None or model is not None:
+            elif own is not None or around is not None:
                 if own is not None:
                     own()
-                if model is not None:
-                    model._init_weights(module)
+                if around is not None:
+                    around(module)
             elif names and not self._leaves:  # else all it has is tied to another's
                 raise ValueError(self._complaint(module, names[0], "has no reset_parameters()"))
 
     def _initialise_below(self, module: nn.Module) -> None:
         """What a model's `_init_weights` does for a module that has no tensors of its own, such as
         to the layers in it."""
-        model: Any = self._models.get(id(module))
-        if self._init is None and model is not None and self.has_any(module.parameters()):
+        around = self._around.get(id(module))
+        is_given = any(id(param) in self._given for param in module.parameters())
+        if self._init is None and around is not None and is_given:
             with torch.no_grad():
-                model._init_weights(module)
-
-    def has_any(self, params: Iterable[nn.Parameter]) -> bool:
-        """Has one of them got its values here?"""
-        return any(id(param) in self._given for param in params)
+                around(module)
 
     def _refuse_unsaved(self, module: nn.Module, buffers: Iterable[str]) -> None:
         for name in buffers:
@@ -222,17 +219,19 @@ def _children_first(
     yield module
 
 
-def _initializing(module: nn.Module, around: nn.Module | None) -> dict[int, nn.Module]:
-    """Which model initializes each module, by id(): the nearest around it that has
-    `_init_weights(module)`."""
-    own = module if _takes_module(getattr(module, "_init_weights", None)) else around
+def _initializing(module: nn.Module, around: Init | None) -> dict[int, Init]:
+    """Return what initializes each module, by id(): `_init_weights` of the nearest model around it
+    that has one which takes a module."""
+    own = getattr(module, "_init_weights", None)
+    if own is None or not _takes_module(own):
+        own = around
     found = {} if own is None else {id(module): own}
     for child in module._modules.values():
         found.update({} if child is None else _initializing(child, own))
     return found
 
 
-def _takes_module(function: Any) -> bool:
+def _takes_module(function: object) -> bool:
     if not callable(function):
         return False
     try:
@@ -296,7 +295,7 @@ def check_in_forward(module: nn.Module, left_out: list[tuple[nn.Module, str, str
         return
     rest = [(weakref.ref(owner), attribute, name) for owner, attribute, name in left_out]
 
-    def check(model: nn.Module, __: Any) -> None:
+    def check(model: nn.Module, __: object) -> None:
         unset = (i for i, (owner, attribute, _) in enumerate(rest) if _is_unset(owner(), attribute))
         first = next(unset, len(rest))
         if torch.is_grad_enabled():  # all ranks run it, and some may have no elements of a tensor
