@@ -27,7 +27,7 @@ __all__ = ["ModelMethods", "call_as_forward", "register_forward_method"]
 class ModelMethods(nn.Module):
     """The methods of sharded models that are zshard's own."""
 
-    def to_empty(self, *, device: torch.device | str | int, recurse: bool = True) -> Any:
+    def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Any:
         """Give memory to tensors on the meta device; all others keep their values.
 
         A sharded model has no parameters on the meta device: they were initialized on sharding. So

@@ -22,7 +22,7 @@ from typing import Any
 from torch import nn
 
 from zshard.wrap.auto import auto_units
-from zshard.wrap.tree import ModuleTree, Node, ParamRef, UnitSpec, assign_parameters
+from zshard.wrap.tree import ModuleTree, Node, ParamRef, UnitSpec
 
 __all__ = [
     "CustomPolicy",
@@ -30,7 +30,6 @@ __all__ = [
     "ParamRef",
     "UnitSpec",
     "always_wrap_policy",
-    "assign_parameters",
     "enable_wrap",
     "lambda_auto_wrap_policy",
     "plan_units",
