@@ -13,6 +13,9 @@ from typing import Any as _Any
 import torch as _torch  # noqa: F401 - first: the core links to its libraries
 
 from zshard import _missing_modules, _torch_check, wrap  # noqa: F401 - the check before the core is loaded
+from zshard import bitsandbytes as _bitsandbytes  # noqa: F401 - these register themselves
+from zshard import peft as _peft  # noqa: F401
+from zshard import transformers as _transformers  # noqa: F401
 from zshard._core import CudaError, DivergenceError, NcclError, PeerError, PeerTimeoutError
 from zshard._errors import CheckpointError, ShardError
 from zshard._predict_memory import predict_memory
@@ -50,9 +53,9 @@ from zshard.fsdp import FSDP, shard_info
 from zshard.grad_scaler import GradScaler
 from zshard.guard.slices import ShardParameter, ShardTensor, to_local
 from zshard.guard.whole_values import full_tensor, named_norms, whole_named_parameters
-from zshard.model.forward_methods import register_forward_method
+from zshard.memory.report import num_parameters
+from zshard.model.methods import register_forward_method
 from zshard.model.unit_methods import UnshardHandle
-from zshard.model.whole_counts import num_parameters
 from zshard.offload import Offload
 from zshard.optim import SGD, Adam, AdamW
 from zshard.ranks.nccl import NcclOptions

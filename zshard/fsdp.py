@@ -38,10 +38,10 @@ from zshard.compat.fsdp1_methods import Fsdp1Methods
 from zshard.compat.fsdp2 import Fsdp2Methods
 from zshard.memory.fits import parse_limit
 from zshard.memory.spare import parse_keep
-from zshard.model.build import MADE, copy_model, refuse_half, set_base
-from zshard.model.copy import copy_module, is_within
+from zshard.model.build import MADE
+from zshard.model.copy import copy_model
 from zshard.model.methods import ModelMethods
-from zshard.model.shard_model import Initialization, Ranks, shard_model
+from zshard.model.shard_model import FsdpSettings, Initialization, Ranks, refuse_half, shard_model
 from zshard.model.summon import own_unit_as_on_rank_0
 from zshard.model.unit_methods import UnitMethods
 from zshard.ranks.devices import device_of
@@ -51,12 +51,7 @@ from zshard.state.module import refuse_strange_slices, whole_state_dict
 from zshard.units.open_forwards import call_guarded
 from zshard.units.units import BufferSync, is_unit, modules_of, state_of
 from zshard.wrap import plan_units
-from zshard.wrap.arguments import (
-    check_buffer_sync,
-    check_init,
-    check_module,
-    split_ignored,
-)
+from zshard.wrap.initial_values import check_module, check_values, split_ignored
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -241,8 +236,7 @@ class FSDP(Fsdp1Methods, Fsdp2Methods, DdpMethods, UnitMethods, ModelMethods, To
             forward_prefetch,
             limit_all_gathers,
         ).options(strategy, offload, wire, device)
-        check_init(param_init_fn)
-        check_buffer_sync(forward_sync_buffers)
+        check_values(param_init_fn, forward_sync_buffers)
         limit = parse_limit(memory_limit)
         options = options._replace(keep=parse_keep(keep_gathered, limit, device))
         ignored = split_ignored(ignored_modules, ignored_states)
@@ -250,7 +244,7 @@ class FSDP(Fsdp1Methods, Fsdp2Methods, DdpMethods, UnitMethods, ModelMethods, To
         planned = [(spec, unit_options(spec, options)) for spec in specs]
         ranks = Ranks(device, process_group, device_mesh, transport, timeout)
         values = Initialization(param_init_fn, sync_module_states, forward_sync_buffers, ignored[0])
-        shard_model(module, planned, options, ranks, values, limit)
+        shard_model(FSDP, module, planned, FsdpSettings(ranks, values, limit))
         return cast("Wrapped[_M]", module)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -339,13 +333,11 @@ class FSDP(Fsdp1Methods, Fsdp2Methods, DdpMethods, UnitMethods, ModelMethods, To
         """Return another sharded model with the same values, over the same ranks, for example for
         a moving average of the weights. Gradients are not copied, as nn.Parameter copies none.
         Collective: call it on all ranks."""
-        return copy_module(self, memo) if is_within() else copy_model(self, memo)
+        return copy_model(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a sharded model cannot be pickled; save model.state_dict() instead")
 
-
-set_base(FSDP)
 
 ARGUMENTS = frozenset(inspect.signature(FSDP.__new__).parameters) - {"cls", "module"}
 """The names of what FSDP() takes besides the module, for adapters that pass it on."""

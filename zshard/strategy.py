@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import enum
-from typing import Any
 
 
 class ShardingStrategy(str, enum.Enum):
@@ -84,7 +83,7 @@ _ALIASES = {
 }
 
 
-def strategy_of(given: Any) -> ShardingStrategy:
+def strategy_of(given: object) -> ShardingStrategy:
     """Return the strategy that a string or an enum member, such as torch's, names.
 
     Raises ValueError for an unknown name, TypeError for any other type.

@@ -1,31 +1,46 @@
-"""The Trainer of transformers, and those of TRL: `shard(Trainer)` is a Trainer that shards.
+"""transformers: `shard(Trainer)` is a Trainer that shards; models generate and count parameters.
 
     trainer = zshard.transformers.shard(Trainer)(model=model, args=arguments, ...)
 
-A Trainer reaches the model through its Accelerator, so that one is made to shard
+A Trainer (TRL's, too) reaches the model through its Accelerator, so that one is made to shard
 (zshard/accelerate.py). What remains are the calls that a Trainer makes on one rank only, for a
 state dict: where that takes all ranks, the others make them as well.
+
+Transformers can have all ranks generate until the last has its tokens (`synced_gpus`), which it
+does for models that torch has sharded. Here it is needed where a forward takes all ranks, and only
+there: over shm each rank generates by itself. The argument is passed, and nothing is marked: by the
+mark that transformers looks for, torch.compile takes a model for one of torch's own.
+
+transformers is imported by shard() only; models are known by their methods.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from zshard import accelerate
-from zshard.model.generate import ARGUMENT, needs_all
-from zshard.model.whole_counts import num_parameters
+from zshard.memory.report import full_named_parameters, num_parameters
 from zshard.state import state_dict_form
 from zshard.units.names import bare
-from zshard.units.units import is_unit
+from zshard.units.units import is_unit, state_of, units_of
+from zshard.wrap.extensions import EXTENSIONS, Extension
 
 __all__ = ["shard"]
 
 _T = TypeVar("_T")
+
+_SYNCED = "synced_gpus"  # the argument of generate()
+_COUNT = "num_parameters"
+_COUNTS_FULL = "_zshard_counts_full"  # marks a method
 
 
 def shard(trainer: type[_T], **arguments: Any) -> type[_T]:
@@ -148,13 +163,13 @@ class _ShardingTrainer(_Trainer):  # type: ignore[misc]
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._zshard_needs_all() and hasattr(self, "_gen_kwargs"):  # else passed as False
-            self._gen_kwargs.setdefault(ARGUMENT, True)
+            self._gen_kwargs.setdefault(_SYNCED, True)
         return super().prediction_step(*args, **kwargs)
 
     def _zshard_needs_all(self) -> bool:
         """Whether values of the model take all ranks: not over shm, where a rank reads the rest."""
         model = bare(self.model)
-        return is_unit(model) and needs_all(model)
+        return is_unit(model) and _needs_all(model)
 
     def _zshard_state_dict(self) -> Any:
         """The state dict, in memory of the ranks that save; None if they need no other rank."""
@@ -164,3 +179,107 @@ class _ShardingTrainer(_Trainer):  # type: ignore[misc]
         rank0_only = not self.args.save_on_each_node
         with state_dict_form(model, rank0_only=rank0_only):
             return model.state_dict()
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+class _PretrainedModels(Extension):
+    """Models of transformers."""
+
+    def methods(self, original: type[nn.Module]) -> dict[str, Any]:
+        return _generate_of(original) | counting_full(original, _COUNT)
+
+    def finish(self, model: nn.Module) -> None:
+        count_full_in(model, _COUNT)
+
+
+EXTENSIONS.append(_PretrainedModels())
+
+
+def counting_full(original: type[nn.Module], name: str) -> dict[str, Any]:
+    """Return {name: the method of that name which counts full parameters}; {} if there is none.
+
+    Such methods add up the sizes of what named_parameters() yields: of full shape meanwhile.
+    """
+    method = inspect.getattr_static(original, name, None)
+    return {name: _counting(method)} if inspect.isfunction(method) else {}
+
+
+def count_full_in(model: nn.Module, name: str) -> None:
+    """Have a method count full parameters on the parts of a model, which keep their classes, too:
+    as ever where nothing is sharded."""
+    for cls in {type(part) for part in model.modules()}:
+        owner = next((each for each in cls.__mro__ if name in vars(each)), None)
+        method = None if owner is None else vars(owner)[name]
+        if inspect.isfunction(method) and not hasattr(method, _COUNTS_FULL):
+            setattr(owner, name, _counting(method))
+
+
+def _counting(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def counted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if "named_parameters" in vars(self):
+            return method(self, *args, **kwargs)
+        vars(self)["named_parameters"] = functools.partial(full_named_parameters, self)
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            del vars(self)["named_parameters"]
+
+    setattr(counted, _COUNTS_FULL, True)
+    return counted
+
+
+def _generate_of(original: type[nn.Module]) -> dict[str, Any]:
+    """Return {"generate": the method that its FSDP class has instead}, or {} if it needs none."""
+    method = inspect.getattr_static(original, "generate", None)
+    if not inspect.isfunction(method) or not _passes_on(method):
+        return {}
+    generate: Callable[..., Any] = method
+
+    @functools.wraps(generate)
+    def synced(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if _needs_all(self) and _takes(self, generate) and not _is_given(generate, args, kwargs):
+            kwargs[_SYNCED] = True
+        return generate(self, *args, **kwargs)
+
+    return {"generate": synced}
+
+
+def _needs_all(module: nn.Module) -> bool:
+    """Return whether a forward of this unit's model takes all ranks of the job."""
+    state = state_of(module)
+    comms = state.comms
+    if comms.all.world == 1 or comms.all.world != dist.get_world_size():
+        return False  # transformers asks all ranks of the job whether they are done
+    gathers = comms.shard_group.world > 1 and comms.shard_group.transport != "shm"
+    sharded = any(not each.unit.replicated for _, each in units_of(module))
+    return state.sync_buffers is True or (sharded and (gathers or comms.replica_group is not None))
+
+
+def _parameters(method: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(method).parameters)
+
+
+def _passes_on(method: Callable[..., Any]) -> bool:
+    kinds = {each.kind for each in _parameters(method).values()}
+    return _SYNCED in _parameters(method) or inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def _takes(module: nn.Module, method: Callable[..., Any]) -> bool:
+    """Does `method` have the argument, or that of a module within, to which it passes them on?"""
+    if _SYNCED in _parameters(method):
+        return True
+    inner = (
+        getattr(type(each), "generate", None) for each in module.modules() if each is not module
+    )
+    return any(callable(each) and _SYNCED in _parameters(each) for each in inner)
+
+
+def _is_given(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if kwargs.get(_SYNCED) is not None:
+        return True
+    names = list(_parameters(method))[1:]  # without self
+    at = names.index(_SYNCED) if _SYNCED in names else len(args)
+    return at < len(args)

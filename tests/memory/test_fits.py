@@ -1,7 +1,8 @@
 """A model that cannot fit is refused when it is wrapped, on all ranks, with what would fit.
 
 Limits are given, or set for a process, so that small models do not fit; that those
-that fit are left alone is said by all other tests, which look at this host's memory.
+that fit are left alone is said by all other tests, which look at this host's memory. FSDP() does
+not know the optimizer: one whose state does not fit is refused in its first step.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from torch import nn
 
 import zshard
 from zshard import FSDP
+from zshard.memory import spare
 from zshard.memory.fits import parse_limit
-from zshard.memory.host_limits import room_of_cgroup, room_of_host
+from zshard.memory.host_limits import Allowance, room_of_cgroup, room_of_host
 
 MIB = 1 << 20
 _M_MMAP_THRESHOLD = -3  # of mallopt(), in malloc.h
@@ -294,3 +296,37 @@ def test_limits_as_arguments():
     for wrong, kind in (("much", ValueError), (0, ValueError), (True, TypeError), (1.5, TypeError)):
         with pytest.raises(kind, match="memory_limit"):
             FSDP(stack(8, 1), memory_limit=wrong)
+
+
+# --- the optimizer's state -------------------------------------------------------------------------
+
+
+def four_layers(limit):
+    model = FSDP(nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]), memory_limit=limit)
+    model(torch.ones(1, 512)).sum().backward()
+    return model
+
+
+@pytest.mark.parametrize("optimizer", [zshard.AdamW, torch.optim.Adam])
+@pytest.mark.parametrize("limit", ["auto", "1GiB"])
+def test_a_state_that_does_not_fit_is_refused_before_it_is_made(optimizer, limit, monkeypatch):
+    model, free = four_layers(limit), four_layers(None)
+    monkeypatch.setattr(spare, "room_of_host", lambda: Allowance(5 << 20, "", ""))
+    made = optimizer(model.parameters())
+    with pytest.raises(MemoryError, match=r"Adam\w* does not fit.* needs 8.0 MiB .* 5.0 MiB are"):
+        made.step()
+    assert len(made.state) == 0
+    torch.optim.SGD(model.parameters(), 0.1).step()  # as advised
+    optimizer(free.parameters()).step()
+    monkeypatch.setattr(spare, "room_of_host", lambda: Allowance(9 << 20, "", ""))
+    made.step()
+    made.step()
+
+
+def test_what_fits_fits_with_the_state():
+    with pytest.warns(RuntimeWarning) as caught:
+        four_layers("5MiB")
+    words = str(caught[0].message)
+    assert "offload=zshard.Offload(directory=..., grads=True), which also puts" in words
+    assert "(fits, with Adam's state)" in words
+    assert "stochastic_rounding=True): 2.0 MiB (fits, but not with Adam's state, 4.0 MiB" in words

@@ -306,7 +306,7 @@ def host(room: list[int], used: list[int]) -> Iterator[None]:
         return numbers.pop(0) if len(numbers) > 1 else numbers[0]
 
     before = spare._rooms, spare.resident
-    spare._rooms = lambda sharing: [next_of(room)]  # type: ignore[assignment]
+    spare._rooms = lambda sharing: [(next_of(room), "")]  # type: ignore[assignment]
     spare.resident = lambda: Resident(1000, next_of(used))  # type: ignore[assignment]
     try:
         yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -167,8 +166,3 @@ def test_in_a_world_of_one():
     twin = copy.deepcopy(model)
     assert_same(twin(floats(0)), model(floats(0)), "the copy's output")
     assert differences(twin.state_dict(), model.state_dict()) == []
-
-
-def test_pickling_is_refused():
-    with pytest.raises(TypeError, match="state_dict"):
-        pickle.dumps(FSDP(make(Stack)))

@@ -1,4 +1,9 @@
-"""Methods other than forward: registered, they gather and reduce as forward does."""
+"""Calls that do not enter through the model's forward.
+
+Methods other than forward, once registered, gather and reduce as forward does. A part that a script
+calls by itself, as generate() does with an encoder, may use weights of a unit above it; they are
+unsharded then, since an embedding would look up in a shard without a word.
+"""
 
 from __future__ import annotations
 
@@ -114,3 +119,49 @@ def test_arguments_are_cast_as_forwards_are(pool2):
 def test_in_a_world_of_one():
     model = wrapped(("full_shard", None))
     assert_same(model.encode(floats(0)), make(Encoder).encode(floats(0)), "what is encoded")
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def part_by_itself(combination):
+    """How far a part is off that is called by itself and uses the root's weights, (without, with
+    gradients): an embedding so large that each rank has a slice that it could look up in."""
+    plain, ids = make(Translator), torch.arange(6).reshape(2, 3)
+    model = FSDP(make(Translator), strategy=combination[0], transport=combination[1])
+    with torch.no_grad():
+        first = (model.encoder(ids) - plain.encoder(ids)).abs().max().item()
+    second = (model.encoder(ids) - plain.encoder(ids)).abs().max().item()
+    loss_of(model(ids)).backward()
+    return first, second
+
+
+class Translator(nn.Module):
+    """An encoder whose embedding is the head's weight, and whose blocks are units."""
+
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(3000, 9)
+            self.blocks = nn.ModuleList(Block(9) for _ in range(3))
+            self.norm = nn.LayerNorm(9)
+
+        def forward(self, ids):
+            x = self.embed(ids)
+            for block in self.blocks:
+                x = block(x + torch.zeros(9))  # which spreads a column of width 1
+            return self.norm(x)
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = Translator.Encoder()
+        self.head = nn.Linear(9, 3000, bias=False)
+        self.head.weight = self.encoder.embed.weight
+
+    def forward(self, ids):
+        return self.head(self.encoder(ids))
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda both: " ".join(both))
+def test_a_part_called_by_itself_has_whole_weights(pool2, combination):
+    assert pool2.run(part_by_itself, combination) == [(0.0, 0.0)] * 2

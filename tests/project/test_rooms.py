@@ -8,6 +8,7 @@ FSDP() is made of, others on it. Imports within functions and for type checkers 
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -25,7 +26,7 @@ ORDER = [
     *("compat.fsdp1_methods", "compat.ddp", "compat.attributes", "compat.argument_types"),
     *("_predict_memory", "_patches", "fsdp"),
     *("compat.fully_shard", "compat.distributed_data_parallel", "checkpoint", "doctor"),
-    *("lightning", "accelerate", "transformers", "deepspeed"),
+    *("lightning", "accelerate", "transformers", "peft", "bitsandbytes", "deepspeed"),
     *("__init__", "__main__"),
 ]
 
@@ -81,6 +82,31 @@ def test_no_import_runs_upwards():
 )
 def test_an_import_that_runs_upwards_is_found(path, line, upwards):
     assert bool(upward_imports(path.split("/"), line)) is upwards
+
+
+INTEGRATIONS = {"lightning", "accelerate", "transformers", "peft", "bitsandbytes", "deepspeed"}
+NOT_THEIRS = {"zshard", "torch", "tqdm", "typing_extensions"}  # tqdm: for progress, if it is there
+
+
+def third_parties(tree: ast.AST) -> set[str]:
+    """The packages that a module imports, besides the standard library."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module or "")
+    return {name.partition(".")[0] for name in found} - sys.stdlib_module_names - NOT_THEIRS
+
+
+def test_the_core_imports_no_third_party_but_torch():
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        name = path.relative_to(PACKAGE).with_suffix("").parts[0]
+        if name not in INTEGRATIONS:
+            found[str(path)] = third_parties(ast.parse(path.read_text()))
+    assert {path: names for path, names in found.items() if names} == {}
+    assert third_parties(ast.parse("import peft.utils, os\nfrom torch import nn")) == {"peft"}
 
 
 def too_long(texts: Mapping[str, str]) -> dict[str, int]:

@@ -231,9 +231,9 @@ def test_too_little_address_space_to_connect(tmp_path: Path) -> None:
 def lacking_later(folder: Path, when: str, transport: str) -> Told:
     """From the moment `when` on, rank 1 can map nothing shared."""
     rank = start()
-    from zshard.model import build
+    from zshard.model import shard_model
 
-    original = getattr(build, when)
+    original = getattr(shard_model, when)
     calls = 0
 
     def from_now_on(*args: Any) -> Any:
@@ -243,13 +243,13 @@ def lacking_later(folder: Path, when: str, transport: str) -> Told:
             deny("mmap", "ENOMEM", (3, sandbox.SHARED))
         return original(*args)
 
-    setattr(build, when, from_now_on)
+    setattr(shard_model, when, from_now_on)
     options = {"auto_wrap_policy": {nn.Linear}}
     return attempt(lambda: wrap_train_save(folder, transport, **options))
 
 
 @needs_x86
-@pytest.mark.parametrize("when", ["_shard", "calls_of"])
+@pytest.mark.parametrize("when", ["core_unit", "calls_of"])
 def test_what_cannot_be_mapped_on_one_rank_fails_on_all(tmp_path: Path, when: str) -> None:
     found = values_of(fork_ranks(lacking_later, 3, tmp_path, when, "shm"))
     for rank, (said, _, seconds) in enumerate(found):

@@ -18,7 +18,7 @@ from spawn import ranks
 from torch import nn
 
 from zshard import FSDP
-from zshard.model import build
+from zshard.model import shard_model
 
 PAGE = 4096
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -71,7 +71,7 @@ def added(name: str, before: list[int]) -> list[int]:
 def first_touches(first: int) -> tuple[list[int], list[int], int]:
     """Rank `first` makes its unit's memory while the others wait, then these do: which pages of the
     flats' file each of both brings, and how many pages a shard has."""
-    make = build._make_unit
+    make = shard_model.core_unit
     seen: list[list[int]] = []
 
     def in_turn(*args):
@@ -87,12 +87,12 @@ def first_touches(first: int) -> tuple[list[int], list[int], int]:
         dist.barrier()
         return unit
 
-    build._make_unit = in_turn
+    shard_model.core_unit = in_turn
     try:
         torch.manual_seed(0)
         model = FSDP(nn.Linear(256, 256, bias=False), auto_wrap_policy=None, transport="shm")
     finally:
-        build._make_unit = make
+        shard_model.core_unit = make
     model(torch.randn(2, 256)).sum().backward()
     return seen[0], seen[1], 256 * 256 * 4 // dist.get_world_size() // PAGE
 

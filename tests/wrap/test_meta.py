@@ -13,7 +13,7 @@ import zshard
 from benchmarks.memory import high_water, reset_high_water, trim
 from zshard import FSDP, fully_shard
 from zshard.wrap import initial_values as _values
-from zshard.wrap.memory_cache import MemoryCache
+from zshard.wrap.meta import MemoryCache
 
 
 class Block(nn.Module):

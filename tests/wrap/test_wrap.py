@@ -19,7 +19,6 @@ from zshard.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
     UnitSpec,
-    assign_parameters,
     lambda_auto_wrap_policy,
     plan_units,
     size_based_auto_wrap_policy,
@@ -295,7 +294,7 @@ def test_a_parameter_belongs_to_the_innermost_unit_around_all_its_places(seed: i
     root = random_graph(rng)
     inner = list(root.modules())[1:]
     chosen = rng.sample(inner, rng.randint(0, len(inner)))
-    units = assign_parameters(root, chosen)
+    units = plan_units(root, CustomPolicy(lambda module: module in chosen))
     check_partition(root, units)
     for unit in units:
         for ref in unit.params:
@@ -368,23 +367,9 @@ def test_wrapped_modules_are_left_alone() -> None:
         plan_units(model.blocks[0])
 
 
-def test_a_parameter_shared_with_a_wrapped_module_is_refused() -> None:
-    model = Net()
-    model.head.weight = model.embed.weight
-    mark_wrapped(model.head)
-    with pytest.raises(ValueError, match=r"'embed.weight' .*'head.weight'.* wrap a module"):
-        plan_units(model)
-    plan_units(model, ignored_modules={model.embed})
-
-
 def test_a_lazy_parameter_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'1.weight' of a lazy module"):
         plan_units(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)))
-
-
-def test_a_unit_must_lie_below_the_root() -> None:
-    with pytest.raises(ValueError, match="Block passed as a unit is not in this Net"):
-        assign_parameters(Net(), [Block()])
 
 
 def test_planning_does_not_change_the_model() -> None:

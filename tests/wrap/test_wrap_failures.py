@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import zshard
 from zshard import FSDP
-from zshard.model import build
+from zshard.model import shard_model
 
 TRANSPORTS = ("shm", "c10d")
 
@@ -123,7 +123,7 @@ def test_what_fails_before_anything_has_changed(pool2, transport):
 @passing_groups()
 def with_a_unit_on_one_rank(transport):
     """Rank 1 fails in its second unit, which rank 0 makes; then all train another model."""
-    made, real, how = [], build._make_unit, options(transport)
+    made, real, how = [], shard_model.core_unit, options(transport)
 
     def make_unit(*args):
         made.append(args)
@@ -131,11 +131,11 @@ def with_a_unit_on_one_rank(transport):
             raise MemoryError("planted")
         return real(*args)
 
-    build._make_unit = make_unit
+    shard_model.core_unit = make_unit
     try:
         first = attempt(make(Stack), how)
     finally:
-        build._make_unit = real
+        shard_model.core_unit = real
     found = []
     for _ in range(2):
         plain = make(Stack)

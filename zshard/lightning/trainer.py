@@ -26,7 +26,7 @@ from zshard.lightning.sharding import (
     trainer_package,
 )
 from zshard.model.build import broadcast_buffers
-from zshard.model.forward_methods import call_as_forward
+from zshard.model.methods import call_as_forward
 from zshard.units.units import is_unit
 
 __all__ = ["ZShardStrategy"]

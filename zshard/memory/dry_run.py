@@ -3,18 +3,21 @@
 The estimate does not come from separate formulas but from the same code that
 allocates (csrc/engine/unit_life.c, csrc/engine/plan.h). A dry run is made from parameters on any
 device, the meta device included; it changes nothing and needs no process group.
+
+How much memory a step takes depends on which unit is unsharded when, and so on the order in which
+modules are entered and left and parameters are used. Before the first forward, the order of
+registration is the best guess.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from zshard import _core
-from zshard.memory.forward_order import Call, calls_of_specs
 from zshard.ranks.transports import Comms
 from zshard.strategy import ShardingStrategy
 from zshard.units.units import Options, State, without_memory
@@ -22,6 +25,10 @@ from zshard.wrap.initial_values import dtypes_of, names_of
 from zshard.wrap.tree import ParamRef, UnitSpec
 
 Planned = tuple[UnitSpec, Options]
+Call = tuple[_core.Unit, int]
+
+_ENTER, _EXIT = -1, -2  # csrc/engine/plan.h has the same
+_MOST_VISITS = 2  # more of a shared module tell nothing new
 
 
 class World(NamedTuple):
@@ -84,31 +91,31 @@ class DryRun:
         dtype: torch.dtype | None = None,
     ) -> None:
         self._dtype = dtype
+        options = planned[-1][1]
         self.engine = _core.Engine(type(module).__name__, *comms)
-        self.engine.set_prefetch(*planned[-1][1].prefetch.ahead)
-        self.engine.keep_gathered(*planned[-1][1].keep)
-        self.engine.set_codes(*planned[-1][1].wire.codes)
-        offload = planned[-1][1].offload
-        if offload is not None:
-            self.engine.set_offload(None, *offload.what)
+        self.engine.set_prefetch(*options.prefetch.ahead)
+        self.engine.keep_gathered(*options.keep)
+        self.engine.set_codes(*options.wire.codes)
+        if options.offload is not None:
+            self.engine.set_offload(None, *options.offload.what)
         self.units = [self._make(spec, options) for spec, options in planned]
-        stands_for = {}
         pairs = list(zip((spec for spec, _ in planned), self.units, strict=True))
-        self.inner = []
-        for each, state in inner:
-            spec = _spec_of(each, state)
-            self.engine.set_offload(None, *state.unit.offloads, 1.0)
-            self.engine.set_codes(*state.options.wire.codes)
-            unit = self._make(spec, state.options, _whole_params(state.unit))
-            self.inner.append(unit)
-            stands_for[id(state.unit)] = unit
-            pairs.append((spec, unit))
-        place = {id(each): i for i, each in enumerate(module.modules())}
-        pairs.sort(key=lambda pair: place[id(pair[0].module)])
-        self._specs = {id(unit): spec for spec, unit in pairs}
-        self.engine.set_order([unit for _, unit in pairs])
-        calls: list[Call] = calls_of_specs(module, pairs, stands_for)
-        self.engine.set_calls(calls)
+        earlier = [self._make_again(each, state) for each, state in inner]
+        self.inner = [unit for _, unit in earlier]
+        self._specs = {unit: spec for spec, unit in [*pairs, *earlier]}
+        place = {each: i for i, each in enumerate(module.modules())}
+        self.engine.set_order(sorted(self._specs, key=lambda u: place[self._specs[u].module]))
+        stands_in = {s.unit: unit for (_, s), unit in zip(inner, self.inner, strict=True)}
+        self.engine.set_calls(calls_of(module, pairs, stands_in))
+
+    def _make_again(self, module: nn.Module, state: State) -> tuple[UnitSpec, _core.Unit]:
+        """Return the unit that stands for one of an earlier call, with its spec."""
+        unit, spec = state.unit, _spec_of(module, state)
+        self.engine.set_offload(None, *unit.offloads, 1.0)
+        self.engine.set_codes(*state.options.wire.codes)
+        shapes = (unit.param(i)["shape"] for i in range(unit.n_params))
+        params = [without_memory(*each, "meta") for each in zip(unit.params, shapes, strict=True)]
+        return spec, self._make(spec, state.options, params)
 
     def _make(
         self, spec: UnitSpec, options: Options, params: list[nn.Parameter] | None = None
@@ -136,16 +143,10 @@ class DryRun:
         for unit in [*self.units, *self.inner]:
             if unit.offloads[2] is not offloaded:
                 continue
-            for i, ref in enumerate(self._specs[id(unit)].params):
+            for i, ref in enumerate(self._specs[unit].params):
                 if ref.param.requires_grad:
                     total += unit.param(i)["numel"] * ref.param.itemsize
         return total
-
-
-def _whole_params(unit: _core.Unit) -> list[nn.Parameter]:
-    return [
-        without_memory(param, unit.param(i)["shape"], "meta") for i, param in enumerate(unit.params)
-    ]
 
 
 def _spec_of(module: nn.Module, state: State) -> UnitSpec:
@@ -160,3 +161,91 @@ def _spec_of(module: nn.Module, state: State) -> UnitSpec:
         for name, param in zip(names, params, strict=True)
     ]
     return UnitSpec(module, state.unit.name, refs)
+
+
+# --- the order of a forward -----------------------------------------------------------------------
+
+
+def calls_of(
+    model: nn.Module,
+    planned: Sequence[tuple[UnitSpec, _core.Unit]],
+    inner: Mapping[_core.Unit, _core.Unit],
+) -> list[Call]:
+    """Return the calls of a model with these units, for Engine.set_calls.
+
+    planned: new units. inner: units of earlier calls, each with the unit that stands for it. Those
+    over other ranks are in neither.
+    """
+    hooked = {at: inner[unit] for at, unit in _hooked(model).items() if unit in inner}
+    used = {
+        id(param): (unit, i)
+        for earlier, unit in inner.items()
+        for i, param in enumerate(earlier.params)
+    }
+    for spec, unit in planned:
+        used.update({id(ref.param): (unit, i) for i, ref in enumerate(spec.params)})
+        if unit.is_hooked:
+            hooked[id(spec.module)] = unit
+        if unit.is_hooked and not unit.replicated:
+            parts = parts_to_guard(spec, model if len(planned) > 1 else None)
+            hooked.update({id(part): unit for part in parts})
+    return list(_Walk(hooked, used).of(model))
+
+
+def _hooked(model: nn.Module) -> dict[int, _core.Unit]:
+    """Return the units by the id of the modules whose hooks unshard them."""
+    found = {}
+    for module in model.modules():
+        owners = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
+        found.update({id(module): each for each in owners if isinstance(each, _core.Unit)})
+    return found
+
+
+def parts_to_guard(spec: UnitSpec, root: nn.Module | None) -> Iterator[nn.Module]:
+    """Yield the submodules of a unit whose calls unshard it as well: scripts call submodules
+    directly, as generate() calls `model.encoder(ids)` with a shared embedding in the root's unit.
+
+    They are those that own parameters of a `root` with several units, usually few, and all
+    embeddings: most modules fail on weights of a shard's shape, but an embedding would silently
+    look up in it.
+    """
+    owners = {id(owner): owner for ref in spec.params for owner, _ in ref.owners}
+    for owner in owners.values():
+        is_embedding = isinstance(owner, nn.Embedding | nn.EmbeddingBag)
+        if owner is not spec.module and (spec.module is root or is_embedding):
+            yield owner
+
+
+class _Walk:
+    """One walk over a model's modules. hooked: units by the id of the modules that make them whole;
+    used: (unit, index) by the id of parameters."""
+
+    def __init__(
+        self, hooked: Mapping[int, _core.Unit], used: Mapping[int, tuple[_core.Unit, int]]
+    ) -> None:
+        self._hooked = hooked
+        self._used = used
+        self._visits: dict[int, int] = {}
+        self._open: set[int] = set()
+        self._seen: set[int] = set()
+
+    def of(self, module: nn.Module) -> Iterator[Call]:
+        key = id(module)
+        visits = self._visits.get(key, 0)
+        if key in self._open or visits == _MOST_VISITS:
+            return
+        self._visits[key] = visits + 1
+        self._open.add(key)
+        unit = self._hooked.get(key)
+        if unit is not None:
+            yield unit, _ENTER
+        for param in module._parameters.values():
+            if id(param) in self._used and id(param) not in self._seen:
+                self._seen.add(id(param))
+                yield self._used[id(param)]
+        for child in module._modules.values():
+            if child is not None:
+                yield from self.of(child)
+        if unit is not None:
+            yield unit, _EXIT
+        self._open.remove(key)

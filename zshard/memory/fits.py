@@ -29,11 +29,11 @@ from zshard.memory.host_limits import (
     room_of_process,
     shared_by,
 )
-from zshard.ranks.devices import CPU, torch_device
+from zshard.ranks.devices import torch_device
 from zshard.ranks.groups import _env_int
 from zshard.ranks.meeting import host_id
 from zshard.ranks.transports import Comms
-from zshard.units.units import is_apart, units_of
+from zshard.units.units import State
 
 MemoryLimit = int | str | None
 _MIB = 1 << 20
@@ -114,22 +114,20 @@ def check_fits(
     module: nn.Module,
     planned: Sequence[Planned],
     comms: Comms,
-    limit: MemoryLimit,
-    device: str = CPU,
+    inner: Sequence[tuple[nn.Module, State]],
+    limit: int | str,
+    device: str,
 ) -> Sharing:
     """Raise MemoryError on all ranks if `module` does not fit in the memory of one of them; warn on
     rank 0 if it will not fit once the optimizer has its state. Collective: one exchange.
 
-    limit: bytes that a rank may use. "auto": what the hosts and the limits of the processes leave,
-        or on a GPU, its free memory.
+    inner: units of earlier calls that become part of the model. limit: bytes that a rank may use;
+        "auto": what the hosts and the limits of the processes leave, or on a GPU its free memory.
 
     Returns how many ranks there are to share what this one's host and control group leave.
     """
-    if limit is None:
-        return Sharing()
     world, strategy = world_of(comms), planned[-1][1].strategy
     dry = dry_comms(world, strategy, comms.all.rank)
-    inner = [(each, state) for each, state in units_of(module) if not is_apart(state, comms)]
     dry_run = DryRun(module, planned, dry, inner)
     offload = planned[-1][1].offload
     # Gradients that are stepped in backward are not held, which is how such models train.

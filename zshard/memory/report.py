@@ -1,12 +1,14 @@
-"""A model's memory: current, peak and predicted, of a wrapped model or before wrapping it.
+"""A model in numbers: its memory (now, peak, predicted), its parameters, and the tables of both.
 
-The C core counts and predicts (csrc/engine/reserve.c); this file adds the state of
-the optimizers that have stepped the model's parameters, which belongs to the optimizers.
+The C core counts and predicts memory (csrc/engine/reserve.c); this file adds the state of the
+optimizers that have stepped the model's parameters, which belongs to the optimizers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,15 +16,17 @@ from torch import nn
 from zshard import _core
 from zshard.memory.dry_run import DryRun, Planned, World, dry_comms
 from zshard.optim.hooks import seen_optimizers
-from zshard.units.units import State, state_of, units_of
+from zshard.ranks.transports import Comms
+from zshard.ranks.wire import Wire, wire_words
+from zshard.units.units import State, is_apart, state_of, units_of, without_memory
 
-WHATS = ("now", "peak", "predicted")
+_WHATS = ("now", "peak", "predicted")
 
 
 def memory_of(module: nn.Module, what: str) -> dict[str, int]:
     """See FSDP.memory."""
-    if what not in WHATS:
-        known = ", ".join(repr(each) for each in WHATS)
+    if what not in _WHATS:
+        known = ", ".join(repr(each) for each in _WHATS)
         raise ValueError(f"memory(): what must be one of {known}, got {what!r}")
     state = state_of(module)
     states = [each for _, each in units_of(module)]
@@ -106,3 +110,103 @@ def predict(
 def dry_run_of(module: nn.Module, planned: list[Planned], world: World) -> DryRun:
     """Return a dry run of `module` in a world without peers, with the root's strategy."""
     return DryRun(module, planned, dry_comms(world, planned[-1][1].strategy))
+
+
+# --- parameters -----------------------------------------------------------------------------------
+
+
+def num_parameters(model: nn.Module, trainable_only: bool = False) -> int:
+    """Return the number of elements of a model's full parameters, the same on all ranks. Does not
+    communicate.
+
+    Args:
+        model: a model, or a part of one, sharded or not. Tied parameters count once.
+        trainable_only: count parameters that require a gradient only. Default: False.
+    """
+    found = (param for _, param in full_named_parameters(model))
+    return sum(p.numel() for p in found if p.requires_grad or not trainable_only)
+
+
+def full_named_parameters(
+    module: nn.Module, *args: Any, **kwargs: Any
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """As named_parameters(), with full shapes and without memory."""
+    for name, param in type(module).named_parameters(module, *args, **kwargs):
+        info = _core.shard_info(param)
+        yield name, param if info is None else without_memory(param, info["shape"], param.device)
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def summary_of(states: Sequence[State], comms: Comms, wire: Wire) -> str:
+    """Return the table of units: one line per unit, then totals. wire: of the model."""
+    rows = [("unit", "parameters", "unsharded", "per rank", "strategy")]
+    numel = whole = local = 0
+    for state in states:
+        unit = state.unit
+        count = sum(math.prod(unit.param(i)["shape"]) for i in range(unit.n_params))
+        sizes = unit.bytes
+        numel, whole, local = numel + count, whole + sizes["full"], local + sizes["shard"]
+        cells = (f"{count:,}", _words_of(sizes["full"]), _words_of(sizes["shard"]))
+        ranks = f" over {state.comms.all.world} rank(s)" if is_apart(state, comms) else ""
+        stays = ", stays gathered" if unit.is_kept else ""
+        read = "" if unit.read_by is None else f", read by {unit.read_by or '(root)'}"
+        rows.append((unit.name or "(root)", *cells, unit.strategy + ranks + stays + read))
+    rows.append((f"{len(states)} units", f"{numel:,}", _words_of(whole), _words_of(local), ""))
+    return f"{_head_of(states, comms, wire)}\n{_table(rows, left=(0, 4))}"
+
+
+def _head_of(states: Sequence[State], comms: Comms, wire: Wire) -> str:
+    comm, shards, shard_group, replica_group = comms
+    parts = [f"zshard: rank {comm.rank} of {comm.world}, transport {comm.transport}"]
+    if shards.world < comm.world:
+        count = comm.world // shards.world
+        parts.append(
+            f"{count} replicas of {shards.world} rank(s) each, transport {shards.transport}"
+        )
+    if replica_group is not None:
+        ranks = f"secondary shards over {shard_group.world} rank(s)"
+        parts.append(f"{ranks}, transport {shard_group.transport}")
+    kept, _, is_open, costs = states[0].unit.engine.kept()
+    if costs and is_open:
+        parts.append('keep_gathered="auto" decides after the first steps')
+    elif kept:
+        parts.append(f"{_words_of(kept)} stay gathered from forward to backward")
+    words = wire_words(comm, wire, [state.unit for state in states])
+    return "; ".join([*parts, words] if words else parts)
+
+
+def memory_table(module: nn.Module) -> str:
+    """Return the table of memory in MiB, one line per part that is not 0 in all columns."""
+    kinds = {kind: memory_of(module, kind) for kind in ("predicted", "now", "peak")}
+    rows = [("memory, MiB", *kinds)]
+    for part in kinds["now"]:
+        numbers = [bytes_by_part[part] for bytes_by_part in kinds.values()]
+        if any(numbers) or part == "total":
+            rows.append((part, *(f"{number / (1 << 20):.1f}" for number in numbers)))
+    return _table(rows, left=(0,))
+
+
+def _table(rows: Sequence[tuple[str, ...]], left: Collection[int]) -> str:
+    """Return rows as text, the head and the last one between rules. left: the columns that are
+    aligned to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    rule = "-" * len(lines[0])
+    return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
+
+
+def _words_of(count: float) -> str:
+    """Return a size for people: 1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

@@ -1,8 +1,14 @@
-"""What a rank can spare for parameters that stay gathered from forward to backward: keep_gathered.
+"""What is left to a rank once it steps: for an optimizer's state, and for units that stay gathered.
 
-Nobody knows before a step how much the activations take. So a rank measures after its
-first steps, and offers what is left; the core takes the least that all ranks offer, at the end of a
-backward in which all have met (csrc/engine/keep_gathered.h). A later measurement can only lower it.
+FSDP(...) cannot know the optimizer, so it refuses what the model alone takes, and warns of what
+Adam's state adds. Before its first step the optimizer is known: one whose state the host, the
+control groups and the process's limits do not allow, whatever memory_limit says, is an error with
+numbers, in place of a process that the kernel kills.
+
+Nobody knows before a step how much the activations take. So with keep_gathered="auto" a rank
+measures after its first steps, and offers what is left; the core takes the least that all ranks
+offer, at the end of a backward in which all have met (csrc/engine/keep_gathered.h). A later
+measurement can only lower it.
 """
 
 from __future__ import annotations
@@ -11,12 +17,20 @@ import sys
 import weakref
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from zshard import _core
 from zshard.memory.fits import MemoryLimit, Sharing, parse_size
-from zshard.memory.host_limits import resident, room_of_cgroup, room_of_host, room_of_process
+from zshard.memory.host_limits import (
+    resident,
+    room_of_cgroup,
+    room_of_host,
+    room_of_process,
+    shared_by,
+)
 from zshard.memory.report import memory_of
+from zshard.optim.hooks import before_first_steps
 from zshard.optim.step_digest import watch_steps
 from zshard.ranks.devices import CPU
 from zshard.units.units import Keep, state_of, units_of
@@ -28,6 +42,15 @@ _EACH = 100  # and of later ones, each so many
 _MARGIN = 10  # a tenth of what the rank may have is left for longer batches
 
 _ALL = sys.maxsize
+_MIB = 1 << 20
+_TENSORS = {
+    **dict.fromkeys(("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta"), 2),
+    **dict.fromkeys(("RMSprop", "Rprop"), 1),
+}
+"""By the class of an optimizer, how many tensors of a parameter's size its state has."""
+
+
+# --- units that stay gathered ---------------------------------------------------------------------
 
 
 def parse_keep(keep_gathered: KeepGathered, limit: MemoryLimit, device: str) -> Keep:
@@ -107,7 +130,7 @@ class Spare:
         rooms = _rooms(self._sharing)
         if found is None or not rooms:
             return _Measured(0, 0)
-        limit = min(rooms) + found.now
+        limit = min(rooms)[0] + found.now
         return _Measured(limit - limit // _MARGIN, found.peak)
 
     def _promised_to_others(self) -> int:
@@ -130,10 +153,67 @@ class Spare:
 _spares: weakref.WeakSet[Spare] = weakref.WeakSet()
 
 
-def _rooms(sharing: Sharing) -> list[int]:
+# --- the first step -------------------------------------------------------------------------------
+
+
+def watch_first_steps(module: nn.Module, limit: MemoryLimit, sharing: Sharing, device: str) -> None:
+    """Refuse the first step of an optimizer of this model whose state will not fit into what is
+    left to this rank; not with limit=None."""
+    if limit is None or device != CPU:
+        return
+    model = weakref.ref(module)
+
+    def check(optimizer: torch.optim.Optimizer) -> bool:
+        found = model()
+        if found is not None:
+            _check(found, optimizer, sharing)
+        return found is not None
+
+    before_first_steps(check)
+
+
+def _check(module: nn.Module, optimizer: torch.optim.Optimizer, sharing: Sharing) -> None:
+    needed = _bytes_of_state(module, optimizer)
+    if needed == 0:
+        return
+    left, source = min(_rooms(sharing), default=(needed, ""))
+    if needed <= left:
+        return
+    state = state_of(module)
+    raise MemoryError(
+        f"the first step of {type(optimizer).__name__} does not fit in memory: rank "
+        f"{state.comms.all.rank} of {state.comms.all.world} needs {needed / _MIB:.1f} MiB for its "
+        f"state, but only {max(left, 0) / _MIB:.1f} MiB are left ({source}). Use more ranks, an "
+        "optimizer with less state (SGD), FSDP(offload=zshard.Offload(directory=..., grads=True)) "
+        "or FSDP(memory_limit=None), which does not check"
+    )
+
+
+def _bytes_of_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """What the first step will allocate for this model's parameters."""
+    each = _TENSORS.get(type(optimizer).__name__, 0)
+    if type(optimizer).__name__ == "SGD":
+        each = int(any(group.get("momentum") for group in optimizer.param_groups))
+    if each == 0 or len(optimizer.state) > 0:
+        return 0
+    given = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    return each * sum(
+        int(state.unit.param(i)["numel"]) * param.itemsize
+        for _, state in units_of(module)
+        for i, param in enumerate(state.unit.params)
+        if id(param) in given and param.requires_grad and not _core.offloads_state(param)
+    )
+
+
+def _rooms(sharing: Sharing) -> list[tuple[int, str]]:
     """Return the bytes that each limit of the host and of the process leaves to this rank."""
     host, cgroup = room_of_host(), room_of_cgroup()
-    rooms = [room_of_process(name) for name in ("RLIMIT_DATA", "RLIMIT_AS")]
-    rooms.append(None if host is None else host.bytes // sharing.host)
-    rooms.append(None if cgroup is None else cgroup.bytes // sharing.cgroup)
-    return [room for room in rooms if room is not None]
+    found = []
+    if host is not None:
+        words = f"the host's MemAvailable{shared_by(sharing.host)}"
+        found.append((host.bytes // sharing.host, words))
+    if cgroup is not None:
+        words = f"the cgroup's limit{shared_by(sharing.cgroup)}"
+        found.append((cgroup.bytes // sharing.cgroup, words))
+    limits = [(room_of_process(name), name) for name in ("RLIMIT_DATA", "RLIMIT_AS")]
+    return found + [(left, name) for left, name in limits if left is not None]

@@ -19,7 +19,11 @@ from torch import nn
 
 from zshard import _core
 from zshard.guard.slices import plain
-from zshard.units.units import ATTRIBUTE, Hook, without_memory
+from zshard.model.build import last_writes, sync_buffers
+from zshard.model.shard_model import ShardingPlan
+from zshard.units.units import ATTRIBUTE, Hook, is_apart, state_of, units_of, without_memory
+from zshard.wrap import CustomPolicy, plan_units
+from zshard.wrap.late_parameters import watch
 
 _HOOK_TABLES = (
     "_forward_hooks",
@@ -45,9 +49,55 @@ class Copied:
     others: list[nn.Parameter]
 
 
-def is_within() -> bool:
-    """Return whether an enclosing model is being copied."""
-    return _within.get()
+def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return a sharded model like `model`; ignored parameters and buffers are copied as they are.
+
+    Within the copy of another model, copies the module alone.
+    """
+    if _within.get():
+        return _copy_module(model, memo)
+    units, own = list(units_of(model)), state_of(model)
+    for _, state in units:
+        if is_apart(state, own.comms):
+            raise NotImplementedError(
+                f"cannot copy a model whose unit '{state.unit.name}' has a process group of other "
+                "ranks: build and wrap a second model, and load model.state_dict() into it on each "
+                "rank"
+            )
+    own.unit.engine.open()  # what a forward has left whole, in the compute dtype, is resharded
+    own.unit.engine.close()
+    with without([hook for _, state in units for hook in state.hooks]):
+        copied = copy_plain(model, [(module, state.unit) for module, state in units], memo)
+    made = _shard_copy(copied, model)
+    if own.sync_buffers:
+        sync_buffers(copied.module, own.sync_buffers)
+    if own.comms.all.world > 1:
+        others = {id(param) for param in copied.others}
+        has_others = [m for m in made.names if any(id(p) in others for p in m._parameters.values())]
+        watch(copied.module, has_others)
+    if own.spare is not None:
+        state_of(copied.module).spare = own.spare.like(copied.module)
+    with last_writes(copied.module):
+        for unit, module in copied.units:
+            _copy_shards(unit, state_of(module).unit)
+    return copied.module
+
+
+def _shard_copy(copied: Copied, model: nn.Module) -> ShardingPlan:
+    """Shard a plain copy like `model`. Not collective over shm: ranks need not do it together."""
+    own = state_of(model)
+    states = [state for _, state in units_of(model)]
+    options = {
+        id(module): state.options for state, (_, module) in zip(states, copied.units, strict=True)
+    }
+    policy = CustomPolicy(lambda module: id(module) in options)
+    specs = plan_units(copied.module, policy, (), copied.others, with_empty=True)
+    planned = [(spec, options[id(spec.module)]) for spec in specs]
+    made = ShardingPlan(type(model).__bases__[0], copied.module, planned)
+    made.comms, made.group_given, made.is_alone = own.comms, own.group_given, own.is_alone
+    engine = made.make_engine()
+    made.plan_step(engine, [made.make_unit(engine, *each) for each in planned])
+    return made
 
 
 @contextlib.contextmanager
@@ -84,7 +134,7 @@ def copy_plain(
             memo[id(param)] = made.requires_grad_(trainable)
     token = _within.set(True)
     try:
-        copied = copy_module(root, memo)
+        copied = _copy_module(root, memo)
     finally:
         _within.reset(token)
     for unit in (unit for _, unit in units):
@@ -96,7 +146,7 @@ def copy_plain(
     return Copied(copied, pairs, others)
 
 
-def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def _copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copy one unit's module, as its original class and without zshard's attributes. Hooks are
     copied: see without()."""
     original: type[nn.Module] = type(module).__bases__[1]
@@ -107,11 +157,11 @@ def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return made
 
 
-def _is_ours(key: str, value: Any) -> bool:
+def _is_ours(key: str, value: object) -> bool:
     return key == ATTRIBUTE or type(value).__module__ == "zshard.state.module"
 
 
-def copy_slices(source: _core.Unit, target: _core.Unit) -> None:
+def _copy_shards(source: _core.Unit, target: _core.Unit) -> None:
     """Copy this rank's shard of a unit. Raises RuntimeError if the units' parameters or their
     shards differ."""
 

@@ -291,7 +291,7 @@ class _Follower(Joined):
                 _copy(comm, optimizer.state[param][key], leader)
 
 
-def _shape_or_value(value: Any) -> Any:
+def _shape_or_value(value: object) -> object:
     """A tensor's shape and dtype, as a tuple; any other value in a list."""
     return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else [value]
 

@@ -1,27 +1,33 @@
-"""What a sharded model has besides a module's methods: clipping, steps in backward, its memory.
+"""What a sharded model has besides a module's methods: clipping, steps in backward, its memory; and
+methods that are treated like its forward.
 
 Each method looks up the model's units and hands them to the part that knows how.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zshard.memory.report import memory_of
-from zshard.model.summary import memory_table, summary_of
+from zshard.memory.report import memory_of, memory_table, summary_of
 from zshard.optim.clip import clip_grad_norm
 from zshard.optim.in_backward import OptimizerInBackward
-from zshard.units.units import state_of, units_of
+from zshard.precision import cast_arguments
+from zshard.units.open_forwards import call_between_hooks, call_guarded
+from zshard.units.units import is_unit, state_of, units_of
 from zshard.wrap.meta import rewind
+
+__all__ = ["ModelMethods", "call_as_forward", "register_forward_method"]
 
 
 class ModelMethods(nn.Module):
     """The methods of sharded models that are zshard's own."""
 
-    def to_empty(self, *, device: Any, recurse: bool = True) -> Any:
+    def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Any:
         """Give memory to tensors on the meta device; all others keep their values.
 
         A sharded model has no parameters on the meta device: they were initialized on sharding. So
@@ -102,10 +108,8 @@ class ModelMethods(nn.Module):
         """Return two tables as text: the units (name, parameters, full and per-rank bytes,
         strategy, transport), and the model's memory by part in MiB (predicted, now and peak)."""
         own = state_of(self)
-        states = [state for _, state in units_of(self)]
-        units = summary_of(states, own.comms, own.options.wire)
-        kinds = ("predicted", "now", "peak")
-        return f"{units}\n\n{memory_table({kind: memory_of(self, kind) for kind in kinds})}"
+        units = summary_of([state for _, state in units_of(self)], own.comms, own.options.wire)
+        return f"{units}\n\n{memory_table(self)}"
 
     def memory(self, what: str = "now") -> dict[str, int]:
         """Return the bytes that the model takes on this rank, by part.
@@ -141,3 +145,43 @@ class ModelMethods(nn.Module):
             ValueError: `what` is something else.
         """
         return memory_of(self, what)
+
+
+def register_forward_method(module: nn.Module, method_name: str) -> None:
+    """Treat a method of a sharded module like its forward: all-gather parameters around it.
+
+    For methods such as `forward_features` or `encode`. Gradients are reduced as after a forward.
+    Methods that call the modules, like transformers' `generate`, do not need it.
+
+    Args:
+        module: a module wrapped by FSDP; any other module is ignored.
+        method_name: name of the method. It is replaced on the module's class, that is, for all
+            modules of that class.
+
+    Raises AttributeError if the class lacks the method.
+    """
+    if not is_unit(module):
+        return
+    original = getattr(type(module), method_name)
+    if hasattr(original, "_zshard_original"):
+        return
+
+    @functools.wraps(original)
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return call_as_forward(self, functools.partial(original, self), args, kwargs)
+
+    method._zshard_original = original  # type: ignore[attr-defined]
+    setattr(type(module), method_name, method)
+
+
+def call_as_forward(
+    module: nn.Module, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Return function(*args, **kwargs), treated like the forward of `module`, which is a unit."""
+    unit = state_of(module).unit
+    if not unit.is_hooked:
+        return function(*args, **kwargs)
+    args, kwargs = cast_arguments(module, args, kwargs)
+    return call_guarded(
+        module, unit, call_between_hooks, (module, unit, function, args, kwargs), {}
+    )

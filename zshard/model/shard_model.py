@@ -1,33 +1,28 @@
-"""A model is sharded: ranks agree on it, see whether it fits, and build its units.
+"""A model is sharded: one object that knows its units and parameters, and five calls over it.
 
-Nothing changes before every rank has found that it can go on, so an error leaves the
-module as it was. What follows is in order: units take their values, one at a time (`build.py`), and
-then the model's buffers do.
+Plan, agree, check memory, build, publish. Nothing changes before every rank has found that it can
+go on, so an error leaves the module as it was.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zshard import _core
 from zshard.guard.shared_draws import keep_generator
-from zshard.memory.dry_run import Planned
-from zshard.memory.fits import MemoryLimit, check_fits
-from zshard.memory.spare import Spare, keep_between, words_of
-from zshard.memory.step_fits import watch_first_steps
-from zshard.model.build import (
-    build,
-    class_for,
-    inner_comms,
-    last_writes,
-    modules_apart,
-    sync_buffers,
-)
-from zshard.model.whole_counts import count_in_parts
-from zshard.precision import cast_buffers
+from zshard.memory.dry_run import Planned, calls_of, parts_to_guard
+from zshard.memory.fits import MemoryLimit, Sharing, check_fits
+from zshard.memory.spare import Spare, keep_between, watch_first_steps, words_of
+from zshard.model.build import class_for, core_unit, last_writes, sync_buffers
+from zshard.offload import set_offload
+from zshard.precision import cast_buffers, drop_root_casts, install_casts, install_kept
 from zshard.ranks.agreement import check_agreement, on_all_ranks, told_to_all_ranks
 from zshard.ranks.devices import CPU
 from zshard.ranks.groups import resolve_groups
@@ -36,22 +31,44 @@ from zshard.ranks.script_position import PublicCall
 from zshard.ranks.transports import Comms, check_settings, comm_for, comms_for
 from zshard.ranks.wire import check_wire_over
 from zshard.run.idle_cores import warn_of_idle_cores
-from zshard.units.units import BufferSync, Options, state_of
+from zshard.state.module import attach, attach_replicated
+from zshard.units.shards import remember_parts
+from zshard.units.units import (
+    ATTRIBUTE,
+    BufferSync,
+    Options,
+    State,
+    hook_forward,
+    is_apart,
+    is_unit,
+    known_hooks,
+    state_of,
+)
+from zshard.wrap.extensions import EXTENSIONS
 from zshard.wrap.initial_values import InitialValues, check_unit, facts_of
 from zshard.wrap.late_parameters import watch
-from zshard.wrap.left_out import check_in_forward
-from zshard.wrap.meta import Init, Materializer
-from zshard.wrap.quantized import settle
+from zshard.wrap.meta import Init, Materializer, check_in_forward
+from zshard.wrap.tree import UnitSpec
+
+_HALF = "_zshard_half"  # attribute of a model that is being sharded, or that has failed to be
 
 
 class Ranks(NamedTuple):
     """The ranks to shard over, what they train on, and how they communicate."""
 
     device: str
-    process_group: Any  # or a pair, for a hybrid strategy
+    process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
     device_mesh: DeviceMesh | None
     transport: str | NcclOptions | None
     timeout: float | None
+
+    @property
+    def group_given(self) -> dist.ProcessGroup | None:
+        """The process group to shard over, as the script passed it; None: the default."""
+        if self.device_mesh is not None:
+            return self.device_mesh.get_group(-1 if self.device_mesh.ndim > 1 else None)
+        pair = self.process_group
+        return pair[0] if isinstance(pair, tuple) else pair
 
 
 class Initialization(NamedTuple):
@@ -68,83 +85,229 @@ class Initialization(NamedTuple):
     ignored: set[nn.Module]
 
 
+class FsdpSettings(NamedTuple):
+    """What FSDP() was asked for, besides units and their options."""
+
+    ranks: Ranks
+    values: Initialization
+    memory_limit: MemoryLimit
+
+
 @PublicCall("FSDP()")
 def shard_model(
-    module: nn.Module,
-    planned: list[Planned],
-    options: Options,
-    ranks: Ranks,
-    values: Initialization,
-    memory_limit: MemoryLimit,
+    base: type[nn.Module], module: nn.Module, planned: list[Planned], settings: FsdpSettings
 ) -> None:
     """Shard a model in place. Collective.
 
-    planned: its units with their options, children first, the root last. options: those of the
-    model, which apply where a unit has none of its own.
+    base: FSDP, from which the class of each unit derives. planned: the units with their options,
+    children first, the root last.
     """
-    comms = _meet(module, planned, options, ranks, values, memory_limit)
-    options = options._replace(keep=keep_between(options.keep, comms.shard_group))
-    planned = [(spec, each._replace(keep=options.keep)) for spec, each in planned]
-    settle(spec for spec, _ in planned)
-    keep_generator(comms.all)
-    sharing = check_fits(module, planned, comms, memory_limit, ranks.device)
-    if ranks.device == CPU and comms.all.world > 1:
-        warn_of_idle_cores()
-    source = comms.all if values.from_rank_0 and comms.all.world > 1 else None
-    materializer = Materializer(module, values.init, values.ignored)
-    initial = InitialValues(module, materializer, source, ranks.device)
-    build(module, planned, comms, initial)
-    with told_to_all_ranks(comms.all):
-        initial.give_buffers(values.ignored | modules_apart(module, comms))
-    if comms.all.world > 1:
-        watch(module, values.ignored)
-    cast_buffers(module, options.precision, values.ignored)
-    if values.buffers_in_forward:
-        sync_buffers(module, values.buffers_in_forward)
-    count_in_parts(module)
-    watch_first_steps(module, memory_limit, sharing, ranks.device)
-    if options.keep.measured:
-        state_of(module).spare = Spare(module, memory_limit, sharing)
-    by_default = ranks.process_group is None and ranks.device_mesh is None
-    state_of(module).is_alone = by_default and not dist.is_initialized()
-    given = _shard_group_given(ranks)
-    for spec, _ in planned:
-        state_of(spec.module).group_given = given
-    check_in_forward(module, materializer.left_out)
-    with last_writes(module):
-        pass
+    model = ShardingPlan(base, module, planned)
+    model.agree(settings)
+    model.check_memory(settings)
+    model.build(settings)
+    model.publish(settings)
 
 
-def _shard_group_given(ranks: Ranks) -> Any:
-    """The process group to shard over, as the script passed it; None: the default."""
-    if ranks.device_mesh is not None:
-        return ranks.device_mesh.get_group(-1 if ranks.device_mesh.ndim > 1 else None)
-    pair = ranks.process_group
-    return pair[0] if isinstance(pair, tuple) else pair
+@dataclass(eq=False)
+class ShardingPlan:
+    """A model that is being sharded, or a copy of one.
+
+    names: of all its modules, parents first. inner: its units of earlier calls, parents first.
+    """
+
+    base: type[nn.Module]
+    module: nn.Module
+    planned: list[Planned]
+    names: dict[nn.Module, str] = field(init=False)
+    inner: list[tuple[nn.Module, State]] = field(init=False)
+    comms: Comms = field(init=False)
+    group_given: dist.ProcessGroup | None = None
+    is_alone: bool = False
+    sharing: Sharing = field(default=Sharing())
+
+    def __post_init__(self) -> None:
+        self.names = {each: name for name, each in self.module.named_modules()}
+        self.inner = [(each, state_of(each)) for each in self.names if is_unit(each)]
+
+    @property
+    def options(self) -> Options:
+        """Those of the root, which apply to the model."""
+        return self.planned[-1][1]
+
+    @property
+    def joined(self) -> list[tuple[nn.Module, State]]:
+        """The inner units that become part of the model: those over the same ranks."""
+        return [(each, state) for each, state in self.inner if not is_apart(state, self.comms)]
+
+    @property
+    def modules_apart(self) -> set[nn.Module]:
+        """The modules of the other inner units."""
+        apart = [each for each, state in self.inner if is_apart(state, self.comms)]
+        return {part for each in apart for part in each.modules()}
+
+    # --- agree ------------------------------------------------------------------------------------
+
+    def agree(self, settings: FsdpSettings) -> None:
+        """Choose how the ranks communicate, once all agree on the model and can shard it."""
+        ranks, values, limit = settings
+        given = ranks.transport, ranks.timeout, ranks.device
+        check_settings(*given)
+        groups = resolve_groups(ranks.process_group, ranks.device_mesh, self.options.strategy)
+        comm = comm_for(groups.world, *given)
+        specs = [spec for spec, _ in self.planned]
+        facts = facts_of(self.module, specs, self.options, not values.from_rank_0)
+        facts.append(("memory_limit", "None" if limit is None else "given"))
+        facts.append(("keep_gathered", words_of(self.options.keep)))
+        check_agreement(comm, facts)
+        check_wire_over(comm, self.options.wire)
+        self.comms = self._kept_comms(comms_for(groups, self.options.strategy, comm, given))
+        with on_all_ranks(comm):
+            for spec in specs:  # what cannot be sharded at all has its own words
+                check_unit(spec)
+                class_for(self.base, type(spec.module))
+        keep = keep_between(self.options.keep, self.comms.shard_group)
+        self.planned = [(spec, each._replace(keep=keep)) for spec, each in self.planned]
+        self.group_given = ranks.group_given
+        by_default = ranks.process_group is None and ranks.device_mesh is None
+        self.is_alone = by_default and not dist.is_initialized()
+        keep_generator(self.comms.all)
+
+    def _kept_comms(self, comms: Comms) -> Comms:
+        """What is kept between steps is so for a whole model: inner units that keep decide."""
+        for _, state in self.inner if comms.replica_group is None else ():
+            if state.comms.replica_group is not None and state.comms.all is comms.all:
+                return state.comms
+        return comms
+
+    # --- check memory -----------------------------------------------------------------------------
+
+    def check_memory(self, settings: FsdpSettings) -> None:
+        """Raise MemoryError on all ranks if the model does not fit on one of them."""
+        for ref in (ref for spec, _ in self.planned for ref in spec.params):
+            for each in EXTENSIONS:
+                each.settle(ref)
+        device, limit = settings.ranks.device, settings.memory_limit
+        if limit is not None:
+            self.sharing = check_fits(
+                self.module, self.planned, self.comms, self.joined, limit, device
+            )
+        if device == CPU and self.comms.all.world > 1:
+            warn_of_idle_cores()
+
+    # --- build ------------------------------------------------------------------------------------
+
+    def build(self, settings: FsdpSettings) -> None:
+        """Make the units, children first, each with its values; then share buffers."""
+        everyone, values = self.comms.all, settings.values
+        source = everyone if values.from_rank_0 and everyone.world > 1 else None
+        materializer = Materializer(self.module, values.init, values.ignored)
+        initial = InitialValues(self.module, materializer, source, settings.ranks.device)
+        for comm in {id(each): each for each in self.comms if each is not None}.values():
+            comm.align()  # an earlier FSDP() may have failed after some ranks had made a unit
+        with on_all_ranks(everyone):
+            engine = self.make_engine()
+        made = []
+        with _begun(self.module):
+            for spec, options in self.planned:
+                with on_all_ranks(everyone):
+                    initial.make(spec)
+                with told_to_all_ranks(everyone):
+                    initial.give(spec)
+                with on_all_ranks(everyone):
+                    made.append(self.make_unit(engine, spec, options))
+        self.take_in(engine)
+        with on_all_ranks(everyone):
+            self.plan_step(engine, made)
+        with told_to_all_ranks(everyone):
+            initial.give_buffers(values.ignored | self.modules_apart)
+        check_in_forward(self.module, materializer.left_out)
+
+    def make_engine(self) -> _core.Engine:
+        """Make the engine, with the options that apply to the model."""
+        engine = _core.Engine(type(self.module).__name__, *self.comms)
+        engine.set_prefetch(*self.options.prefetch.ahead)
+        engine.keep_gathered(*self.options.keep)
+        engine.set_codes(*self.options.wire.codes)
+        set_offload(engine, self.options.offload)
+        return engine
+
+    def make_unit(self, engine: _core.Engine, spec: UnitSpec, options: Options) -> _core.Unit:
+        """Make a module a unit: hook and guard it, and give it another class."""
+        module, unit = spec.module, core_unit(engine, spec, options)
+        state = State(unit, self.comms, options, self.group_given, self.is_alone)
+        remember_parts(state)
+        if unit.is_hooked:
+            state.hooks += known_hooks(module, hook_forward(module, unit))
+            if unit.replicated:
+                attach_replicated(spec)
+            else:
+                attach(state, spec)
+        module.__dict__[ATTRIBUTE] = state
+        module.__class__ = class_for(self.base, type(module))
+        casts = install_casts(module, options.precision, module is self.module)
+        state.hooks += known_hooks(module, casts)
+        install_kept({owner for ref in spec.params for owner, _ in ref.owners}, options.precision)
+        if unit.is_hooked and not unit.replicated:
+            for part in parts_to_guard(spec, self.module if len(self.planned) > 1 else None):
+                state.hooks += known_hooks(part, hook_forward(part, unit))
+        if not unit.replicated:
+            unit.guard()
+        return unit
+
+    def take_in(self, engine: _core.Engine) -> None:
+        """Make earlier outermost units inner ones. They are named from this root from now on, FSDP1
+        casts their arguments by another option, and their steps are measured with the root's."""
+        for _, state in self.joined:
+            engine.adopt(state.unit)
+        for module, state in self.inner:
+            state.spare = None
+            dropped = drop_root_casts(module, state.options.precision)
+            state.hooks = [hook for hook in state.hooks if hook[1] not in dropped]
+            state.rename(self.names[module])
+
+    def plan_step(self, engine: _core.Engine, made: Sequence[_core.Unit]) -> None:
+        """Tell the engine in which order its units run, and reserve the memory of a step."""
+        specs = [spec for spec, _ in self.planned]
+        units = {spec.module: unit for spec, unit in zip(specs, made, strict=True)}
+        joined = {module: state.unit for module, state in self.joined}
+        units |= joined
+        engine.set_order([units[each] for each in self.names if each in units])
+        pairs = list(zip(specs, made, strict=True))
+        engine.set_calls(calls_of(self.module, pairs, {unit: unit for unit in joined.values()}))
+        engine.reserve()
+
+    # --- publish ----------------------------------------------------------------------------------
+
+    def publish(self, settings: FsdpSettings) -> None:
+        """Install what watches the model from now on, and let other ranks use its shards."""
+        (ranks, values, limit), module = settings, self.module
+        if self.comms.all.world > 1:
+            watch(module, values.ignored)
+        cast_buffers(module, self.options.precision, values.ignored)
+        if values.buffers_in_forward:
+            sync_buffers(module, values.buffers_in_forward)
+        for each in EXTENSIONS:
+            each.finish(module)
+        watch_first_steps(module, limit, self.sharing, ranks.device)
+        if self.options.keep.measured:
+            state_of(module).spare = Spare(module, limit, self.sharing)
+        with last_writes(module):
+            pass  # the units have their values: only their end is to be published
 
 
-def _meet(
-    module: nn.Module,
-    planned: list[Planned],
-    options: Options,
-    ranks: Ranks,
-    values: Initialization,
-    memory_limit: MemoryLimit,
-) -> Comms:
-    """Return how the ranks communicate, once all of them agree on the model and can shard it."""
-    settings = ranks.transport, ranks.timeout, ranks.device
-    check_settings(*settings)
-    groups = resolve_groups(ranks.process_group, ranks.device_mesh, options.strategy)
-    comm = comm_for(groups.world, *settings)
-    specs = [spec for spec, _ in planned]
-    facts = facts_of(module, specs, options, not values.from_rank_0)
-    facts.append(("memory_limit", "None" if memory_limit is None else "given"))
-    facts.append(("keep_gathered", words_of(options.keep)))
-    check_agreement(comm, facts)
-    check_wire_over(comm, options.wire)
-    comms = inner_comms(module, comms_for(groups, options.strategy, comm, settings))
-    with on_all_ranks(comm):
-        for spec in specs:  # what cannot be sharded at all has its own words
-            check_unit(spec)
-            class_for(type(spec.module))
-    return comms
+@contextlib.contextmanager
+def _begun(module: nn.Module) -> Iterator[None]:
+    """Context manager that marks a model whose parameters FSDP() leaves half-way."""
+    module.__dict__[_HALF] = True
+    yield
+    del module.__dict__[_HALF]
+
+
+def refuse_half(module: nn.Module) -> None:
+    """Raise RuntimeError if an earlier FSDP() has left a model half sharded."""
+    if _HALF in module.__dict__:
+        raise RuntimeError(
+            f"an earlier FSDP() of this {type(module).__name__} failed after it had begun to "
+            "shard it: build the model again, on all ranks"
+        )

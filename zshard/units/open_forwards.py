@@ -41,7 +41,11 @@ def call_between_hooks(
 
 
 def call_guarded(
-    module: nn.Module, unit: _core.Unit, call: Callable[..., Any], args: Any, kwargs: Any
+    module: nn.Module,
+    unit: _core.Unit,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """Return call(*args, **kwargs), a forward of the unit's module; if that raises, end what is
     open of the model."""
@@ -68,7 +72,7 @@ _unhooked = 0
 sharded."""
 
 
-def _call_unhooked(call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _call_unhooked(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     global _unhooked
     _unhooked += 1
     try:

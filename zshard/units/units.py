@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -72,6 +74,13 @@ class Options(NamedTuple):
     wire: Wire = Wire()
 
 
+class Measurement(Protocol):
+    """What measures a model's steps: memory/spare.py's Spare."""
+
+    def like(self, module: nn.Module) -> Measurement:
+        """Return the same for a copy of the model."""
+
+
 class StateDictForm(NamedTuple):
     """What state_dict() of units returns.
 
@@ -86,6 +95,7 @@ class StateDictForm(NamedTuple):
     settings: Any = None
 
 
+@dataclass(eq=False)
 class State:
     """What a unit's module stores.
 
@@ -93,22 +103,24 @@ class State:
     next garbage collection.
     """
 
-    def __init__(self, unit: _core.Unit, comms: Comms, options: Options) -> None:
-        self.unit = unit
-        self.comms = comms
-        self.options = options
-        self.group_given: Any = None  # the process group of the shards, as the script passed it
-        self.hooks: list[Hook] = []  # on the module, and on parts of it
-        self.form = StateDictForm()
-        self.whole_grads = False  # within summon_full_params(with_grads=True)
-        self.optimizer_peak = 0  # bytes, as memory() has seen them
-        self.names = [str(unit.param(i)["name"]) for i in range(len(unit.params))]
-        self.peers: Any = None  # state_registry.ModelRecord: whom to ask for optimizer state
-        self.peers_seen: list[weakref.ref[Any]] = []  # the same, for Parts that outlive the unit
-        self.sync_buffers: BufferSync = False  # the root's: from rank 0, as a forward begins
-        self.n_calls = 0  # forwards of the module that are running and end in any case
-        self.is_alone = False  # the root's: there was no process group
-        self.spare: Any = None  # the root's memory/spare.Spare; None: nothing is measured
+    unit: _core.Unit
+    comms: Comms
+    options: Options
+    group_given: dist.ProcessGroup | None = None  # of the shards, as the script passed it
+    is_alone: bool = False  # there was no process group
+    hooks: list[Hook] = field(default_factory=list)  # on the module, and on parts of it
+    form: StateDictForm = field(default=StateDictForm())
+    whole_grads: bool = False  # within summon_full_params(with_grads=True)
+    optimizer_peak: int = 0  # bytes, as memory() has seen them
+    names: list[str] = field(init=False)  # of the parameters
+    peers: Any = None  # state_registry.ModelRecord: whom to ask for optimizer state
+    peers_seen: list[weakref.ref[Any]] = field(default_factory=list)  # for Parts, which live longer
+    sync_buffers: BufferSync = False  # the root's: from rank 0, as a forward begins
+    n_calls: int = 0  # forwards of the module that are running and end in any case
+    spare: Measurement | None = None  # the root's; None: nothing is measured
+
+    def __post_init__(self) -> None:
+        self.names = [str(self.unit.param(i)["name"]) for i in range(self.unit.n_params)]
 
     def meet(self, peers: Any) -> None:
         """The ranks of the unit's model, of whom this one may ask."""
@@ -116,6 +128,8 @@ class State:
 
     def rename(self, name: str) -> None:
         """The unit's name from now on, and those of its parameters, which outlive it in Parts."""
+        if self.unit.name == name:
+            return
         self.unit.name = name
         self.names[:] = [str(self.unit.param(i)["name"]) for i in range(len(self.names))]
 

@@ -22,7 +22,7 @@ from typing import Any
 from torch import nn
 
 from zshard.wrap.auto import auto_units
-from zshard.wrap.tree import ModuleTree, Node, ParamRef, UnitSpec, assign_parameters
+from zshard.wrap.tree import ModuleTree, Node, ParamRef, UnitSpec
 
 __all__ = [
     "CustomPolicy",
@@ -30,7 +30,6 @@ __all__ = [
     "ParamRef",
     "UnitSpec",
     "always_wrap_policy",
-    "assign_parameters",
     "enable_wrap",
     "lambda_auto_wrap_policy",
     "plan_units",
@@ -201,7 +200,7 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
 
 def plan_units(
     root: nn.Module,
-    policy: Any = "auto",
+    policy: object = "auto",
     ignored_modules: Collection[nn.Module] = (),
     ignored_params: Collection[nn.Parameter] = (),
     with_empty: bool = False,
@@ -227,7 +226,7 @@ def plan_units(
         tree.fell()
 
 
-def _chooser(policy: Any) -> Callable[[ModuleTree, Collection[nn.Module]], _Choice]:
+def _chooser(policy: object) -> Callable[[ModuleTree, Collection[nn.Module]], _Choice]:
     """Return the function that chooses the nodes. Checks the policy before looking at modules."""
     if policy is None:
         return lambda tree, ignored: {}

@@ -1,7 +1,7 @@
-"""The model before it is sharded: what ranks must agree on, and where values come from.
+"""The model before it is sharded: its checks, what ranks must agree on, where values come from.
 
-Ranks agree on names, shapes and dtypes before anything changes; values then come a
-unit at a time, from the model itself, from an initialisation, or from rank 0.
+Ranks agree on names, shapes and dtypes before anything changes; values then come a unit at a time,
+from the model itself, from an initialization, or from rank 0.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,17 +18,58 @@ from zshard.guard.words import refused_grad_dtype
 from zshard.precision import name_of
 from zshard.ranks.agreement import Fact, checksum, tensor_fact, value_fact
 from zshard.ranks.devices import CPU, move
-from zshard.units.units import Options, without_memory
+from zshard.units.units import Options, is_unit, without_memory
+from zshard.wrap.extensions import EXTENSIONS
 from zshard.wrap.meta import Materializer
-from zshard.wrap.quantized import (
-    check_biases,
-    check_quantized,
-    keeps_dtype,
-    move_states,
-    quantization_facts,
-    state_tensors,
-)
 from zshard.wrap.tree import UnitSpec
+
+
+def check_module(module: object) -> None:
+    """Raise TypeError or ValueError for what FSDP() cannot wrap."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"FSDP expects an nn.Module, got {type(module).__name__}")
+    if is_unit(module):
+        raise ValueError(
+            f"this {type(module).__name__} is already wrapped: call FSDP once per module "
+            "(inner modules first when wrapping by hand)"
+        )
+    devices: dict[torch.device, str] = {}
+    for name, param in module.named_parameters():
+        if not param.is_meta:  # it is materialized later
+            devices.setdefault(param.device, name)
+    if len(devices) > 1:
+        places = ", ".join(f"'{name}' on {device}" for device, name in devices.items())
+        raise ValueError(f"all parameters must be on one device, got {places}")
+
+
+def check_values(init: object, sync_buffers: object) -> None:
+    """Raise TypeError or ValueError for values that FSDP()'s param_init_fn and forward_sync_buffers
+    do not have."""
+    if init is not None and not callable(init):
+        raise TypeError(f"param_init_fn must be a callable that takes a module, got {init!r}")
+    if sync_buffers not in (False, True, "training"):
+        raise ValueError(
+            f"forward_sync_buffers must be True, False or 'training', got {sync_buffers!r}"
+        )
+
+
+def split_ignored(
+    modules: Iterable[nn.Module] | None,
+    states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
+) -> tuple[set[nn.Module], set[nn.Parameter]]:
+    """Return what FSDP()'s ignored_modules and ignored_states leave alone."""
+    ignored_modules, ignored_params = set(modules or ()), set()
+    for item in states or ():
+        if isinstance(item, nn.Module):
+            ignored_modules.add(item)
+        elif isinstance(item, nn.Parameter):
+            ignored_params.add(item)
+        else:
+            raise TypeError(f"ignored_states must contain modules or parameters, got {item!r}")
+    for module in ignored_modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"ignored_modules must contain modules, got {module!r}")
+    return ignored_modules, ignored_params
 
 
 def names_of(spec: UnitSpec) -> list[str]:
@@ -47,7 +87,7 @@ def dtypes_of(spec: UnitSpec, options: Options) -> tuple[str | None, str | None,
         for i, ref in enumerate(spec.params)
         if all(precision.keeps(owner) for owner, _ in ref.owners)
         or precision.keeps_param(ref.param)
-        or keeps_dtype(ref)
+        or any(each.keeps_dtype(ref) for each in EXTENSIONS)
     }
     return name_of(precision.compute), name_of(precision.wire), keep
 
@@ -63,7 +103,7 @@ def facts_of(
             facts.append(tensor_fact("parameter", name, ref.param))
             if values and not ref.param.is_meta:
                 facts.append(value_fact(name, ref.param))
-            facts.extend(quantization_facts(name, ref.param, values))
+            facts.extend(f for each in EXTENSIONS for f in each.facts(name, ref.param, values))
     facts.extend(tensor_fact("buffer", name, b) for name, b in module.named_buffers())
     facts.append(("mixed precision", repr(options.precision)))
     if options.precision.override is not None:
@@ -78,10 +118,10 @@ def facts_of(
 def check_unit(spec: UnitSpec) -> None:
     """Raise what creating the unit would, without changing anything; TypeError or ValueError for a
     parameter without dense memory of its own. Parameters on the meta device count as real ones."""
-    for name, ref in _named(spec):
+    for name, ref in zip(names_of(spec), spec.params, strict=True):
         _check_plain(name, ref.param)
-        check_quantized(name, ref.param)
-    check_biases(spec, names_of(spec))
+        for each in EXTENSIONS:
+            each.check(name, ref)
     params = [ref.param for ref in spec.params]
     real = [
         without_memory(param, param.shape, "cpu") if param.is_meta else param for param in params
@@ -112,10 +152,6 @@ def _check_plain(name: str, param: nn.Parameter) -> None:
         )
 
 
-def _named(spec: UnitSpec) -> Iterable[tuple[str, Any]]:
-    return zip(names_of(spec), spec.params, strict=True)
-
-
 class InitialValues:
     """The source of values: present, or initialised here; with `source`, broadcast from rank 0."""
 
@@ -139,13 +175,16 @@ class InitialValues:
 
     def give(self, spec: UnitSpec) -> None:
         """Share and move the parameters of a unit, which are materialized. Collective."""
-        values = [ref.param.detach() for ref in spec.params]
-        drawn = self._materializer.has_made(ref.param for ref in spec.params)
+        params = [ref.param for ref in spec.params]
+        values = [param.detach() for param in params]
+        drawn = self._materializer.has_made(params)
         if self._source is not None and not self._same(self._source, values, drawn):
             self._share(values)
-            self._share(state_tensors(ref.param for ref in spec.params))
-        move((ref.param for ref in spec.params), self._device)
-        move_states(ref.param for ref in spec.params)
+            self._share(t for each in EXTENSIONS for param in params for t in each.tensors(param))
+        move(params, self._device)
+        for each in EXTENSIONS:
+            for param in params:
+                each.move(param)
 
     def _same(self, comm: _core.Comm, values: list[torch.Tensor], drawn: bool) -> bool:
         """Return whether all ranks drew the same values. Collective, until they once did not."""

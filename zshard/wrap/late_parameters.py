@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection
-from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import (
@@ -42,13 +41,13 @@ def install() -> None:
     _installed = True
 
 
-def _refuse_parameter(module: nn.Module, name: str, param: Any) -> None:
+def _refuse_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
     known = module._parameters.get(name) is not None  # replaced: the next forward tells
     if module in _roots and _is_alone(param) and not known:
         raise ValueError(_complaint(module, name, "parameter"))
 
 
-def _refuse_module(module: nn.Module, name: str, added: Any) -> None:
+def _refuse_module(module: nn.Module, name: str, added: nn.Module | None) -> None:
     if module not in _roots or added is None or not _has_alone(added):
         return
     before, root = module._modules.get(name), _roots[module]()
@@ -62,7 +61,7 @@ def _refuse_in_forward(root: nn.Module, module: nn.Module, name: str) -> None:
     """Have the next forward of `root` refuse the child `name` of `module`, unless that is sharded
     by then, or gone."""
 
-    def check(_root: nn.Module, _args: Any) -> None:
+    def check(_root: nn.Module, _args: object) -> None:
         now = module._modules.get(name)
         if now is not None and _has_alone(now):
             raise ValueError(_complaint(module, name, "module with parameters"))
@@ -76,7 +75,7 @@ def _has_alone(added: nn.Module) -> bool:
     return any(_is_alone(param) for each in strangers for param in each._parameters.values())
 
 
-def _is_alone(param: Any) -> bool:
+def _is_alone(param: nn.Parameter | None) -> bool:
     """Would no unit reduce its gradient?"""
     return param is not None and param.requires_grad and part_of(param) is None
 

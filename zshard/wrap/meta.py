@@ -4,22 +4,29 @@ Modules get memory and values one after another in the order in which their
 constructors ran, children before the module that contains them, so that they draw the same random
 numbers as in the plain model; and only up to the unit that is sharded next, so that little is
 unsharded at a time. Before a module is initialized its tensors are filled with a mark; a tensor
-that still has it afterwards was forgotten, and would train on garbage.
+that still has it afterwards was forgotten, and would train on garbage: an error, at once or, as
+scripts for FSDP2 and DeepSpeed initialize or load after sharding, in the unit's first forward.
 """
 
 from __future__ import annotations
 
+import ctypes
 import inspect
+import math
+import mmap
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zshard.units.units import is_unit, like
-from zshard.wrap.memory_cache import MemoryCache
+from zshard.guard.slices import to_local
+from zshard.units.units import is_unit, known_hooks, like, state_of
 
 Init = Callable[[nn.Module], Any]
+
+_LEAST = 2**18  # bytes; smaller tensors are malloc's
 
 
 def uninitialized(module: nn.Module) -> None:
@@ -35,7 +42,7 @@ def reset_or_leave(module: nn.Module) -> None:
     """Initialize a module as FSDP() does by default, but leave alone what has no initialization.
 
     What fully_shard passes: scripts for FSDP2 initialize the model after it. A tensor that they
-    leave out is an error in the first forward (wrap/left_out.py).
+    leave out is an error in the first forward.
     """
 
 
@@ -80,7 +87,7 @@ class Materializer:
         self._queue = list(_children_first(root, ignored, set()))
         self._place = {id(module): place for place, module in enumerate(self._queue)}
         self._done = 0
-        self._models = _initializing(root, None)
+        self._around = _initializing(root, None)
         self._areas = MemoryCache()
         self._given: set[int] = set()  # parameters that were materialized here
 
@@ -158,29 +165,26 @@ class Materializer:
 
     def _initialise(self, module: nn.Module, names: Sequence[str]) -> None:
         own = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
-        model: Any = self._models.get(id(module))
+        around = self._around.get(id(module))
         with torch.no_grad():
             if self._init is not None:
                 self._init(module)
-            elif own is not None or model is not None:
+            elif own is not None or around is not None:
                 if own is not None:
                     own()
-                if model is not None:
-                    model._init_weights(module)
+                if around is not None:
+                    around(module)
             elif names and not self._leaves:  # else all it has is tied to another's
                 raise ValueError(self._complaint(module, names[0], "has no reset_parameters()"))
 
     def _initialise_below(self, module: nn.Module) -> None:
         """What a model's `_init_weights` does for a module that has no tensors of its own, such as
         to the layers in it."""
-        model: Any = self._models.get(id(module))
-        if self._init is None and model is not None and self.has_any(module.parameters()):
+        around = self._around.get(id(module))
+        is_given = any(id(param) in self._given for param in module.parameters())
+        if self._init is None and around is not None and is_given:
             with torch.no_grad():
-                model._init_weights(module)
-
-    def has_any(self, params: Iterable[nn.Parameter]) -> bool:
-        """Has one of them got its values here?"""
-        return any(id(param) in self._given for param in params)
+                around(module)
 
     def _refuse_unsaved(self, module: nn.Module, buffers: Iterable[str]) -> None:
         for name in buffers:
@@ -215,17 +219,19 @@ def _children_first(
     yield module
 
 
-def _initializing(module: nn.Module, around: nn.Module | None) -> dict[int, nn.Module]:
-    """Which model initializes each module, by id(): the nearest around it that has
-    `_init_weights(module)`."""
-    own = module if _takes_module(getattr(module, "_init_weights", None)) else around
+def _initializing(module: nn.Module, around: Init | None) -> dict[int, Init]:
+    """Return what initializes each module, by id(): `_init_weights` of the nearest model around it
+    that has one which takes a module."""
+    own = getattr(module, "_init_weights", None)
+    if own is None or not _takes_module(own):
+        own = around
     found = {} if own is None else {id(module): own}
     for child in module._modules.values():
         found.update({} if child is None else _initializing(child, own))
     return found
 
 
-def _takes_module(function: Any) -> bool:
+def _takes_module(function: object) -> bool:
     if not callable(function):
         return False
     try:
@@ -275,3 +281,86 @@ def _is_mark(tensor: Tensor) -> bool:
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.isnan().all())
     return bool((tensor == _mark_of(tensor)).all())
+
+
+# --- tensors without values -----------------------------------------------------------------------
+
+
+def check_in_forward(module: nn.Module, left_out: list[tuple[nn.Module, str, str]]) -> None:
+    """Have the first forward of a unit's module raise RuntimeError for a tensor without values.
+
+    left_out: as (module, attribute, dotted name).
+    """
+    if not left_out:
+        return
+    rest = [(weakref.ref(owner), attribute, name) for owner, attribute, name in left_out]
+
+    def check(model: nn.Module, __: object) -> None:
+        unset = (i for i, (owner, attribute, _) in enumerate(rest) if _is_unset(owner(), attribute))
+        first = next(unset, len(rest))
+        if torch.is_grad_enabled():  # all ranks run it, and some may have no elements of a tensor
+            all_first = state_of(model).comms.all.exchange(first.to_bytes(4, "big"))
+            first = min(int.from_bytes(each, "big") for each in all_first)
+        if first < len(rest):
+            raise RuntimeError(
+                f"{rest[first][2]!r} was on the meta device, and nothing has initialized it: "
+                "initialize it after it is sharded (nn.init, reset_parameters()) or load a state "
+                "dict, on all ranks, before the first forward"
+            )
+        handle.remove()
+
+    handle = module.register_forward_pre_hook(check, prepend=True)
+    state_of(module).hooks += known_hooks(module, [handle])
+
+
+@torch.no_grad()
+def _is_unset(owner: nn.Module | None, attribute: str) -> bool:
+    tensor = getattr(owner, attribute, None)
+    if not isinstance(tensor, Tensor):
+        return False
+    return tensor.is_meta or has_mark(to_local(tensor.detach()))
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+class MemoryCache:
+    """A cache of memory for short-lived tensors of the same sizes.
+
+    Full parameters come and go, unit after unit. Memory that one has freed, once nothing refers to
+    its storage, goes to the next as it is: the kernel need not zero its pages again, and malloc,
+    which would fragment it, never sees it. What no tensor reuses is unmapped.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[mmap.mmap]] = {}
+
+    def empty_like(self, tensor: Tensor) -> Tensor:
+        """Return an uninitialized CPU tensor of that shape and dtype, contiguous if large."""
+        numel = math.prod(tensor.shape)
+        size = numel * tensor.element_size()
+        if size < _LEAST:
+            return torch.empty_like(tensor, device="cpu", requires_grad=False)
+        area = self._take(size)
+        # The storage holds `bytes_`; its end is the storage's.
+        bytes_ = (ctypes.c_char * size).from_buffer(area)
+        weakref.finalize(bytes_, _give, weakref.ref(self), area).atexit = False
+        flat = torch.frombuffer(bytes_, dtype=tensor.dtype, count=numel)
+        return flat.view(tensor.shape)
+
+    def _take(self, size: int) -> mmap.mmap:
+        same = self._free.get(size)
+        if same:
+            return same.pop()
+        self._free.clear()  # another shape follows: what is left of the last would only be held
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def give(self, area: mmap.mmap) -> None:
+        """Return memory to the cache."""
+        self._free.setdefault(len(area), []).append(area)
+
+
+def _give(owner: weakref.ref[MemoryCache], area: mmap.mmap) -> None:
+    areas = owner()
+    if areas is not None:
+        areas.give(area)

@@ -333,32 +333,6 @@ def has_forward(module: nn.Module) -> bool:
     return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
 
 
-def assign_parameters(
-    root: nn.Module,
-    unit_modules: Collection[nn.Module],
-    ignored: Collection[nn.Parameter] = (),
-) -> list[UnitSpec]:
-    """Assign each parameter of `root` to exactly one unit: `root` or one of `unit_modules`.
-
-    That is the innermost of them that contains all uses of the parameter. Returns the units,
-    children first, the root last, without those that have no parameters of their own. Raises
-    ValueError as ModuleTree does, and if a module of `unit_modules` is not below `root`.
-    """
-    tree = ModuleTree(root, ignored_params=ignored)
-    chosen: dict[Node, dict[str, Any]] = {}
-    for module in unit_modules:
-        node = tree.find(module)
-        if node is None:
-            raise ValueError(
-                f"the {type(module).__name__} passed as a unit is not in this "
-                f"{type(root).__name__}, or is already wrapped"
-            )
-        chosen[node] = {}
-    specs = tree.assign(chosen)
-    tree.fell()
-    return specs
-
-
 def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 

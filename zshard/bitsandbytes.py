@@ -1,36 +1,98 @@
-"""Parameters of bitsandbytes, whose elements are bits and not numbers.
+"""bitsandbytes: models whose frozen weights are quantized to 4 bits, as for QLoRA.
 
-Their dtype says nothing. Two 4-bit values lie in a byte, and four bytes may lie in
-one float32, so they are sent and stored as they are, never cast, and never trained. What turns them
-into numbers (the quantization state: a scale for each block) is an attribute of the parameter and
-is not sharded: all ranks take rank 0's, as they take its bits. bitsandbytes is not imported here;
-its classes are known by name.
+The elements of such parameters are bits, and their dtype says nothing: two 4-bit values lie in a
+byte, and four bytes may lie in one float32. So they are sent and stored as they are, never cast and
+never trained. What turns them into numbers (the quantization state: a scale for each block) is an
+attribute of the parameter and is not sharded: all ranks take rank 0's, as they take its bits.
+bitsandbytes is not imported here; its classes are known by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zshard.ranks.agreement import Fact, tensor_fact, value_fact
-from zshard.wrap.tree import ParamRef, UnitSpec
+from zshard.wrap.extensions import EXTENSIONS, Extension
+from zshard.wrap.tree import ParamRef
 
 # Of bitsandbytes' modules: on CPUs with AVX-512 BF16, their first evaluation is to repack weights.
 _REPACKS = "support_avx512bf16_for_cpu"
 _WOULD = "_zshard_repacks"  # attribute of a module: the value that _REPACKS had before FSDP()
 
 
-def is_quantized(param: torch.Tensor) -> bool:
+class _Quantized(Extension):
+    """Quantized parameters, and the biases of their layers."""
+
+    def check(self, name: str, ref: ParamRef) -> None:
+        _check_weight(name, ref.param)
+        dtype = _bias_dtype(ref)
+        if dtype is not None and ref.param.requires_grad and ref.param.dtype != dtype:
+            raise ValueError(
+                f"parameter '{name}' is {ref.param.dtype}, but its layer computes in {dtype}, and "
+                "bitsandbytes would replace it in forward: freeze it, or convert the bias or the "
+                "layer's compute_dtype before FSDP(...)"
+            )
+
+    def facts(self, name: str, param: Tensor, values: bool) -> Iterator[Fact]:
+        if not _is_quantized(param):
+            return
+        state = getattr(param, "quant_state", None)
+        words = ("quant_type", "blocksize", "dtype", "shape")
+        said = ", ".join(f"{word} {getattr(state, word, None)}" for word in words)
+        yield f"the quantization of '{name}'", f"of class {type(param).__name__}, {said}"
+        for part, tensor in _tensors_of(state):
+            yield tensor_fact("the quantization state of", f"{name}.{part}", tensor)
+            if values:
+                yield value_fact(f"{name}.{part}", tensor)
+
+    def settle(self, ref: ParamRef) -> None:
+        """A frozen bias gets the dtype that its layer computes in. A layer does not repack its
+        weights in an evaluation, after which no gradients would flow; and it loads its scales."""
+        dtype = _bias_dtype(ref)
+        if dtype is not None and ref.param.dtype != dtype:
+            ref.param.data = ref.param.data.to(dtype)
+        for owner, _ in ref.owners if _is_quantized(ref.param) else ():
+            if _REPACKS in owner.__dict__ and _WOULD not in owner.__dict__:
+                owner.__dict__[_WOULD] = owner.__dict__[_REPACKS]
+                owner.__dict__[_REPACKS] = False
+            hooks = owner._load_state_dict_pre_hooks.values()
+            if not any(getattr(hook, "hook", None) is _load_state for hook in hooks):
+                owner.register_load_state_dict_pre_hook(_load_state)  # type: ignore[no-untyped-call]
+
+    def restore(self, model: nn.Module) -> None:
+        for module in model.modules():
+            if _WOULD in module.__dict__:
+                module.__dict__[_REPACKS] = module.__dict__.pop(_WOULD)
+
+    def keeps_dtype(self, ref: ParamRef) -> bool:
+        """It holds bits, or it is the bias of a layer that would replace one of another dtype."""
+        return _is_quantized(ref.param) or _bias_dtype(ref) is not None
+
+    def tensors(self, param: Tensor) -> list[Tensor]:
+        if not _is_quantized(param):
+            return []
+        return [tensor for _, tensor in _tensors_of(getattr(param, "quant_state", None))]
+
+    def move(self, param: Tensor) -> None:
+        state = getattr(param, "quant_state", None)
+        if state is not None and _is_quantized(param):
+            state.to(param.device)
+
+
+EXTENSIONS.append(_Quantized())
+
+
+def _is_quantized(param: Tensor) -> bool:
     """Return whether a parameter holds bits of bitsandbytes, in whatever dtype."""
-    return _kind_of(param) == "Params4bit" or (
-        _kind_of(param) == "Int8Params" and param.dtype == torch.int8
-    )
+    kind = _kind_of(param)
+    return kind == "Params4bit" or (kind == "Int8Params" and param.dtype == torch.int8)
 
 
-def _kind_of(param: torch.Tensor) -> str | None:
+def _kind_of(param: Tensor) -> str | None:
     """The name of the class of bitsandbytes that a parameter's class is or derives from."""
     for cls in type(param).__mro__:
         if cls.__module__.partition(".")[0] == "bitsandbytes":
@@ -38,9 +100,7 @@ def _kind_of(param: torch.Tensor) -> str | None:
     return None
 
 
-def check_quantized(name: str, param: torch.Tensor) -> None:
-    """Raise TypeError or ValueError for a quantized parameter that cannot be sharded bit for
-    bit."""
+def _check_weight(name: str, param: Tensor) -> None:
     kind = _kind_of(param)
     if kind == "Int8Params" and (param.dtype == torch.int8 or not param.requires_grad):
         raise TypeError(
@@ -76,24 +136,6 @@ def check_quantized(name: str, param: torch.Tensor) -> None:
         )
 
 
-def check_biases(spec: UnitSpec, names: Iterable[str]) -> None:
-    """Raise ValueError for a trainable bias that its 4-bit layer would cast in forward."""
-    for name, ref in zip(names, spec.params, strict=True):
-        dtype = _bias_dtype(ref)
-        if dtype is not None and ref.param.requires_grad and ref.param.dtype != dtype:
-            raise ValueError(
-                f"parameter '{name}' is {ref.param.dtype}, but its layer computes in {dtype}, and "
-                "bitsandbytes would replace it in forward: freeze it, or convert the bias or the "
-                "layer's compute_dtype before FSDP(...)"
-            )
-
-
-def keeps_dtype(ref: ParamRef) -> bool:
-    """Return whether mixed precision must not cast a parameter: it holds bits, or it is the bias of
-    a layer that would replace it if it had another dtype."""
-    return is_quantized(ref.param) or _bias_dtype(ref) is not None
-
-
 def _bias_dtype(ref: ParamRef) -> torch.dtype | None:
     """The dtype to which a 4-bit layer converts its bias, this parameter; None for others."""
     for owner, attribute in ref.owners:
@@ -104,68 +146,13 @@ def _bias_dtype(ref: ParamRef) -> torch.dtype | None:
     return None
 
 
-def quantization_facts(name: str, param: torch.Tensor, values: bool) -> Iterator[Fact]:
-    """Yield what ranks must agree on about the quantization state of a parameter; with `values`,
-    its values as well."""
-    if not is_quantized(param):
-        return
-    state = getattr(param, "quant_state", None)
-    words = ("quant_type", "blocksize", "dtype", "shape")
-    said = ", ".join(f"{word} {getattr(state, word, None)}" for word in words)
-    yield f"the quantization of '{name}'", f"of class {type(param).__name__}, {said}"
-    for part, tensor in _tensors_by_name(state):
-        yield tensor_fact("the quantization state of", f"{name}.{part}", tensor)
-        if values:
-            yield value_fact(f"{name}.{part}", tensor)
-
-
-def state_tensors(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors of the quantization states of `params`."""
-    return [
-        tensor
-        for param in params
-        if is_quantized(param)
-        for _, tensor in _tensors_by_name(getattr(param, "quant_state", None))
-    ]
-
-
-def _tensors_by_name(state: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors_of(state: object, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     """The tensors of a QuantState and of the one within it (of doubly quantized scales)."""
-    if state is None:
-        return
-    for name, value in sorted(vars(state).items()):
-        if isinstance(value, torch.Tensor):
+    for name, value in sorted(vars(state).items()) if state is not None else ():
+        if isinstance(value, Tensor):
             yield prefix + name, value
         elif name == "state2":
-            yield from _tensors_by_name(value, f"{prefix}{name}.")
-
-
-def move_states(params: Iterable[torch.Tensor]) -> None:
-    """Move quantization states to where their parameters are."""
-    for param in params:
-        if is_quantized(param) and getattr(param, "quant_state", None) is not None:
-            param.quant_state.to(param.device)  # type: ignore[attr-defined]
-
-
-def settle(specs: Iterable[UnitSpec]) -> None:
-    """Do to 4-bit layers now what they would do in a forward, where parameters must stay as they
-    are: a frozen bias gets the dtype that its layer computes in. And keep them from repacking their
-    weights in an evaluation, after which no gradients would flow."""
-    for ref in (ref for spec in specs for ref in spec.params):
-        dtype = _bias_dtype(ref)
-        if dtype is not None and ref.param.dtype != dtype:
-            ref.param.data = ref.param.data.to(dtype)
-        for owner, _ in ref.owners if is_quantized(ref.param) else ():
-            if _REPACKS in owner.__dict__ and _WOULD not in owner.__dict__:
-                owner.__dict__[_WOULD] = owner.__dict__[_REPACKS]
-                owner.__dict__[_REPACKS] = False
-            hooks = owner._load_state_dict_pre_hooks.values()
-            if is_quantized(ref.param) and not any(_is_ours(hook) for hook in hooks):
-                owner.register_load_state_dict_pre_hook(_load_state)  # type: ignore[no-untyped-call]
-
-
-def _is_ours(hook: Any) -> bool:
-    return getattr(hook, "hook", None) is _load_state
+            yield from _tensors_of(value, f"{prefix}{name}.")
 
 
 def _load_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *found: Any) -> None:
@@ -206,10 +193,3 @@ def _load_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *fou
         )
         return
     vars(state).update(vars(loaded))
-
-
-def unsettle(model: nn.Module) -> None:
-    """Let the layers of a plain copy repack their weights again."""
-    for module in model.modules():
-        if _WOULD in module.__dict__:
-            module.__dict__[_REPACKS] = module.__dict__.pop(_WOULD)

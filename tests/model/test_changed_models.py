@@ -1,10 +1,12 @@
-"""Parts of a sharded model that are removed, or replaced by a part that is sharded then.
+"""Parts of a sharded model that are removed, replaced by a part that is sharded then, or added.
 
-Each is done to the plain model too, which is given both ranks' batches, and all that a
-script may ask for afterwards is compared.
+Removals and replacements are done to the plain model too, which is given both ranks' batches, and
+all that a script may ask for afterwards is compared.
 """
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
@@ -125,3 +127,51 @@ def test_what_ranks_would_train_alone_is_named(pool2, transport):
         assert "'head' was added to a Stack after FSDP" in unsharded
         assert "fully_shard(module)" in unsharded and again == unsharded
         assert "do not train the same parameters" in alone
+
+
+# --- additions ------------------------------------------------------------------------------------
+
+
+def additions(transport):
+    """The messages of what is refused, and how many gradients there are after all."""
+    model = make(Stack)
+    model.extra = nn.Linear(2, 2)
+    model = FSDP(model, transport=transport, ignored_modules=[model.extra])
+    average = copy.deepcopy(model)
+    said = []
+    for each in (model, average):
+        new = nn.Parameter(torch.ones(3))
+        said += [
+            message_of(lambda at=each, p=new: setattr(at, "gain", p), ValueError),
+            message_of(lambda at=each, p=new: at.head.register_parameter("gain", p), ValueError),
+            message_of(lambda at=each: setattr(at, "tail", nn.Linear(WIDTH, 3)), ValueError),
+            message_of(lambda at=each: at.blocks.append(nn.Linear(1, 1)), ValueError),
+        ]
+        each.head.gain = None
+        each.head.dropout = nn.Dropout()
+        each.head.register_buffer("mean", torch.zeros(1))
+        each.head.fixed = nn.Parameter(torch.ones(1), requires_grad=False)
+        each.extra.gain = nn.Parameter(torch.ones(1))
+        each.again = each.head  # what is of the model already
+        del each.again
+        loss_of(each(torch.ones(2, WIDTH))).backward()
+    counts = [sum(p.grad is not None for p in each.parameters()) for each in (model, average)]
+    return said, counts
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_each_rank_would_train_alone_is_refused(pool2, transport):
+    whole = sum(1 for _ in make(Stack).parameters())
+    for said, counts in pool2.run(additions, transport):
+        names = ["'gain'", "'gain'", "'tail'", "'3'"] * 2
+        for name, message in zip(names, said, strict=True):
+            assert name in message and "before wrapping" in message
+        assert counts == [whole, whole]
+
+
+def test_alone_anything_can_be_added():
+    model = FSDP(make(Stack))
+    model.gain = nn.Parameter(torch.ones(1))
+    model.head = nn.Linear(WIDTH, 3)
+    (loss_of(model(torch.ones(2, WIDTH))) * model.gain).sum().backward()
+    assert model.gain.grad is not None and model.head.weight.grad is not None

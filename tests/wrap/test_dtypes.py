@@ -1,20 +1,24 @@
-"""Frozen parameters of integer and 8-bit float dtypes are sharded bit for bit, and never cast.
+"""Dtypes of parameters: frozen ones of any dtype, complex ones, and gradients of another dtype.
 
-What a quantized body is made of. The bits are compared in forward, where mixed
-precision casts other parameters, in state dicts, and in a checkpoint on another number of ranks.
+Frozen parameters of integer and 8-bit float dtypes, of which a quantized body is made, are sharded
+bit for bit and never cast: in forward, where mixed precision casts other parameters, in state
+dicts, and in a checkpoint on another number of ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from compare import differences
+from models import COMBINATIONS, make
 from nursery import fork_ranks
+from scenarios import WIDTH, forward_backward, message_of, wrong_in
 from spawn import RankPool, ranks
-from torch import nn
+from torch import Tensor, nn
 
 import zshard
 from zshard import FSDP, MixedPrecision
@@ -113,3 +117,99 @@ def values(transport: str) -> list[str]:
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 def test_full_values_of_parameters_of_other_classes(pool2: RankPool, transport: str) -> None:
     assert pool2.run(values, transport) == [[], []]
+
+
+# --- gradients of another dtype -------------------------------------------------------------------
+
+
+def two_layers(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(dtype)
+
+
+def refusals(combination: tuple[str, str], dtype: Any) -> list[str]:
+    """What is said before wrapping, and after it: at once, or in the next training forward."""
+    strategy, transport = combination
+
+    def wrap(made: nn.Module, **options: Any) -> Any:
+        return FSDP(made, strategy=strategy, transport=transport, **options)
+
+    def step(made: Any) -> None:
+        made(torch.ones(2, 4, dtype=torch.bfloat16)).float().sum().backward()
+
+    def set_it(param: nn.Parameter) -> None:
+        param.grad_dtype = dtype
+
+    def later(made: Any) -> None:
+        set_it(made[1].weight)
+        step(made)
+
+    def message(function: Callable[[], Any]) -> str:
+        return message_of(function, NotImplementedError)
+
+    early = two_layers()
+    set_it(early[1].weight)
+    found = [message(lambda: wrap(early))]
+    late = wrap(two_layers())
+    found += [message(lambda: later(late))]
+    if late[1].weight.grad_dtype == dtype:  # whole: nothing was asked when it was set
+        found += [message(lambda: step(late))]
+        set_it_back = late[1].weight
+        set_it_back.grad_dtype = torch.bfloat16
+    step(late)
+    remedy = wrap(two_layers(torch.float32), mixed_precision=MixedPrecision(torch.bfloat16))
+    remedy[1].weight.grad_dtype = torch.float32  # its own: says nothing new
+    step(remedy)
+    assert {p.grad.dtype for p in remedy.parameters()} == {torch.float32}
+    return found
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("dtype", [torch.float32, None])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+@ranks(2)
+def test_another_dtype_of_gradients_is_refused_by_name(
+    pool: RankPool, combination: tuple[str, str], dtype: Any
+) -> None:
+    for found in pool.run(refusals, combination, dtype):
+        for text in found:
+            assert "parameter '1.weight' has" in text and "grad_dtype" in text
+            assert "MixedPrecision(param_dtype=torch.bfloat16)" in text
+
+
+# --- complex parameters ---------------------------------------------------------------------------
+
+
+class Mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(self.first_value())
+
+    def first_value(self) -> Tensor:
+        return torch.randn(WIDTH, 150, dtype=torch.complex64)
+
+    def forward(self, x: Tensor) -> Any:
+        return (x.to(torch.complex64) @ self.weight).abs()
+
+
+class MixingAsReal(Mixing):
+    def first_value(self) -> Tensor:
+        return torch.view_as_real(super().first_value())
+
+    def forward(self, x: Tensor) -> Any:
+        return (x.to(torch.complex64) @ torch.view_as_complex(self.weight)).abs()
+
+
+def refused_complex(strategy: str) -> str:
+    return message_of(lambda: FSDP(make(Mixing), strategy=strategy), ValueError)
+
+
+@pytest.mark.parametrize("strategy", ("full_shard", "no_shard"))
+@ranks(2)
+def test_a_complex_parameter_that_trains_is_refused(pool: RankPool, strategy: str) -> None:
+    for said in pool.run(refused_complex, strategy):
+        assert "'weight'" in said and "nn.Parameter(torch.view_as_real(w))" in said
+
+
+def test_the_real_view_of_a_complex_parameter_trains(pool2):
+    assert pool2.run(wrong_in, MixingAsReal, forward_backward, True) == [{}, {}]

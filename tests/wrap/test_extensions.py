@@ -1,0 +1,82 @@
+"""An integration adds to sharding what it registers, without a word of it in the core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from scenarios import message_of
+from spawn import RankPool
+from torch import Tensor, nn
+
+from zshard import FSDP, MixedPrecision
+from zshard.wrap.extensions import EXTENSIONS, Extension
+from zshard.wrap.tree import ParamRef
+
+
+class Scaled(nn.Linear):
+    """A layer of a library: its weight has a scale that is no parameter."""
+
+    def __init__(self, scale: float = 2.0) -> None:
+        super().__init__(4, 4, bias=False)
+        self.weight.scale = torch.tensor([scale])  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.weight.dtype
+        return super().forward(x.to(self.weight.dtype)) * self.weight.scale
+
+
+class Fake(Extension):
+    """What such a library needs."""
+
+    def methods(self, original: type[nn.Module]) -> dict[str, Any]:
+        return {"describe": lambda model: "sharded"} if issubclass(original, Scaled) else {}
+
+    def check(self, name: str, ref: ParamRef) -> None:
+        if self.tensors(ref.param) and not ref.param.scale:  # type: ignore[attr-defined]
+            raise ValueError(f"parameter '{name}' has no scale")
+
+    def keeps_dtype(self, ref: ParamRef) -> bool:
+        return bool(self.tensors(ref.param))
+
+    def tensors(self, param: Tensor) -> list[Tensor]:
+        return [param.scale] if hasattr(param, "scale") else []
+
+    def finish(self, model: nn.Module) -> None:
+        model.finished = True
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    EXTENSIONS.append(Fake())
+    yield
+    EXTENSIONS.pop()
+
+
+@pytest.mark.usefixtures("registered")
+def test_methods_dtypes_and_what_is_due_at_the_end() -> None:
+    model: Any = FSDP(Scaled(), mixed_precision=MixedPrecision(torch.bfloat16))
+    assert model.describe() == "sharded" and model.finished
+    model(torch.ones(1, 4))
+    assert model.seen == torch.float32
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_parameter_that_it_refuses() -> None:
+    assert message_of(lambda: FSDP(Scaled(0.0)), ValueError) == "parameter 'weight' has no scale"
+
+
+def scale_of_a_weight() -> float:
+    EXTENSIONS.append(Fake())
+    try:
+        model: Any = FSDP(Scaled(1.0 + dist.get_rank()))
+        return float(model.weight.scale)
+    finally:
+        EXTENSIONS.pop()
+
+
+def test_what_belongs_to_a_parameter_comes_from_rank_0(pool2: RankPool) -> None:
+    assert pool2.run(scale_of_a_weight) == [1.0] * 2

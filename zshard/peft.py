@@ -1,0 +1,79 @@
+"""PEFT: adapters of a sharded model merge, and count full parameters.
+
+Merging multiplies full matrices, and `merge_and_unload()` and `unload()` replace modules, so they
+are done to a plain copy with full parameters. The sharded model stays as it is. PEFT is not
+imported here; its models are known by a method that they have.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zshard.guard.whole_values import full_tensor
+from zshard.model.copy import copy_plain, without
+from zshard.transformers import count_full_in, counting_full
+from zshard.units.units import units_of
+from zshard.wrap.extensions import EXTENSIONS, Extension
+
+_COUNT = "get_nb_trainable_parameters"  # PEFT's models have it, and pass on what they lack
+_MERGE = ("merge_and_unload", "unload")
+
+
+class _Adapters(Extension):
+    """Models with adapters of PEFT."""
+
+    def methods(self, original: type[nn.Module]) -> dict[str, Any]:
+        if not hasattr(original, _COUNT):
+            return {}
+        found: dict[str, Any] = {name: _of_copy(name) for name in _MERGE}
+        found |= counting_full(original, _COUNT)
+        if not hasattr(original, "num_parameters"):
+            found["num_parameters"] = property(_num_parameters)
+        return found
+
+    def finish(self, model: nn.Module) -> None:
+        count_full_in(model, _COUNT)
+
+
+EXTENSIONS.append(_Adapters())
+
+
+def _num_parameters(self: nn.Module) -> Callable[..., Any]:
+    """That of the model within a PEFT model; AttributeError if that has none."""
+    method: Any = self.__getattr__("num_parameters")
+    counted = counting_full(type(method.__self__), "num_parameters")["num_parameters"]
+    return functools.partial(counted, method.__self__)
+
+
+def _of_copy(name: str) -> Callable[..., Any]:
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Do it to a plain copy with full parameters, and return that one's plain base model.
+
+        Takes memory for the full model on each rank that calls it. Over shm, one rank may call it
+        alone; over c10d and on GPUs it is collective. Takes the arguments of PEFT's method.
+        """
+        return getattr(_full_copy(self), name)(*args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+def _full_copy(model: nn.Module) -> nn.Module:
+    """Return a plain copy of a sharded model, with full parameters."""
+    units = list(units_of(model))
+    memo: dict[int, Any] = {}
+    with without([hook for _, state in units for hook in state.hooks]):
+        copied = copy_plain(model, [(module, state.unit) for module, state in units], memo)
+    with torch.no_grad():
+        for param in model.parameters():
+            made = memo[id(param)]
+            made.data = full_tensor(param).detach().clone()
+            made.requires_grad_(param.requires_grad)
+    for each in EXTENSIONS:
+        each.restore(copied.module)
+    return copied.module
