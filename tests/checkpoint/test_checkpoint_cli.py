@@ -25,7 +25,7 @@ from torch import nn
 import zshard
 from zshard import __main__
 from zshard.checkpoint import manifest
-from zshard.checkpoint.progress import progress
+from zshard.checkpoint.manifest import progress
 
 
 class Configured(Tied):

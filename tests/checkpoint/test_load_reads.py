@@ -23,7 +23,7 @@ from zshard import FSDP
 from zshard.checkpoint.contents import ranks_of
 from zshard.checkpoint.manifest import BLOCK
 from zshard.checkpoint.opening import opened
-from zshard.checkpoint.verify import data_runs, own_runs
+from zshard.checkpoint.manifest import data_runs, own_runs
 
 WIDTH, LAYERS = 2048, 4
 WEIGHT = WIDTH * WIDTH * 4  # bytes: four blocks

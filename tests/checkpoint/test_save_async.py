@@ -23,7 +23,7 @@ from torch import nn
 
 import zshard
 from zshard import FSDP
-from zshard.checkpoint import background, save
+from zshard.checkpoint import save, write
 
 
 class Held:
@@ -101,10 +101,10 @@ def two_after_another(folder):
     """A second save waits for the first; the memory is that of the first."""
     model, optimizer = trained("net", FULL, "zshard.AdamW")
     first = zshard.save(folder, model, optimizer, step=1, asynchronous=True)
-    memory = background._buffers[model].data_ptr()
+    memory = write._buffers[model].data_ptr()
     train(model, CASES["net"], optimizer, rank(), steps=1)
     second = zshard.save(folder, model, optimizer, step=2, asynchronous=True)
-    assert first.done() and background._buffers[model].data_ptr() == memory
+    assert first.done() and write._buffers[model].data_ptr() == memory
     zshard.save(folder, model, optimizer, step=3)
     assert second.done()
     return zshard.latest_checkpoint(folder)
@@ -213,6 +213,6 @@ def test_a_failure_that_nobody_was_told_of_is_the_exit_status(world, tmp_path):
 def test_memory_goes_with_the_model(tmp_path):
     model = FSDP(nn.Linear(64, 64))
     zshard.save(tmp_path / "x", model, asynchronous=True).wait()
-    assert len(background._buffers) == 1
+    assert len(write._buffers) == 1
     del model
-    assert len(background._buffers) == 0
+    assert len(write._buffers) == 0

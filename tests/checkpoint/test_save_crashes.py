@@ -30,7 +30,7 @@ from torch import nn
 
 import zshard
 from zshard import FSDP
-from zshard.checkpoint import background
+from zshard.checkpoint import write
 from zshard.checkpoint.folder import finished, name_of
 
 MEMORY = "/dev/shm"  # where a sync takes no time: what is asked here does not depend on the disk
@@ -133,7 +133,7 @@ def saves_with_a_log(folder, log):
     for step in (2, 3, 4):
         save(model, optimizer, folder, step, asynchronous=step == 3)
         if step == 3:
-            background.finish()
+            write.finish()
         returned[step] = len(read_log(Path(log)))
     file_log(None)
     return returned

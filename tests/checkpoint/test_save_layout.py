@@ -1,4 +1,4 @@
-"""Which bytes of which files each rank writes: zshard/checkpoint/layout.py, without any model.
+"""Which bytes of which files each rank writes: zshard/checkpoint/save_plan.py, without any model.
 
 Whoever has what, each byte of each file is written once, by a rank that has it, and ranks
 that have the same write the same amount.
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors import deserialize
 
 from zshard import _core
-from zshard.checkpoint import layout
+from zshard.checkpoint import save_plan as layout
 from zshard.checkpoint.contents import HeldElements, Item
 from zshard.checkpoint.manifest import BLOCK
 

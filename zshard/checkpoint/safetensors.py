@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -23,7 +25,6 @@ import torch
 
 from zshard import _core
 from zshard._errors import CheckpointError
-from zshard.checkpoint.manifest import object_of
 
 HEADER_LIMIT = 100_000_000  # bytes, as in the reference implementation
 _NAME_LIMIT = 4096  # characters
@@ -312,3 +313,41 @@ def _is_plain(name: str) -> bool:
 def are_counts(values: Any) -> bool:
     """Return whether it is a list of non-negative integers. (True is an int.)"""
     return isinstance(values, list) and all(type(v) is int and 0 <= v < 2**63 for v in values)
+
+
+# --- JSON -----------------------------------------------------------------------------------------
+
+
+def object_of(text: bytes | bytearray, what: str, limit: int) -> dict[str, Any]:
+    """Parse a JSON object: UTF-8, at most `limit` bytes, no duplicate keys, no NaN or infinity.
+    Raise CheckpointError, which names `what`, for anything else."""
+    if len(text) > limit:
+        raise CheckpointError(f"{what} is longer than {limit} bytes")
+    try:
+        whole = json.loads(
+            str(text, "utf-8"),
+            object_pairs_hook=_unique,
+            parse_float=_number,
+            parse_constant=_number,
+        )
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{what} is damaged: {error}") from None
+    if not isinstance(whole, dict):
+        raise CheckpointError(f"{what} is damaged: expected a JSON object")
+    return whole
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text:.40} is not a valid JSON number")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        twice = next(key for key, count in counts.items() if count > 1)
+        raise ValueError(f"duplicate key {twice[:80]!r}")
+    return made
