@@ -1,8 +1,7 @@
 """zshard.save: what is in the files, for every kind of model, strategy and optimizer.
 
 The files, as others read them, have the bits of the model's own state_dict() and of
-optim_state_dict(). What a state dict may have besides is in test_save_contents.py, what goes wrong in
-test_save_errors.py, folders in test_save_folders.py and test_checkpoint_folder.py.
+optim_state_dict().
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """zshard.save: what goes wrong is the same kind of error on all ranks, and nothing has happened.
 
 After each failure the folder has what it had before, to the bit, and no more; the model
-trains on, and the next save is a good one.
+trains on, and the next save is a good one. An error about an argument names it and says what to do.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from file_faults import file_faults
 from models import CASES, Mlp, loss_of, make, wrapped
 from nursery import fork_ranks
 from optim_states import FULL, rank, trained
+from torch import nn
 
 import zshard
 from zshard import FSDP
@@ -330,3 +331,57 @@ def test_a_rank_that_is_killed(victim, combination, tmp_path):
     assert len(hidden) == (2 if victim == 0 else 0), names  # its folder and its lock
     zshard.save(tmp_path / "new", make(Mlp))
     assert inside(tmp_path) == ["new", "old"]
+
+
+# --- paths and steps -----------------------------------------------------------------------------
+
+
+PATHS = {
+    "none": (
+        None,
+        TypeError,
+        "path must be a string or a pathlib.Path, got None; zshard.latest_checkpoint",
+    ),
+    "bytes": (b"x", TypeError, "path must be a string or a pathlib.Path, got b'x'"),
+    "a number": (3, TypeError, "expected str, bytes or os.PathLike object, not int"),
+    "a NUL byte": ("a\0b", ValueError, r"path='a\x00b' contains a NUL byte"),
+}
+
+
+@pytest.mark.parametrize("case", PATHS)
+@pytest.mark.parametrize("call", [zshard.save, zshard.load])
+def test_no_path(call, case):
+    path, kind, text = PATHS[case]
+    with pytest.raises(kind) as caught:
+        call(path, nn.Linear(1, 1))
+    assert text in str(caught.value)
+
+
+def test_a_folder_that_is_to_be_made_first(tmp_path):
+    missing = tmp_path / "runs"
+    for path, options in ((missing / "x", {}), (missing / "run" / "x", {"step": 1})):
+        with pytest.raises(
+            FileNotFoundError, match=f"'{path.parent}.*does not exist; create it first"
+        ):
+            zshard.save(path, nn.Linear(1, 1), **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+STEPS = {
+    "text": ({"step": "7"}, TypeError, "step='7': 'str' object cannot be interpreted"),
+    "too large": ({"step": 2**63}, ValueError, "0 to 2**63 - 1, got 9223372036854775808"),
+    "keep_last": ({"step": 1, "keep_last": 1.5}, TypeError, "keep_last=1.5: 'float' object cannot"),
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_no_step(case, tmp_path):
+    options, kind, text = STEPS[case]
+    with pytest.raises(kind) as caught:
+        zshard.save(tmp_path, nn.Linear(1, 1), **options)
+    assert text in str(caught.value) and list(tmp_path.iterdir()) == []
+
+
+def test_the_largest_step(tmp_path):
+    zshard.save(tmp_path, nn.Linear(1, 1), step=torch.tensor(2**63 - 1))
+    assert zshard.load(tmp_path, nn.Linear(1, 1)).step == 2**63 - 1

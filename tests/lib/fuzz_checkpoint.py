@@ -8,7 +8,7 @@ input does not explain, and whatever the sanitizers see in the core, is a fault.
     make fuzz ARGS=-max_total_time=60                  # with sanitizers; the corpus stays in build/
     python tests/lib/fuzz_checkpoint.py CORPUS             # without; a folder, which is filled
 
-tests/checkpoint/test_fuzz_checkpoint.py runs the seeds, and the fuzzer for a moment where it is installed.
+tests/checkpoint/test_safetensors.py runs the seeds, and the fuzzer for a moment where it is installed.
 """
 
 from __future__ import annotations

@@ -189,11 +189,7 @@ class _Plans(NamedTuple):
 
 
 def _plan(
-    comm: _core.Comm,
-    found: Checkpoint,
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    strict: bool,
+    comm: _core.Comm, found: Checkpoint, model: nn.Module, optimizer: Optimizer | None, strict: bool
 ) -> _Plans:
     made: list[_Plans] = []
     with on_all_ranks(comm, lambda: made[0].model.fact()):

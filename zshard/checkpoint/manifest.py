@@ -261,8 +261,7 @@ def own_runs(
 
 
 def _marks(
-    blocks: Sequence[tuple[OpenFile, FileRecord, int]],
-    wanted: Iterable[tuple[OpenFile, int, int]],
+    blocks: Sequence[tuple[OpenFile, FileRecord, int]], wanted: Iterable[tuple[OpenFile, int, int]]
 ) -> bytes:
     """A byte for each block: 1 if one of the ranges touches it."""
     marks = bytearray(len(blocks))

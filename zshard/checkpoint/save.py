@@ -41,15 +41,7 @@ from zshard.checkpoint.save_plan import (
     record_of,
 )
 from zshard.checkpoint.script_state import encode
-from zshard.checkpoint.write import (
-    CastBuffer,
-    SaveHandle,
-    Writer,
-    Written,
-    finish,
-    snapshot,
-    start,
-)
+from zshard.checkpoint.write import CastBuffer, SaveHandle, Writer, Written, finish, snapshot, start
 from zshard.ranks.agreement import check_agreement, gather_bytes, on_all_ranks
 from zshard.ranks.script_position import PublicCall
 from zshard.ranks.transports import comm_beside

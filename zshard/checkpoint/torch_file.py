@@ -242,17 +242,17 @@ def _size(values: object) -> object:
     return values
 
 
+_BUILTINS = ("builtins", "__builtin__")  # the latter in protocol 2
+
 # What a pickle may name beside torch's classes; None: only as a Record.
 _PLAIN: dict[str, Callable[..., object] | None] = {
     "torch.Size": _size,
-    **dict.fromkeys(("collections.OrderedDict", "collections.defaultdict"), _dict),
-    **dict.fromkeys(("collections.Counter",), _dict),
-    **dict.fromkeys(("collections.deque", "builtins.set", "builtins.frozenset"), _list),
-    **dict.fromkeys(("__builtin__.set", "__builtin__.frozenset"), _list),
-    **dict.fromkeys(("numpy._core.multiarray.scalar", "numpy.core.multiarray.scalar"), _number),
-    **dict.fromkeys(("numpy.dtype", "builtins.int", "builtins.float", "builtins.str")),
-    **dict.fromkeys(("builtins.list", "builtins.dict", "builtins.bool")),
-    **dict.fromkeys(("__builtin__.int", "__builtin__.float", "__builtin__.list")),
+    **{f"collections.{name}": _dict for name in ("OrderedDict", "defaultdict", "Counter")},
+    "collections.deque": _list,
+    **{f"{b}.{name}": _list for b in _BUILTINS for name in ("set", "frozenset")},
+    **{f"{b}.{name}": None for b in _BUILTINS for name in ("int", "long", "float", "list", "dict")},
+    **{f"numpy.{core}.multiarray.scalar": _number for core in ("_core", "core")},
+    "numpy.dtype": None,
 }
 
 
