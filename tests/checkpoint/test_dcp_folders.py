@@ -6,7 +6,6 @@ What is loaded is what torch's own loading gives, and no pickle in the folder is
 from __future__ import annotations
 
 import ast
-import contextlib
 import copy
 import functools
 import os
@@ -280,9 +279,7 @@ def test_a_pickle_that_would_run_something(folder, tmp_path):
     right = (folder / ".metadata").read_bytes()
     for protocol in (0, 2, 4):
         (folder / ".metadata").write_bytes(pickle.dumps(Evil(sign), protocol=protocol))
-        refused(
-            folder, "as plain data: it " + ("contains posix.system" if protocol else "is damaged")
-        )
+        refused(folder, "as plain data: it contains posix.system")
     (folder / ".metadata").write_bytes(pickle.dumps({}))
     refused(folder, "is not torch.distributed.checkpoint metadata")
     (folder / ".metadata").write_bytes(right)
@@ -406,10 +403,10 @@ def test_truncated_metadata(folder):
         refused(folder, "cannot read .* as plain data")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_any_pickle_is_data_or_an_error(data):
-    """Of what Python can pickle, plain data comes back; what is changed is an error or data."""
+def test_any_data_comes_back(data):
+    """Of what Python can pickle, plain data comes back. (fuzz_checkpoint.py changes pickles.)"""
     leaf = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
     inner = st.recursive(
         leaf | st.binary(),
@@ -417,17 +414,13 @@ def test_any_pickle_is_data_or_an_error(data):
         max_leaves=10,
     )
     value = data.draw(inner)
-    text = bytearray(pickle.dumps(value, protocol=data.draw(st.sampled_from([2, 3, 4, 5]))))
-    if b"bytes" not in text and b"_codecs" not in text:  # protocol 2 calls functions for bytes
-        assert parse(bytes(text)) == value
-    for _ in range(3):
-        text[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.integers(0, 255))
-    with contextlib.suppress(ValueError):
-        parse(bytes(text))
+    text = pickle.dumps(value, protocol=data.draw(st.sampled_from([2, 3, 4, 5])))
+    if b"bytes" not in text:  # protocol 2 calls bytes() for b""
+        assert parse(text) == value
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_folders_with_changed_bytes(folder, data):

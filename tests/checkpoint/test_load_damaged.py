@@ -110,24 +110,16 @@ def truncated(path, lengths):
 
 
 @pytest.mark.parametrize("name", ["model-00001-of", "model.safetensors.index", "zshard.json"])
-def test_truncated_at_64_lengths(pool2, path, name):
+def test_other_lengths(pool2, path, name):
     file = next(each for each in path.iterdir() if each.name.startswith(name))
     size = file.stat().st_size
-    lengths = [size - 1, *(size * i // 63 for i in reversed(range(62))), 0]
+    lengths = [size + 1, size - 1, *(size * i // 15 for i in reversed(range(14))), 0]
     for said, changed in pool2.run(truncated, str(file), lengths):
         assert changed == []
         for length, text in zip(lengths, said, strict=True):
             assert str(file) in text
             if not file.name.startswith("zshard"):
                 assert f"has {length} bytes, but was saved with {size}" in text
-
-
-def test_longer_files(pool2, path):
-    file = path / "model.safetensors.index.json"
-    file.write_bytes(file.read_bytes() + b" ")
-    check(
-        pool2, path, f"'{file}' is damaged: it has {file.stat().st_size} bytes, but was saved with"
-    )
 
 
 @pytest.mark.parametrize(
@@ -137,14 +129,6 @@ def test_a_file_that_is_gone(pool2, path, name):
     file = next(each for each in path.iterdir() if each.name.startswith(name))
     file.unlink()
     check(pool2, path, f"'{file}' is missing from the checkpoint")
-
-
-def test_a_manifest_that_is_damaged(pool2, path):
-    file = path / "zshard.json"
-    right = file.read_bytes()
-    for content in (b"", b"{}", right[: len(right) // 2], right.replace(b'"step"', b'"stop"')):
-        file.write_bytes(content)
-        check(pool2, path, f"'{file}' is")
 
 
 def test_without_its_manifest_it_is_a_plain_folder(pool2, path):

@@ -17,7 +17,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from meshes import mesh_of, on_two_hosts
+from meshes import on_two_hosts
 from models import CASES, COMBINATIONS, Net, differences, make, sharded, train, wrapped
 from optim_states import rank
 from power_cut import logged, read_log
@@ -28,7 +28,7 @@ from torch import nn
 
 import zshard
 from benchmarks.memory import high_water, reset_high_water, trim
-from zshard import FSDP, MixedPrecision
+from zshard import FSDP
 from zshard.checkpoint.contents import ranks_of
 from zshard.checkpoint.manifest import BLOCK, data_runs, own_runs
 from zshard.checkpoint.opening import opened
@@ -70,42 +70,6 @@ def test_the_values_are_those_of_the_files(pool, name, files, tmp_path):
     for combination in COMBINATIONS:
         found = pool.run(loaded, name, combination, path)
         assert found == [[]] * pool.world, combination
-
-
-def goes_on(strategy, options, path):
-    """What differs after some training from a model that was loaded by nn.Module's method."""
-    states, case = [], CASES["net"]
-    for from_file in (False, True):
-        model = FSDP(make(Net), strategy=strategy, auto_wrap_policy=case.policy, **options())
-        optimizer = zshard.AdamW(model.parameters(), lr=0.01)
-        train(model, case, optimizer, dist.get_rank(), 2)
-        if from_file:
-            zshard.load(path, model)
-        else:
-            model.load_state_dict(of_case("net"))
-        train(model, case, optimizer, dist.get_rank(), 2)
-        states.append(copy.deepcopy(model.state_dict()))
-    return differences(*states)
-
-
-def over_c10d_low():
-    return {"transport": "c10d", "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
-
-
-def on_a_mesh():
-    return {"transport": "c10d", "device_mesh": mesh_of(2, 2)}
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard", "zero1"])
-def test_training_goes_on(pool2, strategy, tmp_path):
-    path = write(tmp_path / "x", of_case("net"))
-    assert pool2.run(goes_on, strategy, over_c10d_low, path) == [[], []]
-
-
-@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
-def test_training_goes_on_in_groups(pool4, strategy, tmp_path):
-    path = write(tmp_path / "x", of_case("net"))
-    assert pool4.run(goes_on, strategy, on_a_mesh, path) == [[]] * 4
 
 
 def test_in_a_world_of_one(tmp_path):
@@ -315,20 +279,6 @@ def test_an_error_while_reading_is_one_on_all_ranks(pool2, tmp_path):
     path = write(tmp_path / "x", make(Stack, 7).state_dict())
     for said, wrong in pool2.run(reading_fails, path):
         assert "Input/output error" in said and "model.safetensors" in said and wrong == []
-
-
-def shrinks(path):
-    """A file that becomes shorter once it has been checked."""
-    model = wrapped(Stack, ("full_shard", "shm"))
-    model._register_load_state_dict_pre_hook(lambda *_: os.truncate(path, 3000))
-    return message_of(lambda: zshard.load(path, model), ValueError)
-
-
-def test_a_file_that_shrinks_is_an_error(pool2, tmp_path):
-    path = write(tmp_path / "x", make(Stack, 7).state_dict()) + "/model.safetensors"
-    assert os.path.getsize(path) > 3000
-    for said in pool2.run(shrinks, path):
-        assert f"'{path}' ends at byte 3000, before byte" in said
 
 
 def open_files(path):

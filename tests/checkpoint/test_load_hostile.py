@@ -22,8 +22,6 @@ from pathlib import Path
 import pytest
 import torch
 from damage import check, good_one
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from nursery import fork_ranks
 from torch import nn
 from torch.distributed import checkpoint as dcp
@@ -376,13 +374,6 @@ def test_extra_of_ranks():
     assert Manifest("0" * 32, None, 3, {}).extra_of(2) == {}
 
 
-@pytest.mark.parametrize("cut", range(0, 1200, 37))
-def test_one_that_was_cut_off(cut):
-    text = manifest.dump(_SOME)
-    with pytest.raises(CheckpointError, match=r"'/x/zshard\.json' is"):
-        manifest.parse(text[: cut % len(text)], "/x/zshard.json")
-
-
 def test_each_flipped_bit_is_found_or_says_the_same():
     """Bits of white space, say, may be of no consequence; what is said must then be the same."""
     text = manifest.dump(_SOME)
@@ -454,11 +445,4 @@ def test_content_that_is_missing(key):
 )
 def test_text_that_is_no_manifest(text):
     with pytest.raises(CheckpointError, match="'x' is"):
-        manifest.parse(text, "x")
-
-
-@settings(deadline=None)
-@given(st.binary(max_size=200))
-def test_noise(text):
-    with pytest.raises(CheckpointError):
         manifest.parse(text, "x")

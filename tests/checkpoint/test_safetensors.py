@@ -96,19 +96,6 @@ def test_truncated_at_each_length(tmp_path):
             read(path)
 
 
-@st.composite
-def mutated(draw):
-    """A right file with some bytes changed, cut out or put in."""
-    content = bytearray(packed(right_header()))
-    for _ in range(draw(st.integers(1, 4))):
-        at = draw(st.integers(0, len(content)))
-        end = draw(st.integers(at, min(len(content), at + 5)))
-        content[at:end] = draw(
-            st.binary(max_size=5) | st.sampled_from([b"{", b"[", b"9", b'"', b","])
-        )
-    return bytes(content)
-
-
 def survives(content, folder):
     """Fails for anything but a ValueError that names the file, or tensors that fit the file."""
     path = write(folder / "x.safetensors", content)
@@ -125,14 +112,8 @@ def survives(content, folder):
 
 
 FILES = settings(
-    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-
-
-@FILES
-@given(content=mutated())
-def test_mutated_files_never_crash(tmp_path, content):
-    survives(content, tmp_path)
 
 
 JSON = st.recursive(
@@ -288,7 +269,7 @@ def test_what_a_call_should_have_done_is_known(tmp_path, monkeypatch):
         TARGETS["calls"](some_calls()[0])
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_changed_seeds_are_errors_or_fit(data):
     content = bytearray(data.draw(st.sampled_from(SEEDS)))

@@ -239,8 +239,7 @@ def kill_at_random(folder):
         assert result.value >= 1
 
 
-@pytest.mark.parametrize("attempt", range(3))
-def test_killed_at_random(attempt, folder):
+def test_killed_at_random(folder):
     kill_at_random(folder)
 
 

@@ -11,11 +11,10 @@ import os
 
 import pytest
 import torch
-from checkpoints import APART, bit_by_bit, inside, outcome, saved, tried, unlike
+from checkpoints import APART, bit_by_bit, inside, outcome, tried, unlike
 from file_faults import file_faults
-from models import CASES, Mlp, loss_of, make, wrapped
-from nursery import fork_ranks
-from optim_states import FULL, rank, trained
+from models import CASES, Mlp, loss_of, make
+from optim_states import rank, trained
 from torch import nn
 
 import zshard
@@ -298,39 +297,6 @@ def test_each_call_that_fails(pool2, sufferer, what, overwrite, tmp_path):
     assert first[1:] == second[1:]
     assert first[1] >= (30 if sufferer == 0 else 6)
     assert first[2] <= (24 if sufferer == 0 else 2)  # it deletes what there was, and its lock
-
-
-@pytest.mark.parametrize("what", ["EINTR", "short"])
-def test_calls_that_are_interrupted_go_on(tmp_path, what):
-    model = make(Mlp)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for nth in range(1, 200):
-        file_faults(nth, what)
-        found = outcome(lambda: saved(tmp_path, model, optimizer))
-        if file_faults(0) < nth:
-            break
-        assert found is None or (what == "EINTR" and found[0] is InterruptedError), (nth, found)
-    assert 30 < nth < 199 and inside(tmp_path) == ["x"]
-
-
-def dies(folder, victim, nth, combination):
-    model = wrapped(Mlp, combination)
-    zshard.save(folder / "old", model)
-    file_faults(nth if rank() == victim else 0, "kill")
-    found = outcome(lambda: zshard.save(folder / "new", model))
-    return found, inside(folder)
-
-
-@pytest.mark.parametrize(("victim", "combination"), [(0, APART), (1, APART), (0, FULL)])
-def test_a_rank_that_is_killed(victim, combination, tmp_path):
-    results = fork_ranks(dies, 2, tmp_path, victim, 9 if victim == 0 else 3, combination)
-    assert results[victim].returncode == -9
-    (kind, text), names = results[1 - victim].value
-    assert kind is zshard.PeerError and f"rank {victim}" in text
-    hidden = [name for name in names if name != "old"]
-    assert len(hidden) == (2 if victim == 0 else 0), names  # its folder and its lock
-    zshard.save(tmp_path / "new", make(Mlp))
-    assert inside(tmp_path) == ["new", "old"]
 
 
 # --- paths and steps -----------------------------------------------------------------------------

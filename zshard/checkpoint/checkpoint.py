@@ -92,7 +92,7 @@ class Checkpoint:
             file.close()
 
 
-def decode(value: Any, path: str) -> Any:
+def decode(value: object, path: str) -> Any:
     """Call script_state.decode(); CheckpointError, which names the file, for invalid values."""
     try:
         return script_state.decode(value)
@@ -205,13 +205,13 @@ def optimizer_of_manifest(
     return OptimizerState(kind, groups, state, values)
 
 
-def _name(value: Any) -> str:
+def _name(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"expected a name, got {value!r:.40}")
     return value
 
 
-def _names(value: Any) -> list[str]:
+def _names(value: object) -> list[str]:
     if not isinstance(value, list):
         raise TypeError(f"expected a list, got {value!r:.40}")
     return [_name(each) for each in value]
@@ -279,7 +279,7 @@ def _split(text: str, params: set[str]) -> tuple[str, str]:
     return text[: ends[-1]], text[ends[-1] + 1 :]
 
 
-def _put(into: dict[Any, Any], path: KeyPath, value: Any) -> None:
+def _put(into: dict[Any, Any], path: KeyPath, value: object) -> None:
     for key in path[:-1]:
         into = into.setdefault(key, {})
         if not isinstance(into, dict):
@@ -287,12 +287,12 @@ def _put(into: dict[Any, Any], path: KeyPath, value: Any) -> None:
     into[path[-1]] = value
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: object) -> bool:
     """Return whether it was a list. (Torch flattens lists that contain tensors.)"""
     return isinstance(value, dict) and list(value) == list(range(len(value))) and bool(value)
 
 
-def _named(key: Any, names: Mapping[str, str]) -> Any:
+def _named(key: object, names: Mapping[str, str]) -> Any:
     """A parameter's name; its number, where the file has no names (and numbers as text)."""
     return int(key) if not names and str(key).isdecimal() else names[str(key)]
 

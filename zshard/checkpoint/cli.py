@@ -11,7 +11,7 @@ import math
 import os
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -242,7 +242,9 @@ def _write_all(folder: str, files: list[PlannedFile], found: Checkpoint) -> None
                 _write_small(folder, name, bytes(config.bytes_of(config.size)))
 
 
-def _write(file: _core.File, item: Item, offset: int, entry: Readable, done: Any) -> None:
+def _write(
+    file: _core.File, item: Item, offset: int, entry: Readable, done: Callable[[int], object]
+) -> None:
     """Write one tensor, a chunk at a time."""
     reader, size = Reader(), item.dtype.itemsize
     larger = max(item.dtype, entry.dtype, key=lambda dtype: dtype.itemsize)

@@ -19,7 +19,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -250,7 +250,7 @@ def open_shards_into(found: Checkpoint) -> None:
         told = object_of(note, where, HEADER_LIMIT)
         for tensor, entry in file.entries.items():
             facts = told.get(tensor)
-            begin: Any = facts.get("saved_offsets") if isinstance(facts, dict) else None
+            begin = facts.get("saved_offsets") if isinstance(facts, dict) else None
             if not are_counts(begin) or len(begin) != len(entry.shape):
                 raise CheckpointError(f"{where} has no valid saved_offsets for '{tensor}'")
             parts.setdefault(tensor, []).append((tuple(begin), entry))

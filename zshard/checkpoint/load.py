@@ -143,7 +143,7 @@ def load(
     return loaded
 
 
-def _check_optimizer(optimizer: Any) -> None:
+def _check_optimizer(optimizer: object) -> None:
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         kind = type(optimizer).__name__
         raise TypeError(f"zshard.load(): optimizer must be a torch.optim.Optimizer, got {kind}")
@@ -153,7 +153,10 @@ def _check_optimizer(optimizer: Any) -> None:
 
 
 def _open(
-    stack: contextlib.ExitStack, comm: _core.Comm, path: Any, with_optimizer: bool
+    stack: contextlib.ExitStack,
+    comm: _core.Comm,
+    path: str | os.PathLike[str],
+    with_optimizer: bool,
 ) -> Checkpoint:
     made: list[Checkpoint] = []
     with on_all_ranks(comm):
@@ -313,7 +316,7 @@ class OptimizerLoad:
             raise RuntimeError("\n\t".join([head, *problems, *more]))
         self._optimizer = optimizer
         self._plan = OptimizerPlan(dict(enumerate(params_of(optimizer))), self._numbered["state"])
-        self._hooks: Any = OrderedDict()
+        self._hooks: Mapping[int, Callable[[Optimizer], object]] = {}
 
     def pending(self) -> list[Pending]:
         """What this rank will read."""

@@ -152,23 +152,23 @@ def _plain(name: str) -> str:
     return name
 
 
-def _count(value: Any) -> int:
+def _count(value: object) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError(f"expected a non-negative integer, got {value!r:.40}")
     return value
 
 
-def dict_of(value: Any) -> dict[str, Any]:
+def dict_of(value: object) -> dict[str, Any]:
     """Return `value`, which must be a dict."""
     if not isinstance(value, dict):
         raise TypeError(f"expected an object, got {value!r:.40}")
     return value
 
 
-def _strings(value: Any) -> dict[str, str]:
+def _strings(value: object) -> dict[str, str]:
     if not all(isinstance(each, str) for each in dict_of(value).values()):
         raise TypeError("expected an object of strings")
-    return dict(value)
+    return dict_of(value)
 
 
 # --- verifying ------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from zshard._errors import CheckpointError
 from zshard.checkpoint import dcp
@@ -30,6 +30,7 @@ MODEL, OPTIMIZER = "model", "optimizer"
 """The prefixes of file names."""
 
 _LONGEST_TAG = 255
+_File = TypeVar("_File", bound=OpenFile)
 
 
 @contextlib.contextmanager
@@ -266,7 +267,7 @@ def _add_own(found: Checkpoint, manifest: Manifest, prefix: str) -> dict[str, Re
     return {name: entry for file in files.values() for name, entry in file.entries.items()}
 
 
-def _own(found: Checkpoint, manifest: Manifest, name: str, kind: Any) -> Any:
+def _own(found: Checkpoint, manifest: Manifest, name: str, kind: type[_File]) -> _File:
     """Open a file of the manifest as a `kind` of OpenFile; its size must be that of the save."""
     path = os.path.join(found.path, name)
     if name not in manifest.files:

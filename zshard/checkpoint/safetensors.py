@@ -19,7 +19,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
@@ -225,7 +225,7 @@ def parse_header(text: bytes | bytearray, size: int, path: str) -> Header:
     return Header(spans, notes)
 
 
-def _span(name: str, facts: Any, data: int, path: str) -> Span:
+def _span(name: str, facts: object, data: int, path: str) -> Span:
     """The location of the tensor `name` in a file whose data section begins at byte `data`."""
     if not is_name(name):
         raise _wrong(path, f"{name[:80]!r} is not a valid tensor name")
@@ -257,7 +257,7 @@ def _wrong(path: str, what: str) -> CheckpointError:
     return CheckpointError(f"'{path}' is not a valid safetensors file: {what}")
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     return str(value)[:80]
 
 
@@ -310,7 +310,7 @@ def _is_plain(name: str) -> bool:
     return is_name(name) and name.endswith(".safetensors") and not set(name) & set("/\\:")
 
 
-def are_counts(values: Any) -> bool:
+def are_counts(values: object) -> TypeGuard[list[int]]:
     """Return whether it is a list of non-negative integers. (True is an int.)"""
     return isinstance(values, list) and all(type(v) is int and 0 <= v < 2**63 for v in values)
 

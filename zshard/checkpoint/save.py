@@ -161,7 +161,7 @@ def _whole(name: str, value: Any) -> int:
         raise TypeError(f"{name}={value!r}: {error}") from None
 
 
-def _check_arguments(kept: Kept, extra: Any, dtype: Any) -> None:
+def _check_arguments(kept: Kept, extra: object, dtype: object) -> None:
     if extra is not None and not isinstance(extra, Mapping):
         raise TypeError(f"extra must be a dict, got {type(extra).__name__}")
     if dtype is not None:

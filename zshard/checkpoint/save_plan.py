@@ -83,7 +83,7 @@ class SaveRequest(NamedTuple):
     kept: Kept
     limit: int  # bytes in a file
     contents: list[Contents]  # of the model and, if given, the optimizer
-    extra: Any  # this rank's, encoded
+    extra: object  # this rank's, encoded
 
     def facts(self) -> list[Fact]:
         facts = [(name, repr(value)) for name, value in self.kept._asdict().items()]
@@ -145,7 +145,7 @@ def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module) -> SavePlan:
     return SavePlan(asked.target, asked.kept, files, pieces_of(files), texts, manifest, id, names)
 
 
-def _from_all(comm: _core.Comm, mine: Any) -> list[Any]:
+def _from_all(comm: _core.Comm, mine: object) -> list[object]:
     """The JSON values of all ranks, or only one if all are equal."""
     text = json.dumps(mine).encode()
     if len(set(comm.exchange(hashlib.sha256(text).digest()))) == 1:
