@@ -294,7 +294,7 @@ def _is_list(value: object) -> bool:
 
 def _named(key: object, names: Mapping[str, str]) -> Any:
     """A parameter's name; its number, where the file has no names (and numbers as text)."""
-    return int(key) if not names and str(key).isdecimal() else names[str(key)]
+    return int(str(key)) if not names and str(key).isdecimal() else names[str(key)]
 
 
 def _names_by_number(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:

@@ -42,6 +42,7 @@ from zshard.checkpoint.safetensors import (
 )
 from zshard.checkpoint.torch_file import (
     DTYPES,
+    NotPlainError,
     Record,
     Stored,
     are_sizes,
@@ -84,7 +85,9 @@ def read_metadata(found: Checkpoint, text: bytes, where: str, with_optimizer: bo
     try:
         metadata = parse(text)
     except ValueError as error:
-        raise CheckpointError(f"cannot read '{where}' as plain data: {error}") from None
+        more = "; save it again with torch's own planner and writer"
+        what = f"{error}{more if isinstance(error, NotPlainError) else ''}"
+        raise CheckpointError(f"cannot read '{where}' as plain data: {what}") from None
     if not isinstance(metadata, Record) or metadata.name != f"{_PREFIX}metadata.Metadata":
         raise CheckpointError(f"'{where}' is not torch.distributed.checkpoint metadata")
     try:

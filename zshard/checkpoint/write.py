@@ -210,7 +210,8 @@ def snapshot(model: nn.Module, pieces: Sequence[Piece]) -> list[Piece]:
     for piece, size in zip(pieces, sizes, strict=True):
         copy = buffer[at : at + piece.size].view(piece.dtype)
         done = 0
-        for run in runs(piece.values, piece.begin, piece.end, CHUNK):
+        limit = CHUNK // max(piece.dtype.itemsize, piece.values.element_size())
+        for run in runs(piece.values, piece.begin, piece.end, limit):
             copy[done : done + run.numel()].copy_(run, non_blocking=True)
             done += run.numel()
         made.append(piece._replace(values=copy, begin=0, end=copy.numel()))
