@@ -346,7 +346,7 @@ def saved_and_loaded(folder, saving, loading):
 @pytest.mark.parametrize("file", ["state.pt", "rank0.pt"])
 def test_state_dicts(pool2, file, tmp_path):
     saving, loading = (block for block in BLOCKS if file in block)
-    assert pool2.run_block(saved_and_loaded, tmp_path, saving, loading) == [([], True)] * 2
+    assert pool2.run(saved_and_loaded, tmp_path, saving, loading) == [([], True)] * 2
 
 
 def test_each_block_is_run():

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from safetensors import deserialize
 
 from zshard import _core
-from zshard.checkpoint import save_plan as layout
+from zshard.checkpoint import save_plan
 from zshard.checkpoint.contents import HeldElements, Item
 from zshard.checkpoint.manifest import BLOCK
 from zshard.checkpoint.safetensors import CODES
@@ -57,12 +57,12 @@ def worlds(draw):
 @given(worlds())
 def test_every_byte_is_written_once_by_a_rank_that_has_it(case):
     world, limit = case
-    files = layout.lay_out(world[0], "model", limit)
+    files = save_plan.lay_out(world[0], "model", limit)
     written = Counter()
     for items in world:
-        own = layout.lay_out(items, "model", limit)
+        own = save_plan.lay_out(items, "model", limit)
         assert [file[:3] for file in own] == [file[:3] for file in files]
-        for piece in layout.pieces_of(own):
+        for piece in save_plan.pieces_of(own):
             offset = next(o for item, o in own[piece.file].places if _has(item, piece))
             held = next(item.held for item, _ in own[piece.file].places if _has(item, piece))
             size = piece.dtype.itemsize
@@ -85,10 +85,10 @@ def test_ranks_that_have_the_same_write_as_much(case):
     world, limit = case
     totals = {}
     for items in world:
-        files = layout.lay_out(items, "model", limit)
+        files = save_plan.lay_out(items, "model", limit)
         held = {id(i.held.values): i.held for i in items if i.held is not None}
         shares = Counter(dict.fromkeys({h.group for h in held.values()}, 0))
-        for piece in layout.pieces_of(files):
+        for piece in save_plan.pieces_of(files):
             group = held[id(piece.values)].group
             shares[group] += (piece.end - piece.begin) * piece.dtype.itemsize
         for each in held.values():
@@ -101,11 +101,11 @@ def test_ranks_that_have_the_same_write_as_much(case):
 @given(worlds())
 def test_files_are_valid_and_not_too_large(case):
     world, limit = case
-    files = layout.lay_out(world[0], "some", limit, {"other": "t0"})
+    files = save_plan.lay_out(world[0], "some", limit, {"other": "t0"})
     names = []
     for i, file in enumerate(files):
         data = file.header + bytes(file.size - len(file.header))
-        assert len(file.header) % layout.ALIGN == 0
+        assert len(file.header) % save_plan.ALIGN == 0
         found = dict(deserialize(data))
         sizes = {item.name: len(found[item.name]["data"]) for item, _ in file.places}
         assert len(sizes) == len(found)
@@ -121,7 +121,7 @@ def test_files_are_valid_and_not_too_large(case):
             assert offset % item.dtype.itemsize == 0
         names += sizes
     assert sorted(names) == sorted(item.name for item in world[0])
-    told = json.loads(layout.index_of(files))
+    told = json.loads(save_plan.index_of(files))
     assert told["weight_map"] == {i.name: file.name for file in files for i, _ in file.places}
     assert told["metadata"]["total_size"] == sum(f.size - len(f.header) for f in files)
 
@@ -129,16 +129,16 @@ def test_files_are_valid_and_not_too_large(case):
 def test_files_are_split_as_hugging_face_does():
     items = [Item(n, (4,), torch.float32, None) for n in "abcde"]
     items.insert(2, Item("large", (100,), torch.float32, None))
-    names = [[i.name for i, _ in f.places] for f in layout.lay_out(items, "model", 32)]
+    names = [[i.name for i, _ in f.places] for f in save_plan.lay_out(items, "model", 32)]
     assert names == [["a", "b"], ["large"], ["c", "d"], ["e"]]
 
 
 def test_a_header_that_nobody_would_read(monkeypatch):
-    monkeypatch.setattr(layout, "HEADER_LIMIT", 5000)
+    monkeypatch.setattr(save_plan, "HEADER_LIMIT", 5000)
     items = [Item(f"t{i}", (1,), torch.float32, None) for i in range(30)]
     with pytest.raises(ValueError, match=r"'model.safetensors' .* a smaller max_shard_size"):
-        layout.lay_out(items, "model", 1000)
-    assert len(layout.lay_out(items, "model", 40)) == 3
+        save_plan.lay_out(items, "model", 1000)
+    assert len(save_plan.lay_out(items, "model", 40)) == 3
 
 
 SIZES = {5: 5, "5": 5, "5GB": 5 * 10**9, "200 MiB": 200 * 2**20, "1.5kb": 1500, " 1TiB ": 2**40}
@@ -146,19 +146,19 @@ SIZES = {5: 5, "5": 5, "5GB": 5 * 10**9, "200 MiB": 200 * 2**20, "1.5kb": 1500, 
 
 @pytest.mark.parametrize("text", SIZES)
 def test_sizes(text):
-    assert layout.bytes_in(text) == SIZES[text]
+    assert save_plan.bytes_in(text) == SIZES[text]
 
 
 @pytest.mark.parametrize("text", ["", "GB", "5XB", "-5GB", "0", 0, -1, "5 GB more", "1e3"])
 def test_what_is_no_size(text):
     with pytest.raises(ValueError, match=r"max_shard_size=.* is not a size"):
-        layout.bytes_in(text)
+        save_plan.bytes_in(text)
 
 
 @pytest.mark.parametrize("text", [None, 1.5, True, b"5GB"])
 def test_what_cannot_be_a_size(text):
     with pytest.raises(TypeError, match="max_shard_size must be a number of bytes"):
-        layout.bytes_in(text)
+        save_plan.bytes_in(text)
 
 
 # --- checksums ------------------------------------------------------------------------------------
@@ -179,11 +179,13 @@ def test_checksums_of_pieces_are_put_together(cuts, random):
     rows = cut(DATA, cuts)
     random.shuffle(rows)
     whole = [_core.crc32c(DATA[i : i + BLOCK]) for i in range(0, len(DATA), BLOCK)]
-    assert layout.record_of("x", len(DATA), rows) == (layout.FileRecord(len(DATA), tuple(whole)))
-    one, other = layout.joined(rows[::2]), layout.joined(rows[1::2])
+    assert save_plan.record_of("x", len(DATA), rows) == (
+        save_plan.FileRecord(len(DATA), tuple(whole))
+    )
+    one, other = save_plan.joined(rows[::2]), save_plan.joined(rows[1::2])
     assert len(one) <= len(rows[::2])
-    assert layout.record_of("x", len(DATA), one + other).checksums == tuple(whole)
-    assert len(layout.joined(rows)) == len(whole)
+    assert save_plan.record_of("x", len(DATA), one + other).checksums == tuple(whole)
+    assert len(save_plan.joined(rows)) == len(whole)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +196,7 @@ def test_what_was_not_written_once_is_an_error(change):
     with pytest.raises(
         RuntimeError, match=r"'x' \(\d+ bytes\) was not written exactly once at byte"
     ):
-        layout.record_of("x", len(DATA), change(rows))
+        save_plan.record_of("x", len(DATA), change(rows))
 
 
 # --- extra ----------------------------------------------------------------------------------------

@@ -220,32 +220,6 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
 # --- the shim itself -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "says"),
-    [
-        ((1, "EWHATEVER"), ValueError, "there is no fault 'EWHATEVER'"),
-        ((1,), ValueError, "there is no fault ''"),
-        ((-1, "EIO"), ValueError, "no call is number -1"),
-        ((1, "EIO", 0), ValueError, "0 times"),
-        ((2**63 - 1, "EIO", 2), ValueError, "no call is number"),
-        (("1", "EIO"), TypeError, "int"),
-        ((), TypeError, "argument"),
-    ],
-)
-def test_faults_refuse(arguments: tuple, error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=says):
-        file_faults(*arguments)
-
-
-def test_faults_are_over_when_told_so(tmp_path: Path) -> None:
-    file_faults(1, "EIO", 1000)
-    with pytest.raises(OSError):
-        _core.make_folder(tmp_path / "a")
-    assert file_faults(0) == 1
-    _core.make_folder(tmp_path / "a")
-    assert file_faults(0) == 1
-
-
 def test_faults_at_several_calls(tmp_path: Path) -> None:
     file_faults(2, "ENOSPC", 2)
     outcomes = []

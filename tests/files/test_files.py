@@ -101,13 +101,6 @@ def test_two_ranks_write_one_file(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == whole
 
 
-def test_write_beyond_the_end_lets_it_grow(tmp_path: Path) -> None:
-    with File.create(tmp_path / "a", 10) as file:
-        file.write([(8, b"12345")], BLOCK)
-        assert file.size == 13
-    assert (tmp_path / "a").read_bytes() == bytes(8) + b"12345"
-
-
 @pytest.mark.parametrize("offset", [(2 << 30) - 3, (5 << 30) + 1, 1 << 40])
 def test_offsets_beyond_32_bits(tmp_path: Path, offset: int) -> None:
     path = tmp_path / "sparse"
@@ -306,13 +299,6 @@ def test_paths_of_any_bytes(tmp_path: Path) -> None:
     assert exists.value.filename == os.fsdecode(raw)
 
 
-def test_no_file_but_by_its_constructors() -> None:
-    with pytest.raises(TypeError):
-        File()
-    with pytest.raises(TypeError):
-        File.read("no file", [])
-
-
 CALLS: dict[str, Callable[[File], object]] = {
     "size": lambda file: file.size,
     "read": lambda file: file.read([(0, bytearray(1))]),
@@ -422,21 +408,6 @@ def test_close_while_another_thread_reads(large: File) -> None:
         large.close()
     thread.join()
     large.close()
-
-
-def test_two_threads_read_one_handle(tmp_path: Path) -> None:
-    data = noise(8 << 20)
-    rooms = [bytearray(4 << 20), bytearray(4 << 20)]
-    with File.open(write(tmp_path / "a", data)) as file:
-        threads = [
-            threading.Thread(target=file.read, args=[[(k << 22, room)]])
-            for k, room in enumerate(rooms)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert b"".join(rooms) == data
 
 
 def test_other_threads_run_meanwhile(large: File) -> None:

@@ -251,6 +251,7 @@ _PLAIN: dict[str, Callable[..., object] | None] = {
     "collections.deque": _list,
     **{f"{b}.{name}": _list for b in _BUILTINS for name in ("set", "frozenset")},
     **{f"{b}.{name}": None for b in _BUILTINS for name in ("int", "long", "float", "list", "dict")},
+    "builtins.getattr": None,  # how some versions of Python write members of an Enum
     **{f"numpy.{core}.multiarray.scalar": _number for core in ("_core", "core")},
     "numpy.dtype": None,
 }
