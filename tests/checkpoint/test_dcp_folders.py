@@ -6,7 +6,6 @@ What is loaded is what torch's own loading gives, and no pickle in the folder is
 from __future__ import annotations
 
 import ast
-import contextlib
 import copy
 import functools
 import os
@@ -32,11 +31,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import zshard
 from zshard import CheckpointError
-from zshard.checkpoint.foreign import dcp as dcp_of_zshard
-from zshard.checkpoint.foreign import pickled
-from zshard.checkpoint.foreign.pickled import parse
+from zshard.checkpoint import torch_file
+from zshard.checkpoint.load import Reader
 from zshard.checkpoint.opening import opened
-from zshard.checkpoint.reader import Reader
+from zshard.checkpoint.torch_file import parse
 
 C10D = ("shard_grad_op", "c10d")
 
@@ -279,11 +277,11 @@ def refused(folder, words):
 def test_a_pickle_that_would_run_something(folder, tmp_path):
     sign = tmp_path / "ran"
     right = (folder / ".metadata").read_bytes()
-    (folder / ".metadata").write_bytes(pickle.dumps(Evil(sign)))
-    refused(folder, "is not torch.distributed.checkpoint metadata")
-    for protocol in (0, 1, 2, 4):
+    for protocol in (0, 2, 4):
         (folder / ".metadata").write_bytes(pickle.dumps(Evil(sign), protocol=protocol))
-        refused(folder, r"\.metadata'")
+        refused(folder, "as plain data: it contains posix.system")
+    (folder / ".metadata").write_bytes(pickle.dumps({}))
+    refused(folder, "is not torch.distributed.checkpoint metadata")
     (folder / ".metadata").write_bytes(right)
     dcp.save(
         {"model": dict(Two().state_dict()), "step": Evil(sign)}, checkpoint_id=folder, no_dist=True
@@ -405,10 +403,10 @@ def test_truncated_metadata(folder):
         refused(folder, "cannot read .* as plain data")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_any_pickle_is_data_or_an_error(data):
-    """Of what Python can pickle, plain data comes back; what is changed is an error or data."""
+def test_any_data_comes_back(data):
+    """Of what Python can pickle, plain data comes back. (fuzz_checkpoint.py changes pickles.)"""
     leaf = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
     inner = st.recursive(
         leaf | st.binary(),
@@ -416,17 +414,13 @@ def test_any_pickle_is_data_or_an_error(data):
         max_leaves=10,
     )
     value = data.draw(inner)
-    text = bytearray(pickle.dumps(value, protocol=data.draw(st.sampled_from([2, 3, 4, 5]))))
-    if b"bytes" not in text and b"_codecs" not in text:  # protocol 2 calls functions for bytes
-        assert parse(bytes(text)) == value
-    for _ in range(3):
-        text[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.integers(0, 255))
-    with contextlib.suppress(ValueError):
-        parse(bytes(text))
+    text = pickle.dumps(value, protocol=data.draw(st.sampled_from([2, 3, 4, 5])))
+    if b"bytes" not in text:  # protocol 2 calls bytes() for b""
+        assert parse(text) == value
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_folders_with_changed_bytes(folder, data):
@@ -449,22 +443,22 @@ def test_folders_with_changed_bytes(folder, data):
 def test_nothing_in_the_package_can_run_a_pickle():
     """No module of checkpoints imports what would, or calls it; but for Python's unpickler in one
     module, whose subclass looks up no name."""
-    folder = Path(dcp_of_zshard.__file__).parent
+    folder = Path(torch_file.__file__).parent
     names, used = set(), set()
     for file in folder.glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Import):
                 imported = {alias.name for alias in node.names}
-                names |= imported - {"pickle"} if file.name == "pickled.py" else imported
+                names |= imported - {"pickle"} if file.name == "torch_file.py" else imported
             elif isinstance(node, ast.ImportFrom):
                 names.add(str(node.module))
             elif isinstance(node, ast.Call):
                 names.add(ast.unparse(node.func))
             elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pickle":
                 used.add(node.attr)
-    assert "pickletools.genops" in names and len(names) > 100
+    assert "zipfile.ZipFile" in names and len(names) > 100
     bad = {"pickle", "marshal", "shelve", "torch.load", "eval", "exec", "compile", "__import__"}
     assert not names & bad
-    assert {each for each in used if not each.isupper()} == {"Unpickler", "PickleError"}
+    assert {each for each in used if not each.isupper()} == {"_Unpickler"}
     own = {"find_class", "persistent_load"}
-    assert own <= vars(pickled._Unpickler).keys() and "super().find_class" not in names
+    assert own <= vars(torch_file._Unpickler).keys() and "super().find_class" not in names

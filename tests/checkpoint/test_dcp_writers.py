@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor
 import zshard
 from zshard import FSDP, CheckpointError
 from zshard.__main__ import main
-from zshard.checkpoint.foreign.pickled import parse
+from zshard.checkpoint.torch_file import parse
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch has many, of its own FSDP1 above all
 

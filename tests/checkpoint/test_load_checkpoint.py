@@ -1,19 +1,24 @@
-"""zshard.load of what zshard.save has written: any strategy and number of ranks into any other.
+"""zshard.load of what zshard.save wrote, at any number of ranks; the examples of docs/checkpoints.md.
 
-Whole tensors are compared, to the bit, with what the model and the optimizer had that
-were saved; and where the ranks are as many, training goes on as if it had never stopped.
+A run that resumes has the bits of one that went on.
 """
 
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from compare import assert_same
 from models import CASES, Net, Tied, differences, make, make_optimizer, wrapped
 from optim_states import FULL, differ, go_on, rank, trained, wrap
 from spawn import RankPool
 from torch import nn
+from torch.distributed.fsdp import FullStateDictConfig
 
 import zshard
 from zshard import FSDP, MixedPrecision, Offload, fully_shard
@@ -111,38 +116,6 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_on(pool2, name, combination
 def test_a_resumed_run_in_groups(pool4, strategy, tmp_path):
     found = pool4.run(resumed, str(tmp_path / "x"), "tied", "zshard.AdamW", (strategy, 2, 2))
     assert found == [[]] * 4
-
-
-def on_its_rows(path, strategy, steps, load):
-    """Trains on this rank's share of batches that are the same for any number of ranks; the values
-    of the parameters in the end."""
-    torch.manual_seed(3 if load else 1)
-    model = nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 5))
-    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    model = FSDP(model, strategy=strategy, auto_wrap_policy={nn.Linear})
-    optimizer = zshard.AdamW(model.parameters(), lr=0.01)
-    if load:
-        zshard.load(path, model, optimizer)
-    for step in steps:
-        batch = torch.randn(12, 7, generator=torch.Generator().manual_seed(step))
-        own = batch.chunk(world)[rank()]
-        model(own).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    if not load:
-        zshard.save(path, model, optimizer)
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_training_goes_on_at_another_number_of_ranks(pools, world, tmp_path):
-    """As one that was not interrupted, but for how sums are rounded."""
-    through = on_its_rows(str(tmp_path / "through"), "full_shard", range(4), False)
-    run(pools, world, on_its_rows, str(tmp_path / "x"), "full_shard", range(2), False)
-    for into, strategy in ((1, "no_shard"), (2, "zero1"), (3, "shard_grad_op"), (4, "full_shard")):
-        ended = run(pools, into, on_its_rows, str(tmp_path / "x"), strategy, range(2, 4), True)[0]
-        for name, value in through.items():
-            torch.testing.assert_close(ended[name], value, rtol=1e-4, atol=1e-6)
 
 
 def with_options(path, how):
@@ -285,3 +258,98 @@ def behind_a_save(path):
 
 def test_a_save_that_is_under_way_is_waited_for(pool2, tmp_path):
     assert pool2.run(behind_a_save, str(tmp_path / "x")) == [(2, [])] * 2
+
+
+# --- the examples of docs/checkpoints.md ----------------------------------------------------------
+
+
+TEXT = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.S)
+
+
+def reader_names() -> dict[str, Any]:
+    model = FSDP(nn.Sequential(nn.Linear(3, 3), nn.Dropout()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 50)
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "zshard": zshard}
+
+
+def step_of(names: dict[str, Any]) -> None:
+    names["optimizer"].zero_grad()
+    names["model"](torch.randn(2, 3)).sum().backward()
+    names["optimizer"].step()
+    names["scheduler"].step()
+
+
+def run_block(text: str, steps: int) -> dict[str, Any]:
+    names = reader_names()
+    exec(text.replace("...", "step_of(globals())"), {**names, "steps": steps, "step_of": step_of})
+    return dict(names["model"].state_dict())
+
+
+def test_a_run_goes_on(tmp_path, monkeypatch):
+    (text,) = (block for block in BLOCKS if "for step in" in block)
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    torch.manual_seed(3)
+    wanted = run_block(text, 500)
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path / "b")
+    torch.manual_seed(3)
+    run_block(text, 250)  # which is lost from step 200 on
+    torch.manual_seed(4)
+    found = run_block(text, 500)
+    assert differences(found, wanted) == []
+    assert sorted(path.name for path in Path("checkpoints").iterdir()) == [
+        f"step-00000{number}" for number in (300, 400, 500)
+    ]
+
+
+def test_a_model_from_the_meta_device(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    (text,) = (block for block in BLOCKS if '"meta"' in block)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 9}
+    config = transformers.LlamaConfig(**sizes, **heads, bos_token_id=1, eos_token_id=1)
+    monkeypatch.chdir(tmp_path)
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained("llama")
+    names = {"torch": torch, "zshard": zshard, "FSDP": FSDP, "config": config}
+    names["LlamaForCausalLM"] = transformers.LlamaForCausalLM
+    exec(text, names)
+    ids = torch.arange(6).reshape(2, 3)
+    assert_same(names["model"](ids).logits, model(ids).logits, "the logits")
+
+
+# --- state dicts ----------------------------------------------------------------------------------
+
+
+def saved_and_loaded(folder, saving, loading):
+    """Trains, runs a block that saves and, with another model, one that loads: the differences
+    between both models and optimizers, and whether the load changed anything."""
+    names = {"FullStateDictConfig": FullStateDictConfig, "FSDP": FSDP, "torch": torch}
+    names["rank"] = dist.get_rank()
+    ours, theirs = reader_names(), reader_names()
+    step_of(ours)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        exec(saving, {**names, **ours})
+        dist.barrier()
+        before = theirs["model"].state_dict()
+        exec(loading, {**names, **theirs})
+    wanted = ours["model"].state_dict()
+    found = differences(theirs["model"].state_dict(), wanted)
+    found += differ(theirs["optimizer"].state_dict(), ours["optimizer"].state_dict())
+    return found, differences(before, wanted) != []
+
+
+@pytest.mark.parametrize("file", ["state.pt", "rank0.pt"])
+def test_state_dicts(pool2, file, tmp_path):
+    saving, loading = (block for block in BLOCKS if file in block)
+    assert pool2.run(saved_and_loaded, tmp_path, saving, loading) == [([], True)] * 2
+
+
+def test_each_block_is_run():
+    marks = ("for step in", '"meta"', "state.pt", "rank0.pt")
+    assert [sum(mark in block for block in BLOCKS) for mark in marks] == [1, 1, 2, 2]
+    assert len(BLOCKS) == 6

@@ -1,20 +1,26 @@
-"""zshard.load: safetensors files into sharded models, each rank its own parts.
+"""zshard.load of files that others wrote, and what each rank reads of a file.
 
-The files are written from a plain model by the reference implementation; a sharded
-model that was loaded from them has that model's values, to the bit.
+The values are those of the files, whatever the strategy and the number of ranks. Every call on
+files can be logged, so what a rank has read is known to the byte: the ranks of a host verify what
+they are going to read, so the host reads each block once from the disk.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
+import random
+from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
-from meshes import mesh_of
+from meshes import on_two_hosts
 from models import CASES, COMBINATIONS, Net, differences, make, sharded, train, wrapped
+from optim_states import rank
+from power_cut import logged, read_log
 from safetensors.torch import save_file
 from scenarios import Stack, message_of
 from spawn import ranks
@@ -22,7 +28,10 @@ from torch import nn
 
 import zshard
 from benchmarks.memory import high_water, reset_high_water, trim
-from zshard import FSDP, MixedPrecision
+from zshard import FSDP
+from zshard.checkpoint.contents import ranks_of
+from zshard.checkpoint.manifest import BLOCK, data_runs, own_runs
+from zshard.checkpoint.opening import opened
 from zshard.checkpoint.safetensors import OpenFile
 
 
@@ -61,42 +70,6 @@ def test_the_values_are_those_of_the_files(pool, name, files, tmp_path):
     for combination in COMBINATIONS:
         found = pool.run(loaded, name, combination, path)
         assert found == [[]] * pool.world, combination
-
-
-def goes_on(strategy, options, path):
-    """What differs after some training from a model that was loaded by nn.Module's method."""
-    states, case = [], CASES["net"]
-    for from_file in (False, True):
-        model = FSDP(make(Net), strategy=strategy, auto_wrap_policy=case.policy, **options())
-        optimizer = zshard.AdamW(model.parameters(), lr=0.01)
-        train(model, case, optimizer, dist.get_rank(), 2)
-        if from_file:
-            zshard.load(path, model)
-        else:
-            model.load_state_dict(of_case("net"))
-        train(model, case, optimizer, dist.get_rank(), 2)
-        states.append(copy.deepcopy(model.state_dict()))
-    return differences(*states)
-
-
-def over_c10d_low():
-    return {"transport": "c10d", "mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
-
-
-def on_a_mesh():
-    return {"transport": "c10d", "device_mesh": mesh_of(2, 2)}
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard", "zero1"])
-def test_training_goes_on(pool2, strategy, tmp_path):
-    path = write(tmp_path / "x", of_case("net"))
-    assert pool2.run(goes_on, strategy, over_c10d_low, path) == [[], []]
-
-
-@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
-def test_training_goes_on_in_groups(pool4, strategy, tmp_path):
-    path = write(tmp_path / "x", of_case("net"))
-    assert pool4.run(goes_on, strategy, on_a_mesh, path) == [[]] * 4
 
 
 def test_in_a_world_of_one(tmp_path):
@@ -308,20 +281,6 @@ def test_an_error_while_reading_is_one_on_all_ranks(pool2, tmp_path):
         assert "Input/output error" in said and "model.safetensors" in said and wrong == []
 
 
-def shrinks(path):
-    """A file that becomes shorter once it has been checked."""
-    model = wrapped(Stack, ("full_shard", "shm"))
-    model._register_load_state_dict_pre_hook(lambda *_: os.truncate(path, 3000))
-    return message_of(lambda: zshard.load(path, model), ValueError)
-
-
-def test_a_file_that_shrinks_is_an_error(pool2, tmp_path):
-    path = write(tmp_path / "x", make(Stack, 7).state_dict()) + "/model.safetensors"
-    assert os.path.getsize(path) > 3000
-    for said in pool2.run(shrinks, path):
-        assert f"'{path}' ends at byte 3000, before byte" in said
-
-
 def open_files(path):
     model, known = wrapped(Stack, ("full_shard", "shm")), set(os.listdir("/proc/self/fd"))
     zshard.load(path, model)
@@ -348,3 +307,104 @@ def test_a_plain_model(tmp_path):
         model = Net()
     with pytest.raises(RuntimeError, match="cannot load into tensors on the meta device"):
         zshard.load(path, model)
+
+
+# --- who reads what -------------------------------------------------------------------------------
+
+
+WIDTH, LAYERS = 2048, 4
+WEIGHT = WIDTH * WIDTH * 4  # bytes: four blocks
+
+
+def layers(transport):
+    """Layers that are a unit each."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    return FSDP(model, auto_wrap_policy={nn.Linear}, transport=transport)
+
+
+def blocks_of(begin, end):
+    return set(range(begin // BLOCK, -(-end // BLOCK)))
+
+
+def blocks_read(path, folder, hosts):
+    """The blocks of the model's file that this rank reads, and how many bytes in all."""
+    with on_two_hosts() if hosts == 2 else contextlib.nullcontext():
+        model = layers("c10d")
+        zshard.save(path, model)
+        log = folder / f"{rank()}.log"
+        with logged(log):
+            assert zshard.load(path, model).verified
+    found, size, paths = set(), 0, {}
+    for call in read_log(log):
+        if call.name == "open" and call.error == 0:
+            paths[call.fd] = call.path
+        elif call.name == "read" and paths[call.fd].endswith("model.safetensors"):
+            found |= blocks_of(call.offset, call.offset + call.length)
+            size += call.length
+    return found, size
+
+
+@ranks(4)
+def test_a_host_checks_what_it_is_going_to_read(pool, tmp_path):
+    told = pool.run(blocks_read, tmp_path / "saved", tmp_path, 2)
+    for host in (0, 1):
+        own = set()
+        for layer in range(LAYERS):
+            begin = 4096 + layer * WEIGHT + WEIGHT * host // 2
+            own |= blocks_of(begin, begin + WEIGHT // 2)
+        found = set.union(*(blocks for blocks, _ in told[2 * host : 2 * host + 2]))
+        assert own <= found <= own | {0}, host  # all ranks read the header
+
+
+@ranks(2, 4)
+def test_ranks_share_the_work(pool, tmp_path):
+    for number, (_, size) in enumerate(pool.run(blocks_read, tmp_path / "saved", tmp_path, 1)):
+        mine = LAYERS * WEIGHT // pool.world  # once to be checked, once into place
+        assert 2 * mine - BLOCK <= size <= 2 * mine + 2 * BLOCK, number
+
+
+def who_checks(path, seed, hosts):
+    """(file, block) that this rank wants, and those that it is to check; and all."""
+    model = layers("c10d")
+    if seed == 0:
+        zshard.save(path, model, max_shard_size="40MB")
+    chance = random.Random(f"{seed} {rank()}")
+    with opened(path) as found:
+        files, records = found.files, found.manifest.files
+        wanted, touched = [], set()
+        for name, file in files.items():
+            for _ in range(chance.randrange(3) if name.endswith(".safetensors") else 0):
+                begin = chance.randrange(file.size)
+                end = chance.randrange(begin, min(begin + 3 * BLOCK, file.size) + 1)
+                wanted.append((file, begin, end))
+                if begin < end:
+                    touched |= {(name, at) for at in blocks_of(begin, end)}
+        host = f"host {rank() % hosts}"
+        mine = own_runs(ranks_of(model), files, records, wanted, host)
+        return touched, names_of(mine), set(names_of(data_runs(files, records)))
+
+
+def names_of(runs):
+    return [(run.file.path.rpartition("/")[2], at) for run in runs for at in range(*run[2:])]
+
+
+@pytest.mark.sampled(1)
+@ranks(1, 3, 4)
+def test_each_block_is_checked_once(pool, tmp_path):
+    for seed in range(8):
+        hosts = min(1 + seed % 3, pool.world)
+        told = pool.run(who_checks, str(tmp_path / "saved"), seed, hosts)
+        everything = told[0][2]
+        assert len(everything) > 12
+        checked = Counter(block for _, mine, _ in told for block in mine)
+        assert checked == dict.fromkeys(everything, 1)
+        wants = [set().union(*(each[0] for each in told[host::hosts])) for host in range(hosts)]
+        count = Counter(block for want in wants for block in want)
+        alone = {block for block in everything if count[block] == 1}
+        for host, want in enumerate(wants):
+            near = [set(each[1]) for each in told[host::hosts]]
+            assert want & alone <= set().union(*near)
+            sizes = [len(mine & alone) for mine in near]
+            assert max(sizes) - min(sizes) <= 1
+        rest = [len(set(each[1]) - alone) for each in told]
+        assert max(rest) - min(rest) <= 1

@@ -185,13 +185,6 @@ def test_outcomes_of_a_file() -> None:
     assert (file.sure, file.pending, file.outcomes()) == (b"abd\0c", [], [b"abd\0c"])
 
 
-def test_lengths() -> None:
-    assert Length(2, at_least=True).apply(b"abc") == b"abc"
-    assert Length(2, at_least=False).apply(b"abc") == b"ab"
-    assert Length(5, at_least=False).apply(b"abc") == b"abc\0\0"
-    assert Write(2, b"x").apply(b"") == b"\0\0x"
-
-
 def test_log_has_every_call_and_its_outcome(root: Path) -> None:
     log = root.parent / "log"
     file_faults(0)
@@ -215,14 +208,6 @@ def test_log_has_every_call_and_its_outcome(root: Path) -> None:
     assert read_log(log) == calls, "it goes on when it has been told to end"
 
 
-def test_paths_with_line_ends_and_bytes(root: Path) -> None:
-    disk, log = Disk(root), root.parent / "log"
-    name = os.fsdecode(b"a\nb c\xff")
-    with logged(log):
-        put(root / name, b"\n\n create 1 2\n")
-    assert disk.replayed(log) == tree_of(root) == {"old": OLD, name: b"\n\n create 1 2\n"}
-
-
 def test_a_log_that_cannot_be_written_is_an_error(root: Path) -> None:
     with pytest.raises(FileNotFoundError):
         file_log(root / "none" / "log")
@@ -239,20 +224,6 @@ def test_what_goes_past_the_table_shows(root: Path) -> None:
         publish(root)
         (root / "new" / "c").touch()
     assert disk.replayed(log) != tree_of(root)
-
-
-def test_outside_the_folder_is_not_looked_at(root: Path) -> None:
-    disk, log = Disk(root), root.parent / "log"
-    with logged(log):
-        put(root.parent / "elsewhere", NEW)
-        _core.sync_folder(root.parent)
-        put(root / "here", NEW)
-    assert disk.replayed(log) == {"old": OLD, "here": NEW}
-    assert states_of(disk, log, root.parent / "cut") >= {("old",), ("here", "old")}
-
-
-def states_of(disk: Disk, log: Path, into: Path) -> set[tuple[str, ...]]:
-    return {tuple(sorted(os.listdir(state.folder))) for state in disk.states(log, into)}
 
 
 @pytest.fixture(autouse=True)

@@ -1,13 +1,13 @@
 """zshard.save: what is in the files, for every kind of model, strategy and optimizer.
 
 The files, as others read them, have the bits of the model's own state_dict() and of
-optim_state_dict(). What a state dict may have besides is in test_save_contents.py, what goes wrong in
-test_save_errors.py, folders in test_save_folders.py and test_checkpoint_folder.py.
+optim_state_dict().
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -95,33 +95,88 @@ def test_no_files_for_an_optimizer_without_state(tmp_path):
     assert manifest_in(tmp_path / "y").optimizer is None
 
 
-def of_some_parameters(folder):
+# --- ways to set a model up -----------------------------------------------------------------------
+
+
+def of_some_parameters():
     model = wrap("net", ("shard_grad_op", "c10d"))
     some = [p for name, p in model.named_parameters() if "blocks" in name]
     groups = [{"params": some[::2], "lr": 0.5}, {"params": some[1::2], "betas": (0.5, 0.6)}]
     optimizer = zshard.AdamW(groups, lr=0.01)
     train(model, CASES["net"], optimizer, rank(), 1)
-    return saved(folder, model, optimizer)
+    return model, optimizer
 
 
-def test_an_optimizer_of_some_parameters_in_groups(pool2, tmp_path):
-    assert pool2.run(of_some_parameters, tmp_path) == [[], []]
-
-
-def stepped_in_backward(folder):
+def stepped_in_backward():
     model = wrap("net", ("full_shard", "c10d"))
     optimizer = zshard.AdamW(model.parameters(), lr=0.01)
     model.optimizer_in_backward(optimizer)
     for step in range(2):
         loss_of(model(CASES["net"].batch(step, rank()))).backward()
-    return saved(folder, model, optimizer)
+    return model, optimizer
 
 
-def test_an_optimizer_in_backward(pool2, tmp_path):
-    assert pool2.run(stepped_in_backward, tmp_path) == [[], []]
+def by_fully_shard(transport):
+    with over(transport):
+        model = stack()
+    return step_of(model, floats(rank()))
 
 
-# --- ways to set a model up -----------------------------------------------------------------------
+def step_of(model, batch):
+    """The model and an optimizer after a step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    loss_of(model(batch)).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def in_a_plain_model():
+    """FSDP modules within a module that is none."""
+    torch.manual_seed(rank())
+    model = nn.Sequential(FSDP(make(Mlp)), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    return step_of(model, CASES["mlp"].batch(0, rank()))
+
+
+def ignored():
+    """Modules that zshard ignores are saved as rank 0 has them."""
+    torch.manual_seed(rank())
+    model = make(Stack, seed=rank())
+    model = FSDP(model, ignored_modules=[model.head], auto_wrap_policy={type(model.blocks[0])})
+    return step_of(model, floats(rank()))
+
+
+def not_wrapped():
+    """A plain model is saved as rank 0 has it."""
+    torch.manual_seed(rank())
+    return step_of(Mlp(), CASES["mlp"].batch(0, rank()))
+
+
+def from_meta():
+    with torch.device("meta"):
+        model = Mlp()
+    return FSDP(model, transport="c10d", auto_wrap_policy={nn.Linear}), None
+
+
+WAYS = {
+    "an optimizer of some parameters in groups": of_some_parameters,
+    "an optimizer in backward": stepped_in_backward,
+    "fully_shard over shm": functools.partial(by_fully_shard, "shm"),
+    "fully_shard over c10d": functools.partial(by_fully_shard, "c10d"),
+    "within a plain model": in_a_plain_model,
+    "a part of a model": lambda: (wrap("net", FULL).blocks[1], None),
+    "ignored modules": ignored,
+    "a plain model": not_wrapped,
+    "from the meta device": from_meta,
+}
+
+
+def in_that_way(way, folder):
+    return saved(folder, *WAYS[way]())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_set_a_model_up(pool2, way, tmp_path):
+    assert pool2.run(in_that_way, way, tmp_path) == [[], []]
 
 
 def low(combination, folder):
@@ -165,50 +220,6 @@ def test_a_save_between_forward_and_backward_changes_nothing(pool2, combination,
     assert pool2.run(between, combination, tmp_path) == [[], []]
 
 
-def by_fully_shard(folder):
-    found = []
-    for transport in ("shm", "c10d"):
-        with over(transport):
-            model = stack()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        loss_of(model(floats(rank()))).backward()
-        optimizer.step()
-        found += saved(folder, model, optimizer)
-    return found
-
-
-def test_fully_shard(pool2, tmp_path):
-    assert pool2.run(by_fully_shard, tmp_path) == [[], []]
-
-
-def in_a_plain_model(folder):
-    """FSDP modules within a module that is none; and a part of a sharded model."""
-    torch.manual_seed(rank())
-    model = nn.Sequential(FSDP(make(Mlp)), nn.BatchNorm1d(3), nn.Linear(3, 2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    loss_of(model(CASES["mlp"].batch(0, rank()))).backward()
-    optimizer.step()
-    return saved(folder, model, optimizer), saved(folder, wrap("net", FULL).blocks[1])
-
-
-def test_in_a_plain_model(pool2, tmp_path):
-    assert pool2.run(in_a_plain_model, tmp_path) == [([], [])] * 2
-
-
-def ignored(folder):
-    torch.manual_seed(rank())
-    model = make(Stack, seed=rank())
-    model = FSDP(model, ignored_modules=[model.head], auto_wrap_policy={type(model.blocks[0])})
-    optimizer = zshard.AdamW(model.parameters())
-    loss_of(model(floats(rank()))).backward()
-    optimizer.step()
-    return saved(folder, model, optimizer)
-
-
-def test_ignored_modules_are_those_of_rank_0(pool2, tmp_path):
-    assert pool2.run(ignored, tmp_path) == [[], []]
-
-
 def offloaded(kind, folder):
     model = FSDP(
         make(Wide), offload=to(str(folder), **OFFLOADS[kind]), auto_wrap_policy={nn.Linear}
@@ -225,35 +236,12 @@ def test_offload(pool2, kind, tmp_path):
     assert offloaded(kind, tmp_path) == []
 
 
-def from_meta(folder):
-    with torch.device("meta"):
-        model = Mlp()
-    model = FSDP(model, transport="c10d", auto_wrap_policy={nn.Linear})
-    return saved(folder, model)
-
-
-def test_from_the_meta_device(pool2, tmp_path):
-    assert pool2.run(from_meta, tmp_path) == [[], []]
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_that_is_not_wrapped(name, tmp_path):
     model = make(CASES[name].make)
     optimizer = make_optimizer("torch.AdamW", model)
     train(model, CASES[name], optimizer, 0, 2)
     assert saved(tmp_path, model, optimizer) == []
-
-
-def not_wrapped(folder):
-    torch.manual_seed(rank())
-    model = Mlp()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    train(model, CASES["mlp"], optimizer, rank(), 1)
-    return saved(folder, model, optimizer)
-
-
-def test_ranks_of_a_model_that_is_not_wrapped_save_that_of_rank_0(pool2, tmp_path):
-    assert pool2.run(not_wrapped, tmp_path) == [[], []]
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -315,11 +315,7 @@ BAD = {
         TypeError,
         "'a' is of dtype torch.complex128",
     ),
-    "a function": (
-        {"a": message_of},
-        TypeError,
-        "cannot save 'a': unsupported type function",
-    ),
+    "a function": ({"a": message_of}, TypeError, "cannot save 'a': unsupported type function"),
     "a number as name": ({1: torch.ones(3)}, TypeError, "keys must be strings, got 1"),
     "no name": ({"": torch.ones(3)}, ValueError, "'' is not a valid tensor name"),
     "the name of the notes": (

@@ -1,7 +1,7 @@
 """zshard.save: what goes wrong is the same kind of error on all ranks, and nothing has happened.
 
 After each failure the folder has what it had before, to the bit, and no more; the model
-trains on, and the next save is a good one.
+trains on, and the next save is a good one. An error about an argument names it and says what to do.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import os
 
 import pytest
 import torch
-from checkpoints import APART, bit_by_bit, inside, outcome, saved, tried, unlike
+from checkpoints import APART, bit_by_bit, inside, outcome, tried, unlike
 from file_faults import file_faults
-from models import CASES, Mlp, loss_of, make, wrapped
-from nursery import fork_ranks
-from optim_states import FULL, rank, trained
+from models import CASES, Mlp, loss_of, make
+from optim_states import rank, trained
+from torch import nn
 
 import zshard
 from zshard import FSDP
@@ -299,34 +299,55 @@ def test_each_call_that_fails(pool2, sufferer, what, overwrite, tmp_path):
     assert first[2] <= (24 if sufferer == 0 else 2)  # it deletes what there was, and its lock
 
 
-@pytest.mark.parametrize("what", ["EINTR", "short"])
-def test_calls_that_are_interrupted_go_on(tmp_path, what):
-    model = make(Mlp)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for nth in range(1, 200):
-        file_faults(nth, what)
-        found = outcome(lambda: saved(tmp_path, model, optimizer))
-        if file_faults(0) < nth:
-            break
-        assert found is None or (what == "EINTR" and found[0] is InterruptedError), (nth, found)
-    assert 30 < nth < 199 and inside(tmp_path) == ["x"]
+# --- paths and steps -----------------------------------------------------------------------------
 
 
-def dies(folder, victim, nth, combination):
-    model = wrapped(Mlp, combination)
-    zshard.save(folder / "old", model)
-    file_faults(nth if rank() == victim else 0, "kill")
-    found = outcome(lambda: zshard.save(folder / "new", model))
-    return found, inside(folder)
+PATHS = {
+    "none": (
+        None,
+        TypeError,
+        "path must be a string or a pathlib.Path, got None; zshard.latest_checkpoint",
+    ),
+    "bytes": (b"x", TypeError, "path must be a string or a pathlib.Path, got b'x'"),
+    "a number": (3, TypeError, "expected str, bytes or os.PathLike object, not int"),
+    "a NUL byte": ("a\0b", ValueError, r"path='a\x00b' contains a NUL byte"),
+}
 
 
-@pytest.mark.parametrize(("victim", "combination"), [(0, APART), (1, APART), (0, FULL)])
-def test_a_rank_that_is_killed(victim, combination, tmp_path):
-    results = fork_ranks(dies, 2, tmp_path, victim, 9 if victim == 0 else 3, combination)
-    assert results[victim].returncode == -9
-    (kind, text), names = results[1 - victim].value
-    assert kind is zshard.PeerError and f"rank {victim}" in text
-    hidden = [name for name in names if name != "old"]
-    assert len(hidden) == (2 if victim == 0 else 0), names  # its folder and its lock
-    zshard.save(tmp_path / "new", make(Mlp))
-    assert inside(tmp_path) == ["new", "old"]
+@pytest.mark.parametrize("case", PATHS)
+@pytest.mark.parametrize("call", [zshard.save, zshard.load])
+def test_no_path(call, case):
+    path, kind, text = PATHS[case]
+    with pytest.raises(kind) as caught:
+        call(path, nn.Linear(1, 1))
+    assert text in str(caught.value)
+
+
+def test_a_folder_that_is_to_be_made_first(tmp_path):
+    missing = tmp_path / "runs"
+    for path, options in ((missing / "x", {}), (missing / "run" / "x", {"step": 1})):
+        with pytest.raises(
+            FileNotFoundError, match=f"'{path.parent}.*does not exist; create it first"
+        ):
+            zshard.save(path, nn.Linear(1, 1), **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+STEPS = {
+    "text": ({"step": "7"}, TypeError, "step='7': 'str' object cannot be interpreted"),
+    "too large": ({"step": 2**63}, ValueError, "0 to 2**63 - 1, got 9223372036854775808"),
+    "keep_last": ({"step": 1, "keep_last": 1.5}, TypeError, "keep_last=1.5: 'float' object cannot"),
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_no_step(case, tmp_path):
+    options, kind, text = STEPS[case]
+    with pytest.raises(kind) as caught:
+        zshard.save(tmp_path, nn.Linear(1, 1), **options)
+    assert text in str(caught.value) and list(tmp_path.iterdir()) == []
+
+
+def test_the_largest_step(tmp_path):
+    zshard.save(tmp_path, nn.Linear(1, 1), step=torch.tensor(2**63 - 1))
+    assert zshard.load(tmp_path, nn.Linear(1, 1)).step == 2**63 - 1

@@ -1,25 +1,30 @@
-"""Which bytes of which files each rank writes: zshard/checkpoint/layout.py, without any model.
-
-Whoever has what, each byte of each file is written once, by a rank that has it, and ranks
-that have the same write the same amount.
+"""Which bytes of which files each rank writes (zshard/checkpoint/save_plan.py), and a script's own
+state as JSON and back (zshard/checkpoint/script_state.py); without any model.
 """
 
 from __future__ import annotations
 
+import collections
 import itertools
 import json
+import math
+import random
 from collections import Counter
 
+import numpy
 import pytest
 import torch
+from compare import assert_same
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import deserialize
 
 from zshard import _core
-from zshard.checkpoint import layout
+from zshard.checkpoint import save_plan
 from zshard.checkpoint.contents import HeldElements, Item
 from zshard.checkpoint.manifest import BLOCK
+from zshard.checkpoint.safetensors import CODES
+from zshard.checkpoint.script_state import decode, encode, rng_state, set_rng_state
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.uint8]
 
@@ -52,12 +57,12 @@ def worlds(draw):
 @given(worlds())
 def test_every_byte_is_written_once_by_a_rank_that_has_it(case):
     world, limit = case
-    files = layout.lay_out(world[0], "model", limit)
+    files = save_plan.lay_out(world[0], "model", limit)
     written = Counter()
     for items in world:
-        own = layout.lay_out(items, "model", limit)
+        own = save_plan.lay_out(items, "model", limit)
         assert [file[:3] for file in own] == [file[:3] for file in files]
-        for piece in layout.pieces_of(own):
+        for piece in save_plan.pieces_of(own):
             offset = next(o for item, o in own[piece.file].places if _has(item, piece))
             held = next(item.held for item, _ in own[piece.file].places if _has(item, piece))
             size = piece.dtype.itemsize
@@ -80,10 +85,10 @@ def test_ranks_that_have_the_same_write_as_much(case):
     world, limit = case
     totals = {}
     for items in world:
-        files = layout.lay_out(items, "model", limit)
+        files = save_plan.lay_out(items, "model", limit)
         held = {id(i.held.values): i.held for i in items if i.held is not None}
         shares = Counter(dict.fromkeys({h.group for h in held.values()}, 0))
-        for piece in layout.pieces_of(files):
+        for piece in save_plan.pieces_of(files):
             group = held[id(piece.values)].group
             shares[group] += (piece.end - piece.begin) * piece.dtype.itemsize
         for each in held.values():
@@ -96,11 +101,11 @@ def test_ranks_that_have_the_same_write_as_much(case):
 @given(worlds())
 def test_files_are_valid_and_not_too_large(case):
     world, limit = case
-    files = layout.lay_out(world[0], "some", limit, {"other": "t0"})
+    files = save_plan.lay_out(world[0], "some", limit, {"other": "t0"})
     names = []
     for i, file in enumerate(files):
         data = file.header + bytes(file.size - len(file.header))
-        assert len(file.header) % layout.ALIGN == 0
+        assert len(file.header) % save_plan.ALIGN == 0
         found = dict(deserialize(data))
         sizes = {item.name: len(found[item.name]["data"]) for item, _ in file.places}
         assert len(sizes) == len(found)
@@ -116,7 +121,7 @@ def test_files_are_valid_and_not_too_large(case):
             assert offset % item.dtype.itemsize == 0
         names += sizes
     assert sorted(names) == sorted(item.name for item in world[0])
-    told = json.loads(layout.index_of(files))
+    told = json.loads(save_plan.index_of(files))
     assert told["weight_map"] == {i.name: file.name for file in files for i, _ in file.places}
     assert told["metadata"]["total_size"] == sum(f.size - len(f.header) for f in files)
 
@@ -124,16 +129,16 @@ def test_files_are_valid_and_not_too_large(case):
 def test_files_are_split_as_hugging_face_does():
     items = [Item(n, (4,), torch.float32, None) for n in "abcde"]
     items.insert(2, Item("large", (100,), torch.float32, None))
-    names = [[i.name for i, _ in f.places] for f in layout.lay_out(items, "model", 32)]
+    names = [[i.name for i, _ in f.places] for f in save_plan.lay_out(items, "model", 32)]
     assert names == [["a", "b"], ["large"], ["c", "d"], ["e"]]
 
 
 def test_a_header_that_nobody_would_read(monkeypatch):
-    monkeypatch.setattr(layout, "HEADER_LIMIT", 5000)
+    monkeypatch.setattr(save_plan, "HEADER_LIMIT", 5000)
     items = [Item(f"t{i}", (1,), torch.float32, None) for i in range(30)]
     with pytest.raises(ValueError, match=r"'model.safetensors' .* a smaller max_shard_size"):
-        layout.lay_out(items, "model", 1000)
-    assert len(layout.lay_out(items, "model", 40)) == 3
+        save_plan.lay_out(items, "model", 1000)
+    assert len(save_plan.lay_out(items, "model", 40)) == 3
 
 
 SIZES = {5: 5, "5": 5, "5GB": 5 * 10**9, "200 MiB": 200 * 2**20, "1.5kb": 1500, " 1TiB ": 2**40}
@@ -141,19 +146,19 @@ SIZES = {5: 5, "5": 5, "5GB": 5 * 10**9, "200 MiB": 200 * 2**20, "1.5kb": 1500, 
 
 @pytest.mark.parametrize("text", SIZES)
 def test_sizes(text):
-    assert layout.bytes_in(text) == SIZES[text]
+    assert save_plan.bytes_in(text) == SIZES[text]
 
 
 @pytest.mark.parametrize("text", ["", "GB", "5XB", "-5GB", "0", 0, -1, "5 GB more", "1e3"])
 def test_what_is_no_size(text):
     with pytest.raises(ValueError, match=r"max_shard_size=.* is not a size"):
-        layout.bytes_in(text)
+        save_plan.bytes_in(text)
 
 
 @pytest.mark.parametrize("text", [None, 1.5, True, b"5GB"])
 def test_what_cannot_be_a_size(text):
     with pytest.raises(TypeError, match="max_shard_size must be a number of bytes"):
-        layout.bytes_in(text)
+        save_plan.bytes_in(text)
 
 
 # --- checksums ------------------------------------------------------------------------------------
@@ -174,11 +179,13 @@ def test_checksums_of_pieces_are_put_together(cuts, random):
     rows = cut(DATA, cuts)
     random.shuffle(rows)
     whole = [_core.crc32c(DATA[i : i + BLOCK]) for i in range(0, len(DATA), BLOCK)]
-    assert layout.record_of("x", len(DATA), rows) == (layout.FileRecord(len(DATA), tuple(whole)))
-    one, other = layout.joined(rows[::2]), layout.joined(rows[1::2])
+    assert save_plan.record_of("x", len(DATA), rows) == (
+        save_plan.FileRecord(len(DATA), tuple(whole))
+    )
+    one, other = save_plan.joined(rows[::2]), save_plan.joined(rows[1::2])
     assert len(one) <= len(rows[::2])
-    assert layout.record_of("x", len(DATA), one + other).checksums == tuple(whole)
-    assert len(layout.joined(rows)) == len(whole)
+    assert save_plan.record_of("x", len(DATA), one + other).checksums == tuple(whole)
+    assert len(save_plan.joined(rows)) == len(whole)
 
 
 @pytest.mark.parametrize(
@@ -189,4 +196,161 @@ def test_what_was_not_written_once_is_an_error(change):
     with pytest.raises(
         RuntimeError, match=r"'x' \(\d+ bytes\) was not written exactly once at byte"
     ):
-        layout.record_of("x", len(DATA), change(rows))
+        save_plan.record_of("x", len(DATA), change(rows))
+
+
+# --- extra ----------------------------------------------------------------------------------------
+
+
+_keys = st.one_of(st.text(max_size=5), st.integers(), st.tuples(st.integers()), st.none())
+_leaves = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(),
+    st.binary(),
+    st.frozensets(st.integers(), max_size=3),
+    st.sets(st.text(), max_size=3),
+)
+_values = st.recursive(
+    _leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(_keys, inner, max_size=3),
+    ),
+    max_leaves=8,
+)
+
+
+def same(a, b):
+    """Equal in values, NaN included."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and type(a) is type(b):
+        return len(a) == len(b) and all(map(same, a, b))
+    return repr(a) == repr(b) or a == b  # a set has no order
+
+
+@given(_values)
+def test_comes_back_through_json(value):
+    text = json.dumps(encode(value), allow_nan=False)
+    back = decode(json.loads(text))
+    assert type(back) is type(value)
+    assert same(back, value)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+)
+@pytest.mark.parametrize("shape", [(), (3,), (0, 2), (2, 3)])
+def test_tensors_keep_dtype_shape_and_bits(dtype, shape):
+    value = (torch.randn(shape) * 4).to(dtype)
+    back = decode(json.loads(json.dumps(encode(value))))
+    assert_same(back, value, "what comes back")
+    back.fill_(1)  # it is the caller's
+
+
+@pytest.mark.parametrize("dtype", CODES, ids=str)
+def test_tensors_of_every_dtype_that_a_file_can_have(dtype):
+    value = torch.arange(2).to(dtype)
+    back = decode(json.loads(json.dumps(encode(value))))
+    assert back.dtype == dtype
+    assert_same(back.view(torch.uint8), value.view(torch.uint8), "what comes back")
+
+
+def test_dtypes_themselves():
+    value = {"momentum_dtype": torch.bfloat16, "of": [torch.float8_e4m3fn, torch.complex128]}
+    assert decode(json.loads(json.dumps(encode(value)))) == value
+
+
+def test_views_that_say_how_to_read_their_memory():
+    value = torch.tensor([1 + 2j, 3 - 4j])
+    back = decode(json.loads(json.dumps(encode({"conj": value.conj(), "neg": value.conj().imag}))))
+    assert back["conj"].tolist() == [1 - 2j, 3 + 4j] and back["neg"].tolist() == [-2, 4]
+
+
+def test_arrays_and_numbers_of_numpy():
+    value = {
+        "a": numpy.arange(6, dtype=">i4").reshape(2, 3),
+        "n": numpy.float32(0.5),
+        "i": numpy.int64(7),
+    }
+    back = decode(json.loads(json.dumps(encode(value))))
+    assert numpy.array_equal(back["a"], value["a"]) and back["a"].dtype == value["a"].dtype
+    assert back["n"] == 0.5 and back["i"] == 7 and type(back["i"]) is int
+
+
+def test_state_of_schedulers():
+    """MultiStepLR has a Counter with whole numbers as keys."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5])
+    state = scheduler.state_dict()
+    back = decode(json.loads(json.dumps(encode(state))))
+    assert back == {**state, "milestones": dict(state["milestones"])}
+    assert isinstance(state["milestones"], collections.Counter)
+
+
+@pytest.mark.parametrize(
+    "value", [torch.nn.Linear(1, 1), object(), lambda: 0, {"x": [1, print]}, 1j]
+)
+def test_names_what_it_cannot_keep(value):
+    with pytest.raises(TypeError, match=r"^cannot save extra(\['x'\]\[1\])?: unsupported type"):
+        encode(value)
+
+
+def test_refuses_what_is_large():
+    with pytest.raises(ValueError, match=r"extra\['big'\] has 16777217 bytes.*buffer of the model"):
+        encode({"big": bytes(2**24 + 1)})
+    assert decode(json.loads(json.dumps(encode([2**8191, -(2**8191)])))) == [2**8191, -(2**8191)]
+    with pytest.raises(ValueError, match=r"extra\['big'\] is an integer of 8193 bits"):
+        encode({"big": 2**8192})
+
+
+def test_says_of_what_an_array_is():
+    with pytest.raises(TypeError, match=r"extra\['names'\]: unsupported type ndarray of <U1;"):
+        encode({"names": numpy.array(["a"])})
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"$object": 1},
+        {"$tuple": [1], "more": 2},
+        {"$tuple": 3},
+        {"$dict": [[1, 2, 3]]},
+        {"$dict": [[{"a": 1}, 2]]},
+        {"$bytes": "%%%"},
+        {"$bytes": 5},
+        {"$tensor": {"dtype": "qint8", "shape": [1], "data": "AA=="}},
+        {"$tensor": {"dtype": "int8", "shape": [2], "data": "AA=="}},
+        {"$tensor": {"dtype": "int16", "shape": [1], "data": "AA=="}},
+        {"$tensor": {"dtype": "int8", "shape": [-7], "data": ""}},
+        {"$array": {"dtype": "O", "shape": [1], "data": "AAAAAAAAAAA="}},
+        {"$float": "ten"},
+        {"$dtype": "qint8"},
+        {"$dtype": ["float32"]},
+    ],
+)
+def test_refuses_what_it_cannot_have_written(told):
+    with pytest.raises(ValueError):
+        decode({"here": [told]})
+
+
+def test_random_numbers_go_on_where_they_were():
+    state = decode(json.loads(json.dumps(encode(rng_state()))))
+    wanted = torch.rand(3).tolist(), random.random(), numpy.random.rand()
+    torch.rand(5), random.random(), numpy.random.rand()
+    set_rng_state(state)
+    assert (torch.rand(3).tolist(), random.random(), numpy.random.rand()) == wanted
+
+
+def test_random_state_of_something_else():
+    with pytest.raises(ValueError, match="unexpected key 'jax'"):
+        set_rng_state({"jax": 1})
+
+
+def test_floats_that_json_has_not():
+    back = decode(json.loads(json.dumps(encode([math.inf, -math.inf, math.nan]), allow_nan=False)))
+    assert back[:2] == [math.inf, -math.inf] and math.isnan(back[2])

@@ -8,7 +8,7 @@ input does not explain, and whatever the sanitizers see in the core, is a fault.
     make fuzz ARGS=-max_total_time=60                  # with sanitizers; the corpus stays in build/
     python tests/lib/fuzz_checkpoint.py CORPUS             # without; a folder, which is filled
 
-tests/checkpoint/test_fuzz_checkpoint.py runs the seeds, and the fuzzer for a moment where it is installed.
+tests/checkpoint/test_safetensors.py runs the seeds, and the fuzzer for a moment where it is installed.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ with (
     else contextlib.nullcontext()
 ):
     from zshard._errors import CheckpointError
-    from zshard.checkpoint import manifest, opening, safetensors
-    from zshard.checkpoint.checkpoint import Checkpoint, decode
-    from zshard.checkpoint.foreign import dcp, hf_shards, pickled, torch_file
+    from zshard.checkpoint import dcp, manifest, safetensors, torch_file
+    from zshard.checkpoint.checkpoint import Checkpoint, decode, optimizer_of_manifest
 
 import torch
 import torch.distributed.checkpoint
@@ -71,7 +70,7 @@ def a_manifest(data: bytes) -> None:
     """The text of a manifest; and what stands in one, with a right checksum."""
     with contextlib.suppress(CheckpointError):
         manifest.parse(data, NAME)
-    body = manifest.object_of(data, NAME)
+    body = safetensors.object_of(data, NAME, manifest.LIMIT)
     whole = {"crc32c": manifest._checksum(body), "checkpoint": body}
     made = manifest.parse(json.dumps(whole).encode(), NAME)
     assert all(Path(name).name == name for name in made.files)
@@ -79,12 +78,12 @@ def a_manifest(data: bytes) -> None:
         with contextlib.suppress(CheckpointError):
             decode(made.extra_of(rank), NAME)
     if made.optimizer is not None:
-        opening._optimizer_of(made.optimizer, {}, NAME)
+        optimizer_of_manifest(made.optimizer, {}, NAME)
 
 
 def a_pickle(data: bytes) -> None:
     with contextlib.suppress(ValueError):
-        pickled.parse(data)
+        torch_file.parse(data)
 
 
 _FOLDER = tempfile.TemporaryDirectory()
@@ -119,7 +118,7 @@ def parts(data: bytes) -> None:
     path.write_bytes(data)
     found = Checkpoint(_PARTS.name)
     try:
-        hf_shards.open_into(found)
+        dcp.open_shards_into(found)
         for entry in found.model.values():
             size = math.prod(entry.shape) * entry.dtype.itemsize
             assert size <= len(data)

@@ -1,7 +1,7 @@
 """README.md and docs/: their code runs, their links lead somewhere, and the README stays short.
 
 All Python blocks of a page, in their order, are one script, run by two ranks.
-(docs/checkpoints.md has names of its own: test_checkpoint_docs.py. docs/gpus.md and cuda_graphs.md
+(docs/checkpoints.md has names of its own: test_load_checkpoint.py. docs/gpus.md and cuda_graphs.md
 need a GPU. docs/trainers.md needs the trainers: tests/trainers.)
 """
 

@@ -4,22 +4,21 @@ A rank's shard of a parameter is one run of its row-major elements, so every ran
 writes and reads its own bytes of ordinary files, whatever the strategy and the number of ranks. A
 manifest, written last, lists the files of the checkpoint with their checksums.
 
-    manifest.py     zshard.json: the files of a checkpoint and their checksums
+    safetensors.py  files, their headers and indices, which are untrusted
+    manifest.py     zshard.json: the files of a checkpoint and their checksums; verifying them
     script_state.py a script's own state, as JSON
-    contents.py     what a model and an optimizer have to save, and which rank holds it
-    layout.py       the file and the offset of each tensor
-    save.py         saving: agree, stage, write, sync, commit
-    background.py   asynchronous saves: a snapshot, and a thread that writes it
-    write.py        writing tensors to a file, in place or a chunk at a time
     folder.py       checkpoint directories, locks, temporary folders
+
+    contents.py     what a model and an optimizer have to save, and which rank holds it
+    save_plan.py    the file and the offset of each tensor, and what this rank writes
+    write.py        writing tensors to a file, in place or a chunk at a time, or in a thread
+    save.py         saving: agree, stage, write, sync, commit
+
     checkpoint.py   the content of a checkpoint, whatever its format
+    torch_file.py   pickles and torch.save() files, read as data
+    dcp.py          folders of torch.distributed.checkpoint
     opening.py      opening a checkpoint; explaining what is not a checkpoint
-    safetensors.py  headers and indices, which are untrusted
-    foreign/        checkpoints of others: torch files, DCP folders, Hugging Face shards
-    verify.py       blocks and their checksums
-    reader.py       reading values into place
-    optimizer.py    loading an optimizer
     load.py         checking, verifying, reading, in this order on all ranks
-    progress.py     progress bars
+
     cli.py          python -m zshard ckpt
 """

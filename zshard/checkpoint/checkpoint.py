@@ -1,23 +1,29 @@
 """The content of a checkpoint, whatever its format: tensors by name, and where to read each one.
 
 Code that loads does not see the format. zshard checkpoints, safetensors files,
-Hugging Face folders and torch.distributed.checkpoint folders all become a Checkpoint.
+Hugging Face folders and torch.distributed.checkpoint folders all become a Checkpoint. Formats
+describe the state of an optimizer in several ways, which all become an OptimizerState.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
+from torch.optim import Optimizer
 
 from zshard._errors import CheckpointError
 from zshard.checkpoint import script_state
-from zshard.checkpoint.foreign.torch_file import NoDataError
-from zshard.checkpoint.manifest import Manifest
+from zshard.checkpoint.manifest import Manifest, dict_of
 from zshard.checkpoint.safetensors import OpenFile
+from zshard.checkpoint.torch_file import NoDataError
+from zshard.optim.sharded_state import params_of
+from zshard.units.names import plain_name
+
+KeyPath = tuple[Any, ...]  # keys of nested dicts and lists
 
 
 class Readable(Protocol):
@@ -39,17 +45,6 @@ class Readable(Protocol):
 
     def read_into(self, memory: memoryview, offset: int) -> None:
         """Fill `memory` with the tensor's bytes, in row-major order, from byte `offset` on."""
-
-
-@dataclass(frozen=True)
-class OptimizerState:
-    """The state of an optimizer, keyed by parameter name; by number, where a file has no names."""
-
-    kind: str | None  # the qualified name of its class
-    groups: list[dict[str, Any]]  # options, and parameter names under "params"
-    tensors: dict[str, dict[str, Readable]]  # {parameter: {"exp_avg": ..., ...}}
-    values: dict[str, dict[str, Any]]  # state that is not a tensor
-    options: dict[str, dict[str, Any]] | None = None  # instead of groups: options per parameter
 
 
 @dataclass
@@ -97,9 +92,218 @@ class Checkpoint:
             file.close()
 
 
-def decode(value: Any, path: str) -> Any:
+def decode(value: object, path: str) -> Any:
     """Call script_state.decode(); CheckpointError, which names the file, for invalid values."""
     try:
         return script_state.decode(value)
     except ValueError as error:
         raise CheckpointError(f"'{path}' is not a valid manifest: {error}") from None
+
+
+def is_extra_state(name: str) -> bool:
+    """Return whether it names the result of a module's get_extra_state(). set_extra_state() needs
+    values, so a tensor of that name is read at once, unlike others."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+# --- the state of an optimizer --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """The state of an optimizer, keyed by parameter name; by number, where a file has no names."""
+
+    kind: str | None  # the qualified name of its class
+    groups: list[dict[str, Any]]  # options, and parameter names under "params"
+    tensors: dict[str, dict[str, Readable]]  # {parameter: {"exp_avg": ..., ...}}
+    values: dict[str, dict[str, Any]]  # state that is not a tensor
+    options: dict[str, dict[str, Any]] | None = None  # instead of groups: options per parameter
+
+    def fitted(
+        self, optimizer: Optimizer, names: Mapping[int, str]
+    ) -> tuple[OptimizerState, list[str]]:
+        """Return the state by names and in param groups, and a list of what does not fit.
+
+        names: of the optimizer's parameters, by id.
+        """
+        told = self
+        problems: list[str] = []
+        if self.options is not None:
+            groups, problems = _groups_of(self.options, optimizer, names)
+            told = replace(told, groups=groups)
+        told, more = told._by_place(optimizer, names)
+        return told, problems + more
+
+    def _by_place(
+        self, optimizer: Optimizer, names: Mapping[int, str]
+    ) -> tuple[OptimizerState, list[str]]:
+        """Return the state by names where it has numbers: as in torch, the parameter is the one
+        with the same place in the param groups. And a list of what does not fit."""
+        listed = [number for group in self.groups for number in group["params"]]
+        if not listed or not all(type(number) is int for number in listed):
+            return self, []
+        theirs = [len(group["params"]) for group in self.groups]
+        ours = [len(group["params"]) for group in optimizer.param_groups]
+        known = {n: names[id(p)] for n, p in zip(listed, params_of(optimizer), strict=False)}
+        if theirs != ours or not known.keys() >= self.tensors.keys() | self.values.keys():
+            nothing = replace(self, groups=[{"params": []} for _ in ours], tensors={}, values={})
+            return nothing, [
+                f"it has param groups of {theirs} parameters, known by number, but the optimizer's "
+                f"have {ours}"
+            ]
+        groups = [{**group, "params": [known[n] for n in group["params"]]} for group in self.groups]
+        tensors = {known[n]: own for n, own in self.tensors.items()}
+        values = {known[n]: own for n, own in self.values.items()}
+        return replace(self, groups=groups, tensors=tensors, values=values), []
+
+
+def _groups_of(
+    options: Mapping[str, Mapping[str, Any]], optimizer: Optimizer, names: Mapping[int, str]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the optimizer's own param groups with the `options` of their parameters, and a list
+    of parameters whose options differ within a group."""
+    groups, problems = [], []
+    options = {plain_name(name): own for name, own in options.items()}
+    for i, group in enumerate(optimizer.param_groups):
+        own = [names[id(p)] for p in group["params"] if names[id(p)] in options]
+        first = options[own[0]] if own else {}
+        for name in own:
+            if options[name] != first:
+                problems.append(
+                    f"'{name}' and '{own[0]}' are both in param group {i}, but the checkpoint has "
+                    "different options for them"
+                )
+        groups.append({**first, "params": own})
+    return groups, problems
+
+
+def optimizer_of_manifest(
+    told: Mapping[str, Any], tensors: Mapping[str, Readable], where: str
+) -> OptimizerState:
+    """Return the optimizer's state as a manifest describes it; see contents.py. Raise
+    CheckpointError if the description is invalid or does not fit the tensors."""
+    left = dict(tensors)
+    state: dict[str, dict[str, Readable]] = {}
+    values: dict[str, dict[str, Any]] = {}
+    try:
+        groups = [
+            {**dict_of(decode(group["options"], where)), "params": _names(group["params"])}
+            for group in told["groups"]
+        ]
+        for name, own in told["state"].items():
+            state[name] = {key: left.pop(f"{name}.{key}") for key in _names(own["tensors"])}
+            values[name] = dict_of(decode(own["values"], where))
+        kind = _name(told["class"])
+    except KeyError as error:
+        raise CheckpointError(
+            f"'{where}' and the optimizer's files do not match: one of them lacks {error}"
+        ) from None
+    except (TypeError, AttributeError) as error:
+        raise CheckpointError(f"'{where}' has an invalid optimizer entry: {error}") from None
+    if left:
+        raise CheckpointError(f"'{where}' does not list the optimizer's tensor '{min(left)}'")
+    return OptimizerState(kind, groups, state, values)
+
+
+def _name(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected a name, got {value!r:.40}")
+    return value
+
+
+def _names(value: object) -> list[str]:
+    if not isinstance(value, list):
+        raise TypeError(f"expected a list, got {value!r:.40}")
+    return [_name(each) for each in value]
+
+
+def optimizer_of_paths(
+    tensors: Mapping[KeyPath, Readable], values: Mapping[KeyPath, Any], params: Sequence[str]
+) -> OptimizerState:
+    """Accept the forms of torch.distributed.checkpoint.state_dict: ("state", name, key) and
+    ("param_groups", i, option); or flat, ("state.name.key",) and ("param_groups.name.option",); and
+    that of optimizer.state_dict(), with numbers, for which the groups may give the names. Otherwise
+    raise KeyError or TypeError."""
+    if all(len(path) == 1 for path in (*tensors, *values)):
+        return _flat_optimizer(tensors, values, set(params))
+    groups: dict[int, dict[str, Any]] = {}
+    for path, value in values.items():
+        if path[:1] == ("param_groups",) and len(path) >= 3:
+            _put(groups.setdefault(path[1], {}), path[2:], value)
+    listed = [groups[i] for i in sorted(groups, key=str)]
+    for group in listed:
+        group.update({k: list(v.values()) for k, v in group.items() if _is_list(v)})
+    names = _names_by_number(listed)
+    state: dict[str, dict[str, Readable]] = {}
+    others: dict[str, dict[str, Any]] = {}
+    for kind, into in ((tensors, state), (values, others)):
+        for path, value in kind.items():
+            if path[:1] == ("state",):
+                if len(path) != 3 or not isinstance(path[2], str):
+                    raise KeyError(path)
+                into.setdefault(_named(path[1], names), {})[path[2]] = value
+    for group in listed:
+        group["params"] = [_named(each, names) for each in group["params"]]
+        group.pop("param_names", None)
+    if not listed:
+        raise KeyError("param_groups")
+    return OptimizerState(None, listed, state, others)
+
+
+def _flat_optimizer(
+    tensors: Mapping[KeyPath, Readable], values: Mapping[KeyPath, Any], params: set[str]
+) -> OptimizerState:
+    """The flat form, in which each parameter has its own options."""
+    state: dict[str, dict[str, Readable]] = {}
+    others: dict[str, dict[str, Any]] = {}
+    options: dict[str, dict[str, Any]] = {}
+    for kind, prefix, into in (
+        (tensors, "state.", state),
+        (values, "state.", others),
+        (values, "param_groups.", options),
+    ):
+        for (key,), value in kind.items():
+            if key.startswith(prefix):
+                name, what = _split(key[len(prefix) :], params)
+                into.setdefault(name, {})[what] = value
+    if not options:
+        raise KeyError("param_groups")
+    return OptimizerState(None, [], state, others, options)
+
+
+def _split(text: str, params: set[str]) -> tuple[str, str]:
+    """Split "<parameter>.<rest>" into both. Raise KeyError if it begins with no parameter name."""
+    ends = [i for i, letter in enumerate(text) if letter == "." and text[:i] in params]
+    if not ends:
+        raise KeyError(text)
+    return text[: ends[-1]], text[ends[-1] + 1 :]
+
+
+def _put(into: dict[Any, Any], path: KeyPath, value: object) -> None:
+    for key in path[:-1]:
+        into = into.setdefault(key, {})
+        if not isinstance(into, dict):
+            return
+    into[path[-1]] = value
+
+
+def _is_list(value: object) -> bool:
+    """Return whether it was a list. (Torch flattens lists that contain tensors.)"""
+    return isinstance(value, dict) and list(value) == list(range(len(value))) and bool(value)
+
+
+def _named(key: object, names: Mapping[str, str]) -> Any:
+    """A parameter's name; its number, where the file has no names (and numbers as text)."""
+    return int(str(key)) if not names and str(key).isdecimal() else names[str(key)]
+
+
+def _names_by_number(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """{key of a parameter in the state, as text: name of the parameter}"""
+    names: dict[str, str] = {}
+    for group in groups:
+        params = group.get("params", [])
+        own = group.get("param_names", params)
+        if isinstance(params, list) and isinstance(own, list) and len(params) == len(own):
+            pairs = zip(params, own, strict=True)
+            names.update((str(param), name) for param, name in pairs if isinstance(name, str))
+    return names

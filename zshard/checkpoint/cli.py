@@ -11,23 +11,22 @@ import math
 import os
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from zshard import _core
 from zshard._errors import CheckpointError
-from zshard.checkpoint import verify as blocks
+from zshard.checkpoint import manifest as blocks
 from zshard.checkpoint.checkpoint import Checkpoint, Readable
 from zshard.checkpoint.contents import Item
 from zshard.checkpoint.folder import Staging, Target
-from zshard.checkpoint.layout import PlannedFile, bytes_in, index_of, lay_out
-from zshard.checkpoint.manifest import BLOCK, NAME
+from zshard.checkpoint.load import Reader
+from zshard.checkpoint.manifest import BLOCK, NAME, progress
 from zshard.checkpoint.opening import MODEL, opened
-from zshard.checkpoint.progress import progress
-from zshard.checkpoint.reader import Reader
 from zshard.checkpoint.safetensors import OpenFile
+from zshard.checkpoint.save_plan import PlannedFile, bytes_in, index_of, lay_out
 from zshard.ranks.agreement import bytes_of
 from zshard.state.source import chunks
 
@@ -185,7 +184,7 @@ def _check_all(found: Checkpoint) -> int:
     runs = [*blocks.head_runs(found.files, records), *blocks.data_runs(found.files, records)]
     total = sum(run.size for run in runs)
     with progress(total, "verifying", delay=_DELAY) as done:
-        blocks.check(runs, done)
+        blocks.check_blocks(runs, done)
     return total
 
 
@@ -243,7 +242,9 @@ def _write_all(folder: str, files: list[PlannedFile], found: Checkpoint) -> None
                 _write_small(folder, name, bytes(config.bytes_of(config.size)))
 
 
-def _write(file: _core.File, item: Item, offset: int, entry: Readable, done: Any) -> None:
+def _write(
+    file: _core.File, item: Item, offset: int, entry: Readable, done: Callable[[int], object]
+) -> None:
     """Write one tensor, a chunk at a time."""
     reader, size = Reader(), item.dtype.itemsize
     larger = max(item.dtype, entry.dtype, key=lambda dtype: dtype.itemsize)

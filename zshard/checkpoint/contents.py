@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zshard import _core
+from zshard.checkpoint.checkpoint import is_extra_state
 from zshard.checkpoint.safetensors import CODES, is_name
 from zshard.checkpoint.script_state import encode
 from zshard.guard.slices import to_local
@@ -227,12 +228,6 @@ def _checked_names(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
         if not is_name(name) or name == "__metadata__":
             raise ValueError(f"{name!r:.80} is not a valid tensor name for a safetensors file")
         yield name, value
-
-
-def is_extra_state(name: str) -> bool:
-    """Return whether it names the result of a module's get_extra_state(). set_extra_state() needs
-    values, so a tensor of that name is read at once, unlike others."""
-    return name.rpartition(".")[2] == "_extra_state"
 
 
 def _check_tensor(name: str, value: Tensor, is_param: bool = False) -> None:

@@ -13,32 +13,37 @@ import contextlib
 import itertools
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zshard import _core
 from zshard._errors import CheckpointError
-from zshard.checkpoint import background
-from zshard.checkpoint import verify as blocks
-from zshard.checkpoint.checkpoint import Checkpoint
-from zshard.checkpoint.contents import is_extra_state, ranks_of
-from zshard.checkpoint.load_optimizer import OptimizerLoad
+from zshard.checkpoint import manifest as blocks
+from zshard.checkpoint.checkpoint import Checkpoint, OptimizerState, Readable, is_extra_state
+from zshard.checkpoint.contents import ranks_of
+from zshard.checkpoint.manifest import progress
 from zshard.checkpoint.opening import older_than, opened
-from zshard.checkpoint.progress import progress
-from zshard.checkpoint.reader import Reader
 from zshard.checkpoint.safetensors import TensorEntry
+from zshard.checkpoint.write import finish
 from zshard.guard import slices
+from zshard.optim.sharded_state import params_of
 from zshard.ranks import meeting
-from zshard.ranks.agreement import Fact, check_agreement, on_all_ranks
+from zshard.ranks.agreement import Fact, bytes_of, check_agreement, on_all_ranks
 from zshard.ranks.script_position import PublicCall
 from zshard.state.load_state_dict import LoadPlan, carry_out, plan
+from zshard.state.optimizer_names import by_number, names_of
+from zshard.state.optimizer_plan import OptimizerPlan, taken
+from zshard.state.source import ChunkMemory, chunks, flat_of
 from zshard.state.stand_ins import Pending
 from zshard.units.names import bare, plain_name, wanted_by
 
-__all__ = ["Loaded", "load"]
+__all__ = ["Loaded", "Reader", "load"]
+
+_HOOKS = "_optimizer_load_state_dict_post_hooks"
 
 
 class Loaded(dict[str, Any]):
@@ -110,7 +115,7 @@ def load(
     model = bare(model)
     comm = ranks_of(model)
     with on_all_ranks(comm):
-        background.finish()  # the running save may be the one to load
+        finish()  # the running save may be the one to load
         _check_optimizer(optimizer)
     with contextlib.ExitStack() as stack:
         asked = [("optimizer", type(optimizer).__name__), ("strict", strict), ("verify", verify)]
@@ -120,7 +125,7 @@ def load(
         if found.manifest is not None:
             heads = blocks.head_runs(found.files, found.manifest.files)
             with _whole_checkpoint(comm, found):
-                blocks.check(blocks.share(heads, comm.rank, comm.world))
+                blocks.check_blocks(blocks.share(heads, comm.rank, comm.world))
         plans = _plan(comm, found, model, optimizer, strict)
         with slices.plain():
             pending = plans.model.pending()
@@ -138,7 +143,7 @@ def load(
     return loaded
 
 
-def _check_optimizer(optimizer: Any) -> None:
+def _check_optimizer(optimizer: object) -> None:
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         kind = type(optimizer).__name__
         raise TypeError(f"zshard.load(): optimizer must be a torch.optim.Optimizer, got {kind}")
@@ -148,7 +153,10 @@ def _check_optimizer(optimizer: Any) -> None:
 
 
 def _open(
-    stack: contextlib.ExitStack, comm: _core.Comm, path: Any, with_optimizer: bool
+    stack: contextlib.ExitStack,
+    comm: _core.Comm,
+    path: str | os.PathLike[str],
+    with_optimizer: bool,
 ) -> Checkpoint:
     made: list[Checkpoint] = []
     with on_all_ranks(comm):
@@ -184,11 +192,7 @@ class _Plans(NamedTuple):
 
 
 def _plan(
-    comm: _core.Comm,
-    found: Checkpoint,
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    strict: bool,
+    comm: _core.Comm, found: Checkpoint, model: nn.Module, optimizer: Optimizer | None, strict: bool
 ) -> _Plans:
     made: list[_Plans] = []
     with on_all_ranks(comm, lambda: made[0].model.fact()):
@@ -266,7 +270,7 @@ def _check(comm: _core.Comm, found: Checkpoint, pending: Sequence[Pending], veri
     mine = blocks.own_runs(comm, files, found.manifest.files, wanted, meeting.host_id())
     total = sum(run.size for run in mine)
     with progress(total, "verifying", comm.rank) as done, _whole_checkpoint(comm, found):
-        blocks.check(mine, done)
+        blocks.check_blocks(mine, done)
 
 
 def _carry_out(comm: _core.Comm, plans: _Plans, reader: Reader) -> None:
@@ -276,3 +280,151 @@ def _carry_out(comm: _core.Comm, plans: _Plans, reader: Reader) -> None:
         carry_out(plans.model, reader)
         if plans.optimizer is not None:
             plans.optimizer.read(reader)
+
+
+# --- an optimizer ---------------------------------------------------------------------------------
+
+
+class OptimizerLoad:
+    """Loads an optimizer, in steps.
+
+    optimizer.load_state_dict() receives memory instead of values: new memory for this rank's
+    shards, or the state that the optimizer already has. So torch and its hooks work as always, and
+    if they fail on any rank, the optimizer gets its previous state back. Values are read
+    afterwards, into the state as it is then.
+
+    Creating it changes nothing. It raises RuntimeError, which lists what does not fit, and
+    ValueError for parameters that are not the model's.
+    """
+
+    @slices.plain()
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, contents: Checkpoint, strict: bool = True
+    ) -> None:
+        """strict: require an optimizer of the class that the checkpoint names."""
+        told = contents.optimizer
+        if told is None:
+            why = contents.no_optimizer or "omit the optimizer to load the model alone"
+            raise RuntimeError(f"'{contents.path}' has no usable optimizer state: {why}")
+        names = names_of(model, optimizer)
+        problems = _other_class(told, optimizer) if strict else []
+        told, more = told.fitted(optimizer, names)
+        problems += more
+        more, self._numbered = by_number(model, optimizer, _pending_state(model, contents, told))
+        if problems + more:
+            head = f"Error(s) in loading optimizer state for {type(optimizer).__name__}:"
+            raise RuntimeError("\n\t".join([head, *problems, *more]))
+        self._optimizer = optimizer
+        self._plan = OptimizerPlan(dict(enumerate(params_of(optimizer))), self._numbered["state"])
+        self._hooks: Mapping[int, Callable[[Optimizer], object]] = {}
+
+    def pending(self) -> list[Pending]:
+        """What this rank will read."""
+        return self._plan.pending()
+
+    def install(self, comm: _core.Comm, reader: Reader) -> None:
+        """Make the optimizer load all but its shards, for which it gets memory. Collective: raises
+        on all ranks, with the optimizer as it was, what its load_state_dict() raises on any."""
+        optimizer = self._optimizer
+        with on_all_ranks(comm):
+            state = taken(optimizer, self._plan.take(reader, optimizer.state))
+        before = optimizer.state, optimizer.param_groups
+        self._hooks = getattr(optimizer, _HOOKS, self._hooks)
+        try:
+            with on_all_ranks(comm):
+                setattr(optimizer, _HOOKS, OrderedDict())
+                try:
+                    optimizer.load_state_dict({**self._numbered, "state": state})
+                finally:
+                    setattr(optimizer, _HOOKS, self._hooks)
+                self._plan.adopt(optimizer)
+        except BaseException:
+            optimizer.state, optimizer.param_groups = before
+            raise
+
+    def read(self, reader: Reader) -> None:
+        """Read the shards into the state that install() created, then run the post hooks."""
+        self._plan.read(reader)
+        for hook in self._hooks.values():
+            hook(self._optimizer)
+
+
+def _other_class(told: OptimizerState, optimizer: Optimizer) -> list[str]:
+    name = type(optimizer).__name__
+    if told.kind is None or told.kind.rpartition(".")[2] == name:  # torch's is as good as zshard's
+        return []
+    return [
+        f"the checkpoint has the state of {told.kind}, but the optimizer is {name}; pass "
+        "strict=False to load it anyway"
+    ]
+
+
+def _pending_state(model: nn.Module, contents: Checkpoint, told: OptimizerState) -> dict[str, Any]:
+    """The state dict by names, with tensors that have no values yet."""
+    state: dict[str, dict[str, Any]] = {
+        name: {
+            key: Pending.of(f"{name}.{key}", entry)
+            for key, entry in told.tensors.get(name, {}).items()
+        }
+        for name in dict.fromkeys([*told.tensors, *told.values])
+    }
+    _keep_dtypes(model, contents, state)
+    for name, own in told.values.items():
+        state[name].update(own)
+    return {"state": state, "param_groups": told.groups}
+
+
+def _keep_dtypes(
+    model: nn.Module, contents: Checkpoint, state: Mapping[str, Mapping[str, Pending]]
+) -> None:
+    """Mark state that was saved in another floating-point dtype than its parameter, where the
+    parameter has the same dtype here: the optimizer keeps it, while torch would cast it."""
+    saved = {plain_name(name): entry for name, entry in contents.model.items()}
+    for full, param in model.named_parameters(remove_duplicate=False):
+        name = plain_name(full)
+        entry = saved.get(name, saved.get(contents.tied.get(name, "")))
+        if entry is None or entry.dtype != param.dtype or not param.is_floating_point():
+            continue
+        for key, value in state.get(name, {}).items():
+            is_float = value.dtype.is_floating_point and value.dtype != param.dtype
+            value.keeps_dtype = is_float and tuple(value.shape) == entry.shape and key != "step"
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+class Reader:
+    """The source of what is in files. Calls `done` with the number of bytes of each read.
+
+    A shard of a tensor is one run of bytes in the checkpoint, and one in memory. If dtype and
+    device match, the run is read directly into place; otherwise it is read a chunk at a time and
+    cast, or copied to the device.
+    """
+
+    def __init__(self, done: Callable[[int], object] | None = None) -> None:
+        self._done = done
+        self._memory = ChunkMemory()
+
+    def whole(self, entry: Readable) -> Tensor:
+        """Read a full tensor into new memory on the CPU."""
+        made = torch.empty(entry.shape, dtype=entry.dtype)
+        self.read(entry, 0, made)
+        return made
+
+    def read(self, entry: Readable, begin: int, target: Tensor) -> None:
+        """Fill `target` with row-major elements of `entry` from `begin` on, cast to its dtype.
+        Raise OSError or CheckpointError, naming the file."""
+        if target.numel() == 0:
+            return
+        item = entry.dtype.itemsize
+        with flat_of(target) as flat:
+            if flat.dtype == entry.dtype and flat.device.type == "cpu":
+                entry.read_into(bytes_of(flat), begin * item)
+                torch.autograd.graph.increment_version(target)
+            else:
+                for first, last in chunks(flat.numel(), entry.dtype):
+                    chunk = self._memory.of(last - first, entry.dtype)
+                    entry.read_into(bytes_of(chunk), (begin + first) * item)
+                    flat[first:last].copy_(chunk)
+        if self._done is not None:
+            self._done(target.numel() * item)

@@ -1,4 +1,4 @@
-"""zshard.json: the files of a checkpoint, their sizes and their checksums.
+"""zshard.json: the files of a checkpoint, their sizes and their checksums; and verifying them.
 
 It is written when all other files are synced, and before the folder is renamed into
 place. So a folder with a valid manifest is finished, and a file that does not match it has been
@@ -9,20 +9,28 @@ covers the manifest itself.
 
 The checksum covers the object under "checkpoint", as json.dumps() writes it with sorted keys and
 without spaces: reformatting the text does no damage.
+
+Each block has its own checksum, so the ranks can divide the blocks among them, and an error can
+name the file, the bytes and the tensors. If only one host will read a block, that host verifies it:
+then the block is in its page cache when it is read, and comes from the disk or over the network
+only once.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
-import math
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from zshard import _core
 from zshard._errors import CheckpointError
+from zshard.checkpoint.safetensors import OpenFile, SafetensorsFile, object_of
+from zshard.ranks.agreement import gather_bytes
 
 NAME = "zshard.json"
 BLOCK = 2**22  # bytes per checksum
@@ -30,6 +38,9 @@ VERSION = 1
 LIMIT = 2**30  # bytes of a manifest
 
 _HEX = re.compile(r"[0-9a-f]{32}")
+_RUN = 16  # blocks per call
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -78,7 +89,7 @@ def dump(manifest: Manifest) -> bytes:
 def parse(text: bytes, path: str) -> Manifest:
     """Return the Manifest that dump() made into `text`; messages refer to `path`. Raise
     CheckpointError for any other text."""
-    whole = object_of(text, f"'{path}'")
+    whole = object_of(text, f"'{path}'", LIMIT)
     body = whole.get("checkpoint")
     if not isinstance(body, dict) or body.get("format") != "zshard":
         raise CheckpointError(f"'{path}' is not the manifest of a zshard checkpoint")
@@ -100,41 +111,6 @@ def _checksum(body: Mapping[str, Any]) -> str:
     return f"{_core.crc32c(text.encode()):08x}"
 
 
-def object_of(text: bytes | bytearray, what: str, limit: int = LIMIT) -> dict[str, Any]:
-    """Parse a JSON object: UTF-8, at most `limit` bytes, no duplicate keys, no NaN or infinity.
-    Raise CheckpointError, which names `what`, for anything else."""
-    if len(text) > limit:
-        raise CheckpointError(f"{what} is longer than {limit} bytes")
-    try:
-        whole = json.loads(
-            str(text, "utf-8"),
-            object_pairs_hook=_unique,
-            parse_float=_number,
-            parse_constant=_number,
-        )
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{what} is damaged: {error}") from None
-    if not isinstance(whole, dict):
-        raise CheckpointError(f"{what} is damaged: expected a JSON object")
-    return whole
-
-
-def _number(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text:.40} is not a valid JSON number")
-    return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        counts = Counter(key for key, _ in pairs)
-        twice = next(key for key, count in counts.items() if count > 1)
-        raise ValueError(f"duplicate key {twice[:80]!r}")
-    return made
-
-
 def _manifest_of(body: Mapping[str, Any]) -> Manifest:
     if body["block"] != BLOCK:
         raise ValueError(f"unsupported block size {body['block']!r}")
@@ -145,8 +121,8 @@ def _manifest_of(body: Mapping[str, Any]) -> Manifest:
         world=_count(body["world"]),
         files={_plain(name): _record_of(name, told) for name, told in body["files"].items()},
         tied=_strings(body["tied"]),
-        model=_dict(body["model"]),
-        optimizer=None if body["optimizer"] is None else _dict(body["optimizer"]),
+        model=dict_of(body["model"]),
+        optimizer=None if body["optimizer"] is None else dict_of(body["optimizer"]),
         extra=tuple(body["extra"]),
         software=_strings(body["software"]),
         finite=body["finite"],
@@ -176,19 +152,171 @@ def _plain(name: str) -> str:
     return name
 
 
-def _count(value: Any) -> int:
+def _count(value: object) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError(f"expected a non-negative integer, got {value!r:.40}")
     return value
 
 
-def _dict(value: Any) -> dict[str, Any]:
+def dict_of(value: object) -> dict[str, Any]:
+    """Return `value`, which must be a dict."""
     if not isinstance(value, dict):
         raise TypeError(f"expected an object, got {value!r:.40}")
     return value
 
 
-def _strings(value: Any) -> dict[str, str]:
-    if not all(isinstance(each, str) for each in _dict(value).values()):
+def _strings(value: object) -> dict[str, str]:
+    if not all(isinstance(each, str) for each in dict_of(value).values()):
         raise TypeError("expected an object of strings")
-    return dict(value)
+    return dict_of(value)
+
+
+# --- verifying ------------------------------------------------------------------------------------
+
+
+class BlockRun(NamedTuple):
+    """Blocks `first` to `end` of a file."""
+
+    file: OpenFile
+    record: FileRecord
+    first: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return min(self.end * BLOCK, self.record.size) - self.first * BLOCK
+
+
+def head_runs(files: Mapping[str, OpenFile], records: Mapping[str, FileRecord]) -> list[BlockRun]:
+    """Return the blocks that opening the files reads: headers, and complete files that are not
+    safetensors files. files, records: by file name."""
+    heads = [(file, records[name], _heads(file, records[name])) for name, file in files.items()]
+    return [BlockRun(file, record, 0, end) for file, record, end in heads if end > 0]
+
+
+def data_runs(files: Mapping[str, OpenFile], records: Mapping[str, FileRecord]) -> list[BlockRun]:
+    """Return all other blocks."""
+    return _runs(_data_blocks(files, records))
+
+
+def _heads(file: OpenFile, record: FileRecord) -> int:
+    size = file.data if isinstance(file, SafetensorsFile) else record.size
+    return -(-size // BLOCK)
+
+
+def _data_blocks(
+    files: Mapping[str, OpenFile], records: Mapping[str, FileRecord]
+) -> list[tuple[OpenFile, FileRecord, int]]:
+    return [
+        (file, records[name], block)
+        for name, file in files.items()
+        for block in range(_heads(file, records[name]), len(records[name].checksums))
+    ]
+
+
+def _runs(blocks: Iterable[tuple[OpenFile, FileRecord, int]]) -> list[BlockRun]:
+    runs: list[BlockRun] = []
+    for file, record, block in blocks:
+        last = runs[-1] if runs else None
+        if last and last.file is file and last.end == block < last.first + _RUN:
+            runs[-1] = last._replace(end=block + 1)
+        else:
+            runs.append(BlockRun(file, record, block, block + 1))
+    return runs
+
+
+def own_runs(
+    comm: _core.Comm,
+    files: Mapping[str, OpenFile],
+    records: Mapping[str, FileRecord],
+    wanted: Iterable[tuple[OpenFile, int, int]],
+    host: str,
+) -> list[BlockRun]:
+    """Return the part of data_runs() that this rank verifies. Collective. The ranks of a host
+    divide the blocks that only this host wants, in contiguous stretches, which suit disks; all
+    ranks divide the rest.
+
+    wanted: (file, first byte, byte after the last) of what this rank will read. It decides which
+        rank verifies a block, not whether it is verified: the ranks verify each block once.
+    host: the name of this rank's host.
+    """
+    blocks = _data_blocks(files, records)
+    count = len(blocks)
+    told = gather_bytes(comm, _marks(blocks, wanted) + host.encode())
+    near = [rank for rank, data in enumerate(told) if data[count:] == host.encode()]
+    masks: dict[bytes, int] = {}  # a byte for each block that the host wants, by host
+    for data in told:
+        masks[data[count:]] = masks.get(data[count:], 0) | int.from_bytes(data[:count], "little")
+    once = twice = 0
+    for mask in masks.values():
+        twice |= once & mask
+        once |= mask
+    alone = (once & ~twice).to_bytes(count, "little")
+    ours = masks[host.encode()].to_bytes(count, "little")
+    own = [i for i in range(count) if alone[i] and ours[i]]
+    rest = [i for i in range(count) if not alone[i]]
+    mine = [*share(own, near.index(comm.rank), len(near)), *share(rest, comm.rank, comm.world)]
+    return _runs(blocks[i] for i in sorted(mine))
+
+
+def _marks(
+    blocks: Sequence[tuple[OpenFile, FileRecord, int]], wanted: Iterable[tuple[OpenFile, int, int]]
+) -> bytes:
+    """A byte for each block: 1 if one of the ranges touches it."""
+    marks = bytearray(len(blocks))
+    number = {(id(file), block): i for i, (file, _, block) in enumerate(blocks)}
+    for file, begin, end in wanted:
+        for block in range(begin // BLOCK, -(-end // BLOCK)):
+            if begin < end and (id(file), block) in number:
+                marks[number[id(file), block]] = 1
+    return bytes(marks)
+
+
+def share(things: Sequence[_T], rank: int, world: int) -> Sequence[_T]:
+    """Return the contiguous share of `things` that `rank` checks; all shares are about equal."""
+    return things[len(things) * rank // world : len(things) * (rank + 1) // world]
+
+
+def check_blocks(runs: Iterable[BlockRun], done: Callable[[int], object] | None = None) -> None:
+    """Verify the runs. Raise CheckpointError for the first block with a wrong checksum.
+
+    done: called with the bytes of each run.
+    """
+    for run in runs:
+        begin = run.first * BLOCK
+        for offset, length, crc in run.file.check(begin, begin + run.size, BLOCK):
+            block = offset // BLOCK
+            if crc != run.record.checksums[block]:
+                raise CheckpointError(_damage(run.file, block, offset, offset + length))
+        if done is not None:
+            done(run.size)
+
+
+def _damage(file: OpenFile, block: int, begin: int, end: int) -> str:
+    text = f"'{file.path}' is damaged: checksum mismatch in bytes {begin} to {end} (block {block})"
+    there = file.in_range(begin, end) if isinstance(file, SafetensorsFile) else []
+    if not there:
+        return text
+    more = f" and {len(there) - 3} more" if len(there) > 3 else ""
+    return f"{text}, which contain {', '.join(there[:3])}{more}"
+
+
+@contextlib.contextmanager
+def progress(
+    total: int, what: str, rank: int = 0, delay: float = 3.0
+) -> Iterator[Callable[[int], object]]:
+    """Context that yields a function; call it with the number of bytes done, of `total`. It shows a
+    bar to a person who watches: on rank 0, on a terminal, if tqdm is installed.
+
+    delay: seconds before a bar appears.
+    """
+    if rank != 0 or not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
+        yield lambda count: None
+        return
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    with tqdm(
+        total=total, desc=what, unit="B", unit_scale=True, delay=delay, file=sys.stderr
+    ) as bar:
+        yield bar.update

@@ -11,12 +11,12 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from zshard._errors import CheckpointError
-from zshard.checkpoint.checkpoint import Checkpoint, OptimizerState, Readable, decode
+from zshard.checkpoint import dcp
+from zshard.checkpoint.checkpoint import Checkpoint, Readable, decode, optimizer_of_manifest
 from zshard.checkpoint.folder import finished, name_of, path_of
-from zshard.checkpoint.foreign import dcp, hf_shards
 from zshard.checkpoint.manifest import LIMIT, NAME, Manifest, parse
 from zshard.checkpoint.safetensors import (
     HEADER_LIMIT,
@@ -30,6 +30,7 @@ MODEL, OPTIMIZER = "model", "optimizer"
 """The prefixes of file names."""
 
 _LONGEST_TAG = 255
+_File = TypeVar("_File", bound=OpenFile)
 
 
 @contextlib.contextmanager
@@ -61,8 +62,8 @@ def _open(found: Checkpoint, with_optimizer: bool) -> None:
         _open_huggingface(found)
     elif os.path.lexists(os.path.join(found.path, dcp.METADATA)):
         dcp.open_into(found, with_optimizer)
-    elif hf_shards.shards_in(found.path):
-        hf_shards.open_into(found)
+    elif dcp.shards_in(found.path):
+        dcp.open_shards_into(found)
     else:
         _open_newest(found, with_optimizer)
 
@@ -224,7 +225,7 @@ def _open_zshard(found: Checkpoint, with_optimizer: bool) -> None:
         raise CheckpointError(f"'{where}' has module versions that are not integers")
     if with_optimizer and found.manifest.optimizer is not None:
         tensors = _add_own(found, found.manifest, OPTIMIZER)
-        found.optimizer = _optimizer_of(found.manifest.optimizer, tensors, where)
+        found.optimizer = optimizer_of_manifest(found.manifest.optimizer, tensors, where)
 
 
 def _dict(told: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -266,7 +267,7 @@ def _add_own(found: Checkpoint, manifest: Manifest, prefix: str) -> dict[str, Re
     return {name: entry for file in files.values() for name, entry in file.entries.items()}
 
 
-def _own(found: Checkpoint, manifest: Manifest, name: str, kind: Any) -> Any:
+def _own(found: Checkpoint, manifest: Manifest, name: str, kind: type[_File]) -> _File:
     """Open a file of the manifest as a `kind` of OpenFile; its size must be that of the save."""
     path = os.path.join(found.path, name)
     if name not in manifest.files:
@@ -281,48 +282,3 @@ def _own(found: Checkpoint, manifest: Manifest, name: str, kind: Any) -> Any:
             f"'{path}' is damaged: it has {facts.st_size} bytes, but was saved with {saved}"
         )
     return kind(path, follow=False)
-
-
-def _optimizer_of(
-    told: Mapping[str, Any], tensors: Mapping[str, Readable], where: str
-) -> OptimizerState:
-    """The optimizer's state as a manifest describes it; see contents.py."""
-    left = dict(tensors)
-    state: dict[str, dict[str, Readable]] = {}
-    values: dict[str, dict[str, Any]] = {}
-    try:
-        groups = [
-            {**_dict_of(decode(group["options"], where)), "params": _names(group["params"])}
-            for group in told["groups"]
-        ]
-        for name, own in told["state"].items():
-            state[name] = {key: left.pop(f"{name}.{key}") for key in _names(own["tensors"])}
-            values[name] = _dict_of(decode(own["values"], where))
-        kind = _name(told["class"])
-    except KeyError as error:
-        raise CheckpointError(
-            f"'{where}' and the optimizer's files do not match: one of them lacks {error}"
-        ) from None
-    except (TypeError, AttributeError) as error:
-        raise CheckpointError(f"'{where}' has an invalid optimizer entry: {error}") from None
-    if left:
-        raise CheckpointError(f"'{where}' does not list the optimizer's tensor '{min(left)}'")
-    return OptimizerState(kind, groups, state, values)
-
-
-def _dict_of(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError(f"expected a dict, got {value!r:.40}")
-    return value
-
-
-def _name(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected a name, got {value!r:.40}")
-    return value
-
-
-def _names(value: Any) -> list[str]:
-    if not isinstance(value, list):
-        raise TypeError(f"expected a list, got {value!r:.40}")
-    return [_name(each) for each in value]

@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
 from zshard import _core
 from zshard._errors import CheckpointError
-from zshard.checkpoint.manifest import object_of
 
 HEADER_LIMIT = 100_000_000  # bytes, as in the reference implementation
 _NAME_LIMIT = 4096  # characters
@@ -224,7 +225,7 @@ def parse_header(text: bytes | bytearray, size: int, path: str) -> Header:
     return Header(spans, notes)
 
 
-def _span(name: str, facts: Any, data: int, path: str) -> Span:
+def _span(name: str, facts: object, data: int, path: str) -> Span:
     """The location of the tensor `name` in a file whose data section begins at byte `data`."""
     if not is_name(name):
         raise _wrong(path, f"{name[:80]!r} is not a valid tensor name")
@@ -256,7 +257,7 @@ def _wrong(path: str, what: str) -> CheckpointError:
     return CheckpointError(f"'{path}' is not a valid safetensors file: {what}")
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     return str(value)[:80]
 
 
@@ -309,6 +310,44 @@ def _is_plain(name: str) -> bool:
     return is_name(name) and name.endswith(".safetensors") and not set(name) & set("/\\:")
 
 
-def are_counts(values: Any) -> bool:
+def are_counts(values: object) -> TypeGuard[list[int]]:
     """Return whether it is a list of non-negative integers. (True is an int.)"""
     return isinstance(values, list) and all(type(v) is int and 0 <= v < 2**63 for v in values)
+
+
+# --- JSON -----------------------------------------------------------------------------------------
+
+
+def object_of(text: bytes | bytearray, what: str, limit: int) -> dict[str, Any]:
+    """Parse a JSON object: UTF-8, at most `limit` bytes, no duplicate keys, no NaN or infinity.
+    Raise CheckpointError, which names `what`, for anything else."""
+    if len(text) > limit:
+        raise CheckpointError(f"{what} is longer than {limit} bytes")
+    try:
+        whole = json.loads(
+            str(text, "utf-8"),
+            object_pairs_hook=_unique,
+            parse_float=_number,
+            parse_constant=_number,
+        )
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{what} is damaged: {error}") from None
+    if not isinstance(whole, dict):
+        raise CheckpointError(f"{what} is damaged: expected a JSON object")
+    return whole
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text:.40} is not a valid JSON number")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        twice = next(key for key, count in counts.items() if count > 1)
+        raise ValueError(f"duplicate key {twice[:80]!r}")
+    return made

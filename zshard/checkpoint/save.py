@@ -1,6 +1,6 @@
 """zshard.save(): all ranks write their own bytes of the same files; a rename completes the save.
 
-Two halves. The training thread makes a plan (`save_plan.py`). Writing needs only the
+Two halves. The training thread makes a plan (save_plan.py). Writing needs only the
 plan and its own transport, not the model, so any thread can do it.
 
 Writing proceeds in steps, and each step succeeds on all ranks before the next begins. Rank 0
@@ -11,6 +11,7 @@ hidden folder is deleted, and earlier checkpoints stay as they are.
 
 from __future__ import annotations
 
+import operator
 import os
 import warnings
 from array import array
@@ -24,53 +25,32 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zshard import _core
-from zshard.checkpoint import background
 from zshard.checkpoint.contents import Replicas, of_model, of_optimizer, ranks_of, settle
 from zshard.checkpoint.folder import Staging, Target, retain, warn_of_newer
-from zshard.checkpoint.layout import Piece, bytes_in, joined, record_of
-from zshard.checkpoint.manifest import BLOCK, FileRecord
+from zshard.checkpoint.manifest import BLOCK, FileRecord, progress
 from zshard.checkpoint.manifest import NAME as MANIFEST
-from zshard.checkpoint.progress import progress
-from zshard.checkpoint.safetensors import rows_of
+from zshard.checkpoint.safetensors import CODES, rows_of
 from zshard.checkpoint.save_plan import (
     Kept,
+    Piece,
     SavePlan,
     SaveRequest,
-    check_arguments,
-    check_nested,
-    check_steps,
-    checked_step,
+    bytes_in,
+    joined,
     plan_of,
+    record_of,
 )
 from zshard.checkpoint.script_state import encode
-from zshard.checkpoint.write import CastBuffer, Writer, Written
+from zshard.checkpoint.write import CastBuffer, SaveHandle, Writer, Written, finish, snapshot, start
 from zshard.ranks.agreement import check_agreement, gather_bytes, on_all_ranks
 from zshard.ranks.script_position import PublicCall
 from zshard.ranks.transports import comm_beside
 from zshard.units.names import bare
+from zshard.units.units import units_of
+
+__all__ = ["SaveHandle", "save"]
 
 _OPEN = 64  # files at a time
-
-
-class SaveHandle:
-    """A checkpoint that zshard.save() is writing or has written."""
-
-    def __init__(self, path: str, task: background.Task | None = None) -> None:
-        self.path = path
-        """The absolute path of its folder."""
-        self._task = task
-
-    def wait(self) -> None:
-        """Wait until the save has finished. Raise its error if it failed."""
-        if self._task is not None:
-            self._task.wait()
-
-    def done(self) -> bool:
-        """Return whether the save has finished or failed."""
-        return self._task is None or self._task.done()
-
-    def __repr__(self) -> str:
-        return f"SaveHandle({self.path!r})"
 
 
 @PublicCall("save()")
@@ -139,10 +119,10 @@ def save(
     copies = Replicas(model, comm)
     made: list[SaveRequest] = []
     with on_all_ranks(comm), torch.no_grad():
-        background.finish()
-        kept = Kept(checked_step(step), keep_last, overwrite)
+        finish()
+        kept = Kept(_checked_step(step), keep_last, overwrite)
         limit = bytes_in(max_shard_size)
-        check_arguments(kept, extra, dtype)
+        _check_arguments(kept, extra, dtype)
         target = Target.of(path, kept.step)
         settle(model)
         contents = [of_model(model, copies, dtype)]
@@ -150,17 +130,70 @@ def save(
             contents.append(of_optimizer(model, optimizer, copies))
         made.append(SaveRequest(target, kept, limit, contents, encode(dict(extra or {}))))
     check_agreement(comm, made[0].facts(), "checkpoints to save")
-    check_nested(comm, made[0].contents[-1].nested)
-    check_steps(model)
+    _check_nested(comm, made[0].contents[-1].nested)
+    _check_steps(model)
     plan = plan_of(comm, made[0], model)
     beside = comm_beside(comm)
     if not asynchronous:
         _write(plan, beside)
         return SaveHandle(target.path)
     with on_all_ranks(comm), torch.no_grad():
-        plan = replace(plan, pieces=background.snapshot(model, plan.pieces))
-    task = background.start(target.path, lambda: _write(plan, beside, False))
-    return SaveHandle(target.path, task)
+        plan = replace(plan, pieces=snapshot(model, plan.pieces))
+    return start(SaveHandle(target.path, lambda: _write(plan, beside, False)))
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+
+def _checked_step(step: Any) -> int | None:
+    if step is None:
+        return None
+    number = _whole("step", step)
+    if not 0 <= number < 2**63 or isinstance(step, bool):
+        raise ValueError(f"step must be an integer from 0 to 2**63 - 1, got {step!r}")
+    return number
+
+
+def _whole(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"{name}={value!r}: {error}") from None
+
+
+def _check_arguments(kept: Kept, extra: object, dtype: object) -> None:
+    if extra is not None and not isinstance(extra, Mapping):
+        raise TypeError(f"extra must be a dict, got {type(extra).__name__}")
+    if dtype is not None:
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
+        if not dtype.is_floating_point or dtype not in CODES:
+            raise ValueError(
+                f"dtype must be a floating-point dtype that safetensors supports, got {dtype}"
+            )
+    if kept.keep_last is not None:
+        if kept.step is None:
+            raise ValueError("keep_last needs numbered checkpoints: pass step as well")
+        if _whole("keep_last", kept.keep_last) < 1:
+            raise ValueError(f"keep_last must be at least 1, got {kept.keep_last}")
+
+
+def _check_steps(model: nn.Module) -> None:
+    """Raise DivergenceError if the ranks' shards are of different steps. Collective."""
+    for engine in {
+        state.unit.engine_id: state.unit.engine for _, state in units_of(model)
+    }.values():
+        engine.compare()
+
+
+def _check_nested(comm: _core.Comm, found: str) -> None:
+    """Refuse shards within lists and dicts of an optimizer's state if all ranks found some: on one
+    rank alone, a shape may match by chance."""
+    if all(told == b"\1" for told in comm.exchange(b"\1" if found else b"\0")):
+        raise RuntimeError(
+            f"cannot save {found} in the optimizer state, which contains this rank's shards: store "
+            "each tensor under a key of its own"
+        )
 
 
 # --- writing --------------------------------------------------------------------------------------

@@ -1,33 +1,71 @@
 """The plan of a save: what to save, into which bytes of which files, agreed on by all ranks.
 
 A plan is made without reading a value, and writing needs nothing else, so any thread
-can write while the model trains on.
+can write while the model trains on. The layout of all files follows from names, shapes and dtypes,
+on which the ranks have agreed, so each rank computes it, and no rank needs to be told where to
+write.
+
+Files are split as Hugging Face's tools split them: tensors in order, and a new file when the next
+tensor would exceed the limit. Within a file, larger dtypes come first, so that the offset of each
+tensor is a multiple of its item size; spaces pad the header to a multiple of ALIGN.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import operator
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zshard import _core
 from zshard._version import __version__
-from zshard.checkpoint.contents import Contents, facts_of
+from zshard.checkpoint.contents import Contents, Item, facts_of
 from zshard.checkpoint.folder import Target
-from zshard.checkpoint.layout import Piece, PlannedFile, index_of, lay_out, pieces_of
-from zshard.checkpoint.manifest import FileRecord, Manifest, dump
-from zshard.checkpoint.safetensors import CODES
+from zshard.checkpoint.manifest import BLOCK, FileRecord, Manifest, dump
+from zshard.checkpoint.safetensors import CODES, HEADER_LIMIT
 from zshard.fsdp import FSDP
 from zshard.ranks.agreement import Fact, gather_bytes, on_all_ranks
 from zshard.units.names import plain_name
-from zshard.units.units import units_of
+
+ALIGN = 4096  # bytes
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")}
+_UNITS |= {f"{p}iB".upper(): 1024 ** (i + 1) for i, p in enumerate("KMGT")}
+
+
+class PlannedFile(NamedTuple):
+    """A safetensors file to write."""
+
+    name: str
+    header: bytes  # with its length, padded
+    size: int
+    places: list[tuple[Item, int]]  # tensors and their first bytes in the file
+
+
+class Piece(NamedTuple):
+    """A run of bytes that this rank writes: some elements of a tensor, cast to a dtype."""
+
+    file: int  # its number
+    offset: int  # of the first byte
+    values: Tensor
+    begin: int  # row-major elements of `values`, from ... to
+    end: int
+    dtype: torch.dtype
+    name: str  # of the tensor
+
+    @property
+    def size(self) -> int:
+        """Its bytes in the file."""
+        return (self.end - self.begin) * self.dtype.itemsize
 
 
 class Kept(NamedTuple):
@@ -45,7 +83,7 @@ class SaveRequest(NamedTuple):
     kept: Kept
     limit: int  # bytes in a file
     contents: list[Contents]  # of the model and, if given, the optimizer
-    extra: Any  # this rank's, encoded
+    extra: object  # this rank's, encoded
 
     def facts(self) -> list[Fact]:
         facts = [(name, repr(value)) for name, value in self.kept._asdict().items()]
@@ -71,57 +109,6 @@ class SavePlan:
     manifest: Callable[[Mapping[str, FileRecord], bool], bytes]  # its text: of files; finite?
     id: str
     parameters: frozenset[str]  # names
-
-
-def checked_step(step: Any) -> int | None:
-    if step is None:
-        return None
-    number = _whole("step", step)
-    if not 0 <= number < 2**63 or isinstance(step, bool):
-        raise ValueError(f"step must be an integer from 0 to 2**63 - 1, got {step!r}")
-    return number
-
-
-def _whole(name: str, value: Any) -> int:
-    try:
-        return operator.index(value)
-    except TypeError as error:
-        raise TypeError(f"{name}={value!r}: {error}") from None
-
-
-def check_arguments(kept: Kept, extra: Any, dtype: Any) -> None:
-    if extra is not None and not isinstance(extra, Mapping):
-        raise TypeError(f"extra must be a dict, got {type(extra).__name__}")
-    if dtype is not None:
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
-        if not dtype.is_floating_point or dtype not in CODES:
-            raise ValueError(
-                f"dtype must be a floating-point dtype that safetensors supports, got {dtype}"
-            )
-    if kept.keep_last is not None:
-        if kept.step is None:
-            raise ValueError("keep_last needs numbered checkpoints: pass step as well")
-        if _whole("keep_last", kept.keep_last) < 1:
-            raise ValueError(f"keep_last must be at least 1, got {kept.keep_last}")
-
-
-def check_steps(model: nn.Module) -> None:
-    """Raise DivergenceError if the ranks' shards are of different steps. Collective."""
-    for engine in {
-        state.unit.engine_id: state.unit.engine for _, state in units_of(model)
-    }.values():
-        engine.compare()
-
-
-def check_nested(comm: _core.Comm, found: str) -> None:
-    """Refuse shards within lists and dicts of an optimizer's state if all ranks found some: on one
-    rank alone, a shape may match by chance."""
-    if all(told == b"\1" for told in comm.exchange(b"\1" if found else b"\0")):
-        raise RuntimeError(
-            f"cannot save {found} in the optimizer state, which contains this rank's shards: store "
-            "each tensor under a key of its own"
-        )
 
 
 def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module) -> SavePlan:
@@ -158,7 +145,7 @@ def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module) -> SavePlan:
     return SavePlan(asked.target, asked.kept, files, pieces_of(files), texts, manifest, id, names)
 
 
-def _from_all(comm: _core.Comm, mine: Any) -> list[Any]:
+def _from_all(comm: _core.Comm, mine: object) -> list[object]:
     """The JSON values of all ranks, or only one if all are equal."""
     text = json.dumps(mine).encode()
     if len(set(comm.exchange(hashlib.sha256(text).digest()))) == 1:
@@ -201,3 +188,144 @@ def _own_class(model: nn.Module) -> type:
     """The class of the model before it was wrapped."""
     kinds = (kind for kind in type(model).__mro__ if not issubclass(kind, FSDP))
     return next(kind for kind in kinds if not kind.__module__.startswith("zshard."))
+
+
+# --- the layout of files --------------------------------------------------------------------------
+
+
+def bytes_in(text: int | str) -> int:
+    """Return a size in bytes, given as a number or as "5GB" or "200 MiB". Raise ValueError or
+    TypeError for anything else."""
+    if isinstance(text, int) and not isinstance(text, bool):
+        number, unit = str(text), ""
+    elif isinstance(text, str):
+        found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+        number, unit = found.groups() if found else ("", "")
+    else:
+        raise TypeError(
+            f"max_shard_size must be a number of bytes or a string such as '5GB', got {text!r}"
+        )
+    size = int(float(number) * _UNITS.get(unit.upper(), 0)) if number else 0
+    if size < 1:
+        raise ValueError(
+            f"max_shard_size={text!r} is not a size: pass bytes, or text such as '5GB', '200MiB'"
+        )
+    return size
+
+
+def lay_out(
+    items: Sequence[Item], stem: str, limit: int, tied: Mapping[str, str] | None = None
+) -> list[PlannedFile]:
+    """Return the files for `items`, each with at most `limit` bytes of tensors, or one tensor.
+
+    stem: files are named `<stem>.safetensors`, or `<stem>-00001-of-00002.safetensors` and so on.
+    tied: aliases of tensors, which the header of the tensor's file lists as metadata.
+    """
+    groups: list[list[Item]] = [[]]
+    filled = 0
+    for item in items:
+        size = _size_of(item)
+        if groups[-1] and filled + size > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(item)
+        filled += size
+    names = [f"{stem}.safetensors"]
+    if len(groups) > 1:
+        count = len(groups)
+        names = [f"{stem}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    return [_file(name, own, tied or {}) for name, own in zip(names, groups, strict=True)]
+
+
+def index_of(files: Sequence[PlannedFile]) -> bytes:
+    """Return the text of `<stem>.safetensors.index.json`."""
+    homes = {item.name: file.name for file in files for item, _ in file.places}
+    total = sum(_size_of(item) for file in files for item, _ in file.places)
+    whole = {"metadata": {"total_size": total}, "weight_map": dict(sorted(homes.items()))}
+    return json.dumps(whole, indent=2).encode()
+
+
+def pieces_of(files: Sequence[PlannedFile]) -> list[Piece]:
+    """Return what this rank writes, in order. Ranks that hold the same bytes write an equal share
+    of them each."""
+    places = [(number, *place) for number, file in enumerate(files) for place in file.places]
+    totals: Counter[int] = Counter()  # bytes, by group
+    for _, item, _ in places:
+        if item.held is not None:
+            totals[item.held.group] += item.held.values.numel() * item.dtype.itemsize
+    done: Counter[int] = Counter()
+    pieces = []
+    for number, item, offset in places:
+        if item.held is None:
+            continue
+        values, first, copies, copy, group = item.held
+        size = item.dtype.itemsize
+        # Both neighbors round alike, so there is no gap between what they write.
+        cuts = (totals[group] * i // copies - done[group] for i in (copy, copy + 1))
+        begin, end = (min(max(0, cut // size), values.numel()) for cut in cuts)
+        if begin < end:
+            start = offset + (first + begin) * size
+            pieces.append(Piece(number, start, values, begin, end, item.dtype, item.name))
+        done[group] += values.numel() * size
+    return pieces
+
+
+def record_of(file: str, size: int, written: Iterable[tuple[int, int, int]]) -> FileRecord:
+    """Return the checksums of a file, from (offset, length, CRC-32C) of each write of all ranks.
+    Raise RuntimeError unless they wrote each byte exactly once."""
+    sums: list[int] = []
+    end = 0
+    for offset, length, crc in sorted(written):
+        if offset != end or offset // BLOCK != (offset + length - 1) // BLOCK:
+            break
+        if offset % BLOCK == 0:
+            sums.append(crc)
+        else:
+            sums[-1] = _core.crc32c_join(sums[-1], crc, length)
+        end += length
+    if end != size:
+        raise RuntimeError(
+            f"'{file}' ({size} bytes) was not written exactly once at byte {end}: please report it"
+        )
+    return FileRecord(size, tuple(sums))
+
+
+def joined(written: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Merge the checksums of adjacent bytes of one block."""
+    made: list[tuple[int, int, int]] = []
+    for offset, length, crc in sorted(written):
+        if made and offset % BLOCK != 0 and sum(made[-1][:2]) == offset:
+            first, before, other = made.pop()
+            made.append((first, before + length, _core.crc32c_join(other, crc, length)))
+        else:
+            made.append((offset, length, crc))
+    return made
+
+
+def _file(name: str, items: list[Item], tied: Mapping[str, str]) -> PlannedFile:
+    ordered = sorted(items, key=lambda item: -item.dtype.itemsize)  # a stable sort
+    inside = {item.name for item in ordered}
+    notes = {other: home for other, home in tied.items() if home in inside}
+    header: dict[str, object] = {"__metadata__": {**notes, "format": "pt"}}
+    at = 0
+    starts = []
+    for item in ordered:
+        size = _size_of(item)
+        shape, offsets = list(item.shape), [at, at + size]
+        header[item.name] = {"dtype": CODES[item.dtype], "shape": shape, "data_offsets": offsets}
+        starts.append(at)
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    if len(text) > HEADER_LIMIT - ALIGN:
+        raise ValueError(
+            f"the header of '{name}' would have {len(text)} bytes, which is too large: pass a "
+            "smaller max_shard_size, for more files with fewer tensors each"
+        )
+    text += b" " * (-(len(text) + 8) % ALIGN)
+    begin = 8 + len(text)
+    places = [(item, begin + start) for item, start in zip(ordered, starts, strict=True)]
+    return PlannedFile(name, len(text).to_bytes(8, "little") + text, begin + at, places)
+
+
+def _size_of(item: Item) -> int:
+    return math.prod(item.shape) * item.dtype.itemsize

@@ -1,29 +1,40 @@
-"""Write pieces of tensors to a file, directly from their memory or a chunk at a time.
+"""Write pieces of tensors to a file, directly or a chunk at a time; or in a thread, from a copy.
 
 Values that are in CPU memory as the file needs them are written directly. Values that
 must be cast, that are on a GPU, or that are so small that system calls would cost more than copies
 go through one chunk of memory, which collects as many pieces as fit. On the way, parameters are
 checked for NaN and infinite values, as they will be in the file: by the core if it writes them
 directly, otherwise in the chunk.
+
+An asynchronous save copies whatever a step may change and returns. A thread does the rest; it has
+its own transport and does not touch the model. One save runs at a time. The next checkpoint call
+raises the error of a failed save; if there is no next call, the process exits with status 1, so no
+failure is lost. A process that exits waits for the thread, as for any non-daemon thread.
 """
 
 from __future__ import annotations
 
+import atexit
 import math
+import threading
+import traceback
+import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zshard import _core
-from zshard.checkpoint.layout import Piece
 from zshard.checkpoint.manifest import BLOCK
 from zshard.checkpoint.safetensors import CODES, rows_of
+from zshard.checkpoint.save_plan import Piece
 from zshard.ranks.agreement import bytes_of
+from zshard.ranks.exit import fail
 from zshard.state.source import CHUNK
 
 _DIRECT = 2**16  # bytes; smaller pieces are collected in the chunk
+_ALIGN = 64  # bytes; the copies of an asynchronous save begin at multiples of it
 _AT_ONCE = 2**28  # bytes per call, so that the progress bar moves
 
 _NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -178,3 +189,102 @@ def runs(values: Tensor, begin: int, end: int, limit: int) -> Iterator[Tensor]:
             yield from runs(rows[0], low, high, limit)
         else:
             yield rows.reshape(-1)[low:high]
+
+
+# --- a copy, and a thread that writes it ----------------------------------------------------------
+
+_buffers: weakref.WeakKeyDictionary[nn.Module, Tensor] = weakref.WeakKeyDictionary()
+
+
+def snapshot(model: nn.Module, pieces: Sequence[Piece]) -> list[Piece]:
+    """Copy the values of the pieces, cast to their dtypes, and return the pieces of the copy. The
+    memory is kept as long as the model lives: new memory costs more than the copy."""
+    sizes = [-(-piece.size // _ALIGN) * _ALIGN for piece in pieces]
+    buffer = _buffers.get(model)
+    if buffer is None or buffer.numel() < sum(sizes):
+        del buffer
+        _buffers.pop(model, None)  # not both at a time
+        pinned = any(piece.values.is_cuda for piece in pieces)
+        buffer = _buffers[model] = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
+    made, at = [], 0
+    for piece, size in zip(pieces, sizes, strict=True):
+        copy = buffer[at : at + piece.size].view(piece.dtype)
+        done = 0
+        limit = CHUNK // max(piece.dtype.itemsize, piece.values.element_size())
+        for run in runs(piece.values, piece.begin, piece.end, limit):
+            copy[done : done + run.numel()].copy_(run, non_blocking=True)
+            done += run.numel()
+        made.append(piece._replace(values=copy, begin=0, end=copy.numel()))
+        at += size
+    if buffer.is_pinned():
+        torch.cuda.synchronize()
+    return made
+
+
+class SaveHandle:
+    """A checkpoint that zshard.save() is writing or has written."""
+
+    def __init__(self, path: str, action: Callable[[], None] | None = None) -> None:
+        """action: what a thread does; None: it is done already."""
+        self.path = path
+        """The absolute path of its folder."""
+        self._error: BaseException | None = None
+        self._told = False  # whether a call has raised the error
+        self._thread: threading.Thread | None = None
+        if action is not None:
+            name = f"zshard save {path}"
+            self._thread = threading.Thread(target=self._run, args=(action,), name=name)
+
+    def wait(self) -> None:
+        """Wait until the save has finished. Raise its error if it failed."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._error is not None:
+            self._told = True
+            raise self._error
+
+    def done(self) -> bool:
+        """Return whether the save has finished or failed."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def __repr__(self) -> str:
+        return f"SaveHandle({self.path!r})"
+
+    def _run(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except BaseException as error:
+            self._error = error
+
+
+_last: SaveHandle | None = None
+
+
+def start(handle: SaveHandle) -> SaveHandle:
+    """Start the thread. Call finish() first."""
+    global _last
+    assert _last is None or _last.done(), "only one save may run at a time"
+    assert handle._thread is not None, "it has an action"
+    _last = handle
+    handle._thread.start()
+    return handle
+
+
+def finish() -> None:
+    """Wait for the running save. Raise its error, unless a call has raised it already."""
+    global _last
+    handle, _last = _last, None
+    if handle is not None and handle._thread is not None:
+        handle._thread.join()
+        if not handle._told:
+            handle.wait()
+
+
+def _at_exit() -> None:
+    """Report a failed save that no call has raised."""
+    if _last is not None and _last._error is not None and not _last._told:
+        lines = "".join(traceback.format_exception(_last._error))
+        fail(f"zshard: failed to save the checkpoint '{_last.path}':\n{lines}")
+
+
+atexit.register(_at_exit)

@@ -3,7 +3,7 @@
 A plan knows each value as a tensor, so planning does not depend on where values are.
 A tensor of a dict has them, and is its own source. Others are Pending: they refer to an origin, of
 which a Source reads the range that this rank needs. There are two, FromRank0 here and Reader of
-checkpoint/reader.py; with them, no rank holds more than its shards and one chunk.
+checkpoint/load.py; with them, no rank holds more than its shards and one chunk.
 """
 
 from __future__ import annotations

@@ -1,1 +1,0 @@
-"""Checkpoints of others, read as zshard's own: torch files, DCP folders, Hugging Face shards."""
