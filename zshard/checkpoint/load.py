@@ -35,8 +35,8 @@ from zshard.ranks import meeting
 from zshard.ranks.agreement import Fact, bytes_of, check_agreement, on_all_ranks
 from zshard.ranks.script_position import PublicCall
 from zshard.state.load_state_dict import LoadPlan, carry_out, plan
+from zshard.state.optimizer import OptimizerPlan, taken
 from zshard.state.optimizer_names import by_number, names_of
-from zshard.state.optimizer_plan import OptimizerPlan, taken
 from zshard.state.source import ChunkMemory, chunks, flat_of
 from zshard.state.stand_ins import Pending
 from zshard.units.names import bare, plain_name, wanted_by
