@@ -207,7 +207,7 @@ def generated_by_each(name, combination, how, lone):
         if lone:
             dist.barrier()
     train(model, name)  # and training goes on
-    return wrong
+    assert wrong == []
 
 
 GREEDY = {"do_sample": False}
@@ -218,12 +218,12 @@ GENERATING = [*COMBINATIONS, ("zero1", "c10d")]
 @pytest.mark.parametrize("how", [GREEDY, BEAMS], ids=["greedy", "beams"])
 @pytest.mark.parametrize("combination", list(dict.fromkeys(GENERATING)), ids=str)
 def test_generation_of_other_lengths_on_each_rank(pool2, combination, how):
-    assert pool2.run(generated_by_each, "gpt2, tied", combination, how, False) == [[], []]
+    pool2.run(generated_by_each, "gpt2, tied", combination, how, False)
 
 
 @pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[1] == "shm"], ids=str)
 def test_generation_on_rank_0_alone(pool2, combination):
-    assert pool2.run(generated_by_each, "gpt2, tied", combination, GREEDY, True) == [[], []]
+    pool2.run(generated_by_each, "gpt2, tied", combination, GREEDY, True)
 
 
 class Adapted(torch.nn.Module):

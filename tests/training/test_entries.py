@@ -11,6 +11,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from compare import assert_same
 from models import COMBINATIONS, Block, differences, loss_of, make, wrapped
 from results import WAYS, Giving, Taking, learn
 from scenarios import WIDTH, floats, mean_grads, whole_grads, wrong_grads
@@ -139,18 +140,18 @@ def wrong_when_compiled(way, combination):
         learn(model, floats(rank))
     expected = mean_grads(lambda: Taking(way), lambda model, rank: learn(model, floats(rank)))
     ours = whole_grads(model)
-    return [
+    assert [
         name
         for name, grad in expected.items()
         if not torch.allclose(ours[name], grad, rtol=1e-5, atol=1e-6)
-    ]
+    ] == []
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
 @pytest.mark.parametrize("way", [way for way in WAYS if way not in ("a closure", "a generator")])
 def test_a_result_leaves_a_compiled_block(pool2, way, combination):
-    assert pool2.run(wrong_when_compiled, way, combination) == [[], []]
+    pool2.run(wrong_when_compiled, way, combination)
 
 
 @pytest.mark.sampled(6)
@@ -174,12 +175,12 @@ def after_forwards_without_a_backward(combination):
         model(floats(rank, rows=1))
     loss.backward()
     expected = mean_grads(build, lambda model, rank: loss_of(model(floats(rank))).backward())
-    return wrong_grads(whole_grads(model), expected)
+    assert_same(whole_grads(model), expected, "the gradients")
 
 
 def test_a_graph_that_is_older_than_what_is_remembered(pool2):
     """It gathers more than it needs, and its gradients are right."""
-    assert pool2.run(after_forwards_without_a_backward, ("full_shard", "shm")) == [[], []]
+    pool2.run(after_forwards_without_a_backward, ("full_shard", "shm"))
 
 
 def in_another_thread(combination):
@@ -194,12 +195,12 @@ def in_another_thread(combination):
     thread.join()
     losses[0].backward()
     expected = mean_grads(build, lambda model, rank: loss_of(model(floats(rank))).backward())
-    return wrong_grads(whole_grads(model), expected)
+    assert_same(whole_grads(model), expected, "the gradients")
 
 
 @pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
 def test_a_forward_in_another_thread(pool2, combination):
-    assert pool2.run(in_another_thread, combination) == [[], []]
+    pool2.run(in_another_thread, combination)
 
 
 def square_sum(model):
@@ -213,12 +214,12 @@ def penalty_outside_of_forwards(combination):
         penalty = square_sum(model)
     penalty.backward()
     expected = mean_grads(build_kept, lambda model, rank: square_sum(model).backward())
-    return wrong_grads(whole_grads(model), expected)
+    assert_same(whole_grads(model), expected, "the gradients")
 
 
 @pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
 def test_a_term_that_is_computed_in_summon_full_params(pool2, combination):
-    assert pool2.run(penalty_outside_of_forwards, combination) == [[], []]
+    pool2.run(penalty_outside_of_forwards, combination)
 
 
 @torch.jit.script
