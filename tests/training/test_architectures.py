@@ -76,7 +76,7 @@ def combinations_of(name):
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_training_has_the_bits_of_ddp(pool2, name):
+def test_training_is_bit_identical_to_ddp(pool2, name):
     found_on_ranks = pool2.run(differences_from_ddp, name, combinations_of(name))
     for rank, (found, units) in enumerate(found_on_ranks):
         assert not any(found.values()), f"rank {rank}: {found}"
@@ -122,7 +122,7 @@ def differences_if_checkpointed(name, reentrant):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 @pytest.mark.parametrize("name", ["gpt2, tied", "llama, untied", "bert", "t5, untied"])
-def test_gradient_checkpointing_has_the_bits_of_ddp(pool2, name, reentrant):
+def test_gradient_checkpointing_is_bit_identical_to_ddp(pool2, name, reentrant):
     for found in pool2.run(differences_if_checkpointed, name, reentrant):
         assert not any(found.values()), found
 
@@ -155,7 +155,7 @@ def differences_with_dropout(name, combinations):
         ("whisper", FULL),
     ],
 )
-def test_dropout_and_skipped_layers_are_those_of_ddp(pool2, name, combinations):
+def test_dropout_and_skipped_layers_match_ddp(pool2, name, combinations):
     # A rank that skips a layer runs other units than its peers.
     for found, matters in pool2.run(differences_with_dropout, name, combinations):
         assert matters
@@ -217,7 +217,7 @@ GENERATING = [*COMBINATIONS, ("zero1", "c10d")]
 
 @pytest.mark.parametrize("how", [GREEDY, BEAMS], ids=["greedy", "beams"])
 @pytest.mark.parametrize("combination", list(dict.fromkeys(GENERATING)), ids=str)
-def test_generation_of_other_lengths_on_each_rank(pool2, combination, how):
+def test_generation_of_different_lengths(pool2, combination, how):
     pool2.run(generated_by_each, "gpt2, tied", combination, how, False)
 
 
@@ -253,7 +253,7 @@ def generated_through_another(name):
     assert alone.shape[1] <= prompt.shape[1] + 3
 
 
-def test_generation_through_another_model(pool2):
+def test_generation_of_a_model_within_a_model(pool2):
     pool2.run(generated_through_another, "gpt2, tied")
 
 

@@ -142,7 +142,7 @@ def wrong_on_one_host(run: Run, exact: bool) -> dict[object, list[str]]:
 
 
 @pytest.mark.parametrize(("run", "exact"), SCENARIOS)
-def test_passes_within_one_context(pool2: RankPool, run: Run, exact: bool) -> None:
+def test_passes_in_one_context(pool2: RankPool, run: Run, exact: bool) -> None:
     pool2.run(wrong_on_one_host, run, exact)
 
 
@@ -156,7 +156,7 @@ def wrong_on_two_hosts(run: Run, exact: bool, strategy: str) -> list[str]:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("run", "exact"), SCENARIOS)
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-def test_passes_within_one_context_on_two_hosts(
+def test_passes_in_one_context_on_two_hosts(
     pool2: RankPool, strategy: str, run: Run, exact: bool
 ) -> None:
     assert pool2.run(wrong_on_two_hosts, run, exact, strategy) == [[], []]
@@ -170,7 +170,7 @@ def wrong_in_groups(run: Run, exact: bool, strategy: str) -> list[str]:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
 @pytest.mark.parametrize("run", [evaluation_first, micro_batches])
-def test_passes_within_one_context_in_groups(pool4: RankPool, strategy: str, run: Run) -> None:
+def test_passes_in_one_context_under_hybrid_strategies(pool4: RankPool, strategy: str, run: Run) -> None:
     pool4.run(wrong_in_groups, run, False, strategy)
 
 
@@ -203,7 +203,7 @@ def unlike_ddp(combinations: list[tuple[str, str]]) -> dict[object, list[str]]:
     assert found == {}
 
 
-def test_training_with_evaluations_is_ddps(pool2: RankPool) -> None:
+def test_training_with_evaluations_matches_ddp(pool2: RankPool) -> None:
     pool2.run(unlike_ddp, COMBINATIONS)
 
 
@@ -264,7 +264,7 @@ def casts_alive(combination: tuple[str, str], training: bool) -> tuple[int, int]
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "recomputed"])
-def test_casts_of_one_unit_are_alive_at_once(
+def test_only_one_units_casts_are_alive(
     pool2: RankPool, transport: str, training: bool
 ) -> None:
     for made, most in pool2.run(casts_alive, ("full_shard", transport), training):

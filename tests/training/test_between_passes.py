@@ -91,7 +91,7 @@ def unfreeze_gradually(combination, one_unit):
 
 
 @pytest.mark.parametrize("one_unit", [False, True], ids=["units", "one unit"])
-def test_what_was_frozen_may_be_trained_later(pool2, one_unit):
+def test_gradual_unfreezing(pool2, one_unit):
     for combination in COMBINATIONS:
         assert pool2.run(unfreeze_gradually, combination, one_unit) == [([], True)] * 2, combination
 
@@ -108,7 +108,7 @@ def unfreeze_on_one_rank(combination):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
-def test_unfreezing_on_one_rank_is_an_error_on_all(pool2, combination):
+def test_unfreezing_on_one_rank_raises_on_all(pool2, combination):
     for said in pool2.run(unfreeze_on_one_rank, combination):
         assert "diverged" in said or "out of step" in said
 
@@ -144,7 +144,7 @@ def copy_after_unfreezing(combination):
     return differs(*copies), frozen[0] == frozen[1]
 
 
-def test_a_model_is_copied_after_unfreezing(pool2):
+def test_deepcopy_after_unfreezing(pool2):
     for combination in COMBINATIONS:
         assert pool2.run(copy_after_unfreezing, combination) == [([], True)] * 2, combination
 
@@ -179,7 +179,7 @@ def keep(combination, how):
 
 
 @pytest.mark.parametrize("how", ["tensors", "views", "arrays"])
-def test_a_kept_gradient_stays_what_it_was(pool2, how):
+def test_kept_gradients_do_not_change(pool2, how):
     for combination in COMBINATIONS:
         pool2.run(keep, combination, how)
 
@@ -206,7 +206,7 @@ def keep_unreduced(combination, how):
 
 
 @pytest.mark.parametrize("how", ["tensors", "views", "arrays"])
-def test_a_kept_unreduced_gradient_stays_what_it_was(pool2, how):
+def test_kept_unreduced_gradients_do_not_change(pool2, how):
     for combination in COMBINATIONS:
         pool2.run(keep_unreduced, combination, how)
 
@@ -254,7 +254,7 @@ def leave_a_loop_variable(transport):
     return model.memory()["grads"] - grads, grads, min(faults[-4:])
 
 
-def test_a_loop_variable_costs_one_units_gradients(pool2):
+def test_gradient_in_a_loop_variable_costs_one_unit(pool2):
     for more, grads, faults in pool2.run(leave_a_loop_variable, "shm"):
         assert 0 < more <= grads // 8
         assert faults < 16
@@ -286,7 +286,7 @@ def step_with_closure(combination, kind):
 
 
 @pytest.mark.parametrize("kind", ["SGD"])
-def test_a_step_whose_closure_reduces_what_no_sync_has_accumulated(pool2, kind):
+def test_step_with_a_closure_after_no_sync(pool2, kind):
     for combination in COMBINATIONS:
         pool2.run(step_with_closure, combination, kind)
 
@@ -307,7 +307,7 @@ def look_in_between(combination):
     assert differs(*models) == []
 
 
-def test_whole_parameters_without_writeback_leave_everything_as_it_was(pool2):
+def test_summon_without_writeback_between_forward_and_backward(pool2):
     for combination in COMBINATIONS:
         pool2.run(look_in_between, combination)
 
@@ -322,7 +322,7 @@ def look_within_a_look(combination):
     assert differs(model, plain_model()) == []
 
 
-def test_a_context_that_discards_within_one_that_keeps(pool2):
+def test_summon_without_writeback_within_summon(pool2):
     for combination in COMBINATIONS:
         pool2.run(look_within_a_look, combination)
 
@@ -363,7 +363,7 @@ def save_with_buffers(combination):
     assert_same(model.buffers(), before, "the result")
 
 
-def test_a_state_dict_does_not_change_buffers(pool2):
+def test_state_dict_leaves_buffers_unchanged(pool2):
     for combination in COMBINATIONS:
         pool2.run(save_with_buffers, combination)
 
@@ -399,7 +399,7 @@ def iterate(kind, combination):
 
 @pytest.mark.filterwarnings("ignore:auto_wrap_policy")
 @pytest.mark.parametrize("kind", [OverParameters, OverChildren])
-def test_automatic_units_leave_out_what_iterators_read(pool2, kind):
+def test_auto_wrap_skips_modules_read_by_iterators(pool2, kind):
     for combination in itertools.product(["full_shard"], ["shm", "c10d"]):
         pool2.run(iterate, kind, combination)
 
@@ -411,7 +411,7 @@ def raise_by_shape():
     return getattr(caught.value, "__notes__", None)
 
 
-def test_an_error_about_shapes_names_unit_and_parameters(pool2):
+def test_shape_error_names_unit_and_parameters(pool2):
     for notes in pool2.run(raise_by_shape):
         if notes is not None:  # Python 3.11
             assert len(notes) == 1

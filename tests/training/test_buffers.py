@@ -97,7 +97,7 @@ def as_ddp(combination: tuple[str, str], sync: Any, accumulate: bool) -> list[st
     ("sync", "accumulate"), [("training", True), ("training", False), (True, False), ("ddp", False)]
 )
 @ranks(2)
-def test_replaced_buffers_are_those_of_ddp(
+def test_replaced_buffers_match_ddp(
     pool: RankPool, combination: tuple[str, str], sync: Any, accumulate: bool
 ) -> None:
     pool.run(as_ddp, combination, sync, accumulate)
@@ -125,7 +125,7 @@ def one_evaluates(strategy: str) -> list[str]:
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 @ranks(2)
-def test_one_rank_may_evaluate_alone(pool: RankPool, strategy: str) -> None:
+def test_one_rank_evaluates_alone(pool: RankPool, strategy: str) -> None:
     pool.run(one_evaluates, strategy)
 
 
@@ -147,5 +147,5 @@ def copied(transport: str) -> bool:
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @ranks(2)
-def test_a_copy_broadcasts_its_own_buffers(pool: RankPool, transport: str) -> None:
+def test_copy_broadcasts_its_own_buffers(pool: RankPool, transport: str) -> None:
     assert pool.run(copied, transport) == [True, True]

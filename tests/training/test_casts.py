@@ -131,11 +131,11 @@ def casts(transport: str) -> list[str]:
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @ranks(2)
-def test_containers_are_cast_as_by_torch(pool: RankPool, transport: str) -> None:
+def test_containers_are_cast_as_in_fsdp2(pool: RankPool, transport: str) -> None:
     assert pool.run(casts, transport) == [[], []]
 
 
-def test_what_is_not_cast_remains_the_same_object() -> None:
+def test_uncast_objects_are_not_copied() -> None:
     cache: Any = {"ids": torch.ones(2, dtype=torch.int64), "list": [1, None]}
     cache["itself"] = cache
     holds_itself: list[Any] = [torch.ones(1)]
@@ -213,7 +213,7 @@ def buffers(combination: tuple[str, str], folder: str) -> Any:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @ranks(2)
-def test_ignored_buffers_are_left_and_state_dicts_keep_the_dtype(
+def test_buffer_dtype(
     pool: RankPool, combination: tuple[str, str], tmp_path: Path
 ) -> None:
     assert pool.run(buffers, combination, str(tmp_path / "saved")) == [[], []]

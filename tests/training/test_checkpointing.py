@@ -159,7 +159,7 @@ def around_a_sequence_of_blocks(reentrant, model, rank):
         around_a_sequence_of_blocks,
     ],
 )
-def test_checkpoints_of_the_script(pool2, run, reentrant):
+def test_checkpoints_around_the_model(pool2, run, reentrant):
     pool2.run(check_mean_grads, Plain, functools.partial(run, reentrant), False)
 
 
@@ -224,13 +224,13 @@ def test_selective_checkpoints(pool2):
 
 
 @pytest.mark.parametrize("way", [around_units, nested, within_units])
-def test_recomputation_to_the_end(pool2, way):
+def test_recomputation_without_early_stop(pool2, way):
     build = functools.partial(Stack, way, False)
     pool2.run(check_mean_grads, build, without_early_stop, True)
 
 
 @pytest.mark.parametrize("way", [around_units, within_units])
-def test_saved_tensors_that_are_copied_away(pool2, way):
+def test_save_on_cpu(pool2, way):
     build = functools.partial(Stack, way, False)
     pool2.run(check_mean_grads, build, offloaded, True)
 
@@ -253,7 +253,7 @@ def seeded_step(model, rank):
 
 
 @KINDS
-def test_dropout_is_recomputed_the_same(pool2, reentrant):
+def test_dropout_is_recomputed_identically(pool2, reentrant):
     build = functools.partial(Dropping, around_stretches, reentrant)
     pool2.run(check_mean_grads, build, seeded_step, True)
 
@@ -289,7 +289,7 @@ def fail_then_go_on(model, rank):
 
 
 @KINDS
-def test_training_goes_on_after_a_recomputation_that_failed(pool2, reentrant):
+def test_training_continues_after_a_failed_recomputation(pool2, reentrant):
     build = functools.partial(Failing, around_parts_by_number, reentrant)
     pool2.run(check_mean_grads, build, fail_then_go_on, True)
 
@@ -307,7 +307,7 @@ def units_full_after(way, reentrant, combination):
 
 @KINDS
 @pytest.mark.parametrize("way", [around_units, nested, within_and_around_units])
-def test_recomputed_units_are_given_back(pool2, way, reentrant):
+def test_recomputed_units_are_resharded(pool2, way, reentrant):
     for combination in (("full_shard", "shm"), ("shard_grad_op", "c10d")):
         for count, full in pool2.run(units_full_after, way, reentrant, combination):
             assert (count >= 4, full) == (True, 0), combination

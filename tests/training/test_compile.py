@@ -172,7 +172,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("first", [True, False], ids=["compiled, wrapped", "wrapped, compiled"])
 @pytest.mark.parametrize("way", [each_block_in_place, the_whole_in_place])
 @pytest.mark.parametrize("build", [Recomputing, Tied])
-def test_gradients_of_compiled_special_models(compilers, build, way, first):
+def test_gradients_of_compiled_checkpointed_and_tied_models(compilers, build, way, first):
     found = compilers.run(wrong_when_compiled, build, three_steps, way, "aot_eager", first)
     assert found == [{}, {}]
 
@@ -302,7 +302,7 @@ def compiled_loop(strategy, transport, dynamic, precision=None):
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_ordinary_loop_compiles(compilers, strategy, transport, dynamic):
+def test_training_loop_compiles(compilers, strategy, transport, dynamic):
     for eager, compiled, graphs in compilers.run(compiled_loop, strategy, transport, dynamic):
         assert compiled == pytest.approx(eager, rel=1e-6)
         assert graphs >= 2, "for training, and for evaluation"
@@ -310,7 +310,7 @@ def test_the_ordinary_loop_compiles(compilers, strategy, transport, dynamic):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_gradients_of_another_dtype(compilers, transport):
+def test_training_loop_compiles_in_bf16(compilers, transport):
     for eager, compiled, graphs in compilers.run(
         compiled_loop, "full_shard", transport, None, BF16
     ):
@@ -339,7 +339,7 @@ def fully_sharded_and_stepped_in_backward():
     return found
 
 
-def test_steps_in_backward_of_compiled_blocks(compilers):
+def test_optimizer_in_backward_of_compiled_blocks(compilers):
     for eager, compiled in compilers.run(fully_sharded_and_stepped_in_backward):
         assert compiled == pytest.approx(eager, rel=1e-6)
 
@@ -374,5 +374,5 @@ def gradients_seen(transport):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_only_the_compiler_sees_no_gradient(compilers, transport):
+def test_only_the_compiler_sees_grad_as_none(compilers, transport):
     assert compilers.run(gradients_seen, transport) == [({True}, {False}, {True})] * 2

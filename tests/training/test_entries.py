@@ -46,7 +46,7 @@ def wrong_by_way(way, how, combination, policy):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("how", ["eager", "non-reentrant", "reentrant"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_result_leaves_in_any_way(pool2, way, how, policy, combination):
+def test_backward_from_any_kind_of_output(pool2, way, how, policy, combination):
     if how == "reentrant" and way == "the module":
         pytest.skip("a reentrant checkpoint runs its forward without a graph")
     assert pool2.run(wrong_by_way, way, how, combination, POLICIES[policy]) == [[], []]
@@ -150,7 +150,7 @@ def wrong_when_compiled(way, combination):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
 @pytest.mark.parametrize("way", [way for way in WAYS if way not in ("a closure", "a generator")])
-def test_a_result_leaves_a_compiled_block(pool2, way, combination):
+def test_backward_from_outputs_of_compiled_blocks(pool2, way, combination):
     pool2.run(wrong_when_compiled, way, combination)
 
 
@@ -159,7 +159,7 @@ def test_a_result_leaves_a_compiled_block(pool2, way, combination):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("build", [build_kept, build_leaking])
-def test_what_is_kept_beside_the_output(pool2, build, run, policy, combination):
+def test_backward_from_kept_intermediates(pool2, build, run, policy, combination):
     assert pool2.run(wrong_beside, build, run, combination, POLICIES[policy]) == [[], []]
 
 
@@ -178,7 +178,7 @@ def after_forwards_without_a_backward(combination):
     assert_same(whole_grads(model), expected, "the gradients")
 
 
-def test_a_graph_that_is_older_than_what_is_remembered(pool2):
+def test_backward_of_a_very_old_graph(pool2):
     """It gathers more than it needs, and its gradients are right."""
     pool2.run(after_forwards_without_a_backward, ("full_shard", "shm"))
 
@@ -199,7 +199,7 @@ def in_another_thread(combination):
 
 
 @pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
-def test_a_forward_in_another_thread(pool2, combination):
+def test_forward_in_another_thread(pool2, combination):
     pool2.run(in_another_thread, combination)
 
 
@@ -218,7 +218,7 @@ def penalty_outside_of_forwards(combination):
 
 
 @pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
-def test_a_term_that_is_computed_in_summon_full_params(pool2, combination):
+def test_penalty_computed_in_summon_full_params(pool2, combination):
     pool2.run(penalty_outside_of_forwards, combination)
 
 
@@ -247,7 +247,7 @@ def begun_in_cpp(transport):
 
 
 @pytest.mark.parametrize(("transport", "words"), [("shm", "sharded"), ("c10d", "")])
-def test_a_backward_that_cpp_begins_is_right_or_an_error(pool2, transport, words):
+def test_backward_started_in_cpp_is_right_or_an_error(pool2, transport, words):
     """Over c10d the outermost unit stays gathered, so its hooks open the backward."""
     for message, first, second in pool2.run(begun_in_cpp, transport):
         assert words in message

@@ -81,11 +81,11 @@ def called(combination: tuple[str, str], as_parameters: bool) -> list[Any]:
 
 @pytest.mark.parametrize("as_parameters", (False, True))
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_other_tensors_get_their_gradients_and_training_goes_on(pool2, combination, as_parameters):
+def test_functional_call_with_other_tensors(pool2, combination, as_parameters):
     pool2.run(called, combination, as_parameters)
 
 
-def test_a_hypernetwork_gets_the_gradients_of_what_it_makes(pool2):
+def test_hypernetwork(pool2):
     pool2.run(check_mean_grads, Hyper, forward_backward, True)
 
 
@@ -112,7 +112,7 @@ def sampled_gradients(combination: tuple[str, str], how: str) -> list[str]:
 
 @pytest.mark.parametrize("how", ("given", "summoned", "state dict"))
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_per_sample_gradients_are_plain_pytorchs(pool2, combination, how):
+def test_per_sample_gradients(pool2, combination, how):
     pool2.run(sampled_gradients, combination, how)
 
 
@@ -138,7 +138,7 @@ def transformed(transport: str) -> Any:
 
 
 @pytest.mark.parametrize("transport", ("shm", "c10d"))
-def test_a_shard_in_a_transform_is_refused_and_the_remedy_works(pool2, transport):
+def test_shards_in_transforms_are_refused(pool2, transport):
     pool2.run(transformed, transport)
 
 
@@ -150,7 +150,7 @@ def after_a_call_that_raised() -> str:
     return message_of(lambda: model(floats(0)), ValueError)
 
 
-def test_a_replaced_parameter_is_refused_also_after_a_call_that_raised(pool2):
+def test_replaced_parameter_is_refused_after_a_failed_call(pool2):
     for said in pool2.run(after_a_call_that_raised):
         assert "'0.weight' of unit '0' was replaced" in said and "functional_call" in said
 
@@ -166,5 +166,5 @@ def compiled() -> list[str]:
 
 
 @ranks(1)
-def test_functional_calls_of_other_models_compile_as_before(pool: RankPool) -> None:
+def test_functional_call_of_other_models_compiles(pool: RankPool) -> None:
     pool.run(compiled)

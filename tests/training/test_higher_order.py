@@ -46,7 +46,7 @@ def grads_of_parameters(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_autograd_grad_gives_this_ranks_whole_gradients(pool2, combination):
+def test_autograd_grad_returns_local_unsharded_gradients(pool2, combination):
     """As under DDP: they are not reduced."""
     assert pool2.run(grads_of_parameters, combination) == [([], [], [])] * 2
 
@@ -171,7 +171,7 @@ def wrong_forces(policy, combination):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("combination", [*COMBINATIONS, ("hybrid_full", "c10d")])
 @pytest.mark.parametrize("policy", [None, {torch.nn.Linear}], ids=["one unit", "nested"])
-def test_a_gradient_that_is_taken_in_forward(pool2, policy, combination):
+def test_autograd_grad_within_forward(pool2, policy, combination):
     """The forward goes on with its parameters, in training and in evaluation."""
     pool2.run(wrong_forces, policy, combination)
 
@@ -192,13 +192,13 @@ def recorded_into_grad(combination):
 
 @ranks(2, 3)
 @pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
-def test_a_grad_with_a_history_is_refused_and_training_goes_on(pool, combination):
+def test_backward_with_create_graph_is_refused(pool, combination):
     for message, wrong in pool.run(recorded_into_grad, combination):
         assert "torch.autograd.grad(loss, inputs, create_graph=True)" in message
         assert wrong == []
 
 
-def test_and_in_a_world_of_one():
+def test_world_size_one():
     model, plain = FSDP(make(Stack)), make(Stack)
     penalty(model, 0).backward()
     penalty(plain, 0).backward()
@@ -225,6 +225,6 @@ def parts_one_after_another(model, rank):
 
 
 @pytest.mark.parametrize("run", (last_layer, one_weight_of_each_block, parts_one_after_another))
-def test_backward_for_some_parameters(pool2, run):
+def test_backward_with_inputs(pool2, run):
     """The others get no gradient."""
     pool2.run(check_mean_grads, Stack, run, True)

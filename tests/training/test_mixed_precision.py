@@ -94,11 +94,11 @@ def test_gradients_are_summed_in_float32(pool2, name):
 
 
 @ranks(4)
-def test_on_four_ranks(pool):
+def test_gradients_on_four_ranks(pool):
     assert pool.run(wrong, "bf16") == [{}] * 4
 
 
-def test_in_a_world_of_one():
+def test_world_size_one():
     for name in ("bf16", "fp16", "bf16, reduced in fp32"):
         ours = trained(Stack, POLICIES[name], ("full_shard", None))
         assert differences(ours, reference(Stack, POLICIES[name])) == []
@@ -144,7 +144,7 @@ def look(combination, policy):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_who_sees_which_dtype(pool2, combination):
+def test_dtypes_of_parameters_inputs_and_buffers(pool2, combination):
     low, full = torch.bfloat16, torch.float32
     policy = MixedPrecision(low, full, buffer_dtype=low)
     for seen, out, rest, buffer, mean in pool2.run(look, combination, policy):
@@ -165,7 +165,7 @@ def outputs():
     return model(floats(0)).dtype, plain(floats(0)).dtype, refuses
 
 
-def test_outputs_are_cast_and_inputs_if_wanted(pool2):
+def test_casts_of_inputs_and_outputs(pool2):
     for cast, plain, refuses in pool2.run(outputs):
         assert (cast, plain) == (torch.float32, torch.bfloat16)
         assert "dtype" in refuses
@@ -205,7 +205,7 @@ def overridden():
     )
 
 
-def test_parameters_keep_their_dtype_if_a_function_says_so(pool2):
+def test_param_dtype_override_fn(pool2):
     low, full = torch.bfloat16, torch.float32
     wanted = {"inner.weight": low, "norm.weight": full, "norm.bias": full}
     for seen, wrong, differ in pool2.run(overridden):
@@ -242,7 +242,7 @@ def state_is_exact(build, combination):
 
 @pytest.mark.parametrize("build", [Stack, Rooted])
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_state_dict_has_the_models_own_dtype(pool2, build, combination):
+def test_state_dict_keeps_the_dtype_of_the_model(pool2, build, combination):
     assert pool2.run(state_is_exact, build, combination) == [([], [], [])] * 2
 
 
@@ -267,7 +267,7 @@ def sums_before(combination):
 
 
 @pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
-def test_no_sync_sums_in_the_dtype_that_travels(pool2, combination):
+def test_no_sync_sums_in_the_reduce_dtype(pool2, combination):
     pool2.run(sums_before, combination)
 
 
@@ -309,7 +309,7 @@ def held(policy):
     return model.memory()
 
 
-def test_full_buffers_and_buckets_are_of_the_low_dtype(pool2):
+def test_full_buffers_and_buckets_use_the_low_dtype(pool2):
     (full, *_), (low, *_) = pool2.run(held, None), pool2.run(held, BF16)
     assert 0.45 < low["slots"] / full["slots"] < 0.55
     assert 0.45 < low["buckets"] / full["buckets"] < 0.55
@@ -333,14 +333,14 @@ def mistakes():
     ]
 
 
-def test_mistakes_are_named():
+def test_invalid_policies_are_refused():
     first, second, third = mistakes()
     assert "MixedPrecisionPolicy" in first
     assert "param_dtype=torch.int8" in second and "torch.bfloat16" in second
     assert "keep_low_precision_grads" in third
 
 
-def test_torchs_own_classes_are_taken():
+def test_policies_of_torch_are_accepted():
     from torch.distributed.fsdp import MixedPrecision as Fsdp1
     from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2
 
@@ -365,6 +365,6 @@ def learn(combination):
     return losses[0], losses[-1]
 
 
-def test_a_model_learns_in_bf16(pool2):
+def test_model_learns_in_bf16(pool2):
     for first, last in pool2.run(learn, ("full_shard", "shm")):
         assert last < 0.1 * first

@@ -125,7 +125,7 @@ def frozen_between(model, rank):
         (frozen_between, True),
     ],
 )
-def test_gradients_are_the_mean_of_the_sums(pool2, run, exact):
+def test_accumulated_gradients_are_the_mean_of_the_sums(pool2, run, exact):
     pool2.run(check_mean_grads, Stack, run, exact)
 
 
@@ -166,7 +166,7 @@ def used_on_one_rank_only_before(model, rank):
 
 
 @pytest.mark.parametrize("run", [used_only_before, used_on_one_rank_only_before])
-def test_what_the_last_backward_does_not_use_is_reduced_too(pool2, run):
+def test_parameters_unused_in_the_last_backward_are_reduced(pool2, run):
     pool2.run(check_mean_grads, Optional, run, True, ONE_ORDER[run])
 
 
@@ -204,7 +204,7 @@ def differences_from_ddp(name):
 
 
 @pytest.mark.parametrize("name", ["mlp", "net", "odds"])
-def test_training_has_the_bits_of_ddps_no_sync(pool2, name):
+def test_training_is_bit_identical_to_ddp(pool2, name):
     for found in pool2.run(differences_from_ddp, name):
         assert not any(found.values()), found
 
@@ -228,7 +228,7 @@ def grads_in_between(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_grad_is_the_ranks_own_and_whole(pool2, combination):
+def test_grad_is_local_and_unsharded(pool2, combination):
     assert pool2.run(grads_in_between, combination) == [([], [])] * 2
 
 
@@ -246,7 +246,7 @@ def clip_too_early(combination):
 
 
 @pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
-def test_what_needs_reduced_gradients_says_so(pool2, combination):
+def test_clipping_and_steps_on_unreduced_gradients_are_refused(pool2, combination):
     for messages in pool2.run(clip_too_early, combination):
         for message in messages:
             assert "no_sync()" in message and "unit '" in message, messages
@@ -274,7 +274,7 @@ def units_of(model):
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_memory_for_whole_gradients_is_there_only_while_they_are(pool2, transport):
+def test_memory_of_unsharded_gradients_is_freed(pool2, transport):
     for held, whole in pool2.run(memory_over_time, ("full_shard", transport)):
         before, during = held[:2]
         assert held == [before, during] * 3
@@ -303,7 +303,7 @@ def raise_in_between(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_exception_in_between_leaves_the_sum(pool2, combination):
+def test_exception_leaves_the_accumulated_sum(pool2, combination):
     pool2.run(raise_in_between, combination)
 
 
@@ -318,12 +318,12 @@ def switched():
     return alone, everywhere == set(names), {n for n, unit in names.items() if not unit.sync}
 
 
-def test_the_switch_is_put_back(pool2):
+def test_set_requires_gradient_sync_is_restored(pool2):
     for alone, everywhere, after in pool2.run(switched):
         assert alone == {""} and everywhere and after == {""}
 
 
-def test_in_a_world_of_one_nothing_changes():
+def test_world_size_one():
     plain, model = make(Stack), zshard.FSDP(make(Stack))
     for net in (plain, model):
         sum_up(net, 0)

@@ -73,7 +73,7 @@ def differences_from_ddp(name, optimizer):
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(("name", "optimizer"), PAIRS)
-def test_two_ranks_have_the_bits_of_ddp(pool2, name, optimizer):
+def test_two_ranks_are_bit_identical_to_ddp(pool2, name, optimizer):
     for rank, found in enumerate(pool2.run(differences_from_ddp, name, optimizer)):
         assert not any(found.values()), f"rank {rank}: {found}"
 
@@ -115,7 +115,7 @@ def distances_from_ddp(name, optimizer):
         ("frozen", "torch.AdamW"),
     ],
 )
-def test_more_ranks_agree_with_one_another_and_nearly_with_ddp(pool, name, optimizer):
+def test_more_ranks_agree_and_are_close_to_ddp(pool, name, optimizer):
     # The mean of three numbers depends on who adds in which order: DDP's ring is another.
     for rank, (found, distance) in enumerate(pool.run(distances_from_ddp, name, optimizer)):
         assert not any(found.values()), f"rank {rank}: {found}"
@@ -123,7 +123,7 @@ def test_more_ranks_agree_with_one_another_and_nearly_with_ddp(pool, name, optim
 
 
 @pytest.mark.parametrize(("name", "optimizer"), PAIRS)
-def test_world_of_one_has_the_bits_of_the_plain_module(name, optimizer):
+def test_world_size_one_is_bit_identical_to_the_plain_module(name, optimizer):
     case = CASES[name]
     plain = make(case.make)
     model = FSDP(copy.deepcopy(plain), auto_wrap_policy=case.policy)
@@ -145,7 +145,7 @@ def group_of_one():
     assert_same(model.state_dict(), plain.state_dict(), "the state")
 
 
-def test_group_of_one_trains_alone(pool2):
+def test_process_group_of_one(pool2):
     pool2.run(group_of_one)
 
 
@@ -164,7 +164,7 @@ def subgroup():
     assert_same(model.state_dict(), plain.state_dict(), "the state")
 
 
-def test_each_process_group_shards_for_itself(pool4):
+def test_two_process_groups(pool4):
     pool4.run(subgroup)
 
 
@@ -204,7 +204,7 @@ def with_clipping(name, norm_type):
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-def test_clipping_is_by_the_global_norm(pool2, norm_type):
+def test_clipping_uses_the_global_norm(pool2, norm_type):
     for found, clips in pool2.run(with_clipping, "net", norm_type):
         assert clips, "the limit is too high to test anything"
         assert set(found.values()) == {(True, True)}, found

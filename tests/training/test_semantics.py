@@ -71,7 +71,7 @@ def after_failures(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_training_goes_on_after_exceptions(pool2, combination):
+def test_training_continues_after_exceptions(pool2, combination):
     pool2.run(after_failures, combination)
 
 
@@ -91,7 +91,7 @@ def fail_in_a_users_hook(combination):
     assert_same(whole_grads(model), mean_grads(Stack, forward_backward), "the gradients")
 
 
-def test_training_goes_on_after_an_exception_in_a_users_hook(pool2):
+def test_training_continues_after_an_exception_in_a_hook(pool2):
     pool2.run(fail_in_a_users_hook, FULL)
 
 
@@ -280,7 +280,7 @@ def kept_view(combination):
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_reading_a_view_from_an_earlier_forward_is_an_error(pool2, transport):
+def test_view_kept_from_a_forward_cannot_be_read(pool2, transport):
     for message in pool2.run(kept_view, ("full_shard", transport)):
         assert "'blocks.1'" in message and "sharded" in message
 
@@ -349,7 +349,7 @@ def changed_in_forward():
     return message_of(lambda: forward_backward(model, dist.get_rank()), RuntimeError)
 
 
-def test_weight_changed_inside_forward_is_an_error(pool2):
+def test_weight_modified_within_forward_is_an_error(pool2):
     for message in pool2.run(changed_in_forward):
         assert "'blocks.1.up.weight'" in message and "modified in place" in message
 
@@ -449,7 +449,7 @@ def two_models(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_two_models_train_on_one_another(pool2, combination):
+def test_two_models_train_on_each_others_outputs(pool2, combination):
     pool2.run(two_models, combination)
 
 

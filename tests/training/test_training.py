@@ -126,7 +126,7 @@ def train_with_each_policy():
     return found
 
 
-def test_all_ways_to_wrap_train_alike(pool2):
+def test_all_policies_match_ddp(pool2):
     for found in pool2.run(train_with_each_policy):
         assert {name: wrong for name, (_, wrong) in found.items() if wrong} == {}
         for name, (_, units) in POLICIES.items():
@@ -184,7 +184,7 @@ def evaluate_while_the_other_waits():
     return wrong
 
 
-def test_evaluation_by_one_rank_while_the_other_waits(pool2):
+def test_one_rank_evaluates_while_the_other_waits(pool2):
     assert fork_ranks(evaluate_while_the_other_waits, 2, check=True)[0].value == []
 
 
@@ -252,7 +252,7 @@ def cast_after_wrapping(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_cast_after_wrapping_is_an_error(pool2, transport):
+def test_cast_after_wrapping_is_refused(pool2, transport):
     for message in pool2.run(cast_after_wrapping, transport):
         assert "'blocks.0.norm.weight'" in message and "before FSDP" in message
 
@@ -285,7 +285,7 @@ def train_with_buffers(combination, sync):
 
 @pytest.mark.parametrize("sync", [True, False], ids=["synced", "local"])
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_buffers_are_those_of_ddp(pool2, combination, sync):
+def test_buffers_match_ddp(pool2, combination, sync):
     for wrong, same in pool2.run(train_with_buffers, combination, sync):
         assert wrong == []
         assert same is sync
@@ -302,7 +302,7 @@ def start_of(combination, sync):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_everything_starts_from_rank_0(pool2, combination):
+def test_initial_values_come_from_rank_0(pool2, combination):
     (first, start), (second, other) = pool2.run(start_of, combination, True)
     assert differences(first, second), "the ranks have to start from different values"
     assert differences(start, first) == differences(other, first) == []
@@ -312,6 +312,6 @@ def unequal_start():
     return message_of(lambda: start_of(FULL, False), zshard.DivergenceError)
 
 
-def test_unequal_starts_are_an_error_if_nothing_is_taken_from_rank_0(pool2):
+def test_unequal_initial_values_raise_without_sync_module_states(pool2):
     for message in pool2.run(unequal_start):
         assert "'embed.weight'" in message and "rank 1" in message
