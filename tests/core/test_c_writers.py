@@ -83,7 +83,7 @@ def sources() -> list[tuple[str, str]]:
     return [(path.name, path.read_text()) for path in found]
 
 
-def test_a_field_has_one_writer() -> None:
+def test_each_field_has_one_writer() -> None:
     assert complaints_of(writers_in(sources())) == []
 
 
@@ -103,7 +103,7 @@ def test_known_fields_have_these_writers() -> None:
         ("    schedule->gave_up |= true;", "zs_schedule.gave_up"),
     ],
 )
-def test_a_second_writer_is_found(text: str, field: str) -> None:
+def test_second_writer_is_found(text: str, field: str) -> None:
     writers = writers_in([("a.c", text), ("b.c", text)])
     assert complaints_of(writers) == [f"{field} is written by a.c, b.c"]
 
@@ -111,5 +111,5 @@ def test_a_second_writer_is_found(text: str, field: str) -> None:
 @pytest.mark.parametrize(
     "text", ["    if (unit->part == 1) return;", "    /* unit->part = 1; */", "    x = unit->part;"]
 )
-def test_reading_is_free(text: str) -> None:
+def test_reads_are_not_writes(text: str) -> None:
     assert writers_in([("a.c", text)]) == {}

@@ -58,7 +58,7 @@ def check(checker: Path, *args: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("ranks", "length", "least"), [(2, 0, 4e7), (3, 4, 3e7)])
-def test_holds(checker, ranks, length, least):
+def test_all_interleavings_are_right(checker, ranks, length, least):
     done = check(checker, str(ranks), str(length))
     assert done.returncode == 0, done.stdout
     words = done.stdout.split()
@@ -66,18 +66,18 @@ def test_holds(checker, ranks, length, least):
 
 
 @pytest.mark.thorough
-def test_holds_for_longer_programs_of_three_ranks(checker):
+def test_longer_programs_of_three_ranks(checker):
     done = check(checker, "3", "6")
     assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_finds(checker, fault):
+def test_planted_fault_is_found(checker, fault):
     done = check(checker, "2", "0", fault)
     assert done.returncode == 1 and "broken: " in done.stdout
 
 
-def test_knows_its_faults(checker):
+def test_program_knows_all_faults(checker):
     """A name that is no fault's plants nothing, so each name above is one that the program knows."""
     text = (C / "reader_model.c").read_text()
     for fault in FAULTS:

@@ -35,14 +35,14 @@ def check(checker: Path, *args: object) -> subprocess.CompletedProcess[str]:
         pytest.param(3, 1, 3, 1, 7e6, marks=pytest.mark.thorough),
     ],
 )
-def test_nobody_sleeps_on(checker, ranks, waiters, rounds, spurious, least):
+def test_no_rank_sleeps_forever(checker, ranks, waiters, rounds, spurious, least):
     done = check(checker, ranks, waiters, rounds, spurious)
     assert done.returncode == 0, done.stdout
     assert int(done.stdout.split()[1]) > least
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_finds(checker, fault):
+def test_planted_fault_is_found(checker, fault):
     done = check(checker, 3, 3, 1, 0, fault)
     assert done.returncode == 1 and "broken: nobody wakes" in done.stdout
     assert check(checker, 3, 3, 1, 0, f"not {fault}").returncode == 2

@@ -62,7 +62,7 @@ def plain_and_sharded(name: str, strategy: str) -> tuple[Any, Any]:
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("strategy", [each.value for each in ShardingStrategy])
 @pytest.mark.parametrize("name", NAMES)
-def test_fp32_has_the_numbers_of_torch(one: RankPool, name: str, strategy: str) -> None:
+def test_fp32_matches_torch(one: RankPool, name: str, strategy: str) -> None:
     ((plain, ours), wrong) = one.run(plain_and_sharded, name, strategy)[0]
     assert ours == pytest.approx(plain, **FP32)
     assert wrong == []
@@ -77,7 +77,7 @@ def adamw_of_both() -> tuple[Any, Any]:
     return losses, far(ours.state_dict(), plain.state_dict(), ADAM)
 
 
-def test_adamw_has_the_numbers_of_torchs_fused(one: RankPool) -> None:
+def test_adamw_matches_torchs_fused_one(one: RankPool) -> None:
     ((plain, ours), wrong) = one.run(adamw_of_both)[0]
     assert ours == pytest.approx(plain, **ADAM)
     assert wrong == []
@@ -114,9 +114,7 @@ def mixed_and_by_hand(name: str, strategy: str) -> tuple[Any, Any, Any]:
 
 @pytest.mark.parametrize("strategy", [each.value for each in ShardingStrategy])
 @pytest.mark.parametrize("name", ["mlp", "net", "tied"])
-def test_mixed_precision_is_what_one_writes_by_hand(
-    one: RankPool, name: str, strategy: str
-) -> None:
+def test_mixed_precision_matches_a_loop_by_hand(one: RankPool, name: str, strategy: str) -> None:
     ours, expected, wrong = one.run(mixed_and_by_hand, name, strategy)[0]
     assert ours == pytest.approx(expected, **BF16)
     assert wrong == []
@@ -135,9 +133,7 @@ def in_backward_and_after(precision: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("precision", [None, BFLOAT16], ids=["fp32", "bf16"])
-def test_optimizer_in_backward_has_the_bits_of_a_step_after_it(
-    one: RankPool, precision: Any
-) -> None:
+def test_optimizer_in_backward_is_bit_identical_to_a_step(one: RankPool, precision: Any) -> None:
     one.run(in_backward_and_after, precision)
 
 
@@ -217,7 +213,7 @@ def there_and_back() -> tuple[list[str], list[float], list[float]]:
     return wrong, train(model, optimizer, DEEP), train(second, again, DEEP)
 
 
-def test_state_dicts_go_round(one: RankPool) -> None:
+def test_state_dicts_round_trip(one: RankPool) -> None:
     wrong, went_on, resumed = one.run(there_and_back)[0]
     assert wrong == []
     assert resumed == pytest.approx(went_on, **FP32)
@@ -246,7 +242,7 @@ def set_up(whence: str) -> tuple[list[float], list[float], set[str]]:
 
 
 @pytest.mark.parametrize("whence", ["cpu", "meta"])
-def test_device_id_brings_a_model_there(one: RankPool, whence: str) -> None:
+def test_device_id_moves_the_model(one: RankPool, whence: str) -> None:
     plain, ours, devices = one.run(set_up, whence)[0]
     assert ours == pytest.approx(plain, **FP32)
     assert len(devices) == 1
@@ -345,7 +341,7 @@ def without_memory() -> tuple[str, bool, list[float]]:
     return kind, torch.cuda.memory_allocated() > 0, train(small, sgd(small, zshard), DEEP)
 
 
-def test_lack_of_memory_is_torchs_own_error(start: Start) -> None:
+def test_lack_of_memory_raises_torchs_error(start: Start) -> None:
     kind, _, losses = start("gpu").run(without_memory)[0]
     assert kind.startswith("OutOfMemoryError: CUDA out of memory"), kind
     assert [loss for loss in losses if not math.isfinite(loss)] == []
@@ -356,7 +352,7 @@ def test_lack_of_memory_is_torchs_own_error(start: Start) -> None:
 
 @pytest.mark.needs_fma
 @pytest.mark.parametrize("kernels", ["gpu", "copies"])
-def test_kernels_have_the_bits_of_the_cpu(kernels: str) -> None:
+def test_kernels_are_bit_identical_to_the_cpu(kernels: str) -> None:
     """All of test_cuda_kernels.py on the GPU; with stand-ins, what brings its arrays there."""
     only = "" if kernels == "gpu" else "factor_is_not_rounded or norms_are_joined or leaves_a_copy"
     env = environment(kernels if kernels == "gpu" else "stand-in")

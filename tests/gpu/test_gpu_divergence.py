@@ -53,7 +53,7 @@ def run(env, step):
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("step", [0, 2])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_first_transfer_that_differs_is_named(backend, step, world):
+def test_divergence_names_the_first_transfer(backend, step, world):
     env = stand_ins.environment(backend)
     found = fork_ranks(run, world, env, step, check=True)
     number = "1" if step == 0 else r"\d+"

@@ -136,12 +136,12 @@ SOME += ["AllGather", "Send", "GroupEnd", "CommInitRankConfig", "CommGetAsyncErr
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("call", SOME)
-def test_a_call_that_fails_is_an_exception_on_all_ranks(well, call):
+def test_failing_call_raises_on_all_ranks(well, call):
     among = places(well[1][call])
     assert problem_with(well, call, among[0 if call in POLLED else len(among) // 2]) == ""
 
 
-def test_all_calls_are_known(well):
+def test_failed_calls_are_among_those_made(well):
     """What is made to fail below is what there is; a new call comes in by itself."""
     assert set(SOME) <= set(well[1])
     assert {name for name in well[1] if not name.startswith("cu")} >= {"Recv", "GroupStart"}
@@ -149,7 +149,7 @@ def test_all_calls_are_known(well):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("part", range(8))
-def test_every_call_that_fails_is_an_exception_on_all_ranks(well, part):
+def test_every_failing_call_raises_on_all_ranks(well, part):
     cases = [(call, n) for call in sorted(well[1]) for n in places(well[1][call])]
     problems = [problem_with(well, *case) for case in cases[part::8]]
     assert [problem for problem in problems if problem] == []

@@ -96,7 +96,7 @@ def loaded_into_plain(folder: str) -> list[str]:
     assert far(on_host(plain.state_dict()), on_host(model.state_dict()), EXACT) == []
 
 
-def test_a_plain_model_takes_a_checkpoint(one: RankPool, tmp_path: Path) -> None:
+def test_checkpoint_loads_into_a_plain_model(one: RankPool, tmp_path: Path) -> None:
     one.run(loaded_into_plain, str(tmp_path))
 
 
@@ -175,7 +175,7 @@ def stepped_by_torch(name: str) -> tuple[Any, list[str]]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_torchs_optimizers(one: RankPool, name: str) -> None:
+def test_optimizers_of_torch(one: RankPool, name: str) -> None:
     (plain, ours), wrong = one.run(stepped_by_torch, name)[0]
     assert ours == pytest.approx(plain, **ADAM)
     assert wrong == []
@@ -220,7 +220,7 @@ def looked_at() -> list[str]:
     assert wrong == []
 
 
-def test_whole_parameters(two: RankPool) -> None:
+def test_unsharded_parameters(two: RankPool) -> None:
     two.run(looked_at)
 
 
@@ -292,7 +292,7 @@ def fail(model: Any, x: Tensor, backward: bool) -> None:
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_a_caught_error_changes_nothing(two: RankPool, backward: bool) -> None:
+def test_caught_error_changes_nothing(two: RankPool, backward: bool) -> None:
     for expected, found in two.run(after_an_error, backward):
         assert found == pytest.approx(expected, **FP32)
 

@@ -84,7 +84,7 @@ def press_in_backward(env: dict[str, str], own_handler: bool) -> dict[str, Any]:
     return said
 
 
-def test_backward_on_a_thread_of_torchs_is_interrupted() -> None:
+def test_ctrl_c_interrupts_a_backward_on_another_thread() -> None:
     env = stand_ins.environment("nccl")
     pressed = fork_ranks(press_in_backward, 2, env, False, check=True)
     said, other = (each.value for each in pressed)
@@ -93,7 +93,7 @@ def test_backward_on_a_thread_of_torchs_is_interrupted() -> None:
     assert "PeerError" in other["backward"] and "rank 0" in other["backward"]
 
 
-def test_a_handler_of_the_scripts_decides_itself() -> None:
+def test_ctrl_c_with_a_handler_of_the_script() -> None:
     env = stand_ins.environment("nccl")
     for each in fork_ranks(press_in_backward, 2, env, True, check=True):
         assert each.value["backward"] == "" and each.value["main"] == ""

@@ -1,0 +1,142 @@
+"""The helpers that run tests on ranks (tests/lib/spawn.py): they notice every failure of a rank.
+
+This file imports no torch at its head, so that its fresh ranks start fast.
+"""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+from spawn import RankFailure, RankPool, ranks, run_ranks
+
+
+def rank_and_sum(start):
+    """This rank's number, and the sum of all ranks' (start + rank) over torch.distributed."""
+    import torch
+    import torch.distributed as dist
+
+    standing = dist.is_initialized()
+    if not standing:
+        dist.init_process_group("gloo")
+    total = torch.tensor([start + dist.get_rank()])
+    dist.all_reduce(total)
+    result = dist.get_rank(), int(total)
+    if not standing:  # else torch's threads may need Python after its end, and abort (1 in 50)
+        dist.destroy_process_group()
+    return result
+
+
+def seed_and_pid():
+    import torch
+
+    return float(torch.rand(1)), os.getpid()
+
+
+def variables():
+    return os.environ.get("ZSHARD_TEST_OLD"), os.environ.get("ZSHARD_TEST_NEW")
+
+
+def fail_on(rank, how):
+    print("a word on stdout")
+    if int(os.environ["RANK"]) != rank:
+        return "fine"
+    if how == "raise":
+        raise ValueError("planted")
+    if how == "exit":
+        sys.exit(3)
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "hang":
+        time.sleep(3600)
+    if how == "late":
+        import atexit
+
+        atexit.register(os._exit, 7)
+    return "fine"
+
+
+@ranks(1, 2, 3)
+def test_pool_runs_collectives_in_rank_order(pool):
+    expected = 10 * pool.world + sum(range(pool.world))
+    assert pool.run(rank_and_sum, 10) == [(rank, expected) for rank in range(pool.world)]
+
+
+def test_pool_keeps_its_ranks_and_seeds_each_call(pool2):
+    first, second = pool2.run(seed_and_pid), pool2.run(seed_and_pid)
+    assert first == second
+    assert first[0][0] == first[1][0] and first[0][1] != first[1][1]
+
+
+def test_fresh_ranks_rendezvous_and_return_values():
+    results = run_ranks(rank_and_sum, 2, 5)
+    assert [result.value for result in results] == [(0, 11), (1, 11)]
+    assert [(result.rank, result.returncode) for result in results] == [(0, 0), (1, 0)]
+
+
+def test_environment_is_added_and_removed(monkeypatch):
+    monkeypatch.setenv("ZSHARD_TEST_OLD", "old")
+    changed = {"ZSHARD_TEST_OLD": None, "ZSHARD_TEST_NEW": "new"}
+    (result,) = run_ranks(variables, 1, env=changed)
+    assert result.value == (None, "new")
+
+
+def test_script_on_ranks_gets_its_arguments(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys\nprint(os.environ['RANK'], sys.argv[1:], __name__)\n")
+    assert [result.stdout for result in run_ranks(script, 2, "a", 7)] == [
+        "0 ['a', '7'] __main__\n",
+        "1 ['a', '7'] __main__\n",
+    ]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("how", "reason", "code"),
+    [
+        ("raise", "rank 1 of 2 failed\n(.|\n)*ValueError: planted", 1),
+        ("exit", "rank 1 of 2 failed\n(.|\n)*a word on stdout", 3),
+        ("kill", "rank 1 of 2 died with exit status -9", -9),
+        ("late", "rank 1 of 2 returned, but then ended with 7", 7),
+    ],
+)
+def test_failing_rank_is_reported(how, reason, code):
+    with pytest.raises(RankFailure, match=reason):
+        run_ranks(fail_on, 2, 1, how)
+    results = run_ranks(fail_on, 2, 1, how, check=False)
+    assert [result.returncode for result in results] == [0, code]
+    assert results[0].value == "fine"
+
+
+def test_hanging_rank_is_killed_and_shows_its_stack():
+    started = time.monotonic()
+    with pytest.raises(RankFailure, match=r"rank 1 .* no answer within 3 s(.|\n)*in fail_on"):
+        run_ranks(fail_on, 2, 1, "hang", timeout=3)
+    assert time.monotonic() - started < 10
+    assert run_ranks(fail_on, 2, 1, "hang", timeout=3, check=False)[1].returncode is None
+
+
+@pytest.mark.thorough
+def test_pool_restarts_after_a_failure():
+    pool = RankPool(2)
+    try:
+        pids = {pid for _, pid in pool.run(seed_and_pid)}
+        for how, reason in (("raise", "ValueError: planted"), ("kill", "died with exit status -9")):
+            with pytest.raises(RankFailure, match=f"rank 1 of 2 (.|\n)*{reason}"):
+                pool.run(fail_on, 1, how)
+            fresh = {pid for _, pid in pool.run(seed_and_pid)}
+            assert not pids & fresh
+            pids |= fresh
+        with pytest.raises(RankFailure, match="no answer within 1 s"):
+            pool.run(fail_on, 1, "hang", timeout=1)
+    finally:
+        pool.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_local_functions_are_refused():
+    with pytest.raises(TypeError, match="module level"):
+        run_ranks(lambda: None, 1)
