@@ -1,6 +1,6 @@
 """wire_code.c: numbers in bfloat16 and in blocks of int8, beside the same arithmetic in numpy and torch.
 
-Nothing is close, all is equal: the code is a function of the numbers, so numpy's float32 must have its bits.
+All comparisons are exact: numpy's float32 arithmetic gives the same bits.
 """
 
 import ctypes

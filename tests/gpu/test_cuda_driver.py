@@ -1,4 +1,4 @@
-"""The CUDA driver: found or not, called by the right signatures, its errors told; in C, on any machine.
+"""The CUDA driver: how it is found, its signatures, its errors; in C, on any machine.
 
 tests/c/test_cuda_driver.c runs one test in a process, in an environment that makes
 the stand-in for libcuda (fake_cuda.py) old, empty, or failing at the n-th call of a function. Our

@@ -112,6 +112,7 @@ def mixed_and_by_hand(name: str, strategy: str) -> tuple[Any, Any, Any]:
     return losses, expected, far(ours.state_dict(), values, BF16)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("strategy", [each.value for each in ShardingStrategy])
 @pytest.mark.parametrize("name", ["mlp", "net", "tied"])
 def test_mixed_precision_matches_a_loop_by_hand(one: RankPool, name: str, strategy: str) -> None:
@@ -132,6 +133,7 @@ def in_backward_and_after(precision: Any) -> list[str]:
     assert far(*states, EXACT) == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", [None, BFLOAT16], ids=["fp32", "bf16"])
 def test_optimizer_in_backward_is_bit_identical_to_a_step(one: RankPool, precision: Any) -> None:
     one.run(in_backward_and_after, precision)
@@ -147,6 +149,7 @@ def with_and_without_checkpoints(precision: Any) -> tuple[Any, Any]:
     return found[0][0], (found[1][0], far(found[0][1], found[1][1], FP32))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", [None, BFLOAT16], ids=["fp32", "bf16"])
 def test_activation_checkpointing_changes_nothing(one: RankPool, precision: Any) -> None:
     expected, (ours, wrong) = one.run(with_and_without_checkpoints, precision)[0]
@@ -171,6 +174,7 @@ def gradients_of_two_backwards(how: str) -> list[str]:
     assert far(whole, {name: p.grad for name, p in plain.named_parameters()}, FP32) == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["no_sync", "accumulated"])
 def test_gradients_add_up(one: RankPool, how: str) -> None:
     one.run(gradients_of_two_backwards, how)
@@ -241,6 +245,7 @@ def set_up(whence: str) -> tuple[list[float], list[float], set[str]]:
     return losses[0], losses[1], {p.device.type for p in ours.parameters()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("whence", ["cpu", "meta"])
 def test_device_id_moves_the_model(one: RankPool, whence: str) -> None:
     plain, ours, devices = one.run(set_up, whence)[0]
@@ -260,6 +265,7 @@ def compiled_blocks(precision: Any) -> tuple[list[float], list[float]]:
     return found[0], found[1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", [None, BFLOAT16], ids=["fp32", "bf16"])
 def test_compiled_blocks(one: RankPool, precision: Any) -> None:
     eager, compiled = one.run(compiled_blocks, precision, timeout=240)[0]
@@ -301,6 +307,7 @@ def memory_by_step(precision: Any, strategy: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize("precision", [None, BFLOAT16], ids=["fp32", "bf16"])
 def test_memory_is_constant_and_predicted(one: RankPool, precision: Any, strategy: str) -> None:

@@ -79,6 +79,7 @@ def saved_and_loaded(folder: str, asynchronous: bool, strategy: str) -> Any:
     return loaded.step, wrong, losses
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_checkpoints(two: RankPool, tmp_path: Path, asynchronous: bool, strategy: str) -> None:
@@ -120,6 +121,7 @@ def offloaded(how: str) -> list[str]:
     assert far(*states, ADAM) == []
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", OFFLOADS)
 def test_offload_to_the_host(two: RankPool, how: str) -> None:
     two.run(offloaded, how)
@@ -174,6 +176,7 @@ def stepped_by_torch(name: str) -> tuple[Any, list[str]]:
     return (sides[0][0], sides[1][0]), far(sides[1][1], sides[0][1], ADAM)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_of_torch(one: RankPool, name: str) -> None:
     (plain, ours), wrong = one.run(stepped_by_torch, name)[0]
@@ -291,6 +294,7 @@ def fail(model: Any, x: Tensor, backward: bool) -> None:
                 model.module.fails = False
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("backward", [False, True])
 def test_caught_error_changes_nothing(two: RankPool, backward: bool) -> None:
     for expected, found in two.run(after_an_error, backward):

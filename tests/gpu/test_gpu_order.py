@@ -1,6 +1,6 @@
-"""The GPU's path as its stand-ins saw it: what streams wait for, what is allocated when, what is held.
+"""What streams wait for, what is allocated when, what memory is held: from the fakes' log of calls.
 
-The numbers of a run can be right by luck; its log says what is sure (gpu_log.py).
+The numbers of a run can be right by luck; its log proves the order (gpu_log.py).
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def evaluate_in_turns(folder, env):
 
 
 def test_forward_in_another_stream_waits_for_the_last_one(tmp_path):
-    """It takes slots that the one before may still read, of which torch knows nothing."""
+    """It takes slots that the one before may still read, unknown to torch."""
     env = stand_ins.environment("nccl")
     for result in fork_ranks(evaluate_in_turns, 2, str(tmp_path), env, check=True):
         assert gpu_log.races(gpu_log.read(Path(result.value))) == []
@@ -201,7 +201,7 @@ def test_nothing_races(run):
 
 
 def test_log_is_complete(run):
-    """Else there would be nothing to race."""
+    """Else nothing could race."""
     strategy, *_ = run
     gathers = strategy in ("full_shard", "shard_grad_op")
     for lines in lines_of(run):

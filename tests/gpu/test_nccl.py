@@ -116,12 +116,14 @@ OLD_FAILURES = [("FAIL", f"{call}:2", call) for call in ("GroupStart", "Send", "
 OLD_FAILURES += [("FAIL_LATE", "GroupEnd:2:6", "GroupEnd"), ("FAIL", "AllReduce:1:5", "AllReduce")]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("how", "what", "call"), FAILURES)
 def test_failing_call(programs: Programs, how: str, what: str, call: str) -> None:
     words = f"nccl{call} failed: " if call else "failed: "
     programs.check("sanitized", FAILING, **{f"FAKE_NCCL_{how}": what, "ZS_TEST_WORDS": words})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("how", "what", "call"), OLD_FAILURES)
 def test_failing_call_of_an_old_library(programs: Programs, how: str, what: str, call: str) -> None:
     env = {f"FAKE_NCCL_{how}": what, "ZS_TEST_WORDS": f"nccl{call} failed: ", "ZS_TEST_OLD": "1"}

@@ -1,4 +1,4 @@
-"""Which libnccl is used: the search order, what is said where there is none, and the end of a process.
+"""Which libnccl is used: the search order, the error where there is none, and the exit of a process.
 
 Stand-ins of several versions (tests/c/fake_nccl.c says what FAKE_NCCL_VERSION has at
 the moment of loading) lie where a real one would; each case is a process forked from one that has

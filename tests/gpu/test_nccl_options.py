@@ -1,7 +1,7 @@
-"""zshard.NcclOptions: what it may be, what reaches NCCL, and that it changes no bit.
+"""zshard.NcclOptions: valid values, what reaches NCCL, and that numbers stay bit-identical.
 
-The stand-in for libnccl logs what a communicator was made with and what it carried;
-what it would refuse, and what ranks cannot agree on, are errors before anything is made.
+The fake libnccl logs each communicator's configuration and transfers. Invalid options, and options that
+differ between ranks, are errors before a communicator is made.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def test_options_reach_nccl(tmp_path, options, expected):
 
 
 def test_too_many_ctas_are_refused(tmp_path):
-    """Else two of them could wait for each other for ever, each with all that its GPU has."""
+    """Else two of them could wait for each other forever, each holding a full GPU."""
     for kind, words in run(tmp_path, NcclOptions(max_ctas=64)):
         assert kind == "ValueError" and "132 multiprocessors" in words and "use at most 32" in words
     for kind, words in run(tmp_path, NcclOptions(min_ctas=8), FAKE_CUDA_MULTIPROCESSORS="20"):

@@ -1,8 +1,7 @@
-"""What scripts do between and within passes, beside what DDP makes of it: freezing and unfreezing, keeping
-gradients, writing to .data, stepping with a closure, looking at whole parameters.
+"""Scripts that unfreeze, keep gradients, step with a closure or summon parameters between passes.
 
-Each function does the same to a sharded model and to a plain one that gets the mean of
-the ranks' gradients by hand, and tells what differs.
+Each function does the same to a sharded model and to a plain one that gets the mean of the ranks'
+gradients by hand, and compares them.
 """
 
 import contextlib
@@ -52,7 +51,7 @@ def batch(step, rank=None):
 
 
 def average(model):
-    """What DDP does after a backward."""
+    """Average the gradients over the ranks, as DDP does."""
     for param in model.parameters():
         if param.grad is not None:
             dist.all_reduce(param.grad)
@@ -86,14 +85,14 @@ def unfreeze_gradually(combination, one_unit):
             optimizer.zero_grad()
             backward(model, step)
             optimizer.step()
-    memory = models[0].memory()["grads"]
-    return differs(*models), memory > 0
+    assert differs(*models) == []
+    assert models[0].memory()["grads"] > 0
 
 
 @pytest.mark.parametrize("one_unit", [False, True], ids=["units", "one unit"])
 def test_gradual_unfreezing(pool2, one_unit):
     for combination in COMBINATIONS:
-        assert pool2.run(unfreeze_gradually, combination, one_unit) == [([], True)] * 2, combination
+        pool2.run(unfreeze_gradually, combination, one_unit)
 
 
 @passing_groups()
@@ -140,13 +139,14 @@ def copy_after_unfreezing(combination):
         backward(copied, 1)
         optimizer.step()
         copies.append(copied)
-    frozen = [[p.requires_grad for p in model.parameters()] for model in copies]
-    return differs(*copies), frozen[0] == frozen[1]
+    assert differs(*copies) == []
+    ours, theirs = ([p.requires_grad for p in model.parameters()] for model in copies)
+    assert ours == theirs
 
 
 def test_deepcopy_after_unfreezing(pool2):
     for combination in COMBINATIONS:
-        assert pool2.run(copy_after_unfreezing, combination) == [([], True)] * 2, combination
+        pool2.run(copy_after_unfreezing, combination)
 
 
 # --- gradients that are kept ----------------------------------------------------------------------------
@@ -211,29 +211,7 @@ def test_kept_unreduced_gradients_do_not_change(pool2, how):
         pool2.run(keep_unreduced, combination, how)
 
 
-def two_losses(combination):
-    """Gradient surgery: two backwards of one forward, whose gradients are put together by hand."""
-    found = []
-    for model in (sharded_model(combination), plain_model()):
-        output = model(batch(0))
-        grads = []
-        for loss in (output.square().mean(), output.abs().mean()):
-            model.zero_grad()
-            loss.backward(retain_graph=True)
-            if not isinstance(model, FSDP):
-                average(model)
-            grads.append([p.grad for p in model.parameters()])
-        joined = [a - 0.5 * b for a, b in zip(*grads, strict=True)]
-        found.append([zshard.full_tensor(grad) for grad in joined])
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-7)
-
-
-def test_gradients_of_two_losses(pool2):
-    for combination in COMBINATIONS:
-        pool2.run(two_losses, combination)
-
-
-def leave_a_loop_variable(transport):
+def keep_a_loop_variable(transport):
     """(bytes of gradients more than before, page faults of the last steps)."""
     model = FSDP(
         nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]),
@@ -255,7 +233,7 @@ def leave_a_loop_variable(transport):
 
 
 def test_gradient_in_a_loop_variable_costs_one_unit(pool2):
-    for more, grads, faults in pool2.run(leave_a_loop_variable, "shm"):
+    for more, grads, faults in pool2.run(keep_a_loop_variable, "shm"):
         assert 0 < more <= grads // 8
         assert faults < 16
 
@@ -291,8 +269,8 @@ def test_step_with_a_closure_after_no_sync(pool2, kind):
         pool2.run(step_with_closure, combination, kind)
 
 
-def look_in_between(combination):
-    """Whole parameters, changed and dropped, between a forward and its backward."""
+def summon_between_passes(combination):
+    """Unsharded parameters are changed and discarded between a forward and its backward."""
     models = [sharded_model(combination), plain_model()]
     for model in models:
         loss = model(batch(0)).square().mean()
@@ -309,10 +287,10 @@ def look_in_between(combination):
 
 def test_summon_without_writeback_between_forward_and_backward(pool2):
     for combination in COMBINATIONS:
-        pool2.run(look_in_between, combination)
+        pool2.run(summon_between_passes, combination)
 
 
-def look_within_a_look(combination):
+def summon_within_summon(combination):
     """An inner context that discards does so, also within one that keeps."""
     model = sharded_model(combination)
     inner = FSDP.summon_full_params(model, writeback=False)
@@ -324,11 +302,11 @@ def look_within_a_look(combination):
 
 def test_summon_without_writeback_within_summon(pool2):
     for combination in COMBINATIONS:
-        pool2.run(look_within_a_look, combination)
+        pool2.run(summon_within_summon, combination)
 
 
 def norms_in_hooks(combination):
-    """What post-accumulate hooks say of a norm."""
+    """A norm of a reduced gradient is refused in post-accumulate hooks, unless it is not sharded."""
     model, said = sharded_model(combination), []
 
     def hook(param):
@@ -340,13 +318,15 @@ def norms_in_hooks(combination):
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(hook)
     backward(model, 0)
-    return set(map(type, said)) if combination[0] == "no_shard" else set(said)
+    if combination[0] == "no_shard":
+        assert {type(each) for each in said} == {float}
+    else:
+        assert set(said) == {"refused"}
 
 
 def test_hooks_on_reduced_gradients_are_guarded(pool2):
     for combination in COMBINATIONS:
-        expected = {float} if combination[0] == "no_shard" else {"refused"}
-        assert pool2.run(norms_in_hooks, combination) == [expected] * 2, combination
+        pool2.run(norms_in_hooks, combination)
 
 
 def save_with_buffers(combination):

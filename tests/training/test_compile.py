@@ -1,8 +1,7 @@
-"""torch.compile around and inside of a sharded model: right gradients, or an error that says why.
+"""torch.compile around and inside a sharded model: right gradients, or an error that says why.
 
-Each way to compile is compared with the plain model, over steps whose parameters
-change, so that what a compiled graph remembers of them would show. The ranks are of this file alone:
-the compiler changes much of torch, and that is not to be under other tests.
+Parameters change between steps, so that a compiled graph that remembers them would show. The ranks
+are this file's own: the compiler changes much of torch.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from compare import assert_same
 from models import ddp, loss_of, make, wrapped
-from scenarios import WIDTH, Stack, floats, mean_grads, message_of, near, whole_grads, wrong_grads
+from scenarios import WIDTH, Stack, floats, mean_grads, message_of, near, whole_grads
 from spawn import RankPool
 from torch import nn
 from torch.nn import functional as F
@@ -28,7 +28,7 @@ COMBINATIONS = (("full_shard", "shm"), ("shard_grad_op", "c10d"))  # a compilati
 
 @pytest.fixture(scope="module")
 def compilers():
-    """Two ranks in which the compiler may do what it likes."""
+    """Two ranks for the compiler."""
     pool = RankPool(2)
     yield pool
     pool.close(patience=5.0)
@@ -99,20 +99,16 @@ def compiled(build, way, backend, first, combination):
     return way(wrapped(build, combination), backend)
 
 
-def wrong_when_compiled(build, run, way, backend, first):
-    """{combination: the gradients that are wrong}."""
+def learn_when_compiled(build, run, way, backend, first):
+    """Gradients are the mean over ranks, to rounding."""
     expected = mean_grads(build, run)
-    found = {}
     for combination in COMBINATIONS:
         torch._dynamo.reset()
         model = compiled(build, way, backend, first, combination)
         run(model, dist.get_rank())
         ours = {plain_name(name): grad for name, grad in whole_grads(model).items()}
         ours = {name: near(grad, expected.get(name)) for name, grad in ours.items()}
-        wrong = wrong_grads(ours, expected)
-        if wrong:
-            found[combination] = wrong
-    return found
+        assert_same(ours, expected, f"{combination}: the gradients")
 
 
 @pytest.mark.sampled(1)
@@ -121,23 +117,21 @@ def wrong_when_compiled(build, run, way, backend, first):
     ("way", "backend"), [*((way, "aot_eager") for way in WAYS), (each_block_in_place, "eager")]
 )
 def test_gradients_of_a_compiled_model(compilers, way, first, backend):
-    found = compilers.run(wrong_when_compiled, Stack, three_steps, way, backend, first)
-    assert found == [{}, {}]
+    compilers.run(learn_when_compiled, Stack, three_steps, way, backend, first)
 
 
 @pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", [each_block_in_place, the_whole_by_another_module])
 def test_gradients_when_shapes_and_modes_change(compilers, way):
-    found = compilers.run(wrong_when_compiled, Stack, other_shapes, way, "aot_eager", True)
-    assert found == [{}, {}]
+    compilers.run(learn_when_compiled, Stack, other_shapes, way, "aot_eager", True)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", [each_block_in_place, the_whole_by_another_module])
 def test_gradients_when_shapes_change_between_accumulations(compilers, way):
     run = other_shapes_onto_gradients
-    assert compilers.run(wrong_when_compiled, Stack, run, way, "aot_eager", True) == [{}, {}]
+    compilers.run(learn_when_compiled, Stack, run, way, "aot_eager", True)
 
 
 # --- models with something special inside -----------------------------------------------------------
@@ -173,8 +167,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("way", [each_block_in_place, the_whole_in_place])
 @pytest.mark.parametrize("build", [Recomputing, Tied])
 def test_gradients_of_compiled_checkpointed_and_tied_models(compilers, build, way, first):
-    found = compilers.run(wrong_when_compiled, build, three_steps, way, "aot_eager", first)
-    assert found == [{}, {}]
+    compilers.run(learn_when_compiled, build, three_steps, way, "aot_eager", first)
 
 
 # --- training --------------------------------------------------------------------------------------
@@ -192,8 +185,8 @@ def train(model, parameters):
     return losses
 
 
-def far_from_ddp(way, backend, first):
-    """What of the losses and the state dict is farther from DDP than rounding."""
+def train_close_to_ddp(way, backend, first):
+    """Losses and state are those of DDP, to rounding."""
     torch._dynamo.reset()
     plain = make(Stack)
     expected, whole = train(ddp(plain), plain.parameters()), plain.state_dict()
@@ -201,16 +194,16 @@ def far_from_ddp(way, backend, first):
     losses = train(model, model.parameters())
     state = {plain_name(name): value for name, value in model.state_dict().items()}
     assert state.keys() == whole.keys()
-    far = [n for n in whole if not torch.allclose(state[n], whole[n], rtol=1e-5, atol=1e-6)]
-    close = torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=1e-5)
-    assert far if close else [*far, f"losses: {losses}, not {expected}"] == []
+    assert losses == pytest.approx(expected, rel=1e-5)
+    for name, value in whole.items():
+        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("first", [True, False], ids=["compiled, wrapped", "wrapped, compiled"])
 @pytest.mark.parametrize("way", [each_block_in_place, the_whole_by_another_module])
 def test_training_of_a_compiled_model(compilers, way, first):
-    compilers.run(far_from_ddp, way, "aot_eager", first)
+    compilers.run(train_close_to_ddp, way, "aot_eager", first)
 
 
 # --- a limit -----------------------------------------------------------------------------------------

@@ -30,25 +30,24 @@ def wrap(combination):
 
 
 def grads_of_parameters(combination):
-    """What autograd.grad gives beside what it gives of the plain model on this rank; the .grad that it
-    leaves; and what differs in training that goes on from training without it."""
+    """autograd.grad gives the plain model's gradients, leaves no .grad, and training is unaffected."""
     rank = dist.get_rank()
     model, plain = wrap(combination), make(Stack)
     loss = loss_of(model(floats(rank)))
     ours = torch.autograd.grad(loss, list(model.parameters()))
     theirs = torch.autograd.grad(loss_of(plain(floats(rank))), list(plain.parameters()))
-    wrong = differences(ours, theirs)
-    left = [name for name, param in model.named_parameters() if param.grad is not None]
+    assert_same(ours, theirs, "the gradients")
+    assert all(param.grad is None for param in model.parameters())
     forward_backward(model, rank)
     other = wrap(combination)
     forward_backward(other, rank)
-    return wrong, left, differences(all_grads(model), all_grads(other))
+    assert_same(all_grads(model), all_grads(other), "the gradients of a later backward")
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_autograd_grad_returns_local_unsharded_gradients(pool2, combination):
     """As under DDP: they are not reduced."""
-    assert pool2.run(grads_of_parameters, combination) == [([], [], [])] * 2
+    pool2.run(grads_of_parameters, combination)
 
 
 # --- gradients of gradients ------------------------------------------------------------------------
@@ -117,7 +116,7 @@ def smooth():
     )
 
 
-def wrong_in_second_order(run, policy, combination):
+def second_order(run, policy, combination):
     strategy, transport = combination
     model = FSDP(make(smooth), strategy=strategy, transport=transport, auto_wrap_policy=policy)
     for _ in range(2):
@@ -133,7 +132,7 @@ def wrong_in_second_order(run, policy, combination):
 @pytest.mark.parametrize("run", ORDERS)
 def test_gradients_of_gradients(pool2, run, policy, combination):
     """To the bit those of plain PyTorch, and reduced."""
-    pool2.run(wrong_in_second_order, run, policy, combination)
+    pool2.run(second_order, run, policy, combination)
 
 
 class Forces(torch.nn.Module):
@@ -156,7 +155,7 @@ def forces_loss(model, rank):
     return energy + forces.square().sum()
 
 
-def wrong_forces(policy, combination):
+def learn_forces(policy, combination):
     strategy, transport = combination
     model = FSDP(make(Forces), strategy=strategy, transport=transport, auto_wrap_policy=policy)
     plain = make(Forces)
@@ -173,29 +172,28 @@ def wrong_forces(policy, combination):
 @pytest.mark.parametrize("policy", [None, {torch.nn.Linear}], ids=["one unit", "nested"])
 def test_autograd_grad_within_forward(pool2, policy, combination):
     """The forward goes on with its parameters, in training and in evaluation."""
-    pool2.run(wrong_forces, policy, combination)
+    pool2.run(learn_forces, policy, combination)
 
 
-def recorded_into_grad(combination):
-    """The message, and what differs in training that goes on."""
+def backward_with_create_graph(combination):
+    """backward(create_graph=True) is refused; training continues."""
     rank = dist.get_rank()
     model = wrap(combination)
     message = message_of(
         lambda: loss_of(model(floats(rank))).backward(create_graph=True), RuntimeError
     )
+    assert "torch.autograd.grad(loss, inputs, create_graph=True)" in message
     model.zero_grad()
     forward_backward(model, rank)
     other = wrap(combination)
     forward_backward(other, rank)
-    return message, differences(all_grads(model), all_grads(other))
+    assert_same(all_grads(model), all_grads(other), "the gradients")
 
 
 @ranks(2, 3)
 @pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
 def test_backward_with_create_graph_is_refused(pool, combination):
-    for message, wrong in pool.run(recorded_into_grad, combination):
-        assert "torch.autograd.grad(loss, inputs, create_graph=True)" in message
-        assert wrong == []
+    pool.run(backward_with_create_graph, combination)
 
 
 def test_world_size_one():

@@ -133,7 +133,7 @@ def test_world_size_one_is_bit_identical_to_the_plain_module(name, optimizer):
 
 
 def group_of_one():
-    """What differs from plain training if this rank shards over a group of itself alone."""
+    """A rank that shards over a group of itself alone trains as a plain model."""
     rank = dist.get_rank()
     groups = [dist.new_group([member]) for member in range(dist.get_world_size())]
     case = CASES["net"]
@@ -150,8 +150,7 @@ def test_process_group_of_one(pool2):
 
 
 def subgroup():
-    """Two pairs out of four ranks, each training a model of its own: what differs from DDP over the
-    same pair."""
+    """Two pairs of four ranks each train their own model, as DDP over the same pair."""
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     pair, case = pairs[rank % 2], CASES["mlp"]

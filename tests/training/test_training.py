@@ -21,7 +21,6 @@ from models import (
     train,
     wrapped,
 )
-from nursery import fork_ranks
 from scenarios import FULL, WIDTH, Stack, floats, message_of
 from torch import nn
 
@@ -140,54 +139,6 @@ def test_all_policies_match_ddp(pool2):
 # --- ranks that differ in what they do, or when ------------------------------------------------------
 
 
-def evaluate_on_rank_0(combination):
-    """Rank 0 evaluates alone between the steps: (right losses?, what differs from DDP)."""
-    rank, case = dist.get_rank(), CASES["net"]
-
-    def trained(model, forward):
-        optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
-        for step in range(4):
-            if step > 0 and rank == 0:
-                with torch.no_grad():
-                    losses += [float(loss_of(model(case.batch(100 + n, 0)))) for n in range(step)]
-            optimizer.zero_grad()
-            loss_of(forward(case.batch(step, rank))).backward()
-            optimizer.step()
-        return losses
-
-    plain, model = make(case.make), wrapped(case.make, combination)
-    assert trained(model, model) == trained(plain, ddp(plain))
-    assert_same(model.state_dict(), plain.state_dict(), "the state")
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-def test_one_rank_evaluates_while_the_other_trains(pool2, strategy):
-    pool2.run(evaluate_on_rank_0, (strategy, "shm"), timeout=30)
-
-
-def evaluate_while_the_other_waits():
-    """Rank 0 evaluates alone while rank 1 stands at a barrier; what differs from DDP."""
-    dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    rank, case, wrong = dist.get_rank(), CASES["net"], []
-    plain = make(case.make)
-    model = wrapped(case.make, FULL, timeout=3)
-    parallel = ddp(plain)
-    train(model, case, torch.optim.SGD(model.parameters(), 0.1), rank)
-    train(parallel, case, torch.optim.SGD(plain.parameters(), 0.1), rank)
-    if rank == 0:
-        with torch.no_grad():
-            batch = case.batch(100, 0)
-            wrong = differences(loss_of(model(batch)), loss_of(plain(batch)))
-    dist.barrier()
-    dist.destroy_process_group()  # right behind a collective, torch may abort at exit without
-    return wrong
-
-
-def test_one_rank_evaluates_while_the_other_waits(pool2):
-    assert fork_ranks(evaluate_while_the_other_waits, 2, check=True)[0].value == []
-
-
 def swap_in_the_average(combination):
     """Training with an average of the weights that is swapped in for evaluation; what differs from
     DDP in it: the evaluations' losses, or the state in the end."""
@@ -261,7 +212,7 @@ def test_cast_after_wrapping_is_refused(pool2, transport):
 
 
 def train_with_buffers(combination, sync):
-    """(what differs from DDP with the same choice, are the buffers equal on all ranks?)."""
+    """Buffers are DDP's, synced or not; returns whether they are equal on all ranks."""
     rank, case = dist.get_rank(), CASES["conv"]
     strategy, transport = combination
     plain, model = make(case.make, seed=1 + rank), make(case.make, seed=1 + rank)

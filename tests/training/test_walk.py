@@ -1,4 +1,4 @@
-"""What a script gets that catches an exception and goes on: see walk.py."""
+"""Scripts that catch an exception and continue, compared with DDP: see tests/lib/walk.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SHARES = 24  # tests that the sample is cut into; a share's ranks are its own
 
 
 def walk(cells: list[Cell]) -> list[str]:
-    """What is wrong, a line for each cell in which something is."""
+    """A line for each cell in which something is wrong."""
     found = []
     pool = RankPool(2)
     for cell in cells:
@@ -51,7 +51,7 @@ def test_failures_on_one_rank(where):
 
 
 def test_verdict_finds_errors():
-    """A run against that of another cell, an error on one rank, and an exception of nobody's."""
+    """A run of another cell, an error on one rank only, and a foreign exception."""
     cell = next(c for c in all_cells() if (c.where, c.who, c.held) == ("before_step", "all", False))
     good = plain(cell)
     assert verdict(cell, good, good) is None
