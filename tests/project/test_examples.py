@@ -1,8 +1,6 @@
 """The examples: corpus, model and reports by themselves, then whole runs as a user starts them."""
 
-import argparse
 import importlib
-import io
 import json
 import math
 import os
@@ -126,28 +124,7 @@ def test_model_is_causal_and_starts_flat() -> None:
         model(torch.zeros(1, 65, dtype=torch.int64))
 
 
-def test_rotary_scores_depend_on_distances_only() -> None:
-    gpt = example("gpt")
-    rotation = gpt.Rotation.of(20, 48, torch.device("cpu"))
-    query, key = torch.randn(2, 48).unbind()
-    scores = rotation.turn(query.expand(20, 48)) @ rotation.turn(key.expand(20, 48)).T
-    for distance in range(-5, 6):
-        diagonal = scores.diagonal(distance)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-4)
-    assert scores[0].std() > 0.1
-
-
 # --- the training script's parts ------------------------------------------------------------------
-
-
-def test_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
-    train_gpt = example("train_gpt")
-    args = argparse.Namespace(lr=2.0, warmup=10, steps=110)
-    rates = [train_gpt.learning_rate(step, args) for step in range(1, 111)]
-    assert rates[0] == pytest.approx(0.2)
-    assert max(rates) == rates[9] == 2.0
-    assert rates[59] == pytest.approx(1.1)
-    assert rates[-1] == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(
@@ -190,37 +167,6 @@ def test_speed_skips_the_first_steps() -> None:
     }
     meter.seconds = [2.0]
     assert meter.speed()["measured_steps"] == 1
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return 1
-
-
-def test_progress_on_a_terminal_and_in_a_log(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("tqdm")
-    measure = example("measure")
-
-    def show() -> None:
-        progress = measure.Progress(200, "zshard", show=True)
-        for step in range(1, 201):
-            progress.update(step, f"loss {step}")
-        progress.close()
-
-    show()
-    lines = capsys.readouterr().out.splitlines()
-    assert lines == [f"zshard {step:5d}/200  loss {step}" for step in range(40, 201, 40)]
-    screen = Terminal()
-    monkeypatch.setattr(sys, "stdout", screen)
-    monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((100, 40)))
-    show()
-    assert screen.getvalue().count("\n") == 1 and screen.getvalue().count("\r") > 1
-    assert "200/200" in screen.getvalue().rsplit("\r", 1)[-1]
 
 
 @pytest.mark.parametrize(("loss", "reached"), [(2.0, True), (2.5, False), (math.nan, False)])

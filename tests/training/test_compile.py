@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import assert_same
-from models import ddp, loss_of, make, wrapped
+from models import loss_of, make, wrapped
 from scenarios import WIDTH, Stack, floats, mean_grads, message_of, near, whole_grads
 from spawn import RankPool
 from torch import nn
@@ -171,39 +171,6 @@ def test_gradients_of_compiled_checkpointed_and_tied_models(compilers, build, wa
 
 
 # --- training --------------------------------------------------------------------------------------
-
-
-def train(model, parameters):
-    optimizer = torch.optim.SGD(parameters, 0.05, momentum=0.9)
-    losses = []
-    for step in range(5):
-        optimizer.zero_grad()
-        loss = loss_of(model(floats(dist.get_rank(), step)))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def train_close_to_ddp(way, backend, first):
-    """Losses and state are those of DDP, to rounding."""
-    torch._dynamo.reset()
-    plain = make(Stack)
-    expected, whole = train(ddp(plain), plain.parameters()), plain.state_dict()
-    model = compiled(Stack, way, backend, first, ("full_shard", "shm"))
-    losses = train(model, model.parameters())
-    state = {plain_name(name): value for name, value in model.state_dict().items()}
-    assert state.keys() == whole.keys()
-    assert losses == pytest.approx(expected, rel=1e-5)
-    for name, value in whole.items():
-        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6, msg=name)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("first", [True, False], ids=["compiled, wrapped", "wrapped, compiled"])
-@pytest.mark.parametrize("way", [each_block_in_place, the_whole_by_another_module])
-def test_training_of_a_compiled_model(compilers, way, first):
-    compilers.run(train_close_to_ddp, way, "aot_eager", first)
 
 
 # --- a limit -----------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from models import (
     differences,
     loss_of,
     make,
-    train,
     wrapped,
 )
 from scenarios import FULL, WIDTH, Stack, floats, message_of
@@ -208,38 +207,7 @@ def test_cast_after_wrapping_is_refused(pool2, transport):
         assert "'blocks.0.norm.weight'" in message and "before FSDP" in message
 
 
-# --- buffers and the start ---------------------------------------------------------------------------
-
-
-def train_with_buffers(combination, sync):
-    """Buffers are DDP's, synced or not; returns whether they are equal on all ranks."""
-    rank, case = dist.get_rank(), CASES["conv"]
-    strategy, transport = combination
-    plain, model = make(case.make, seed=1 + rank), make(case.make, seed=1 + rank)
-    if rank == 1:  # both take rank 0's
-        for each in (plain, model):
-            for buffer in each.buffers():
-                buffer.fill_(7)
-    model = FSDP(model, strategy=strategy, transport=transport, forward_sync_buffers=sync)
-    train(model, case, torch.optim.SGD(model.parameters(), 0.1), rank)
-    parallel = ddp(plain, sync_buffers=sync)
-    train(parallel, case, torch.optim.SGD(plain.parameters(), 0.1), rank)
-    model.eval()
-    parallel.eval()
-    with torch.no_grad():
-        assert_same(model(case.batch(9, rank)), parallel(case.batch(9, rank)), "the output")
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, {n: b.clone() for n, b in model.named_buffers()})
-    same = differences(everyone[0], everyone[1]) == []
-    return differences(model.state_dict(), plain.state_dict()), same
-
-
-@pytest.mark.parametrize("sync", [True, False], ids=["synced", "local"])
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_buffers_match_ddp(pool2, combination, sync):
-    for wrong, same in pool2.run(train_with_buffers, combination, sync):
-        assert wrong == []
-        assert same is sync
+# --- initial values -----------------------------------------------------------------------------------
 
 
 def start_of(combination, sync):
