@@ -248,6 +248,7 @@ def test_loss_curves_are_bit_identical(quick_demo: tuple[Path, str, tuple[str, .
     assert ours["held_out"][-1][1] < ours["loss"][0] - 0.2
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_train_gpt_without_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "train_gpt.py"), "--out", str(tmp_path)]
