@@ -1,8 +1,9 @@
-"""Training as scripts set it up: ways to wrap, evaluation between steps, swapped weights, buffers."""
+"""Training as scripts set it up: policies, swapped weights, casts, initial values."""
 
 from __future__ import annotations
 
 import functools
+import textwrap
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from models import (
     wrapped,
 )
 from scenarios import FULL, WIDTH, Stack, floats, message_of
+from spawn import run_ranks
 from torch import nn
 
 import zshard
@@ -234,3 +236,30 @@ def unequal_start():
 def test_unequal_initial_values_raise_without_sync_module_states(pool2):
     for message in pool2.run(unequal_start):
         assert "'embed.weight'" in message and "rank 1" in message
+
+
+# --- a script that imports torch's functions before zshard ------------------------------------------
+
+EARLY = """
+    from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+
+    import torch
+    from zshard import FSDP
+
+    for transport in ("shm", "c10d"):
+        torch.manual_seed(0)
+        model = FSDP(torch.nn.Linear(64, 64), transport=transport)
+        model(torch.ones(1, 64)).sum().backward()
+        grads = [p.grad for p in model.parameters()]
+        whole = (2 * 64 * 64 + 2 * 64) ** 0.5 / 2**0.5  # of ones
+        norms = [get_total_norm(grads), clip_grad_norm_(model.parameters(), 1e9)]
+        clip_grads_with_norm_(model.parameters(), 1.0, norms[0])
+        norms.append(1.0 + whole - get_total_norm(grads))
+        assert all(abs(float(norm) - whole) < 1e-3 for norm in norms), (norms, whole)
+"""
+
+
+def test_clipping_functions_imported_before_zshard(tmp_path):
+    script = tmp_path / "early.py"
+    script.write_text(textwrap.dedent(EARLY))
+    run_ranks(script, 2)  # fresh interpreters: elsewhere zshard is imported already
