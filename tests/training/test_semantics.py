@@ -37,10 +37,11 @@ class Planted(RuntimeError):
     pass
 
 
-def fail_in_forward(model, rank):
-    def fail(*_):
-        raise Planted
+def fail(*_):
+    raise Planted
 
+
+def fail_in_forward(model, rank):
     handle = model.blocks[1].down.register_forward_hook(fail)
     with pytest.raises(Planted):
         model(floats(rank))
@@ -48,9 +49,6 @@ def fail_in_forward(model, rank):
 
 
 def fail_in_backward(model, rank):
-    def fail(*_):
-        raise Planted
-
     handle = model.blocks[1].up.weight.register_hook(fail)
     with pytest.raises(Planted):
         loss_of(model(floats(rank))).backward()
@@ -61,13 +59,11 @@ def after_failures(combination):
     """Gradients are right after a pass that failed."""
     expected = mean_grads(Stack, forward_backward)
     model = wrapped(Stack, combination)
-    found = []
-    for fail in (fail_in_forward, fail_in_backward, fail_in_backward, fail_in_forward):
-        fail(model, dist.get_rank())
+    for run in (fail_in_forward, fail_in_backward, fail_in_backward, fail_in_forward):
+        run(model, dist.get_rank())
         model.zero_grad()
         forward_backward(model, dist.get_rank())
-        found += wrong_grads(whole_grads(model), expected)
-    assert found == []
+        assert_same(whole_grads(model), expected, f"the gradients after {run.__name__}")
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
@@ -77,10 +73,6 @@ def test_training_continues_after_exceptions(pool2, combination):
 
 def fail_in_a_users_hook(combination):
     """A hook that sees the reduced gradient raises; then a right step."""
-
-    def fail(_):
-        raise Planted
-
     model = wrapped(Stack, combination)
     handle = model.head.weight.register_post_accumulate_grad_hook(fail)
     with pytest.raises(Planted):
@@ -145,22 +137,17 @@ def accumulate_hooks(combination, early):
     model = FSDP(model, strategy=combination[0], transport=combination[1])
     if not early:
         watch()
-    problems = []
     for step in range(3):
         seen.clear()
         model.zero_grad()
         loss_of(model(floats(rank, step))).backward()
-        grads = {name: grad for name, _, grad in seen}
-        counts = sorted(name for name, _, _ in seen)
-        if counts != sorted(name for name, _ in model.named_parameters()):
-            problems.append(f"step {step}: called for {counts}")
-        problems += [f"{name}: not its slice" for name, fits, _ in seen if not fits]
-        for name, param in model.named_parameters():
-            if not same(grads[name], param.grad):
-                problems.append(f"step {step}: {name} was not final")
-        run = functools.partial(one_batch, step)
-        problems += wrong_grads(whole_grads(model), mean_grads(Stack, run))
-    assert problems == []
+        params = dict(model.named_parameters())
+        assert sorted(name for name, _, _ in seen) == sorted(params)
+        for name, fits, grad in seen:
+            assert fits, f"{name} was not a shard"
+            assert same(grad, params[name].grad), f"{name} was not final"
+        expected = mean_grads(Stack, functools.partial(one_batch, step))
+        assert_same(whole_grads(model), expected, f"the gradients of step {step}")
 
 
 def one_batch(step, model, rank):
