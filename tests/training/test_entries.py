@@ -163,6 +163,7 @@ def backward_after_many_forwards(combination):
     assert_same(whole_grads(model), expected, "the gradients")
 
 
+@pytest.mark.thorough
 def test_backward_of_a_very_old_graph(pool2):
     """It gathers more than needed; its gradients are right."""
     pool2.run(backward_after_many_forwards, ("full_shard", "shm"))

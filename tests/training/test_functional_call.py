@@ -23,7 +23,7 @@ from scenarios import (
     message_of,
     whole_grads,
 )
-from spawn import RankPool, ranks
+from spawn import RankPool
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
 
@@ -165,6 +165,5 @@ def compiled() -> list[str]:
     assert_same(call(values, floats(0)), plain(floats(0)), "the result")
 
 
-@ranks(1)
-def test_functional_call_of_other_models_compiles(pool: RankPool) -> None:
-    pool.run(compiled)
+def test_functional_call_of_other_models_compiles(pool2: RankPool) -> None:
+    pool2.run(compiled)
