@@ -11,7 +11,7 @@
 
 /* --- flats and buckets --------------------------------------------------------------------------------------------- */
 
-static void flats_are_side_by_side(rank_env *env)
+static void flats_of_all_ranks_are_contiguous(rank_env *env)
 {
     const size_t sizes[] = {4096, 3 * 4096, 4 << 20, 4096, 2 << 20};
     enum { COUNT = sizeof sizes / sizeof sizes[0] };
@@ -44,7 +44,7 @@ static long long pages_of(zs_file *file)
     return (long long)info.st_blocks * 512 / 4096;
 }
 
-static void freed_memory_goes_back(rank_env *env)
+static void freed_memory_is_reused(rank_env *env)
 {
     zs_shm *shm = (zs_shm *)env->comm;
     zs_flat_mem flat;
@@ -104,7 +104,7 @@ static void *release_regions(void *pointer)
 }
 
 /* Tensors die on autograd's threads too, while this one makes new memory. (Run it under ThreadSanitizer.) */
-static void memory_may_die_on_any_thread(rank_env *env)
+static void memory_is_freed_on_any_thread(rank_env *env)
 {
     for (int round = 0; round < 5; round++) {
         zs_mem *regions[200];
@@ -179,7 +179,7 @@ static void empty_rounds_run_ahead(rank_env *env)
 }
 
 /* All ranks stand at two different units' rounds: those that may yield do so, soon, and then can post the other one. */
-static void circles_open_by_yielding(rank_env *env)
+static void deadlocks_resolve_by_yielding(rank_env *env)
 {
     test_unit units[UNITS];
     make_units(env, units, ZS_REDUCE_SCATTER);
@@ -364,15 +364,15 @@ static void forked_children_are_harmless(rank_env *env)
 /* --- the list ---------------------------------------------------------------------------------------------------------------- */
 
 static const rank_test tests[] = {
-    TEST(flats_are_side_by_side, .least = 2),
-    TEST(freed_memory_goes_back, .least = 2),
+    TEST(flats_of_all_ranks_are_contiguous, .least = 2),
+    TEST(freed_memory_is_reused, .least = 2),
     TEST(memory_outlives_the_transport, .least = 2),
-    TEST(memory_may_die_on_any_thread, .least = 2),
+    TEST(memory_is_freed_on_any_thread, .least = 2),
     TEST(rounds_in_any_order, .least = 2),
     TEST(rounds_in_a_row, .least = 2),
     TEST(empty_rounds_run_ahead, .least = 2),
     TEST(sums_are_shared, .least = 2),
-    TEST(circles_open_by_yielding, .least = 2),
+    TEST(deadlocks_resolve_by_yielding, .least = 2),
     TEST(rounds_have_an_order, .least = 2),
     TEST(exchanges_storm, .least = 2),
     TEST(broadcasts_from_all_roots, .least = 2),

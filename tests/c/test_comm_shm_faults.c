@@ -61,7 +61,7 @@ static void wait_for_arrivals(rank_env *env, int count)
 
 /* --- peers that are gone ------------------------------------------------------------------------------------------------ */
 
-static void killed_while_missed(rank_env *env)
+static void peer_killed_while_awaited(rank_env *env)
 {
     zs_cunit *unit = make_unit(env, unit_name, 64);
     run_round(env, unit);
@@ -79,7 +79,7 @@ static void killed_while_missed(rank_env *env)
 }
 
 /* Rank 0 waits for rank 2, and rank 1, which it does not wait for, dies. */
-static void killed_while_another_is_missed(rank_env *env)
+static void peer_killed_while_another_is_awaited(rank_env *env)
 {
     zs_cunit *unit = make_unit(env, unit_name, 64);
     OK(meet(env));
@@ -95,7 +95,7 @@ static void killed_while_another_is_missed(rank_env *env)
     arrive(env);
 }
 
-static void served_by_the_dead(rank_env *env)
+static void memory_of_a_dead_peer_stays_readable(rank_env *env)
 {
     zs_cunit *unit = make_unit(env, unit_name, 64);
     OK(post_empty(env, unit));
@@ -108,7 +108,7 @@ static void served_by_the_dead(rank_env *env)
     OK(collect(env, unit)); /* what it gave before it died is there */
 }
 
-static void leaving_is_not_dying(rank_env *env)
+static void exit_is_not_a_failure(rank_env *env)
 {
     if (env->rank == 1) {
         zs_comm_close(env->comm);
@@ -122,7 +122,7 @@ static void leaving_is_not_dying(rank_env *env)
     arrive(env);
 }
 
-static void killed_in_a_reader_wait(rank_env *env)
+static void peer_killed_in_a_reader_wait(rank_env *env)
 {
     zs_reader *reader = NULL;
     OK(zs_comm_reader_new(env->comm, "gpt", &reader));
@@ -139,7 +139,7 @@ static void killed_in_a_reader_wait(rank_env *env)
 
 /* --- deadlines ------------------------------------------------------------------------------------------------------------ */
 
-static void deadline_names_the_late(rank_env *env)
+static void timeout_names_the_late_ranks(rank_env *env)
 {
     zs_cunit *unit = make_unit(env, unit_name, 64);
     run_round(env, unit);
@@ -156,7 +156,7 @@ static void deadline_names_the_late(rank_env *env)
     arrive(env);
 }
 
-static void stall_is_told_once(rank_env *env)
+static void stall_is_reported_once(rank_env *env)
 {
     if (env->rank == 1) {
         sleep_us(10700000);
@@ -197,7 +197,7 @@ static void waits_can_be_interrupted(rank_env *env)
 
 /* --- aborts and divergence --------------------------------------------------------------------------------------------------- */
 
-static void abort_text_travels(rank_env *env)
+static void abort_message_reaches_peers(rank_env *env)
 {
     zs_cunit *unit = make_unit(env, unit_name, 64);
     OK(post_empty(env, unit));
@@ -233,7 +233,7 @@ static void abort_ends_polling(rank_env *env)
 }
 
 /* Each waits for something that the others will never do: proven at once, long before the deadline, and on all ranks. */
-static void circle_is_found(rank_env *env)
+static void deadlock_is_found(rank_env *env)
 {
     zs_cunit *unit = make_unit(env, unit_name, 64);
     zs_cunit *other = make_unit(env, "blocks.4", 64);
@@ -255,13 +255,13 @@ static void circle_is_found(rank_env *env)
 }
 
 /* All wait for a rank that is busy: slow is no fault. */
-static void slow_is_not_a_circle(rank_env *env)
+static void slow_rank_is_no_deadlock(rank_env *env)
 {
     if (env->rank == 1) sleep_us(1000000);
     OK(meet(env));
 }
 
-static void models_that_differ(rank_env *env)
+static void different_models_diverge(rank_env *env)
 {
     zs_cunit *unit = make_unit(env, env->rank == 0 ? "encoder" : "decoder", 64);
     OK(post_empty(env, unit));
@@ -273,7 +273,7 @@ static void models_that_differ(rank_env *env)
     OK(meet(env));
 }
 
-static void exchanges_that_differ(rank_env *env)
+static void different_exchanges_diverge(rank_env *env)
 {
     char data[16 * MAX_RANKS] = "";
     size_t bytes = env->rank == 0 ? 8 : 16;
@@ -313,7 +313,7 @@ static void unreachable_peers(rank_env *env)
     zs_comm_release(comm);
 }
 
-static void wrong_token(rank_env *env)
+static void wrong_token_is_refused(rank_env *env)
 {
     zs_comm *comm = NULL;
     double start = now();
@@ -332,7 +332,7 @@ static int open_descriptors(void)
     return count;
 }
 
-static void nothing_is_left_open(rank_env *env)
+static void no_descriptor_is_left_open(rank_env *env)
 {
     int before = open_descriptors();
     zs_comm *comm = join_ranks(env, 5.0);
@@ -344,23 +344,23 @@ static void nothing_is_left_open(rank_env *env)
 /* --- the list ------------------------------------------------------------------------------------------------------------------ */
 
 static const rank_test tests[] = {
-    TEST(killed_while_missed, .least = 2, .killed = 1),
-    TEST(killed_while_another_is_missed, .least = 3, .killed = 1),
-    TEST(served_by_the_dead, .least = 2, .killed = 1),
-    TEST(leaving_is_not_dying, .least = 2),
-    TEST(killed_in_a_reader_wait, .least = 2, .killed = 1),
-    TEST(deadline_names_the_late, .least = 2),
-    TEST(stall_is_told_once, .least = 2, .slow = true),
+    TEST(peer_killed_while_awaited, .least = 2, .killed = 1),
+    TEST(peer_killed_while_another_is_awaited, .least = 3, .killed = 1),
+    TEST(memory_of_a_dead_peer_stays_readable, .least = 2, .killed = 1),
+    TEST(exit_is_not_a_failure, .least = 2),
+    TEST(peer_killed_in_a_reader_wait, .least = 2, .killed = 1),
+    TEST(timeout_names_the_late_ranks, .least = 2),
+    TEST(stall_is_reported_once, .least = 2, .slow = true),
     TEST(waits_can_be_interrupted, .least = 2),
-    TEST(abort_text_travels, .least = 2),
+    TEST(abort_message_reaches_peers, .least = 2),
     TEST(abort_ends_polling, .least = 2),
-    TEST(circle_is_found, .least = 2),
-    TEST(slow_is_not_a_circle, .least = 2),
-    TEST(models_that_differ, .least = 2),
-    TEST(exchanges_that_differ, .least = 2),
+    TEST(deadlock_is_found, .least = 2),
+    TEST(slow_rank_is_no_deadlock, .least = 2),
+    TEST(different_models_diverge, .least = 2),
+    TEST(different_exchanges_diverge, .least = 2),
     TEST(unreachable_peers, .least = 2, .joins_itself = true),
-    TEST(wrong_token, .least = 2, .joins_itself = true),
-    TEST(nothing_is_left_open, .least = 2, .joins_itself = true),
+    TEST(wrong_token_is_refused, .least = 2, .joins_itself = true),
+    TEST(no_descriptor_is_left_open, .least = 2, .joins_itself = true),
 };
 
 int main(int argc, char **argv)

@@ -27,7 +27,7 @@ static void no_failure_no_record(void)
     CHECK(strcmp(zs_last_message(), "") == 0 && strcmp(zs_last_place(), "") == 0);
 }
 
-static void record_says_what_and_where(void)
+static void record_names_message_and_place(void)
 {
     CHECK(ZS_FAIL(ZS_ERR_VALUE, "rank %d of %s", 3, "four") == ZS_ERR_VALUE);
     char place[64];
@@ -127,7 +127,7 @@ static void private_memory_is_zero_and_aligned(void)
     }
 }
 
-static void memory_that_is_not_there(void)
+static void impossible_allocations_are_errors(void)
 {
     zs_mem *mem = NULL;
     CHECK(zs_mem_new_private(too_large, &mem) == ZS_ERR_MEMORY);
@@ -189,7 +189,7 @@ static void rounding_up(void)
 
 /* --- arena -------------------------------------------------------------------------------------------------------- */
 
-static void given_slots_are_lent_again(void)
+static void released_slots_are_reused(void)
 {
     zs_arena *arena = NULL;
     zs_mem *first = NULL, *second = NULL, *again = NULL;
@@ -208,7 +208,7 @@ static void given_slots_are_lent_again(void)
     zs_arena_free(arena);
 }
 
-static void smallest_that_fits_is_lent(void)
+static void smallest_fitting_slot_is_used(void)
 {
     static const size_t sizes[] = {3 << 20, 1 << 20, 2 << 20, 4 << 20};
     zs_arena *arena = NULL;
@@ -231,7 +231,7 @@ static void smallest_that_fits_is_lent(void)
     zs_arena_free(arena);
 }
 
-static void a_free_slot_that_is_too_small_is_replaced(void)
+static void small_free_slot_is_replaced(void)
 {
     zs_arena *arena = NULL;
     zs_mem *small = NULL, *middle = NULL, *large = NULL;
@@ -249,7 +249,7 @@ static void a_free_slot_that_is_too_small_is_replaced(void)
     zs_arena_free(arena);
 }
 
-static void lent_slot_outlives_the_arena(void)
+static void used_slot_outlives_the_arena(void)
 {
     zs_arena *arena = NULL;
     zs_mem *slot = NULL;
@@ -301,7 +301,7 @@ static void layout_by_hand(void)
     zs_layout_free(&layout); /* twice does no harm */
 }
 
-static void layout_of_nothing(void)
+static void empty_layout(void)
 {
     zs_layout layout;
     OK(zs_layout_new(NULL, 0, 4, 3, 4096, &layout));
@@ -318,7 +318,7 @@ static void refuse(const int64_t *numels, int64_t n, size_t itemsize, int world,
     CHECK(layout.offsets == NULL && layout.numels == NULL); /* nothing is left to free */
 }
 
-static void layouts_that_cannot_be(void)
+static void invalid_layouts_are_refused(void)
 {
     const int64_t huge[] = {INT64_MAX}, many[] = {INT64_MAX / 16 / 2, INT64_MAX / 16 / 2, INT64_MAX / 16 / 2};
     const int64_t negative[] = {4, -1}, one[] = {1};
@@ -336,25 +336,25 @@ static void layouts_that_cannot_be(void)
 
 static const one_test tests[] = {
     TEST(no_failure_no_record),
-    TEST(record_says_what_and_where),
+    TEST(record_names_message_and_place),
     TEST(first_failure_wins),
     TEST(system_calls_keep_errno),
     TEST(long_messages_are_cut),
     TEST(records_are_per_thread),
     TEST(try_stops_at_the_first_failure),
     TEST(private_memory_is_zero_and_aligned),
-    TEST(memory_that_is_not_there),
+    TEST(impossible_allocations_are_errors),
     TEST(last_release_destroys),
     TEST(references_count_on_many_threads),
     TEST(rounding_up),
-    TEST(given_slots_are_lent_again),
-    TEST(smallest_that_fits_is_lent),
-    TEST(a_free_slot_that_is_too_small_is_replaced),
-    TEST(lent_slot_outlives_the_arena),
+    TEST(released_slots_are_reused),
+    TEST(smallest_fitting_slot_is_used),
+    TEST(small_free_slot_is_replaced),
+    TEST(used_slot_outlives_the_arena),
     TEST(arena_survives_a_failure),
     TEST(layout_by_hand),
-    TEST(layout_of_nothing),
-    TEST(layouts_that_cannot_be),
+    TEST(empty_layout),
+    TEST(invalid_layouts_are_refused),
 };
 
 int main(int argc, char **argv)

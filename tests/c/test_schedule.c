@@ -7,7 +7,7 @@
 
 /* --- passes ------------------------------------------------------------------------------------------------------------------- */
 
-static void where_shards_are_mapped(void)
+static void mapped_shards_are_not_gathered(void)
 {
     const zs_traits traits[] = {outer, sharded, sharded};
     model *m = new_model(true, 3, traits);
@@ -21,7 +21,7 @@ static void where_shards_are_mapped(void)
     free_model(m);
 }
 
-static void gathers_go_ahead(void)
+static void gathers_are_prefetched(void)
 {
     const zs_traits traits[] = {sharded, sharded, sharded};
     model *m = new_model(false, 3, traits);
@@ -54,7 +54,7 @@ static zs_status backward_of_tied(model *m)
     return zs_schedule_end(&m->schedule);
 }
 
-static void no_gather_goes_ahead_at_the_end_of_a_pass(void)
+static void no_prefetch_at_the_end_of_a_pass(void)
 {
     const zs_traits traits[] = {sharded, sharded, sharded, sharded, sharded};
     model *m = new_model(false, 5, traits);
@@ -81,7 +81,7 @@ static void zero2_gathers_once(void)
     free_model(m);
 }
 
-static void what_is_kept_is_not_gathered_again(void)
+static void kept_units_are_not_gathered_again(void)
 {
     const zs_traits traits[] = {sharded, sharded, sharded};
     model *m = new_model(false, 3, traits);
@@ -107,7 +107,7 @@ static void what_is_kept_is_not_gathered_again(void)
 }
 
 /* Units that stay have their own memory: their gathers go ahead of forwards farther than any others. */
-static void what_is_kept_is_gathered_far_ahead(void)
+static void kept_units_are_prefetched_far_ahead(void)
 {
     const zs_traits traits[] = {sharded, sharded, sharded, sharded, sharded};
     model *m = new_model(false, 5, traits);
@@ -129,7 +129,7 @@ static void what_is_kept_is_gathered_far_ahead(void)
     free_model(m);
 }
 
-static void whole_units_share_at_once_in_order(void)
+static void unsharded_units_reduce_in_order(void)
 {
     const zs_traits traits[] = {whole, whole};
     model *m = new_model(false, 2, traits);
@@ -141,7 +141,7 @@ static void whole_units_share_at_once_in_order(void)
     free_model(m);
 }
 
-static void gradients_that_stay_go_later(void)
+static void unreduced_gradients_are_reduced_later(void)
 {
     const zs_traits traits[] = {outer, sharded};
     model *m = new_model(true, 2, traits);
@@ -159,7 +159,7 @@ static void gradients_that_stay_go_later(void)
     free_model(m);
 }
 
-static void stepped_as_soon_as_it_is_summed(void)
+static void unit_steps_once_its_gradients_are_summed(void)
 {
     const zs_traits traits[] = {outer, sharded, sharded};
     model *m = new_model(true, 3, traits);
@@ -175,7 +175,7 @@ static void stepped_as_soon_as_it_is_summed(void)
     free_model(m);
 }
 
-static void pinned_units_stay(void)
+static void pinned_units_stay_unsharded(void)
 {
     const zs_traits traits[] = {outer, sharded};
     model *m = new_model(true, 2, traits);
@@ -199,7 +199,7 @@ static zs_status read(model *m, int i)
     return zs_schedule_read(&m->schedule, &m->units[i].record, m->now++);
 }
 
-static void a_unit_that_is_read_stays_until_its_readers_forward_ends(void)
+static void read_unit_stays_until_its_reader_ends(void)
 {
     const zs_traits traits[] = {outer, sharded, sharded};
     model *m = new_model(false, 3, traits);
@@ -227,7 +227,7 @@ static void a_unit_that_is_read_stays_until_its_readers_forward_ends(void)
     free_model(m);
 }
 
-static void what_nothing_refers_to_goes_when_the_next_is_read(void)
+static void unreferenced_read_is_dropped_at_the_next_one(void)
 {
     const zs_traits traits[] = {outer, sharded, sharded, sharded};
     model *m = new_model(true, 4, traits);
@@ -242,7 +242,7 @@ static void what_nothing_refers_to_goes_when_the_next_is_read(void)
     free_model(m);
 }
 
-static void a_write_drops_what_was_gathered_for_a_read_or_ahead(void)
+static void write_drops_reads_and_prefetches(void)
 {
     const zs_traits traits[] = {outer, sharded, sharded};
     model *m = new_model(false, 3, traits);
@@ -264,7 +264,7 @@ static void a_write_drops_what_was_gathered_for_a_read_or_ahead(void)
     free_model(m);
 }
 
-static void a_forward_goes_on_after_a_backward_within_it(void)
+static void forward_continues_after_a_backward_within_it(void)
 {
     const zs_traits traits[] = {sharded, sharded};
     model *m = new_model(true, 2, traits);
@@ -282,7 +282,7 @@ static void a_forward_goes_on_after_a_backward_within_it(void)
 
 /* --- what fails --------------------------------------------------------------------------------------------------------------- */
 
-static void a_forward_that_fails_closes_what_it_opened(void)
+static void failed_forward_closes_its_units(void)
 {
     const zs_traits traits[] = {outer, sharded};
     model *m = new_model(true, 2, traits);
@@ -294,7 +294,7 @@ static void a_forward_that_fails_closes_what_it_opened(void)
     free_model(m);
 }
 
-static void a_backward_that_raises_is_settled_before_all_else(void)
+static void failed_backward_is_settled_first(void)
 {
     const zs_traits traits[] = {outer, sharded, sharded};
     model *m = new_model(false, 3, traits);
@@ -312,7 +312,7 @@ static void a_backward_that_raises_is_settled_before_all_else(void)
     free_model(m);
 }
 
-static void one_that_raises_late_has_missed_nothing(void)
+static void late_failure_completes_the_backward(void)
 {
     const zs_traits traits[] = {outer, sharded};
     model *m = new_model(true, 2, traits);
@@ -326,7 +326,7 @@ static void one_that_raises_late_has_missed_nothing(void)
 }
 
 /* A weight that is recomputed once more adds to a round that is complete; if that fails, the round is not. */
-static void a_round_is_complete_no_more_if_packing_fails(void)
+static void failed_packing_leaves_the_round_incomplete(void)
 {
     const zs_traits traits[] = {outer, sharded, sharded};
     model *m = new_model(false, 3, traits);
@@ -344,7 +344,7 @@ static void a_round_is_complete_no_more_if_packing_fails(void)
     free_model(m);
 }
 
-static void a_unit_that_was_entered_elsewhere_may_leave(void)
+static void unit_entered_elsewhere_may_leave(void)
 {
     const zs_traits traits[] = {outer, sharded};
     model *m = new_model(true, 2, traits), *other = new_model(true, 1, traits);
@@ -357,7 +357,7 @@ static void a_unit_that_was_entered_elsewhere_may_leave(void)
     free_model(m);
 }
 
-static void units_that_die_are_forgotten(void)
+static void freed_units_are_forgotten(void)
 {
     const zs_traits traits[] = {outer, sharded, sharded};
     model *m = new_model(false, 3, traits);
@@ -449,26 +449,26 @@ static void random_passes_keep_the_rules(void)
 }
 
 static const one_test tests[] = {
-    TEST(where_shards_are_mapped),
-    TEST(gathers_go_ahead),
-    TEST(no_gather_goes_ahead_at_the_end_of_a_pass),
+    TEST(mapped_shards_are_not_gathered),
+    TEST(gathers_are_prefetched),
+    TEST(no_prefetch_at_the_end_of_a_pass),
     TEST(zero2_gathers_once),
-    TEST(what_is_kept_is_not_gathered_again),
-    TEST(what_is_kept_is_gathered_far_ahead),
-    TEST(whole_units_share_at_once_in_order),
-    TEST(gradients_that_stay_go_later),
-    TEST(stepped_as_soon_as_it_is_summed),
-    TEST(pinned_units_stay),
-    TEST(a_unit_that_is_read_stays_until_its_readers_forward_ends),
-    TEST(what_nothing_refers_to_goes_when_the_next_is_read),
-    TEST(a_write_drops_what_was_gathered_for_a_read_or_ahead),
-    TEST(a_forward_goes_on_after_a_backward_within_it),
-    TEST(a_forward_that_fails_closes_what_it_opened),
-    TEST(a_backward_that_raises_is_settled_before_all_else),
-    TEST(one_that_raises_late_has_missed_nothing),
-    TEST(a_round_is_complete_no_more_if_packing_fails),
-    TEST(a_unit_that_was_entered_elsewhere_may_leave),
-    TEST(units_that_die_are_forgotten),
+    TEST(kept_units_are_not_gathered_again),
+    TEST(kept_units_are_prefetched_far_ahead),
+    TEST(unsharded_units_reduce_in_order),
+    TEST(unreduced_gradients_are_reduced_later),
+    TEST(unit_steps_once_its_gradients_are_summed),
+    TEST(pinned_units_stay_unsharded),
+    TEST(read_unit_stays_until_its_reader_ends),
+    TEST(unreferenced_read_is_dropped_at_the_next_one),
+    TEST(write_drops_reads_and_prefetches),
+    TEST(forward_continues_after_a_backward_within_it),
+    TEST(failed_forward_closes_its_units),
+    TEST(failed_backward_is_settled_first),
+    TEST(late_failure_completes_the_backward),
+    TEST(failed_packing_leaves_the_round_incomplete),
+    TEST(unit_entered_elsewhere_may_leave),
+    TEST(freed_units_are_forgotten),
     TEST(random_passes_keep_the_rules),
 };
 

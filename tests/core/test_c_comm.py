@@ -113,5 +113,5 @@ def test_in_c(runs: Runs, program: str, build: str, name: str) -> None:
     assert re.search(rf"^{name} +\d ranks  ok", done.stdout, re.MULTILINE)
 
 
-def test_program_knows_what_it_does_not_have(programs: Programs) -> None:
+def test_program_refuses_unknown_tests(programs: Programs) -> None:
     assert run(programs.get("test_comm_shm", "release"), "no_such_test").returncode == 2

@@ -46,7 +46,7 @@ def test_in_c(program: Path, name: str) -> None:
     assert done.stdout == f"{name}: ok\n"
 
 
-def test_program_knows_what_it_does_not_have(program: Path) -> None:
+def test_program_refuses_unknown_tests(program: Path) -> None:
     assert run(program, "no_such_test").returncode == 2
 
 
@@ -120,7 +120,7 @@ layouts = given(
 
 
 @layouts
-def test_parameters_lie_apart_and_aligned(
+def test_parameters_are_aligned_and_do_not_overlap(
     library: Library, numels: list[int], itemsize: int, world: int, align: int
 ) -> None:
     layout = library.make(numels, itemsize, world, align)
@@ -135,7 +135,7 @@ def test_parameters_lie_apart_and_aligned(
 
 
 @layouts
-def test_shards_are_equal_aligned_and_no_longer_than_needed(
+def test_shards_are_equal_aligned_and_minimal(
     library: Library, numels: list[int], itemsize: int, world: int, align: int
 ) -> None:
     layout = library.make(numels, itemsize, world, align)
@@ -149,7 +149,7 @@ def test_shards_are_equal_aligned_and_no_longer_than_needed(
 
 
 @layouts
-def test_each_element_has_one_owner_who_keeps_it_where_the_full_buffer_does(
+def test_each_element_has_one_owner(
     library: Library, numels: list[int], itemsize: int, world: int, align: int
 ) -> None:
     layout = library.make(numels, itemsize, world, align)
@@ -179,9 +179,7 @@ def test_each_element_has_one_owner_who_keeps_it_where_the_full_buffer_does(
     itemsize=st.sampled_from([1, 2, 4, 8]),
     world=st.integers(1, 1024),
 )
-def test_huge_sizes_are_right_or_refused(
-    library: Library, numels: list[int], itemsize: int, world: int
-) -> None:
+def test_huge_sizes(library: Library, numels: list[int], itemsize: int, world: int) -> None:
     layout = Layout()
     array = (ctypes.c_int64 * len(numels))(*numels)
     library.clear_error()

@@ -78,7 +78,7 @@ VECTORS = [
 
 
 @pytest.mark.parametrize(("data", "expected"), VECTORS)
-def test_known_numbers(crc: Crc, data: bytes, expected: int) -> None:
+def test_known_values(crc: Crc, data: bytes, expected: int) -> None:
     assert reference(data) == expected
     assert crc(data, 0) == expected
 
@@ -89,18 +89,18 @@ SIZES = [n + d for n in (8, 1536, 24576, 26112, 49152) for d in (-1, 0, 1, 7, 9)
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("start", [0, 3])
-def test_sizes_and_places(crc: Crc, size: int, start: int) -> None:
+def test_sizes_and_alignments(crc: Crc, size: int, start: int) -> None:
     data = random.Random(size).randbytes(start + size)[start:]
     assert crc(data, 0) == reference(data)
 
 
 @given(data=st.binary(max_size=300), crc_before=st.integers(0, 2**32 - 1))
-def test_goes_on_from_any_number(crc: Crc, data: bytes, crc_before: int) -> None:
+def test_continues_from_any_value(crc: Crc, data: bytes, crc_before: int) -> None:
     assert crc(data, crc_before) == reference(data, crc_before)
 
 
 @given(data=st.binary(max_size=5000), cut=st.integers(0, 5000))
-def test_pieces_one_after_the_other(crc: Crc, data: bytes, cut: int) -> None:
+def test_piece_by_piece(crc: Crc, data: bytes, cut: int) -> None:
     assert crc(data[cut:], crc(data[:cut], 0)) == crc(data, 0)
 
 
@@ -117,7 +117,7 @@ def test_join(a: bytes, b: bytes) -> None:
     c=st.integers(0, 2**32 - 1),
     sizes=st.tuples(st.integers(0, 2**62 - 1), st.integers(0, 2**62)),
 )
-def test_join_in_either_order(a: int, b: int, c: int, sizes: tuple[int, int]) -> None:
+def test_join_is_associative(a: int, b: int, c: int, sizes: tuple[int, int]) -> None:
     """Of lengths that nobody can try: what is joined first does not matter."""
     join = _core.crc32c_join
     left = join(join(a, b, sizes[0]), c, sizes[1])
@@ -137,7 +137,7 @@ def test_join_over_gibibytes() -> None:
 
 
 @pytest.mark.parametrize("data", [bytearray(b"abc"), memoryview(b"xabcx")[1:4]])
-def test_any_contiguous_memory(data: bytearray) -> None:
+def test_contiguous_buffers(data: bytearray) -> None:
     assert _core.crc32c(data) == reference(b"abc")
 
 
@@ -153,7 +153,7 @@ def test_any_contiguous_memory(data: bytearray) -> None:
         ((b"", 1.0), TypeError),
     ],
 )
-def test_bad_arguments(arguments: tuple[object, ...], error: type[Exception]) -> None:
+def test_invalid_arguments(arguments: tuple[object, ...], error: type[Exception]) -> None:
     with pytest.raises(error):
         _core.crc32c(*arguments)
 
@@ -168,6 +168,6 @@ def test_bad_arguments(arguments: tuple[object, ...], error: type[Exception]) ->
         ((0, 0, 2**63), OverflowError),
     ],
 )
-def test_join_bad_arguments(arguments: tuple[int, ...], error: type[Exception]) -> None:
+def test_join_with_invalid_arguments(arguments: tuple[int, ...], error: type[Exception]) -> None:
     with pytest.raises(error):
         _core.crc32c_join(*arguments)

@@ -122,7 +122,7 @@ def test_absent_sources_count_as_zeros(device: Device, dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 7])
-def test_the_sum_may_go_into_one_of_its_sources(device: Device, world: int) -> None:
+def test_sum_into_one_of_its_sources(device: Device, world: int) -> None:
     for into in range(world):
         sources = [torch.randn(70_001) for _ in range(world)]
         want = expected_sum(sources, sources[into], 0.5, False)
@@ -130,7 +130,7 @@ def test_the_sum_may_go_into_one_of_its_sources(device: Device, world: int) -> N
         assert torch.equal(sources[into], want)
 
 
-def test_a_sum_keeps_the_sign_of_zero(device: Device) -> None:
+def test_sum_keeps_the_sign_of_zero(device: Device) -> None:
     for world in (2, 6):
         dst = torch.ones(40)
         device.sum([torch.full((40,), -0.0) for _ in range(world)], dst, 0.5, False)
@@ -149,7 +149,7 @@ def test_norm(device: Device, dtype: torch.dtype, p: float) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
-def test_norm_lets_nan_and_inf_through(device: Device, dtype: torch.dtype, p: float) -> None:
+def test_norm_of_nan_and_inf(device: Device, dtype: torch.dtype, p: float) -> None:
     for at in (0, 31, 32, 1024, 5000, 100_002):
         x = torch.randn(100_003).to(dtype)
         x[at] = -math.inf
@@ -168,7 +168,7 @@ def test_scale(device: Device, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_half_number_goes_to_float_and_back(device: Device, dtype: torch.dtype) -> None:
+def test_all_16_bit_numbers_round_trip(device: Device, dtype: torch.dtype) -> None:
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     there = every.clone()
     device.scale(there, 1.0)
@@ -178,7 +178,7 @@ def test_every_half_number_goes_to_float_and_back(device: Device, dtype: torch.d
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_rounding_to_half_is_torchs(device: Device, dtype: torch.dtype) -> None:
+def test_rounding_to_16_bits_matches_torch(device: Device, dtype: torch.dtype) -> None:
     """Sums of two halves fall between halves, on ties, below the smallest and above the largest."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     for step in (1, 77, 4099):
@@ -193,6 +193,6 @@ def test_rounding_to_half_is_torchs(device: Device, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "name", ["gpu", "cuda", "cuda:", "cuda:0x", "cuda:0/hosts", "cuda:4294967296"]
 )
-def test_what_names_no_device_is_an_error(name: str) -> None:
+def test_invalid_device_names_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"unknown device '{name}'"):
         _core.Comm.alone(name)

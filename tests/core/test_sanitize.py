@@ -51,7 +51,7 @@ def free_twice():
 
 
 @pytest.mark.thorough
-def test_runtime_and_build_are_the_sanitized_ones(environment):
+def test_sanitizer_is_active(environment):
     (result,) = run_ranks(free_twice, 1, env=environment, check=False)
     assert result.returncode in (1, -signal.SIGABRT)
     assert "AddressSanitizer: attempting double-free" in result.stderr

@@ -1,6 +1,6 @@
 """wire_code.c: numbers in bfloat16 and in blocks of int8, beside the same arithmetic in numpy and torch.
 
-Nothing is close, all is equal: the code is a function of the numbers, so numpy's float32 must have its bits.
+All comparisons are exact: numpy's float32 arithmetic gives the same bits.
 """
 
 import ctypes
@@ -91,7 +91,7 @@ def numbers(size, seed=0):
 
 @pytest.mark.parametrize("wire", MODELS)
 @pytest.mark.parametrize("size", SIZES)
-def test_bits_are_those_of_the_model(core, wire, size):
+def test_codes_match_the_reference(core, wire, size):
     values = numbers(size)
     expected = MODELS[wire](values)
     for shift in (0, 1, 3):
@@ -119,7 +119,7 @@ def test_ties_go_to_even(core):
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("at", [0, 255, 256, 299])
-def test_what_is_not_finite_comes_out(core, bad, at):
+def test_numbers_that_are_not_finite(core, bad, at):
     values, residual = numbers(700, 2), np.zeros(700, np.float32)
     expected, values[at] = through(core, INT8, values), bad
     out = through(core, INT8, values, residual)
@@ -135,7 +135,7 @@ def test_what_is_not_finite_comes_out(core, bad, at):
 
 
 @pytest.mark.parametrize("size", [np.finfo(np.float32).max, 1e-45, 1e-44, 1e-38, 3e-43, 0.0])
-def test_largest_and_smallest(core, size):
+def test_largest_and_smallest_numbers(core, size):
     values = np.array([size, -size, size / 2, 0, -0.0], np.float32)
     out = through(core, INT8, values)
     assert np.isfinite(out).all()
@@ -145,7 +145,7 @@ def test_largest_and_smallest(core, size):
 
 
 @pytest.mark.parametrize("wire", [BF16, INT8])
-def test_residual_is_what_was_lost(core, wire):
+def test_residual_is_the_rounding_error(core, wire):
     values, residual = numbers(1000, 3), np.zeros(1000, np.float32)
     for _ in range(3):
         sums = values + residual
@@ -154,7 +154,7 @@ def test_residual_is_what_was_lost(core, wire):
         np.testing.assert_array_equal(residual, sums - out)
 
 
-def test_error_feedback_sends_in_the_end_what_is_too_small_for_a_level(core):
+def test_error_feedback_sends_small_values_eventually(core):
     """127 hides 0.1 in each step alone; over 100 steps its sum comes."""
     values = np.array([127, 0.1], np.float32)
     residual, total, without = np.zeros(2, np.float32), 0.0, 0.0
@@ -165,7 +165,7 @@ def test_error_feedback_sends_in_the_end_what_is_too_small_for_a_level(core):
     assert abs(total - 10) <= 1
 
 
-def test_exact_loses_nothing(core):
+def test_exact_code_is_lossless(core):
     values, residual = numbers(600, 4), np.zeros(600, np.float32)
     np.testing.assert_array_equal(through(core, EXACT, values, residual), values)
     assert not residual.any()

@@ -1,4 +1,4 @@
-"""The CUDA driver: found or not, called by the right signatures, its errors told; in C, on any machine.
+"""The CUDA driver: how it is found, its signatures, its errors; in C, on any machine.
 
 tests/c/test_cuda_driver.c runs one test in a process, in an environment that makes
 the stand-in for libcuda (fake_cuda.py) old, empty, or failing at the n-th call of a function. Our
@@ -87,7 +87,7 @@ def test_driver_is_found(program: Program) -> None:
     assert two == "found=1 version=12040 devices=2 status=0 words="
 
 
-def test_no_driver_says_what_to_do(program: Program) -> None:
+def test_missing_driver_names_the_remedy(program: Program) -> None:
     named = program.run("say", ZSHARD_CUDA_LIB="/no/libcuda.so.1")
     assert named.startswith(
         f"found=0 version=0 devices=0 status={CUDA_ERROR} words=CUDA driver not"
@@ -95,7 +95,7 @@ def test_no_driver_says_what_to_do(program: Program) -> None:
     assert "/no/libcuda.so.1" in named and "unset ZSHARD_CUDA_LIB" in named
 
 
-def test_library_without_a_driver_in_it_is_refused(program: Program, tmp_path: Path) -> None:
+def test_library_that_is_no_driver_is_refused(program: Program, tmp_path: Path) -> None:
     (tmp_path / "empty.c").write_text("int zs_nothing;\n")
     empty = compile_c(tmp_path / "empty.so", [tmp_path / "empty.c"], [], ("-shared",))
     said = program.run("say", ZSHARD_CUDA_LIB=str(empty))
@@ -103,7 +103,7 @@ def test_library_without_a_driver_in_it_is_refused(program: Program, tmp_path: P
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_driver_that_lacks_a_call_is_too_old(program: Program, name: str) -> None:
+def test_driver_without_a_required_call_is_too_old(program: Program, name: str) -> None:
     said = program.run("say", FAKE_CUDA_MISSING=name)
     optional = name in re.search(r"ZS_CU_OPTIONAL_CALLS.*", API)[0]  # type: ignore[index]
     if optional:
@@ -112,7 +112,7 @@ def test_driver_that_lacks_a_call_is_too_old(program: Program, name: str) -> Non
         assert said.startswith("found=0") and f"is too old, it lacks {name}: upgrade" in said
 
 
-def test_old_driver_and_missing_gpu_are_told_apart(program: Program) -> None:
+def test_old_driver_and_missing_gpu_have_different_errors(program: Program) -> None:
     old = program.run("say", FAKE_CUDA_VERSION="11080")
     assert "(CUDA 11.8) is too old: upgrade to driver 525 (CUDA 12.0) or newer" in old
     none = program.run("say", FAKE_CUDA_DEVICES="0")
@@ -125,7 +125,7 @@ def test_old_driver_and_missing_gpu_are_told_apart(program: Program) -> None:
 # --- errors --------------------------------------------------------------------------------------
 
 
-def test_everything_works_when_nothing_fails(program: Program, tmp_path: Path) -> None:
+def test_all_calls_are_made(program: Program, tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert program.run("work", FAKE_CUDA_LOG=str(log)) == "0"
     called = {line.split()[0] for line in log.read_text().splitlines()}
@@ -133,7 +133,7 @@ def test_everything_works_when_nothing_fails(program: Program, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("call", [call for call in CALLS if call not in NEVER_FAIL])
-def test_each_call_that_fails_is_named_with_the_drivers_words(program: Program, call: str) -> None:
+def test_failing_call_is_named_with_the_drivers_message(program: Program, call: str) -> None:
     said = program.run("work", FAKE_CUDA_FAIL=f"{call}:1:999")
     status, words = said.split(" ", 1)
     assert int(status) == CUDA_ERROR and "CUDA_ERROR_FAKE_999 (999): fake error 999" in words
@@ -145,7 +145,7 @@ def test_each_call_that_fails_is_named_with_the_drivers_words(program: Program, 
         assert int(said.split()[0]) == MEMORY_ERROR and "the GPU is out of memory" in said
 
 
-def test_image_that_does_not_fit_says_what_to_do(program: Program) -> None:
+def test_unsupported_image_names_the_remedy(program: Program) -> None:
     for code in (209, 222):
         said = program.run("work", FAKE_CUDA_FAIL=f"cuLibraryLoadData:1:{code}")
         assert "(sm_90, built with CUDA 13.0) do not support this GPU" in said
@@ -154,9 +154,7 @@ def test_image_that_does_not_fit_says_what_to_do(program: Program) -> None:
     assert "zshard was built without CUDA kernels" in program.run("work", NO_IMAGE="1")
 
 
-def test_after_a_spoiled_context_no_call_reaches_the_driver(
-    program: Program, tmp_path: Path
-) -> None:
+def test_no_call_follows_a_broken_context(program: Program, tmp_path: Path) -> None:
     log = tmp_path / "log"
     name = "spoiled_context_refuses_all"
     program.run(name, FAKE_CUDA_LOG=str(log), **SETTINGS[name])
@@ -200,7 +198,7 @@ def check_declarations(folder: Path, api: str) -> str:
     return subprocess.run(command, capture_output=True, text=True).stderr
 
 
-def test_declarations_are_those_of_cuda_h(tmp_path: Path) -> None:
+def test_declarations_match_cuda_h(tmp_path: Path) -> None:
     if shutil.which("gcc") is None:
         pytest.skip("no gcc, whose extensions the check needs")
     assert check_declarations(tmp_path, API) == ""
@@ -214,7 +212,7 @@ def test_declarations_are_those_of_cuda_h(tmp_path: Path) -> None:
         ("X(cuMemFree, 3020,", "X(cuMemFree, 3030,", "PFN_cuMemFree_v3030"),
     ],
 )
-def test_wrong_declarations_would_be_found(tmp_path: Path, good: str, bad: str, says: str) -> None:
+def test_wrong_declarations_are_found(tmp_path: Path, good: str, bad: str, says: str) -> None:
     if shutil.which("gcc") is None:
         pytest.skip("no gcc, whose extensions the check needs")
     assert API.count(good) == 1
@@ -226,7 +224,7 @@ def test_wrong_declarations_would_be_found(tmp_path: Path, good: str, bad: str, 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("library", ["/no/such/libcuda.so.1", "empty", ""])
-def test_zshard_imports_whatever_the_driver(library: str, tmp_path: Path) -> None:
+def test_import_with_a_broken_driver(library: str, tmp_path: Path) -> None:
     if library == "empty":
         (tmp_path / "empty.c").write_text("int zs_nothing;\n")
         library = str(compile_c(tmp_path / "e.so", [tmp_path / "empty.c"], [], ("-shared",)))

@@ -106,7 +106,7 @@ def same(mine: Any, other: Any) -> None:
 @pytest.mark.needs_fma
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("world", [1, 2])
-def test_capturable_steps_have_the_bits_of_the_cpu(world: int, optimizer: str) -> None:
+def test_capturable_steps_are_bit_identical_to_the_cpu(world: int, optimizer: str) -> None:
     env = stand_ins.environment("nccl")
     how = {"optimizer": optimizer, "lr_tensor": True}
     plain = fork_ranks(train, world, {}, {}, how, check=True)
@@ -138,7 +138,7 @@ def with_a_layer_out(env: dict[str, str], capturable: bool) -> Any:
 
 
 @pytest.mark.needs_fma
-def test_counters_part_where_gradients_are_missing() -> None:
+def test_step_counters_of_parameters_without_gradients() -> None:
     plain = fork_ranks(with_a_layer_out, 2, {}, False, check=True)
     ours = fork_ranks(with_a_layer_out, 2, stand_ins.environment("nccl"), True, check=True)
     assert len(set(plain[0].value[3])) > 1
@@ -178,7 +178,7 @@ CASES = [
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("backend", "world", "options"), CASES, ids=str)
-def test_step_has_nothing_in_it_that_a_capture_forbids(
+def test_step_makes_no_call_that_a_capture_forbids(
     tmp_path: Path, backend: str, world: int, options: dict[str, Any]
 ) -> None:
     env = stand_ins.environment(backend)
@@ -197,7 +197,7 @@ def test_step_has_nothing_in_it_that_a_capture_forbids(
         assert unjoined(lines) == set()
 
 
-def test_log_is_read_right() -> None:
+def test_unjoined_streams_are_found() -> None:
     """The check of joins can fail: a stream that is left, or used again after its join."""
     fork = ["cuEventRecord stream=0 event=0x1", "cuStreamWaitEvent stream=3 event=0x1"]
     join = ["cuEventRecord stream=3 event=0x2", "cuStreamWaitEvent stream=0 event=0x2"]
@@ -239,7 +239,7 @@ def scaled(env: dict[str, str], capturable: bool, log: str, unscale: bool) -> An
 
 @pytest.mark.needs_fma
 @pytest.mark.parametrize("unscale", [False, True])
-def test_scaler_leaves_out_a_step_on_the_gpu(tmp_path: Path, unscale: bool) -> None:
+def test_grad_scaler_skips_a_step_on_the_gpu(tmp_path: Path, unscale: bool) -> None:
     env, log = stand_ins.environment("nccl"), str(tmp_path / "{rank}.log")
     plain = fork_ranks(scaled, 2, {}, False, "", unscale, check=True)
     ours = fork_ranks(scaled, 2, env, True, log, unscale, check=True)
@@ -283,7 +283,7 @@ def refuse(env: dict[str, str]) -> list[str]:
     return said
 
 
-def test_what_a_graph_must_not_repeat_is_refused() -> None:
+def test_steps_that_a_graph_cannot_repeat_are_refused() -> None:
     for result in fork_ranks(refuse, 2, stand_ins.environment("nccl"), check=True):
         first, *warm, number, momentum, _, _, plain, rounding = result.value
         assert "run a warm-up step before the capture" in first
@@ -306,7 +306,7 @@ def kept(env: dict[str, str]) -> str:
     return "nothing was said"
 
 
-def test_strategy_that_looks_at_numbers_is_refused_in_a_capture() -> None:
+def test_zero1_is_refused_in_a_capture() -> None:
     for result in fork_ranks(kept, 2, stand_ins.environment("nccl"), check=True):
         assert "on the host during CUDA graph capture" in result.value
 
@@ -325,7 +325,7 @@ def beside_a_capture(env: dict[str, str]) -> list[int]:
     return broken
 
 
-def test_watchdog_does_not_break_a_capture_of_the_scripts() -> None:
+def test_watchdog_does_not_break_a_capture() -> None:
     """Its thread asks about events, which is unsafe in the default mode of a thread."""
     for result in fork_ranks(beside_a_capture, 2, stand_ins.environment("nccl"), check=True):
         assert result.value == [0, 0, 0]

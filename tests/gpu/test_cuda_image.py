@@ -105,7 +105,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_every_kernel_is_there_and_none_spills(compiled: Compiled) -> None:
+def test_kernels_are_complete_and_do_not_spill(compiled: Compiled) -> None:
     found = list(compiled.resources())
     gpus = {gpu for gpu, *_ in found}
     assert gpus and {(gpu, name) for gpu, name, *_ in found} == {
@@ -120,7 +120,7 @@ def test_every_kernel_is_there_and_none_spills(compiled: Compiled) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_arithmetic_is_ieee_with_no_multiply_add_of_the_compilers(compiled: Compiled) -> None:
+def test_arithmetic_is_ieee_and_not_contracted(compiled: Compiled) -> None:
     assert compiled.ptx
     for name, text in compiled.ptx.items():
         done = Counter(re.findall(r"\b(\w+)\.([a-z.]*)f(?:32|64)\s", text))
@@ -164,7 +164,7 @@ def wide(code: str, operation: str) -> int:
     return sum(int(bits) // 8 for bits in found)
 
 
-def test_image_in_the_extension_is_the_one_that_was_built() -> None:
+def test_extension_contains_the_built_image() -> None:
     spec = importlib.util.find_spec("zshard._core")
     assert spec is not None and spec.origin is not None
     if not zshard._core.machine()["targets"]:

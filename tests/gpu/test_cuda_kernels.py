@@ -119,7 +119,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 @pytest.mark.parametrize("to", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sum_has_the_bits_of_the_cpu(
+def test_sum_is_bit_identical_to_the_cpu(
     cuda: Cuda, cpu: Device, dtype: torch.dtype, to: torch.dtype
 ) -> None:
     seed = 0
@@ -150,7 +150,7 @@ def test_sum_into_one_of_its_sources(cuda: Cuda, cpu: Device, dtype: torch.dtype
             assert same_bits(a, b), (n, i)
 
 
-def test_sum_of_arrays_that_are_aligned_differently(cuda: Cuda, cpu: Device) -> None:
+def test_sum_of_differently_aligned_arrays(cuda: Cuda, cpu: Device) -> None:
     sources = [Place(some(1000, torch.bfloat16, r), r) for r in range(4)]
     ours, theirs = torch.zeros(1000), torch.zeros(1000)
     cuda.sum([place.values for place in sources], ours, 0.25, False)
@@ -158,7 +158,7 @@ def test_sum_of_arrays_that_are_aligned_differently(cuda: Cuda, cpu: Device) -> 
     assert same_bits(ours, theirs)
 
 
-def test_sum_over_more_ranks_than_addresses(cuda: Cuda, cpu: Device) -> None:
+def test_sum_of_more_sources_than_kernel_arguments(cuda: Cuda, cpu: Device) -> None:
     world, n = 300, 41
     for stride in (48, 41):  # elements: the second lets no two sources be aligned together
         whole = some(world * stride, torch.bfloat16, 5, special=False)
@@ -174,9 +174,7 @@ def test_sum_over_more_ranks_than_addresses(cuda: Cuda, cpu: Device) -> None:
 
 
 @pytest.mark.parametrize("absent", ["first", "some", "all but one", "all"])
-def test_ranks_that_bring_nothing_count_as_zeros_among_more_than_addresses(
-    cuda: Cuda, cpu: Device, absent: str
-) -> None:
+def test_absent_sources_count_as_zeros(cuda: Cuda, cpu: Device, absent: str) -> None:
     world, n, stride = 300, 41, 48
     gone = {"first": {0}, "some": {1, 63, 64, 200, 299}, "all": set(range(world))}
     gone["all but one"] = gone["all"] - {130}
@@ -190,7 +188,7 @@ def test_ranks_that_bring_nothing_count_as_zeros_among_more_than_addresses(
         assert same_bits(ours, theirs), add
 
 
-def test_a_sum_says_how_many_ranks_it_can_take(cuda: Cuda) -> None:
+def test_sum_of_too_many_sources_is_refused(cuda: Cuda) -> None:
     most = 128 * 64
     one = some(3, torch.float32, 8)
     with pytest.raises(AssertionError, match=f"cannot sum {most + 1} sources .*: at most {most}"):
@@ -202,7 +200,7 @@ def test_a_sum_says_how_many_ranks_it_can_take(cuda: Cuda) -> None:
 
 @pytest.mark.parametrize("to", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_cast_and_add_are_those_of_torch(cuda: Cuda, dtype: torch.dtype, to: torch.dtype) -> None:
+def test_cast_and_add_match_torch(cuda: Cuda, dtype: torch.dtype, to: torch.dtype) -> None:
     for seed, n in enumerate(LENGTHS):
         for offset, other in ((0, 0), (3, 3), (1, 2)):
             src, before = Place(some(n, dtype, seed), other), some(n, to, seed + 99)
@@ -215,7 +213,7 @@ def test_cast_and_add_are_those_of_torch(cuda: Cuda, dtype: torch.dtype, to: tor
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_scale_has_the_bits_of_the_cpu(cuda: Cuda, cpu: Device, dtype: torch.dtype) -> None:
+def test_scale_is_bit_identical_to_the_cpu(cuda: Cuda, cpu: Device, dtype: torch.dtype) -> None:
     for seed, n in enumerate(LENGTHS):
         for offset in (0, 5):
             theirs = some(n, dtype, seed)
@@ -231,7 +229,7 @@ def test_scale_has_the_bits_of_the_cpu(cuda: Cuda, cpu: Device, dtype: torch.dty
 
 @pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_norm_agrees_and_does_not_depend_on_the_place(
+def test_norm_does_not_depend_on_alignment(
     cuda: Cuda, cpu: Device, dtype: torch.dtype, p: float
 ) -> None:
     for n in [*LENGTHS, 70_001]:
@@ -245,7 +243,7 @@ def test_norm_agrees_and_does_not_depend_on_the_place(
                 assert str(cuda.norm(values, p)) == str(odd)
 
 
-def test_norm_of_more_than_all_threads_take_at_once(cuda: Cuda) -> None:
+def test_norm_of_more_elements_than_threads(cuda: Cuda) -> None:
     x = torch.ones((1 << 22) + 4321, dtype=torch.bfloat16)
     x[-1] = 2.0
     assert cuda.norm(x, 2.0) == x.numel() + 3
@@ -262,7 +260,7 @@ def test_norms_are_joined_in_order(cuda: Cuda) -> None:
         cuda.norm_join(values, 3.0)
 
 
-def test_differs_finds_any_byte(cuda: Cuda) -> None:
+def test_differs_finds_each_byte(cuda: Cuda) -> None:
     generator = torch.Generator().manual_seed(1)
     for n in (0, 1, 15, 16, 17, 100, 5001):
         for offset, other in ((0, 0), (3, 3), (0, 1)):
@@ -360,7 +358,7 @@ def tensors_for(stepper: Stepper, n: int, dtype: torch.dtype, special: bool) -> 
 @needs_fma
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("dtype", "dithered"), KINDS, ids=str)
-def test_update_has_the_bits_of_the_cpu(
+def test_update_is_bit_identical_to_the_cpu(
     cuda: Cuda, variant: str, dtype: torch.dtype, dithered: bool
 ) -> None:
     for n in LENGTHS:
@@ -382,7 +380,7 @@ def test_update_has_the_bits_of_the_cpu(
 @needs_fma
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("dtype", "dithered"), KINDS, ids=str)
-def test_update_leaves_a_copy_and_takes_scalars_from_the_device(
+def test_update_leaves_a_copy_and_reads_device_scalars(
     cuda: Cuda, dtype: torch.dtype, dithered: bool, low: torch.dtype
 ) -> None:
     for variant in ("adamw", "momentum"):
@@ -416,7 +414,7 @@ def test_update_leaves_a_copy_and_takes_scalars_from_the_device(
 @pytest.mark.skipif(bool(KERNELS), reason="its arrays stay where they are")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_constants_that_are_made_on_the_device_are_the_hosts(
+def test_constants_made_on_the_device_match_the_hosts(
     cuda: Cuda, variant: str, dtype: torch.dtype
 ) -> None:
     for offset, n_steps in ((0, 1), (3, 700)):  # more counters than one launch takes
@@ -455,7 +453,7 @@ def test_factor_is_not_rounded_to_the_gradients_dtype(cuda: Cuda) -> None:
     assert (grad == 1).all()
 
 
-def test_late_side_stream_is_waited_for(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fake_delays_work_in_side_streams(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stand-in itself: work in a side stream is not done when the call returns."""
     if cuda.stream is None or KERNELS:
         pytest.skip("of the stand-in's side streams, on memory that is the host's")

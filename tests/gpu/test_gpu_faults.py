@@ -1,17 +1,22 @@
-"""Calls of CUDA's driver and of NCCL that fail in training: an exception on every rank, soon, and never worse.
+"""Failures on GPUs: calls of CUDA's driver and of NCCL that fail, ranks that diverge, Ctrl-C in a wait.
 
-The log of a run that goes well says which calls there are and how often; then each
-is made to fail, the first, one in the middle and the last time, on one rank of two. That rank's
-exception names the call, the other rank hears of it; only what gives something back, or only looks,
-may fail without a word, and then the numbers are as they were.
+Each is an exception on every rank, soon. The log of a good run says which calls there are and how
+often; then each is made to fail on one rank of two, the first, a middle and the last time. That rank's
+exception names the call, and the other rank raises too. Only calls that free or query something may
+fail silently, and then the numbers are unchanged.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
+import signal
+import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import gpu_log
 import pytest
@@ -38,7 +43,7 @@ WORDS |= {"cuInit": "cannot initialize", "cuDeviceGetCount": "cannot initialize"
 
 
 def work(options):
-    """Losses of a few steps of a small model with all that there is: units, clipping, AdamW."""
+    """Losses of a few steps with units, clipping and AdamW."""
     torch.manual_seed(3)
     layers = [nn.Sequential(nn.Linear(24, 24), nn.Tanh()) for _ in range(2)]
     policy = zshard.wrap.ModuleWrapPolicy({nn.Linear})
@@ -57,7 +62,7 @@ def work(options):
     return losses
 
 
-def run_well(folder, env, options):
+def run_without_failures(folder, env, options):
     """The losses, and how often each call was made."""
     os.environ.update(env)
     log = gpu_log.start(folder, int(os.environ["RANK"]))
@@ -67,8 +72,8 @@ def run_well(folder, env, options):
     return losses, Counter(each for each in names[: names.index("end")] if each not in NOT_CALLS)
 
 
-def run_badly(env, options, fault, failing):
-    """How a run ended on this rank: its losses, or an exception's name and words; the seconds."""
+def run_with_failure(env, options, fault, failing):
+    """How a run ended on this rank: its losses, or an exception's name and text; the seconds."""
     os.environ.update(env)
     if int(os.environ["RANK"]) == failing:
         os.environ.update(fault)
@@ -87,7 +92,9 @@ OPTIONS = {"transport": "c10d", "timeout": SECONDS / 2}
 def well(tmp_path_factory):
     """Losses of both ranks, and rank 0's calls, of a run where nothing fails."""
     folder = str(tmp_path_factory.mktemp("well"))
-    done = fork_ranks(run_well, 2, folder, stand_ins.environment("nccl"), OPTIONS, check=True)
+    done = fork_ranks(
+        run_without_failures, 2, folder, stand_ins.environment("nccl"), OPTIONS, check=True
+    )
     return [result.value[0] for result in done], done[0].value[1]
 
 
@@ -103,7 +110,9 @@ def problem_with(well, call, which):
     losses, _ = well
     kind = "CUDA" if call.startswith("cu") else "NCCL"
     fault = {f"FAKE_{kind}_FAIL": f"{call}:{which}"}
-    results = fork_ranks(run_badly, 2, stand_ins.environment("nccl"), OPTIONS, fault, 0, timeout=60)
+    results = fork_ranks(
+        run_with_failure, 2, stand_ins.environment("nccl"), OPTIONS, fault, 0, timeout=60
+    )
     case = f"{call}, number {which}"
     failed = [result.stderr for result in results if result.returncode != 0]
     if failed and all("the parameters are out of step" in words for words in failed):
@@ -136,20 +145,148 @@ SOME += ["AllGather", "Send", "GroupEnd", "CommInitRankConfig", "CommGetAsyncErr
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("call", SOME)
-def test_a_call_that_fails_is_an_exception_on_all_ranks(well, call):
+def test_failing_call_raises_on_all_ranks(well, call):
     among = places(well[1][call])
     assert problem_with(well, call, among[0 if call in POLLED else len(among) // 2]) == ""
 
 
-def test_all_calls_are_known(well):
-    """What is made to fail below is what there is; a new call comes in by itself."""
+def test_failed_calls_are_among_those_made(well):
+    """A new call is added to the failing ones by itself."""
     assert set(SOME) <= set(well[1])
     assert {name for name in well[1] if not name.startswith("cu")} >= {"Recv", "GroupStart"}
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("part", range(8))
-def test_every_call_that_fails_is_an_exception_on_all_ranks(well, part):
+def test_every_failing_call_raises_on_all_ranks(well, part):
     cases = [(call, n) for call in sorted(well[1]) for n in places(well[1][call])]
     problems = [problem_with(well, *case) for case in cases[part::8]]
     assert [problem for problem in problems if problem] == []
+
+
+# --- ranks that diverge -----------------------------------------------------------------------------
+
+BACKENDS = ["nccl", "c10d"]
+BYTES = r"\(\d+ bytes per rank\)"
+
+
+class Reordered(nn.Module):
+    """Rank 1 may run its layers in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x, turned):
+        if turned and os.environ["RANK"] == "1":
+            return self.third(self.first(self.second(x)))
+        return self.third(self.second(self.first(x)))
+
+
+def run_reordered(env, step):
+    """The error if rank 1 runs its layers in another order in `step`."""
+    os.environ.update(env)
+    policy = zshard.wrap.ModuleWrapPolicy({nn.Linear})
+    model = FSDP(Reordered(), auto_wrap_policy=policy, timeout=30, transport="c10d")
+    try:
+        for i in range(step + 1):
+            loss = model(torch.ones(2, 8), i == step).square().mean()
+            loss.backward()
+            model.zero_grad()
+    except zshard.DivergenceError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_divergence_names_the_first_transfer(backend, step, world):
+    env = stand_ins.environment(backend)
+    found = fork_ranks(run_reordered, world, env, step, check=True)
+    number = "1" if step == 0 else r"\d+"
+    words = rf"ranks diverged: transfer {number} is parameters of unit 'first' {BYTES} on rank 0, "
+    words += rf"but parameters of unit 'second' {BYTES} on rank 1; run the same modules"
+    for result in found:
+        assert re.search(words, result.value), result.value
+
+
+# --- Ctrl-C -----------------------------------------------------------------------------------------
+
+# On a GPU torch runs a backward on a thread of its own while the main thread waits in C, where Python
+# sees no signal. So here a thread runs the backward, and the main thread waits for a mutex of C.
+
+LATE = 1.2  # seconds
+
+
+def make_model(transport: Any) -> Any:
+    """Its backward gathers nothing: for the stand-in's compute stream the calling thread would wait."""
+    policy = zshard.wrap.ModuleWrapPolicy({nn.Linear})
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    options = {"strategy": "shard_grad_op", "transport": transport, "timeout": 30.0}
+    return FSDP(layers, auto_wrap_policy=policy, **options)
+
+
+def run_beside(call: Any) -> None:
+    """Has a thread run it while this one waits in C, where signals interrupt nothing."""
+    libc = ctypes.CDLL(None)
+    lock, unlock = libc.pthread_mutex_lock, libc.pthread_mutex_unlock
+    mutex = ctypes.create_string_buffer(64)
+    lock(mutex)
+
+    def work() -> None:
+        call()
+        unlock(mutex)
+
+    threading.Thread(target=work).start()
+    lock(mutex)
+
+
+def press_in_backward(env: dict[str, str], own_handler: bool) -> dict[str, Any]:
+    """What comes of Ctrl-C on rank 0, whose backward waits for rank 1."""
+    os.environ.update(env)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    model = make_model("auto")
+    loss = model(torch.ones(2, 8)).sum()
+    said: dict[str, Any] = {"backward": "", "main": "", "handled": 0}
+    if os.environ["RANK"] == "1":
+        time.sleep(LATE)
+
+    def backward() -> None:
+        begin = time.monotonic()
+        try:
+            loss.backward()
+        except Exception as error:
+            said["backward"] = f"{type(error).__name__}: {error}"
+        said["seconds"] = time.monotonic() - begin
+
+    def handle(*_: Any) -> None:
+        said["handled"] += 1
+
+    if own_handler:
+        signal.signal(signal.SIGINT, handle)
+    if os.environ["RANK"] == "0":
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        run_beside(backward)
+        time.sleep(0.01)  # Python has a turn to raise it
+    except KeyboardInterrupt:
+        said["main"] = "KeyboardInterrupt"
+    return said
+
+
+def test_ctrl_c_interrupts_a_backward_on_another_thread() -> None:
+    env = stand_ins.environment("nccl")
+    pressed = fork_ranks(press_in_backward, 2, env, False, check=True)
+    said, other = (each.value for each in pressed)
+    assert "interrupted while waiting for another rank" in said["backward"]
+    assert said["main"] == "KeyboardInterrupt" and said["seconds"] < LATE
+    assert "PeerError" in other["backward"] and "rank 0" in other["backward"]
+
+
+def test_ctrl_c_with_a_handler_of_the_script() -> None:
+    env = stand_ins.environment("nccl")
+    for each in fork_ranks(press_in_backward, 2, env, True, check=True):
+        assert each.value["backward"] == "" and each.value["main"] == ""
+    assert each.value["handled"] == 0  # rank 1

@@ -95,7 +95,7 @@ def train(repeated: bool, strategy: str, precision: Any) -> tuple[list[float], d
 @pytest.mark.parametrize("precision", [None, BFLOAT16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_graph_has_the_bits_of_the_steps(
+def test_graph_is_bit_identical_to_the_steps(
     start: Start, kind: str, strategy: str, precision: Any
 ) -> None:
     pool = start(kind)

@@ -1,6 +1,6 @@
-"""The GPU's path as its stand-ins saw it: what streams wait for, what is allocated when, what is held.
+"""What streams wait for, what is allocated when, what memory is held: from the fakes' log of calls.
 
-The numbers of a run can be right by luck; its log says what is sure (gpu_log.py).
+The numbers of a run can be right by luck; its log proves the order (gpu_log.py).
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def train_branches(folder, env):
     return log
 
 
-def test_gradients_of_several_streams_are_all_waited_for(tmp_path):
+def test_round_waits_for_gradients_of_all_streams(tmp_path):
     """A round is posted in the stream of its last gradient; the others come from other streams."""
     env = stand_ins.environment("nccl")
     for result in fork_ranks(train_branches, 2, str(tmp_path), env, check=True):
@@ -184,8 +184,8 @@ def evaluate_in_turns(folder, env):
     return log
 
 
-def test_a_forward_in_another_stream_comes_after_the_last_one(tmp_path):
-    """It takes slots that the one before may still read, of which torch knows nothing."""
+def test_forward_in_another_stream_waits_for_the_last_one(tmp_path):
+    """It takes slots that the one before may still read, unknown to torch."""
     env = stand_ins.environment("nccl")
     for result in fork_ranks(evaluate_in_turns, 2, str(tmp_path), env, check=True):
         assert gpu_log.races(gpu_log.read(Path(result.value))) == []
@@ -200,8 +200,8 @@ def test_nothing_races(run):
         assert gpu_log.races(lines) == []
 
 
-def test_what_should_be_in_the_log_is(run):
-    """Else there would be nothing to race."""
+def test_log_is_complete(run):
+    """Else nothing could race."""
     strategy, *_ = run
     gathers = strategy in ("full_shard", "shard_grad_op")
     for lines in lines_of(run):
@@ -216,7 +216,7 @@ def test_what_should_be_in_the_log_is(run):
             assert sum(s.name == "AllGather" and s.stream == GATHER for s in steps) >= STEPS * 4
 
 
-def test_a_forgotten_wait_would_be_seen(run):
+def test_missing_wait_is_found(run):
     """Without the waits of any one stream for another there are races, so the check can fail."""
     strategy, *_ = run
     lines = lines_of(run)[0]
@@ -230,7 +230,7 @@ def test_a_forgotten_wait_would_be_seen(run):
         assert len(without) < len(lines) and gpu_log.races(without), stream
 
 
-def test_side_streams_fork_from_and_join_torchs_within_a_step(run):
+def test_side_streams_fork_and_join_within_a_step(run):
     """As a graph of a whole step (CUDA graphs) would need it."""
     for lines in lines_of(run):
         order, start = gpu_log.Order(), None
@@ -254,6 +254,6 @@ def test_nothing_is_allocated_after_the_first_step(run):
         assert late == []
 
 
-def test_what_is_held_is_what_was_predicted(run):
+def test_memory_is_as_predicted(run):
     for _, now, predicted, _ in run[2]:
         assert now == predicted

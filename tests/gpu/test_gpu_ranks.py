@@ -180,7 +180,9 @@ def leave_out_a_step(backend: str) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize(("kind", "world", "backend"), TOGETHER)
-def test_a_step_that_one_rank_leaves_out(start: Start, kind: str, world: int, backend: str) -> None:
+def test_step_skipped_by_one_rank_is_an_error(
+    start: Start, kind: str, world: int, backend: str
+) -> None:
     for said, trained in start(kind, world, backend).run(leave_out_a_step, backend):
         assert "out of step" in said and trained
 

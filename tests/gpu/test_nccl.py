@@ -116,22 +116,22 @@ OLD_FAILURES = [("FAIL", f"{call}:2", call) for call in ("GroupStart", "Send", "
 OLD_FAILURES += [("FAIL_LATE", "GroupEnd:2:6", "GroupEnd"), ("FAIL", "AllReduce:1:5", "AllReduce")]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("how", "what", "call"), FAILURES)
-def test_a_failing_call(programs: Programs, how: str, what: str, call: str) -> None:
+def test_failing_call(programs: Programs, how: str, what: str, call: str) -> None:
     words = f"nccl{call} failed: " if call else "failed: "
     programs.check("sanitized", FAILING, **{f"FAKE_NCCL_{how}": what, "ZS_TEST_WORDS": words})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("how", "what", "call"), OLD_FAILURES)
-def test_a_failing_call_of_an_old_library(
-    programs: Programs, how: str, what: str, call: str
-) -> None:
+def test_failing_call_of_an_old_library(programs: Programs, how: str, what: str, call: str) -> None:
     env = {f"FAKE_NCCL_{how}": what, "ZS_TEST_WORDS": f"nccl{call} failed: ", "ZS_TEST_OLD": "1"}
     programs.check("sanitized", FAILING, **env)
 
 
 @pytest.mark.parametrize("env", [{}, {"FAKE_NCCL_FAIL": "CommFinalize:1"}])
-def test_a_failure_at_the_end_is_nobodys(programs: Programs, env: dict[str, str]) -> None:
+def test_failure_at_exit_is_ignored(programs: Programs, env: dict[str, str]) -> None:
     programs.check("sanitized", FAILING, **env)
 
 
@@ -148,7 +148,7 @@ def test_kernels_are_on_the_callers_stream(programs: Programs, tmp_path: Path) -
     assert streams["AllGather"] < streams["AllReduce"]
 
 
-def test_program_knows_what_it_does_not_have(programs: Programs) -> None:
+def test_program_refuses_unknown_tests(programs: Programs) -> None:
     assert programs.run("release", "no_such_test").returncode == 2
 
 
@@ -240,7 +240,7 @@ int main(void)
 
 
 @pytest.mark.parametrize("text", [TYPES, NUMBERS], ids=["types", "numbers"])
-def test_declarations_are_those_of_a_real_header(tmp_path: Path, text: str) -> None:
+def test_declarations_match_nccl_h(tmp_path: Path, text: str) -> None:
     headers = nccl_package() / "include"
     if not (headers / "nccl.h").exists():
         pytest.skip(f"no nccl.h in {headers}")
@@ -253,7 +253,7 @@ def test_declarations_are_those_of_a_real_header(tmp_path: Path, text: str) -> N
     assert subprocess.run([str(target)], check=False).returncode == 0
 
 
-def test_a_wrong_declaration_would_be_seen(tmp_path: Path) -> None:
+def test_wrong_declarations_are_found(tmp_path: Path) -> None:
     headers = nccl_package() / "include"
     for name in ("cuda_runtime.h", "cuda_fp16.h", "cuda_bf16.h"):
         (tmp_path / name).write_text(CUDA_HEADER)
@@ -296,7 +296,7 @@ int main(void)
 """
 
 
-def test_the_real_library_loads_and_fails_as_it_should(tmp_path: Path) -> None:
+def test_real_library_fails_without_a_gpu(tmp_path: Path) -> None:
     (library,) = (nccl_package() / "lib").glob("libnccl.so.2")
     (tmp_path / "real.c").write_text(REAL)
     program = compile_c(tmp_path / "real", [tmp_path / "real.c", *CORE], BUILDS["release"])

@@ -1,4 +1,4 @@
-"""Which libnccl is used: the search order, what is said where there is none, and the end of a process.
+"""Which libnccl is used: the search order, the error where there is none, and the exit of a process.
 
 Stand-ins of several versions (tests/c/fake_nccl.c says what FAKE_NCCL_VERSION has at
 the moment of loading) lie where a real one would; each case is a process forked from one that has
@@ -60,7 +60,7 @@ def of_torch():
     return next((line.split()[-1] for line in lines if "/libnccl.so" in line), None)
 
 
-def test_environment_then_loaded_then_package(fake, tmp_path):
+def test_search_order(fake, tmp_path):
     named = copy(fake, tmp_path / "named")
     loaded = copy(fake, tmp_path / "loaded")
     packaged = copy(fake, tmp_path / "site" / "nvidia" / "nccl" / "lib")
@@ -75,13 +75,13 @@ def test_environment_then_loaded_then_package(fake, tmp_path):
     assert answer(env, site, loaded) == ("2.30.7", str(named))
 
 
-def test_versions_are_written_as_people_do(fake):
+def test_version_numbers(fake):
     for number, text in (("2804", "2.8.4"), ("22105", "2.21.5"), ("23203", "2.32.3")):
         env = {"ZSHARD_NCCL_LIB": str(fake), "FAKE_NCCL_VERSION": number}
         assert answer(env, None, None)[0] == text
 
 
-def test_what_is_missing_is_said_and_looked_for_again(fake, tmp_path):
+def test_missing_library_is_named_and_looked_for_again(fake, tmp_path):
     found = answer({}, None, None)
     if isinstance(found, str):  # a machine without NCCL
         assert "cannot find libnccl.so.2" in found and "ZSHARD_NCCL_LIB" in found
@@ -98,7 +98,7 @@ def look_twice(fake):
     return look({"ZSHARD_NCCL_LIB": fake})
 
 
-def test_path_is_checked():
+def test_invalid_path_is_refused():
     with pytest.raises(ValueError, match="the path of libnccl is 600 bytes"):
         _core.nccl_library("x" * 600)
     with pytest.raises(TypeError):
@@ -115,6 +115,6 @@ def end_with_nccl(fake):
     _core.nccl_abort("nothing is there to abort")
 
 
-def test_ends_are_quiet(fake):
+def test_exit_is_quiet(fake):
     (result,) = fork_ranks(end_with_nccl, 1, str(fake), check=True)
     assert result.returncode == 0 and not result.stderr

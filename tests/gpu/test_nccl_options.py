@@ -1,7 +1,7 @@
-"""zshard.NcclOptions: what it may be, what reaches NCCL, and that it changes no bit.
+"""zshard.NcclOptions: valid values, what reaches NCCL, and that numbers stay bit-identical.
 
-The stand-in for libnccl logs what a communicator was made with and what it carried;
-what it would refuse, and what ranks cannot agree on, are errors before anything is made.
+The fake libnccl logs each communicator's configuration and transfers. Invalid options, and options that
+differ between ranks, are errors before a communicator is made.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def run(folder, options, **env):
     return [r.value for r in fork_ranks(train, 2, logs, everything, options, check=True)]
 
 
-def test_what_is_no_option_is_refused():
+def test_invalid_options_are_refused():
     for wrong in (
         {"ctas": "none"},
         {"ctas": 1},
@@ -75,7 +75,7 @@ def test_what_is_no_option_is_refused():
             NcclOptions(**wrong)
 
 
-def test_it_is_for_gpus(monkeypatch):
+def test_options_need_a_gpu(monkeypatch):
     monkeypatch.delenv("ZSHARD_CUDA_ON_HOST", raising=False)
     model = nn.Linear(4, 4)
     with pytest.raises(ValueError, match="requires a model on a GPU"):
@@ -97,7 +97,7 @@ def configs(lines):
     ]
 
 
-def test_gathers_and_reductions_have_communicators_of_their_own(tmp_path):
+def test_gathers_and_reductions_have_separate_communicators(tmp_path):
     for losses, lines in run(tmp_path, "c10d"):
         gathers, swaps = carried(lines, "AllGather"), carried(lines, "Send")
         assert len(gathers[0]) == len(swaps[0]) == 1 and not gathers[0] & swaps[0]
@@ -106,7 +106,7 @@ def test_gathers_and_reductions_have_communicators_of_their_own(tmp_path):
         assert len(losses) == 2
 
 
-def test_one_communicator_has_the_same_bits(tmp_path):
+def test_one_communicator_is_bit_identical_to_two(tmp_path):
     two = run(tmp_path, NcclOptions())
     one = run(tmp_path, NcclOptions(communicators=1))
     for (losses, lines), (others, _) in zip(one, two, strict=True):
@@ -124,25 +124,25 @@ def test_one_communicator_has_the_same_bits(tmp_path):
         (NcclOptions(min_ctas=4, max_ctas=4), (UNSET, 4, 4)),
     ],
 )
-def test_what_reaches_the_library(tmp_path, options, expected):
+def test_options_reach_nccl(tmp_path, options, expected):
     for _, lines in run(tmp_path, options):
         assert configs(lines) == [expected] * 2
 
 
-def test_kernels_of_three_streams_have_to_find_room(tmp_path):
-    """Else two of them could wait for each other for ever, each with all that its GPU has."""
+def test_too_many_ctas_are_refused(tmp_path):
+    """Else two of them could wait for each other forever, each holding a full GPU."""
     for kind, words in run(tmp_path, NcclOptions(max_ctas=64)):
         assert kind == "ValueError" and "132 multiprocessors" in words and "use at most 32" in words
     for kind, words in run(tmp_path, NcclOptions(min_ctas=8), FAKE_CUDA_MULTIPROCESSORS="20"):
         assert kind == "ValueError" and "20 multiprocessors" in words and "use at most 4" in words
 
 
-def test_a_library_that_is_too_old(tmp_path):
+def test_option_of_a_newer_library_is_refused(tmp_path):
     for kind, words in run(tmp_path, NcclOptions(ctas="efficiency"), FAKE_NCCL_VERSION="22605"):
         assert kind == "NotImplementedError" and "'efficiency' (needs 2.27 or newer)" in words
 
 
-def test_ranks_that_want_different_things(tmp_path):
+def test_options_that_differ_between_ranks_are_refused(tmp_path):
     pairs = [
         [NcclOptions(), NcclOptions(communicators=1)],
         [NcclOptions(max_ctas=8), NcclOptions(max_ctas=4)],

@@ -43,7 +43,7 @@ print(json.dumps({
 """
 
 
-def test_every_function_is_there_and_fails_as_documented_without_a_device() -> None:
+def test_real_nccl_has_all_functions_and_fails_without_a_gpu() -> None:
     assert len(NAMES) == 18
     library = nccl_package() / "lib" / "libnccl.so.2"
     done = subprocess.run(
@@ -69,7 +69,7 @@ def test_every_function_is_there_and_fails_as_documented_without_a_device() -> N
     assert said == {**succeed, "MemAlloc": 1, "MemFree": 1, **invalid}
 
 
-def test_declarations_are_those_of_the_wheels_cuda_h(
+def test_declarations_match_cuda_h_of_the_wheel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13"
@@ -77,4 +77,4 @@ def test_declarations_are_those_of_the_wheels_cuda_h(
     if not (home / "include" / "cudaTypedefs.h").exists():
         pytest.skip(f"no cudaTypedefs.h in {home} (torch's CUDA wheel installs it)")
     monkeypatch.setenv("CUDA_HOME", str(home))
-    test_cuda_driver.test_declarations_are_those_of_cuda_h(tmp_path)
+    test_cuda_driver.test_declarations_match_cuda_h(tmp_path)

@@ -1,10 +1,8 @@
 """What differs between tensors, bit for bit, in words: which entry, how many elements, the first of them.
 
 A rank says what differs, not whether: `assert [True, False] == [True, True]` tells
-nobody what to look at. A function on ranks returns `differences(ours, theirs)`, and its test asserts
-that there are none on any rank, or it asserts on the spot by `assert_same`.
+nobody what to look at. So a function on ranks asserts on the spot; its failure fails the test.
 
-    assert pool.run(trains_as_ddp) == [[]] * pool.world
     assert_same(model(x), plain(x), "the output")
 """
 

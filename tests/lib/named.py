@@ -4,7 +4,7 @@ A reference is a file, a test function, or one of its parameters as pytest print
 
     tests/optim/test_clip.py
     tests/optim/test_clip.py::test_power_sum
-    tests/training/test_parity.py::test_two_ranks_have_the_bits_of_ddp[tied]
+    tests/training/test_parity.py::test_two_ranks_are_bit_identical_to_ddp[tied]
 """
 
 from __future__ import annotations

@@ -183,3 +183,8 @@ def near(ours, expected):
     both = ours is not None and expected is not None
     close = both and torch.allclose(ours, expected, rtol=2e-6, atol=1e-6)
     return expected if close else ours
+
+
+def check_mean_grads(build, run, exact, combinations=COMBINATIONS, policy="auto"):
+    """Fail unless the reduced gradients are the mean of the ranks', under every combination."""
+    assert wrong_in(build, run, exact, combinations, policy) == {}

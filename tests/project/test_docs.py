@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 import pytest
+from named import problem_with
 from nursery import fork_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +57,7 @@ WITH_CODE = [page for page in PAGES if page.stem not in RUN_ELSEWHERE and blocks
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
-def test_the_code_of_a_page_runs_on_two_ranks(page: Path, tmp_path: Path) -> None:
+def test_code_of_each_page_runs_on_two_ranks(page: Path, tmp_path: Path) -> None:
     script = tmp_path / "page.py"
     there = f"import os\n\nos.chdir({str(tmp_path)!r})"  # files that the page writes are ours
     script.write_text("\n\n".join([there, *blocks(page.read_text())]))
@@ -69,12 +70,12 @@ def test_pages_with_code_are_found() -> None:
     }
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_links_lead_somewhere(page: Path) -> None:
-    assert broken(page, page.read_text()) == []
+def test_links_resolve() -> None:
+    found = {page.name: broken(page, page.read_text()) for page in PAGES}
+    assert {name: links for name, links in found.items() if links} == {}
 
 
-def test_links_that_lead_nowhere_are_found() -> None:
+def test_broken_links_are_found() -> None:
     text = "# A heading: two\n[a](no.md) [b](#a-heading-two) [c](#three) ![d](README.md#no) `[e](no)`\n"
     assert broken(ROOT / "README.md", text) == ["no.md", "#three", "README.md#no"]
 
@@ -100,27 +101,32 @@ def test_pages_install_from_a_clone() -> None:
     assert [page.name for page in PAGES if re.search(named, page.read_text())] == []
 
 
-@pytest.mark.parametrize(
-    ("name", "lines"), [("README.md", 100), ("ARCHITECTURE.md", 200), ("CONTRIBUTING.md", 120)]
-)
-def test_first_pages_are_short(name: str, lines: int) -> None:
-    assert len((ROOT / name).read_text().splitlines()) <= lines
+def test_first_pages_are_short() -> None:
+    for name, lines in (("README.md", 100), ("ARCHITECTURE.md", 200), ("CONTRIBUTING.md", 120)):
+        assert len((ROOT / name).read_text().splitlines()) <= lines, name
 
 
-@pytest.mark.parametrize("page", DESIGN, ids=lambda page: page.stem)
-def test_design_pages_have_one_form(page: Path) -> None:
-    text = page.read_text()
-    assert re.findall(r"^## (.*)$", text, re.M) == [
-        *("Purpose", "Invariant", "Protocol", "Failure", "Tests")
-    ]
-    assert len(text.splitlines()) <= 120
+def test_design_pages_have_one_form() -> None:
+    for page in DESIGN:
+        text = page.read_text()
+        headings = ["Purpose", "Invariant", "Protocol", "Failure", "Tests"]
+        assert re.findall(r"^## (.*)$", text, re.M) == headings, page.name
+        assert len(text.splitlines()) <= 120, page.name
 
 
-@pytest.mark.parametrize("page", [ROOT / "ARCHITECTURE.md", *DESIGN], ids=lambda page: page.stem)
-def test_files_that_a_design_page_names_exist(page: Path) -> None:
-    """By their last parts, as `schedule/reads.c`, or whole."""
-    there = {str(p.relative_to(ROOT)) for d in FOLDERS for p in (ROOT / d).rglob("*.*")}
-    named = re.findall(r"`([\w./]+\.(?:c|h|cpp|py))`", page.read_text())
-    missing = [n for n in named if not any(f"/{path}".endswith(f"/{n}") for path in there)]
-    assert named
-    assert missing == []
+def test_files_named_by_design_pages_exist() -> None:
+    """By their last parts, as `schedule/reads.c`, or by the full path."""
+    there = {f"/{p.relative_to(ROOT)}" for d in FOLDERS for p in (ROOT / d).rglob("*.*")}
+    for page in (ROOT / "ARCHITECTURE.md", *DESIGN):
+        named = re.findall(r"`([\w./]+\.(?:c|h|cpp|py))`", page.read_text())
+        missing = [n for n in named if not any(path.endswith(f"/{n}") for path in there)]
+        assert named and missing == [], page.name
+
+
+def test_gpu_rules_each_have_a_test() -> None:
+    page = (ROOT / "docs" / "gpu_rules.md").read_text()
+    rules = page.partition("\n## Contexts")[2]
+    assert len(re.findall(r"^\*\*", rules, re.MULTILINE)) == rules.count("- Test: `tests/")
+    assert rules.count("- Check: ") == rules.count("- Test: ")
+    named = re.findall(r"`(tests/\w+/test_\w+\.py(?:::\w+)?)`", page)
+    assert [problem for problem in map(problem_with, named) if problem] == []

@@ -47,12 +47,12 @@ def problem_of(row: Row) -> str:
 TABLE = rows((ROOT / "docs" / "features.md").read_text())
 
 
-def test_what_is_said_of_zshard_names_its_test():
+def test_each_claim_names_its_test():
     assert len(TABLE) >= 80
     assert [problem for row in TABLE if (problem := problem_of(row))] == []
 
 
-def test_no_feature_is_told_twice():
+def test_features_are_unique():
     features = [row.feature for row in TABLE]
     assert len(set(features)) == len(features)
 

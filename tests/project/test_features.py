@@ -76,7 +76,7 @@ def test_gpus_are_described() -> None:
     assert "driver" not in found["missing"]
 
 
-def test_gpus_are_used_only_where_nothing_is_missing() -> None:
+def test_gpus_are_used_only_if_nothing_is_missing() -> None:
     there = {"ZSHARD_CUDA_LIB": stand_in()}
     whole = features(WITH_CUDA, **there)
     assert whole["gpu"] == has_kernels()
@@ -108,13 +108,13 @@ def test_driver_older_than_the_kernels_cannot_run_them() -> None:
         )
 
 
-def test_an_error_of_the_driver_is_an_exception() -> None:
+def test_driver_error_is_raised() -> None:
     fail = {"FAKE_CUDA_FAIL": "cuDeviceGetName:1:999"}
     done = run(execute, ASK, ZSHARD_CUDA_LIB=stand_in(), **fail)
     assert "CudaError: cuDeviceGetName: CUDA_ERROR_FAKE_999 (999): fake error 999" in done.stderr
 
 
-def test_doctor_says_what_is_missing_and_what_to_do() -> None:
+def test_doctor_lists_what_is_missing() -> None:
     done = run(as_program, "zshard", "doctor")
     assert done.returncode == 0, done.stderr
     lines = {line.split("  ")[0].strip(): line for line in done.stdout.splitlines()}
@@ -127,7 +127,7 @@ def test_doctor_says_what_is_missing_and_what_to_do() -> None:
     assert "GPU training is not available; see above: driver" in done.stdout
 
 
-def test_doctor_does_not_blame_torchs_cuda_build_for_a_host_without_a_gpu() -> None:
+def test_doctor_on_a_host_without_a_gpu() -> None:
     hidden = WITH_CUDA.replace("True", "False")
     program = "import runpy, sys; sys.argv = ['zshard', 'doctor']\n"
     program += "runpy.run_module('zshard', run_name='__main__', alter_sys=True)"
@@ -145,7 +145,7 @@ def test_doctor_does_not_blame_torchs_cuda_build_for_a_host_without_a_gpu() -> N
     assert any(line.startswith("GPUs        none") for line in lines)
 
 
-def test_doctor_tells_what_ranks_take_of_limits() -> None:
+def test_doctor_shows_limits_by_number_of_ranks() -> None:
     lines = run(as_program, "zshard", "doctor").stdout.splitlines()
     heads = [line for line in lines if line.startswith("ranks ")]
     assert heads == ["ranks  open files  mappings  (mixed precision)  address space"]
@@ -157,7 +157,7 @@ def test_doctor_tells_what_ranks_take_of_limits() -> None:
     assert rows[-1][1] == str(limit) and rows[-1][-1] == "-v)"
 
 
-def test_doctor_fails_where_a_gpu_lies_idle() -> None:
+def test_doctor_fails_if_a_gpu_is_unused() -> None:
     if torch.cuda.is_available():
         pytest.skip("torch sees a GPU here")
     done = run(as_program, "zshard", "doctor", ZSHARD_CUDA_LIB=stand_in())

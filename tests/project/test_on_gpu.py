@@ -1,7 +1,6 @@
-"""benchmarks/on_gpu.sh, without a GPU: its stages over fakes, going on after a cut, the summary.
+"""benchmarks/on_gpu.sh without a GPU: its commands, its stages on fakes, its summary.
 
-On a lent machine there is no time to mend the script. So the commands for a GPU are
-checked against what pytest and benchmarks.gpu know, and the same stages run here in small.
+On a lent machine there is no time to mend the script. All but the summary are thorough tests.
 """
 
 from __future__ import annotations
@@ -47,13 +46,15 @@ def commands() -> dict[str, str]:
     return dict(re.match(r"== (\S+): (.*) \(\d+s left\)", line).groups() for line in lines)  # type: ignore[union-attr]
 
 
-def test_stages_are_those_that_the_summary_knows(commands: dict[str, str]) -> None:
+@pytest.mark.thorough
+def test_summary_knows_all_stages(commands: dict[str, str]) -> None:
     assert [name for name in commands if name in STAGES] == STAGES
     wrong = run("1.5b")
     assert wrong.returncode == 2 and wrong.stderr.partition(" of: ")[2].split() == STAGES
 
 
-def test_benchmarks_of_the_stages_are_understood(commands: dict[str, str]) -> None:
+@pytest.mark.thorough
+def test_benchmarks_of_the_stages_parse(commands: dict[str, str]) -> None:
     lines = [line.split() for line in commands.values() if " -m benchmarks.gpu " in line]
     asked = [gpu.arguments(line[line.index("benchmarks.gpu") + 1 :]) for line in lines]
     cells = [cell for each in asked for _, cell in gpu.cells(each)]
@@ -62,7 +63,8 @@ def test_benchmarks_of_the_stages_are_understood(commands: dict[str, str]) -> No
     assert parts == models | {(part, None, None) for part in gpu.PARTS if part != "steps"}
 
 
-def test_tests_of_the_stages_exist(commands: dict[str, str]) -> None:
+@pytest.mark.thorough
+def test_stages_run_all_tests_on_a_gpu(commands: dict[str, str]) -> None:
     """Together they are all tests on a GPU, except those of ranks over gloo."""
     files = sorted(
         {match for line in commands.values() for match in re.findall(r"tests/gpu/\S+", line)}
@@ -92,36 +94,25 @@ def test_tests_of_the_stages_exist(commands: dict[str, str]) -> None:
 # --- over fakes -----------------------------------------------------------------------------------
 
 
-def rehearse(folder: Path, stages: list[str]) -> str:
-    """The output of a call in which only these have not passed yet."""
-    state, out = folder / "state", folder / "out"
+@pytest.mark.thorough
+def test_all_stages_but_one_that_has_passed_run_on_fakes(tmp_path: Path) -> None:
+    state, out = tmp_path / "state", tmp_path / "out"
     state.mkdir()
-    for name in set(STAGES) - set(stages):
-        (state / f"{name}.status").write_text(f"0 1 {commit()} 1\n")
+    passed, *stages = STAGES
+    (state / f"{passed}.status").write_text(f"0 1 {commit()} 1\n")
     done = run(REHEARSE="1", STATE=str(state), OUT=str(out), CORES="8")  # tests run side by side
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    for name in STAGES:
-        passed_before = f"== {name}: passed before" in done.stdout
-        assert passed_before == (name not in stages), name
+    assert re.findall(r"== (\S+): passed before", done.stdout) == [passed]
     summary = (out / "summary.md").read_text()
     assert "REHEARSAL OVER FAKES" in summary and "Nothing new: no stage has passed" in summary
     for name in stages:
         assert re.search(rf"^\| {name} \| passed \| [1-9]", summary, re.MULTILINE), summary
         with tarfile.open(out / "on_gpu.tgz") as packed:
             assert f"./{name}.log" in packed.getnames()
-    return done.stdout
-
-
-def test_stages_that_have_not_passed_run_over_fakes(tmp_path: Path) -> None:
-    rehearse(tmp_path, ["graph", "125m"])
 
 
 @pytest.mark.thorough
-def test_all_stages_run_over_fakes(tmp_path: Path) -> None:
-    rehearse(tmp_path, STAGES)
-
-
-def test_a_stage_without_time_is_not_begun(tmp_path: Path) -> None:
+def test_stage_without_time_is_not_started(tmp_path: Path) -> None:
     done = run("graph", REHEARSE="1", STATE=str(tmp_path), LIMIT="5")
     assert done.returncode == 1 and "== graph: not begun, no time is left" in done.stdout
     assert shlex.split(done.stdout.splitlines()[-1])[-1] == "graph"
@@ -141,7 +132,7 @@ def write_stage(folder: Path, name: str, status: int, *cases: str) -> None:
     (folder / f"{name}.xml").write_text(f"<testsuites><testsuite>{tests}</testsuite></testsuites>")
 
 
-def test_summary_says_what_failed_with_which_call_and_what_holds(tmp_path: Path) -> None:
+def test_summary_names_failures_and_claims(tmp_path: Path) -> None:
     write_stage(tmp_path, "driver", 0, "", "")
     write_stage(tmp_path, "trainer", 124, "", "")
     write_stage(tmp_path, "nccl", 0, SKIP)

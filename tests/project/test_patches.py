@@ -46,7 +46,7 @@ def run(script: str) -> str:
     return done.stdout.strip()
 
 
-def test_importing_zshard_changes_nothing_of_torch():
+def test_import_leaves_torch_unchanged():
     changed = run(
         """
 import torch.optim
@@ -62,7 +62,7 @@ print(len([key for key in before if before[key] != fingerprint()[key]]) > 10)
     assert changed.splitlines() == ["[]", "True"]
 
 
-def test_an_optimizer_that_is_older_than_the_first_model():
+def test_an_optimizer_older_than_the_first_model():
     said = run(
         """
 import zshard
@@ -117,7 +117,7 @@ for number in range(len(_patches._PATCHES)):
 """
 
 
-def test_a_torch_without_a_place_is_a_warning():
+def test_unknown_torch_function_is_a_warning():
     """Each place in turn is taken for one that zshard does not know, each in a process of its own."""
     said = run(WITHOUT_A_PLACE).splitlines()
     assert said == [f"{number} <string>" for number in range(len(_patches._PATCHES))]

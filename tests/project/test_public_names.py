@@ -68,6 +68,6 @@ def test_dir_shows_the_public_names_only() -> None:
     assert is_function, "no submodule takes the place of zshard.fully_shard"
 
 
-def test_all_public_names_are_there() -> None:
+def test_all_public_names_exist() -> None:
     assert {*zshard.__all__} == PUBLIC and len(zshard.__all__) == len(PUBLIC)
     assert [name for name in zshard.__all__ if not hasattr(zshard, name)] == []

@@ -80,7 +80,7 @@ def test_no_import_runs_upwards():
         ("compat/fsdp1", "if TYPE_CHECKING:\n    from zshard.fsdp import FSDP", True),
     ],
 )
-def test_an_import_that_runs_upwards_is_found(path, line, upwards):
+def test_upward_imports_are_found(path, line, upwards):
     assert bool(upward_imports(path.split("/"), line)) is upwards
 
 
@@ -120,7 +120,7 @@ def test_no_file_is_too_long():
     assert too_long({"right": "\n" * 450, "wrong": "\n" * 451}) == {"wrong": 451}
 
 
-def test_each_folder_says_what_it_is_for():
+def test_each_folder_states_its_purpose():
     for folder in (path for path in PACKAGE.iterdir() if path.is_dir() and path.name[:2] != "__"):
         words = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
         assert words, folder.name

@@ -36,6 +36,7 @@ def takes(more: str) -> str:
 @pytest.mark.skipif(
     importlib.util.find_spec("clang_tidy") is None, reason="clang-tidy is a tool of `make lint`"
 )
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("text", "finding"),
     [
@@ -49,7 +50,7 @@ def takes(more: str) -> str:
         ("zs_status zs_a(void);\n", ""),
     ],
 )
-def test_clang_tidy_finds_it(text: str, finding: str) -> None:
+def test_clang_tidy_finds_violations(text: str, finding: str) -> None:
     (ROOT / "build").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=ROOT / "build") as folder:
         file = Path(folder, "example.c")

@@ -1,9 +1,8 @@
-"""torch.autocast around several passes: a gather has casts of its own.
+"""torch.autocast around several passes: each gather has its own casts.
 
-Autocast keeps its casts of parameters until its context ends. A plain model that drops
-them before each forward has the numbers that a sharded one must have, to the bit where a forward
-has its own backward; and what a sharded one takes of memory for casts is that of a unit, as counted
-by the casts that are alive at each operation.
+Autocast keeps its casts of parameters until its context ends. The reference is a plain model that
+drops them before each forward: equal to the bit where each forward has its own backward. At any time
+only one unit's casts are alive.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from compare import assert_same
 from meshes import hosts_of, mesh_of
-from models import COMBINATIONS, ddp, differences, loss_of, make, wrapped
+from models import COMBINATIONS, ddp, loss_of, make, wrapped
 from scenarios import Grads, Stack, floats, mean_grads, near, whole_grads, wrong_grads
 from spawn import RankPool
 from torch import Tensor, nn
@@ -136,42 +136,44 @@ def wrong(run: Run, exact: bool, model: nn.Module, strategy: str) -> list[str]:
     return wrong_grads(ours, expected)
 
 
-def wrong_on_one_host(run: Run, exact: bool) -> dict[object, list[str]]:
-    found = {each: wrong(run, exact, wrapped(Stack, each), each[0]) for each in COMBINATIONS}
-    return {each: names for each, names in found.items() if names}
+def run_on_one_host(run: Run, exact: bool) -> None:
+    for each in COMBINATIONS:
+        assert wrong(run, exact, wrapped(Stack, each), each[0]) == [], each
 
 
 @pytest.mark.parametrize(("run", "exact"), SCENARIOS)
-def test_passes_within_one_context(pool2: RankPool, run: Run, exact: bool) -> None:
-    assert pool2.run(wrong_on_one_host, run, exact) == [{}, {}]
+def test_passes_in_one_context(pool2: RankPool, run: Run, exact: bool) -> None:
+    pool2.run(run_on_one_host, run, exact)
 
 
-def wrong_on_two_hosts(run: Run, exact: bool, strategy: str) -> list[str]:
+def run_on_two_hosts(run: Run, exact: bool, strategy: str) -> None:
     with hosts_of(1, 1) as group:
         model = FSDP(make(Stack), process_group=group, transport="hosts", strategy=strategy)
         assert "transport hosts" in model.summary()
-        return wrong(run, exact, model, strategy)
+        assert wrong(run, exact, model, strategy) == []
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("run", "exact"), SCENARIOS)
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-def test_passes_within_one_context_on_two_hosts(
+def test_passes_in_one_context_on_two_hosts(
     pool2: RankPool, strategy: str, run: Run, exact: bool
 ) -> None:
-    assert pool2.run(wrong_on_two_hosts, run, exact, strategy) == [[], []]
+    pool2.run(run_on_two_hosts, run, exact, strategy)
 
 
-def wrong_in_groups(run: Run, exact: bool, strategy: str) -> list[str]:
+def run_in_groups(run: Run, exact: bool, strategy: str) -> None:
     model = FSDP(make(Stack), device_mesh=mesh_of(2, 2), strategy=strategy, transport="c10d")
-    return wrong(run, exact, model, strategy)
+    assert wrong(run, exact, model, strategy) == []
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
 @pytest.mark.parametrize("run", [evaluation_first, micro_batches])
-def test_passes_within_one_context_in_groups(pool4: RankPool, strategy: str, run: Run) -> None:
-    assert pool4.run(wrong_in_groups, run, False, strategy) == [[]] * 4
+def test_passes_in_one_context_under_hybrid_strategies(
+    pool4: RankPool, strategy: str, run: Run
+) -> None:
+    pool4.run(run_in_groups, run, False, strategy)
 
 
 def trained(model: nn.Module, parameters: list[nn.Parameter]) -> list[float]:
@@ -190,21 +192,18 @@ def trained(model: nn.Module, parameters: list[nn.Parameter]) -> list[float]:
     return losses
 
 
-def unlike_ddp(combinations: list[tuple[str, str]]) -> dict[object, list[str]]:
+def train_like_ddp(combinations: list[tuple[str, str]]) -> None:
     plain = make(Stack)
     expected = trained(ddp(plain), list(plain.parameters()))
-    found = {}
     for combination in combinations:
         model = wrapped(Stack, combination)
         losses = trained(model, list(model.parameters()))
-        names = differences(model.state_dict(), plain.state_dict())
-        if names or losses != expected:
-            found[combination] = [*names, f"losses {losses}, not {expected}"]
-    return found
+        assert losses == expected, combination
+        assert_same(model.state_dict(), plain.state_dict(), f"{combination}: the state")
 
 
-def test_training_with_evaluations_is_ddps(pool2: RankPool) -> None:
-    assert pool2.run(unlike_ddp, COMBINATIONS) == [{}, {}]
+def test_training_with_evaluations_matches_ddp(pool2: RankPool) -> None:
+    pool2.run(train_like_ddp, COMBINATIONS)
 
 
 # --- memory -------------------------------------------------------------------------------------------
@@ -264,9 +263,7 @@ def casts_alive(combination: tuple[str, str], training: bool) -> tuple[int, int]
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "recomputed"])
-def test_casts_of_one_unit_are_alive_at_once(
-    pool2: RankPool, transport: str, training: bool
-) -> None:
+def test_only_one_units_casts_are_alive(pool2: RankPool, transport: str, training: bool) -> None:
     for made, most in pool2.run(casts_alive, ("full_shard", transport), training):
         assert made >= 16, "each gather has casts of its own"
         assert most == 1

@@ -1,8 +1,7 @@
-"""What scripts do between and within passes, beside what DDP makes of it: freezing and unfreezing, keeping
-gradients, writing to .data, stepping with a closure, looking at whole parameters.
+"""Scripts that unfreeze, keep gradients, step with a closure or summon parameters between passes.
 
-Each function does the same to a sharded model and to a plain one that gets the mean of
-the ranks' gradients by hand, and tells what differs.
+Each function does the same to a sharded model and to a plain one that gets the mean of the ranks'
+gradients by hand, and compares them.
 """
 
 import contextlib
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from compare import differences
+from compare import assert_same
 from groups import own_group, passing_groups
 from models import COMBINATIONS
 from scenarios import message_of
@@ -52,7 +51,7 @@ def batch(step, rank=None):
 
 
 def average(model):
-    """What DDP does after a backward."""
+    """Average the gradients over the ranks, as DDP does."""
     for param in model.parameters():
         if param.grad is not None:
             dist.all_reduce(param.grad)
@@ -86,14 +85,14 @@ def unfreeze_gradually(combination, one_unit):
             optimizer.zero_grad()
             backward(model, step)
             optimizer.step()
-    memory = models[0].memory()["grads"]
-    return differs(*models), memory > 0
+    assert differs(*models) == []
+    assert models[0].memory()["grads"] > 0
 
 
 @pytest.mark.parametrize("one_unit", [False, True], ids=["units", "one unit"])
-def test_what_was_frozen_may_be_trained_later(pool2, one_unit):
+def test_gradual_unfreezing(pool2, one_unit):
     for combination in COMBINATIONS:
-        assert pool2.run(unfreeze_gradually, combination, one_unit) == [([], True)] * 2, combination
+        pool2.run(unfreeze_gradually, combination, one_unit)
 
 
 @passing_groups()
@@ -108,7 +107,7 @@ def unfreeze_on_one_rank(combination):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
-def test_unfreezing_on_one_rank_is_an_error_on_all(pool2, combination):
+def test_unfreezing_on_one_rank_raises_on_all(pool2, combination):
     for said in pool2.run(unfreeze_on_one_rank, combination):
         assert "diverged" in said or "out of step" in said
 
@@ -140,13 +139,14 @@ def copy_after_unfreezing(combination):
         backward(copied, 1)
         optimizer.step()
         copies.append(copied)
-    frozen = [[p.requires_grad for p in model.parameters()] for model in copies]
-    return differs(*copies), frozen[0] == frozen[1]
+    assert differs(*copies) == []
+    ours, theirs = ([p.requires_grad for p in model.parameters()] for model in copies)
+    assert ours == theirs
 
 
-def test_a_model_is_copied_after_unfreezing(pool2):
+def test_deepcopy_after_unfreezing(pool2):
     for combination in COMBINATIONS:
-        assert pool2.run(copy_after_unfreezing, combination) == [([], True)] * 2, combination
+        pool2.run(copy_after_unfreezing, combination)
 
 
 # --- gradients that are kept ----------------------------------------------------------------------------
@@ -175,13 +175,13 @@ def keep(combination, how):
         for grads, copies in kept:
             for grad, copied in zip(grads, copies, strict=True):
                 np.testing.assert_array_equal(np.ravel(zshard.to_local(grad)), np.ravel(copied))
-    return differs(*models)
+    assert differs(*models) == []
 
 
 @pytest.mark.parametrize("how", ["tensors", "views", "arrays"])
-def test_a_kept_gradient_stays_what_it_was(pool2, how):
+def test_kept_gradients_do_not_change(pool2, how):
     for combination in COMBINATIONS:
-        assert pool2.run(keep, combination, how) == [[], []], combination
+        pool2.run(keep, combination, how)
 
 
 def keep_unreduced(combination, how):
@@ -206,34 +206,12 @@ def keep_unreduced(combination, how):
 
 
 @pytest.mark.parametrize("how", ["tensors", "views", "arrays"])
-def test_a_kept_unreduced_gradient_stays_what_it_was(pool2, how):
+def test_kept_unreduced_gradients_do_not_change(pool2, how):
     for combination in COMBINATIONS:
         pool2.run(keep_unreduced, combination, how)
 
 
-def two_losses(combination):
-    """Gradient surgery: two backwards of one forward, whose gradients are put together by hand."""
-    found = []
-    for model in (sharded_model(combination), plain_model()):
-        output = model(batch(0))
-        grads = []
-        for loss in (output.square().mean(), output.abs().mean()):
-            model.zero_grad()
-            loss.backward(retain_graph=True)
-            if not isinstance(model, FSDP):
-                average(model)
-            grads.append([p.grad for p in model.parameters()])
-        joined = [a - 0.5 * b for a, b in zip(*grads, strict=True)]
-        found.append([zshard.full_tensor(grad) for grad in joined])
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-7)
-
-
-def test_gradients_of_two_losses(pool2):
-    for combination in COMBINATIONS:
-        pool2.run(two_losses, combination)
-
-
-def leave_a_loop_variable(transport):
+def keep_a_loop_variable(transport):
     """(bytes of gradients more than before, page faults of the last steps)."""
     model = FSDP(
         nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]),
@@ -254,76 +232,10 @@ def leave_a_loop_variable(transport):
     return model.memory()["grads"] - grads, grads, min(faults[-4:])
 
 
-def test_a_loop_variable_costs_one_units_gradients(pool2):
-    for more, grads, faults in pool2.run(leave_a_loop_variable, "shm"):
+def test_gradient_in_a_loop_variable_costs_one_unit(pool2):
+    for more, grads, faults in pool2.run(keep_a_loop_variable, "shm"):
         assert 0 < more <= grads // 8
         assert faults < 16
-
-
-# --- .data in forward -------------------------------------------------------------------------------------
-
-
-class Decaying(nn.Linear):
-    def forward(self, x):
-        self.weight.data.mul_(0.5)
-        return super().forward(x)
-
-
-class Looking(nn.Linear):
-    def forward(self, x):
-        return super().forward(x) + self.weight.data.mean() * 0.0
-
-
-def train(kind, combination):
-    """What differs after two steps, or the error."""
-    strategy, transport = combination
-    models = []
-    try:
-        for wrap in (True, False):
-            torch.manual_seed(0)
-            model = nn.Sequential(kind(WIDTH, WIDTH), kind(WIDTH, WIDTH))
-            if wrap:
-                model = FSDP(model, strategy=strategy, transport=transport, auto_wrap_policy={kind})
-            models.append(model)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for step in range(2):
-                optimizer.zero_grad()
-                backward(model, step)
-                optimizer.step()
-    except RuntimeError as error:
-        return str(error)
-    return differs(*models)
-
-
-def test_a_write_to_data_in_forward_is_an_error(pool2):
-    for combination in SHARDED:
-        for said in pool2.run(train, Decaying, combination):
-            assert "was modified in place" in said and "p.data" in said, combination
-
-
-def test_reading_data_in_forward_is_right(pool2):
-    for combination in COMBINATIONS:
-        assert pool2.run(train, Looking, combination) == [[], []], combination
-
-
-def test_a_write_to_data_in_forward_without_shards_is_ddps(pool2):
-    assert pool2.run(train, Decaying, ("no_shard", "shm")) == [[], []]
-
-
-def write_and_catch(combination):
-    """A forward that writes does not reach the peers' shards."""
-    strategy, transport = combination
-    torch.manual_seed(0)
-    model = FSDP(nn.Sequential(Decaying(WIDTH, WIDTH)), strategy=strategy, transport=transport)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    message_of(lambda: model(batch(0)).sum().backward(), RuntimeError)
-    model.zero_grad()
-    return differences(model.state_dict(), before)
-
-
-def test_such_a_write_changes_nobodys_parameters(pool2):
-    for combination in SHARDED:
-        assert pool2.run(write_and_catch, combination) == [[], []], combination
 
 
 # --- closures, whole parameters, buffers --------------------------------------------------------------------
@@ -348,17 +260,17 @@ def step_with_closure(combination, kind):
                 return 1.0
 
             optimizer.step(closure)
-    return differs(*models)
+    assert differs(*models) == []
 
 
 @pytest.mark.parametrize("kind", ["SGD"])
-def test_a_step_whose_closure_reduces_what_no_sync_has_accumulated(pool2, kind):
+def test_step_with_a_closure_after_no_sync(pool2, kind):
     for combination in COMBINATIONS:
-        assert pool2.run(step_with_closure, combination, kind) == [[], []], combination
+        pool2.run(step_with_closure, combination, kind)
 
 
-def look_in_between(combination):
-    """Whole parameters, changed and dropped, between a forward and its backward."""
+def summon_between_passes(combination):
+    """Unsharded parameters are changed and discarded between a forward and its backward."""
     models = [sharded_model(combination), plain_model()]
     for model in models:
         loss = model(batch(0)).square().mean()
@@ -370,31 +282,31 @@ def look_in_between(combination):
         if not isinstance(model, FSDP):
             average(model)
         torch.optim.SGD(model.parameters(), lr=0.1).step()
-    return differs(*models)
+    assert differs(*models) == []
 
 
-def test_whole_parameters_without_writeback_leave_everything_as_it_was(pool2):
+def test_summon_without_writeback_between_forward_and_backward(pool2):
     for combination in COMBINATIONS:
-        assert pool2.run(look_in_between, combination) == [[], []], combination
+        pool2.run(summon_between_passes, combination)
 
 
-def look_within_a_look(combination):
+def summon_within_summon(combination):
     """An inner context that discards does so, also within one that keeps."""
     model = sharded_model(combination)
     inner = FSDP.summon_full_params(model, writeback=False)
     with FSDP.summon_full_params(model), inner, torch.no_grad():
         for param in model.parameters():
             param.zero_()
-    return differs(model, plain_model())
+    assert differs(model, plain_model()) == []
 
 
-def test_a_context_that_discards_within_one_that_keeps(pool2):
+def test_summon_without_writeback_within_summon(pool2):
     for combination in COMBINATIONS:
-        assert pool2.run(look_within_a_look, combination) == [[], []], combination
+        pool2.run(summon_within_summon, combination)
 
 
 def norms_in_hooks(combination):
-    """What post-accumulate hooks say of a norm."""
+    """A norm of a reduced gradient is refused in post-accumulate hooks, unless it is not sharded."""
     model, said = sharded_model(combination), []
 
     def hook(param):
@@ -406,13 +318,15 @@ def norms_in_hooks(combination):
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(hook)
     backward(model, 0)
-    return set(map(type, said)) if combination[0] == "no_shard" else set(said)
+    if combination[0] == "no_shard":
+        assert {type(each) for each in said} == {float}
+    else:
+        assert set(said) == {"refused"}
 
 
 def test_hooks_on_reduced_gradients_are_guarded(pool2):
     for combination in COMBINATIONS:
-        expected = {float} if combination[0] == "no_shard" else {"refused"}
-        assert pool2.run(norms_in_hooks, combination) == [expected] * 2, combination
+        pool2.run(norms_in_hooks, combination)
 
 
 def save_with_buffers(combination):
@@ -426,12 +340,12 @@ def save_with_buffers(combination):
     model(batch(0)).sum().backward()
     before = [buffer.clone() for buffer in model.buffers()]
     model.state_dict()
-    return differences(model.buffers(), before)
+    assert_same(model.buffers(), before, "the result")
 
 
-def test_a_state_dict_does_not_change_buffers(pool2):
+def test_state_dict_leaves_buffers_unchanged(pool2):
     for combination in COMBINATIONS:
-        assert pool2.run(save_with_buffers, combination) == [[], []], combination
+        pool2.run(save_with_buffers, combination)
 
 
 # --- forwards that read parameters by iterators; notes --------------------------------------------------------
@@ -465,7 +379,7 @@ def iterate(kind, combination):
 
 @pytest.mark.filterwarnings("ignore:auto_wrap_policy")
 @pytest.mark.parametrize("kind", [OverParameters, OverChildren])
-def test_automatic_units_leave_out_what_iterators_read(pool2, kind):
+def test_auto_wrap_skips_modules_read_by_iterators(pool2, kind):
     for combination in itertools.product(["full_shard"], ["shm", "c10d"]):
         pool2.run(iterate, kind, combination)
 
@@ -477,7 +391,7 @@ def raise_by_shape():
     return getattr(caught.value, "__notes__", None)
 
 
-def test_an_error_about_shapes_names_unit_and_parameters(pool2):
+def test_shape_error_names_unit_and_parameters(pool2):
     for notes in pool2.run(raise_by_shape):
         if notes is not None:  # Python 3.11
             assert len(notes) == 1

@@ -1,7 +1,6 @@
-"""Buffers that are broadcast from rank 0 as forwards begin: those that the modules have then.
+"""Buffers, broadcast from rank 0 at the start of each forward or left local, as under DDP.
 
-The same loop under DDP, with a model whose script replaces, adds and removes buffers;
-what rank 1 evaluates with is DDP's.
+The script replaces, adds and removes buffers between steps.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from compare import assert_same, differences
+from compare import assert_same
 from models import COMBINATIONS, ddp
 from scenarios import message_of
 from spawn import RankPool, ranks
@@ -73,10 +72,10 @@ def states_of(model: Any, inner: Any, accumulate: bool) -> list[dict[str, torch.
     return found
 
 
-def as_ddp(combination: tuple[str, str], sync: Any, accumulate: bool) -> list[str]:
+def train_like_ddp(combination: tuple[str, str], sync: Any, accumulate: bool) -> None:
     strategy, transport = combination
     plain = Replacing()
-    theirs = states_of(ddp(plain, sync_buffers=True), plain, accumulate)
+    theirs = states_of(ddp(plain, sync_buffers=bool(sync)), plain, accumulate)
     if sync == "ddp":
         model: Any = zshard.DistributedDataParallel(Replacing(), transport=transport)
     else:
@@ -87,23 +86,24 @@ def as_ddp(combination: tuple[str, str], sync: Any, accumulate: bool) -> list[st
         }
         model = FSDP(Replacing(), forward_sync_buffers=sync, **options)
     ours = states_of(model, model, accumulate)
-    wrong = [line for a, b in zip(ours, theirs, strict=True) for line in differences(a, b)]
-    return wrong + differences(model.state_dict(), plain.state_dict())
+    assert_same(ours, theirs, "the buffers")
+    assert_same(model.state_dict(), plain.state_dict(), "the state")
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @pytest.mark.parametrize(
-    ("sync", "accumulate"), [("training", True), ("training", False), (True, False), ("ddp", False)]
+    ("sync", "accumulate"),
+    [("training", True), ("training", False), (True, False), ("ddp", False), (False, True)],
 )
 @ranks(2)
-def test_replaced_buffers_are_those_of_ddp(
+def test_buffers_match_ddp(
     pool: RankPool, combination: tuple[str, str], sync: Any, accumulate: bool
 ) -> None:
-    assert pool.run(as_ddp, combination, sync, accumulate) == [[], []]
+    pool.run(train_like_ddp, combination, sync, accumulate)
 
 
-def one_evaluates(strategy: str) -> list[str]:
+def evaluate_on_rank_0(strategy: str) -> None:
     """Rank 0 alone evaluates over shm, and trains on with the others."""
     options: Any = {"strategy": strategy, "transport": "shm", "timeout": 20}
     model: Any = FSDP(Replacing(), forward_sync_buffers="training", **options)
@@ -120,17 +120,17 @@ def one_evaluates(strategy: str) -> list[str]:
             plain.eval()
             assert_same(ours, plain(batch(9, 0)), "rank 0's evaluation")
             plain.train()
-    return differences(dict(model.named_buffers()), dict(plain.named_buffers()))
+    assert_same(dict(model.named_buffers()), dict(plain.named_buffers()), "the result")
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 @ranks(2)
-def test_one_rank_may_evaluate_alone(pool: RankPool, strategy: str) -> None:
-    assert pool.run(one_evaluates, strategy) == [[], []]
+def test_one_rank_evaluates_alone(pool: RankPool, strategy: str) -> None:
+    pool.run(evaluate_on_rank_0, strategy)
 
 
-def copied(transport: str) -> bool:
-    """A copy of the model broadcasts its own."""
+def copied(transport: str) -> None:
+    """A deepcopy of the model broadcasts its own buffers; the original keeps its own."""
     import copy
 
     model: Any = FSDP(Replacing(), transport=transport, forward_sync_buffers="training")
@@ -142,10 +142,10 @@ def copied(transport: str) -> bool:
     assert "True, False or 'training', got 'eval'" in said
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, made.mean.clone())
-    return differences({"mean": everyone[0]}, {"mean": everyone[1]}) == []
+    assert_same(everyone[0], everyone[1], "the copy's buffer")
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @ranks(2)
-def test_a_copy_broadcasts_its_own_buffers(pool: RankPool, transport: str) -> None:
-    assert pool.run(copied, transport) == [True, True]
+def test_copy_broadcasts_its_own_buffers(pool: RankPool, transport: str) -> None:
+    pool.run(copied, transport)

@@ -1,7 +1,7 @@
-"""Backward gathers a unit wherever its graph enters what a forward of the unit has recorded.
+"""Backward unshards a unit wherever its graph enters what the unit's forward recorded.
 
-A result may leave a forward in any way, or be kept beside it; the gradients are those
-of the plain model, to the bit.
+An output may leave a forward in any way, or be kept beside it: gradients are bit-identical to the
+plain model's.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from models import COMBINATIONS, Block, differences, loss_of, make, wrapped
+from compare import assert_same
+from models import COMBINATIONS, Block, loss_of, make, wrapped
 from results import WAYS, Giving, Taking, learn
-from scenarios import WIDTH, floats, mean_grads, whole_grads, wrong_grads
+from scenarios import WIDTH, check_mean_grads, floats, mean_grads, whole_grads, wrong_grads
 from torch import nn
 
 from zshard import FSDP
@@ -22,22 +23,20 @@ HYBRID = [("hybrid_shard", "c10d"), ("hybrid_full", "c10d")]
 POLICIES = {"one unit": None, "nested": {Giving, Block}}
 
 
-def wrong_in(build, run, combination, policy):
-    """The gradients that are not the mean of those that the ranks' plain models have."""
+def learn_by_way(way, how, combination, policy):
+    """Gradients of the second of two steps are the mean over ranks."""
+
+    def build():
+        return Taking(way, how)
+
+    def run(model, rank):
+        learn(model, floats(rank))
+
     model = wrapped(build, combination, auto_wrap_policy=policy)
     for _ in range(2):
         model.zero_grad()
         run(model, dist.get_rank())
-    return wrong_grads(whole_grads(model), mean_grads(build, run))
-
-
-def wrong_by_way(way, how, combination, policy):
-    return wrong_in(
-        lambda: Taking(way, how),
-        lambda model, rank: learn(model, floats(rank)),
-        combination,
-        policy,
-    )
+    assert_same(whole_grads(model), mean_grads(build, run), "the gradients")
 
 
 @pytest.mark.sampled(14)
@@ -45,10 +44,10 @@ def wrong_by_way(way, how, combination, policy):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("how", ["eager", "non-reentrant", "reentrant"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_result_leaves_in_any_way(pool2, way, how, policy, combination):
+def test_backward_from_any_kind_of_output(pool2, way, how, policy, combination):
     if how == "reentrant" and way == "the module":
         pytest.skip("a reentrant checkpoint runs its forward without a graph")
-    assert pool2.run(wrong_by_way, way, how, combination, POLICIES[policy]) == [[], []]
+    pool2.run(learn_by_way, way, how, combination, POLICIES[policy])
 
 
 # --- results that are kept beside the output ------------------------------------------------------
@@ -113,22 +112,8 @@ def build_leaking():
     return Kept(leaks=True)
 
 
-def wrong_beside(build, run, combination, policy):
-    expected = mean_grads(build, run)
-    model = wrapped(build, combination, auto_wrap_policy=policy)
-    run(model, dist.get_rank())
-    ours = whole_grads(model)
-    exact = run is not kept_before_the_output  # whose two sums are reduced one by one
-    if exact:
-        return wrong_grads(ours, expected)
-    close = torch.testing.assert_close
-    for name, grad in expected.items():
-        close(ours[name], grad, rtol=1e-5, atol=1e-6) if grad is not None else None
-    return []
-
-
-def wrong_when_compiled(way, combination):
-    """As wrong_by_way, of blocks that torch compiles, to rounding."""
+def learn_when_compiled(way, combination):
+    """As learn_by_way with compiled blocks, to rounding."""
     torch._dynamo.reset()
     model = wrapped(lambda: Taking(way), combination, auto_wrap_policy={Giving})
     for block in model.module.blocks:
@@ -139,18 +124,18 @@ def wrong_when_compiled(way, combination):
         learn(model, floats(rank))
     expected = mean_grads(lambda: Taking(way), lambda model, rank: learn(model, floats(rank)))
     ours = whole_grads(model)
-    return [
+    assert [
         name
         for name, grad in expected.items()
         if not torch.allclose(ours[name], grad, rtol=1e-5, atol=1e-6)
-    ]
+    ] == []
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
 @pytest.mark.parametrize("way", [way for way in WAYS if way not in ("a closure", "a generator")])
-def test_a_result_leaves_a_compiled_block(pool2, way, combination):
-    assert pool2.run(wrong_when_compiled, way, combination) == [[], []]
+def test_backward_from_outputs_of_compiled_blocks(pool2, way, combination):
+    pool2.run(learn_when_compiled, way, combination)
 
 
 @pytest.mark.sampled(6)
@@ -158,15 +143,16 @@ def test_a_result_leaves_a_compiled_block(pool2, way, combination):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("build", [build_kept, build_leaking])
-def test_what_is_kept_beside_the_output(pool2, build, run, policy, combination):
-    assert pool2.run(wrong_beside, build, run, combination, POLICIES[policy]) == [[], []]
+def test_backward_from_kept_intermediates(pool2, build, run, policy, combination):
+    exact = run is not kept_before_the_output  # its two backwards are reduced one by one
+    pool2.run(check_mean_grads, build, run, exact, [combination], POLICIES[policy])
 
 
 # --- what a forward leaves behind -----------------------------------------------------------------
 
 
-def after_forwards_without_a_backward(combination):
-    """The gradients that are wrong after a graph that is older than 20,000 forwards of units."""
+def backward_after_many_forwards(combination):
+    """The graph is older than 20,000 forwards of units."""
     build = lambda: nn.Sequential(Block(WIDTH), Block(WIDTH))  # noqa: E731
     model, rank = wrapped(build, combination, auto_wrap_policy={Block}), dist.get_rank()
     loss = loss_of(model(floats(rank)))
@@ -174,16 +160,17 @@ def after_forwards_without_a_backward(combination):
         model(floats(rank, rows=1))
     loss.backward()
     expected = mean_grads(build, lambda model, rank: loss_of(model(floats(rank))).backward())
-    return wrong_grads(whole_grads(model), expected)
+    assert_same(whole_grads(model), expected, "the gradients")
 
 
-def test_a_graph_that_is_older_than_what_is_remembered(pool2):
-    """It gathers more than it needs, and its gradients are right."""
-    assert pool2.run(after_forwards_without_a_backward, ("full_shard", "shm")) == [[], []]
+@pytest.mark.thorough
+def test_backward_of_a_very_old_graph(pool2):
+    """It gathers more than needed; its gradients are right."""
+    pool2.run(backward_after_many_forwards, ("full_shard", "shm"))
 
 
 def in_another_thread(combination):
-    """The gradients that are wrong where another thread runs the forward than the backward."""
+    """The forward runs in another thread than the backward."""
     import threading
 
     build = lambda: nn.Sequential(Block(WIDTH), Block(WIDTH))  # noqa: E731
@@ -194,12 +181,12 @@ def in_another_thread(combination):
     thread.join()
     losses[0].backward()
     expected = mean_grads(build, lambda model, rank: loss_of(model(floats(rank))).backward())
-    return wrong_grads(whole_grads(model), expected)
+    assert_same(whole_grads(model), expected, "the gradients")
 
 
 @pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
-def test_a_forward_in_another_thread(pool2, combination):
-    assert pool2.run(in_another_thread, combination) == [[], []]
+def test_forward_in_another_thread(pool2, combination):
+    pool2.run(in_another_thread, combination)
 
 
 def square_sum(model):
@@ -207,18 +194,18 @@ def square_sum(model):
 
 
 def penalty_outside_of_forwards(combination):
-    """What is wrong of the gradients of a term that was computed within summon_full_params()."""
+    """A term computed within summon_full_params(), with its backward outside."""
     model = wrapped(build_kept, combination, auto_wrap_policy={Block})
     with model.summon_full_params(model):
         penalty = square_sum(model)
     penalty.backward()
     expected = mean_grads(build_kept, lambda model, rank: square_sum(model).backward())
-    return wrong_grads(whole_grads(model), expected)
+    assert_same(whole_grads(model), expected, "the gradients")
 
 
 @pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
-def test_a_term_that_is_computed_in_summon_full_params(pool2, combination):
-    assert pool2.run(penalty_outside_of_forwards, combination) == [[], []]
+def test_penalty_computed_in_summon_full_params(pool2, combination):
+    pool2.run(penalty_outside_of_forwards, combination)
 
 
 @torch.jit.script
@@ -226,9 +213,8 @@ def backward_in_cpp(loss: torch.Tensor):
     loss.backward()
 
 
-def begun_in_cpp(transport):
-    """What is wrong of the gradients of a backward that C++ begins, or its message; and of those of
-    a backward that Python begins next."""
+def started_in_cpp(transport):
+    """(message, wrong gradients) of a backward that C++ starts; the wrong ones of the next backward."""
     model = wrapped(build_kept, ("full_shard", transport), auto_wrap_policy={Block})
 
     def run(model, rank):
@@ -246,17 +232,16 @@ def begun_in_cpp(transport):
 
 
 @pytest.mark.parametrize(("transport", "words"), [("shm", "sharded"), ("c10d", "")])
-def test_a_backward_that_cpp_begins_is_right_or_an_error(pool2, transport, words):
+def test_backward_started_in_cpp_is_right_or_an_error(pool2, transport, words):
     """Over c10d the outermost unit stays gathered, so its hooks open the backward."""
-    for message, first, second in pool2.run(begun_in_cpp, transport):
+    for message, first, second in pool2.run(started_in_cpp, transport):
         assert words in message
         assert bool(message) == bool(words)
         assert first == second == []
 
 
-def kept_by_a_copy(combination):
-    """Losses of two models in one process, one nested in the graph of the other."""
-    rank = dist.get_rank()
+def one_graph(combination):
+    """Two models in one graph, one fed by the other."""
     plain = [
         make(lambda: nn.Sequential(Block(WIDTH))),
         make(lambda: nn.Sequential(Block(WIDTH)), 2),
@@ -269,13 +254,11 @@ def kept_by_a_copy(combination):
 
     grads(*ours)
     grads(*plain)
-    found = []
     for sharded, whole in zip(ours, plain, strict=True):
         expected = {name: p.grad for name, p in whole.named_parameters()}
-        found += differences(whole_grads(sharded), expected)
-    return rank, found
+        assert_same(whole_grads(sharded), expected, "the gradients")
 
 
 @pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
 def test_two_models_in_one_graph(pool2, combination):
-    assert pool2.run(kept_by_a_copy, combination) == [(0, []), (1, [])]
+    pool2.run(one_graph, combination)

@@ -1,7 +1,7 @@
-"""Scripts that write to parameters in a forward, as MoCo's momentum update and SwAV's prototypes do.
+"""Forwards that write to parameters, read `.data`, or parametrize a module.
 
-The new values are those that the rest of this forward computes with, on all ranks,
-however far ahead or behind one of them is.
+The rest of the forward computes with the new values on all ranks, however far ahead or behind one
+of them is. MoCo's momentum update and SwAV's prototypes write in this way.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import COMBINATIONS, differences, make
-from scenarios import message_of
+from compare import assert_same
+from models import COMBINATIONS, make, wrapped
+from scenarios import FULL, WIDTH, check_mean_grads, forward_backward, message_of
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 import zshard
 from zshard import FSDP
 
-WIDTH = 8
 HYBRID = [("hybrid_shard", "c10d"), ("hybrid_full", "c10d")]
 
 
@@ -86,25 +88,25 @@ def train(model: nn.Module) -> list[float]:
     return losses
 
 
-def wrong_with(update: Any, strategy: str, transport: str) -> list[str]:
+def train_writing(update: Any, strategy: str, transport: str) -> None:
+    """Losses and parameters are those of the plain model."""
     plain = make(functools.partial(Momentum, update))
     model = FSDP(
         copy.deepcopy(plain), strategy=strategy, transport=transport, auto_wrap_policy={nn.Linear}
     )
-    expected = train(plain)
-    wrong = [] if train(model) == expected else ["the losses"]
-    return wrong + differences(model.state_dict(), plain.state_dict())
+    assert train(model) == train(plain)
+    assert_same(model.state_dict(), plain.state_dict(), "the state")
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("combination", [*COMBINATIONS, *HYBRID])
 @pytest.mark.parametrize("update", [in_place, of_a_value, by_a_copy, through_data, by_new_data])
-def test_the_rest_of_a_forward_sees_what_it_wrote(pool2: Any, update, combination) -> None:
-    assert pool2.run(wrong_with, update, *combination) == [[], []]
+def test_forward_computes_with_what_it_wrote(pool2: Any, update, combination) -> None:
+    pool2.run(train_writing, update, *combination)
 
 
-def wrong_after_a_step_in_bf16() -> list[str]:
-    """Peers read casts of the shards; here the forward writes, and computes with them."""
+def train_writing_in_bf16() -> None:
+    """Peers read casts of the shards, and the forward writes to the shards."""
     plain = make(functools.partial(Momentum, in_place))
     policy = zshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     losses = []
@@ -116,15 +118,15 @@ def wrong_after_a_step_in_bf16() -> list[str]:
             auto_wrap_policy={nn.Linear},
         )
         losses.append(train(model))
-    return [] if losses[0] == losses[1] else [f"{losses}"]
+    assert losses[0] == losses[1]
 
 
-def test_casts_follow_a_write(pool2: Any) -> None:
-    assert pool2.run(wrong_after_a_step_in_bf16) == [[], []]
+def test_bf16_casts_follow_a_write(pool2: Any) -> None:
+    pool2.run(train_writing_in_bf16)
 
 
-def evaluate_writing() -> tuple[str, list[str]]:
-    """Follows the remedy of the error, too."""
+def evaluate_writing() -> None:
+    """The write is refused; the error's remedy works."""
     plain = make(functools.partial(Momentum, in_place))
     model = FSDP(copy.deepcopy(plain), transport="shm", auto_wrap_policy={nn.Linear})
     batch = torch.ones(2, WIDTH)
@@ -134,27 +136,151 @@ def evaluate_writing() -> tuple[str, list[str]]:
             model(batch)
 
     message = message_of(evaluate, RuntimeError)
+    assert "'key'" in message and "without gradients" in message
     model(batch)
     plain(batch)
-    return message, differences(model.state_dict(), plain.state_dict())
+    assert_same(model.state_dict(), plain.state_dict(), "the state")
 
 
-def test_a_forward_without_gradients_refuses_to_write(pool2: Any) -> None:
-    """One rank may run it alone, so none waits for the others there."""
-    for message, wrong in pool2.run(evaluate_writing):
-        assert "'key'" in message
-        assert "without gradients" in message
-        assert wrong == []
+def test_write_in_a_forward_without_gradients_is_refused(pool2: Any) -> None:
+    """One rank may run such a forward alone, so it cannot wait for the others."""
+    pool2.run(evaluate_writing)
 
 
-def write_in_join() -> str:
+def write_in_join() -> None:
     build = functools.partial(Momentum, in_place)
     model = FSDP(make(build), auto_wrap_policy={nn.Linear})
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with model.join(optimizer):
-        return message_of(lambda: model(torch.ones(2, WIDTH)), RuntimeError)
+        assert "within join()" in message_of(lambda: model(torch.ones(2, WIDTH)), RuntimeError)
 
 
-def test_join_refuses_to_write_in_a_forward(pool2: Any) -> None:
-    for message in pool2.run(write_in_join):
-        assert "within join()" in message
+def test_write_in_a_forward_within_join_is_refused(pool2: Any) -> None:
+    pool2.run(write_in_join)
+
+
+# --- .data ------------------------------------------------------------------------------------------
+
+
+class Decaying(nn.Linear):
+    """Writes to its weight through `.data`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.mul_(0.5)
+        return super().forward(x)
+
+
+class Looking(nn.Linear):
+    """Reads its weight through `.data`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.weight.data.mean() * 0.0
+
+
+def pair_of(kind: type[nn.Linear]) -> nn.Sequential:
+    return nn.Sequential(kind(40, 40), kind(40, 40))
+
+
+def backward_of_ones(model: nn.Module, rank: int) -> None:
+    model(torch.ones(4, 40) * (rank + 1)).square().mean().backward()
+
+
+@pytest.mark.parametrize(
+    ("kind", "combinations"), [(Looking, COMBINATIONS), (Decaying, [("no_shard", "shm")])]
+)
+def test_data_in_forward(pool2: Any, kind, combinations) -> None:
+    """Reading is right everywhere; writing is right where nothing is sharded."""
+    build = functools.partial(pair_of, kind)
+    policy = {kind}
+    pool2.run(check_mean_grads, build, backward_of_ones, True, combinations, policy)
+
+
+def write_through_data(combination: tuple[str, str]) -> None:
+    """The write is refused, and no rank's parameters change."""
+    model = wrapped(functools.partial(pair_of, Decaying), combination, auto_wrap_policy={Decaying})
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    message = message_of(lambda: backward_of_ones(model, dist.get_rank()), RuntimeError)
+    assert "was modified in place" in message and "p.data" in message
+    model.zero_grad()
+    assert_same(model.state_dict(), before, "the state")
+
+
+@pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
+def test_write_to_data_in_forward_is_refused(pool2: Any, combination) -> None:
+    pool2.run(write_through_data, combination)
+
+
+# --- torch.nn.utils.parametrize, as PEFT's `target_parameters` uses it -------------------------------
+
+
+class Plus(nn.Module):
+    def __init__(self, change: Tensor) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.change
+
+
+class LoraOnParameter(nn.Module):
+    """What PEFT puts around a module that has experts' weights, a unit of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, 300)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, 300, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        trains = self.base.weight.requires_grad
+        change = self.up.weight @ self.down.weight
+        parametrize.register_parametrization(self.base, "weight", Plus(change))
+        self.base.parametrizations.weight.original.requires_grad_(trains)
+        try:
+            made: Tensor = self.base(x)
+            return made
+        finally:
+            parametrize.remove_parametrizations(self.base, "weight", leave_parametrized=False)
+
+
+class Setting(nn.Module):
+    """Its forward calls `weight.set_()` with itself, an alias or a copy."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 300)
+        self.source = source
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.layer.weight
+        with torch.no_grad():
+            if self.source == "copy":
+                weight.set_(weight * 2)
+            else:
+                weight.set_(weight if self.source == "itself" else weight.detach())
+        return F.linear(x, weight, self.layer.bias)
+
+
+def frozen() -> nn.Module:
+    model = LoraOnParameter()
+    model.base.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("build", [LoraOnParameter, frozen])
+def test_parametrization_in_forward(pool2: Any, build) -> None:
+    pool2.run(check_mean_grads, build, forward_backward, True)
+
+
+@pytest.mark.parametrize("source", ["itself", "alias"])
+def test_set_to_own_memory_changes_nothing(pool2: Any, source) -> None:
+    pool2.run(check_mean_grads, functools.partial(Setting, source), forward_backward, True)
+
+
+def set_to_a_copy() -> None:
+    model = wrapped(functools.partial(Setting, "copy"), FULL)
+    said = message_of(lambda: forward_backward(model, 0), RuntimeError)
+    assert "layer.weight" in said and "replaced" in said
+
+
+def test_set_to_other_memory_is_refused(pool2: Any) -> None:
+    pool2.run(set_to_a_copy)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from compare import differences
+from compare import assert_same, differences
 from models import COMBINATIONS, make
 from scenarios import (
     Stack,
     all_grads,
+    check_mean_grads,
     floats,
     forward_backward,
     loss_of,
@@ -17,9 +18,7 @@ from scenarios import (
     message_of,
     whole_grads,
     wrong_grads,
-    wrong_in,
 )
-from spawn import ranks
 
 from zshard import FSDP
 
@@ -30,25 +29,24 @@ def wrap(combination):
 
 
 def grads_of_parameters(combination):
-    """What autograd.grad gives beside what it gives of the plain model on this rank; the .grad that it
-    leaves; and what differs in training that goes on from training without it."""
+    """autograd.grad gives the plain model's gradients, leaves no .grad, and training is unaffected."""
     rank = dist.get_rank()
     model, plain = wrap(combination), make(Stack)
     loss = loss_of(model(floats(rank)))
     ours = torch.autograd.grad(loss, list(model.parameters()))
     theirs = torch.autograd.grad(loss_of(plain(floats(rank))), list(plain.parameters()))
-    wrong = differences(ours, theirs)
-    left = [name for name, param in model.named_parameters() if param.grad is not None]
+    assert_same(ours, theirs, "the gradients")
+    assert all(param.grad is None for param in model.parameters())
     forward_backward(model, rank)
     other = wrap(combination)
     forward_backward(other, rank)
-    return wrong, left, differences(all_grads(model), all_grads(other))
+    assert_same(all_grads(model), all_grads(other), "the gradients of a later backward")
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_autograd_grad_gives_this_ranks_whole_gradients(pool2, combination):
+def test_autograd_grad_returns_local_unsharded_gradients(pool2, combination):
     """As under DDP: they are not reduced."""
-    assert pool2.run(grads_of_parameters, combination) == [([], [], [])] * 2
+    pool2.run(grads_of_parameters, combination)
 
 
 # --- gradients of gradients ------------------------------------------------------------------------
@@ -117,14 +115,14 @@ def smooth():
     )
 
 
-def wrong_in_second_order(run, policy, combination):
+def second_order(run, policy, combination):
     strategy, transport = combination
     model = FSDP(make(smooth), strategy=strategy, transport=transport, auto_wrap_policy=policy)
     for _ in range(2):
         model.zero_grad()
         run(model, dist.get_rank()).backward()
     expected = mean_grads(smooth, lambda plain, rank: run(plain, rank).backward())
-    return wrong_grads(whole_grads(model), expected)
+    assert_same(whole_grads(model), expected, "the gradients")
 
 
 @pytest.mark.sampled(16)
@@ -133,7 +131,7 @@ def wrong_in_second_order(run, policy, combination):
 @pytest.mark.parametrize("run", ORDERS)
 def test_gradients_of_gradients(pool2, run, policy, combination):
     """To the bit those of plain PyTorch, and reduced."""
-    assert pool2.run(wrong_in_second_order, run, policy, combination) == [[], []]
+    pool2.run(second_order, run, policy, combination)
 
 
 class Forces(torch.nn.Module):
@@ -156,7 +154,7 @@ def forces_loss(model, rank):
     return energy + forces.square().sum()
 
 
-def wrong_forces(policy, combination):
+def learn_forces(policy, combination):
     strategy, transport = combination
     model = FSDP(make(Forces), strategy=strategy, transport=transport, auto_wrap_policy=policy)
     plain = make(Forces)
@@ -165,40 +163,38 @@ def wrong_forces(policy, combination):
     wrong = wrong_grads(whole_grads(model), expected)
     with torch.no_grad():
         ours, theirs = (each.eval()(floats(0)) for each in (model, plain))
-    return wrong + differences(list(ours), list(theirs))
+    assert wrong + differences(list(ours), list(theirs)) == []
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("combination", [*COMBINATIONS, ("hybrid_full", "c10d")])
 @pytest.mark.parametrize("policy", [None, {torch.nn.Linear}], ids=["one unit", "nested"])
-def test_a_gradient_that_is_taken_in_forward(pool2, policy, combination):
+def test_autograd_grad_within_forward(pool2, policy, combination):
     """The forward goes on with its parameters, in training and in evaluation."""
-    assert pool2.run(wrong_forces, policy, combination) == [[], []]
+    pool2.run(learn_forces, policy, combination)
 
 
-def recorded_into_grad(combination):
-    """The message, and what differs in training that goes on."""
+def backward_with_create_graph(combination):
+    """backward(create_graph=True) is refused; training continues."""
     rank = dist.get_rank()
     model = wrap(combination)
     message = message_of(
         lambda: loss_of(model(floats(rank))).backward(create_graph=True), RuntimeError
     )
+    assert "torch.autograd.grad(loss, inputs, create_graph=True)" in message
     model.zero_grad()
     forward_backward(model, rank)
     other = wrap(combination)
     forward_backward(other, rank)
-    return message, differences(all_grads(model), all_grads(other))
+    assert_same(all_grads(model), all_grads(other), "the gradients")
 
 
-@ranks(2, 3)
 @pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
-def test_a_grad_with_a_history_is_refused_and_training_goes_on(pool, combination):
-    for message, wrong in pool.run(recorded_into_grad, combination):
-        assert "torch.autograd.grad(loss, inputs, create_graph=True)" in message
-        assert wrong == []
+def test_backward_with_create_graph_is_refused(pool2, combination):
+    pool2.run(backward_with_create_graph, combination)
 
 
-def test_and_in_a_world_of_one():
+def test_world_size_one():
     model, plain = FSDP(make(Stack)), make(Stack)
     penalty(model, 0).backward()
     penalty(plain, 0).backward()
@@ -225,6 +221,6 @@ def parts_one_after_another(model, rank):
 
 
 @pytest.mark.parametrize("run", (last_layer, one_weight_of_each_block, parts_one_after_another))
-def test_backward_for_some_parameters(pool2, run):
+def test_backward_with_inputs(pool2, run):
     """The others get no gradient."""
-    assert pool2.run(wrong_in, Stack, run, True) == [{}, {}]
+    pool2.run(check_mean_grads, Stack, run, True)

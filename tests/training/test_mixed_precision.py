@@ -1,7 +1,7 @@
-"""Mixed precision: computed with in one dtype, summed in float32, at rest in the model's own.
+"""Mixed precision: compute in one dtype, sum in float32, keep shards in the model's own.
 
-What has to come out is known without any library. Every rank's gradients are made by a
-plain copy of the model that is cast as a whole, and summed in float32 in rank order (`reference`).
+The reference needs no library: each rank's gradients come from a plain copy of the model that is
+cast, and are summed in float32 in rank order.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torchs
+from compare import assert_same
 from models import COMBINATIONS, Block, differences, loss_of, make, wrapped
 from scenarios import WIDTH, Stack, floats, message_of
 from spawn import ranks
@@ -32,7 +33,7 @@ POLICIES = {
 
 
 def own_grads(model, policy, rank, step):
-    """The gradients of one rank's batch by a plain copy that is cast as a whole."""
+    """The gradients of one rank's batch by a plain, cast copy."""
     low = copy.deepcopy(model)
     compute = policy.param_dtype or torch.float32
     low.to(compute)
@@ -42,7 +43,7 @@ def own_grads(model, policy, rank, step):
 
 
 def summed(parts):
-    """The mean over ranks, in float32 and rank order (float64 if that travels)."""
+    """The mean over ranks, in float32 and rank order (float64 if that is the reduce dtype)."""
     kind = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
     total = torch.zeros(parts[0].shape, dtype=kind)
     for part in parts:
@@ -74,11 +75,11 @@ def trained(build, policy, combination, steps=3):
     return model.state_dict()
 
 
-def wrong(name, combinations=COMBINATIONS):
+def train_like_the_reference(name, combinations=COMBINATIONS):
     policy = POLICIES[name]
     expected = reference(Stack, policy)
-    found = {c: differences(trained(Stack, policy, c), expected) for c in combinations}
-    return {c: names for c, names in found.items() if names}
+    for combination in combinations:
+        assert_same(trained(Stack, policy, combination), expected, f"{combination}: the state")
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -89,15 +90,15 @@ def test_gradients_are_summed_in_float32(pool2, name):
         "fp64",
     ):  # no_shard sends and sums in the model's own dtype
         combinations = [c for c in COMBINATIONS if c[0] != "no_shard"]
-    assert pool2.run(wrong, name, combinations) == [{}, {}]
+    pool2.run(train_like_the_reference, name, combinations)
 
 
 @ranks(4)
-def test_on_four_ranks(pool):
-    assert pool.run(wrong, "bf16") == [{}] * 4
+def test_gradients_on_four_ranks(pool):
+    pool.run(train_like_the_reference, "bf16")
 
 
-def test_in_a_world_of_one():
+def test_world_size_one():
     for name in ("bf16", "fp16", "bf16, reduced in fp32"):
         ours = trained(Stack, POLICIES[name], ("full_shard", None))
         assert differences(ours, reference(Stack, POLICIES[name])) == []
@@ -143,7 +144,7 @@ def look(combination, policy):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_who_sees_which_dtype(pool2, combination):
+def test_dtypes_of_parameters_inputs_and_buffers(pool2, combination):
     low, full = torch.bfloat16, torch.float32
     policy = MixedPrecision(low, full, buffer_dtype=low)
     for seen, out, rest, buffer, mean in pool2.run(look, combination, policy):
@@ -164,7 +165,7 @@ def outputs():
     return model(floats(0)).dtype, plain(floats(0)).dtype, refuses
 
 
-def test_outputs_are_cast_and_inputs_if_wanted(pool2):
+def test_casts_of_inputs_and_outputs(pool2):
     for cast, plain, refuses in pool2.run(outputs):
         assert (cast, plain) == (torch.float32, torch.bfloat16)
         assert "dtype" in refuses
@@ -182,7 +183,7 @@ class Seeing(nn.Module):
 
 
 def overridden():
-    """The dtypes in forward, and what is said of a wrong one, and of ranks that differ."""
+    """The dtypes in forward; the errors for a wrong dtype, and for ranks that differ."""
 
     def policy(override, kind=MixedPrecisionPolicy):
         return kind(torch.bfloat16, param_dtype_override_fn=override)
@@ -204,7 +205,7 @@ def overridden():
     )
 
 
-def test_parameters_keep_their_dtype_if_a_function_says_so(pool2):
+def test_param_dtype_override_fn(pool2):
     low, full = torch.bfloat16, torch.float32
     wanted = {"inner.weight": low, "norm.weight": full, "norm.bias": full}
     for seen, wrong, differ in pool2.run(overridden):
@@ -214,8 +215,7 @@ def test_parameters_keep_their_dtype_if_a_function_says_so(pool2):
 
 
 class Rooted(Stack):
-    """With parameters of the root's own, which over c10d stay as they are between a forward and its
-    backward."""
+    """With a parameter of the root's own, which over c10d stays unsharded until the backward."""
 
     def __init__(self):
         super().__init__()
@@ -225,28 +225,27 @@ class Rooted(Stack):
         return super().forward(x * self.scale)
 
 
-def state_is_exact(build, combination):
-    """What differs from a state dict in the model's own dtype, before a backward and after it, and
-    once it is loaded."""
+def take_state_dicts(build, combination):
+    """State dicts are exact before a forward, before its backward, and after a load."""
     model = wrapped(build, combination, mixed_precision=BF16)
     expected = make(build).state_dict()
-    before = differences(model.state_dict(), expected)
+    assert_same(model.state_dict(), expected, "the state before a forward")
     out = model(floats(dist.get_rank()))
-    between = differences(model.state_dict(), expected)
+    assert_same(model.state_dict(), expected, "the state before the backward")
     loss_of(out).backward()
     others = {name: value + 1 for name, value in expected.items()}
     model.load_state_dict(others)
-    return before, between, differences(model.state_dict(), others)
+    assert_same(model.state_dict(), others, "the loaded state")
 
 
 @pytest.mark.parametrize("build", [Stack, Rooted])
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_state_dict_has_the_models_own_dtype(pool2, build, combination):
-    assert pool2.run(state_is_exact, build, combination) == [([], [], [])] * 2
+def test_state_dict_keeps_the_dtype_of_the_model(pool2, build, combination):
+    pool2.run(take_state_dicts, build, combination)
 
 
-def sums_before(combination):
-    """no_sync() sums up in the dtype that travels."""
+def accumulate_in_no_sync(combination):
+    """no_sync() accumulates in the reduce dtype."""
     rank, world = dist.get_rank(), dist.get_world_size()
     plain = make(Stack)
     parts = []
@@ -262,16 +261,16 @@ def sums_before(combination):
     for param, *own in zip(plain.parameters(), *parts, strict=True):
         param.grad = summed(own)
     torch.optim.SGD(plain.parameters(), 1.0).step()
-    return differences(model.state_dict(), plain.state_dict())
+    assert_same(model.state_dict(), plain.state_dict(), "the state")
 
 
 @pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
-def test_no_sync_sums_in_the_dtype_that_travels(pool2, combination):
-    assert pool2.run(sums_before, combination) == [[], []]
+def test_no_sync_sums_in_the_reduce_dtype(pool2, combination):
+    pool2.run(accumulate_in_no_sync, combination)
 
 
 class Part(nn.Module):
-    """A unit that keeps float32 within a model that does not."""
+    """A float32 unit within a bfloat16 model."""
 
     def __init__(self):
         super().__init__()
@@ -296,7 +295,7 @@ def test_units_have_their_own_policies(pool2):
     assert pool2.run(per_unit) == [((torch.bfloat16, torch.float32), True)] * 2
 
 
-def held(policy):
+def memory_with(policy):
     model = FSDP(
         nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)]),
         mixed_precision=policy,
@@ -308,8 +307,8 @@ def held(policy):
     return model.memory()
 
 
-def test_full_buffers_and_buckets_are_of_the_low_dtype(pool2):
-    (full, *_), (low, *_) = pool2.run(held, None), pool2.run(held, BF16)
+def test_full_buffers_and_buckets_use_the_low_dtype(pool2):
+    (full, *_), (low, *_) = pool2.run(memory_with, None), pool2.run(memory_with, BF16)
     assert 0.45 < low["slots"] / full["slots"] < 0.55
     assert 0.45 < low["buckets"] / full["buckets"] < 0.55
     assert low["grads"] == full["grads"]
@@ -332,38 +331,17 @@ def mistakes():
     ]
 
 
-def test_mistakes_are_named():
+def test_invalid_policies_are_refused():
     first, second, third = mistakes()
     assert "MixedPrecisionPolicy" in first
     assert "param_dtype=torch.int8" in second and "torch.bfloat16" in second
     assert "keep_low_precision_grads" in third
 
 
-def test_torchs_own_classes_are_taken():
+def test_policies_of_torch_are_accepted():
     from torch.distributed.fsdp import MixedPrecision as Fsdp1
     from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2
 
     for policy in (Fsdp1(param_dtype=torch.bfloat16), Fsdp2(param_dtype=torch.bfloat16)):
         ours = trained(Stack, policy, ("full_shard", None))
         assert differences(ours, reference(Stack, BF16)) == []
-
-
-def learn(combination):
-    """Losses of a fit in bf16, first and last."""
-    model = wrapped(Stack, combination, mixed_precision=BF16)
-    optimizer = zshard.AdamW(model.parameters(), lr=0.01)
-    target = floats(7, rows=4)[:, :2]
-    losses = []
-    for _ in range(60):
-        optimizer.zero_grad()
-        loss = (model(floats(dist.get_rank())).float() - target).square().mean()
-        loss.backward()
-        model.clip_grad_norm_(1.0)
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses[0], losses[-1]
-
-
-def test_a_model_learns_in_bf16(pool2):
-    for first, last in pool2.run(learn, ("full_shard", "shm")):
-        assert last < 0.1 * first

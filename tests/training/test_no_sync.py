@@ -8,8 +8,9 @@ import mmap
 import pytest
 import torch
 import torch.distributed as dist
+from compare import assert_same
 from models import CASES, COMBINATIONS, Block, ddp, differences, loss_of, make, wrapped
-from scenarios import WIDTH, Stack, all_grads, floats, message_of, wrong_in
+from scenarios import WIDTH, Stack, all_grads, check_mean_grads, floats, message_of
 from spawn import ranks
 from torch import nn
 
@@ -124,13 +125,13 @@ def frozen_between(model, rank):
         (frozen_between, True),
     ],
 )
-def test_gradients_are_the_mean_of_the_sums(pool2, run, exact):
-    assert pool2.run(wrong_in, Stack, run, exact) == [{}, {}]
+def test_accumulated_gradients_are_the_mean_of_the_sums(pool2, run, exact):
+    pool2.run(check_mean_grads, Stack, run, exact)
 
 
 @ranks(3, 4)
 def test_gradients_on_more_ranks(pool):
-    assert pool.run(wrong_in, Stack, sum_up_twice, False) == [{}] * pool.world
+    pool.run(check_mean_grads, Stack, sum_up_twice, False)
 
 
 class Optional(nn.Module):
@@ -165,8 +166,8 @@ def used_on_one_rank_only_before(model, rank):
 
 
 @pytest.mark.parametrize("run", [used_only_before, used_on_one_rank_only_before])
-def test_what_the_last_backward_does_not_use_is_reduced_too(pool2, run):
-    assert pool2.run(wrong_in, Optional, run, True, ONE_ORDER[run]) == [{}, {}]
+def test_parameters_unused_in_the_last_backward_are_reduced(pool2, run):
+    pool2.run(check_mean_grads, Optional, run, True, ONE_ORDER[run])
 
 
 # Over c10d under full_shard all ranks have to run the same forwards.
@@ -203,7 +204,7 @@ def differences_from_ddp(name):
 
 
 @pytest.mark.parametrize("name", ["mlp", "net", "odds"])
-def test_training_has_the_bits_of_ddps_no_sync(pool2, name):
+def test_training_is_bit_identical_to_ddp(pool2, name):
     for found in pool2.run(differences_from_ddp, name):
         assert not any(found.values()), found
 
@@ -211,9 +212,8 @@ def test_training_has_the_bits_of_ddps_no_sync(pool2, name):
 # --- what lies in .grad ------------------------------------------------------------------------------
 
 
-def grads_in_between(combination):
-    """Where .grad, after a backward in no_sync, is not this rank's own, whole; and after the last, not
-    a slice."""
+def grads_in_no_sync(combination):
+    """.grad is this rank's own, unsharded, in no_sync(), and a shard after the last backward."""
     rank = dist.get_rank()
     plain, model = make(Stack), wrapped(Stack, combination)
     for net in (plain, model):
@@ -221,14 +221,14 @@ def grads_in_between(combination):
             step(net, rank, 0)
             step(net, rank, 1)
     ours, own = ({n: p.grad for n, p in net.named_parameters()} for net in (model, plain))
-    wrong = differences(ours, own)
+    assert_same(ours, own, "the gradients")
     step(model, rank, 2)
-    return wrong, [n for n, p in model.named_parameters() if p.grad.shape != p.shape]
+    assert all(p.grad.shape == p.shape for p in model.parameters())
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_grad_is_the_ranks_own_and_whole(pool2, combination):
-    assert pool2.run(grads_in_between, combination) == [([], [])] * 2
+def test_grad_is_local_and_unsharded(pool2, combination):
+    pool2.run(grads_in_no_sync, combination)
 
 
 def clip_too_early(combination):
@@ -245,7 +245,7 @@ def clip_too_early(combination):
 
 
 @pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
-def test_what_needs_reduced_gradients_says_so(pool2, combination):
+def test_clipping_and_steps_on_unreduced_gradients_are_refused(pool2, combination):
     for messages in pool2.run(clip_too_early, combination):
         for message in messages:
             assert "no_sync()" in message and "unit '" in message, messages
@@ -273,7 +273,7 @@ def units_of(model):
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_memory_for_whole_gradients_is_there_only_while_they_are(pool2, transport):
+def test_memory_of_unsharded_gradients_is_freed(pool2, transport):
     for held, whole in pool2.run(memory_over_time, ("full_shard", transport)):
         before, during = held[:2]
         assert held == [before, during] * 3
@@ -284,8 +284,7 @@ def test_memory_for_whole_gradients_is_there_only_while_they_are(pool2, transpor
 
 
 def raise_in_between(combination):
-    """An exception on all ranks in a backward in no_sync leaves the earlier sum; the gradients after
-    a zero_grad() and another try are right."""
+    """An exception on all ranks in a backward in no_sync() leaves the earlier sum."""
     rank = dist.get_rank()
     model, fresh = wrapped(Stack, combination), wrapped(Stack, combination)
     with model.no_sync():
@@ -298,12 +297,12 @@ def raise_in_between(combination):
     with fresh.no_sync():
         step(fresh, rank, 0)
     step(fresh, rank, 2)
-    return differences(all_grads(model), all_grads(fresh))
+    assert_same(all_grads(model), all_grads(fresh), "the gradients")
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_exception_in_between_leaves_the_sum(pool2, combination):
-    assert pool2.run(raise_in_between, combination) == [[], []]
+def test_exception_leaves_the_accumulated_sum(pool2, combination):
+    pool2.run(raise_in_between, combination)
 
 
 def switched():
@@ -317,12 +316,12 @@ def switched():
     return alone, everywhere == set(names), {n for n, unit in names.items() if not unit.sync}
 
 
-def test_the_switch_is_put_back(pool2):
+def test_set_requires_gradient_sync_is_restored(pool2):
     for alone, everywhere, after in pool2.run(switched):
         assert alone == {""} and everywhere and after == {""}
 
 
-def test_in_a_world_of_one_nothing_changes():
+def test_world_size_one():
     plain, model = make(Stack), zshard.FSDP(make(Stack))
     for net in (plain, model):
         sum_up(net, 0)

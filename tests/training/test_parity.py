@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from compare import assert_same
 from models import (
     CASES,
     COMBINATIONS,
@@ -71,7 +72,7 @@ def differences_from_ddp(name, optimizer):
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(("name", "optimizer"), PAIRS)
-def test_two_ranks_have_the_bits_of_ddp(pool2, name, optimizer):
+def test_two_ranks_are_bit_identical_to_ddp(pool2, name, optimizer):
     for rank, found in enumerate(pool2.run(differences_from_ddp, name, optimizer)):
         assert not any(found.values()), f"rank {rank}: {found}"
 
@@ -113,7 +114,7 @@ def distances_from_ddp(name, optimizer):
         ("frozen", "torch.AdamW"),
     ],
 )
-def test_more_ranks_agree_with_one_another_and_nearly_with_ddp(pool, name, optimizer):
+def test_more_ranks_agree_and_are_close_to_ddp(pool, name, optimizer):
     # The mean of three numbers depends on who adds in which order: DDP's ring is another.
     for rank, (found, distance) in enumerate(pool.run(distances_from_ddp, name, optimizer)):
         assert not any(found.values()), f"rank {rank}: {found}"
@@ -121,7 +122,7 @@ def test_more_ranks_agree_with_one_another_and_nearly_with_ddp(pool, name, optim
 
 
 @pytest.mark.parametrize(("name", "optimizer"), PAIRS)
-def test_world_of_one_has_the_bits_of_the_plain_module(name, optimizer):
+def test_world_size_one_is_bit_identical_to_the_plain_module(name, optimizer):
     case = CASES[name]
     plain = make(case.make)
     model = FSDP(copy.deepcopy(plain), auto_wrap_policy=case.policy)
@@ -131,7 +132,7 @@ def test_world_of_one_has_the_bits_of_the_plain_module(name, optimizer):
 
 
 def group_of_one():
-    """What differs from plain training if this rank shards over a group of itself alone."""
+    """A rank that shards over a group of itself alone trains as a plain model."""
     rank = dist.get_rank()
     groups = [dist.new_group([member]) for member in range(dist.get_world_size())]
     case = CASES["net"]
@@ -140,16 +141,15 @@ def group_of_one():
     ours = train(model, case, make_optimizer("zshard.AdamW", model), rank)
     theirs = train(plain, case, make_optimizer("zshard.AdamW", plain), rank)
     assert ours == theirs
-    return differences(model.state_dict(), plain.state_dict())
+    assert_same(model.state_dict(), plain.state_dict(), "the state")
 
 
-def test_group_of_one_trains_alone(pool2):
-    assert pool2.run(group_of_one) == [[], []]
+def test_process_group_of_one(pool2):
+    pool2.run(group_of_one)
 
 
 def subgroup():
-    """Two pairs out of four ranks, each training a model of its own: what differs from DDP over the
-    same pair."""
+    """Two pairs of four ranks each train their own model, as DDP over the same pair."""
     rank = dist.get_rank()
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     pair, case = pairs[rank % 2], CASES["mlp"]
@@ -159,11 +159,11 @@ def subgroup():
     ours = train(model, case, make_optimizer("torch.SGD", model), rank)
     theirs = train(parallel, case, make_optimizer("torch.SGD", plain), rank)
     assert ours == theirs
-    return differences(model.state_dict(), plain.state_dict())
+    assert_same(model.state_dict(), plain.state_dict(), "the state")
 
 
-def test_each_process_group_shards_for_itself(pool4):
-    assert pool4.run(subgroup) == [[]] * 4
+def test_two_process_groups(pool4):
+    pool4.run(subgroup)
 
 
 def with_clipping(name, norm_type):
@@ -202,7 +202,7 @@ def with_clipping(name, norm_type):
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-def test_clipping_is_by_the_global_norm(pool2, norm_type):
+def test_clipping_uses_the_global_norm(pool2, norm_type):
     for found, clips in pool2.run(with_clipping, "net", norm_type):
         assert clips, "the limit is too high to test anything"
         assert set(found.values()) == {(True, True)}, found

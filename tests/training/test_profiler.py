@@ -35,7 +35,7 @@ def profiled(transport, strategy, late):
 
 @ranks(2)
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_waits_say_for_whom(pool, transport):
+def test_wait_ranges_name_the_rank(pool, transport):
     ranges = pool.run(profiled, transport, "full_shard", 1)
     whom = "rank 1 to" if transport == "shm" else "all ranks"
     waits = [sum(s for name, s in of.items() if name.startswith("wait for ")) for of in ranges]
@@ -92,7 +92,7 @@ def step_alone(model, case):
 
 
 @ranks(2)
-def test_profilers_that_begin_and_end_within_a_forward(pool):
+def test_profiler_started_or_stopped_within_a_forward(pool):
     for names in pool.run(stopped_within_a_forward):
         assert "zshard::forward (root)" in names, names
 

@@ -1,8 +1,9 @@
-"""Training as scripts set it up: ways to wrap, evaluation between steps, swapped weights, buffers."""
+"""Training as scripts set it up: policies, swapped weights, casts, initial values."""
 
 from __future__ import annotations
 
 import functools
+import textwrap
 
 import pytest
 import torch
@@ -18,11 +19,10 @@ from models import (
     differences,
     loss_of,
     make,
-    train,
     wrapped,
 )
-from nursery import fork_ranks
 from scenarios import FULL, WIDTH, Stack, floats, message_of
+from spawn import run_ranks
 from torch import nn
 
 import zshard
@@ -126,7 +126,7 @@ def train_with_each_policy():
     return found
 
 
-def test_all_ways_to_wrap_train_alike(pool2):
+def test_all_policies_match_ddp(pool2):
     for found in pool2.run(train_with_each_policy):
         assert {name: wrong for name, (_, wrong) in found.items() if wrong} == {}
         for name, (_, units) in POLICIES.items():
@@ -138,54 +138,6 @@ def test_all_ways_to_wrap_train_alike(pool2):
 
 
 # --- ranks that differ in what they do, or when ------------------------------------------------------
-
-
-def evaluate_on_rank_0(combination):
-    """Rank 0 evaluates alone between the steps: (right losses?, what differs from DDP)."""
-    rank, case = dist.get_rank(), CASES["net"]
-
-    def trained(model, forward):
-        optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
-        for step in range(4):
-            if step > 0 and rank == 0:
-                with torch.no_grad():
-                    losses += [float(loss_of(model(case.batch(100 + n, 0)))) for n in range(step)]
-            optimizer.zero_grad()
-            loss_of(forward(case.batch(step, rank))).backward()
-            optimizer.step()
-        return losses
-
-    plain, model = make(case.make), wrapped(case.make, combination)
-    assert trained(model, model) == trained(plain, ddp(plain))
-    return differences(model.state_dict(), plain.state_dict())
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-def test_one_rank_evaluates_while_the_other_trains(pool2, strategy):
-    assert pool2.run(evaluate_on_rank_0, (strategy, "shm"), timeout=30) == [[], []]
-
-
-def evaluate_while_the_other_waits():
-    """Rank 0 evaluates alone while rank 1 stands at a barrier; what differs from DDP."""
-    dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    rank, case, wrong = dist.get_rank(), CASES["net"], []
-    plain = make(case.make)
-    model = wrapped(case.make, FULL, timeout=3)
-    parallel = ddp(plain)
-    train(model, case, torch.optim.SGD(model.parameters(), 0.1), rank)
-    train(parallel, case, torch.optim.SGD(plain.parameters(), 0.1), rank)
-    if rank == 0:
-        with torch.no_grad():
-            batch = case.batch(100, 0)
-            wrong = differences(loss_of(model(batch)), loss_of(plain(batch)))
-    dist.barrier()
-    dist.destroy_process_group()  # right behind a collective, torch may abort at exit without
-    return wrong
-
-
-def test_evaluation_by_one_rank_while_the_other_waits(pool2):
-    assert fork_ranks(evaluate_while_the_other_waits, 2, check=True)[0].value == []
 
 
 def swap_in_the_average(combination):
@@ -214,12 +166,12 @@ def swap_in_the_average(combination):
 
     plain, model = make(case.make), wrapped(case.make, combination)
     assert trained(model, model) == trained(plain, ddp(plain))
-    return differences(model.state_dict(), plain.state_dict())
+    assert_same(model.state_dict(), plain.state_dict(), "the state")
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_averaged_weights_can_be_swapped_in(pool2, combination):
-    assert pool2.run(swap_in_the_average, combination) == [[], []]
+    pool2.run(swap_in_the_average, combination)
 
 
 def replaced_data(transport, whole):
@@ -236,13 +188,13 @@ def replaced_data(transport, whole):
         param.data = part.reshape(param.shape).clone()
     rank = dist.get_rank()
     assert_same(model(floats(rank)), plain(floats(rank)), "the output")
-    return differences(model.state_dict(), plain.state_dict())
+    assert_same(model.state_dict(), plain.state_dict(), "the state")
 
 
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_replaced_data_is_written_back(pool2, transport, whole):
-    assert pool2.run(replaced_data, transport, whole) == [[], []]
+    pool2.run(replaced_data, transport, whole)
 
 
 def cast_after_wrapping(transport):
@@ -252,43 +204,12 @@ def cast_after_wrapping(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_cast_after_wrapping_is_an_error(pool2, transport):
+def test_cast_after_wrapping_is_refused(pool2, transport):
     for message in pool2.run(cast_after_wrapping, transport):
         assert "'blocks.0.norm.weight'" in message and "before FSDP" in message
 
 
-# --- buffers and the start ---------------------------------------------------------------------------
-
-
-def train_with_buffers(combination, sync):
-    """(what differs from DDP with the same choice, are the buffers equal on all ranks?)."""
-    rank, case = dist.get_rank(), CASES["conv"]
-    strategy, transport = combination
-    plain, model = make(case.make, seed=1 + rank), make(case.make, seed=1 + rank)
-    if rank == 1:  # both take rank 0's
-        for each in (plain, model):
-            for buffer in each.buffers():
-                buffer.fill_(7)
-    model = FSDP(model, strategy=strategy, transport=transport, forward_sync_buffers=sync)
-    train(model, case, torch.optim.SGD(model.parameters(), 0.1), rank)
-    parallel = ddp(plain, sync_buffers=sync)
-    train(parallel, case, torch.optim.SGD(plain.parameters(), 0.1), rank)
-    model.eval()
-    parallel.eval()
-    with torch.no_grad():
-        assert_same(model(case.batch(9, rank)), parallel(case.batch(9, rank)), "the output")
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, {n: b.clone() for n, b in model.named_buffers()})
-    same = differences(everyone[0], everyone[1]) == []
-    return differences(model.state_dict(), plain.state_dict()), same
-
-
-@pytest.mark.parametrize("sync", [True, False], ids=["synced", "local"])
-@pytest.mark.parametrize("combination", COMBINATIONS)
-def test_buffers_are_those_of_ddp(pool2, combination, sync):
-    for wrong, same in pool2.run(train_with_buffers, combination, sync):
-        assert wrong == []
-        assert same is sync
+# --- initial values -----------------------------------------------------------------------------------
 
 
 def start_of(combination, sync):
@@ -302,7 +223,7 @@ def start_of(combination, sync):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_everything_starts_from_rank_0(pool2, combination):
+def test_initial_values_come_from_rank_0(pool2, combination):
     (first, start), (second, other) = pool2.run(start_of, combination, True)
     assert differences(first, second), "the ranks have to start from different values"
     assert differences(start, first) == differences(other, first) == []
@@ -312,6 +233,33 @@ def unequal_start():
     return message_of(lambda: start_of(FULL, False), zshard.DivergenceError)
 
 
-def test_unequal_starts_are_an_error_if_nothing_is_taken_from_rank_0(pool2):
+def test_unequal_initial_values_raise_without_sync_module_states(pool2):
     for message in pool2.run(unequal_start):
         assert "'embed.weight'" in message and "rank 1" in message
+
+
+# --- a script that imports torch's functions before zshard ------------------------------------------
+
+EARLY = """
+    from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+
+    import torch
+    from zshard import FSDP
+
+    for transport in ("shm", "c10d"):
+        torch.manual_seed(0)
+        model = FSDP(torch.nn.Linear(64, 64), transport=transport)
+        model(torch.ones(1, 64)).sum().backward()
+        grads = [p.grad for p in model.parameters()]
+        whole = (2 * 64 * 64 + 2 * 64) ** 0.5 / 2**0.5  # of ones
+        norms = [get_total_norm(grads), clip_grad_norm_(model.parameters(), 1e9)]
+        clip_grads_with_norm_(model.parameters(), 1.0, norms[0])
+        norms.append(1.0 + whole - get_total_norm(grads))
+        assert all(abs(float(norm) - whole) < 1e-3 for norm in norms), (norms, whole)
+"""
+
+
+def test_clipping_functions_imported_before_zshard(tmp_path):
+    script = tmp_path / "early.py"
+    script.write_text(textwrap.dedent(EARLY))
+    run_ranks(script, 2)  # fresh interpreters: elsewhere zshard is imported already

@@ -1,4 +1,4 @@
-"""What a script gets that catches an exception and goes on: see walk.py."""
+"""Scripts that catch an exception and continue, compared with DDP: see tests/lib/walk.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SHARES = 24  # tests that the sample is cut into; a share's ranks are its own
 
 
 def walk(cells: list[Cell]) -> list[str]:
-    """What is wrong, a line for each cell in which something is."""
+    """A line for each cell in which something is wrong."""
     found = []
     pool = RankPool(2)
     for cell in cells:
@@ -32,26 +32,26 @@ def walk(cells: list[Cell]) -> list[str]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("share", range(SHARES))
-def test_each_pair_of_factors(share):
+def test_failures_match_ddp(share):
     assert walk(SAMPLE[share::SHARES]) == []
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("where", sorted({cell.where for cell in all_cells()}))
-def test_all_ranks_fail(where):
+def test_all_failures_on_all_ranks(where):
     assert walk([c for c in all_cells() if c.where == where and c.who == "all"]) == []
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("where", sorted({cell.where for cell in all_cells()}))
-def test_one_rank_fails(where):
+def test_failures_on_one_rank(where):
     """Every tenth of them: most end with a wait until the deadline, and all would take nine hours."""
     cells = [c for c in all_cells() if c.where == where and c.who == "one"]
     assert walk(sorted(cells, key=lambda cell: hash_of(str(cell)))[::10]) == []
 
 
-def test_the_judge_finds_what_is_wrong():
-    """A run against that of another cell, an error on one rank, and an exception of nobody's."""
+def test_verdict_finds_errors():
+    """A run of another cell, an error on one rank only, and a foreign exception."""
     cell = next(c for c in all_cells() if (c.where, c.who, c.held) == ("before_step", "all", False))
     good = plain(cell)
     assert verdict(cell, good, good) is None
@@ -62,7 +62,7 @@ def test_the_judge_finds_what_is_wrong():
     assert verdict(cell, [("error", "x")] * 2, good) is None
 
 
-def test_the_sample_has_each_pair():
+def test_sample_has_each_pair_of_values():
     def pairs(cells):
         return {
             (a, b)

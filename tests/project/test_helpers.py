@@ -1,0 +1,193 @@
+"""The helpers of the tests: asserts show values, comparisons are bitwise, samples have each value.
+
+See tests/lib: asserts.py, compare.py, sampling.py.
+"""
+
+import re
+import sys
+
+import pytest
+import torch
+from asserts import rewrite_in_ranks
+from compare import assert_same, differences
+from nursery import fork_ranks
+from spawn import RankFailure, run_ranks
+
+pytest_plugins = ["pytester"]
+
+# --- asserts --------------------------------------------------------------------------------------
+
+
+def compares(what):
+    """Fails on a rank, as a function of a test does that asserts; or tells who loaded a helper."""
+    if what == "lists":
+        assert sorted([3, 1, 2]) == [1, 2, 4]
+    if what == "tensors":
+        assert_same([torch.tensor([1.0, 2.0])], [torch.tensor([1.0, 3.0])], "the output")
+    import scripts
+
+    return type(scripts.__loader__).__name__
+
+
+SHOWN = {
+    "lists": r"assert \[1, 2, 3\] == \[1, 2, 4\]\n(.|\n)*At index 2 diff: 3 != 4",
+    "tensors": re.escape(
+        "the output differs:\n    [0]: 1 of 2 elements differ, the first at [1]: 2.0, not 3.0"
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SHOWN)
+@pytest.mark.parametrize("start", [run_ranks, fork_ranks])
+def test_failing_assert_on_a_rank_shows_the_values(start, what):
+    with pytest.raises(RankFailure, match=f"rank 0 of 1 (.|\n)*{SHOWN[what]}"):
+        start(compares, 1, what, check=True)
+
+
+def test_asserts_of_helpers_are_rewritten(pool2):
+    assert [compares(""), *pool2.run(compares, "")] == ["AssertionRewritingHook"] * 3
+
+
+def test_asserts_stay_plain_with_an_unknown_pytest(monkeypatch):
+    from _pytest.assertion import rewrite, util
+
+    before = list(sys.meta_path), util._reprcompare
+    monkeypatch.delattr(rewrite, "AssertionRewritingHook")
+    rewrite_in_ranks()
+    assert (list(sys.meta_path), util._reprcompare) == before
+
+
+# --- comparisons ------------------------------------------------------------------------------------
+
+NAN, INF = float("nan"), float("inf")
+
+
+def other_than(tensor, *changes):
+    """A copy with other elements in some places."""
+    copy = tensor.clone()
+    for place, value in changes:
+        copy[place] = value
+    return copy
+
+
+def grid():
+    return torch.arange(12.0).reshape(3, 4)
+
+
+WRONG = other_than(grid(), ((1, 2), 6.25), ((2, 0), 5.0))
+TEXT = "2 of 12 elements differ, the first at [1, 2]: 6.25, not 6.0; by up to 3"
+TEXT_BACK = "2 of 12 elements differ, the first at [1, 2]: 6.0, not 6.25; by up to 3"
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("ours", "theirs", "expected"),
+    [
+        (grid(), grid(), []),
+        (WRONG, grid(), [TEXT]),
+        ({"a": grid(), "b": WRONG}, {"a": grid(), "b": grid()}, [f"b: {TEXT}"]),
+        ([grid(), {"x": [WRONG]}], [grid(), {"x": [grid()]}], [f"[1]/x[0]: {TEXT}"]),
+        ((grid() for _ in range(2)), (grid(), WRONG), [f"[1]: {TEXT_BACK}"]),
+        ([grid()], [grid(), grid()], ["1 entries, not 2"]),
+        ({"a": 1, "b": 2}, {"b": 3, "c": 1}, ["b: 2, not 3", "only ours has a", "only theirs has c"]),
+        ({"a": grid(), "b": None}, {"a": None, "b": None}, ["a: float32 [3, 4], not None"]),
+        (grid(), grid().reshape(4, 3), ["float32 [3, 4], not float32 [4, 3]"]),
+        (grid(), grid().double(), ["float32 [3, 4], not float64 [3, 4]"]),
+        (torch.tensor(2.0), torch.tensor(3.0), ["1 of 1 elements differ, the first at []: 2.0, not 3.0; by up to 1"]),
+        (torch.tensor([True, False]), torch.tensor([True, True]), ["1 of 2 elements differ, the first at [1]: False, not True; by up to 1"]),
+        (torch.tensor([1j, 2j]), torch.tensor([1j, 3j]), ["1 of 2 elements differ, the first at [1]: 2j, not 3j; by up to 1"]),
+        (torch.tensor([INF]), torch.tensor([INF]), []),
+        (torch.ones(0, 3), torch.ones(0, 3), []),
+    ],
+)  # fmt: skip
+def test_differences_are_named(ours, theirs, expected):
+    assert differences(ours, theirs) == expected
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64]
+)
+def test_comparison_is_bitwise(dtype):
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    value = torch.ones(7).to(dtype)
+    bits = value.clone().view(integer)
+    bits[3] += 1
+    (text,) = differences(bits.view(dtype), value)
+    assert text.startswith("1 of 7 elements differ, the first at [3]: ")
+    assert differences(torch.tensor([-0.0]), torch.tensor([0.0]))
+
+
+@pytest.mark.thorough
+def test_nan_equals_nan_only_if_asked_for():
+    one, other = torch.tensor([1.0, NAN]), torch.tensor([1.0, NAN])
+    assert differences(one, one) == [
+        "1 of 2 elements differ, the first at [1]: nan, not nan; by up to nan"
+    ]
+    assert differences(one, other, nans=True) == []
+    assert differences(one, other.neg(), nans=True) != []  # another NaN
+    assert differences({"a": one}, {"a": torch.tensor([1.0, 2.0])}, nans=True) != []
+    assert differences(torch.tensor([complex(NAN, 1)]), torch.tensor([complex(NAN, 1)])) != []
+
+
+def test_failing_comparison_lists_the_differences():
+    with pytest.raises(AssertionError) as caught:
+        assert_same({"weight": WRONG, "bias": grid()}, {"weight": grid()}, "the state")
+    assert str(caught.value) == f"the state differs:\n    only ours has bias\n    weight: {TEXT}"
+    assert_same({"weight": grid()}, {"weight": grid()}, "the state")
+    many = {str(i): i for i in range(100)}
+    with pytest.raises(AssertionError, match="and 88 more"):
+        assert_same(many, dict.fromkeys(many, -1), "the state")
+
+
+# --- samples ---------------------------------------------------------------------------------------
+
+TESTS = """
+import pytest
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("a", range(4))
+@pytest.mark.parametrize("b", range(4))
+def test_many(a, b):
+    pass
+
+@pytest.mark.parametrize("a", range(3))
+def test_all(a):
+    pass
+"""
+
+CONFTEST = """
+import pytest
+from sampling import leave_to_thorough
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    leave_to_thorough(items)
+"""
+
+INI = """
+[pytest]
+markers =
+    sampled(n): see sampling.py
+    thorough: the rest
+"""
+
+
+def collected(pytester, *args):
+    done = pytester.runpytest("--collect-only", "-q", "-p", "no:randomly", *args)
+    return [line for line in done.outlines if "::" in line]
+
+
+@pytest.mark.thorough
+def test_sample_has_each_value_and_thorough_the_rest(pytester):
+    pytester.makeini(INI)
+    pytester.makeconftest(CONFTEST)
+    pytester.makepyfile(TESTS)
+    short = collected(pytester, "-m", "not thorough")
+    rest = collected(pytester, "-m", "thorough")
+    many = [line for line in short if "test_many" in line]
+    assert len(many) == 4 and len(rest) == 12 and len(short) == 7
+    values = [line.split("[")[1][:-1].split("-") for line in many]
+    assert {a for a, _ in values} == {b for _, b in values} == set("0123")
+    assert not set(short) & set(rest)
+    assert collected(pytester, "-m", "not thorough") == short
