@@ -1,4 +1,4 @@
-"""Benchmarks of several hosts and many ranks: namespaces as hosts, and docs/scale.md's formulas.
+"""Benchmarks of several hosts and many ranks: namespaces as hosts, and docs/contributing/scale.md's formulas.
 
 Thorough tests: they test tools. How a rank's resources grow with the number of ranks is exact, so two
 numbers of ranks show it.
