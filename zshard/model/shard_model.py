@@ -36,7 +36,7 @@ from zshard.ranks.nccl import NcclOptions
 from zshard.ranks.script_position import PublicCall
 from zshard.ranks.transports import Comms, check_settings, comm_for, comms_for
 from zshard.ranks.wire import check_wire_over
-from zshard.run.idle_cores import warn_of_idle_cores
+from zshard.run.cores import warn_of_idle_cores
 from zshard.units.units import BufferSync, Options, state_of
 from zshard.wrap.initial_values import InitialValues, check_unit, facts_of
 from zshard.wrap.late_parameters import watch
