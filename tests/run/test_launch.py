@@ -30,7 +30,7 @@ Done = subprocess.CompletedProcess[str]
     ("words", "said"),
     [
         ("-n 0 train.py", "-n must be at least 1, got 0"),
-        ("-n two train.py", "-n must be a positive number, 'auto', 'gpu' or 'cpu', got 'two'"),
+        ("-n two train.py", "-n must be a number, 'auto', 'gpu' or 'cpu', got 'two'"),
         ("--bind cores train.py", "invalid choice: 'cores' (choose from"),
         ("-m --no-python train.py", "pass one of them"),
         ("--bind core --numa-binding node train.py", "pass one of them"),

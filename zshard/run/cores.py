@@ -137,15 +137,14 @@ def _divide(cores: list[Core], ranks: int) -> list[list[Core]]:
 
 def parse_list(text: str) -> set[int]:
     """Return the numbers of a list such as "0-3,8"; none if the text is another one."""
-    ends = [part.partition("-") for part in text.strip().split(",")]
+    found: set[int] = set()
     try:
-        return {
-            number
-            for first, _, last in ends
-            for number in range(int(first), int(last or first) + 1)
-        }
+        for part in text.strip().split(","):
+            first, _, last = part.partition("-")
+            found.update(range(int(first), int(last or first) + 1))
     except ValueError:
         return set()
+    return found
 
 
 def as_list(numbers: Iterable[int]) -> str:
@@ -163,7 +162,7 @@ def _numbers(file: Path) -> set[int]:
     return parse_list(read_text(file) or "")
 
 
-# --- under plain torchrun ---------------------------------------------------------------------------
+# --- under plain torchrun -------------------------------------------------------------------------
 
 _THREADS = "OMP_NUM_THREADS"
 

@@ -88,9 +88,7 @@ def _count(parser: argparse.ArgumentParser, asked: str) -> int:
     try:
         ranks = int(torchrun.determine_local_world_size(asked))
     except ValueError as error:
-        parser.error(
-            f"-n must be a positive number, 'auto', 'gpu' or 'cpu', got {asked!r}: {error}"
-        )
+        parser.error(f"-n must be a number, 'auto', 'gpu' or 'cpu', got {asked!r}: {error}")
     if ranks < 1:
         parser.error(f"-n must be at least 1, got {ranks}")
     return ranks
