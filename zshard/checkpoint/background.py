@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from zshard.checkpoint.layout import Piece
 from zshard.checkpoint.write import is_plain, runs
-from zshard.ranks.exit import fail
+from zshard.ranks.ends import fail
 from zshard.state.source import CHUNK
 
 __all__ = ["Task", "finish", "snapshot", "start"]

@@ -32,8 +32,7 @@ from zshard.checkpoint.reader import Reader
 from zshard.checkpoint.safetensors import TensorEntry
 from zshard.guard import slices
 from zshard.ranks import meeting
-from zshard.ranks.agreement import Fact, check_agreement, on_all_ranks
-from zshard.ranks.script_position import PublicCall
+from zshard.ranks.agreement import Fact, PublicCall, check_agreement, on_all_ranks
 from zshard.state.load_state_dict import LoadPlan, carry_out, plan
 from zshard.state.stand_ins import Pending
 from zshard.units.names import bare, plain_name, wanted_by

@@ -29,11 +29,10 @@ from zshard.model.build import (
 from zshard.model.whole_counts import count_in_parts
 from zshard.optim.hooks import shard_earlier_state
 from zshard.precision import cast_buffers
-from zshard.ranks.agreement import check_agreement, on_all_ranks, told_to_all_ranks
+from zshard.ranks.agreement import PublicCall, check_agreement, on_all_ranks, told_to_all_ranks
 from zshard.ranks.devices import CPU
 from zshard.ranks.groups import resolve_groups
 from zshard.ranks.nccl import NcclOptions
-from zshard.ranks.script_position import PublicCall
 from zshard.ranks.transports import Comms, check_settings, comm_for, comms_for
 from zshard.ranks.wire import check_wire_over
 from zshard.run.cores import warn_of_idle_cores

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from zshard import _core
 from zshard.ranks import ends, responder
+from zshard.ranks.groups import collectives_begun
 from zshard.units.units import State, units_of
 
 __all__ = [
@@ -405,13 +406,12 @@ def _wait_until_free(timeout: float) -> None:
         if not missing or waited > timeout:
             return
         _look_at_lives()
-        places = {rank: _collective_of(address) for rank, address in missing.items()}
-        idle = idle if all(places.values()) else waited
+        if not all(map(_is_in_collective, missing.values())):
+            idle = waited
         if waited - idle > _STUCK:
-            rank, place = min(places.items())
             _print(
-                f"this rank's script has ended, and rank {rank} is waiting {place}, which takes "
-                "all ranks: exiting. Make the same calls on all ranks"
+                f"this rank's script has ended, and rank {min(missing)} is waiting for it in a "
+                "collective of torch.distributed: exiting. Make the same calls on all ranks"
             )
             return
         if waited > _TELL_AFTER and not is_told:
@@ -423,13 +423,16 @@ def _wait_until_free(timeout: float) -> None:
             )
 
 
-def _collective_of(address: str) -> str:
-    """Where in a collective of torch's a rank is; "" if it is in none, or busy."""
+def _is_in_collective(address: str) -> bool:
+    """Return whether a rank has begun more of a process group's collectives than this one, and so
+    waits for it."""
+    own = collectives_begun()
     try:
         with responder.ask(address, {"where": None}, _SOON) as reply:
-            return str(reply.facts["collective"])
+            theirs: dict[str, int] = reply.facts["collectives"]
     except Exception:  # it has ended, or is about to
-        return ""
+        return False
+    return any(theirs.get(name, 0) > count for name, count in own.items())
 
 
 def _print(words: str) -> None:

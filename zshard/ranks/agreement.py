@@ -44,7 +44,10 @@ class PublicCall:
         self._is_outermost = _core.begin_call(self._name)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
     ) -> None:
         if self._is_outermost:
             _core.end_call()

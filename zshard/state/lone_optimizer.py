@@ -21,8 +21,8 @@ from zshard.guard.slices import plain
 from zshard.optim.sharded_state import HeldState, fact_of, held_in
 from zshard.optim.state_registry import Peers, record_of_model, tell_of
 from zshard.ranks.agreement import Fact, first_difference
+from zshard.ranks.groups import collectives_begun
 from zshard.ranks.responder import Answer, Reply, answer_with, ask
-from zshard.ranks.script_position import own_collective
 from zshard.units.units import session
 
 __all__ = ["WholeState", "ask_for_whole", "install"]
@@ -170,7 +170,7 @@ def _answer(question: dict[str, Any]) -> Answer:
         tell_of(question["tell"])
         return {}, []
     if "where" in question:
-        return {"collective": own_collective()}, []
+        return {"collectives": collectives_begun()}, []
     token, key = question["ask"]
     book = record_of_model(token)
     if book is None:

@@ -30,8 +30,7 @@ from zshard import _core
 from zshard.guard.whole_values import join
 from zshard.optim.hooks import know
 from zshard.optim.sharded_state import HeldState, fact_of, held_by, params_of
-from zshard.ranks.agreement import check_agreement, gather_bytes
-from zshard.ranks.script_position import PublicCall
+from zshard.ranks.agreement import PublicCall, check_agreement, gather_bytes
 from zshard.state.lone_optimizer import WholeState, ask_for_whole
 from zshard.state.optimizer_plan import OptimizerPlan, has_parts, problems_with
 from zshard.state.source import filled
