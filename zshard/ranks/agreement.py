@@ -16,7 +16,6 @@ import json
 import pickle
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -43,12 +42,7 @@ class PublicCall:
     def __enter__(self) -> None:
         self._is_outermost = _core.begin_call(self._name)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._is_outermost:
             _core.end_call()
 
@@ -90,8 +84,9 @@ def gather_bytes(comm: _core.Comm, mine: bytes) -> list[bytes]:
 
 
 def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Return the object of each rank of `group`, of any size, in rank order: for ranks without a
-    transport yet. torch's all_gather_object() needs NumPy, which torch does not require. Collective.
+    """Return the object of each rank of `group`, of any size, in rank order. Collective.
+
+    For ranks without a transport yet. torch's all_gather_object() needs NumPy; this does not.
     """
     device = distributed_c10d._get_object_coll_device(group)  # a GPU if the group has only NCCL
     data = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)

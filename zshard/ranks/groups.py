@@ -201,7 +201,7 @@ def _named(name: str) -> Iterator[None]:
 
 def collectives_begun() -> dict[str, int]:
     """Return how many collectives this rank has begun in each process group, by its name."""
-    groups: dict[Any, str] = distributed_c10d._world.pg_names if dist.is_available() else {}
+    groups: dict[Any, Any] = dict(distributed_c10d._world.pg_names)
     return {name: group._get_sequence_number_for_group() for group, name in groups.items()}
 
 

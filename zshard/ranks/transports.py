@@ -383,43 +383,38 @@ def _sharing_a_gpu(control: _core.Comm, device: str) -> tuple[int, int] | None:
     return next(((ids.index(gpu), r) for r, gpu in enumerate(ids) if ids.index(gpu) < r), None)
 
 
-def _tell_peers(words: str) -> None:
+def _comms(beside: bool) -> list[_core.Comm]:
+    """Return the transports that threads of their own use, or all others."""
+    found = (entry.comm for key, entry in _entries.items() if (key[1] == _BESIDE) is beside)
+    return list(dict.fromkeys(found))
+
+
+def _tell_peers(text: str) -> None:
     """Tell them that an exception ends this rank."""
-    for key, entry in _entries.items():
-        if key[1] != _BESIDE:  # a thread may be writing yet, and the process waits for it
-            entry.comm.abort(words)
-            entry.comm.close()
+    for comm in _comms(beside=False):  # a thread may be writing yet, and the process waits for it
+        comm.abort(text)
+        comm.close()
 
 
 def _leave() -> None:
     """Exit in order: tell the peers that this rank left, so that they do not find it dead."""
-    comms = list(
-        {
-            id(entry.comm): entry.comm for key, entry in _entries.items() if key[1] != _BESIDE
-        }.values()
-    )
+    comms = _comms(beside=False)
     if any(comm.lost for comm in comms):
         ends.note_failure()
-    if not ends.has_failed() and ends.is_reported():
-        for comm in comms:
-            _compare_ends(comm)
+    is_orderly = ends.is_reported() and not ends.has_failed()
+    for comm in comms if is_orderly else ():
+        try:
+            comm.end()  # compares what ranks did after the last round
+        except _core.DivergenceError as error:
+            ends.fail(f"zshard: DivergenceError at the end of rank {comm.rank}: {error}")
     for comm in comms:
         _core.outlive(comm, _OUTLIVE)  # launchers name the first process that ends
-    timeout = max((comm.timeout for comm in comms), default=0.0)
-    for key, entry in _entries.items():
-        if key[1] == _BESIDE and ends.exit_text():
-            entry.comm.abort(ends.exit_text())
-        entry.comm.close()  # from here on nobody waits for this rank
-    for entry in _stopped:
-        entry.comm.close()
+    for comm in _comms(beside=True):
+        if ends.exit_text():
+            comm.abort(ends.exit_text())
+        comm.close()
+    for comm in [*comms, *(entry.comm for entry in _stopped)]:
+        comm.close()  # from here on nobody waits for this rank
     _entries.clear()
-    if not ends.has_failed() and ends.is_reported():
-        ends.call_exit_callbacks(timeout)
-
-
-def _compare_ends(comm: _core.Comm) -> None:
-    """No round has compared what ranks did after the last one."""
-    try:
-        comm.end()
-    except _core.DivergenceError as error:
-        ends.fail(f"zshard: DivergenceError at the end of rank {comm.rank}: {error}")
+    if is_orderly:
+        ends.call_exit_callbacks(max((comm.timeout for comm in comms), default=0.0))
