@@ -28,7 +28,6 @@ from setuptools.errors import CompileError
 sys.path.insert(0, "tools")
 from cuda_image import compile_image
 
-CSRC = Path("csrc")
 VARIANTS = {
     "release": ["-O3", "-DNDEBUG"],
     "debug": ["-O0", "-g"],
@@ -39,8 +38,8 @@ VARIANTS = {
 # the source keeps apart. (The last two let it vectorise sqrtf and casts, and change no value.)
 COMMON = ["-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=off"]
 COMMON += ["-fno-math-errno", "-fno-trapping-math"]
-STRICT = ["-Werror"] * (os.environ.get("ZSHARD_WERROR") == "1")
-C = ["-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", *STRICT]
+C = ["-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Wshadow"]
+C += ["-Werror"] * (os.environ.get("ZSHARD_WERROR") == "1")
 C += ["-Wmissing-prototypes", "-Wstrict-prototypes"]  # a function is static or has a header
 CXX = ["-std=c++20", "-Wall", "-Wextra"]
 LIBS = ["-ltorch_python", "-ltorch", "-ltorch_cpu", "-lc10", "-ldl"]
@@ -61,21 +60,22 @@ def find_torch():
 
 def up_to_date(target, record, words, inputs):
     """Was `target` made by the command `words`, as `record` has it, after all inputs changed?"""
-    if not record.exists() or record.read_text() != words:
+    try:
+        newest = max(map(os.path.getmtime, inputs))
+        return record.read_text() == words and newest < target.stat().st_mtime
+    except FileNotFoundError:  # never made, or an input is gone
         return False
-    times = [os.path.getmtime(path) for path in map(str, inputs) if os.path.exists(path)]
-    return len(times) == len(inputs) and target.exists() and max(times) < target.stat().st_mtime
 
 
 def make(target, command, inputs=()):
     """Makes `target` by `command` (without -o), of inputs and those that its compiler lists in a .d
     file, unless it is up to date. Raises CompileError."""
-    words = shlex.join([*command, "-o", str(target)])
-    record, listed = Path(f"{target}.cmd"), target.with_suffix(".d")
+    words, record = shlex.join([*command, "-o", str(target)]), Path(f"{target}.cmd")
+    listed = target.with_suffix(".d")
     text = listed.read_text().replace("\\\n", " ") if listed.exists() else ""
     if up_to_date(target, record, words, [*inputs, *shlex.split(text.partition(": ")[2])]):
         return
-    print(f"{command[0]} {target.stem}", flush=True)
+    print(f"{command[0]} {target.stem}\n", end="", flush=True)  # one write: others print too
     done = subprocess.run(shlex.split(words), text=True, stdout=-1, stderr=subprocess.STDOUT)
     print(done.stdout, end="", flush=True)
     if done.returncode:
@@ -89,7 +89,7 @@ def recipes(torch, flags, env):
     # calls find the OpenMP library that torch has loaded; other compilers' may not be in that.
     version = subprocess.run([*env["CXX"], "--version"], capture_output=True, text=True).stdout
     openmp = ["-fopenmp"] * ("Free Software Foundation" in version)
-    paths = [f"-iquote{CSRC}", "-isystem", sysconfig.get_path("include")]
+    paths = ["-iquotecsrc", "-isystem", sysconfig.get_path("include")]
     aten = [f"-isystem{torch}/include", f"-isystem{torch}/include/torch/csrc/api/include"]
     return {
         ".c": [*env["CC"], *C, *flags, *paths, *env["CFLAGS"]],
@@ -108,12 +108,12 @@ class BuildCore(build_ext):
 
     def build_extension(self, ext):
         torch, version = find_torch()
-        on = [name for name in VARIANTS if os.environ.get(f"ZSHARD_{name.upper()}", "0") != "0"]
+        on = [each for each in VARIANTS if os.environ.get(f"ZSHARD_{each.upper()}", "0") != "0"]
         on = on or ["release"]
         tags = ["objects", sysconfig.get_config_var("SOABI"), f"torch{version}", *on]
         folder = Path("build", "-".join(tags))
         folder.mkdir(parents=True, exist_ok=True)
-        flags = COMMON + [word for name in on for word in VARIANTS[name]]
+        flags = sum((VARIANTS[name] for name in on), COMMON)
         tools = {"CC": "cc", "CXX": "c++", "CFLAGS": "", "CXXFLAGS": "", "LDFLAGS": ""}
         env = {name: shlex.split(os.environ.get(name, usual)) for name, usual in tools.items()}
         commands, image = recipes(torch, flags, env), compile_image(make)
@@ -132,20 +132,21 @@ class BuildCore(build_ext):
         where = [f"-L{torch}/lib", f"-Wl,-rpath,$ORIGIN/../torch/lib:{torch}/lib"]
         link = [*env["CXX"], "-shared", *flags, *objects, *LIBS, *where, *env["LDFLAGS"]]
         make(folder / "_core.so", link, objects)
-        target = Path(self.get_ext_fullpath(ext.name))
-        self.mkpath(str(target.parent))
+        target = self.get_ext_fullpath(ext.name)
+        self.mkpath(os.path.dirname(target))
         shutil.copy(folder / "_core.so", target)
 
 
 if __name__ == "__main__":
     minor = ".".join(find_torch()[1].split(".")[:2])
     version = runpy.run_path("zshard/_version.py")["__version__"]
+    sources = sorted(Path("csrc").rglob("*.c*"))
     with tempfile.TemporaryDirectory() as scratch:  # not build/lib, which has what others built
         setup(
             # A wheel is for one minor version of torch, whose C++ interface changes with it.
             version=version if "sdist" in sys.argv else f"{version}+torch{minor}",
             install_requires=[f"torch=={minor}.*"],
-            ext_modules=[Extension("zshard._core", [str(c) for c in sorted(CSRC.rglob("*.c*"))])],
+            ext_modules=[Extension("zshard._core", list(map(str, sources)))],
             cmdclass={"build_ext": BuildCore},
             options={"build": {"build_lib": scratch}},
         )
