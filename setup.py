@@ -1,8 +1,7 @@
 """Builds zshard._core: C by cc, the ATen shim by c++, one link against the torch that is installed.
 
 An object is remade when its command, its source or a header that it includes has changed: the shim
-costs 20 s and a gigabyte, a C file under a second. (setuptools' build_ext remakes all in sequence,
-with one set of flags; torch's compiles C as C++.) CC, CXX, CFLAGS, CXXFLAGS, LDFLAGS as usual, and
+costs 20 s and a gigabyte. CC, CXX, CFLAGS, CXXFLAGS, LDFLAGS as usual, and
 
     ZSHARD_DEBUG=1, ZSHARD_SANITIZE=1    other builds; their objects lie apart
     ZSHARD_WERROR=1    warnings are errors, as in CI: a newer compiler must not break users' builds
