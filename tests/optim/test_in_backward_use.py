@@ -15,24 +15,22 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from in_backward import (
+from models import COMBINATIONS, loss_of, make, make_optimizer, wrapped
+from models import differences as differences_of
+from recomputed import (
     ADAMW,
+    KINDS,
     OF_THE_ROOT,
+    WAYS,
     Alone,
+    Stack,
     alone,
     batch,
+    leaf,
     step_after,
     three_steps,
     watch,
     wrong,
-)
-from models import COMBINATIONS, loss_of, make, make_optimizer, wrapped
-from models import differences as differences_of
-from recomputed import (
-    KINDS,
-    WAYS,
-    Stack,
-    leaf,
 )
 from scenarios import Stack as Blocks
 from scenarios import floats, message_of

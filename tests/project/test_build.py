@@ -13,8 +13,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from c_sources import source
-from objects import DEFINED, Symbols, release_objects, symbols, symbols_by_source
+from c_sources import DEFINED, Symbols, release_objects, source, symbols, symbols_by_source
 
 ROOT = Path(__file__).resolve().parents[2]
 
