@@ -100,9 +100,7 @@ class BuildCore(build_ext):
     def run(self):
         super().run()
         note = Path("." if self.inplace else self.build_lib, "zshard", "_built_with.py")
-        words = (
-            '"""The torch that this build of zshard was compiled against. Written by setup.py."""'
-        )
+        words = '"""The torch that zshard was compiled against. Written by setup.py."""'
         note.write_text(f'{words}\n\nTORCH = "{find_torch()[1]}"\n')
 
     def build_extension(self, ext):
