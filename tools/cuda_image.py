@@ -60,10 +60,9 @@ def compile_image(make):
         command += ["-gencode", f"arch=compute_{code.partition('_')[2]},code={code}"]
     if "--compress-mode" in said_by(nvcc, "--help"):
         command.append("--compress-mode=size")
+    command += ["-MMD", "-MF", str(target.with_suffix(".d")), "-fatbin", str(SOURCE)]
     try:
-        make(
-            target, [*command, "-MMD", "-MF", str(target.with_suffix(".d")), "-fatbin", str(SOURCE)]
-        )
+        make(target, command, [str(SOURCE)])
     except CompileError as error:
         raise CompileError(f"{error}\nZSHARD_CUDA=0 builds without CUDA") from None
     version = 1000 * int(major) + 10 * int(minor)
