@@ -52,7 +52,7 @@ _OUTLIVE = 5.0  # seconds that a rank whose wait has failed leaves to the one th
 _PATIENCE = 1800.0  # seconds: least timeout of a wait for a rank that may be waiting for a disk
 
 Asked = str | NcclOptions  # a transport, by its name or by NCCL's options
-Settings = tuple[Asked | None, float | None, str]  # comm_for's transport, timeout and device
+CommSettings = tuple[Asked | None, float | None, str]  # comm_for's transport, timeout and device
 
 _entries: dict[tuple[int, Asked, str], _Connection] = {}  # by group, transport asked for, device
 _stopped: list[_Connection] = []  # others have taken their places; their models are lost
@@ -69,7 +69,7 @@ class Comms(NamedTuple):
 
 
 def comms_for(
-    groups: Groups, strategy: ShardingStrategy, comm: _core.Comm, settings: Settings
+    groups: Groups, strategy: ShardingStrategy, comm: _core.Comm, settings: CommSettings
 ) -> Comms:
     """Return the transports of a model's groups; `comm` is that of all ranks. Collective on first
     use.
@@ -102,7 +102,7 @@ def ranks_of(comm: _core.Comm) -> list[int]:
     return [] if group is None else dist.get_process_group_ranks(group)
 
 
-def _within(groups: Groups, comm: _core.Comm, settings: Settings) -> _core.Comm:
+def _within(groups: Groups, comm: _core.Comm, settings: CommSettings) -> _core.Comm:
     """Return the transport of a shard group, of the same kind in all shard groups: shards are laid
     out for it, and all ranks reduce together."""
     if groups.shard_group is None or settings[2] != CPU:
