@@ -5,8 +5,8 @@
 # if not, TORCH is installed first. So
 #     make test PYTHON=/path/to/python     tests against that Python and its torch (after make distclean)
 #
-# CUDA=1 compiles the CUDA kernels, CUDA=0 leaves them out; the choice holds until `make clean`. Without a choice
-# they are compiled where nvcc and a GPU are found (setup.py).
+# CUDA=1 compiles the CUDA kernels, CUDA=0 leaves them out. Without a choice they are compiled where nvcc and a GPU
+# are found (tools/cuda_image.py).
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0

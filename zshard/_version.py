@@ -1,3 +1,3 @@
-"""The version of zshard, which pyproject.toml reads from here."""
+"""The version of zshard, which setup.py reads from here."""
 
 __version__ = "0.1.0"

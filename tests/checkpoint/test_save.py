@@ -13,13 +13,12 @@ import pytest
 import torch
 from checkpoints import manifest_in, saved, tensors_in, unlike
 from compare import differences
-from fully_sharded import over, stack
 from meshes import mesh_of
 from models import CASES, COMBINATIONS, Mlp, Net, loss_of, make, make_optimizer, train
 from offloaded import KINDS as OFFLOADS
 from offloaded import Wide, steps, to
 from optim_states import FULL, HYBRID, KINDS, rank, trained, wrap
-from scenarios import Stack, floats
+from scenarios import Stack, floats, over, stack
 from spawn import ranks
 from torch import nn
 

@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torchs
 from compare import differences
-from fully_sharded import over, stack
 from models import TRANSPORTS, Mlp, ddp, make
-from scenarios import Stack, floats, loss_of, message_of
+from scenarios import Stack, floats, loss_of, message_of, over, stack
 from torch import nn
 
 import zshard

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import differences
-from fully_sharded import over, stack, units_of
 from models import (
     CASES,
     COMBINATIONS,
@@ -24,7 +23,17 @@ from models import (
     train,
 )
 from nursery import fork_ranks
-from scenarios import Stack, all_grads, floats, forward_backward, loss_of, message_of
+from scenarios import (
+    Stack,
+    all_grads,
+    floats,
+    forward_backward,
+    loss_of,
+    message_of,
+    over,
+    stack,
+    units_of,
+)
 from torch import nn
 
 import zshard

@@ -7,9 +7,8 @@ import inspect
 import pytest
 import torch
 import torch.distributed.fsdp as torchs
-from fully_sharded import stack, units_of
 from models import Mlp, differences, make
-from scenarios import Stack, forward_backward, message_of
+from scenarios import Stack, forward_backward, message_of, stack, units_of
 from torch import nn
 
 import zshard

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from objects import DEFINED, Symbols, symbols_by_source
+from c_sources import DEFINED, Symbols, symbols_by_source
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 

@@ -6,6 +6,8 @@ all ranks' batches, so it runs each rank's scenario on a plain model and takes t
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,7 @@ from models import COMBINATIONS, Block, loss_of, make, wrapped
 from torch import Tensor, nn
 
 import zshard
+from zshard import FSDP, fully_shard
 
 WIDTH = 9
 FULL = ("full_shard", "shm")
@@ -188,3 +191,34 @@ def near(ours, expected):
 def check_mean_grads(build, run, exact, combinations=COMBINATIONS, policy="auto"):
     """Fail unless the reduced gradients are the mean of the ranks', under every combination."""
     assert wrong_in(build, run, exact, combinations, policy) == {}
+
+
+# --- models under fully_shard(), FSDP2's spelling ----------------------------------------------------
+
+
+@contextlib.contextmanager
+def over(transport):
+    """fully_shard has no argument for the transport: the environment says it."""
+    before = os.environ.get("ZSHARD_TRANSPORT")
+    os.environ["ZSHARD_TRANSPORT"] = transport
+    try:
+        yield
+    finally:
+        del os.environ["ZSHARD_TRANSPORT"]
+        if before is not None:
+            os.environ["ZSHARD_TRANSPORT"] = before
+
+
+def unit_of(module):
+    return module._zshard_state.unit
+
+
+def units_of(model):
+    return [unit_of(module) for module in FSDP.fsdp_modules(model)]
+
+
+def stack(**options):
+    model = make(Stack)
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)

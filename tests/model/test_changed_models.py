@@ -12,10 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import differences
-from fully_sharded import over
 from groups import own_group, passing_groups
 from models import TRANSPORTS, make
-from scenarios import WIDTH, Stack, floats, loss_of, message_of
+from scenarios import WIDTH, Stack, floats, loss_of, message_of, over
 from torch import nn
 
 import zshard

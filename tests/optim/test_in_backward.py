@@ -10,24 +10,22 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from in_backward import (
+from models import CASES, COMBINATIONS, TRANSPORTS, Block, loss_of, make_optimizer, wrapped
+from models import differences as differences_of
+from recomputed import (
     ADAMW,
+    KINDS,
     OF_THE_ROOT,
     SHARDED,
+    WAYS,
+    Stack,
     deep,
     differences,
+    leaf,
     step_after,
     three_steps,
     watch,
     wrong,
-)
-from models import CASES, COMBINATIONS, TRANSPORTS, Block, loss_of, make_optimizer, wrapped
-from models import differences as differences_of
-from recomputed import (
-    KINDS,
-    WAYS,
-    Stack,
-    leaf,
 )
 from scenarios import WIDTH, floats, message_of
 from scenarios import Stack as Blocks

@@ -8,14 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from in_backward import (
-    ADAMW,
-    alone,
-    batch,
-)
 from models import COMBINATIONS, loss_of, make_optimizer, wrapped
 from models import differences as differences_of
 from recomputed import (
+    ADAMW,
+    alone,
+    batch,
     leaf,
 )
 from scenarios import Stack as Blocks

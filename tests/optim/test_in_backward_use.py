@@ -15,7 +15,9 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from in_backward import (
+from models import COMBINATIONS, loss_of, make_optimizer, wrapped
+from models import differences as differences_of
+from recomputed import (
     ADAMW,
     Alone,
     alone,
@@ -25,8 +27,6 @@ from in_backward import (
     watch,
     wrong,
 )
-from models import COMBINATIONS, loss_of, make_optimizer, wrapped
-from models import differences as differences_of
 from scenarios import Stack as Blocks
 from scenarios import floats
 from torch import nn

@@ -122,7 +122,7 @@ def test_doctor_lists_what_is_missing() -> None:
     assert "MISSING: CUDA driver not found" in lines["driver"]
     assert "unset ZSHARD_CUDA_LIB" in lines["driver"]
     assert "MISSING" in lines["nccl"] and "GPUs        none" in done.stdout
-    assert "socket" in lines["CPUs"] and "usable: " in lines["CPUs"] and lines["bf16"]
+    assert "NUMA node" in lines["CPUs"] and "usable: " in lines["CPUs"] and lines["bf16"]
     assert "CPU training is available" in done.stdout
     assert "GPU training is not available; see above: driver" in done.stdout
 

@@ -18,7 +18,7 @@ from spawn import ranks
 
 import zshard
 from zshard import FSDP
-from zshard.ranks.hosts import ranks_per_host
+from zshard.ranks.meeting import ranks_per_host
 
 BOTH = ("hosts", "c10d")
 STRATEGIES = ("full_shard", "no_shard", "zero1")

@@ -1,13 +1,12 @@
-"""A rank that waits alone over c10d: it learns where the others are, and what to write.
+"""A rank that waits alone over c10d: it learns that the others are elsewhere, and what to write.
 
 The others are in a collective of the script's own, of which zshard knows nothing; each
-script must end, with an error that names both places.
+script must end, with an error that names the call.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import time
 
 import pytest
@@ -21,7 +20,6 @@ from spawn import ranks
 
 import zshard
 from zshard import FSDP
-from zshard.ranks import script_position
 
 
 def evaluates(model, optimizer, folder):
@@ -64,14 +62,14 @@ def lone(call, folder, timeout):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
-def test_the_error_says_where_the_others_are(tmp_path, call, world):
+def test_the_error_says_that_the_others_are_elsewhere(tmp_path, call, world):
     result = fork_ranks(lone, world, call, str(tmp_path / "saved"), 4.0)[-1]
     assert result.value is not None, result.stderr
     kind, text, seconds = result.value
     assert kind == "PeerTimeoutError" and 3 < seconds < 20
-    assert CALLS[call] in text and "test_stalls.py" in text and f"({call.__name__})" in text
+    assert CALLS[call] in text
     for rank in range(world - 1):
-        assert f"rank {rank} is in barrier() at test_stalls.py" in text
+        assert f"rank {rank} is not in a zshard collective" in text
     assert "call it on all of them" in text and "transport='shm'" in text
     assert "has been waiting" not in result.stderr  # it was told by the error
 
@@ -80,7 +78,7 @@ def test_one_line_says_so_after_ten_seconds(tmp_path):
     first, last = fork_ranks(lone, 2, sums_up, str(tmp_path), 12.0)
     lines = [line for line in last.stderr.splitlines() if "has been waiting" in line]
     assert len(lines) == 1 and "has been waiting" not in first.stderr
-    assert "rank 0 is in barrier() at test_stalls.py" in lines[0] and "(sums_up)" in lines[0]
+    assert "rank 0 is not in a zshard collective" in lines[0] and "state_dict()" in lines[0]
 
 
 @passing_groups()
@@ -117,24 +115,3 @@ def test_a_rank_that_is_late_is_waited_for():
     for result in fork_ranks(late, 2):
         assert result.value is True, result.stderr
         assert "zshard:" not in result.stderr
-
-
-def test_a_place_is_the_scripts_line_and_what_it_called():
-    here = script_position.place_of(sys._getframe())
-    assert here.startswith("at test_stalls.py:") and here.endswith(
-        "(test_a_place_is_the_scripts_line_and_what_it_called)"
-    )
-
-    class Asking(torch.nn.Module):
-        def forward(self, x):
-            self.found = script_position.place_of(sys._getframe())
-            return x
-
-    @torch.no_grad()
-    def evaluate(model):
-        return model(torch.ones(1))
-
-    model = Asking()
-    evaluate(model)
-    assert model.found.startswith("in a forward at test_stalls.py:")
-    assert model.found.endswith("(evaluate)")

@@ -1,4 +1,4 @@
-"""One rank alone in a call of all ranks: the error names the call, the script's line and what to do.
+"""One rank alone in a call of all ranks: the error names the call and what to do.
 
 On both transports, whatever the other rank does meanwhile; and where all ranks catch
 the error, a model that they make later works.
@@ -6,7 +6,6 @@ the error, a model that they make later works.
 
 from __future__ import annotations
 
-import inspect
 import sys
 
 import pytest
@@ -71,11 +70,8 @@ def alone(transport, call, other, folder):
 @both
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.sampled(3)
-def test_a_call_of_one_rank_is_named_with_its_line(transport, call, tmp_path):
+def test_a_call_of_one_rank_is_named(transport, call, tmp_path):
     ranks = fork_ranks(alone, 2, transport, call, None, str(tmp_path), check=True)
-    line = inspect.getsourcelines(call)[1] + 1
-    place = f"{CALLS[call]} at test_words_of_one_rank_alone.py:{line} ({call.__name__})"
-    assert place in ranks[0].value
     for each in ranks:
         assert CALLS[call] in each.value and "on all ranks" in each.value
 
@@ -98,7 +94,6 @@ def runs_longer(transport):
 def test_uneven_batches_name_join(transport):
     result = fork_ranks(runs_longer, 2, transport)[1]
     assert "PeerError" in result.stderr and "model.join(optimizer)" in result.stderr
-    assert "test_words_of_one_rank_alone.py" in result.stderr.rpartition("PeerError")[2]
 
 
 def generates(transport):
@@ -119,7 +114,7 @@ def generates(transport):
 def test_a_forward_with_gradients_names_no_grad(transport):
     words = fork_ranks(generates, 2, transport)[0].value
     assert "torch.no_grad()" in words
-    assert "rank 1 is in barrier() at test_words_of_one_rank_alone.py" in words
+    assert "not in a zshard collective" in words
 
 
 def expanded(transport):

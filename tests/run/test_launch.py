@@ -1,11 +1,12 @@
-"""`python -m zshard run`: what it refuses, and what torchrun makes of the rest.
+"""`python -m zshard run`: what torchrun is given, and what a rank is before its program starts.
 
-A launch costs seconds of torch's import, so what is refused before that is tried in
-this process, and two launches show the rest.
+A launch costs seconds of torch's import, so what is decided before that is tried in this process,
+the command of a rank without torchrun, and two launches show the rest.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -17,87 +18,33 @@ import pytest
 import torch
 from spawn import _python_path
 
-from zshard.run import launch
-from zshard.run.shares import Share
+from zshard.run import launch, rank
+from zshard.run.cores import Share
 
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    """Starts `python -m ...` in tmp_path, without an OMP_NUM_THREADS of this process."""
-
-    def start(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
-        env = {**os.environ, "PYTHONPATH": _python_path(), **more}
-        if "OMP_NUM_THREADS" not in more:
-            env.pop("OMP_NUM_THREADS", None)
-        return subprocess.run(
-            [sys.executable, "-m", *words],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env=env,
-            timeout=200,
-        )
-
-    return start
-
+Done = subprocess.CompletedProcess[str]
 
 # --- what is refused --------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def refusal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Callable[..., str]:
-    """What is said about a command line that cannot work, in tmp_path, where train.py is."""
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").touch()
-    monkeypatch.setattr(launch.torchrun, "run", lambda args: pytest.fail("it was started"))
-
-    def said(*words: str) -> str:
-        with pytest.raises(SystemExit) as end:
-            launch.main(list(words))
-        assert end.value.code == 2
-        out, err = capsys.readouterr()
-        assert out == "" and err.count("\n") == 1
-        return err
-
-    return said
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ("-n 0 train.py", "-n must be at least 1, got 0"),
-        ("-n -2 train.py", "-n must be at least 1, got -2"),
-        ("-n two train.py", "-n must be a positive number, 'auto', 'gpu' or 'cpu', got 'two'"),
+        ("-n two train.py", "-n must be a number, 'auto', 'gpu' or 'cpu', got 'two'"),
         ("--bind cores train.py", "invalid choice: 'cores' (choose from"),
-        ("-n 2 trian.py", "no such script: 'trian.py'"),
-        ("-n 2 pkg.train", "no such script: 'pkg.train'; for a module, pass -m pkg.train"),
-        ("--no-python no-such-program", "no such program: 'no-such-program'"),
         ("-m --no-python train.py", "pass one of them"),
         ("--bind core --numa-binding node train.py", "pass one of them"),
-        ("--run-path train.py", "--run-path runs the script where torch is loaded already"),
         ("--frobnicate train.py", "--frobnicate"),
         ("-n 2", "the following arguments are required"),
     ],
 )
-def test_what_cannot_work_is_one_line(refusal: Callable[..., str], words: str, said: str) -> None:
-    text = refusal(*words.split())
-    assert said in text and text.startswith("python -m zshard run: error: ")
-
-
-def test_gpus_where_there_are_none(refusal: Callable[..., str]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there are GPUs here")
-    assert "-n gpu: torch sees no such device" in refusal("-n", "gpu", "train.py")
-
-
-def test_within_torchrun(refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"TORCHELASTIC_RUN_ID": "1", "LOCAL_WORLD_SIZE": "2", "RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
-    assert "this process is rank 1 of a torchrun" in refusal("-n", "2", "train.py")
+def test_what_cannot_work_is_refused_first(
+    words: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch.torchrun, "run", lambda args: pytest.fail("it was started"))
+    with pytest.raises(SystemExit) as end:
+        launch.main(words.split())
+    assert end.value.code == 2 and said in capsys.readouterr().err
 
 
 # --- what torchrun is given -------------------------------------------------------------------------
@@ -105,11 +52,9 @@ def test_within_torchrun(refusal: Callable[..., str], monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def given(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple]:
     """(arguments that torchrun runs with, its OMP_NUM_THREADS, what was said) of a command line."""
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").touch()
     for name in ("TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     runs: list = []
@@ -128,10 +73,10 @@ def given(
 
 
 def test_the_defaults(given: Callable[..., tuple]) -> None:
-    args, threads, said = given("train.py", "-n", "7")
     if torch.accelerator.is_available():
         pytest.skip("with GPUs there is a rank for each")
-    assert args.standalone and int(args.nproc_per_node) >= 1 and int(threads) >= 1
+    args, threads, said = given("train.py", "-n", "7")
+    assert int(args.nproc_per_node) >= 1 and int(threads) >= 1
     assert args.training_script_args[-3:] == ["train.py", "-n", "7"]
     assert said.startswith(f"python -m zshard run: {args.nproc_per_node} rank")
 
@@ -139,7 +84,7 @@ def test_the_defaults(given: Callable[..., tuple]) -> None:
 def test_options_of_torchrun_pass(given: Callable[..., tuple]) -> None:
     words = "--nnodes=2 --rdzv-backend c10d --rdzv_endpoint h:1 --nproc_per_node 1 --max-restarts 3"
     args, _, _ = given(*words.split(), "train.py")
-    assert not args.standalone and args.nproc_per_node == "1" and args.max_restarts == 3
+    assert args.nproc_per_node == "1" and args.max_restarts == 3
     assert (args.nnodes, args.rdzv_backend, args.rdzv_endpoint) == ("2", "c10d", "h:1")
 
 
@@ -147,9 +92,7 @@ def test_torchruns_variables_set_options(
     given: Callable[..., tuple], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
-    monkeypatch.setenv("PET_NNODES", "2")
-    args, _, _ = given("train.py")
-    assert args.nproc_per_node == "3" and not args.standalone
+    assert given("train.py")[0].nproc_per_node == "3"
     assert given("-n", "2", "train.py")[0].nproc_per_node == "2"
 
 
@@ -164,68 +107,163 @@ def test_threads_of_the_user_win(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "11")
     _, threads, said = given("-n", "1", "train.py")
-    assert threads == "11" and "OMP_NUM_THREADS=11 (as the environment sets it)" in said
-
-
-def test_refused_memory_policies_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> bool:
-        raise PermissionError(1, "Operation not permitted")
-
-    shares = [Share([0], 1, [0]), Share([1], 1, [1])]
-    monkeypatch.setattr(launch, "has_memory_policy", refuse)
-    left, note = launch.without_refused(shares)
-    assert [share.nodes for share in left] == [[], []] and [each.cpus for each in left] == [
-        [0],
-        [1],
-    ]
-    assert "refuses memory policies (get_mempolicy: Operation not permitted)" in note
-    monkeypatch.setattr(launch, "has_memory_policy", lambda: True)  # numactl's
-    assert launch.without_refused(shares) == (left, "")
-    monkeypatch.setattr(launch, "has_memory_policy", lambda: False)
-    assert launch.without_refused(shares) == (shares, "")
+    assert threads == "11" and "OMP_NUM_THREADS=11" in said
 
 
 def test_the_summary() -> None:
-    shares = [Share([0, 1], 2, [0]), Share([2, 3], 2, [1])]
+    shares = [Share([0, 1], [0]), Share([2, 3], [1])]
     line = "2 ranks, OMP_NUM_THREADS=2, on CPUs 0-1 | 2-3, memory on NUMA nodes 0 | 1"
-    assert launch.summary(shares, None) == line
-    many = launch.summary([Share([2 * i, 2 * i + 1], 2, []) for i in range(64)], None)
-    assert many.endswith("on CPUs 0-1 | 2-3 | 4-5 | 6-7 | 8-9 | 10-11 | 12-13 | ... | 126-127")
+    assert launch.summary(shares, "2") == line
+    assert launch.summary([Share([], [])], "4") == "1 rank, OMP_NUM_THREADS=4, not bound to cores"
+
+
+# --- a rank, without torchrun -----------------------------------------------------------------------
+
+REPORT = """
+import json, os, signal, sys
+print(json.dumps([sys.argv[1:], sorted(os.sched_getaffinity(0)), __name__,
+    sys.orig_argv[1:-len(sys.argv[1:]) or None], sys.path[0], "ZSHARD_RUN" in os.environ]))
+"""
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
+    """What the command of a rank does in tmp_path, where "a script.py" reports."""
+    (tmp_path / "a script.py").write_text(REPORT)
+
+    def start(*words: str, shares: tuple = (Share([0], []),), of: int = 0, **how: bool) -> Done:
+        options = {"no_python": False, "module": False, "run_path": False, **how}
+        args = argparse.Namespace(
+            training_script=words[0], training_script_args=list(words[1:]), **options
+        )
+        monkeypatch.setenv("LOCAL_RANK", str(of))
+        monkeypatch.setenv(rank.VARIABLE, "")
+        launch.bind(args, list(shares))
+        command = [args.training_script, *args.training_script_args]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+
+    return start
+
+
+def test_a_script_gets_its_share_and_its_arguments(
+    started: Callable[..., Done], tmp_path: Path
+) -> None:
+    last = max(os.sched_getaffinity(0))
+    words = ["--lr", "a b", "--", "-m", "", "$HOME 'x'"]
+    done = started("a script.py", *words, shares=(Share([0], []), Share([last], [0])), of=1)
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(done.stdout)
+    assert report[:3] == [words, [last], "__main__"]
+    assert report[3] == ["-u", "a script.py"]  # nothing tells that it was started in another way
+    assert Path(report[4]) == tmp_path or report[4] == ""
+    assert report[5] is False
+
+
+def test_a_module_and_a_program(started: Callable[..., Done], tmp_path: Path) -> None:
+    package = tmp_path / "pkg"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "__main__.py").write_text(REPORT)
+    report = json.loads(started("pkg", "-x", module=True).stdout)
+    assert report[0] == ["-x"] and report[2:4] == ["__main__", ["-u", "-m", "pkg"]]
+    done = started("sh", "-c", 'echo "$1"; kill -PIPE $$', "sh", "a  b", no_python=True)
+    assert done.stdout == "a  b\n" and done.returncode == -13  # Python alone ignores SIGPIPE
+
+
+def test_exit_statuses_and_tracebacks_are_the_programs(
+    started: Callable[..., Done], tmp_path: Path
+) -> None:
+    (tmp_path / "exits.py").write_text("raise SystemExit(42)")
+    assert started("exits.py").returncode == 42
+    (tmp_path / "fails.py").write_text("def f():\n    raise ValueError('no')\nf()")
+    lines = started("fails.py").stderr.splitlines()
+    assert lines[0].startswith("Traceback") and 'fails.py", line 3, in <module>' in lines[1]
+    done = started("no-such-program", no_python=True)
+    words = "python -m zshard run: cannot start 'no-such-program': No such file or directory"
+    assert done.returncode == 1 and done.stderr.strip() == words
+
+
+def test_modules_of_the_users_folder_do_not_come_first(
+    started: Callable[..., Done], tmp_path: Path
+) -> None:
+    for name in ("rank", "signal", "contextlib", "json"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported')")
+    assert started("echo", "started", no_python=True).stdout == "started\n"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "mode", "mask", "bits"),
+    [([0], 1, 1, 65), ([1], 1, 2, 65), ([2, 3], 3, 12, 65), ([0, 64], 3, (1 << 64) + 1, 129)],
+)
+def test_memory_is_preferred_on_one_node_or_interleaved(
+    monkeypatch: pytest.MonkeyPatch, nodes: list[int], mode: int, mask: int, bits: int
+) -> None:
+    calls: list[tuple] = []
+    monkeypatch.setattr(rank, "_call", lambda *arguments: calls.append(arguments[1:]))
+    rank.place_memory(nodes)
+    assert calls == [(mode, mask.to_bytes((bits - 1) // 8, sys.byteorder), bits)]
+
+
+def test_the_kernel_takes_the_policy_and_a_second_one_is_not_set() -> None:
+    code = f"""
+import sys; sys.path.insert(0, {str(Path(rank.__file__).parent)!r})
+import rank
+before = rank.may_place_memory()
+if before:
+    rank.place_memory([0])
+print(before, rank.may_place_memory(), "prefer" in open("/proc/self/numa_maps").read())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if done.stdout.startswith("False"):
+        pytest.skip("the kernel or the container refuses memory policies")
+    assert done.stdout.split() == ["True", "False", "True"], done.stderr
+
+
+def test_an_unknown_machine_has_no_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "x", "6", "v", "vax")))
+    assert rank.may_place_memory() is False
+    with pytest.raises(OSError, match="not known for vax"):
+        rank.place_memory([0])
 
 
 # --- launches ---------------------------------------------------------------------------------------
 
-REPORT = """
-import json, os, sys
-words = [sys.argv[1:], os.environ["OMP_NUM_THREADS"], sorted(os.sched_getaffinity(0))]
-with open(f"rank{os.environ['RANK']}.json", "w") as file:
-    json.dump(words, file)
-"""
+
+def run(folder: Path, *words: str, **more: str) -> Done:
+    """`python -m zshard run` in a folder, without an OMP_NUM_THREADS of this process."""
+    env = {**os.environ, "PYTHONPATH": _python_path(), **more}
+    if "OMP_NUM_THREADS" not in more:
+        env.pop("OMP_NUM_THREADS", None)
+    command = [sys.executable, "-m", "zshard", "run", *words]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env, timeout=200)
 
 
-def test_two_ranks_see_their_shares_and_arguments(tmp_path: Path, run: Run) -> None:
-    (tmp_path / "report.py").write_text(REPORT)
+def test_two_ranks_see_their_shares_and_arguments(tmp_path: Path) -> None:
+    (tmp_path / "report.py").write_text(
+        "import json, os, sys\n"
+        "words = [sys.argv[1:], os.environ['OMP_NUM_THREADS'], sorted(os.sched_getaffinity(0))]\n"
+        "open(f'rank{os.environ[\"RANK\"]}.json', 'w').write(json.dumps(words))\n"
+    )
     words = ["--lr", "a b", "-n", "3", "--", ""]
-    done = run("zshard", "run", "-n", "2", "report.py", *words)
+    done = run(tmp_path, "-n", "2", "report.py", *words)
     assert done.returncode == 0 and done.stdout == "", done.stderr
-    reports = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    reports = [json.loads((tmp_path / f"rank{of}.json").read_text()) for of in range(2)]
     assert [report[0] for report in reports] == [words, words]
     cores = [set(report[2]) for report in reports]
     if "not bound" in done.stderr:  # a single core, or a quota
         return
-    assert not cores[0] & cores[1] and [len(each) for each in cores] == [
-        int(report[1]) for report in reports
-    ]
+    assert not cores[0] & cores[1]
+    assert [len(each) for each in cores] == [int(report[1]) for report in reports]
     assert "Setting OMP_NUM_THREADS" not in done.stderr  # torchrun's own words
 
 
-def test_a_module_that_fails_on_one_rank(tmp_path: Path, run: Run) -> None:
+def test_a_module_that_fails_on_one_rank(tmp_path: Path) -> None:
     package = tmp_path / "pkg"
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "fails.py").write_text(
         "import os, time\nif os.environ['RANK'] == '0':\n    time.sleep(100)\nraise SystemExit(3)"
     )
-    done = run("zshard", "run", "-n", "2", "-m", "pkg.fails", OMP_NUM_THREADS="1")
+    done = run(tmp_path, "-n", "2", "-m", "pkg.fails", OMP_NUM_THREADS="1")
     assert done.returncode == 1
     assert "pkg.fails FAILED" in done.stderr and "exitcode  : 3" in done.stderr

@@ -7,7 +7,6 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-from fully_sharded import over, stack, unit_of
 from models import TRANSPORTS, differences, make
 from scenarios import (
     Stack,
@@ -15,6 +14,9 @@ from scenarios import (
     forward_backward,
     loss_of,
     message_of,
+    over,
+    stack,
+    unit_of,
     whole_grads,
     wrong_grads,
     wrong_in,

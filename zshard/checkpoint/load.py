@@ -32,8 +32,7 @@ from zshard.checkpoint.write import finish
 from zshard.guard import slices
 from zshard.optim.sharded_state import params_of
 from zshard.ranks import meeting
-from zshard.ranks.agreement import Fact, bytes_of, check_agreement, on_all_ranks
-from zshard.ranks.script_position import PublicCall
+from zshard.ranks.agreement import Fact, PublicCall, bytes_of, check_agreement, on_all_ranks
 from zshard.state.load_state_dict import LoadPlan, carry_out, plan
 from zshard.state.optimizer import OptimizerPlan, taken
 from zshard.state.optimizer_names import by_number, names_of

@@ -42,8 +42,7 @@ from zshard.checkpoint.save_plan import (
 )
 from zshard.checkpoint.script_state import encode
 from zshard.checkpoint.write import CastBuffer, SaveHandle, Writer, Written, finish, snapshot, start
-from zshard.ranks.agreement import check_agreement, gather_bytes, on_all_ranks
-from zshard.ranks.script_position import PublicCall
+from zshard.ranks.agreement import PublicCall, check_agreement, gather_bytes, on_all_ranks
 from zshard.ranks.transports import comm_beside
 from zshard.units.names import bare
 from zshard.units.units import units_of

@@ -30,7 +30,7 @@ from zshard.checkpoint.manifest import BLOCK
 from zshard.checkpoint.safetensors import CODES, rows_of
 from zshard.checkpoint.save_plan import Piece
 from zshard.ranks.agreement import bytes_of
-from zshard.ranks.exit import fail
+from zshard.ranks.ends import fail
 from zshard.state.source import CHUNK
 
 _DIRECT = 2**16  # bytes; smaller pieces are collected in the chunk

@@ -21,8 +21,7 @@ from zshard.checkpoint.folder import path_of
 from zshard.checkpoint.load import Loaded, load
 from zshard.checkpoint.save import save
 from zshard.deepspeed.ds_config import Settings
-from zshard.ranks.agreement import on_all_ranks
-from zshard.ranks.script_position import PublicCall
+from zshard.ranks.agreement import PublicCall, on_all_ranks
 from zshard.state import state_dict_form
 from zshard.units.units import state_of
 

@@ -7,16 +7,20 @@ version, and each missing one comes with a remedy.
 from __future__ import annotations
 
 import platform
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zshard import _core
-from zshard.doctor import cpus, rank_limits
+from zshard.doctor import rank_limits
 from zshard.ranks import nccl as _nccl
+from zshard.run.cgroups import read_text
+from zshard.run.cores import Host, as_list, read_host
 
 OLDEST_GPU = (8, 0)  # compute capability of the PTX
+_BF16 = ("amx_bf16", "avx512_bf16", "svebf16", "bf16")  # flags in /proc/cpuinfo, best first
 
 
 def available_features() -> dict[str, Any]:
@@ -142,7 +146,8 @@ def report() -> tuple[str, int]:
     gpus = [f"{gpu['name']} ({'.'.join(map(str, gpu['capability']))})" for gpu in found["gpus"]]
     facts = [
         ("torch", found["torch"]),
-        *cpus.facts(),
+        ("CPUs", describe(read_host())),
+        ("bf16", bf16(read_text(Path("/proc/cpuinfo")) or "")),
         ("CPU loops", found["loops"]),
         ("shm", "yes" if found["shm"] else None),
         ("c10d", "yes (gloo)" if found["c10d"] else None),
@@ -162,6 +167,22 @@ def report() -> tuple[str, int]:
     if found["shm"]:
         lines += ["", *rank_limits.lines()]
     return "\n".join(lines), int(bool(found["gpus"]) and not found["gpu"])
+
+
+def describe(host: Host) -> str:
+    """Return in words what `python -m zshard run` divides among ranks."""
+    nodes, cores = (
+        f"{count} {what}{'s' if count != 1 else ''}"
+        for count, what in ((host.nodes, "NUMA node"), (host.usable, "core"))
+    )
+    quota = f", within a quota of {host.quota:g} CPUs' time" if host.is_throttled else ""
+    return f"usable: {cores} of {nodes} (CPUs {as_list(core.cpu for core in host.cores)}{quota})"
+
+
+def bf16(cpuinfo: str) -> str:
+    """Return which of the CPU's instructions for bfloat16 is best."""
+    best = next((name for name in _BF16 if name in cpuinfo.split()), None)
+    return best or "none: the CPU has no bfloat16 instructions, so bf16 saves memory, not time"
 
 
 def _what_is_used(found: dict[str, Any]) -> list[str]:

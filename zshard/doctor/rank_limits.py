@@ -1,14 +1,13 @@
 """What a rank takes of its process's limits as ranks grow in number, for `python -m zshard doctor`.
 
-The numbers come from the code that allocates: the transport's own count of what it
-needs, and a dry run of a model of UNITS units.
+The numbers come from the code that allocates: the transport's own count of what it needs, and a dry
+run of a model of UNITS units.
 """
 
 from __future__ import annotations
 
 import resource
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -27,34 +26,9 @@ RANKS = (8, 16, 32, 64, 128)
 _CONNECTIONS = 2  # a model's, and that of checkpoints
 
 
-class Needs(NamedTuple):
-    """What one rank takes. open_files: torch's process group among them, a connection per rank.
-    address_space: bytes, without the model's own."""
-
-    ranks: int
-    open_files: int
-    mappings: int
-    mixed_mappings: int
-    address_space: int
-
-
-def needs_of(ranks: int) -> Needs:
-    """Return what a rank needs to train a model of UNITS units over shm and to save checkpoints."""
-    shm = _core.Comm.shm_needs(ranks)
-    fixed = _CONNECTIONS * shm["mappings"]
-    return Needs(
-        ranks,
-        _CONNECTIONS * shm["descriptors"] + ranks,
-        fixed + _mappings(ranks, mixed=False),
-        fixed + _mappings(ranks, mixed=True),
-        _CONNECTIONS * shm["bytes"],
-    )
-
-
-def _mappings(ranks: int, mixed: bool) -> int:
+def _mappings(ranks: int, precision: Precision) -> int:
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(UNITS)])
-    precision = in_dtype(torch.bfloat16) if mixed else Precision()
     options = Options(ShardingStrategy.FULL_SHARD, precision, Prefetch())
     planned = [(spec, options) for spec in plan_units(model, {nn.Linear})]
     dry = dry_run_of(model, planned, World(ranks, ranks, "shm", "shm"))
@@ -67,23 +41,24 @@ def lines() -> Iterator[str]:
         f"Each rank of one host takes, over shm, with a model of {UNITS} units and its checkpoints:"
     )
     yield "ranks  open files  mappings  (mixed precision)  address space"
-    for each in map(needs_of, RANKS):
-        yield (
-            f"{each.ranks:>5}  {each.open_files:>10}  {each.mappings:>8}  "
-            f"{each.mixed_mappings:>17}  {each.address_space / 2**30:>9.1f} GiB"
+    for ranks in RANKS:
+        shm = _core.Comm.shm_needs(ranks)
+        files = _CONNECTIONS * shm["descriptors"] + ranks  # torch's process group: one per rank
+        fixed = _CONNECTIONS * shm["mappings"]
+        plain, mixed = (
+            fixed + _mappings(ranks, each) for each in (Precision(), in_dtype(torch.bfloat16))
         )
-    files, maps, space = _limit("RLIMIT_NOFILE"), max_map_count(), _limit("RLIMIT_AS")
-    size = "unlimited" if space is None else f"{space / 2**30:.1f} GiB"
+        space = _CONNECTIONS * shm["bytes"] / 2**30  # without the model's own
+        yield f"{ranks:>5}  {files:>10}  {plain:>8}  {mixed:>17}  {space:>9.1f} GiB"
+    open_files, maps = _limit("RLIMIT_NOFILE"), max_map_count() or "unlimited"
+    address_space = _limit("RLIMIT_AS")
+    size = address_space if isinstance(address_space, str) else f"{address_space / 2**30:.1f} GiB"
     yield (
-        f"limit  {_words(files):>10}  {_words(maps):>8}  {_words(maps):>17}  {size:>13}  "
+        f"limit  {open_files:>10}  {maps:>8}  {maps:>17}  {size:>13}  "
         "(ulimit -n, vm.max_map_count, ulimit -v)"
     )
 
 
-def _limit(name: str) -> int | None:
+def _limit(name: str) -> int | str:
     soft, _ = resource.getrlimit(getattr(resource, name))
-    return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _words(limit: int | None) -> str:
-    return "unlimited" if limit is None else str(limit)
+    return "unlimited" if soft == resource.RLIM_INFINITY else soft

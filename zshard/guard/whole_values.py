@@ -18,8 +18,7 @@ from zshard import _core
 from zshard._errors import ShardError
 from zshard.guard.slices import plain, to_local
 from zshard.guard.words import no_history
-from zshard.ranks.agreement import check_agreement, gather_bytes
-from zshard.ranks.script_position import PublicCall
+from zshard.ranks.agreement import PublicCall, check_agreement, gather_bytes
 from zshard.units.open_forwards import is_forward_open
 from zshard.units.shards import Part, part_of
 from zshard.units.units import unsharded

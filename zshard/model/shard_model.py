@@ -23,14 +23,13 @@ from zshard.memory.spare import Spare, keep_between, watch_first_steps, words_of
 from zshard.model.build import class_for, core_unit, last_writes, sync_buffers
 from zshard.offload import set_offload
 from zshard.precision import cast_buffers, drop_root_casts, install_casts, install_kept
-from zshard.ranks.agreement import check_agreement, on_all_ranks, told_to_all_ranks
+from zshard.ranks.agreement import PublicCall, check_agreement, on_all_ranks, told_to_all_ranks
 from zshard.ranks.devices import CPU
 from zshard.ranks.groups import resolve_groups
 from zshard.ranks.nccl import NcclOptions
-from zshard.ranks.script_position import PublicCall
 from zshard.ranks.transports import Comms, check_settings, comm_for, comms_for
 from zshard.ranks.wire import check_wire_over
-from zshard.run.idle_cores import warn_of_idle_cores
+from zshard.run.cores import warn_of_idle_cores
 from zshard.state.module import attach, attach_replicated
 from zshard.units.shards import remember_parts
 from zshard.units.units import (

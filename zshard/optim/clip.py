@@ -27,7 +27,7 @@ from zshard._errors import ShardError
 from zshard.guard.slices import plain
 from zshard.optim.announce import say_clip, say_norm
 from zshard.optim.in_backward import refuse_clipping
-from zshard.ranks.script_position import PublicCall
+from zshard.ranks.agreement import PublicCall
 from zshard.ranks.transports import ranks_of
 from zshard.units.shards import parts_of_all
 

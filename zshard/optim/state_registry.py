@@ -36,7 +36,7 @@ from zshard.guard.slices import plain
 from zshard.optim.sharded_state import HeldState, fact_of, held_in, params_of
 from zshard.ranks import ends, responder
 from zshard.ranks.agreement import Fact, first_difference
-from zshard.ranks.script_position import own_collective
+from zshard.ranks.groups import collectives_begun
 from zshard.units.units import State, session, units_of
 
 __all__ = ["FullState", "ModelRecord", "ask_for_full", "finish", "meet"]
@@ -295,7 +295,7 @@ class _FullTensors:
 
 def _answer(question: dict[str, Any]) -> responder.Answer:
     if "where" in question:
-        return {"collective": own_collective()}, []
+        return {"collectives": collectives_begun()}, []
     token, key = question["ask" if "ask" in question else "tell"]
     with _lock:
         model = _records.get(token)
@@ -384,44 +384,46 @@ def finish(timeout: float) -> None:
 def _wait_for_others(timeout: float) -> None:
     begin = last_free = time.monotonic()
     is_told = False
-    while places := _places_of_awaited():
+    while awaited := _awaited():
         now = time.monotonic()
-        last_free = last_free if all(places.values()) else now
+        last_free = last_free if all(awaited.values()) else now
         if now - begin > timeout:
             return
         if now - last_free > _STUCK:
-            rank, place = min(places.items())
             _print(
-                f"this rank's script has ended, and rank {rank} is waiting {place}, which takes "
-                "all ranks: exiting. Make the same calls on all ranks"
+                f"this rank's script has ended, and rank {min(awaited)} is waiting for it in a "
+                "collective of torch.distributed: exiting. Make the same calls on all ranks"
             )
             return
         if now - begin > _TELL_AFTER and not is_told:
             is_told = True
             _print(
                 f"this rank's script has ended. For up to {timeout:.0f} s it keeps its part of the "
-                f"optimizer state, which rank {min(places)} may yet ask for by "
+                f"optimizer state, which rank {min(awaited)} may yet ask for by "
                 "optimizer.state_dict()."
             )
         with _lock:
             _changed.wait(_LOOK)
 
 
-def _places_of_awaited() -> dict[int, str]:
-    """The ranks that may yet ask, and in which collective of torch's each is; "": in none, or
-    busy."""
+def _awaited() -> dict[int, bool]:
+    """The ranks that may yet ask, and whether each waits for this one in a process group: it has
+    begun more of its collectives."""
     with _lock:
         awaited = [(model, rank) for model in _kept for rank in model.awaited()]
-    places = {}
+    own, found = collectives_begun(), {}
     for model, rank in awaited:
+        found[rank] = False
         try:
             with responder.ask(model.addresses[rank], {"where": None}, _SOON) as reply:
-                places[rank] = str(reply.facts["collective"])
+                theirs: dict[str, int] = reply.facts["collectives"]
+            found[rank] = any(theirs.get(name, 0) > count for name, count in own.items())
         except responder.ENDED:
+            del found[rank]
             model.release(None, rank)
         except Exception:  # it is busy, or about to end
-            places[rank] = ""
-    return places
+            continue
+    return found
 
 
 def _print(words: str) -> None:

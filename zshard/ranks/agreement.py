@@ -1,26 +1,58 @@
 """Check that ranks agree: on a model at wrap time, before anything is shared, and on an optimizer
-before its state is gathered. Also: share the outcome of an operation, so that all ranks fail alike.
+before its state is gathered. Also: gather what ranks have, share the outcome of an operation, so
+that all ranks fail alike, and name the public call that they are in.
 
-Ranks exchange one short hash; only if it differs do they exchange the full
-description, find the first difference and all raise the same error. An outcome is as short.
+Ranks exchange one short hash; only if it differs do they exchange the full description, find the
+first difference and all raise the same error. An outcome is as short.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import json
+import pickle
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from zshard import _core
 from zshard._errors import CheckpointError
 
 Fact = tuple[str, str]  # (what it is about, what it says)
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class PublicCall:
+    """Context manager, or decorator: what is exchanged within it is part of this public call, such
+    as "save()", for messages, and other ranks may not be in another one. The outermost one counts.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._is_outermost = _core.begin_call(self._name)
+
+    def __exit__(self, *error: object) -> None:
+        if self._is_outermost:
+            _core.end_call()
+
+    def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
+        @functools.wraps(function)
+        def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with PublicCall(self._name):
+                return function(*args, **kwargs)
+
+        return called
 
 
 def check_agreement(comm: _core.Comm, facts: Sequence[Fact], what: str = "models") -> None:
@@ -51,6 +83,26 @@ def gather_bytes(comm: _core.Comm, mine: bytes) -> list[bytes]:
     return gathered
 
 
+def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Return the object of each rank of `group`, of any size, in rank order. Collective.
+
+    For ranks without a transport yet. torch's all_gather_object() needs NumPy; this does not.
+    """
+    device = distributed_c10d._get_object_coll_device(group)  # a GPU if the group has only NCCL
+    data = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+    lengths = [int(each) for each in _all_gather(torch.tensor([len(data)], device=device), group)]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    padded[: len(data)] = data.to(device)
+    gathered = [each.cpu() for each in _all_gather(padded, group)]
+    return [pickle.loads(bytes_of(each)[:n]) for each, n in zip(gathered, lengths, strict=True)]
+
+
+def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, tensor, group=group)
+    return gathered
+
+
 _TEXT = 2000  # bytes of a message that the other ranks get
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
@@ -63,7 +115,7 @@ _KINDS: dict[str, type[Exception]] = {
 
 
 @contextlib.contextmanager
-def on_all_ranks(comm: _core.Comm, fact: Callable[[], Any] | None = None) -> Iterator[None]:
+def on_all_ranks(comm: _core.Comm, fact: Callable[[], object] | None = None) -> Iterator[None]:
     """Context manager that fails on all ranks if its body raises on any. Collective.
 
     fact: its value must be equal on all ranks on exit.

@@ -1,21 +1,24 @@
-"""How this rank ends: in order, or by an exception, whose words its peers are to hear.
+"""How this rank ends: in order, or by an exception, whose text its peers get.
 
-What has to be done then is registered here by those who know how, so that this file
-stands below them. A forked child is no rank, and reports nothing.
+What has to be done then is registered here by those who know how, so that this file stands below
+them. A forked child is no rank, and reports nothing. Python prints what an exit handler raises and
+exits with status 0 all the same, so errors that no call is left to raise have fail().
 """
 
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 from collections.abc import Callable
 from types import TracebackType
 
 _reported_pid = 0  # whose end is reported; 0: nobody's yet
-_failed = False  # an exception ends this program,
-_exit_text = ""  # and this is what it says
+_failed = False  # an exception ends this program, or a peer was lost,
+_exit_text = ""  # and this is what the exception says
 _exit_callbacks: list[Callable[[float], None]] = []
+_status_failed = False  # fail() was called
 
 
 def watch(on_failure: Callable[[str], None], on_exit: Callable[[], None]) -> None:
@@ -54,7 +57,7 @@ def note_failure() -> None:
     _failed = True
 
 
-def last_words() -> str:
+def exit_text() -> str:
     """Return the text of the exception that ends this program; empty if there is none."""
     return _exit_text
 
@@ -65,7 +68,25 @@ def add_exit_callback(call: Callable[[float], None]) -> None:
         _exit_callbacks.append(call)
 
 
-def say_farewell(timeout: float) -> None:
+def call_exit_callbacks(timeout: float) -> None:
     """Call what add_exit_callback() was given."""
     for call in _exit_callbacks:
         call(timeout)
+
+
+def fail(text: str) -> None:
+    """Print an error. When all exit handlers have run, the process exits with status 1."""
+    global _status_failed
+    _status_failed = True
+    print(text, file=sys.stderr, flush=True)
+
+
+def _at_exit() -> None:
+    if _status_failed:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+atexit.register(_at_exit)  # registered early, so that it runs after most other exit handlers

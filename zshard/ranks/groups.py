@@ -1,35 +1,42 @@
 """Process groups: those of a model, from the arguments of FSDP(...).
 
-Without torchrun the world size is 1 and there is no process group at all; with it,
-groups that have the same ranks are the same object.
+Without torchrun the world size is 1 and there is no process group at all; with it, groups that have
+the same ranks are the same object. A rank has None for the group of a single rank.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
+import hashlib
 import multiprocessing
 import os
 import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from zshard._errors import stacklevel
 from zshard.ranks import ends
-from zshard.ranks.objects import gather_objects
-from zshard.ranks.subgroups import new_subgroup
+from zshard.ranks.agreement import gather_objects
 from zshard.strategy import ShardingStrategy
+
+Group = dist.ProcessGroup
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups of a model; None: a single rank. Equal ones are the same object."""
+    """The process groups of a model. Equal ones are the same object."""
 
-    world: Any | None  # all ranks
-    shard_group: Any | None  # ranks that gather from each other
-    replica_group: Any | None  # with secondary shards: ranks that have the same one
+    world: Group | None  # all ranks
+    shard_group: Group | None  # ranks that gather from each other
+    replica_group: Group | None  # with secondary shards: ranks that have the same one
 
 
 def resolve_groups(process_group: Any, device_mesh: Any, strategy: ShardingStrategy) -> Groups:
@@ -65,7 +72,7 @@ def resolve_groups(process_group: Any, device_mesh: Any, strategy: ShardingStrat
     return Groups(world, shard_group, world)
 
 
-def _groups_of_mesh(mesh: Any, hybrid: bool) -> Any:
+def _groups_of_mesh(mesh: object, hybrid: bool) -> Group | tuple[Group, Group]:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"device_mesh must be a torch.distributed.DeviceMesh, got {mesh!r}")
     if mesh.ndim == 1 and not hybrid:
@@ -78,7 +85,7 @@ def _groups_of_mesh(mesh: Any, hybrid: bool) -> Any:
     )
 
 
-def _resolve_pair(pair: tuple[Any, ...], hybrid: bool) -> Groups:
+def _resolve_pair(pair: tuple[Group, ...], hybrid: bool) -> Groups:
     if not hybrid:
         raise ValueError(
             "two process groups or a 2-D device_mesh require a hybrid strategy: pass "
@@ -99,7 +106,7 @@ def _resolve_pair(pair: tuple[Any, ...], hybrid: bool) -> Groups:
     return Groups(world, _resolve_one(shard), replicate)
 
 
-def _union(shard: Any, replicate: Any) -> Any:
+def _union(shard: Group, replicate: Group) -> Group | None:
     """Return the group of all ranks of a mesh, given this rank's two groups of it. Collective."""
     rows = gather_objects(dist.get_process_group_ranks(shard), replicate)
     ranks = tuple(sorted(rank for row in rows for rank in row))
@@ -113,10 +120,10 @@ def _union(shard: Any, replicate: Any) -> Any:
     return _part(list(ranks))
 
 
-_parts: dict[tuple[int, ...], Any] = {}  # groups of some of a group's ranks, by these
+_parts: dict[tuple[int, ...], Group] = {}  # groups of some of a group's ranks, by these
 
 
-def block_of(group: Any, size: int) -> Any:
+def block_of(group: Group | None, size: int) -> Group:
     """Return the block of `size` consecutive ranks of `group` that includes this one; `size`
     divides the group. Collective over the block on first use."""
     ranks = dist.get_process_group_ranks(group)
@@ -124,19 +131,19 @@ def block_of(group: Any, size: int) -> Any:
     return _part(ranks[first : first + size])
 
 
-def column_of(group: Any, size: int) -> Any:
+def column_of(group: Group | None, size: int) -> Group:
     """Return the ranks at this rank's position in all such blocks. Collective likewise."""
     return _part(dist.get_process_group_ranks(group)[dist.get_rank(group) % size :: size])
 
 
-def _part(ranks: list[int]) -> Any:
+def _part(ranks: list[int]) -> Group:
     known = _parts.get(tuple(ranks))
-    if known is None or known not in dist.distributed_c10d._world.pg_map:
+    if known is None or known not in distributed_c10d._world.pg_map:
         known = _parts[tuple(ranks)] = new_subgroup(ranks)
     return known
 
 
-def _split_by_host(world: Any, keeps: bool) -> Groups:
+def _split_by_host(world: Group, keeps: bool) -> Groups:
     size = _env_int("LOCAL_WORLD_SIZE") or dist.get_world_size(world)
     whole = dist.get_world_size(world)
     if size >= whole:
@@ -150,7 +157,7 @@ def _split_by_host(world: Any, keeps: bool) -> Groups:
     return Groups(world, shard_group, column_of(world, size) if keeps else None)
 
 
-def _resolve_one(process_group: Any) -> Any | None:
+def _resolve_one(process_group: Group | None) -> Group | None:
     """Return the group to use for `process_group`; None for a single rank."""
     if process_group is not None:
         return process_group if dist.get_world_size(process_group) > 1 else None
@@ -159,6 +166,43 @@ def _resolve_one(process_group: Any) -> Any | None:
     if not dist.is_initialized():
         make_default_group("gloo")
     return dist.group.WORLD if dist.get_world_size() > 1 else None
+
+
+_created: Counter[tuple[int, ...]] = Counter()  # by their ranks
+
+
+def new_subgroup(ranks: Sequence[int], backend: str | None = None) -> Group:
+    """Return a new process group of these ranks of the world. Collective over them alone.
+
+    backend: such as "gloo". None: that of the world.
+
+    Its ranks must choose alike a name that no group has had, not even one that is destroyed: the
+    store keeps its ranks' addresses. torch derives the name from the number of groups that a rank
+    is in, which differs among ranks and falls; the number that these ranks have created only rises.
+    """
+    key = tuple(sorted(ranks))
+    _created[key] += 1
+    text = f"zshard {'_'.join(map(str, key))} {_created[key]}"
+    with _named(hashlib.sha256(text.encode()).hexdigest()):
+        group: Group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+    return group
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Within it, torch gives `name` to a group that only its own ranks create."""
+    usual = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = usual
+
+
+def collectives_begun() -> dict[str, int]:
+    """Return how many collectives this rank has begun in each process group, by its name."""
+    groups: dict[Any, Any] = dict(distributed_c10d._world.pg_names)
+    return {name: group._get_sequence_number_for_group() for group, name in groups.items()}
 
 
 def make_default_group(backend: str, **arguments: Any) -> None:
@@ -211,16 +255,12 @@ def check_launcher() -> None:
         return
 
 
-_warned_of_lone_child = False
-
-
+@functools.cache  # once
 def _warn_of_lone_child() -> None:
-    """Warn once in a process that mp.spawn or another multiprocessing call has started: nothing
-    tells whether it is one of several ranks."""
-    global _warned_of_lone_child
-    if multiprocessing.parent_process() is None or _warned_of_lone_child:
+    """Warn in a process that mp.spawn or another multiprocessing call has started: nothing tells
+    whether it is one of several ranks."""
+    if multiprocessing.parent_process() is None:
         return
-    _warned_of_lone_child = True
     warnings.warn(
         f"process {multiprocessing.current_process().name!r} was started by multiprocessing and "
         "has no process group, so it trains alone: if it is one of several ranks, call "

@@ -1,7 +1,8 @@
-"""Ranks of one host meet over shared memory, or learn why they cannot.
+"""Ranks of one host connect over shared memory, those of several in two levels, or learn why not.
 
-A rank that fails tells the others in the exchange that they are in anyway, so all
-ranks get the same answer: each has a transport, or none has, with one reason, causes first.
+A rank that fails tells the others in the exchange that they are in anyway, so all ranks get the
+same answer: each has a transport, or none has, with one reason, causes first. Two levels need hosts
+that are alike: equally many ranks each, neighbors in rank order, that can connect over shm.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import resource
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from zshard import _core
-from zshard.ranks.objects import gather_objects
+from zshard.ranks.agreement import gather_objects
+from zshard.ranks.groups import Group, new_subgroup
 
 _SHOWN = 2  # reasons of so many ranks
 _SPARE = 16  # file descriptors besides those of a group's connections
@@ -32,11 +34,6 @@ class Refusal(NamedTuple):
     reason: str
     hosts: list[str]
     shortage: str
-
-    @property
-    def one_host(self) -> bool:
-        """Whether shared memory is within reach, so that another transport is a loss."""
-        return len(set(self.hosts)) == 1
 
 
 class _Offer(NamedTuple):
@@ -56,7 +53,7 @@ class _Problem(NamedTuple):
     own: bool
 
 
-def meet(group: Any, timeout: float) -> _core.Comm | Refusal:
+def meet(group: Group, timeout: float) -> _core.Comm | Refusal:
     """Return the shm transport of `group` if all ranks can connect to each other. Collective."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     comm, problem = None, None
@@ -132,3 +129,43 @@ def host_id() -> str:
         return f"{socket.gethostname()}/{boot.read_text().strip()}"
     except OSError:  # some sandboxes hide it
         return f"{socket.gethostname()}/"
+
+
+def ranks_per_host(hosts: Sequence[str]) -> int:
+    """Return the number of ranks of each host, given the host of each rank in rank order.
+
+    0: all ranks are on one host, or hosts have different numbers of ranks, or ranks of one host are
+    not neighbors.
+    """
+    size = 1
+    while size < len(hosts) and hosts[size] == hosts[0]:
+        size += 1
+    blocks = [set(hosts[at : at + size]) for at in range(0, len(hosts), size)]
+    alike = len(hosts) % size == 0 and all(len(block) == 1 for block in blocks)
+    different = len(set().union(*blocks)) == len(blocks)
+    return size if alike and different and len(blocks) > 1 else 0
+
+
+def connect_hosts(
+    group: Group, own: Group, hosts: Sequence[str], timeout: float
+) -> _core.Comm | str:
+    """Return the transport in two levels, or why there is none. Collective.
+
+    own: zshard's process group of the same ranks.
+    """
+    size = ranks_per_host(hosts)
+    if len(set(hosts)) == 1:
+        return "all ranks are on one host"
+    if size == 0:
+        return "the hosts must have the same number of ranks each, neighbors in rank order"
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    ranks = dist.get_process_group_ranks(group)
+    met: _core.Comm | Refusal = _core.Comm.alone("cpu")
+    if size > 1:
+        first = rank // size * size
+        met = meet(new_subgroup(ranks[first : first + size], "gloo"), timeout)
+    reasons = gather_objects(met.reason if isinstance(met, Refusal) else "", group)
+    if any(reasons) or isinstance(met, Refusal):
+        return f"the ranks of a host cannot connect over shm: {next(filter(None, reasons))}"
+    even, odd = (new_subgroup(ranks[rank % size :: size], "gloo").group_name for _ in range(2))
+    return _core.Comm.hosts(own.group_name, even, odd, met, rank, world, timeout)

@@ -47,24 +47,17 @@ class NcclOptions:
         if self.ctas not in POLICIES:
             known = ", ".join(repr(each) for each in POLICIES)
             raise ValueError(f"NcclOptions: ctas must be one of {known}, got {self.ctas!r}")
-        for name in ("min_ctas", "max_ctas"):
+        for name, most in (("min_ctas", MAX_CTAS), ("max_ctas", MAX_CTAS), ("communicators", 2)):
             value = getattr(self, name)
-            if value is not None and not _is_count(value, MAX_CTAS):
+            is_unset = value is None and most == MAX_CTAS
+            if not is_unset and not _is_count(value, most):
+                unset = "None or " if most == MAX_CTAS else ""
                 raise ValueError(
-                    f"NcclOptions: {name} must be None or an integer from 1 to {MAX_CTAS}, got "
-                    f"{value!r}"
+                    f"NcclOptions: {name} must be {unset}an integer from 1 to {most}, got {value!r}"
                 )
-        if (
-            self.min_ctas is not None
-            and self.max_ctas is not None
-            and self.min_ctas > self.max_ctas
-        ):
+        if (self.min_ctas or 0) > (self.max_ctas or MAX_CTAS):
             raise ValueError(
                 f"NcclOptions: min_ctas={self.min_ctas} exceeds max_ctas={self.max_ctas}"
-            )
-        if not _is_count(self.communicators, 2):
-            raise ValueError(
-                f"NcclOptions: communicators must be 1 or 2, got {self.communicators!r}"
             )
 
     def _numbers(self) -> tuple[int, int, int, int]:

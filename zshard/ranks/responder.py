@@ -1,13 +1,14 @@
-"""What ranks of one host tell each other while their scripts are elsewhere: a thread that answers.
+"""What ranks tell each other while their scripts are elsewhere: threads that answer.
 
-Over shm the ranks' parameters lie in memory that all of them map, so one rank alone
-can read them; all else is each rank's own. So each process has a thread with a socket, which calls
-what has been registered for a question (optim/state_registry.py: slices of optimizer state) and
-sends the answer.
+Over shm the ranks' parameters lie in memory that all of them map, so one rank alone can read them;
+all else is each rank's own. So each process has threads with a socket, which call what has been
+registered for a question (optim/state_registry.py: slices of optimizer state) and send the answer.
+Over c10d a thread answers, by the process group's store, whether this rank waits as others do.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -16,25 +17,33 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+from zshard import _core
 from zshard.ranks.agreement import bytes_of
 
-__all__ = ["ENDED", "Answer", "Reply", "address", "answer_with", "ask", "stop"]
+__all__ = ["ENDED", "Answer", "Reply", "address", "answer_stalls", "answer_with", "ask", "stop"]
 
 Answer = tuple[dict[str, Any], Sequence[torch.Tensor]]
 """What can be told in JSON, and contiguous tensors in host memory."""
 
-_answerer: Callable[[Any], Answer] | None = None
 _SLOWEST = 300.0  # seconds that a rank may take to read one tensor
 _THREADS = 4  # questions that are answered at a time; others wait
 _QUEUE = 128
 
 ENDED = (ConnectionRefusedError, FileNotFoundError)
 """What ask() raises for a process that has ended. Other OSErrors may pass."""
+
+
+_answerer: Callable[[Any], Answer] | None = None
+_server: _Server | None = None
 
 
 def answer_with(answerer: Callable[[Any], Answer]) -> None:
@@ -44,14 +53,23 @@ def answer_with(answerer: Callable[[Any], Answer]) -> None:
 
 
 def address() -> str:
-    """Return where this process answers, and start the thread if it does not run. "" where that is
+    """Return where this process answers, and start its threads if they do not run. "" where that is
     not possible."""
-    return _Server.address_of_this_process()
+    global _server
+    if _server is None:
+        try:
+            _server = _Server()
+        except OSError:
+            return ""
+    return _server.name
 
 
 def stop() -> None:
-    """End the thread, as before the interpreter ends, which may not happen while it answers."""
-    _Server.stop_own()
+    """End the threads, as before the interpreter ends, which may not happen while they answer."""
+    global _server
+    own, _server = _server, None
+    if own is not None:
+        own.stop()
 
 
 @contextlib.contextmanager
@@ -95,8 +113,6 @@ class Reply:
 
     def read_into(self, tensor: torch.Tensor) -> None:
         """Read the next tensor into contiguous host memory."""
-        if tensor.numel() == 0:
-            return
         room = bytes_of(tensor)
         while room:
             count = self._file.readinto(room)
@@ -111,36 +127,9 @@ def _is_own_user(line: socket.socket) -> bool:
     return bool(struct.unpack("3i", raw)[1] == os.geteuid())
 
 
-def _answer(question: Any) -> Answer:
-    if _answerer is None:
-        return {"error": "it has nothing to tell"}, []
-    try:
-        return _answerer(question)
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}, []
-
-
-def _serve(line: socket.socket) -> None:
-    """Answer the question that comes on a connection."""
-    line.settimeout(_SLOWEST)
-    if not _is_own_user(line):
-        return
-    with line.makefile("rb") as file:
-        question = file.readline()
-    if not question:  # it has ended since
-        return
-    header, tensors = _answer(json.loads(question))
-    line.sendall(json.dumps(header).encode() + b"\n")
-    for tensor in tensors:
-        if tensor.numel():
-            line.sendall(bytes_of(tensor))
-
-
 class _Server:
-    """The process's threads that wait for questions. All are started at once: at the end of a
+    """The threads of this process that wait for questions. All are started at once: at the end of a
     script, when others may ask, Python starts no thread any more."""
-
-    _own: _Server | None = None
 
     def __init__(self) -> None:
         self.name = f"zshard-answers-{secrets.token_hex(12)}"
@@ -161,32 +150,85 @@ class _Server:
             except OSError:
                 return  # closed
             with line, contextlib.suppress(OSError, ValueError):  # who asked has raised, or ended
-                _serve(line)
+                self._serve(line)
 
-    @classmethod
-    def address_of_this_process(cls) -> str:
-        if cls._own is None:
-            try:
-                cls._own = cls()
-            except OSError:
-                return ""
-            os.register_at_fork(after_in_child=cls._forget)
-        return cls._own.name
-
-    @classmethod
-    def stop_own(cls) -> None:
-        own, cls._own = cls._own, None
-        if own is None:
+    def _serve(self, line: socket.socket) -> None:
+        line.settimeout(_SLOWEST)
+        if not _is_own_user(line):
             return
-        with contextlib.suppress(OSError):
-            own.socket.shutdown(socket.SHUT_RDWR)  # accept() returns
-        for thread in own.threads:
-            thread.join(1.0)
-        own.socket.close()
+        with line.makefile("rb") as file:
+            question = file.readline()
+        if not question:  # it has ended since
+            return
+        try:
+            assert _answerer is not None
+            facts, tensors = _answerer(json.loads(question))
+        except Exception as error:
+            facts, tensors = {"error": f"{type(error).__name__}: {error}"}, []
+        line.sendall(json.dumps(facts).encode() + b"\n")
+        for tensor in tensors:
+            if tensor.numel():
+                line.sendall(bytes_of(tensor))
 
-    @classmethod
-    def _forget(cls) -> None:
-        """In a forked child, which is no rank."""
-        if cls._own is not None:
-            cls._own.socket.close()
-        cls._own = None
+    def stop(self) -> None:
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)  # accept() returns
+        for thread in self.threads:
+            thread.join(1.0)
+        self.socket.close()
+
+
+# --- ranks that wait over c10d --------------------------------------------------------------------
+
+_EVERY = 1.0  # seconds between two looks for a question
+_ASKED, _ANSWER = "zshard/asked", "zshard/at/{}/{}"  # as in torch_c10d.cpp
+_ending = threading.Event()
+
+
+def answer_stalls(comm: _core.Comm, group: dist.ProcessGroup, own: dist.ProcessGroup) -> None:
+    """Answer ranks of `comm`, the c10d transport of `group` over zshard's group `own`, which ask
+    why this one does not come, until one of these groups is destroyed: c10d_stall.c prints it."""
+    try:
+        # A connection of its own, as the script may wait for the store as well.
+        store: Any = distributed_c10d._world.pg_map[own][1]
+        store = store.clone()
+        store.set_timeout(timedelta(seconds=5))
+    except (AttributeError, RuntimeError, NotImplementedError):  # a store of another kind
+        return
+    groups = [weakref.ref(group), weakref.ref(own)]
+    thread = threading.Thread(
+        target=_answer_stalls, args=(comm, store, groups), name="zshard-stalls", daemon=True
+    )
+    thread.start()
+    atexit.register(_end, thread)
+
+
+def _end(thread: threading.Thread) -> None:
+    _ending.set()
+    thread.join(_EVERY)
+
+
+def _answer_stalls(
+    comm: _core.Comm, store: Any, groups: list[weakref.ref[dist.ProcessGroup]]
+) -> None:
+    answered = 0
+    with contextlib.suppress(Exception):  # the process that has the store has ended
+        while not _ending.wait(_EVERY):
+            if any(group() not in distributed_c10d._world.pg_map for group in groups):
+                return
+            asked = store.add(_ASKED, 0)
+            if asked != answered:
+                answered = asked
+                said = "w" if comm.is_waiting else "-not in a zshard collective"
+                store.set(_ANSWER.format(asked, comm.rank), said)
+
+
+def _in_child() -> None:
+    """In a forked child, which is no rank."""
+    global _server, _ending
+    if _server is not None:
+        _server.socket.close()
+    _server, _ending = None, threading.Event()
+
+
+os.register_at_fork(after_in_child=_in_child)

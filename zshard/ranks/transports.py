@@ -22,16 +22,13 @@ import torch.distributed as dist
 
 from zshard import _core
 from zshard._errors import stacklevel
-from zshard.ranks import ends, meeting, script_position
-from zshard.ranks.agreement import on_all_ranks
+from zshard.ranks import ends, meeting
+from zshard.ranks.agreement import gather_objects, on_all_ranks
 from zshard.ranks.devices import CPU, is_stand_in, torch_device
-from zshard.ranks.exit import fail
-from zshard.ranks.groups import Groups
-from zshard.ranks.hosts import connect_hosts, ranks_per_host
-from zshard.ranks.meeting import Refusal, meet
+from zshard.ranks.groups import Group, Groups, new_subgroup
+from zshard.ranks.meeting import Refusal, connect_hosts, meet, ranks_per_host
 from zshard.ranks.nccl import NcclOptions, library
-from zshard.ranks.objects import gather_objects
-from zshard.ranks.subgroups import new_subgroup
+from zshard.ranks.responder import answer_stalls
 from zshard.strategy import ShardingStrategy
 
 TRANSPORTS = {
@@ -44,9 +41,9 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 @dataclass
 class _Connection:
-    group: Any  # the process group: kept, so that its id stays its own
+    group: Group  # the process group: kept, so that its id stays its own
     comm: _core.Comm
-    made: set[Any] = field(default_factory=set)  # zshard's own groups, which end with that one
+    made: set[Group] = field(default_factory=set)  # zshard's own groups, which end with that one
 
 
 _FLAT = "flat"  # shm, or c10d alone
@@ -55,6 +52,7 @@ _OUTLIVE = 5.0  # seconds that a rank whose wait has failed leaves to the one th
 _PATIENCE = 1800.0  # seconds: least timeout of a wait for a rank that may be waiting for a disk
 
 Asked = str | NcclOptions  # a transport, by its name or by NCCL's options
+CommSettings = tuple[Asked | None, float | None, str]  # comm_for's transport, timeout and device
 
 _entries: dict[tuple[int, Asked, str], _Connection] = {}  # by group, transport asked for, device
 _stopped: list[_Connection] = []  # others have taken their places; their models are lost
@@ -71,7 +69,7 @@ class Comms(NamedTuple):
 
 
 def comms_for(
-    groups: Groups, strategy: ShardingStrategy, comm: _core.Comm, settings: tuple[Any, Any, str]
+    groups: Groups, strategy: ShardingStrategy, comm: _core.Comm, settings: CommSettings
 ) -> Comms:
     """Return the transports of a model's groups; `comm` is that of all ranks. Collective on first
     use.
@@ -91,7 +89,7 @@ def comms_for(
     return Comms(comm, shard_group, shard_group, None)
 
 
-def group_of(comm: _core.Comm) -> Any:
+def group_of(comm: _core.Comm) -> Group | None:
     """Return the process group of a transport. None, torch's word for the default group, for a
     single rank."""
     known = [*_entries.values(), *_stopped]
@@ -104,7 +102,7 @@ def ranks_of(comm: _core.Comm) -> list[int]:
     return [] if group is None else dist.get_process_group_ranks(group)
 
 
-def _within(groups: Groups, comm: _core.Comm, settings: tuple[Any, Any, str]) -> _core.Comm:
+def _within(groups: Groups, comm: _core.Comm, settings: CommSettings) -> _core.Comm:
     """Return the transport of a shard group, of the same kind in all shard groups: shards are laid
     out for it, and all ranks reduce together."""
     if groups.shard_group is None or settings[2] != CPU:
@@ -114,14 +112,12 @@ def _within(groups: Groups, comm: _core.Comm, settings: tuple[Any, Any, str]) ->
     kinds = [each.rstrip().decode() for each in comm.exchange(found.transport.encode().ljust(16))]
     if len(set(kinds)) == 1:
         return found
-    if comm.rank == 0:
-        without = kinds.index("c10d")
-        warnings.warn(
-            "shard groups use transport='c10d', because shm, which is faster, is not available to "
-            f"that of rank {without}: see its own warning. Pass transport='c10d' to silence this",
-            RuntimeWarning,
-            stacklevel=stacklevel(),
-        )
+    _warn(
+        comm.rank,
+        "shard groups use transport='c10d', because shm, which is faster, is not available to "
+        f"that of rank {kinds.index('c10d')}: see its own warning. Pass transport='c10d' to "
+        "silence this",
+    )
     return comm_for(groups.shard_group, "c10d", *settings[1:])
 
 
@@ -151,7 +147,7 @@ def check_settings(
 
 
 def comm_for(
-    group: Any | None, transport: Asked | None, timeout: float | None, device: str = CPU
+    group: Group | None, transport: Asked | None, timeout: float | None, device: str = CPU
 ) -> _core.Comm:
     """Return the transport of `group`, created on first use, which is collective over the group.
 
@@ -210,7 +206,7 @@ def _comm_alone(device: str) -> _core.Comm:
     return _alone[device]
 
 
-def _connection(group: Any, connect: Callable[[], _core.Comm]) -> _Connection:
+def _connection(group: Group, connect: Callable[[], _core.Comm]) -> _Connection:
     """Return what `connect` makes, with the process groups that it creates on the way."""
     known = set(dist.distributed_c10d._world.pg_map)
     comm = connect()
@@ -230,7 +226,6 @@ def _set_stopped_aside() -> None:
 def _drop_dead_entries() -> None:
     """Forget the transports of groups that the script has destroyed, and destroy zshard's own
     groups for them: each of gloo's has three threads, which wake a hundred times a second."""
-    script_position.forget_dead()
     groups = dist.distributed_c10d._world.pg_map
     alive = {id(group) for group in groups}
     _stopped[:] = [entry for entry in _stopped if id(entry.group) in alive]
@@ -258,7 +253,8 @@ def _check_timeout(timeout: float | None) -> float | None:
     return seconds
 
 
-def _timeout_of(group: Any, timeout: float | None) -> float:
+def _timeout_of(group: Group, timeout: float | None) -> float:
+    """Return the seconds asked for, or the group's own."""
     if timeout is not None:
         return timeout
     try:
@@ -270,81 +266,74 @@ def _timeout_of(group: Any, timeout: float | None) -> float:
     return limit.total_seconds() if isinstance(limit, timedelta) else 1800.0
 
 
-def _connect(group: Any, wanted: Asked, timeout: float, beside: bool = False) -> _core.Comm:
-    _report_ends()
+def _connect(group: Group, wanted: Asked, timeout: float, beside: bool = False) -> _core.Comm:
+    ends.watch(_tell_peers, _leave)
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
     if wanted in ("c10d", "hosts"):
         hosts = gather_objects(meeting.host_id(), group)
     else:
         met = meet(group, timeout)
         if isinstance(met, _core.Comm):
-            if not beside:
-                script_position.watch_shm(met, group)
             return met
-        if wanted == "shm":
-            raise RuntimeError(
-                f"transport='shm' is not available: {met.reason}. Or pass transport='c10d'"
-            )
-        _fall_back(met, dist.get_rank(group))
+        _fall_back(met, wanted, rank)
         hosts = met.hosts
     own = new_group(group, CPU)
-    comm = None
     if not beside and (wanted == "hosts" or (wanted == "auto" and len(set(hosts)) > 1)):
-        comm = _connect_hosts(group, own, hosts, wanted, timeout)
-    if comm is None:
-        rank, world = dist.get_rank(group), dist.get_world_size(group)
-        comm = _core.Comm.c10d(own.group_name, rank, world, timeout, ranks_per_host(hosts))
+        comm = connect_hosts(group, own, hosts, timeout)
+        if isinstance(comm, _core.Comm):
+            answer_stalls(comm, group, own)
+            return comm
+        if wanted == "hosts":
+            raise RuntimeError(
+                f"transport='hosts' is not available: {comm}. Pass transport='auto' or 'c10d'"
+            )
+        _warn(
+            rank,
+            "transport='c10d' sends more between hosts than transport='hosts', which is not "
+            f"available: {comm}. Pass transport='c10d' to silence this warning",
+        )
+    comm = _core.Comm.c10d(own.group_name, rank, world, timeout, ranks_per_host(hosts))
     if not beside:  # whose waits are for another thread
-        script_position.watch(comm, group, own)
+        answer_stalls(comm, group, own)
     return comm
 
 
-def _connect_hosts(
-    group: Any, own: Any, hosts: list[str], wanted: Asked, timeout: float
-) -> _core.Comm | None:
-    """Return the transport in two levels; None, on all ranks, if c10d takes its place."""
-    met = connect_hosts(group, own, hosts, timeout)
-    if isinstance(met, _core.Comm):
-        return met
-    if wanted == "hosts":
+def _fall_back(refusal: Refusal, wanted: Asked, rank: int) -> None:
+    """Say on one rank that c10d takes the place of shm. Raises RuntimeError on all ranks if shm was
+    asked for, or c10d would fail too."""
+    if wanted == "shm":
         raise RuntimeError(
-            f"transport='hosts' is not available: {met}. Pass transport='auto' or 'c10d'"
+            f"transport='shm' is not available: {refusal.reason}. Or pass transport='c10d'"
         )
-    if dist.get_rank(group) == 0:
-        warnings.warn(
-            "transport='c10d' sends more between hosts than transport='hosts', which is not "
-            f"available: {met}. Pass transport='c10d' to silence this warning",
-            RuntimeWarning,
-            stacklevel=stacklevel(),
-        )
-    return None
-
-
-def _fall_back(refusal: Refusal, rank: int) -> None:
-    """Say once, on one rank, that c10d takes the place of shm. Raises RuntimeError on all ranks if
-    c10d would fail too."""
     if refusal.shortage:
         raise RuntimeError(
             f"no transport is available: shm: {refusal.reason}; c10d: {refusal.shortage}"
         )
-    if refusal.one_host and rank == 0:
-        warnings.warn(
+    if len(set(refusal.hosts)) == 1:
+        _warn(
+            rank,
             "ranks of one host use transport='c10d', because shm, which is faster, is not "
             f"available: {refusal.reason}. Pass transport='c10d' to silence this warning",
-            RuntimeWarning,
-            stacklevel=stacklevel(),
         )
 
 
-def new_group(group: Any, device: str, backend: str | None = None) -> Any:
+def _warn(rank: int, text: str) -> None:
+    """Warn on the first rank of a group."""
+    if rank == 0:
+        warnings.warn(text, RuntimeWarning, stacklevel=stacklevel())
+
+
+def new_group(group: Group, device: str, backend: str | None = None) -> Group:
     """Return a new process group for tensors on that device, so that zshard's collectives never
     mix with the script's. backend: None for that of `group`, or torch's usual one."""
     ranks = dist.get_process_group_ranks(group)
     kind = torch_device(device).type
     if backend is None and kind not in str(dist.get_backend_config(group)):
         backend = BACKENDS[kind]
-    if len(ranks) == dist.get_world_size():
-        return dist.new_group(ranks, backend=backend)
-    return new_subgroup(ranks, backend)
+    if len(ranks) < dist.get_world_size():
+        return new_subgroup(ranks, backend)
+    made: Group = dist.new_group(ranks, backend=backend)
+    return made
 
 
 def choices_for(device: str, wanted: Asked) -> tuple[Asked, Asked]:
@@ -352,14 +341,19 @@ def choices_for(device: str, wanted: Asked) -> tuple[Asked, Asked]:
     return _FLAT, wanted
 
 
-def connect_gpu(device: str, group: Any, wanted: Asked, timeout: float) -> _core.Comm:
+def connect_gpu(device: str, group: Group, wanted: Asked, timeout: float) -> _core.Comm:
     """Return the transport between GPUs: one between their hosts, and a backend for GPU memory."""
     options = wanted if isinstance(wanted, NcclOptions) else None
     hosts, kind = choices_for(device, wanted)
     control = comm_for(group, hosts, timeout)
     kind = "nccl" if options is not None else kind
     if kind == "auto" and (sharing := _sharing_a_gpu(control, device)) is not None:
-        _warn_of_sharing(control.rank, sharing)
+        _warn(
+            control.rank,
+            f"ranks {sharing[0]} and {sharing[1]} share a GPU, which NCCL does not support: all "
+            "ranks use transport='c10d' with gloo, which copies through the host. Give each rank a "
+            "GPU of its own, or pass transport='c10d' to silence this warning",
+        )
         own = new_group(group, device, "gloo")  # torch's NCCL refuses them as ours does
         return _core.Comm.gpu(control, "c10d", device, own.group_name)
     if kind in ("auto", "nccl"):
@@ -389,55 +383,38 @@ def _sharing_a_gpu(control: _core.Comm, device: str) -> tuple[int, int] | None:
     return next(((ids.index(gpu), r) for r, gpu in enumerate(ids) if ids.index(gpu) < r), None)
 
 
-def _warn_of_sharing(rank: int, sharing: tuple[int, int]) -> None:
-    if rank == 0:
-        first, second = sharing
-        warnings.warn(
-            f"ranks {first} and {second} share a GPU, which NCCL does not support: all ranks use "
-            "transport='c10d' with gloo, which copies through the host. Give each rank a GPU of "
-            "its own, or pass transport='c10d' to silence this warning",
-            RuntimeWarning,
-            stacklevel=stacklevel(),
-        )
+def _comms(beside: bool) -> list[_core.Comm]:
+    """Return the transports that threads of their own use, or all others."""
+    found = (entry.comm for key, entry in _entries.items() if (key[1] == _BESIDE) is beside)
+    return list(dict.fromkeys(found))
 
 
-def _report_ends() -> None:
-    ends.watch(_tell_peers, _leave)
-
-
-def _tell_peers(words: str) -> None:
+def _tell_peers(text: str) -> None:
     """Tell them that an exception ends this rank."""
-    for key, entry in _entries.items():
-        if key[1] != _BESIDE:  # a thread may be writing yet, and the process waits for it
-            entry.comm.abort(words)
-            entry.comm.close()
+    for comm in _comms(beside=False):  # a thread may be writing yet, and the process waits for it
+        comm.abort(text)
+        comm.close()
 
 
 def _leave() -> None:
     """Exit in order: tell the peers that this rank left, so that they do not find it dead."""
-    comms = {id(entry.comm): entry.comm for key, entry in _entries.items() if key[1] != _BESIDE}
-    if any(comm.lost for comm in comms.values()):
+    comms = _comms(beside=False)
+    if any(comm.lost for comm in comms):
         ends.note_failure()
-    if not ends.has_failed() and ends.is_reported():
-        for comm in comms.values():
-            _compare_ends(comm)
-    for comm in comms.values():
+    is_orderly = ends.is_reported() and not ends.has_failed()
+    for comm in comms if is_orderly else ():
+        try:
+            comm.end()  # compares what ranks did after the last round
+        except _core.DivergenceError as error:
+            ends.fail(f"zshard: DivergenceError at the end of rank {comm.rank}: {error}")
+    for comm in comms:
         _core.outlive(comm, _OUTLIVE)  # launchers name the first process that ends
-    timeout = max((comm.timeout for comm in comms.values()), default=0.0)
-    for key, entry in _entries.items():
-        if key[1] == _BESIDE and ends.last_words():
-            entry.comm.abort(ends.last_words())
-        entry.comm.close()  # from here on nobody waits for this rank
-    for entry in _stopped:
-        entry.comm.close()
+    for comm in _comms(beside=True):
+        if ends.exit_text():
+            comm.abort(ends.exit_text())
+        comm.close()
+    for comm in [*comms, *(entry.comm for entry in _stopped)]:
+        comm.close()  # from here on nobody waits for this rank
     _entries.clear()
-    if not ends.has_failed() and ends.is_reported():
-        ends.say_farewell(timeout)
-
-
-def _compare_ends(comm: _core.Comm) -> None:
-    """No round has compared what ranks did after the last one."""
-    try:
-        comm.end()
-    except _core.DivergenceError as error:
-        fail(f"zshard: DivergenceError at the end of rank {comm.rank}: {error}")
+    if is_orderly:
+        ends.call_exit_callbacks(max((comm.timeout for comm in comms), default=0.0))

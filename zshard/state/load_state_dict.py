@@ -26,8 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from zshard import _core
 from zshard.guard.slices import to_local
-from zshard.ranks.agreement import on_all_ranks
-from zshard.ranks.script_position import PublicCall
+from zshard.ranks.agreement import PublicCall, on_all_ranks
 from zshard.state.source import Copy, FromRank0, Source, pending, told_by_rank_0
 from zshard.state.stand_ins import Pending
 from zshard.units.units import units_of, writing

@@ -40,8 +40,7 @@ from zshard.optim.sharded_state import (
     zeros_side_by_side,
 )
 from zshard.optim.state_registry import FullState, ask_for_full
-from zshard.ranks.agreement import check_agreement, gather_bytes
-from zshard.ranks.script_position import PublicCall
+from zshard.ranks.agreement import PublicCall, check_agreement, gather_bytes
 from zshard.state.source import Copy, Source, filled, shard_of
 from zshard.state.stand_ins import Pending
 from zshard.units.shards import Part, part_of, units_stepped_by

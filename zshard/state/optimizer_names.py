@@ -20,8 +20,7 @@ from torch.optim import Optimizer
 
 from zshard import _core
 from zshard.optim.sharded_state import params_of
-from zshard.ranks.agreement import gather_bytes
-from zshard.ranks.script_position import PublicCall
+from zshard.ranks.agreement import PublicCall, gather_bytes
 from zshard.ranks.transports import comm_for
 from zshard.state.optimizer import OptimizerPlan, gather, problems_with, taken
 from zshard.state.source import FromRank0, pending, told_by_rank_0
