@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from zshard import _core
-from zshard.guard.collectives import tell_of_collectives
+from zshard.guard.outside import tell_of_barriers
 from zshard.memory.forward_order import calls_of, parts_to_guard
 from zshard.model.copy import copy_plain, copy_slices, without
 from zshard.model.generate import generate_of
@@ -218,7 +218,7 @@ def last_writes(module: nn.Module) -> Iterator[None]:
     """Within it, a new model is written to; after it, other ranks may evaluate with its shards."""
     state = state_of(module)
     meet(module, state.comms.shards)
-    tell_of_collectives(state)
+    tell_of_barriers(state)
     with writing([state.unit]):
         yield
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zshard.guard.shared_draws import keep_generator
+from zshard.guard.draws import keep_generator
 from zshard.memory.dry_run import Planned
 from zshard.memory.fits import MemoryLimit, check_fits
 from zshard.memory.spare import Spare, keep_between, words_of
@@ -27,7 +27,6 @@ from zshard.model.build import (
     sync_buffers,
 )
 from zshard.model.whole_counts import count_in_parts
-from zshard.optim.hooks import shard_earlier_state
 from zshard.precision import cast_buffers
 from zshard.ranks.agreement import check_agreement, on_all_ranks, told_to_all_ranks
 from zshard.ranks.devices import CPU
@@ -113,7 +112,7 @@ def shard_model(
         state_of(spec.module).group_given = given
     check_in_forward(module, materializer.left_out)
     with last_writes(module):
-        shard_earlier_state(ref.param for spec, _ in planned for ref in spec.params)
+        pass
 
 
 def _shard_group_given(ranks: Ranks) -> Any:

@@ -7,6 +7,7 @@ rank has no more data does it get to know with which values, to do the same on i
 
 from __future__ import annotations
 
+import functools
 import pickle
 import weakref
 from collections.abc import Callable, Iterable
@@ -27,7 +28,6 @@ __all__ = [
     "say_norm",
     "say_step",
     "say_unscale",
-    "say_zeroed",
 ]
 
 
@@ -73,10 +73,14 @@ class Joined:
     def begin(self) -> None:
         """Announce from now on."""
         _live[self.engine] = self
+        for optimizer in self.optimizers:
+            optimizer.zero_grad = functools.partial(_zero_grad, optimizer)  # type: ignore[method-assign]
 
     def end(self) -> None:
         """Announce no more."""
         _live.pop(self.engine, None)
+        for optimizer in self.optimizers:
+            vars(optimizer).pop("zero_grad", None)
 
     def say(self, act: Act, values: Callable[[], Any], number: int = 0, meetings: int = 0) -> None:
         """Announce an act; ranks without data get `values()` of the lowest rank with data."""
@@ -146,11 +150,12 @@ def say_step(optimizer: torch.optim.Optimizer) -> None:
         joined.say(Act.STEP, values, number)
 
 
-def say_zeroed(optimizer: torch.optim.Optimizer) -> None:
-    """Gradients are about to be set to zero in place."""
-    for joined in _speaking_of(optimizer):
+def _zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+    """An optimizer's zero_grad() within join(): gradients are about to be set to zero in place."""
+    for joined in [] if set_to_none else _speaking_of(optimizer):
         number = joined.number_of(optimizer)
         joined.say(Act.ZERO, lambda number=number, joined=joined: (number, joined.held()), number)  # type: ignore[misc]
+    type(optimizer).zero_grad(optimizer, set_to_none)
 
 
 def say_norm(engine: _core.Engine, grads: list[Tensor], norm_type: float) -> None:

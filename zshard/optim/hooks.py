@@ -11,9 +11,10 @@ cannot see, are refused by name.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,17 +26,23 @@ from torch.utils.hooks import RemovableHandle
 
 from zshard import _core
 from zshard._errors import ShardError
-from zshard.guard.foreign import check_optimizer
+from zshard.guard.outside import check_optimizer
 from zshard.guard.slices import guarded, plain
-from zshard.optim.announce import say_step, say_zeroed
+from zshard.optim.announce import say_step
 from zshard.optim.earlier_state import shard_state_of
 from zshard.optim.replicas import note_values
-from zshard.optim.sharded_state import SCALARS, params_of
-from zshard.optim.state_registry import all_made, note_made
+from zshard.optim.sharded_state import SCALARS
 from zshard.optim.step_digest import note_step
 from zshard.units.shards import stepped_by, units_stepped_by
 
-__all__ = ["before_first_steps", "install", "know", "seen_optimizers", "shard_earlier_state"]
+__all__ = [
+    "before_first_steps",
+    "install",
+    "install_steps",
+    "know",
+    "seen_optimizers",
+    "shard_earlier_state",
+]
 
 
 _KERNELS = frozenset(("apex", "bitsandbytes", "deepspeed", "fbgemm_gpu", "transformer_engine"))
@@ -63,72 +70,32 @@ _ELEMENTWISE = (
 def install() -> None:
     """Start watching the steps of all optimizers. Idempotent."""
     if not _handles:
-        for name in _ELEMENTWISE:
-            _spare_the_guard(getattr(torch.optim, name))
-        for name in ("__init__", "__setstate__"):
-            setattr(torch.optim.Optimizer, name, _noted(getattr(torch.optim.Optimizer, name)))
-        torch.optim.Optimizer.zero_grad = _noting_zeros(torch.optim.Optimizer.zero_grad)  # type: ignore[method-assign]
         _handles.append(register_optimizer_step_pre_hook(_before_step))
         _handles.append(register_optimizer_step_post_hook(_after_step))
 
 
-def _noted(make: Callable[..., None]) -> Callable[..., None]:
-    """Whatever constructs an optimizer, noting that it has."""
-
-    @functools.wraps(make)
-    def made(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        _name_in_errors(type(self))
-        note_made(self)
-
-    return made
-
-
-def _name_in_errors(cls: type[torch.optim.Optimizer]) -> None:
-    """Have a ShardError of a step name the optimizer. Those known to be elementwise raise none."""
-    owner: Any = next((each for each in cls.__mro__ if "step" in vars(each)), None)
-    if owner is None or owner.__module__.startswith("zshard.") or owner.__name__ in _ELEMENTWISE:
-        return
-    step = owner.step
-    if not callable(step) or hasattr(step, "_zshard_names"):
-        return
-
-    @functools.wraps(step)
-    def stepped(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return step(self, *args, **kwargs)
-        except ShardError as error:
-            name = type(self).__name__
-            if str(error).startswith(name):
-                raise
-            raise ShardError(
-                f"{name}.step() is not elementwise, so it cannot work on shards: use an "
-                "elementwise optimizer (zshard.AdamW, torch.optim.SGD, ...), or FSDP(..., "
-                f'strategy="no_shard"), which keeps full parameters. {error}'
-            ) from error
-
-    stepped._zshard_names = True  # type: ignore[attr-defined]
-    owner.step = stepped
-
-
-def _noting_zeros(zero_grad: Callable[..., None]) -> Callable[..., None]:
-    """Without the guard; gradients that stay, as zeros, are written to, as on all ranks."""
-
-    @functools.wraps(zero_grad)
-    def zeroed(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-        if not set_to_none:
-            say_zeroed(self)
-        with plain():
-            zero_grad(self, set_to_none)
-        if not set_to_none:
-            for unit in units_stepped_by(self):
-                unit.engine.note_zeroed()
-
-    return zeroed
-
-
 _checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _checks: list[Callable[[torch.optim.Optimizer], bool]] = []
+
+
+def install_steps() -> None:
+    """Have steps that are known to be elementwise run as on plain tensors: asking about each of
+    their operations would take as long as the operations. Torch wraps the step of a class when its
+    first optimizer is constructed; of classes that have some, the inner function is replaced."""
+    wrap = torch.optim.Optimizer.profile_hook_step
+
+    @functools.wraps(wrap)
+    def wrap_plain(step: Callable[..., Any]) -> Callable[..., Any]:
+        of_torch = step.__module__.startswith("torch.optim.")
+        is_elementwise = of_torch and step.__qualname__.partition(".")[0] in _ELEMENTWISE
+        return wrap(_plainly(step) if is_elementwise else step)
+
+    torch.optim.Optimizer.profile_hook_step = staticmethod(wrap_plain)  # type: ignore[method-assign]
+    for name in _ELEMENTWISE:
+        step: Any = getattr(torch.optim, name).step
+        for cell in step.__closure__ if getattr(step, "hooked", False) else ():
+            if cell.cell_contents is step.__wrapped__:
+                cell.cell_contents = _plainly(step.__wrapped__)
 
 
 def before_first_steps(check: Callable[[torch.optim.Optimizer], bool]) -> None:
@@ -142,22 +109,19 @@ def _check_first_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def know(optimizer: torch.optim.Optimizer) -> None:
-    """Count an optimizer as seen even if its step() is never called. One that is older than the
-    first model may have full state."""
-    if optimizer not in _seen:
-        shard_state_of(optimizer)
+    """Count an optimizer as seen even if its step() is never called. One that is older than its
+    model may have full state."""
+    shard_earlier_state(optimizer)
     _seen[optimizer] = None
     for each in stepped_by(optimizer):
         if each.peers is not None:
             each.peers.book.note(optimizer)
 
 
-def shard_earlier_state(params: Iterable[torch.Tensor]) -> None:
-    """Shard the state that optimizers already have for parameters that have just been sharded."""
-    ids = {id(param) for param in params}
-    for optimizer in all_made():
-        if any(id(p) in ids for p in params_of(optimizer)) and shard_state_of(optimizer):
-            know(optimizer)
+def shard_earlier_state(optimizer: torch.optim.Optimizer) -> None:
+    """Shard the full state of an optimizer that is older than its model and has not been seen."""
+    if optimizer not in _seen:
+        shard_state_of(optimizer)
 
 
 def seen_optimizers() -> list[torch.optim.Optimizer]:
@@ -259,28 +223,13 @@ def _refuse_held_units(optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-def _spare_the_guard(cls: type[torch.optim.Optimizer]) -> None:
-    """Have a step that is known to be elementwise run as on plain tensors: asking about each of its
-    operations would cost a tenth of it. torch wraps step() once an optimizer has been made; then
-    what is in that wrapper is replaced."""
-    step: Any = cls.__dict__.get("step")
-    if step is None:  # AdamW inherits Adam's
-        return
-    if not getattr(step, "hooked", False):
-        cls.step = _plainly(step)  # type: ignore[method-assign]
-        return
-    for cell in step.__closure__:
-        if cell.cell_contents is step.__wrapped__:
-            cell.cell_contents = _plainly(step.__wrapped__)
-
-
 def _plainly(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def stepped(
         self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any
     ) -> Any:
         known = len(self.state)
-        with plain():
+        with plain(), _with_foreach(self):
             result = step(self, None if closure is None else guarded(closure), **kwargs)
         if len(self.state) != known:
             _guard_state(self)
@@ -288,6 +237,29 @@ def _plainly(step: Callable[..., Any]) -> Callable[..., Any]:
 
     # The compiler would trace through classes that ask about operations, which it cannot.
     return torch._disable_dynamo(stepped)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _with_foreach(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Context manager in which an optimizer steps shards on GPUs by operations on lists, where it
+    would do so with torch's own classes."""
+    groups = [group for group in optimizer.param_groups if _takes_foreach(group)]
+    for group in groups:
+        group["foreach"] = True
+    try:
+        yield
+    finally:
+        for group in groups:
+            group["foreach"] = None
+
+
+def _takes_foreach(group: dict[str, Any]) -> bool:
+    if group.get("foreach", False) is not None or group.get("fused") or group.get("differentiable"):
+        return False
+    if isinstance(group.get("lr"), torch.Tensor) and not group.get("capturable"):
+        return False
+    params = group["params"]
+    return all(param.is_cuda for param in params) and any(map(_core.is_shard, params))
 
 
 def _guard_state(optimizer: torch.optim.Optimizer) -> None:

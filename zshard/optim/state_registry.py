@@ -35,10 +35,8 @@ __all__ = [
     "ModelRecord",
     "OptimizerRecord",
     "Peers",
-    "all_made",
     "finish",
     "meet",
-    "note_made",
     "record_of_model",
     "tell_of",
 ]
@@ -140,26 +138,19 @@ class ModelRecord:
             self.records[key] = self.numbered[optimizer] = record
         return record
 
-    def find(self, key: str) -> tuple[list[Tensor], MutableMapping[Any, Any], bool] | None:
-        """The parameters of the model that an optimizer has, its state, and whether it has stepped,
-        loaded or been saved: else it may be in the midst of being made."""
+    def find(self, key: str) -> tuple[list[Tensor], MutableMapping[Any, Any]] | None:
+        """The parameters of the model that an optimizer has, and its state; None: it has neither
+        stepped nor loaded nor been saved."""
         with _lock:
             record = self.records.get(key)
-            is_known = record is not None
             optimizer = None if record is None or record.reference is None else record.reference()
-            if record is None:
-                kind, number = key.rsplit(" ", 1)
-                late = _unnumbered_of(self, kind)
-                if not late or int(number) < self._counts.get(kind, 0):
-                    return None
-                optimizer = late[-1]  # older ones may only wait for the garbage collector
             if optimizer is not None:
                 record = OptimizerRecord(key, optimizer.state, optimizer.param_groups)
             if record is None or not record.groups:  # it is gone, and had no state
                 return None
             ids = self.ids
             params = [param for param in record.params if id(param) in ids]
-            return params, record.state, is_known
+            return params, record.state
 
     def release(self, key: str, rank: int) -> None:
         """Another rank has dropped its part of an optimizer. With the lock."""
@@ -183,28 +174,6 @@ class ModelRecord:
         if not self.is_alive and not self.records:
             _books.pop(self.token, None)
         _changed.notify_all()
-
-
-_made: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
-"""All living optimizers, in the order in which they were made."""
-
-
-def note_made(optimizer: Optimizer) -> None:
-    """An optimizer has been constructed, or copied."""
-    with _lock:
-        _made[optimizer] = None
-
-
-def all_made() -> list[Optimizer]:
-    with _lock:
-        return list(_made)
-
-
-def _unnumbered_of(book: ModelRecord, kind: str) -> list[Optimizer]:
-    """Those of a kind that have neither stepped nor loaded nor saved."""
-    return [
-        each for each in list(_made) if each not in book.numbered and book.kind_of(each) == kind
-    ]
 
 
 class Peers:

@@ -178,9 +178,8 @@ def _answer(question: dict[str, Any]) -> Answer:
     found = book.find(key)
     if found is None:
         return {"facts": [], "nested": [], "slices": [], "unknown": True, "known": False}, []
-    params, state, is_known = found
-    facts, tensors = _slices(held_in(params, state))
-    return {**facts, "known": is_known}, tensors
+    facts, tensors = _slices(held_in(*found))
+    return {**facts, "known": True}, tensors
 
 
 @plain()

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from zshard import _core
 from zshard.guard.whole_values import join
-from zshard.optim.hooks import know
+from zshard.optim.hooks import know, shard_earlier_state
 from zshard.optim.sharded_state import HeldState, fact_of, held_by, params_of
 from zshard.ranks.agreement import check_agreement, gather_bytes
 from zshard.ranks.script_position import PublicCall
@@ -54,6 +54,7 @@ def install() -> None:
 def _save(self: Optimizer) -> dict[str, Any]:
     if not has_parts(self):
         return _torchs_save(self)
+    shard_earlier_state(self)
     handle = self.register_state_dict_post_hook(_make_whole, prepend=True)
     try:
         return _torchs_save(self)
