@@ -179,8 +179,8 @@ def refused_index(part: Any) -> str:
     """Return the message for the index of one element, which may come of a shard's size."""
     return (
         f"one element of a shard of '{part.name}' was set by its index after the script asked "
-        f"for the shard's size, which is {part.root.local_shape} on this rank. An index computed from it would be "
-        f"wrong: the full shape is {part.root.shape}. {_INITIALIZE} Or ask "
+        f"for the shard's size, which is {part.root.local_shape} on this rank. An index computed "
+        f"from it would be wrong: the full shape is {part.root.shape}. {_INITIALIZE} Or ask "
         "zshard.shard_info(p)['shape']."
     )
 
