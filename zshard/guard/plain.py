@@ -1,23 +1,24 @@
 """Shards as plain tensors: for zshard's own code, which knows what it has.
 
-All that stands above uses this, so it imports nothing of the guard.
+All that stands above uses this, so it imports nothing of the guard but its list.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zshard import _core
+from zshard.guard.rules import Operation
 from zshard.units.shards import Part
 
 __all__ = [
-    "Guarded",
+    "GuardedTensor",
     "Operation",
     "guard_like",
     "guarded",
@@ -27,10 +28,8 @@ __all__ = [
     "to_local",
 ]
 
-Operation = Callable[..., Any]
 
-
-class Guarded(Tensor):
+class GuardedTensor(Tensor):
     """The base of the classes of tensors that torch asks about each operation."""
 
 
@@ -69,7 +68,7 @@ def run_plain(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 def to_local(tensor: Tensor) -> Tensor:
     """Return this rank's elements of a sharded tensor as a plain tensor, which shares memory with
     it and is not guarded; any other tensor as it is. Does not communicate."""
-    if not isinstance(tensor, Guarded):
+    if not isinstance(tensor, GuardedTensor):
         return tensor
     with plain():
         return tensor.detach()

@@ -22,7 +22,7 @@ from zshard import _core
 from zshard._errors import ShardError
 from zshard.guard.autograd import is_tracing
 from zshard.guard.plain import (
-    Guarded,
+    GuardedTensor,
     Operation,
     guard_like,
     guarded,
@@ -56,7 +56,7 @@ __all__ = [
 RULES = rules()
 
 
-class _Guarded(Guarded):
+class _Guarded(GuardedTensor):
     """The methods of guarded tensors."""
 
     def to_local(self) -> Tensor:
