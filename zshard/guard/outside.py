@@ -45,8 +45,8 @@ def install_check() -> None:
     check = distributed_c10d._check_single_tensor
 
     @functools.wraps(check)
-    def checked(param: Any, *args: Any) -> None:
-        check(param, *args)
+    def checked(param: Any, param_name: str) -> None:
+        check(param, param_name)
         parts = slices_among([param])
         if parts:
             raise ShardError(refused_collective(parts[0]))

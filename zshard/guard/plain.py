@@ -41,7 +41,7 @@ class plain(contextlib.ContextDecorator):
         self._switch = torch._C.DisableTorchFunctionSubclass()
         self._switch.__enter__()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._switch.__exit__(*error)
 
     def _recreate_cm(self) -> plain:

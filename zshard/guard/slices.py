@@ -70,7 +70,7 @@ class _Guarded(GuardedTensor):
         Collective: call it on all ranks. Raises what zshard.full_tensor() does."""
         return full_tensor(self)
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         part = _core.slice_part(self)
         with plain():
             if part is None:  # a parameter while it is whole
@@ -104,7 +104,7 @@ class _Guarded(GuardedTensor):
         if part is not None:
             raise ShardError(written_to_file("a pickle (torch.save())", part))
         with plain():  # a parameter while it is whole: as torch's own class
-            return _as_torchs(self).__reduce_ex__(protocol)  # type: ignore[arg-type,no-untyped-call]
+            return _as_torchs(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     @classmethod
     def __torch_function__(

@@ -90,7 +90,7 @@ def install_steps() -> None:
         is_elementwise = of_torch and step.__qualname__.partition(".")[0] in _ELEMENTWISE
         return wrap(_plainly(step) if is_elementwise else step)
 
-    torch.optim.Optimizer.profile_hook_step = staticmethod(wrap_plain)  # type: ignore[method-assign]
+    torch.optim.Optimizer.profile_hook_step = staticmethod(wrap_plain)  # type: ignore[method-assign,assignment]
     for name in _ELEMENTWISE:
         step: Any = getattr(torch.optim, name).step
         for cell in step.__closure__ if getattr(step, "hooked", False) else ():
