@@ -36,6 +36,7 @@ from zshard.compat.fsdp1 import (
 )
 from zshard.compat.fsdp1_methods import Fsdp1Methods
 from zshard.compat.fsdp2 import Fsdp2Methods
+from zshard.guard.outside import NoDdp, refuse_in_ddp
 from zshard.memory.fits import parse_limit
 from zshard.memory.spare import parse_keep
 from zshard.model.build import MADE
@@ -262,8 +263,11 @@ class FSDP(Fsdp1Methods, Fsdp2Methods, DdpMethods, UnitMethods, ModelMethods, To
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             pass  # FSDP(module) returns an existing module; it must not be initialised again
 
+    _ddp_params_and_buffers_to_ignore = NoDdp()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward; if it raises, whatever it raises, the model is ready for the next."""
+        refuse_in_ddp()
         return call_guarded(self, state_of(self).unit, super().__call__, args, kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

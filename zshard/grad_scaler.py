@@ -19,15 +19,13 @@ import torch
 from zshard import _core
 from zshard.guard.slices import plain
 from zshard.optim.announce import say_unscale
-from zshard.optim.in_backward import watch_scaled
+from zshard.optim.in_backward import refuse_scaler, watch_scaled
 
 __all__ = ["GradScaler", "install", "unscale"]
 
 _torchs_unscale: Callable[..., dict[torch.device, torch.Tensor]] = getattr(
     torch.amp.GradScaler, "_unscale_grads_", None
 )  # type: ignore[assignment]
-_torchs_scale = torch.amp.GradScaler.scale
-_torchs_update = torch.amp.GradScaler.update
 
 _unscaled: weakref.WeakKeyDictionary[torch.amp.GradScaler, set[_core.Engine]] = (
     weakref.WeakKeyDictionary()
@@ -45,6 +43,7 @@ def _unscale_grads_(
     allow_fp16: bool,
 ) -> dict[torch.device, torch.Tensor]:
     engines = _owners(optimizer)  # first: it refuses gradients that are not reduced
+    refuse_scaler(optimizer)
     on_cpus = (engine for engine in engines if not _core.gpu_ranks(engine))
     _unscaled.setdefault(self, set()).update(on_cpus)
     say_unscale(self, optimizer, engines, inv_scale, allow_fp16)
@@ -91,25 +90,6 @@ def _share_on_gpu(engines: list[_core.Engine], flag: torch.Tensor) -> None:
     flag.copy_(numbers[0])
 
 
-@functools.wraps(_torchs_scale)
-def scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
-    scaled = _torchs_scale(self, outputs)
-    return watch_scaled(scaled) if self.is_enabled() else scaled
-
-
-@functools.wraps(_torchs_update)
-def _update(self: torch.amp.GradScaler, new_scale: float | torch.Tensor | None = None) -> None:
-    engines = _unscaled.pop(self, None)
-    if not engines:
-        _torchs_update(self, new_scale)
-        return
-    before = self.get_scale()
-    _torchs_update(self, new_scale)
-    after = self.get_scale()
-    for engine in engines if after != before else ():
-        engine.rescale(after / before if before else 0.0)  # what wire=... has rounded off
-
-
 def _owners(optimizer: torch.optim.Optimizer) -> list[_core.Engine]:
     """Return the engines of the optimizer's gradients, in the order of its parameters, which is the
     same on all ranks. Raises RuntimeError for an unreduced gradient (no_sync())."""
@@ -125,14 +105,9 @@ def _owners(optimizer: torch.optim.Optimizer) -> list[_core.Engine]:
 
 
 def install() -> None:
-    """Make torch's scaler check all ranks, and make it an error if a model steps in the backward of
-    a scaled loss. Idempotent."""
+    """Make torch's scaler check all ranks. Idempotent."""
     if torch.amp.GradScaler._unscale_grads_ is _torchs_unscale:
         torch.amp.GradScaler._unscale_grads_ = _unscale_grads_  # type: ignore[method-assign]
-    if torch.amp.GradScaler.scale is _torchs_scale:
-        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
-    if torch.amp.GradScaler.update is _torchs_update:
-        torch.amp.GradScaler.update = _update  # type: ignore[method-assign]
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -169,7 +144,17 @@ class GradScaler(torch.amp.GradScaler):
         )
 
     _unscale_grads_ = _unscale_grads_  # type: ignore[assignment]
-    scale = scale  # type: ignore[assignment]
+
+    def scale(self, outputs: Any) -> Any:
+        """As torch's; a backward from the result that steps a model is an error."""
+        scaled = super().scale(outputs)
+        return watch_scaled(scaled) if self.is_enabled() else scaled
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        _update(self, new_scale)
+        """As torch's; what wire=... has rounded off is scaled, too."""
+        engines = _unscaled.pop(self, ())
+        before = self.get_scale() if engines else 0.0
+        super().update(new_scale)
+        after = self.get_scale() if engines else 0.0
+        for engine in engines if after != before else ():
+            engine.rescale(after / before if before else 0.0)

@@ -19,6 +19,7 @@ typedef enum zs_status {
     ZS_ERR_UNSUPPORTED, /* a feature that is not there: NotImplementedError */
     ZS_ERR_MEMORY,      /* out of memory or address space: MemoryError */
     ZS_ERR_SYSTEM,      /* a system call failed: OSError */
+    ZS_ERR_SHARD,       /* what a shard does not allow: zshard.ShardError */
     ZS_ERR_PEER,        /* another rank died or left: zshard.PeerError */
     ZS_ERR_TIMEOUT,     /* another rank did not come in time: zshard.PeerTimeoutError */
     ZS_ERR_DIVERGED,    /* the ranks did different things: zshard.DivergenceError */

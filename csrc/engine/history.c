@@ -124,13 +124,6 @@ void zs_unit_note_draw(zs_unit *unit, int64_t i, uint64_t drawn)
     zs_engine_of(unit)->history.draws += zs_fold(fold_text(unit->params[i].name), drawn);
 }
 
-void zs_engine_note_zeroed(zs_engine *engine)
-{
-    engine->history.grads |= bit_of("zero_");
-    snprintf(engine->history.written, sizeof engine->history.written, "zero_grad(set_to_none=False)");
-    engine->history.untold = true;
-}
-
 /* --- what comes of them ------------------------------------------------------------------------------------------------------ */
 
 static zs_fingerprint fingerprint_of(const zs_engine *engine)

@@ -36,9 +36,6 @@ void zs_unit_note_write(zs_unit *unit, int64_t i, const zs_tensor *written, cons
  * for the full parameter, also if its shard is empty. */
 void zs_unit_note_draw(zs_unit *unit, int64_t i, uint64_t drawn);
 
-/* The model's gradients have been set to zero in place. */
-void zs_engine_note_zeroed(zs_engine *engine);
-
 /* Parameter `i` has been loaded; `content` is equal on ranks that loaded the same values. */
 void zs_unit_note_load(zs_unit *unit, int64_t i, uint64_t content);
 

@@ -2,7 +2,6 @@
 #include "python/py_engine.h"
 #include "engine/history.h"
 #include "engine/writing.h"
-#include "python/py_aliases.h"
 #include "python/py_faces.h"
 
 #include "unit/offload.h"
@@ -172,7 +171,7 @@ PyDoc_STRVAR(engine_open_doc,
 static PyObject *engine_open(engine_object *self, PyObject *unused)
 {
     (void)unused;
-    return zs_py_keep_aliases(self->engine) < 0 ? NULL : without_gil(self, zs_engine_open);
+    return without_gil(self, zs_engine_open);
 }
 
 PyDoc_STRVAR(engine_close_doc, "close($self, /)\n--\n\nClose the session that open() opened.");
@@ -205,24 +204,14 @@ static PyObject *engine_end_write(engine_object *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(
-    engine_complete_writes_doc,
-    "complete_writes($self, /)\n--\n\nWhat the script has written in place to shards is complete, on all ranks "
-    "alike: other ranks may evaluate with it. No-op within a pass and a write.");
-
-static PyObject *engine_complete_writes(engine_object *self, PyObject *unused)
-{
-    (void)unused;
-    return zs_py_keep_aliases(self->engine) < 0 ? NULL : without_gil(self, zs_writing_complete);
-}
-
-PyDoc_STRVAR(engine_meet_doc, "meet($self, /)\n--\n\ncomplete_writes(), in a collective of the script's in which all "
-                              "ranks wait for each other: how often each has evaluated before counts no more.");
+PyDoc_STRVAR(engine_meet_doc,
+             "meet($self, /)\n--\n\nThe script comes to a barrier of all ranks: what it has written in place to shards is "
+             "complete, and how often each rank has evaluated before counts no more. No-op within a pass and a write.");
 
 static PyObject *engine_meet(engine_object *self, PyObject *unused)
 {
     (void)unused;
-    return zs_py_keep_aliases(self->engine) < 0 ? NULL : without_gil(self, zs_writing_barrier);
+    return without_gil(self, zs_writing_barrier);
 }
 
 PyDoc_STRVAR(engine_before_step_doc, "before_step($self, /)\n--\n\nbegin_write() for an optimizer's step. Raises "
@@ -245,17 +234,6 @@ static PyObject *engine_note_step(engine_object *self, PyObject *const *args, Py
     uint64_t counts = PyErr_Occurred() ? 0 : PyLong_AsUnsignedLongLong(args[1]);
     if (PyErr_Occurred()) return NULL;
     zs_engine_note_step(self->engine, settings, counts);
-    Py_RETURN_NONE;
-}
-
-PyDoc_STRVAR(
-    engine_note_zeroed_doc,
-    "note_zeroed($self, /)\n--\n\nNote that the model's gradients were set to zero in place, as on all ranks.");
-
-static PyObject *engine_note_zeroed(engine_object *self, PyObject *unused)
-{
-    (void)unused;
-    zs_engine_note_zeroed(self->engine);
     Py_RETURN_NONE;
 }
 
@@ -353,11 +331,9 @@ static PyMethodDef engine_methods[] = {
     {"open", (PyCFunction)engine_open, METH_NOARGS, engine_open_doc},
     {"before_step", (PyCFunction)engine_before_step, METH_NOARGS, engine_before_step_doc},
     {"note_step", (PyCFunction)(void (*)(void))engine_note_step, METH_FASTCALL, engine_note_step_doc},
-    {"note_zeroed", (PyCFunction)engine_note_zeroed, METH_NOARGS, engine_note_zeroed_doc},
     {"tell_settings", (PyCFunction)engine_tell_settings, METH_O, engine_tell_settings_doc},
     {"compare", (PyCFunction)engine_compare_ranks, METH_NOARGS, engine_compare_doc},
     {"begin_write", (PyCFunction)engine_begin_write, METH_NOARGS, engine_begin_write_doc},
-    {"complete_writes", (PyCFunction)engine_complete_writes, METH_NOARGS, engine_complete_writes_doc},
     {"meet", (PyCFunction)engine_meet, METH_NOARGS, engine_meet_doc},
     {"end_write", (PyCFunction)engine_end_write, METH_NOARGS, engine_end_write_doc},
     {"close", (PyCFunction)engine_close, METH_NOARGS, engine_close_doc},

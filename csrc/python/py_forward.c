@@ -4,11 +4,8 @@
  * A backward is announced once, with its roots; its hooks are C all the way.
  */
 #include "engine/entries.h"
-#include "python/py_aliases.h"
 #include "python/py_faces.h"
-
-/* Functional calls that are open on this thread: modules have other tensors in the places of their parameters until they return. */
-static _Thread_local int lent;
+#include "python/py_slices.h"
 
 /* Notes which parameters are no more where they were, in any module (`linear.bias = None`). */
 static void note_removed(const unit_object *self)
@@ -22,11 +19,18 @@ static void note_removed(const unit_object *self)
     }
 }
 
+/* Does torch.func.functional_call() lend this in a parameter's place, for as long as it runs? Nothing else puts a
+ * tensor there that is no nn.Parameter. -1 with an exception. */
+static int is_lent(PyObject *now)
+{
+    int is_parameter = PyObject_IsInstance(now, (PyObject *)zs_py_guard_types.parameter);
+    return is_parameter < 0 ? -1 : !is_parameter;
+}
+
 /* A module's parameter that was replaced by another object would train alone on each rank. */
 static int check_places(unit_object *self)
 {
     bool lacks = false;
-    if (lent > 0) return 0;
     for (Py_ssize_t i = 0; i < self->n_places; i++) {
         const param_place *place = &self->places[i];
         PyObject *now = PyDict_GetItemWithError(place->dict, place->key);
@@ -34,11 +38,14 @@ static int check_places(unit_object *self)
         if (now == NULL && PyErr_Occurred()) return -1;
         lacks = true;
         if (now == NULL || now == Py_None) continue;
+        int lent = is_lent(now);
+        if (lent < 0) return -1;
+        if (lent) return 0;
         PyErr_Format(PyExc_ValueError,
                      "parameter '%s' of unit '%s' was replaced by another object after FSDP(...), so its values and "
                      "gradients would no longer be synchronized across ranks: write into the parameter instead (with "
                      "torch.no_grad(): p.copy_(...)), change the model before FSDP(...), or call it with other values "
-                     "by torch.func.functional_call()",
+                     "by torch.func.functional_call(), which takes tensors such as p.detach(), no nn.Parameter",
                      self->unit->params[place->index].name, zs_unit_label(self->unit->name));
         return -1;
     }
@@ -77,7 +84,6 @@ PyObject *zs_py_pre_forward(unit_object *self, PyObject *const *args, Py_ssize_t
     begin_range(self);
     bool begins = zs_engine_n_open(zs_engine_of(self->unit)) == 0; /* a session, whose pass is of one kind */
     bool training = begins && n > 0 && is_training(args[0]);
-    if (begins && zs_py_keep_aliases(zs_engine_of(self->unit)) < 0) return NULL;
     if (begins && zs_py_list_buffers(self) < 0) return NULL;
     zs_status status;
     ZS_PY_NOGIL(status, zs_engine_pre_forward(self->unit, training));
@@ -146,23 +152,8 @@ static PyObject *before_backward(PyObject *module, PyObject *roots)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(
-    lend_parameters_doc,
-    "lend_parameters($module, change, /)\n--\n\nCount the functional calls that are open on this thread, in which "
-    "modules have other tensors in the places of their parameters. change: 1 or -1.");
-
-static PyObject *lend_parameters(PyObject *module, PyObject *change)
-{
-    (void)module;
-    long by = PyLong_AsLong(change);
-    if (by == -1 && PyErr_Occurred()) return NULL;
-    lent += (int)by;
-    Py_RETURN_NONE;
-}
-
 static PyMethodDef functions[] = {
     {"before_backward", before_backward, METH_O, before_backward_doc},
-    {"lend_parameters", lend_parameters, METH_O, lend_parameters_doc},
     {0},
 };
 

@@ -14,6 +14,19 @@ zs_py_state *zs_py_get_state(void)
     return live_state;
 }
 
+/* zshard.ShardError, which Python defines; RuntimeError, its base, if that fails. Borrowed. */
+static PyObject *shard_error(void)
+{
+    static PyObject *found;
+    if (found == NULL) {
+        PyObject *module = PyImport_ImportModule("zshard._errors");
+        found = module != NULL ? PyObject_GetAttrString(module, "ShardError") : NULL;
+        Py_XDECREF(module);
+        PyErr_Clear();
+    }
+    return found != NULL ? found : PyExc_RuntimeError;
+}
+
 static PyObject *exception_for(zs_status status)
 {
     switch (status) {
@@ -22,6 +35,7 @@ static PyObject *exception_for(zs_status status)
     case ZS_ERR_UNSUPPORTED: return PyExc_NotImplementedError;
     case ZS_ERR_MEMORY: return PyExc_MemoryError;
     case ZS_ERR_SYSTEM: return PyExc_OSError;
+    case ZS_ERR_SHARD: return shard_error();
     case ZS_ERR_PEER: return live_state->peer_error;
     case ZS_ERR_TIMEOUT: return live_state->peer_timeout_error;
     case ZS_ERR_DIVERGED: return live_state->divergence_error;

@@ -2,7 +2,6 @@
 #include "engine/history.h"
 #include "engine/pin.h"
 #include "engine/recording.h"
-#include "python/py_aliases.h"
 #include "python/py_faces.h"
 
 #include <math.h>
@@ -279,7 +278,6 @@ static PyObject *unit_pin(unit_object *self, PyObject *args)
     if (!PyArg_ParseTuple(args, "|p:pin", &exact)) return NULL;
     bool before = self->unit->record.pinned;
     zs_status status;
-    if (zs_py_keep_aliases(zs_engine_of(self->unit)) < 0) return NULL;
     ZS_PY_NOGIL(status, zs_engine_unshard(self->unit, exact));
     bool pinned = self->unit->record.pinned && !before;
     if (pinned) ZS_THEN(status, zs_recording_by_hand(self->unit));

@@ -1,8 +1,8 @@
 /* moved.c - parameters that scripts have moved: by `p.data = t`, load_state_dict(assign=True), .to().
  *
  * A parameter's memory stays where it is, as peers map it, so the new values are written there when the next pass
- * begins. Other tensors that lie there, such as an earlier `p.data`, keep their values in plain PyTorch. They are known by the
- * storage, which then has more users than parameters; Python finds them (guard/aliases.py).
+ * begins. Other tensors that lie there, such as an earlier `p.data`, would be overwritten: an error. The storage
+ * then has more users than the unit knows.
  */
 #include "unit/moved.h"
 
@@ -56,16 +56,17 @@ static int64_t known_users(const zs_unit *unit, const zs_storage *storage)
     return n;
 }
 
-bool zs_moved_from(const zs_unit *unit, int64_t i, void **memory, size_t *bytes)
+/* Fails if the parameter has left memory that others may use. */
+static zs_status check_left_memory(const zs_unit *unit, const zs_param *param)
 {
-    const zs_param *param = &unit->params[i];
-    const zs_flat *flat = &unit->flats[param->flat];
     bool at_rest = !zs_unit_is_full(unit) || unit->record.is.fixed;
-    if (!at_rest || !is_moved(unit, param)) return false;
     const zs_storage *storage = storage_of(unit, param);
-    *memory = zs_flat_home(flat) + (size_t)param->in_shard.begin * flat->layout.itemsize;
-    *bytes = (size_t)param->owned.numel * flat->layout.itemsize;
-    return zs_storage_users(storage) > known_users(unit, storage);
+    if (!at_rest || zs_storage_users(storage) <= known_users(unit, storage)) return ZS_OK;
+    return ZS_FAIL(ZS_ERR_SHARD,
+                   "parameter '%s' of unit '%s' was replaced (by p.data = ...), but another tensor still uses memory of "
+                   "this unit's parameters, such as backup = p.data, and may be overwritten: back up a copy instead, "
+                   "backup = p.data.clone(), or delete that tensor",
+                   param->name, zs_unit_label(unit->name));
 }
 
 static bool same_sizes(const zs_tensor_info *info, int ndim, const int64_t *sizes)
@@ -107,10 +108,12 @@ static zs_status write_back_param(zs_unit *unit, zs_param *param)
 zs_status zs_unit_write_back(zs_unit *unit)
 {
     for (int64_t i = 0; i < unit->n_params; i++) {
-        zs_param *param = &unit->params[i];
+        const zs_param *param = &unit->params[i];
         if (!is_moved(unit, param)) continue;
         if (unit->record.pinned) return zs_moved_error(unit, param, "after unshard()");
-        ZS_TRY(write_back_param(unit, param));
+        ZS_TRY(check_left_memory(unit, param));
     }
+    for (int64_t i = 0; i < unit->n_params; i++)
+        if (is_moved(unit, &unit->params[i])) ZS_TRY(write_back_param(unit, &unit->params[i]));
     return ZS_OK;
 }

@@ -13,7 +13,7 @@ from c_sources import DEFINED, Symbols, symbols_by_source
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 
-ASIDE = {"py_aliases.c", "py_guard.c", "py_reads.c", "py_signals.c", "py_slices.c", "py_writes.c"}
+ASIDE = {"py_guard.c", "py_reads.c", "py_signals.c", "py_slices.c", "py_writes.c"}
 """Of the binding, what the others build on."""
 
 KNOWN = {

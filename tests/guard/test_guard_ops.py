@@ -124,7 +124,7 @@ def checked(op, dtype):
 
 
 LONG = pytest.mark.thorough
-SHARES = 6  # of torch's operations, so that each run need not see all of them
+SHARES = 18  # of torch's operations, so that each run need not see all of them
 CASES = [
     pytest.param(dtype, count, share, marks=() if is_short and share < 1 else LONG)
     for dtype, count, is_short in (

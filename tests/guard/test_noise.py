@@ -122,6 +122,7 @@ def refusals(combination: tuple[str, str], change: Callable[[Any], None]) -> lis
     return found
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("combination", SHARDED)
 @pytest.mark.parametrize("change", REFUSED)
 @ranks(2)
@@ -140,6 +141,7 @@ def right(combination: tuple[str, str], change: Callable[[Any], None]) -> None:
     assert_same(outcome(made, change), outcome(model(), change), "the weight")
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("combination", SHARDED)
 @pytest.mark.parametrize("change", RIGHT)
 @ranks(2)

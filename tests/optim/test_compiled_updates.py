@@ -18,6 +18,7 @@ from nursery import fork_ranks
 from scenarios import floats, message_of
 from spawn import RankPool, ranks
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 
 from zshard import FSDP, ShardError
 
@@ -66,22 +67,22 @@ def compiled(update: Callable[..., None], **options: Any) -> Callable[..., None]
     return torch.compile(update, backend="eager", **options)
 
 
-def trained(combination: tuple[str, str], fullgraph: bool) -> list[str]:
+def trained(combination: tuple[str, str]) -> list[str]:
     model, plain = wrapped(Wide, combination), make(Wide)
-    update = compiled(elementwise, fullgraph=fullgraph)
+    update = compiled(elementwise)
     ours = train(model, PerParameter(model.parameters(), update), False)
     return differences(ours, train(plain, PerParameter(plain.parameters(), elementwise), True))
 
 
-@pytest.mark.parametrize("fullgraph", (True, False))
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_an_elementwise_update_that_is_compiled_trains(pool2, combination, fullgraph):
-    assert pool2.run(trained, combination, fullgraph) == [[], []]
+def test_an_elementwise_update_that_is_compiled_trains(pool2, combination):
+    assert pool2.run(trained, combination) == [[], []]
 
 
 def refused(transport: str) -> str:
     model = wrapped(Wide, ("full_shard", transport))
-    update = compiled(by_norm, fullgraph=True)
+    update = compiled(by_norm)
     return message_of(
         lambda: train(model, PerParameter(model.parameters(), update), False), ShardError
     )
@@ -101,9 +102,9 @@ def compiled_before() -> None:
     models = [wrapped(Wide, ("full_shard", "c10d")) for _ in range(2)]
     ours = train(models[0], PerParameter(models[0].parameters(), loose), False)
     optimizer = PerParameter(models[1].parameters(), strict)
-    said = message_of(lambda: train(models[1], optimizer, False), ShardError)
+    said = message_of(lambda: train(models[1], optimizer, False), Unsupported)
     assert differences(ours, plain.state_dict()) == []
-    assert "elementwise(), compiled by torch.compile(fullgraph=True)" in said
+    assert "omit fullgraph=True" in said
 
 
 def test_what_was_compiled_before_the_model_was_sharded():

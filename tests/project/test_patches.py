@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 from zshard import _patches
+
+ROOT = Path(__file__).resolve().parents[2]
 
 FINGERPRINT = """
 import inspect, warnings
@@ -85,7 +88,7 @@ state = optimizer.state_dict()["state"], other.state_dict()["state"]
 print(all(torch.equal(state[0][i]["exp_avg"], state[1][i]["exp_avg"]) for i in range(2)))
 """
     )
-    assert said == "True"
+    assert said.splitlines() == ["True"]
 
 
 WITHOUT_A_PLACE = """
@@ -115,6 +118,26 @@ for number in range(len(_patches._PATCHES)):
         os._exit(0)
     assert os.wait()[1] == 0
 """
+
+
+TESTS_OF_PRIVATE_PLACES = {
+    "Variable._execution_engine": "tests/training/test_entries.py",
+    "torch.nn.init._calculate_fan_in_and_fan_out": "tests/guard/test_initialization.py",
+    "torch.nn.init._no_grad_trunc_normal_": "tests/guard/test_initialization.py",
+    "torch.distributed.distributed_c10d._check_single_tensor": "tests/guard/test_situations.py",
+    "torch.nn.utils.clip_grad._get_total_norm": "tests/optim/test_clip.py",
+    "torch.nn.utils.clip_grad._clip_grads_with_norm_": "tests/model/test_join.py",
+    "GradScaler._unscale_grads_": "tests/optim/test_grad_scaler.py",
+}
+"""Tests that fail without the place."""
+
+
+def test_few_places_are_changed_and_each_private_one_has_a_test():
+    places = [place for patch in _patches._PATCHES for place in patch.places]
+    assert len(places) <= 12
+    private = {str(place) for place in places if place.name.startswith("_")}
+    assert private == set(TESTS_OF_PRIVATE_PLACES)
+    assert all((ROOT / path).exists() for path in TESTS_OF_PRIVATE_PLACES.values())
 
 
 def test_unknown_torch_function_is_a_warning():

@@ -191,7 +191,7 @@ def rank_0_evaluates_replaced_data():
         with torch.no_grad():
             for param in halved.parameters():
                 param.mul_(factor)
-        backup = [param.data for param in model.parameters()]
+        backup = [param.data.clone() for param in model.parameters()]
         for param in model.parameters():
             param.data = param.data * factor
         dist.barrier()
@@ -443,12 +443,10 @@ def zero_over_shards(early):
     def make_optimizer(model):
         return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
 
-    if not early:
-        model = built(("full_shard", "shm"))
-        return message_of(lambda: make_optimizer(model), TypeError)
     plain = make(Wide)
-    optimizer = make_optimizer(plain)
+    optimizer = make_optimizer(plain) if early else None
     model = FSDP(plain, process_group=own_group(), transport="shm", timeout=20)
+    optimizer = optimizer or make_optimizer(model)
     loss_of(model(floats(dist.get_rank()))).backward()
     return message_of(optimizer.step, TypeError)
 

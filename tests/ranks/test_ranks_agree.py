@@ -126,7 +126,7 @@ WRITES = {
     write_out: r"rank 1's last was mul\(\) on 'first\.weight'",
     write_where: r"rank 1's last was __setitem__\(\) on 'first\.weight'",
     write_gradient: r"rank 1's last was mul_\(\) on the gradient of 'first\.weight'\)",
-    zero_in_place: r"rank 1's last was zero_grad\(set_to_none=False\)\)",
+    zero_in_place: r"rank 1's last was zero_\(\) on the gradient of '",
 }
 
 

@@ -497,7 +497,7 @@ def validate_with_ddp(world: int, strategy: Any) -> str:
 
 def test_ddp_does_not_take_a_sharded_module() -> None:
     for text in on_ranks(validate_with_ddp, 2, "zshard"):
-        assert "this Net is sharded by zshard" in text and 'pass strategy="zshard"' in text
+        assert "DistributedDataParallel cannot wrap a model" in text and "adapter in all" in text
 
 
 def test_ranks_that_fail_are_reported() -> None:

@@ -1,4 +1,4 @@
-"""torch.func on sharded models: functional_call() with other tensors, per-sample gradients, transforms.
+"""torch.func on sharded models: functional_call() with other tensors, and per-sample gradients.
 
 A functional call computes on this rank what it does on a plain model, to the bit, and the
 model trains on as if it had not been.
@@ -6,6 +6,7 @@ model trains on as if it had not been.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -25,10 +26,9 @@ from scenarios import (
 )
 from spawn import RankPool
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import functional_call, grad, vmap
 
-import zshard
-from zshard import FSDP, ShardError
+from zshard import FSDP
 
 
 class Hyper(nn.Module):
@@ -58,19 +58,17 @@ def sharded(combination: tuple[str, str], kind: Any = Big) -> Any:
     return FSDP(make(kind), strategy=strategy, transport=transport)
 
 
-def others(as_parameters: bool) -> dict[str, Tensor]:
+def others() -> dict[str, Tensor]:
     """Leaves that a functional call is given in place of the parameters."""
     values = {name: p.detach() * 2 for name, p in make(Big, seed=3).named_parameters()}
-    if as_parameters:
-        return {name: nn.Parameter(value) for name, value in values.items()}
     return {name: value.requires_grad_() for name, value in values.items()}
 
 
-def called(combination: tuple[str, str], as_parameters: bool) -> list[Any]:
+def called(combination: tuple[str, str]) -> list[Any]:
     rank = dist.get_rank()
     model, plain, found = sharded(combination), make(Big), []
     for each in (model, plain):
-        values = others(as_parameters)
+        values = others()
         functional_call(each, values, (floats(rank),)).square().sum().backward()
         found.append({name: value.grad for name, value in values.items()})
     left = [name for name, p in model.named_parameters() if p.grad is not None]
@@ -79,10 +77,10 @@ def called(combination: tuple[str, str], as_parameters: bool) -> list[Any]:
     assert [*differences(*found), *left, *wrong] == []
 
 
-@pytest.mark.parametrize("as_parameters", (False, True))
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_functional_call_with_other_tensors(pool2, combination, as_parameters):
-    pool2.run(called, combination, as_parameters)
+def test_functional_call_with_other_tensors(pool2, combination):
+    pool2.run(called, combination)
 
 
 def test_hypernetwork(pool2):
@@ -110,43 +108,21 @@ def sampled_gradients(combination: tuple[str, str], how: str) -> list[str]:
     assert_same(ours, theirs, "the result")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("how", ("given", "summoned", "state dict"))
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_per_sample_gradients(pool2, combination, how):
     pool2.run(sampled_gradients, combination, how)
 
 
-def transformed(transport: str) -> Any:
-    model = sharded(("full_shard", transport))
-    weight = model[0].weight.detach()
-    whole = zshard.full_tensor(weight)
-
-    def row(row: Tensor) -> Tensor:
-        return row / row.norm()
-
-    calls = {
-        "grad()": lambda: grad(lambda w: w.square().sum())(weight),
-        "vmap()": lambda: vmap(row)(model[0].weight),
-        "jvp": lambda: jvp(torch.sin, (weight,), (weight,)),
-        "shards": lambda: per_sample(model, {k: p.detach() for k, p in model.named_parameters()}),
-    }
-    said = {name: message_of(call, ShardError) for name, call in calls.items()}
-    assert all("summon_full_params" in each for each in said.values()), said
-    with FSDP.summon_full_params(model):
-        again = vmap(row)(model[0].weight.detach())
-    assert_same(again, vmap(row)(whole), "the result")
-
-
-@pytest.mark.parametrize("transport", ("shm", "c10d"))
-def test_shards_in_transforms_are_refused(pool2, transport):
-    pool2.run(transformed, transport)
-
-
 def after_a_call_that_raised() -> str:
     model = sharded(FULL)
     with pytest.raises(RuntimeError, match="shapes"):
         functional_call(model, {"0.weight": torch.ones(3, 3)}, (floats(0),))
-    model[0].weight = nn.Parameter(torch.ones(600, WIDTH))
+    parameter = nn.Parameter(torch.ones(600, WIDTH))
+    call = functools.partial(functional_call, model, {"0.weight": parameter}, (floats(0),))
+    assert "no nn.Parameter" in message_of(call, ValueError)
+    model[0].weight = parameter
     return message_of(lambda: model(floats(0)), ValueError)
 
 

@@ -1,16 +1,21 @@
-"""Random numbers for slices in place: torch.nn.init, and `p.normal_()`.
+"""Random numbers for shards in place: torch.nn.init, and `p.normal_()`.
 
 Each rank draws for the full tensor, as the plain model does, and keeps its part: the
 values of the plain model under the same seed, of one tensor at a time, without communication. What
 was drawn is noted; ranks whose random numbers differ find out where they meet next.
+
+Where the ranks' generators differ when a model is sharded, as they do in a script that sets no
+seed, the ranks keep a copy of rank 0's, and draw from it for parameters: rank 0's values, as of a
+model that is initialized before it is sharded. A script that seeds later decides for itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,63 +23,69 @@ from torch import Tensor, nn
 from zshard import _core
 from zshard._errors import ShardError
 from zshard.guard.rules import DRAWN_IN_PLACE
-from zshard.guard.shared_draws import default_generators, shared_draws
-from zshard.guard.sizes import has_told, is_from_init, is_from_torch
-from zshard.guard.slices import Handler, plain, refuse, run_plain, slices_among
+from zshard.guard.slices import Operation, plain, refuse, run_plain, slices_among
 from zshard.guard.words import refused_draw
 from zshard.ranks.agreement import bytes_of
-from zshard.units.shards import Part
+from zshard.units.shards import Part, asked_for_size
 
-__all__ = ["HANDLERS", "INITS", "install"]
+__all__ = ["HANDLERS", "INITS", "install", "keep_generator"]
 
-INITS = (
-    *("dirac_", "eye_", "kaiming_normal_", "orthogonal_", "sparse_", "xavier_normal_"),
-    *("xavier_uniform_", "_no_grad_trunc_normal_"),
-)
-"""Functions of torch.nn.init that do not ask tensors of other classes about themselves."""
+INITS = ("_no_grad_trunc_normal_", "kaiming_normal_")
+"""Functions of torch.nn.init that run on full tensors, and do not ask the class of a tensor."""
+
+_FANS = "_calculate_fan_in_and_fan_out"
+"""By which torch.nn.init and torch's layers compute ranges."""
 
 _ASKING = (nn.init.kaiming_uniform_, nn.init.normal_, nn.init.uniform_)
-"""Those that do."""
+"""Functions that do ask."""
 
 
 def install() -> None:
-    """Have torch.nn.init initialize slices. Idempotent."""
-    for name in INITS:
+    """Have torch.nn.init initialize shards. Idempotent."""
+    for name, change in (*((name, _for_shards) for name in INITS), (_FANS, _of_full_size)):
         func = getattr(nn.init, name)
         if not hasattr(func, "__wrapped__"):
-            setattr(nn.init, name, _for_slices(func))
+            setattr(nn.init, name, change(func))
 
 
-def _for_slices(func: Callable[..., Any]) -> Callable[..., Any]:
+def _for_shards(func: Operation) -> Operation:
     @functools.wraps(func)
-    def initialize(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        part = _core.slice_part(tensor) if isinstance(tensor, Tensor) else None
-        if part is None:
+    def initialize(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _core.slice_part(tensor) is None:
             return func(tensor, *args, **kwargs)
-        return _initialize(func, tensor, part, args, kwargs)
+        return _asked(func, (tensor, *args), kwargs)
 
     return initialize
 
 
-def _asked(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """A function of torch.nn.init that has asked."""
+def _of_full_size(fans: Operation) -> Operation:
+    """Fans of the full parameter; what is drawn after that is drawn from their range."""
+
+    @functools.wraps(fans)
+    def computed(tensor: Tensor) -> Any:
+        part = _core.slice_part(tensor)
+        if part is None:
+            return fans(tensor)
+        for each in [each for each in asked_for_size if each.unit is part.unit]:
+            asked_for_size.discard(each)
+        return fans(torch.empty(part.shape, device="meta"))
+
+    return computed
+
+
+def _asked(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """A function of torch.nn.init."""
     others = dict(kwargs)
     tensor, *rest = args or (others.pop("tensor"),)
     part = _core.slice_part(tensor)
     if part is None:
         return run_plain(func, args, kwargs)
-    return _initialize(func, tensor, part, rest, others)
+    if "kaiming" not in func.__name__:  # which gets no range, but the slope of leaky_relu
+        _refuse_numbers_of_shards(func, part, (*rest, *others.values()))
+    return _fill(func, tensor, part, rest, others)
 
 
-def _initialize(
-    func: Callable[..., Any], tensor: Tensor, part: Part, args: Any, kwargs: Mapping[str, Any]
-) -> Tensor:
-    if func is not nn.init.kaiming_uniform_:  # which always gets the slope of leaky_relu
-        _refuse_numbers_of_shards(func, part, (*args, *kwargs.values()))
-    return _fill(func, tensor, part, args, kwargs)
-
-
-def _draw(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _draw(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """A method such as normal_()."""
     target, *rest = args
     part = _core.slice_part(target)
@@ -84,8 +95,7 @@ def _draw(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
     is_recorded = torch.is_grad_enabled() and target.requires_grad
     if is_recorded or slices_among(others) or any(map(_has_many, others)):
         return refuse(func, args, kwargs)
-    if not is_from_init():
-        _refuse_numbers_of_shards(func, part, others)
+    _refuse_numbers_of_shards(func, part, others)
     return _fill(func, target, part, rest, kwargs)
 
 
@@ -93,21 +103,21 @@ def _has_many(value: Any) -> bool:
     return isinstance(value, Tensor) and value.numel() != 1
 
 
-def _refuse_numbers_of_shards(func: Callable[..., Any], part: Part, given: Iterable[Any]) -> None:
+def _refuse_numbers_of_shards(func: Operation, part: Part, given: Iterable[Any]) -> None:
     """They may have been computed from the size of the shard."""
     has_numbers = any(isinstance(each, int | float | Tensor) for each in given)
-    if has_numbers and has_told(part) and not is_from_torch():
+    if has_numbers and part.root in asked_for_size:
         raise ShardError(refused_draw(func, part))
 
 
 def _fill(
-    func: Callable[..., Any], target: Tensor, part: Part, args: Any, kwargs: Mapping[str, Any]
+    func: Operation, target: Tensor, part: Part, args: Any, kwargs: Mapping[str, Any]
 ) -> Tensor:
     """Run the function on a full tensor, and keep this rank's part of it."""
-    with plain(), shared_draws(part.comm, target.device):
+    with plain(), _shared_draws(part.comm, target.device):
         full = torch.empty(part.shape, dtype=target.dtype, device=target.device)
         given = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)]
-        generators = default_generators(target.device) + given
+        generators = _default_generators(target.device) + given
         before = [each.get_state() for each in generators]
         func(full, *args, **kwargs)
         after = [each.get_state() for each in generators]
@@ -119,7 +129,7 @@ def _fill(
     return target
 
 
-def _digest(func: Callable[..., Any], states: Iterable[Tensor]) -> int:
+def _digest(func: Operation, states: Iterable[Tensor]) -> int:
     """A number that is the same on ranks whose generators were in the same state."""
     digest = hashlib.blake2b(func.__name__.encode(), digest_size=8)
     for state in states:
@@ -127,7 +137,89 @@ def _digest(func: Callable[..., Any], states: Iterable[Tensor]) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-HANDLERS: dict[Any, Handler] = {
+class _OfRank0(NamedTuple):
+    """A copy of rank 0's generators.
+
+    seed: this rank's own, while the copy is in use. is_fresh: nothing had been drawn after that.
+    first: rank 0's. copies: by device.
+    """
+
+    seed: int
+    is_fresh: bool
+    first: int
+    copies: dict[torch.device, torch.Generator]
+
+
+_kept: dict[int, _OfRank0] = {}
+"""By id() of the ranks' transport. One that has taken the place of another may go on with its copy:
+all ranks do, or none."""
+
+
+def keep_generator(comm: _core.Comm) -> None:
+    """Keep a copy of rank 0's generator for draws of parameters if the ranks' generators differ.
+    Collective."""
+    if comm.world == 1:
+        return
+    state, seed = torch.get_rng_state(), torch.initial_seed()
+    known = _kept.get(id(comm))
+    is_known = bytes([known is not None and known.seed == seed])
+    said = comm.exchange(is_known + hashlib.sha256(bytes_of(state)).digest())
+    if len({each[1:] for each in said}) == 1:
+        _kept.pop(id(comm), None)
+    elif not all(each[0] for each in said):  # else it goes on, for the next unit of a model
+        comm.broadcast(state, 0)
+        copy = torch.Generator()
+        copy.set_state(state)
+        copies = {copy.device: copy}
+        _kept[id(comm)] = _OfRank0(seed, _is_fresh(), copy.initial_seed(), copies)
+
+
+def _is_fresh() -> bool:
+    """Has nothing been drawn since the seed was set?"""
+    fresh = torch.Generator().manual_seed(torch.initial_seed())
+    return torch.equal(fresh.get_state(), torch.get_rng_state())
+
+
+def _is_seeded_since(kept: _OfRank0) -> bool:
+    """Has the script set a seed, which may be the one that it had?"""
+    return kept.seed != torch.initial_seed() or (not kept.is_fresh and _is_fresh())
+
+
+@contextlib.contextmanager
+def _shared_draws(comm: _core.Comm, device: torch.device) -> Iterator[None]:
+    """Context manager in which the default generators give rank 0's numbers, if these are kept."""
+    kept = _kept.get(id(comm)) if _kept else None
+    if kept is None or _is_seeded_since(kept):
+        _kept.pop(id(comm), None)
+        yield
+        return
+    pairs = [(each, _copy_for(kept, each.device)) for each in _default_generators(device)]
+    own = [each.get_state() for each, _ in pairs]
+    for each, copy in pairs:
+        each.set_state(copy.get_state())
+    try:
+        yield
+    finally:
+        for (each, copy), state in zip(pairs, own, strict=True):
+            copy.set_state(each.get_state())
+            each.set_state(state)
+
+
+def _copy_for(kept: _OfRank0, device: torch.device) -> torch.Generator:
+    if device not in kept.copies:
+        kept.copies[device] = torch.Generator(device).manual_seed(kept.first)
+    return kept.copies[device]
+
+
+def _default_generators(device: torch.device) -> list[torch.Generator]:
+    """Return those that a function may draw from for a tensor of that device."""
+    found = [torch.default_generator]
+    if device.type == "cuda":
+        found.append(torch.cuda.default_generators[device.index])
+    return found
+
+
+HANDLERS: dict[Any, Operation] = {
     **{getattr(Tensor, name): _draw for name in DRAWN_IN_PLACE},
     **dict.fromkeys(_ASKING, _asked),
 }

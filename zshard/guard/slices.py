@@ -1,6 +1,6 @@
-"""Guarded slices: a sharded parameter, and what is computed from it element by element.
+"""Guarded shards: a sharded parameter, and what is computed from it element by element.
 
-Between steps a parameter is a slice of shape (k, 1, ..., 1), and code that takes it
+Between steps a parameter is a shard of shape (k, 1, ..., 1), and code that takes it
 for the matrix would compute something else without a word. So its class is a subclass that torch
 asks about each operation. Elementwise ones run, and their results are guarded in turn (py_guard.c
 with the list of guard/rules.py); all others raise ShardError, which says what to write. In forward
@@ -11,102 +11,71 @@ No operation communicates; full_tensor() does, on all ranks.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import optimizer as torch_optimizer
-from torch.utils import _foreach_utils
 
 from zshard import _core
 from zshard._errors import ShardError
-from zshard.guard import tracing
-from zshard.guard.rules import (
-    EACH,
-    LIKE_AT_RANDOM,
-    NEW,
-    NONE,
-    WRITES,
-    kind_of,
-    rules,
+from zshard.guard.autograd import is_tracing
+from zshard.guard.plain import (
+    GuardedTensor,
+    Operation,
+    guard_like,
+    guarded,
+    plain,
+    run_plain,
+    slices_among,
+    to_local,
 )
-from zshard.guard.words import complaint, refused_grad_dtype, written_to_file
-from zshard.units.shards import Part, _parts, part_of
+from zshard.guard.rules import EACH, NONE, WRITES, kind_of, rules
+from zshard.guard.whole_values import full_tensor
+from zshard.guard.words import COMPILED, complaint, written_to_file
+from zshard.units.shards import Part, part_of
 
 __all__ = [
-    "Handler",
+    "RULES",
+    "Operation",
     "ShardError",
     "ShardParameter",
     "ShardTensor",
+    "WholeParameter",
     "guard_like",
     "guarded",
-    "install",
+    "has_memory_of",
     "plain",
     "refuse",
     "run_plain",
-    "set_guard",
     "slices_among",
     "to_local",
 ]
 
-_rules = rules()
+RULES = rules()
 
 
-class plain(contextlib.ContextDecorator):
-    """Context manager, or decorator, for zshard's own code, which knows that a slice is one: no
-    operation is refused, and no result is guarded."""
-
-    def __enter__(self) -> None:
-        self._switch = torch._C.DisableTorchFunctionSubclass()
-        self._switch.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._switch.__exit__(*error)
-
-    def _recreate_cm(self) -> plain:
-        return plain()  # a decorated function that calls itself, or a thread: each has its own
-
-
-def guarded(call: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a script's function such that it is guarded although plain() calls it."""
-
-    @functools.wraps(call)
-    def called() -> Any:
-        with torch._C._EnableTorchFunction():
-            return call()
-
-    return called
-
-
-class _Guarded:
+class _Guarded(GuardedTensor):
     """The methods of guarded tensors."""
 
     def to_local(self) -> Tensor:
         """Return this rank's elements as a plain tensor, which shares memory with this one and is
         not guarded. Does not communicate."""
-        return to_local(self)  # type: ignore[arg-type]
+        return to_local(self)
 
     def full_tensor(self) -> Tensor:
         """Return the whole tensor, of the parameter's shape, as a new plain tensor.
 
         Collective: call it on all ranks. Raises what zshard.full_tensor() does."""
-        from zshard.guard.whole_values import full_tensor
+        return full_tensor(self)
 
-        return full_tensor(self)  # type: ignore[arg-type]
-
-    def __repr__(self, **_: Any) -> str:
-        part = _core.slice_part(self)  # type: ignore[arg-type]
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        part = _core.slice_part(self)
         with plain():
             if part is None:  # a parameter while it is whole
-                return f"{type(self).__name__}({to_local(self)!r})"  # type: ignore[arg-type]
-            return (
-                f"{type(self).__name__}({to_local(self)!r}, "  # type: ignore[arg-type]
-                f"{part.elements} of {part.name!r})"
-            )
+                return f"{type(self).__name__}({to_local(self)!r})"
+            return f"{type(self).__name__}({to_local(self)!r}, {part.elements} of {part.name!r})"
 
     def __format__(self, spec: str) -> str:
         return object.__format__(repr(self), spec) if not spec else format(repr(self), spec)
@@ -114,9 +83,9 @@ class _Guarded:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
             return memo[id(self)]
-        part = _core.slice_part(self)  # type: ignore[arg-type]
+        part = _core.slice_part(self)
         with plain():
-            made = _own_copy(self)  # type: ignore[arg-type]
+            made = _own_copy(self)
         memo[id(self)] = made
         for key, value in vars(self).items() if type(self) is ShardTensor else ():  # as torch does
             if key != "_zshard_part":
@@ -124,27 +93,29 @@ class _Guarded:
         return made if part is None else _guard_copy(made, part)
 
     def __copy__(self) -> Any:
-        part = _core.slice_part(self)  # type: ignore[arg-type]
+        part = _core.slice_part(self)
         with plain():
-            made = _as_torchs(self)  # type: ignore[arg-type]
+            made = _as_torchs(self)
         return made if part is None else _guard_copy(made, part)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise ShardError: who pickles a tensor, or has torch.save() do so, wants all of it."""
-        part = _core.slice_part(self)  # type: ignore[arg-type]
+        part = _core.slice_part(self)
         if part is not None:
             raise ShardError(written_to_file("a pickle (torch.save())", part))
         with plain():  # a parameter while it is whole: as torch's own class
-            return _as_torchs(self).__reduce_ex__(protocol)  # type: ignore[arg-type,no-untyped-call]
+            return _as_torchs(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # which then runs the function uncompiled
+            raise ShardError(COMPILED)
         return _core.guarded(func, types, args, kwargs)
 
 
-class ShardTensor(_Guarded, Tensor):  # type: ignore[misc]
+class ShardTensor(_Guarded):
     """This rank's elements of a tensor of a sharded parameter's shape, such as its gradient.
 
     Elementwise operations work and give another ShardTensor. All others raise ShardError: they
@@ -154,7 +125,7 @@ class ShardTensor(_Guarded, Tensor):  # type: ignore[misc]
     _zshard_part: Any
 
 
-class ShardParameter(_Guarded, nn.Parameter):  # type: ignore[misc]
+class ShardParameter(_Guarded, nn.Parameter):
     """A sharded parameter between steps: see ShardTensor. While its unit is unsharded it is a plain
     nn.Parameter."""
 
@@ -183,8 +154,8 @@ class WholeParameter(nn.Parameter):
     def grad(self) -> Tensor | None:
         """The gradient, which between passes is this rank's shard, and guarded; within
         summon_full_params(with_grads=True) it is the full one. None for torch's compiler
-        (tracing.py)."""
-        if tracing.now():
+        (autograd.py)."""
+        if is_tracing():
             return None
         grad: Tensor | None = _grad.__get__(self)
         part = part_of(self)
@@ -204,7 +175,7 @@ class WholeParameter(nn.Parameter):
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As torch's, but memory that the parameter has already is no write: torch's parametrize
         sets a parameter to itself."""
-        return self if _has_memory_of(self, source) else super().set_(source, *args, **kwargs)
+        return self if has_memory_of(self, source) else super().set_(source, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
@@ -217,21 +188,6 @@ class WholeParameter(nn.Parameter):
 
 _data: Any = Tensor.data
 _grad: Any = Tensor.grad
-
-
-def to_local(tensor: Tensor) -> Tensor:
-    """Return this rank's elements of a sharded tensor as a plain tensor, which shares memory with
-    it and is not guarded; any other tensor as it is. Does not communicate."""
-    if not isinstance(tensor, _Guarded):
-        return tensor
-    with plain():
-        return tensor.detach()
-
-
-def guard_like(made: Any, tensor: Tensor) -> Any:
-    """Have a plain tensor guarded as `tensor` is, if it has the shape of its shard; return it."""
-    part = _core.slice_part(tensor)
-    return made if part is None else _core.mark_slice(made, part)
 
 
 def _own_copy(tensor: Tensor) -> Tensor:
@@ -261,50 +217,7 @@ def _as_torchs(tensor: Tensor) -> Tensor:
     return made
 
 
-# --- what is neither elementwise nor a fact -------------------------------------------------------
-
-
-def _whole_draw(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a whole tensor's draw has for this rank: the values that DDP would have."""
-    others = dict(kwargs)
-    given = args[0] if args else others.pop("input")
-    part = _core.slice_part(given)
-    if part is None:
-        return run_plain(func, args, kwargs)
-    with plain():
-        like = given.new_empty(()).expand(part.shape)
-        made = part.of(func(like, *args[1:], **others)).clone()
-    return _core.mark_slice(made, part)
-
-
-def _new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """`p.new_zeros(p.shape)` goes with the shard; of another shape, it is no part of one."""
-    return guard_like(run_plain(func, args, kwargs), args[0])
-
-
-def _get_data(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """`p.data`, also of a parameter that is whole right now, as in hooks of a backward."""
-    param = args[0]
-    whole = part_of(param) if _core.slice_part(param) is None else None
-    if whole is not None:
-        whole.watch_data()
-    return guard_like(run_plain(func, args, kwargs), param)
-
-
-def _type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """`t.type()` asks for a name, `t.type(dtype)` is a cast."""
-    result = run_plain(func, args, kwargs)
-    return result if isinstance(result, str) else guard_like(result, args[0])
-
-
-def _set(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """`p.set_(p)`, which changes nothing; all others are refused."""
-    if len(args) > 1 and _has_memory_of(args[0], args[1]):
-        return args[0]
-    return refuse(func, args, kwargs)
-
-
-def _has_memory_of(tensor: Tensor, source: Any) -> bool:
+def has_memory_of(tensor: Tensor, source: Any) -> bool:
     """Whether `tensor.set_(source)` would change nothing."""
     if not isinstance(source, Tensor) or source.dtype != tensor.dtype:
         return False
@@ -312,55 +225,7 @@ def _has_memory_of(tensor: Tensor, source: Any) -> bool:
         return tensor.is_set_to(source)
 
 
-def _set_grad_dtype(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
-    param, dtype = args
-    part = _core.slice_part(param)
-    if part is not None and dtype != param.dtype:
-        raise NotImplementedError(refused_grad_dtype(part.name, dtype))
-    return run_plain(func, args, kwargs)
-
-
-def _gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Gradients of something for parameters, which are whole in backward. Not of a slice."""
-    outputs = args[0] if args else kwargs.get("outputs", kwargs.get("tensors"))
-    if slices_among([outputs]):
-        return refuse(func, args, kwargs)
-    return run_plain(func, args, kwargs)
-
-
-def run_plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run an operation on this rank's elements, as they are; the result is not guarded."""
-    with plain():
-        return func(*args, **kwargs)
-
-
-Handler = Callable[[Any, tuple[Any, ...], Any], Any]
-
-_special: dict[Any, Handler] = {
-    **dict.fromkeys(LIKE_AT_RANDOM, _whole_draw),
-    Tensor.type: _type,
-    Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
-    **{getattr(Tensor, name): _new for name in NEW},
-    **dict.fromkeys((torch.autograd.grad, torch.autograd.backward), _gradients),
-    Tensor.set_: _set,
-    getattr(getattr(Tensor, "grad_dtype", None), "__set__", None): _set_grad_dtype,
-}
-"""Operations that Python knows; a library's by their names. The modules that stand on this one have
-more."""
-
-
-def _handle(
-    func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """What py_guard.c does not do itself: an operation that is not on the list, or slices that do
-    not fit each other."""
-    known: Any = _special.get(func) or _special.get(getattr(func, "_qualified_op_name", None))
-    return (known or refuse)(func, args, kwargs)
-
-
-def refuse(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def refuse(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Raise ShardError. Runs the operation if no argument is a slice right now."""
     parts = slices_among((*args, *kwargs.values()))
     if not parts:  # parameters that are whole right now
@@ -372,14 +237,14 @@ def refuse(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
     if reads and any(_param_at(value) is not None for value in (*args, *kwargs.values())):
         full = {key: _full_of(value) for key, value in kwargs.items()}
         return func(*map(_full_of, args), **full)
-    is_listed = kind_of(_rules.get(func, NONE)) != NONE
+    is_listed = kind_of(RULES.get(func, NONE)) != NONE
     raise ShardError(complaint(func, parts, args, is_listed))
 
 
-def _fitting(func: Callable[..., Any], part: Part, args: tuple[Any, ...]) -> list[Any] | None:
+def _fitting(func: Operation, part: Part, args: tuple[Any, ...]) -> list[Any] | None:
     """The arguments of a write to a slice within a forward, where other operations have made full
     tensors: of those, this rank's elements. None: it is something else."""
-    if _rules.get(func, NONE) != EACH | WRITES or _core.slice_part(args[0]) is not part:
+    if RULES.get(func, NONE) != EACH | WRITES or _core.slice_part(args[0]) is not part:
         return None
     if part.shape == part.local_shape or not part.is_in_forward():
         return None
@@ -411,34 +276,3 @@ def _full_of(value: Any) -> Any:
         return value
     with torch.no_grad():
         return param.view_as(param)
-
-
-def slices_among(values: Iterable[Any]) -> list[Part]:
-    """Return the Parts of the slices among values, and in lists of them."""
-    found: list[Part] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            part = _core.slice_part(value)
-            found += [] if part is None else [part]
-        elif isinstance(value, list | tuple):
-            found += slices_among(value)
-        elif isinstance(value, dict):
-            found += slices_among(value.values())
-    return found
-
-
-def set_guard(more: Mapping[Any, Handler]) -> None:
-    """Set what the core guards with; `more`: operations with their handlers. Idempotent."""
-    _special.update(more)
-    types = (Tensor, nn.Parameter, ShardTensor, ShardParameter, WholeParameter)
-    _core.set_guard(types, _rules, _parts, _handle)
-
-
-def install() -> None:
-    """Have torch's optimizers take slices for what they take parameters. Idempotent."""
-    lists: list[list[Any]] = [
-        torch_optimizer._foreach_supported_types,
-        _foreach_utils._foreach_supported_types,
-    ]
-    for known in lists:
-        known += [each for each in (ShardTensor, ShardParameter) if each not in known]

@@ -7,21 +7,23 @@ A view that is no run, such as a column, is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zshard import _core
+from zshard._errors import ShardError
 from zshard.guard.rules import VIEWS
-from zshard.guard.slices import Handler, plain, refuse, run_plain, slices_among
-from zshard.units.shards import Part
+from zshard.guard.slices import Operation, plain, refuse, run_plain, slices_among
+from zshard.guard.words import refused_index
+from zshard.units.shards import Part, asked_for_size
 
 __all__ = ["HANDLERS"]
 
 
-def _view(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _view(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """One view, or a tuple of them."""
     target = args[0]
     part = _core.slice_part(target)
@@ -39,7 +41,7 @@ _SINGLE = {getattr(Tensor, name) for name in ("__getitem__", "narrow", "select")
 
 def _views_of(
     part: Part,
-    func: Callable[..., Any],
+    func: Operation,
     others: tuple[Any, ...],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -73,7 +75,7 @@ def _share_of(target: Tensor, part: Part, shape: tuple[int, ...], offset: int) -
     return marked
 
 
-def _set(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _set(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """`t[mask] = number` with a mask like the slice (torch.optim.Rprop), and `t[2:4] = number`."""
     target, key, value = args
     part = _core.slice_part(target)
@@ -87,16 +89,18 @@ def _set(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
     found = _views_of(part, Tensor.__getitem__, (key, value), (target, key), {})
     if found is None or _is_recorded(target):
         return refuse(func, args, kwargs)
+    if found[0][0] == () != part.shape and part.root in asked_for_size:
+        raise ShardError(refused_index(part))
     share = _share_of(target, part, *found[0])
     return _write(_core.slice_part(share), share, Tensor.fill_, (share, value))
 
 
-def _write(part: Part, target: Tensor, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _write(part: Part, target: Tensor, func: Operation, args: tuple[Any, ...]) -> None:
     with part.writing(target, func):
         run_plain(func, args, {})
 
 
-HANDLERS: dict[Any, Handler] = {
+HANDLERS: dict[Any, Operation] = {
     **{getattr(Tensor, name): _view for name in VIEWS},
     Tensor.__setitem__: _set,
 }

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from zshard import _core
 from zshard._errors import ShardError
-from zshard.guard.slices import plain, to_local
+from zshard.guard.plain import plain, to_local
 from zshard.guard.words import no_history
 from zshard.ranks.agreement import PublicCall, check_agreement, gather_bytes
 from zshard.units.open_forwards import is_forward_open

@@ -15,7 +15,7 @@ from torch import Tensor
 from zshard.units.shards import asked_for_size
 
 __all__ = [
-    *("complaint", "name_of", "no_history", "refused_collective", "refused_draw"),
+    *("COMPILED", "complaint", "name_of", "no_history", "refused_collective", "refused_draw"),
     *("refused_grad_dtype", "written_to_file"),
 ]
 
@@ -71,6 +71,12 @@ _IN_AN_OPTIMIZER = (
 _INITIALIZE = (
     "Initialize within `with FSDP.summon_full_params(model):`, on all ranks with one seed, or by "
     "model.apply(fn), which takes rank 0's values."
+)
+
+
+COMPILED = (
+    "torch.compile(fullgraph=True) cannot compile operations on shards: omit fullgraph=True, so "
+    "that they run uncompiled, or call the function itself"
 )
 
 
@@ -165,7 +171,17 @@ def refused_draw(func: Callable[..., Any], part: Any) -> str:
         f"{name}() got numbers for a shard of '{part.name}', after the script asked for its size, "
         f"which is {part.root.local_shape} on this rank. Numbers computed from it would be wrong: "
         f"the full shape is {part.root.shape}. {_INITIALIZE} Or ask "
-        "zshard.shard_info(p)['shape']; a function named reset_parameters sees full sizes."
+        "zshard.shard_info(p)['shape']."
+    )
+
+
+def refused_index(part: Any) -> str:
+    """Return the message for the index of one element, which may come of a shard's size."""
+    return (
+        f"one element of a shard of '{part.name}' was set by its index after the script asked "
+        f"for the shard's size, which is {part.root.local_shape} on this rank. An index computed "
+        f"from it would be wrong: the full shape is {part.root.shape}. {_INITIALIZE} Or ask "
+        "zshard.shard_info(p)['shape']."
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from zshard import _core
-from zshard.guard.collectives import tell_of_collectives
+from zshard.guard.outside import tell_of_barriers
 from zshard.optim.state_registry import meet
 from zshard.units.units import BufferSync, Options, is_apart, state_of, units_of, writing
 from zshard.wrap.extensions import EXTENSIONS
@@ -65,7 +65,7 @@ def last_writes(module: nn.Module) -> Iterator[None]:
     """Within it, a new model is written to; after it, other ranks may evaluate with its shards."""
     state = state_of(module)
     meet(module, state.comms.shards)
-    tell_of_collectives(state)
+    tell_of_barriers(state)
     with writing([state.unit]):
         yield
 

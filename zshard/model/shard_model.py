@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core
-from zshard.guard.shared_draws import keep_generator
+from zshard.guard.draws import keep_generator
 from zshard.memory.dry_run import Planned, calls_of, parts_to_guard
 from zshard.memory.fits import MemoryLimit, Sharing, check_fits
 from zshard.memory.spare import Spare, keep_between, watch_first_steps, words_of

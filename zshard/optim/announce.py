@@ -7,6 +7,7 @@ is told the values, to do the same on its shard.
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
@@ -20,7 +21,7 @@ from zshard.units.shards import units_stepped_by
 
 __all__ = [
     *("Act", "Joined", "options_of"),
-    *("say_clip", "say_norm", "say_step", "say_unscale", "say_zeroed"),
+    *("say_clip", "say_norm", "say_step", "say_unscale"),
 ]
 
 
@@ -68,10 +69,14 @@ class Joined:
     def begin(self) -> None:
         """Announce from now on."""
         _live[self.engine] = self
+        for optimizer in self.optimizers:
+            optimizer.zero_grad = functools.partial(_zero_grad, optimizer)  # type: ignore[method-assign]
 
     def end(self) -> None:
         """Announce no more."""
         _live.pop(self.engine, None)
+        for optimizer in self.optimizers:
+            vars(optimizer).pop("zero_grad", None)
 
     def say(self, act: Act, what: int | list[int], *values: object, meetings: int = 0) -> None:
         """Announce an act; ranks without data get the values of the lowest rank with data.
@@ -130,10 +135,11 @@ def say_step(optimizer: torch.optim.Optimizer) -> None:
         joined.say(Act.STEP, joined.number_of(optimizer), options_of(optimizer), extra)
 
 
-def say_zeroed(optimizer: torch.optim.Optimizer) -> None:
-    """Gradients are about to be set to zero in place."""
-    for joined in _speaking_of(optimizer):
+def _zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+    """An optimizer's zero_grad() within join(): gradients are about to be set to zero in place."""
+    for joined in [] if set_to_none else _speaking_of(optimizer):
         joined.say(Act.ZERO, joined.number_of(optimizer))
+    type(optimizer).zero_grad(optimizer, set_to_none)
 
 
 def say_norm(engine: _core.Engine, grads: list[Tensor], norm_type: float) -> None:

@@ -12,9 +12,10 @@ their own, which the guard cannot see.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,14 +27,14 @@ from torch.optim.optimizer import (
 
 from zshard import _core
 from zshard._errors import ShardError
-from zshard.guard.foreign import check_optimizer
+from zshard.guard.outside import check_optimizer
 from zshard.guard.slices import guarded, plain
-from zshard.optim.announce import say_step, say_zeroed
+from zshard.optim.announce import say_step
 from zshard.optim.sharded_state import SCALARS, params_of, shard_state_of
 from zshard.optim.step_digest import note_step, note_values
 from zshard.units.shards import Stepped, stepped_by, units_stepped_by
 
-__all__ = ["before_first_steps", "install", "know", "seen_optimizers"]
+__all__ = ["before_first_steps", "install", "install_steps", "know", "seen_optimizers"]
 
 
 _ELEMENTWISE = (
@@ -58,9 +59,6 @@ def install() -> None:
     if _is_installed:
         return
     _is_installed = True
-    for name in _ELEMENTWISE:
-        _spare_the_guard(getattr(torch.optim, name))
-    Optimizer.zero_grad = _noting_zeros(Optimizer.zero_grad)  # type: ignore[method-assign]
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 
@@ -162,22 +160,6 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
 _note_step = torch._disable_dynamo(note_step)  # type: ignore[attr-defined]
 
 
-def _noting_zeros(zero_grad: Callable[..., None]) -> Callable[..., None]:
-    """Without the guard; gradients that stay, as zeros, are written to, as on all ranks."""
-
-    @functools.wraps(zero_grad)
-    def zeroed(self: Optimizer, set_to_none: bool = True) -> None:
-        if not set_to_none:
-            say_zeroed(self)
-        with plain():
-            zero_grad(self, set_to_none)
-        if not set_to_none:
-            for unit in units_stepped_by(self):
-                unit.engine.note_zeroed()
-
-    return zeroed
-
-
 # --- what is refused ------------------------------------------------------------------------------
 
 _inner: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -223,26 +205,31 @@ def _refuse_held_units(optimizer: Optimizer) -> None:
 # --- torch's elementwise optimizers ---------------------------------------------------------------
 
 
-def _spare_the_guard(cls: type[Optimizer]) -> None:
-    """Have a step that is known to be elementwise run as on plain tensors: asking about each of its
-    operations would cost a tenth of it. torch wraps step() once an optimizer has been made; then
-    what is in that wrapper is replaced."""
-    step: Any = cls.__dict__.get("step")
-    if step is None:  # AdamW inherits Adam's
-        return
-    if not getattr(step, "hooked", False):
-        cls.step = _plainly(step)  # type: ignore[method-assign]
-        return
-    for cell in step.__closure__:
-        if cell.cell_contents is step.__wrapped__:
-            cell.cell_contents = _plainly(step.__wrapped__)
+def install_steps() -> None:
+    """Have steps that are known to be elementwise run as on plain tensors: asking about each of
+    their operations would take as long as the operations. Torch wraps the step of a class when its
+    first optimizer is constructed; of classes that have some, the inner function is replaced."""
+    wrap = Optimizer.profile_hook_step
+
+    @functools.wraps(wrap)
+    def wrap_plain(step: Callable[..., Any]) -> Callable[..., Any]:
+        of_torch = step.__module__.startswith("torch.optim.")
+        is_elementwise = of_torch and step.__qualname__.partition(".")[0] in _ELEMENTWISE
+        return wrap(_plainly(step) if is_elementwise else step)
+
+    Optimizer.profile_hook_step = staticmethod(wrap_plain)  # type: ignore[method-assign,assignment]
+    for name in _ELEMENTWISE:
+        step: Any = getattr(torch.optim, name).step
+        for cell in step.__closure__ if getattr(step, "hooked", False) else ():
+            if cell.cell_contents is step.__wrapped__:
+                cell.cell_contents = _plainly(step.__wrapped__)
 
 
 def _plainly(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def stepped(self: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         known = len(self.state)
-        with plain():
+        with plain(), _with_foreach(self):
             result = step(self, None if closure is None else guarded(closure), **kwargs)
         if len(self.state) != known:
             _guard_state(self)
@@ -250,6 +237,29 @@ def _plainly(step: Callable[..., Any]) -> Callable[..., Any]:
 
     # The compiler would trace through classes that ask about operations, which it cannot.
     return torch._disable_dynamo(stepped)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _with_foreach(optimizer: Optimizer) -> Iterator[None]:
+    """Context manager in which an optimizer steps shards on GPUs by operations on lists, where it
+    would do so with torch's own classes."""
+    groups = [group for group in optimizer.param_groups if _takes_foreach(group)]
+    for group in groups:
+        group["foreach"] = True
+    try:
+        yield
+    finally:
+        for group in groups:
+            group["foreach"] = None
+
+
+def _takes_foreach(group: dict[str, Any]) -> bool:
+    if group.get("foreach", False) is not None or group.get("fused") or group.get("differentiable"):
+        return False
+    if isinstance(group.get("lr"), torch.Tensor) and not group.get("capturable"):
+        return False
+    params = group["params"]
+    return all(param.is_cuda for param in params) and any(map(_core.is_shard, params))
 
 
 def _guard_state(optimizer: Optimizer) -> None:

@@ -25,7 +25,10 @@ from zshard.optim.step import InOneCall
 from zshard.optim.step_digest import note_step
 from zshard.units.units import Hook, State, hook_forward, known_hooks, units_of
 
-__all__ = ["OptimizerInBackward", "is_stepped_in_backward", "refuse_clipping", "watch_scaled"]
+__all__ = [
+    *("OptimizerInBackward", "is_stepped_in_backward", "refuse_clipping", "refuse_scaler"),
+    "watch_scaled",
+]
 
 _handles: weakref.WeakKeyDictionary[nn.Module, list[OptimizerInBackward]] = (
     weakref.WeakKeyDictionary()
@@ -149,11 +152,21 @@ def _note_scaled(_grad: Tensor) -> None:
 def _refuse_scaled() -> None:
     """Raise RuntimeError in a backward of a scaled loss."""
     if torch._C._current_graph_task_id() == _scaled_backward:
-        raise RuntimeError(
-            "optimizer_in_backward() does not support GradScaler: it would step with gradients "
-            "that are still scaled, before the check for inf. Call remove() on the handle, or "
-            "train in bfloat16, which needs no loss scaling"
-        )
+        raise _no_scaler()
+
+
+def refuse_scaler(optimizer: torch.optim.Optimizer) -> None:
+    """Raise RuntimeError if a scaler is to unscale gradients with which a backward has stepped."""
+    if _handles and _any_steps(param for g in optimizer.param_groups for param in g["params"]):
+        raise _no_scaler()
+
+
+def _no_scaler() -> RuntimeError:
+    return RuntimeError(
+        "optimizer_in_backward() does not support GradScaler: it would step with gradients "
+        "that are still scaled, before the check for inf. Call remove() on the handle, or "
+        "train in bfloat16, which needs no loss scaling"
+    )
 
 
 def is_stepped_in_backward(module: nn.Module) -> bool:

@@ -1,0 +1,159 @@
+"""What Python does with operations on shards that are neither elementwise nor facts.
+
+Each handler gets an operation with its arguments. The list of guard/rules.py says which operations
+come here; what no handler knows is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zshard import _core
+from zshard.guard import draws, views
+from zshard.guard.rules import LIKE_AT_RANDOM, NEW, SIZES
+from zshard.guard.slices import (
+    RULES,
+    Operation,
+    ShardParameter,
+    ShardTensor,
+    WholeParameter,
+    guard_like,
+    has_memory_of,
+    plain,
+    refuse,
+    run_plain,
+    slices_among,
+)
+from zshard.guard.words import refused_grad_dtype
+from zshard.units.shards import _parts, asked_for_size, part_of
+
+__all__ = ["set_guard"]
+
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+
+
+def _whole_draw(func: Operation, args: Args, kwargs: Kwargs) -> Any:
+    """What a whole tensor's draw has for this rank: the values that DDP would have."""
+    others = dict(kwargs)
+    given = args[0] if args else others.pop("input")
+    part = _core.slice_part(given)
+    if part is None:
+        return run_plain(func, args, kwargs)
+    with plain():
+        like = given.new_empty(()).expand(part.shape)
+        made = part.of(func(like, *args[1:], **others)).clone()
+    return _core.mark_slice(made, part)
+
+
+def _new(func: Operation, args: Args, kwargs: Kwargs) -> Any:
+    """`p.new_zeros(p.shape)` goes with the shard; of another shape, it is no part of one."""
+    return guard_like(run_plain(func, args, kwargs), args[0])
+
+
+def _get_data(func: Operation, args: Args, kwargs: Kwargs) -> Any:
+    """`p.data`, also of a parameter that is whole right now, as in hooks of a backward."""
+    param = args[0]
+    whole = part_of(param) if _core.slice_part(param) is None else None
+    if whole is not None:
+        whole.watch_data()
+    return guard_like(run_plain(func, args, kwargs), param)
+
+
+def _type(func: Operation, args: Args, kwargs: Kwargs) -> Any:
+    """`t.type()` asks for a name, `t.type(dtype)` is a cast."""
+    result = run_plain(func, args, kwargs)
+    return result if isinstance(result, str) else guard_like(result, args[0])
+
+
+def _set(func: Operation, args: Args, kwargs: Kwargs) -> Any:
+    """`p.set_(p)`, which changes nothing; all others are refused."""
+    if len(args) > 1 and has_memory_of(args[0], args[1]):
+        return args[0]
+    return refuse(func, args, kwargs)
+
+
+def _set_grad_dtype(func: Operation, args: Args, kwargs: Kwargs) -> Any:
+    param, dtype = args
+    part = _core.slice_part(param)
+    if part is not None and dtype != param.dtype:
+        raise NotImplementedError(refused_grad_dtype(part.name, dtype))
+    return run_plain(func, args, kwargs)
+
+
+def _gradients(func: Operation, args: Args, kwargs: Kwargs) -> Any:
+    """Gradients of something for parameters, which are whole in backward. Not of a slice."""
+    outputs = args[0] if args else kwargs.get("outputs", kwargs.get("tensors"))
+    if slices_among([outputs]):
+        return refuse(func, args, kwargs)
+    return run_plain(func, args, kwargs)
+
+
+def _update(func: Operation, args: Args, kwargs: Kwargs) -> Any:
+    """A library's kernel that updates one parameter element by element: right on shards of the same
+    elements."""
+    slices = [each for each in (*args, *kwargs.values()) if slices_among([each])]
+    parts = slices_among(slices)
+    if len({id(part.geometry) for part in parts}) > 1:
+        return refuse(func, args, kwargs)
+    with contextlib.ExitStack() as writes:
+        for part, tensor in zip(parts, slices, strict=True):
+            writes.enter_context(part.writing(tensor, func))
+        return run_plain(func, args, kwargs)
+
+
+def _size(func: Operation, args: Args, kwargs: Kwargs) -> Any:
+    """The size of this rank's shard; within a forward of the model, that of the full parameter.
+
+    That the script has asked is remembered: numbers which it computes from the shard's size would
+    be wrong, so random numbers of such a range are refused (draws.py). Nobody computes a range from
+    the number of elements."""
+    part = _core.slice_part(args[0])
+    if part is None:
+        return run_plain(func, args, kwargs)
+    if part.is_in_forward():
+        with plain():
+            return func(torch.empty(part.shape, device="meta"), *args[1:], **kwargs)
+    if func not in _COUNTS:
+        asked_for_size.add(part.root)
+    return run_plain(func, args, kwargs)
+
+
+_COUNTS = (Tensor.numel, Tensor.nelement)
+
+
+_Handler = Callable[[Operation, Args, Kwargs], Any]
+
+_HANDLERS: dict[Any, _Handler] = {
+    **dict.fromkeys(LIKE_AT_RANDOM, _whole_draw),
+    Tensor.type: _type,
+    Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
+    **{getattr(Tensor, name): _new for name in NEW},
+    **{getattr(Tensor, name): _size for name in SIZES},
+    Tensor.shape.__get__: _size,  # type: ignore[attr-defined]
+    **dict.fromkeys((torch.autograd.grad, torch.autograd.backward), _gradients),
+    Tensor.set_: _set,
+    getattr(getattr(Tensor, "grad_dtype", None), "__set__", None): _set_grad_dtype,
+    "bitsandbytes::optimizer_update_32bit": _update,  # 8-bit ones have a scale for each block
+    **views.HANDLERS,
+    **draws.HANDLERS,
+}
+"""By operation; of a library, by its name."""
+
+
+def _handle(func: Operation, types: object, args: Args, kwargs: Kwargs) -> Any:
+    """What py_guard.c does not do itself: an operation that is not on the list, or shards that do
+    not fit each other."""
+    known = _HANDLERS.get(func) or _HANDLERS.get(getattr(func, "_qualified_op_name", None))
+    return (known or refuse)(func, args, kwargs)
+
+
+def set_guard() -> None:
+    """Tell the core what it guards with."""
+    types = (Tensor, nn.Parameter, ShardTensor, ShardParameter, WholeParameter)
+    _core.set_guard(types, RULES, _parts, _handle)

@@ -1,0 +1,185 @@
+"""What would take shards for full tensors without an operation that the guard sees.
+
+Collectives, DistributedDataParallel, ZeroRedundancyOptimizer and safetensors use a tensor's memory.
+The ranks' shards of a parameter are different elements, often of one shape, so they would mix or
+overwrite them, or write one rank's to a file, without a word.
+
+And a sign that what the script has written in place is complete. One rank alone may evaluate
+weights that all ranks have written so (a moving average), once the others have written theirs. They
+say so in the barrier in which they wait for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
+
+from zshard import _core
+from zshard._errors import ShardError, stacklevel
+from zshard.guard.plain import slices_among
+from zshard.guard.words import refused_collective, written_to_file
+from zshard.units.units import State
+
+__all__ = [
+    *("FLATTENING", "NoDdp", "check_optimizer", "install_barrier", "install_check"),
+    *("install_safetensors", "refuse_in_ddp", "tell_of_barriers", "warn_of_torchs_names"),
+]
+
+
+# --- torch.distributed ----------------------------------------------------------------------------
+
+
+def install_check() -> None:
+    """Have torch's collectives refuse shards, in the function by which they check a tensor."""
+    check = distributed_c10d._check_single_tensor
+
+    @functools.wraps(check)
+    def checked(param: Any, param_name: str) -> None:
+        check(param, param_name)
+        parts = slices_among([param])
+        if parts:
+            raise ShardError(refused_collective(parts[0]))
+
+    distributed_c10d._check_single_tensor = checked
+
+
+_models: weakref.WeakKeyDictionary[State, int] = weakref.WeakKeyDictionary()
+"""A unit of each model whose ranks read each other's shards, and the thread that has made it. Other
+threads (of an asynchronous checkpoint, say) have barriers of their own, at any time."""
+
+
+def tell_of_barriers(state: State) -> None:
+    """Have a new model told of the script's own barriers of all ranks. `state`: of its root."""
+    if state.comms.shard_group.transport == "shm":
+        _models[state] = threading.get_ident()
+
+
+def install_barrier() -> None:
+    """Have models told of barriers."""
+    barrier = dist.barrier
+
+    @functools.wraps(barrier)
+    def told(group: Any = None, async_op: bool = False, *args: Any, **kwargs: Any) -> Any:
+        if not async_op and (group is None or dist.get_world_size(group) == dist.get_world_size()):
+            for state, thread in list(_models.items()):
+                if thread == threading.get_ident():
+                    state.unit.engine.meet()
+        return barrier(group, async_op, *args, **kwargs)
+
+    dist.barrier = told
+
+
+# --- DistributedDataParallel, ZeroRedundancyOptimizer ---------------------------------------------
+
+
+def _refuse_ddp() -> NoReturn:
+    raise TypeError(
+        "DistributedDataParallel cannot wrap a model that zshard has wrapped: zshard "
+        "reduces gradients itself, and DDP would broadcast rank 0's shards to the other ranks. "
+        'Remove DDP; for its behaviour, use FSDP(model, strategy="no_shard"). If a trainer '
+        "added it (Accelerate, transformers, Lightning), use zshard's adapter in all its calls: "
+        "docs/trainers.md"
+    )
+
+
+class NoDdp:
+    """In place of the names that DDP is to ignore, which it and Lightning ask a model for before
+    they broadcast its parameters."""
+
+    def __iter__(self) -> Iterator[str]:
+        _refuse_ddp()
+
+    def __contains__(self, name: object) -> bool:
+        _refuse_ddp()
+
+
+def refuse_in_ddp() -> None:
+    """Raise TypeError within a forward of DDP, which has wrapped a module around a unit."""
+    if DistributedDataParallel._active_ddp_module is not None:
+        _refuse_ddp()
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raise TypeError if it is a ZeroRedundancyOptimizer over sharded parameters."""
+    if type(optimizer).__name__ != "ZeroRedundancyOptimizer":
+        return
+    if any(_core.is_shard(param) for group in optimizer.param_groups for param in group["params"]):
+        raise TypeError(
+            "ZeroRedundancyOptimizer cannot step parameters that zshard has sharded: it would "
+            "broadcast one rank's shards to the other ranks. Pass them to the optimizer itself, "
+            "such as torch.optim.AdamW: its state is sharded as the parameters are"
+        )
+
+
+# --- safetensors ----------------------------------------------------------------------------------
+
+FLATTENING = ("_flatten_as_ptr", "_flatten")
+"""Functions of safetensors.torch that save() and save_file() call; the second before 0.8."""
+
+
+def install_safetensors() -> None:
+    """Have safetensors refuse shards, if it is installed. Idempotent."""
+    try:
+        library = importlib.import_module("safetensors.torch")
+    except ImportError:
+        return
+    for name in FLATTENING:
+        flatten = getattr(library, name, None)
+        if flatten is not None and not hasattr(flatten, "__wrapped__"):
+            setattr(library, name, _refusing(flatten))
+
+
+def _refusing(flatten: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(flatten)
+    def checked(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        parts = slices_among([tensors])
+        if parts:
+            raise ShardError(written_to_file("a safetensors file", parts[0]))
+        return flatten(tensors, *args, **kwargs)
+
+    return checked
+
+
+# --- names of FSDP2 -------------------------------------------------------------------------------
+
+_NAMES = ("FSDPModule", "register_fsdp_forward_method")
+_FROM = "torch.distributed.fsdp._fully_shard._fully_shard"
+# These ask torch's class about models of their own making, or have an adapter of zshard's.
+_KNOWN = frozenset({"torch", "accelerate", "transformers", "peft", "trl", "lightning"})
+_warned = {"__mp_main__"}  # another name of __main__
+
+
+def warn_of_torchs_names() -> None:
+    """Warn of each module of the script that has imported torch's FSDPModule, once. Torch's class
+    cannot know zshard's modules, so isinstance() is False, and a script leaves out what it does for
+    them, without a word."""
+    torchs = sys.modules.get(_FROM)
+    if torchs is None:
+        return
+    theirs = [(name, getattr(torchs, name, None)) for name in _NAMES]
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] in _KNOWN or module_name in _warned:
+            continue
+        names = vars(module) if hasattr(module, "__dict__") else {}
+        found = [name for name, value in theirs if value is not None and names.get(name) is value]
+        if found:
+            _warned.add(module_name)
+            warnings.warn(
+                f"module {module_name!r} has {' and '.join(found)} of torch, which does not know "
+                "modules that zshard shards (isinstance() is False, and a method is not "
+                "registered), so what the script does for them is silently left out: import "
+                f"{' and '.join(found)} from zshard",
+                UserWarning,
+                stacklevel=stacklevel(),
+            )
