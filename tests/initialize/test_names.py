@@ -1,7 +1,4 @@
-"""`import zshard as deepspeed`: names that work, names that say what to use, the data loader.
-
-Scripts call these before and after initialize(); none may fail without a remedy.
-"""
+"""`import zshard as deepspeed`: the names that scripts call before and after initialize()."""
 
 from __future__ import annotations
 
@@ -38,11 +35,10 @@ def test_the_names_are_there_and_imported_late() -> None:
         assert getattr(zshard, name) is getattr(deepspeed, name)
 
 
-@pytest.mark.parametrize("name", deepspeed.INSTEAD)
-def test_other_names_say_what_to_use(name: str) -> None:
-    with pytest.raises(AttributeError, match=f"zshard has no deepspeed.{name}: ") as error:
-        getattr(zshard, name)
-    assert deepspeed.INSTEAD[name] in str(error.value)
+@pytest.mark.parametrize("name", ["ops", "PipelineModule", "init_inference"])
+def test_another_name_points_to_the_page_that_lists_those_there_are(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"no attribute '{name}': docs/deepspeed.md lists"):
+        getattr(deepspeed, name)
 
 
 def as_a_script(path: str) -> Any:
@@ -205,29 +201,6 @@ def test_init_distributed_checks_its_arguments() -> None:
         zshard.init_distributed(dist_init_required=False)
     with pytest.raises(NotImplementedError, match="build the module within"):
         zshard.zero.Init(module=model())
-
-
-IMPORTS = {
-    "from zshard.ops.adam import FusedAdam": "use zshard.AdamW",
-    "from zshard import ops": "use zshard.AdamW",
-    "from zshard.accelerator import get_accelerator": "use torch.accelerator",
-    "from zshard.utils import safe_get_full_fp32_param": "is zshard.full_tensor",
-    "import zshard.utils.zero_to_fp32": "ckpt export",
-    "from zshard.runtime.lr_schedules import WarmupLR": "the section 'scheduler'",
-    "from zshard.zero import Init": "from zshard.deepspeed import zero",
-}
-
-
-@pytest.mark.parametrize("line", IMPORTS)
-def test_imports_of_modules_say_what_to_use(line: str) -> None:
-    with pytest.raises(ModuleNotFoundError, match="zshard has no deepspeed") as error:
-        exec(line, {})
-    assert IMPORTS[line] in str(error.value)
-
-
-def test_other_imports_fail_as_ever() -> None:
-    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'zshard.xyzzy'$"):
-        exec("import zshard.xyzzy", {})
 
 
 def test_external_parameters_need_no_registration() -> None:

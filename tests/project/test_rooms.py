@@ -17,14 +17,15 @@ import zshard
 
 PACKAGE = Path(zshard.__file__).parent
 
+CORE = [
+    *("_version", "_built_with", "_torch_check", "_errors", "_core"),
+    *("precision", "strategy", "run", "ranks", "offload"),
+    *("units", "guard", "wrap", "options", "optim", "grad_scaler", "state", "memory", "model"),
+    *("_predict_memory", "_patches"),
+]
 ORDER = [
-    *("_version", "_built_with", "_torch_check", "_errors", "_missing_modules", "_core"),
-    *("compat.__init__", "compat.classes", "precision", "strategy", "run", "ranks", "offload"),
-    *("units", "guard", "wrap", "optim", "grad_scaler", "state", "memory", "model"),
-    *("compat.fsdp2", "compat.fsdp1", "compat.state_dict_types", "compat.sharded_grad_scaler"),
-    *("compat.fsdp1_methods", "compat.ddp", "compat.attributes", "compat.argument_types"),
-    *("_predict_memory", "_patches", "fsdp"),
-    *("compat.fully_shard", "compat.distributed_data_parallel", "checkpoint", "doctor"),
+    *CORE,
+    *("compat", "fsdp", "compat.fsdp2", "compat.ddp", "compat.__init__", "checkpoint", "doctor"),
     *("lightning", "accelerate", "transformers", "deepspeed"),
     *("__init__", "__main__"),
 ]
@@ -72,10 +73,9 @@ def test_no_import_runs_upwards():
         ("optim/step", "from zshard.units.units import State", False),
         ("units/units", "from zshard.optim.step import install", True),
         ("units/units", "import zshard.optim.step", True),
-        ("precision", "from zshard.compat.classes import MixedPrecision", False),
         ("precision", "from zshard.compat import fsdp1", True),
-        ("compat/fsdp1", "from zshard.compat import fsdp2", False),
-        ("compat/fsdp2", "from zshard.compat.fsdp1 import precision_of", True),
+        ("compat/fsdp1", "from zshard.compat import attributes", False),
+        ("compat/fsdp1", "from zshard.compat.fsdp2 import fully_shard", True),
         ("compat/fsdp1", "if TYPE_CHECKING:\n    from zshard.fsdp import FSDP", True),
     ],
 )

@@ -1,4 +1,4 @@
-"""`zshard.initialize`: from a model and a DeepSpeed config to an engine.
+"""`zshard.initialize`: from a model and a DeepSpeed config to an engine; `init_distributed`.
 
 The order of DeepSpeed: check everything that needs no other rank, shard the model,
 make the optimizer of its parameters, the scheduler of the optimizer, the loader of the data.
@@ -9,25 +9,26 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from zshard.deepspeed.ds_config import Settings, make_folder, read, settings_of
-from zshard.deepspeed.engine import DeepSpeedEngine
-from zshard.deepspeed.engine_facts import check_dataset
-from zshard.deepspeed.optimizer_types import optimizer_of
-from zshard.deepspeed.process_group import init_distributed
+from zshard.deepspeed.engine import DeepSpeedEngine, check_dataset
+from zshard.deepspeed.optimizers import optimizer_of
 from zshard.deepspeed.schedules import schedule_of
 from zshard.deepspeed.zero import describe
 from zshard.fsdp import FSDP
 from zshard.ranks.agreement import check_agreement
+from zshard.ranks.groups import check_launcher, make_default_group
 from zshard.units.units import is_unit, state_of
 from zshard.wrap.meta import reset_or_leave
 
@@ -113,6 +114,50 @@ def initialize(
         loader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
         engine.training_dataloader = loader
     return engine, chosen, engine.training_dataloader, scheduler
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    *,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    **arguments: Any,
+) -> None:
+    """Initialize torch.distributed if the script has not. Collective.
+
+    Without a launcher (torchrun sets RANK and WORLD_SIZE), the world size is 1.
+
+    Args:
+        dist_backend: the backend. Default: None, "nccl" where there is a GPU, else "gloo".
+        timeout: that of collectives. Default: None, torch's.
+        init_method: torch's. Default: None, the environment variables.
+        dist_init_required: False: raise RuntimeError if torch.distributed is not initialized.
+        arguments: DeepSpeed's other arguments: rank and world_size are passed on, and the rest
+            (auto_mpi_discovery, distributed_port, verbose, config) has no effect.
+    """
+    known = {"rank", "world_size", "auto_mpi_discovery", "distributed_port", "verbose", "config"}
+    for name in arguments.keys() - known:
+        raise TypeError(f"init_distributed() got an unexpected argument '{name}'")
+    if dist.is_initialized():
+        return
+    if dist_init_required is False:
+        raise RuntimeError(
+            "torch.distributed is not initialized: call torch.distributed.init_process_group() "
+            "first, or omit dist_init_required=False"
+        )
+    given: dict[str, Any] = {
+        name: arguments[name] for name in ("rank", "world_size") if arguments.get(name, -1) >= 0
+    }
+    if timeout is not None:
+        given["timeout"] = timeout
+    if init_method is not None:
+        given["init_method"] = init_method
+    elif "RANK" not in os.environ and not given.get("world_size"):
+        check_launcher()
+        given |= {"store": HashStore(), "rank": 0, "world_size": 1}
+    backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    make_default_group(backend, **given)
 
 
 # --- checks ---------------------------------------------------------------------------------------
