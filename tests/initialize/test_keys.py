@@ -362,7 +362,6 @@ def test_an_optimizers_values_are_checked_by_key(kind: str, params: Any, key: st
             {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "decay_lr_rate": None},
             "decay_lr_rate",
         ),
-        ("StepLR", {"step_size": 1, "gamma": None}, "gamma"),
     ],
 )
 def test_a_schedules_values_are_checked_by_key(kind: str, params: Any, key: str) -> None:

@@ -24,7 +24,7 @@ from zshard.checkpoint.folder import Target
 from zshard.checkpoint.layout import Piece, PlannedFile, index_of, lay_out, pieces_of
 from zshard.checkpoint.manifest import FileRecord, Manifest, dump
 from zshard.checkpoint.safetensors import CODES
-from zshard.fsdp import FSDP
+from zshard.model.build import MADE
 from zshard.ranks.agreement import Fact, gather_bytes, on_all_ranks
 from zshard.units.names import plain_name
 from zshard.units.units import units_of
@@ -199,5 +199,5 @@ def _has_adapters(model: nn.Module) -> bool:
 
 def _own_class(model: nn.Module) -> type:
     """The class of the model before it was wrapped."""
-    kinds = (kind for kind in type(model).__mro__ if not issubclass(kind, FSDP))
+    kinds = (kind for kind in type(model).__mro__ if MADE not in vars(kind))
     return next(kind for kind in kinds if not kind.__module__.startswith("zshard."))

@@ -91,9 +91,9 @@ class DistributedDataParallel(FSDP, metaclass=_FoundByInstance):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
-        delay_all_reduce_named_params: Any = None,
-        param_to_hook_all_reduce: Any = None,
-        mixed_precision: Any = None,
+        delay_all_reduce_named_params: object = None,
+        param_to_hook_all_reduce: object = None,
+        mixed_precision: object = None,
         device_mesh: DeviceMesh | None = None,
         skip_all_reduce_unused_params: bool = False,
         bucket_cap_mb_list: list[int] | None = None,
@@ -153,7 +153,7 @@ class DistributedDataParallel(FSDP, metaclass=_FoundByInstance):
 _SPLITS = "a rank gets a batch of its own, and zshard splits none"
 
 
-def _refuse(**given: Any) -> None:
+def _refuse(**given: object) -> None:
     for name, value in given.items():
         if value is not None:
             raise NotImplementedError(
@@ -161,7 +161,9 @@ def _refuse(**given: Any) -> None:
             )
 
 
-def _check_output(output_device: Any, device_ids: Any) -> None:
+def _check_output(
+    output_device: DeviceLike | None, device_ids: Sequence[DeviceLike] | None
+) -> None:
     if output_device is not None and [output_device] != list(device_ids or ()):
         raise NotImplementedError(
             f"output_device={output_device!r} is not supported with device_ids={device_ids!r}: "
@@ -169,14 +171,14 @@ def _check_output(output_device: Any, device_ids: Any) -> None:
         )
 
 
-def _either(broadcast_buffers: Any, forward_sync_buffers: Any) -> bool:
+def _either(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
     given = [each for each in (broadcast_buffers, forward_sync_buffers) if each is not None]
     if len(given) == 2:
         raise ValueError("pass either broadcast_buffers or forward_sync_buffers, not both")
     return bool(given[0]) if given else True
 
 
-def _ignored(module: Any) -> list[nn.Parameter]:
+def _ignored(module: nn.Module) -> list[nn.Parameter]:
     names = set(getattr(module, _IGNORED, ()))
     if not names:
         return []

@@ -57,9 +57,9 @@ _KINDS = {
 @contextlib.contextmanager
 def state_dict_type(
     module: nn.Module,
-    state_dict_type: Any,
-    state_dict_config: Any = None,
-    optim_state_dict_config: Any = None,
+    state_dict_type: object,
+    state_dict_config: object = None,
+    optim_state_dict_config: object = None,
 ) -> Iterator[None]:
     """Context manager that sets what state_dict() of `module` and of its units returns.
 
@@ -87,9 +87,9 @@ def state_dict_type(
 
 def set_state_dict_type(
     module: nn.Module,
-    state_dict_type: Any,
-    state_dict_config: Any = None,
-    optim_state_dict_config: Any = None,
+    state_dict_type: object,
+    state_dict_config: object = None,
+    optim_state_dict_config: object = None,
 ) -> StateDictSettings:
     """Set what state_dict() of `module` and of its units returns from now on.
 
@@ -123,7 +123,7 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings:
     return settings[0] if settings else default
 
 
-def _form(given: Any, config: Any, optim_config: Any) -> StateDictForm:
+def _form(given: object, config: object, optim_config: object) -> StateDictForm:
     name = given.name if isinstance(given, enum.Enum) else given
     if name not in _KINDS:
         known = ", ".join(map(repr, _KINDS))
@@ -137,7 +137,7 @@ def _form(given: Any, config: Any, optim_config: Any) -> StateDictForm:
     return StateDictForm(kind.slices, own, optim, settings)
 
 
-def _settings(name: str, given: Any, config: Any, optim_config: Any) -> StateDictSettings:
+def _settings(name: str, given: object, config: object, optim_config: object) -> StateDictSettings:
     kind = _KINDS[name]
     config = kind.config() if config is None else config
     return StateDictSettings(
@@ -145,7 +145,7 @@ def _settings(name: str, given: Any, config: Any, optim_config: Any) -> StateDic
     )
 
 
-def _check_config(argument: str, name: str, config: Any, expected: type) -> None:
+def _check_config(argument: str, name: str, config: object, expected: type) -> None:
     known = {each.__name__ for each in type(config).__mro__}
     if config is not None and expected.__name__ not in known:
         raise TypeError(f"{argument} for {name} must be a {expected.__name__}, got {config!r}")
@@ -167,7 +167,7 @@ class Fsdp1Methods(nn.Module):
         model: nn.Module,
         optim: Optimizer,
         optim_state_dict: Mapping[str, Any] | None = None,
-        group: Any = None,
+        group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """Return the optimizer's full state by parameter name; see zshard.optim_state_dict().
 
@@ -193,7 +193,7 @@ class Fsdp1Methods(nn.Module):
         optim_state_dict: Mapping[str, Any] | None,
         is_named_optimizer: bool = False,
         load_directly: bool = False,
-        group: Any = None,
+        group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """Convert the result of optim_state_dict() into what optim.load_state_dict() takes.
 
@@ -223,7 +223,7 @@ def _rank0_only(model: nn.Module) -> bool:
     return any(state.form.optim_rank0_only for _, state in units_of(model))
 
 
-def _check_group(model: nn.Module, group: Any) -> None:
+def _check_group(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     world = outermost_comm(model).world
     if group is not None and dist.get_world_size(group) != world:
         raise ValueError(
@@ -255,7 +255,7 @@ class ShardedGradScaler(GradScaler):
         growth_factor: float = 2.0,
         growth_interval: int = 2000,
         enabled: bool = True,
-        process_group: Any = None,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled

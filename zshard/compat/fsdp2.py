@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from zshard.fsdp import FSDP
@@ -65,7 +66,7 @@ def fully_shard(
     mp_policy: PrecisionLike | None = _NO_CASTS,
     offload_policy: OffloadPolicyLike | None = _NO_OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
-    dp_mesh_dims: Any = None,
+    dp_mesh_dims: object = None,
     wire: str | Wire | None = None,
 ) -> Wrapped[_M]: ...
 
@@ -80,7 +81,7 @@ def fully_shard(
     mp_policy: PrecisionLike | None = _NO_CASTS,
     offload_policy: OffloadPolicyLike | None = _NO_OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
-    dp_mesh_dims: Any = None,
+    dp_mesh_dims: object = None,
     wire: str | Wire | None = None,
 ) -> list[Wrapped[_M]]: ...
 
@@ -95,7 +96,7 @@ def fully_shard(
     mp_policy: PrecisionLike | None = _NO_CASTS,
     offload_policy: OffloadPolicyLike | None = _NO_OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
-    dp_mesh_dims: Any = None,
+    dp_mesh_dims: object = None,
     wire: str | Wire | None = None,
 ) -> tuple[Wrapped[_M], ...]: ...
 
@@ -109,7 +110,7 @@ def fully_shard(
     mp_policy: PrecisionLike | None = _NO_CASTS,
     offload_policy: OffloadPolicyLike | None = _NO_OFFLOAD,
     ignored_params: Iterable[nn.Parameter] | None = None,
-    dp_mesh_dims: Any = None,
+    dp_mesh_dims: object = None,
     wire: str | Wire | None = None,
 ) -> Any:
     """Shard a module in place, as torch.distributed.fsdp.fully_shard (FSDP2), and return it.
@@ -228,7 +229,7 @@ def fully_shard(
     return sharded
 
 
-def _check_module(module: Any) -> None:
+def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard expects an nn.Module, got {type(module).__name__}")
     if not has_forward(module):
@@ -238,11 +239,11 @@ def _check_module(module: Any) -> None:
         )
 
 
-def _dimensions(mesh: Any) -> int:
+def _dimensions(mesh: object) -> int:
     """The number of dimensions of the mesh; 1 without one."""
     if mesh is None:
         return 1
-    if not (hasattr(mesh, "ndim") and hasattr(mesh, "get_group")):
+    if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim not in (1, 2):
         raise ValueError(
@@ -257,7 +258,9 @@ def _dimensions(mesh: Any) -> int:
     return int(mesh.ndim)
 
 
-def _groups_to_keep_in(reshard_after_forward: Any, mesh: Any, hybrid: bool) -> Any:
+def _groups_to_keep_in(
+    reshard_after_forward: bool | int | None, mesh: DeviceMesh | None, hybrid: bool
+) -> tuple[ProcessGroup, ProcessGroup] | None:
     """The shard group and the replica group for `reshard_after_forward` as a number of ranks; None
     if it is not a number, or one rank, or all ranks."""
     number = reshard_after_forward
@@ -279,7 +282,7 @@ def _groups_to_keep_in(reshard_after_forward: Any, mesh: Any, hybrid: bool) -> A
     return block_of(group, number), column_of(group, number)
 
 
-def _strategy(reshard_after_forward: Any, hybrid: bool) -> ShardingStrategy:
+def _strategy(reshard_after_forward: bool | int | None, hybrid: bool) -> ShardingStrategy:
     if not (reshard_after_forward is None or isinstance(reshard_after_forward, int)):
         raise TypeError(
             "reshard_after_forward must be True, False, None or a number of ranks, got "
@@ -293,7 +296,7 @@ def _strategy(reshard_after_forward: Any, hybrid: bool) -> ShardingStrategy:
     return ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD
 
 
-def _offload(policy: Any) -> Offload | None:
+def _offload(policy: object) -> Offload | None:
     if policy is None or isinstance(policy, Offload):
         return policy
     if not is_offload_policy(policy):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -38,6 +38,7 @@ _NEEDS_OPTIMIZER = (
     "optimizer="
 )
 
+Config = Mapping[str, Any] | str | os.PathLike[str]
 Result = tuple[DeepSpeedEngine, Optimizer | None, DataLoader[Any] | None, Any]
 
 
@@ -49,12 +50,12 @@ def initialize(
     training_data: Any = None,
     lr_scheduler: Any = None,
     distributed_port: int | None = None,
-    mpu: Any = None,
+    mpu: object = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
-    config: Any = None,
-    mesh_param: Any = None,
-    config_params: Any = None,
+    config: Config | None = None,
+    mesh_param: object = None,
+    config_params: Config | None = None,
 ) -> Result:
     """Shard a model as a DeepSpeed config says, and return DeepSpeed's engine, optimizer, data
     loader and scheduler. docs/deepspeed.md lists the keys.
@@ -163,7 +164,7 @@ def init_distributed(
 # --- checks ---------------------------------------------------------------------------------------
 
 
-def _check_model(model: Any) -> nn.Module:
+def _check_model(model: object) -> nn.Module:
     if not isinstance(model, nn.Module):
         kind = "nothing" if model is None else type(model).__name__
         raise TypeError(f"zshard.initialize() expects model=, an nn.Module, got {kind}")
@@ -179,7 +180,7 @@ def _check_model(model: Any) -> nn.Module:
     return model
 
 
-def _check_unsupported(mpu: Any, mesh_param: Any) -> None:
+def _check_unsupported(mpu: object, mesh_param: object) -> None:
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
             raise NotImplementedError(
@@ -187,7 +188,7 @@ def _check_unsupported(mpu: Any, mesh_param: Any) -> None:
             )
 
 
-def _config_of(args: Any, config: Any, config_params: Any) -> Any:
+def _config_of(args: object, config: Config | None, config_params: Config | None) -> object:
     found = {
         "config": config,
         "config_params": config_params,
@@ -203,7 +204,7 @@ def _config_of(args: Any, config: Any, config_params: Any) -> Any:
     return found[given[0]]
 
 
-def _check_optimizer(optimizer: Any, module: nn.Module) -> Optimizer | None:
+def _check_optimizer(optimizer: object, module: nn.Module) -> Optimizer | None:
     """Return the optimizer if it is one, None if there is none yet."""
     if optimizer is None or (callable(optimizer) and not isinstance(optimizer, Optimizer)):
         return None
@@ -244,7 +245,7 @@ def _check_own(groups: Iterable[Any], module: nn.Module, name: str) -> None:
                 )
 
 
-def _check_scheduler(scheduler: Any, optimizer: Optimizer | None) -> None:
+def _check_scheduler(scheduler: object, optimizer: Optimizer | None) -> None:
     if not isinstance(scheduler, LRScheduler):
         return
     if scheduler.optimizer is not optimizer:

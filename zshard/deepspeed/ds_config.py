@@ -88,7 +88,7 @@ class Settings:
         return section
 
 
-def read(config: Any) -> dict[str, Any]:
+def read(config: object) -> dict[str, Any]:
     """Return the dict that `config` is, or that is in the JSON file of that path."""
     if isinstance(config, Mapping):
         return json.loads(json.dumps(config)) if _is_plain(config) else dict(config)
@@ -115,7 +115,7 @@ def read(config: Any) -> dict[str, Any]:
     return found
 
 
-def settings_of(config: Mapping[str, Any], args: Any, world: int, rank: int) -> Settings:
+def settings_of(config: Mapping[str, Any], args: object, world: int, rank: int) -> Settings:
     """Return the settings of a config that read() returned.
 
     args: tells what "auto" means. world: the number of ranks. Rank 0 warns of keys in use that have

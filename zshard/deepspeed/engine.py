@@ -408,7 +408,7 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
         return getattr(model, name)
 
 
-def check_dataset(dataset: Any) -> None:
+def check_dataset(dataset: object) -> None:
     """Raise TypeError if a DataLoader cannot take it."""
     has_length = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if not has_length and not isinstance(dataset, IterableDataset):

@@ -11,11 +11,12 @@ import difflib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
 AUTO = "auto"
+Check = Callable[[str, object], None]  # raises for an invalid value of the key
 TRAIN, MICRO, STEPS = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -38,28 +39,28 @@ def must_be(name: str, what: str, value: object) -> str:
     return f"'{name}' in the DeepSpeed config must be {what}, got {value!r}"
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _anything(name: str, value: Any) -> None:
+def _anything(name: str, value: object) -> None:
     """The params of an optimizer or scheduler, which check_params() checks."""
 
 
-def _flag(name: str, value: Any) -> None:
+def _flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise TypeError(must_be(name, "true or false", value))
 
 
-def _number(name: str, value: Any) -> None:
+def _number(name: str, value: object) -> None:
     if not _is_number(value):
         raise TypeError(must_be(name, "a number", value))
     if not 0 <= value < math.inf:
         raise ValueError(must_be(name, "finite and at least 0", value))
 
 
-def _at_least(least: int) -> Callable[[str, Any], None]:
-    def check(name: str, value: Any) -> None:
+def _at_least(least: int) -> Check:
+    def check(name: str, value: object) -> None:
         if not _is_number(value) or not math.isfinite(value) or value != int(value):
             raise TypeError(must_be(name, "an integer", value))
         if value < least:
@@ -68,18 +69,19 @@ def _at_least(least: int) -> Callable[[str, Any], None]:
     return check
 
 
-def _at_least_1_or_never(name: str, value: Any) -> None:
+def _at_least_1_or_never(name: str, value: object) -> None:
     if value != math.inf:
         _at_least(1)(name, value)
 
 
-def _text(name: str, value: Any) -> None:
+def _text(name: str, value: object) -> None:
     if not isinstance(value, str):
         raise TypeError(must_be(name, "a string", value))
 
 
-def _dtype(name: str, value: Any) -> None:
-    _text(name, value)
+def _dtype(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise TypeError(must_be(name, "a string", value))
     if value.lower().removeprefix("torch.") not in _DTYPES:
         raise ValueError(must_be(name, "'fp32', 'fp16' or 'bf16'", value))
 
@@ -89,11 +91,11 @@ def _dtype(name: str, value: Any) -> None:
 _OFFLOAD = {"device": _text, "nvme_path": _text, "ratio": _number}
 
 
-def _section(name: str, keys: Mapping[str, Callable[[str, Any], None]]) -> dict[str, Any]:
+def _section(name: str, keys: Mapping[str, Check]) -> dict[str, Any]:
     return {f"{name}.{key}": check for key, check in keys.items()}
 
 
-WORKS: dict[str, Callable[[str, Any], None]] = {
+WORKS: dict[str, Check] = {
     TRAIN: _at_least(1),
     MICRO: _at_least(1),
     STEPS: _at_least(1),
