@@ -239,11 +239,11 @@ def _check_module(module: object) -> None:
         )
 
 
-def _dimensions(mesh: object) -> int:
+def _dimensions(mesh: Any) -> int:
     """The number of dimensions of the mesh; 1 without one."""
     if mesh is None:
         return 1
-    if not isinstance(mesh, DeviceMesh):
+    if not (hasattr(mesh, "ndim") and hasattr(mesh, "get_group")):
         raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim not in (1, 2):
         raise ValueError(

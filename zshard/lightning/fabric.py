@@ -58,7 +58,7 @@ class ZShardFabricStrategy(Sharding, fabric_package.strategies.DDPStrategy):  # 
         self._sharded[module] = None
         return _Wrapper(module)
 
-    def backward(self, *args: Any, **kwargs: Any) -> None:
+    def backward(self, *args: object, **kwargs: object) -> None:
         """Run a backward, then broadcast buffers: under DDP an evaluation would begin with that,
         but here one rank may evaluate alone."""
         super().backward(*args, **kwargs)
@@ -96,10 +96,10 @@ class ZShardFabricStrategy(Sharding, fabric_package.strategies.DDPStrategy):  # 
 
     def save_checkpoint(
         self,
-        path: Any,
+        path: object,
         state: dict[str, Any],
-        storage_options: Any = None,
-        filter: Any = None,
+        storage_options: object = None,
+        filter: object = None,
     ) -> None:
         if not self._is_sharded_save:
             self._is_saving = True  # rank 0 alone needs the state
@@ -149,7 +149,7 @@ class _Wrapper(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         return self.module(*args, **kwargs)
 
 

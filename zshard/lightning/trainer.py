@@ -148,7 +148,7 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
         module = self.lightning_module
         return call_as_forward(module, getattr(module, name), args, kwargs)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, *args: object, **kwargs: object) -> Any:
         if not self.lightning_module.automatic_optimization:  # the step runs whole backwards
             return super().training_step(*args, **kwargs)
         with self.precision_plugin.train_step_context():
@@ -160,15 +160,15 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
         super().post_backward(closure_loss)
         broadcast_buffers(self.lightning_module)
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+    def validation_step(self, *args: object, **kwargs: object) -> Any:
         with self.precision_plugin.val_step_context():
             return self._call("validation_step", args, kwargs)
 
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+    def test_step(self, *args: object, **kwargs: object) -> Any:
         with self.precision_plugin.test_step_context():
             return self._call("test_step", args, kwargs)
 
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+    def predict_step(self, *args: object, **kwargs: object) -> Any:
         with self.precision_plugin.predict_step_context():
             return self._call("predict_step", args, kwargs)
 
@@ -196,7 +196,7 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
         return {} if self._is_sharded_save else optimizer_on_rank_0(optimizer)
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+        self, checkpoint: dict[str, Any], filepath: object, storage_options: object = None
     ) -> None:
         if not self._is_sharded_save:
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -212,7 +212,9 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
         optimizer = self.optimizers[0] if has_optimizer else None
         self._save_folder(filepath, self.lightning_module, optimizer, checkpoint)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: object, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         path = self.broadcast(checkpoint_path)
         self._folder = path if os.path.isdir(path) else None
         if self._folder is None:
