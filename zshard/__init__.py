@@ -4,15 +4,15 @@
     model = FSDP(model)
     optimizer = AdamW(model.parameters(), lr=3e-4)
 
-README.md says what it does, ARCHITECTURE.md how.
+README.md says what it does, ARCHITECTURE.md how. torch's names (`fully_shard`, `StateDictType`) are
+in `zshard.compat`, and DeepSpeed's in `zshard.deepspeed`; `from zshard import ...` finds both.
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
-from typing import Any as _Any
 
 import torch as _torch  # noqa: F401 - first: the core links to its libraries
 
-from zshard import _missing_modules, _torch_check, wrap  # noqa: F401 - the check before the core is loaded
+from zshard import _torch_check, wrap  # noqa: F401 - the check before the core is loaded
 from zshard import bitsandbytes as _bitsandbytes  # noqa: F401 - these register themselves
 from zshard import peft as _peft  # noqa: F401
 from zshard import transformers as _transformers  # noqa: F401
@@ -21,43 +21,23 @@ from zshard._errors import CheckpointError, ShardError
 from zshard._predict_memory import predict_memory
 from zshard._version import __version__ as __version__
 from zshard.checkpoint.folder import latest_checkpoint
-from zshard.checkpoint.load import Loaded, load
-from zshard.checkpoint.save import SaveHandle, save
+from zshard.checkpoint.load import Loaded as Loaded
+from zshard.checkpoint.load import load
+from zshard.checkpoint.save import SaveHandle as SaveHandle
+from zshard.checkpoint.save import save
 from zshard.checkpoint.script_state import rng_state, set_rng_state
-from zshard.compat.classes import (
-    BackwardPrefetch,
-    CPUOffload,
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    FlatParameter,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
-from zshard.compat.distributed_data_parallel import DistributedDataParallel
-from zshard.compat.fsdp2 import share_comm_ctx
-from zshard.compat.fully_shard import fully_shard
-from zshard.compat.sharded_grad_scaler import ShardedGradScaler
 from zshard.doctor.features import available_features
 from zshard.fsdp import FSDP, shard_info
 from zshard.grad_scaler import GradScaler
-from zshard.guard.slices import ShardParameter, ShardTensor, to_local
+from zshard.guard.slices import ShardParameter as ShardParameter
+from zshard.guard.slices import ShardTensor as ShardTensor
+from zshard.guard.slices import to_local
 from zshard.guard.whole_values import full_tensor, named_norms, whole_named_parameters
 from zshard.memory.report import num_parameters
 from zshard.model.methods import register_forward_method
-from zshard.model.unit_methods import UnshardHandle
 from zshard.offload import Offload
 from zshard.optim import SGD, Adam, AdamW
+from zshard.precision import MixedPrecision
 from zshard.ranks.nccl import NcclOptions
 from zshard.ranks.wire import Wire
 from zshard.state.load_state_dict import load_state_dict
@@ -65,60 +45,27 @@ from zshard.state.optimizer_names import load_optim_state_dict, optim_state_dict
 from zshard.strategy import ShardingStrategy
 from zshard.wrap.meta import uninitialized
 
-_missing_modules.install()
-
-FullyShardedDataParallel = FSDP  # FSDP1's name for it
-FSDPModule = FSDP  # FSDP2's, for isinstance()
-register_fsdp_forward_method = register_forward_method  # FSDP2's name
-
+# What the functions return (Loaded, SaveHandle, ShardParameter, ShardTensor) is for annotations.
 __all__ = [
     "FSDP",
     "SGD",
     "Adam",
     "AdamW",
-    "BackwardPrefetch",
-    "CPUOffload",
-    "CPUOffloadPolicy",
     "CheckpointError",
     "CudaError",
-    "DataParallelMeshDims",
-    "DistributedDataParallel",
     "DivergenceError",
-    "FSDPModule",
-    "FlatParameter",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "FullyShardedDataParallel",
     "GradScaler",
-    "Loaded",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
     "MixedPrecision",
-    "MixedPrecisionPolicy",
     "NcclError",
     "NcclOptions",
     "Offload",
-    "OffloadPolicy",
-    "OptimStateDictConfig",
     "PeerError",
     "PeerTimeoutError",
-    "SaveHandle",
     "ShardError",
-    "ShardParameter",
-    "ShardTensor",
-    "ShardedGradScaler",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
     "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-    "UnshardHandle",
     "Wire",
     "available_features",
     "full_tensor",
-    "fully_shard",
-    "initialize",
     "latest_checkpoint",
     "load",
     "load_optim_state_dict",
@@ -128,12 +75,10 @@ __all__ = [
     "optim_state_dict",
     "predict_memory",
     "register_forward_method",
-    "register_fsdp_forward_method",
     "rng_state",
     "save",
     "set_rng_state",
     "shard_info",
-    "share_comm_ctx",
     "to_local",
     "uninitialized",
     "whole_named_parameters",
@@ -141,17 +86,18 @@ __all__ = [
 ]
 
 if _TYPE_CHECKING:
-    from zshard.deepspeed import initialize
+    from zshard.compat import *  # noqa: F403
+    from zshard.deepspeed import *  # noqa: F403
 else:
 
-    def __getattr__(name: str) -> _Any:
-        """DeepSpeed's names, which are imported when a script first uses one."""
+    def __getattr__(name: str) -> object:
+        """torch's and DeepSpeed's names, which are imported when a script first uses one."""
         import importlib
 
-        if not name.startswith("__"):
-            deepspeed = importlib.import_module("zshard.deepspeed")
-            if name in deepspeed.__all__ or name in deepspeed.INSTEAD:
-                return getattr(deepspeed, name)
+        for package in ("compat", "deepspeed") if not name.startswith("__") else ():
+            module = importlib.import_module(f"zshard.{package}")
+            if name in module.__all__:
+                return getattr(module, name)
         raise AttributeError(f"module 'zshard' has no attribute '{name}'")
 
 

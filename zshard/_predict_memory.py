@@ -10,11 +10,12 @@ from typing import Any
 
 from torch import nn
 
-from zshard.compat.fsdp1 import precision_of, unit_options
 from zshard.memory.dry_run import World
 from zshard.memory.report import predict
 from zshard.memory.spare import parse_keep
 from zshard.offload import offload_on, parse_offload
+from zshard.options import unit_options
+from zshard.precision import precision_of
 from zshard.ranks.devices import CPU
 from zshard.ranks.wire import Wire, check_wire
 from zshard.strategy import strategy_of

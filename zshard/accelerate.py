@@ -15,12 +15,13 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from zshard.checkpoint.load import load
 from zshard.checkpoint.save import save
@@ -146,7 +147,7 @@ class _ShardingAccelerator(_Accelerator):  # type: ignore[misc]
             device_placement, evaluation_mode = False, True  # FSDP() has placed it; no DDP
         return super().prepare_model(model, device_placement, evaluation_mode)
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         """Run a backward, then broadcast buffers: under DDP an evaluation would begin with that,
         but here one rank may evaluate alone."""
         super().backward(loss, **kwargs)
@@ -155,7 +156,7 @@ class _ShardingAccelerator(_Accelerator):  # type: ignore[misc]
                 broadcast_buffers(bare(model))
 
     def save_state(
-        self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any
+        self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: object
     ) -> Any:
         """Save as Accelerate does, but sharded models and their optimizers by zshard.save().
 
@@ -166,7 +167,7 @@ class _ShardingAccelerator(_Accelerator):  # type: ignore[misc]
             return super().save_state(output_dir, safe_serialization, **kwargs)
         pairs = _pairs(self)
 
-        def write(models: Any, weights: Any, folder: str) -> None:
+        def write(models: object, weights: object, folder: str) -> None:
             for i, (model, optimizer) in enumerate(pairs):
                 save(_folder(folder, i), model, optimizer, overwrite=True)
 
@@ -174,7 +175,10 @@ class _ShardingAccelerator(_Accelerator):  # type: ignore[misc]
             return super().save_state(output_dir, safe_serialization, **kwargs)
 
     def load_state(
-        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
+        self,
+        input_dir: str | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **kwargs: object,
     ) -> None:
         """Load what save_state() has saved, here or under DDP, on any number of ranks."""
         pairs = _pairs(self)
@@ -281,7 +285,9 @@ def _hidden(accelerator: Any, pairs: list[tuple[Any, Any]]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _hook(register: Any, function: Any) -> Iterator[None]:
+def _hook(
+    register: Callable[[Callable[..., None]], RemovableHandle], function: Callable[..., None]
+) -> Iterator[None]:
     handle = register(function)
     try:
         yield

@@ -16,26 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core, _patches
-from zshard.compat.argument_types import (
-    CPUOffloadLike,
-    DeviceLike,
-    InitFn,
-    OffloadLike,
-    PrecisionLike,
-    PrefetchLike,
-    ProcessGroupLike,
-    StrategyLike,
-    WrapPolicyLike,
-)
-from zshard.compat.attributes import TorchAttributes
-from zshard.compat.ddp import DdpMethods, names_without_module, one_device
-from zshard.compat.fsdp1 import (
-    Fsdp1Arguments,
-    check_use_orig_params,
-    unit_options,
-)
-from zshard.compat.fsdp1_methods import Fsdp1Methods
-from zshard.compat.fsdp2 import Fsdp2Methods
+from zshard.compat.attributes import TorchNames, names_without_module
+from zshard.compat.fsdp1 import Fsdp1Methods
 from zshard.guard.outside import NoDdp, refuse_in_ddp
 from zshard.memory.fits import parse_limit
 from zshard.memory.spare import parse_keep
@@ -45,12 +27,32 @@ from zshard.model.methods import ModelMethods
 from zshard.model.shard_model import FsdpSettings, Initialization, Ranks, refuse_half, shard_model
 from zshard.model.summon import own_unit_as_on_rank_0
 from zshard.model.unit_methods import UnitMethods
-from zshard.ranks.devices import device_of
+from zshard.offload import offload_on
+from zshard.options import (
+    CPUOffloadLike,
+    DeviceLike,
+    InitFn,
+    OffloadLike,
+    PrecisionLike,
+    PrefetchLike,
+    ProcessGroupLike,
+    StrategyLike,
+    WrapPolicyLike,
+    check_environment,
+    check_use_orig_params,
+    one_device,
+    one_offload,
+    one_strategy,
+    prefetch_of,
+    unit_options,
+)
+from zshard.precision import precision_of
+from zshard.ranks.devices import CPU, device_of
 from zshard.ranks.nccl import NcclOptions
-from zshard.ranks.wire import Wire
+from zshard.ranks.wire import Wire, check_wire
 from zshard.state.module import refuse_strange_slices, whole_state_dict
 from zshard.units.open_forwards import call_guarded
-from zshard.units.units import BufferSync, is_unit, modules_of, state_of
+from zshard.units.units import BufferSync, Options, is_unit, modules_of, state_of
 from zshard.wrap import plan_units
 from zshard.wrap.initial_values import check_module, check_values, split_ignored
 
@@ -60,7 +62,7 @@ if TYPE_CHECKING:
 _M = TypeVar("_M", bound=nn.Module)
 
 
-class FSDP(Fsdp1Methods, Fsdp2Methods, DdpMethods, UnitMethods, ModelMethods, TorchAttributes):
+class FSDP(Fsdp1Methods, UnitMethods, ModelMethods, TorchNames):
     """Wrap a module for sharded data-parallel training, in place, and return it.
 
     Each rank keeps a shard of the parameters, gradients and optimizer state. The module stays the
@@ -229,14 +231,15 @@ class FSDP(Fsdp1Methods, Fsdp2Methods, DdpMethods, UnitMethods, ModelMethods, To
         check_module(module)
         refuse_half(module)
         device = device_of(module, one_device(device_id, device_ids))
-        options = Fsdp1Arguments(
-            sharding_strategy,
-            cpu_offload,
-            mixed_precision,
-            backward_prefetch,
-            forward_prefetch,
-            limit_all_gathers,
-        ).options(strategy, offload, wire, device)
+        prefetches = forward_prefetch or device != CPU  # on GPUs a late gather holds the GPU up
+        options = Options(
+            one_strategy(strategy, sharding_strategy),
+            precision_of(mixed_precision),
+            prefetch_of(backward_prefetch, prefetches, limit_all_gathers),
+            offload_on(one_offload(offload, cpu_offload), device),
+            wire=check_wire(wire, device),
+        )
+        check_environment(options)
         check_values(param_init_fn, forward_sync_buffers)
         limit = parse_limit(memory_limit)
         options = options._replace(keep=parse_keep(keep_gathered, limit, device))

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
 
 from zshard import _core
-from zshard.compat.classes import CPUOffloadPolicy, OffloadPolicy  # scripts import them from here
 from zshard.ranks.devices import CPU
 
 __all__ = [
+    "CPUOffload",
     "CPUOffloadPolicy",
     "Offload",
     "OffloadPolicy",
+    "is_offload_policy",
+    "offload_of",
+    "offload_on",
     "parse_offload",
     "set_offload",
 ]
@@ -82,7 +84,36 @@ class Offload:
         return self.directory is not None and self.moves
 
 
-def parse_offload(given: Any) -> Offload | None:
+# --- torch's spellings, which FSDP() takes as well ------------------------------------------------
+
+
+@dataclass
+class CPUOffload:
+    """FSDP1's FSDP(cpu_offload=CPUOffload(offload_params=True)): parameters and gradients stay in
+    host memory. No effect on CPU ranks."""
+
+    offload_params: bool = False
+
+
+@dataclass
+class OffloadPolicy:
+    """FSDP2's policy for no offloading: parameters stay on their device."""
+
+
+@dataclass
+class CPUOffloadPolicy(OffloadPolicy):
+    """FSDP2's policy for offloading parameters, gradients and optimizer state to host memory.
+
+    pin_memory: accepted for compatibility; no effect. On CPU ranks the policy has no effect.
+    """
+
+    pin_memory: bool = True
+
+
+# --- parsing --------------------------------------------------------------------------------------
+
+
+def parse_offload(given: object) -> Offload | None:
     """Return the Offload that `given` is, or is the directory of. None: everything stays in memory.
 
     Raises TypeError for anything else.
@@ -92,6 +123,33 @@ def parse_offload(given: Any) -> Offload | None:
     if given is not None and not isinstance(given, Offload):
         raise TypeError(f"offload must be a zshard.Offload or a directory, got {given!r}")
     return given
+
+
+def offload_of(cpu_offload: object) -> Offload | None:
+    """Translate a bool, a CPUOffload or an offload policy, zshard's or torch's. None: everything
+    stays in memory. Raises TypeError for anything else."""
+    if cpu_offload is None or isinstance(cpu_offload, Offload):
+        return cpu_offload
+    if isinstance(cpu_offload, bool):
+        return Offload() if cpu_offload else None
+    params = getattr(cpu_offload, "offload_params", None)
+    if isinstance(params, bool):
+        return Offload(grads=True) if params else None
+    if is_offload_policy(cpu_offload):
+        return Offload(grads=True) if _is_a(cpu_offload, "CPUOffloadPolicy") else None
+    raise TypeError(
+        "cpu_offload must be a bool, torch's CPUOffload or CPUOffloadPolicy, or a zshard.Offload, "
+        f"got {cpu_offload!r}"
+    )
+
+
+def is_offload_policy(given: object) -> bool:
+    """Return whether this is an offload policy, zshard's or torch's."""
+    return _is_a(given, "OffloadPolicy")
+
+
+def _is_a(given: object, name: str) -> bool:
+    return any(cls.__name__ == name for cls in type(given).__mro__)
 
 
 def offload_on(offload: Offload | None, device: str) -> Offload | None:

@@ -17,12 +17,56 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-# Scripts import these from here.
-from zshard.compat.classes import MixedPrecision as MixedPrecision
-from zshard.compat.classes import MixedPrecisionPolicy as MixedPrecisionPolicy
-
 BATCH_NORMS = (_BatchNorm,)  # what keeps its dtype by default
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """Mixed precision: FSDP(model, mixed_precision=MixedPrecision(torch.bfloat16)), as in FSDP1.
+
+    Parameters, `.grad` and optimizer state keep the model's dtype. All dtypes are floating-point.
+
+    Args:
+        param_dtype: dtype of parameters in forward and backward. None: the model's.
+        reduce_dtype: dtype in which gradients are sent; they are summed in float32. None:
+            param_dtype.
+        buffer_dtype: dtype to which floating-point buffers are cast on wrapping. None: the model's.
+        keep_low_precision_grads: must be False (NotImplementedError).
+        cast_forward_inputs: cast floating-point arguments of each unit's forward to param_dtype.
+        cast_root_forward_inputs: the same for the root unit only.
+        _module_classes_to_ignore: modules of these classes keep the dtype of their parameters and
+            buffers; their arguments are cast to it, their results to param_dtype.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    cast_forward_inputs: bool = False
+    cast_root_forward_inputs: bool = True
+    _module_classes_to_ignore: tuple[type[nn.Module], ...] = (_BatchNorm,)
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """FSDP2's mixed precision: fully_shard(module, mp_policy=MixedPrecisionPolicy(...)).
+
+    Args:
+        param_dtype, reduce_dtype, cast_forward_inputs: as in MixedPrecision.
+        output_dtype: dtype to which floating-point results of each unit's forward are cast. None:
+            no cast.
+        param_dtype_override_fn: called with each parameter when it is sharded; returns the dtype
+            that it has in forward and backward, its own or param_dtype. None: param_dtype.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
+        default=None, kw_only=True
+    )
 
 
 @dataclass(frozen=True)
@@ -59,6 +103,40 @@ class Precision:
     def keeps(self, module: nn.Module) -> bool:
         """Return whether the module's own parameters keep their dtype."""
         return isinstance(module, self.keep)
+
+
+def precision_of(given: object) -> Precision:
+    """Translate a MixedPrecision or a MixedPrecisionPolicy, zshard's or torch's. None: no casts.
+
+    Raises TypeError for any other object, ValueError for a dtype that is not floating-point,
+    NotImplementedError for keep_low_precision_grads.
+    """
+    if given is None:
+        return Precision()
+    if not hasattr(given, "param_dtype") or not hasattr(given, "reduce_dtype"):
+        raise TypeError(
+            "mixed_precision must be a MixedPrecision or MixedPrecisionPolicy, zshard's or "
+            f"torch's, got {given!r}"
+        )
+    if getattr(given, "keep_low_precision_grads", False):
+        raise NotImplementedError(
+            "keep_low_precision_grads=True is not supported: gradients have the parameters' dtype; "
+            "omit keep_low_precision_grads"
+        )
+    for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
+        check_dtype(name, getattr(given, name, None))
+    casts = bool(getattr(given, "cast_forward_inputs", False))
+    keep = getattr(given, "_module_classes_to_ignore", None)
+    return Precision(
+        compute=given.param_dtype,
+        wire=given.reduce_dtype,
+        buffers=getattr(given, "buffer_dtype", None),
+        outputs=getattr(given, "output_dtype", None),
+        cast_inputs=casts,
+        cast_root_inputs=casts or bool(getattr(given, "cast_root_forward_inputs", False)),
+        keep=BATCH_NORMS if keep is None else tuple(keep),
+        override=getattr(given, "param_dtype_override_fn", None),
+    )
 
 
 def in_dtype(dtype: torch.dtype) -> Precision:

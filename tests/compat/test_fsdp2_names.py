@@ -1,6 +1,6 @@
-"""FSDP2's classes and methods by name, beside those that test_fully_shard.py trains with.
+"""fully_shard() and FSDP2's names: what they take, and what they refuse with which words.
 
-A method that only chooses between ways to the same numbers is called in the middle of
+test_fully_shard.py trains with them. A method that only chooses between ways to the same numbers is called in the middle of
 training, which must keep DDP's bits.
 """
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torchs
 from compare import differences
 from models import TRANSPORTS, Mlp, ddp, make
-from scenarios import Stack, floats, loss_of, message_of, over, stack
+from scenarios import Stack, floats, forward_backward, loss_of, message_of, over, stack, units_of
 from torch import nn
 
 import zshard
@@ -65,18 +65,106 @@ def test_a_switch_takes_a_bool(name, argument):
     )
 
 
-def test_mistakes_are_named():
+def test_names_without_effect_are_accepted():
     model = stack()
-    for action, kind, words in (
-        (lambda: model.set_reduce_scatter_divide_factor(0), ValueError, "positive"),
-        (lambda: zshard.share_comm_ctx(model), TypeError, "got one module"),
-        (lambda: zshard.share_comm_ctx([model, make(Mlp)]), TypeError, "Mlp is not"),
-        (lambda: fully_shard(make(Mlp), dp_mesh_dims=zshard.DataParallelMeshDims("dp")), NotImplementedError, "mesh="),
-        (lambda: zshard.FlatParameter(torch.ones(2)), TypeError, "original parameters"),
-    ):  # fmt: skip
-        assert words in message_of(action, kind)
     zshard.share_comm_ctx([model, stack()])
     assert not any(isinstance(each, zshard.FlatParameter) for each in model.parameters())
+
+
+# --- what fully_shard() takes and refuses -------------------------------------------------------------
+
+
+def test_a_world_of_one():
+    model = stack()
+    expected, ours = make(Stack), model
+    assert ours.unshard() is None and model.blocks[0].unshard(async_op=True).wait() is None
+    for net in (expected, ours):
+        forward_backward(net, 0)
+        torch.optim.SGD(net.parameters(), lr=0.1).step()  # held or not: it is whole anyway
+    ours.reshard()
+    assert differences(ours.state_dict(), expected.state_dict()) == []
+    ours.set_gradient_divide_factor(1.0)
+    with pytest.raises(NotImplementedError, match="scale the loss"):
+        ours.set_gradient_divide_factor(2.0)
+
+
+def ignoring():
+    model = make(Mlp)
+    alone = model.first.weight
+    fully_shard(model, ignored_params={alone})
+    assert model.third.weight.shape != (3, 29)
+    return tuple(alone.shape)
+
+
+def test_ignored_params_are_left_alone(pool2):
+    assert pool2.run(ignoring) == [(13, 7)] * 2
+
+
+def test_policies_that_ask_for_nothing_new_pass():
+    for casts in (None, zshard.MixedPrecisionPolicy(), torchs.MixedPrecisionPolicy()):
+        for offload in (None, zshard.OffloadPolicy(), torchs.CPUOffloadPolicy()):
+            fully_shard(make(Mlp), mp_policy=casts, offload_policy=offload)
+
+
+class Mesh3:
+    ndim, device_type = 3, "cpu"
+
+    def get_group(self):
+        raise AssertionError("its dimensions come first")
+
+
+class MeshOnDevice(Mesh3):
+    ndim, device_type = 1, "xpu"
+
+
+MISTAKES = [
+    (lambda: fully_shard(3), TypeError, "nn.Module, got int"),
+    (lambda: fully_shard([make(Mlp), 3]), TypeError, "got int"),
+    (lambda: fully_shard(nn.ModuleList([make(Mlp)])), ValueError, "ModuleList has no forward"),
+    (lambda: fully_shard(fully_shard(make(Mlp))), ValueError, "already"),
+    (lambda: fully_shard(make(Mlp), reshard_after_forward="yes"), TypeError, "got 'yes'"),
+    (lambda: fully_shard(make(Mlp), mesh=3), TypeError, "DeviceMesh, got int"),
+    (lambda: fully_shard(make(Mlp), mesh=Mesh3()), ValueError, "3 dimensions"),
+    (lambda: fully_shard(make(Mlp), mesh=MeshOnDevice()), NotImplementedError, "'xpu'"),
+    (lambda: fully_shard(make(Mlp), mp_policy=3), TypeError, "mixed_precision"),
+    (lambda: fully_shard(make(Mlp), offload_policy=3), TypeError, "offload_policy"),
+    (lambda: fully_shard(make(Mlp), ignored_params=[3]), TypeError, "ignored_params.*int"),
+    (lambda: stack().set_reshard_after_forward(1), TypeError, "bool, got 1"),
+    (lambda: FSDP(make(Mlp), strategy="no_shard").set_reshard_after_forward(False), ValueError, "no_shard"),
+    (lambda: stack().set_gradient_divide_factor(0), ValueError, "positive"),
+    (lambda: stack().set_gradient_divide_factor(float("inf")), ValueError, "positive"),
+    (lambda: stack().set_gradient_divide_factor("2"), TypeError, "real number"),
+    (lambda: stack().set_is_last_backward(None), TypeError, "bool"),
+    (lambda: stack().set_modules_to_forward_prefetch([nn.Linear(1, 1)]), TypeError, "Linear is not"),
+    (lambda: stack().set_modules_to_backward_prefetch(stack()), TypeError, "got one module"),
+    (lambda: stack().set_reduce_scatter_divide_factor(0), ValueError, "positive"),
+    (lambda: fully_shard(make(Mlp), shard_placement_fn=len), NotImplementedError, "shard_placement_fn"),
+    (lambda: fully_shard(make(Mlp), dp_mesh_dims=zshard.DataParallelMeshDims("dp")), NotImplementedError, "mesh="),
+    (lambda: zshard.share_comm_ctx(stack()), TypeError, "got one module"),
+    (lambda: zshard.share_comm_ctx([stack(), make(Mlp)]), TypeError, "Mlp is not"),
+    (lambda: zshard.FlatParameter(torch.ones(2)), TypeError, "original parameters"),
+    (lambda: setattr(units_of(stack())[0], "strategy", "no_shard"), ValueError, "cannot change"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("action", "kind", "match"), MISTAKES, ids=[m for *_, m in MISTAKES])
+def test_mistakes_are_named(action, kind, match):
+    with pytest.raises(kind, match=match):
+        action()
+
+
+def factor_of_replicated_units():
+    model = FSDP(make(Mlp), strategy="no_shard")
+    model.set_gradient_divide_factor(2.0)
+    return message_of(lambda: model.set_gradient_divide_factor(1.0), NotImplementedError)
+
+
+def test_the_factor_of_a_replicated_unit_is_refused(pool2):
+    for message in pool2.run(factor_of_replicated_units):
+        assert "not sharded" in message
+
+
+# --- training -----------------------------------------------------------------------------------------
 
 
 def training_with_switches(transport):

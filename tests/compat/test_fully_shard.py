@@ -1,6 +1,6 @@
 """fully_shard(), FSDP2's spelling: the same units, the same bits, and its switches.
 
-unshard() and reshard() are in test_unshard.py, arguments and mistakes in test_fully_shard_errors.py.
+unshard() and reshard() are in test_unshard.py, arguments and mistakes in test_fsdp2_names.py.
 """
 
 from __future__ import annotations

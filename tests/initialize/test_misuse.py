@@ -257,7 +257,8 @@ def sizes_in_the_middle() -> list[str]:
     found.append(raised(lambda: engine.set_train_batch_size(12)))
     engine.set_train_batch_size(8)
     train(engine, 1, start=2)
-    assert (engine.global_steps, engine.get_batch_info()) == (2, (8, 4, 1))
+    assert (engine.global_steps, engine.train_batch_size()) == (2, 8)
+    assert engine.gradient_accumulation_steps() == 1
     return found
 
 

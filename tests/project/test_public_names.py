@@ -1,7 +1,8 @@
-"""The names that zshard shows: dir() lists the public ones.
+"""The names that zshard shows: dir() lists the public ones, and nothing else.
 
-What dir() shows is what people and editors take for the interface, so it is compared
-with a list that is written here, and not with `__all__`.
+What dir() shows is what people and editors take for the interface, so it is compared with a list
+that is written here, and not with `__all__`. torch's names are in zshard.compat, and importable
+from the top without standing there; so are DeepSpeed's, which are in zshard.deepspeed.
 """
 
 from __future__ import annotations
@@ -10,30 +11,34 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 import zshard
+import zshard.compat
+import zshard.deepspeed
 
 PUBLIC = {
-    *("Adam", "AdamW", "CPUOffloadPolicy", "CheckpointError", "CudaError", "DivergenceError"),
-    *("FSDP", "FullyShardedDataParallel", "GradScaler", "Loaded", "MixedPrecision"),
-    *("MixedPrecisionPolicy", "NcclError", "NcclOptions", "Offload", "OffloadPolicy"),
-    *("PeerError", "PeerTimeoutError", "SGD", "SaveHandle", "ShardingStrategy", "Wire"),
-    *("available_features", "fully_shard", "initialize", "latest_checkpoint", "load"),
-    *("load_optim_state_dict", "load_state_dict", "optim_state_dict", "predict_memory"),
-    *("register_forward_method", "rng_state", "save", "set_rng_state", "shard_info"),
-    *("ShardError", "ShardParameter", "ShardTensor", "full_tensor", "named_norms", "to_local"),
-    *("num_parameters", "uninitialized", "whole_named_parameters", "wrap"),
-    # torch's, see docs/migration.md
-    *("BackwardPrefetch", "CPUOffload", "DataParallelMeshDims", "DistributedDataParallel"),
-    *("FSDPModule", "FlatParameter", "FullOptimStateDictConfig", "FullStateDictConfig"),
-    *("LocalOptimStateDictConfig", "LocalStateDictConfig", "OptimStateDictConfig"),
-    *(
-        "ShardedGradScaler",
-        "ShardedOptimStateDictConfig",
-        "ShardedStateDictConfig",
-    ),
-    *("StateDictConfig", "StateDictSettings", "StateDictType", "UnshardHandle"),
+    *("FSDP", "Adam", "AdamW", "SGD", "GradScaler"),
+    *("ShardingStrategy", "MixedPrecision", "Offload", "Wire", "NcclOptions"),
+    *("CheckpointError", "CudaError", "DivergenceError", "NcclError", "PeerError"),
+    *("PeerTimeoutError", "ShardError"),
+    *("save", "load", "latest_checkpoint", "rng_state", "set_rng_state"),
+    *("load_state_dict", "optim_state_dict", "load_optim_state_dict"),
+    *("predict_memory", "available_features", "register_forward_method", "uninitialized", "wrap"),
+    *("full_tensor", "named_norms", "num_parameters", "shard_info", "to_local"),
+    "whole_named_parameters",
+}
+TORCHS = {  # see docs/migration.md
+    *("BackwardPrefetch", "CPUOffload", "CPUOffloadPolicy", "DataParallelMeshDims"),
+    *("DistributedDataParallel", "FSDPModule", "FlatParameter", "FullOptimStateDictConfig"),
+    *("FullStateDictConfig", "FullyShardedDataParallel", "LocalOptimStateDictConfig"),
+    *("LocalStateDictConfig", "MixedPrecisionPolicy", "OffloadPolicy", "OptimStateDictConfig"),
+    *("ShardedGradScaler", "ShardedOptimStateDictConfig", "ShardedStateDictConfig"),
+    *("StateDictConfig", "StateDictSettings", "StateDictType", "UnshardHandle", "fully_shard"),
     *("register_fsdp_forward_method", "share_comm_ctx"),
 }
+DEEPSPEEDS = {"DeepSpeedEngine", "add_config_arguments", "init_distributed", "initialize", "zero"}
+RETURNED = {"Loaded", "SaveHandle", "ShardParameter", "ShardTensor"}  # for annotations
 LOOK = """
 import importlib, json, pkgutil
 import zshard
@@ -71,3 +76,18 @@ def test_dir_shows_the_public_names_only() -> None:
 def test_all_public_names_exist() -> None:
     assert {*zshard.__all__} == PUBLIC and len(zshard.__all__) == len(PUBLIC)
     assert [name for name in zshard.__all__ if not hasattr(zshard, name)] == []
+
+
+def test_names_of_torch_and_deepspeed_are_importable_from_the_top() -> None:
+    assert {*zshard.compat.__all__} == TORCHS
+    assert {*zshard.deepspeed.__all__} == DEEPSPEEDS
+    for module, names in ((zshard.compat, TORCHS), (zshard.deepspeed, DEEPSPEEDS)):
+        for name in names:
+            assert getattr(zshard, name) is getattr(module, name), name
+    assert [name for name in RETURNED if not hasattr(zshard, name)] == []
+
+
+@pytest.mark.parametrize("module", [zshard, zshard.compat, zshard.deepspeed])
+def test_another_name_is_an_attribute_error(module) -> None:
+    with pytest.raises(AttributeError, match="no attribute 'PipelineModule'"):
+        module.PipelineModule  # noqa: B018

@@ -1,13 +1,17 @@
-"""The package's folders stand on each other in one order, and no import runs upwards.
+"""The package's folders stand on each other in one order, on three floors: no import runs upwards.
 
-Each folder, and each module beside them, has a place in ORDER; what it imports stands
-before it, or in the same folder. The modules of `compat/` have a place each: some stand below what
-FSDP() is made of, others on it. Imports within functions and for type checkers count as well.
+Each folder, and each module beside them, has a place in ORDER; what it imports stands before it, or
+in the same folder. Some modules of `compat/` stand below FSDP, which has their methods, and others
+on it. Imports within functions and for type checkers count as well.
+
+The floors: the core imports no third party but torch, and names no library that an integration is
+for; the dialects are those of torch's wrappers; an integration has a module of its own name.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,17 +22,44 @@ import zshard
 
 PACKAGE = Path(zshard.__file__).parent
 
-ORDER = [
-    *("_version", "_built_with", "_torch_check", "_errors", "_missing_modules", "_core"),
-    *("compat.__init__", "compat.classes", "precision", "strategy", "run", "ranks", "offload"),
-    *("units", "guard", "wrap", "optim", "grad_scaler", "state", "memory", "model"),
-    *("compat.fsdp2", "compat.fsdp1", "compat.state_dict_types", "compat.sharded_grad_scaler"),
-    *("compat.fsdp1_methods", "compat.ddp", "compat.attributes", "compat.argument_types"),
-    *("_predict_memory", "_patches", "fsdp"),
-    *("compat.fully_shard", "compat.distributed_data_parallel", "checkpoint", "doctor"),
-    *("lightning", "accelerate", "transformers", "peft", "bitsandbytes", "deepspeed"),
-    *("__init__", "__main__"),
+CORE = [
+    *("_version", "_built_with", "_torch_check", "_errors", "_core"),
+    *("precision", "strategy", "run", "ranks", "offload"),
+    *("units", "guard", "wrap", "options", "optim", "grad_scaler", "state", "memory", "model"),
+    *("_predict_memory", "_patches", "checkpoint", "doctor"),
 ]
+DIALECTS = ["compat", "fsdp", "compat.fsdp2", "compat.ddp", "compat.__init__"]
+INTEGRATIONS = ["lightning", "accelerate", "transformers", "peft", "bitsandbytes", "deepspeed"]
+ORDER = [*CORE, *DIALECTS, *INTEGRATIONS, "__init__", "__main__"]
+
+LIBRARIES = re.compile(
+    r"\b(accelerate|apex|bitsandbytes|deepspeed|fbgemm_gpu|lightning|numpy|peft|safetensors\.torch|"
+    r"transformer_engine|transformers|trl|tqdm|wandb)\b",
+    re.IGNORECASE,
+)
+NAMED_BELOW = {  # files of the core that name a library in code: which, and why
+    "checkpoint/foreign/pickled": ("numpy", "scalars in the metadata of DCP"),
+    "checkpoint/opening": ("deepspeed safetensors.torch", "texts: how to convert such a file"),
+    "checkpoint/progress": ("tqdm", "a progress bar, where it is installed"),
+    "checkpoint/save_plan": ("peft", "a model with adapters gets no config.json"),
+    "checkpoint/script_state": ("numpy", "a script saves NumPy's arrays and random state"),
+    "guard/foreign": ("accelerate transformers lightning", "texts: the adapter to use"),
+    "guard/library_updates": ("bitsandbytes", "the name of an operator of torch.library"),
+    "guard/safetensors_files": ("safetensors.torch", "made to refuse shards, if it is installed"),
+    "guard/torch_names": (
+        "accelerate transformers peft trl lightning",
+        "these import torch's names for themselves: no warning",
+    ),
+    "guard/words": ("numpy", "the name of a method of tensors"),
+    "optim/hooks": (
+        "apex bitsandbytes deepspeed fbgemm_gpu transformer_engine",
+        "optimizers with kernels of their own are known by their module",
+    ),
+    "wrap/quantized": (
+        "bitsandbytes safetensors.torch",
+        "parameters that hold bits are known by their module",
+    ),
+}
 
 
 MOST_LINES = 450  # of a file
@@ -73,10 +104,9 @@ def test_no_import_runs_upwards():
         ("optim/step", "from zshard.units.units import State", False),
         ("units/units", "from zshard.optim.step import install", True),
         ("units/units", "import zshard.optim.step", True),
-        ("precision", "from zshard.compat.classes import MixedPrecision", False),
         ("precision", "from zshard.compat import fsdp1", True),
-        ("compat/fsdp1", "from zshard.compat import fsdp2", False),
-        ("compat/fsdp2", "from zshard.compat.fsdp1 import precision_of", True),
+        ("compat/fsdp1", "from zshard.compat import attributes", False),
+        ("compat/fsdp1", "from zshard.compat.fsdp2 import fully_shard", True),
         ("compat/fsdp1", "if TYPE_CHECKING:\n    from zshard.fsdp import FSDP", True),
     ],
 )
@@ -84,29 +114,56 @@ def test_upward_imports_are_found(path, line, upwards):
     assert bool(upward_imports(path.split("/"), line)) is upwards
 
 
-INTEGRATIONS = {"lightning", "accelerate", "transformers", "peft", "bitsandbytes", "deepspeed"}
-NOT_THEIRS = {"zshard", "torch", "tqdm", "typing_extensions"}  # tqdm: for progress, if it is there
-
-
-def third_parties(tree: ast.AST) -> set[str]:
-    """The packages that a module imports, besides the standard library."""
-    found = set()
+def libraries_named(text: str) -> set[str]:
+    """The libraries that the code of a module imports or has in its strings, but not those in
+    docstrings and comments; and any other third party that it imports."""
+    tree = ast.parse(text)
+    texts = {id(each): each.value for each in ast.walk(tree) if isinstance(each, ast.Constant)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr):
+            texts.pop(id(node.value), None)
+    strings = [each for each in texts.values() if isinstance(each, str)]
+    found = {name.lower() for each in strings for name in LIBRARIES.findall(each)}
+    known = {"torch", "zshard", "typing_extensions", *sys.stdlib_module_names}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {name.name for name in node.names}
+            found |= {each.name.partition(".")[0] for each in node.names} - known
         elif isinstance(node, ast.ImportFrom):
-            found.add(node.module or "")
-    return {name.partition(".")[0] for name in found} - sys.stdlib_module_names - NOT_THEIRS
+            found |= {str(node.module).partition(".")[0]} - known
+    return found
 
 
-def test_the_core_imports_no_third_party_but_torch():
+def test_the_core_names_no_other_library():
     found = {}
-    for path in PACKAGE.rglob("*.py"):
-        name = path.relative_to(PACKAGE).with_suffix("").parts[0]
-        if name not in INTEGRATIONS:
-            found[str(path)] = third_parties(ast.parse(path.read_text()))
-    assert {path: names for path, names in found.items() if names} == {}
-    assert third_parties(ast.parse("import peft.utils, os\nfrom torch import nn")) == {"peft"}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        if parts[0] in CORE:
+            name = "/".join(parts)
+            allowed = NAMED_BELOW.get(name, ("", ""))[0].split()
+            found[name] = sorted(libraries_named(path.read_text()) - {*allowed})
+    assert {name: names for name, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("import transformers.trainer", {"transformers"}),
+        ("def f():\n    from numpy import array", {"numpy"}),
+        ("import pandas", {"pandas"}),
+        ("import_module('deepspeed.ops')", {"deepspeed"}),
+        ("f'use PEFT for {x}'", {"peft"}),
+        ("'As DeepSpeed does.'\nimport os, torch  # peft", set()),
+        ("def f():\n    'As Lightning does.'\n    return accelerated", set()),
+    ],
+)
+def test_a_library_that_is_named_is_found(text, names):
+    assert libraries_named(text) == names
+
+
+def test_the_floors_stand_on_each_other():
+    for line in ("from zshard.compat import classes", "import zshard.fsdp, zshard.transformers"):
+        assert upward_imports(["wrap", "tree"], line), line
+    assert upward_imports(["compat", "fsdp2"], "from zshard.transformers import shard")
 
 
 def too_long(texts: Mapping[str, str]) -> dict[str, int]:

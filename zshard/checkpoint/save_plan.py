@@ -31,7 +31,7 @@ from zshard.checkpoint.contents import Contents, Item, facts_of
 from zshard.checkpoint.folder import Target
 from zshard.checkpoint.manifest import BLOCK, FileRecord, Manifest, dump
 from zshard.checkpoint.safetensors import CODES, HEADER_LIMIT
-from zshard.fsdp import FSDP
+from zshard.model.build import MADE
 from zshard.ranks.agreement import Fact, gather_bytes, on_all_ranks
 from zshard.units.names import plain_name
 
@@ -186,7 +186,7 @@ def _has_adapters(model: nn.Module) -> bool:
 
 def _own_class(model: nn.Module) -> type:
     """The class of the model before it was wrapped."""
-    kinds = (kind for kind in type(model).__mro__ if not issubclass(kind, FSDP))
+    kinds = (kind for kind in type(model).__mro__ if MADE not in vars(kind))
     return next(kind for kind in kinds if not kind.__module__.startswith("zshard."))
 
 

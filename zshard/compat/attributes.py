@@ -1,23 +1,26 @@
-"""Attributes that torch's wrappers have beside methods: `model.rank`, `model.sharding_strategy`.
+"""What torch's wrappers have that zshard needs no more than to answer: `model.rank`, no-op setters.
 
-A module keeps what it has. These names are looked up only where neither the module
-nor its class has them, since many models have a `rank` or a `device` of their own. A name that
-means nothing in zshard is an AttributeError, so hasattr() is False; the message says what to use.
+A module keeps what it has. The attributes are looked up only where neither the module nor its class
+has them, since many models have a `rank` or a `device` of their own. Any other name is an
+AttributeError, so hasattr() is False; the message names the page that says what to use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from zshard.compat.classes import BackwardPrefetch, CPUOffload, MixedPrecision
-from zshard.precision import Precision
+from zshard.compat.classes import BackwardPrefetch
+from zshard.model.unit_methods import check_bool
+from zshard.offload import CPUOffload
+from zshard.precision import MixedPrecision, Precision
 from zshard.ranks.transports import group_of
 from zshard.strategy import ShardingStrategy
-from zshard.units.units import State, is_unit, state_of
+from zshard.units.units import State, is_unit, state_of, units_of
 
 # --- values ---------------------------------------------------------------------------------------
 
@@ -32,7 +35,7 @@ def _sharding_strategy(state: State) -> ShardingStrategy:
     return ShardingStrategy(state.unit.strategy)
 
 
-def _process_group(state: State) -> Any:
+def _process_group(state: State) -> object:
     """The group that the model is sharded over; None, as for torch, is the default group."""
     return group_of(state.comms.shards) if state.group_given is None else state.group_given
 
@@ -70,7 +73,7 @@ def _output_device(state: State) -> int | None:
     return None if ids is None else ids[0]
 
 
-_OF_STATE: dict[str, Callable[[State], Any]] = {
+_OF_STATE: dict[str, Callable[[State], object]] = {
     # FSDP1
     "sharding_strategy": _sharding_strategy,
     "process_group": _process_group,
@@ -97,43 +100,12 @@ _OF_STATE: dict[str, Callable[[State], Any]] = {
     "static_graph": lambda state: False,
     "gradient_as_bucket_view": lambda state: False,
 }
-_OF_MODULE: dict[str, Callable[[Any], Any]] = {"_fsdp_wrapped_module": lambda module: module.module}
-
-# --- names without a meaning ----------------------------------------------------------------------
 
 _OF_CLASS = (  # functions that scripts call as FSDP.name(...)
-    "flatten_sharded_optim_state_dict full_optim_state_dict rekey_optim_state_dict "
-    "scatter_full_optim_state_dict shard_full_optim_state_dict sharded_optim_state_dict"
+    *("flatten_sharded_optim_state_dict", "full_optim_state_dict", "rekey_optim_state_dict"),
+    *("scatter_full_optim_state_dict", "shard_full_optim_state_dict", "sharded_optim_state_dict"),
 )
-_FSDP1 = "_flat_param _handle params training_state register_comm_hook"
-_FSDP2 = (
-    "finalize_backward reset_iter_state set_all_reduce_hook "
-    "set_allocate_memory_from_process_group_for_comm "
-    "set_custom_all_gather set_custom_reduce_scatter set_force_sum_reduction_for_comms "
-    "set_keep_unsharded_storage set_manual_backward_finalization "
-    "set_post_optim_event set_reduce_scatter_max_input_buffers set_reduce_scatter_unused_params "
-    "set_separate_reduce_scatter_group set_symm_mem_for_comm set_unshard_in_backward "
-    "_get_fsdp_state _set_unshard_async_op"
-)
-_DDP = (
-    "_get_ddp_logging_data _register_buffer_comm_hook _register_builtin_comm_hook "
-    "_register_fused_optim batched_grad_copy broadcast_bucket_size bucket_bytes_cap gather "
-    "join_device join_hook join_process_group lazy_bucket_allocation logger modules_buffers "
-    "named_module_buffers require_manual_backward_finalization should_finalize_after_backward "
-    "parameters_to_ignore reducer require_forward_param_sync scatter "
-    "skip_all_reduce_unused_params to_kwargs use_side_stream_for_tensor_copies"
-)
-NOT_HERE = frozenset(f"{_OF_CLASS} {_FSDP1} {_FSDP2} {_DDP}".split())
-"""Names that zshard's modules do not have; docs/migration.md says what to use."""
-
-_NAMES = frozenset({*_OF_STATE, *_OF_MODULE, *NOT_HERE})
-
-
-def _not_here(name: str) -> AttributeError:
-    return AttributeError(
-        f"{name!r} of torch's FSDP and DDP is not available on modules sharded by zshard: see "
-        "docs/migration.md for what to use instead"
-    )
+_PAGE = "docs/migration.md says what to use instead of names of torch's FSDP and DDP"
 
 
 class _NotHere:
@@ -142,27 +114,100 @@ class _NotHere:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def __get__(self, module: Any, owner: type) -> Any:
-        raise _not_here(self.name)
+    def __get__(self, module: object, owner: type) -> Any:
+        raise AttributeError(f"zshard.FSDP has no attribute {self.name!r}: {_PAGE}")
 
 
-class TorchAttributes(nn.Module):
-    """The attributes of torch's wrappers, for modules that lack them."""
+class TorchNames(nn.Module):
+    """The names of torch's wrappers that are one line each."""
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _NAMES:
-            return super().__getattr__(name)
         try:
             return super().__getattr__(name)  # a parameter, buffer or child; or the model's way
-        except AttributeError:
+        except AttributeError as error:
             if not is_unit(self):
                 raise
-        if name in _OF_STATE:
-            return _OF_STATE[name](state_of(self))
-        if name in _OF_MODULE:
-            return _OF_MODULE[name](self)
-        raise _not_here(name)
+            if name not in _OF_STATE:
+                raise AttributeError(f"{error}; {_PAGE}") from None
+        return _OF_STATE[name](state_of(self))
+
+    # --- FSDP1 ------------------------------------------------------------------------------------
+
+    @property
+    def _fsdp_wrapped_module(self) -> Any:
+        return self.module
+
+    def check_is_root(self) -> bool:
+        """Return whether this is the outermost unit of its model."""
+        return not state_of(self).unit.name
+
+    # --- FSDP2 ------------------------------------------------------------------------------------
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Accepted for scripts of FSDP2; no effect: every backward completes its reductions."""
+        check_bool("is_last_backward", is_last_backward)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Accepted for scripts of FSDP2; no effect: every backward reduces over all ranks, and the
+        accumulated gradient is the same. To accumulate without communication, use no_sync()."""
+        check_bool("requires_all_reduce", requires_all_reduce)
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Accepted for scripts of FSDP2; no effect: every backward reshards parameters."""
+        check_bool("reshard_after_backward", reshard_after_backward)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """FSDP2's earlier name of set_gradient_divide_factor()."""
+        self.set_gradient_divide_factor(factor)
+
+    # --- DDP --------------------------------------------------------------------------------------
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backward reduces gradients, as scripts for DDP set it instead of using no_sync():
+        False is set_requires_gradient_sync(False)."""
+        return bool(state_of(self).unit.sync)
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        for _, state in units_of(self):
+            state.unit.sync = bool(value)
+
+    def will_sync_module_buffers(self) -> bool:
+        """Return whether forward broadcasts buffers from rank 0 (forward_sync_buffers=True)."""
+        state = state_of(self)
+        return (
+            bool(state.sync_buffers)
+            and state.comms.all.world > 1
+            and any(True for _ in self.buffers())
+        )
+
+    def _set_static_graph(self) -> None:
+        """Accepted for compatibility with DDP; no effect: graphs may change or not."""
 
 
-for _name in _OF_CLASS.split():
-    setattr(TorchAttributes, _name, _NotHere(_name))
+for _name in _OF_CLASS:
+    setattr(TorchNames, _name, _NotHere(_name))
+
+# --- state dicts ----------------------------------------------------------------------------------
+
+_PREFIX = "module."
+
+
+def names_without_module(model: nn.Module, state: Any) -> Any:
+    """Return a state dict of DDP's, whose names all begin with "module.", under the model's own
+    names; any other as it is."""
+    names = list(state) if isinstance(state, Mapping) else []
+    is_ddps = all(isinstance(name, str) and name.startswith(_PREFIX) for name in names)
+    if not names or not is_ddps or "module" in model._modules:
+        return state
+    made = OrderedDict((name.removeprefix(_PREFIX), value) for name, value in state.items())
+    facts = getattr(state, "_metadata", None)
+    if facts is not None:  # by module: DDP itself is ""
+        own = (
+            (f"{name}.".removeprefix(_PREFIX)[:-1], each) for name, each in facts.items() if name
+        )
+        made._metadata = OrderedDict(own)  # type: ignore[attr-defined]
+    return made

@@ -1,82 +1,38 @@
 """The classes of arguments that scripts for FSDP1 and FSDP2 make, under torch's names.
 
-They only carry values, so they stand on nothing. What the values mean is said where
-they are translated: `fsdp1.py` and `fsdp2.py`, which take torch's own objects as well.
+They only carry values. FSDP() recognizes them by their names and fields, so it takes torch's own
+objects as well.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from zshard.offload import CPUOffload, CPUOffloadPolicy, OffloadPolicy
+from zshard.precision import MixedPrecisionPolicy
 
-@dataclass(frozen=True)
-class MixedPrecision:
-    """FSDP1's mixed precision: FSDP(model, mixed_precision=MixedPrecision(torch.bfloat16)).
-
-    Parameters, `.grad` and optimizer state keep the model's dtype. All dtypes are floating-point.
-
-    Args:
-        param_dtype: dtype of parameters in forward and backward. None: the model's.
-        reduce_dtype: dtype in which gradients are sent; they are summed in float32. None:
-            param_dtype.
-        buffer_dtype: dtype to which floating-point buffers are cast on wrapping. None: the model's.
-        keep_low_precision_grads: must be False (NotImplementedError).
-        cast_forward_inputs: cast floating-point arguments of each unit's forward to param_dtype.
-        cast_root_forward_inputs: the same for the root unit only.
-        _module_classes_to_ignore: modules of these classes keep the dtype of their parameters and
-            buffers; their arguments are cast to it, their results to param_dtype.
-    """
-
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    buffer_dtype: torch.dtype | None = None
-    keep_low_precision_grads: bool = False
-    cast_forward_inputs: bool = False
-    cast_root_forward_inputs: bool = True
-    _module_classes_to_ignore: tuple[type[nn.Module], ...] = (_BatchNorm,)
-
-
-@dataclass(frozen=True)
-class MixedPrecisionPolicy:
-    """FSDP2's mixed precision: fully_shard(module, mp_policy=MixedPrecisionPolicy(...)).
-
-    Args:
-        param_dtype, reduce_dtype, cast_forward_inputs: as in MixedPrecision.
-        output_dtype: dtype to which floating-point results of each unit's forward are cast. None:
-            no cast.
-        param_dtype_override_fn: called with each parameter when it is sharded; returns the dtype
-            that it has in forward and backward, its own or param_dtype. None: param_dtype.
-    """
-
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
-    cast_forward_inputs: bool = True
-    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
-        default=None, kw_only=True
-    )
-
-
-@dataclass
-class OffloadPolicy:
-    """FSDP2's policy for no offloading: parameters stay on their device."""
-
-
-@dataclass
-class CPUOffloadPolicy(OffloadPolicy):
-    """FSDP2's policy for offloading parameters, gradients and optimizer state to host memory.
-
-    pin_memory: accepted for compatibility; no effect. On CPU ranks the policy has no effect.
-    """
-
-    pin_memory: bool = True
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "OptimStateDictConfig",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+]
 
 
 # --- enums ----------------------------------------------------------------------------------------
@@ -118,14 +74,6 @@ class StateDictType(TorchEnum):
 
 
 # --- FSDP1's configs ------------------------------------------------------------------------------
-
-
-@dataclass
-class CPUOffload:
-    """FSDP1's FSDP(cpu_offload=CPUOffload(offload_params=True)): parameters and gradients stay in
-    host memory. No effect on CPU ranks."""
-
-    offload_params: bool = False
 
 
 @dataclass
@@ -190,9 +138,9 @@ class StateDictSettings:
     """What FSDP.get_state_dict_type() and FSDP.set_state_dict_type() return: the type and the
     configs in effect, as a script passed them."""
 
-    state_dict_type: Any
-    state_dict_config: Any
-    optim_state_dict_config: Any
+    state_dict_type: object
+    state_dict_config: object
+    optim_state_dict_config: object
 
 
 # --- names that scripts import --------------------------------------------------------------------
@@ -201,7 +149,7 @@ class StateDictSettings:
 class FlatParameter(nn.Parameter):
     """FSDP1's class for isinstance(p, FlatParameter), which no parameter in zshard is."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> FlatParameter:
+    def __new__(cls, *args: object, **kwargs: object) -> FlatParameter:
         raise TypeError(
             "FlatParameter cannot be constructed: zshard keeps the original parameters, each "
             "with this rank's shard"
@@ -212,5 +160,5 @@ class FlatParameter(nn.Parameter):
 class DataParallelMeshDims:
     """FSDP2's class for fully_shard(dp_mesh_dims=...), which zshard does not support."""
 
-    shard: Any = None
-    replicate: Any = None
+    shard: object = None
+    replicate: object = None

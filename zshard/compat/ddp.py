@@ -1,76 +1,186 @@
-"""DDP's dialect: its argument for the device, and the methods of its modules.
+"""DDP's dialect: `DistributedDataParallel(module)` is FSDP(module, strategy="no_shard").
 
-Scripts for DDP run unchanged but for the line that wraps the model. no_sync() and join() are in
-`model/unit_methods.py`.
+This file translates arguments. Every rank keeps all parameters, as under DDP, unless the script
+chooses another strategy.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from zshard.units.units import state_of, units_of
+from zshard.fsdp import FSDP
+from zshard.options import DeviceLike, ProcessGroupLike, StrategyLike
+from zshard.units.units import is_unit
+
+if TYPE_CHECKING:
+    from zshard.fsdp import Wrapped
+
+__all__ = ["DistributedDataParallel"]
+
+_M = TypeVar("_M", bound=nn.Module)
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # torch's attribute of a module
+
+_UNSUPPORTED = {
+    "delay_all_reduce_named_params": "omit it: gradients are reduced during backward",
+    "param_to_hook_all_reduce": "omit it: gradients are reduced during backward",
+    "mixed_precision": (
+        "call FSDP(module, strategy='no_shard', mixed_precision=zshard.MixedPrecision(...))"
+    ),
+}
 
 
-def one_device(device_id: Any, device_ids: Any) -> Any:
-    """Return what `device_id` and DDP's spelling of it say. Raises ValueError if both are given, or
-    the second is not one device."""
-    if device_ids is None:
-        return device_id
-    if device_id is not None:
-        raise ValueError("pass either device_id or device_ids, not both")
-    if not isinstance(device_ids, list | tuple) or len(device_ids) != 1:
-        raise ValueError(
-            f"device_ids={device_ids!r}: expected a list of one GPU, that of this rank"
+class _FoundByInstance(type):
+    """Has isinstance(model, DistributedDataParallel) find models that zshard has wrapped, which are
+    instances of FSDP and of their own class."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, FSDP) and is_unit(instance)
+
+
+class DistributedDataParallel(FSDP, metaclass=_FoundByInstance):
+    """Wrap a module for data-parallel training, as torch.nn.parallel.DistributedDataParallel.
+
+    Every rank keeps all parameters; gradients are averaged. The result is that of FSDP(module,
+    strategy="no_shard"): the module itself, so state dicts have no `module.` prefix, and
+    `model.module` is the model as an instance of its own class. isinstance(model,
+    DistributedDataParallel) is true for all models that zshard has wrapped.
+
+    Collective: call it on all ranks, with the same model and arguments.
+
+    Args:
+        module: the nn.Module to wrap.
+        device_ids: a list of one GPU, or None (the default): the device of the parameters.
+        output_device: must be the device of `device_ids`, or None (the default).
+        dim: must be 0 (the default).
+        broadcast_buffers, forward_sync_buffers: two names of one argument. True (the default):
+            broadcast buffers from rank 0 in each forward.
+        init_sync: True (the default): take parameters and buffers from rank 0. False: ranks whose
+            values differ raise DivergenceError.
+        process_group: the ranks to train on. Default: None, all ranks.
+        device_mesh: a one-dimensional DeviceMesh, instead of process_group. Default: None.
+        find_unused_parameters, static_graph, check_reduction, skip_all_reduce_unused_params:
+            accepted; no effect: unused parameters are found, and graphs may change.
+        bucket_cap_mb, bucket_cap_mb_list, gradient_as_bucket_view, batched_grad_copy,
+            lazy_bucket_allocation: accepted; no effect: zshard reduces one unit at a time (FSDP's
+            auto_wrap_policy).
+        delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision: not supported;
+            must be None (the default).
+        strategy: zshard's own: another strategy of FSDP(), such as "full_shard". Default:
+            "no_shard".
+        options: other arguments of FSDP(), by name.
+
+    Raises what FSDP() does.
+    """
+
+    def __new__(
+        cls,
+        module: _M,
+        device_ids: Sequence[DeviceLike] | None = None,
+        output_device: DeviceLike | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: ProcessGroupLike | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: object = None,
+        param_to_hook_all_reduce: object = None,
+        mixed_precision: object = None,
+        device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[int] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
+        *,
+        strategy: StrategyLike = "no_shard",
+        **options: Any,
+    ) -> Wrapped[_M]:
+        _refuse(
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            mixed_precision=mixed_precision,
         )
-    return device_ids[0]
-
-
-_PREFIX = "module."
-
-
-def names_without_module(model: nn.Module, state: Any) -> Any:
-    """Return a state dict of DDP's, whose names all begin with "module.", under the model's own
-    names; any other as it is."""
-    names = list(state) if isinstance(state, Mapping) else []
-    is_ddps = all(isinstance(name, str) and name.startswith(_PREFIX) for name in names)
-    if not names or not is_ddps or "module" in model._modules:
-        return state
-    made = OrderedDict((name.removeprefix(_PREFIX), value) for name, value in state.items())
-    facts = getattr(state, "_metadata", None)
-    if facts is not None:  # by module: DDP itself is ""
-        own = (
-            (f"{name}.".removeprefix(_PREFIX)[:-1], each) for name, each in facts.items() if name
-        )
-        made._metadata = OrderedDict(own)  # type: ignore[attr-defined]
-    return made
-
-
-class DdpMethods(nn.Module):
-    """The methods of DDP's modules."""
-
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """Whether backward reduces gradients, as scripts for DDP set it instead of using no_sync():
-        False is set_requires_gradient_sync(False)."""
-        return bool(state_of(self).unit.sync)
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, value: bool) -> None:
-        for _, state in units_of(self):
-            state.unit.sync = bool(value)
-
-    def will_sync_module_buffers(self) -> bool:
-        """Return whether forward broadcasts buffers from rank 0 (forward_sync_buffers=True)."""
-        state = state_of(self)
-        return (
-            bool(state.sync_buffers)
-            and state.comms.all.world > 1
-            and any(True for _ in self.buffers())
+        if dim != 0:
+            raise NotImplementedError(f"dim={dim} is not supported: {_SPLITS}; omit it")
+        device_ids = device_ids or None  # DDP takes an empty list, too
+        _check_output(output_device, device_ids)
+        ignored = _ignored(module)
+        if ignored:
+            options["ignored_states"] = [*options.get("ignored_states", ()), *ignored]
+        return FSDP(
+            module,
+            process_group,
+            strategy=strategy,
+            device_ids=device_ids,
+            device_mesh=device_mesh,
+            sync_module_states=init_sync,
+            forward_sync_buffers=_either(broadcast_buffers, forward_sync_buffers),
+            **options,
         )
 
-    def _set_static_graph(self) -> None:
-        """Accepted for compatibility with DDP; no effect: graphs may change or not."""
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
+    ) -> None:
+        """Choose parameters, by name, that DistributedDataParallel(module) leaves alone, as DDP's
+        method of this name. FSDP(ignored_states=...) takes the parameters themselves.
+
+        Raises ValueError for a name that the module lacks, NotImplementedError for a buffer's.
+        """
+        names = list(params_and_buffers_to_ignore)
+        params = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+        for name in names:
+            if name in buffers:
+                raise NotImplementedError(
+                    f"buffer {name!r} cannot be ignored by itself: pass ignored_modules to FSDP(), "
+                    "or broadcast_buffers=False to send it once only, when the model is wrapped"
+                )
+            if name not in params:
+                raise ValueError(f"{type(module).__name__} has no parameter {name!r}")
+        setattr(module, _IGNORED, names)
+
+
+_SPLITS = "a rank gets a batch of its own, and zshard splits none"
+
+
+def _refuse(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise NotImplementedError(
+                f"DistributedDataParallel({name}=...) is not supported: {_UNSUPPORTED[name]}"
+            )
+
+
+def _check_output(
+    output_device: DeviceLike | None, device_ids: Sequence[DeviceLike] | None
+) -> None:
+    if output_device is not None and [output_device] != list(device_ids or ()):
+        raise NotImplementedError(
+            f"output_device={output_device!r} is not supported with device_ids={device_ids!r}: "
+            "results stay on the device that they are computed on; omit output_device"
+        )
+
+
+def _either(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
+    given = [each for each in (broadcast_buffers, forward_sync_buffers) if each is not None]
+    if len(given) == 2:
+        raise ValueError("pass either broadcast_buffers or forward_sync_buffers, not both")
+    return bool(given[0]) if given else True
+
+
+def _ignored(module: nn.Module) -> list[nn.Parameter]:
+    names = set(getattr(module, _IGNORED, ()))
+    if not names:
+        return []
+    named = module.named_parameters(remove_duplicate=False)
+    return [param for name, param in named if name in names]

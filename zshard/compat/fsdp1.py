@@ -1,179 +1,262 @@
-"""FSDP1's dialect: its arguments in zshard's words.
+"""FSDP1's dialect: state dict types, optimizer state as methods, and its gradient scaler.
 
-Below this file, zshard knows its own words alone: a ShardingStrategy, a Precision, a
-Prefetch, an Offload. Enums, dataclasses and configs are recognized by their names and fields, so
-torch's own are accepted without importing its FSDP, which takes long. The methods of its modules
-are in `fsdp1_methods.py`.
+A type and its two configs are one form of zshard's (`state/form.py`), which remembers what the
+script passed, so that the script can ask for it. Optimizer state is full, by parameter name, and
+loads under any strategy. The arguments of FSDP() are FSDP1's as well (`zshard/options.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
-import os
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from zshard.compat import fsdp2
-from zshard.offload import Offload, offload_on, parse_offload
-from zshard.precision import BATCH_NORMS, Precision, check_dtype
-from zshard.ranks.devices import CPU
-from zshard.ranks.wire import Wire, check_wire
-from zshard.strategy import ShardingStrategy, strategy_of
-from zshard.units.units import Options, Prefetch
-from zshard.wrap.tree import UnitSpec
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
 
-# --- arguments ------------------------------------------------------------------------------------
+from zshard.compat.classes import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from zshard.grad_scaler import GradScaler
+from zshard.model.summon import summon_full_params
+from zshard.state.form import state_dict_form
+from zshard.state.optimizer_names import by_name, names_of, outermost_comm, to_load
+from zshard.state.optimizer_names import optim_state_dict as _optim_state_dict
+from zshard.units.units import StateDictForm, units_of
 
+__all__ = ["ShardedGradScaler"]
 
-class Fsdp1Arguments(NamedTuple):
-    """The arguments of FSDP() that say in FSDP1's words what Options say in zshard's."""
-
-    sharding_strategy: Any
-    cpu_offload: Any
-    mixed_precision: Any
-    backward_prefetch: Any
-    forward_prefetch: Any
-    limit_all_gathers: Any
-
-    def options(self, strategy: Any, offload: Any, wire: str | Wire | None, device: str) -> Options:
-        """Return the options for a model on `device`. Raises ValueError, TypeError or
-        NotImplementedError for a value that zshard does not support.
-
-        strategy, offload, wire: FSDP()'s arguments of these names, which are zshard's own.
-        """
-        gpu = device != CPU  # where a gather that has not gone ahead holds the GPU up
-        crossing, precision = check_wire(wire, device), precision_of(self.mixed_precision)
-        _check_environment(precision, crossing)
-        return Options(
-            _either_strategy(self.sharding_strategy, strategy),
-            precision,
-            prefetch_of(
-                self.backward_prefetch, self.forward_prefetch or gpu, self.limit_all_gathers
-            ),
-            offload_on(_either_offload(offload, self.cpu_offload), device),
-            wire=crossing,
-        )
+# --- state dict types -----------------------------------------------------------------------------
 
 
-def check_use_orig_params(use_orig_params: bool) -> None:
-    """Raise NotImplementedError for a value that zshard does not support."""
-    if not use_orig_params:
-        raise NotImplementedError(
-            "use_orig_params=False is not supported: zshard always keeps the original parameters; "
-            "omit use_orig_params"
-        )
+class _StateDictKind(NamedTuple):
+    """A state dict type: whether its dicts contain shards, and its configs, for which torch's
+    classes of the same names are accepted."""
+
+    slices: bool
+    config: type
+    optim_config: type
 
 
-def _check_environment(precision: Precision, wire: Wire) -> None:
-    """Raise NotImplementedError where FSDP1's environment variable would change numbers."""
-    rounds = precision.compute or precision.wire or wire.parameters
-    if rounds is not None and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
-        raise NotImplementedError(
-            "FSDP_USE_FULL_PREC_IN_EVAL=1 is not supported: unset it; to evaluate in full "
-            "precision, load model.state_dict() into a model that is not sharded"
-        )
+_KINDS = {
+    "FULL_STATE_DICT": _StateDictKind(False, FullStateDictConfig, FullOptimStateDictConfig),
+    "SHARDED_STATE_DICT": _StateDictKind(True, ShardedStateDictConfig, ShardedOptimStateDictConfig),
+    "LOCAL_STATE_DICT": _StateDictKind(True, LocalStateDictConfig, LocalOptimStateDictConfig),
+}
 
 
-def _either_strategy(sharding_strategy: Any, strategy: Any) -> ShardingStrategy:
-    if sharding_strategy is not None and strategy is not None:
-        raise ValueError("pass either sharding_strategy or strategy (its short name), not both")
-    given = strategy if strategy is not None else sharding_strategy
-    return ShardingStrategy.FULL_SHARD if given is None else strategy_of(given)
+@contextlib.contextmanager
+def state_dict_type(
+    module: nn.Module,
+    state_dict_type: object,
+    state_dict_config: object = None,
+    optim_state_dict_config: object = None,
+) -> Iterator[None]:
+    """Context manager that sets what state_dict() of `module` and of its units returns.
 
+    Args:
+        module: a module with sharded modules.
+        state_dict_type: a StateDictType, zshard's or torch's, or its name.
+            FULL_STATE_DICT: full tensors (the default outside this context).
+            SHARDED_STATE_DICT or LOCAL_STATE_DICT, equivalent here: this rank's shard of each
+            sharded parameter, a 1-D copy under the plain name; full buffers and unsharded
+            parameters. Not collective. load_state_dict() accepts such shards within this context,
+            on the rank that has the same ones (the dict's `_metadata` records which: keep it, as
+            torch.save does), and full tensors as everywhere.
+        state_dict_config: the type's config: FullStateDictConfig, ShardedStateDictConfig or
+            LocalStateDictConfig, zshard's or torch's. With `rank0_only`, other ranks get an empty
+            dict and unshard one unit at a time. `offload_to_cpu` is ignored.
+        optim_state_dict_config: the same for FSDP.optim_state_dict(). With `rank0_only`, only rank
+            0 passes a dict to FSDP.optim_state_dict_to_load().
 
-def precision_of(given: Any) -> Precision:
-    """Translate a MixedPrecision or, as FSDP() takes both, FSDP2's policy. None: nothing is cast.
-
-    Raises TypeError for any other object, ValueError for a dtype that is not floating-point,
-    NotImplementedError for keep_low_precision_grads.
+    Raises ValueError for an unknown type, TypeError for the config of another type.
     """
-    if given is None:
-        return Precision()
-    if not hasattr(given, "param_dtype") or not hasattr(given, "reduce_dtype"):
-        raise TypeError(
-            "mixed_precision must be a MixedPrecision or MixedPrecisionPolicy, zshard's or "
-            f"torch's, got {given!r}"
-        )
-    if hasattr(given, "output_dtype"):
-        return fsdp2.precision_of(given)
-    if getattr(given, "keep_low_precision_grads", False):
-        raise NotImplementedError(
-            "keep_low_precision_grads=True is not supported: gradients have the parameters' dtype; "
-            "omit keep_low_precision_grads"
-        )
-    for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
-        check_dtype(name, getattr(given, name, None))
-    casts = bool(given.cast_forward_inputs)
-    keep = getattr(given, "_module_classes_to_ignore", None)
-    return Precision(
-        compute=given.param_dtype,
-        wire=given.reduce_dtype,
-        buffers=getattr(given, "buffer_dtype", None),
-        cast_inputs=casts,
-        cast_root_inputs=casts or bool(getattr(given, "cast_root_forward_inputs", False)),
-        keep=BATCH_NORMS if keep is None else tuple(keep),
+    form = _form(state_dict_type, state_dict_config, optim_state_dict_config)
+    with state_dict_form(module, **form._asdict()):
+        yield
+
+
+def set_state_dict_type(
+    module: nn.Module,
+    state_dict_type: object,
+    state_dict_config: object = None,
+    optim_state_dict_config: object = None,
+) -> StateDictSettings:
+    """Set what state_dict() of `module` and of its units returns from now on.
+
+    Takes the arguments of FSDP.state_dict_type(), raises what it does, and RuntimeError as
+    FSDP.get_state_dict_type() does. Nothing changes then.
+
+    Returns the settings before, whose fields a later call takes to restore them.
+    """
+    before = get_state_dict_type(module)
+    form = _form(state_dict_type, state_dict_config, optim_state_dict_config)
+    for _, state in units_of(module):
+        state.form = form
+    return before
+
+
+def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+    """Return the StateDictSettings that are in effect for `module`: the type and the configs, as
+    the script passed them. By default, and without sharded modules: FULL_STATE_DICT.
+
+    Raises RuntimeError if the units of `module` have different settings.
+    """
+    default = _settings("FULL_STATE_DICT", StateDictType.FULL_STATE_DICT, None, None)
+    found = [(state.unit.name, state.form.settings) for _, state in units_of(module)]
+    settings = [default if given is None else given for _, given in found]
+    for (name, _), given in zip(found, settings, strict=True):
+        if repr(given) != repr(settings[0]):
+            raise RuntimeError(
+                f"units '{found[0][0] or '(root)'}' and '{name}' have different state dict types: "
+                f"{settings[0]} and {given}; call FSDP.set_state_dict_type() on the root"
+            )
+    return settings[0] if settings else default
+
+
+def _form(given: object, config: object, optim_config: object) -> StateDictForm:
+    name = given.name if isinstance(given, enum.Enum) else given
+    if name not in _KINDS:
+        known = ", ".join(map(repr, _KINDS))
+        raise ValueError(f"unknown state_dict_type {name!r}: expected one of {known}")
+    kind = _KINDS[name]
+    _check_config("state_dict_config", name, config, kind.config)
+    _check_config("optim_state_dict_config", name, optim_config, kind.optim_config)
+    own, optim = (bool(getattr(each, "rank0_only", False)) for each in (config, optim_config))
+    chosen = StateDictType[name] if isinstance(given, str) else given
+    settings = _settings(name, chosen, config, optim_config)
+    return StateDictForm(kind.slices, own, optim, settings)
+
+
+def _settings(name: str, given: object, config: object, optim_config: object) -> StateDictSettings:
+    kind = _KINDS[name]
+    config = kind.config() if config is None else config
+    return StateDictSettings(
+        given, config, kind.optim_config() if optim_config is None else optim_config
     )
 
 
-def prefetch_of(backward_prefetch: Any, forward_prefetch: Any, limit_all_gathers: Any) -> Prefetch:
-    """Translate the three arguments about prefetching. Raises ValueError for an unknown value."""
-    name = backward_prefetch
-    if isinstance(name, enum.Enum):
-        name = name.name
-    if isinstance(name, str):
-        name = name.lower()
-    if name not in (None, "backward_pre", "backward_post"):
+def _check_config(argument: str, name: str, config: object, expected: type) -> None:
+    known = {each.__name__ for each in type(config).__mro__}
+    if config is not None and expected.__name__ not in known:
+        raise TypeError(f"{argument} for {name} must be a {expected.__name__}, got {config!r}")
+
+
+# --- methods --------------------------------------------------------------------------------------
+
+
+class Fsdp1Methods(nn.Module):
+    """The methods of FSDP1's modules."""
+
+    summon_full_params = summon_full_params
+    state_dict_type = staticmethod(state_dict_type)
+    set_state_dict_type = staticmethod(set_state_dict_type)
+    get_state_dict_type = staticmethod(get_state_dict_type)
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: Mapping[str, Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Return the optimizer's full state by parameter name; see zshard.optim_state_dict().
+
+        Within FSDP.state_dict_type, its optim_state_dict_config applies. Over shm, any rank may
+        call it alone; over c10d and on GPUs it is collective.
+
+        Args:
+            optim_state_dict: the result of optim.state_dict(), if you have it already.
+            group: accepted for compatibility: a process group of the same size as the model's.
+        """
+        _check_group(model, group)
+        rank0_only = _rank0_only(model)
+        if optim_state_dict is None:
+            return _optim_state_dict(model, optim, rank0_only=rank0_only)
+        if rank0_only and outermost_comm(model).rank != 0:
+            return {}
+        return by_name(names_of(model, optim), optim, optim_state_dict)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: Mapping[str, Any] | None,
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Convert the result of optim_state_dict() into what optim.load_state_dict() takes.
+
+        Collective.
+
+        Args:
+            optim_state_dict: the dict; within FSDP.state_dict_type with `rank0_only` only rank 0
+                has it, and the result is valid for `optim` on this rank only.
+            is_named_optimizer: True raises NotImplementedError.
+            load_directly: also load it into `optim`.
+            group: accepted for compatibility: a process group of the same size as the model's.
+
+        Raises ValueError as zshard.load_optim_state_dict() does.
+        """
+        if is_named_optimizer:
+            raise NotImplementedError(
+                "is_named_optimizer=True (torch's _NamedOptimizer) is not supported"
+            )
+        _check_group(model, group)
+        made = to_load(model, optim, optim_state_dict, _rank0_only(model))
+        if load_directly:
+            optim.load_state_dict(made)
+        return made
+
+
+def _rank0_only(model: nn.Module) -> bool:
+    return any(state.form.optim_rank0_only for _, state in units_of(model))
+
+
+def _check_group(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    world = outermost_comm(model).world
+    if group is not None and dist.get_world_size(group) != world:
         raise ValueError(
-            "backward_prefetch must be 'backward_pre', 'backward_post' or None, got "
-            f"{backward_prefetch!r}"
+            f"group has {dist.get_world_size(group)} ranks, but the model has {world}: omit group "
+            "to use the model's ranks"
         )
-    units = 1 if limit_all_gathers else 2
-    backward = units if name == "backward_pre" else 0
-    asked = bool(forward_prefetch)
-    return Prefetch(units if asked else backward, backward, asked)
 
 
-def _either_offload(offload: Any, cpu_offload: Any) -> Offload | None:
-    cpu = offload_of(cpu_offload)
-    if offload is not None and cpu is not None:
-        raise ValueError("pass either offload or cpu_offload, not both")
-    return parse_offload(offload) or cpu
+# --- the gradient scaler --------------------------------------------------------------------------
 
 
-def offload_of(cpu_offload: Any) -> Offload | None:
-    """Translate a bool, a CPUOffload or, as FSDP() takes both, FSDP2's policy. None: everything
-    stays in memory. Raises TypeError for anything else."""
-    if cpu_offload is None or cpu_offload is False:
-        return None
-    if cpu_offload is True:
-        return Offload()
-    if isinstance(cpu_offload, Offload):
-        return cpu_offload
-    params = getattr(cpu_offload, "offload_params", None)
-    if isinstance(params, bool):
-        return Offload(grads=True) if params else None
-    if fsdp2.is_offload_policy(cpu_offload):
-        return fsdp2.offload_of(cpu_offload)
-    raise TypeError(
-        "cpu_offload must be a bool, torch's CPUOffload or CPUOffloadPolicy, or a zshard.Offload, "
-        f"got {cpu_offload!r}"
-    )
+class ShardedGradScaler(GradScaler):
+    """torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler for zshard's models.
 
+    Args:
+        device: "cuda" (the default) or "cpu".
+        init_scale, backoff_factor, growth_factor, growth_interval, enabled: as there.
+        process_group: accepted for compatibility; no effect: the ranks of the model decide together
+            whether to skip a step.
 
-def unit_options(spec: UnitSpec, usual: Options) -> Options:
-    """Return the model's options with a CustomPolicy's overrides for this unit. Raises ValueError
-    for an override that only applies to a whole model."""
-    strategy: ShardingStrategy = usual.strategy
-    precision: Precision = usual.precision
-    given = spec.overrides.get("sharding_strategy", spec.overrides.get("strategy"))
-    if given is not None:
-        strategy = strategy_of(given)
-    if strategy is not usual.strategy and (strategy.is_hybrid or strategy.keeps):
-        raise ValueError(
-            f"unit '{spec.name}' requests strategy {strategy.value!r}, but the model has "
-            f"{usual.strategy.value!r}: hybrid strategies and zero1 apply to whole models; set "
-            "them on the outermost FSDP(...)"
+    Raises what zshard.GradScaler does.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
-    given = spec.overrides.get("mixed_precision")
-    if given is not None:
-        precision = precision_of(given)
-    return usual._replace(strategy=strategy, precision=precision)

@@ -1,174 +1,317 @@
-"""FSDP2's dialect: its policies in zshard's words, and the methods of its modules.
+"""FSDP2's dialect: `fully_shard(module)` is its spelling of FSDP(module).
 
-A method applies to the unit of the module that it is called on, unless it takes
-`recurse`, and takes effect from the next forward or backward. The class FSDP has these methods, so
-FSDP(module) and fully_shard(module) give the same modules.
+Nothing is done here that FSDP(...) could not do; this file translates FSDP2's
+arguments. One call makes one unit, of the parameters that no earlier call on an inner module has
+taken, so a script calls it from the leaves up:
 
-Policies are recognized by their attributes and names, so torch's own are accepted as well. The
-function is in `fully_shard.py`.
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+
+Its methods are those of all sharded models (`model/unit_methods.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
-from zshard import _core
-from zshard.offload import Offload
-from zshard.precision import BATCH_NORMS, Precision, check_dtype
-from zshard.units.units import is_unit, state_of, units_of
+from zshard.fsdp import FSDP
+from zshard.model.forward_methods import register_forward_method
+from zshard.model.unit_methods import UnshardHandle, sharded_modules
+from zshard.offload import Offload, OffloadPolicy, is_offload_policy, offload_of
+from zshard.options import OffloadPolicyLike, PrecisionLike
+from zshard.precision import MixedPrecisionPolicy
+from zshard.ranks.groups import block_of, column_of, resolve_groups
+from zshard.ranks.wire import Wire
+from zshard.strategy import ShardingStrategy
+from zshard.units.units import state_of
+from zshard.wrap.meta import reset_or_leave
+from zshard.wrap.tree import has_forward
 
-# --- policies -------------------------------------------------------------------------------------
+if TYPE_CHECKING:
+    from zshard.fsdp import Wrapped
 
+__all__ = [
+    "FSDPModule",
+    "FullyShardedDataParallel",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]
 
-def precision_of(policy: Any) -> Precision:
-    """Translate a MixedPrecisionPolicy. Raises ValueError for a dtype that is no floating-point
-    one."""
-    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-        check_dtype(name, getattr(policy, name))
-    casts = bool(policy.cast_forward_inputs)
-    return Precision(
-        compute=policy.param_dtype,
-        wire=policy.reduce_dtype,
-        outputs=policy.output_dtype,
-        cast_inputs=casts,
-        cast_root_inputs=casts,
-        keep=BATCH_NORMS,
-        override=getattr(policy, "param_dtype_override_fn", None),
-    )
+FSDPModule = FSDP  # for isinstance()
+FullyShardedDataParallel = FSDP  # FSDP1's name
+register_fsdp_forward_method = register_forward_method
 
+_M = TypeVar("_M", bound=nn.Module)
 
-def is_offload_policy(given: Any) -> bool:
-    """Return whether this is an offload policy, zshard's or torch's."""
-    return any(cls.__name__ == "OffloadPolicy" for cls in type(given).__mro__)
-
-
-def offload_of(policy: Any) -> Offload | None:
-    """Translate an offload policy."""
-    to_cpu = any(cls.__name__ == "CPUOffloadPolicy" for cls in type(policy).__mro__)
-    return Offload(grads=True) if to_cpu else None
-
-
-# --- methods --------------------------------------------------------------------------------------
+_NO_CASTS = MixedPrecisionPolicy()
+_NO_OFFLOAD = OffloadPolicy()
 
 
-class Fsdp2Methods(nn.Module):
-    """The methods of FSDP2's modules."""
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Choose whether forward reshards parameters, from the next forward on.
-
-        Args:
-            reshard_after_forward: True reshards them after each forward ("full_shard"); False keeps
-                them unsharded until the backward ("shard_grad_op"). Over c10d the outermost unit
-                is always kept, as its backward comes first.
-            recurse: apply to nested units as well.
-
-        Raises TypeError if `reshard_after_forward` is not a bool, ValueError if a unit's strategy
-        is "no_shard".
-        """
-        _check_bool("reshard_after_forward", reshard_after_forward)
-        units = [state.unit for _, state in units_of(self)] if recurse else [state_of(self).unit]
-        for unit in units:
-            if unit.strategy == "no_shard":
-                raise ValueError(
-                    f"unit '{unit.name or '(root)'}' has strategy no_shard: its parameters are not "
-                    "sharded, so there is nothing to reshard"
-                )
-        for unit in units:
-            unit.strategy = "full_shard" if reshard_after_forward else "shard_grad_op"
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of gradients over ranks by `factor` instead of by the world size.
-
-        Applies to this unit from the next backward on. Accumulated gradients are not rescaled.
-
-        Args:
-            factor: a positive number, the same on all ranks.
-
-        Raises ValueError if `factor` is not a positive finite number; NotImplementedError if it is
-        not the world size and the unit is not sharded ("no_shard", world size 1).
-        """
-        state_of(self).unit.divisor = factor
-
-    def set_requires_gradient_sync(
-        self, requires_gradient_sync: bool, *, recurse: bool = True
-    ) -> None:
-        """Set whether later backwards reduce gradients (FSDP2's counterpart of no_sync).
-
-        Takes effect at the next backward. Call it on all ranks.
-
-        Args:
-            requires_gradient_sync: False: gradients stay unreduced on their rank, as in no_sync().
-            recurse: also set it for the units below this one. Default: True.
-        """
-        for module, state in units_of(self):
-            if recurse or module is self:
-                state.unit.sync = requires_gradient_sync
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accepted for scripts of FSDP2; no effect: every backward completes its reductions."""
-        _check_bool("is_last_backward", is_last_backward)
-
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Accepted for scripts of FSDP2; no effect: every backward reduces over all ranks, and the
-        accumulated gradient is the same. To accumulate without communication, use no_sync()."""
-        _check_bool("requires_all_reduce", requires_all_reduce)
-
-    def set_reshard_after_backward(
-        self, reshard_after_backward: bool, *, recurse: bool = True
-    ) -> None:
-        """Accepted for scripts of FSDP2; no effect: every backward reshards parameters."""
-        _check_bool("reshard_after_backward", reshard_after_backward)
-
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """FSDP2's earlier name of set_gradient_divide_factor()."""
-        self.set_gradient_divide_factor(factor)
-
-    def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
-        """Prefetch these modules in forward: start their all-gathers once this unit is unsharded.
-
-        Call it on all ranks alike, after the outermost module is wrapped. Over shm it has no
-        effect, as gathers there move no data.
-
-        Args:
-            modules: sharded modules of this model, any number; an empty list restores the default.
-
-        Raises TypeError if `modules` is not a list of sharded modules, ValueError for modules of
-        another model.
-        """
-        state_of(self).unit.prefetch(False, _prefetchable(modules))
-
-    def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
-        """Prefetch these modules in backward, instead of following the order of the last pass.
-
-        See set_modules_to_forward_prefetch(); the default is FSDP1's backward_prefetch.
-        """
-        state_of(self).unit.prefetch(True, _prefetchable(modules))
+@overload
+def fully_shard(
+    module: _M,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: PrecisionLike | None = _NO_CASTS,
+    offload_policy: OffloadPolicyLike | None = _NO_OFFLOAD,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: object = None,
+    wire: str | Wire | None = None,
+) -> Wrapped[_M]: ...
 
 
-def _check_bool(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be a bool, got {value!r}")
+@overload
+def fully_shard(
+    module: list[_M],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: PrecisionLike | None = _NO_CASTS,
+    offload_policy: OffloadPolicyLike | None = _NO_OFFLOAD,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: object = None,
+    wire: str | Wire | None = None,
+) -> list[Wrapped[_M]]: ...
 
 
-def _prefetchable(modules: Iterable[nn.Module]) -> list[_core.Unit]:
-    if isinstance(modules, nn.Module):
-        raise TypeError("modules to prefetch must be a list of sharded modules, got one module")
-    return [state_of(module).unit for module in _sharded(modules, "modules to prefetch")]
+@overload
+def fully_shard(
+    module: tuple[_M, ...],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: PrecisionLike | None = _NO_CASTS,
+    offload_policy: OffloadPolicyLike | None = _NO_OFFLOAD,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: object = None,
+    wire: str | Wire | None = None,
+) -> tuple[Wrapped[_M], ...]: ...
 
 
-def _sharded(modules: Iterable[nn.Module], what: str) -> list[nn.Module]:
-    listed = list(modules)
-    for module in listed:
-        if not isinstance(module, nn.Module) or not is_unit(module):
-            raise TypeError(
-                f"{what} must be sharded, but {type(module).__name__} is not: call "
-                "fully_shard(...) on it first"
+def fully_shard(
+    module: nn.Module | list[Any] | tuple[Any, ...],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: PrecisionLike | None = _NO_CASTS,
+    offload_policy: OffloadPolicyLike | None = _NO_OFFLOAD,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: object = None,
+    wire: str | Wire | None = None,
+) -> Any:
+    """Shard a module in place, as torch.distributed.fsdp.fully_shard (FSDP2), and return it.
+
+    Makes one unit of the parameters of `module` that are in no unit yet, so call it from the leaves
+    up. The module's class becomes a subclass of zshard.FSDP, which has FSDP2's methods. Between
+    steps a parameter is this rank's shard: a plain tensor of shape (k, 1, ..., 1), not a DTensor.
+    Parameters and buffers take rank 0's values.
+
+    Collective: call it on all ranks, with the same model and arguments.
+
+    Example::
+
+        for block in model.blocks:
+            zshard.fully_shard(block)
+        zshard.fully_shard(model)
+        optimizer = zshard.AdamW(model.parameters(), lr=3e-4)  # after sharding
+
+    Args:
+        module: the module, or a list or tuple of modules. Each module of a list becomes a unit of
+            its own (FSDP2 makes one unit of them all; the results are the same).
+
+    What is sharded, and over which ranks:
+
+        mesh: a DeviceMesh: one-dimensional to shard over, or two-dimensional (replicate, shard).
+            Default: None, all ranks; under torchrun zshard initializes the default process group if
+            the script has not.
+        reshard_after_forward: True: reshard the parameters after forward ("full_shard"). False:
+            keep them unsharded until backward ("shard_grad_op"). None (the default): as True;
+            FSDP2 makes an exception for the outermost module, which zshard does not need: over shm
+            resharding is free, and over c10d the outermost module always stays unsharded. An int:
+            the size of a shard group, for example the number of ranks on a host, which must divide
+            the number of ranks; each group keeps secondary shards, from which forward and backward
+            gather ("hybrid_full"; FSDP2 and ZeRO++ do this for the backward only). It has no
+            effect over shm, where all ranks read the shards in place. The innermost call decides
+            for all modules around it. With None, a unit stays unsharded where gathers cross hosts
+            and memory is left after the first steps (FSDP's keep_gathered="auto"); True prevents
+            that.
+        ignored_params: parameters that zshard leaves alone, on every rank. Default: None.
+        dp_mesh_dims: not supported, since zshard takes no DTensors. Must be None (the default).
+        shard_placement_fn: not supported, since zshard shards each unit as one flat buffer. Must be
+            None (the default).
+
+    Communication:
+
+        wire: how gradients and parameters cross hosts, as for FSDP(wire=...). Default: None, exact.
+
+    Precision:
+
+        mp_policy: a MixedPrecisionPolicy, zshard's or torch's. Default: no casts.
+
+    Memory and offload:
+
+        offload_policy: an OffloadPolicy or CPUOffloadPolicy, zshard's or torch's, or a
+            zshard.Offload. On CPU ranks the policies have no effect, since everything is in host
+            memory. Default: no offload.
+
+    Returns:
+        `module` itself: the same module, list or tuple. A type checker sees FSDP's methods, takes
+        all other attributes as Any, and accepts the result where the module's own class is
+        expected.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid, or the module cannot be sharded; the message
+            names the argument or the parameter.
+        NotImplementedError: an argument asks for a feature that zshard does not support.
+        DivergenceError: the ranks' models or arguments differ (on every rank).
+        MemoryError: the model exceeds the memory of this rank (on every rank).
+        PeerError: another rank exited. PeerTimeoutError: another rank did not arrive in time.
+    """
+    if isinstance(module, list | tuple):
+        for each in module:
+            _check_module(each)
+        for each in module:
+            fully_shard(
+                each,
+                mesh=mesh,
+                reshard_after_forward=reshard_after_forward,
+                shard_placement_fn=shard_placement_fn,
+                mp_policy=mp_policy,
+                offload_policy=offload_policy,
+                ignored_params=ignored_params,
+                dp_mesh_dims=dp_mesh_dims,
+                wire=wire,
             )
-    return listed
+        return module
+    _check_module(module)
+    if shard_placement_fn is not None:
+        raise NotImplementedError(
+            "fully_shard(shard_placement_fn=...) is not supported: zshard shards each unit as one "
+            "flat buffer; omit it"
+        )
+    if dp_mesh_dims is not None:
+        raise NotImplementedError(
+            "fully_shard(dp_mesh_dims=...) is not supported: zshard takes no DTensors; omit it, "
+            "and pass mesh= the dimensions to shard (and replicate) over, such as mesh['shard']"
+        )
+    offload = _offload(offload_policy)
+    hybrid = _dimensions(mesh) == 2
+    groups = _groups_to_keep_in(reshard_after_forward, mesh, hybrid)
+    sharded = FSDP(
+        module,
+        groups,
+        strategy=_strategy(reshard_after_forward, hybrid) if groups is None else "hybrid_full",
+        device_mesh=mesh if groups is None else None,
+        mixed_precision=mp_policy,
+        offload=offload,
+        auto_wrap_policy=None,
+        ignored_states=_params(ignored_params),
+        param_init_fn=reset_or_leave,
+        wire=wire,
+    )
+    if reshard_after_forward is True:  # and not by default: memory to spare does not change it
+        unit = state_of(module).unit
+        unit.strategy = unit.strategy
+    return sharded
+
+
+def _check_module(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fully_shard expects an nn.Module, got {type(module).__name__}")
+    if not has_forward(module):
+        raise ValueError(
+            f"{type(module).__name__} has no forward, so its parameters could not be unsharded in "
+            "time: call fully_shard on each module in it"
+        )
+
+
+def _dimensions(mesh: Any) -> int:
+    """The number of dimensions of the mesh; 1 without one."""
+    if mesh is None:
+        return 1
+    if not (hasattr(mesh, "ndim") and hasattr(mesh, "get_group")):
+        raise TypeError(f"mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"mesh has {mesh.ndim} dimensions: expected one (shard) or two (replicate, shard); "
+            "zshard has no tensor or pipeline parallelism"
+        )
+    if mesh.device_type not in ("cpu", "cuda"):
+        raise NotImplementedError(
+            f"fully_shard(mesh=...) does not support the device type {mesh.device_type!r}: zshard "
+            "trains on CPUs and CUDA GPUs"
+        )
+    return int(mesh.ndim)
+
+
+def _groups_to_keep_in(
+    reshard_after_forward: bool | int | None, mesh: DeviceMesh | None, hybrid: bool
+) -> tuple[ProcessGroup, ProcessGroup] | None:
+    """The shard group and the replica group for `reshard_after_forward` as a number of ranks; None
+    if it is not a number, or one rank, or all ranks."""
+    number = reshard_after_forward
+    if not isinstance(number, int) or isinstance(number, bool):
+        return None
+    if hybrid:
+        raise NotImplementedError(
+            f"fully_shard(reshard_after_forward={number}) is not supported with a two-dimensional "
+            "mesh: pass True or False"
+        )
+    group = resolve_groups(None, mesh, ShardingStrategy.FULL_SHARD).world
+    world = 1 if group is None else dist.get_world_size(group)
+    if number < 1 or world % number != 0:
+        raise ValueError(
+            f"reshard_after_forward={number} does not divide the {world} ranks to shard over"
+        )
+    if number in (1, world):
+        return None
+    return block_of(group, number), column_of(group, number)
+
+
+def _strategy(reshard_after_forward: bool | int | None, hybrid: bool) -> ShardingStrategy:
+    if not (reshard_after_forward is None or isinstance(reshard_after_forward, int)):
+        raise TypeError(
+            "reshard_after_forward must be True, False, None or a number of ranks, got "
+            f"{reshard_after_forward!r}"
+        )
+    keep = reshard_after_forward is False
+    if reshard_after_forward == 1 and reshard_after_forward is not True:
+        keep = True  # one rank per group: unsharded
+    if keep:
+        return ShardingStrategy.HYBRID_SHARD_ZERO2 if hybrid else ShardingStrategy.SHARD_GRAD_OP
+    return ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD
+
+
+def _offload(policy: object) -> Offload | None:
+    if policy is None or isinstance(policy, Offload):
+        return policy
+    if not is_offload_policy(policy):
+        raise TypeError(
+            f"offload_policy must be an OffloadPolicy or a zshard.Offload, got {policy!r}"
+        )
+    return offload_of(policy)
+
+
+def _params(ignored: Iterable[nn.Parameter] | None) -> list[nn.Parameter]:
+    params = list(ignored or ())
+    for param in params:
+        if not isinstance(param, nn.Parameter):
+            raise TypeError(f"ignored_params must contain parameters, got {type(param).__name__}")
+    return params
 
 
 def share_comm_ctx(modules: Iterable[nn.Module]) -> None:
@@ -182,6 +325,4 @@ def share_comm_ctx(modules: Iterable[nn.Module]) -> None:
 
     Raises TypeError if a module is not sharded.
     """
-    if isinstance(modules, nn.Module):
-        raise TypeError("share_comm_ctx() expects a list of sharded modules, got one module")
-    _sharded(modules, "modules of share_comm_ctx()")
+    sharded_modules(modules, "modules of share_comm_ctx()")

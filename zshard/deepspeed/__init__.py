@@ -6,20 +6,18 @@
         engine.backward(loss)
         engine.step()
 
-Names that work do what they do in DeepSpeed; each other one is an AttributeError that
-says what to write instead. docs/deepspeed.md is the page.
+Names that work do what they do in DeepSpeed; any other is an AttributeError that points to
+docs/deepspeed.md.
 """
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING
 
-from zshard._missing_modules import NAMES as INSTEAD
 from zshard.deepspeed import zero
-from zshard.deepspeed.build_engine import initialize
+from zshard.deepspeed.build_engine import init_distributed, initialize
 from zshard.deepspeed.engine import DeepSpeedEngine
-from zshard.deepspeed.process_group import init_distributed
 
 __all__ = ["DeepSpeedEngine", "add_config_arguments", "init_distributed", "initialize", "zero"]
 
@@ -33,7 +31,9 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def __getattr__(name: str) -> Any:
-    if name in INSTEAD:
-        raise AttributeError(f"zshard has no deepspeed.{name}: {INSTEAD[name]}")
-    raise AttributeError(f"module 'zshard.deepspeed' has no attribute '{name}'")
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        raise AttributeError(
+            f"zshard.deepspeed has no attribute '{name}': docs/deepspeed.md lists what it has"
+        )

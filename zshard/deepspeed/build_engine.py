@@ -1,4 +1,4 @@
-"""`zshard.initialize`: from a model and a DeepSpeed config to an engine.
+"""`zshard.initialize`: from a model and a DeepSpeed config to an engine; `init_distributed`.
 
 The order of DeepSpeed: check everything that needs no other rank, shard the model,
 make the optimizer of its parameters, the scheduler of the optimizer, the loader of the data.
@@ -8,26 +8,27 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from zshard.deepspeed.ds_config import Settings, make_folder, read, settings_of
-from zshard.deepspeed.engine import DeepSpeedEngine
-from zshard.deepspeed.engine_facts import check_dataset
-from zshard.deepspeed.optimizer_types import optimizer_of
-from zshard.deepspeed.process_group import init_distributed
+from zshard.deepspeed.engine import DeepSpeedEngine, check_dataset
+from zshard.deepspeed.optimizers import optimizer_of
 from zshard.deepspeed.schedules import schedule_of
 from zshard.deepspeed.zero import describe
 from zshard.fsdp import FSDP
 from zshard.ranks.agreement import check_agreement
+from zshard.ranks.groups import check_launcher, make_default_group
 from zshard.units.units import is_unit, state_of
 from zshard.wrap.meta import reset_or_leave
 
@@ -37,6 +38,7 @@ _NEEDS_OPTIMIZER = (
     "optimizer="
 )
 
+Config = Mapping[str, Any] | str | os.PathLike[str]
 Result = tuple[DeepSpeedEngine, Optimizer | None, DataLoader[Any] | None, Any]
 
 
@@ -48,12 +50,12 @@ def initialize(
     training_data: Any = None,
     lr_scheduler: Any = None,
     distributed_port: int | None = None,
-    mpu: Any = None,
+    mpu: object = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
-    config: Any = None,
-    mesh_param: Any = None,
-    config_params: Any = None,
+    config: Config | None = None,
+    mesh_param: object = None,
+    config_params: Config | None = None,
 ) -> Result:
     """Shard a model as a DeepSpeed config says, and return DeepSpeed's engine, optimizer, data
     loader and scheduler. docs/deepspeed.md lists the keys.
@@ -115,10 +117,54 @@ def initialize(
     return engine, chosen, engine.training_dataloader, scheduler
 
 
+def init_distributed(
+    dist_backend: str | None = None,
+    *,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    **arguments: Any,
+) -> None:
+    """Initialize torch.distributed if the script has not. Collective.
+
+    Without a launcher (torchrun sets RANK and WORLD_SIZE), the world size is 1.
+
+    Args:
+        dist_backend: the backend. Default: None, "nccl" where there is a GPU, else "gloo".
+        timeout: that of collectives. Default: None, torch's.
+        init_method: torch's. Default: None, the environment variables.
+        dist_init_required: False: raise RuntimeError if torch.distributed is not initialized.
+        arguments: DeepSpeed's other arguments: rank and world_size are passed on, and the rest
+            (auto_mpi_discovery, distributed_port, verbose, config) has no effect.
+    """
+    known = {"rank", "world_size", "auto_mpi_discovery", "distributed_port", "verbose", "config"}
+    for name in arguments.keys() - known:
+        raise TypeError(f"init_distributed() got an unexpected argument '{name}'")
+    if dist.is_initialized():
+        return
+    if dist_init_required is False:
+        raise RuntimeError(
+            "torch.distributed is not initialized: call torch.distributed.init_process_group() "
+            "first, or omit dist_init_required=False"
+        )
+    given: dict[str, Any] = {
+        name: arguments[name] for name in ("rank", "world_size") if arguments.get(name, -1) >= 0
+    }
+    if timeout is not None:
+        given["timeout"] = timeout
+    if init_method is not None:
+        given["init_method"] = init_method
+    elif "RANK" not in os.environ and not given.get("world_size"):
+        check_launcher()
+        given |= {"store": HashStore(), "rank": 0, "world_size": 1}
+    backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    make_default_group(backend, **given)
+
+
 # --- checks ---------------------------------------------------------------------------------------
 
 
-def _check_model(model: Any) -> nn.Module:
+def _check_model(model: object) -> nn.Module:
     if not isinstance(model, nn.Module):
         kind = "nothing" if model is None else type(model).__name__
         raise TypeError(f"zshard.initialize() expects model=, an nn.Module, got {kind}")
@@ -134,7 +180,7 @@ def _check_model(model: Any) -> nn.Module:
     return model
 
 
-def _check_unsupported(mpu: Any, mesh_param: Any) -> None:
+def _check_unsupported(mpu: object, mesh_param: object) -> None:
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
             raise NotImplementedError(
@@ -142,7 +188,7 @@ def _check_unsupported(mpu: Any, mesh_param: Any) -> None:
             )
 
 
-def _config_of(args: Any, config: Any, config_params: Any) -> Any:
+def _config_of(args: object, config: Config | None, config_params: Config | None) -> object:
     found = {
         "config": config,
         "config_params": config_params,
@@ -158,7 +204,7 @@ def _config_of(args: Any, config: Any, config_params: Any) -> Any:
     return found[given[0]]
 
 
-def _check_optimizer(optimizer: Any, module: nn.Module) -> Optimizer | None:
+def _check_optimizer(optimizer: object, module: nn.Module) -> Optimizer | None:
     """Return the optimizer if it is one, None if there is none yet."""
     if optimizer is None or (callable(optimizer) and not isinstance(optimizer, Optimizer)):
         return None
@@ -199,7 +245,7 @@ def _check_own(groups: Iterable[Any], module: nn.Module, name: str) -> None:
                 )
 
 
-def _check_scheduler(scheduler: Any, optimizer: Optimizer | None) -> None:
+def _check_scheduler(scheduler: object, optimizer: Optimizer | None) -> None:
     if not isinstance(scheduler, LRScheduler):
         return
     if scheduler.optimizer is not optimizer:

@@ -8,30 +8,50 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from zshard._errors import stacklevel
-from zshard.compat.classes import MixedPrecision
-from zshard.deepspeed.auto_values import assumed_values, fill
-from zshard.deepspeed.batch_sizes import BatchSizes, complete
-from zshard.deepspeed.config_values import ConfigValues, must_be
-from zshard.deepspeed.json_with_comments import without_comments
-from zshard.deepspeed.keys import check_keys, cleaned
-from zshard.deepspeed.loss_scale import LossScale
+from zshard.deepspeed.keys import (
+    MICRO,
+    STEPS,
+    TRAIN,
+    ConfigValues,
+    check_keys,
+    cleaned,
+    fill,
+    must_be,
+)
+from zshard.deepspeed.optimizers import LossScale
 from zshard.offload import Offload
+from zshard.precision import MixedPrecision
 from zshard.strategy import ShardingStrategy
 
+_COMMENT = r"//[^\n]*|#[^\n]*|/\*.*?\*/"
+_TOKEN = re.compile(  # texts, comments and trailing commas
+    rf'"(?:[^"\\\n]|\\.)*"|{_COMMENT}|(?<![\[{{,]),(?=(?:\s|{_COMMENT})*[}}\]])',
+    re.DOTALL,
+)
 _STRATEGIES = (
     ShardingStrategy.NO_SHARD,
     ShardingStrategy.ZERO1,
     ShardingStrategy.SHARD_GRAD_OP,
     ShardingStrategy.FULL_SHARD,
 )
+
+
+class BatchSizes(NamedTuple):
+    """The samples of an optimizer step over all ranks, those of a forward on one rank, and the
+    number of forwards per step."""
+
+    train: int
+    micro: int
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -68,7 +88,7 @@ class Settings:
         return section
 
 
-def read(config: Any) -> dict[str, Any]:
+def read(config: object) -> dict[str, Any]:
     """Return the dict that `config` is, or that is in the JSON file of that path."""
     if isinstance(config, Mapping):
         return json.loads(json.dumps(config)) if _is_plain(config) else dict(config)
@@ -78,7 +98,7 @@ def read(config: Any) -> dict[str, Any]:
     path = os.fspath(config)
     try:
         with open(path, encoding="utf-8-sig") as file:
-            text = without_comments(file.read())
+            text = _TOKEN.sub(_blank, file.read())
         found = json.loads(text, object_pairs_hook=_without_duplicates)
     except FileNotFoundError:
         raise FileNotFoundError(
@@ -95,7 +115,7 @@ def read(config: Any) -> dict[str, Any]:
     return found
 
 
-def settings_of(config: Mapping[str, Any], args: Any, world: int, rank: int) -> Settings:
+def settings_of(config: Mapping[str, Any], args: object, world: int, rank: int) -> Settings:
     """Return the settings of a config that read() returned.
 
     args: tells what "auto" means. world: the number of ranks. Rank 0 warns of keys in use that have
@@ -106,34 +126,13 @@ def settings_of(config: Mapping[str, Any], args: Any, world: int, rank: int) -> 
     """
     plain, comments = cleaned(config)
     ignored = check_keys(plain)
-    values = ConfigValues(fill(plain, args))
-    stage = values.integer("zero_optimization.stage", 0, least=0)
-    if stage > 3:
-        raise ValueError(f"'zero_optimization.stage' must be 0, 1, 2 or 3, got {stage}")
-    if values.text("gradient_allreduce_op", "mean").lower() != "mean":
-        raise NotImplementedError(
-            "'gradient_allreduce_op' in the DeepSpeed config must be 'mean': to sum gradients, "
-            "multiply the loss by the number of ranks"
-        )
-    dtype, autocast = _dtypes(values)
-    settings = Settings(
-        values=values.config,
-        sizes=_sizes(values, world),
-        stage=stage,
-        dtype=dtype,
-        autocast=autocast,
-        precision=_precision(values, dtype),
-        offload=_offload(values, stage),
-        loss_scale=_loss_scale(values) if dtype is torch.float16 else None,
-        clipping=values.number("gradient_clipping", 0.0),
-        computes_norm=stage > 0 and values.flag("zero_optimization.compute_grad_norm", True),
-        skips_overflows=dtype is torch.bfloat16 and values.flag("bf16.check_grad_overflow", True),
-    )
-    assumed = assumed_values(plain, values.config, args)
+    filled, assumed = fill(plain, args)
+    values = ConfigValues(filled)
+    settings = _settings(values, world)
     if assumed and rank == 0:
         print(
             'zshard: the DeepSpeed config has "auto" that args= does not tell, so these are the '
-            f"defaults of transformers' TrainingArguments: {assumed}",
+            f"defaults of transformers' TrainingArguments: {', '.join(assumed)}",
             flush=True,
         )
     for what, names in (("keys", ignored), ("comments", comments)):
@@ -146,17 +145,72 @@ def settings_of(config: Mapping[str, Any], args: Any, world: int, rank: int) -> 
     return settings
 
 
-def _sizes(values: ConfigValues, world: int) -> BatchSizes:
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    known = [values.integer(name, 0, least=1) or None for name in names]
-    train, micro, steps = known
-    return complete(train, micro, steps, world)
+def _settings(values: ConfigValues, world: int) -> Settings:
+    stage = int(values.get("zero_optimization.stage", 0))
+    if stage > 3:
+        raise ValueError(f"'zero_optimization.stage' must be 0, 1, 2 or 3, got {stage}")
+    if values.get("gradient_allreduce_op", "mean").lower() != "mean":
+        raise NotImplementedError(
+            "'gradient_allreduce_op' in the DeepSpeed config must be 'mean': to sum gradients, "
+            "multiply the loss by the number of ranks"
+        )
+    dtype, autocast = _dtypes(values)
+    train, micro, steps = (values.get(name) for name in (TRAIN, MICRO, STEPS))
+    return Settings(
+        values=values.config,
+        sizes=complete(train, micro, steps, world),
+        stage=stage,
+        dtype=dtype,
+        autocast=autocast,
+        precision=_precision(values, dtype),
+        offload=_offload(values, stage),
+        loss_scale=_loss_scale(values) if dtype is torch.float16 else None,
+        clipping=float(values.get("gradient_clipping", 0.0)),
+        computes_norm=stage > 0 and values.get("zero_optimization.compute_grad_norm", True),
+        skips_overflows=dtype is torch.bfloat16 and values.get("bf16.check_grad_overflow", True),
+    )
+
+
+def complete(train: int | None, micro: int | None, steps: int | None, world: int) -> BatchSizes:
+    """Return all three batch sizes, of which two give the third: train is micro * steps * world.
+
+    None: not in the config. world: the number of ranks. Raises ValueError if the sizes contradict
+    each other, are too few, or a division leaves a rest.
+    """
+    if train is None and micro is None:
+        raise ValueError(f"the DeepSpeed config needs '{TRAIN}' or '{MICRO}'")
+    train, micro, steps = (None if each is None else int(each) for each in (train, micro, steps))
+    if steps is None and (train is None or micro is None):
+        steps = 1
+    if steps is None:
+        steps = _divided(train or 0, MICRO, micro or 0, world)
+    if micro is None:
+        micro = _divided(train or 0, STEPS, steps, world)
+    if train is None:
+        train = micro * steps * world
+    if train != micro * steps * world:
+        raise ValueError(
+            f"{TRAIN}={train} is not {MICRO}={micro} * {STEPS}={steps} * {world} rank(s), which "
+            f"is {micro * steps * world}: leave one of them out of the DeepSpeed config, or start "
+            "another number of ranks"
+        )
+    return BatchSizes(train, micro, steps)
+
+
+def _divided(train: int, name: str, size: int, world: int) -> int:
+    quotient, rest = divmod(train, size * world)
+    if rest or not quotient:
+        raise ValueError(
+            f"{TRAIN}={train} is not a multiple of {name}={size} * {world} rank(s): choose a "
+            f"multiple of {size * world}, or start another number of ranks"
+        )
+    return quotient
 
 
 def _dtypes(values: ConfigValues) -> tuple[torch.dtype | None, torch.dtype | None]:
     """The dtypes of forward and backward, and of torch.autocast."""
-    half, brain = values.flag("fp16.enabled", False), values.flag("bf16.enabled", False)
-    cast = values.flag("torch_autocast.enabled", False)
+    half, brain = values.get("fp16.enabled", False), values.get("bf16.enabled", False)
+    cast = values.get("torch_autocast.enabled", False)
     names = ("fp16", "bf16", "torch_autocast")
     on = [name for name, is_on in zip(names, (half, brain, cast), strict=True) if is_on]
     if len(on) > 1:
@@ -189,15 +243,14 @@ def _precision(values: ConfigValues, dtype: torch.dtype | None) -> MixedPrecisio
 
 
 def _loss_scale(values: ConfigValues) -> LossScale:
-    static = values.number("fp16.loss_scale", 0.0)
-    power = values.integer("fp16.initial_scale_power", 16, least=0)
+    static = float(values.get("fp16.loss_scale", 0.0))
     return LossScale(
-        scale=static or 2.0**power,
+        scale=static or 2.0 ** values.get("fp16.initial_scale_power", 16),
         is_dynamic=static == 0,
-        window=values.integer("fp16.loss_scale_window", 1000, least=1),
-        hysteresis=values.integer("fp16.hysteresis", 2, least=1),
-        is_consecutive=values.flag("fp16.consecutive_hysteresis", False),
-        least=values.number("fp16.min_loss_scale", 1.0) or 1.0,
+        window=int(values.get("fp16.loss_scale_window", 1000)),
+        hysteresis=int(values.get("fp16.hysteresis", 2)),
+        is_consecutive=values.get("fp16.consecutive_hysteresis", False),
+        least=float(values.get("fp16.min_loss_scale", 1.0)) or 1.0,
     )
 
 
@@ -207,7 +260,7 @@ def _offload(values: ConfigValues, stage: int) -> Offload | None:
         part: _place(values, f"zero_optimization.offload_{part}") for part in ("param", "optimizer")
     }
     for old, part in (("_param", "param"), ("_params", "param"), ("", "optimizer")):
-        if values.flag(f"zero_optimization.cpu_offload{old}", False) and place[part] is None:
+        if values.get(f"zero_optimization.cpu_offload{old}") and place[part] is None:
             place[part] = ""
     if stage == 0 or (place["param"] is None and place["optimizer"] is None):
         return None
@@ -223,8 +276,8 @@ def _offload(values: ConfigValues, stage: int) -> Offload | None:
         folder is not None and (bool(folder) or not to_disk) for folder in place.values()
     )
     part = "optimizer" if optimizer else "param"
-    ratio = values.number(f"zero_optimization.offload_{part}.ratio", 1.0)
-    return Offload(params=param, optimizer=optimizer, fraction=ratio, directory=directory)
+    ratio = values.get(f"zero_optimization.offload_{part}.ratio", 1.0)
+    return Offload(params=param, optimizer=optimizer, fraction=float(ratio), directory=directory)
 
 
 def make_folder(offload: Offload | None) -> None:
@@ -242,14 +295,14 @@ def make_folder(offload: Offload | None) -> None:
 
 def _place(values: ConfigValues, name: str) -> str | None:
     """Where a part is offloaded to: a folder, "" for the host's memory; None: it is not."""
-    device = values.text(f"{name}.device", "none")
+    device: str = values.get(f"{name}.device", "none")
     if device == "none":
         return None
     if device == "cpu":
         return ""
     if device != "nvme":
         raise ValueError(must_be(f"{name}.device", "'none', 'cpu' or 'nvme'", device))
-    folder = values.text(f"{name}.nvme_path", "")
+    folder: str = values.get(f"{name}.nvme_path", "")
     if not folder:
         raise ValueError(
             f"'{name}.device' in the DeepSpeed config is 'nvme': set '{name}.nvme_path'"
@@ -273,3 +326,9 @@ def _is_plain(config: Mapping[str, Any]) -> bool:
     except (TypeError, ValueError):
         return False
     return True
+
+
+def _blank(token: re.Match[str]) -> str:
+    """Blanks for a comment or comma, so that a parser's errors name the right line and column."""
+    is_string = token[0].startswith('"')
+    return token[0] if is_string else re.sub(r"[^\n]", " ", token[0])

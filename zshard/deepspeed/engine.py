@@ -1,9 +1,9 @@
-"""DeepSpeed's engine over a sharded model: forward, backward, step.
+"""DeepSpeed's engine over a sharded model: forward, backward, step, and what scripts ask it.
 
-The engine only counts and calls. A round is gradient_accumulation_steps forwards,
-backwards and steps; the last step() of a round clips, steps the optimizer, zeroes the gradients
-and steps the scheduler, and the others do nothing. All else is the work of FSDP, GradScaler and the
-optimizer.
+The engine only counts and calls. A round is gradient_accumulation_steps forwards, backwards and
+steps; the last step() of a round clips, steps the optimizer, zeroes the gradients and steps the
+scheduler, and the others do nothing. All else is the work of FSDP, GradScaler and the optimizer.
+Answers are values of the config or counts of the engine: nothing communicates.
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from zshard.deepspeed.ds_config import Settings
+from zshard.deepspeed.ds_config import BatchSizes, Settings
 from zshard.deepspeed.engine_checkpoints import EngineCheckpoints
-from zshard.deepspeed.engine_facts import EngineFacts
-from zshard.deepspeed.engine_life import EngineLife
-from zshard.deepspeed.loss_scale import OverflowScaler
+from zshard.deepspeed.optimizers import OverflowScaler
 from zshard.optim.clip import clip_grad_norm
 from zshard.strategy import ShardingStrategy
 from zshard.units.units import state_of
@@ -33,7 +32,7 @@ _ACCUMULATES = (ShardingStrategy.NO_SHARD, ShardingStrategy.ZERO1)
 """Where gradients of a round stay full until its last backward, as in DeepSpeed: stages 0 and 1."""
 
 
-class DeepSpeedEngine(EngineFacts, EngineCheckpoints, EngineLife, nn.Module):
+class DeepSpeedEngine(EngineCheckpoints, nn.Module):
     """What zshard.initialize() returns first: a sharded model with DeepSpeed's engine around it.
 
     Call it as the model. Then call backward(loss) and step(), once each per micro-batch, on all
@@ -51,7 +50,7 @@ class DeepSpeedEngine(EngineFacts, EngineCheckpoints, EngineLife, nn.Module):
         super().__init__()
         self.module = model
         self.optimizer, self.lr_scheduler = optimizer, scheduler
-        self.training_dataloader: Any = None
+        self.training_dataloader: DataLoader[Any] | None = None
         self.config = settings.values
         self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
         self.global_rank = dist.get_rank() if dist.is_initialized() else 0
@@ -59,7 +58,8 @@ class DeepSpeedEngine(EngineFacts, EngineCheckpoints, EngineLife, nn.Module):
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._settings, self._sizes = settings, settings.sizes
         self._backwards = self._forwards = self._micro = 0  # since step(); of the round
-        self._boundary: bool | None = None if self._is_managed() else True
+        is_managed = settings.values.get("managed_gradient_accumulation", True) is not False
+        self._boundary: bool | None = None if is_managed else True
         self._in_no_sync = self._step_applied = False
         self._norm: float | None = None
         self._scaler: OverflowScaler | None = None
@@ -70,7 +70,6 @@ class DeepSpeedEngine(EngineFacts, EngineCheckpoints, EngineLife, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward."""
         if torch.is_grad_enabled() and self.module.training:
-            self._check_alive("forward")
             self._check_round()
             self._forwards += 1
         if self._settings.autocast is None:
@@ -109,8 +108,13 @@ class DeepSpeedEngine(EngineFacts, EngineCheckpoints, EngineLife, nn.Module):
             loss = loss / self._sizes.steps
         scaler: Any = self._scaler
         scaled = loss if scaler is None else scaler.scale(loss)
+        unsynced = (
+            self._settings.strategy in _ACCUMULATES
+            and not self.is_gradient_accumulation_boundary()
+            and not self._in_no_sync
+        )
         try:
-            with self._synced_or_not():
+            with self.module.no_sync() if unsynced else contextlib.nullcontext():
                 scaled.backward(retain_graph=retain_graph)
         except BaseException:
             self._drop_round()
@@ -122,14 +126,6 @@ class DeepSpeedEngine(EngineFacts, EngineCheckpoints, EngineLife, nn.Module):
         """Begin a new round: unreduced gradients may have a part of a failed backward."""
         self.module.zero_grad()
         self._micro = self._backwards = self._forwards = 0
-
-    @contextlib.contextmanager
-    def _synced_or_not(self) -> Iterator[None]:
-        keeps = (
-            self._settings.strategy in _ACCUMULATES and not self.is_gradient_accumulation_boundary()
-        )
-        with self.module.no_sync() if keeps and not self._in_no_sync else contextlib.nullcontext():
-            yield
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -245,25 +241,159 @@ class DeepSpeedEngine(EngineFacts, EngineCheckpoints, EngineLife, nn.Module):
 
     def _report(self) -> None:
         """Print a line on rank 0 every "steps_per_print" steps, as DeepSpeed does."""
-        every = self.steps_per_print()
-        if every and self.global_steps % every == 0 and self.global_rank == 0:
+        every = self._settings.values.get("steps_per_print") or math.inf
+        if self.global_steps % every == 0 and self.global_rank == 0:
             print(
                 f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, "
                 f"mom={self.get_mom()}",
                 file=sys.stderr,
             )
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the model."""
-        self.module.zero_grad(set_to_none)
-
     def _need_optimizer(self, name: str) -> None:
-        self._check_alive(name)
         if self.optimizer is None:
             raise RuntimeError(
                 f"engine.{name}() needs an optimizer: add the section 'optimizer' to the DeepSpeed "
                 "config, or pass optimizer= to zshard.initialize()"
             )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the model."""
+        self.module.zero_grad(set_to_none)
+
+    # --- what scripts ask -------------------------------------------------------------------------
+
+    def train_batch_size(self) -> int:
+        """Return the samples of an optimizer step, over all ranks."""
+        return self._sizes.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the samples of a forward on one rank."""
+        return self._sizes.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the number of backwards per optimizer step."""
+        return self._sizes.steps
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the batch size by other gradient_accumulation_steps. Call it on all ranks.
+
+        Raises ValueError if it is not a multiple of the micro-batches of all ranks, RuntimeError in
+        the middle of a round.
+        """
+        if self._micro:
+            raise RuntimeError(
+                f"engine.set_train_batch_size() was called after {self._micro} of "
+                f"{self._sizes.steps} micro-batches of a step: call it where "
+                "is_gradient_accumulation_boundary() was last True"
+            )
+        least = self._sizes.micro * self.dp_world_size
+        if train_batch_size < least or train_batch_size % least:
+            raise ValueError(
+                f"train_batch_size={train_batch_size} is not a multiple of {least}: "
+                f"train_micro_batch_size_per_gpu={self._sizes.micro} * {self.dp_world_size} rank(s)"
+            )
+        steps = train_batch_size // least
+        self._sizes = BatchSizes(train_batch_size, self._sizes.micro, steps)
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of the gradients of the last step, over all ranks, before clipping.
+
+        None before the first step, and where nothing needs it: at stage 0 without clipping, and
+        with "compute_grad_norm": false.
+        """
+        return self._norm
+
+    def was_step_applied(self) -> bool:
+        """Return whether the last step() changed the parameters."""
+        return self._step_applied
+
+    def get_lr(self) -> list[Any]:
+        """Return the learning rates of the param groups."""
+        return self._group_values("lr")
+
+    def get_mom(self) -> list[Any]:
+        """Return the betas of the param groups, or the momentum of SGD and RMSprop."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return self._group_values(
+            "betas" if any("betas" in each for each in groups) else "momentum"
+        )
+
+    def _group_values(self, name: str) -> list[Any]:
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [group.get(name, 0.0) for group in groups]
+
+    @property
+    def cur_scale(self) -> float:
+        """The current loss scale; 1 without fp16."""
+        scale = self._settings.loss_scale
+        return 1.0 if scale is None else scale.scale
+
+    def loss_scale(self) -> float:
+        """Return "loss_scale" of the config: 0 for a dynamic one. cur_scale is the current one."""
+        scale = self._settings.loss_scale
+        return 0.0 if scale is None or scale.is_dynamic else scale.scale
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this rank trains on."""
+        device: torch.device = next(self.module.parameters()).device
+        return device
+
+    def zero_optimization_stage(self) -> int:
+        """Return the stage of ZeRO."""
+        return self._settings.stage
+
+    def fp16_enabled(self) -> bool:
+        """Return whether "fp16" is enabled."""
+        return self._settings.dtype is torch.float16
+
+    def bfloat16_enabled(self) -> bool:
+        """Return whether "bf16" is enabled."""
+        return self._settings.dtype is torch.bfloat16
+
+    def gradient_clipping(self) -> float:
+        """Return the largest norm of the gradients; 0: they are not clipped."""
+        return self._settings.clipping
+
+    def train(self, mode: bool = True) -> Any:
+        """Set the model to training, or with False to evaluation."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Any:
+        """Set the model to evaluation."""
+        return self.train(False)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the model by torch.compile, in place, with its arguments. Not the engine, which
+        counts in its forward."""
+        self.module.compile(*args, **kwargs)
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        data_sampler: Any = None,
+        num_local_io_workers: int = 0,
+    ) -> DataLoader[Any]:
+        """Return a DataLoader of micro-batches, in which each rank has its own part of the data.
+
+        batch_size: samples per batch; None: train_micro_batch_size_per_gpu(). The sampler of a
+        dataset with a length shuffles: call loader.sampler.set_epoch(epoch) in each epoch.
+        """
+        check_dataset(dataset)
+        if data_sampler is None and not isinstance(dataset, IterableDataset):
+            data_sampler = DistributedSampler(dataset, self.dp_world_size, self.global_rank)
+        return DataLoader(
+            dataset,
+            batch_size or self._sizes.micro,
+            sampler=data_sampler,
+            collate_fn=collate_fn,
+            num_workers=num_local_io_workers,
+            pin_memory=self.device.type == "cuda",
+            drop_last=bool(self._settings.values.get("dataloader_drop_last", False)),
+        )
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -276,3 +406,11 @@ class DeepSpeedEngine(EngineFacts, EngineCheckpoints, EngineLife, nn.Module):
                     "the model: docs/deepspeed.md lists what the engine has"
                 ) from None
         return getattr(model, name)
+
+
+def check_dataset(dataset: object) -> None:
+    """Raise TypeError if a DataLoader cannot take it."""
+    has_length = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if not has_length and not isinstance(dataset, IterableDataset):
+        kind = type(dataset).__name__
+        raise TypeError(f"training_data must be a torch Dataset, got {kind}")

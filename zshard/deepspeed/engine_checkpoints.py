@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,10 +30,6 @@ _LATEST = "latest"
 _COUNTS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 _OURS = "engine"  # in `extra`
 _CLIENT = "client_state"
-_CUSTOM_LOAD = (
-    "custom_load_fn is not supported: load the tensors in the script, then call "
-    "engine.module.load_state_dict() on all ranks"
-)
 
 
 class EngineCheckpoints:
@@ -45,13 +42,12 @@ class EngineCheckpoints:
     _settings: Settings
     _drop_round: Callable[[], None]
     _new_scaler: Callable[[], None]
-    _check_alive: Callable[[str], None]
 
     @PublicCall("save_checkpoint()")
     def save_checkpoint(
         self,
         save_dir: str | os.PathLike[str],
-        tag: Any = None,
+        tag: object = None,
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
@@ -69,7 +65,6 @@ class EngineCheckpoints:
         Raises what zshard.save() raises, on all ranks; NotImplementedError for
         exclude_frozen_parameters.
         """
-        self._check_alive("save_checkpoint")
         if exclude_frozen_parameters:
             raise NotImplementedError(
                 "exclude_frozen_parameters=True is not supported: a checkpoint has all parameters; "
@@ -95,12 +90,12 @@ class EngineCheckpoints:
     def load_checkpoint(
         self,
         load_dir: str | os.PathLike[str],
-        tag: Any = None,
+        tag: object = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
-        custom_load_fn: Any = None,
+        custom_load_fn: object = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load what save_checkpoint() saved, on any number of ranks and with any stage.
 
@@ -116,9 +111,11 @@ class EngineCheckpoints:
         Raises FileNotFoundError for a missing tag, CheckpointError for a checkpoint of DeepSpeed or
         a damaged one, and what else zshard.load() raises, on all ranks.
         """
-        self._check_alive("load_checkpoint")
         if custom_load_fn is not None:
-            raise NotImplementedError(_CUSTOM_LOAD)
+            raise NotImplementedError(
+                "custom_load_fn is not supported: load the tensors in the script, then call "
+                "engine.module.load_state_dict() on all ranks"
+            )
         folder, comm = path_of(load_dir), self._comm()
         with on_all_ranks(comm):
             name = _latest_of(folder) if tag is None else _checked(str(tag))
@@ -141,26 +138,6 @@ class EngineCheckpoints:
             self._take_state(loaded, load_lr_scheduler_states)
         return path, dict(loaded.get(_CLIENT, {}))
 
-    def load_module_state_dict(
-        self,
-        checkpoint: Mapping[str, Any],
-        strict: bool = True,
-        custom_load_fn: Any = None,
-        fetch_z3_params: bool = False,
-    ) -> Any:
-        """Load a state dict of full tensors into the model, on all ranks.
-
-        checkpoint: the state dict, or as in DeepSpeed a dict whose entry "module" is that.
-        fetch_z3_params: accepted; sharded parameters load as they are.
-
-        Raises NotImplementedError for custom_load_fn.
-        """
-        if custom_load_fn is not None:
-            raise NotImplementedError(_CUSTOM_LOAD)
-        held = checkpoint.get("module")
-        found = held if isinstance(held, Mapping) else checkpoint
-        return self.module.load_state_dict(found, strict=strict)
-
     @PublicCall("save_16bit_model()")
     def save_16bit_model(
         self,
@@ -178,23 +155,18 @@ class EngineCheckpoints:
                 "call zshard.save(path, engine.module, dtype=torch.bfloat16)"
             )
         comm = self._comm()
-        trained = {name for name, p in self.module.named_parameters() if p.requires_grad}
-        frozen = {name for name, _ in self.module.named_parameters()} - trained
+        params = dict(self.module.named_parameters())
         with state_dict_form(self.module, rank0_only=True):
             state = self.module.state_dict()
         with on_all_ranks(comm):
             if comm.rank == 0:
-                names = {*trained, *frozen}
-                for name in state:
-                    if name in names and self._settings.dtype is not None:
-                        state[name] = state[name].to(self._settings.dtype)
-                for name in frozen if exclude_frozen_parameters else ():
-                    state.pop(name, None)
+                for name in params.keys() & state.keys():
+                    state[name] = state[name].to(self._settings.dtype or state[name].dtype)
+                    if exclude_frozen_parameters and not params[name].requires_grad:
+                        del state[name]
                 os.makedirs(path_of(save_dir), exist_ok=True)
                 torch.save(state, os.path.join(path_of(save_dir), save_filename))
         return True
-
-    save_fp16_model = save_16bit_model
 
     def _comm(self) -> _core.Comm:
         return state_of(self.module).comms.all
@@ -240,12 +212,8 @@ def _check_folder(folder: str, name: str) -> None:
     """Raise FileNotFoundError or CheckpointError for a folder that is no checkpoint of zshard."""
     path = os.path.join(folder, name)
     if not os.path.isdir(path):
-        found = (
-            sorted(e.name for e in os.scandir(folder) if e.is_dir())
-            if os.path.isdir(folder)
-            else []
-        )
-        there = ", ".join(found) if found else "none"
+        tags = [each.name for each in Path(folder).glob("*") if each.is_dir()]
+        there = ", ".join(sorted(tags)) or "none"
         raise FileNotFoundError(f"there is no checkpoint '{path}'; tags in '{folder}': {there}")
     if any(each.endswith("_model_states.pt") for each in os.listdir(path)):
         raise CheckpointError(

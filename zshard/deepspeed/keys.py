@@ -1,84 +1,169 @@
 """The keys of a DeepSpeed config: which work, which have no meaning here, which are refused.
 
-Every key that DeepSpeed knows is in one of three tables, under its full name with
-dots. A key in none of them is an error that names the nearest one: nothing is lost in silence.
+Every key that DeepSpeed knows is in one of three tables, under its full name with dots. A key in
+none of them is an error that names the nearest one: nothing is lost in silence. All values are
+checked as soon as the config is read, whether or not they have an effect.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
-from typing import Any
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
 
-_BATCH = "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps"
-_FP16 = (
-    "enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis "
-    "consecutive_hysteresis min_loss_scale"
+import torch
+
+AUTO = "auto"
+Check = Callable[[str, object], None]  # raises for an invalid value of the key
+TRAIN, MICRO, STEPS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
 )
-_OFFLOAD = "device nvme_path ratio"
+_DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+# --- what a value must be -------------------------------------------------------------------------
 
 
-def _names(section: str, names: str) -> list[str]:
-    return [f"{section}.{name}" if section else name for name in names.split()]
+def must_be(name: str, what: str, value: object) -> str:
+    """Return the message for an invalid value."""
+    return f"'{name}' in the DeepSpeed config must be {what}, got {value!r}"
 
 
-WORKS = frozenset(
-    [
-        *_names("", f"{_BATCH} gradient_clipping steps_per_print communication_data_type"),
-        *_names("", "dataloader_drop_last zero_optimization.stage zero_optimization.cpu_offload"),
-        *_names("", "managed_gradient_accumulation"),
-        *_names("", "gradient_allreduce_op optimizer.type optimizer.params scheduler.type"),
-        *_names("", "scheduler.params torch_autocast.enabled torch_autocast.dtype"),
-        *_names("", "data_types.grad_accum_dtype data_types.buffer_dtype"),
-        *_names("fp16", _FP16),
-        *_names("bf16", "enabled check_grad_overflow"),
-        *_names("zero_optimization", "cpu_offload_param cpu_offload_params compute_grad_norm"),
-        *_names("zero_optimization.offload_param", _OFFLOAD),
-        *_names("zero_optimization.offload_optimizer", _OFFLOAD),
-    ]
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _anything(name: str, value: object) -> None:
+    """The params of an optimizer or scheduler, which check_params() checks."""
+
+
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(must_be(name, "true or false", value))
+
+
+def _number(name: str, value: object) -> None:
+    if not _is_number(value):
+        raise TypeError(must_be(name, "a number", value))
+    if not 0 <= value < math.inf:
+        raise ValueError(must_be(name, "finite and at least 0", value))
+
+
+def _at_least(least: int) -> Check:
+    def check(name: str, value: object) -> None:
+        if not _is_number(value) or not math.isfinite(value) or value != int(value):
+            raise TypeError(must_be(name, "an integer", value))
+        if value < least:
+            raise ValueError(must_be(name, f"at least {least}", value))
+
+    return check
+
+
+def _at_least_1_or_never(name: str, value: object) -> None:
+    if value != math.inf:
+        _at_least(1)(name, value)
+
+
+def _text(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise TypeError(must_be(name, "a string", value))
+
+
+def _dtype(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise TypeError(must_be(name, "a string", value))
+    if value.lower().removeprefix("torch.") not in _DTYPES:
+        raise ValueError(must_be(name, "'fp32', 'fp16' or 'bf16'", value))
+
+
+# --- the keys -------------------------------------------------------------------------------------
+
+_OFFLOAD = {"device": _text, "nvme_path": _text, "ratio": _number}
+
+
+def _section(name: str, keys: Mapping[str, Check]) -> dict[str, Any]:
+    return {f"{name}.{key}": check for key, check in keys.items()}
+
+
+WORKS: dict[str, Check] = {
+    TRAIN: _at_least(1),
+    MICRO: _at_least(1),
+    STEPS: _at_least(1),
+    "gradient_clipping": _number,
+    "steps_per_print": _at_least_1_or_never,
+    "communication_data_type": _dtype,
+    "dataloader_drop_last": _flag,
+    "managed_gradient_accumulation": _flag,
+    "gradient_allreduce_op": _text,
+    **_section("optimizer", {"type": _text, "params": _anything}),
+    **_section("scheduler", {"type": _text, "params": _anything}),
+    **_section("torch_autocast", {"enabled": _flag, "dtype": _dtype}),
+    **_section("data_types", {"grad_accum_dtype": _dtype, "buffer_dtype": _dtype}),
+    "fp16.enabled": _flag,
+    "fp16.auto_cast": _flag,
+    "fp16.loss_scale": _number,
+    "fp16.initial_scale_power": _at_least(0),
+    "fp16.loss_scale_window": _at_least(1),
+    "fp16.hysteresis": _at_least(1),
+    "fp16.consecutive_hysteresis": _flag,
+    "fp16.min_loss_scale": _number,
+    **_section("bf16", {"enabled": _flag, "check_grad_overflow": _flag}),
+    "zero_optimization.stage": _at_least(0),
+    "zero_optimization.cpu_offload": _flag,
+    "zero_optimization.cpu_offload_param": _flag,
+    "zero_optimization.cpu_offload_params": _flag,
+    "zero_optimization.compute_grad_norm": _flag,
+    **_section("zero_optimization.offload_param", _OFFLOAD),
+    **_section("zero_optimization.offload_optimizer", _OFFLOAD),
+}
+"""The keys that have their effect, with the checks of their values."""
+
+_STAGE3 = (  # also with "stage3_" before it
+    "prefetch_bucket_size param_persistence_threshold model_persistence_threshold "
+    "max_live_parameters max_reuse_distance module_granularity_threshold "
+    "gather_16bit_weights_on_model_save gather_fp16_weights_on_model_save"
 )
-"""The keys that have their effect."""
-
-_ZERO_IGNORED = (
-    "contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce "
-    "allgather_partitions allgather_bucket_size overlap_comm load_from_fp32_weights "
-    "elastic_checkpoint sub_group_size cpu_offload_use_pin_memory prefetch_bucket_size "
-    "stage3_prefetch_bucket_size param_persistence_threshold stage3_param_persistence_threshold "
-    "model_persistence_threshold stage3_model_persistence_threshold max_live_parameters "
-    "stage3_max_live_parameters max_reuse_distance stage3_max_reuse_distance "
-    "gather_16bit_weights_on_model_save stage3_gather_16bit_weights_on_model_save "
-    "gather_fp16_weights_on_model_save stage3_gather_fp16_weights_on_model_save "
-    "module_granularity_threshold stage3_module_granularity_threshold "
-    "use_all_reduce_for_fetch_params stage3_use_all_reduce_for_fetch_params allgather_sequential "
-    "stage3_allgather_sequential ignore_unused_parameters legacy_stage1 round_robin_gradients "
-    "parameter_alignment zero_hpz_partition_size memory_efficient_linear "
-    "pipeline_loading_checkpoint override_module_apply log_trace_cache_warnings "
-    "enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module grad_hooks "
-    "grad_partitioned param_partitioned"
+_ZERO = (
+    "contiguous_gradients reduce_scatter reduce_bucket_size allgather_partitions "
+    "allgather_bucket_size overlap_comm load_from_fp32_weights elastic_checkpoint sub_group_size "
+    "cpu_offload_use_pin_memory ignore_unused_parameters legacy_stage1 round_robin_gradients "
+    "zero_hpz_partition_size memory_efficient_linear"
 )
-_OFFLOAD_IGNORED = (
-    "buffer_count buffer_size max_in_cpu pin_memory pipeline pipeline_read pipeline_write "
-    "fast_init super_offload cpuadam_cores_perc"
+_OFFLOADED = (
+    "buffer_count buffer_size max_in_cpu pin_memory pipeline pipeline_read pipeline_write fast_init"
 )
-_TOP_IGNORED = (
-    "wall_clock_breakdown memory_breakdown dump_state disable_allgather disable_python_gc "
-    "log_level vocabulary_size prescale_gradients gradient_predivide_factor fp32_allreduce "
-    "sparse_gradients zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
-    "activation_checkpointing aio flops_profiler comms_logger comms_config monitor_config "
-    "tensorboard wandb csv_monitor comet autotuning timers compile checkpoint nebula "
-    "datastates_ckpt cuda_visible_devices use_data_before_expert_parallelism "
-    "seq_parallel_communication_data_type use_node_local_storage"
+_TOP = (
+    "wall_clock_breakdown memory_breakdown dump_state disable_allgather prescale_gradients "
+    "gradient_predivide_factor fp32_allreduce sparse_gradients zero_allow_untested_optimizer "
+    "zero_force_ds_cpu_optimizer activation_checkpointing aio flops_profiler comms_logger "
+    "comms_config monitor_config tensorboard wandb csv_monitor comet autotuning compile checkpoint"
+)
+_BF16 = (
+    "immediate_grad_update loss_scale initial_scale_power loss_scale_window hysteresis "
+    "min_loss_scale consecutive_hysteresis auto_cast"
 )
 IGNORED = frozenset(
     [
-        *_names("", _TOP_IGNORED),
-        *_names("", "optimizer.legacy_fusion torch_autocast.lower_precision_safe_modules"),
-        *_names("", "data_types.keep_in_fp32_modules data_types.param_dtype"),
-        *_names("zero_optimization", _ZERO_IGNORED),
-        *_names("zero_optimization.offload_param", _OFFLOAD_IGNORED),
-        *_names("zero_optimization.offload_optimizer", _OFFLOAD_IGNORED),
-        *_names("bf16", "immediate_grad_update loss_scale initial_scale_power loss_scale_window"),
-        *_names("bf16", "hysteresis min_loss_scale consecutive_hysteresis auto_cast"),
+        *_TOP.split(),
+        *(
+            f"zero_optimization.{stage3}{key}"
+            for key in _STAGE3.split()
+            for stage3 in ("", "stage3_")
+        ),
+        *(f"zero_optimization.{key}" for key in _ZERO.split()),
+        *(f"zero_optimization.offload_param.{key}" for key in _OFFLOADED.split()),
+        *(f"zero_optimization.offload_optimizer.{key}" for key in _OFFLOADED.split()),
+        *(f"bf16.{key}" for key in _BF16.split()),
     ]
 )
 """The keys that change neither losses nor what a script sees: one warning names those in use."""
@@ -96,30 +181,21 @@ _PARALLEL = "zshard has data parallelism only: remove it, or set its size to 1"
 REFUSED = {
     "amp": "Apex is not supported: use 'bf16', 'fp16' or 'torch_autocast'",
     "sparse_attention": "replace it by attention layers of the model",
-    "progressive_layer_drop": _DENSE,
-    "curriculum_learning": "change the data in the script",
-    "data_efficiency": "change the data in the script",
-    "random_ltd": _DENSE,
+    **dict.fromkeys(("curriculum_learning", "data_efficiency"), "change the data in the script"),
+    **dict.fromkeys(("progressive_layer_drop", "random_ltd"), _DENSE),
     "compression_training": "compress the model in the script",
-    "quantize_training": "quantize the model in the script",
-    "weight_quantization": "quantize the model in the script",
+    **dict.fromkeys(("quantize_training", "weight_quantization"), "quantize it in the script"),
     "eigenvalue": "it belongs to quantized training: remove it",
     "elasticity": "set the batch sizes for the number of ranks that you start",
-    "pipeline": _PARALLEL,
-    "tensor_parallel": _PARALLEL,
-    "expert_parallel": _PARALLEL,
-    "sequence_parallel_size": _PARALLEL,
+    **dict.fromkeys(("pipeline", "tensor_parallel", "sequence_parallel_size"), _PARALLEL),
     "data_parallel_size": "zshard shards over all ranks: remove it",
     "hybrid_engine": "call engine.module.generate()",
-    "graph_harvesting": "remove it",
     "fp16.fp16_master_weights_and_grads": "zshard keeps float32 copies: omit it",
-    "bf16.bf16_master_weights_and_grads": _PURE,
-    "bf16.bf16_optimizer_states": _PURE,
+    **dict.fromkeys(("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"), _PURE),
     "zero_optimization.zero_quantized_weights": _QUANTIZED,
     "zero_optimization.zero_quantized_nontrainable_weights": _QUANTIZED,
     "zero_optimization.zero_quantized_gradients": _QUANTIZED,
     "zero_optimization.zeropp_loco_param": _QUANTIZED,
-    "zero_optimization.zenflow": "it delays updates: remove it",
     "zero_optimization.mics_shard_size": (
         "use the strategy 'hybrid_shard' with FSDP() and your own loop (docs/strategies.md)"
     ),
@@ -127,11 +203,11 @@ REFUSED = {
 }
 """The keys that would change numbers and are not supported, with what to do instead."""
 
-_KNOWN = WORKS | IGNORED | REFUSED.keys()
+_KNOWN = {*WORKS, *IGNORED, *REFUSED}
 SECTIONS = frozenset(name[:i] for name in WORKS for i in (name.find("."), name.rfind(".")) if i > 0)
-FREE = ("optimizer.params", "scheduler.params")  # each type has its own: see the builders
+FREE = ("optimizer.params", "scheduler.params")  # each type has its own: see check_params()
 _OLD_NAMES = {"bfloat16": "bf16"}
-_OFF: tuple[Any, ...] = (None, False, 0, 1, {}, [], "auto", "none", "")
+_OFF: tuple[object, ...] = (None, False, 0, 1, {}, [], AUTO, "none", "")
 
 
 def cleaned(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -190,7 +266,7 @@ def _items(section: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
             yield from _items(value, name)
 
 
-def _is_off(value: Any) -> bool:
+def _is_off(value: object) -> bool:
     """Whether a value asks for nothing: false, a section that is not enabled, a size of 1."""
     if isinstance(value, Mapping):
         inner = value.get("enabled", value.get("autotp_size"))
@@ -210,3 +286,146 @@ def _unknown(name: str) -> str:
     if elsewhere:
         return f"unknown key '{key}' {where}: it belongs to '{elsewhere[0].rpartition('.')[0]}'"
     return f"unknown key '{key}' {where}: remove it (docs/deepspeed.md lists all keys)"
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+class ConfigValues:
+    """The values of a config by their full names. Raises TypeError or ValueError for an invalid
+    one."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        for name, check in WORKS.items():
+            value = self.get(name)
+            if value is not None:
+                check(name, value)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of a key, or `default` where it is absent or "auto"."""
+        value: Any = self.config
+        for key in name.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return default if value is None or value == AUTO else value
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """Return the dtype that a key names."""
+        value = self.get(name)
+        return None if value is None else _DTYPES[value.lower().removeprefix("torch.")]
+
+
+def check_params(path: str, kind: type, params: Mapping[str, Any]) -> None:
+    """Check the values in `path`, the arguments of the class `kind`: numbers must be finite, and
+    what has a number by default must be one, or several.
+
+    Raises TypeError or ValueError, which names the key.
+    """
+    defaults: dict[str, Any] = {}
+    for cls in kind.__mro__[:-1]:
+        made_by = vars(cls).get("__init__")
+        for name, parameter in inspect.signature(made_by).parameters.items() if made_by else ():
+            defaults.setdefault(name, parameter.default)
+    for key, value in params.items():
+        given = value if isinstance(value, list | tuple) else [value]
+        default = defaults.get(key)
+        first = default[0] if isinstance(default, tuple) and default else default
+        if _is_number(first) and any(
+            each is None or isinstance(each, str | bool) for each in given
+        ):
+            raise TypeError(must_be(f"{path}.{key}", "a number", value))
+        if any(isinstance(each, float) and not math.isfinite(each) for each in given):
+            raise ValueError(must_be(f"{path}.{key}", "finite", value))
+
+
+# --- "auto" ---------------------------------------------------------------------------------------
+
+
+class _ArgumentSource(NamedTuple):
+    attributes: Sequence[str]  # of `args`; several make a list
+    default: Any
+
+
+SOURCES = {
+    MICRO: _ArgumentSource(("per_device_train_batch_size",), 8),
+    STEPS: _ArgumentSource(("gradient_accumulation_steps",), 1),
+    "gradient_clipping": _ArgumentSource(("max_grad_norm",), 1.0),
+    "fp16.enabled": _ArgumentSource(("fp16",), False),
+    "bf16.enabled": _ArgumentSource(("bf16",), False),
+    "optimizer.params.lr": _ArgumentSource(("learning_rate",), 5e-5),
+    "optimizer.params.betas": _ArgumentSource(("adam_beta1", "adam_beta2"), [0.9, 0.999]),
+    "optimizer.params.eps": _ArgumentSource(("adam_epsilon",), 1e-8),
+    "optimizer.params.weight_decay": _ArgumentSource(("weight_decay",), 0.0),
+    "scheduler.params.warmup_min_lr": _ArgumentSource((), 0.0),
+    "scheduler.params.warmup_num_steps": _ArgumentSource(("warmup_steps",), 0),
+}
+"""What the Trainer of transformers fills in for "auto", from its TrainingArguments."""
+
+
+_MAX_LR = "scheduler.params.warmup_max_lr"  # whose "auto" is the optimizer's learning rate
+
+
+def fill(config: Mapping[str, Any], args: object) -> tuple[dict[str, Any], list[str]]:
+    """Return a copy of a config with values in the place of "auto", and in words those that `args`
+    does not tell: "optimizer.params.lr is 5e-05".
+
+    args: the Trainer's TrainingArguments, or a script's own with the same names. What it lacks has
+    TrainingArguments' default. Keys that have no effect keep "auto". Raises ValueError for an
+    "auto" that nothing tells.
+    """
+    assumed: list[str] = []
+    found = _filled(config, "", args, assumed)
+    params = found.get("scheduler", {}).get("params")
+    if isinstance(params, dict) and params.get("warmup_max_lr") == AUTO:
+        params["warmup_max_lr"] = (found.get("optimizer", {}).get("params") or {}).get("lr")
+    return found, assumed
+
+
+def _filled(
+    section: Mapping[str, Any], path: str, args: object, assumed: list[str]
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in section.items():
+        name = f"{path}.{key}" if path else key
+        if isinstance(value, Mapping):
+            found[key] = _filled(value, name, args, assumed)
+        elif (
+            not isinstance(value, str) or value != AUTO or name == "scheduler.params.warmup_max_lr"
+        ):
+            found[key] = value
+        elif name in SOURCES:
+            values = [_given(args, each) for each in SOURCES[name].attributes]
+            if values and None not in values:
+                found[key] = values if len(values) > 1 else values[0]
+            elif not _follows(name, section, args):
+                found[key] = SOURCES[name].default
+                assumed.append(f"{name} is {found[key]}")
+        elif name == "scheduler.params.total_num_steps":
+            found[key] = _total_steps(args)
+        elif name != TRAIN and (name in WORKS or path in FREE):
+            raise ValueError(f"'{name}' in the DeepSpeed config is \"auto\": set its value")
+        elif name != TRAIN:
+            found[key] = value
+    return found
+
+
+def _follows(name: str, config: Mapping[str, Any], args: object) -> bool:
+    """Whether a batch size that `args` does not tell follows from others in the config."""
+    if name not in (MICRO, STEPS) or config.get(TRAIN, AUTO) == AUTO:
+        return False
+    told = _given(args, SOURCES[MICRO].attributes[0])
+    return name == MICRO or config.get(MICRO, AUTO) != AUTO or told is not None
+
+
+def _given(args: object, name: str) -> Any:
+    return args.get(name) if isinstance(args, Mapping) else getattr(args, name, None)
+
+
+def _total_steps(args: object) -> int:
+    steps = _given(args, "max_steps")
+    if not isinstance(steps, int) or steps <= 0:
+        raise ValueError(
+            "'scheduler.params.total_num_steps' in the DeepSpeed config is \"auto\": set it, or "
+            "pass args= with max_steps, the number of optimizer steps"
+        )
+    return steps

@@ -1,21 +1,20 @@
-"""DeepSpeed's learning rate schedules, and torch's by their names.
+"""DeepSpeed's learning rate schedules.
 
-A schedule is a function from the number of the step to the learning rate (and for
-OneCycle to the momentum) of each param group; stepping counts and writes. Before the first step the
-number is -1, for which each schedule has a value of its own.
+A schedule is a function from the number of the step to the learning rate (and for OneCycle to the
+momentum) of each param group; stepping counts and writes. Before the first step the number is -1,
+for which each schedule has a value of its own.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer, lr_scheduler
+from torch.optim import Optimizer
 
-from zshard.deepspeed.config_values import check_params
+from zshard.deepspeed.keys import check_params
 
 _SECOND_BETA = 0.99  # that OneCycle gives Adam
 
@@ -56,10 +55,10 @@ class Schedule:
             else:
                 group["lr"] = lr
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, int]:
         return {"last_batch_iteration": self.last_batch_iteration}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, int]) -> None:
         self.last_batch_iteration = state["last_batch_iteration"]
 
 
@@ -88,12 +87,11 @@ class WarmupLR(Schedule):
     def get_lr(self) -> list[float]:
         if self.last_batch_iteration < 0:
             return self._low
-        part = self._part()
-        return [low + (high - low) * part for low, high in zip(self._low, self._high, strict=True)]
+        return _between(self._low, self._high, self._part(self.last_batch_iteration))
 
-    def _part(self) -> float:
+    def _part(self, step: int) -> float:
         """The part of the way from the lowest to the highest learning rate."""
-        return self._ramp.at(self.last_batch_iteration)
+        return self._ramp.at(step)
 
 
 class WarmupDecayLR(WarmupLR):
@@ -109,10 +107,9 @@ class WarmupDecayLR(WarmupLR):
         self._total = _steps("total_num_steps", total_num_steps, 1)
         super().__init__(optimizer, warmup_max_lr=warmup_max_lr, **arguments)
 
-    def _part(self) -> float:
-        step = self.last_batch_iteration
+    def _part(self, step: int) -> float:
         if step < self._ramp.steps:
-            return super()._part()
+            return self._ramp.at(step)
         return max(0.0, (self._total - step) / max(1.0, self._total - self._ramp.steps))
 
 
@@ -127,19 +124,19 @@ class WarmupCosineLR(Schedule):
         warmup_min_ratio: float = 0.0,
         warmup_num_steps: int = 1000,
         cos_min_ratio: float = 0.0001,
-        **arguments: Any,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
     ) -> None:
         self._total = _steps("total_num_steps", total_num_steps, 1)
-        self._ramp = _Ramp(warmup_num_steps, arguments.pop("warmup_type", "log"))
+        self._ramp = _Ramp(warmup_num_steps, warmup_type)
         self._first, self._last = warmup_min_ratio, cos_min_ratio
         self._bases = _lrs(optimizer)
-        super().__init__(optimizer, **arguments)
+        super().__init__(optimizer, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
-        return [lr * self._ratio() for lr in self._bases]
+        return [lr * self._ratio(self.last_batch_iteration) for lr in self._bases]
 
-    def _ratio(self) -> float:
-        step = self.last_batch_iteration
+    def _ratio(self, step: int) -> float:
         if step < 0:
             return 0.0
         if step < self._ramp.steps:
@@ -153,76 +150,68 @@ class OneCycle(Schedule):
     """A learning rate that rises from cycle_min_lr to cycle_max_lr and falls again, then decays;
     Adam's first beta moves the other way, between cycle_max_mom and cycle_min_mom.
 
-    cycle: the options of the cycle, under DeepSpeed's names: cycle_first_step_size (2000),
-    cycle_second_step_size (the first), cycle_first_stair_count (0: no stairs),
-    cycle_second_stair_count (the first), cycle_momentum (True), cycle_min_mom (0.8), cycle_max_mom
-    (0.9), decay_step_size (0: no decay), decay_lr_rate (0), decay_mom_rate (0).
+    Args:
+        cycle_first_step_size, cycle_second_step_size: the steps of the rise and of the fall; the
+            second: None: as many.
+        cycle_first_stair_count, cycle_second_stair_count: the stairs of each; 0: a line.
+        decay_step_size: 0: no decay.
     """
-
-    _DEFAULTS: dict[str, Any] = {  # noqa: RUF012 - never written
-        "cycle_first_step_size": 2000,
-        "cycle_second_step_size": None,
-        "cycle_first_stair_count": 0,
-        "cycle_second_stair_count": None,
-        "cycle_momentum": True,
-        "cycle_min_mom": 0.8,
-        "cycle_max_mom": 0.9,
-        "decay_step_size": 0,
-        "decay_lr_rate": 0.0,
-        "decay_mom_rate": 0.0,
-    }
 
     def __init__(
         self,
         optimizer: Optimizer,
         cycle_min_lr: float | Sequence[float],
         cycle_max_lr: float | Sequence[float],
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: float = 0.8,
+        cycle_max_mom: float = 0.9,
+        decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
-        **cycle: Any,
     ) -> None:
-        for name in cycle.keys() - self._DEFAULTS.keys():
-            raise TypeError(f"OneCycle got an unexpected argument '{name}'")
-        self._cycle = {**self._DEFAULTS, **cycle}
-        self._up, self._down = self._halves()
+        second = cycle_second_step_size
+        second = cycle_first_step_size if second is None else second
+        if cycle_first_step_size <= 0 or second < 0:
+            raise ValueError(
+                "'cycle_first_step_size' must be positive, got "
+                f"{cycle_first_step_size}, and 'cycle_second_step_size' at least 0, got {second}"
+            )
+        stairs = cycle_second_stair_count
+        stairs = cycle_first_stair_count if stairs is None else stairs
+        self._up, self._down = float(cycle_first_step_size), float(second)
+        self._stairs = cycle_first_stair_count, stairs
         self._low = _per_group(optimizer, "cycle_min_lr", cycle_min_lr)
         self._high = _per_group(optimizer, "cycle_max_lr", cycle_max_lr)
-        self._low_mom = _per_group(optimizer, "cycle_min_mom", self._cycle["cycle_min_mom"])
-        self._high_mom = _per_group(optimizer, "cycle_max_mom", self._cycle["cycle_max_mom"])
-        self._moves = bool(self._cycle["cycle_momentum"]) and "betas" in optimizer.defaults
+        self._low_mom = _per_group(optimizer, "cycle_min_mom", cycle_min_mom)
+        self._high_mom = _per_group(optimizer, "cycle_max_mom", cycle_max_mom)
+        self._moves = bool(cycle_momentum) and "betas" in optimizer.defaults
+        self._decay_size = float(decay_step_size)
+        self._decay_rate, self._mom_rate = float(decay_lr_rate), float(decay_mom_rate)
         super().__init__(optimizer, last_batch_iteration)
-
-    def _halves(self) -> tuple[float, float]:
-        """The steps of the rise and of the fall."""
-        up, down = self._cycle["cycle_first_step_size"], self._cycle["cycle_second_step_size"]
-        down = up if down is None else down
-        if up <= 0 or down < 0:
-            raise ValueError(
-                f"'cycle_first_step_size' must be positive, got {up}, and 'cycle_second_step_size' "
-                f"at least 0, got {down}"
-            )
-        return float(up), float(down)
 
     def get_lr(self) -> list[float]:
         if self.last_batch_iteration < 0:
             return self._low
         if self.last_batch_iteration < self._up + self._down:
-            height = self._height()
-            return [a + (b - a) * height for a, b in zip(self._low, self._high, strict=True)]
-        return [lr / self._decay("decay_lr_rate") for lr in self._low]
+            return _between(self._low, self._high, self._height())
+        return [lr / self._decay(self._decay_rate) for lr in self._low]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """Return the betas of each param group; None if they do not move."""
         if not self._moves:
             return None
-        if self.last_batch_iteration < 0:
-            first = self._low_mom
-        elif self.last_batch_iteration < self._up + self._down:
+        first = self._low_mom
+        if self.last_batch_iteration >= self._up + self._down:
+            first = [mom * self._decay(self._mom_rate) for mom in self._high_mom]
+        elif self.last_batch_iteration >= 0:
             height = self._height()
-            first = [
-                b - (b - a) * height for a, b in zip(self._low_mom, self._high_mom, strict=True)
-            ]
-        else:
-            first = [mom * self._decay("decay_mom_rate") for mom in self._high_mom]
+            pairs = zip(self._low_mom, self._high_mom, strict=True)
+            first = [high - (high - low) * height for low, high in pairs]
         return [(mom, _SECOND_BETA) for mom in first]
 
     def _write(self) -> None:
@@ -236,19 +225,14 @@ class OneCycle(Schedule):
         place = (self.last_batch_iteration + 1) % total
         rises = place <= self._up
         way = place / self._up if rises else (total - place) / self._down
-        first, second = (
-            self._cycle["cycle_first_stair_count"],
-            self._cycle["cycle_second_stair_count"],
-        )
-        stairs = first if rises or second is None else second
+        stairs = self._stairs[0 if rises else 1]
         return math.floor(way * stairs) / stairs if stairs > 0 else way
 
-    def _decay(self, rate: str) -> float:
-        size = self._cycle["decay_step_size"]
-        if math.isclose(size, 0):
+    def _decay(self, rate: float) -> float:
+        if math.isclose(self._decay_size, 0):
             return 1.0
         past: float = self.last_batch_iteration - (self._up + self._down) + 1
-        return 1 + float(self._cycle[rate]) * past / float(size)
+        return 1 + rate * past / self._decay_size
 
 
 class _Ramp:
@@ -268,20 +252,24 @@ class _Ramp:
         return 1.0 / math.log(self.steps) * math.log(step + 1)
 
 
+def _between(low: list[float], high: list[float], part: float) -> list[float]:
+    return [a + (b - a) * part for a, b in zip(low, high, strict=True)]
+
+
 def _lrs(optimizer: Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
-def _per_group(optimizer: Optimizer, name: str, value: Any) -> list[float]:
+def _per_group(optimizer: Optimizer, name: str, value: float | Sequence[float]) -> list[float]:
     count = len(optimizer.param_groups)
     if not isinstance(value, list | tuple):
-        return [value] * count
+        return [value] * count  # type: ignore[list-item]
     if len(value) != count:
         raise ValueError(f"'{name}' has {len(value)} values for {count} param groups")
     return list(value)
 
 
-def _steps(name: str, value: Any, least: int) -> int:
+def _steps(name: str, value: object, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
         raise TypeError(f"'{name}' must be an integer, got {value!r}")
     if value < least:
@@ -289,26 +277,24 @@ def _steps(name: str, value: Any, least: int) -> int:
     return int(value)
 
 
-_OWN: dict[str, type[Schedule]] = {
+_SCHEDULES: dict[str, type[Schedule]] = {
     each.__name__: each for each in (OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
 
 
-def schedule_of(section: dict[str, Any], optimizer: Optimizer) -> Any:
+def schedule_of(section: dict[str, Any], optimizer: Optimizer) -> Schedule:
     """Return the scheduler that the section "scheduler" of a config describes.
 
     Raises ValueError for an unknown type, TypeError or ValueError for invalid params.
     """
     name, params = section["type"], section.get("params") or {}
-    kind: Any = _OWN.get(name)
-    if kind is None:
-        kind = getattr(lr_scheduler, name, None)
-        if not inspect.isclass(kind) or not issubclass(kind, lr_scheduler.LRScheduler):
-            known = ", ".join(_OWN)
-            raise ValueError(
-                f"unknown 'scheduler.type' {name!r} in the DeepSpeed config: expected {known}, or "
-                "a class of torch.optim.lr_scheduler"
-            )
+    if name not in _SCHEDULES:
+        raise ValueError(
+            f"unknown 'scheduler.type' {name!r} in the DeepSpeed config: expected "
+            f"{', '.join(_SCHEDULES)}; for another, pass a function of the optimizer as "
+            "lr_scheduler= to zshard.initialize()"
+        )
+    kind = _SCHEDULES[name]
     check_params("scheduler.params", kind, params)
     try:
         return kind(optimizer, **params)

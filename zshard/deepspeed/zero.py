@@ -91,7 +91,9 @@ class ZeroInit(contextlib.AbstractContextManager[None]):
         enabled: False: do nothing.
     """
 
-    def __init__(self, module: nn.Module | None = None, *, enabled: bool = True, **arguments: Any):
+    def __init__(
+        self, module: nn.Module | None = None, *, enabled: bool = True, **arguments: object
+    ):
         if module is not None:
             raise NotImplementedError(
                 "zero.Init(module=...) is not supported: build the module within `with "

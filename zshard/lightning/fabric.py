@@ -7,10 +7,9 @@ marked methods through the forward of what it takes for the wrapper, so there is
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,36 +46,11 @@ class ZShardFabricStrategy(Sharding, fabric_package.strategies.DDPStrategy):  # 
 
     strategy_name = "zshard"
 
-    def __init__(
-        self,
-        accelerator: Any = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision: Any = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = torch.distributed.constants.default_pg_timeout,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        *,
-        state_dict_type: Literal["full", "sharded"] = "full",
-        activation_checkpointing_policy: Collection[type[nn.Module]] | Any = None,
-        device_mesh: Any = None,
-        **fsdp: Any,
-    ) -> None:
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision=precision,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-        )
-        self._configure(state_dict_type, device_mesh, activation_checkpointing_policy, fsdp)
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
         self._backward_sync_control = _BackwardSync()
         self._is_saving = False
-        self._sharded: Any = WeakIdKeyDictionary()  # in their order
+        self._sharded: WeakIdKeyDictionary = WeakIdKeyDictionary()  # in their order
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         if not is_unit(module):
@@ -84,7 +58,7 @@ class ZShardFabricStrategy(Sharding, fabric_package.strategies.DDPStrategy):  # 
         self._sharded[module] = None
         return _Wrapper(module)
 
-    def backward(self, *args: Any, **kwargs: Any) -> None:
+    def backward(self, *args: object, **kwargs: object) -> None:
         """Run a backward, then broadcast buffers: under DDP an evaluation would begin with that,
         but here one rank may evaluate alone."""
         super().backward(*args, **kwargs)
@@ -122,10 +96,10 @@ class ZShardFabricStrategy(Sharding, fabric_package.strategies.DDPStrategy):  # 
 
     def save_checkpoint(
         self,
-        path: Any,
+        path: object,
         state: dict[str, Any],
-        storage_options: Any = None,
-        filter: Any = None,
+        storage_options: object = None,
+        filter: object = None,
     ) -> None:
         if not self._is_sharded_save:
             self._is_saving = True  # rank 0 alone needs the state
@@ -175,7 +149,7 @@ class _Wrapper(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         return self.module(*args, **kwargs)
 
 

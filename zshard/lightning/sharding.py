@@ -10,20 +10,23 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from zshard.checkpoint.load import load
 from zshard.checkpoint.save import save
 from zshard.fsdp import ARGUMENTS, FSDP
+from zshard.state.form import state_dict_form
 from zshard.state.optimizer import gather
 from zshard.units.units import is_unit, units_of
 
 __all__ = [
+    "RecomputePolicy",
     "Sharding",
     "fabric_package",
     "on_rank_0",
@@ -32,7 +35,12 @@ __all__ = [
 ]
 
 _PACKAGES = (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric"))
-_FSDP_ARGUMENTS = ARGUMENTS - {"timeout"}  # which Lightning's own strategies take, too
+_LIGHTNINGS = frozenset(  # of the arguments of its DDPStrategy; in Fabric `precision`
+    {
+        *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "timeout"),
+        *("precision", "precision_plugin", "process_group_backend", "start_method"),
+    }
+)
 _CHUNK = 8 << 20  # bytes; one value of a checkpoint's `extra` may have twice as many
 
 
@@ -51,6 +59,9 @@ def _imported() -> tuple[Any, Any]:
 trainer_package, fabric_package = _imported()
 
 
+RecomputePolicy = Collection[type[nn.Module]] | Callable[..., bool]
+
+
 class Sharding:
     """What both strategies do: shard modules, and save and load what is sharded."""
 
@@ -58,24 +69,28 @@ class Sharding:
     broadcast: Callable[[Any], Any]
     barrier: Callable[[], None]
 
-    def _configure(
-        self, state_dict_type: str, device_mesh: Any, recomputed: Any, fsdp: dict[str, Any]
+    def __init__(
+        self,
+        *,
+        state_dict_type: Literal["full", "sharded"] = "full",
+        activation_checkpointing_policy: RecomputePolicy | None = None,
+        device_mesh: DeviceMesh | tuple[int, int] | None = None,
+        **arguments: Any,
     ) -> None:
+        for name in arguments.keys() - ARGUMENTS - _LIGHTNINGS:
+            raise TypeError(
+                f"{type(self).__name__} has no argument {name!r}: it takes those of Lightning's "
+                "FSDPStrategy and of zshard.FSDP (omit find_unused_parameters: unused parameters "
+                "need no flag)"
+            )
         if state_dict_type not in ("full", "sharded"):
             raise ValueError(
                 f"state_dict_type must be 'full' or 'sharded', got {state_dict_type!r}"
             )
-        for name in fsdp:
-            if name not in _FSDP_ARGUMENTS:
-                raise TypeError(
-                    f"{type(self).__name__} has no argument {name!r}: it takes those of "
-                    "Lightning's FSDPStrategy and of zshard.FSDP (omit find_unused_parameters: "
-                    "unused parameters need no flag)"
-                )
+        super().__init__(**{name: arguments.pop(name) for name in arguments.keys() & _LIGHTNINGS})
         self._is_sharded_save = state_dict_type == "sharded"
-        self._mesh = device_mesh
-        self._recomputed = recomputed
-        self._fsdp = fsdp
+        self._mesh, self._fsdp = device_mesh, arguments
+        self._recomputed = activation_checkpointing_policy
 
     def _shard(self, module: nn.Module, world: int, parts_too: bool = False) -> None:
         """Shard a module over all ranks; with `parts_too`, its children can be called alone."""
@@ -91,8 +106,7 @@ class Sharding:
             _recompute(module, self._recomputed)
         given = {"forward_sync_buffers": "training", **self._fsdp}
         if isinstance(self._mesh, tuple):
-            mesh = torch.distributed.device_mesh.init_device_mesh
-            self._mesh = mesh(self.root_device.type, self._mesh)
+            self._mesh = init_device_mesh(self.root_device.type, self._mesh)
         if self._mesh is not None:
             given["device_mesh"] = self._mesh
         if self.root_device.type != "cpu":
@@ -102,10 +116,10 @@ class Sharding:
         FSDP(module, **given)
 
     def _save_folder(
-        self, path: Any, module: nn.Module, optimizer: Optimizer | None, rest: dict[str, Any]
+        self, given: object, module: nn.Module, optimizer: Optimizer | None, rest: dict[str, Any]
     ) -> None:
         """Save a folder of zshard.save(), with rank 0's `rest` in it."""
-        path = os.fspath(self.broadcast(path))
+        path: str = os.fspath(self.broadcast(given))
         chunks: list[bytes] = []
         if torch.distributed.get_rank() == 0:
             os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
@@ -119,7 +133,12 @@ class Sharding:
         save(path, module, optimizer, extra={"lightning": chunks}, overwrite=True)
 
     def _load_folder(
-        self, path: Any, module: nn.Module, optimizer: Optimizer | None, strict: bool, safe: Any
+        self,
+        path: str | os.PathLike[str],
+        module: nn.Module,
+        optimizer: Optimizer | None,
+        strict: bool,
+        weights_only: bool | None,
     ) -> dict[str, Any]:
         """Load what _save_folder() saved; return its `rest`."""
         loaded = load(path, module, optimizer, strict=strict)
@@ -129,7 +148,7 @@ class Sharding:
                 f"{os.fspath(path)!r} was not saved by Lightning: load it with "
                 "zshard.load(path, model)"
             )
-        rest: dict[str, Any] = torch.load(io.BytesIO(b"".join(chunks)), weights_only=safe)
+        rest: dict[str, Any] = torch.load(io.BytesIO(b"".join(chunks)), weights_only=weights_only)
         return rest
 
 
@@ -144,7 +163,7 @@ def _callable_parts(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _recompute(module: nn.Module, policy: Any) -> None:
+def _recompute(module: nn.Module, policy: RecomputePolicy) -> None:
     """Have activations of some submodules be recomputed in backward."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
         apply_activation_checkpointing,
@@ -159,12 +178,11 @@ def _recompute(module: nn.Module, policy: Any) -> None:
 
 def on_rank_0(module: nn.Module) -> dict[str, Tensor]:
     """Return the module's full state dict; on other ranks an empty one."""
-    config = torch.distributed.fsdp.FullStateDictConfig(rank0_only=True)
-    with FSDP.state_dict_type(module, "FULL_STATE_DICT", config):
+    with state_dict_form(module, rank0_only=True):
         return module.state_dict()
 
 
-def optimizer_on_rank_0(optimizer: Any) -> dict[str, Any]:
+def optimizer_on_rank_0(optimizer: Optimizer) -> dict[str, Any]:
     """Return the optimizer's full state dict; on other ranks an empty one."""
     optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper has it
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:

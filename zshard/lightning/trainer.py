@@ -7,18 +7,19 @@ parameters.
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from zshard.checkpoint.load import load
-from zshard.lightning.parameter_counts import count_full_parameters
+from zshard.guard.whole_values import full_numel
 from zshard.lightning.sharding import (
     Sharding,
     on_rank_0,
@@ -30,9 +31,6 @@ from zshard.model.methods import call_as_forward
 from zshard.units.units import is_unit
 
 __all__ = ["ZShardStrategy"]
-
-
-count_full_parameters()
 
 
 class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type: ignore[misc]
@@ -70,34 +68,7 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
     strategy_name = "zshard"
     model: Any  # what is trained: the LightningModule itself
 
-    def __init__(
-        self,
-        accelerator: Any = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = torch.distributed.constants.default_pg_timeout,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        *,
-        state_dict_type: Literal["full", "sharded"] = "full",
-        activation_checkpointing_policy: Collection[type[nn.Module]] | Any = None,
-        device_mesh: Any = None,
-        **fsdp: Any,
-    ) -> None:
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-        )
-        self._configure(state_dict_type, device_mesh, activation_checkpointing_policy, fsdp)
-        self._restores_late: bool | None = None
+    _restores_late: bool | None = None
 
     def _configure_launcher(self) -> None:
         """Fork the ranks in a notebook, as Lightning's "ddp_notebook" does."""
@@ -177,7 +148,7 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
         module = self.lightning_module
         return call_as_forward(module, getattr(module, name), args, kwargs)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, *args: object, **kwargs: object) -> Any:
         if not self.lightning_module.automatic_optimization:  # the step runs whole backwards
             return super().training_step(*args, **kwargs)
         with self.precision_plugin.train_step_context():
@@ -189,15 +160,15 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
         super().post_backward(closure_loss)
         broadcast_buffers(self.lightning_module)
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+    def validation_step(self, *args: object, **kwargs: object) -> Any:
         with self.precision_plugin.val_step_context():
             return self._call("validation_step", args, kwargs)
 
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+    def test_step(self, *args: object, **kwargs: object) -> Any:
         with self.precision_plugin.test_step_context():
             return self._call("test_step", args, kwargs)
 
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+    def predict_step(self, *args: object, **kwargs: object) -> Any:
         with self.precision_plugin.predict_step_context():
             return self._call("predict_step", args, kwargs)
 
@@ -225,7 +196,7 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
         return {} if self._is_sharded_save else optimizer_on_rank_0(optimizer)
 
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+        self, checkpoint: dict[str, Any], filepath: object, storage_options: object = None
     ) -> None:
         if not self._is_sharded_save:
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -241,7 +212,9 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
         optimizer = self.optimizers[0] if has_optimizer else None
         self._save_folder(filepath, self.lightning_module, optimizer, checkpoint)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: object, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         path = self.broadcast(checkpoint_path)
         self._folder = path if os.path.isdir(path) else None
         if self._folder is None:
@@ -260,3 +233,33 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
             super().load_optimizer_state_dict(checkpoint)
         elif self.optimizers:
             load(self._folder, self.lightning_module, self.optimizers[0])
+
+
+# --- Lightning's table of a model -----------------------------------------------------------------
+
+
+def _count_full_parameters() -> None:
+    """Have Lightning's tables, and its summarize(), count full parameters, and name the user's
+    classes. Idempotent."""
+    name = f"{trainer_package.__name__}.utilities.model_summary.model_summary"
+    tables: Any = importlib.import_module(name)
+    layer, table = tables.LayerSummary, tables.ModelSummary
+    layer.num_parameters = property(lambda self: _count(self._module.parameters()))
+    layer.layer_type = property(_layer_type)
+    table.total_parameters = property(lambda self: _count(self._model.parameters()))
+    table.trainable_parameters = property(
+        lambda self: _count(p for p in self._model.parameters() if p.requires_grad)
+    )
+
+
+def _count(params: Iterable[nn.Parameter]) -> int:
+    return sum(full_numel(p) for p in params if not isinstance(p, UninitializedParameter))
+
+
+def _layer_type(self: Any) -> str:
+    """The name of the class that the user wrote."""
+    kind = type(self._module)
+    return (kind.__bases__[1] if is_unit(self._module) else kind).__name__
+
+
+_count_full_parameters()

@@ -1,5 +1,5 @@
-"""What a sharded model does with its units by hand: unshard, reshard, no_sync(), join(); and the
-module as it was before.
+"""What a sharded model does with its units by hand: unshard, reshard, no_sync(), join(), and their
+settings; and the module as it was before.
 
 A method applies to the unit of the module that it is called on, or to that and all below it.
 """
@@ -7,15 +7,16 @@ A method applies to the unit of the module that it is called on, or to that and 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
+from zshard import _core
 from zshard.model.join import join
-from zshard.units.units import state_of, units_of
+from zshard.units.units import is_unit, state_of, units_of
 
-__all__ = ["UnitMethods", "UnshardHandle"]
+__all__ = ["UnitMethods", "UnshardHandle", "check_bool", "sharded_modules"]
 
 
 class UnshardHandle:
@@ -129,3 +130,101 @@ class UnitMethods(nn.Module):
         if not enable:
             return contextlib.nullcontext()
         return join(self, optimizers, divide_by_initial_world_size, throw_on_early_termination)
+
+    # --- settings ---------------------------------------------------------------------------------
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Choose whether forward reshards parameters, from the next forward on.
+
+        Args:
+            reshard_after_forward: True reshards them after each forward ("full_shard"); False keeps
+                them unsharded until the backward ("shard_grad_op"). Over c10d the outermost unit
+                is always kept, as its backward comes first.
+            recurse: apply to nested units as well.
+
+        Raises TypeError if `reshard_after_forward` is not a bool, ValueError if a unit's strategy
+        is "no_shard".
+        """
+        check_bool("reshard_after_forward", reshard_after_forward)
+        units = [state.unit for _, state in units_of(self)] if recurse else [state_of(self).unit]
+        for unit in units:
+            if unit.strategy == "no_shard":
+                raise ValueError(
+                    f"unit '{unit.name or '(root)'}' has strategy no_shard: its parameters are not "
+                    "sharded, so there is nothing to reshard"
+                )
+        for unit in units:
+            unit.strategy = "full_shard" if reshard_after_forward else "shard_grad_op"
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of gradients over ranks by `factor` instead of by the world size.
+
+        Applies to this unit from the next backward on. Accumulated gradients are not rescaled.
+
+        Args:
+            factor: a positive number, the same on all ranks.
+
+        Raises ValueError if `factor` is not a positive finite number; NotImplementedError if it is
+        not the world size and the unit is not sharded ("no_shard", world size 1).
+        """
+        state_of(self).unit.divisor = factor
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether later backwards reduce gradients (FSDP2's counterpart of no_sync).
+
+        Takes effect at the next backward. Call it on all ranks.
+
+        Args:
+            requires_gradient_sync: False: gradients stay unreduced on their rank, as in no_sync().
+            recurse: also set it for the units below this one. Default: True.
+        """
+        for module, state in units_of(self):
+            if recurse or module is self:
+                state.unit.sync = requires_gradient_sync
+
+    def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
+        """Prefetch these modules in forward: start their all-gathers once this unit is unsharded.
+
+        Call it on all ranks alike, after the outermost module is wrapped. Over shm it has no
+        effect, as gathers there move no data.
+
+        Args:
+            modules: sharded modules of this model, any number; an empty list restores the default.
+
+        Raises TypeError if `modules` is not a list of sharded modules, ValueError for modules of
+        another model.
+        """
+        state_of(self).unit.prefetch(False, _prefetchable(modules))
+
+    def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
+        """Prefetch these modules in backward, instead of following the order of the last pass.
+
+        See set_modules_to_forward_prefetch(); the default is FSDP1's backward_prefetch.
+        """
+        state_of(self).unit.prefetch(True, _prefetchable(modules))
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise TypeError if the argument `name` is not a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {value!r}")
+
+
+def _prefetchable(modules: Iterable[nn.Module]) -> list[_core.Unit]:
+    return [state_of(module).unit for module in sharded_modules(modules, "modules to prefetch")]
+
+
+def sharded_modules(modules: Iterable[nn.Module], what: str) -> list[nn.Module]:
+    """Return the modules as a list. Raises TypeError, which names `what`, if one is not sharded."""
+    if isinstance(modules, nn.Module):
+        raise TypeError(f"{what} must be a list of sharded modules, got one module")
+    listed = list(modules)
+    for module in listed:
+        if not isinstance(module, nn.Module) or not is_unit(module):
+            raise TypeError(
+                f"{what} must be sharded, but {type(module).__name__} is not: call "
+                "fully_shard(...) on it first"
+            )
+    return listed

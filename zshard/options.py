@@ -1,0 +1,177 @@
+"""The arguments of FSDP(), parsed once: their types, and the Options that they make.
+
+A type checker accepts what the checks at run time accept: zshard's objects, their names as strings,
+and torch's objects. Enums, dataclasses and policies are recognized by their names and fields, so
+torch's FSDP, which takes long to import, is imported by type checkers only.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+from torch import nn
+
+from zshard.offload import CPUOffload, Offload, OffloadPolicy, offload_of, parse_offload
+from zshard.precision import MixedPrecision, MixedPrecisionPolicy, precision_of
+from zshard.strategy import ShardingStrategy, strategy_of
+from zshard.units.units import Options, Prefetch
+from zshard.wrap import CustomPolicy
+from zshard.wrap.tree import UnitSpec
+
+if TYPE_CHECKING:
+    import torch.distributed.fsdp as torch_fsdp
+    from torch.distributed import ProcessGroup
+
+    TorchStrategy = torch_fsdp.ShardingStrategy
+    TorchPrefetch = torch_fsdp.BackwardPrefetch
+    TorchPrecision = torch_fsdp.MixedPrecision | torch_fsdp.MixedPrecisionPolicy
+    TorchCPUOffload = torch_fsdp.CPUOffload
+    TorchOffloadPolicy = torch_fsdp.OffloadPolicy
+else:
+    TorchStrategy = TorchPrefetch = enum.Enum
+    ProcessGroup = TorchPrecision = TorchCPUOffload = TorchOffloadPolicy = Any
+
+# --- types ----------------------------------------------------------------------------------------
+
+
+class TorchWrapPolicy(Protocol):
+    """A policy object of torch.distributed.fsdp.wrap."""
+
+    def _run_policy(
+        self,
+        root_module: nn.Module,
+        ignored_modules: set[nn.Module],
+        root_kwargs: dict[str, Any],
+    ) -> dict[nn.Module, dict[str, Any]]: ...
+
+
+# Where a literal stands next to `str`, editors complete it, and a script may still pass a string
+# that it read from its command line; FSDP() checks the value.
+StrategyLike = (
+    Literal[
+        "full_shard",
+        "shard_grad_op",
+        "zero1",
+        "no_shard",
+        "hybrid_shard",
+        "hybrid_shard_zero2",
+        "hybrid_full",
+    ]
+    | str
+    | ShardingStrategy
+    | TorchStrategy
+)
+ProcessGroupLike = ProcessGroup | tuple[ProcessGroup, ProcessGroup]
+WrapPolicyLike = (
+    Literal["auto"]
+    | str
+    | Collection[type[nn.Module]]
+    | CustomPolicy
+    | TorchWrapPolicy
+    | Callable[..., bool]
+)
+PrefetchLike = Literal["backward_pre", "backward_post"] | str | TorchPrefetch
+PrecisionLike = MixedPrecision | MixedPrecisionPolicy | TorchPrecision
+InitFn = Callable[[nn.Module], object]
+DeviceLike = int | str | torch.device
+OffloadLike = Offload | str | os.PathLike[str]
+CPUOffloadLike = bool | Offload | CPUOffload | OffloadPolicy | TorchCPUOffload | TorchOffloadPolicy
+OffloadPolicyLike = Offload | OffloadPolicy | TorchOffloadPolicy
+
+# --- parsing --------------------------------------------------------------------------------------
+
+
+def one_strategy(
+    strategy: StrategyLike | None, sharding_strategy: StrategyLike | None
+) -> ShardingStrategy:
+    """Return the strategy that `strategy`, or FSDP1's spelling of it, names. Raises ValueError if
+    both are given or the name is unknown, TypeError for another type."""
+    if sharding_strategy is not None and strategy is not None:
+        raise ValueError("pass either sharding_strategy or strategy (its short name), not both")
+    given = strategy if strategy is not None else sharding_strategy
+    return ShardingStrategy.FULL_SHARD if given is None else strategy_of(given)
+
+
+def one_offload(offload: object, cpu_offload: object) -> Offload | None:
+    """Return what `offload`, or FSDP1's spelling of it, asks for. Raises ValueError if both are
+    given, TypeError for another type."""
+    cpu = offload_of(cpu_offload)
+    if offload is not None and cpu is not None:
+        raise ValueError("pass either offload or cpu_offload, not both")
+    return parse_offload(offload) or cpu
+
+
+def one_device(
+    device_id: DeviceLike | None, device_ids: Sequence[DeviceLike] | None
+) -> DeviceLike | None:
+    """Return the device that `device_id`, or DDP's spelling of it, names. Raises ValueError if both
+    are given, or the second is not one device."""
+    if device_ids is None:
+        return device_id
+    if device_id is not None:
+        raise ValueError("pass either device_id or device_ids, not both")
+    if not isinstance(device_ids, list | tuple) or len(device_ids) != 1:
+        raise ValueError(
+            f"device_ids={device_ids!r}: expected a list of one GPU, that of this rank"
+        )
+    found: DeviceLike = device_ids[0]
+    return found
+
+
+def prefetch_of(
+    backward_prefetch: PrefetchLike | None, forward_prefetch: bool, limit_all_gathers: bool
+) -> Prefetch:
+    """Translate the three arguments about prefetching. Raises ValueError for an unknown value."""
+    given = backward_prefetch
+    name = given.name if isinstance(given, enum.Enum) else given
+    name = name.lower() if isinstance(name, str) else name
+    if name not in (None, "backward_pre", "backward_post"):
+        raise ValueError(
+            f"backward_prefetch must be 'backward_pre', 'backward_post' or None, got {given!r}"
+        )
+    units = 1 if limit_all_gathers else 2
+    backward = units if name == "backward_pre" else 0
+    asked = bool(forward_prefetch)
+    return Prefetch(units if asked else backward, backward, asked)
+
+
+def check_use_orig_params(use_orig_params: bool) -> None:
+    """Raise NotImplementedError for a value that zshard does not support."""
+    if not use_orig_params:
+        raise NotImplementedError(
+            "use_orig_params=False is not supported: zshard always keeps the original parameters; "
+            "omit use_orig_params"
+        )
+
+
+def check_environment(options: Options) -> None:
+    """Raise NotImplementedError where FSDP1's environment variable would change numbers."""
+    rounds = options.precision.compute or options.precision.wire or options.wire.parameters
+    if rounds is not None and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
+        raise NotImplementedError(
+            "FSDP_USE_FULL_PREC_IN_EVAL=1 is not supported: unset it; to evaluate in full "
+            "precision, load model.state_dict() into a model that is not sharded"
+        )
+
+
+def unit_options(spec: UnitSpec, usual: Options) -> Options:
+    """Return the model's options with a CustomPolicy's overrides for this unit. Raises ValueError
+    for an override that only applies to a whole model."""
+    strategy, precision = usual.strategy, usual.precision
+    given = spec.overrides.get("sharding_strategy", spec.overrides.get("strategy"))
+    if given is not None:
+        strategy = strategy_of(given)
+    if strategy is not usual.strategy and (strategy.is_hybrid or strategy.keeps):
+        raise ValueError(
+            f"unit '{spec.name}' requests strategy {strategy.value!r}, but the model has "
+            f"{usual.strategy.value!r}: hybrid strategies and zero1 apply to whole models; set "
+            "them on the outermost FSDP(...)"
+        )
+    given = spec.overrides.get("mixed_precision")
+    if given is not None:
+        precision = precision_of(given)
+    return usual._replace(strategy=strategy, precision=precision)
