@@ -28,7 +28,7 @@ from zshard.compat.classes import (
 )
 from zshard.grad_scaler import GradScaler
 from zshard.model.summon import summon_full_params
-from zshard.state.form import state_dict_form
+from zshard.state import state_dict_form
 from zshard.state.optimizer_names import by_name, names_of, outermost_comm, to_load
 from zshard.state.optimizer_names import optim_state_dict as _optim_state_dict
 from zshard.units.units import StateDictForm, units_of

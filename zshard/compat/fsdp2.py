@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from zshard.fsdp import FSDP
-from zshard.model.forward_methods import register_forward_method
+from zshard.model.methods import register_forward_method
 from zshard.model.unit_methods import UnshardHandle, sharded_modules
 from zshard.offload import Offload, OffloadPolicy, is_offload_policy, offload_of
 from zshard.options import OffloadPolicyLike, PrecisionLike

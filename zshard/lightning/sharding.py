@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from zshard.checkpoint.load import load
 from zshard.checkpoint.save import save
 from zshard.fsdp import ARGUMENTS, FSDP
-from zshard.state.form import state_dict_form
+from zshard.state import state_dict_form
 from zshard.state.optimizer import gather
 from zshard.units.units import is_unit, units_of
 
