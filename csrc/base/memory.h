@@ -42,12 +42,13 @@ zs_status zs_mem_wrap(void *ptr, size_t bytes, void (*destroy)(zs_mem *), void *
 void zs_mem_count_mapping(void);
 long zs_mem_mappings(void);
 
-/* Lets the system have the pages of a private block once it is short of memory. What they hold until they are written is
- * undefined. */
+/* Lets the system have the pages of a private block once it is short of memory. What they hold until they are
+ * written is undefined. */
 void zs_mem_discard(zs_mem *mem);
 
-/* Says that `bytes` have just been freed on the heap, by torch say. malloc keeps such memory, gigabytes of it where a model's
- * parameters went to shards one after another; after every 32 MiB it is told to give it back. 0: now, if there is any. */
+/* Says that `bytes` have just been freed on the heap, by torch say. malloc keeps such memory, gigabytes of it where
+ * a model's parameters went to shards one after another; after every 32 MiB it is told to give it back. 0: now, if
+ * there is any. */
 void zs_mem_heap_freed(size_t bytes);
 
 /* How many times this process is the outcome of a fork since the first call; differs between parent and child. */

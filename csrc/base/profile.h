@@ -1,8 +1,8 @@
 /* profile.h - ranges that torch.profiler shows, as torch.profiler.record_function makes them.
  *
- * The core knows no profiler. The shim registers one (shim/torch_profile.cpp); where none records on this thread
- * a range is NULL, and its name is never made. Names begin with "zshard::"; those of waits say for whom, so that a trace shows which
- * rank is late.
+ * The core knows no profiler. The shim registers one (shim/torch_profile.cpp); where none records on this thread a
+ * range is NULL, and its name is never made. Names begin with "zshard::"; those of waits say for whom, so that a trace
+ * shows which rank is late.
  */
 #ifndef ZS_PROFILE_H
 #define ZS_PROFILE_H

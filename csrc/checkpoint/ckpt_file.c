@@ -48,7 +48,7 @@ static int64_t smaller(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* --- open and close --------------------------------------------------------------------------------------------------- */
+/* --- open and close ----------------------------------------------------------------------------------------------- */
 
 static const char *kind_of(mode_t mode)
 {
@@ -156,7 +156,7 @@ zs_status zs_ckpt_file_sync(const zs_ckpt_file *file)
     return zs_fs_sync(file->fd) == 0 ? ZS_OK : ZS_FAIL_ERRNO("fsync");
 }
 
-/* --- ranges ----------------------------------------------------------------------------------------------------------- */
+/* --- ranges ------------------------------------------------------------------------------------------------------- */
 
 static zs_status check_range(const zs_ckpt_file *file, const zs_ckpt_range *range)
 {
@@ -215,8 +215,8 @@ typedef struct progress {
     int64_t own;        /* and how much of it this call has written */
 } progress;
 
-/* [at, at + bytes) has been written. The disk begins while memory is still being copied, so that fsync has little to wait for.
- * Other ranks write in between, and what they have written may go along. */
+/* [at, at + bytes) has been written. The disk begins while memory is still being copied, so that fsync has little to
+ * wait for. Other ranks write in between, and what they have written may go along. */
 static void write_behind(const zs_ckpt_file *file, progress *so_far, int64_t at, int64_t bytes)
 {
     if (so_far->own == 0 || at < so_far->begin) so_far->begin = at;

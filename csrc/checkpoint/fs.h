@@ -1,8 +1,8 @@
 /* fs.h - every call on files that checkpoints make.
  *
- * There is one way to the disk, so that a test can make the nth call fail, or kill the process there, and can
- * write down all of them (fs_watch.h). A call does what the system's own does, once: -1 and errno where it fails. To go on after
- * an interrupt or a short count is its callers' affair.
+ * There is one way to the disk, so that a test can make the nth call fail, or kill the process there, and can write
+ * down all of them (fs_watch.h). A call does what the system's own does, once: -1 and errno where it fails. To go on
+ * after an interrupt or a short count is its callers' affair.
  */
 #ifndef ZS_FS_H
 #define ZS_FS_H
@@ -47,7 +47,8 @@ int zs_fs_make_folder(const char *path);
 int zs_fs_remove_folder(const char *path);
 int zs_fs_remove(const char *path);
 
-/* renameat2(2), with its flags: ZS_FS_KEEP has it fail where there is something at `to`, ZS_FS_SWAP exchanges the two. */
+/* renameat2(2), with its flags: ZS_FS_KEEP has it fail where there is something at `to`, ZS_FS_SWAP exchanges the
+ * two. */
 int zs_fs_rename(const char *from, const char *to, unsigned flags);
 
 enum { ZS_FS_KEEP = 1, ZS_FS_SWAP = 2 }; /* the system's own numbers */

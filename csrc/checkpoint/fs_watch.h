@@ -3,8 +3,8 @@
  * A watcher is asked before each call and told after it, so it may count calls, write them down, or have one fail
  * or be cut short. Nothing in the package watches; tests do (tests/c/fs_faults.c).
  *
- * Threads: both are called on any thread that makes file calls, at once, and in forked children: a watcher holds no lock while
- * it may be forked. `after` gets a fate of zeros for a call that began before there was a watcher.
+ * Threads: both are called on any thread that makes file calls, at once, and in forked children: a watcher holds no
+ * lock while it may be forked. `after` gets a fate of zeros for a call that began before there was a watcher.
  */
 #ifndef ZS_FS_WATCH_H
 #define ZS_FS_WATCH_H

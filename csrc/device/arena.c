@@ -202,7 +202,7 @@ size_t zs_arena_bytes(const zs_arena *arena)
     return total;
 }
 
-/* --- blocks for life --------------------------------------------------------------------------------------------------- */
+/* --- blocks for life ---------------------------------------------------------------------------------------------- */
 
 enum { CHUNK = 64 << 20 }; /* bytes of address space; on the CPU, memory only where touched */
 

@@ -17,8 +17,8 @@ size_t zs_cuda_image_bytes(void);
 /* What it was compiled for, as "sm_80 sm_90 compute_80"; "" without one. */
 const char *zs_cuda_image_targets(void);
 
-/* The CUDA version of the nvcc that made it, 13000 is 13.0; 0 without one. A driver of an earlier major version cannot load
- * it. */
+/* The CUDA version of the nvcc that made it, 13000 is 13.0; 0 without one. A driver of an earlier major version
+ * cannot load it. */
 int zs_cuda_image_version(void);
 
 #endif

@@ -1,7 +1,6 @@
-/* dry.h - the schedule's other executor: it knows how large things are and how long they take, and does none of them.
+/* dry.h - the schedule's other executor: it knows how large things are, and does none of them.
  *
- * An action that would borrow memory borrows its size, from an arena without memory; one that would wait moves a
- * clock. Two things run beside the forward and backward, one after the other each: gathers, and reductions.
+ * An action that would borrow memory borrows its size, from an arena without memory.
  */
 #ifndef ZS_DRY_H
 #define ZS_DRY_H
@@ -9,22 +8,13 @@
 #include "unit/context.h"
 #include "unit/unit.h"
 
-typedef struct zs_unit_seconds zs_unit_seconds;
-
-/* How long things of a unit take, in seconds. */
-struct zs_unit_seconds {
-    double forward, backward; /* of its own modules */
-    double gather, reduce;    /* of all its flats; a round of all its gradients */
-};
-
 typedef struct zs_dry zs_dry;
 
 /* A unit in a dry run. */
 typedef struct zs_dry_unit {
     zs_record record;
-    zs_dry *dry;         /* borrowed, as all memory here is from its arenas */
-    const zs_unit *unit; /* of these sizes */
-    zs_unit_seconds seconds;
+    zs_dry *dry;                 /* borrowed, as all memory here is from its arenas */
+    const zs_unit *unit;         /* of these sizes */
     zs_room room;                /* what the transport has out for its rounds */
     bool lends;                  /* its gradients have memory from the sum to the step only */
     int64_t n_wanted;            /* gradients */
@@ -33,8 +23,7 @@ typedef struct zs_dry_unit {
     zs_mem *slots[ZS_MAX_FLATS]; /* full buffers */
     zs_mem *codes[ZS_MAX_FLATS]; /* areas of gathers that are under way */
     zs_mem *grads[ZS_MAX_FLATS];
-    zs_mem *sent, *received;  /* areas of the round that is out */
-    double gathered, reduced; /* when that which is under way will be done */
+    zs_mem *sent, *received; /* areas of the round that is out */
 } zs_dry_unit;
 
 /* A dry run. */
@@ -45,7 +34,6 @@ struct zs_dry {
     zs_dry_unit *units;        /* [schedule.n] in the model's order; owned */
     zs_arena *slots;           /* owned, as */
     zs_arena *areas;
-    double now, gathers_until, reduces_until; /* the clock; when each will have nothing under way */
 };
 
 /* Begins a dry run of `n` units. Free it with zs_dry_free, also after a failure. */

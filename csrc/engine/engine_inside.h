@@ -1,4 +1,5 @@
-/* engine_inside.h - the inside of an engine, for the files that make it up. A unit's files see context.h, all others engine.h.
+/* engine_inside.h - the inside of an engine, for the files that make it up. A unit's files see context.h, all others
+ * engine.h.
  */
 #ifndef ZS_ENGINE_INSIDE_H
 #define ZS_ENGINE_INSIDE_H
@@ -20,12 +21,12 @@ typedef struct zs_engine_hooks {
 typedef struct zs_history {
     uint64_t window;       /* how many backwards have met all ranks, and one */
     zs_fingerprint agreed; /* what all ranks had when the last of those met them */
-    /* Since then: optimizer steps; digests of their settings, summed; the step count in the last one's state; which kinds of
-     * in-place operations have written to parameters and to gradients, as bits; digests of what was drawn for parameters, summed;
-     * and which of those the peers have been told of. */
+    /* Since then: optimizer steps; digests of their settings, summed; the step count in the last one's state; which
+     * kinds of in-place operations have written to parameters and to gradients, as bits; digests of what was drawn
+     * for parameters, summed; and which of those the peers have been told of. */
     uint64_t steps, settings, counts, writes, grads, draws, told_writes, told_grads, told_draws;
-    /* The last load of all parameters since then; what has been loaded since, folded, and how many parameters; a number for the
-     * parameters' own notes of that. */
+    /* The last load of all parameters since then; what has been loaded since, folded, and how many parameters; a
+     * number for the parameters' own notes of that. */
     uint64_t full_load, loads, n_loaded, load_number;
     char written[256]; /* the last of the writes, for the peers' messages */
     bool untold;       /* they do not have it yet */
@@ -80,12 +81,12 @@ static inline zs_engine *zs_engine_of_schedule(zs_schedule *schedule)
     return (zs_engine *)schedule;
 }
 
-/* --- forward_events.c ----------------------------------------------------------------------------------------------------------- */
+/* --- forward_events.c --------------------------------------------------------------------------------------------- */
 
 /* A training forward is about to begin: readies units whose parameters scripts have unfrozen. */
 zs_status zs_engine_thaw(zs_engine *engine);
 
-/* --- engine.c ------------------------------------------------------------------------------------------------------------- */
+/* --- engine.c ----------------------------------------------------------------------------------------------------- */
 
 /* zs_engine_new, with these hooks, and actions that are carried out by `act`. */
 zs_status zs_engine_make(const zs_ranks *ranks, const char *name, const zs_engine_hooks *hooks, const zs_actions *act,

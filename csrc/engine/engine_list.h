@@ -1,4 +1,5 @@
-/* engine_list.h - the engines of this process whose forwards have made nodes of autograd's graph. A backward may enter them all.
+/* engine_list.h - the engines of this process whose forwards have made nodes of autograd's graph. A backward may enter
+ * them all.
  */
 #ifndef ZS_ENGINE_LIST_H
 #define ZS_ENGINE_LIST_H

@@ -29,7 +29,7 @@ zs_status zs_engine_adopt(zs_engine *engine, zs_unit *unit)
     return zs_engine_take_over(engine, unit);
 }
 
-/* --- sessions opened by hand ---------------------------------------------------------------------------------------------- */
+/* --- sessions opened by hand -------------------------------------------------------------------------------------- */
 
 static zs_entry entry_now(void)
 {
@@ -105,7 +105,7 @@ zs_status zs_prefetch_set(zs_unit *unit, zs_phase phase, zs_unit *const *units, 
     return ZS_OK;
 }
 
-/* --- forwards -------------------------------------------------------------------------------------------------------------- */
+/* --- forwards ----------------------------------------------------------------------------------------------------- */
 
 /* A checkpoint around the whole model that runs its backward within another: each would end, and step, by itself. */
 static zs_status check_outside(const zs_unit *unit)
@@ -201,7 +201,7 @@ zs_status zs_engine_post_forward(zs_unit *unit)
     return status;
 }
 
-/* --- reads ---------------------------------------------------------------------------------------------------------------- */
+/* --- reads -------------------------------------------------------------------------------------------------------- */
 
 static zs_status unshard_for_read(zs_unit *unit)
 {

@@ -1,9 +1,10 @@
 /* graph_ranges.h - which nodes of autograd's graph were made in which forward of which unit.
  *
- * Each thread numbers the nodes that it makes, and the numbers only grow. So a forward has made the nodes from
- * the number at its begin up to the number at its end, whatever it returned and to whom; what is nested lies within. A backward
- * that comes to such a node needs the unit's parameters. Ranges are kept without knowing whether a backward will come: a thread
- * has the latest few thousand, and what is older counts as made by any unit, which gathers too much, never too little.
+ * Each thread numbers the nodes that it makes, and the numbers only grow. So a forward has made the nodes from the
+ * number at its begin up to the number at its end, whatever it returned and to whom; what is nested lies within. A
+ * backward that comes to such a node needs the unit's parameters. Ranges are kept without knowing whether a backward
+ * will come: a thread has the latest few thousand, and what is older counts as made by any unit, which gathers too
+ * much, never too little.
  */
 #ifndef ZS_GRAPH_RANGES_H
 #define ZS_GRAPH_RANGES_H
@@ -50,13 +51,15 @@ enum { ZS_PLACE_NONE = -1, ZS_PLACE_LOST = -2 };
 /* A forward begins, on `thread`, whose next node will have the number `now`. ZS_ERR_MEMORY. */
 zs_status zs_graph_ranges_open(zs_graph_ranges *all, uint64_t thread, int64_t now, const zs_graph_range *range);
 
-/* The innermost that is open on this thread: of that unit, or if none is given, of a forward or its backward; NULL: none. */
+/* The innermost that is open on this thread: of that unit, or if none is given, of a forward or its backward; NULL:
+ * none. */
 const zs_graph_range *zs_graph_ranges_inner(const zs_graph_ranges *all, uint64_t thread, const struct zs_unit *unit);
 
 /* The innermost that is open of this unit ends, and what is within it goes on. No-op if none is open. */
 void zs_graph_ranges_close_one(zs_graph_ranges *all, uint64_t thread, int64_t now, const struct zs_unit *unit);
 
-/* The innermost that is open of this unit ends, with all within it. Returns whether it has made nodes; false if none is open. */
+/* The innermost that is open of this unit ends, with all within it. Returns whether it has made nodes; false if none
+ * is open. */
 bool zs_graph_ranges_close(zs_graph_ranges *all, uint64_t thread, int64_t now, const struct zs_unit *unit);
 
 /* Those that are open of backwards end, up to the one within which `stamp` lies; negative: all. */
@@ -72,8 +75,8 @@ void zs_graph_ranges_forget(zs_graph_ranges *all, const struct zs_unit *unit);
 /* Where the node lies that this thread made under this number. */
 int64_t zs_graph_ranges_find(zs_graph_ranges *all, uint64_t thread, int64_t number);
 
-/* The innermost range at a place that zs_graph_ranges_find gave, and the next one around it that has the node `number` as well;
- * NULL: none. */
+/* The innermost range at a place that zs_graph_ranges_find gave, and the next one around it that has the node
+ * `number` as well; NULL: none. */
 const zs_graph_range *zs_graph_ranges_at(const zs_graph_ranges *all, int64_t place);
 const zs_graph_range *zs_graph_ranges_around(const zs_graph_ranges *all, int64_t place, const zs_graph_range *range,
                                              int64_t number);

@@ -16,7 +16,7 @@ static uint64_t fold_text(const char *text)
     return folded;
 }
 
-/* --- events ----------------------------------------------------------------------------------------------------------------- */
+/* --- events ------------------------------------------------------------------------------------------------------- */
 
 void zs_engine_note_step(zs_engine *engine, uint64_t settings, uint64_t counts)
 {
@@ -54,8 +54,8 @@ static bool is_replicated(const zs_engine *engine)
     return all;
 }
 
-/* Where every rank has the whole model, a script may load on one and broadcast, as under DDP: then a load is of interest only for
- * making good what has been found to be amiss. */
+/* Where every rank has the whole model, a script may load on one and broadcast, as under DDP: then a load is of
+ * interest only for making good what has been found to be amiss. */
 void zs_unit_note_load(zs_unit *unit, int64_t i, uint64_t content)
 {
     zs_engine *engine = zs_engine_of(unit);
@@ -131,7 +131,7 @@ void zs_engine_note_zeroed(zs_engine *engine)
     engine->history.untold = true;
 }
 
-/* --- what comes of them ------------------------------------------------------------------------------------------------------ */
+/* --- what comes of them ------------------------------------------------------------------------------------------- */
 
 static zs_fingerprint fingerprint_of(const zs_engine *engine)
 {

@@ -1,18 +1,19 @@
 /* history.h - what has been done to a model's parameters that must be done on all ranks, or on none.
  *
- * A step that one rank alone leaves out, or a load that it alone does, leaves slices of different moments, and
- * training would go on with the mixture. So each rank keeps a few numbers about such events (a zs_fingerprint), and wherever ranks meet
- * anyway they compare them: before a forward (zs_comm_publish_fingerprint), and in each round of gradients (reduce.c).
+ * A step that one rank alone leaves out, or a load that it alone does, leaves slices of different moments, and training
+ * would go on with the mixture. So each rank keeps a few numbers about such events (a zs_fingerprint), and wherever
+ * ranks meet anyway they compare them: before a forward (zs_comm_publish_fingerprint), and in each round of gradients
+ * (reduce.c).
  *
  *   event    | what of it
  *   a step   | counted; its optimizer's settings as a digest, of the steps since the last backward
- *   a load   | for each parameter what was loaded last. Once all of a model's have been, what was before them counts no more:
- *            | a load makes good what was amiss.
+ *   a load   | for each parameter what was loaded last. Once all of a model's have been, what was before them counts no
+ *            | more: a load makes good what was amiss.
  *   freezing | which parameters the last training forward or backward has found frozen
- *   a write  | which kinds of in-place operations scripts have made on slices of parameters, and on those of gradients; not how
- *            | often: code may leave out those that are empty
- *   a draw   | a digest of the random numbers that a script has drawn for a parameter in place, and of full parameters at the
- *            | end of a context in which it may have written to them
+ *   a write  | which kinds of in-place operations scripts have made on slices of parameters, and on those of gradients;
+ *            | not how often: code may leave out those that are empty
+ *   a draw   | a digest of the random numbers that a script has drawn for a parameter in place, and of full parameters
+ *            | at the end of a context in which it may have written to them
  *
  * Events are counted from the last round of gradients in which the ranks' numbers were alike.
  */
@@ -21,19 +22,19 @@
 
 #include "engine/engine.h"
 
-/* An optimizer has stepped the model's parameters. `settings`: a digest of its param groups; `counts`: the step count in its
- * state. */
+/* An optimizer has stepped the model's parameters. `settings`: a digest of its param groups; `counts`: the step
+ * count in its state. */
 void zs_engine_note_step(zs_engine *engine, uint64_t settings, uint64_t counts);
 
 /* Is a tensor this rank's slice of parameter `i` itself, and not a copy or a gradient? */
 bool zs_unit_is_slice(const zs_unit *unit, int64_t i, const zs_tensor *tensor);
 
-/* A script has written to a slice of parameter `i`, or of its gradient, by an in-place operation of this name. No-op for tensors
- * that are neither, such as copies. */
+/* A script has written to a slice of parameter `i`, or of its gradient, by an in-place operation of this name. No-op
+ * for tensors that are neither, such as copies. */
 void zs_unit_note_write(zs_unit *unit, int64_t i, const zs_tensor *written, const char *operation);
 
-/* A script has drawn random numbers for parameter `i` in place; `drawn`: the same number on ranks that drew the same. Every rank
- * draws for the full parameter, so one without elements of it has drawn, too. */
+/* A script has drawn random numbers for parameter `i` in place; `drawn`: the same number on ranks that drew the
+ * same. Every rank draws for the full parameter, so one without elements of it has drawn, too. */
 void zs_unit_note_draw(zs_unit *unit, int64_t i, uint64_t drawn);
 
 /* The model's gradients have been set to zero in place. */

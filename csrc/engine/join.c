@@ -22,7 +22,7 @@ struct zs_join {
 
 enum { PHRASE = 300 };
 
-/* --- words ------------------------------------------------------------------------------------------------------------------ */
+/* --- words -------------------------------------------------------------------------------------------------------- */
 
 static const char *unit_name(const zs_engine *engine, uint32_t number)
 {
@@ -49,7 +49,7 @@ static void describe(const zs_engine *engine, const zs_join_message *word, char 
     snprintf(text, size, "%.*s", (int)sizeof word->text, word->text);
 }
 
-/* --- saying and hearing ------------------------------------------------------------------------------------------------------ */
+/* --- saying and hearing ------------------------------------------------------------------------------------------- */
 
 static zs_comm *all_of(const zs_join *join)
 {
@@ -170,7 +170,7 @@ static zs_status say_act(zs_join *join, zs_join_act act, uint32_t number, uint32
     return say(join, &word);
 }
 
-/* --- its begin and end -------------------------------------------------------------------------------------------------------- */
+/* --- its begin and end -------------------------------------------------------------------------------------------- */
 
 /* Ranks are about to meet, for something that nobody can follow. */
 static zs_status ask(zs_meeting *meeting)
@@ -239,7 +239,7 @@ zs_status zs_join_leave(zs_engine *engine, const char *text)
     return ZS_OK;
 }
 
-/* --- Python's calls ------------------------------------------------------------------------------------------------------------ */
+/* --- Python's calls ----------------------------------------------------------------------------------------------- */
 
 zs_status zs_join_call(zs_engine *engine, uint32_t number, const char *text, int meetings, bool *followed)
 {
@@ -284,7 +284,7 @@ bool zs_join_follows(const zs_engine *engine)
     return engine->join != NULL && engine->join->follows;
 }
 
-/* --- gradients ------------------------------------------------------------------------------------------------------------------ */
+/* --- gradients ---------------------------------------------------------------------------------------------------- */
 
 static size_t n_params(const zs_engine *engine)
 {
@@ -294,7 +294,8 @@ static size_t n_params(const zs_engine *engine)
     return n;
 }
 
-/* A replicated unit's gradient is part of what it posts: of those that follow, only where the sum is divided by all ranks. */
+/* A replicated unit's gradient is part of what it posts: of those that follow, only where the sum is divided by all
+ * ranks. */
 static zs_status follow_grads(const zs_engine *engine, const unsigned char *held)
 {
     for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
@@ -322,7 +323,7 @@ zs_status zs_join_align(zs_engine *engine)
     return status;
 }
 
-/* --- what the actions tell ------------------------------------------------------------------------------------------------------- */
+/* --- what the actions tell ---------------------------------------------------------------------------------------- */
 
 /* Does this rank tell others what it does? */
 static bool tells(const zs_engine *engine)

@@ -1,8 +1,8 @@
 /* join.h - ranks whose data has ended, and what the others tell them: join().
  *
- * While join() is on, a rank says what it is about to do before it meets others, in one exchange of all ranks. A
- * rank whose data has ended says that instead, hears what the others are about to do, and does its part of it (join_follow.h).
- * What happens within a pass (each gather, each round) is said only once somebody's data has ended.
+ * While join() is on, a rank says what it is about to do before it meets others, in one exchange of all ranks. A rank
+ * whose data has ended says that instead, hears what the others are about to do, and does its part of it
+ * (join_follow.h). What happens within a pass (each gather, each round) is said only once somebody's data has ended.
  */
 #ifndef ZS_JOIN_H
 #define ZS_JOIN_H
@@ -40,15 +40,15 @@ typedef struct zs_join_news {
     bool followed;      /* some rank has followed others since join() began */
 } zs_join_news;
 
-/* Begins. `by_all`: gradients are divided by all ranks, else by those that have data. `throws`: it is ZS_ERR_STATE on all
- * ranks if one's data ends before the others'. ZS_ERR_STATE if some model is joined that uses the same ranks. */
+/* Begins. `by_all`: gradients are divided by all ranks, else by those that have data. `throws`: it is ZS_ERR_STATE
+ * on all ranks if one's data ends before the others'. ZS_ERR_STATE if some model is joined that uses the same ranks. */
 zs_status zs_join_begin(zs_engine *engine, bool by_all, bool throws);
 
 /* Ends, whatever has come of it; no-op without a begin. */
 void zs_join_end(zs_engine *engine);
 
-/* (a rank with data) Says that a call of Python's comes next, in which so many `meetings` follow. *followed: some rank will
- * follow it. */
+/* (a rank with data) Says that a call of Python's comes next, in which so many `meetings` follow. *followed: some
+ * rank will follow it. */
 zs_status zs_join_call(zs_engine *engine, uint32_t number, const char *text, int meetings, bool *followed);
 
 /* Leaves by an exception: the others hear of it where they meet next. Waits for that. */
@@ -64,12 +64,14 @@ zs_status zs_join_receive(zs_engine *engine);
 /* What was heard last; NULL outside of join(). */
 const zs_join_news *zs_join_received(const zs_engine *engine);
 
-/* (all ranks, before a followed backward) Parameters that hold gradients on the leader hold them on those that follow. */
+/* (all ranks, before a followed backward) Parameters that hold gradients on the leader hold them on those that
+ * follow. */
 zs_status zs_join_align(zs_engine *engine);
 
-/* --- what the actions tell; no-ops outside of join(), and where this rank follows -------------------------------------------- */
+/* --- what the actions tell; no-ops outside of join(), and where this rank follows --------------------------------- */
 
-/* A forward begins, which `meets` peers. ZS_ERR_STATE for a session opened by hand that somebody would have to follow. */
+/* A forward begins, which `meets` peers. ZS_ERR_STATE for a session opened by hand that somebody would have to
+ * follow. */
 zs_status zs_join_forward(zs_engine *engine, const zs_entry *entry, bool meets);
 
 /* A session of forwards is over. */

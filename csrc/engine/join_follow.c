@@ -4,7 +4,7 @@
 #include "engine/engine_inside.h"
 #include "engine/join.h"
 
-/* --- passes ------------------------------------------------------------------------------------------------------------------- */
+/* --- passes ------------------------------------------------------------------------------------------------------- */
 
 static zs_status record_of(zs_engine *engine, uint32_t number, zs_record **out)
 {
@@ -15,7 +15,8 @@ static zs_status record_of(zs_engine *engine, uint32_t number, zs_record **out)
     return ZS_OK;
 }
 
-/* What is heard in a pass whose end is `end`; *summed: what has come of its rounds, of which the others learn as well. */
+/* What is heard in a pass whose end is `end`; *summed: what has come of its rounds, of which the others learn as
+ * well. */
 static zs_status take_part(zs_engine *engine, zs_join_act end, zs_status *summed)
 {
     zs_schedule *schedule = &engine->context.schedule;
@@ -69,7 +70,7 @@ static zs_status follow_backward(zs_engine *engine)
     return heard ? settled : status;
 }
 
-/* --- all ------------------------------------------------------------------------------------------------------------------------ */
+/* --- all ---------------------------------------------------------------------------------------------------------- */
 
 static zs_status follow_one(zs_engine *engine, bool *called)
 {

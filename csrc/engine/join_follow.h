@@ -8,8 +8,8 @@
 
 #include "engine/engine.h"
 
-/* Follows the ranks that have data until one of them is about to make a call of Python's (*called), which this rank is to make as
- * well, or until all ranks' data has ended. */
+/* Follows the ranks that have data until one of them is about to make a call of Python's (*called), which this rank
+ * is to make as well, or until all ranks' data has ended. */
 zs_status zs_engine_follow(zs_engine *engine, bool *called);
 
 #endif

@@ -1,8 +1,8 @@
 /* pin.h - a unit that is unsharded by hand: from unshard() to reshard(), or within summon_full_params().
  *
- * User code may take any time between the two, so what it holds is a copy of this unit's own, not a view of
- * shards that their owners may write to next. No session stays open, and no peer has to wait. What is written to the copy
- * can be taken over in the end: each rank keeps its slice.
+ * User code may take any time between the two, so what it holds is a copy of this unit's own, not a view of shards that
+ * their owners may write to next. No session stays open, and no peer has to wait. What is written to the copy can be
+ * taken over in the end: each rank keeps its slice.
  */
 #ifndef ZS_PIN_H
 #define ZS_PIN_H

@@ -1,7 +1,7 @@
 /* plan.h - what a step of a model takes of the memory that its units share: slots, buckets, and the transport's areas.
  *
- * Who borrows what, and until when, is decided by the schedule; so a plan runs that schedule on sizes instead of
- * memory (dry.h), through forwards and backwards of the modules in their order, until they take no more. A run in another
+ * Who borrows what, and until when, is decided by the schedule; so a plan runs that schedule on sizes instead of memory
+ * (dry.h), through forwards and backwards of the modules in their order, until they take no more. A run in another
  * order than that of the modules takes what it needs beyond the plan.
  *
  * Ranks are taken to be in step, and peers to be slow: a bucket comes back when it is waited for, not before.
@@ -17,8 +17,8 @@ enum { ZS_CALL_ENTER = -1, ZS_CALL_EXIT = -2, ZS_CALL_READ = -3 };
 
 typedef struct zs_call {
     zs_unit *unit; /* borrowed */
-    /* Its module, or a part that makes it whole too, is entered or left; it is read in the forward that is running; else which of its parameters is used here for the
-     * first time. */
+    /* Its module, or another one that unshards it, is entered or left; it is read in the forward that is running;
+     * else which of its parameters is used here for the first time. */
     int64_t what;
 } zs_call;
 
@@ -28,9 +28,8 @@ typedef struct zs_plan_spec {
     size_t n_units;
     const zs_call *calls; /* [n_calls] */
     size_t n_calls;
-    int ahead[2];                   /* see zs_schedule */
-    bool stepped;                   /* as if all units were stepped in backward, and not only those that are */
-    const zs_unit_seconds *seconds; /* [n_units] NULL: nothing takes time */
+    int ahead[2]; /* see zs_schedule */
+    bool stepped; /* as if all units were stepped in backward, and not only those that are */
 } zs_plan_spec;
 
 /* What is reserved for a step; sizes only. */
@@ -39,7 +38,6 @@ typedef struct zs_plan {
     zs_arena *areas; /* owned: what the transport of all ranks has out at a time */
     size_t *buckets; /* [n_buckets] bytes asked for; owned */
     size_t n_buckets;
-    double seconds; /* that a training step takes, of what is told to take time */
 } zs_plan;
 
 /* Fills `plan` for units of `context`. Free with zs_plan_free, also after a failure. */

@@ -1,4 +1,5 @@
-/* recording.h - which nodes of autograd's graph the forwards and backwards of an engine's units make; see graph_ranges.h.
+/* recording.h - which nodes of autograd's graph the forwards and backwards of an engine's units make; see
+ * graph_ranges.h.
  *
  * Autograd's numbers are told as each begins and ends, on the thread that runs it.
  */
@@ -21,10 +22,11 @@ bool zs_recording_counts(const zs_unit *unit);
 /* The unit is read, in a forward of another one; or a script reads it by hand. / It is not read any more. */
 zs_status zs_recording_read(zs_unit *unit);
 zs_status zs_recording_by_hand(zs_unit *unit);
-void zs_recording_read_end(zs_unit *unit);
+void zs_recording_read_end(zs_record *record);
 
-/* The backward of a forward of the unit begins on this thread, and autograd records it: another backward may come, which needs
- * the unit for what is made from now on. `stamp` is that of its hook. / A backward of the engine's units is over. */
+/* The backward of a forward of the unit begins on this thread, and autograd records it: another backward may come,
+ * which needs the unit for what is made from now on. `stamp` is that of its hook. / A backward of the engine's units
+ * is over. */
 zs_status zs_recording_backward(zs_unit *unit, int64_t stamp);
 void zs_recording_backward_end(zs_engine *engine);
 

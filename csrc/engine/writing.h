@@ -19,10 +19,12 @@ void zs_writing_by_hand_end(zs_engine *engine);
 /* What scripts have put in the place of slices (`p.data = t`) goes into the shards, which peers may be reading. */
 zs_status zs_writing_back(zs_engine *engine);
 
-/* What scripts have written by hand is complete, on all ranks alike: peers may evaluate with it. No-op within a pass and a write. */
+/* What scripts have written by hand is complete, on all ranks alike: peers may evaluate with it. No-op within a pass
+ * and a write. */
 zs_status zs_writing_complete(zs_engine *engine);
 
-/* The same; and all ranks wait for each other there: looks of before, which one rank may have made alone, count no more. */
+/* The same; and all ranks wait for each other there: looks of before, which one rank may have made alone, count no
+ * more. */
 zs_status zs_writing_barrier(zs_engine *engine);
 
 /* Casts the shards to the dtype that is computed with. */

@@ -1,8 +1,9 @@
 /* counters.h - which counters on a device say the same number, known without reading them.
  *
  * Counters that began equal and have always been counted together are equal. Members of a plan are *counters* as long
- * as every step has taken all of them or none; one that leaves some out parts them, for ever. That holds for the steps that CUDA
- * graphs repeat as well, unseen by the host: a graph repeats what was looked at when it was captured, so it parts nobody anew.
+ * as every step has taken all of them or none; one that leaves some out parts them, for ever. That holds for the steps
+ * that CUDA graphs repeat as well, unseen by the host: a graph repeats what was looked at when it was captured, so it
+ * parts nobody anew.
  */
 #ifndef ZS_COUNTERS_H
 #define ZS_COUNTERS_H

@@ -8,7 +8,7 @@
 #include "device/device_cuda.h"
 #include "pager/pager.h"
 
-/* --- life ------------------------------------------------------------------------------------------------------------ */
+/* --- life --------------------------------------------------------------------------------------------------------- */
 
 zs_status zs_optim_new(zs_rule rule, int64_t capacity, zs_optim **out)
 {
@@ -72,7 +72,7 @@ zs_verdict zs_optim_verdict(const zs_optim *plan, int64_t index)
     return plan->views[index].verdict;
 }
 
-/* --- looking --------------------------------------------------------------------------------------------------------- */
+/* --- looking ------------------------------------------------------------------------------------------------------ */
 
 static int states_needed(zs_rule rule, bool full)
 {
@@ -208,7 +208,7 @@ static zs_status look_at(const zs_optim *plan, const zs_member *member, zs_view 
     return plan->dithered ? look_at_number(member, out) : ZS_OK;
 }
 
-/* --- joining --------------------------------------------------------------------------------------------------------- */
+/* --- joining ------------------------------------------------------------------------------------------------------ */
 
 /* The constants for this member: usually those of the member before. */
 static const zs_constants *constants_for(zs_optim *plan, const zs_hyper *hyper, double step, bool first)
@@ -286,7 +286,7 @@ zs_status zs_optim_prepare(zs_optim *plan, const zs_hyper *hyper, const zs_live 
     return ZS_OK;
 }
 
-/* --- stepping -------------------------------------------------------------------------------------------------------- */
+/* --- stepping ----------------------------------------------------------------------------------------------------- */
 
 /* Index of the run that holds element `at`: the first whose end lies behind it. */
 static int64_t run_holding(const zs_optim *plan, int64_t at)

@@ -10,7 +10,8 @@
 
 #define SAME(x) (x)
 
-/* How a result is stored, given 16 random bits. Where a rule does not ask for them, the compiler drops what makes them. */
+/* How a result is stored, given 16 random bits. Where a rule does not ask for them, the compiler drops what makes
+ * them. */
 #define STORE_SAME(x, noise) ((void)(noise), (x))
 #define STORE_BF16(x, noise) ((void)(noise), zs_to_bf16(x))
 #define STORE_F16(x, noise) ((void)(noise), zs_to_f16(x))

@@ -40,12 +40,13 @@ struct zs_optim {
     bool dithered;                /* bfloat16 is rounded stochastically at this step */
 };
 
-/* --- capturable steps (optim_live.c) --------------------------------------------------------------------------------------- */
+/* --- capturable steps (optim_live.c) ------------------------------------------------------------------------------ */
 
 /* Refuses what would have to be read or updated on the host, and finds out whose counters are equal. */
 zs_status zs_live_check(zs_optim *plan);
 
-/* The constants for this member and those that have counted the same steps: made on the device, before it is updated. */
+/* The constants for this member and those that have counted the same steps: made on the device, before it is
+ * updated. */
 const zs_constants *zs_live_constants(zs_optim *plan, int64_t member);
 
 /* Has the constants made that the runs will read, and the steps counted that they are of. */

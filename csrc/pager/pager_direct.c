@@ -34,7 +34,7 @@ char *zs_pager_in_buffer(char *buffer, const char *ptr)
     return buffer + in_page(ptr);
 }
 
-/* --- buffers ----------------------------------------------------------------------------------------------------------- */
+/* --- buffers ------------------------------------------------------------------------------------------------------ */
 
 static struct {
     pthread_mutex_t lock;
@@ -88,7 +88,7 @@ void zs_pager_buffers_free(void)
     pthread_mutex_unlock(&keep_gathered.lock);
 }
 
-/* --- moving ------------------------------------------------------------------------------------------------------------ */
+/* --- moving ------------------------------------------------------------------------------------------------------- */
 
 /* Bytes in memory and where they belong in this rank's file. */
 typedef struct place {

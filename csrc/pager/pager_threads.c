@@ -13,7 +13,7 @@ enum { USUAL = 256 << 20 }; /* bytes that may be resident */
 
 zs_pager_state zs_pager = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER, .limit = USUAL};
 
-/* --- from one state to the next ------------------------------------------------------------------------------------------- */
+/* --- from one state to the next ----------------------------------------------------------------------------------- */
 
 void zs_pager_count_resident(size_t bytes)
 {
@@ -49,7 +49,7 @@ void zs_pager_make_cold(zs_pager_range *r)
     r->state = COLD;
 }
 
-/* --- the two threads ------------------------------------------------------------------------------------------------------ */
+/* --- the two threads ---------------------------------------------------------------------------------------------- */
 
 /* Is there too much here, and something that may go? */
 static bool crowded(void)

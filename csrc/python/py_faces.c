@@ -1,7 +1,7 @@
 /* py_faces.c - the class of a sharded parameter: guarded while it is a slice, all but torch's own while it is whole.
  *
- * Forward and backward are to see plain parameters, since each operation on a guarded one costs a detour. So
- * the class changes with what the parameter is bound to: at once where Python runs anyway (hooks, methods), else when the
+ * Forward and backward are to see plain parameters, since each operation on a guarded one costs a detour. So the class
+ * changes with what the parameter is bound to: at once where Python runs anyway (hooks, methods), else when the
  * backward ends. In between, the guard looks itself whether a parameter is whole (py_guard.c).
  */
 #include "python/py_faces.h"
@@ -88,8 +88,8 @@ static int spare_questions(PyTypeObject *whole)
     return 0;
 }
 
-/* Python's own way for the first time: it refuses what cannot be, and gives the object a dict that does not depend on its
- * class. Parameters of another class than torch's (quantised ones, for example) stay what they are. */
+/* Python's own way for the first time: it refuses what cannot be, and gives the object a dict that does not depend
+ * on its class. Parameters of another class than torch's (quantised ones, for example) stay what they are. */
 static int guard_param(PyObject *param)
 {
     const zs_guard_types *types = &zs_py_guard_types;
@@ -122,8 +122,7 @@ PyObject *zs_py_unit_watch(unit_object *self, PyObject *index)
     if (i == -1 && PyErr_Occurred()) return NULL;
     if (i < 0 || i >= self->unit->n_params) return PyErr_Format(PyExc_IndexError, "parameter %zd is out of range", i);
     zs_clear_error();
-    if (zs_unit_watch(self->unit, i) != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
+    return zs_py_none(zs_unit_watch(self->unit, i));
 }
 
 const char zs_py_unit_note_write_doc[] = PyDoc_STR(

@@ -13,7 +13,7 @@ typedef struct file_object {
     int users;         /* calls under way */
 } file_object;
 
-/* --- make and close --------------------------------------------------------------------------------------------------- */
+/* --- make and close ----------------------------------------------------------------------------------------------- */
 
 static void file_dealloc(file_object *self)
 {
@@ -122,7 +122,7 @@ static PyObject *file_exit(file_object *self, PyObject *unused)
     return file_close(self, unused);
 }
 
-/* --- use -------------------------------------------------------------------------------------------------------------- */
+/* --- use ---------------------------------------------------------------------------------------------------------- */
 
 /* Is it open? Then nobody may close it until `done`. */
 static bool begin(file_object *self)

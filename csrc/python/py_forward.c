@@ -7,7 +7,8 @@
 #include "python/py_aliases.h"
 #include "python/py_faces.h"
 
-/* Functional calls that are open on this thread: modules have other tensors in the places of their parameters until they return. */
+/* Functional calls that are open on this thread: modules have other tensors in the places of their parameters until
+ * they return. */
 static _Thread_local int lent;
 
 /* Notes which parameters are no more where they were, in any module (`linear.bias = None`). */
@@ -83,8 +84,7 @@ PyObject *zs_py_pre_forward(unit_object *self, PyObject *const *args, Py_ssize_t
     ZS_PY_NOGIL(status, zs_engine_pre_forward(self->unit, training));
     zs_py_show(zs_engine_of(self->unit));
     if (status == ZS_OK && check_places(self) < 0) return NULL;
-    if (status != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
+    return zs_py_none(status);
 }
 
 const char zs_py_post_forward_doc[] =
@@ -99,8 +99,7 @@ PyObject *zs_py_post_forward(unit_object *self, PyObject *const *args, Py_ssize_
     zs_py_show(zs_engine_of(self->unit));
     zs_py_signals_seen();
     end_range(self);
-    if (status != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
+    return zs_py_none(status);
 }
 
 const char zs_py_read_doc[] = PyDoc_STR(
@@ -142,8 +141,7 @@ static PyObject *before_backward(PyObject *module, PyObject *roots)
 {
     (void)module;
     zs_clear_error();
-    if (zs_entries_hook(visit, roots) != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
+    return zs_py_none(zs_entries_hook(visit, roots));
 }
 
 PyDoc_STRVAR(

@@ -1,8 +1,9 @@
 /* py_guard.c - what torch calls in place of an operation on a guarded slice: the operation, or Python's refusal.
  *
- * An elementwise operation on slices of the same elements gives the slice of the whole result, so it runs as
- * it is and its result is guarded in turn. zshard/guard/rules.py lists which operations are of that kind, or ask for facts only;
- * all others, and slices that do not fit each other, go to Python (zshard/guard/slices.py), which raises or knows better.
+ * An elementwise operation on slices of the same elements gives the slice of the whole result, so it runs as it is and
+ * its result is guarded in turn. zshard/guard/rules.py lists which operations are of that kind, or ask for facts only;
+ * all others, and slices that do not fit each other, go to Python (zshard/guard/slices.py), which raises or knows
+ * better.
  */
 #include "python/py_reads.h"
 #include "python/py_util.h"
@@ -30,7 +31,7 @@ static struct {
     PyObject *part, *dunder_class, *takes; /* names */
 } guard;
 
-/* --- do they fit each other? ------------------------------------------------------------------------------------------ */
+/* --- do they fit each other? -------------------------------------------------------------------------------------- */
 
 /* Could a plain tensor of the slice's shape as well mean something for the whole one, such as a number for each row? */
 static bool is_ambiguous(const zs_operand *slice)
@@ -60,8 +61,8 @@ static int takes(const zs_operand *slice, PyObject *tensor)
     return result;
 }
 
-/* Does a tensor go with the slice, element by element? Numbers, slices of the same elements, and plain tensors that can only
- * be meant as such. -1 with an exception. */
+/* Does a tensor go with the slice, element by element? Numbers, slices of the same elements, and plain tensors that
+ * can only be meant as such. -1 with an exception. */
 static int fits(const zs_operand *other, const zs_operand *slice)
 {
     if (other->part != NULL) return other->shape == slice->shape;
@@ -121,7 +122,7 @@ static bool has_sequence(const arguments *given)
     return false;
 }
 
-/* --- running ------------------------------------------------------------------------------------------------------------ */
+/* --- running ------------------------------------------------------------------------------------------------------ */
 
 /* Has a new tensor guarded as what `slice` is a slice of; -1 with an exception. */
 static int mark(PyObject *object, const zs_operand *slice)
@@ -182,7 +183,8 @@ static PyObject *run_grad(PyObject *operation, const arguments *given)
     return marked(grad, &param);
 }
 
-/* `p.grad` of a guarded parameter, which loops over all parameters read: what run_grad does, but without torch's detour. */
+/* `p.grad` of a guarded parameter, which loops over all parameters read: what run_grad does, but without torch's
+ * detour. */
 static PyObject *get_grad(PyObject *param, void *unused)
 {
     (void)unused;
@@ -230,7 +232,7 @@ static PyObject *run_assignment(PyObject *operation, PyObject *types, const argu
     return zs_py_run_writing(operation, given->args, given->kwargs, target);
 }
 
-/* --- lists ---------------------------------------------------------------------------------------------------------------- */
+/* --- lists -------------------------------------------------------------------------------------------------------- */
 
 static PyObject *element(PyObject *argument, Py_ssize_t i)
 {
@@ -283,7 +285,7 @@ static PyObject *run_lists(PyObject *operation, PyObject *types, const arguments
     return NULL;
 }
 
-/* --- the functions of the module ------------------------------------------------------------------------------------------- */
+/* --- the functions of the module ---------------------------------------------------------------------------------- */
 
 PyDoc_STRVAR(guarded_doc,
              "guarded($module, operation, types, args, kwargs, /)\n--\n\nRun an operation on guarded slices if it is "

@@ -12,7 +12,7 @@
 #include "optim/optim.h"
 #include "pager/pager.h"
 
-/* --- norms on the host ------------------------------------------------------------------------------------------------ */
+/* --- norms on the host -------------------------------------------------------------------------------------------- */
 
 /* Arrays of one device whose norm is yet to be taken. */
 typedef struct norm_batch {
@@ -92,7 +92,7 @@ static PyObject *power_sum(PyObject *module, PyObject *args)
     return status == ZS_OK ? PyFloat_FromDouble(batch.total) : zs_py_raise(module);
 }
 
-/* --- norms on a GPU ----------------------------------------------------------------------------------------------------- */
+/* --- norms on a GPU ----------------------------------------------------------------------------------------------- */
 
 /* A tensor of the list on the GPU; its handle is owned. */
 typedef struct on_gpu {
@@ -271,7 +271,7 @@ static PyObject *queue_over_ranks(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* --- scaling ------------------------------------------------------------------------------------------------------------ */
+/* --- scaling ------------------------------------------------------------------------------------------------------ */
 
 /* Scales neighbours together: `run` is what has not been queued yet. */
 static zs_status scale_next(const zs_device *device, zs_numbers *run, const zs_numbers *next, const float *factor)

@@ -9,7 +9,8 @@ static struct {
     PyObject *unit, *read, *unread;
 } names; /* of a Part, and methods of its Unit */
 
-/* Calls a method of the unit of a sharded parameter, with one argument or NULL; 0 for any other object. -1 with an exception. */
+/* Calls a method of the unit of a sharded parameter, with one argument or NULL; 0 for any other object. -1 with an
+ * exception. */
 static int call_unit(PyObject *object, PyObject *method, PyObject *argument)
 {
     PyObject *part = zs_py_part_of_param(object);

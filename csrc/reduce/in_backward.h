@@ -1,10 +1,10 @@
 /* in_backward.h - units that are stepped during backward, each as soon as its gradients are reduced.
  *
- * A unit may change as soon as nobody will look at its parameters again in this backward, on any rank: peers
- * may read this rank's shard in place. A rank knows that of a unit whose module was called once since the last backward,
- * when all its gradients have come; of any unit, at the end of its backward. It then says so with its round ("over", a bit
- * of the bitmap), and a unit that is over on all ranks is stepped where its sum was made. The others are stepped after
- * the end of the backward, when no peer reads any more, as a user's optimizer.step() would.
+ * A unit may change as soon as nobody will look at its parameters again in this backward, on any rank: peers may read
+ * this rank's shard in place. A rank knows that of a unit whose module was called once since the last backward, when
+ * all its gradients have come; of any unit, at the end of its backward. It then says so with its round (ZS_ROUND_OVER),
+ * and a unit that is over on all ranks is stepped where its sum was made. The others are stepped after the end of the
+ * backward, when no peer reads any more, as a user's optimizer.step() would.
  *
  * Gradients of such units have no memory of their own: they borrow a slot from the sum to the step.
  */
@@ -13,8 +13,8 @@
 
 #include "unit/unit.h"
 
-/* Who steps a unit's parameters; called without the GIL, on the thread that ends the unit's round: autograd's, or the one that
- * settles a backward which failed. */
+/* Who steps a unit's parameters; called without the GIL, on the thread that ends the unit's round: autograd's, or
+ * the one that settles a backward which failed. */
 typedef struct zs_stepper {
     zs_status (*step)(void *ctx); /* updates those of the unit's parameters that it knows and that have a .grad */
     /* A backward begins, and may be refused; it is over, all units are stepped. Both NULL: another unit's tells. */
@@ -24,9 +24,9 @@ typedef struct zs_stepper {
     void *ctx;
 } zs_stepper;
 
-/* Has `stepper` (taken over, also on failure) step the unit in each backward that reduces its gradients, from the next one on.
- * `stepped` [n_params]: the parameters that it updates, whose .grad is then None; the others keep theirs. ZS_ERR_STATE in a
- * backward, and where one of them has a .grad or the unit has a stepper. */
+/* Has `stepper` (taken over, also on failure) step the unit in each backward that reduces its gradients, from the
+ * next one on. `stepped` [n_params]: the parameters that it updates, whose .grad is then None; the others keep
+ * theirs. ZS_ERR_STATE in a backward, and where one of them has a .grad or the unit has a stepper. */
 zs_status zs_in_backward_attach(zs_unit *unit, const zs_stepper *stepper, const bool *stepped);
 
 /* Undoes it; no-op without a stepper. Not in a backward. */
@@ -35,7 +35,7 @@ void zs_in_backward_detach(zs_unit *unit);
 /* Is the unit alone (world of one) and hooked only for being stepped? */
 bool zs_in_backward_alone(const zs_unit *unit);
 
-/* --- what the schedule tells of a unit; no-ops without a stepper ---------------------------------------------------------- */
+/* --- what the schedule tells of a unit; no-ops without a stepper -------------------------------------------------- */
 
 /* A backward of its model is about to begin. */
 zs_status zs_in_backward_begin(const zs_unit *unit);
@@ -55,8 +55,8 @@ zs_status zs_in_backward_step(zs_unit *unit);
 /* (Alone) The gradient of one more parameter is there; *all if it was the last. */
 zs_status zs_in_backward_arrived(zs_unit *unit, int64_t i, bool *all);
 
-/* The backward has ended and no peer reads: steps the unit if it is not stepped yet, unless the backward was abandoned (not
- * `good`), and readies it for the next. */
+/* The backward has ended and no peer reads: steps the unit if it is not stepped yet, unless the backward was
+ * abandoned (not `good`), and readies it for the next. */
 zs_status zs_in_backward_finish(zs_unit *unit, bool good);
 
 /* The backward has raised, or came to nothing. */

@@ -57,8 +57,8 @@ static zs_status give_out(zs_schedule *schedule, zs_record *record)
     return ZS_OK;
 }
 
-/* (in order) Gives out the units that this backward is through with, where that of the forward `stamp` begins: in one place
- * on all ranks. */
+/* (in order) Gives out the units that this backward is through with, where that of the forward `stamp` begins: in
+ * one place on all ranks. */
 static zs_status retire(zs_schedule *schedule, int64_t stamp)
 {
     if (!schedule->in_order) return ZS_OK;
@@ -87,8 +87,8 @@ zs_status zs_schedule_backward(zs_schedule *schedule, zs_record *record, int64_t
 static zs_status complete(zs_schedule *schedule, zs_record *record)
 {
     if (!record->is.replicated && schedule->gathers_cost) return ZS_OK;
-    /* A mapped full buffer costs nothing: it stays, for weights that are recomputed once more. A cast copy goes, and what is
-     * stepped early, on the shard; unless backward may still need frozen parameters in it. */
+    /* A mapped full buffer costs nothing: it stays, for weights that are recomputed once more. A cast copy goes, and
+     * what is stepped early, on the shard; unless backward may still need frozen parameters in it. */
     bool goes = record->is.replicated || record->early.on;
     if (goes && !record->round.has_frozen) ZS_TRY(zs_reshard_to(schedule, record, after(record)));
     if (!schedule->in_order) return zs_rounds_post(schedule, record);
@@ -104,7 +104,7 @@ zs_status zs_schedule_gradient(zs_schedule *schedule, zs_record *record, int64_t
     return all ? complete(schedule, record) : ZS_OK;
 }
 
-/* --- the end ------------------------------------------------------------------------------------------------------------ */
+/* --- the end ------------------------------------------------------------------------------------------------------ */
 
 /* Whatever this rank has not posted, it will not. */
 static zs_status post_rest(zs_schedule *schedule)

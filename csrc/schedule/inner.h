@@ -1,5 +1,5 @@
-/* inner.h - what the files of the schedule ask of each other. Each calls those above it: session, through, unshard, rounds, backward,
- * reads, forward. */
+/* inner.h - what the files of the schedule ask of each other. Each calls those above it: session, through, unshard,
+ * rounds, backward, reads, forward. */
 #ifndef ZS_SCHEDULE_INNER_H
 #define ZS_SCHEDULE_INNER_H
 
@@ -8,14 +8,15 @@
 /* Carries out an action that may be left out. */
 #define ZS_ACT(schedule, action, ...) ((schedule)->act->action != NULL ? (schedule)->act->action(__VA_ARGS__) : ZS_OK)
 
-/* --- session.c -------------------------------------------------------------------------------------------------------- */
+/* --- session.c ---------------------------------------------------------------------------------------------------- */
 
-/* A backward begins: the session of a forward in which it runs is closed / is opened again / ends, whether it is closed or not. */
+/* A backward begins: the session of a forward in which it runs is closed / is opened again / ends, whether it is
+ * closed or not. */
 zs_status zs_session_suspend(zs_schedule *schedule);
 zs_status zs_session_resume(zs_schedule *schedule);
 zs_status zs_session_close(zs_schedule *schedule);
 
-/* --- unshard.c -------------------------------------------------------------------------------------------------------- */
+/* --- unshard.c ---------------------------------------------------------------------------------------------------- */
 
 /* Unshards the unit as a pass wants it, and lets the gathers of what follows begin. */
 zs_status zs_unshard_for(zs_schedule *schedule, zs_record *record, zs_phase phase);
@@ -39,7 +40,7 @@ bool zs_unshard_stays(const zs_schedule *schedule, const zs_record *record, bool
 /* Takes a unit out of what others remember. */
 void zs_unshard_forget(zs_schedule *schedule, const zs_record *record);
 
-/* --- rounds.c --------------------------------------------------------------------------------------------------------- */
+/* --- rounds.c ----------------------------------------------------------------------------------------------------- */
 
 /* A backward begins: its units' rounds are new. */
 void zs_rounds_begin(zs_schedule *schedule);
@@ -65,8 +66,8 @@ void zs_rounds_packed(zs_record *record);
 /* Posts the unit's round, packed or empty, with what stayed local before; no-op for units whose gradients stay here. */
 zs_status zs_rounds_post(zs_schedule *schedule, zs_record *record);
 
-/* Ends all rounds, in the order of posting. All ranks must have posted, or be about to post without waiting for this one;
- * their orders may differ: what a peer may wait for is shared first. */
+/* Ends all rounds, in the order of posting. All ranks must have posted, or be about to post without waiting for this
+ * one; their orders may differ: what a peer may wait for is shared first. */
 zs_status zs_rounds_end_all(zs_schedule *schedule);
 
 /* Waits until all buckets are idle. */
@@ -84,7 +85,7 @@ void zs_rounds_forget_all(zs_schedule *schedule);
 /* Takes a unit out, whatever it has there. */
 void zs_rounds_forget(zs_schedule *schedule, zs_record *record);
 
-/* --- reads.c ---------------------------------------------------------------------------------------------------------- */
+/* --- reads.c ------------------------------------------------------------------------------------------------------ */
 
 /* The forward of `reader`, which was entered last, ends: what it has read is sharded again. */
 zs_status zs_reads_end(zs_schedule *schedule, zs_record *reader);
@@ -95,14 +96,15 @@ bool zs_reads_keep(zs_schedule *schedule, zs_record *record);
 /* Takes a unit out. */
 void zs_reads_forget(zs_schedule *schedule, zs_record *record);
 
-/* --- through.c -------------------------------------------------------------------------------------------------------- */
+/* --- through.c ---------------------------------------------------------------------------------------------------- */
 
 /* Which units a running backward is through with.
  *
- * Torch numbers the nodes of its graph as they are made, and a backward runs them in falling order. So when
- * the hook before a unit's backward runs, every node that was made after that unit's forward has been run; and a unit all of
- * whose forwards began later will get no gradient any more. That is known on all ranks at the same hook, however many of
- * the unit's parameters had a gradient: where collectives must come in one order, that is what the order hangs on. */
+ * Torch numbers the nodes of its graph as they are made, and a backward runs them in falling order. So when the hook
+ * before a unit's backward runs, every node that was made after that unit's forward has been run; and a unit all of
+ * whose forwards began later will get no gradient any more. That is known on all ranks at the same hook, however
+ * many of the unit's parameters had a gradient: where collectives must come in one order, that is what the order
+ * hangs on. */
 
 /* A forward of the unit's module begins. */
 void zs_through_begin(zs_record *record, int64_t now);
@@ -113,8 +115,9 @@ void zs_through_expect(zs_record *record);
 /* The backward of the forward `stamp` (zs_schedule_stamp) begins. */
 void zs_through_fired(zs_record *record, int64_t stamp);
 
-/* Is the running backward through with the unit, where that of the forward `stamp` begins? `session`: when the last session
- * of forwards began; it is with a unit that took no part in that. (One that did without recording may be recomputed.) */
+/* Is the running backward through with the unit, where that of the forward `stamp` begins? `session`: when the last
+ * session of forwards began; it is with a unit that took no part in that. (One that did without recording may be
+ * recomputed.) */
 bool zs_through_with(const zs_record *record, int64_t stamp, int64_t session);
 
 /* What is packed now is all that this backward will: noted, for the units that it is through with. */

@@ -57,8 +57,8 @@ typedef struct zs_follow {
     size_t n;
 } zs_follow;
 
-/* A bucket: lent to a unit for one round, it comes back when this rank has summed its slice and all peers have read theirs
- * (rounds.c). */
+/* A bucket: lent to a unit for one round, it comes back when this rank has summed its shard and all peers have read
+ * theirs (rounds.c). */
 typedef struct zs_lease {
     size_t bytes;       /* that it holds */
     zs_record *user;    /* borrowed: who packs into it, or whose posted round it carries; NULL if idle or lost */
@@ -78,7 +78,7 @@ typedef struct zs_round {
     bool packed;        /* (in order) the round is packed and waits for its turn */
     bool posted;        /* something was posted in this backward */
     bool outstanding;   /* a posted round is not yet summed; then it stands in the queue */
-    bool shared;        /* (replicated) this rank's slice of it is summed and shared */
+    bool shared;        /* (replicated) this rank's shard of it is summed and shared */
     zs_record *next;    /* next in that queue; borrowed */
 } zs_round;
 

@@ -1,16 +1,16 @@
 /* schedule.h - what happens when in a step of a model: the decisions, and nothing else.
  *
- * Events go in (a module is entered, a gradient is ready), actions come out (gather, post, sum), and between
- * them are the records of the units. What an action does with memory, transports and tensors is its executor's matter. There
- * are two: the engine's (acts.c), and a dry one that knows sizes and durations (dry.c), so that what is planned is what is
- * done. Nothing here is collective by itself; the order of actions is the same on all ranks whose events are.
+ * Events go in (a module is entered, a gradient is ready), actions come out (gather, post, sum), and between them are
+ * the records of the units. What an action does with memory, transports and tensors is its executor's matter. There are
+ * two: the engine's (acts.c), and a dry one that knows sizes (dry.c), so that what is planned is what is done. Nothing
+ * here is collective by itself; the order of actions is the same on all ranks whose events are.
  *
- *   forward:   enter -> [ready, open] gather, bind ...      leave -> reshard ... [close]
- *   backward:  backward -> [ready, open] gather, bind, prepare     gradient -> pack ... post     end -> sum, deliver, close, end
+ *  forward:   enter -> [ready, open] gather, bind ...      leave -> reshard ... [close]
+ *  backward:  backward -> [ready, open] gather, bind, prepare  gradient -> pack, post  end -> sum, deliver, close, end
  *
  * Threads: none of this is locked. A model's events come one at a time: forwards from the thread that calls the module,
- * gradients from the one thread that autograd runs the backward on, which the first waits for. Actions must not send events;
- * what users' hooks do in `step` and `deliver` is a matter of the executor, which refuses it or has it wait.
+ * gradients from the one thread that autograd runs the backward on, which the first waits for. Actions must not send
+ * events; what users' hooks do in `step` and `deliver` is a matter of the executor, which refuses it or has it wait.
  */
 #ifndef ZS_SCHEDULE_H
 #define ZS_SCHEDULE_H
@@ -20,8 +20,8 @@
 
 typedef struct zs_schedule zs_schedule;
 
-/* Which pass is running. FAILED: a backward has raised here; what needs no peer is put in order, and the peers' part of it is
- * done before anything else (zs_schedule_settle). */
+/* Which pass is running. FAILED: a backward has raised here; what needs no peer is put in order, and the peers' part
+ * of it is done before anything else (zs_schedule_settle). */
 typedef enum zs_stage { ZS_IDLE, ZS_IN_FORWARD, ZS_IN_BACKWARD, ZS_FAILED } zs_stage;
 
 /* What a forward is, when it begins. */
@@ -40,20 +40,22 @@ typedef struct zs_expected {
     bool has_frozen;  /* some parameters want none */
 } zs_expected;
 
-/* What an executor does. Those that have nothing to do for an action leave it NULL; but not gather, bind, cancel, reshard,
- * bucket_new, pack, post, sum and reusable. */
+/* What an executor does. Those that have nothing to do for an action leave it NULL; but not gather, bind, cancel,
+ * reshard, bucket_new, pack, post, sum and reusable. */
 typedef struct zs_actions {
-    /* --- a pass -------------------------------------------------------------------------------------------------------- */
+    /* --- a pass
+     * -------------------------------------------------------------------------------------------------------- */
 
     /* One is about to begin, and may be refused. No other session of its kind is open. */
     zs_status (*ready)(zs_schedule *, zs_phase);
     /* It begins: peers' shards may be read from now on. `entry` is NULL for a backward. */
     zs_status (*open)(zs_schedule *, const zs_entry *entry);
-    /* Nobody reads peers' shards any more. Called after each `open`, whether it failed or not; for a forward also where its
-     * `ready` has failed. */
+    /* Nobody reads peers' shards any more. Called after each `open`, whether it failed or not; for a forward also
+     * where its `ready` has failed. */
     zs_status (*close)(zs_schedule *, zs_phase);
 
-    /* --- parameters ---------------------------------------------------------------------------------------------------- */
+    /* --- parameters
+     * ---------------------------------------------------------------------------------------------------- */
 
     /* Begins to gather. If it fails, nothing is under way. */
     zs_status (*gather)(zs_record *);
@@ -71,9 +73,11 @@ typedef struct zs_actions {
     /* Which units are read in forwards of others is not what it was. */
     void (*reads_changed)(zs_schedule *);
 
-    /* --- gradients ----------------------------------------------------------------------------------------------------- */
+    /* --- gradients
+     * ----------------------------------------------------------------------------------------------------- */
 
-    /* Readies the unit for gradients, once in a backward. `arriving`: a parameter whose new gradient is there, or -1. */
+    /* Readies the unit for gradients, once in a backward. `arriving`: a parameter whose new gradient is there, or
+     * -1. */
     zs_status (*prepare)(zs_record *, int64_t arriving, zs_expected *out);
     /* The gradient of parameter `i` stays where autograd put it. *all: they are all there. */
     zs_status (*keep)(zs_record *, int64_t i, bool *all);
@@ -81,23 +85,25 @@ typedef struct zs_actions {
     zs_status (*bucket_new)(zs_schedule *, size_t bytes, zs_lease **out);
     /* A round begins, in round.packing, or (`local`) in memory of this rank's own. */
     zs_status (*begin_round)(zs_record *, bool local);
-    /* Packs the gradient of parameter `i`, which is counted from nothing (`anew`) or not. *first: it was not counted yet. */
+    /* Packs the gradient of parameter `i`, which is counted from nothing (`anew`) or not. *first: it was not counted
+     * yet. */
     zs_status (*pack)(zs_record *, int64_t i, bool anew, bool *first);
     /* What stayed local goes into round.packing. */
     zs_status (*send_local)(zs_record *);
     /* Posts round.packing, or a round without gradients. */
     zs_status (*post)(zs_record *);
-    /* (replicated) Sums this rank's slice once all ranks have posted, and shares it. */
+    /* (replicated) Sums this rank's shard once all ranks have posted, and shares it. */
     zs_status (*share)(zs_record *, zs_wait, bool *ready);
-    /* Ends the oldest round that is out (with ZS_WAIT_NOT: any), once all ranks are there: *done, and the peers may go on. With *done, an error says
-     * that the sum is none. *over: early.over, on all ranks. */
+    /* Ends the oldest round that is out (with ZS_WAIT_NOT: any), once all ranks are there: *done, and the peers may
+     * go on. With *done, an error says that the sum is none. *over: early.over, on all ranks. */
     zs_status (*sum)(zs_record *, zs_wait, bool *done, bool *over);
     /* Have all peers read the bucket of the unit's last round? */
     zs_status (*reusable)(zs_record *, zs_wait, bool *ready);
     /* (stepped in backward) Steps the unit with what has been summed. */
     zs_status (*step)(zs_record *);
 
-    /* --- the end of a backward ------------------------------------------------------------------------------------------ */
+    /* --- the end of a backward
+     * ------------------------------------------------------------------------------------------ */
 
     /* All rounds of this rank have been posted. */
     zs_status (*posted)(zs_schedule *);
@@ -146,7 +152,7 @@ struct zs_schedule {
 
 enum { ZS_BUCKETS_OUT = 2 }; /* buckets of one size that may be out before a rank waits for its peers */
 
-/* --- between passes -------------------------------------------------------------------------------------------------------- */
+/* --- between passes ----------------------------------------------------------------------------------------------- */
 
 /* Begins with no units, and gathers that go one unit ahead. */
 void zs_schedule_init(zs_schedule *schedule, const zs_actions *act);
@@ -165,7 +171,8 @@ void zs_record_free(zs_record *record);
 zs_status zs_schedule_add(zs_schedule *schedule, zs_record *record);
 void zs_schedule_forget(zs_schedule *schedule, zs_record *record);
 
-/* Sets the order, in which gradients leave from the last to the first: `records` [n] are all of its units, each once. */
+/* Sets the order, in which gradients leave from the last to the first: `records` [n] are all of its units, each
+ * once. */
 void zs_schedule_set_order(zs_schedule *schedule, zs_record *const *records);
 
 /* Has these follow `record` in that pass; n = 0: those that did last time. ZS_ERR_MEMORY. */
@@ -191,23 +198,24 @@ void zs_record_forget_local(zs_record *record);
 zs_status zs_schedule_add_lease(zs_schedule *schedule, zs_lease *lease);
 void zs_schedule_drop_lease(zs_schedule *schedule, const zs_lease *lease);
 
-/* --- forward: events ------------------------------------------------------------------------------------------------------- */
+/* --- forward: events ---------------------------------------------------------------------------------------------- */
 
-/* The forward of a unit's module begins (`record` NULL: parameters will be read). Opens a session unless one is open. If it
- * fails before the unit is in, nothing is open that was not before. */
+/* The forward of a unit's module begins (`record` NULL: parameters will be read). Opens a session unless one is
+ * open. If it fails before the unit is in, nothing is open that was not before. */
 zs_status zs_schedule_enter(zs_schedule *schedule, zs_record *record, const zs_entry *entry);
 
 /* It begins again within a backward, to be recomputed. */
 zs_status zs_schedule_recompute(zs_schedule *schedule, zs_record *record, int64_t now);
 
-/* An operation in the innermost forward reads the unit's parameters: it is unsharded until that ends, or until another unit is
- * read and nothing uses this one's full buffer. */
+/* An operation in the innermost forward reads the unit's parameters: it is unsharded until that ends, or until
+ * another unit is read and nothing uses this one's full buffer. */
 zs_status zs_schedule_read(zs_schedule *schedule, zs_record *record, int64_t now);
 
 /* The number of the operation that is to read it, and does. */
 void zs_record_set_operation(zs_record *record, uint64_t operation);
 
-/* The unit is to be written to: if it is unsharded for that alone, or its gather has begun ahead, it is sharded again. */
+/* The unit is to be written to: if it is unsharded for that alone, or its gather has begun ahead, it is sharded
+ * again. */
 zs_status zs_schedule_unread(zs_schedule *schedule, zs_record *record);
 
 /* It ends, also if it raised; no-op if none is running. `keep`: its outputs have a history, so a backward may come. */
@@ -219,7 +227,7 @@ zs_status zs_schedule_unwind(zs_schedule *schedule, size_t n_open);
 /* The innermost session that was opened by hand ends, and what was entered in it; no-op if there is none. */
 zs_status zs_schedule_leave_by_hand(zs_schedule *schedule);
 
-/* --- by hand ----------------------------------------------------------------------------------------------------------------- */
+/* --- by hand ------------------------------------------------------------------------------------------------------ */
 
 /* Unshards a unit in a session, without what goes ahead of a pass; no-op if it is unsharded. */
 zs_status zs_schedule_unshard(zs_schedule *schedule, zs_record *record);
@@ -233,7 +241,7 @@ zs_status zs_schedule_reshard(zs_schedule *schedule, zs_record *record);
 /* Drops a gather that is under way, which may have failed; else a no-op. */
 zs_status zs_schedule_cancel(zs_schedule *schedule, zs_record *record);
 
-/* --- without modules: what other ranks' passes want of this one's (join()) -------------------------------------------------- */
+/* --- without modules: what other ranks' passes want of this one's (join()) ---------------------------------------- */
 
 /* Takes part in the gather of a unit, and drops what it brings. */
 zs_status zs_schedule_gather_only(zs_schedule *schedule, zs_record *record);
@@ -244,10 +252,10 @@ zs_status zs_schedule_begin_to_follow(zs_schedule *schedule);
 /* Takes part in a round of a unit, without gradients, and ends it. */
 zs_status zs_schedule_post_only(zs_schedule *schedule, zs_record *record);
 
-/* --- backward: events ------------------------------------------------------------------------------------------------------ */
+/* --- backward: events --------------------------------------------------------------------------------------------- */
 
-/* What the hook before the backward of a forward is to be told, which made the nodes from `begun` up to `ended` (INT64_MAX:
- * it still runs). */
+/* What the hook before the backward of a forward is to be told, which made the nodes from `begun` up to `ended`
+ * (INT64_MAX: it still runs). */
 int64_t zs_schedule_stamp(int64_t begun, int64_t ended);
 
 /* Was the forward of stamp `inner` made within that of `outer`? */
@@ -271,8 +279,8 @@ bool zs_schedule_all_arrived(const zs_schedule *schedule);
 /* Autograd has raised. What needs no peer is done at once. */
 void zs_schedule_fail(zs_schedule *schedule);
 
-/* After that: tells the peers, who still wait for this rank's gradients, that they will not come, and ends the rounds. Else a
- * no-op. */
+/* After that: tells the peers, who still wait for this rank's gradients, that they will not come, and ends the
+ * rounds. Else a no-op. */
 zs_status zs_schedule_settle(zs_schedule *schedule);
 
 #endif

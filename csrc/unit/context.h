@@ -46,9 +46,9 @@ struct zs_context {
     zs_ranks ranks;     /* counted references */
     zs_trail trail;     /* of its passes in the compute stream */
     zs_model model;     /* what messages call it */
-    int n_parts;        /* slices of a copy of the model */
-    int part;           /* this rank's */
-    int *part_of;       /* [ranks.all->world] each rank's; owned */
+    int n_shards;       /* that a copy of the model is cut into */
+    int shard;          /* this rank's */
+    int *shard_of;      /* [ranks.all->world] each rank's; owned */
     zs_arena *arena;    /* slots for full buffers; owned */
     zs_pool *grads;     /* memory of the units' gradients; owned */
     zs_offload offload; /* what of the units goes to a disk, with a counted reference; set before they are made */
@@ -56,8 +56,9 @@ struct zs_context {
     /* (if met) What they were told in the last round of gradients, in which all were alike. */
     zs_fingerprint met_fingerprint;
     bool met;
-    /* Bytes that this rank can spare for parameters that stay gathered, as the peers are told in rounds of gradients; the least
-     * that all ranks have offered in a round of this backward. ZS_NO_OFFER: nothing. See engine/keep_gathered.h. */
+    /* Bytes that this rank can spare for parameters that stay gathered, as the peers are told in rounds of
+     * gradients; the least that all ranks have offered in a round of this backward. ZS_NO_OFFER: nothing. See
+     * engine/keep_gathered.h. */
     uint64_t offer, least_offer;
     /* How gradients and parameters of units that are made from now on cross hosts. */
     zs_wire grads_code, params_code;

@@ -1,5 +1,5 @@
-/* disk.h - memory that lies elsewhere: parameters, gradients and optimizer state beyond what the device's memory holds; in
- * files of a directory, or for a GPU, in its host's memory.
+/* disk.h - memory that lies elsewhere: parameters, gradients and optimizer state beyond what the device's memory holds;
+ * in files of a directory, or for a GPU, in its host's memory.
  *
  * Each rank has one file for a model, without a name, so that it is gone with the process however that ends;
  * regions of it are zs_mem like any other, and what is resident of them is the pager's business (pager.h). Where a
@@ -16,8 +16,8 @@ typedef struct zs_disk zs_disk; /* counted references */
 zs_status zs_disk_new_on_host(const zs_device *device, zs_disk **out);
 
 /* Makes this rank's file in `directory`. For all ranks of `all` together; `shards`: those of one copy of the model.
- * Fails on all ranks if it does on any: ZS_ERR_SYSTEM where no file can be made there, ZS_ERR_VALUE where ranks that map each
- * other's memory cannot open each other's files. */
+ * Fails on all ranks if it does on any: ZS_ERR_SYSTEM where no file can be made there, ZS_ERR_VALUE where ranks that
+ * map each other's memory cannot open each other's files. */
 zs_status zs_disk_new(const char *directory, zs_comm *all, zs_comm *shards, zs_disk **out);
 
 /* Adds a reference / gives one back; regions hold one. NULL allowed. */

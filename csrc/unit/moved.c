@@ -1,8 +1,8 @@
 /* moved.c - parameters that scripts have moved: by `p.data = t`, load_state_dict(assign=True), .to().
  *
  * A parameter's memory stays where it is, as peers map it, so the new values are written there when the next pass
- * begins. Other tensors that lie there, such as an earlier `p.data`, keep their values in plain PyTorch. They are known by the
- * storage, which then has more users than parameters; Python finds them (guard/aliases.py).
+ * begins. Other tensors that lie there, such as an earlier `p.data`, keep their values in plain PyTorch. They are known
+ * by the storage, which then has more users than parameters; Python finds them (guard/aliases.py).
  */
 #include "unit/moved.h"
 

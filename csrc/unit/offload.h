@@ -18,9 +18,9 @@ typedef struct zs_offload {
     double seen, chosen; /* bytes of the units so far, and of those that were offloaded */
 } zs_offload;
 
-/* Sets where the parts of `what` go for units that are made from now on: to files in `directory`. For all ranks together; fails
- * as zs_disk_new does. `directory` "": the memory of a GPU's host. NULL: in dry runs, which have no memory. Of `what`, the
- * kinds and the fraction are read. */
+/* Sets where the parts of `what` go for units that are made from now on: to files in `directory`. For all ranks
+ * together; fails as zs_disk_new does. `directory` "": the memory of a GPU's host. NULL: in dry runs, which have no
+ * memory. Of `what`, the kinds and the fraction are read. */
 zs_status zs_offload_set(zs_context *context, const char *directory, const zs_offload *what);
 
 /* Decides for a new unit with `bytes` of parameters, evenly over the model; all ranks decide alike. */
@@ -40,7 +40,7 @@ zs_status zs_offload_grads_new(const zs_unit *unit, size_t bytes, zs_mem **out);
  * unit->offloads.state. */
 zs_status zs_offload_state_new(const zs_unit *unit, int64_t numel, const zs_tensor *like, zs_tensor **out);
 
-/* --- what is in use: no-ops for units whose parameters are in memory --------------------------------------------------- */
+/* --- what is in use: no-ops for units whose parameters are in memory ---------------------------------------------- */
 
 /* The bytes that the flat is gathered from, or mapped by, are wanted / not any more. */
 zs_status zs_offload_want_flat(const zs_unit *unit, zs_flat *flat);

@@ -7,8 +7,8 @@
 /* Counts one unit more that is pinned. */
 void zs_pinned_begin(void);
 
-/* The unit will not be pinned any more: for zs_unit_reshard, before the schedule clears record.pinned, and for its death. No-op
- * if it is not. */
+/* The unit will not be pinned any more: for zs_unit_reshard, before the schedule clears record.pinned, and for its
+ * death. No-op if it is not. */
 void zs_pinned_end(zs_unit *unit);
 
 /* Bytes of the copy, if it lies in no slot. */

@@ -1,17 +1,18 @@
 /* unit.h - a unit: the parameters that are gathered and reduced together.
  *
  * A unit never moves a parameter object. Its parameters are rebound in place, between steps to their
- * slice of this rank's shard, while it is FULL to their place in the full buffer. Each flat (one dtype, trainable or
+ * place in this rank's shard, while it is FULL to their place in the full buffer. Each flat (one dtype, trainable or
  * not) has one storage for either, for life; only the bytes under the full one come and go, so views that autograd
  * saved see them again after the next gather.
  *
- * When it does what is decided by the schedule (schedule/), for which a unit is a record with a state; here is what that
- * does to memory and tensors. A replicated unit (no_shard, or a world of one) has its parameters in private full memory and
- * stays FULL; with mixed precision it goes through the states as others do, and a gather is a cast.
+ * When it does what is decided by the schedule (schedule/), for which a unit is a record with a state; here is what
+ * that does to memory and tensors. A replicated unit (no_shard, or a world of one) has its parameters in private full
+ * memory and stays FULL; with mixed precision it goes through the states as others do, and a gather is a cast.
  *
- * Threads: what is done to a unit is done by the thread that sends its schedule events (schedule.h). Only zs_unit_retain and
- * zs_unit_release may come from any thread. The last release takes the unit off its engine's list, so it must not come while
- * the model runs: autograd's graph and Python's modules hold the units of a model that is in use.
+ * Threads: what is done to a unit is done by the thread that sends its schedule events (schedule.h). Only
+ * zs_unit_retain and zs_unit_release may come from any thread. The last release takes the unit off its engine's list,
+ * so it must not come while the model runs: autograd's graph and Python's modules hold the units of a model that is in
+ * use.
  */
 #ifndef ZS_UNIT_H
 #define ZS_UNIT_H
@@ -52,8 +53,8 @@ typedef struct zs_param {
     zs_range owned;   /* which of its elements this rank owns */
     zs_range in_shard; /* where they lie in the shard */
     uint32_t version;  /* version counter when the unit became FULL: an in-place write there would be lost */
-    /* The .grad it has while gradients stay on this rank: a view of the unit's local gradients, whole; NULL if there are
-     * none; owned. */
+    /* The .grad it has while gradients stay on this rank: a view of the unit's local gradients, whole; NULL if there
+     * are none; owned. */
     zs_tensor *local;
     bool below;                 /* under `local`, the grad shard holds an earlier, reduced gradient */
     uint32_t shown;             /* version of `local` when it became .grad */
@@ -66,8 +67,9 @@ typedef struct zs_param {
     bool removed;               /* no module has it any more: it counts as frozen */
 } zs_param;
 
-/* Parameters of one dtype, all trainable or all frozen. With mixed precision they are computed with in another dtype: then
- * `low` has this rank's shard cast to it, made anew for each forward, and the full buffer is of that dtype. */
+/* Parameters of one dtype, all trainable or all frozen. With mixed precision they are computed with in another
+ * dtype: then `low` has this rank's shard cast to it, made anew for each forward, and the full buffer is of that
+ * dtype. */
 typedef struct zs_flat {
     zs_dtype dtype;                 /* of the parameters at rest, their gradients and the optimizer's state */
     zs_dtype compute;               /* of the full buffer, in forward and backward */
@@ -90,8 +92,8 @@ typedef struct zs_flat {
     zs_storage *grads;         /* storage on grad_mem; owned */
     zs_mem *spare_mem;         /* what takes turns with grad_mem, see kept_grads.h; NULL: nothing; owned reference */
     zs_storage *keep_gathered; /* storage on spare_mem; owned */
-    int slice;                 /* its number among the trainable ones */
-    size_t slice_bytes;        /* bytes of one rank's slice in the bucket; 0 if frozen */
+    int trainable_index;       /* its number among the trainable ones */
+    size_t wire_shard_bytes;   /* bytes of one rank's shard in the bucket; 0 if frozen */
     size_t bucket_offset;      /* where this flat begins in the bucket */
     zs_storage *local;         /* storage on the unit's local gradients, NULL if there are none; owned */
     char *in_use;              /* (on disk) what the pager was told is wanted, NULL: nothing; borrowed */
@@ -104,7 +106,7 @@ static inline size_t zs_flat_wire_bytes(const zs_flat *flat)
     return (size_t)zs_layout_full_numel(&flat->layout) * flat->wire_size;
 }
 
-/* Bytes of this rank's slice in the dtype that is computed with. */
+/* Bytes of this rank's shard in the dtype that is computed with. */
 static inline size_t zs_flat_low_bytes(const zs_flat *flat)
 {
     return (size_t)flat->layout.shard_numel * flat->compute_size;
@@ -126,7 +128,7 @@ struct zs_unit {
     bool exact; /* the full buffer, or the next one, has the parameters as they are: they are read by hand */
     bool written_in_forward; /* a script has written to its shards since this forward gathered it last */
     zs_unit_offload offloads;
-    int part;         /* which slice of each flat buffer this rank holds, or if replicated, sums */
+    int shard;        /* which shard of each flat this rank holds, or if replicated, sums */
     zs_wire code;     /* how its gradients cross hosts */
     double divisor;   /* what sums of gradients are divided by; 0: the number of ranks */
     bool in_backward; /* this backward has reached it: gradients set aside */
@@ -136,18 +138,18 @@ struct zs_unit {
     zs_flat flats[ZS_MAX_FLATS];
     int n_flats;
     zs_cunit *cunit; /* NULL if nothing is ever reduced */
-    uint64_t *
-        used; /* bitmap of parameters packed in this round, ZS_ROUND_BITS more, an offer, and a zs_fingerprint; owned */
-    uint64_t *arrived; /* [used_words] those of them that came in this backward; part of `used`'s memory */
-    uint64_t *kept;    /* [used_words] (replicated) those whose .grad has not been reduced since; likewise */
-    size_t used_words;
-    zs_mem *local;   /* gradients of earlier backwards that have not been reduced, laid out as a bucket; NULL: none */
-    bool grads_held; /* some grad shard has been written since its pages were given back */
+    /* Bitmaps of parameters, in one piece of memory that the first owns: */
+    uint64_t *used;    /* packed in this round */
+    uint64_t *arrived; /* those of them that came in this backward */
+    uint64_t *kept;    /* (replicated) whose .grad has not been reduced since */
+    zs_mem *local;     /* gradients of earlier backwards that have not been reduced, laid out as a bucket; NULL: none */
+    bool grads_held;   /* some grad shard has been written since its pages were given back */
     zs_in_backward_state *stepping; /* how it is stepped in backward; NULL: it is not; owned; see in_backward.h */
     bool reshard_by_hand;           /* users have said whether it is resharded after forward */
     bool borrows;                   /* then all of it is: its gradients have memory from the sum to the step only */
     void *
-        py_owner; /* who shows Python the parameters as sharded or whole; NULL: nobody; borrowed; see zs_unit_set_py_owner */
+        /* who shows Python the parameters as sharded or whole; NULL: nobody; borrowed; see zs_unit_set_py_owner */
+        py_owner;
     bool bound_full; /* (with an owner) they are to be seen as bound to the full buffer */
     bool shown_full; /* (with an owner) and so they were when they were shown last */
 };
@@ -158,36 +160,10 @@ static inline zs_unit *zs_unit_of(zs_record *record)
     return (zs_unit *)record;
 }
 
-/* What a rank says of a round beyond which parameters it used, as bits of `used` after theirs. */
-enum {
-    ZS_ROUND_GAVE_UP, /* its backward has failed */
-    ZS_ROUND_OVER,    /* its backward will not want the unit again */
-    ZS_ROUND_HELD,    /* gradients were there before, which the sum goes on top of */
-    ZS_ROUND_BITS
-};
-
-/* Where in `used` such a bit stands. */
-static inline int64_t zs_unit_round_bit(const zs_unit *unit, int bit)
+/* Words of a bitmap of its parameters. */
+static inline size_t zs_unit_bitmap_words(const zs_unit *unit)
 {
-    return unit->n_params + bit;
-}
-
-/* Words of `used`: bits, and behind them the rank's offer (context.h), and what it has done to the model (a zs_fingerprint). */
-static inline size_t zs_unit_used_words(const zs_unit *unit)
-{
-    return ((size_t)unit->n_params + ZS_ROUND_BITS + 63) / 64 + 1 + ZS_FINGERPRINT_WORDS;
-}
-
-/* Where in a rank's `used` these begin. */
-static inline size_t zs_unit_fingerprint_at(const zs_unit *unit)
-{
-    return zs_unit_used_words(unit) - ZS_FINGERPRINT_WORDS;
-}
-
-/* The first of them. */
-static inline size_t zs_unit_offer_at(const zs_unit *unit)
-{
-    return zs_unit_fingerprint_at(unit) - 1;
+    return ((size_t)unit->n_params + 63) / 64;
 }
 
 /* Is the full buffer, as it is to be now, of another dtype than the parameters at rest? */
@@ -250,24 +226,26 @@ typedef struct zs_unit_spec {
     zs_tensor *const *tensors; /* [n_params] strong handles; borrowed */
     zs_precision precision;    /* of its floating-point parameters */
     const bool *keep;          /* [n_params] those that keep their own dtype all the same; NULL: none */
-    /* Only the sizes of such a unit: it gets no memory, and the parameters (which may be on the meta device) stay as they
-     * are. */
+    /* Only the sizes of such a unit: it gets no memory, and the parameters (which may be on the meta device) stay as
+     * they are. */
     bool dry_run;
 } zs_unit_spec;
 
 /* Could a unit be made of these? Fails as zs_unit_new does, and changes nothing. */
 zs_status zs_unit_check(const zs_unit_spec *spec);
 
-/* (This, and its death, are engine/unit_life.c's: `context` is that of an engine.) New unit of a model: makes flats and shards, copies this rank's part of each parameter into its shard, rebinds the
- * parameters. All ranks make the same units in the same order. ZS_ERR_VALUE for what cannot be sharded (not on the CPU,
- * meta, sparse), naming the parameter; the parameters are then as before. */
+/* (This, and its death, are engine/unit_life.c's: `context` is that of an engine.) New unit of a model: makes flats
+ * and shards, copies this rank's part of each parameter into its shard, rebinds the parameters. All ranks make the
+ * same units in the same order. ZS_ERR_VALUE for what cannot be sharded (not on the CPU, meta, sparse), naming the
+ * parameter; the parameters are then as before. */
 zs_status zs_unit_new(zs_context *context, const zs_unit_spec *spec, zs_unit **out);
 
 /* Does a parameter require a gradient that lies among frozen ones, which are not reduced? */
 bool zs_unit_is_thawing(const zs_unit *unit);
 
-/* (Between passes, on all ranks) Has the gradients of such flats reduced from now on: they get memory and a place in the
- * bucket. Where parameters lie does not change. ZS_ERR_STATE with unreduced gradients, or where it is stepped in backward. */
+/* (Between passes, on all ranks) Has the gradients of such flats reduced from now on: they get memory and a place in
+ * the bucket. Where parameters lie does not change. ZS_ERR_STATE with unreduced gradients, or where it is stepped in
+ * backward. */
 zs_status zs_unit_thaw(zs_unit *unit);
 
 /* Adds a reference / gives one back (the last one frees). Shapes fit zs_hook. */
@@ -289,12 +267,12 @@ static inline bool zs_unit_is_full(const zs_unit *unit)
 /* What the schedule's actions of these names do to a unit. */
 zs_status zs_unit_gather(zs_unit *unit);
 zs_status zs_unit_bind(zs_unit *unit);
-zs_status zs_unit_cancel(zs_unit *unit);
+zs_status zs_unit_cancel(zs_record *record);
 zs_status zs_unit_reshard(zs_unit *unit);
 
-/* A script is about to get a `.data` of parameter `i`, by which it may write without a trace. If the unit is FULL: puts the
- * parameter's elements into memory of this rank's own, where no peer sees a write, and remembers a digest of them, which
- * zs_unit_reshard compares. */
+/* A script is about to get a `.data` of parameter `i`, by which it may write without a trace. If the unit is FULL:
+ * puts the parameter's elements into memory of this rank's own, where no peer sees a write, and remembers a digest
+ * of them, which zs_unit_reshard compares. */
 zs_status zs_unit_watch(zs_unit *unit, int64_t i);
 
 /* The object that shows Python this unit's parameters, which are sharded now, or NULL when it dies. */
@@ -318,7 +296,7 @@ void zs_unit_set_exact(zs_unit *unit, bool exact);
 /* (Pinned) Puts a copy of this unit's own under its unsharded parameters, where they are a view of peers' shards. */
 zs_status zs_unit_copy_full(zs_unit *unit);
 
-/* (Pinned) What was written to that copy is no error: `keep`: this rank's slice of it goes into the shard. Outside of
+/* (Pinned) What was written to that copy is no error: `keep`: this rank's shard of it is kept. Outside of
  * sessions, before it is resharded. No-op for a unit that is not pinned. */
 zs_status zs_unit_accept(zs_unit *unit, bool keep);
 
@@ -337,8 +315,8 @@ zs_status zs_unit_write_back(zs_unit *unit);
 /* Binds one parameter to where it lives at rest. */
 zs_status zs_unit_bind_local(zs_unit *unit, zs_param *param);
 
-/* Copies the unit's whole parameter `i` to `dst` (row-major), memory of `where`: its device or the host. The unit must be
- * FULL. */
+/* Copies the unit's whole parameter `i` to `dst` (row-major), memory of `where`: its device or the host. The unit
+ * must be FULL. */
 zs_status zs_unit_read_param(const zs_unit *unit, int64_t i, void *dst, zs_where where);
 
 /* The error of an access to the sharded full buffer of a unit called `name`; new, NULL if out of memory. */
@@ -356,8 +334,8 @@ size_t zs_unit_bucket_bytes(const zs_unit *unit);
 size_t zs_unit_low_bytes(const zs_unit *unit);
 size_t zs_unit_secondary_bytes(const zs_unit *unit);
 
-/* Do the unit's gradients ever leave this rank, or its parameters' storage? In a world of one they stay where autograd puts
- * them, unless they have to be cast. */
+/* Do the unit's gradients ever leave this rank, or its parameters' storage? In a world of one they stay where
+ * autograd puts them, unless they have to be cast. */
 bool zs_unit_reduces(const zs_unit *unit);
 
 /* What the transport is told of the unit's gradients. */

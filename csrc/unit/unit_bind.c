@@ -16,7 +16,7 @@
 
 #include <stdlib.h>
 
-/* --- binding ------------------------------------------------------------------------------------------------------- */
+/* --- binding ------------------------------------------------------------------------------------------------------ */
 
 /* Of which dtype the full buffer is now. */
 static zs_dtype full_dtype(const zs_unit *unit, const zs_flat *flat)
@@ -58,8 +58,8 @@ static bool comes_ordered(const zs_unit *unit, const zs_flat *flat, const zs_fla
     return !unit->record.is.replicated && flat->secondary.mem != NULL && from != &flat->secondary;
 }
 
-/* A gather puts the same into slots that ranks share, and lets none of them go on with less than all; what this rank puts there
- * itself, it puts into its own. */
+/* A gather puts the same into slots that ranks share, and lets none of them go on with less than all; what this rank
+ * puts there itself, it puts into its own. */
 static zs_status take_slot(const zs_unit *unit, const zs_flat *flat, const zs_flat_mem *from, zs_mem **slot)
 {
     zs_arena *arena = unit->context->arena;
@@ -140,7 +140,8 @@ static zs_status bind_full(zs_unit *unit, int64_t i)
     return unit->context->calls->hook_param(unit, i);
 }
 
-/* Where there are parameters that are not row-major: writes all of the flat as they are to be, into a slot of this rank's. */
+/* Where there are parameters that are not row-major: writes all of the flat as they are to be, into a slot of this
+ * rank's. */
 static zs_status put_in_order(zs_unit *unit, zs_flat *flat)
 {
     zs_arena *arena = unit->context->arena;
@@ -161,7 +162,7 @@ static zs_status put_in_order(zs_unit *unit, zs_flat *flat)
     return status;
 }
 
-/* --- what Python sees -------------------------------------------------------------------------------------------- */
+/* --- what Python sees --------------------------------------------------------------------------------------------- */
 
 /* Whoever holds the GIL next shows them so. */
 void zs_unit_show_full(zs_unit *unit, bool full)
@@ -183,10 +184,11 @@ void zs_unit_note_class(zs_unit *unit)
     unit->shown_full = unit->bound_full;
 }
 
-/* --- gathering ----------------------------------------------------------------------------------------------------- */
+/* --- gathering ---------------------------------------------------------------------------------------------------- */
 
-zs_status zs_unit_cancel(zs_unit *unit)
+zs_status zs_unit_cancel(zs_record *record)
 {
+    zs_unit *unit = zs_unit_of(record);
     zs_status status = ZS_OK;
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
@@ -206,7 +208,7 @@ zs_status zs_unit_gather(zs_unit *unit)
     zs_status status = ZS_OK;
     for (int f = 0; f < unit->n_flats && status == ZS_OK; f++)
         status = begin_flat(unit, &unit->flats[f]);
-    if (status != ZS_OK) (void)zs_unit_cancel(unit);
+    if (status != ZS_OK) (void)zs_unit_cancel(&unit->record);
     return status;
 }
 
@@ -222,11 +224,11 @@ zs_status zs_unit_bind(zs_unit *unit)
     if (status == ZS_OK)
         zs_unit_show_full(unit, true);
     else
-        (void)zs_unit_cancel(unit);
+        (void)zs_unit_cancel(&unit->record);
     return status;
 }
 
-/* --- writes that leave no trace ------------------------------------------------------------------------------------ */
+/* --- writes that leave no trace ----------------------------------------------------------------------------------- */
 
 /* A digest of the parameter's elements, wherever they are. */
 static zs_status digest(const zs_param *param, uint64_t *out)
@@ -292,7 +294,7 @@ static zs_status check_watched(zs_param *param, bool *written)
     return ZS_OK;
 }
 
-/* --- sharded again ------------------------------------------------------------------------------------------------- */
+/* --- sharded again ------------------------------------------------------------------------------------------------ */
 
 static zs_status bind_sharded(zs_unit *unit, zs_param *param)
 {
@@ -330,7 +332,7 @@ zs_status zs_unit_reshard(zs_unit *unit)
     return status;
 }
 
-/* --- units that are pinned ------------------------------------------------------------------------------------------ */
+/* --- units that are pinned ---------------------------------------------------------------------------------------- */
 
 void zs_unit_set_exact(zs_unit *unit, bool exact)
 {

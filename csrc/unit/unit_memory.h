@@ -1,4 +1,5 @@
-/* unit_memory.h - what a unit's parameters and gradients lie in: made at its birth, but for gradients of what is thawed.
+/* unit_memory.h - what a unit's parameters and gradients lie in: made at its birth, but for gradients of what is
+ * thawed.
  *
  * Sizes first, memory after, values last; so that a unit of a dry run (zs_unit_spec) is one that stopped after the
  * first. For unit_life.c, and kept_grads.c.
@@ -11,8 +12,8 @@
 /* Decides where each parameter lies in its flat, and each gradient in a bucket. */
 zs_status zs_unit_lay_out(zs_unit *unit);
 
-/* Takes the memory for that, all zeros: shards, or where parameters are always whole, that; grad shards, with the views of
- * them; the transport's record. */
+/* Takes the memory for that, all zeros: shards, or where parameters are always whole, that; grad shards, with the
+ * views of them; the transport's record. */
 zs_status zs_unit_take_memory(zs_unit *unit);
 
 /* Copies this rank's part of each parameter from where it lies now into that memory. */
