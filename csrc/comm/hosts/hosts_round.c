@@ -28,6 +28,7 @@ static zs_cunit_spec local_spec(const zs_comm *comm, const zs_cunit_spec *spec, 
         if (spec->n_shards == 0) local.n_shards = comm->world;
         return local;
     }
+    local.shard_of = NULL; /* rank r sums shard r */
     local.n_shards = comm->per_host;
     for (int f = 0; f < spec->n_flats; f++)
         local.shard_bytes[f] *= (size_t)(comm->world / comm->per_host);
