@@ -1,10 +1,10 @@
 /* kernel.cuh - what all kernels are made of: number types, packs of elements, and the walk over flat memory.
  *
- * A kernel's body is written once, for N elements at a place; `over` runs it with N = a pack, which is 16 bytes
- * of the widest array, wherever all arrays are aligned together, and with N = 1 at the edges. So the threads of a warp access
- * neighbouring bytes: with two accesses each (8 floats), an AdamW step took a fifth longer on an H200. Nothing here talks to
- * other threads, so the tests run the same lines on the CPU, a thread of the grid after the other: they define ZS_KERNEL
- * themselves (tests/c/fake_device.hpp).
+ * A kernel's body is written once, for N elements at a place; `over` runs it with N = a pack, which is 16 bytes of the
+ * widest array, wherever all arrays are aligned together, and with N = 1 at the edges. So the threads of a warp access
+ * neighbouring bytes: with two accesses each (8 floats), an AdamW step took a fifth longer on an H200. Nothing here
+ * talks to other threads, so the tests run the same lines on the CPU, a thread of the grid after the other: they define
+ * ZS_KERNEL themselves (tests/c/fake_device.hpp).
  */
 #ifndef ZS_KERNEL_CUH
 #define ZS_KERNEL_CUH
@@ -20,7 +20,8 @@
 
 namespace zs {
 
-/* --- numbers: Word in memory, computed as Real; BLOCKS on a multiprocessor leave it enough registers -------------------- */
+/* --- numbers: Word in memory, computed as Real; BLOCKS on a multiprocessor leave it enough registers
+ * -------------------- */
 
 struct F32 { // float32
     static constexpr int BLOCKS = 4;
@@ -66,7 +67,8 @@ template <class A, class B> constexpr int blocks_of()
     return A::BLOCKS < B::BLOCKS ? A::BLOCKS : B::BLOCKS;
 }
 
-/* --- packs ------------------------------------------------------------------------------------------------------------------ */
+/* --- packs
+ * ------------------------------------------------------------------------------------------------------------------ */
 
 /* N elements next to one another, in registers. */
 template <class D, int N> struct Words {
@@ -154,7 +156,8 @@ constexpr int pack_of =
     ZS_CUDA_QUAD / static_cast<int>(sizeof(typename A::Word) > sizeof(typename B::Word) ? sizeof(typename A::Word)
                                                                                         : sizeof(typename B::Word));
 
-/* --- the walk ---------------------------------------------------------------------------------------------------------------- */
+/* --- the walk
+ * ---------------------------------------------------------------------------------------------------------------- */
 
 /* This thread's number in the grid. */
 ZS_DEVICE int64_t thread_number()

@@ -1,15 +1,15 @@
 /* update.cuh - the optimizers' loops: each rule of update.h for each dtype, over flat runs, in one pass.
  *
- * Memory is the limit, so all that a step does to an element happens while it is in registers: the gradient's
- * factor (clipping, loss scale), the rule, the rounding, and the copy that the next gather sends. The arithmetic is the CPU's
+ * Memory is the limit, so all that a step does to an element happens while it is in registers: the gradient's factor
+ * (clipping, loss scale), the rule, the rounding, and the copy that the next gather sends. The arithmetic is the CPU's
  * (optim_cpu.c), from the same headers.
  */
 #include "kernel.cuh"
 
 namespace zs {
 
-/* The constants by rule and precision; LIVE: those that another kernel has made, read at each use, as they would take too many
- * registers. */
+/* The constants by rule and precision; LIVE: those that another kernel has made, read at each use, as they would
+ * take too many registers. */
 template <bool LIVE> ZS_DEVICE const zs_adam_f32 &adam_of(const zs_cuda_update_args &args, float)
 {
     if constexpr (LIVE) return args.live->f32.adam;

@@ -1,10 +1,11 @@
 /* dither.h - stochastic rounding to bfloat16: up or down at random, right on average.
  *
- * A bfloat16 has 8 significant bits. An update below half a unit in the last place is lost when it is rounded to nearest, at
- * every step anew; rounded at random, it moves the parameter once in a while, and by the right amount on average.
+ * A bfloat16 has 8 significant bits. An update below half a unit in the last place is lost when it is rounded to
+ * nearest, at every step anew; rounded at random, it moves the parameter once in a while, and by the right amount on
+ * average.
  *
- * An element's random bits are a function of the seed, the step and the element's number in the model, not of
- * which thread computes it, or when. So the bits are the same for any number of ranks, strategy, thread count and vector width. Plain
+ * An element's random bits are a function of the seed, the step and the element's number in the model, not of who
+ * computes it when. So the bits are the same for any number of ranks, strategy, thread count and vector width. Plain
  * 32-bit integer arithmetic, compiled by gcc and by nvcc.
  */
 #ifndef ZS_DITHER_H
@@ -52,8 +53,8 @@ ZS_HD zs_dither zs_dither_at(uint64_t seed, uint64_t step, uint32_t high)
     return dither;
 }
 
-/* The bits of the element whose number has the lower half `low`. Two keyed rounds: with one, the bits of two steps would be
- * the same in another order. */
+/* The bits of the element whose number has the lower half `low`. Two keyed rounds: with one, the bits of two steps
+ * would be the same in another order. */
 ZS_HD zs_noise zs_noise_of(const zs_dither *dither, uint32_t low)
 {
     zs_noise noise;
@@ -62,8 +63,8 @@ ZS_HD zs_noise zs_noise_of(const zs_dither *dither, uint32_t low)
     return noise;
 }
 
-/* Rounds to one of the two neighbours, away from zero with probability (`noise` uniform in [0, 65536)) of the part that is
- * cut off. Exact values and infinities stay, NaN becomes 0x7fc0. */
+/* Rounds to one of the two neighbours, away from zero with probability (`noise` uniform in [0, 65536)) of the part
+ * that is cut off. Exact values and infinities stay, NaN becomes 0x7fc0. */
 ZS_HD zs_bf16 zs_to_bf16_dithered(float value, uint32_t noise)
 {
     uint32_t bits = zs_float_bits(value);

@@ -26,7 +26,7 @@ struct zs_file {
     int fd;
     char *path;          /* of a file on disk; owned; NULL: of memory */
     bool named;          /* it can be opened by that */
-    zs_file_freed freed; /* called when a flat is freed, with `told`; or NULL */
+    zs_file_freed freed; /* told of flats that are freed, with `told`; NULL: nobody */
     void *told;
     bool kept;            /* regions that are freed keep what they hold */
     bool common;          /* other processes grow it too */
@@ -38,7 +38,8 @@ struct zs_file {
     size_t n_slots, room;
 };
 
-/* Peers may read a flat for longer than this rank has it: its space goes with the file, when the last rank has closed that. */
+/* Peers may read a flat for longer than this rank has it: its space goes with the file, when the last rank has
+ * closed that. */
 enum { A_FLAT = -1, READ_BY_PEERS = -2 };
 
 /* What a region's zs_mem needs to give it back. */
@@ -48,13 +49,13 @@ typedef struct region_owner {
     int64_t slot;           /* index among the buckets; A_FLAT, READ_BY_PEERS: none of them */
 } region_owner;
 
-/* --- files ---------------------------------------------------------------------------------------------------------- */
+/* --- files -------------------------------------------------------------------------------------------------------- */
 
 #ifndef MFD_NOEXEC_SEAL
 #define MFD_NOEXEC_SEAL 0x8U /* since Linux 6.3 */
 #endif
 
-/* Where vm.memfd_noexec is 2, only files that cannot be executed may be made; older kernels do not know the flag. */
+/* Where vm.memfd_noexec is 2, only files that nobody can execute may be made; older kernels do not know the flag. */
 static int create_memory(const char *name)
 {
     unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
@@ -232,9 +233,9 @@ static zs_status grow(zs_file *file, size_t bytes, size_t shard_bytes, uint64_t 
     return ZS_OK;
 }
 
-/* --- regions ---------------------------------------------------------------------------------------------------------- */
+/* --- regions ------------------------------------------------------------------------------------------------------ */
 
-/* The last reference to a region was dropped: unmap it, and free its pages unless this is a forked child. */
+/* The last reference to a region is gone: the mapping goes, and the pages unless we are somebody's forked child. */
 static void free_region(zs_mem *mem)
 {
     region_owner *owner = mem->owner;
@@ -291,8 +292,8 @@ static zs_status reserve(size_t bytes, size_t align, char **out)
     return ZS_OK;
 }
 
-/* Peers' parts are writable too: what user code writes into a gathered parameter must reach its owner, as it would reach the
- * copy of a gathering transport, and must not be a SIGSEGV. */
+/* Peers' parts are writable too: what user code writes into a gathered parameter must reach its owner, as it would
+ * reach the copy of a gathering transport, and must not be a SIGSEGV. */
 static char *map_at(char *place, size_t bytes, int fd, uint64_t offset)
 {
     return mmap(place, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, fd, (off_t)offset);
@@ -369,8 +370,8 @@ zs_status zs_file_map_flat(zs_file *file, const int *fds, int world, size_t shar
     return wrap_region(base, bytes, (region_owner){file, offset, shard_bytes, world > 1 ? READ_BY_PEERS : A_FLAT}, out);
 }
 
-/* A free slot of exactly `bytes`, -1 if there is none. A larger one would do, and would make a unit's bucket as large as
- * that of whatever model was there before; a free slot costs nothing but its place in the file. */
+/* A free slot of exactly `bytes`, -1 if there is none. A larger one would do, and would make a unit's bucket as
+ * large as that of whatever model was there before; a free slot costs nothing but its place in the file. */
 static int64_t find_slot(const zs_file *file, uint64_t bytes)
 {
     for (size_t i = 0; i < file->n_slots; i++)

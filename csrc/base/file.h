@@ -1,5 +1,5 @@
-/* file.h - files that memory lies in: of memory, for the shm transport's flats and buckets, or on a disk; and how they get
- * mapped.
+/* file.h - files that memory lies in: of memory, for the shm transport's flats and buckets, or on a disk; and how they
+ * get mapped.
  *
  * A region of a file is a zs_mem like any other. When the last reference to it goes, its pages go back to
  * the system by punching a hole; the file itself only ever grows, so a mapping can never be cut off under a reader.
@@ -19,21 +19,23 @@ zs_status zs_file_memory(const char *name, size_t bytes, int *fd);
 /* New growing file. The handle is reference-counted by the regions in it. */
 zs_status zs_file_new(const char *name, zs_file **out);
 
-/* A handle of a file that zs_file_memory made and that other processes have too: whoever comes first makes it longer. Takes over
- * `fd`, also if it fails. */
+/* A handle of a file that zs_file_memory made and that other processes have too: whoever comes first makes it
+ * longer. Takes over `fd`, also if it fails. */
 zs_status zs_file_common(int fd, zs_file **out);
 
-/* The same as zs_file_new on disk, in `directory`: each region's room is reserved when it is made, so that touching it cannot fail for want
- * of it. The file has a name, for peers to open it by, until zs_file_hide. ZS_ERR_SYSTEM naming the directory. */
+/* The same as zs_file_new on disk, in `directory`: each region's room is reserved when it is made, so that touching
+ * it cannot fail for want of it. The file has a name, for peers to open it by, until zs_file_hide. ZS_ERR_SYSTEM
+ * naming the directory. */
 zs_status zs_file_new_in(const char *directory, zs_file **out);
 
 /* The name of a file on disk. Borrowed. */
 const char *zs_file_path(const zs_file *file);
 
-/* Unlinks the file: it disappears with its last user, however that process ends. */
+/* Takes the name away: the file is gone with its last user, however that ends. */
 void zs_file_hide(zs_file *file);
 
-/* Is called under the file's lock when a flat is freed, on any thread; false: its pages are to be given back at once. */
+/* Is called under the file's lock when a flat is freed, on any thread; false: its pages are to be given back at
+ * once. */
 typedef bool (*zs_file_freed)(void *arg, uint64_t offset, uint64_t bytes);
 void zs_file_on_free(zs_file *file, zs_file_freed call, void *arg);
 
@@ -51,12 +53,12 @@ int zs_file_fd(const zs_file *file);
  * peers' regions may not exist yet. */
 zs_status zs_file_map_flat(zs_file *file, const int *fds, int world, size_t shard_bytes, zs_mem **out);
 
-/* The same in a file that all ranks have (zs_file_common), where their regions lie side by side: one mapping instead of `world`. All
- * ranks make the same ones in the same order, and whoever comes first makes the peers' regions too. */
+/* The same in a file that all ranks have (zs_file_common), where their regions lie side by side: one mapping instead
+ * of `world`. All ranks make the same ones in the same order, and whoever comes first makes the peers' regions too. */
 zs_status zs_file_map_common(zs_file *file, int rank, int world, size_t shard_bytes, zs_mem **out);
 
-/* In this process, puts private memory of zeros in the place of a mapping that zs_file_map_common made for `rank`; or (false) the
- * file again. */
+/* In this process, puts private memory of zeros in the place of a mapping that zs_file_map_common made for `rank`;
+ * or (false) the file again. */
 zs_status zs_file_set_apart(zs_mem *mem, int rank, bool apart);
 
 /* Where regions of the file end / where the next one is to begin at the earliest. */

@@ -1,16 +1,18 @@
-/* passes.h - two words that the schedule and the transports share: which pass is running, and how long to wait for peers. */
+/* passes.h - two words that the schedule and the transports share: which pass is running, and how long to wait for
+ * peers. */
 #ifndef ZS_PASSES_H
 #define ZS_PASSES_H
 
 /* Which pass of a model. */
 typedef enum zs_phase { ZS_PHASE_FORWARD, ZS_PHASE_BACKWARD } zs_phase;
 
-/* How long a call waits for its peers. (false and true mean the first two.) */
+/* How patient a call is that looks for its peers. (false and true mean the first two.) */
 typedef enum zs_wait {
-    ZS_WAIT_NOT,      /* only polls */
-    ZS_WAIT,          /* comes back with it, or with an error; ZS_ERR_DIVERGED where all ranks wait for each other */
-    ZS_WAIT_OR_YIELD, /* like ZS_WAIT, but where all ranks wait for each other it comes back without it: one that yields can
-                       * take another bucket and so let the others go on */
+    ZS_WAIT_NOT, /* only looks */
+    ZS_WAIT,     /* comes back with it, or with an error; ZS_ERR_DIVERGED where all ranks wait for each other */
+    /* like ZS_WAIT, but where all ranks wait for each other it comes back without it: one that yields can take
+     * another bucket and so let the others go on */
+    ZS_WAIT_OR_YIELD,
 } zs_wait;
 
 #endif

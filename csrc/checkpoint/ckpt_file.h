@@ -1,7 +1,8 @@
 /* ckpt_file.h - a file of a checkpoint: ranges of it written with checksums, read into place, or checked.
  *
  * Memory and disk meet in pieces that fit a core's cache, so that a piece is summed where it is warm, a range of any
- * size needs no room beside it, and Ctrl-C is noticed. Interrupted and short calls resume; any other failure is reported once.
+ * size needs no room beside it, and Ctrl-C is heard. Interrupts and short counts go on; what fails otherwise is told,
+ * once.
  */
 #ifndef ZS_CKPT_FILE_H
 #define ZS_CKPT_FILE_H
@@ -20,7 +21,7 @@ typedef struct zs_ckpt_range {
     int64_t offset;
     size_t bytes;
     void *memory;      /* borrowed; writing only reads it */
-    zs_floats numbers; /* that a write checks while they are in the cache: is one NaN or infinite, */
+    zs_floats numbers; /* that writing looks at on the way, while they are warm: is one NaN or infinite, */
     bool strange;      /* this is set */
 } zs_ckpt_range;
 
@@ -29,30 +30,31 @@ typedef struct zs_ckpt_sum {
     uint64_t offset, bytes, crc;
 } zs_ckpt_sum;
 
-/* Makes long reads and writes call `interrupted` about ten times a second. If it returns true, they end with ZS_ERR_TORCH (it has set a
- * Python exception). NULL: never. */
+/* Has long reads and writes ask `interrupted` about ten times a second. If it says true, they end with ZS_ERR_TORCH
+ * (it has set a Python exception). NULL: nobody is asked. */
 void zs_ckpt_on_wait(bool (*interrupted)(void));
 
-/* What is at `path`, to be read. `follow`: or where the link there leads; else a link is ELOOP. ZS_ERR_VALUE where it is no regular
- * file; never waits for a FIFO's writer. */
+/* What is at `path`, to be read. `follow`: or where the link there leads; else a link is ELOOP. ZS_ERR_VALUE where
+ * it is no regular file; never waits for a FIFO's writer. */
 zs_status zs_ckpt_file_open(const char *path, bool follow, zs_ckpt_file *out);
 
 /* A file that exists, to be written (and read); no link. */
 zs_status zs_ckpt_file_open_to_write(const char *path, zs_ckpt_file *out);
 
-/* A new file of `bytes` zeros, to be written (and read), with room on the disk for them where the file system can reserve it.
- * Nothing is left of it on failure. */
+/* A new file of `bytes` zeros, to be written (and read), with room on the disk for them where the file system can
+ * reserve it. Nothing is left of it on failure. */
 zs_status zs_ckpt_file_create(const char *path, int64_t bytes, zs_ckpt_file *out);
 
 /* How long it is now. */
 zs_status zs_ckpt_file_size(const zs_ckpt_file *file, int64_t *out);
 
-/* Fills the memory of all ranges. ZS_ERR_VALUE, naming file and byte, where the file ends before; nothing has been read then,
- * unless the file is getting shorter just now. */
+/* Fills the memory of all ranges. ZS_ERR_VALUE, naming file and byte, where the file ends before; nothing has been
+ * read then, unless the file is getting shorter just now. */
 zs_status zs_ckpt_file_read(const zs_ckpt_file *file, const zs_ckpt_range *ranges, size_t n);
 
-/* How many sums zs_ckpt_file_write and _check make: ranges cut at the multiples of `block` in the file. ZS_ERR_VALUE for a range
- * that no file has, or whose numbers a block would cut: what this has accepted is for the others to take. */
+/* How many sums zs_ckpt_file_write and _check make: ranges cut at the multiples of `block` in the file. ZS_ERR_VALUE
+ * for a range that no file has, or whose numbers a block would cut: what this has accepted is for the others to
+ * take. */
 zs_status zs_ckpt_file_sums(const zs_ckpt_file *file, const zs_ckpt_range *ranges, size_t n, int64_t block,
                             size_t *out);
 
@@ -63,7 +65,7 @@ zs_status zs_ckpt_file_reaches(const zs_ckpt_file *file, const zs_ckpt_range *ra
 zs_status zs_ckpt_file_write(const zs_ckpt_file *file, zs_ckpt_range *ranges, size_t n, int64_t block,
                              zs_ckpt_sum *sums);
 
-/* The sums of a range, read and not kept: the range's memory is not used. ZS_ERR_VALUE likewise. */
+/* The sums of a range, read and not kept: its memory is not looked at. ZS_ERR_VALUE likewise. */
 zs_status zs_ckpt_file_check(const zs_ckpt_file *file, zs_ckpt_range range, int64_t block, zs_ckpt_sum *sums);
 
 /* What has been written is on the disk. Once it has failed, nothing is known of what was written before; trying again

@@ -1,8 +1,8 @@
 /* crc32c.c - see crc32c.h.
  *
- * A CRC is a polynomial over bits modulo POLYNOMIAL; the lowest power stands in the highest bit. An instruction that takes eight
- * bytes has its result three cycles later, and can be begun in each: so three sums run side by side over neighbouring stretches,
- * and are joined behind them.
+ * A CRC is a polynomial over bits modulo POLYNOMIAL; the lowest power stands in the highest bit. An instruction that
+ * takes eight bytes has its result three cycles later, and can be begun in each: so three sums run side by side over
+ * neighbouring stretches, and are joined behind them.
  */
 #include "checkpoint/crc32c.h"
 

@@ -18,7 +18,8 @@ zs_floats zs_floats_of(const char *code);
 /* Bytes of one number; 1 for ZS_NO_FLOATS. */
 size_t zs_floats_size(zs_floats kind);
 
-/* Is none of the numbers in `bytes` of `data` NaN or infinite? `bytes` is a multiple of a number's size; `data` may lie anywhere. */
+/* Is none of the numbers in `bytes` of `data` NaN or infinite? `bytes` is a multiple of a number's size; `data` may
+ * lie anywhere. */
 bool zs_all_finite(zs_floats kind, const void *data, size_t bytes);
 
 #endif

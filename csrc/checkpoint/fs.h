@@ -1,8 +1,8 @@
 /* fs.h - every call on files that checkpoints make.
  *
- * There is one way to the disk, so that a test can make the nth call fail, or kill the process there, and can
- * write down all of them (fs_watch.h). A call does what the system's own does, once: -1 and errno where it fails. To go on after
- * an interrupt or a short count is its callers' affair.
+ * There is one way to the disk, so that a test can make the nth call fail, or kill the process there, and can write
+ * down all of them (fs_watch.h). A call does what the system's own does, once: -1 and errno where it fails. To go on
+ * after an interrupt or a short count is its callers' affair.
  */
 #ifndef ZS_FS_H
 #define ZS_FS_H
@@ -16,7 +16,7 @@
 /* open(2), close on exec; what is made has mode 0666, less the umask. */
 int zs_fs_open(const char *path, int flags);
 
-/* close(2). The descriptor is closed, whatever it returns. */
+/* close(2). The descriptor is gone, whatever comes back. */
 int zs_fs_close(int fd);
 
 /* fstat(2); fstatvfs(3), of the file system that it is on */
@@ -33,7 +33,7 @@ int zs_fs_reserve(int fd, int64_t bytes);
 /* ftruncate(2) */
 int zs_fs_truncate(int fd, int64_t bytes);
 
-/* sync_file_range(2): begins to write the range to the disk, and ignores errors, which fsync reports. */
+/* sync_file_range(2): begins to write the range to the disk, and takes no notice of errors, which fsync will tell. */
 int zs_fs_write_back(int fd, int64_t offset, int64_t bytes);
 
 /* fsync(2) */
@@ -47,7 +47,8 @@ int zs_fs_make_folder(const char *path);
 int zs_fs_remove_folder(const char *path);
 int zs_fs_remove(const char *path);
 
-/* renameat2(2), with its flags: ZS_FS_KEEP has it fail where there is something at `to`, ZS_FS_SWAP exchanges the two. */
+/* renameat2(2), with its flags: ZS_FS_KEEP has it fail where there is something at `to`, ZS_FS_SWAP exchanges the
+ * two. */
 int zs_fs_rename(const char *from, const char *to, unsigned flags);
 
 enum { ZS_FS_KEEP = 1, ZS_FS_SWAP = 2 }; /* the system's own numbers */

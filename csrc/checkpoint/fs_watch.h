@@ -1,10 +1,10 @@
 /* fs_watch.h - the place from which all calls of fs.h can be seen.
  *
- * A watcher runs before and after each call, so it may count calls, log them, or make one fail
+ * A watcher is asked before each call and told after it, so it may count calls, write them down, or have one fail
  * or be cut short. Nothing in the package watches; tests do (tests/c/fs_faults.c).
  *
- * Threads: both are called on any thread that makes file calls, at once, and in forked children: a watcher holds no lock while
- * it may be forked. `after` gets a fate of zeros for a call that began before there was a watcher.
+ * Threads: both are called on any thread that makes file calls, at once, and in forked children: a watcher holds no
+ * lock while it may be forked. `after` gets a fate of zeros for a call that began before there was a watcher.
  */
 #ifndef ZS_FS_WATCH_H
 #define ZS_FS_WATCH_H
@@ -27,7 +27,7 @@ typedef struct zs_fs_entry {
     const void *data; /* the bytes that were written: as many as the call returned */
 } zs_fs_entry;
 
-/* The watcher. */
+/* Who looks. */
 typedef struct zs_fs_watcher {
     /* Before a call. It may not come back. */
     zs_fs_fate (*before)(void);

@@ -1,5 +1,4 @@
-/* comm.c - what is common to all transports: references, the order of calls in a round, private memory. */
-#define _GNU_SOURCE 1 /* strdup */
+/* comm.c - what is common to all transports: references, numbers, passes, private memory. */
 #include "comm/comm_local.h"
 
 #include <stdatomic.h>
@@ -82,7 +81,7 @@ zs_status zs_check_root(const zs_comm *comm, int root)
     return ZS_FAIL(ZS_ERR_VALUE, "rank %d is out of range for world size %d", root, comm->world);
 }
 
-/* --- numbers ------------------------------------------------------------------------------------------------------------ */
+/* --- numbers ------------------------------------------------------------------------------------------------------ */
 
 zs_status zs_comm_align(zs_comm *comm)
 {
@@ -99,71 +98,7 @@ zs_status zs_comm_align(zs_comm *comm)
     return ZS_OK;
 }
 
-/* --- units ---------------------------------------------------------------------------------------------------------- */
-
-static zs_status check_parts(const zs_cunit_spec *spec, int world)
-{
-    if (spec->part_of == NULL && (spec->parts == 0 || spec->parts == world)) return ZS_OK;
-    if (spec->part_of == NULL || spec->parts < 1 || spec->mode != ZS_REDUCE_SCATTER)
-        return ZS_FAIL(ZS_ERR_VALUE, "unit '%s': %d shards for %d ranks, but no map from ranks to shards", spec->name,
-                       spec->parts, world);
-    for (int r = 0; r < world; r++)
-        if (spec->part_of[r] < 0 || spec->part_of[r] >= spec->parts)
-            return ZS_FAIL(ZS_ERR_VALUE, "unit '%s': shard %d of rank %d is out of range for %d shards", spec->name,
-                           spec->part_of[r], r, spec->parts);
-    return ZS_OK;
-}
-
-static zs_status check_spec(const zs_cunit_spec *spec, int world)
-{
-    ZS_TRY(check_parts(spec, world));
-    if (spec->n_slices < 0 || spec->n_slices > ZS_MAX_FLATS)
-        return ZS_FAIL(ZS_ERR_VALUE, "unit '%s' has %d trainable flat parameters; the limit is %d", spec->name,
-                       spec->n_slices, (int)ZS_MAX_FLATS);
-    for (int f = 0; f < spec->n_slices; f++)
-        if (spec->slice_bytes[f] % 64 != 0)
-            return ZS_FAIL(ZS_ERR_VALUE, "unit '%s': shard size must be a multiple of 64 bytes, got %zu", spec->name,
-                           spec->slice_bytes[f]);
-    return ZS_OK;
-}
-
-/* Which slice each rank sums. */
-static int *parts_of_ranks(const zs_cunit_spec *spec, int world)
-{
-    int *part_of = calloc((size_t)world, sizeof *part_of);
-    for (int r = 0; part_of != NULL && r < world; r++)
-        part_of[r] = spec->part_of != NULL ? spec->part_of[r] : r;
-    return part_of;
-}
-
-size_t zs_spec_piece_bytes(const zs_cunit_spec *spec)
-{
-    size_t total = 0;
-    for (int f = 0; f < spec->n_slices; f++)
-        total += spec->slice_bytes[f];
-    return total;
-}
-
-size_t zs_spec_used_words(const zs_cunit_spec *spec)
-{
-    size_t bits = spec->n_params + spec->n_more;
-    return bits == 0 ? 1 : (bits + 63) / 64;
-}
-
-size_t zs_cunit_slice_at(const zs_cunit *unit, int f, int part)
-{
-    size_t before = 0;
-    for (int g = 0; g < f; g++)
-        before += unit->spec.slice_bytes[g];
-    return before * (size_t)unit->spec.parts + (size_t)part * unit->spec.slice_bytes[f];
-}
-
-void zs_cunit_lay_side_by_side(zs_cunit *unit)
-{
-    unit->at[0] = 0;
-    for (int f = 1; f < unit->spec.n_slices; f++)
-        unit->at[f] = unit->at[f - 1] + unit->spec.slice_bytes[f - 1];
-}
+/* --- words for messages, and of passes ---------------------------------------------------------------------------- */
 
 const char *zs_unit_label(const char *name)
 {
@@ -218,88 +153,6 @@ zs_status zs_comm_fail_apart(const zs_comm *comm, int changed)
         comm->rank, changed);
 }
 
-zs_status zs_cunit_rename(zs_comm *comm, zs_cunit *unit, const char *name)
-{
-    char *copy = strdup(zs_unit_label(name));
-    if (copy == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a name");
-    free((char *)unit->spec.name);
-    unit->spec.name = copy;
-    if (comm->ops->rounds->cunit_renamed != NULL) comm->ops->rounds->cunit_renamed(comm, unit);
-    return ZS_OK;
-}
-
-zs_status zs_cunit_init(zs_cunit *unit, const zs_cunit_spec *spec, const zs_comm *comm)
-{
-    int world = comm->world;
-    ZS_TRY(check_spec(spec, world));
-    unit->spec = *spec;
-    unit->spec.name = strdup(zs_unit_label(spec->name));
-    unit->spec.parts = spec->parts > 0 ? spec->parts : world;
-    unit->spec.part_of = parts_of_ranks(spec, world);
-    unit->data = calloc((size_t)world, sizeof *unit->data);
-    unit->used = calloc((size_t)world, sizeof *unit->used);
-    if (unit->spec.name == NULL || unit->spec.part_of == NULL || unit->data == NULL || unit->used == NULL) {
-        zs_cunit_clear(unit);
-        return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", spec->name);
-    }
-    unit->used_words = zs_spec_used_words(spec);
-    unit->piece_bytes = zs_spec_piece_bytes(spec);
-    for (int f = 0; f < spec->n_slices; f++)
-        unit->at[f] = zs_cunit_slice_at(unit, f, unit->spec.part_of[comm->rank]);
-    return ZS_OK;
-}
-
-void zs_cunit_clear(zs_cunit *unit)
-{
-    free((char *)unit->spec.name);
-    free((int *)(uintptr_t)unit->spec.part_of);
-    free(unit->data);
-    free(unit->used);
-    unit->spec.name = NULL;
-    unit->spec.part_of = NULL;
-    unit->data = NULL;
-    unit->used = NULL;
-}
-
-zs_status zs_cunit_may_post(const zs_cunit *unit, const zs_bucket *bucket)
-{
-    if (unit->state != ZS_ROUND_NONE)
-        return ZS_FAIL(ZS_ERR_STATE, "unit '%s': cannot post round %llu before round %llu was released",
-                       unit->spec.name, (unsigned long long)unit->round + 1, (unsigned long long)unit->round);
-    if (bucket == NULL && unit->spec.mode == ZS_REDUCE_ALL)
-        return ZS_FAIL(ZS_ERR_VALUE, "unit '%s': cannot reduce without a bucket for the sum", unit->spec.name);
-    if (bucket != NULL && bucket->bytes < unit->piece_bytes * (size_t)unit->spec.parts)
-        return ZS_FAIL(ZS_ERR_VALUE, "unit '%s': a bucket of %zu bytes is too small (needs %zu)", unit->spec.name,
-                       bucket->bytes, unit->piece_bytes * (size_t)unit->spec.parts);
-    return ZS_OK;
-}
-
-zs_status zs_cunit_expect(const zs_cunit *unit, zs_round_state state, const char *call)
-{
-    static const char *const standing[] = {"not posted", "posted", "collected", "shared", "collected and shared"};
-    if (unit->state == state) return ZS_OK;
-    return ZS_FAIL(ZS_ERR_STATE, "unit '%s', round %llu: cannot call %s while the round is %s (must be %s)",
-                   unit->spec.name, (unsigned long long)unit->round, call, standing[unit->state], standing[state]);
-}
-
-bool zs_cunit_is_out(const zs_cunit *unit)
-{
-    return unit->state != ZS_ROUND_NONE;
-}
-
-zs_status zs_cunit_may_release(const zs_cunit *unit)
-{
-    bool all = unit->spec.mode == ZS_REDUCE_ALL;
-    return zs_cunit_expect(unit, all ? ZS_ROUND_GATHERED : ZS_ROUND_COLLECTED, "release");
-}
-
-void zs_cunit_sources(const zs_cunit *unit, zs_sources *out)
-{
-    out->data = unit->data;
-    out->at = unit->at;
-    out->used = unit->used;
-}
-
 zs_status zs_comm_gather(zs_comm *comm, const zs_flat_mem *flat, const char *unit, zs_target to)
 {
     zs_gathering *gathering = NULL;
@@ -307,7 +160,7 @@ zs_status zs_comm_gather(zs_comm *comm, const zs_flat_mem *flat, const char *uni
     return zs_comm_gather_finish(comm, gathering);
 }
 
-/* --- private memory, and readers where nothing is mapped --------------------------------------------------------------- */
+/* --- private memory, and readers where nothing is mapped ---------------------------------------------------------- */
 
 /* Nothing to remember: no peer can read this rank's memory. */
 struct zs_reader {

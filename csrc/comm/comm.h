@@ -1,14 +1,14 @@
 /* comm.h - how ranks exchange bytes: tables of functions (comm_ops.h), one implementation per transport.
  *
  * A unit never names a transport. It asks for memory that the transport can share (flats and buckets),
- * posts a full bucket, later collects pointers to every rank's part of its own slice, sums them itself (in rank order)
+ * posts a full bucket, later collects pointers to every rank's part of its own shard, sums them itself (in rank order)
  * and releases them. On `shm` the pointers lead straight into the peers' memory and nothing is copied; on `c10d` they
  * lead into a receive buffer. And where a transport can map all ranks' shards side by side (shm), the mapping *is* the
  * full buffer: an unshard moves no byte.
  *
  *   flat    memory of one dtype of a unit: this rank's shard and, if mapped, the whole full buffer
  *   bucket  full-size gradient memory that peers can read
- *   cunit   what the transport knows of a unit: its number (equal on all ranks), slice sizes, its post record
+ *   cunit   what the transport knows of a unit: its number (equal on all ranks), shard sizes, its round (round.h)
  *   reader  a model's right to read the peers' shards: opened at a root forward or backward, closed at its end
  *
  * Rules for every transport: calls come from one thread at a time; a wait ends by the deadline (timeout) or within
@@ -26,8 +26,9 @@ zs_comm *zs_comm_retain(zs_comm *comm);
 /* Gives a reference back; the last one closes and frees the transport. NULL allowed. */
 void zs_comm_release(zs_comm *comm);
 
-/* Has every wait of every transport that can (shm) ask `interrupted` about ten times a second. If it says true, the wait
- * ends with ZS_ERR_TORCH (`interrupted` has set a Python exception, say KeyboardInterrupt). NULL: nobody is asked. */
+/* Has every wait of every transport that can (shm) ask `interrupted` about ten times a second. If it says true, the
+ * wait ends with ZS_ERR_TORCH (`interrupted` has set a Python exception, say KeyboardInterrupt). NULL: nobody is
+ * asked. */
 void zs_comm_on_wait(bool (*interrupted)(void));
 
 /* Are there peers that map this rank's memory? */
@@ -52,9 +53,9 @@ zs_status zs_comm_align(zs_comm *comm);
 /* What messages call a unit of this name: "(root)" for the outermost, whose name is empty; borrowed. */
 const char *zs_unit_label(const char *name);
 
-/* Something has happened to a model's parameters on this rank that must happen on all ranks, or on none: what was `before` is
- * `now`. It is compared with the peers' where ranks meet to gather parameters; where it differs, that fails on all ranks with
- * ZS_ERR_DIVERGED. `reader`: the model's, if this transport made it, else NULL. Never waits. */
+/* Something has happened to a model's parameters on this rank that must happen on all ranks, or on none: what was
+ * `before` is `now`. It is compared with the peers' where ranks meet to gather parameters; where it differs, that
+ * fails on all ranks with ZS_ERR_DIVERGED. `reader`: the model's, if this transport made it, else NULL. Never waits. */
 void zs_comm_publish_fingerprint(zs_comm *comm, zs_reader *reader, const zs_fingerprint *before,
                                  const zs_fingerprint *now);
 
@@ -71,12 +72,6 @@ bool zs_reading_is_look(uint64_t told);
 
 /* The failure of ranks that do not run the same forward, where rank `changed` has changed its parameters by hand. */
 zs_status zs_comm_fail_apart(const zs_comm *comm, int changed);
-
-/* Gives the unit the name that it has in an outer model. All ranks do so before its first round, or none. */
-zs_status zs_cunit_rename(zs_comm *comm, zs_cunit *unit, const char *name);
-
-/* Is a round out? Not after a failure on all ranks alike, with which it has not been one. */
-bool zs_cunit_is_out(const zs_cunit *unit);
 
 /* The table of the transport called `name` ("self", "shm", "c10d"); NULL if there is none. */
 const zs_comm_ops *zs_comm_ops_of(const char *name);
@@ -96,10 +91,11 @@ zs_status zs_comm_dry_new(const char *name, const zs_ranks_of_hosts *ranks, zs_c
 /* World of one, with flats and buckets on `device`; every call is a no-op or a copy. */
 zs_status zs_comm_self_new(const zs_device *device, zs_comm **out);
 
-/* --- shm: one step at a time, because addresses travel over torch's store in between --------------------------------- */
+/* --- shm: one step at a time, because addresses travel over torch's store in between ------------------------------ */
 
-/* What a rank needs to be one of `world`, besides memory. Flats and buckets come on top: a flat is up to three mappings (the own shard,
- * and what lies before and behind it), and each bucket is a mapping of all ranks that reduce. */
+/* What a rank needs to be one of `world`, besides memory. Flats and buckets come on top: a flat is up to three
+ * mappings (the own shard, and what lies before and behind it), and each bucket is a mapping of all ranks that
+ * reduce. */
 typedef struct zs_shm_needs {
     size_t descriptors, meeting; /* file descriptors; and so many while the ranks meet */
     size_t mappings;
@@ -115,15 +111,15 @@ zs_status zs_comm_shm_new(int rank, int world, double timeout, char *address, si
  * memory files and pidfds. A failure leaves the comm fit only for release (the caller then falls back to c10d). */
 zs_status zs_comm_shm_connect(zs_comm *comm, const char *const *addresses, const unsigned char token[16]);
 
-/* --- c10d ---------------------------------------------------------------------------------------------------------- */
+/* --- c10d --------------------------------------------------------------------------------------------------------- */
 
 /* Over the process group that torch registered under `group_name`; resolved in torch_c10d.cpp. */
 zs_status zs_comm_c10d_new(const char *group_name, const zs_ranks_of_hosts *ranks, double timeout, zs_comm **out);
 
-/* --- hosts: in two levels ------------------------------------------------------------------------------------------ */
+/* --- hosts: in two levels ----------------------------------------------------------------------------------------- */
 
-/* The process groups that it uses: of all ranks, and two of the ranks that stand at this rank's place on their hosts, for what hosts
- * with even and with odd numbers send. */
+/* The process groups that it uses: of all ranks, and two of the ranks that stand at this rank's place on their
+ * hosts, for what hosts with even and with odd numbers send. */
 typedef struct zs_hosts_groups {
     const char *all, *across[2];
 } zs_hosts_groups;
@@ -132,12 +128,12 @@ typedef struct zs_hosts_groups {
 zs_status zs_comm_hosts_new(const zs_hosts_groups *groups, zs_comm *local, const zs_ranks_of_hosts *ranks,
                             double timeout, zs_comm **out);
 
-/* --- GPUs ---------------------------------------------------------------------------------------------------------- */
+/* --- GPUs --------------------------------------------------------------------------------------------------------- */
 
 struct zs_backend;
 
-/* Flats and buckets on the backend's device; `backend` (backend.h) is taken over, whatever comes of it. `control` (which gets a
- * reference) is a transport between the hosts of the same ranks, and goes on to be usable for itself. */
+/* Flats and buckets on the backend's device; `backend` (backend.h) is taken over, whatever comes of it. `control`
+ * (which gets a reference) is a transport between the hosts of the same ranks, and goes on to be usable for itself. */
 zs_status zs_comm_gpu_new(zs_comm *control, struct zs_backend *backend, zs_comm **out);
 
 #endif

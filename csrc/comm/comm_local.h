@@ -1,8 +1,4 @@
-/* comm_local.h - what the transports share among themselves; nothing above comm.h includes it.
- *
- * The order post, collect, (share, collect_shared,) release is the same everywhere, so it is kept here
- * once, and a call out of order is the same error on every transport.
- */
+/* comm_local.h - what the transports share among themselves; nothing above comm.h includes it. */
 #ifndef ZS_COMM_LOCAL_H
 #define ZS_COMM_LOCAL_H
 
@@ -23,43 +19,29 @@ typedef enum zs_round_state {
 
 /* Head of every transport's own unit. */
 struct zs_cunit {
-    zs_cunit_spec spec;   /* as given; `name` and `part_of` are the unit's own copies, `parts` and `part_of` never 0 */
-    uint64_t round;       /* number of the round posted last, from 1 on; 0: none yet */
-    zs_round_state state; /* where that round stands here */
-    size_t used_words;    /* length of the used bitmap in 64-bit words, at least 1 */
-    size_t piece_bytes;   /* all slices of one rank together */
-    const char **data;    /* [world] for zs_sources */
-    size_t at[ZS_MAX_FLATS]; /* for zs_sources: where the own slices lie in a bucket */
-    const uint64_t **used;   /* [world] for zs_sources */
+    /* as given; `name` and `shard_of` are the unit's own copies, `n_shards` and `shard_of` never 0 */
+    zs_cunit_spec spec;
+    uint64_t round;                  /* number of the round posted last, from 1 on; 0: none yet */
+    zs_round_state state;            /* where that round stands here */
+    const zs_bucket *bucket;         /* of that round, NULL: it brings nothing; borrowed */
+    zs_round_header *header;         /* what this rank says of it; owned */
+    size_t header_bytes;             /* likewise of the peers' */
+    size_t shards_bytes;             /* one rank's shards of all flats */
+    bool partial;                    /* for zs_sources; this and the rest */
+    const char **data;               /* [world] */
+    size_t at[ZS_MAX_FLATS];         /* where the own shards lie in a bucket */
+    const zs_round_header **headers; /* [world] */
 };
 
-/* Fills the head (zeroed by the caller) of a unit on `comm` after checking `spec`. */
-zs_status zs_cunit_init(zs_cunit *unit, const zs_cunit_spec *spec, const zs_comm *comm);
-
-/* What is collected are pieces, in which one rank's slices lie side by side, and no buckets: sets `at`. */
+/* What is collected are pieces, in which one rank's shards lie side by side, and no buckets: sets `at`. */
 void zs_cunit_lay_side_by_side(zs_cunit *unit);
 
-/* Where slice `part` of flat `f` begins in a bucket, in bytes. */
-size_t zs_cunit_slice_at(const zs_cunit *unit, int f, int part);
+/* Where shard `shard` of flat `f` begins in a bucket, in bytes. */
+size_t zs_cunit_shard_at(const zs_cunit *unit, int f, int shard);
 
-/* Frees what zs_cunit_init made, not the struct; a zeroed head is allowed. */
-void zs_cunit_clear(zs_cunit *unit);
-
-/* Start of post: ZS_ERR_STATE while the round before is still out, ZS_ERR_VALUE for a bucket that does not fit. */
-zs_status zs_cunit_may_post(const zs_cunit *unit, const zs_bucket *bucket);
-
-/* ZS_ERR_STATE, naming `call` and the unit, unless the round stands at `state`. */
-zs_status zs_cunit_expect(const zs_cunit *unit, zs_round_state state, const char *call);
-
-/* Start of release: ZS_ERR_STATE unless all of the round has been collected. */
-zs_status zs_cunit_may_release(const zs_cunit *unit);
-
-/* Bytes of the slices of one rank; words of the bitmap. */
-size_t zs_spec_piece_bytes(const zs_cunit_spec *spec);
-size_t zs_spec_used_words(const zs_cunit_spec *spec);
-
-/* Hands the unit's arrays out as `out`. */
-void zs_cunit_sources(const zs_cunit *unit, zs_sources *out);
+/* What failed on all ranks has not been a round: they may stand at different ones when they go on. No-op if none is
+ * out. */
+void zs_cunit_undo_post(zs_comm *comm, zs_cunit *unit);
 
 /* Arguments of exchange and broadcast: ZS_ERR_VALUE if `bytes` is over 4096, or there is no rank `root`. */
 zs_status zs_check_exchange(size_t bytes);

@@ -8,69 +8,80 @@
 
 #include "comm/comm_types.h"
 #include "comm/fingerprint.h"
+#include "comm/round.h"
 
 #include <stdatomic.h>
 
-/* --- the tables ------------------------------------------------------------------------------------------------------- */
+/* --- the tables --------------------------------------------------------------------------------------------------- */
 
 /* How many kinds of things a transport numbers at most. */
 enum { ZS_NUMBERS = 3 };
 
 /* Flats, and gathering them. */
 typedef struct zs_flat_ops {
-    /* `shard_bytes` per rank. Same calls in the same order on all ranks, but no meeting: a peer's part may be read only inside
-     * a reader session (or after an exchange). */
+    /* `shard_bytes` per rank. Same calls in the same order on all ranks, but no meeting: a peer's part may be read
+     * only inside a reader session (or after an exchange). */
     zs_status (*flat_new)(zs_comm *, size_t shard_bytes, zs_flat_mem *out);
     /* Gives the memory back (peers' mappings of it stay valid, their content does not). */
     void (*flat_free)(zs_comm *, zs_flat_mem *);
-    /* New zeroed memory for full buffers, to gather into. The same calls in the same order on all ranks. NULL: the device's
-     * memory will do. */
+    /* New zeroed memory for full buffers, to gather into. The same calls in the same order on all ranks. NULL: the
+     * device's memory will do. */
     zs_status (*slot_new)(zs_comm *, size_t bytes, zs_mem **out);
-    /* (not mapped) Begins to fill `to` from all ranks' shards, which stay as they are until gather_finish. Collective, in the
-     * same order on all ranks; `unit` is the name of the flat's unit, for messages. The flat may be another comm's of this
-     * transport. */
+    /* (not mapped) Begins to fill `to` from all ranks' shards, which stay as they are until gather_finish.
+     * Collective, in the same order on all ranks; `unit` is the name of the flat's unit, for messages. The flat may
+     * be another comm's of this transport. */
     zs_status (*gather_start)(zs_comm *, const zs_flat_mem *, const char *unit, zs_target to, zs_gathering **out);
     /* (not mapped) Waits for it, and frees it whatever comes of it. Any order. */
     zs_status (*gather_finish)(zs_comm *, zs_gathering *);
-    /* How far this rank has numbered what all ranks make in the same order, flats and other things: [ZS_NUMBERS]. NULL: nothing. */
+    /* How far this rank has numbered what all ranks make in the same order, flats and other things: [ZS_NUMBERS].
+     * NULL: nothing. */
     void (*numbers)(const zs_comm *, uint64_t *out);
     /* Goes on from there; none is lower than this rank's own. */
     void (*go_on_from)(zs_comm *, const uint64_t *numbers);
 } zs_flat_ops;
 
-/* Reducing, per unit and per round (a unit may go through several rounds in one backward; counted by the transport). */
+/* Reducing: what round.c asks of a transport. What is not said to be NULL is there. */
 typedef struct zs_round_ops {
     /* At least `bytes`; on shm peers map it by its key when they first collect from it. */
     zs_status (*bucket_new)(zs_comm *, size_t bytes, zs_bucket *out);
     void (*bucket_free)(zs_comm *, zs_bucket *);
     /* What a bucket for `bytes` holds. */
     size_t (*bucket_room)(size_t bytes);
-    /* Numbers units in creation order; all ranks create the same ones in the same order. */
-    zs_status (*cunit_new)(zs_comm *, const zs_cunit_spec *, zs_cunit **out);
-    void (*cunit_free)(zs_comm *, zs_cunit *);
+    /* --- units --- */
+    size_t unit_bytes; /* of the transport's own struct, headed by a zs_cunit; 0: it has none */
+    /* Fills what is behind the head; unit_clear follows also if it fails. Both may be NULL. */
+    zs_status (*unit_init)(zs_comm *, zs_cunit *);
+    void (*unit_clear)(zs_comm *, zs_cunit *);
     /* Its spec has another name now; NULL: nothing else keeps it. */
-    void (*cunit_renamed)(zs_comm *, zs_cunit *);
-    /* Hands the packed `bucket` (NULL if no parameter of the unit had a gradient here) and the `used` bitmap to the peers.
-     * Never waits on shm; collective on c10d. The bucket must not be touched until reusable() says so. */
-    zs_status (*post)(zs_comm *, zs_cunit *, const zs_bucket *bucket, const uint64_t *used);
-    /* *ready is set once all ranks have posted this round; see zs_wait for how long to wait for that; `out` then gives every
-     * rank's bytes, valid until release. */
-    zs_status (*collect)(zs_comm *, zs_cunit *, zs_wait wait, bool *ready, zs_sources *out);
-    /* (ZS_REDUCE_ALL) The caller has written the sum of its own slices into its own bucket, in place; says so to the peers. In
-     * this mode post's bucket is never NULL: there must be room for the sum. */
+    void (*renamed)(zs_comm *, zs_cunit *);
+    /* --- a round, in this order; NULL: nothing is to be done, and there is nothing to wait for --- */
+    /* May rounds be posted and collected? */
+    zs_status (*usable)(zs_comm *);
+    /* Sends the header and the bucket, if any. */
+    zs_status (*send)(zs_comm *, zs_cunit *);
+    /* Has that begun? A failure there has been undone by zs_cunit_undo_post. */
+    zs_status (*begun)(zs_comm *, zs_cunit *, zs_wait wait, bool *done);
+    /* Once all ranks' are there: sets `data` and `headers`. *ready is set before. */
+    zs_status (*arrive)(zs_comm *, zs_cunit *, zs_wait wait, bool *ready);
+    /* (ZS_REDUCE_ALL) The sum of the own shards is in the bucket: so are all, where rounds are collectives; the
+     * others are told. */
     zs_status (*share)(zs_comm *, zs_cunit *);
-    /* (ZS_REDUCE_ALL) As collect, once all ranks have shared; data[r] + offset of slice r (of rank r) in the bucket is then
-     * rank r's finished sum. */
-    zs_status (*collect_shared)(zs_comm *, zs_cunit *, zs_wait wait, bool *ready, zs_sources *out);
-    /* This rank has read all it needs of the round. */
+    /* Once all have shared. *ready is set before. */
+    zs_status (*arrive_shared)(zs_comm *, zs_cunit *, zs_wait wait, bool *ready);
     zs_status (*release)(zs_comm *, zs_cunit *);
-    /* *ready once every peer has released the round this rank posted last (true if none is out). */
+    /* Gives back what a round holds: after release, or a failure. */
+    void (*drop)(zs_comm *, zs_cunit *);
+    /* Waits for what is still under way when the unit is freed. */
+    void (*finish)(zs_comm *, zs_cunit *);
+    /* Has every peer released the bucket? *ready is set as for peers that have copies. */
     zs_status (*reusable)(zs_comm *, zs_cunit *, zs_wait wait, bool *ready);
-    /* (between rounds) Gradients are `factor` times as large from now on: so is what codes have lost of them. NULL: all is exact. */
+    /* --- besides --- */
+    /* (between rounds) Gradients are `factor` times as large from now on: so is what codes have lost of them. NULL:
+     * all is exact. */
     void (*rescale)(zs_comm *, zs_cunit *, double factor);
-    /* Tells the peers that this rank will not finish the backward that they are in: the collective that they come to next
-     * fails with ZS_ERR_DIVERGED, and `heard` is set; here it succeeds. What was posted before can still be collected.
-     * Collective. NULL where shards are mapped: a bit in the `used` bitmap of an empty post says so. */
+    /* Tells the peers that this rank will not finish the backward that they are in: the collective that they come to
+     * next fails with ZS_ERR_DIVERGED, and `heard` is set; here it succeeds. What was posted before can still be
+     * collected. Collective. NULL where shards are mapped: a flag of an empty post says so. */
     zs_status (*give_up)(zs_comm *);
     /* What the transport has for a unit of `spec`, or for none (NULL). */
     zs_room (*room)(const zs_comm *, const zs_cunit_spec *spec);
@@ -83,22 +94,23 @@ typedef struct zs_reader_ops {
     /* One per model (root), same order on all ranks. Counts reductions, and forwards of each kind since. */
     zs_status (*reader_new)(zs_comm *, const char *name, zs_reader **out);
     void (*reader_free)(zs_comm *, zs_reader *);
-    /* A forward is counted; then this waits until every owner has begun that forward too, or stands where this rank may read
-     * it alone, and marks this rank as reading. A backward: the same without counting. ZS_ERR_DIVERGED if ranks do not run the
-     * same forward and some have changed their parameters by hand. */
+    /* A forward is counted; then this waits until every owner has begun that forward too, or stands where this rank
+     * may read it alone, and marks this rank as reading. A backward: the same without counting. ZS_ERR_DIVERGED if
+     * ranks do not run the same forward and some have changed their parameters by hand. */
     zs_status (*read_begin)(zs_comm *, zs_reader *, const zs_reading *);
-    /* Marks as not reading, and returns only when no peer reads this rank's shards. A backward: counts one reduction as well;
-     * call it when all its rounds are released. */
+    /* Marks as not reading, and returns only when no peer reads this rank's shards. A backward: counts one reduction
+     * as well; call it when all its rounds are released. */
     zs_status (*read_end)(zs_comm *, zs_reader *, zs_phase);
-    /* This rank is about to write its shards: returns only when no peer reads them, and none does until write_end. A pass that
-     * begins ends a write. No-op within a pass. Both NULL where shards are not mapped. */
+    /* This rank is about to write its shards: returns only when no peer reads them, and none does until write_end. A
+     * pass that begins ends a write. No-op within a pass. Both NULL where shards are not mapped. */
     zs_status (*write_begin)(zs_comm *, zs_reader *);
-    /* `known`: the write is complete, and all ranks make it. Else nobody evaluates with these shards before the next such write
-     * or pass; that may be said at any time. */
+    /* `known`: the write is complete, and all ranks make it. Else nobody evaluates with these shards before the next
+     * such write or pass; that may be said at any time. */
     void (*write_end)(zs_comm *, zs_reader *, bool known);
     /* What scripts have written by hand is complete on all ranks alike; `changed` as in zs_reading. NULL as above. */
     void (*write_complete)(zs_comm *, zs_reader *, bool changed);
-    /* All ranks meet in a collective of the script's: who has looked how often before says nothing of what comes. NULL as above. */
+    /* All ranks meet in a collective of the script's: who has looked how often before says nothing of what comes.
+     * NULL as above. */
     void (*meet)(zs_comm *, zs_reader *);
     /* See zs_comm_publish_fingerprint; NULL: the head has it. */
     void (*publish_fingerprint)(zs_comm *, zs_reader *, const zs_fingerprint *now);
@@ -106,28 +118,31 @@ typedef struct zs_reader_ops {
 
 /* Small things said from rank to rank. */
 typedef struct zs_talk_ops {
-    /* Small all-gather: `bytes` (<= 4096) from each rank into all[world*bytes]; also a barrier. Same order on all ranks. */
+    /* Small all-gather: `bytes` (<= 4096) from each rank into all[world*bytes]; also a barrier. Same order on all
+     * ranks. */
     zs_status (*exchange)(zs_comm *, const void *mine, size_t bytes, void *all);
     /* `data` of `root` to all; host memory. */
     zs_status (*broadcast)(zs_comm *, void *data, size_t bytes, int root);
     /* The device's memory, in the compute stream; NULL where that is the host's. */
     zs_status (*broadcast_device)(zs_comm *, void *data, size_t bytes, int root);
-    /* As exchange, of the device's memory and any size, in the compute stream; waits for the peers' hosts. NULL where nothing
-     * queues. */
+    /* As exchange, of the device's memory and any size, in the compute stream; waits for the peers' hosts. NULL
+     * where nothing queues. */
     zs_status (*gather_device)(zs_comm *, const void *mine, size_t bytes, void *all);
     /* See zs_comm_publish; NULL: the head has it. */
     void (*tell)(zs_comm *, zs_topic, const char *);
     /* What a peer has told of a topic, as of now; NULL, as for the function itself: that is not known here. */
     const char *(*said)(const zs_comm *, int rank, zs_topic);
-    /* Do others ask where this rank's script is, since this was called last? And the answer, as text. NULL: nobody asks so. */
+    /* Do others ask where this rank's script is, since this was called last? And the answer, as text. NULL: nobody
+     * asks so. */
     bool (*is_asked)(zs_comm *);
     void (*tell_place)(zs_comm *, const char *);
     /* Has a rank told that it cannot go on, of those that are all still there? NULL: no. */
     bool (*is_stopped)(const zs_comm *);
-    /* Waits until the processes of ranks that have left have ended, for so long at most. NULL: none is known to have left. */
+    /* Waits until the processes of ranks that have left have ended, for so long at most. NULL: none is known to have
+     * left. */
     void (*outlive)(zs_comm *, double seconds);
-    /* See zs_comm_end: tells the peers `comm->past` and words. Once all have, *all is set, and `fingerprints` [world] are theirs.
-     * NULL: nobody knows. */
+    /* See zs_comm_end: tells the peers `comm->past` and words. Once all have, *all is set, and `fingerprints`
+     * [world] are theirs. NULL: nobody knows. */
     zs_status (*end)(zs_comm *, zs_fingerprint *fingerprints, bool *all);
     /* Tells the peers that this rank cannot go on, and why; their waits fail at once with that text. Idempotent. */
     void (*abort)(zs_comm *, const char *reason);
@@ -144,11 +159,11 @@ typedef struct zs_comm_ops {
     const zs_round_ops *rounds;
     const zs_reader_ops *readers;
     const zs_talk_ops *talk;
-    /* What codes of all shards of `shard_bytes` take on a rank while they are gathered, see zs_target; 0: such shards cross hosts as they
-     * are. NULL: nothing is coded. */
+    /* What codes of all shards of `shard_bytes` take on a rank while they are gathered, see zs_target; 0: such
+     * shards cross hosts as they are. NULL: nothing is coded. */
     size_t (*code_room)(const zs_comm *, zs_wire, zs_dtype, size_t shard_bytes);
-    /* Memory that the transport itself has on this rank, besides flats and buckets: of all its models together. As there, what
-     * has never been touched is counted too. */
+    /* Memory that the transport itself has on this rank, besides flats and buckets: of all its models together. As
+     * there, what has never been touched is counted too. */
     size_t (*bytes)(const zs_comm *);
     void (*close)(zs_comm *);
     void (*destroy)(zs_comm *); /* called by the last zs_comm_release only */
@@ -186,7 +201,7 @@ struct zs_comm {
     zs_refs refs;
 };
 
-/* --- the calls --------------------------------------------------------------------------------------------------------- */
+/* --- the calls ---------------------------------------------------------------------------------------------------- */
 
 /* Flats: see zs_flat_ops. */
 static inline zs_status zs_comm_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out)
@@ -248,61 +263,6 @@ static inline void zs_comm_bucket_free(zs_comm *comm, zs_bucket *bucket)
 static inline size_t zs_comm_bucket_room(const zs_comm *comm, size_t bytes)
 {
     return comm->ops->rounds->bucket_room(bytes);
-}
-
-/* What the transport knows of a unit. */
-static inline zs_status zs_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **out)
-{
-    return comm->ops->rounds->cunit_new(comm, spec, out);
-}
-
-/* Frees it. */
-static inline void zs_cunit_free(zs_comm *comm, zs_cunit *cunit)
-{
-    comm->ops->rounds->cunit_free(comm, cunit);
-}
-
-/* Rounds: see zs_round_ops. */
-static inline zs_status zs_cunit_post(zs_comm *comm, zs_cunit *cunit, const zs_bucket *bucket, const uint64_t *used)
-{
-    return comm->ops->rounds->post(comm, cunit, bucket, used);
-}
-
-/* Once all ranks have posted. */
-static inline zs_status zs_cunit_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out)
-{
-    return comm->ops->rounds->collect(comm, cunit, wait, ready, out);
-}
-
-/* The sum of its own slices is there. */
-static inline zs_status zs_cunit_share(zs_comm *comm, zs_cunit *cunit)
-{
-    return comm->ops->rounds->share(comm, cunit);
-}
-
-/* Once all ranks have shared. */
-static inline zs_status zs_cunit_collect_shared(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready,
-                                                zs_sources *out)
-{
-    return comm->ops->rounds->collect_shared(comm, cunit, wait, ready, out);
-}
-
-/* This rank has read all. */
-static inline zs_status zs_cunit_release(zs_comm *comm, zs_cunit *cunit)
-{
-    return comm->ops->rounds->release(comm, cunit);
-}
-
-/* Have all peers? */
-static inline zs_status zs_cunit_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready)
-{
-    return comm->ops->rounds->reusable(comm, cunit, wait, ready);
-}
-
-/* Gradients are of another scale from now on. */
-static inline void zs_cunit_rescale(zs_comm *comm, zs_cunit *cunit, double factor)
-{
-    if (comm->ops->rounds->rescale != NULL) comm->ops->rounds->rescale(comm, cunit, factor);
 }
 
 /* This rank will not finish its backward. Only where rounds are collectives. */

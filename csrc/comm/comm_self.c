@@ -4,103 +4,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-typedef struct self_unit {
-    zs_cunit base;
-    uint64_t *bitmap; /* copy of what post was given: the caller may go on changing its own */
-} self_unit;
-
 static zs_status self_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out)
 {
     ZS_TRY(zs_device_mem_new(comm->device, shard_bytes, &out->mem));
     out->shard = out->mem->ptr;
     out->full = out->shard;
     out->shard_bytes = shard_bytes;
-    return ZS_OK;
-}
-
-static void self_cunit_free(zs_comm *comm, zs_cunit *cunit)
-{
-    (void)comm;
-    if (cunit == NULL) return;
-    free(((self_unit *)cunit)->bitmap);
-    zs_cunit_clear(cunit);
-    free(cunit);
-}
-
-static zs_status self_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **out)
-{
-    self_unit *unit = calloc(1, sizeof *unit);
-    if (unit == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", spec->name);
-    zs_status status = zs_cunit_init(&unit->base, spec, comm);
-    if (status == ZS_OK) {
-        unit->bitmap = calloc(unit->base.used_words, sizeof *unit->bitmap);
-        if (unit->bitmap == NULL) status = ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", spec->name);
-    }
-    if (status != ZS_OK) {
-        self_cunit_free(comm, &unit->base);
-        return status;
-    }
-    *out = &unit->base;
-    return ZS_OK;
-}
-
-static zs_status self_post(zs_comm *comm, zs_cunit *cunit, const zs_bucket *bucket, const uint64_t *used)
-{
-    self_unit *unit = (self_unit *)cunit;
-    (void)comm;
-    ZS_TRY(zs_cunit_may_post(cunit, bucket));
-    memcpy(unit->bitmap, used, cunit->used_words * sizeof *used);
-    cunit->data[0] = bucket == NULL ? NULL : bucket->ptr;
-    cunit->used[0] = unit->bitmap;
-    cunit->round++;
-    cunit->state = ZS_ROUND_POSTED;
-    return ZS_OK;
-}
-
-static zs_status self_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out)
-{
-    (void)comm;
-    (void)wait;
-    ZS_TRY(zs_cunit_expect(cunit, ZS_ROUND_POSTED, "collect"));
-    cunit->state = ZS_ROUND_COLLECTED;
-    zs_cunit_sources(cunit, out);
-    *ready = true;
-    return ZS_OK;
-}
-
-static zs_status self_share(zs_comm *comm, zs_cunit *cunit)
-{
-    (void)comm;
-    ZS_TRY(zs_cunit_expect(cunit, ZS_ROUND_COLLECTED, "share"));
-    cunit->state = ZS_ROUND_SHARED;
-    return ZS_OK;
-}
-
-static zs_status self_collect_shared(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out)
-{
-    (void)comm;
-    (void)wait;
-    ZS_TRY(zs_cunit_expect(cunit, ZS_ROUND_SHARED, "collect_shared"));
-    cunit->state = ZS_ROUND_GATHERED;
-    zs_cunit_sources(cunit, out);
-    *ready = true;
-    return ZS_OK;
-}
-
-static zs_status self_release(zs_comm *comm, zs_cunit *cunit)
-{
-    (void)comm;
-    ZS_TRY(zs_cunit_may_release(cunit));
-    cunit->state = ZS_ROUND_NONE;
-    return ZS_OK;
-}
-
-static zs_status self_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready)
-{
-    (void)comm;
-    (void)cunit;
-    (void)wait;
-    *ready = true; /* there is no peer that could still read */
     return ZS_OK;
 }
 
@@ -157,14 +66,6 @@ static const zs_round_ops self_rounds = {
     .bucket_new = zs_local_bucket_new,
     .bucket_free = zs_local_bucket_free,
     .bucket_room = zs_local_bucket_room,
-    .cunit_new = self_cunit_new,
-    .cunit_free = self_cunit_free,
-    .post = self_post,
-    .collect = self_collect,
-    .share = self_share,
-    .collect_shared = self_collect_shared,
-    .release = self_release,
-    .reusable = self_reusable,
     .room = self_room,
 };
 

@@ -21,8 +21,8 @@ typedef struct zs_gathering zs_gathering;
 typedef struct zs_target {
     zs_mem *mem; /* borrowed; kept where a gather that was broken off may still write there */
     char *full;  /* within it, world * shard_bytes */
-    /* How shards cross hosts, where the transport has a code_room for them: then `full` gets what their codes say, on all ranks
-     * alike. Numbers of this dtype. */
+    /* How shards cross hosts, where the transport has a code_room for them: then `full` gets what their codes say,
+     * on all ranks alike. Numbers of this dtype. */
     zs_wire code;
     zs_dtype dtype;
 } zs_target;
@@ -44,48 +44,14 @@ typedef struct zs_bucket {
     zs_mem *mem;  /* counted reference */
 } zs_bucket;
 
-/* What collect() hands out, valid until release(). Arrays of length world are in rank order. */
-typedef struct zs_sources {
-    /* Each is a host's sum, of zs_dtype_of_partial_sum of what was posted, under the first of its ranks. */
-    bool partial;
-    const char **data; /* [world]: this rank's slice of trainable flat f, as rank r has it, is at data[r] + at[f]; NULL:
-                            * nothing posted */
-    const size_t *at;  /* [n_slices] */
-    const uint64_t **used; /* [world]: bitmap of the parameters that had a gradient there; never NULL */
-} zs_sources;
-
-/* How gradients of a unit are reduced. */
-typedef enum zs_reduce_mode {
-    ZS_REDUCE_SCATTER, /* each rank gets its slice of the sum */
-    ZS_REDUCE_ALL,     /* each rank gets the whole sum: after collect, share() own slice, then collect_shared() */
-} zs_reduce_mode;
-
-typedef struct zs_cunit_spec {
-    const char *name; /* for messages; copied */
-    size_t n_params;  /* the first bits of the used bitmap */
-    size_t n_more;    /* bits behind them, for what else is said of a round */
-    int n_slices;     /* trainable flats, <= ZS_MAX_FLATS; 0: nothing to reduce */
-    /* One rank's slice of trainable flat f in the bucket (wire dtype), multiple of 64. */
-    size_t slice_bytes[ZS_MAX_FLATS];
-    zs_dtype wire[ZS_MAX_FLATS]; /* of its numbers */
-    zs_wire code;                /* how sums of them cross hosts, where a transport sums within hosts first */
-    zs_reduce_mode mode;
-    int parts; /* slices that a bucket is cut into; 0: one for each rank */
-    /* [world] which slice a rank sums, where several ranks sum the same (hybrid); copied; NULL: rank r sums slice r.
-     * ZS_REDUCE_SCATTER only. */
-    const int *part_of;
-} zs_cunit_spec;
-/* Bucket layout: flat after flat, each parts * slice_bytes[f] long: slice p of flat f starts at
- * parts * (slice_bytes[0] + ... + slice_bytes[f-1]) + p * slice_bytes[f]. */
-
 /* Which model a collective is for, for messages. */
 typedef struct zs_model {
     uint64_t number; /* of its reader, from 1 on; 0: none */
     char name[32];   /* its class, cut off */
 } zs_model;
 
-/* What a reader session belongs to: a pass, with two kinds of forward. A rank that evaluates while others train takes no
- * part in their forward, and they need none in its. */
+/* What a reader session belongs to: a pass, with two kinds of forward. A rank that evaluates while others train
+ * takes no part in their forward, and they need none in its. */
 typedef enum zs_pass {
     ZS_PASS_TRAIN,    /* a backward may follow: autograd records */
     ZS_PASS_EVALUATE, /* any other forward, and sessions opened by hand */

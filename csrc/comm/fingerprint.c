@@ -25,7 +25,7 @@ void zs_fingerprint_replace(zs_fingerprint *fingerprint, const zs_fingerprint *b
     fingerprint->grads += now->grads - before->grads;
 }
 
-/* --- words ---------------------------------------------------------------------------------------------------------------- */
+/* --- words -------------------------------------------------------------------------------------------------------- */
 
 static char *place_of(zs_diagnostics *words, zs_topic topic, size_t *size)
 {
@@ -99,7 +99,7 @@ static zs_status learn(zs_comm *comm)
     return status;
 }
 
-/* --- lines of settings ---------------------------------------------------------------------------------------------------- */
+/* --- lines of settings -------------------------------------------------------------------------------------------- */
 
 /* A line: its name, and its values. */
 typedef struct line {
@@ -192,9 +192,10 @@ static bool are_near(const char *a, const char *b)
     return true;
 }
 
-/* --- what differs, as a clause -------------------------------------------------------------------------------------------- */
+/* --- what differs, as a clause ------------------------------------------------------------------------------------ */
 
-/* Appends "AdamW lr is 0.1 on rank 0 and 0.2 on rank 1" for each setting that differs; nothing if the words do not tell. */
+/* Appends "AdamW lr is 0.1 on rank 0 and 0.2 on rank 1" for each setting that differs; nothing if the words do not
+ * tell. */
 static void list_settings(const zs_comm *comm, int other, char *text, size_t size)
 {
     const char *first = said(comm, 0, ZS_ON_SETTINGS), *second = said(comm, other, ZS_ON_SETTINGS);
@@ -300,7 +301,8 @@ static zs_status fail(zs_comm *comm, const difference *d)
     return ZS_FAIL(ZS_ERR_DIVERGED, "the parameters are out of step: %s%s; %s", clause, failures, remedy(d));
 }
 
-/* Once settings have differed in earnest, digests alone count until they are the same: words tell of the last step only. */
+/* Once settings have differed in earnest, digests alone count until they are the same: words tell of the last step
+ * only. */
 static bool is_tolerable(const zs_comm *comm, const difference *d)
 {
     if (!only_settings_differ(d) || comm->apart) return false;
@@ -330,7 +332,7 @@ zs_status zs_comm_compare_fingerprints(zs_comm *comm, const zs_fingerprint *fing
     return zs_comm_check_fingerprints(comm, fingerprints);
 }
 
-/* --- the end ---------------------------------------------------------------------------------------------------------------- */
+/* --- the end ------------------------------------------------------------------------------------------------------ */
 
 static bool have_loaded(const zs_comm *comm, const zs_fingerprint *fingerprints)
 {

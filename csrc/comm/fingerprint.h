@@ -58,15 +58,17 @@ void zs_comm_failures(const zs_comm *comm, char *text, size_t size);
 /* The same words, as a transport has got them otherwise: [world], taken over; NULL: none are known any more. */
 void zs_comm_set_others(zs_comm *comm, zs_diagnostics *others);
 
-/* Have all ranks done the same, as `fingerprints` [world] say? Else ZS_ERR_DIVERGED, with the same answer on all ranks. Numbers in param
- * groups may differ by 1e-6 of their value; where words are not known that is left to whoever knows them. */
+/* Have all ranks done the same, as `fingerprints` [world] say? Else ZS_ERR_DIVERGED, with the same answer on all
+ * ranks. Numbers in param groups may differ by 1e-6 of their value; where words are not known that is left to
+ * whoever knows them. */
 zs_status zs_comm_check_fingerprints(zs_comm *comm, const zs_fingerprint *fingerprints);
 
-/* The same where all ranks have `fingerprints` at hand at the same time: they exchange words first, if fingerprints differ. Collective. */
+/* The same where all ranks have `fingerprints` at hand at the same time: they exchange words first, if fingerprints
+ * differ. Collective. */
 zs_status zs_comm_compare_fingerprints(zs_comm *comm, const zs_fingerprint *fingerprints);
 
-/* This rank has come to its orderly end. The last to do so finds whether what all have done since they met last is alike:
- * ZS_ERR_DIVERGED; not if they have loaded since, or if it has been an error already. Waits for nobody. */
+/* This rank has come to its orderly end. The last to do so finds whether what all have done since they met last is
+ * alike: ZS_ERR_DIVERGED; not if they have loaded since, or if it has been an error already. Waits for nobody. */
 zs_status zs_comm_end(zs_comm *comm);
 
 #endif

@@ -142,7 +142,7 @@ static bool are_alike(const slot *a, const slot *b)
     return a->asked == b->asked && a->own == b->own;
 }
 
-/* Which slot of `plan` each slot of the arena stands for; `met` [plan->n] which slots of the plan have one. */
+/* Which slot of `plan` each slot of the arena stands for; `met` [plan->n] says which of the plan's have one. */
 static void match(zs_arena *arena, const zs_arena *plan, bool *met)
 {
     size_t kept = 0;
@@ -202,7 +202,7 @@ size_t zs_arena_bytes(const zs_arena *arena)
     return total;
 }
 
-/* --- blocks for life --------------------------------------------------------------------------------------------------- */
+/* --- blocks for life ---------------------------------------------------------------------------------------------- */
 
 enum { CHUNK = 64 << 20 }; /* bytes of address space; on the CPU, memory only where touched */
 

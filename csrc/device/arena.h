@@ -1,9 +1,9 @@
 /* arena.h - slots: regions that full buffers borrow and give back, so that no step allocates.
  *
- * A slot is taken by best fit from those that are free; when none fits, the largest of them is replaced by a
- * larger one, so that there are never more than were lent at a time. What a step will take is reserved before the first one
- * (plan.h), so that every take finds a slot. Fresh pages cost nothing until touched: a slot may be larger than its first
- * borrower needs, and reserved without need.
+ * A slot is taken by best fit from those that are free; when none fits, the largest of them is replaced by a larger
+ * one, so that there are never more than were lent at a time. What a step will take is reserved before the first one
+ * (plan.h), so that every take finds a slot. Fresh pages cost nothing until touched: a slot may be larger than its
+ * first borrower needs, and reserved without need.
  */
 #ifndef ZS_ARENA_H
 #define ZS_ARENA_H
@@ -48,21 +48,21 @@ bool zs_arena_has(const zs_arena *arena, const zs_mem *slot, bool *shared);
 /* Takes a slot back. */
 void zs_arena_give(zs_arena *arena, zs_mem *slot);
 
-/* Has the arena hold slots of the sizes that `plan` holds: those that are missing are made, free ones that are not in the
- * plan are given up. Slots that are lent stay. */
+/* Has the arena hold slots of the sizes that `plan` holds: those that are missing are made, free ones that are not
+ * in the plan are given up. Slots that are lent stay. */
 zs_status zs_arena_fit(zs_arena *arena, const zs_arena *plan);
 
-/* Has the arena hold, besides what is lent, a slot of at least its size for each slot of `plan`, all at a time. For one that
- * others use too. */
+/* Has the arena hold, besides what is lent, a slot of at least its size for each slot of `plan`, all at a time. For
+ * one that others use too. */
 zs_status zs_arena_cover(zs_arena *arena, const zs_arena *plan);
 
 /* Bytes of all slots, lent or free; of those that ranks share, this rank's part. */
 size_t zs_arena_bytes(const zs_arena *arena);
 
-/* --- blocks for life ----------------------------------------------------------------------------------------------------- */
+/* --- blocks for life ---------------------------------------------------------------------------------------------- */
 
-/* Many blocks, packed into few large chunks: only ranges of megabytes get huge pages, without which giving pages back and
- * touching them again costs more than the gradients' sum. */
+/* Many blocks, packed into few large chunks: only ranges of megabytes get huge pages, without which giving pages
+ * back and touching them again costs more than the gradients' sum. */
 typedef struct zs_pool zs_pool;
 
 /* New empty pool of memory of `device`. */
@@ -71,7 +71,8 @@ zs_status zs_pool_new(const zs_device *device, zs_pool **out);
 /* Frees the pool; blocks keep their chunk alive. NULL allowed. */
 void zs_pool_free(zs_pool *pool);
 
-/* New zeroed block of exactly `bytes` (a multiple of 64) with a counted reference of its own. Its place is not used again. */
+/* New zeroed block of exactly `bytes` (a multiple of 64) with a counted reference of its own. Its place is not used
+ * again. */
 zs_status zs_pool_take(zs_pool *pool, size_t bytes, zs_mem **out);
 
 /* Gives the pages of all blocks back to the system; they read as zeros from then on. */

@@ -1,8 +1,9 @@
 /* cuda_api.h - the part of the CUDA driver's interface that zshard calls, in our own declarations.
  *
- * One list, ZS_CU_CALLS, has a line for each call: its name, the CUDA version that its signature is of, and
- * its parameters. The table of function pointers, the loader and the check against NVIDIA's cuda.h (tests/gpu/test_cuda_driver.py)
- * are made from it, so no header of CUDA is needed to build, and none can disagree unseen.
+ * One list, ZS_CU_CALLS, has a line for each call: its name, the CUDA version that its signature is of, and its
+ * parameters. The table of function pointers, the loader and the check against NVIDIA's cuda.h
+ * (tests/gpu/test_cuda_driver.py) are made from it, so no header of CUDA is needed to build, and none can disagree
+ * unseen.
  */
 #ifndef ZS_CUDA_API_H
 #define ZS_CUDA_API_H
@@ -54,12 +55,10 @@ enum {
     ZS_CU_STREAM_CAPTURE_STATUS_NONE = 0,
     ZS_CU_STREAM_CAPTURE_MODE_RELAXED = 2, /* this thread may do what a capture elsewhere would forbid it */
     ZS_CU_MEMHOSTALLOC_PORTABLE = 1,       /* pinned for all contexts */
-    ZS_CU_MEMHOSTREGISTER_PORTABLE = 1,
 
     ZS_CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16,
     ZS_CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75,
     ZS_CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76,
-    ZS_CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL = 9,
 
     ZS_CU_GET_PROC_ADDRESS_LEGACY_STREAM = 1,
 };
@@ -90,39 +89,29 @@ enum {
        unsigned int, zs_cu_stream, void **, void **))                                                             \
     X(cuMemAlloc, 3020, (zs_cu_ptr *, size_t))                                                                    \
     X(cuMemFree, 3020, (zs_cu_ptr))                                                                               \
-    X(cuMemGetInfo, 3020, (size_t *, size_t *))                                                                   \
     X(cuMemHostAlloc, 2020, (void **, size_t, unsigned int))                                                      \
     X(cuMemFreeHost, 2000, (void *))                                                                              \
-    X(cuMemHostRegister, 6050, (void *, size_t, unsigned int))                                                    \
-    X(cuMemHostUnregister, 4000, (void *))                                                                        \
-    X(cuPointerGetAttribute, 4000, (void *, zs_cu_pointer_attribute, zs_cu_ptr))                                  \
     X(cuMemcpyAsync, 4000, (zs_cu_ptr, zs_cu_ptr, size_t, zs_cu_stream))                                          \
-    X(cuMemcpyDtoDAsync, 3020, (zs_cu_ptr, zs_cu_ptr, size_t, zs_cu_stream))                                      \
-    X(cuMemcpyHtoDAsync, 3020, (zs_cu_ptr, const void *, size_t, zs_cu_stream))                                   \
     X(cuMemcpyDtoHAsync, 3020, (void *, zs_cu_ptr, size_t, zs_cu_stream))                                         \
     X(cuMemsetD8Async, 3020, (zs_cu_ptr, unsigned char, size_t, zs_cu_stream))                                    \
     X(cuStreamCreateWithPriority, 5050, (zs_cu_stream *, unsigned int, int))                                      \
-    X(cuStreamDestroy, 4000, (zs_cu_stream))                                                                      \
     X(cuStreamSynchronize, 2000, (zs_cu_stream))                                                                  \
-    X(cuStreamQuery, 2000, (zs_cu_stream))                                                                        \
     X(cuStreamIsCapturing, 10000, (zs_cu_stream, zs_cu_capture_status *))                                         \
     X(cuThreadExchangeStreamCaptureMode, 10010, (zs_cu_capture_mode *))                                           \
     X(cuStreamWaitEvent, 3020, (zs_cu_stream, zs_cu_event, unsigned int))                                         \
     X(cuEventCreate, 2000, (zs_cu_event *, unsigned int))                                                         \
     X(cuEventRecord, 2000, (zs_cu_event, zs_cu_stream))                                                           \
     X(cuEventQuery, 2000, (zs_cu_event))                                                                          \
-    X(cuEventSynchronize, 2000, (zs_cu_event))                                                                    \
     X(cuEventDestroy, 4000, (zs_cu_event))
 
 /* What may be missing (then NULL): this one is of CUDA 12.4. */
 #define ZS_CU_OPTIONAL_CALLS(X) X(cuFuncLoad, 12040, (zs_cu_function))
 
-typedef unsigned int zs_cu_attribute;         /* CUdevice_attribute */
-typedef unsigned int zs_cu_capture_status;    /* CUstreamCaptureStatus */
-typedef unsigned int zs_cu_capture_mode;      /* CUstreamCaptureMode */
-typedef unsigned int zs_cu_pointer_attribute; /* CUpointer_attribute */
-typedef unsigned int zs_cu_jit_option;        /* CUjit_option */
-typedef unsigned int zs_cu_library_option;    /* CUlibraryOption */
+typedef unsigned int zs_cu_attribute;      /* CUdevice_attribute */
+typedef unsigned int zs_cu_capture_status; /* CUstreamCaptureStatus */
+typedef unsigned int zs_cu_capture_mode;   /* CUstreamCaptureMode */
+typedef unsigned int zs_cu_jit_option;     /* CUjit_option */
+typedef unsigned int zs_cu_library_option; /* CUlibraryOption */
 
 /* The functions, by their names. */
 typedef struct zs_cu_table {

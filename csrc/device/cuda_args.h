@@ -1,7 +1,8 @@
-/* cuda_args.h - what kernels are given: one struct by value each, read by C (cuda_kernels.c), nvcc and the tests' host build.
+/* cuda_args.h - what kernels are given: one struct by value each, read by C (cuda_kernels.c), nvcc and the tests' host
+ * build.
  *
- * An argument block is a plain struct with a fixed layout that both sides assert, so a launch is one pointer
- * and a mismatch between host and device is an error of the build. Only fixed-width types: a bool or an enum may differ.
+ * An argument block is a plain struct with a fixed layout that both sides assert, so a launch is one pointer and a
+ * mismatch between host and device is an error of the build. Only fixed-width types: a bool or an enum may differ.
  */
 #ifndef ZS_CUDA_ARGS_H
 #define ZS_CUDA_ARGS_H
@@ -21,8 +22,8 @@ enum {
     ZS_CUDA_STEPS = 256,                   /* step counters that a kernel can be given */
 };
 
-/* How `numel` elements are shared out: `head` of them one by one, then `packs` packs that are aligned in every array, then
- * what is left one by one. */
+/* How `numel` elements are shared out: `head` of them one by one, then `packs` packs that are aligned in every
+ * array, then what is left one by one. */
 typedef struct zs_cuda_cut {
     int64_t numel, head, packs;
 } zs_cuda_cut;

@@ -34,7 +34,7 @@ static struct {
     zs_cu_context of[ZS_CUDA_MAX_DEVICES];
 } primary = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-/* --- finding the driver ----------------------------------------------------------------------------------------------- */
+/* --- finding the driver ------------------------------------------------------------------------------------------- */
 
 static void off(const char *fmt, ...) __attribute__((format(printf, 1, 2)));
 
@@ -152,7 +152,7 @@ const zs_cu_table *zs_cuda_table(void)
     return &driver.table;
 }
 
-/* --- errors ------------------------------------------------------------------------------------------------------------- */
+/* --- errors ------------------------------------------------------------------------------------------------------- */
 
 /* Is the context lost after this error? (Per the driver's documentation: "the process must be terminated".) */
 static bool spoils(zs_cu_result result)
@@ -213,7 +213,7 @@ zs_cu_result zs_cuda_note(zs_cu_result result)
     return result;
 }
 
-/* --- contexts, devices, events ------------------------------------------------------------------------------------------- */
+/* --- contexts, devices, events ------------------------------------------------------------------------------------ */
 
 /* The primary context of a device, retained when it is first asked for. */
 static zs_status primary_of(int ordinal, zs_cu_context *out)

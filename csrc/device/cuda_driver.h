@@ -1,7 +1,8 @@
-/* cuda_driver.h - the CUDA driver: found when the program runs, called through one table, its errors turned into records.
+/* cuda_driver.h - the CUDA driver: found when the program runs, called through one table, its errors turned into
+ * records.
  *
- * Nothing is linked. The driver is opened when CUDA is first needed, each call goes through ZS_CU, which says
- * what failed in the driver's own words, and an error after which the device's context is lost (an illegal address, a launch
+ * Nothing is linked. The driver is opened when CUDA is first wanted, each call goes through ZS_CU, which says what
+ * failed in the driver's own words, and an error after which the device's context is lost (an illegal address, a launch
  * that failed) is remembered: every later call fails with the first such record, and none touches the driver.
  */
 #ifndef ZS_CUDA_DRIVER_H
@@ -10,7 +11,7 @@
 #include "base/status.h"
 #include "device/cuda_api.h"
 
-enum { ZS_CUDA_MAX_DEVICES = 64 }; /* the most devices of a process */
+enum { ZS_CUDA_MAX_DEVICES = 64 }; /* devices of a process that zshard tells apart */
 
 /* What is known of the driver. */
 typedef struct zs_cuda_info {
@@ -38,27 +39,30 @@ void zs_cuda_describe(zs_cuda_info *info);
 /* Fills `out` for device number `ordinal`. */
 zs_status zs_cuda_describe_device(int ordinal, zs_cuda_device *out);
 
-/* Sees to it that this thread has a context, after zs_cuda_load if need be: the one that is current stays (torch sets it), else
- * the primary one of device `ordinal`, which is torch's too, becomes current. Cheap: call it whenever a thread comes in. */
+/* Sees to it that this thread has a context, after zs_cuda_load if need be: the one that is current stays (torch
+ * sets it), else the primary one of device `ordinal`, which is torch's too, becomes current. Cheap: call it whenever
+ * a thread comes in. */
 zs_status zs_cuda_enter(int ordinal);
 
 /* The table; only after zs_cuda_load has succeeded. */
 const zs_cu_table *zs_cuda_table(void);
 
-/* Turns the result of a call into a status and a record, and remembers the first that spoils the context. Out of memory is
- * ZS_ERR_MEMORY, all else ZS_ERR_CUDA. */
+/* Turns the result of a call into a status and a record, and remembers the first that spoils the context. Out of
+ * memory is ZS_ERR_MEMORY, all else ZS_ERR_CUDA. */
 zs_status zs_cuda_check_at(const char *file, int line, const char *call, zs_cu_result result);
 
 /* Has the context been spoiled? Then fails with what spoiled it. */
 zs_status zs_cuda_alive_at(const char *file, int line);
 
-/* The same without a record, for calls that free something: there is nothing better to do than continue. Returns `result`. */
+/* The same without a record, for calls that give something back: who frees cannot do better than go on. Returns
+ * `result`. */
 zs_cu_result zs_cuda_note(zs_cu_result result);
 
 /* Has everything come to pass that was queued before the event was recorded? */
 zs_status zs_cuda_event_done(zs_cu_event event, bool *done);
 
-/* The same for a thread that only polls: its capture mode becomes relaxed for good. True if the driver cannot tell. */
+/* The same for a thread that only looks on: its capture mode becomes relaxed for good. True where the driver cannot
+ * say. */
 bool zs_cuda_event_passed(zs_cu_event event);
 
 /* Calls a function of the driver: ZS_TRY(ZS_CU(cuMemAlloc, &memory, bytes)). After zs_cuda_load. */

@@ -34,7 +34,8 @@ enum {
     KERNELS = LIVE + DTYPES * RULES,
 };
 
-/* A norm is taken by at most so many threads, of at least so many elements, whatever the GPU; each fold leaves a 64th. */
+/* A norm is taken by at most so many threads, of at least so many elements, whatever the GPU; each fold leaves a
+ * 64th. */
 enum { NORM_THREADS = 1 << 17, NORM_EACH = 4 * ZS_CUDA_NORM_PACK, FOLD_BY = 64 };
 
 static struct {
@@ -45,7 +46,7 @@ static struct {
     bool sync; /* ZSHARD_SYNC */
 } kernels = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-/* --- loading -------------------------------------------------------------------------------------------------------------- */
+/* --- loading ------------------------------------------------------------------------------------------------------ */
 
 static void name_kernels(void)
 {
@@ -78,7 +79,8 @@ static zs_status load_image(zs_cu_library *library)
     const void *image = zs_cuda_image();
     zs_cuda_info info;
     ZS_TRY(zs_cuda_alive_at(__FILE__, __LINE__));
-    /* Without an image the driver is handed PTX that it refuses; the tests' fake accepts it, and has its own kernels. */
+    /* Without an image the driver is handed PTX that it refuses; the tests' stand-in takes it, and brings its own
+     * kernels. */
     const void *code = image != NULL ? image : "// no kernels\n";
     zs_cu_result result = zs_cuda_table()->cuLibraryLoadData(library, code, NULL, NULL, 0, NULL, NULL, 0);
     if (image == NULL && result != ZS_CU_SUCCESS)
@@ -95,8 +97,8 @@ static zs_status load_image(zs_cu_library *library)
                    info.version % 1000 / 10);
 }
 
-/* Finds every kernel and makes it resident: what is loaded at its first launch may wait for the device, which may wait for a
- * peer, which waits for that launch. */
+/* Finds every kernel and makes it resident: what is loaded at its first launch may wait for the device, which may
+ * wait for a peer, which waits for that launch. */
 static zs_status find_kernels(zs_cu_library library)
 {
     for (int i = 0; i < KERNELS; i++) {
@@ -135,7 +137,7 @@ zs_status zs_cuda_kernels_load(void)
     return status;
 }
 
-/* --- launching ------------------------------------------------------------------------------------------------------------- */
+/* --- launching ---------------------------------------------------------------------------------------------------- */
 
 /* Launches `blocks` blocks. The driver copies the arguments before it returns. */
 static zs_status launch_grid(int kernel, int64_t blocks, void *args, void *stream)
@@ -149,8 +151,8 @@ static zs_status launch_grid(int kernel, int64_t blocks, void *args, void *strea
     return zs_cuda_check_at(__FILE__, __LINE__, kernels.name[kernel], result);
 }
 
-/* Launches `kernel` with a thread for each pack of the cut, or for each element that is in none. A grid that only fills the GPU
- * and goes round is a tenth slower on an H200. */
+/* Launches `kernel` with a thread for each pack of the cut, or for each element that is in none. A grid that only
+ * fills the GPU and goes round is a tenth slower on an H200. */
 static zs_status launch(int kernel, const zs_cuda_cut *cut, int64_t pack, void *args, void *stream)
 {
     ZS_TRY(zs_cuda_kernels_load());
@@ -196,7 +198,7 @@ static zs_cuda_cut cut_of(const array *arrays, int n, int64_t numel, int64_t pac
     return (zs_cuda_cut){.numel = numel, .head = numel, .packs = 0};
 }
 
-/* --- sums ------------------------------------------------------------------------------------------------------------------ */
+/* --- sums --------------------------------------------------------------------------------------------------------- */
 
 /* The next rank from `r` on that brings something; world: none. */
 static int next_source(const zs_sum *sum, int r)
@@ -212,8 +214,8 @@ static void mark_absent(const zs_sum *sum, zs_cuda_sum_args *args)
         if (sum->src[r] == NULL) args->absent[r / 64] |= UINT64_C(1) << (r % 64);
 }
 
-/* Finds the stride of equally spaced sources; ZS_ERR_UNSUPPORTED if they are not. Two sources give the stride;
- * rank 0 may be none of them, so `base` may be an address that is never read. */
+/* Where the sources lie at equal distances, says so; ZS_ERR_UNSUPPORTED where they do not. Two that are there tell
+ * the distance; rank 0 may be none of them, so `base` may be an address that nobody reads. */
 static zs_status find_stride(const zs_sum *sum, zs_cuda_sum_args *args)
 {
     if (sum->world > ZS_CUDA_SPACED)
@@ -252,7 +254,7 @@ zs_status zs_cuda_sum(const zs_sum *sum, void *stream)
     return launch(SUM + DTYPES * (int)sum->to + (int)sum->dtype, &args.cut, pack, &args, stream);
 }
 
-/* --- casts, scaling, comparing ------------------------------------------------------------------------------------------- */
+/* --- casts, scaling, comparing ------------------------------------------------------------------------------------ */
 
 zs_status zs_cuda_cast(const zs_cast *cast, bool add, void *stream)
 {
@@ -283,7 +285,7 @@ zs_status zs_cuda_differs(const void *a, const void *b, size_t bytes, uint32_t *
     return launch(DIFFERS, &args.cut, pack_of(1), &args, stream);
 }
 
-/* --- norms ------------------------------------------------------------------------------------------------------------------- */
+/* --- norms -------------------------------------------------------------------------------------------------------- */
 
 static zs_status kind_of(double p, uint32_t *kind)
 {
@@ -338,7 +340,7 @@ zs_status zs_cuda_norm_join(const double *values, int64_t n, double p, double *r
     return n > 0 ? fold(args, stream) : no_norm(result, stream);
 }
 
-/* --- optimizers -------------------------------------------------------------------------------------------------------------- */
+/* --- optimizers --------------------------------------------------------------------------------------------------- */
 
 /* The kernel that does the job. */
 static int kernel_for(const zs_cuda_update_job *job)

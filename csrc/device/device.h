@@ -1,9 +1,9 @@
 /* device.h - where flat memory lies, and arithmetic over it: sums of all ranks' parts, casts, norms, scaling, copies.
  *
- * One table for each kind of device, so that units, schedule and optimizers are the same code on all of
- * them. On the CPU a call has done its work when it returns. On a device that queues (CUDA) it has put it into a stream: a
- * queue whose work runs in order, while the host continues; what a stream needs of another one it has to wait for by
- * zs_device_fork and zs_device_join. The host waits only where a function's comment says so.
+ * One table for each kind of device, so that units, schedule and optimizers are the same code on all of them. On the
+ * CPU a call has done its work when it returns. On a device that queues (CUDA) it has put it into a stream: a queue
+ * whose work runs in order, while the host goes on; what a stream needs of another one it has to wait for by
+ * zs_device_fork and zs_device_join. The host waits nowhere but where a function says so.
  *
  * Every sum over ranks is taken here, in fp32 (fp64 for fp64), in rank order, whatever the wire dtype, so that all
  * transports and all runs give the same bits.
@@ -24,8 +24,8 @@ typedef enum zs_stream {
 } zs_stream;
 
 /* Sums `world` sources elementwise in rank order: dst[i] = sum_r (src[r][i] + prev) * scale, with prev = dst[i] if
- * `accumulate` else 0; a NULL source counts as zeros. Sources are of `dtype`, dst of `to`, computed in fp32 (fp64 if either
- * is). dst may be one of the sources (same index, same dtype). On the CPU it uses torch's threads. */
+ * `accumulate` else 0; a NULL source counts as zeros. Sources are of `dtype`, dst of `to`, computed in fp32 (fp64 if
+ * either is). dst may be one of the sources (same index, same dtype). On the CPU it uses torch's threads. */
 typedef struct zs_sum {
     const void *const *src; /* [world] */
     int world;
@@ -156,14 +156,15 @@ static inline zs_status zs_device_scale(const zs_device *device, zs_stream strea
     return x->numel > 0 ? device->ops->scale(device, stream, x, factor) : ZS_OK;
 }
 
-/* Sum of |x|^p over `n` arrays in double (p = 1, 2), or max |x| for p = infinity; 0 of nothing; NaN and inf come through.
- * Waits for the compute stream, once. */
+/* Sum of |x|^p over `n` arrays in double (p = 1, 2), or max |x| for p = infinity; 0 of nothing; NaN and inf come
+ * through. Waits for the compute stream, once. */
 static inline zs_status zs_device_norm(const zs_device *device, const zs_numbers *x, size_t n, double p, double *out)
 {
     return device->ops->norm(device, x, n, p, out);
 }
 
-/* The same, but the host does not wait; in the compute stream of a device that queues. The bits are those of zs_device_norm there. */
+/* The same where nobody waits; in the compute stream of a device that queues. The bits are those of zs_device_norm
+ * there. */
 static inline zs_status zs_device_norm_queued(const zs_device *device, const zs_norm_job *job)
 {
     return device->ops->norm_queued(device, job);
@@ -219,8 +220,9 @@ static inline zs_status zs_device_wait(const zs_device *device)
     return device->ops->queues ? device->ops->wait(device) : ZS_OK;
 }
 
-/* A script may run parts of a pass in several streams of torch's, and autograd then runs their backward there. What is queued in
- * the compute stream from now on comes after what the model's hooks have queued so far, whichever stream that was then. */
+/* A script may run parts of a pass in several streams of torch's, and autograd then runs their backward there. What
+ * is queued in the compute stream from now on comes after what the model's hooks have queued so far, whichever
+ * stream that was then. */
 static inline zs_status zs_device_follow(const zs_device *device, zs_trail *trail)
 {
     return device->ops->queues ? device->ops->follow(device, trail, false) : ZS_OK;
@@ -241,10 +243,10 @@ static inline void zs_device_end_trail(const zs_device *device, zs_trail *trail)
 /* Size of one element in bytes (1 for ZS_BYTES). */
 size_t zs_dtype_size(zs_dtype dtype);
 
-/* The dtype of a partial sum over some ranks that is sent on to the others: the one it is computed in. */
+/* In which a sum of some ranks' numbers goes on to the others: what it is computed in. */
 zs_dtype zs_dtype_of_partial_sum(zs_dtype dtype);
 
-/* --- the loops of the CPU (device_cpu.c), which others use where memory is the host's for sure ------------------------ */
+/* --- the loops of the CPU (device_cpu.c), which others use where memory is the host's for sure -------------------- */
 
 /* As above. */
 void zs_cpu_sum(const zs_sum *sum);

@@ -1,7 +1,7 @@
 /* device_cpu.c - the CPU's loops of device.h.
  *
  * Memory is the limit, so every byte passes once: a sum reads all its sources side by side.
- * Whatever the number of threads and wherever the cuts fall, an element takes the same operations in the same order;
+ * Whatever the number of threads and wherever the cuts fall, an element meets the same operations in the same order;
  * norms are cut into parts that depend on the length alone. So the bits are the same on every run.
  */
 #include "device/device.h"
@@ -37,7 +37,7 @@ size_t zs_dtype_size(zs_dtype dtype)
     return sizes[dtype];
 }
 
-/* --- sum over ranks ----------------------------------------------------------------------------------------------------- */
+/* --- sum over ranks ----------------------------------------------------------------------------------------------- */
 
 /* Elements whose partial sums stay in the first-level cache (8 KiB in double); of floats, one page of each source. */
 enum { BLOCK = 1024 };
@@ -200,7 +200,7 @@ void zs_cpu_sum(const zs_sum *sum)
     zs_parallel_for(sum->numel, GRAIN, by_host ? sum_hosts : sum_part, &copy);
 }
 
-/* --- casts ------------------------------------------------------------------------------------------------------------- */
+/* --- casts -------------------------------------------------------------------------------------------------------- */
 
 typedef void cast_loop(const zs_cast *job, int64_t begin, int64_t end);
 
@@ -227,7 +227,7 @@ void zs_cpu_cast(const zs_cast *cast)
     zs_parallel_for(cast->numel, GRAIN, cast_part, &job);
 }
 
-/* --- norm --------------------------------------------------------------------------------------------------------------- */
+/* --- norm --------------------------------------------------------------------------------------------------------- */
 
 /* Parallel accumulators of a loop: the compiler may not reorder a sum, so the source already has it in lanes. */
 enum { LANES = 32 };
@@ -315,7 +315,7 @@ double zs_cpu_norm(const zs_numbers *x, double p)
     return total;
 }
 
-/* --- scale ---------------------------------------------------------------------------------------------------------------- */
+/* --- scale -------------------------------------------------------------------------------------------------------- */
 
 typedef struct scale_job {
     void *x;

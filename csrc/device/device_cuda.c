@@ -25,7 +25,7 @@ static cuda_device *of(const zs_device *device)
     return (cuda_device *)(uintptr_t)device;
 }
 
-/* --- streams ---------------------------------------------------------------------------------------------------------- */
+/* --- streams ------------------------------------------------------------------------------------------------------ */
 
 zs_status zs_device_cuda_stream(const zs_device *device, zs_stream stream, zs_cu_stream *out)
 {
@@ -69,7 +69,8 @@ bool zs_device_cuda_passed(const zs_device *device, zs_cu_event event)
     return done;
 }
 
-/* A wait is for what the event stands for when it is queued, so one event for each direction can be recorded again at once. */
+/* A wait is for what the event stands for when it is queued, so one event for each direction can be recorded again
+ * at once. */
 static zs_status cuda_fork(const zs_device *device, zs_stream stream)
 {
     ZS_TRY(zs_device_cuda_record(device, ZS_STREAM_COMPUTE, of(device)->forks[stream]));
@@ -80,7 +81,7 @@ static zs_status is_capturing(zs_cu_stream stream, bool *out)
 {
     zs_cu_capture_status status = ZS_CU_STREAM_CAPTURE_STATUS_NONE;
     ZS_TRY(ZS_CU(cuStreamIsCapturing, stream, &status));
-    *out = status != ZS_CU_STREAM_CAPTURE_STATUS_NONE; /* or broken: the next call reports it */
+    *out = status != ZS_CU_STREAM_CAPTURE_STATUS_NONE; /* or broken: the next call says so */
     return ZS_OK;
 }
 
@@ -103,8 +104,8 @@ static zs_status refuse_capture(zs_cu_stream handle, const char *what)
         what);
 }
 
-/* A stream that is not in the capture that the compute stream is in has nothing in it that could be waited for: what was queued
- * there before has been joined by the session that queued it. */
+/* A stream that is not in the capture that the compute stream is in has nothing in it that could be waited for: what
+ * was queued there before has been joined by the session that queued it. */
 static zs_status cuda_join(const zs_device *device, zs_stream stream)
 {
     bool capturing = false, both = true;
@@ -130,10 +131,11 @@ static zs_status cuda_follow(const zs_device *device, zs_trail *trail, bool ends
     return ends ? zs_cuda_trail_end_pass(trail, now) : zs_cuda_trail_follow(trail, now);
 }
 
-/* --- memory --------------------------------------------------------------------------------------------------------- */
+/* --- memory ------------------------------------------------------------------------------------------------------- */
 
-/* Memory goes back in the order of the compute stream: other streams' work on it comes first. A failure here is
- * ignored (the process may be ending), and an earlier failure that is being returned stays on record. */
+/* Memory goes back in the order of the compute stream: what other streams still do with it comes first. That this
+ * fails is nobody's concern (the process may be ending), and why somebody else has failed, who is on the way out, is
+ * to stay on record. */
 static void join_all(const zs_device *device, bool wait)
 {
     bool failed = zs_last_status() != ZS_OK;
@@ -229,7 +231,7 @@ static zs_status cuda_zero(const zs_device *device, zs_stream stream, void *dst,
     return ZS_CU(cuMemsetD8Async, address(dst), 0, bytes, handle);
 }
 
-/* --- arithmetic ------------------------------------------------------------------------------------------------------ */
+/* --- arithmetic --------------------------------------------------------------------------------------------------- */
 
 static zs_status cuda_sum(const zs_device *device, zs_stream stream, const zs_sum *sum)
 {
@@ -371,7 +373,7 @@ static zs_status cuda_same(const zs_device *device, const void *a, const void *b
     return status;
 }
 
-/* --- devices ----------------------------------------------------------------------------------------------------------- */
+/* --- devices ------------------------------------------------------------------------------------------------------ */
 
 static const zs_device_ops cuda_ops = {
     .name = "cuda",

@@ -1,7 +1,7 @@
 /* acts.c - see acts.h.
  *
- * Each action does one thing to one unit or to the engine, through the files that implement it; none decides when. Between
- * sessions no peer reads this rank's shards, so optimizers and users may write them.
+ * Each action is one thing done to one unit or to the engine, by the files that know how; none decides when.
+ * Between sessions nobody reads this rank's shards, so optimizers and users may write them.
  */
 #include "engine/acts.h"
 
@@ -20,7 +20,7 @@
 #include "reduce/reduce.h"
 #include "unit/secondary.h"
 
-/* --- memory of gradients ---------------------------------------------------------------------------------------------- */
+/* --- memory of gradients ------------------------------------------------------------------------------------------ */
 
 /* Between zero_grad() and the next gradients their memory is free for activations. */
 static void discard_dead_grads(zs_engine *engine)
@@ -38,7 +38,7 @@ static void discard_dead_grads(zs_engine *engine)
         zs_offload_discard_grads(zs_engine_unit(engine, i));
 }
 
-/* --- reading peers' shards ---------------------------------------------------------------------------------------------- */
+/* --- reading peers' shards ---------------------------------------------------------------------------------------- */
 
 /* Are there shards that peers read? Replicated units need no meeting in forward. */
 static bool has_shards(const zs_engine *engine)
@@ -59,7 +59,8 @@ static zs_status begin_reading(zs_engine *engine, const zs_reading *reading)
     return ZS_OK;
 }
 
-/* A session leaves no stream apart, so that a CUDA graph may begin and end between any two: no wait goes from one into the next. */
+/* A session leaves no stream apart, so that a CUDA graph may begin and end between any two: no wait goes from one
+ * into the next. */
 static zs_status join_streams(const zs_ranks *ranks)
 {
     ZS_TRY(zs_device_join(ranks->all->device, ZS_STREAM_GATHER));
@@ -90,7 +91,7 @@ static zs_status close_session(zs_schedule *schedule, zs_phase phase)
     return status == ZS_OK ? zs_device_end_pass(zs_context_device(&engine->context), &engine->context.trail) : status;
 }
 
-/* --- a pass begins -------------------------------------------------------------------------------------------------------- */
+/* --- a pass begins ------------------------------------------------------------------------------------------------ */
 
 /* What is gathered for the secondary shards is gathered for this pass. */
 static zs_status renew_secondary(const zs_engine *engine, const zs_reading *reading)
@@ -102,7 +103,7 @@ static zs_status renew_secondary(const zs_engine *engine, const zs_reading *read
     return zs_secondary_refresh(replica_group, engine->context.schedule.records, zs_engine_n_units(engine));
 }
 
-/* Is this forward collective? Where shards are mapped, a forward without training reads them as they are. */
+/* Do all ranks run a forward? Where shards are mapped one that does not train looks at them as they are. */
 static bool meets(const zs_engine *engine, const zs_entry *entry)
 {
     bool syncs = engine->n_buffers > 0 && !engine->buffers_in_training;
@@ -177,7 +178,7 @@ static zs_status ready(zs_schedule *schedule, zs_phase phase)
     return zs_engine_reserve(engine);
 }
 
-/* --- a unit's parameters and gradients ------------------------------------------------------------------------------------- */
+/* --- a unit's parameters and gradients ---------------------------------------------------------------------------- */
 
 /* The engine of a unit's record. */
 static zs_engine *engine_of(zs_record *record)
@@ -206,15 +207,11 @@ static zs_status bind(zs_record *record)
     return status;
 }
 
-static zs_status cancel(zs_record *record)
-{
-    return zs_unit_cancel(zs_unit_of(record));
-}
-
-/* What autocast has cast of a parameter is of this gather: it takes memory, and leads autograd to the parameter as it was. */
+/* What autocast has cast of a parameter is of this gather: it takes memory, and leads autograd to the parameter as
+ * it was. */
 static zs_status reshard(zs_record *record)
 {
-    if (record->pinned) zs_recording_read_end(zs_unit_of(record));
+    if (record->pinned) zs_recording_read_end(record);
     zs_autocast_forget();
     return zs_unit_reshard(zs_unit_of(record));
 }
@@ -232,19 +229,9 @@ static bool held(const zs_record *record)
     return false;
 }
 
-static void read_over(zs_record *record)
-{
-    zs_recording_read_end(zs_unit_of(record));
-}
-
 static void reads_changed(zs_schedule *schedule)
 {
     zs_context_replan(&zs_engine_of_schedule(schedule)->context);
-}
-
-static zs_status prepare(zs_record *record, int64_t arriving, zs_expected *out)
-{
-    return zs_grads_begin(zs_unit_of(record), arriving, out);
 }
 
 static zs_status keep(zs_record *record, int64_t i, bool *all)
@@ -260,21 +247,12 @@ static zs_status bucket_new(zs_schedule *schedule, size_t bytes, zs_lease **out)
     return zs_bucket_new(schedule, zs_engine_of_schedule(schedule)->context.ranks.all, bytes, out);
 }
 
-/* A unit that is mapped stays so for the rest of a backward; what autocast has cast to recompute it has been used by now. */
+/* A unit that is mapped stays so for the rest of a backward; what autocast has cast to recompute it has been used by
+ * now. */
 static zs_status begin_round(zs_record *record, bool local)
 {
     if (!record->is.replicated) zs_autocast_forget();
     return zs_reduce_begin(zs_unit_of(record), local);
-}
-
-static zs_status pack(zs_record *record, int64_t i, bool anew, bool *first)
-{
-    return zs_reduce_pack(zs_unit_of(record), i, anew, first);
-}
-
-static zs_status send_local(zs_record *record)
-{
-    return zs_reduce_send_local(zs_unit_of(record));
 }
 
 static zs_status post(zs_record *record)
@@ -295,11 +273,6 @@ static zs_status share(zs_record *record, zs_wait wait, bool *done)
     return zs_reduce_share(unit, wait, done);
 }
 
-static zs_status sum(zs_record *record, zs_wait wait, bool *done, bool *over)
-{
-    return zs_reduce_sum(zs_unit_of(record), wait, done, over);
-}
-
 static zs_status reusable(zs_record *record, zs_wait wait, bool *done)
 {
     const zs_unit *unit = zs_unit_of(record);
@@ -313,17 +286,12 @@ static zs_status step(zs_record *record)
     if (record->is.reduces) {
         const zs_comm *all = unit->context->ranks.all;
         ZS_TRY(zs_device_join(all->device, all->ops->stream));
-        ZS_TRY(zs_grads_deliver(unit));
+        ZS_TRY(zs_grads_deliver(record));
     }
     zs_profile *range = zs_unit_profile(unit, "step");
     zs_status status = zs_in_backward_step(unit);
     zs_profile_end(range);
     return status;
-}
-
-static zs_status deliver(zs_record *record)
-{
-    return zs_grads_deliver(zs_unit_of(record));
 }
 
 static void drop(zs_record *record)
@@ -334,7 +302,7 @@ static void drop(zs_record *record)
     zs_in_backward_abandon(unit);
 }
 
-/* --- a backward ends -------------------------------------------------------------------------------------------------------- */
+/* --- a backward ends ---------------------------------------------------------------------------------------------- */
 
 static zs_status posted(zs_schedule *schedule)
 {
@@ -357,7 +325,8 @@ static zs_status summed(zs_schedule *schedule)
     return zs_device_join(all->device, all->ops->stream);
 }
 
-/* Steps the units that are stepped in backward and were not yet, now that no peer reads; unless `status` is a failure. */
+/* What is stepped in backward and was not yet: now that no peer reads. Not where something has failed, of which
+ * `status` tells. */
 static zs_status step_rest(zs_engine *engine, zs_status status)
 {
     if (!steps_in_backward(engine)) return status;
@@ -380,7 +349,7 @@ static zs_status end(zs_schedule *schedule, zs_status reduced, zs_status deliver
     zs_history_reduced(engine, good);
     zs_status status = step_rest(engine, reduced != ZS_OK ? reduced : delivered);
     if (!stepped || steps_in_backward(engine)) return status;
-    ZS_THEN(status, zs_writing_begin(engine)); /* a hook stepped: publish it now, while the ranks agree */
+    ZS_THEN(status, zs_writing_begin(engine)); /* by a hook: it is told now, with what the ranks have in common */
     if (status == ZS_OK) zs_writing_end(engine);
     return status;
 }
@@ -391,26 +360,26 @@ const zs_actions zs_engine_actions = {
     .close = close_session,
     .gather = gather,
     .bind = bind,
-    .cancel = cancel,
+    .cancel = zs_unit_cancel,
     .reshard = reshard,
     .held = held,
-    .read_over = read_over,
+    .read_over = zs_recording_read_end,
     .reads_changed = reads_changed,
-    .prepare = prepare,
+    .prepare = zs_grads_begin,
     .keep = keep,
     .bucket_new = bucket_new,
     .begin_round = begin_round,
-    .pack = pack,
-    .send_local = send_local,
+    .pack = zs_reduce_pack,
+    .send_local = zs_reduce_send_local,
     .post = post,
     .share = share,
-    .sum = sum,
+    .sum = zs_reduce_sum,
     .reusable = reusable,
     .step = step,
     .posted = posted,
     .give_up = give_up,
     .summed = summed,
-    .deliver = deliver,
+    .deliver = zs_grads_deliver,
     .drop = drop,
     .end = end,
 };

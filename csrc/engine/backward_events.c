@@ -1,6 +1,7 @@
-/* backward_events.c - the events of autograd's hooks, and of writes to parameters between passes. See engine.h.
+/* backward_events.c - what autograd's hooks, and those who write parameters between passes, tell the schedule. See
+ * engine.h.
  *
- * A hook checks what autograd passes to it, and sends an event. None runs Python or needs the GIL.
+ * A hook checks what autograd gave it, and sends an event. None runs Python or needs the GIL.
  */
 #include "engine/acts.h"
 #include "engine/engine_inside.h"
@@ -20,7 +21,7 @@ static zs_schedule *schedule_of(const zs_unit *unit)
     return &unit->context->schedule;
 }
 
-/* --- before the backward of a unit's forward ------------------------------------------------------------------------------- */
+/* --- before the backward of a unit's forward ---------------------------------------------------------------------- */
 
 static zs_status before_backward_hook(void *pointer, int64_t stamp)
 {
@@ -37,7 +38,7 @@ zs_hook zs_engine_backward_hook(zs_unit *unit, int64_t stamp)
     return (zs_hook){before_backward_hook, zs_unit_retain, zs_unit_release, unit, stamp};
 }
 
-/* --- a gradient is ready ----------------------------------------------------------------------------------------------------- */
+/* --- a gradient is ready ------------------------------------------------------------------------------------------ */
 
 static zs_status used_outside(const zs_unit *unit, int64_t i, const char *of_what)
 {
@@ -49,7 +50,7 @@ static zs_status used_outside(const zs_unit *unit, int64_t i, const char *of_wha
         of_what, unit->params[i].name, zs_unit_label(unit->name));
 }
 
-/* A graph built from the shard gives the shard's gradient, even if the parameter is unsharded by now. */
+/* A graph that was made of the slice gives the slice's gradient, whatever the parameter is by now. */
 static zs_status check_whole(const zs_unit *unit, int64_t i)
 {
     zs_grad_info grad;
@@ -89,7 +90,7 @@ static zs_status hook_param(zs_unit *unit, int64_t i)
     return zs_hook_grad_ready(unit->params[i].tensor, &hook);
 }
 
-/* --- the end ------------------------------------------------------------------------------------------------------------------ */
+/* --- the end ------------------------------------------------------------------------------------------------------ */
 
 /* What a backward has raised, and when, for the peers; but not that they differ, which they find as well. */
 static void tell_failure(zs_engine *engine, const char *when)
@@ -102,13 +103,14 @@ static void tell_failure(zs_engine *engine, const char *when)
     zs_engine_publish_failure(engine, text);
 }
 
-/* A backward has raised. Cleans up at once what needs no peer, so that a zero_grad() that follows works; zs_engine_settle tells
- * the peers, before this rank does anything else with its parameters. */
+/* A backward has raised. What needs no peer is done at once, so that a zero_grad() that follows means what it says; the
+ * peers are told by zs_engine_settle, before this rank does anything else with its parameters. */
 static void abandon_backward(zs_engine *engine)
 {
     zs_schedule *schedule = &engine->context.schedule;
     if (zs_schedule_all_arrived(schedule)) {
-        /* The peers miss nothing: it is over as if it had not raised, and they need not wait for this rank's next move. */
+        /* The peers miss nothing: it is over as if it had not raised, and they need not wait for this rank's next
+         * move. */
         (void)zs_schedule_end(schedule);
         tell_failure(engine, "after its gradients had been reduced");
         return;
@@ -153,7 +155,7 @@ static zs_status hook_backward_end(zs_engine *engine)
     return zs_hook_backward_end(&hook);
 }
 
-/* --- an engine with these hooks -------------------------------------------------------------------------------------------- */
+/* --- an engine with these hooks ----------------------------------------------------------------------------------- */
 
 static void note_peak(zs_context *context)
 {
@@ -166,7 +168,7 @@ zs_status zs_engine_new(const zs_ranks *ranks, const char *name, zs_engine **out
     return zs_engine_make(ranks, name, &hooks, &zs_engine_actions, out);
 }
 
-/* --- between passes ---------------------------------------------------------------------------------------------------------- */
+/* --- between passes ----------------------------------------------------------------------------------------------- */
 
 zs_status zs_engine_settle(zs_engine *engine)
 {

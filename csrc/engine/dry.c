@@ -23,21 +23,7 @@ static const zs_comm *all_of(const zs_dry *dry)
     return dry->context->ranks.all;
 }
 
-/* --- the clock ------------------------------------------------------------------------------------------------------------ */
-
-/* When something ends that begins now, or when what is before it has ended. */
-static double queue(const zs_dry *dry, double *until, double seconds)
-{
-    double begin = *until > dry->now ? *until : dry->now;
-    return *until = begin + seconds;
-}
-
-static void wait_for(zs_dry *dry, double when)
-{
-    if (when > dry->now) dry->now = when;
-}
-
-/* --- memory that is borrowed --------------------------------------------------------------------------------------------- */
+/* --- memory that is borrowed -------------------------------------------------------------------------------------- */
 
 static zs_status borrow_area(zs_dry *dry, size_t bytes, zs_mem **area)
 {
@@ -50,7 +36,7 @@ static void give(zs_arena *arena, zs_mem **mem)
     *mem = NULL;
 }
 
-/* The message before a collective. */
+/* What is said before a collective. */
 static zs_status talk(zs_dry *dry)
 {
     zs_mem *area = NULL;
@@ -75,7 +61,7 @@ static void return_grads(zs_dry_unit *it)
         give(it->dry->slots, &it->grads[f]);
 }
 
-/* --- parameters ------------------------------------------------------------------------------------------------------------- */
+/* --- parameters --------------------------------------------------------------------------------------------------- */
 
 /* Borrows a flat's full buffer. */
 static zs_status borrow_slot(zs_dry_unit *it, int f)
@@ -107,15 +93,13 @@ static zs_status gather(zs_record *record)
         if (!record->is.replicated && ranks->shard_group == ranks->all) ZS_TRY(talk(dry));
         ZS_TRY(borrow_codes(it, f));
     }
-    it->gathered = queue(dry, &dry->gathers_until, it->seconds.gather);
     return ZS_OK;
 }
 
 static zs_status bind(zs_record *record)
 {
     zs_dry_unit *it = dry_unit_of(record);
-    zs_dry *dry = it->dry;
-    wait_for(dry, it->gathered);
+    const zs_dry *dry = it->dry;
     for (int f = 0; f < it->unit->n_flats; f++) {
         zs_mem *gathered = it->slots[f];
         give(dry->areas, &it->codes[f]);
@@ -137,13 +121,12 @@ static zs_status reshard(zs_record *record)
 static zs_status cancel(zs_record *record)
 {
     zs_dry_unit *it = dry_unit_of(record);
-    wait_for(it->dry, it->gathered);
     for (int f = 0; f < it->unit->n_flats; f++)
         give(it->dry->areas, &it->codes[f]);
     return reshard(record);
 }
 
-/* --- gradients --------------------------------------------------------------------------------------------------------------- */
+/* --- gradients ---------------------------------------------------------------------------------------------------- */
 
 static zs_status prepare(zs_record *record, int64_t arriving, zs_expected *out)
 {
@@ -183,7 +166,6 @@ static zs_status post(zs_record *record)
     if (dry->schedule.in_order) ZS_TRY(talk(dry));
     ZS_TRY(borrow_area(dry, it->room.received, &it->received));
     ZS_TRY(borrow_area(dry, it->room.sent, &it->sent));
-    it->reduced = queue(dry, &dry->reduces_until, it->seconds.reduce);
     if (dry->schedule.in_order) return ZS_OK;
     ZS_TRY(lend_grads(it)); /* the sum may be made any time from now on */
     if (record->early.over) return_grads(it);
@@ -202,7 +184,6 @@ static zs_status sum(zs_record *record, zs_wait wait, bool *done, bool *over)
     zs_dry *dry = it->dry;
     *done = is_there(dry, wait);
     if (!*done) return ZS_OK;
-    wait_for(dry, it->reduced);
     give(dry->areas, &it->sent);
     if (record->is.replicated && dry->schedule.in_order) ZS_TRY(talk(dry));
     ZS_TRY(lend_grads(it));
@@ -248,7 +229,7 @@ static const zs_actions dry_actions = {
     .end = end,
 };
 
-/* --- a run ------------------------------------------------------------------------------------------------------------------ */
+/* --- a run -------------------------------------------------------------------------------------------------------- */
 
 static zs_status begin_unit(zs_dry *dry, const zs_unit *unit, zs_dry_unit *it)
 {

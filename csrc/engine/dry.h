@@ -1,7 +1,6 @@
-/* dry.h - the schedule's dry executor: it knows sizes and durations, and moves no data.
+/* dry.h - the schedule's other executor: it knows how large things are, and does none of them.
  *
- * An action that would borrow memory borrows its size, from an arena without memory; an action that would wait advances a
- * clock. Gathers and reductions each run one after the other, beside the forward and backward.
+ * An action that would borrow memory borrows its size, from an arena without memory.
  */
 #ifndef ZS_DRY_H
 #define ZS_DRY_H
@@ -9,32 +8,22 @@
 #include "unit/context.h"
 #include "unit/unit.h"
 
-typedef struct zs_unit_seconds zs_unit_seconds;
-
-/* A unit's durations, in seconds. */
-struct zs_unit_seconds {
-    double forward, backward; /* of its own modules */
-    double gather, reduce;    /* of all its flats; of a round of all its gradients */
-};
-
 typedef struct zs_dry zs_dry;
 
 /* A unit in a dry run. */
 typedef struct zs_dry_unit {
     zs_record record;
-    zs_dry *dry;         /* borrowed, as all memory here is from its arenas */
-    const zs_unit *unit; /* with these sizes */
-    zs_unit_seconds seconds;
-    zs_room room;                /* the transport's memory for its rounds */
-    bool lends;                  /* its gradients have memory only from the sum to the step */
-    int64_t n_wanted;            /* the number of gradients */
-    bool has_frozen;             /* some parameters are frozen */
+    zs_dry *dry;                 /* borrowed, as all memory here is from its arenas */
+    const zs_unit *unit;         /* of these sizes */
+    zs_room room;                /* what the transport has out for its rounds */
+    bool lends;                  /* its gradients have memory from the sum to the step only */
+    int64_t n_wanted;            /* gradients */
+    bool has_frozen;             /* parameters */
     bool prepared;               /* in this backward */
     zs_mem *slots[ZS_MAX_FLATS]; /* full buffers */
-    zs_mem *codes[ZS_MAX_FLATS]; /* areas of gathers in flight */
+    zs_mem *codes[ZS_MAX_FLATS]; /* areas of gathers that are under way */
     zs_mem *grads[ZS_MAX_FLATS];
-    zs_mem *sent, *received;  /* areas of the posted round */
-    double gathered, reduced; /* when the one in flight will be done */
+    zs_mem *sent, *received; /* areas of the round that is out */
 } zs_dry_unit;
 
 /* A dry run. */
@@ -45,22 +34,21 @@ struct zs_dry {
     zs_dry_unit *units;        /* [schedule.n] in the model's order; owned */
     zs_arena *slots;           /* owned, as */
     zs_arena *areas;
-    double now, gathers_until, reduces_until; /* the clock; when each will be idle */
 };
 
 /* Begins a dry run of `n` units. Free it with zs_dry_free, also after a failure. */
 zs_status zs_dry_begin(zs_dry *dry, const zs_context *context, zs_unit *const *units, size_t n);
 
-/* Makes the i-th unit be stepped in backward, with borrowed memory for its gradients. */
+/* Has the i-th unit stepped in backward, and its gradients borrow. */
 void zs_dry_step_early(zs_dry *dry, size_t i);
 
-/* The peak of borrowed bytes: slots, areas, buckets. */
+/* Bytes of all that was ever borrowed at a time: slots, areas, buckets. */
 size_t zs_dry_bytes(const zs_dry *dry);
 
-/* The bytes that were asked for a bucket. */
+/* For how many bytes a bucket was made. */
 size_t zs_dry_asked(const zs_lease *lease);
 
-/* Frees what a dry run owns. */
+/* Frees what a dry run has. */
 void zs_dry_free(zs_dry *dry);
 
 #endif

@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* --- birth, death, list of units ---------------------------------------------------------------------------------------- */
+/* --- birth, death, list of units ---------------------------------------------------------------------------------- */
 
 /* Those that have the same part of what is kept must have the same place among their near ranks. */
 static zs_status check_mesh(const zs_ranks *ranks)
@@ -28,30 +28,30 @@ static zs_status check_mesh(const zs_ranks *ranks)
     return ZS_OK;
 }
 
-/* Learns which part of the model each rank has. */
-static zs_status find_parts(zs_engine *engine)
+/* Learns which shard each rank has. */
+static zs_status find_shards(zs_engine *engine)
 {
     const zs_ranks *ranks = &engine->context.ranks;
-    int world = ranks->all->world, parts = ranks->shards->world;
-    engine->context.n_parts = parts;
-    engine->context.part = ranks->replica_group == NULL
-                               ? ranks->shards->rank
-                               : ranks->shard_group->rank * ranks->replica_group->world + ranks->replica_group->rank;
-    engine->context.part_of = calloc((size_t)world, sizeof *engine->context.part_of);
-    if (engine->context.part_of == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an engine");
+    int world = ranks->all->world, n_shards = ranks->shards->world;
+    engine->context.n_shards = n_shards;
+    engine->context.shard = ranks->replica_group == NULL
+                                ? ranks->shards->rank
+                                : ranks->shard_group->rank * ranks->replica_group->world + ranks->replica_group->rank;
+    engine->context.shard_of = calloc((size_t)world, sizeof *engine->context.shard_of);
+    if (engine->context.shard_of == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an engine");
     for (int r = 0; r < world; r++)
-        engine->context.part_of[r] = r;
+        engine->context.shard_of[r] = r;
     if (ranks->shards == ranks->all && ranks->replica_group == NULL) return ZS_OK;
     ZS_TRY(check_mesh(ranks));
-    int mine[2] = {engine->context.part, parts}, all[2 * world];
+    int mine[2] = {engine->context.shard, n_shards}, all[2 * world];
     ZS_TRY(zs_comm_exchange(ranks->all, mine, sizeof mine, all));
     for (int r = 0; r < world; r++) {
-        if (all[2 * r + 1] != parts || world % parts != 0)
+        if (all[2 * r + 1] != n_shards || world % n_shards != 0)
             return ZS_FAIL(ZS_ERR_VALUE,
                            "all shard groups must have the same size, which must divide the world size: got %d ranks "
                            "here, %d on rank %d, world size %d",
-                           parts, all[2 * r + 1], r, world);
-        engine->context.part_of[r] = all[2 * r];
+                           n_shards, all[2 * r + 1], r, world);
+        engine->context.shard_of[r] = all[2 * r];
     }
     return ZS_OK;
 }
@@ -103,7 +103,7 @@ zs_status zs_engine_make(const zs_ranks *ranks, const char *name, const zs_engin
     zs_keep_gathered_set(engine, 0, false);
     retain_ranks(ranks);
     zs_status status = ZS_OK;
-    ZS_TRY_GOTO(status, find_parts(engine), fail);
+    ZS_TRY_GOTO(status, find_shards(engine), fail);
     ZS_TRY_GOTO(status, zs_arena_new(ranks->all->device, &engine->context.arena), fail);
     zs_arena_made_by(engine->context.arena, slots_of(ranks->shard_group));
     ZS_TRY_GOTO(status, zs_pool_new(ranks->all->device, &engine->context.grads), fail);
@@ -138,7 +138,7 @@ void zs_engine_release(void *pointer)
     zs_buffers_free(engine);
     free(engine->calls);
     free(engine->join);
-    free(engine->context.part_of);
+    free(engine->context.shard_of);
     zs_disk_release(engine->context.offload.disk);
     release_ranks(&engine->context.ranks);
     free(engine);

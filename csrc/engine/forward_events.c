@@ -1,4 +1,4 @@
-/* forward_events.c - the events of users' forwards, and of unshard() and reshard(). See engine.h.
+/* forward_events.c - what users' forwards, and unshard() and reshard(), tell the schedule. See engine.h.
  */
 #include "engine/engine_inside.h"
 #include "engine/history.h"
@@ -29,7 +29,7 @@ zs_status zs_engine_adopt(zs_engine *engine, zs_unit *unit)
     return zs_engine_take_over(engine, unit);
 }
 
-/* --- sessions opened by hand ---------------------------------------------------------------------------------------------- */
+/* --- sessions opened by hand -------------------------------------------------------------------------------------- */
 
 static zs_entry entry_now(void)
 {
@@ -105,9 +105,9 @@ zs_status zs_prefetch_set(zs_unit *unit, zs_phase phase, zs_unit *const *units, 
     return ZS_OK;
 }
 
-/* --- forwards -------------------------------------------------------------------------------------------------------------- */
+/* --- forwards ----------------------------------------------------------------------------------------------------- */
 
-/* Refuses a checkpoint around the full model, whose backward runs within another: each would end, and step, by itself. */
+/* A checkpoint around the whole model that runs its backward within another: each would end, and step, by itself. */
 static zs_status check_outside(const zs_unit *unit)
 {
     if (unit->stepping == NULL || !zs_in_backward()) return ZS_OK;
@@ -134,7 +134,7 @@ static zs_status check_grad_dtypes(const zs_unit *unit)
     return ZS_OK;
 }
 
-/* Gradual unfreezing: scripts set requires_grad between steps, without a call to zshard. */
+/* Gradual unfreezing: scripts set requires_grad between steps, and say nothing. */
 zs_status zs_engine_thaw(zs_engine *engine)
 {
     for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
@@ -160,7 +160,7 @@ static zs_status enter(zs_unit *unit, const zs_entry *entry)
     return zs_schedule_enter(schedule_of(unit), &unit->record, entry);
 }
 
-/* Units removed from the model take part in no later pass, the same on all ranks. */
+/* What has been removed from the model takes part in nothing that comes, on all ranks alike. */
 static void forget_gone(zs_engine *engine)
 {
     for (size_t i = zs_engine_n_units(engine); i-- > 0;)
@@ -201,7 +201,7 @@ zs_status zs_engine_post_forward(zs_unit *unit)
     return status;
 }
 
-/* --- reads ---------------------------------------------------------------------------------------------------------------- */
+/* --- reads -------------------------------------------------------------------------------------------------------- */
 
 static zs_status unshard_for_read(zs_unit *unit)
 {

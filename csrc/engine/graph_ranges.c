@@ -23,7 +23,7 @@ static zs_thread_ranges *find_thread(const zs_graph_ranges *all, uint64_t thread
     return NULL;
 }
 
-/* --- memory --------------------------------------------------------------------------------------------------------------- */
+/* --- memory ------------------------------------------------------------------------------------------------------- */
 
 /* A thread that has no forward open makes room for another. */
 static zs_thread_ranges *reuse_thread(zs_graph_ranges *all)
@@ -88,7 +88,7 @@ void zs_graph_ranges_free(zs_graph_ranges *all)
     *all = (zs_graph_ranges){0};
 }
 
-/* --- forwards ------------------------------------------------------------------------------------------------------------- */
+/* --- forwards ----------------------------------------------------------------------------------------------------- */
 
 zs_status zs_graph_ranges_open(zs_graph_ranges *all, uint64_t thread, int64_t now, const zs_graph_range *range)
 {
@@ -187,7 +187,7 @@ void zs_graph_ranges_forget(zs_graph_ranges *all, const struct zs_unit *unit)
             if (all->threads[t].ranges[i].unit == unit) all->threads[t].ranges[i].unit = NULL;
 }
 
-/* --- nodes ---------------------------------------------------------------------------------------------------------------- */
+/* --- nodes -------------------------------------------------------------------------------------------------------- */
 
 static bool holds(const zs_graph_range *range, int64_t number)
 {

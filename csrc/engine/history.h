@@ -1,60 +1,61 @@
-/* history.h - changes to a model's parameters that all ranks must make, or none.
+/* history.h - what has been done to a model's parameters that must be done on all ranks, or on none.
  *
- * If one rank alone skips a step or loads a checkpoint, the shards are of different moments, and training would continue
- * with the mixture. So each rank keeps a fingerprint of such events (zs_fingerprint). Ranks compare them where they
- * communicate anyway: before a forward (zs_comm_publish_fingerprint), and in each round of gradients (reduce.c).
+ * A step that one rank alone leaves out, or a load that it alone does, leaves slices of different moments, and training
+ * would go on with the mixture. So each rank keeps a few numbers about such events (a zs_fingerprint), and wherever
+ * ranks meet anyway they compare them: before a forward (zs_comm_publish_fingerprint), and in each round of gradients
+ * (reduce.c).
  *
- *   event    | what is recorded
- *   step     | the count, and a digest of the optimizers' settings, since the last backward
- *   load     | each parameter's last load. Loading all of a model's parameters clears what came before: a full load repairs
- *            | a divergence.
- *   freezing | the parameters that the last training forward or backward found frozen
- *   write    | the kinds of in-place operations on shards of parameters, and of gradients. Not how often: scripts may skip
- *            | empty shards
- *   draw     | a digest of the random numbers drawn for a parameter in place, and of full parameters at the end of a context
- *            | in which a script may have written to them
+ *   event    | what of it
+ *   a step   | counted; its optimizer's settings as a digest, of the steps since the last backward
+ *   a load   | for each parameter what was loaded last. Once all of a model's have been, what was before them counts no
+ *            | more: a load makes good what was amiss.
+ *   freezing | which parameters the last training forward or backward has found frozen
+ *   a write  | which kinds of in-place operations scripts have made on slices of parameters, and on those of gradients;
+ *            | not how often: code may leave out those that are empty
+ *   a draw   | a digest of the random numbers that a script has drawn for a parameter in place, and of full parameters
+ *            | at the end of a context in which it may have written to them
  *
- * Events count from the last round of gradients in which the ranks' fingerprints were equal.
+ * Events are counted from the last round of gradients in which the ranks' numbers were alike.
  */
 #ifndef ZS_HISTORY_H
 #define ZS_HISTORY_H
 
 #include "engine/engine.h"
 
-/* An optimizer has stepped the model's parameters. `settings`: a digest of its param groups; `counts`: the step count in its
- * state. */
+/* An optimizer has stepped the model's parameters. `settings`: a digest of its param groups; `counts`: the step
+ * count in its state. */
 void zs_engine_note_step(zs_engine *engine, uint64_t settings, uint64_t counts);
 
-/* Is a tensor this rank's shard of parameter `i` itself, and not a copy or a gradient? */
+/* Is a tensor this rank's slice of parameter `i` itself, and not a copy or a gradient? */
 bool zs_unit_is_slice(const zs_unit *unit, int64_t i, const zs_tensor *tensor);
 
-/* A script has written to a shard of parameter `i`, or of its gradient, by an in-place operation of this name. No-op for other
- * tensors, such as copies. */
+/* A script has written to a slice of parameter `i`, or of its gradient, by an in-place operation of this name. No-op
+ * for tensors that are neither, such as copies. */
 void zs_unit_note_write(zs_unit *unit, int64_t i, const zs_tensor *written, const char *operation);
 
-/* A script has drawn random numbers for parameter `i` in place; `drawn` is equal on ranks that drew the same. Every rank draws
- * for the full parameter, also if its shard is empty. */
+/* A script has drawn random numbers for parameter `i` in place; `drawn`: the same number on ranks that drew the
+ * same. Every rank draws for the full parameter, so one without elements of it has drawn, too. */
 void zs_unit_note_draw(zs_unit *unit, int64_t i, uint64_t drawn);
 
-/* Parameter `i` has been loaded; `content` is equal on ranks that loaded the same values. */
+/* Parameter `i` has been loaded; `content`: the same number on ranks that loaded the same. */
 void zs_unit_note_load(zs_unit *unit, int64_t i, uint64_t content);
 
 /* A training forward or a backward begins, with these parameters frozen. */
 void zs_engine_note_frozen(zs_engine *engine);
 
-/* Publishes this rank's failure, worded to follow "rank 0 "; "" clears it. */
+/* What this rank has failed in, as a clause that goes on "rank 0 "; "": nothing any more. */
 void zs_engine_publish_failure(zs_engine *engine, const char *what);
 
-/* Publishes the settings of the optimizers that step its models: for each setting a line of a name, a tab and values. */
+/* The settings of the optimizers that step its models: for each a line of a name, a tab, and values. */
 void zs_engine_publish_settings(zs_engine *engine, const char *lines);
 
-/* Have all ranks done the same? Collective; otherwise ZS_ERR_DIVERGED on all. */
+/* Have all ranks done the same? For calls in which all take part; ZS_ERR_DIVERGED on all. */
 zs_status zs_engine_compare(zs_engine *engine);
 
-/* Before communication: publishes what is new to the peers. */
+/* Peers are about to be met: has them told what is new. */
 void zs_history_publish(zs_engine *engine);
 
-/* A backward has ended; `good`: without failures. */
+/* A backward has ended; `good`: nothing has failed. */
 void zs_history_reduced(zs_engine *engine, bool good);
 
 #endif

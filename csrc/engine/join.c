@@ -9,11 +9,11 @@
 #include <string.h>
 
 struct zs_join {
-    zs_meeting meeting; /* first: the transport calls it before a collective */
+    zs_meeting meeting; /* first: what ranks meet for is asked here */
     zs_engine *engine;  /* borrowed */
     bool by_all, throws;
     bool follows;    /* this rank's data has ended */
-    bool shadowed;   /* some rank's had, at the last announcement */
+    bool shadowed;   /* some rank's had, when ranks said something last */
     bool over;       /* all ranks know that it has failed */
     bool in_forward; /* a session that was announced is open */
     bool has_followed;
@@ -22,7 +22,7 @@ struct zs_join {
 
 enum { PHRASE = 300 };
 
-/* --- words ------------------------------------------------------------------------------------------------------------------ */
+/* --- words -------------------------------------------------------------------------------------------------------- */
 
 static const char *unit_name(const zs_engine *engine, uint32_t number)
 {
@@ -49,7 +49,7 @@ static void describe(const zs_engine *engine, const zs_join_message *word, char 
     snprintf(text, size, "%.*s", (int)sizeof word->text, word->text);
 }
 
-/* --- saying and hearing ------------------------------------------------------------------------------------------------------ */
+/* --- saying and hearing ------------------------------------------------------------------------------------------- */
 
 static zs_comm *all_of(const zs_join *join)
 {
@@ -61,7 +61,7 @@ static bool has_data(const zs_join_message *word)
     return word->act != ZS_JOIN_ENDED;
 }
 
-/* Counts the ranks with data; or if none has, finds the last that had. */
+/* Who goes on; or, if nobody does, who was the last to. */
 static void count(zs_join *join, const zs_join_message *said)
 {
     zs_join_news news = {.leader = -1, .followed = join->news.followed};
@@ -170,9 +170,9 @@ static zs_status say_act(zs_join *join, zs_join_act act, uint32_t number, uint32
     return say(join, &word);
 }
 
-/* --- its begin and end -------------------------------------------------------------------------------------------------------- */
+/* --- its begin and end -------------------------------------------------------------------------------------------- */
 
-/* Before a collective that ranks without data cannot follow. */
+/* Ranks are about to meet, for something that nobody can follow. */
 static zs_status ask(zs_meeting *meeting)
 {
     zs_join *join = (zs_join *)meeting;
@@ -203,7 +203,7 @@ zs_status zs_join_begin(zs_engine *engine, bool by_all, bool throws)
     return ZS_OK;
 }
 
-/* Rounds are posted in one order on all ranks if each is announced. */
+/* Rounds are posted in one order on all ranks where some are told of each. */
 static void set_order(zs_engine *engine, bool told)
 {
     zs_schedule *schedule = &engine->context.schedule;
@@ -215,7 +215,7 @@ void zs_join_end(zs_engine *engine)
 {
     zs_join *join = engine->join;
     if (join == NULL) return;
-    /* Followers have not seen the order in which units were gathered, and all ranks must guess the same. */
+    /* Those that followed have not seen in which order units were gathered, and all ranks must guess alike. */
     if (join->news.followed) zs_schedule_forget_order(&engine->context.schedule);
     set_order(engine, false);
     engine->context.divided_by = 0;
@@ -231,7 +231,7 @@ zs_status zs_join_leave(zs_engine *engine, const char *text)
     snprintf(word.text, sizeof word.text, "%s", text);
     if (zs_schedule_settle(&engine->context.schedule) != ZS_OK) zs_clear_error(); /* the exception is what counts */
     zs_status status = ZS_ERR_DIVERGED;
-    while (!join->over && status == ZS_ERR_DIVERGED) { /* the others were in another call, and have learned it */
+    while (!join->over && status == ZS_ERR_DIVERGED) { /* the others were at something else, and have heard that */
         zs_clear_error();
         status = say(join, &word);
     }
@@ -239,7 +239,7 @@ zs_status zs_join_leave(zs_engine *engine, const char *text)
     return ZS_OK;
 }
 
-/* --- Python's calls ------------------------------------------------------------------------------------------------------------ */
+/* --- Python's calls ----------------------------------------------------------------------------------------------- */
 
 zs_status zs_join_call(zs_engine *engine, uint32_t number, const char *text, int meetings, bool *followed)
 {
@@ -263,7 +263,7 @@ void zs_join_follow(zs_engine *engine)
 {
     zs_join *join = engine->join;
     join->follows = true;
-    join->meeting.expected = -1; /* it takes part only in announced collectives */
+    join->meeting.expected = -1; /* it meets only where others have said so */
 }
 
 zs_status zs_join_receive(zs_engine *engine)
@@ -284,7 +284,7 @@ bool zs_join_follows(const zs_engine *engine)
     return engine->join != NULL && engine->join->follows;
 }
 
-/* --- gradients ------------------------------------------------------------------------------------------------------------------ */
+/* --- gradients ---------------------------------------------------------------------------------------------------- */
 
 static size_t n_params(const zs_engine *engine)
 {
@@ -294,7 +294,8 @@ static size_t n_params(const zs_engine *engine)
     return n;
 }
 
-/* A replicated unit's gradient is part of what it posts: of those that follow, only where the sum is divided by all ranks. */
+/* A replicated unit's gradient is part of what it posts: of those that follow, only where the sum is divided by all
+ * ranks. */
 static zs_status follow_grads(const zs_engine *engine, const unsigned char *held)
 {
     for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
@@ -322,15 +323,15 @@ zs_status zs_join_align(zs_engine *engine)
     return status;
 }
 
-/* --- called by the actions ------------------------------------------------------------------------------------------------------- */
+/* --- what the actions tell ---------------------------------------------------------------------------------------- */
 
-/* Does this rank announce what it does? */
+/* Does this rank tell others what it does? */
 static bool tells(const zs_engine *engine)
 {
     return engine->join != NULL && !engine->join->follows;
 }
 
-/* Another model of the same ranks, which no rank would follow. */
+/* Another model of the same ranks: nobody would follow it. */
 static zs_status check_other(const zs_engine *engine)
 {
     if (engine->join != NULL || engine->context.ranks.all->meeting == NULL) return ZS_OK;
@@ -400,7 +401,7 @@ zs_status zs_join_backward_end(zs_engine *engine)
 zs_status zs_join_abandon(zs_engine *engine, bool *said)
 {
     zs_join *join = engine->join;
-    *said = engine->context.ranks.all->ops->mapped; /* otherwise the transport tells them */
+    *said = engine->context.ranks.all->ops->mapped; /* elsewhere the transport says it */
     if (!*said || join == NULL || join->over) return ZS_OK;
     return say_act(join, ZS_JOIN_ABANDON, 0, 0);
 }

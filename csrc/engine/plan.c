@@ -5,11 +5,11 @@
 
 enum { MOST_ROUNDS = 32 }; /* until the memory no longer grows; three are usual */
 
-/* One of the calls of the plan. */
+/* One of the calls that are gone through. */
 typedef struct planned_call {
     zs_dry_unit *it; /* borrowed */
-    int64_t stamp;  /* the stamp of the forward that ends here, for its backward's hook; negative: none */
-    bool outermost; /* that forward is not within another of its unit */
+    /* what the hook before the backward of the forward that ends here is told; negative: it has none */
+    int64_t stamp;
 } planned_call;
 
 typedef struct planner {
@@ -33,7 +33,7 @@ static bool wants(const zs_unit *unit, int64_t i)
     return unit->flats[unit->params[i].flat].trainable;
 }
 
-/* Reserves what wrapping used: the buffer in which values came from rank 0, one parameter after the other. */
+/* What wrapping has left: the room in which values came from rank 0, one parameter after the other. */
 static zs_status share_values(planner *p)
 {
     zs_dry *dry = &p->dry;
@@ -53,7 +53,7 @@ static zs_status share_values(planner *p)
     return ZS_OK;
 }
 
-/* --- passes ------------------------------------------------------------------------------------------------------------------ */
+/* --- passes ------------------------------------------------------------------------------------------------------- */
 
 static zs_status go_forward(planner *p, bool training)
 {
@@ -68,9 +68,7 @@ static zs_status go_forward(planner *p, bool training)
         if (call->what == ZS_CALL_ENTER) {
             zs_entry entry = {.training = training, .recording = training, .now = now};
             ZS_TRY(zs_schedule_enter(schedule, &it->record, &entry));
-            p->dry.now += it->record.inside == 1 ? it->seconds.forward : 0;
         } else if (call->what == ZS_CALL_EXIT) {
-            planned->outermost = it->record.inside == 1;
             if (training && live) planned->stamp = zs_schedule_stamp(it->record.span.begun, now);
             ZS_TRY(zs_schedule_leave(schedule, &it->record, training && live));
         } else if (call->what == ZS_CALL_READ) {
@@ -99,37 +97,34 @@ static zs_status go_backward(planner *p)
                 ZS_TRY(zs_schedule_gradient(schedule, &it->record, call->what));
         } else if (planned->stamp >= 0) {
             ZS_TRY(zs_schedule_backward(schedule, &it->record, planned->stamp));
-            p->dry.now += planned->outermost ? it->seconds.backward : 0;
         }
     }
     return zs_schedule_end(schedule);
 }
 
-static zs_status train_and_evaluate(planner *p, double *seconds)
+static zs_status train_and_evaluate(planner *p)
 {
     zs_schedule_forget_order(&p->dry.schedule);
     for (int step = 0; step < 4; step++) {
         bool training = step != 2;
-        double begin = p->dry.now;
         ZS_TRY(go_forward(p, training));
         if (training) ZS_TRY(go_backward(p));
-        *seconds = p->dry.now - begin;
     }
     return ZS_OK;
 }
 
-/* Each step may borrow the slots of the last one differently: repeats until no step needs more. */
-static zs_status settle(planner *p, double *seconds)
+/* Slots that a step before has left are lent differently in the next: goes on until that makes no more of them. */
+static zs_status settle(planner *p)
 {
     for (int round = 0; round < MOST_ROUNDS; round++) {
         size_t before = zs_dry_bytes(&p->dry);
-        ZS_TRY(train_and_evaluate(p, seconds));
+        ZS_TRY(train_and_evaluate(p));
         if (round > 0 && zs_dry_bytes(&p->dry) == before) break;
     }
     return ZS_OK;
 }
 
-/* --- a plan ------------------------------------------------------------------------------------------------------------------ */
+/* --- a plan ------------------------------------------------------------------------------------------------------- */
 
 /* Who follows whom by hand. */
 static zs_status copy_follows(planner *p, const zs_unit *unit, zs_dry_unit *it)
@@ -154,7 +149,6 @@ static zs_status begin(planner *p, const zs_context *context)
     zs_schedule_set_ahead(&p->dry.schedule, spec->ahead);
     for (size_t i = 0; i < spec->n_units; i++) {
         if (spec->stepped || spec->units[i]->borrows) zs_dry_step_early(&p->dry, i);
-        if (spec->seconds != NULL) p->dry.units[i].seconds = spec->seconds[i];
         ZS_TRY(copy_follows(p, spec->units[i], &p->dry.units[i]));
     }
     p->nodes = 1; /* a unit that has not run is older */
@@ -186,7 +180,7 @@ zs_status zs_plan_make(const zs_context *context, const zs_plan_spec *spec, zs_p
     *plan = (zs_plan){0};
     planner p = {.spec = spec};
     zs_status status = begin(&p, context);
-    ZS_THEN(status, settle(&p, &plan->seconds));
+    ZS_THEN(status, settle(&p));
     ZS_THEN(status, hand_out(&p, plan));
     zs_dry_free(&p.dry);
     free(p.calls);

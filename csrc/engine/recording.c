@@ -55,8 +55,9 @@ zs_status zs_recording_by_hand(zs_unit *unit)
     return begin(zs_engine_of(unit), zs_next_node(), &range);
 }
 
-void zs_recording_read_end(zs_unit *unit)
+void zs_recording_read_end(zs_record *record)
 {
+    zs_unit *unit = zs_unit_of(record);
     zs_graph_ranges_close_one(&zs_engine_of(unit)->ranges, zs_node_thread(), zs_next_node(), unit);
 }
 

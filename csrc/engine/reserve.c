@@ -1,7 +1,7 @@
-/* reserve.c - an engine's memory: what it reserves before the first step, and the prediction.
+/* reserve.c - an engine's memory: what is reserved before the first step, and what will be held.
  *
- * The arena and the pool are sized by a plan of a step (plan.h), so the prediction matches the memory. Untouched address space
- * costs nothing: reserving early is free.
+ * A plan (plan.h) says what a step takes, and the arena and the pool are made to fit it, so that what is
+ * predicted is what there is. Address space that nobody has touched costs nothing: reserving early is free.
  */
 #include "engine/engine.h"
 #include "engine/engine_inside.h"
@@ -9,10 +9,10 @@
 
 #include <stdlib.h>
 
-/* --- reserving -------------------------------------------------------------------------------------------------------- */
+/* --- reserving ---------------------------------------------------------------------------------------------------- */
 
-/* Writes the calls of a forward to `out`, and where a reader's forward ends, what was read in it; returns how many there are.
- * Nothing is written if `out` is NULL. */
+/* Writes the calls of a forward to `out`, and where a reader's forward ends, what was read in it; returns how many
+ * there are. Nothing is written if `out` is NULL. */
 static size_t list_calls(const zs_engine *engine, zs_call *out)
 {
     size_t n = 0;
@@ -30,7 +30,7 @@ static size_t list_calls(const zs_engine *engine, zs_call *out)
     return n;
 }
 
-static zs_status make_plan(const zs_engine *engine, bool stepped, const zs_unit_seconds *seconds, zs_plan *plan)
+static zs_status make_plan(const zs_engine *engine, bool stepped, zs_plan *plan)
 {
     size_t n_calls = list_calls(engine, NULL);
     zs_call *calls = malloc((n_calls + 1) * sizeof *calls);
@@ -47,7 +47,6 @@ static zs_status make_plan(const zs_engine *engine, bool stepped, const zs_unit_
     spec.ahead[0] = ahead[0];
     spec.ahead[1] = ahead[1];
     spec.stepped = stepped;
-    spec.seconds = seconds;
     zs_status status = zs_plan_make(&engine->context, &spec, plan);
     free(calls);
     return status;
@@ -56,7 +55,7 @@ static zs_status make_plan(const zs_engine *engine, bool stepped, const zs_unit_
 static zs_status fit(zs_engine *engine)
 {
     zs_plan plan;
-    zs_status status = make_plan(engine, false, NULL, &plan);
+    zs_status status = make_plan(engine, false, &plan);
     ZS_THEN(status, zs_arena_fit(engine->context.arena, plan.slots));
     ZS_THEN(status, zs_buckets_fit(&engine->context.schedule, engine->context.ranks.all, plan.buckets, plan.n_buckets));
     ZS_THEN(status, zs_comm_reserve(engine->context.ranks.all, plan.areas));
@@ -79,7 +78,7 @@ zs_status zs_engine_reserve(zs_engine *engine)
     return status;
 }
 
-/* --- predicted ----------------------------------------------------------------------------------------------------------- */
+/* --- predicted ---------------------------------------------------------------------------------------------------- */
 
 static size_t bytes_without_units(const zs_comm *comm)
 {
@@ -97,13 +96,13 @@ static void add_unit(const zs_unit *unit, bool stepped, zs_engine_bytes *bytes)
     for (int f = 0; f < unit->n_flats && (!stepped || unit->offloads.grads); f++)
         if (unit->flats[f].trainable) *grads += zs_flat_own_bytes(unit, &unit->flats[f]);
     zs_cunit_spec spec = zs_unit_round_spec(unit);
-    if (spec.n_slices > 0) bytes->transport += zs_comm_room(all, &spec).record;
+    if (spec.n_flats > 0) bytes->transport += zs_comm_room(all, &spec).record;
 }
 
 zs_status zs_engine_predict(zs_engine *engine, bool stepped, zs_engine_bytes *out)
 {
     zs_plan plan;
-    zs_status status = make_plan(engine, stepped, NULL, &plan);
+    zs_status status = make_plan(engine, stepped, &plan);
     const zs_comm *all = engine->context.ranks.all;
     zs_engine_bytes bytes = {.transport = zs_usage_of_transports(&engine->context.ranks, bytes_without_units)};
     for (size_t i = 0; i < zs_engine_n_units(engine) && status == ZS_OK; i++)
@@ -120,8 +119,8 @@ zs_status zs_engine_predict(zs_engine *engine, bool stepped, zs_engine_bytes *ou
     return status;
 }
 
-/* Of flats that are mapped from the ranks' shards. In memory: the own shard, and what lies before and behind it (a core dump holds
- * the own shard, so the system keeps them apart); on a disk: each rank's file. */
+/* Of flats that are mapped from the ranks' shards. In memory: the own shard, and what lies before and behind it (a
+ * core dump holds the own shard, so the system keeps them apart); on a disk: each rank's file. */
 static size_t mappings_of(const zs_unit *unit)
 {
     const zs_ranks *ranks = &unit->context->ranks;
@@ -139,19 +138,10 @@ zs_status zs_engine_predict_mappings(const zs_engine *engine, size_t *out)
 {
     zs_plan plan;
     const zs_comm *all = engine->context.ranks.all;
-    zs_status status = make_plan(engine, false, NULL, &plan);
+    zs_status status = make_plan(engine, false, &plan);
     *out = all->ops->mapped ? plan.n_buckets * (size_t)all->world : 0; /* the own ones, and those of all peers */
     for (size_t i = 0; i < zs_engine_n_units(engine); i++)
         *out += mappings_of(zs_engine_unit(engine, i));
-    zs_plan_free(&plan);
-    return status;
-}
-
-zs_status zs_engine_predict_seconds(const zs_engine *engine, const zs_unit_seconds *each, double *out)
-{
-    zs_plan plan;
-    zs_status status = make_plan(engine, false, each, &plan);
-    *out = plan.seconds;
     zs_plan_free(&plan);
     return status;
 }

@@ -80,7 +80,7 @@ void zs_unit_release(void *unit)
     if (unit != NULL && zs_refs_drop(&((zs_unit *)unit)->refs)) free_unit(unit);
 }
 
-/* --- which flat each parameter goes to ------------------------------------------------------------------------------ */
+/* --- which flat each parameter goes to ---------------------------------------------------------------------------- */
 
 /* `device`: where the unit will be, NULL: wherever its parameters are. */
 static zs_status check_param(const zs_unit_spec *spec, const zs_device *device, int64_t i, const zs_tensor_info *info)
@@ -194,7 +194,7 @@ static zs_status describe_params(zs_unit *unit, const zs_unit_spec *spec)
     return ZS_OK;
 }
 
-/* --- birth ---------------------------------------------------------------------------------------------------------- */
+/* --- birth -------------------------------------------------------------------------------------------------------- */
 
 static zs_status build(zs_unit *unit, const zs_unit_spec *spec)
 {
@@ -218,7 +218,7 @@ static bool changes(bool replicated, const zs_unit_spec *spec)
 {
     for (int64_t i = 0; i < spec->n_params; i++) {
         zs_tensor_info info;
-        if (zs_tensor_describe(spec->tensors[i], &info) != ZS_OK) continue; /* creating the unit reports it */
+        if (zs_tensor_describe(spec->tensors[i], &info) != ZS_OK) continue; /* building the unit will tell */
         if (precision_of(replicated, spec, i, &info).compute != info.dtype) return true;
         if (info.dense && !info.contiguous) return true;
     }
@@ -243,12 +243,13 @@ zs_status zs_unit_new(zs_context *context, const zs_unit_spec *spec, zs_unit **o
     unit->context = &zs_engine_retain((zs_engine *)context)->context;
     unit->strategy = spec->strategy;
     unit->code = context->grads_code;
-    zs_traits is = {.replicated = spec->strategy == ZS_NO_SHARD || context->n_parts == 1, .empty = spec->n_params == 0};
+    zs_traits is = {.replicated = spec->strategy == ZS_NO_SHARD || context->n_shards == 1,
+                    .empty = spec->n_params == 0};
     is.stays = spec->strategy == ZS_SHARD_GRAD_OP;
     zs_offload_choose(&context->offload, unit, bytes_of(spec));
     is.fixed = is.replicated && !unit->offloads.params && !changes(is.replicated, spec);
     zs_record_init(&unit->record, is);
-    unit->part = is.replicated ? context->ranks.all->rank : context->part;
+    unit->shard = is.replicated ? context->ranks.all->rank : context->shard;
     unit->n_params = spec->n_params;
     unit->name = strdup(spec->name);
     unit->sharded_message = zs_unit_message(spec->name);

@@ -1,4 +1,4 @@
-/* usage.h - an engine's memory: now, and at its peak. */
+/* usage.h - an engine's memory: what is held now, and the most that there has been. */
 #ifndef ZS_USAGE_H
 #define ZS_USAGE_H
 
@@ -10,22 +10,22 @@ typedef struct zs_engine zs_engine;
 typedef struct zs_engine_bytes {
     size_t shards, kept, grads, slots, buckets;
     size_t transport; /* the transport's own, for all models that use it */
-    /* Bytes offloaded, to files or a GPU's host, including the optimizers' state there. */
+    /* What of all these lies elsewhere, with the optimizers' state there: in files, in a GPU's host. */
     size_t offloaded;
-    size_t total; /* of all that is not offloaded */
+    size_t total; /* of all but that */
 } zs_engine_bytes;
 
-/* Memory now; the peak of each kind since the engine was created. */
+/* Held now; the most that there has been of each since the engine was made. */
 zs_engine_bytes zs_engine_memory(const zs_engine *engine);
 zs_engine_bytes zs_engine_peak(zs_engine *engine);
 
-/* Updates the peak; call after memory may have grown. */
+/* More memory may be held than before: counts it for the peak. */
 void zs_engine_note_peak(zs_engine *engine);
 
-/* Sets `total` from the other fields. */
+/* Sets the total of the others. */
 void zs_usage_add_up(zs_engine_bytes *bytes);
 
-/* The sum of one number over the transports, each counted once. */
+/* Adds up one number of each transport, each transport once. */
 size_t zs_usage_of_transports(const zs_ranks *ranks, size_t (*of)(const zs_comm *));
 
 #endif

@@ -8,7 +8,7 @@
 #include "device/device_cuda.h"
 #include "pager/pager.h"
 
-/* --- life ------------------------------------------------------------------------------------------------------------ */
+/* --- life --------------------------------------------------------------------------------------------------------- */
 
 zs_status zs_optim_new(zs_rule rule, int64_t capacity, zs_optim **out)
 {
@@ -72,7 +72,7 @@ zs_verdict zs_optim_verdict(const zs_optim *plan, int64_t index)
     return plan->views[index].verdict;
 }
 
-/* --- looking --------------------------------------------------------------------------------------------------------- */
+/* --- looking ------------------------------------------------------------------------------------------------------ */
 
 static int states_needed(zs_rule rule, bool full)
 {
@@ -87,7 +87,7 @@ typedef struct plain_memory {
     void *data;
 } plain_memory;
 
-/* Is this such memory, of `where`? Also returns which. */
+/* Is this such memory, of `where`? Then also says which. */
 static zs_status find_described(const zs_tensor *tensor, const zs_tensor_info *info, zs_where where, plain_memory *out,
                                 bool *plain)
 {
@@ -192,7 +192,7 @@ static zs_status look_at_number(const zs_member *member, zs_view *out)
             (long long)run->numel, run->dtype == ZS_F16 ? "is float16" : "does not qualify");
     run->dithered = run->dtype == ZS_BF16;
     run->number = (uint64_t)member->number;
-    /* An FSDP(...) in between has sharded the parameters. */
+    /* An FSDP(...) in between has made slices of the parameters. */
     if (taken && (member->number < 0 || member->numel != run->numel)) out->verdict = ZS_MEMBER_STATELESS;
     return ZS_OK;
 }
@@ -208,7 +208,7 @@ static zs_status look_at(const zs_optim *plan, const zs_member *member, zs_view 
     return plan->dithered ? look_at_number(member, out) : ZS_OK;
 }
 
-/* --- joining --------------------------------------------------------------------------------------------------------- */
+/* --- joining ------------------------------------------------------------------------------------------------------ */
 
 /* The constants for this member: usually those of the member before. */
 static const zs_constants *constants_for(zs_optim *plan, const zs_hyper *hyper, double step, bool first)
@@ -238,7 +238,7 @@ static bool follows(const void *next, const void *start, size_t bytes)
     return (const char *)next == (const char *)start + bytes;
 }
 
-/* Does `next` continue where `run` ends, in all its memory and with the same constants? */
+/* Does `next` go on where `run` ends, in all its memory and with the same constants? */
 static bool adjoins(const zs_run *run, const zs_run *next, int n_states)
 {
     if (run->constants != next->constants || run->dtype != next->dtype || run->device != next->device) return false;
@@ -286,7 +286,7 @@ zs_status zs_optim_prepare(zs_optim *plan, const zs_hyper *hyper, const zs_live 
     return ZS_OK;
 }
 
-/* --- stepping -------------------------------------------------------------------------------------------------------- */
+/* --- stepping ----------------------------------------------------------------------------------------------------- */
 
 /* Index of the run that holds element `at`: the first whose end lies behind it. */
 static int64_t run_holding(const zs_optim *plan, int64_t at)

@@ -1,8 +1,8 @@
 /* optim.h - one optimizer step over a group of parameters in one call.
  *
- * A plan keeps handles to the parameters and their state tensors. At each step it finds where they and
- * their gradients lie now, joins what is adjacent in memory into runs, and sends the threads over all runs at once, cut
- * by elements and not by parameters. Looking changes nothing; only when all is known to be in order is anything written.
+ * A plan keeps handles to the parameters and their state tensors. At each step it looks where they and their gradients
+ * lie now, joins what is adjacent in memory into runs, and sends the threads over all runs at once, cut by elements and
+ * not by parameters. Looking changes nothing; only when all is known to be in order is anything written.
  */
 #ifndef ZS_OPTIM_H
 #define ZS_OPTIM_H
@@ -11,7 +11,7 @@
 #include "shim/tensor.h"
 #include "update/jobs.h"
 
-/* --- plan ------------------------------------------------------------------------------------------------------------ */
+/* --- plan --------------------------------------------------------------------------------------------------------- */
 
 typedef struct zs_optim zs_optim;
 
@@ -22,7 +22,7 @@ typedef struct zs_member {
     zs_tensor *step; /* Adam: one float32 or float64, the number of steps done */
     bool first;      /* SGD: momentum_buffer is new; its first value is the gradient */
     int64_t numel;   /* elements it had when it was added; set by zs_optim_add */
-    double steps;    /* Adam, capturable: the number of steps in `step`, which the plan must not read */
+    double steps;    /* Adam, capturable: how many steps `step` says; the plan is not to read it */
     bool step_wide;  /* `step` is of float64; set by zs_optim_add */
     int64_t number;  /* dithered steps: the number of its first element among all that the optimizer has on all ranks;
                       * -1: not known */
@@ -30,10 +30,11 @@ typedef struct zs_member {
 
 /* What a step does with a member. */
 typedef enum zs_verdict {
-    ZS_MEMBER_IDLE,      /* has no gradient: left alone */
-    ZS_MEMBER_TAKEN,     /* updated */
-    ZS_MEMBER_STATELESS, /* could be taken but lacks state that the rule needs, or its number: make a new plan with it */
-    ZS_MEMBER_FOREIGN,   /* not plain dense CPU memory of one floating dtype: somebody else must update it */
+    ZS_MEMBER_IDLE,  /* has no gradient: left alone */
+    ZS_MEMBER_TAKEN, /* updated */
+    /* could be taken but lacks state that the rule needs, or its number: make a new plan with it */
+    ZS_MEMBER_STATELESS,
+    ZS_MEMBER_FOREIGN, /* not plain dense CPU memory of one floating dtype: somebody else must update it */
 } zs_verdict;
 
 /* New plan for at most `capacity` members. */
@@ -46,23 +47,24 @@ void zs_optim_free(zs_optim *plan);
 void zs_optim_add(zs_optim *plan, const zs_member *member);
 
 /* Looks at all members, without changing any, and prepares the step. ZS_ERR_TORCH where a tensor has no bytes;
- * ZS_ERR_UNSUPPORTED if the step is dithered, and a member of half precision cannot be. `live`: NULL, or the step is capturable:
- * members' counters are on their device, and nothing is read there by the host; ZS_ERR_UNSUPPORTED for a member that is FOREIGN
- * or on the CPU. Both are borrowed until the step is done. */
+ * ZS_ERR_UNSUPPORTED if the step is dithered, and a member of half precision cannot be. `live`: NULL, or the step is
+ * capturable: members' counters are on their device, and nothing is read there by the host; ZS_ERR_UNSUPPORTED for a
+ * member that is FOREIGN or on the CPU. Both are borrowed until the step is done. */
 zs_status zs_optim_prepare(zs_optim *plan, const zs_hyper *hyper, const zs_live *live);
 
 /* What zs_optim_prepare found of member `index`. */
 zs_verdict zs_optim_verdict(const zs_optim *plan, int64_t index);
 
 /* Does the step for all members that were found TAKEN: counts `step`, updates, raises the parameters' versions. Only
- * after zs_optim_prepare, with nothing in between. Needs no GIL. Can fail only where memory lies on a disk (ZS_ERR_SYSTEM), and
- * then half-way. */
+ * after zs_optim_prepare, with nothing in between. Needs no GIL. Can fail only where memory lies on a disk
+ * (ZS_ERR_SYSTEM), and then half-way. */
 zs_status zs_optim_step(zs_optim *plan);
 
-/* Whose memory a tensor, described by `info`, lies in; NULL: of a kind that has no loops here. ZS_ERR_CUDA where its GPU cannot be used. */
+/* Whose memory a tensor, described by `info`, lies in; NULL: of a kind that has no loops here. ZS_ERR_CUDA where its
+ * GPU cannot be used. */
 zs_status zs_optim_device_of(const zs_tensor *tensor, const zs_tensor_info *info, const zs_device **out);
 
-/* --- loops (optim_cpu.c) -------------------------------------------------------------------------------------------------- */
+/* --- loops (optim_cpu.c) ------------------------------------------------------------------------------------------ */
 
 /* Updates the elements [begin, end) of a run. If dithered, their numbers must have the same upper half. */
 typedef void zs_run_loop(const zs_run *run, int64_t begin, int64_t end);
@@ -73,12 +75,12 @@ zs_run_loop *zs_run_loop_for(zs_rule rule, bool full, const zs_run *run);
 /* Elements below which another thread costs more than it helps (some 30 us of memory traffic). */
 enum { ZS_UPDATE_GRAIN = 1 << 15 };
 
-/* What a thread does that is given elements [begin, end) of a run. Threads with neighbouring ranges divide them where it suits the
- * loops, not far from there; both may lie outside of the run. */
+/* What a thread does that is given elements [begin, end) of a run. Threads that are given neighbours meet where it
+ * suits the loops, not far from there; both may lie outside of the run. */
 void zs_update_part(const zs_update_job *job, int64_t begin, int64_t end);
 
-/* Updates a run with `n_states` state tensors, some of whose memory lies on a disk: piece by piece, each borrowed from the pager
- * (zs_pager_lend). ZS_ERR_SYSTEM where the disk fails, and then half-way. */
+/* Updates a run with `n_states` state tensors, of which some memory lies on a disk: piece by piece, each borrowed
+ * from the pager (zs_pager_lend). ZS_ERR_SYSTEM where the disk fails, and then half-way. */
 zs_status zs_update_on_disk(const zs_update_job *job, int n_states);
 
 #endif

@@ -10,7 +10,8 @@
 
 #define SAME(x) (x)
 
-/* How a result is stored, given 16 random bits. Where a rule does not ask for them, the compiler drops what makes them. */
+/* How a result is stored, given 16 random bits. Where a rule does not ask for them, the compiler drops what makes
+ * them. */
 #define STORE_SAME(x, noise) ((void)(noise), (x))
 #define STORE_BF16(x, noise) ((void)(noise), zs_to_bf16(x))
 #define STORE_F16(x, noise) ((void)(noise), zs_to_f16(x))
@@ -95,7 +96,7 @@ zs_run_loop *zs_run_loop_for(zs_rule rule, bool full, const zs_run *run)
     return loops[rule][full][run->dithered ? (int)DITHERED : (int)run->dtype][zs_isa_best()];
 }
 
-/* Threads' ranges end at multiples of this from the start of a run: whole vectors and cache lines, whatever the dtype. */
+/* Threads meet at multiples of this from the start of a run: whole vectors and cache lines, whatever the dtype. */
 enum { CUT = 32 };
 
 /* Where a cut at element `at` of a run of `numel` elements is really made: at the next multiple of CUT. */

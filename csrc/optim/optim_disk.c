@@ -7,8 +7,8 @@
 #include "optim/optim.h"
 #include "pager/pager.h"
 
-/* Elements of a run that are in use at a time where memory lies on a disk: long enough for its full speed. The last piece takes
- * what is left, if that is not much more. */
+/* Elements of a run that are in use at a time where memory lies on a disk: long enough for its full speed. The last
+ * piece takes what is left, if that is not much more. */
 enum { PIECE = 2 << 20 };
 
 /* Elements of a run, and a run of their own for them: where they are worked on. */

@@ -1,4 +1,5 @@
-/* pager.c - see pager.h. What is done to pages is in pager_io.c and pager_direct.c, by whom in pager_threads.c, here is when. */
+/* pager.c - see pager.h. What is done to pages is in pager_io.c and pager_direct.c, by whom in pager_threads.c, here
+ * is when. */
 #include "pager/pager.h"
 
 #include "base/file.h"
@@ -11,13 +12,13 @@
 
 enum { FURTHEST = 64 }; /* ranges that are fetched ahead, at most */
 
-static _Atomic int n_maps_now; /* read by zs_pager_active */
+static _Atomic int n_maps_now; /* what zs_pager_active looks at */
 
 static _Thread_local bool nested; /* zs_pager_nest */
 
-/* --- mappings ---------------------------------------------------------------------------------------------------------- */
+/* --- mappings ----------------------------------------------------------------------------------------------------- */
 
-/* A forked child has no threads, and the lock may stay locked. */
+/* In a forked child the threads are gone, and the lock may be held for ever. */
 static bool usable(void)
 {
     return atomic_load_explicit(&n_maps_now, memory_order_relaxed) > 0 && zs_pager.lifetime == zs_lifetime();
@@ -91,9 +92,10 @@ void zs_pager_set_limit(size_t bytes)
     pthread_mutex_unlock(&zs_pager.lock);
 }
 
-/* --- the way of a step ------------------------------------------------------------------------------------------------------ */
+/* --- the way of a step -------------------------------------------------------------------------------------------- */
 
-/* Has what comes next fetched, as far as there is room: half of it, the other is for what is in use and on its way out. */
+/* Has what comes next fetched, as far as there is room: half of it, the other is for what is in use and on its way
+ * out. */
 static void look_ahead(void)
 {
     const zs_pager_range *before = zs_pager.tables.last[1], *at = zs_pager.tables.last[0];
@@ -172,8 +174,8 @@ static void bring_in(zs_pager_range *r)
     }
 }
 
-/* Has the mapping show what the new user of a range in it is to see; and if he writes, has nothing of the file written meanwhile
- * (zs_pager_send), and nothing lent later that was read before. */
+/* Has the mapping show what the new user of a range in it is to see; and if he writes, has nothing of the file
+ * written meanwhile (zs_pager_send), and nothing lent later that was read before. */
 static void come_before_lent(const zs_pager_range *r)
 {
     while (zs_pager.n_unsent > 0 && (r->write || zs_pager_overlaps_lent(&zs_pager.tables, r, false)))
@@ -246,7 +248,7 @@ void zs_pager_zero(const void *ptr, size_t bytes)
     pthread_mutex_unlock(&zs_pager.lock);
 }
 
-/* --- lending ------------------------------------------------------------------------------------------------------------- */
+/* --- lending ------------------------------------------------------------------------------------------------------ */
 
 /* The range to be lent; NULL: none. Where all of what is on disk may stay in memory, that saves more. */
 static zs_pager_range *to_lend(const void *ptr, size_t bytes)

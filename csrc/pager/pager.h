@@ -1,19 +1,21 @@
-/* pager.h - which pages of disk-backed memory are resident: fetched ahead of use, written behind, dropped.
+/* pager.h - which pages of memory that lies on a disk are there: fetched before they are wanted, written behind, let
+ * go.
  *
- * Memory on disk is a mapping like any other, and right without this file; the pager only sees to it that
- * no thread waits for a page fault and that no more of it is resident than the user allows. Whoever works on a range says so
- * before (want) and after (done). As a training step goes the same way every time, the pager learns which range follows
- * which two, and fetches ahead.
+ * Memory on disk is a mapping like any other, and right without this file; the pager only sees to it that nobody waits
+ * for a page fault and that no more of it is resident than the user allows. Whoever works on a range says so before
+ * (want) and after (done). As a training step goes the same way every time, the pager learns which range follows which
+ * two, and fetches ahead.
  *
  *   COLD --> QUEUED --> FETCHING --> READY <--> IDLE --> LEAVING --> COLD
  *                                    in use     may go, oldest first
  *
- * An optimizer's step goes over everything once, and pages of a mapping are dear: faults, dirty marks, writeback. So it may
- * borrow a range instead (lend): it works in a buffer, which is filled and written behind by direct I/O. A buffer is not what
- * others see; so nothing is lent but during a step, and when that ends all is on the disk and in the mapping.
+ * An optimizer's step goes over everything once, and pages of a mapping are dear: faults, dirty marks, writeback. So it
+ * may borrow a range instead (lend): it works in a buffer, which is filled and written behind by direct I/O. A buffer
+ * is not what others see; so nothing is lent but during a step, and when that ends all is on the disk and in the
+ * mapping.
  *
- * Two threads do the work, one for reading and one for writing; they start with the first mapping. In a forked child there
- * are none, and all calls are no-ops: pages come and go as the kernel likes.
+ * Two threads do the work, one for reading and one for writing; they start with the first mapping. In a forked child
+ * there are none, and all calls are no-ops: pages come and go as the kernel likes.
  */
 #ifndef ZS_PAGER_H
 #define ZS_PAGER_H
@@ -46,34 +48,34 @@ bool zs_pager_active(void);
 /* What is done with a range. */
 typedef enum zs_pager_use { ZS_PAGER_READ, ZS_PAGER_WRITE } zs_pager_use;
 
-/* Waits until the pages of [ptr, ptr + bytes) are there; they stay until zs_pager_done of the same range. No-op for memory
- * that is not on disk. ZS_ERR_SYSTEM where a page cannot be read, or an earlier one could not be written. */
+/* Waits until the pages of [ptr, ptr + bytes) are there; they stay until zs_pager_done of the same range. No-op for
+ * memory that is not on disk. ZS_ERR_SYSTEM where a page cannot be read, or an earlier one could not be written. */
 zs_status zs_pager_want(const void *ptr, size_t bytes, zs_pager_use use);
 
 /* The range is not in use any more. Also allowed without a want, for memory that has just been written. */
 void zs_pager_done(const void *ptr, size_t bytes);
 
-/* --- lending -------------------------------------------------------------------------------------------------------------- */
+/* --- lending ------------------------------------------------------------------------------------------------------ */
 
-/* Like zs_pager_want for writing, but the work is to be done at *at: in a buffer that is read and written past the page cache, at
- * half the price; `ptr` itself where the range is not on disk, or cannot be lent. Only between _open and _close. Until then the
- * mapping may show the range as it was. */
+/* Like zs_pager_want for writing, but the work is to be done at *at: in a buffer that is read and written past the
+ * page cache, at half the price; `ptr` itself where the range is not on disk, or cannot be lent. Only between _open
+ * and _close. Until then the mapping may show the range as it was. */
 zs_status zs_pager_lend(void *ptr, size_t bytes, void **at);
 
 /* The work is done; `changed`: and has to be written. */
 void zs_pager_give_back(void *ptr, size_t bytes, bool changed);
 
-/* A step begins: ranges may be lent, and may be fetched ahead for it. Whoever writes to them otherwise does so before. */
+/* A step begins: ranges may be lent, and may be fetched ahead for it. Whoever writes to them otherwise does so
+ * before. */
 void zs_pager_open(void);
 
-/* It has ended: waits until all that was lent is written, so that the mapping shows it, on all ranks. ZS_ERR_SYSTEM if something
- * could not be. */
+/* It has ended: waits until all that was lent is written, so that the mapping shows it, on all ranks. ZS_ERR_SYSTEM
+ * if something could not be. */
 zs_status zs_pager_close(void);
 
-/* Makes _open and _close of this thread do nothing, until it is called with false: its steps are part of a longer one. */
+/* Makes _open and _close of this thread do nothing, until it is called with false: its steps are part of a longer
+ * one. */
 void zs_pager_nest(bool nested);
-
-/* -------------------------------------------------------------------------------------------------------------------------- */
 
 /* What is in the range is not wanted any more, it may as well be zeros: its pages go without being written. */
 void zs_pager_zero(const void *ptr, size_t bytes);

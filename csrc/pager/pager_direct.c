@@ -34,7 +34,7 @@ char *zs_pager_in_buffer(char *buffer, const char *ptr)
     return buffer + in_page(ptr);
 }
 
-/* --- buffers ----------------------------------------------------------------------------------------------------------- */
+/* --- buffers ------------------------------------------------------------------------------------------------------ */
 
 static struct {
     pthread_mutex_t lock;
@@ -88,7 +88,7 @@ void zs_pager_buffers_free(void)
     pthread_mutex_unlock(&keep_gathered.lock);
 }
 
-/* --- moving ------------------------------------------------------------------------------------------------------------ */
+/* --- moving ------------------------------------------------------------------------------------------------------- */
 
 /* Bytes in memory and where they belong in this rank's file. */
 typedef struct place {
@@ -121,7 +121,7 @@ static int move_cached(const zs_pager_map *map, place what, bool out)
 static int move_pages(const zs_pager_map *map, place what, bool out)
 {
     int err = move(map->direct, &what, out);
-    return err == EINVAL || err == EOPNOTSUPP ? move_cached(map, what, out) : err; /* it needs a stricter alignment than pages */
+    return err == EINVAL || err == EOPNOTSUPP ? move_cached(map, what, out) : err; /* it wants more than whole pages */
 }
 
 static off_t offset_of(const zs_pager_map *map, const char *ptr)

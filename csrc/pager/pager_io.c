@@ -1,8 +1,8 @@
 /* pager_io.c - see pager_io.h.
  *
  * A few system calls for each way. In: reading is begun, then page tables are filled, which waits for it. Out:
- * writeback is begun, later page tables are emptied, writeback waited for, and the cache dropped. A page leaves the cache only once it is unmapped,
- * so of ranks that map each other's files the last one does it.
+ * writeback is begun, later page tables are emptied, writeback waited for, and the cache dropped. A page is dropped
+ * from the cache only when nobody maps it, so of ranks that map each other's files the last one does it.
  */
 #define _GNU_SOURCE /* sync_file_range, fallocate, MADV_POPULATE_READ */
 #include "pager/pager_io.h"
@@ -55,8 +55,8 @@ static pages own(const char *ptr, size_t bytes)
     return (pages){down(ptr + ZS_PAGE - 1), down(ptr + bytes)};
 }
 
-/* Has all of it read at once. Page faults would have the kernel read around them, as far as the disk's read_ahead_kb says: what has
- * just been dropped, and what is just being written past the cache. */
+/* Has all of it read at once. Page faults would have the kernel read around them, as far as the disk's read_ahead_kb
+ * says: what has just been dropped, and what is just being written past the cache. */
 static void begin_reading(const zs_pager_map *map, const pages *all)
 {
     for (const char *at = all->begin; at < all->end;) {

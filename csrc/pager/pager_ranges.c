@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* --- lists ------------------------------------------------------------------------------------------------------------ */
+/* --- lists -------------------------------------------------------------------------------------------------------- */
 
 void zs_pager_append(zs_pager_list *list, zs_pager_range *r)
 {
@@ -29,7 +29,7 @@ void zs_pager_take_off(zs_pager_list *list, zs_pager_range *r)
     r->sooner = r->later = NULL;
 }
 
-/* --- mappings ---------------------------------------------------------------------------------------------------------- */
+/* --- mappings ----------------------------------------------------------------------------------------------------- */
 
 /* How many mappings begin at or before the address. */
 static size_t maps_up_to(const zs_pager_tables *tables, const char *ptr)
@@ -82,7 +82,7 @@ void zs_pager_drop_map(zs_pager_tables *tables, zs_pager_map *map)
     free(map);
 }
 
-/* --- ranges ------------------------------------------------------------------------------------------------------------ */
+/* --- ranges ------------------------------------------------------------------------------------------------------- */
 
 static size_t head_of(const void *ptr)
 {
@@ -178,7 +178,7 @@ void zs_pager_drop_range(zs_pager_tables *tables, zs_pager_range *gone)
     free(gone);
 }
 
-/* --- ways -------------------------------------------------------------------------------------------------------------------- */
+/* --- ways --------------------------------------------------------------------------------------------------------- */
 
 zs_pager_range *zs_pager_next(const zs_pager_range *before, const zs_pager_range *r)
 {

@@ -48,7 +48,7 @@ void zs_pager_append(zs_pager_list *list, zs_pager_range *r);
 void zs_pager_prepend(zs_pager_list *list, zs_pager_range *r);
 void zs_pager_take_off(zs_pager_list *list, zs_pager_range *r);
 
-/* --- tables -------------------------------------------------------------------------------------------------------------- */
+/* --- tables ------------------------------------------------------------------------------------------------------- */
 
 enum { ZS_PAGER_HEADS = 1 << 12 }; /* of the hash table */
 
@@ -62,19 +62,20 @@ typedef struct zs_pager_tables {
 /* Adds a copy of the mapping; ZS_ERR_MEMORY. */
 zs_status zs_pager_add_map(zs_pager_tables *tables, const zs_pager_map *map);
 
-/* The mapping that begins at `ptr`, NULL if there is none / takes it out, which has no ranges any more, and frees it. */
+/* The mapping that begins at `ptr`, NULL if there is none / takes it out, which has no ranges any more, and frees
+ * it. */
 zs_pager_map *zs_pager_find_map(const zs_pager_tables *tables, const char *ptr);
 void zs_pager_drop_map(zs_pager_tables *tables, zs_pager_map *map);
 
-/* The range, made if it is new; NULL where it is not on disk, or without memory for it (then the kernel pages). A range that is
- * lent is another one than that of the same bytes in the mapping; only this rank's part can be. */
+/* The range, made if it is new; NULL where it is not on disk, or without memory for it (then the kernel pages). A
+ * range that is lent is another one than that of the same bytes in the mapping; only this rank's part can be. */
 zs_pager_range *zs_pager_range_of(zs_pager_tables *tables, const void *ptr, size_t bytes, bool lent);
 
 /* Has any range that overlaps this one users, or will it soon? */
 bool zs_pager_overlaps_used(const zs_pager_tables *tables, const zs_pager_range *r);
 
-/* Is a lent, unused range that overlaps this one on its way to the disk? `any`: or is it in a buffer at all, or
- * soon? */
+/* Is a lent range that overlaps this one, and that nobody uses, on its way to the disk? `any`: or is it in a buffer
+ * at all, or soon? */
 bool zs_pager_overlaps_lent(const zs_pager_tables *tables, const zs_pager_range *r, bool any);
 
 /* Is there a lent range that overlaps this one, in whatever state? */

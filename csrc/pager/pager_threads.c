@@ -13,7 +13,7 @@ enum { USUAL = 256 << 20 }; /* bytes that may be resident */
 
 zs_pager_state zs_pager = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER, .limit = USUAL};
 
-/* --- from one state to the next ------------------------------------------------------------------------------------------- */
+/* --- from one state to the next ----------------------------------------------------------------------------------- */
 
 void zs_pager_count_resident(size_t bytes)
 {
@@ -49,7 +49,7 @@ void zs_pager_make_cold(zs_pager_range *r)
     r->state = COLD;
 }
 
-/* --- the two threads ------------------------------------------------------------------------------------------------------ */
+/* --- the two threads ---------------------------------------------------------------------------------------------- */
 
 /* Is there too much here, and something that may go? */
 static bool crowded(void)
@@ -98,7 +98,7 @@ static zs_pager_range *dirty_one(void)
 
 static void write_behind(zs_pager_range *r)
 {
-    r->state = LEAVING; /* not freed or fetched meanwhile */
+    r->state = LEAVING; /* nobody frees or wants it meanwhile */
     zs_pager_take_off(&zs_pager.idle, r);
     if (!r->lent) r->dirty = false;
     pthread_mutex_unlock(&zs_pager.lock);
@@ -106,7 +106,7 @@ static void write_behind(zs_pager_range *r)
     pthread_mutex_lock(&zs_pager.lock);
     if (err != 0) zs_pager.write_errno = err;
     if (r->lent)
-        zs_pager_make_cold(r); /* a step uses it once */
+        zs_pager_make_cold(r); /* a step wants it once */
     else
         settle(r);
 }

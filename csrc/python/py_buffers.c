@@ -1,6 +1,7 @@
 /* py_buffers.c - buffers that are broadcast from rank 0.
  *
- * A script may replace a module's buffers, so the engine keeps no list of them: Python lists them as a pass begins.
+ * A script may replace a module's buffers, so the engine has no list of its own: as a pass begins, Python tells it
+ * which buffers there are.
  */
 #include "python/py_engine.h"
 #include "python/py_unit.h"
@@ -56,6 +57,5 @@ PyObject *zs_py_broadcast_buffers(engine_object *self, PyObject *unused)
     (void)unused;
     zs_status status;
     ZS_PY_NOGIL(status, zs_engine_broadcast_buffers(self->engine));
-    if (status != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
+    return zs_py_none(status);
 }

@@ -7,7 +7,7 @@
 
 #include <errno.h>
 
-/* --- what the bindings share ------------------------------------------------------------------------------------------- */
+/* --- what the bindings share -------------------------------------------------------------------------------------- */
 
 PyObject *zs_py_raise_at(PyObject *path, PyObject *to)
 {
@@ -90,7 +90,7 @@ void zs_py_ranges_free(zs_py_ranges *ranges)
     Py_CLEAR(ranges->items);
 }
 
-/* --- checksums --------------------------------------------------------------------------------------------------------- */
+/* --- checksums ---------------------------------------------------------------------------------------------------- */
 
 static bool is_crc(long long number)
 {
@@ -132,7 +132,7 @@ static PyObject *crc32c_join(PyObject *module, PyObject *args)
     return PyLong_FromUnsignedLong(zs_crc32c_join((uint32_t)a, (uint32_t)b, (uint64_t)length));
 }
 
-/* --- folders ----------------------------------------------------------------------------------------------------------- */
+/* --- folders ------------------------------------------------------------------------------------------------------ */
 
 /* Calls `act` with a path. */
 static PyObject *at_path(PyObject *path, zs_status (*act)(const char *path))
@@ -252,7 +252,7 @@ static PyObject *unlock(PyObject *module, PyObject *object)
     Py_RETURN_NONE;
 }
 
-/* --- watching ----------------------------------------------------------------------------------------------------------- */
+/* --- watching ----------------------------------------------------------------------------------------------------- */
 
 /* The way to zs_fs_watch for a module that is not part of this one. */
 static const zs_fs_watching watching = {zs_fs_watch};

@@ -5,11 +5,12 @@
 #include "checkpoint/ckpt_file.h"
 #include "python/py_util.h"
 
-/* Raises this thread's failure, a system call's as OSError with errno, its text, and the files `path` and `to` (may be NULL).
- * Returns NULL. */
+/* Raises this thread's failure, a system call's as OSError with errno, its text, and the files `path` and `to` (may
+ * be NULL). Returns NULL. */
 PyObject *zs_py_raise_at(PyObject *path, PyObject *to);
 
-/* Ranges of a file, out of a Python list [(offset, memory)] or, to be written, [(offset, memory, format of numbers)]. */
+/* Ranges of a file, out of a Python list [(offset, memory)] or, to be written, [(offset, memory, format of
+ * numbers)]. */
 typedef struct zs_py_ranges {
     zs_ckpt_range *ranges;
     Py_buffer *views;

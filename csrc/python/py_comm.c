@@ -225,8 +225,7 @@ static PyObject *comm_connect(comm_object *self, PyObject *args)
     }
     if (status == ZS_OK) ZS_PY_NOGIL(status, zs_comm_shm_connect(self->comm, addresses, (const unsigned char *)token));
     free(addresses);
-    if (status != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
+    return zs_py_none(status);
 }
 
 PyDoc_STRVAR(comm_exchange_doc, "exchange($self, data, /)\n--\n\nAll-gather `data`: return the bytes of all ranks in "
@@ -263,8 +262,7 @@ static PyObject *comm_align(comm_object *self, PyObject *unused)
     (void)unused;
     zs_status status;
     ZS_PY_NOGIL(status, zs_comm_align(self->comm));
-    if (status != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
+    return zs_py_none(status);
 }
 
 PyDoc_STRVAR(
@@ -290,8 +288,7 @@ static PyObject *comm_broadcast(comm_object *self, PyObject *args)
         ZS_PY_NOGIL(status, zs_comm_broadcast(self->comm, data, bytes, root));
     }
     zs_tensor_free(tensor);
-    if (status != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
+    return zs_py_none(status);
 }
 
 PyDoc_STRVAR(
@@ -317,8 +314,7 @@ static PyObject *comm_end(comm_object *self, PyObject *unused)
     (void)unused;
     zs_status status;
     ZS_PY_NOGIL(status, zs_comm_end(self->comm));
-    if (status != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
+    return zs_py_none(status);
 }
 
 PyDoc_STRVAR(comm_close_doc,
@@ -345,66 +341,37 @@ static PyObject *comm_set_timeout(comm_object *self, PyObject *seconds)
     Py_RETURN_NONE;
 }
 
-static PyObject *comm_rank(comm_object *self, void *unused)
+/* What Python may ask of a transport. */
+typedef enum fact { RANK, WORLD, PER_HOST, TRANSPORT, ADDRESS, TIMEOUT, IS_WAITING, LOST } fact;
+
+static PyObject *comm_fact(comm_object *self, void *which)
 {
-    (void)unused;
-    return PyLong_FromLong(self->comm->rank);
+    const zs_comm *comm = self->comm;
+    const char *lost = comm->lost != NULL ? comm->lost : "";
+    switch ((fact)(uintptr_t)which) {
+    case RANK: return PyLong_FromLong(comm->rank);
+    case WORLD: return PyLong_FromLong(comm->world);
+    case PER_HOST: return PyLong_FromLong(comm->per_host);
+    case TRANSPORT: return PyUnicode_FromString(comm->ops->name);
+    case ADDRESS: return PyUnicode_FromString(self->address);
+    case TIMEOUT: return PyFloat_FromDouble(comm->timeout);
+    case IS_WAITING: return PyBool_FromLong(atomic_load_explicit(&comm->waiting, memory_order_relaxed));
+    case LOST: return PyUnicode_DecodeUTF8(lost, (Py_ssize_t)strlen(lost), "replace");
+    }
+    return NULL;
 }
 
-static PyObject *comm_world(comm_object *self, void *unused)
-{
-    (void)unused;
-    return PyLong_FromLong(self->comm->world);
-}
-
-static PyObject *comm_transport(comm_object *self, void *unused)
-{
-    (void)unused;
-    return PyUnicode_FromString(self->comm->ops->name);
-}
-
-static PyObject *comm_address(comm_object *self, void *unused)
-{
-    (void)unused;
-    return PyUnicode_FromString(self->address);
-}
-
-static PyObject *comm_timeout(comm_object *self, void *unused)
-{
-    (void)unused;
-    return PyFloat_FromDouble(self->comm->timeout);
-}
-
-static PyObject *comm_lost(comm_object *self, void *unused)
-{
-    (void)unused;
-    const char *why = self->comm->lost;
-    return why != NULL ? PyUnicode_DecodeUTF8(why, (Py_ssize_t)strlen(why), "replace") : PyUnicode_FromString("");
-}
-
-static PyObject *comm_is_waiting(comm_object *self, void *closure)
-{
-    (void)closure;
-    return PyBool_FromLong(atomic_load_explicit(&self->comm->waiting, memory_order_relaxed));
-}
-
-static PyObject *comm_per_host(comm_object *self, void *unused)
-{
-    (void)unused;
-    return PyLong_FromLong(self->comm->per_host);
-}
+#define FACT(name, which, doc) {name, (getter)comm_fact, NULL, doc, (void *)(uintptr_t)(which)}
 
 static PyGetSetDef comm_getset[] = {
-    {"rank", (getter)comm_rank, NULL, "This rank.", NULL},
-    {"world", (getter)comm_world, NULL, "Number of ranks.", NULL},
-    {"per_host", (getter)comm_per_host, NULL, "Ranks of each host, which are neighbors; 0 if all are on one.", NULL},
-    {"transport", (getter)comm_transport, NULL, "'self', 'shm', 'c10d' or 'hosts'; on GPUs 'nccl' or 'c10d_gpu'.",
-     NULL},
-    {"address", (getter)comm_address, NULL, "Address that peers connect to (shm).", NULL},
-    {"timeout", (getter)comm_timeout, NULL, "Timeout of one wait, in seconds.", NULL},
-    {"is_waiting", (getter)comm_is_waiting, NULL,
-     "Whether this rank waits for the others to come to a collective (c10d).", NULL},
-    {"lost", (getter)comm_lost, NULL, "Why the transport is unusable (c10d); '' if it is usable.", NULL},
+    FACT("rank", RANK, "This rank."),
+    FACT("world", WORLD, "Number of ranks."),
+    FACT("per_host", PER_HOST, "Ranks of each host, which are neighbors; 0 if all are on one."),
+    FACT("transport", TRANSPORT, "'self', 'shm', 'c10d' or 'hosts'; on GPUs 'nccl' or 'c10d_gpu'."),
+    FACT("address", ADDRESS, "Address that peers connect to (shm)."),
+    FACT("timeout", TIMEOUT, "Timeout of one wait, in seconds."),
+    FACT("is_waiting", IS_WAITING, "Whether this rank waits for the others to come to a collective (c10d)."),
+    FACT("lost", LOST, "Why the transport is unusable (c10d); '' if it is usable."),
     {0},
 };
 

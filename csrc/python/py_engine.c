@@ -77,8 +77,7 @@ static PyObject *engine_adopt(engine_object *self, PyObject *object)
     zs_unit *unit = zs_py_unit(object);
     if (unit == NULL) return NULL;
     zs_clear_error();
-    if (zs_engine_adopt(self->engine, unit) != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
+    return zs_py_none(zs_engine_adopt(self->engine, unit));
 }
 
 PyDoc_STRVAR(engine_set_order_doc, "set_order($self, units, /)\n--\n\nSet the order of the engine's units: the order "
@@ -92,8 +91,7 @@ static PyObject *engine_set_order(engine_object *self, PyObject *list)
     zs_clear_error();
     zs_status status = zs_engine_set_order(self->engine, units, n);
     free(units);
-    if (status != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
+    return zs_py_none(status);
 }
 
 PyDoc_STRVAR(engine_set_prefetch_doc, "set_prefetch($self, forward, backward, /)\n--\n\nSet how many units ahead to "
@@ -153,8 +151,7 @@ static PyObject *engine_set_offload(engine_object *self, PyObject *args)
     what.state = state;
     zs_status status;
     ZS_PY_NOGIL(status, zs_offload_set(zs_engine_context(self->engine), directory, &what));
-    if (status != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
+    return zs_py_none(status);
 }
 
 /* Runs what may wait for other ranks. */
@@ -343,7 +340,6 @@ static PyMethodDef engine_methods[] = {
     {"peak", (PyCFunction)zs_py_peak, METH_NOARGS, zs_py_peak_doc},
     {"predict", (PyCFunction)zs_py_predict, METH_O, zs_py_predict_doc},
     {"predict_mappings", (PyCFunction)zs_py_predict_mappings, METH_NOARGS, zs_py_predict_mappings_doc},
-    {"predict_seconds", (PyCFunction)zs_py_predict_seconds, METH_O, zs_py_predict_seconds_doc},
     {"set_calls", (PyCFunction)zs_py_set_calls, METH_O, zs_py_set_calls_doc},
     {"reserve", (PyCFunction)zs_py_reserve, METH_NOARGS, zs_py_reserve_doc},
     {"keep_gathered", (PyCFunction)zs_py_keep_gathered, METH_VARARGS, zs_py_keep_gathered_doc},

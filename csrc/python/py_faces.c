@@ -1,8 +1,8 @@
-/* py_faces.c - the class of a sharded parameter: guarded while it is sharded, nearly torch's own while it is unsharded.
+/* py_faces.c - the class of a sharded parameter: guarded while it is a slice, all but torch's own while it is whole.
  *
- * Forward and backward should see plain parameters, as each operation on a guarded one costs a detour. So the class follows
- * what the parameter is bound to: at once where Python runs anyway (hooks, methods), otherwise when the backward ends. In
- * between, the guard checks whether a parameter is unsharded (py_guard.c).
+ * Forward and backward are to see plain parameters, since each operation on a guarded one costs a detour. So the class
+ * changes with what the parameter is bound to: at once where Python runs anyway (hooks, methods), else when the
+ * backward ends. In between, the guard looks itself whether a parameter is whole (py_guard.c).
  */
 #include "python/py_faces.h"
 
@@ -67,7 +67,7 @@ void zs_py_hide(unit_object *self)
 static const char asked[] = "__torch_function__";
 static PyObject *answer; /* of nn.Parameter: nothing is to be asked */
 
-/* tp_getattr of unsharded parameters, which torch tries first, and which saves the look-up. */
+/* tp_getattr of whole parameters, which torch prefers, and which spares it the look-up. */
 static PyObject *getattr_of_whole(PyObject *object, char *name)
 {
     if (strcmp(name, asked) == 0) return Py_NewRef(answer);
@@ -78,7 +78,7 @@ static PyObject *getattr_of_whole(PyObject *object, char *name)
     return value;
 }
 
-/* Makes an operation on an unsharded parameter cost what it costs on nn.Parameter. */
+/* An operation on a whole parameter is to cost what it costs on nn.Parameter. */
 static int spare_questions(PyTypeObject *whole)
 {
     if (whole->tp_getattr != NULL) return 0;
@@ -88,8 +88,8 @@ static int spare_questions(PyTypeObject *whole)
     return 0;
 }
 
-/* Python's own way for the first time: it refuses what cannot be, and gives the object a dict that does not depend on its
- * class. Parameters of another class than torch's (quantised ones, for example) stay what they are. */
+/* Python's own way for the first time: it refuses what cannot be, and gives the object a dict that does not depend
+ * on its class. Parameters of another class than torch's (quantised ones, for example) stay what they are. */
 static int guard_param(PyObject *param)
 {
     const zs_guard_types *types = &zs_py_guard_types;
@@ -122,8 +122,7 @@ PyObject *zs_py_unit_watch(unit_object *self, PyObject *index)
     if (i == -1 && PyErr_Occurred()) return NULL;
     if (i < 0 || i >= self->unit->n_params) return PyErr_Format(PyExc_IndexError, "parameter %zd is out of range", i);
     zs_clear_error();
-    if (zs_unit_watch(self->unit, i) != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
+    return zs_py_none(zs_unit_watch(self->unit, i));
 }
 
 const char zs_py_unit_note_write_doc[] = PyDoc_STR(

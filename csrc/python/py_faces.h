@@ -5,8 +5,8 @@
 
 #include "python/py_unit.h"
 
-/* Shows Python the parameters of the engine's units as what they are now: a guarded slice, or a plain parameter. With the
- * GIL; costs one comparison if nothing has changed. */
+/* Shows Python the parameters of the engine's units as what they are now: a guarded slice, or a plain parameter.
+ * With the GIL; costs one comparison if nothing has changed. */
 void zs_py_show(zs_engine *engine);
 
 /* The end of a method that may have changed that: shows them; new reference to None, or NULL with an exception. */

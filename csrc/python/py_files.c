@@ -1,6 +1,7 @@
 /* py_files.c - _core.File: an open file of a checkpoint, as Python sees it.
  *
- * A file is closed when no thread uses it: descriptors are reused, so another thread's bytes would go to the wrong file.
+ * A file is closed when nobody uses it, and never under a thread that does: descriptors are used again, and the
+ * bytes would go into somebody else's file.
  */
 #include "python/py_ckpt.h"
 
@@ -12,14 +13,14 @@ typedef struct file_object {
     int users;         /* calls under way */
 } file_object;
 
-/* --- make and close --------------------------------------------------------------------------------------------------- */
+/* --- make and close ----------------------------------------------------------------------------------------------- */
 
 static void file_dealloc(file_object *self)
 {
     PyTypeObject *type = Py_TYPE(self);
     zs_status status;
     ZS_PY_NOGIL(status, zs_ckpt_file_close(&self->file));
-    (void)status; /* no caller to report to; call close() for the error */
+    (void)status; /* nobody to tell; who wants to know calls close() */
     zs_clear_error();
     Py_XDECREF(self->path);
     Py_XDECREF(self->raw);
@@ -121,9 +122,9 @@ static PyObject *file_exit(file_object *self, PyObject *unused)
     return file_close(self, unused);
 }
 
-/* --- use -------------------------------------------------------------------------------------------------------------- */
+/* --- use ---------------------------------------------------------------------------------------------------------- */
 
-/* Is it open? Then it stays open until `done`. */
+/* Is it open? Then nobody may close it until `done`. */
 static bool begin(file_object *self)
 {
     if (self->file.fd < 0) {

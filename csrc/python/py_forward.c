@@ -89,8 +89,7 @@ PyObject *zs_py_pre_forward(unit_object *self, PyObject *const *args, Py_ssize_t
     ZS_PY_NOGIL(status, zs_engine_pre_forward(self->unit, training));
     zs_py_show(zs_engine_of(self->unit));
     if (status == ZS_OK && check_places(self) < 0) return NULL;
-    if (status != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
+    return zs_py_none(status);
 }
 
 const char zs_py_post_forward_doc[] =
@@ -105,8 +104,7 @@ PyObject *zs_py_post_forward(unit_object *self, PyObject *const *args, Py_ssize_
     zs_py_show(zs_engine_of(self->unit));
     zs_py_signals_seen();
     end_range(self);
-    if (status != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
+    return zs_py_none(status);
 }
 
 const char zs_py_read_doc[] = PyDoc_STR(
@@ -148,8 +146,7 @@ static PyObject *before_backward(PyObject *module, PyObject *roots)
 {
     (void)module;
     zs_clear_error();
-    if (zs_entries_hook(visit, roots) != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
+    return zs_py_none(zs_entries_hook(visit, roots));
 }
 
 static PyMethodDef functions[] = {

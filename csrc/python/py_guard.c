@@ -1,8 +1,9 @@
-/* py_guard.c - what torch calls in place of an operation on a guarded shard: the operation, or Python's refusal.
+/* py_guard.c - what torch calls in place of an operation on a guarded slice: the operation, or Python's refusal.
  *
- * An elementwise operation on shards of the same elements gives the shard of the full result, so it runs as it is, and its
- * result is guarded in turn. zshard/guard/rules.py lists these operations, and those that only ask for facts; all others, and
- * shards that do not match, go to Python (zshard/guard/slices.py), which raises or handles them.
+ * An elementwise operation on slices of the same elements gives the slice of the whole result, so it runs as it is and
+ * its result is guarded in turn. zshard/guard/rules.py lists which operations are of that kind, or ask for facts only;
+ * all others, and slices that do not fit each other, go to Python (zshard/guard/slices.py), which raises or knows
+ * better.
  */
 #include "python/py_reads.h"
 #include "python/py_util.h"
@@ -30,9 +31,9 @@ static struct {
     PyObject *part, *dunder_class, *takes; /* names */
 } guard;
 
-/* --- do they fit each other? ------------------------------------------------------------------------------------------ */
+/* --- do they fit each other? -------------------------------------------------------------------------------------- */
 
-/* Could a plain tensor of the shard's shape also apply to the full parameter, such as a number for each row? */
+/* Could a plain tensor of the slice's shape as well mean something for the whole one, such as a number for each row? */
 static bool is_ambiguous(const zs_operand *slice)
 {
     PyObject *whole = zs_py_whole_shape(slice), *own = zs_py_own_shape(slice);
@@ -51,7 +52,7 @@ static int64_t count(const int64_t *sizes, int ndim)
     return numel;
 }
 
-/* May a plain tensor of the shard's shape hold its elements? See Part.takes(); -1 with an exception. */
+/* May a plain tensor of the slice's shape hold its elements? See Part.takes(); -1 with an exception. */
 static int takes(const zs_operand *slice, PyObject *tensor)
 {
     PyObject *answer = PyObject_CallMethodOneArg(slice->part, guard.takes, tensor);
@@ -60,8 +61,8 @@ static int takes(const zs_operand *slice, PyObject *tensor)
     return result;
 }
 
-/* Does a tensor match the shard, element by element? Numbers, shards of the same elements, and plain tensors that can mean
- * nothing else. -1 with an exception. */
+/* Does a tensor go with the slice, element by element? Numbers, slices of the same elements, and plain tensors that
+ * can only be meant as such. -1 with an exception. */
 static int fits(const zs_operand *other, const zs_operand *slice)
 {
     if (other->part != NULL) return other->shape == slice->shape;
@@ -74,11 +75,11 @@ static int fits(const zs_operand *other, const zs_operand *slice)
 
 /* The tensors of one elementwise operation. */
 typedef struct operands {
-    zs_operand slice; /* the first shard; its part is NULL without one */
+    zs_operand slice; /* the first that is one; its part is NULL if none is */
     bool misfit;
 } operands;
 
-/* Adds one operand; the caller checks those before the first shard again. */
+/* Takes one more into account; what comes before the first slice is looked at again by the caller. */
 static int add_operand(operands *all, PyObject *object)
 {
     zs_operand next;
@@ -121,9 +122,9 @@ static bool has_sequence(const arguments *given)
     return false;
 }
 
-/* --- running ------------------------------------------------------------------------------------------------------------ */
+/* --- running ------------------------------------------------------------------------------------------------------ */
 
-/* Guards a new tensor as a shard of the same parameter as `slice`; -1 with an exception. */
+/* Has a new tensor guarded as what `slice` is a slice of; -1 with an exception. */
 static int mark(PyObject *object, const zs_operand *slice)
 {
     if (Py_TYPE(object) != zs_py_guard_types.tensor || slice->part == NULL) return 0;
@@ -182,7 +183,8 @@ static PyObject *run_grad(PyObject *operation, const arguments *given)
     return marked(grad, &param);
 }
 
-/* `p.grad` of a guarded parameter, which loops over all parameters read: what run_grad does, but without torch's detour. */
+/* `p.grad` of a guarded parameter, which loops over all parameters read: what run_grad does, but without torch's
+ * detour. */
 static PyObject *get_grad(PyObject *param, void *unused)
 {
     (void)unused;
@@ -230,7 +232,7 @@ static PyObject *run_assignment(PyObject *operation, PyObject *types, const argu
     return zs_py_run_writing(operation, given->args, given->kwargs, target);
 }
 
-/* --- lists ---------------------------------------------------------------------------------------------------------------- */
+/* --- lists -------------------------------------------------------------------------------------------------------- */
 
 static PyObject *element(PyObject *argument, Py_ssize_t i)
 {
@@ -283,7 +285,7 @@ static PyObject *run_lists(PyObject *operation, PyObject *types, const arguments
     return NULL;
 }
 
-/* --- the functions of the module ------------------------------------------------------------------------------------------- */
+/* --- the functions of the module ---------------------------------------------------------------------------------- */
 
 PyDoc_STRVAR(guarded_doc,
              "guarded($module, operation, types, args, kwargs, /)\n--\n\nRun an operation on guarded slices if it is "

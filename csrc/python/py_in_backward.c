@@ -1,7 +1,7 @@
 /* py_in_backward.c - the stepper of a unit (in_backward.h) that calls Python.
  *
- * A unit lives as long as its parameters, and Python's optimizer refers to those: the unit may hold nothing
- * that leads back to it, or none would ever be freed. So it holds a weak reference, which is called to get at the method.
+ * A unit lives as long as its parameters, and Python's optimizer refers to those: the unit may hold nothing that leads
+ * back to it, or none would ever be freed. So it holds a weak reference, which is called to get at the method.
  */
 #include "python/py_unit.h"
 
@@ -98,8 +98,7 @@ PyObject *zs_py_step_in_backward(unit_object *self, PyObject *args)
     zs_clear_error();
     zs_status status = zs_in_backward_attach(unit, &stepper, stepped);
     free(stepped);
-    if (status != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
+    return zs_py_none(status);
 }
 
 const char zs_py_step_by_hand_doc[] = PyDoc_STR("step_by_hand($self, /)\n--\n\nUndo step_in_backward().");

@@ -1,4 +1,4 @@
-/* py_join.c - _core.Engine: the announcements of join() for Python. See engine/join.h. */
+/* py_join.c - _core.Engine: what ranks tell each other within join(), as Python sees it. See engine/join.h. */
 #include "engine/join.h"
 #include "engine/join_follow.h"
 #include "python/py_engine.h"
@@ -15,8 +15,7 @@ PyObject *zs_py_join_begin(engine_object *self, PyObject *args)
     int by_all, throws;
     if (!PyArg_ParseTuple(args, "pp:join_begin", &by_all, &throws)) return NULL;
     zs_clear_error();
-    if (zs_join_begin(self->engine, by_all != 0, throws != 0) != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
+    return zs_py_none(zs_join_begin(self->engine, by_all != 0, throws != 0));
 }
 
 const char zs_py_join_end_doc[] = "join_end($self, /)\n--\n\nEnd join(), whatever has come of it.";

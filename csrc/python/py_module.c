@@ -68,6 +68,11 @@ static void raise_from_hook(void)
     zs_py_raise(NULL);
 }
 
+PyObject *zs_py_none(zs_status status)
+{
+    return status == ZS_OK ? Py_NewRef(Py_None) : zs_py_raise(NULL);
+}
+
 int zs_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot)
 {
     PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);

@@ -1,4 +1,5 @@
-/* py_nccl.c - libnccl for Python: sets where to look for it, and ends what uses it before the interpreter exits. */
+/* py_nccl.c - what Python does about libnccl: says where it may lie, and ends what uses it before the interpreter
+ * ends. */
 #include "python/py_util.h"
 
 #include "comm/nccl/nccl_comm.h"

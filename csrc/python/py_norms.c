@@ -1,7 +1,7 @@
-/* py_norms.c - norms of gradients, their reduction over the ranks, and scaling, for Python.
+/* py_norms.c - norms of gradients, what is made of them over the ranks, and scaling, as Python sees them.
  *
- * Each exists twice. On the CPU a norm is a number; on a GPU it is a queued one-element tensor that later kernels read, so the
- * host does not wait in a step.
+ * Each thing is there twice. On the CPU a norm is a number that comes back; on a GPU it is a tensor of one number
+ * that is queued, and all that uses it reads it there, so that no host waits in a step.
  */
 #include "python/py_util.h"
 
@@ -12,7 +12,7 @@
 #include "optim/optim.h"
 #include "pager/pager.h"
 
-/* --- norms on the host ------------------------------------------------------------------------------------------------ */
+/* --- norms on the host -------------------------------------------------------------------------------------------- */
 
 /* Arrays of one device whose norm is yet to be taken. */
 typedef struct norm_batch {
@@ -92,7 +92,7 @@ static PyObject *power_sum(PyObject *module, PyObject *args)
     return status == ZS_OK ? PyFloat_FromDouble(batch.total) : zs_py_raise(module);
 }
 
-/* --- norms on a GPU ----------------------------------------------------------------------------------------------------- */
+/* --- norms on a GPU ----------------------------------------------------------------------------------------------- */
 
 /* A tensor of the list on the GPU; its handle is owned. */
 typedef struct on_gpu {
@@ -271,7 +271,7 @@ static PyObject *queue_over_ranks(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* --- scaling ------------------------------------------------------------------------------------------------------------ */
+/* --- scaling ------------------------------------------------------------------------------------------------------ */
 
 /* Scales neighbours together: `run` is what has not been queued yet. */
 static zs_status scale_next(const zs_device *device, zs_numbers *run, const zs_numbers *next, const float *factor)

@@ -21,9 +21,9 @@ typedef struct plan_object {
     Py_ssize_t room;
 } plan_object;
 
-/* --- the walk -------------------------------------------------------------------------------------------------------- */
+/* --- the walk ----------------------------------------------------------------------------------------------------- */
 
-/* Visits an object: returns 1 to continue, 0 to stop, -1 with an exception. */
+/* Takes each object met: returns 1 to go on, 0 to stop, -1 with an exception. */
 typedef int visitor(plan_object *self, PyObject *object, Py_ssize_t at);
 
 static int remember(plan_object *self, PyObject *object, Py_ssize_t at)
@@ -65,7 +65,7 @@ static int walk(plan_object *self, PyObject *params, PyObject *state, visitor *v
     return 1;
 }
 
-/* --- making a plan --------------------------------------------------------------------------------------------------- */
+/* --- making a plan ------------------------------------------------------------------------------------------------ */
 
 static const char *const state_names[][ZS_OPTIM_STATES] = {
     [ZS_RULE_ADAM] = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
@@ -119,7 +119,7 @@ static int64_t number_of(PyObject *numbers, Py_ssize_t i)
     return value;
 }
 
-/* The step counter of parameter `i`; 0 if it is not read, or with an exception. */
+/* What the counter of parameter `i` says; 0 where nobody asked for it, or with an exception. */
 static double steps_of(PyObject *steps, Py_ssize_t i)
 {
     if (steps == Py_None) return 0;
@@ -181,7 +181,7 @@ static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)self;
 }
 
-/* --- a step ---------------------------------------------------------------------------------------------------------- */
+/* --- a step ------------------------------------------------------------------------------------------------------- */
 
 /* Value `key` of the group; borrowed, or NULL with KeyError. */
 static PyObject *option(PyObject *group, const char *key)
@@ -349,7 +349,7 @@ static PyObject *plan_step(plan_object *self, PyObject *const *args, Py_ssize_t 
     return step_with(self, n, &hyper, live ? &found : NULL);
 }
 
-/* --- the type -------------------------------------------------------------------------------------------------------- */
+/* --- the type ----------------------------------------------------------------------------------------------------- */
 
 static int plan_traverse(plan_object *self, visitproc visit, void *arg)
 {

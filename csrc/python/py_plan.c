@@ -60,34 +60,6 @@ PyObject *zs_py_predict_mappings(engine_object *self, PyObject *unused)
     return PyLong_FromSize_t(count);
 }
 
-static PyObject *predict_seconds(const zs_engine *engine, PyObject *list, size_t n)
-{
-    zs_unit_seconds each[n + 1];
-    double seconds = 0;
-    for (size_t i = 0; i < n; i++) {
-        zs_unit_seconds *it = &each[i];
-        PyObject *item = PyList_GET_ITEM(list, (Py_ssize_t)i);
-        if (!PyTuple_Check(item))
-            return PyErr_Format(PyExc_TypeError, "predict_seconds() expects tuples of four floats");
-        if (!PyArg_ParseTuple(item, "dddd", &it->forward, &it->backward, &it->gather, &it->reduce)) return NULL;
-    }
-    zs_clear_error();
-    if (zs_engine_predict_seconds(engine, each, &seconds) != ZS_OK) return zs_py_raise(NULL);
-    return PyFloat_FromDouble(seconds);
-}
-
-const char zs_py_predict_seconds_doc[] =
-    "predict_seconds($self, units, /)\n--\n\nPredict how many seconds a training step takes. units: for each "
-    "unit, in their order, a tuple of how many seconds its forward, its backward, a gather of its parameters "
-    "and a reduction of its gradients take. ValueError if there are not as many as units.";
-
-PyObject *zs_py_predict_seconds(engine_object *self, PyObject *list)
-{
-    size_t n = zs_engine_context(self->engine)->schedule.n;
-    if (PyList_Check(list) && (size_t)PyList_GET_SIZE(list) == n) return predict_seconds(self->engine, list, n);
-    return PyErr_Format(PyExc_ValueError, "predict_seconds() expects a list of %zu tuples, one for each unit", n);
-}
-
 static bool read_call(zs_engine *engine, PyObject *item, zs_call *call)
 {
     PyObject *unit;
@@ -128,9 +100,8 @@ PyObject *zs_py_reserve(engine_object *self, PyObject *unused)
 {
     (void)unused;
     zs_status status;
-    ZS_PY_NOGIL(status, zs_engine_reserve(self->engine)); /* it may be collective */
-    if (status != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
+    ZS_PY_NOGIL(status, zs_engine_reserve(self->engine)); /* ranks may meet in it */
+    return zs_py_none(status);
 }
 
 const char zs_py_keep_gathered_doc[] =

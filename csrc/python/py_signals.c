@@ -1,9 +1,10 @@
 /* py_signals.c - Ctrl-C while a wait for other ranks runs: on the main thread, and on one of torch's.
  *
- * Python handles signals on the main thread alone, which during a backward on a GPU waits in torch for the thread
- * that waits here. So SIGINT's handler in C is wrapped once: ours counts and calls Python's. A wait on another thread that sees
- * the count grow ends with an error; that takes the main thread out of torch, where Python raises KeyboardInterrupt itself. A
- * handler of the script's may want the backward to end in order, so it is left to see the signal afterwards.
+ * Python handles signals on the main thread alone, which during a backward on a GPU waits in torch for the thread that
+ * waits here. So SIGINT's handler in C is wrapped once: ours counts and calls Python's. A wait on another thread that
+ * sees the count grow ends with an error; that takes the main thread out of torch, where Python raises
+ * KeyboardInterrupt itself. A handler of the script's may want the backward to end in order, so it is left to see the
+ * signal afterwards.
  */
 #define _GNU_SOURCE 1 /* gettid */
 #include "python/py_util.h"
@@ -69,7 +70,7 @@ bool zs_py_interrupted(void)
 {
     PyGILState_STATE gil = PyGILState_Ensure();
     bool yes = PyErr_Occurred() != NULL || PyErr_CheckSignals() != 0;
-    if (!yes && getpid() != gettid() && zs_in_backward()) { /* other threads, such as one that saves, continue */
+    if (!yes && getpid() != gettid() && zs_in_backward()) { /* other threads, such as one that saves, go on */
         zs_py_signals_watch();
         yes = pressed_meanwhile() && raises();
     }

@@ -40,7 +40,8 @@ static inline PyObject *zs_py_own_shape(const zs_operand *slice)
 /* Sets the table of parameters, a dict that others keep up to date. */
 void zs_py_set_parts(PyObject *parts);
 
-/* The Part of a parameter of the guarded class, sharded or not; borrowed; NULL: it is something else, or a copy; or an exception. */
+/* The Part of a parameter of the guarded class, sharded or not; borrowed; NULL: it is something else, or a copy; or
+ * an exception. */
 PyObject *zs_py_part_of_param(PyObject *object);
 
 /* Is it of a guarded class? */

@@ -36,7 +36,7 @@ zs_unit **zs_py_units(PyObject *list, size_t *n)
     return units;
 }
 
-/* --- making one ----------------------------------------------------------------------------------------------------- */
+/* --- making one --------------------------------------------------------------------------------------------------- */
 
 /* A dtype by torch's name for it; None: ZS_BYTES. */
 static int parse_dtype(PyObject *name, zs_dtype *out)
@@ -219,7 +219,7 @@ static int unit_clear(unit_object *self)
 {
     param_place *places = self->places;
     Py_ssize_t n = self->n_places;
-    self->places = NULL; /* first: dropping references may call back here */
+    self->places = NULL; /* first: what is let go may come back here */
     self->n_places = 0;
     for (Py_ssize_t i = 0; i < n; i++) {
         Py_DECREF(places[i].dict);
@@ -244,7 +244,7 @@ static void unit_dealloc(unit_object *self)
     Py_DECREF(type);
 }
 
-/* --- by hand ---------------------------------------------------------------------------------------------------------------- */
+/* --- by hand ------------------------------------------------------------------------------------------------------ */
 
 PyDoc_STRVAR(unit_unshard_doc, "unshard($self, exact=False, /)\n--\n\nUnshard (all-gather) the parameters, within an "
                                "engine's session. exact: in their original dtype, not in the compute dtype.");
@@ -368,8 +368,7 @@ static PyObject *unit_read_param(unit_object *self, PyObject *args)
     PyObject *out;
     if (!PyArg_ParseTuple(args, "nO:read_param", &i, &out) || check_index(self->unit, i) < 0) return NULL;
     zs_clear_error();
-    if (read_into(self->unit, i, out) != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
+    return zs_py_none(read_into(self->unit, i, out));
 }
 
 PyDoc_STRVAR(unit_param_doc, "param($self, index, /)\n--\n\nReturn the facts of a parameter: name, unit, full shape, "
@@ -382,7 +381,7 @@ static PyObject *unit_param(unit_object *self, PyObject *index)
     return zs_py_describe_param(self->unit, &self->unit->params[i]);
 }
 
-/* --- type ----------------------------------------------------------------------------------------------------------------------- */
+/* --- type --------------------------------------------------------------------------------------------------------- */
 
 static PyMethodDef unit_methods[] = {
     {"pre_forward", (PyCFunction)(void (*)(void))zs_py_pre_forward, METH_FASTCALL, zs_py_pre_forward_doc},

@@ -17,21 +17,6 @@ int zs_py_parse_strategy(const char *text, zs_strategy *out)
     return -1;
 }
 
-static PyObject *unit_sizes(unit_object *self, void *unused)
-{
-    (void)unused;
-    const zs_unit *unit = self->unit;
-    return Py_BuildValue("{s:n,s:n,s:n,s:n}", "shard", (Py_ssize_t)zs_unit_shard_bytes(unit), "full",
-                         (Py_ssize_t)zs_unit_full_bytes(unit), "bucket", (Py_ssize_t)zs_unit_bucket_bytes(unit), "grad",
-                         (Py_ssize_t)zs_unit_grad_bytes(unit));
-}
-
-static PyObject *unit_name(unit_object *self, void *unused)
-{
-    (void)unused;
-    return PyUnicode_FromString(self->unit->name);
-}
-
 static int unit_set_name(unit_object *self, PyObject *value, void *unused)
 {
     (void)unused;
@@ -43,13 +28,7 @@ static int unit_set_name(unit_object *self, PyObject *value, void *unused)
     return -1;
 }
 
-static PyObject *unit_strategy(unit_object *self, void *unused)
-{
-    (void)unused;
-    return PyUnicode_FromString(strategy_names[self->unit->strategy]);
-}
-
-/* Sharded units may change between full_shard and shard_grad_op at any time: it decides the state after a forward. */
+/* Sharded units may change over between full_shard and shard_grad_op at any time: it says what a forward leaves. */
 static int unit_set_strategy(unit_object *self, PyObject *value, void *unused)
 {
     (void)unused;
@@ -64,109 +43,6 @@ static int unit_set_strategy(unit_object *self, PyObject *value, void *unused)
     PyErr_Format(PyExc_ValueError, "cannot change the strategy of unit '%s' from %s to %s after FSDP(...)",
                  zs_unit_label(unit->name), strategy_names[unit->strategy], text);
     return -1;
-}
-
-static PyObject *unit_is_kept(unit_object *self, void *unused)
-{
-    (void)unused;
-    return PyBool_FromLong(self->unit->record.is.kept);
-}
-
-static PyObject *unit_read_by(unit_object *self, void *unused)
-{
-    (void)unused;
-    zs_record *by = self->unit->record.read.by;
-    return by != NULL ? PyUnicode_FromString(zs_unit_of(by)->name) : Py_NewRef(Py_None);
-}
-
-static PyObject *unit_is_coded(unit_object *self, void *unused)
-{
-    (void)unused;
-    bool coded = false;
-    for (int f = 0; f < self->unit->n_flats; f++)
-        coded |= self->unit->flats[f].code != ZS_WIRE_EXACT;
-    return PyBool_FromLong(coded);
-}
-
-static PyObject *unit_is_full(unit_object *self, void *unused)
-{
-    (void)unused;
-    return PyBool_FromLong(zs_unit_is_full(self->unit));
-}
-
-static PyObject *unit_replicated(unit_object *self, void *unused)
-{
-    (void)unused;
-    return PyBool_FromLong(self->unit->record.is.replicated);
-}
-
-static PyObject *unit_offloads(unit_object *self, void *unused)
-{
-    (void)unused;
-    const zs_unit_offload *offloads = &self->unit->offloads;
-    return Py_BuildValue("(NNN)", PyBool_FromLong(offloads->params), PyBool_FromLong(offloads->grads),
-                         PyBool_FromLong(offloads->state));
-}
-
-static PyObject *unit_params(unit_object *self, void *unused)
-{
-    (void)unused;
-    PyObject *list = PyList_New((Py_ssize_t)self->unit->n_params);
-    for (Py_ssize_t i = 0; list != NULL && i < PyList_GET_SIZE(list); i++)
-        PyList_SET_ITEM(list, i, Py_NewRef(Py_None)); /* a dry run has no places */
-    for (Py_ssize_t i = self->n_places; list != NULL && i-- > 0;) {
-        const param_place *place = &self->places[i];
-        PyList_SetItem(list, (Py_ssize_t)place->index, Py_NewRef(place->param));
-    }
-    return list;
-}
-
-static PyObject *unit_is_hooked(unit_object *self, void *unused)
-{
-    (void)unused;
-    return PyBool_FromLong(self->unit->context->ranks.all->world > 1 || !self->unit->record.is.fixed);
-}
-
-static PyObject *unit_n_params(unit_object *self, void *unused)
-{
-    (void)unused;
-    return PyLong_FromLongLong(self->unit->n_params);
-}
-
-static PyObject *unit_engine_id(unit_object *self, void *unused)
-{
-    (void)unused;
-    return PyLong_FromVoidPtr(zs_engine_of(self->unit));
-}
-
-static PyObject *unit_is_running(unit_object *self, void *unused)
-{
-    (void)unused;
-    return PyBool_FromLong(self->unit->record.inside > 0);
-}
-
-static PyObject *unit_in_forward(unit_object *self, void *unused)
-{
-    (void)unused;
-    return PyBool_FromLong(zs_engine_in_forward(zs_engine_of(self->unit)));
-}
-
-static PyObject *unit_n_open(unit_object *self, void *unused)
-{
-    (void)unused;
-    return PyLong_FromSize_t(zs_engine_n_open(zs_engine_of(self->unit)));
-}
-
-static PyObject *unit_engine(unit_object *self, void *unused)
-{
-    (void)unused;
-    return zs_py_engine_wrap(zs_engine_of(self->unit));
-}
-
-static PyObject *unit_sync(unit_object *self, void *unused)
-{
-    (void)unused;
-    return PyBool_FromLong(self->unit->record.sync);
 }
 
 static int unit_set_buffers(unit_object *self, PyObject *value, void *unused)
@@ -190,13 +66,6 @@ static int unit_set_sync(unit_object *self, PyObject *value, void *unused)
     }
     zs_record_set_sync(&self->unit->record, on != 0);
     return 0;
-}
-
-static PyObject *unit_divisor(unit_object *self, void *unused)
-{
-    (void)unused;
-    const zs_unit *unit = self->unit;
-    return PyFloat_FromDouble(unit->divisor != 0.0 ? unit->divisor : unit->context->ranks.all->world);
 }
 
 static int unit_set_divisor(unit_object *self, PyObject *value, void *unused)
@@ -236,14 +105,45 @@ PyObject *zs_py_unit_prefetch(unit_object *self, PyObject *args)
     zs_clear_error();
     zs_status status = zs_prefetch_set(self->unit, backward ? ZS_PHASE_BACKWARD : ZS_PHASE_FORWARD, units, n);
     free(units);
-    if (status != ZS_OK) return zs_py_raise(NULL);
-    Py_RETURN_NONE;
+    return zs_py_none(status);
 }
 
-static PyObject *unit_was_trainable(unit_object *self, void *unused)
+static PyObject *sizes_of(const zs_unit *unit)
 {
-    (void)unused;
-    const zs_unit *unit = self->unit;
+    return Py_BuildValue("{s:n,s:n,s:n,s:n}", "shard", (Py_ssize_t)zs_unit_shard_bytes(unit), "full",
+                         (Py_ssize_t)zs_unit_full_bytes(unit), "bucket", (Py_ssize_t)zs_unit_bucket_bytes(unit), "grad",
+                         (Py_ssize_t)zs_unit_grad_bytes(unit));
+}
+
+static bool is_coded(const zs_unit *unit)
+{
+    bool coded = false;
+    for (int f = 0; f < unit->n_flats; f++)
+        coded |= unit->flats[f].code != ZS_WIRE_EXACT;
+    return coded;
+}
+
+static PyObject *offloads_of(const zs_unit *unit)
+{
+    const zs_unit_offload *offloads = &unit->offloads;
+    return Py_BuildValue("(NNN)", PyBool_FromLong(offloads->params), PyBool_FromLong(offloads->grads),
+                         PyBool_FromLong(offloads->state));
+}
+
+static PyObject *params_of(const unit_object *self)
+{
+    PyObject *list = PyList_New((Py_ssize_t)self->unit->n_params);
+    for (Py_ssize_t i = 0; list != NULL && i < PyList_GET_SIZE(list); i++)
+        PyList_SET_ITEM(list, i, Py_NewRef(Py_None)); /* a dry run has no places */
+    for (Py_ssize_t i = self->n_places; list != NULL && i-- > 0;) {
+        const param_place *place = &self->places[i];
+        PyList_SetItem(list, (Py_ssize_t)place->index, Py_NewRef(place->param));
+    }
+    return list;
+}
+
+static PyObject *were_trainable(const zs_unit *unit)
+{
     PyObject *list = PyList_New((Py_ssize_t)unit->n_params);
     for (int64_t i = 0; list != NULL && i < unit->n_params; i++) {
         const zs_flat *flat = &unit->flats[unit->params[i].flat];
@@ -252,33 +152,87 @@ static PyObject *unit_was_trainable(unit_object *self, void *unused)
     return list;
 }
 
+/* What Python may ask of a unit. */
+typedef enum fact {
+    NAME,
+    STRATEGY,
+    DIVISOR,
+    WAS_TRAINABLE,
+    IS_FULL,
+    IS_KEPT,
+    IS_CODED,
+    OFFLOADS,
+    REPLICATED,
+    PARAMS,
+    IS_HOOKED,
+    N_PARAMS,
+    SIZES,
+    SYNC,
+    ENGINE_ID,
+    IS_RUNNING,
+    READ_BY,
+    IN_FORWARD,
+    N_OPEN,
+    ENGINE,
+} fact;
+
+static PyObject *unit_fact(unit_object *self, void *which)
+{
+    zs_unit *unit = self->unit;
+    zs_engine *engine = zs_engine_of(unit);
+    const zs_record *record = &unit->record;
+    int world = unit->context->ranks.all->world;
+    switch ((fact)(uintptr_t)which) {
+    case NAME: return PyUnicode_FromString(unit->name);
+    case STRATEGY: return PyUnicode_FromString(strategy_names[unit->strategy]);
+    case DIVISOR: return PyFloat_FromDouble(unit->divisor != 0.0 ? unit->divisor : world);
+    case WAS_TRAINABLE: return were_trainable(unit);
+    case IS_FULL: return PyBool_FromLong(zs_unit_is_full(unit));
+    case IS_KEPT: return PyBool_FromLong(record->is.kept);
+    case IS_CODED: return PyBool_FromLong(is_coded(unit));
+    case OFFLOADS: return offloads_of(unit);
+    case REPLICATED: return PyBool_FromLong(record->is.replicated);
+    case PARAMS: return params_of(self);
+    case IS_HOOKED: return PyBool_FromLong(world > 1 || !record->is.fixed);
+    case N_PARAMS: return PyLong_FromLongLong(unit->n_params);
+    case SIZES: return sizes_of(unit);
+    case SYNC: return PyBool_FromLong(record->sync);
+    case ENGINE_ID: return PyLong_FromVoidPtr(engine);
+    case IS_RUNNING: return PyBool_FromLong(record->inside > 0);
+    case READ_BY:
+        return record->read.by != NULL ? PyUnicode_FromString(zs_unit_of(record->read.by)->name) : Py_NewRef(Py_None);
+    case IN_FORWARD: return PyBool_FromLong(zs_engine_in_forward(engine));
+    case N_OPEN: return PyLong_FromSize_t(zs_engine_n_open(engine));
+    case ENGINE: return zs_py_engine_wrap(engine);
+    }
+    return NULL;
+}
+
+#define FACT(name, which, set, doc) {name, (getter)unit_fact, (setter)(set), doc, (void *)(uintptr_t)(which)}
+
 PyGetSetDef zs_py_unit_getset[] = {
-    {"name", (getter)unit_name, (setter)unit_set_name, "Dotted name of the module; '' for the root.", NULL},
-    {"strategy", (getter)unit_strategy, (setter)unit_set_strategy, "'full_shard', 'shard_grad_op' or 'no_shard'.",
-     NULL},
-    {"divisor", (getter)unit_divisor, (setter)unit_set_divisor, "Divisor of gradient sums.", NULL},
-    {"was_trainable", (getter)unit_was_trainable, NULL,
-     "For each parameter, whether it was trainable when the unit was made.", NULL},
-    {"is_full", (getter)unit_is_full, NULL, "Whether the parameters are unsharded now.", NULL},
-    {"is_kept", (getter)unit_is_kept, NULL, "Whether memory to spare keeps it unsharded from forward to backward.",
-     NULL},
-    {"is_coded", (getter)unit_is_coded, NULL, "Whether parameters cross hosts in fewer bytes.", NULL},
-    {"offloads", (getter)unit_offloads, NULL, "Whether its parameters, gradients and optimizer state are offloaded.",
-     NULL},
-    {"replicated", (getter)unit_replicated, NULL, "Whether each rank always has the full parameters.", NULL},
-    {"params", (getter)unit_params, NULL, "Its parameters, in order.", NULL},
-    {"is_hooked", (getter)unit_is_hooked, NULL, "Whether the unit takes part in forward and backward.", NULL},
-    {"n_params", (getter)unit_n_params, NULL, "Number of parameters.", NULL},
-    {"bytes", (getter)unit_sizes, NULL, "Sizes in bytes: shard, full, bucket, grad.", NULL},
+    FACT("name", NAME, unit_set_name, "Dotted name of the module; '' for the root."),
+    FACT("strategy", STRATEGY, unit_set_strategy, "'full_shard', 'shard_grad_op' or 'no_shard'."),
+    FACT("divisor", DIVISOR, unit_set_divisor, "Divisor of gradient sums."),
+    FACT("was_trainable", WAS_TRAINABLE, NULL, "For each parameter, whether it was trainable when the unit was made."),
+    FACT("is_full", IS_FULL, NULL, "Whether the parameters are unsharded now."),
+    FACT("is_kept", IS_KEPT, NULL, "Whether memory to spare keeps it unsharded from forward to backward."),
+    FACT("is_coded", IS_CODED, NULL, "Whether parameters cross hosts in fewer bytes."),
+    FACT("offloads", OFFLOADS, NULL, "Whether its parameters, gradients and optimizer state are offloaded."),
+    FACT("replicated", REPLICATED, NULL, "Whether each rank always has the full parameters."),
+    FACT("params", PARAMS, NULL, "Its parameters, in order."),
+    FACT("is_hooked", IS_HOOKED, NULL, "Whether the unit takes part in forward and backward."),
+    FACT("n_params", N_PARAMS, NULL, "Number of parameters."),
+    FACT("bytes", SIZES, NULL, "Sizes in bytes: shard, full, bucket, grad."),
     {"buffers", NULL, (setter)unit_set_buffers, "What tells the engine, as a pass begins, which buffers to broadcast.",
      NULL},
-    {"sync", (getter)unit_sync, (setter)unit_set_sync, "Whether the next backwards reduce gradients.", NULL},
-    {"engine_id", (getter)unit_engine_id, NULL, "A number that units of one engine have in common.", NULL},
-    {"is_running", (getter)unit_is_running, NULL, "Whether a forward of its module has begun and not ended.", NULL},
-    {"read_by", (getter)unit_read_by, NULL,
-     "Name of the unit in whose forward an operation has read the parameters last; None: of none.", NULL},
-    {"in_forward", (getter)unit_in_forward, NULL, "Whether a forward of the unit's model runs on this thread.", NULL},
-    {"n_open", (getter)unit_n_open, NULL, "Number of open forwards and sessions of the unit's model.", NULL},
-    {"engine", (getter)unit_engine, NULL, "The engine that the unit belongs to.", NULL},
+    FACT("sync", SYNC, unit_set_sync, "Whether the next backwards reduce gradients."),
+    FACT("engine_id", ENGINE_ID, NULL, "A number that units of one engine have in common."),
+    FACT("is_running", IS_RUNNING, NULL, "Whether a forward of its module has begun and not ended."),
+    FACT("read_by", READ_BY, NULL,
+         "Name of the unit in whose forward an operation has read the parameters last; None: of none."),
+    FACT("in_forward", IN_FORWARD, NULL, "Whether a forward of the unit's model runs on this thread."),
+    FACT("n_open", N_OPEN, NULL, "Number of open forwards and sessions of the unit's model."),
+    FACT("engine", ENGINE, NULL, "The engine that the unit belongs to."),
     {0},
 };

@@ -20,9 +20,12 @@ typedef struct zs_py_state {
 /* Borrowed state of the one module of this process (torch is process-global, so is zshard). */
 zs_py_state *zs_py_get_state(void);
 
-/* Turns this thread's record into a Python exception; returns NULL. An exception that is already set is kept. `module` may
- * be NULL. */
+/* Turns this thread's record into a Python exception; returns NULL. An exception that is already set is kept.
+ * `module` may be NULL. */
 PyObject *zs_py_raise(PyObject *module);
+
+/* None; or NULL, with this thread's record as an exception. */
+PyObject *zs_py_none(zs_status status);
 
 /* Adds a heap type to `module` and keeps it in *slot; -1 with an exception on failure. */
 int zs_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);
@@ -48,7 +51,8 @@ bool zs_py_interrupted(void);
 /* Has waits on other threads learn of Ctrl-C too. By the main thread, or with the GIL. */
 void zs_py_signals_watch(void);
 
-/* A forward ends on this thread, which runs Python: what has been pressed so far is no business of the backward that follows. */
+/* A forward ends on this thread, which runs Python: what has been pressed so far is no business of the backward that
+ * follows. */
 void zs_py_signals_seen(void);
 
 /* Borrowed handle behind a _core.Comm / Engine / Unit; NULL with TypeError. */

@@ -1,4 +1,4 @@
-/* py_writes.c - see py_writes.h: other ranks may read a parameter's shard, so a write to it waits for them.
+/* py_writes.c - see py_writes.h: other ranks may read a parameter's slice, so what writes to it waits for them.
  *
  * A Part knows whether a tensor is the parameter's own memory or a copy; here its methods are called around the
  * operation, whatever comes of that.
@@ -11,7 +11,8 @@ static struct {
     PyObject *begin_write, *note_write, *end_write;
 } names; /* of Part's methods */
 
-/* Waits until no other rank reads what is to be written. *begun: a list of the Parts whose write is to be ended; NULL: none. */
+/* Waits until no other rank reads what is to be written. *begun: a list of the Parts whose write is to be ended;
+ * NULL: none. */
 static int begin_write(PyObject *object, PyObject **begun)
 {
     PyObject *part;

@@ -9,7 +9,7 @@
 
 #include <string.h>
 
-/* --- the beginning of a backward -------------------------------------------------------------------------------------- */
+/* --- the beginning of a backward ---------------------------------------------------------------------------------- */
 
 static zs_status set_aside(zs_unit *unit, zs_param *param)
 {
@@ -68,20 +68,21 @@ static zs_status ready_param(zs_unit *unit, int64_t i, int64_t arriving, zs_expe
     return ZS_OK;
 }
 
-zs_status zs_grads_begin(zs_unit *unit, int64_t arriving, zs_expected *expected)
+zs_status zs_grads_begin(zs_record *record, int64_t arriving, zs_expected *expected)
 {
+    zs_unit *unit = zs_unit_of(record);
     *expected = (zs_expected){.known = unit->in_backward};
     if (unit->in_backward) return ZS_OK;
     unit->in_backward = true;
     ZS_TRY(zs_kept_grads_renew(unit));
     ZS_TRY(zs_local_grads_renew(unit));
-    if (unit->local != NULL) memset(unit->arrived, 0, unit->used_words * sizeof *unit->arrived);
+    if (unit->local != NULL) memset(unit->arrived, 0, zs_unit_bitmap_words(unit) * sizeof *unit->arrived);
     for (int64_t i = 0; i < unit->n_params; i++)
         ZS_TRY(ready_param(unit, i, arriving, expected));
     return ZS_OK;
 }
 
-/* --- a backward without gradients ------------------------------------------------------------------------------------------- */
+/* --- a backward without gradients --------------------------------------------------------------------------------- */
 
 zs_status zs_grads_held(const zs_unit *unit, unsigned char *held)
 {
@@ -123,7 +124,7 @@ zs_status zs_grads_follow(zs_unit *unit, const unsigned char *held, bool none)
     return ZS_OK;
 }
 
-/* --- its end ------------------------------------------------------------------------------------------------------------ */
+/* --- its end ------------------------------------------------------------------------------------------------------ */
 
 zs_status zs_grads_hand_out(zs_unit *unit)
 {
@@ -161,8 +162,9 @@ bool zs_grads_undo(zs_unit *unit)
     return spoiled;
 }
 
-zs_status zs_grads_deliver(zs_unit *unit)
+zs_status zs_grads_deliver(zs_record *record)
 {
+    zs_unit *unit = zs_unit_of(record);
     zs_status status = zs_grads_hand_out(unit);
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
@@ -176,7 +178,8 @@ zs_status zs_grads_deliver(zs_unit *unit)
     return status;
 }
 
-/* Is any of the flat's gradients still somebody's? Besides its own handle and its parameters' views nobody should be. */
+/* Is any of the flat's gradients still somebody's? Besides its own handle and its parameters' views nobody should
+ * be. */
 static bool flat_wanted(const zs_unit *unit, int f)
 {
     int64_t own = 1;

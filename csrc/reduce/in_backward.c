@@ -23,7 +23,7 @@ bool zs_in_backward_alone(const zs_unit *unit)
     return unit->stepping != NULL && unit->record.is.fixed && unit->context->ranks.all->world == 1;
 }
 
-/* --- memory ------------------------------------------------------------------------------------------------------------ */
+/* --- memory ------------------------------------------------------------------------------------------------------- */
 
 zs_status zs_in_backward_lend(zs_unit *unit)
 {
@@ -105,7 +105,7 @@ static void take_memory_back(zs_unit *unit)
     }
 }
 
-/* --- attaching ----------------------------------------------------------------------------------------------------------- */
+/* --- attaching ---------------------------------------------------------------------------------------------------- */
 
 static zs_status check_idle(const zs_unit *unit, const bool *stepped)
 {
@@ -181,7 +181,7 @@ void zs_in_backward_detach(zs_unit *unit)
     free(stepping);
 }
 
-/* --- when a unit is over --------------------------------------------------------------------------------------------------- */
+/* --- when a unit is over ------------------------------------------------------------------------------------------ */
 
 zs_status zs_in_backward_begin(const zs_unit *unit)
 {
@@ -214,7 +214,7 @@ zs_status zs_in_backward_check(const zs_unit *unit)
                    zs_unit_label(unit->name));
 }
 
-/* --- stepping ------------------------------------------------------------------------------------------------------------ */
+/* --- stepping ----------------------------------------------------------------------------------------------------- */
 
 static bool is_stepped(const zs_unit *unit, int64_t i)
 {

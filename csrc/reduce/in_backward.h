@@ -1,9 +1,10 @@
 /* in_backward.h - units that are stepped during backward, each as soon as its gradients are reduced.
  *
- * A unit may be stepped once no rank needs its parameters again in this backward, because peers may read this rank's shard in
- * place. A rank knows that of a unit whose module was called once since the last backward, when all its gradients have come;
- * of any unit, at the end of its backward. Its round then carries that ("over"), and a unit that is over on all ranks is
- * stepped where its sum is made. The others are stepped after the backward, when no peer reads, like by optimizer.step().
+ * A unit may change as soon as nobody will look at its parameters again in this backward, on any rank: peers may read
+ * this rank's shard in place. A rank knows that of a unit whose module was called once since the last backward, when
+ * all its gradients have come; of any unit, at the end of its backward. It then says so with its round (ZS_ROUND_OVER),
+ * and a unit that is over on all ranks is stepped where its sum was made. The others are stepped after the end of the
+ * backward, when no peer reads any more, as a user's optimizer.step() would.
  *
  * Gradients of such units have no memory of their own: they borrow a slot from the sum to the step.
  */
@@ -12,20 +13,20 @@
 
 #include "unit/unit.h"
 
-/* Steps a unit's parameters; called without the GIL, on the thread that ends the unit's round: autograd's, or the one that
- * settles a failed backward. */
+/* Who steps a unit's parameters; called without the GIL, on the thread that ends the unit's round: autograd's, or
+ * the one that settles a backward which failed. */
 typedef struct zs_stepper {
-    zs_status (*step)(void *ctx); /* updates the unit's parameters that it knows and that have a .grad */
-    /* A backward begins, an error refuses it / it has ended and all units are stepped. Both NULL: another unit's stepper does it. */
+    zs_status (*step)(void *ctx); /* updates those of the unit's parameters that it knows and that have a .grad */
+    /* A backward begins, and may be refused; it is over, all units are stepped. Both NULL: another unit's tells. */
     zs_status (*begin)(void *ctx);
     zs_status (*over)(void *ctx);
     void (*release)(void *ctx);
     void *ctx;
 } zs_stepper;
 
-/* Makes `stepper` (taken over, also on failure) step the unit in each later backward that reduces its gradients. `stepped`
- * [n_params]: the parameters that it updates, whose .grad is then None; the others keep theirs. ZS_ERR_STATE in a backward, or
- * if one of them has a .grad, or the unit a stepper. */
+/* Has `stepper` (taken over, also on failure) step the unit in each backward that reduces its gradients, from the
+ * next one on. `stepped` [n_params]: the parameters that it updates, whose .grad is then None; the others keep
+ * theirs. ZS_ERR_STATE in a backward, and where one of them has a .grad or the unit has a stepper. */
 zs_status zs_in_backward_attach(zs_unit *unit, const zs_stepper *stepper, const bool *stepped);
 
 /* Undoes it; no-op without a stepper. Not in a backward. */
@@ -34,31 +35,31 @@ void zs_in_backward_detach(zs_unit *unit);
 /* Is the unit alone (world of one) and hooked only for being stepped? */
 bool zs_in_backward_alone(const zs_unit *unit);
 
-/* --- called by the schedule's actions; no-ops without a stepper ------------------------------------------------------------ */
+/* --- what the schedule tells of a unit; no-ops without a stepper -------------------------------------------------- */
 
 /* A backward of its model is about to begin. */
 zs_status zs_in_backward_begin(const zs_unit *unit);
 
-/* It has begun; _finish or _abandon ends it, and returns what its steps borrow on a disk. */
+/* It has begun, and will be ended (_finish or _abandon): what is lent to its steps on a disk comes back then. */
 void zs_in_backward_open(zs_unit *unit);
 
-/* ZS_ERR_STATE if the unit is over in this backward, but needed again. */
+/* ZS_ERR_STATE if it is over in this backward: somebody wants it once more. */
 zs_status zs_in_backward_check(const zs_unit *unit);
 
-/* Lends its gradients memory, if they have none. */
+/* Gives its gradients memory, if they have none. */
 zs_status zs_in_backward_lend(zs_unit *unit);
 
-/* Steps it with the sums, and returns their memory. No rank reads its shard. */
+/* Steps it with the gradients that have been summed, and gives their memory back. Nobody reads its shard. */
 zs_status zs_in_backward_step(zs_unit *unit);
 
 /* (Alone) The gradient of one more parameter is there; *all if it was the last. */
 zs_status zs_in_backward_arrived(zs_unit *unit, int64_t i, bool *all);
 
-/* The backward has ended and no peer reads: steps the unit if it is not stepped yet, unless the backward was abandoned (not
- * `good`), and prepares it for the next. */
+/* The backward has ended and no peer reads: steps the unit if it is not stepped yet, unless the backward was
+ * abandoned (not `good`), and readies it for the next. */
 zs_status zs_in_backward_finish(zs_unit *unit, bool good);
 
-/* The backward has raised, or had no result. */
+/* The backward has raised, or came to nothing. */
 void zs_in_backward_abandon(zs_unit *unit);
 
 #endif

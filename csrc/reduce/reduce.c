@@ -11,7 +11,7 @@
 
 static void clear_bits(const zs_unit *unit, uint64_t *bits)
 {
-    memset(bits, 0, unit->used_words * sizeof *bits);
+    memset(bits, 0, zs_unit_bitmap_words(unit) * sizeof *bits);
 }
 
 zs_status zs_reduce_begin(zs_unit *unit, bool local)
@@ -22,7 +22,7 @@ zs_status zs_reduce_begin(zs_unit *unit, bool local)
     return ZS_OK;
 }
 
-/* --- packing ------------------------------------------------------------------------------------------------------------ */
+/* --- packing ------------------------------------------------------------------------------------------------------ */
 
 static char *packing(const zs_unit *unit)
 {
@@ -42,7 +42,8 @@ void zs_reduce_keep(zs_unit *unit, int64_t i)
     zs_set_bit(unit->kept, i);
 }
 
-/* Copies a new gradient into the round: on a device that queues by one call of its own, where torch would take several. */
+/* Copies a new gradient into the round: on a device that queues by one call of its own, where torch would take
+ * several. */
 static zs_status pack_grad(const zs_unit *unit, const zs_param *param, bool again)
 {
     const zs_device *device = zs_context_device(unit->context);
@@ -59,8 +60,9 @@ static zs_status pack_grad(const zs_unit *unit, const zs_param *param, bool agai
     return zs_device_cast(device, ZS_STREAM_COMPUTE, &cast);
 }
 
-zs_status zs_reduce_pack(zs_unit *unit, int64_t i, bool anew, bool *first)
+zs_status zs_reduce_pack(zs_record *record, int64_t i, bool anew, bool *first)
 {
+    zs_unit *unit = zs_unit_of(record);
     zs_param *param = &unit->params[i];
     if (anew) clear_bits(unit, unit->arrived);
     ZS_TRY(pack_grad(unit, param, zs_get_bit(unit->used, i)));
@@ -71,7 +73,7 @@ zs_status zs_reduce_pack(zs_unit *unit, int64_t i, bool anew, bool *first)
     return ZS_OK;
 }
 
-/* Fills what nobody packed, so that owners may sum whole slices: unused parameters count as zero, and padding must not
+/* Fills what nobody packed, so that owners may sum whole shards: unused parameters count as zero, and padding must not
  * carry another unit's bytes into the grad shard. */
 static zs_status fill_rest(zs_unit *unit)
 {
@@ -104,8 +106,9 @@ static zs_status fill_rest(zs_unit *unit)
     return ZS_OK;
 }
 
-zs_status zs_reduce_send_local(zs_unit *unit)
+zs_status zs_reduce_send_local(zs_record *record)
 {
+    zs_unit *unit = zs_unit_of(record);
     const zs_device *device = zs_context_device(unit->context);
     ZS_TRY(zs_device_copy(device, ZS_STREAM_COMPUTE, packing(unit), unit->local->ptr, zs_unit_bucket_bytes(unit)));
     zs_local_grads_free(unit);
@@ -125,36 +128,33 @@ static zs_status count_kept(zs_unit *unit)
     return ZS_OK;
 }
 
-/* Says of the round what is to be said beyond its parameters. */
-static void mark(zs_unit *unit, uint64_t *used)
+/* Posts a bucket, or NULL, with what this rank says of the round. */
+static zs_status post(zs_unit *unit, const zs_bucket *bucket)
 {
+    const zs_context *context = unit->context;
+    zs_round_header *header = zs_cunit_header(unit->cunit);
     bool held = false;
     for (int64_t i = 0; i < unit->n_params && unit->in_backward; i++)
         held |= unit->params[i].held;
-    if (held) zs_set_bit(used, zs_unit_round_bit(unit, ZS_ROUND_HELD));
-    if (unit->context->schedule.gave_up) zs_set_bit(used, zs_unit_round_bit(unit, ZS_ROUND_GAVE_UP));
-    if (unit->record.early.over) zs_set_bit(used, zs_unit_round_bit(unit, ZS_ROUND_OVER));
-    used[zs_unit_offer_at(unit)] = unit->context->offer;
-    memcpy(used + zs_unit_fingerprint_at(unit), &unit->context->fingerprint, sizeof unit->context->fingerprint);
-}
-
-/* A round without gradients; what stayed local stays so. */
-static zs_status post_nothing(zs_unit *unit)
-{
-    zs_comm *comm = unit->context->ranks.all;
-    uint64_t *used = unit->local != NULL ? unit->arrived : unit->used;
-    clear_bits(unit, used);
-    mark(unit, used);
-    return zs_cunit_post(comm, unit->cunit, NULL, used);
+    header->flags = (held ? ZS_ROUND_HELD : 0) | (context->schedule.gave_up ? ZS_ROUND_GAVE_UP : 0) |
+                    (unit->record.early.over ? ZS_ROUND_OVER : 0);
+    header->offer = context->offer;
+    header->fingerprint = context->fingerprint;
+    if (bucket != NULL)
+        memcpy(header->used, unit->used, zs_unit_bitmap_words(unit) * sizeof *unit->used);
+    else
+        clear_bits(unit, header->used);
+    return zs_cunit_post(context->ranks.all, unit->cunit, bucket);
 }
 
 zs_status zs_reduce_post(zs_unit *unit)
 {
-    zs_comm *comm = unit->context->ranks.all;
     zs_lease *lease = unit->record.round.packing;
-    if (lease == NULL) return post_nothing(unit);
-    mark(unit, unit->used);
+    if (lease == NULL) { /* what stayed local stays so */
+        clear_bits(unit, unit->local != NULL ? unit->arrived : unit->used);
+        return post(unit, NULL);
+    }
     ZS_TRY(fill_rest(unit));
     ZS_TRY(count_kept(unit));
-    return zs_cunit_post(comm, unit->cunit, zs_bucket_of(lease), unit->used);
+    return post(unit, zs_bucket_of(lease));
 }

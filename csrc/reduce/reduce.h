@@ -1,36 +1,39 @@
-/* reduce.h - one round of a unit's gradients: packed into a bucket as they become ready, posted, summed by their owners.
+/* reduce.h - one round of a unit's gradients: packed into a bucket as they become ready, posted, summed by their
+ * owners.
  *
- * A gradient is copied once, from where autograd created it into memory that peers can read, and dropped. Each rank then
- * reads its shard of every rank's bucket, and sums in rank order. These are actions of the schedule, which decides when
- * (schedule/rounds.c).
+ * A gradient is copied once, straight from where autograd made it into memory that the peers can read, and
+ * dropped. Whoever owns a shard then reads that shard of every rank's bucket and sums in rank order. When each of this
+ * happens the schedule decides (schedule/rounds.c), whose actions these are.
  */
 #ifndef ZS_REDUCE_H
 #define ZS_REDUCE_H
 
 #include "unit/unit.h"
 
-/* Begins an empty round in round.packing, or (`local`) in new memory for local gradients. */
+/* A round begins in round.packing, or (`local`) in new memory for local gradients: nothing is in it. */
 zs_status zs_reduce_begin(zs_unit *unit, bool local);
 
-/* Packs parameter `i`'s .grad into the round and drops it: overwrites what the round has of it (`anew`), or adds to it. *first:
- * the round had none. */
-zs_status zs_reduce_pack(zs_unit *unit, int64_t i, bool anew, bool *first);
+/* Packs parameter `i`'s .grad into the round and drops it, counting from nothing (`anew`) or not. *first: it was not
+ * counted yet. */
+zs_status zs_reduce_pack(zs_record *record, int64_t i, bool anew, bool *first);
 
 /* (Replicated units) Parameter `i`'s .grad stays as it is, to be reduced with a later backward's. */
 void zs_reduce_keep(zs_unit *unit, int64_t i);
 
-/* Copies local gradients into round.packing, and frees their memory. */
-zs_status zs_reduce_send_local(zs_unit *unit);
+/* Copies what stayed local into round.packing, and frees its memory. */
+zs_status zs_reduce_send_local(zs_record *record);
 
-/* Posts round.packing, or if there is none, a round without gradients. The round also carries that the backward was abandoned. */
+/* Posts round.packing, or if there is none, a round without gradients. Where the backward was given up it tells the
+ * peers so. */
 zs_status zs_reduce_post(zs_unit *unit);
 
-/* (Replicated units) Sums this rank's shard of the posted round once all ranks have posted theirs, and shares the sum. */
+/* (Replicated units) Sums this rank's shard of the posted round once all ranks have posted theirs, and shares it. */
 zs_status zs_reduce_share(zs_unit *unit, zs_wait wait, bool *ready);
 
-/* Once all ranks have posted: sums this rank's shard into the grad shard (replicated units: fetches all sums), sets *done, and
- * lets the peers continue. *over: the unit may be stepped on all ranks. With *done, ZS_ERR_DIVERGED if there is no valid sum: a
- * peer gave up, or holds other gradients. Call it in the order of posting, or with ZS_WAIT_NOT. */
-zs_status zs_reduce_sum(zs_unit *unit, zs_wait wait, bool *done, bool *over);
+/* Sums this rank's shard into the grad shard once all ranks have posted (replicated units: fetches all ranks'), and
+ * lets the peers go on; *done says whether it happened. *over: all ranks say that the unit may be stepped. With
+ * *done, ZS_ERR_DIVERGED if the sum is none: a peer gave up, or holds other gradients. Call it in the order of
+ * posting, or with ZS_WAIT_NOT. */
+zs_status zs_reduce_sum(zs_record *record, zs_wait wait, bool *done, bool *over);
 
 #endif

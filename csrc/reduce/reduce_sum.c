@@ -1,4 +1,5 @@
-/* reduce_sum.c - the other half of a round: this rank's slice of all ranks' buckets, summed in rank order. See reduce.h. */
+/* reduce_sum.c - the other half of a round: this rank's shard of all ranks' buckets, summed in rank order. See
+ * reduce.h. */
 #include "base/bits.h"
 #include "device/device.h"
 #include "reduce/bucket.h"
@@ -9,12 +10,12 @@
 
 #include <string.h>
 
-typedef enum slice_class { SKIP, SET, ADD } slice_class; /* unused everywhere; first gradient; on top of one */
+typedef enum run_class { SKIP, SET, ADD } run_class; /* unused everywhere; first gradient; on top of one */
 
-typedef struct slice_run {
-    int64_t begin, end; /* elements, counted in this rank's slice, or in the whole gradient where that is fetched */
-    slice_class class;
-} slice_run;
+typedef struct shard_run {
+    int64_t begin, end; /* elements, counted in this rank's shard, or in the whole gradient where that is fetched */
+    run_class class;
+} shard_run;
 
 typedef struct summing {
     zs_unit *unit;
@@ -26,20 +27,20 @@ typedef struct summing {
     double again; /* for what is there before: all ranks' sources are added to it, and scaled with it */
 } summing;
 
-static zs_status sum_run(const summing *s, const zs_flat *flat, slice_run run)
+static zs_status sum_run(const summing *s, const zs_flat *flat, shard_run run)
 {
     if (run.class == SKIP || run.end <= run.begin) return ZS_OK;
     const void *src[s->world];
     zs_dtype dtype = s->sources->partial ? zs_dtype_of_partial_sum(flat->wire) : flat->wire;
     for (int r = 0; r < s->world; r++) {
         const char *base = s->sources->data[r];
-        size_t at = s->sources->at[flat->slice] + (size_t)run.begin * zs_dtype_size(dtype);
+        size_t at = s->sources->at[flat->trainable_index] + (size_t)run.begin * zs_dtype_size(dtype);
         src[r] = base != NULL ? base + at : NULL;
     }
     char *target;
     if (s->unit->record.is.replicated) /* the sum goes into this rank's own bucket, for the peers to fetch */
         target = zs_bucket_of(s->unit->record.round.out)->ptr + flat->bucket_offset +
-                 (size_t)s->unit->part * flat->slice_bytes;
+                 (size_t)s->unit->shard * flat->wire_shard_bytes;
     else
         target = flat->grad_mem->ptr;
     zs_sum sum = {.src = src, .world = s->world, .dtype = dtype, .scale = s->scale};
@@ -58,11 +59,11 @@ static zs_status sum_run(const summing *s, const zs_flat *flat, slice_run run)
 static bool used_anywhere(const summing *s, int64_t i)
 {
     for (int r = 0; r < s->world; r++)
-        if (zs_get_bit(s->sources->used[r], i)) return true;
+        if (zs_get_bit(s->sources->headers[r]->used, i)) return true;
     return false;
 }
 
-static slice_class classify(const summing *s, int64_t i)
+static run_class classify(const summing *s, int64_t i)
 {
     if (!used_anywhere(s, i)) return SKIP;
     return s->unit->params[i].has_grad && !s->unit->record.is.replicated ? ADD : SET;
@@ -72,17 +73,17 @@ static slice_class classify(const summing *s, int64_t i)
 static zs_status sum_flat(const summing *s, int f)
 {
     const zs_flat *flat = &s->unit->flats[f];
-    slice_run run = {0, 0, SKIP};
-    if (s->unit->record.is.replicated) { /* slices cut across parameters; all of it is summed, unused ones are zeros */
-        run = (slice_run){0, flat->layout.shard_numel, SET};
+    shard_run run = {0, 0, SKIP};
+    if (s->unit->record.is.replicated) { /* shards cut across parameters; all of it is summed, unused ones are zeros */
+        run = (shard_run){0, flat->layout.shard_numel, SET};
     } else {
         for (int64_t i = 0; i < s->unit->n_params; i++) {
             const zs_param *param = &s->unit->params[i];
             if (param->flat != f || param->in_shard.numel == 0) continue;
-            slice_class class = classify(s, i);
+            run_class class = classify(s, i);
             if (class != run.class) {
                 ZS_TRY(sum_run(s, flat, run));
-                run = (slice_run){param->in_shard.begin, param->in_shard.begin, class};
+                run = (shard_run){param->in_shard.begin, param->in_shard.begin, class};
             }
             run.end = param->in_shard.begin + param->in_shard.numel;
         }
@@ -90,11 +91,16 @@ static zs_status sum_flat(const summing *s, int f)
     return sum_run(s, flat, run);
 }
 
+/* Does rank `r` say this of the round? */
+static bool says(const summing *s, int r, uint64_t flag)
+{
+    return (s->sources->headers[r]->flags & flag) != 0;
+}
+
 static zs_status check_gave_up(const summing *s)
 {
-    int64_t gave_up = zs_unit_round_bit(s->unit, ZS_ROUND_GAVE_UP);
     for (int r = 0; r < s->world; r++) {
-        if (r == s->rank || !zs_get_bit(s->sources->used[r], gave_up)) continue;
+        if (r == s->rank || !says(s, r, ZS_ROUND_GAVE_UP)) continue;
         if (s->unit->context->schedule.gave_up) continue; /* this rank did so too: nothing is lost */
         char failures[ZS_FAILURES];
         zs_comm_failures(s->unit->context->ranks.all, failures, sizeof failures);
@@ -107,13 +113,12 @@ static zs_status check_gave_up(const summing *s)
     return ZS_OK;
 }
 
-/* Slices that hold sums of different backwards would be no gradient at all. (Whole ones are averaged as DDP does.) */
+/* Shards that hold sums of different backwards would be no gradient. (Full gradients are averaged as DDP does.) */
 static zs_status check_held(const summing *s)
 {
-    int64_t held = zs_unit_round_bit(s->unit, ZS_ROUND_HELD);
-    bool mine = zs_get_bit(s->sources->used[s->rank], held);
+    bool mine = says(s, s->rank, ZS_ROUND_HELD);
     for (int r = 0; r < s->world; r++) {
-        if (s->unit->record.is.replicated || zs_get_bit(s->sources->used[r], held) == mine) continue;
+        if (s->unit->record.is.replicated || says(s, r, ZS_ROUND_HELD) == mine) continue;
         return ZS_FAIL(ZS_ERR_DIVERGED,
                        "ranks diverged: rank %d has gradients of earlier backwards for unit '%s', and rank %d has none "
                        "(zero_grad() was called on one of them only); call zero_grad() and skip the step on all ranks",
@@ -128,7 +133,7 @@ static zs_status check_fingerprints(const summing *s)
     zs_context *context = s->unit->context;
     zs_fingerprint fingerprints[s->world];
     for (int r = 0; r < s->world; r++)
-        memcpy(&fingerprints[r], s->sources->used[r] + zs_unit_fingerprint_at(s->unit), sizeof *fingerprints);
+        fingerprints[r] = s->sources->headers[r]->fingerprint;
     zs_status status = zs_comm_check_fingerprints(context->ranks.all, fingerprints);
     context->met = status == ZS_OK;
     context->met_fingerprint = fingerprints[s->rank];
@@ -141,17 +146,18 @@ static void note_offers(const summing *s)
     zs_context *context = s->unit->context;
     uint64_t least = ZS_NO_OFFER;
     for (int r = 0; r < s->world; r++) {
-        uint64_t offer = s->sources->used[r][zs_unit_offer_at(s->unit)];
+        uint64_t offer = s->sources->headers[r]->offer;
         if (offer == ZS_NO_OFFER) return;
         if (offer < least) least = offer;
     }
     if (least < context->least_offer) context->least_offer = least;
 }
 
-/* Takes bytes [begin, stop) of a flat's whole sum from the rank that owns them; on top of an earlier round's, if any. */
+/* Takes bytes [begin, stop) of a flat's whole sum from the rank that owns them; on top of an earlier round's, if
+ * any. */
 static zs_status fetch_piece(const summing *s, const zs_flat *flat, size_t begin, size_t stop, bool add)
 {
-    const char *base = s->sources->data[begin / flat->slice_bytes];
+    const char *base = s->sources->data[begin / flat->wire_shard_bytes];
     const void *src = base + flat->bucket_offset + begin;
     char *dst = (char *)flat->grad_mem->ptr + begin;
     if (!add) return zs_device_copy(s->device, s->stream, dst, src, stop - begin);
@@ -161,14 +167,14 @@ static zs_status fetch_piece(const summing *s, const zs_flat *flat, size_t begin
     return zs_device_sum(s->device, s->stream, &sum);
 }
 
-/* Fetches a run of the whole gradient, slice by slice. */
-static zs_status fetch_run(const summing *s, const zs_flat *flat, slice_run run)
+/* Fetches a run of the whole gradient, shard by shard. */
+static zs_status fetch_run(const summing *s, const zs_flat *flat, shard_run run)
 {
     if (run.class == SKIP) return ZS_OK;
     size_t begin = (size_t)run.begin * flat->layout.itemsize;
     const size_t end = (size_t)run.end * flat->layout.itemsize;
     while (begin < end) {
-        size_t border = (begin / flat->slice_bytes + 1) * flat->slice_bytes;
+        size_t border = (begin / flat->wire_shard_bytes + 1) * flat->wire_shard_bytes;
         size_t stop = border < end ? border : end;
         ZS_TRY(fetch_piece(s, flat, begin, stop, run.class == ADD));
         begin = stop;
@@ -176,26 +182,26 @@ static zs_status fetch_run(const summing *s, const zs_flat *flat, slice_run run)
     return ZS_OK;
 }
 
-/* Fetches the runs of neighbouring parameters that are treated alike, padding between them included: on a GPU each costs a
- * call of the driver. */
+/* Fetches the runs of neighbouring parameters that are treated alike, padding between them included: on a GPU each
+ * costs a call of the driver. */
 static zs_status fetch_flat(const summing *s, int f)
 {
     const zs_flat *flat = &s->unit->flats[f];
-    slice_run run = {0, 0, SKIP};
+    shard_run run = {0, 0, SKIP};
     for (int64_t i = 0; i < s->unit->n_params; i++) {
         const zs_param *param = &s->unit->params[i];
         if (param->flat != f || param->numel == 0) continue;
-        slice_class class = !used_anywhere(s, i) ? SKIP : param->reduced ? ADD : SET;
+        run_class class = !used_anywhere(s, i) ? SKIP : param->reduced ? ADD : SET;
         if (class != run.class) {
             ZS_TRY(fetch_run(s, flat, run));
-            run = (slice_run){param->offset, param->offset, class};
+            run = (shard_run){param->offset, param->offset, class};
         }
         run.end = param->offset + param->numel;
     }
     return fetch_run(s, flat, run);
 }
 
-/* (no_shard) Fetches every rank's finished slice into the whole gradient. */
+/* (no_shard) Fetches every rank's finished shard into the whole gradient. */
 static zs_status fetch_shared(const summing *s)
 {
     for (int f = 0; f < s->unit->n_flats; f++)
@@ -218,12 +224,12 @@ static bool over_everywhere(const summing *s)
 {
     bool everywhere = s->unit->record.early.over;
     for (int r = 0; r < s->world && everywhere; r++)
-        everywhere = zs_get_bit(s->sources->used[r], zs_unit_round_bit(s->unit, ZS_ROUND_OVER));
+        everywhere = says(s, r, ZS_ROUND_OVER);
     return everywhere;
 }
 
-/* Do the sums of this round count? Not where this rank gave up: .grad is the user's again. But what is over on all ranks is
- * stepped on all, or the ranks would not have one model any more. Asked once the round has been collected. */
+/* Do the sums of this round count? Not where this rank gave up: .grad is the user's again. But what is over on all
+ * ranks is stepped on all, or the ranks would not have one model any more. Asked once the round has been collected. */
 static bool counts(const summing *s)
 {
     return !s->unit->context->schedule.gave_up || over_everywhere(s);
@@ -283,8 +289,9 @@ static zs_status end_failed(const zs_unit *unit, zs_status status)
     return ZS_OK;
 }
 
-zs_status zs_reduce_sum(zs_unit *unit, zs_wait wait, bool *done, bool *over)
+zs_status zs_reduce_sum(zs_record *record, zs_wait wait, bool *done, bool *over)
 {
+    zs_unit *unit = zs_unit_of(record);
     zs_comm *comm = unit->context->ranks.all;
     zs_sources sources = {0};
     summing s = summing_of(unit, &sources);
@@ -294,7 +301,8 @@ zs_status zs_reduce_sum(zs_unit *unit, zs_wait wait, bool *done, bool *over)
     if (taken != ZS_OK) return *done ? end_failed(unit, taken) : taken;
     if (!ready) return ZS_OK;
     zs_offload_done_grads(unit);
-    /* Who has models on a disk is short of memory; that of the gradients which have been packed lies idle on the heap. */
+    /* Who has models on a disk is short of memory; that of the gradients which have been packed lies idle on the
+     * heap. */
     if (unit->offloads.disk != NULL) zs_mem_heap_freed(zs_unit_bucket_bytes(unit));
     zs_status status = check_gave_up(&s);
     if (!unit->context->schedule.gave_up) {

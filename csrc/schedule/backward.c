@@ -57,8 +57,8 @@ static zs_status give_out(zs_schedule *schedule, zs_record *record)
     return ZS_OK;
 }
 
-/* (in order) Gives out the units that this backward is through with, where that of the forward `stamp` begins: in one place
- * on all ranks. */
+/* (in order) Gives out the units that this backward is through with, where that of the forward `stamp` begins: in
+ * one place on all ranks. */
 static zs_status retire(zs_schedule *schedule, int64_t stamp)
 {
     if (!schedule->in_order) return ZS_OK;
@@ -82,13 +82,13 @@ zs_status zs_schedule_backward(zs_schedule *schedule, zs_record *record, int64_t
     return zs_rounds_prepare(schedule, record, -1);
 }
 
-/* All gradients of the unit have come. Where gathers are collectives, the round is not posted here: a rank that uses fewer
- * parameters would post it elsewhere. */
+/* All gradients of the unit are here. Where ranks meet to gather, that is not the moment: another rank may use fewer
+ * parameters, and waits for this one elsewhere. */
 static zs_status complete(zs_schedule *schedule, zs_record *record)
 {
     if (!record->is.replicated && schedule->gathers_cost) return ZS_OK;
-    /* A mapped full buffer costs nothing: it stays, for weights that are recomputed once more. A cast copy goes, and what is
-     * stepped early, on the shard; unless backward may still need frozen parameters in it. */
+    /* A mapped full buffer costs nothing: it stays, for weights that are recomputed once more. A cast copy goes, and
+     * what is stepped early, on the shard; unless backward may still need frozen parameters in it. */
     bool goes = record->is.replicated || record->early.on;
     if (goes && !record->round.has_frozen) ZS_TRY(zs_reshard_to(schedule, record, after(record)));
     if (!schedule->in_order) return zs_rounds_post(schedule, record);
@@ -104,7 +104,7 @@ zs_status zs_schedule_gradient(zs_schedule *schedule, zs_record *record, int64_t
     return all ? complete(schedule, record) : ZS_OK;
 }
 
-/* --- the end ------------------------------------------------------------------------------------------------------------ */
+/* --- the end ------------------------------------------------------------------------------------------------------ */
 
 /* Whatever this rank has not posted, it will not. */
 static zs_status post_rest(zs_schedule *schedule)
@@ -146,7 +146,7 @@ static zs_status reduce_rest(zs_schedule *schedule)
     return status;
 }
 
-/* Delivers all units' gradients, and only then reports users' hooks that failed. */
+/* Gives all units' parameters their gradients; users' hooks that fail are told after that. */
 static zs_status deliver(zs_schedule *schedule)
 {
     zs_status status = ZS_OK;
@@ -155,7 +155,7 @@ static zs_status deliver(zs_schedule *schedule)
     return status;
 }
 
-/* A forward continues, with its parameters, after a backward within it. */
+/* A forward in which the backward ran goes on with its parameters. */
 static zs_status resume_forward(zs_schedule *schedule)
 {
     schedule->stage = ZS_IN_FORWARD;

@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* --- units -------------------------------------------------------------------------------------------------------------- */
+/* --- units -------------------------------------------------------------------------------------------------------- */
 
 void zs_schedule_init(zs_schedule *schedule, const zs_actions *act)
 {
@@ -100,7 +100,7 @@ void zs_schedule_set_order(zs_schedule *schedule, zs_record *const *records)
     if (schedule->n > 0) memcpy(schedule->records, records, schedule->n * sizeof *records);
 }
 
-/* --- sessions ------------------------------------------------------------------------------------------------------------- */
+/* --- sessions ----------------------------------------------------------------------------------------------------- */
 
 static zs_status begin_session(zs_schedule *schedule, const zs_entry *entry)
 {
@@ -140,7 +140,7 @@ static size_t find_open(const zs_schedule *schedule, const zs_record *record)
     return schedule->n_open;
 }
 
-/* --- forwards ------------------------------------------------------------------------------------------------------------- */
+/* --- forwards ----------------------------------------------------------------------------------------------------- */
 
 zs_status zs_schedule_enter(zs_schedule *schedule, zs_record *record, const zs_entry *entry)
 {

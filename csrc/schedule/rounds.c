@@ -1,14 +1,14 @@
-/* rounds.c - rounds of gradients: which unit packs into which bucket, when a round is posted, and when it is summed.
+/* rounds.c - rounds of gradients: who packs into which bucket, when a round is posted, and when it is summed.
  *
- * Rounds are summed in the order of posting, as late as may be: when a bucket is wanted and there is no other,
- * or at the end of the backward. So no rank waits for a peer that is a unit behind. Two buckets of a size are enough for ranks
- * in step; one more is made where every rank would otherwise wait for every other. See schedule.h.
+ * Rounds are summed in the order of posting, as late as may be: when a bucket is wanted and there is no other, or at
+ * the end of the backward. So no rank waits for a peer that is a unit behind. Two buckets of a size are enough for
+ * ranks in step; one more is made where every rank would otherwise wait for every other. See schedule.h.
  */
 #include "schedule/inner.h"
 
 #include <stdlib.h>
 
-/* --- the queue of rounds that are out ------------------------------------------------------------------------------------ */
+/* --- the queue of rounds that are out ----------------------------------------------------------------------------- */
 
 static void enqueue(zs_schedule *schedule, zs_record *record)
 {
@@ -72,8 +72,8 @@ static zs_status end_round(zs_schedule *schedule, zs_record *record, zs_wait wai
     return status == ZS_OK && over ? ZS_ACT(schedule, step, record) : status;
 }
 
-/* Ends rounds in the order of posting until that of `record` is, or until a wait yields. One order on all ranks, so that ranks
- * in step never wait for each other. */
+/* Ends rounds in the order of posting until that of `record` is, or until a wait yields. One order on all ranks, so
+ * that ranks in step never wait for each other. */
 static zs_status end_until(zs_schedule *schedule, const zs_record *record, zs_wait wait)
 {
     bool done = true;
@@ -97,7 +97,7 @@ zs_status zs_rounds_end_all(zs_schedule *schedule)
     return status;
 }
 
-/* --- buckets -------------------------------------------------------------------------------------------------------------- */
+/* --- buckets ------------------------------------------------------------------------------------------------------ */
 
 /* Makes a posted bucket idle if its round is summed here and read by all peers. */
 static zs_status reclaim(zs_schedule *schedule, zs_lease *lease, zs_wait wait)
@@ -168,8 +168,8 @@ static zs_status lend(zs_schedule *schedule, zs_record *record)
 {
     size_t bytes = record->is.bucket_bytes;
     pool_view view = look(schedule, bytes);
-    /* Collectives end in the order of posting, the oldest first. Looking for others would make the number of buckets depend
-     * on timing. */
+    /* Collectives end in the order of posting, the oldest first. To look for others would only leave it to timing how
+     * many buckets there are in the end. */
     for (size_t i = 0; i < schedule->n_leases && !schedule->in_order && view.idle == NULL; i++)
         if (schedule->leases[i]->posted) ZS_TRY(reclaim(schedule, schedule->leases[i], ZS_WAIT_NOT));
     view = look(schedule, bytes);
@@ -187,7 +187,7 @@ static zs_status lend(zs_schedule *schedule, zs_record *record)
 
 static zs_status take_bucket(zs_schedule *schedule, zs_record *record)
 {
-    /* The sum of a second round in one backward is added to the first one's. */
+    /* A second round in one backward goes on top of the first one's sum. */
     ZS_TRY(end_until(schedule, record, ZS_WAIT));
     if (record->round.out != NULL) ZS_TRY(reclaim(schedule, record->round.out, ZS_WAIT));
     return lend(schedule, record);
@@ -201,7 +201,7 @@ static void drop_bucket(zs_record *record)
     record->round.packing = NULL;
 }
 
-/* --- a round -------------------------------------------------------------------------------------------------------------- */
+/* --- a round ------------------------------------------------------------------------------------------------------ */
 
 void zs_rounds_begin(zs_schedule *schedule)
 {
@@ -260,7 +260,8 @@ zs_status zs_rounds_gradient(zs_schedule *schedule, zs_record *record, int64_t i
     if (!record->is.reduces || (record->is.replicated && !round->syncs)) return keep(schedule, record, i);
     ZS_TRY(zs_rounds_prepare(schedule, record, i));
     if (round->packing == NULL && !round->local) ZS_TRY(begin_round(schedule, record, !round->syncs));
-    /* The round was complete, and its turn to be posted has not come; a weight that is recomputed once more adds to it. */
+    /* The round was complete, and its turn to be posted has not come; a weight that is recomputed once more adds to
+     * it. */
     bool anew = round->n_arrived == round->n_expected;
     if (anew) round->n_arrived = 0; /* also if packing fails: then not all has arrived */
     ZS_TRY(schedule->act->pack(record, i, anew, &first));
@@ -337,7 +338,7 @@ void zs_record_forget_local(zs_record *record)
     record->round.local = false;
 }
 
-/* --- the end of a backward ---------------------------------------------------------------------------------------------------- */
+/* --- the end of a backward ---------------------------------------------------------------------------------------- */
 
 zs_status zs_rounds_deliver(zs_schedule *schedule, zs_record *record)
 {

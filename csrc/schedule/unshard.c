@@ -1,9 +1,9 @@
-/* unshard.c - when units are gathered and resharded: their states, and prefetch.
+/* unshard.c - when units are gathered and resharded: their states, and gathers that begin before they are wanted.
  *
- * Where a gather costs time, zshard expects each pass to gather units in the order of the last. Each unit remembers which unit
- * was gathered after it, in forward and in backward; when the unit is needed, the gather of the next one starts too. A wrong
- * guess costs a gather, never a number: the end of the pass drops it. All ranks guess the same, as they saw the same order.
- * See schedule.h.
+ * Where a gather costs, a pass gathers its units in the order of the last one. So each unit remembers which was
+ * gathered after it, in forward and in backward, and when it is wanted the gather of that one begins too. A guess that
+ * was wrong costs a gather, never a number: what was not wanted is dropped at the end of the pass. All ranks guess
+ * alike, as they saw one order. See schedule.h.
  */
 #include "schedule/inner.h"
 
@@ -12,7 +12,7 @@
 
 enum { OWN_AHEAD = 8 }; /* between two hosts a step took 2 to 4 % less with 8 than with 2 */
 
-/* --- states ----------------------------------------------------------------------------------------------------------- */
+/* --- states ------------------------------------------------------------------------------------------------------- */
 
 static zs_status gather(zs_schedule *schedule, zs_record *record)
 {
@@ -84,7 +84,7 @@ void zs_unshard_reduced(zs_record *record)
     if (record->state == ZS_REDUCING) record->state = record->is.fixed ? ZS_FULL : ZS_SHARDED;
 }
 
-/* --- ahead ------------------------------------------------------------------------------------------------------------ */
+/* --- ahead -------------------------------------------------------------------------------------------------------- */
 
 /* Has the unit memory from its forward to its backward anyway? Then a gather before its forward takes none. */
 static bool has_room(const zs_record *record, zs_phase phase)
@@ -125,8 +125,8 @@ static void remember(zs_schedule *schedule, zs_record *record, zs_phase phase)
     schedule->latest = record;
 }
 
-/* Was this unit the last one when a pass came to it from `before`? A unit that a pass comes to twice, as to a root whose
- * embedding is its head as well, is followed by others the first time alone. */
+/* Was this unit the last one when a pass came to it from `before`? A unit that a pass comes to twice, as to a root
+ * whose embedding is its head as well, is followed by others the first time alone. */
 static bool ended_here(const zs_record *before, const zs_record *record, zs_phase phase)
 {
     return before != NULL && record->ended_after[phase] == before;
@@ -165,7 +165,7 @@ zs_status zs_unshard_for(zs_schedule *schedule, zs_record *record, zs_phase phas
     if (!schedule->gathers_cost) return zs_schedule_unshard(schedule, record);
     ZS_TRY(gather(schedule, record));
     remember(schedule, record, phase);
-    ZS_TRY(gather_next(schedule, record, phase)); /* transfers continue while the script waits for this one */
+    ZS_TRY(gather_next(schedule, record, phase)); /* the wire goes on while the script waits for this one */
     return zs_schedule_unshard(schedule, record);
 }
 
@@ -185,14 +185,14 @@ zs_status zs_unshard_end_pass(zs_schedule *schedule, zs_phase phase)
     return status;
 }
 
-/* Was this the last unit of the last forward, and is it probably again? Then its backward comes next. */
+/* Was this the last unit of the last forward, and is it again by the looks of it? Its backward comes next. */
 static bool is_last(const zs_schedule *schedule, const zs_record *record)
 {
     return schedule->last == record && schedule->latest == record;
 }
 
-/* Mapped full buffers cost nothing to map again. Where a gather costs time, backward needs the outermost unit again first, or
- * if that has no parameters, the last unit within it. */
+/* Mapped full buffers cost nothing to come back to; where a gather costs, the outermost unit is wanted again at
+ * once, or if it has no parameters, the last of those within. */
 bool zs_unshard_stays(const zs_schedule *schedule, const zs_record *record, bool keep)
 {
     if (record->pinned) return true;

@@ -11,7 +11,7 @@
 #include "base/memory.h"
 #include "base/status.h"
 
-/* The element types that the core distinguishes. */
+/* Element types that are told apart. */
 typedef enum zs_dtype { ZS_F32, ZS_F64, ZS_BF16, ZS_F16, ZS_BYTES } zs_dtype; /* ZS_BYTES: moved, never summed */
 
 enum { ZS_MAX_DIM = 16 }; /* dimensions of a parameter, at most */
@@ -48,7 +48,7 @@ typedef struct zs_tensor_info {
     bool is_leaf;
 } zs_tensor_info;
 
-/* --- tensors -------------------------------------------------------------------------------------------------------- */
+/* --- tensors ------------------------------------------------------------------------------------------------------ */
 
 /* New handle to the same tensor. */
 zs_tensor *zs_tensor_retain(const zs_tensor *tensor);
@@ -76,8 +76,8 @@ zs_status zs_tensor_data(const zs_tensor *tensor, void **data);
  * `dst`, which is memory of `where`. */
 zs_status zs_tensor_read(const zs_tensor *tensor, int64_t begin, int64_t numel, void *dst, zs_where where);
 
-/* The other way: the tensor gets all its elements from `src`, memory of where it is that has them in row-major order. Its version
- * stays. */
+/* The other way: the tensor gets all its elements from `src`, memory of where it is that has them in row-major
+ * order. Its version stays. */
 zs_status zs_tensor_write(const zs_tensor *tensor, const void *src);
 
 /* The block under a tensor whose storage was filled by zs_storage_fill, else NULL. Borrowed. */
@@ -86,8 +86,8 @@ zs_mem *zs_tensor_mem(const zs_tensor *tensor);
 /* Raises the version counter, as an in-place write by torch would. */
 void zs_tensor_bump_version(const zs_tensor *tensor);
 
-/* Does anybody but the owner of this handle hold the tensor, such as a script's variable? Of a strong handle; for a tensor
- * that is no .grad. */
+/* Does anybody but the owner of this handle hold the tensor, such as a script's variable? Of a strong handle; for a
+ * tensor that is nobody's .grad. */
 bool zs_tensor_is_kept(const zs_tensor *tensor);
 
 /* Does the tensor want a gradient? */
@@ -99,7 +99,7 @@ bool zs_tensor_has_own_grad_dtype(const zs_tensor *tensor);
 /* The version counter now; 0 for tensors that have none (made under inference mode). */
 uint32_t zs_tensor_version(const zs_tensor *tensor);
 
-/* --- storages: one per flat for life, the bytes under it change -------------------------------------------------------- */
+/* --- storages: one per flat for life, the bytes under it change --------------------------------------------------- */
 
 /* New storage of `bytes` of `where` that has no bytes yet; touching it raises `message`. */
 zs_status zs_storage_new(zs_where where, size_t bytes, const char *message, zs_storage **out);
@@ -138,7 +138,7 @@ bool zs_tensor_on_storage(const zs_tensor *tensor, const zs_storage *storage);
 /* Does it lie there, as zs_tensor_bind puts it? */
 bool zs_tensor_lies_at(const zs_tensor *tensor, const zs_place *place);
 
-/* --- gradients -------------------------------------------------------------------------------------------------------- */
+/* --- gradients ---------------------------------------------------------------------------------------------------- */
 
 /* Facts of tensor.grad, without touching Python. */
 typedef struct zs_grad_info {
@@ -162,7 +162,7 @@ zs_status zs_grad_is(const zs_tensor *tensor, const zs_tensor *grad, bool *same)
 /* tensor.grad = `grad` (shares the tensor; not checked against the parameter's shape). NULL: None. */
 zs_status zs_grad_set(zs_tensor *tensor, const zs_tensor *grad);
 
-/* --- autograd hooks: run without the GIL, keep a counted reference to their context --------------------------------- */
+/* --- autograd hooks: run without the GIL, keep a counted reference to their context ------------------------------- */
 
 typedef struct zs_hook {
     zs_status (*call)(void *ctx, int64_t arg); /* a failure becomes a Python exception out of backward() */
@@ -172,13 +172,13 @@ typedef struct zs_hook {
     int64_t arg;
 } zs_hook;
 
-/* Has `hook` run after each gradient of the leaf `tensor` is accumulated. A hook that is already in torch's one slot (a
- * user's Python one) is kept and run by zs_hook_run_users. Cheap when ours is already there: call at every bind, as this
- * also drops torch's gradient node of a tensor that has another shape now. */
+/* Has `hook` run after each gradient of the leaf `tensor` is accumulated. A hook that is already in torch's one slot
+ * (a user's Python one) is kept and run by zs_hook_run_users. Cheap when ours is already there: call at every bind,
+ * as this also drops torch's gradient node of a tensor that has another shape now. */
 zs_status zs_hook_grad_ready(zs_tensor *tensor, const zs_hook *hook);
 
-/* While `keep` is set on this thread, zs_hook_grad_ready keeps such a node and gives it the tensor's new shape: a custom Function
- * whose forward is running may have an edge to it. */
+/* While `keep` is set on this thread, zs_hook_grad_ready keeps such a node and gives it the tensor's new shape: a
+ * custom Function whose forward is running may have an edge to it. */
 void zs_grad_keep_nodes(bool keep);
 
 /* Takes ours out again and puts the user's back. */
@@ -193,12 +193,12 @@ bool zs_hook_has_users(const zs_tensor *tensor);
 /* What the hook below gets for `arg` if its backward raised. */
 enum { ZS_BACKWARD_ABANDONED = -1 };
 
-/* Has `hook` run once at the end of the backward pass that is running now on this thread; if that raises instead, the hook
- * runs with ZS_BACKWARD_ABANDONED when the pass is given up, and its status is ignored. */
+/* Has `hook` run once at the end of the backward pass that is running now on this thread; if that raises instead,
+ * the hook runs with ZS_BACKWARD_ABANDONED when the pass is given up, and its status is ignored. */
 zs_status zs_hook_backward_end(const zs_hook *hook);
 
-/* In that hook, when it runs with ZS_BACKWARD_ABANDONED: what the pass has raised, as "ValueError: text"; "" if that is not
- * known; this thread's, until the next. */
+/* In that hook, when it runs with ZS_BACKWARD_ABANDONED: what the pass has raised, as "ValueError: text"; "" if that
+ * is not known; this thread's, until the next. */
 const char *zs_backward_failure(void);
 
 /* Is a backward pass running on this thread right now? */
@@ -219,32 +219,33 @@ typedef struct zs_node zs_node; /* a node of autograd's graph; borrowed */
 typedef struct zs_node_at {
     uint64_t thread; /* that made it, as zs_node_thread has it */
     int64_t number;  /* which zs_next_node gave before */
-    int64_t place;   /* the visitor's answer */
+    int64_t place;   /* what the visitor has said of it */
 } zs_node_at;
 
-/* The visitor of a graph: each function gets `ctx`. */
+/* Who is told of a graph: each function gets `ctx`. */
 typedef struct zs_graph_visitor {
     void *ctx;
     int64_t (*place)(void *ctx, uint64_t thread, int64_t number); /* asked once for each node; negative: none */
-    /* An edge, along which backward goes, leads to a node of another place than the one it comes from; `from` is NULL for a root. */
+    /* An edge, along which backward goes, leads to a node of another place than the one it comes from; `from` is
+     * NULL for a root. */
     zs_status (*edge)(void *ctx, const zs_node_at *from, const zs_node_at *to, zs_node *node);
 } zs_graph_visitor;
 
 /* Has `hook` run before the backward of that node, each time; no-op if it does already. */
 zs_status zs_hook_node(zs_node *node, const zs_hook *hook);
 
-/* --- autocast ------------------------------------------------------------------------------------------------------------ */
+/* --- autocast ----------------------------------------------------------------------------------------------------- */
 
-/* Drops the casts of parameters that torch.autocast keeps until its context ends, in all threads. They are made anew when they
- * are wanted. Costs next to nothing where there are none. */
+/* Drops the casts of parameters that torch.autocast keeps until its context ends, in all threads. They are made anew
+ * when they are wanted. Costs next to nothing where there are none. */
 void zs_autocast_forget(void);
 
-/* --- torch's thread pool ---------------------------------------------------------------------------------------------- */
+/* --- torch's thread pool ------------------------------------------------------------------------------------------ */
 
 /* Runs fn(ctx, begin, end) over [0, n) in pieces of at least `grain` on torch's intra-op threads; returns when done. */
 void zs_parallel_for(int64_t n, int64_t grain, void (*fn)(void *ctx, int64_t begin, int64_t end), void *ctx);
 
-/* --- process groups (torch_c10d.cpp) ------------------------------------------------------------------------------------ */
+/* --- process groups (torch_c10d.cpp) ------------------------------------------------------------------------------ */
 
 typedef struct zs_group zs_group;
 
@@ -254,12 +255,12 @@ zs_status zs_group_new(const char *name, zs_group **out);
 /* Frees it; NULL allowed. */
 void zs_group_free(zs_group *group);
 
-/* What the calls below are given is memory of `where`, which the process group must be able to move; the CPU's, unless this
- * says otherwise. */
+/* What the calls below are given is memory of `where`, which the process group must be able to move; the CPU's,
+ * unless this says otherwise. */
 void zs_group_on(zs_group *group, zs_where where);
 
-/* How long each of the calls below may take from now on. They fail with ZS_ERR_TIMEOUT after that, with ZS_ERR_PEER where a
- * rank has gone, else with ZS_ERR_TORCH; all with the process group's own words. */
+/* How long each of the calls below may take from now on. They fail with ZS_ERR_TIMEOUT after that, with ZS_ERR_PEER
+ * where a rank has gone, else with ZS_ERR_TORCH; all with the process group's own words. */
 void zs_group_set_timeout(zs_group *group, double seconds);
 
 typedef struct zs_work zs_work; /* a collective that is under way */
@@ -268,7 +269,7 @@ typedef struct zs_work zs_work; /* a collective that is under way */
  * all_to_all: piece r of `in` goes to rank r; `out` gets rank r's piece at r * piece_bytes.
  * all_gather: `out` (world * bytes) gets every rank's `in`, which may be its own place in `out`.
  * broadcast: `data` of `root` to all.
- * scatter: piece r of `root`'s `in` goes to rank r's `out`; other ranks' `in` is ignored. */
+ * scatter: piece r of `root`'s `in` goes to rank r's `out`; other ranks' `in` is not looked at. */
 zs_status zs_group_all_to_all(zs_group *group, const void *in, void *out, size_t piece_bytes, int world,
                               zs_work **work);
 zs_status zs_group_all_gather(zs_group *group, const void *in, void *out, size_t bytes, int world, zs_work **work);
@@ -282,38 +283,40 @@ bool zs_group_has_messages(const zs_group *group);
 zs_status zs_group_send(zs_group *group, const void *data, size_t bytes, int to, zs_work **work);
 zs_status zs_group_receive(zs_group *group, void *data, size_t bytes, int from, zs_work **work);
 
-/* Waits for a message that is to be received, however long it takes. False: it will not come, because the sender exited (which
- * leaves a record), or zs_work_abort was called, now or before. */
+/* Waits for a message that is to be received, however long it takes. False: it will not come, as the sender has gone
+ * (which leaves a record), or zs_work_abort was called, now or before. */
 bool zs_work_await(zs_work *work);
 void zs_work_abort(zs_work *work);
 
-/* This rank cannot continue: ends all connections of the group by which `work` was to be received, so that the peers learn it. */
+/* This rank can go on no more: ends all connections of the group by which `work` was to be received, so that the
+ * peers learn it. */
 void zs_work_hang_up(zs_work *work);
 
 /* Has it ended, well or not? */
 bool zs_work_done(const zs_work *work);
 
-/* Waits up to `seconds` for its end; `done` says whether it came, and then the status how. (Process groups other than gloo
- * cannot wait for a while only: it comes back when all is over.) */
+/* Waits up to `seconds` for its end; `done` says whether it came, and then the status how. (Process groups other
+ * than gloo cannot wait for a while only: it comes back when all is over.) */
 zs_status zs_work_wait(zs_work *work, double seconds, bool *done);
 
-/* Has call(arg, it went well) made once, on any thread, at its end; now if that is past. Without it nothing is called. */
+/* Has call(arg, it went well) made once, on any thread, at its end; now if that is past. Without it nothing is
+ * called. */
 zs_status zs_work_then(zs_work *work, void (*call)(void *arg, bool good), void *arg);
 
 /* Frees the handle of a collective that is done, or of a message, whose memory torch then leaves alone. */
 void zs_work_free(zs_work *work);
 
-/* Leaves a text for the other ranks in the group's store; fails silently, as the store may be down too. */
+/* Leaves a text for the other ranks in the group's store; fails silently, as the store may be gone too. */
 void zs_group_publish_text(zs_group *group, int rank, const char *words);
 
 /* Asks by the group's store where all ranks' scripts are; returns the number of the question, 0: there is no store. */
 uint64_t zs_group_ask_positions(zs_group *group);
 
-/* Reads what `rank` has answered to that; leaves `text` as it is if it has not, or if the store is down. */
+/* Reads what `rank` has answered to that; leaves `text` as it is if it has not, or the store is gone. */
 void zs_group_read_answer(zs_group *group, uint64_t number, int rank, char *text, size_t size);
 
-/* Leaves this rank's page of `pages` [world * bytes] in the group's store. True for the last rank to do so, which then has all
- * pages. False also if the store is down. */
+/* Leaves this rank's page of `pages` [world * bytes] in the group's store. True for the last rank to do so, which
+ * then has all pages. False also where the store is gone. */
 bool zs_group_leave_page(zs_group *group, int rank, int world, void *pages, size_t bytes);
 
 /* Reads what `rank` has left there; "" if nothing. */

@@ -1,8 +1,8 @@
 // torch_autograd.cpp - gradients and hooks: the part of tensor.h that is autograd's.
 //
 // Hooks run on autograd's threads without the GIL and keep a counted reference to their context. When one fails, the
-// raiser that the binding registered makes the Python exception, and it leaves through autograd as a python_error, so that
-// backward() raises it unchanged.
+// raiser that the binding registered makes the Python exception, and it leaves through autograd as a python_error, so
+// that backward() raises it unchanged.
 #include "shim/torch_internal.hpp"
 
 #include <ATen/SequenceNumber.h>
@@ -75,7 +75,7 @@ struct BeforeBackward final : ag::FunctionPreHook {
     HookRef ref;
 };
 
-// torch has one slot per tensor for this kind of hook; the user's own hook is kept in `users`.
+// torch has one slot per tensor for this kind of hook; a user's goes on living in `users`.
 struct GradReady final : ag::PostAccumulateGradHook {
     GradReady(const zs_hook &hook, std::unique_ptr<ag::PostAccumulateGradHook> users_)
         : ref(hook), users(std::move(users_))
@@ -126,7 +126,7 @@ void describe_failure(std::exception_ptr pointer)
     }
 }
 
-// The pass that is running on this thread. torch exposes only a part of it; this is the full object.
+// The pass that is running on this thread. torch gives out a part of it, of which this is the whole.
 ag::GraphTask *running_task()
 {
 #pragma GCC diagnostic push
@@ -176,8 +176,8 @@ template <typename Weak> void forget_node(const at::Tensor &tensor, void (*set)(
 
 thread_local bool keep_nodes = false; // see zs_grad_keep_nodes
 
-// The node that accumulates into a leaf is made once and remembers the leaf's shape and dtype. One that was made while a parameter had
-// the shape of its slice (a statistic that somebody keeps with its graph) would refuse every whole gradient after that.
+// The node that accumulates into a leaf is made once and remembers the leaf's shape and dtype. One that was made while
+// a parameter was sharded (a statistic that somebody keeps with its graph) would refuse every full gradient after that.
 void forget_node_of_other_form(const at::Tensor &tensor)
 {
     if (ag::impl::get_autograd_meta(tensor) == nullptr) return;
@@ -253,8 +253,8 @@ class GraphWalk {
     }
 
     const zs_graph_visitor &visitor_;
-    ska::flat_hash_map<ag::Node *, int64_t> places_; // of all nodes visited
-    std::vector<ag::Node *> waiting_;                // whose edges are still to be followed
+    ska::flat_hash_map<ag::Node *, int64_t> places_; // of all nodes that were met
+    std::vector<ag::Node *> waiting_;                // whose edges are still to be gone along
 };
 
 // torch 2.13 holds nodes from Python by counted references, earlier ones hold some by weak ones.
@@ -283,7 +283,7 @@ ag::Node *root_node(PyObject *root)
 
 extern "C" {
 
-// --- gradients -----------------------------------------------------------------------------------------------------------
+// --- gradients -------------------------------------------------------------------------------------------------------
 
 zs_status zs_grad_describe(const zs_tensor *handle, zs_grad_info *info)
 {
@@ -326,7 +326,7 @@ zs_status zs_grad_is(const zs_tensor *handle, const zs_tensor *grad, bool *same)
     });
 }
 
-// --- hooks -----------------------------------------------------------------------------------------------------------------
+// --- hooks -----------------------------------------------------------------------------------------------------------
 
 zs_status zs_hook_grad_ready(zs_tensor *handle, const zs_hook *hook)
 {
@@ -406,7 +406,7 @@ bool zs_grad_mode(void)
     return at::GradMode::is_enabled();
 }
 
-// That autocast is off does not mean that there are no casts: a context that turns it off may be within one that has it on.
+// That autocast is off does not say that there are no casts: its context may be within one that has it on.
 void zs_autocast_forget(void)
 {
     (void)guarded("zs_autocast_forget", [] {

@@ -31,7 +31,7 @@ struct zs_work {
     const char *where;
     c10::intrusive_ptr<c10d::Work> work;
     std::vector<at::Tensor> tensors; // some process groups keep only references
-    bool can_wait_a_while;           // wait(timeout) returns at the timeout, and the work continues
+    bool can_wait_a_while;           // wait(timeout) comes back at the timeout, and the work goes on
 };
 
 namespace {
@@ -60,8 +60,8 @@ zs_status fail(const char *where, const std::string &words)
     return zs_fail_at(__FILE__, __LINE__, kind_of(words), "%s: %s", where, words.c_str());
 }
 
-// Runs `body` with no exception getting out. Python's dispatch modes (a FLOP counter, a fake mode) of the user are kept out
-// too: these are our bytes, not the user's tensors.
+// Runs `body` with no exception getting out. Python's dispatch modes (a FLOP counter, a fake mode) of the user are kept
+// out too: these are our bytes, not the user's tensors.
 template <typename Body> zs_status guarded(const char *where, Body body)
 {
     try {
@@ -112,8 +112,8 @@ zs_status start(const char *where, const zs_group *group, std::vector<at::Tensor
     });
 }
 
-// The same for a message of ours. Torch's profiler does not see it: a message may be out for longer than a profiler records,
-// and torch would write its end to memory that the profiler has freed.
+// The same for a message of ours. Torch's profiler does not see it: a message may be out for longer than a profiler
+// records, and torch would write its end to memory that the profiler has freed.
 template <typename Body>
 zs_status start_message(const char *where, const zs_group *group, const void *data, size_t bytes, zs_work **work,
                         Body body)
@@ -134,9 +134,10 @@ template <typename Group> c10::intrusive_ptr<c10d::Store> store_of(const Group &
 // Questions to a store that it has not answered in time.
 std::atomic<int> unanswered;
 
-// What body(store) returns; a default value if there is no store, or it does not answer within `patience`. On a thread of its
-// own: if the store's host cannot be reached, a TCPStore waits in recv for as long as TCP tries, a quarter of an hour, and
-// keeps its other callers waiting, too. So nothing more is asked meanwhile. `body` must not refer to the caller's variables.
+// What body(store) returns; a default value if there is no store, or it does not answer within `patience`. On a thread
+// of its own: if the store's host cannot be reached, a TCPStore waits in recv for as long as TCP tries, a quarter of an
+// hour, and keeps its other callers waiting, too. So nothing more is asked meanwhile. `body` must not refer to the
+// caller's variables.
 template <typename Answer, typename Body> Answer ask_store(const zs_group *group, Body body)
 {
     constexpr std::chrono::seconds patience{5};
@@ -314,7 +315,7 @@ bool zs_work_done(const zs_work *work)
     try {
         return work->work->isCompleted();
     } catch (...) {
-        return true; // the wait reports the error
+        return true; // the wait will say what is wrong
     }
 }
 
@@ -340,12 +341,12 @@ void zs_work_free(zs_work *work)
     delete work;
 }
 
-// --- last words ------------------------------------------------------------------------------------------------------------
+// --- last words ------------------------------------------------------------------------------------------------------
 
 void zs_group_publish_text(zs_group *group, int rank, const char *words)
 {
     const std::string key = words_key(rank), text = words;
-    // Neither makes nor clears a record: the caller reports.
+    // No record is made, and none is cleared: what is told here are the words of the caller's.
     (void)ask_store<bool>(group, [=](c10d::Store &store) {
         store.set(key, text);
         return true;

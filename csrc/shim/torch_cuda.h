@@ -1,7 +1,7 @@
 /* torch_cuda.h - what the core asks of torch's CUDA side: memory of its caching allocator, and its current stream.
  *
- * Torch is asked through its device-generic interfaces, so that these files compile against a torch without
- * CUDA and fail in order there. Memory that is asked for here stands in torch's statistics, and a lack of it is torch's own
+ * Torch is asked through its device-generic interfaces, so that these files compile against a torch without CUDA and
+ * fail in order there. Memory that is asked for here stands in torch's statistics, and a lack of it is torch's own
  * exception, after torch has emptied its cache.
  */
 #ifndef ZS_TORCH_CUDA_H

@@ -1,8 +1,7 @@
 // torch_shim.cpp - tensors and storages: the part of tensor.h that is ATen's.
 //
-// C++ ends here. Every function is extern "C", catches everything, and turns it into a zs_status with
-// torch's own text; every object it hands out is a counted handle. The shim (torch_*.cpp) owns no flat memory and does not
-// know units.
+// C++ ends here. Every function is extern "C", catches everything, and turns it into a zs_status with torch's own text;
+// every object it hands out is a counted handle. The shim (torch_*.cpp) owns no flat memory and does not know units.
 #include "shim/torch_internal.hpp"
 
 #include <ATen/PythonTorchFunctionTLS.h>
@@ -15,8 +14,8 @@
 
 namespace {
 
-// torch 2.11 can mark a storage as having no bytes, but has no call that takes the mark away. Naming a private member as a
-// template argument is the one way that the language leaves to it.
+// torch 2.11 can mark a storage as having no bytes, but has no call that takes the mark away. Naming a private member
+// as a template argument is the one way that the language leaves to it.
 template <auto Flag, auto Refresh> struct StorageMark {
     friend void take_mark_away(c10::StorageImpl &impl)
     {
@@ -88,8 +87,9 @@ c10::weak_intrusive_ptr<at::TensorImpl> weak_to(const at::Tensor &tensor)
     return c10::weak_intrusive_ptr<at::TensorImpl>(c10::intrusive_ptr<at::TensorImpl>::reclaim(impl));
 }
 
-// Is there more than one reference from C++, or any from Python? A tensor that Python has seen keeps its object, which then
-// has one reference of its own: torch 2.12 and later count it both ways, earlier ones record which owns which. So does a storage.
+// Is there more than one reference from C++, or any from Python? A tensor that Python has seen keeps its object, which
+// then has one reference of its own: torch 2.12 and later count it both ways, earlier ones say who owns whom. So does a
+// storage.
 template <typename Slot> bool held_by_python(Slot *slot, size_t uses)
 {
     if constexpr (requires { slot->load_pyobj(); }) {
@@ -247,7 +247,7 @@ bool zs_tensor_has_own_grad_dtype(const zs_tensor *handle)
     return handle->tensor.grad_dtype() == handle->tensor.scalar_type();
 }
 
-// --- storages ----------------------------------------------------------------------------------------------------------
+// --- storages --------------------------------------------------------------------------------------------------------
 
 zs_status zs_storage_new(zs_where where, size_t bytes, const char *message, zs_storage **out)
 {
@@ -334,7 +334,7 @@ void zs_parallel_for(int64_t n, int64_t grain, void (*fn)(void *, int64_t, int64
     at::parallel_for(0, n, grain, [&](int64_t begin, int64_t end) { fn(ctx, begin, end); });
 }
 
-// --- PyObjects ---------------------------------------------------------------------------------------------------------------
+// --- PyObjects -------------------------------------------------------------------------------------------------------
 
 bool zs_py_is_tensor(PyObject *object)
 {

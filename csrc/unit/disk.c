@@ -51,11 +51,11 @@ void zs_disk_release(zs_disk *disk)
     free(disk);
 }
 
-/* --- meeting ------------------------------------------------------------------------------------------------------------- */
+/* --- meeting ------------------------------------------------------------------------------------------------------ */
 
 enum { PATH_ROOM = 4000 };
 
-/* A rank's message about its file. */
+/* What ranks tell each other of their files. */
 typedef struct calling_card {
     uint64_t device, inode; /* a path may lead elsewhere on another rank: containers */
     int failed;
@@ -178,7 +178,7 @@ zs_status zs_disk_new_on_host(const zs_device *device, zs_disk **out)
     return ZS_OK;
 }
 
-/* --- regions ------------------------------------------------------------------------------------------------------------- */
+/* --- regions ------------------------------------------------------------------------------------------------------ */
 
 static void free_region(zs_mem *mem)
 {

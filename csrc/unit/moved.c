@@ -45,7 +45,7 @@ bool zs_unit_is_moved(const zs_unit *unit)
     return false;
 }
 
-/* How many users of the storage the unit knows. */
+/* How many users the storage has of which the unit knows. */
 static int64_t known_users(const zs_unit *unit, const zs_storage *storage)
 {
     int64_t n = 1;

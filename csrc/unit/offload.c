@@ -4,7 +4,7 @@
 #include "pager/pager.h"
 #include "unit/context.h"
 
-/* --- what lies where --------------------------------------------------------------------------------------------------- */
+/* --- what lies where ---------------------------------------------------------------------------------------------- */
 
 zs_status zs_offload_set(zs_context *context, const char *directory, const zs_offload *what)
 {
@@ -78,7 +78,7 @@ zs_status zs_offload_state_new(const zs_unit *unit, int64_t numel, const zs_tens
     return status;
 }
 
-/* --- what is in use ------------------------------------------------------------------------------------------------------ */
+/* --- what is in use ----------------------------------------------------------------------------------------------- */
 
 /* What a gather or cast reads on this rank, or where full buffers are mapped, all ranks' shards. */
 static void span_of(const zs_unit *unit, const zs_flat_mem *from, char **ptr, size_t *bytes)

@@ -18,8 +18,8 @@ zs_status zs_secondary_new(zs_unit *unit, zs_flat *flat)
 {
     zs_comm *replica_group = unit->context->ranks.replica_group, *shard_group = unit->context->ranks.shard_group;
     if (replica_group == NULL) return ZS_OK;
-    size_t slice_bytes = (size_t)flat->layout.shard_numel * flat->compute_size;
-    return zs_comm_flat_new(shard_group, slice_bytes * (size_t)replica_group->world, &flat->secondary);
+    size_t shard_bytes = (size_t)flat->layout.shard_numel * flat->compute_size;
+    return zs_comm_flat_new(shard_group, shard_bytes * (size_t)replica_group->world, &flat->secondary);
 }
 
 static zs_status is_stale(const zs_flat *flat, const zs_comm *replica_group, unsigned char *stale)
@@ -99,11 +99,11 @@ zs_status zs_secondary_refresh(zs_comm *replica_group, zs_record *const *records
     return status;
 }
 
-/* Slices come in the order of ranks, and are wanted in the order of parts. */
+/* Shards come in the order of ranks, and are wanted in their own. */
 zs_status zs_secondary_gather_exact(zs_unit *unit, const zs_flat *flat, zs_mem *slot)
 {
     zs_comm *shards = unit->context->ranks.shards;
-    const int *part_of = unit->context->part_of;
+    const int *shard_of = unit->context->shard_of;
     size_t bytes = flat->mem.shard_bytes;
     zs_mem *ordered = NULL;
     const zs_device *device = zs_device_of(slot);
@@ -111,7 +111,7 @@ zs_status zs_secondary_gather_exact(zs_unit *unit, const zs_flat *flat, zs_mem *
     zs_status status =
         zs_comm_gather(shards, &flat->mem, unit->name, (zs_target){.mem = ordered, .full = ordered->ptr});
     for (int r = 0; r < shards->world && status == ZS_OK; r++)
-        status = zs_device_copy(device, ZS_STREAM_COMPUTE, (char *)slot->ptr + (size_t)part_of[r] * bytes,
+        status = zs_device_copy(device, ZS_STREAM_COMPUTE, (char *)slot->ptr + (size_t)shard_of[r] * bytes,
                                 (char *)ordered->ptr + (size_t)r * bytes, bytes);
     zs_arena_give(unit->context->arena, ordered);
     return status;

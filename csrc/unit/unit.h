@@ -1,17 +1,18 @@
 /* unit.h - a unit: the parameters that are gathered and reduced together.
  *
- * A unit never replaces a parameter object. It rebinds its parameters in place: between steps to their place in this rank's
- * shard, while FULL to their place in the full buffer. Each flat (one dtype, trainable or frozen) keeps one storage for
- * either for life. Only the bytes under the full storage come and go, so views that autograd saved see them again after the
- * next gather.
+ * A unit never moves a parameter object. Its parameters are rebound in place, between steps to their
+ * place in this rank's shard, while it is FULL to their place in the full buffer. Each flat (one dtype, trainable or
+ * not) has one storage for either, for life; only the bytes under the full one come and go, so views that autograd
+ * saved see them again after the next gather.
  *
- * The schedule (schedule/) decides when; for it a unit is a record with a state. This file does it with memory and tensors. A
- * replicated unit (no_shard, or world size 1) has its parameters in private full memory and stays FULL; with mixed precision
- * it goes through the states like others, and a gather is a cast.
+ * When it does what is decided by the schedule (schedule/), for which a unit is a record with a state; here is what
+ * that does to memory and tensors. A replicated unit (no_shard, or a world of one) has its parameters in private full
+ * memory and stays FULL; with mixed precision it goes through the states as others do, and a gather is a cast.
  *
- * Threads: a unit's functions run on the thread that sends its schedule events (schedule.h). Only zs_unit_retain and
- * zs_unit_release may come from any thread. The last release removes the unit from its engine, so it must not come while the
- * model runs: autograd's graph and Python's modules hold the units of a model in use.
+ * Threads: what is done to a unit is done by the thread that sends its schedule events (schedule.h). Only
+ * zs_unit_retain and zs_unit_release may come from any thread. The last release takes the unit off its engine's list,
+ * so it must not come while the model runs: autograd's graph and Python's modules hold the units of a model that is in
+ * use.
  */
 #ifndef ZS_UNIT_H
 #define ZS_UNIT_H
@@ -31,7 +32,7 @@ typedef struct zs_in_backward_state zs_in_backward_state;
 /* What is sharded, and for how long. */
 typedef enum zs_strategy { ZS_FULL_SHARD, ZS_SHARD_GRAD_OP, ZS_NO_SHARD } zs_strategy;
 
-/* What of a unit is offloaded; see offload.h. */
+/* What of a unit lies on a disk; see offload.h. */
 typedef struct zs_unit_offload {
     zs_disk *disk; /* counted reference; NULL: nothing */
     bool params, grads, state;
@@ -45,56 +46,57 @@ typedef struct zs_param {
     zs_tensor *spare_grad; /* the same on the flat's spare memory; NULL if it has none; owned */
     int flat;              /* index into flats */
     int64_t offset;        /* first element in the flat's full buffer */
-    int64_t numel;         /* elements, unsharded */
-    int ndim;              /* dimensions, unsharded */
-    int64_t *sizes;        /* [ndim] unsharded shape; owned */
-    int64_t *strides; /* [ndim] unsharded, as it came: the dimensions of a dense tensor may have any order; owned */
-    zs_range owned;   /* the elements that this rank owns */
-    zs_range in_shard; /* their place in the shard */
-    uint32_t version;  /* version counter when the unit became FULL: finds in-place writes that would be lost */
-    /* The .grad while gradients stay on this rank: a view of the unit's local gradients, unsharded; NULL without them;
-     * owned. */
+    int64_t numel;         /* elements, whole */
+    int ndim;              /* dimensions, whole */
+    int64_t *sizes;        /* [ndim] whole shape; owned */
+    int64_t *strides; /* [ndim] while it is whole, as it came: the dimensions of a dense tensor have any order; owned */
+    zs_range owned;   /* which of its elements this rank owns */
+    zs_range in_shard; /* where they lie in the shard */
+    uint32_t version;  /* version counter when the unit became FULL: an in-place write there would be lost */
+    /* The .grad it has while gradients stay on this rank: a view of the unit's local gradients, whole; NULL if there
+     * are none; owned. */
     zs_tensor *local;
-    bool below;                 /* besides `local`, the grad shard holds an earlier, reduced gradient */
+    bool below;                 /* under `local`, the grad shard holds an earlier, reduced gradient */
     uint32_t shown;             /* version of `local` when it became .grad */
     bool has_grad;              /* its grad shard holds a gradient (set aside, or reduced in this backward) */
     bool reduced;               /* a new gradient was reduced in this backward */
-    uint64_t loaded, loaded_in; /* digest and number of its last load; see history.h */
-    bool watched;               /* a script took its `.data` while it was unsharded; see zs_unit_watch */
+    uint64_t loaded, loaded_in; /* see history.h: what was, and the load's number */
+    bool watched;               /* a script has got its `.data` while it was whole; see zs_unit_watch */
     uint64_t content;           /* (watched) a digest of its elements at that time */
-    bool held;                  /* it had a gradient when this backward began, to which the new one is added */
-    bool removed;               /* removed from its module: counts as frozen */
+    bool held;                  /* it had a gradient when this backward began, which the new one goes on top of */
+    bool removed;               /* no module has it any more: it counts as frozen */
 } zs_param;
 
-/* Parameters of one dtype, all trainable or all frozen. With mixed precision the compute dtype differs: then `low` has this
- * rank's shard in the compute dtype, cast anew for each forward, and the full buffer has that dtype. */
+/* Parameters of one dtype, all trainable or all frozen. With mixed precision they are computed with in another
+ * dtype: then `low` has this rank's shard cast to it, made anew for each forward, and the full buffer is of that
+ * dtype. */
 typedef struct zs_flat {
     zs_dtype dtype;                 /* of the parameters at rest, their gradients and the optimizer's state */
     zs_dtype compute;               /* of the full buffer, in forward and backward */
-    zs_dtype wire;                  /* of gradients on their way */
-    zs_wire code;                   /* how parameters travel between hosts, unless they are gathered `exact` */
+    zs_dtype wire;                  /* in which gradients travel */
+    zs_wire code;                   /* how parameters cross hosts, unless they are gathered `exact` */
     size_t compute_size, wire_size; /* bytes per element */
     bool trainable;
-    bool thawed;    /* unfrozen after wrapping */
-    bool reordered; /* some are not row-major unsharded; shards and gathered bytes are */
+    bool thawed;    /* it is since the unit was made, when all its parameters were frozen */
+    bool reordered; /* some are not row-major while they are whole; shards and what is gathered are */
     zs_layout layout;
-    zs_flat_mem mem;           /* shard, and full if the transport maps it; unused in units that are always unsharded */
-    zs_flat_mem low;           /* the same in `compute`, if that is another dtype; unused in replicated units */
-    zs_flat_mem secondary;     /* the secondary shard, gathered from instead; see secondary.h */
-    bool spoiled;              /* `secondary` is invalid */
+    zs_flat_mem mem;           /* shard, and full if the transport maps it; for units that are always whole: unused */
+    zs_flat_mem low;           /* the same in `compute`, if that is another dtype; for replicated units: unused */
+    zs_flat_mem secondary;     /* what is gathered from instead, where a copy is kept between steps; see secondary.h */
+    bool spoiled;              /* `secondary` may hold anything */
     zs_mem *full_mem;          /* bytes under the full storage now: mapped, private or a slot; NULL while sharded */
-    zs_gathering *gathering;   /* the gather in flight; owned */
+    zs_gathering *gathering;   /* its gather is under way; owned */
     zs_storage *full;          /* owned */
-    zs_storage *shard;         /* of parameters at rest; owned; NULL if they are always unsharded */
-    zs_mem *grad_mem;          /* grad shard (full gradient if replicated); NULL if frozen; owned reference */
+    zs_storage *shard;         /* where parameters are at rest; owned; NULL if they are always whole */
+    zs_mem *grad_mem;          /* grad shard (whole gradient if replicated); NULL if frozen; owned reference */
     zs_storage *grads;         /* storage on grad_mem; owned */
-    zs_mem *spare_mem;         /* alternates with grad_mem, see kept_grads.h; NULL: none; owned reference */
+    zs_mem *spare_mem;         /* what takes turns with grad_mem, see kept_grads.h; NULL: nothing; owned reference */
     zs_storage *keep_gathered; /* storage on spare_mem; owned */
-    int slice;                 /* its index among the trainable flats */
-    size_t slice_bytes;        /* bytes of one rank's shard in the bucket; 0 if frozen */
+    int trainable_index;       /* its number among the trainable ones */
+    size_t wire_shard_bytes;   /* bytes of one rank's shard in the bucket; 0 if frozen */
     size_t bucket_offset;      /* where this flat begins in the bucket */
-    zs_storage *local;         /* storage on the unit's local gradients; NULL without them; owned */
-    char *in_use;              /* (on disk) what the pager keeps resident; NULL: nothing; borrowed */
+    zs_storage *local;         /* storage on the unit's local gradients, NULL if there are none; owned */
+    char *in_use;              /* (on disk) what the pager was told is wanted, NULL: nothing; borrowed */
     size_t in_use_bytes;
 } zs_flat;
 
@@ -104,104 +106,79 @@ static inline size_t zs_flat_wire_bytes(const zs_flat *flat)
     return (size_t)zs_layout_full_numel(&flat->layout) * flat->wire_size;
 }
 
-/* Bytes of this rank's shard in the compute dtype. */
+/* Bytes of this rank's shard in the dtype that is computed with. */
 static inline size_t zs_flat_low_bytes(const zs_flat *flat)
 {
     return (size_t)flat->layout.shard_numel * flat->compute_size;
 }
 
-/* The memory of this rank's parameters at rest. */
+/* Where the parameters that this rank holds lie at rest. */
 static inline char *zs_flat_home(const zs_flat *flat)
 {
     return flat->mem.shard != NULL ? flat->mem.shard : flat->full_mem->ptr;
 }
 
 struct zs_unit {
-    zs_record record;      /* the schedule's; first */
+    zs_record record;      /* the schedule's */
     zs_refs refs;          /* counted references */
-    zs_context *context;   /* counted reference to its engine; changes when an outer FSDP() takes the unit over */
+    zs_context *context;   /* counted reference of its engine; changes when an outer FSDP() takes the unit over */
     char *name;            /* owned */
-    char *sharded_message; /* the error of an access to a resharded full buffer; owned */
+    char *sharded_message; /* what touching a sharded full buffer raises; owned */
     zs_strategy strategy;
-    bool exact; /* the full buffer, or the next one, has the parameters' own dtype: a script reads them */
-    bool written_in_forward; /* a script has written to its shards since this forward last gathered it */
+    bool exact; /* the full buffer, or the next one, has the parameters as they are: they are read by hand */
+    bool written_in_forward; /* a script has written to its shards since this forward gathered it last */
     zs_unit_offload offloads;
-    int part;         /* the index of the shard that this rank holds, or if replicated, sums */
-    zs_wire code;     /* how its gradients travel between hosts */
-    double divisor;   /* of sums of gradients; 0: the number of ranks */
-    bool in_backward; /* this backward has reached it: its gradients are set aside */
-    bool gone;        /* its module was freed; references to parameters keep the unit alive, on each rank for its own time */
+    int shard;        /* which shard of each flat this rank holds, or if replicated, sums */
+    zs_wire code;     /* how its gradients cross hosts */
+    double divisor;   /* what sums of gradients are divided by; 0: the number of ranks */
+    bool in_backward; /* this backward has reached it: gradients set aside */
+    bool gone;        /* its module is: parameters that somebody holds still hold it, on each rank for another time */
     zs_param *params; /* [n_params]; owned */
     int64_t n_params;
     zs_flat flats[ZS_MAX_FLATS];
     int n_flats;
     zs_cunit *cunit; /* NULL if nothing is ever reduced */
-    uint64_t *
-        used; /* bitmap of parameters packed in this round, ZS_ROUND_BITS more, an offer, and a zs_fingerprint; owned */
-    uint64_t *arrived; /* [used_words] those of them that came in this backward; part of `used`'s memory */
-    uint64_t *kept;    /* [used_words] (replicated) those whose .grad has not been reduced since; likewise */
-    size_t used_words;
-    zs_mem *local;   /* unreduced gradients of earlier backwards, with a bucket's layout; NULL: none */
-    bool grads_held; /* some grad shard has been written since its pages were freed */
-    zs_in_backward_state *stepping; /* its step in backward; NULL: none; owned; see in_backward.h */
-    bool reshard_by_hand;           /* users have set whether it reshards after forward */
-    bool borrows;                   /* (stepped in backward) its gradients have memory only from the sum to the step */
-    void *py_owner;  /* the Python object that updates the parameters' classes; NULL: none; borrowed; see zs_unit_set_py_owner */
-    bool bound_full; /* (with an owner) the parameters' class is to be that of the full buffer */
-    bool shown_full; /* (with an owner) it is */
+    /* Bitmaps of parameters, in one piece of memory that the first owns: */
+    uint64_t *used;    /* packed in this round */
+    uint64_t *arrived; /* those of them that came in this backward */
+    uint64_t *kept;    /* (replicated) whose .grad has not been reduced since */
+    zs_mem *local;     /* gradients of earlier backwards that have not been reduced, laid out as a bucket; NULL: none */
+    bool grads_held;   /* some grad shard has been written since its pages were given back */
+    zs_in_backward_state *stepping; /* how it is stepped in backward; NULL: it is not; owned; see in_backward.h */
+    bool reshard_by_hand;           /* users have said whether it is resharded after forward */
+    bool borrows;                   /* then all of it is: its gradients have memory from the sum to the step only */
+    void *
+        /* who shows Python the parameters as sharded or whole; NULL: nobody; borrowed; see zs_unit_set_py_owner */
+        py_owner;
+    bool bound_full; /* (with an owner) they are to be seen as bound to the full buffer */
+    bool shown_full; /* (with an owner) and so they were when they were shown last */
 };
 
-/* The unit of a schedule's record. */
+/* The unit that a record of the schedule is. */
 static inline zs_unit *zs_unit_of(zs_record *record)
 {
     return (zs_unit *)record;
 }
 
-/* What a rank says of a round beyond which parameters it used, as bits of `used` after theirs. */
-enum {
-    ZS_ROUND_GAVE_UP, /* its backward has failed */
-    ZS_ROUND_OVER,    /* its backward does not need the unit again */
-    ZS_ROUND_HELD,    /* it has earlier gradients, to which the sum is added */
-    ZS_ROUND_BITS
-};
-
-/* Where in `used` such a bit stands. */
-static inline int64_t zs_unit_round_bit(const zs_unit *unit, int bit)
+/* Words of a bitmap of its parameters. */
+static inline size_t zs_unit_bitmap_words(const zs_unit *unit)
 {
-    return unit->n_params + bit;
+    return ((size_t)unit->n_params + 63) / 64;
 }
 
-/* Words of `used`: bits, and behind them the rank's offer (context.h), and what it has done to the model (a zs_fingerprint). */
-static inline size_t zs_unit_used_words(const zs_unit *unit)
-{
-    return ((size_t)unit->n_params + ZS_ROUND_BITS + 63) / 64 + 1 + ZS_FINGERPRINT_WORDS;
-}
-
-/* Where in a rank's `used` these begin. */
-static inline size_t zs_unit_fingerprint_at(const zs_unit *unit)
-{
-    return zs_unit_used_words(unit) - ZS_FINGERPRINT_WORDS;
-}
-
-/* The first of them. */
-static inline size_t zs_unit_offer_at(const zs_unit *unit)
-{
-    return zs_unit_fingerprint_at(unit) - 1;
-}
-
-/* Does the full buffer, or the next one, have another dtype than the parameters at rest? */
+/* Is the full buffer, as it is to be now, of another dtype than the parameters at rest? */
 static inline bool zs_flat_is_lowered(const zs_unit *unit, const zs_flat *flat)
 {
     return !unit->exact && flat->compute != flat->dtype;
 }
 
-/* How the bytes of that full buffer travel between hosts. */
+/* How what that full buffer is made of crosses hosts. */
 static inline zs_wire zs_flat_code(const zs_unit *unit, const zs_flat *flat)
 {
     return unit->exact ? ZS_WIRE_EXACT : flat->code;
 }
 
-/* Does the unit compute with other values than its parameters': in another dtype, or decoded from a wire code? */
+/* Are any of its parameters computed with as something else than they are: in another dtype, or as codes have them? */
 static inline bool zs_unit_is_mixed(const zs_unit *unit)
 {
     for (int f = 0; f < unit->n_flats; f++)
@@ -209,7 +186,7 @@ static inline bool zs_unit_is_mixed(const zs_unit *unit)
     return false;
 }
 
-/* What that full buffer is gathered from. */
+/* What that full buffer is made of. */
 static inline const zs_flat_mem *zs_flat_source(const zs_unit *unit, const zs_flat *flat)
 {
     bool lowered = zs_flat_is_lowered(unit, flat);
@@ -217,25 +194,25 @@ static inline const zs_flat_mem *zs_flat_source(const zs_unit *unit, const zs_fl
     return lowered ? &flat->low : &flat->mem;
 }
 
-/* Bytes of a flat's full buffer, in its parameters' own dtype (`exact`) or in the compute dtype. */
+/* Bytes of a flat's full buffer, of its parameters' own dtype or of the one that is computed with. */
 static inline size_t zs_flat_full_bytes_as(const zs_flat *flat, bool exact)
 {
     return (size_t)zs_layout_full_numel(&flat->layout) * (exact ? flat->layout.itemsize : flat->compute_size);
 }
 
-/* Bytes of its full buffer now. */
+/* Those that it has now. */
 static inline size_t zs_flat_full_bytes(const zs_unit *unit, const zs_flat *flat)
 {
     return zs_flat_full_bytes_as(flat, unit->exact);
 }
 
-/* Bytes of this rank's part of the flat's parameters at rest; its gradients take as many. */
+/* Bytes that this rank has of the flat's parameters at rest; of its gradients as many. */
 static inline size_t zs_flat_own_bytes(const zs_unit *unit, const zs_flat *flat)
 {
     return unit->record.is.replicated ? zs_layout_full_bytes(&flat->layout) : zs_layout_shard_bytes(&flat->layout);
 }
 
-/* Mixed precision; ZS_BYTES: the parameters' own dtype. */
+/* Mixed precision; ZS_BYTES: the parameters' own. */
 typedef struct zs_precision {
     zs_dtype compute; /* of parameters in forward and backward */
     zs_dtype wire;    /* of gradients on their way; the default is `compute` */
@@ -248,117 +225,123 @@ typedef struct zs_unit_spec {
     const char *const *names;  /* [n_params] dotted names in the model; copied */
     zs_tensor *const *tensors; /* [n_params] strong handles; borrowed */
     zs_precision precision;    /* of its floating-point parameters */
-    const bool *keep;          /* [n_params] those that keep their own dtype; NULL: none */
-    /* Sizes only: the unit gets no memory, and the parameters (which may be on the meta device) stay as they are. */
+    const bool *keep;          /* [n_params] those that keep their own dtype all the same; NULL: none */
+    /* Only the sizes of such a unit: it gets no memory, and the parameters (which may be on the meta device) stay as
+     * they are. */
     bool dry_run;
 } zs_unit_spec;
 
-/* Checks whether a unit can be created: fails as zs_unit_new does, and changes nothing. */
+/* Could a unit be made of these? Fails as zs_unit_new does, and changes nothing. */
 zs_status zs_unit_check(const zs_unit_spec *spec);
 
-/* New unit of a model (in engine/unit_life.c; `context` is an engine's): allocates flats and shards, copies this rank's shard
- * of each parameter, and rebinds the parameters. All ranks create the same units in the same order. ZS_ERR_VALUE, naming the
- * parameter, for those that cannot be sharded (another device, meta, sparse); the parameters are then unchanged. */
+/* (This, and its death, are engine/unit_life.c's: `context` is that of an engine.) New unit of a model: makes flats
+ * and shards, copies this rank's part of each parameter into its shard, rebinds the parameters. All ranks make the
+ * same units in the same order. ZS_ERR_VALUE for what cannot be sharded (not on the CPU, meta, sparse), naming the
+ * parameter; the parameters are then as before. */
 zs_status zs_unit_new(zs_context *context, const zs_unit_spec *spec, zs_unit **out);
 
-/* Has a parameter of a frozen flat been unfrozen? Frozen flats are not reduced. */
+/* Does a parameter require a gradient that lies among frozen ones, which are not reduced? */
 bool zs_unit_is_thawing(const zs_unit *unit);
 
-/* (Between passes, on all ranks) Reduces the gradients of such flats from now on: gives them memory and a place in the bucket.
- * Parameters stay where they are. ZS_ERR_STATE with unreduced gradients, or if the unit is stepped in backward. */
+/* (Between passes, on all ranks) Has the gradients of such flats reduced from now on: they get memory and a place in
+ * the bucket. Where parameters lie does not change. ZS_ERR_STATE with unreduced gradients, or where it is stepped in
+ * backward. */
 zs_status zs_unit_thaw(zs_unit *unit);
 
-/* Adds / drops a reference (the last drop frees). The signatures fit zs_hook. */
+/* Adds a reference / gives one back (the last one frees). Shapes fit zs_hook. */
 void zs_unit_retain(void *unit);
 void zs_unit_release(void *unit);
 
-/* Sets how long the unit stays unsharded: FULL_SHARD or SHARD_GRAD_OP, for a unit created as one of them. */
+/* Sets how long it is unsharded: FULL_SHARD or SHARD_GRAD_OP, of a unit that was made as one of them. */
 void zs_unit_set_strategy(zs_unit *unit, zs_strategy strategy);
 
-/* Renames the unit and its parameters, as in an outer model. */
+/* Gives the unit, and with it its parameters, the name that it has in an outer model. */
 zs_status zs_unit_rename(zs_unit *unit, const char *name);
 
-/* Are the parameters unsharded now? */
+/* Are the parameters whole right now? */
 static inline bool zs_unit_is_full(const zs_unit *unit)
 {
     return zs_record_is_full(&unit->record);
 }
 
-/* The schedule's actions of these names, on a unit. */
+/* What the schedule's actions of these names do to a unit. */
 zs_status zs_unit_gather(zs_unit *unit);
 zs_status zs_unit_bind(zs_unit *unit);
-zs_status zs_unit_cancel(zs_unit *unit);
+zs_status zs_unit_cancel(zs_record *record);
 zs_status zs_unit_reshard(zs_unit *unit);
 
-/* A script is about to take the `.data` of parameter `i`; writes to it are invisible. If the unit is FULL: moves the
- * parameter's elements to private memory, where no peer sees a write, and keeps a digest, which zs_unit_reshard compares. */
+/* A script is about to get a `.data` of parameter `i`, by which it may write without a trace. If the unit is FULL:
+ * puts the parameter's elements into memory of this rank's own, where no peer sees a write, and remembers a digest
+ * of them, which zs_unit_reshard compares. */
 zs_status zs_unit_watch(zs_unit *unit, int64_t i);
 
-/* Sets the Python object that updates the classes of this unit's parameters, which are sharded now; NULL clears it. */
+/* The object that shows Python this unit's parameters, which are sharded now, or NULL when it dies. */
 void zs_unit_set_py_owner(zs_unit *unit, void *py_owner);
 
-/* (With an owner) Sets whether Python sees the parameters as unsharded, as in the unit's own forward. */
+/* (With an owner) From now on Python is to see them as unsharded, as in the unit's own forward, or not. */
 void zs_unit_show_full(zs_unit *unit, bool full);
 
-/* Are the parameters' Python classes up to date? */
+/* Does Python see the parameters as what they are? */
 static inline bool zs_unit_class_is_current(const zs_unit *unit)
 {
     return unit->bound_full == unit->shown_full;
 }
 
-/* Notes that they are. */
+/* Now it does. */
 void zs_unit_note_class(zs_unit *unit);
 
-/* Sets what the next gather brings: the parameters' own dtype (`exact`), or the compute dtype. */
+/* What the next gather brings: the parameters as they are (`exact`), or what is computed with. */
 void zs_unit_set_exact(zs_unit *unit, bool exact);
 
-/* (Pinned) Moves the unsharded parameters to a private copy, if they are views of peers' shards. */
+/* (Pinned) Puts a copy of this unit's own under its unsharded parameters, where they are a view of peers' shards. */
 zs_status zs_unit_copy_full(zs_unit *unit);
 
-/* (Pinned) Accepts writes to that copy; `keep`: copies this rank's shard of them. Outside of sessions, before the unit is
- * resharded. No-op for a unit that is not pinned. */
+/* (Pinned) What was written to that copy is no error: `keep`: this rank's shard of it is kept. Outside of
+ * sessions, before it is resharded. No-op for a unit that is not pinned. */
 zs_status zs_unit_accept(zs_unit *unit, bool keep);
 
-/* (Mixed precision) Casts this rank's shards to the compute dtype. Call where no peer reads. */
+/* (Mixed precision) Casts this rank's shards to the dtype that is computed with. Call where no peer reads. */
 zs_status zs_unit_cast(const zs_unit *unit);
 
-/* Does zs_unit_cast do anything? */
+/* Does that do anything? */
 bool zs_unit_has_casts(const zs_unit *unit);
 
-/* Have scripts moved parameters to other memory (`p.data = t`, load_state_dict(assign=True), .to())? */
+/* Have parameters been moved off their storage (`p.data = t`, load_state_dict(assign=True), .to())? */
 bool zs_unit_is_moved(const zs_unit *unit);
 
-/* Copies moved parameters back, or fails with ZS_ERR_VALUE naming the parameter. Call where no peer reads. */
+/* Writes those back, or fails with ZS_ERR_VALUE naming the parameter. Call where no peer reads. */
 zs_status zs_unit_write_back(zs_unit *unit);
 
-/* Binds one parameter to its memory at rest. */
+/* Binds one parameter to where it lives at rest. */
 zs_status zs_unit_bind_local(zs_unit *unit, zs_param *param);
 
-/* Copies the full parameter `i` to `dst` (row-major), in memory of `where`: its device or the host. The unit must be FULL. */
+/* Copies the unit's whole parameter `i` to `dst` (row-major), memory of `where`: its device or the host. The unit
+ * must be FULL. */
 zs_status zs_unit_read_param(const zs_unit *unit, int64_t i, void *dst, zs_where where);
 
-/* The error of an access to the resharded full buffer of the unit `name`; new, NULL if out of memory. */
+/* The error of an access to the sharded full buffer of a unit called `name`; new, NULL if out of memory. */
 char *zs_unit_message(const char *name);
 
-/* Begins a profiler range "zshard::WHAT (UNIT)"; new, see base/profile.h. */
+/* Begins a range "zshard::WHAT (UNIT)" that a profiler shows; new, see base/profile.h. */
 zs_profile *zs_unit_profile(const zs_unit *unit, const char *what);
 
-/* Bytes of: this rank's parameters at rest, with casts; the full buffer; the bucket. */
+/* Bytes: this rank's parameters at rest, with what is cast; the whole full buffer; the bucket. */
 size_t zs_unit_shard_bytes(const zs_unit *unit);
 size_t zs_unit_full_bytes(const zs_unit *unit);
 size_t zs_unit_bucket_bytes(const zs_unit *unit);
 
-/* Bytes of the copy in the compute dtype (0: none); of the secondary shard. */
+/* Bytes of its copy in the dtype that is computed with (0: none), and of what is kept between steps. */
 size_t zs_unit_low_bytes(const zs_unit *unit);
 size_t zs_unit_secondary_bytes(const zs_unit *unit);
 
-/* Do the unit's gradients leave autograd's memory? With world size 1 they stay there, unless they have to be cast. */
+/* Do the unit's gradients ever leave this rank, or its parameters' storage? In a world of one they stay where
+ * autograd puts them, unless they have to be cast. */
 bool zs_unit_reduces(const zs_unit *unit);
 
-/* The transport's description of the unit's gradients. */
+/* What the transport is told of the unit's gradients. */
 zs_cunit_spec zs_unit_round_spec(const zs_unit *unit);
 
-/* Bytes of this rank's gradients, except those that borrow a slot. */
+/* Bytes of this rank's gradients, but for those that borrow a slot. */
 size_t zs_unit_grad_bytes(const zs_unit *unit);
 
 #endif

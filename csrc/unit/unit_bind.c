@@ -1,7 +1,8 @@
-/* unit_bind.c - rebinds a unit's parameters, and gathers. Parameters that users moved: moved.c.
+/* unit_bind.c - what a unit's parameters point to: rebinding and gathering. Parameters that users moved: moved.c.
  *
- * Storage identity shows what happened. A parameter that is not on the storage that its unit bound it to was replaced by the
- * user; one whose version counter changed while its unit was FULL was written to in memory that is about to be freed.
+ * Storage identity tells everything. A parameter that no longer lies on the storage that its unit bound
+ * it to was replaced by the user; one whose version counter moved while its unit was FULL was written to in a place
+ * that is about to be given back.
  */
 #include "base/fold.h"
 #include "device/device.h"
@@ -15,7 +16,7 @@
 
 #include <stdlib.h>
 
-/* --- binding ------------------------------------------------------------------------------------------------------- */
+/* --- binding ------------------------------------------------------------------------------------------------------ */
 
 /* Of which dtype the full buffer is now. */
 static zs_dtype full_dtype(const zs_unit *unit, const zs_flat *flat)
@@ -57,8 +58,8 @@ static bool comes_ordered(const zs_unit *unit, const zs_flat *flat, const zs_fla
     return !unit->record.is.replicated && flat->secondary.mem != NULL && from != &flat->secondary;
 }
 
-/* A gather fills slots that ranks share with equal bytes, and completes only with all of them; what this rank alone fills goes
- * to a slot of its own. */
+/* A gather puts the same into slots that ranks share, and lets none of them go on with less than all; what this rank
+ * puts there itself, it puts into its own. */
 static zs_status take_slot(const zs_unit *unit, const zs_flat *flat, const zs_flat_mem *from, zs_mem **slot)
 {
     zs_arena *arena = unit->context->arena;
@@ -116,8 +117,8 @@ static zs_status finish_flat(zs_unit *unit, zs_flat *flat)
 
 static void clear_full_storage(zs_unit *unit, zs_flat *flat)
 {
-    /* Clearing drops bytes and sets a message; it can fail only for lack of memory for the message, after dropping the
-     * bytes. */
+    /* Clearing only drops bytes and sets a message; it can fail on memory for that message alone, and then the old
+     * bytes are gone all the same. */
     (void)zs_storage_clear(flat->full, unit->sharded_message);
     zs_offload_done_flat(flat);
     if (flat->full_mem == NULL) return;
@@ -139,7 +140,8 @@ static zs_status bind_full(zs_unit *unit, int64_t i)
     return unit->context->calls->hook_param(unit, i);
 }
 
-/* Where there are parameters that are not row-major: writes all of the flat as they are to be, into a slot of this rank's. */
+/* Where there are parameters that are not row-major: writes all of the flat as they are to be, into a slot of this
+ * rank's. */
 static zs_status put_in_order(zs_unit *unit, zs_flat *flat)
 {
     zs_arena *arena = unit->context->arena;
@@ -160,7 +162,7 @@ static zs_status put_in_order(zs_unit *unit, zs_flat *flat)
     return status;
 }
 
-/* --- what Python sees -------------------------------------------------------------------------------------------- */
+/* --- what Python sees --------------------------------------------------------------------------------------------- */
 
 /* Whoever holds the GIL next shows them so. */
 void zs_unit_show_full(zs_unit *unit, bool full)
@@ -182,10 +184,11 @@ void zs_unit_note_class(zs_unit *unit)
     unit->shown_full = unit->bound_full;
 }
 
-/* --- gathering ----------------------------------------------------------------------------------------------------- */
+/* --- gathering ---------------------------------------------------------------------------------------------------- */
 
-zs_status zs_unit_cancel(zs_unit *unit)
+zs_status zs_unit_cancel(zs_record *record)
 {
+    zs_unit *unit = zs_unit_of(record);
     zs_status status = ZS_OK;
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
@@ -205,7 +208,7 @@ zs_status zs_unit_gather(zs_unit *unit)
     zs_status status = ZS_OK;
     for (int f = 0; f < unit->n_flats && status == ZS_OK; f++)
         status = begin_flat(unit, &unit->flats[f]);
-    if (status != ZS_OK) (void)zs_unit_cancel(unit);
+    if (status != ZS_OK) (void)zs_unit_cancel(&unit->record);
     return status;
 }
 
@@ -221,11 +224,11 @@ zs_status zs_unit_bind(zs_unit *unit)
     if (status == ZS_OK)
         zs_unit_show_full(unit, true);
     else
-        (void)zs_unit_cancel(unit);
+        (void)zs_unit_cancel(&unit->record);
     return status;
 }
 
-/* --- writes that leave no trace ------------------------------------------------------------------------------------ */
+/* --- writes that leave no trace ----------------------------------------------------------------------------------- */
 
 /* A digest of the parameter's elements, wherever they are. */
 static zs_status digest(const zs_param *param, uint64_t *out)
@@ -266,7 +269,7 @@ static zs_status copy_flat(zs_unit *unit, zs_flat *flat)
         zs_arena_give(arena, shared);
         zs_mem_release(shared);
     }
-    flat->full_mem = copy; /* freed like a slot; the arena ignores it */
+    flat->full_mem = copy; /* given back as a slot is, of which the arena then knows nothing */
     return ZS_OK;
 }
 
@@ -291,7 +294,7 @@ static zs_status check_watched(zs_param *param, bool *written)
     return ZS_OK;
 }
 
-/* --- sharded again ------------------------------------------------------------------------------------------------- */
+/* --- sharded again ------------------------------------------------------------------------------------------------ */
 
 static zs_status bind_sharded(zs_unit *unit, zs_param *param)
 {
@@ -329,7 +332,7 @@ zs_status zs_unit_reshard(zs_unit *unit)
     return status;
 }
 
-/* --- units that are pinned ------------------------------------------------------------------------------------------ */
+/* --- units that are pinned ---------------------------------------------------------------------------------------- */
 
 void zs_unit_set_exact(zs_unit *unit, bool exact)
 {

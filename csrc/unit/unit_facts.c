@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* --- names ------------------------------------------------------------------------------------------------------------ */
+/* --- names -------------------------------------------------------------------------------------------------------- */
 
 char *zs_unit_message(const char *name)
 {
@@ -57,7 +57,7 @@ zs_status zs_unit_rename(zs_unit *unit, const char *name)
     return ZS_OK;
 }
 
-/* --- sizes ------------------------------------------------------------------------------------------------------------ */
+/* --- sizes -------------------------------------------------------------------------------------------------------- */
 
 size_t zs_unit_shard_bytes(const zs_unit *unit)
 {
@@ -96,7 +96,7 @@ size_t zs_unit_bucket_bytes(const zs_unit *unit)
 {
     size_t total = 0;
     for (int f = 0; f < unit->n_flats; f++)
-        if (unit->flats[f].slice_bytes > 0) total += zs_flat_wire_bytes(&unit->flats[f]);
+        if (unit->flats[f].wire_shard_bytes > 0) total += zs_flat_wire_bytes(&unit->flats[f]);
     return total;
 }
 

@@ -9,10 +9,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* The number of shards of the unit's flat buffers, which ranks hold, or if replicated, sum. */
-static int parts_of(const zs_unit *unit)
+/* How many shards the unit's flats are cut into: for ranks to hold, or if replicated, to sum. */
+static int shards_of(const zs_unit *unit)
 {
-    return unit->record.is.replicated ? unit->context->ranks.all->world : unit->context->n_parts;
+    return unit->record.is.replicated ? unit->context->ranks.all->world : unit->context->n_shards;
 }
 
 /* To which multiple of bytes. */
@@ -41,7 +41,7 @@ static zs_status lay_out_flat(zs_unit *unit, int f)
     for (int64_t i = 0; i < unit->n_params; i++)
         if (unit->params[i].flat == f) numels[n++] = unit->params[i].numel;
     size_t itemsize = flat->layout.itemsize, smallest = smallest_size(flat);
-    zs_status status = zs_layout_new(numels, n, smallest, parts_of(unit), shard_align(unit), &flat->layout);
+    zs_status status = zs_layout_new(numels, n, smallest, shards_of(unit), shard_align(unit), &flat->layout);
     zs_layout_widen(&flat->layout, itemsize);
     free(numels);
     ZS_TRY(status);
@@ -51,9 +51,9 @@ static zs_status lay_out_flat(zs_unit *unit, int f)
         if (param->flat != f) continue;
         param->offset = flat->layout.offsets[k];
         param->owned =
-            unit->record.is.replicated ? (zs_range){0, param->numel} : zs_layout_owned(&flat->layout, k, unit->part);
+            unit->record.is.replicated ? (zs_range){0, param->numel} : zs_layout_owned(&flat->layout, k, unit->shard);
         param->in_shard = unit->record.is.replicated ? (zs_range){param->offset, param->numel}
-                                                     : zs_layout_in_shard(&flat->layout, k, unit->part);
+                                                     : zs_layout_in_shard(&flat->layout, k, unit->shard);
         k++;
     }
     return ZS_OK;
@@ -128,12 +128,12 @@ bool zs_unit_reduces(const zs_unit *unit)
 static void lay_out_gradients(zs_unit *unit)
 {
     size_t offset = 0;
-    int slices = 0;
+    int trainable = 0;
     for (int f = 0; f < unit->n_flats; f++) {
         zs_flat *flat = &unit->flats[f];
         if (!flat->trainable) continue;
-        flat->slice = slices++;
-        flat->slice_bytes = (size_t)flat->layout.shard_numel * flat->wire_size;
+        flat->trainable_index = trainable++;
+        flat->wire_shard_bytes = (size_t)flat->layout.shard_numel * flat->wire_size;
         flat->bucket_offset = offset;
         offset += zs_flat_wire_bytes(flat);
     }
@@ -142,15 +142,14 @@ static void lay_out_gradients(zs_unit *unit)
 zs_cunit_spec zs_unit_round_spec(const zs_unit *unit)
 {
     zs_cunit_spec spec = {.name = unit->name, .n_params = (size_t)unit->n_params};
-    spec.n_more = 64 * zs_unit_used_words(unit) - spec.n_params;
     spec.mode = unit->record.is.replicated ? ZS_REDUCE_ALL : ZS_REDUCE_SCATTER;
-    spec.parts = parts_of(unit);
+    spec.n_shards = shards_of(unit);
     spec.code = unit->code;
-    if (!unit->record.is.replicated) spec.part_of = unit->context->part_of;
+    if (!unit->record.is.replicated) spec.shard_of = unit->context->shard_of;
     for (int f = 0; f < unit->n_flats; f++) {
         if (!unit->flats[f].trainable) continue;
-        spec.wire[spec.n_slices] = unit->flats[f].wire;
-        spec.slice_bytes[spec.n_slices++] = unit->flats[f].slice_bytes;
+        spec.wire[spec.n_flats] = unit->flats[f].wire;
+        spec.shard_bytes[spec.n_flats++] = unit->flats[f].wire_shard_bytes;
     }
     return spec;
 }
@@ -174,13 +173,13 @@ static zs_status make_gradients(zs_unit *unit)
         zs_flat *flat = &unit->flats[f];
         if (flat->trainable && flat->grads == NULL) ZS_TRY(make_grad_memory(unit, flat));
     }
-    if (spec.n_slices == 0) return ZS_OK;
-    unit->used_words = zs_unit_used_words(unit);
-    if (unit->used == NULL) unit->used = calloc(3 * unit->used_words, sizeof *unit->used);
+    if (spec.n_flats == 0) return ZS_OK;
+    size_t words = zs_unit_bitmap_words(unit);
+    if (unit->used == NULL) unit->used = calloc(3 * words, sizeof *unit->used);
     if (unit->used == NULL)
         return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", zs_unit_label(unit->name));
-    unit->arrived = unit->used + unit->used_words;
-    unit->kept = unit->arrived + unit->used_words;
+    unit->arrived = unit->used + words;
+    unit->kept = unit->arrived + words;
     return zs_cunit_new(comm, &spec, &unit->cunit);
 }
 
@@ -215,7 +214,8 @@ zs_status zs_unit_take_values(zs_unit *unit)
     return ZS_OK;
 }
 
-/* How the flat's parameters cross hosts: as they are, where no gather does, or one that this rank's transport has no room for. */
+/* How the flat's parameters cross hosts: as they are, where no gather does, or one that this rank's transport has no
+ * room for. */
 static zs_wire code_of(const zs_unit *unit, const zs_flat *flat)
 {
     const zs_ranks *ranks = &unit->context->ranks;
@@ -233,7 +233,7 @@ zs_status zs_unit_lay_out(zs_unit *unit)
     }
     if (!zs_unit_reduces(unit)) return ZS_OK;
     lay_out_gradients(unit);
-    zs_record_set_reduces(&unit->record, zs_unit_round_spec(unit).n_slices > 0, zs_unit_bucket_bytes(unit));
+    zs_record_set_reduces(&unit->record, zs_unit_round_spec(unit).n_flats > 0, zs_unit_bucket_bytes(unit));
     return ZS_OK;
 }
 
@@ -246,7 +246,7 @@ zs_status zs_unit_take_memory(zs_unit *unit)
     return make_grad_views(unit);
 }
 
-/* --- thawing --------------------------------------------------------------------------------------------------------- */
+/* --- thawing ------------------------------------------------------------------------------------------------------ */
 
 bool zs_unit_is_thawing(const zs_unit *unit)
 {
@@ -287,11 +287,11 @@ static bool has_unfrozen(const zs_unit *unit, int f)
     return false;
 }
 
-/* Updates what the schedule and the transport know of the unit's flats. */
+/* What the unit tells the schedule and the transport, as its flats are now. */
 static void tell_reduces(zs_unit *unit)
 {
     lay_out_gradients(unit);
-    zs_record_set_reduces(&unit->record, zs_unit_round_spec(unit).n_slices > 0, zs_unit_bucket_bytes(unit));
+    zs_record_set_reduces(&unit->record, zs_unit_round_spec(unit).n_flats > 0, zs_unit_bucket_bytes(unit));
 }
 
 /* Gradients for flats that are trained from now on; the round of those before stays until the new one is made. */

@@ -30,7 +30,7 @@ static inline void meet(rank_env *env)
 
 /* --- rounds ---------------------------------------------------------------------------------------------------------- */
 
-enum { UNITS = 5, PARAMS = 70, SLICES = 2 };
+enum { UNITS = 5, PARAMS = 70, N_FLATS = 2 };
 
 /* What rank `rank` posts of unit `unit` in round `round`, as everybody can work out. */
 typedef struct posting {
@@ -52,13 +52,13 @@ static inline posting posting_of(int rank, int unit, int round)
 typedef struct test_unit {
     zs_cunit *cunit;
     zs_bucket bucket;
-    size_t slice[SLICES]; /* bytes */
-    int posted, summed;   /* rounds */
+    size_t shard[N_FLATS]; /* bytes */
+    int posted, summed;    /* rounds */
 } test_unit;
 
-static inline size_t slice_start(const test_unit *unit, int f, int r, int world)
+static inline size_t shard_start(const test_unit *unit, int f, int r, int world)
 {
-    return (size_t)world * (f == 0 ? 0 : unit->slice[0]) + (size_t)r * unit->slice[f];
+    return (size_t)world * (f == 0 ? 0 : unit->shard[0]) + (size_t)r * unit->shard[f];
 }
 
 static inline void make_units(rank_env *env, test_unit *units, zs_reduce_mode mode)
@@ -66,11 +66,11 @@ static inline void make_units(rank_env *env, test_unit *units, zs_reduce_mode mo
     for (int u = 0; u < UNITS; u++) {
         char name[32];
         snprintf(name, sizeof name, "blocks.%d", u);
-        units[u] = (test_unit){.slice = {(size_t)(u + 1) * 512, 64}};
-        zs_cunit_spec spec = {.name = name, .n_params = PARAMS, .n_slices = SLICES, .mode = mode};
-        memcpy(spec.slice_bytes, units[u].slice, sizeof units[u].slice);
+        units[u] = (test_unit){.shard = {(size_t)(u + 1) * 512, 64}};
+        zs_cunit_spec spec = {.name = name, .n_params = PARAMS, .n_flats = N_FLATS, .mode = mode};
+        memcpy(spec.shard_bytes, units[u].shard, sizeof units[u].shard);
         OK(zs_cunit_new(env->comm, &spec, &units[u].cunit));
-        size_t bytes = (size_t)env->world * (units[u].slice[0] + units[u].slice[1]);
+        size_t bytes = (size_t)env->world * (units[u].shard[0] + units[u].shard[1]);
         OK(zs_comm_bucket_new(env->comm, bytes, &units[u].bucket));
     }
 }
@@ -91,13 +91,16 @@ static inline void post_unit(rank_env *env, test_unit *unit, int u, bool always)
     CHECK(ready);
     posting p = posting_of(env->rank, u, ++unit->posted);
     bool present = p.present || always;
-    for (int f = 0; f < SLICES && present; f++)
+    for (int f = 0; f < N_FLATS && present; f++)
         for (int r = 0; r < env->world; r++) {
-            float *to = (float *)(void *)(unit->bucket.ptr + slice_start(unit, f, r, env->world));
-            for (size_t i = 0; i < unit->slice[f] / sizeof *to; i++)
+            float *to = (float *)(void *)(unit->bucket.ptr + shard_start(unit, f, r, env->world));
+            for (size_t i = 0; i < unit->shard[f] / sizeof *to; i++)
                 to[i] = p.base + (float)(f * 10 + r) + (float)i;
         }
-    OK(zs_cunit_post(env->comm, unit->cunit, present ? &unit->bucket : NULL, p.used));
+    zs_round_header *header = zs_cunit_header(unit->cunit);
+    header->flags = 0;
+    memcpy(header->used, p.used, sizeof p.used);
+    OK(zs_cunit_post(env->comm, unit->cunit, present ? &unit->bucket : NULL));
 }
 
 /* A GPU has got as far as the transport's stream has: what collect() gave may be read by this host. */
@@ -107,16 +110,16 @@ static inline void catch_up(rank_env *env)
     OK(zs_device_wait(env->comm->device));
 }
 
-/* Checks every byte of the own slices of all ranks; `all`: everybody posted a bucket. */
+/* Checks every byte of the own shards of all ranks; `all`: everybody posted a bucket. */
 static inline void read_sources(rank_env *env, test_unit *unit, int u, const zs_sources *from, bool all)
 {
     for (int r = 0; r < env->world; r++) {
         posting p = posting_of(r, u, unit->posted);
         CHECK((from->data[r] != NULL) == (p.present || all));
-        CHECK(memcmp(from->used[r], p.used, sizeof p.used) == 0);
-        for (int f = 0; f < SLICES && from->data[r] != NULL; f++) {
+        CHECK(memcmp(from->headers[r]->used, p.used, sizeof p.used) == 0);
+        for (int f = 0; f < N_FLATS && from->data[r] != NULL; f++) {
             const char *at = from->data[r] + from->at[f];
-            for (size_t i = 0; i < unit->slice[f] / sizeof(float); i++)
+            for (size_t i = 0; i < unit->shard[f] / sizeof(float); i++)
                 CHECK(((const float *)(const void *)at)[i] == p.base + (float)(f * 10 + env->rank) + (float)i);
         }
     }
@@ -148,7 +151,7 @@ static inline void rounds_in_a_row(rank_env *env)
     free_units(env, units);
 }
 
-/* In ZS_REDUCE_ALL each rank gets the other slices' sums too. */
+/* In ZS_REDUCE_ALL each rank gets the other shards' sums too. */
 static inline void sums_are_shared(rank_env *env)
 {
     test_unit units[UNITS];
@@ -163,15 +166,15 @@ static inline void sums_are_shared(rank_env *env)
             OK(zs_cunit_collect(env->comm, unit->cunit, true, &ready, &from));
             catch_up(env);
             read_sources(env, unit, u, &from, true);
-            for (int f = 0; f < SLICES; f++)
-                fill_pattern(unit->bucket.ptr + slice_start(unit, f, env->rank, env->world), unit->slice[f],
+            for (int f = 0; f < N_FLATS; f++)
+                fill_pattern(unit->bucket.ptr + shard_start(unit, f, env->rank, env->world), unit->shard[f],
                              (unsigned)(unit->posted * 100 + f * 10 + env->rank));
             OK(zs_cunit_share(env->comm, unit->cunit));
             OK(zs_cunit_collect_shared(env->comm, unit->cunit, true, &ready, &from));
             catch_up(env);
             for (int r = 0; r < env->world; r++)
-                for (int f = 0; f < SLICES; f++)
-                    CHECK(has_pattern(from.data[r] + slice_start(unit, f, r, env->world), unit->slice[f],
+                for (int f = 0; f < N_FLATS; f++)
+                    CHECK(has_pattern(from.data[r] + shard_start(unit, f, r, env->world), unit->shard[f],
                                       (unsigned)(unit->posted * 100 + f * 10 + r)));
             OK(zs_cunit_release(env->comm, unit->cunit));
         }
@@ -184,16 +187,15 @@ static inline void rounds_have_an_order(rank_env *env)
     make_units(env, units, ZS_REDUCE_SCATTER);
     bool ready = false;
     zs_sources from;
-    uint64_t used[2] = {0};
     FAILS(zs_cunit_collect(env->comm, units[0].cunit, true, &ready, &from), ZS_ERR_STATE, "blocks.0");
     FAILS(zs_cunit_release(env->comm, units[0].cunit), ZS_ERR_STATE, "release");
-    OK(zs_cunit_post(env->comm, units[0].cunit, NULL, used));
-    FAILS(zs_cunit_post(env->comm, units[0].cunit, NULL, used), ZS_ERR_STATE, "before round 1 was released");
+    OK(zs_cunit_post(env->comm, units[0].cunit, NULL));
+    FAILS(zs_cunit_post(env->comm, units[0].cunit, NULL), ZS_ERR_STATE, "before round 1 was released");
     OK(zs_cunit_collect(env->comm, units[0].cunit, true, &ready, &from));
     FAILS(zs_cunit_collect_shared(env->comm, units[0].cunit, true, &ready, &from), ZS_ERR_STATE, "collect_shared");
     OK(zs_cunit_release(env->comm, units[0].cunit));
     units[0].bucket.bytes = 64;
-    FAILS(zs_cunit_post(env->comm, units[0].cunit, &units[0].bucket, used), ZS_ERR_VALUE, "too small");
+    FAILS(zs_cunit_post(env->comm, units[0].cunit, &units[0].bucket), ZS_ERR_VALUE, "too small");
     free_units(env, units);
 }
 

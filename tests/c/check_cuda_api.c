@@ -17,7 +17,7 @@ _Static_assert(SAME(zs_cu_result, CUresult) && SAME(zs_cu_device, CUdevice) && S
 _Static_assert(SAME(zs_cu_context, CUcontext) && SAME(zs_cu_stream, CUstream) && SAME(zs_cu_event, CUevent), "");
 _Static_assert(SAME(zs_cu_library, CUlibrary) && SAME(zs_cu_kernel, CUkernel), "");
 _Static_assert(SAME(zs_cu_function, CUfunction), "");
-_Static_assert(SAME(zs_cu_attribute, CUdevice_attribute) && SAME(zs_cu_pointer_attribute, CUpointer_attribute), "");
+_Static_assert(SAME(zs_cu_attribute, CUdevice_attribute), "");
 _Static_assert(SAME(zs_cu_capture_status, CUstreamCaptureStatus), "");
 _Static_assert(SAME(zs_cu_capture_mode, CUstreamCaptureMode), "");
 _Static_assert(SAME(zs_cu_jit_option, CUjit_option) && SAME(zs_cu_library_option, CUlibraryOption), "");

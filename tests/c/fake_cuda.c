@@ -290,13 +290,6 @@ zs_cu_result fake_cuMemFree(zs_cu_ptr at)
     return at != 0 ? fake_free(at) : ZS_CU_SUCCESS;
 }
 
-zs_cu_result fake_cuMemGetInfo(size_t *left, size_t *total)
-{
-    BEGIN(true, "-");
-    fake_info(left, total);
-    return ZS_CU_SUCCESS;
-}
-
 zs_cu_result fake_cuMemHostAlloc(void **out, size_t bytes, unsigned int flags)
 {
     BEGIN(true, "bytes=%zu flags=%u", bytes, flags);
@@ -309,27 +302,6 @@ zs_cu_result fake_cuMemFreeHost(void *at)
     BEGIN(true, "at=%p", at);
     UNCAPTURED();
     return fake_unpin(at, true);
-}
-
-zs_cu_result fake_cuMemHostRegister(void *at, size_t bytes, unsigned int flags)
-{
-    BEGIN(true, "at=%p bytes=%zu flags=%u", at, bytes, flags);
-    UNCAPTURED();
-    return fake_pin(NULL, at, bytes);
-}
-
-zs_cu_result fake_cuMemHostUnregister(void *at)
-{
-    BEGIN(true, "at=%p", at);
-    return fake_unpin(at, false);
-}
-
-zs_cu_result fake_cuPointerGetAttribute(void *out, zs_cu_pointer_attribute attribute, zs_cu_ptr at)
-{
-    BEGIN(true, "attribute=%u at=%p", attribute, AT(at));
-    if (attribute != ZS_CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL) return ZS_CU_ERROR_INVALID_VALUE;
-    memcpy(out, &current->device, sizeof current->device);
-    return ZS_CU_SUCCESS;
 }
 
 typedef struct copying {
@@ -350,15 +322,6 @@ static void run_copy(const void *args)
     free(one->staged);
 }
 
-zs_cu_result fake_cuMemcpyDtoDAsync(zs_cu_ptr dst, zs_cu_ptr src, size_t bytes, zs_cu_stream stream)
-{
-    BEGIN(true, "stream=%d dst=%p src=%p bytes=%zu", STREAM_ID, AT(dst), AT(src), bytes);
-    INTO_STREAM();
-    copying one = {.dst = AT(dst), .src = AT(src), .bytes = bytes};
-    fake_submit(stream, run_copy, &one, sizeof one);
-    return ZS_CU_SUCCESS;
-}
-
 /* Queues a copy; what comes from pageable memory has been read when this returns, as with the real one. */
 static zs_cu_result queue_copy(zs_cu_stream stream, copying one, bool from_device)
 {
@@ -369,14 +332,6 @@ static zs_cu_result queue_copy(zs_cu_stream stream, copying one, bool from_devic
     }
     fake_submit(stream, run_copy, &one, sizeof one);
     return ZS_CU_SUCCESS;
-}
-
-zs_cu_result fake_cuMemcpyHtoDAsync(zs_cu_ptr dst, const void *src, size_t bytes, zs_cu_stream stream)
-{
-    BEGIN(true, "stream=%d dst=%p src=%p bytes=%zu", STREAM_ID, AT(dst), src, bytes);
-    INTO_STREAM();
-    if (!fake_pinned(src)) UNCAPTURED();
-    return queue_copy(stream, (copying){.dst = AT(dst), .src = src, .bytes = bytes}, false);
 }
 
 /* The driver finds out for itself which side is the host's. Nothing is forbidden to a capture here: with models on the CPU,

@@ -112,13 +112,10 @@ zs_cu_stream fake_stream_at_once(void);
 
 /* Calls of the driver, without their checks. */
 zs_cu_stream fake_stream_new(void);
-void fake_stream_free(zs_cu_stream stream);
-bool fake_stream_idle(zs_cu_stream stream);
 zs_cu_event fake_event_new(void);
 void fake_event_record(zs_cu_event event, zs_cu_stream stream);
 void fake_event_wait(zs_cu_stream stream, zs_cu_event event);
 bool fake_event_done(zs_cu_event event);
-void fake_event_synchronize(zs_cu_event event);
 
 /* --- memory (fake_cuda_memory.c) --------------------------------------------------------------------------------------- */
 

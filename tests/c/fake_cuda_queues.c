@@ -22,26 +22,12 @@ zs_cu_result fake_cuStreamCreateWithPriority(zs_cu_stream *out, unsigned int fla
     return ZS_CU_SUCCESS;
 }
 
-zs_cu_result fake_cuStreamDestroy(zs_cu_stream stream)
-{
-    BEGIN(false, "stream=%d", STREAM_ID);
-    fake_stream_free(stream);
-    return ZS_CU_SUCCESS;
-}
-
 zs_cu_result fake_cuStreamSynchronize(zs_cu_stream stream)
 {
     BEGIN(true, "stream=%d", STREAM_ID);
     UNCAPTURED();
     fake_drain(stream);
     return ZS_CU_SUCCESS;
-}
-
-zs_cu_result fake_cuStreamQuery(zs_cu_stream stream)
-{
-    BEGIN(true, "stream=%d", STREAM_ID);
-    UNCAPTURED();
-    return fake_stream_idle(stream) ? ZS_CU_SUCCESS : ZS_CU_ERROR_NOT_READY;
 }
 
 zs_cu_result fake_cuStreamWaitEvent(zs_cu_stream stream, zs_cu_event event, unsigned int flags)
@@ -112,14 +98,6 @@ zs_cu_result fake_cuEventQuery(zs_cu_event event)
     if (fake_event_captured(event)) return FAKE_CAPTURED_EVENT;
     UNCAPTURED();
     return fake_event_done(event) ? ZS_CU_SUCCESS : ZS_CU_ERROR_NOT_READY;
-}
-
-zs_cu_result fake_cuEventSynchronize(zs_cu_event event)
-{
-    BEGIN(false, "event=%p", (void *)event);
-    UNCAPTURED();
-    fake_event_synchronize(event);
-    return ZS_CU_SUCCESS;
 }
 
 zs_cu_result fake_cuEventDestroy(zs_cu_event event)

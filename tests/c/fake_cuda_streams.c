@@ -123,11 +123,6 @@ void fake_submit(zs_cu_stream stream, fake_work *work, const void *args, size_t 
     (void)pthread_mutex_unlock(&lock);
 }
 
-void fake_stream_free(zs_cu_stream stream)
-{
-    if (stream != NULL) fake_submit(stream, NULL, NULL, 0);
-}
-
 void fake_drain(zs_cu_stream stream)
 {
     if (stream == NULL) return;
@@ -145,15 +140,6 @@ void fake_drain_all(void)
     (void)pthread_mutex_unlock(&lock);
     for (; stream != NULL; stream = stream->next)
         fake_drain((zs_cu_stream)stream);
-}
-
-bool fake_stream_idle(zs_cu_stream stream)
-{
-    if (stream == NULL) return true;
-    (void)pthread_mutex_lock(&lock);
-    bool idle = of(stream)->done == of(stream)->given;
-    (void)pthread_mutex_unlock(&lock);
-    return idle;
 }
 
 /* --- events ------------------------------------------------------------------------------------------------------------- */
@@ -280,10 +266,4 @@ bool fake_event_done(zs_cu_event handle)
     bool done = one->done >= one->recorded;
     (void)pthread_mutex_unlock(&lock);
     return done;
-}
-
-void fake_event_synchronize(zs_cu_event handle)
-{
-    moment last = last_of(handle);
-    wait_for(&last);
 }

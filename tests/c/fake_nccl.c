@@ -197,66 +197,55 @@ zs_nccl_result ncclCommAbort(zs_nccl_handle handle)
     return end(comm, true);
 }
 
+/* zshard sends bytes. */
+static void check_type(zs_nccl_type type)
+{
+    if (type != ZS_NCCL_INT8) die("an operation on numbers of type %d", type);
+}
+
 /* --- operations -------------------------------------------------------------------------------------------------------- */
 
 zs_nccl_result ncclAllGather(const void *send, void *receive, size_t count, zs_nccl_type type, zs_nccl_handle handle,
                              zs_nccl_stream stream)
 {
+    check_type(type);
     fake *comm = enter(handle, F_AllGather);
     job *work = new_job(comm, F_AllGather, stream);
-    spread(work, send, false, receive, count * size_of(type));
+    spread(work, send, receive, count);
     return submit(comm, work, count);
 }
 
 zs_nccl_result ncclBroadcast(const void *send, void *receive, size_t count, zs_nccl_type type, int root,
                              zs_nccl_handle handle, zs_nccl_stream stream)
 {
+    check_type(type);
     fake *comm = enter(handle, F_Broadcast);
     job *work = new_job(comm, F_Broadcast, stream);
-    size_t bytes = count * size_of(type);
+    size_t bytes = count;
     for (int r = 0; r < comm->world && comm->rank == root; r++)
         add_transfer(work, (transfer){.peer = r, .ptr = (char *)(uintptr_t)send, .bytes = bytes, .send = true});
     add_transfer(work, (transfer){.peer = root, .ptr = receive, .bytes = bytes});
     return submit(comm, work, count);
 }
 
-zs_nccl_result ncclAllReduce(const void *send, void *receive, size_t count, zs_nccl_type type, zs_nccl_redop op,
-                             zs_nccl_handle handle, zs_nccl_stream stream)
-{
-    fake *comm = enter(handle, F_AllReduce);
-    job *work = new_job(comm, F_AllReduce, stream);
-    set_reduction(work, receive, count, type, op);
-    spread(work, send, false, work->parts, count * size_of(type));
-    return submit(comm, work, count);
-}
-
-zs_nccl_result ncclReduceScatter(const void *send, void *receive, size_t count, zs_nccl_type type, zs_nccl_redop op,
-                                 zs_nccl_handle handle, zs_nccl_stream stream)
-{
-    fake *comm = enter(handle, F_ReduceScatter);
-    job *work = new_job(comm, F_ReduceScatter, stream);
-    set_reduction(work, receive, count, type, op);
-    spread(work, send, true, work->parts, count * size_of(type));
-    return submit(comm, work, count);
-}
-
 zs_nccl_result ncclSend(const void *send, size_t count, zs_nccl_type type, int peer, zs_nccl_handle handle,
                         zs_nccl_stream stream)
 {
+    check_type(type);
     fake *comm = enter(handle, F_Send);
     job *work = new_job(comm, F_Send, stream);
-    add_transfer(
-        work, (transfer){.peer = peer, .ptr = (char *)(uintptr_t)send, .bytes = count * size_of(type), .send = true});
+    add_transfer(work, (transfer){.peer = peer, .ptr = (char *)(uintptr_t)send, .bytes = count, .send = true});
     return submit(comm, work, count);
 }
 
 zs_nccl_result ncclRecv(void *receive, size_t count, zs_nccl_type type, int peer, zs_nccl_handle handle,
                         zs_nccl_stream stream)
 {
+    check_type(type);
     fake *comm = enter(handle, F_Recv);
     job *work = new_job(comm, F_Recv, stream);
     work->function = F_Send; /* which it has to meet */
-    add_transfer(work, (transfer){.peer = peer, .ptr = receive, .bytes = count * size_of(type)});
+    add_transfer(work, (transfer){.peer = peer, .ptr = receive, .bytes = count});
     return submit(comm, work, count);
 }
 
@@ -295,15 +284,6 @@ const char *ncclGetLastError(zs_nccl_handle handle)
 {
     (void)handle;
     return last_error;
-}
-
-zs_nccl_result ncclAlltoAll(const void *send, void *receive, size_t count, zs_nccl_type type, zs_nccl_handle handle,
-                            zs_nccl_stream stream)
-{
-    fake *comm = enter(handle, F_AlltoAll);
-    job *work = new_job(comm, F_AlltoAll, stream);
-    spread(work, send, true, receive, count * size_of(type));
-    return submit(comm, work, count);
 }
 
 #endif

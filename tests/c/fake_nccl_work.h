@@ -6,12 +6,10 @@
 #ifndef ZS_TEST_FAKE_NCCL_WORK_H
 #define ZS_TEST_FAKE_NCCL_WORK_H
 
-#include "base/half.h"
 #include "comm/nccl/nccl_lib.h"
 
 #include "fake_streams.h"
 
-#include <math.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdatomic.h>
@@ -85,10 +83,6 @@ typedef struct job {
     pthread_t caller; /* who has queued it */
     transfer *transfers;
     size_t count, room;
-    char *parts; /* all ranks' parts of a reduction; NULL: none */
-    void *result;
-    size_t numel;
-    int type, op;
     bool hangs;
     struct job *next;
 } job;
@@ -208,46 +202,6 @@ static bool advance(job *work, transfer *t)
     return true;
 }
 
-static double read_number(int type, const char *at, size_t i)
-{
-    switch (type) {
-    case ZS_NCCL_FLOAT32: return (double)((const float *)(const void *)at)[i];
-    case ZS_NCCL_FLOAT64: return ((const double *)(const void *)at)[i];
-    case ZS_NCCL_BFLOAT16: return (double)zs_from_bf16(((const uint16_t *)(const void *)at)[i]);
-    case ZS_NCCL_FLOAT16: return (double)zs_from_f16(((const uint16_t *)(const void *)at)[i]);
-    default: die("a reduction of type %d", type);
-    }
-    return 0.0;
-}
-
-static void write_number(int type, char *at, size_t i, double x)
-{
-    if (type == ZS_NCCL_FLOAT32) ((float *)(void *)at)[i] = (float)x;
-    if (type == ZS_NCCL_FLOAT64) ((double *)(void *)at)[i] = x;
-    if (type == ZS_NCCL_BFLOAT16) ((uint16_t *)(void *)at)[i] = zs_to_bf16((float)x);
-    if (type == ZS_NCCL_FLOAT16) ((uint16_t *)(void *)at)[i] = zs_to_f16((float)x);
-}
-
-static size_t size_of(int type)
-{
-    if (type == ZS_NCCL_INT8) return 1;
-    return type == ZS_NCCL_FLOAT64 ? 8 : type == ZS_NCCL_FLOAT32 ? 4 : 2;
-}
-
-static void reduce(const job *work)
-{
-    size_t bytes = work->numel * size_of(work->type);
-    for (size_t i = 0; i < work->numel; i++) {
-        double sum = read_number(work->type, work->parts, i);
-        for (int r = 1; r < work->comm->world; r++) {
-            double x = read_number(work->type, work->parts + (size_t)r * bytes, i);
-            sum = work->op == ZS_NCCL_REDOP_MAX ? fmax(sum, x) : sum + x;
-        }
-        if (work->op == ZS_NCCL_REDOP_AVG) sum /= work->comm->world;
-        write_number(work->type, work->result, i, sum);
-    }
-}
-
 /* The peers that have gone, a bit each. */
 static uint64_t gone_peers(const fake *comm)
 {
@@ -295,9 +249,7 @@ static void run(void *arg)
         }
         sleep_us(50);
     }
-    if (done && work->parts != NULL) reduce(work);
     atomic_fetch_add(&comm->ended, 1);
-    free(work->parts);
     free(work->transfers);
     free(work);
 }
@@ -322,24 +274,13 @@ static void add_transfer(job *work, transfer t)
     work->transfers[work->count++] = t;
 }
 
-/* What this rank sends to and receives from each: piece r of `send` (or all of it) to rank r, and so back. */
-static void spread(job *work, const void *send, bool cut, void *receive, size_t bytes)
+/* `send` goes to each rank, and each rank's comes to its place in `receive`. */
+static void spread(job *work, const void *send, void *receive, size_t bytes)
 {
     for (int r = 0; r < work->comm->world; r++) {
-        char *from = (char *)(uintptr_t)send + (cut ? (size_t)r * bytes : 0);
-        add_transfer(work, (transfer){.peer = r, .ptr = from, .bytes = bytes, .send = true});
+        add_transfer(work, (transfer){.peer = r, .ptr = (char *)(uintptr_t)send, .bytes = bytes, .send = true});
         add_transfer(work, (transfer){.peer = r, .ptr = (char *)receive + (size_t)r * bytes, .bytes = bytes});
     }
-}
-
-static void set_reduction(job *work, void *result, size_t numel, int type, int op)
-{
-    work->parts = malloc(numel * size_of(type) * (size_t)work->comm->world);
-    if (work->parts == NULL) die("out of memory");
-    work->result = result;
-    work->numel = numel;
-    work->type = type;
-    work->op = op;
 }
 
 static void put_on_streams(fake *comm)
@@ -357,7 +298,6 @@ static void drop_jobs(job *work)
 {
     for (job *next; work != NULL; work = next) {
         next = work->next;
-        free(work->parts);
         free(work->transfers);
         free(work);
     }
@@ -387,7 +327,7 @@ static int ready(fake *comm)
 static void add_to_group(job *made)
 {
     job *pairs = group_pairs;
-    if (made->parts == NULL && made->count == 1 && pairs != NULL && pairs->comm == made->comm) {
+    if (made->count == 1 && pairs != NULL && pairs->comm == made->comm) {
         add_transfer(pairs, made->transfers[0]);
         pairs->hangs = pairs->hangs || made->hangs;
         drop_jobs(made);

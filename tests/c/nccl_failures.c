@@ -20,13 +20,10 @@ static zs_status do_everything(rank_env *env, zs_nccl_comm *comm)
 {
     static char full[MAX_RANKS * 64], other[MAX_RANKS * 64];
     char *mine = full + env->rank * 64;
-    zs_nccl_reduction sum = {full, other, 4, ZS_F32, ZS_NCCL_SUM};
     for (int i = 0; i < 3; i++) {
         ZS_TRY(zs_nccl_all_gather(comm, mine, full, 64, &stream_a));
-        ZS_TRY(zs_nccl_all_to_all(comm, full, other, 64, &stream_a));
+        ZS_TRY(zs_nccl_messages(comm, &(zs_nccl_message){full, other, 64, env->rank}, 1, &stream_a));
         ZS_TRY(zs_nccl_broadcast(comm, full, 64, 0, &stream_a));
-        ZS_TRY(zs_nccl_reduce_scatter(comm, &sum, &stream_a));
-        ZS_TRY(zs_nccl_all_reduce(comm, &sum, &stream_a));
         ZS_TRY(zs_nccl_comm_check(comm));
     }
     return ZS_OK;

@@ -106,7 +106,10 @@ static inline void swap_all(rank_env *env, zs_nccl_comm *comm, size_t bytes)
     char *send = malloc(whole), *receive = calloc(1, whole);
     for (int r = 0; r < env->world; r++)
         fill(send + (size_t)r * bytes, bytes, env->rank, (unsigned)r);
-    OK(zs_nccl_all_to_all(comm, send, receive, bytes, &stream_a));
+    zs_nccl_message messages[MAX_RANKS];
+    for (int r = 0; r < env->world; r++)
+        messages[r] = (zs_nccl_message){send + (size_t)r * bytes, receive + (size_t)r * bytes, bytes, r};
+    OK(zs_nccl_messages(comm, messages, (size_t)env->world, &stream_a));
     synchronize(&stream_a);
     for (int r = 0; r < env->world; r++)
         check_filled(receive + (size_t)r * bytes, bytes, r, (unsigned)env->rank);

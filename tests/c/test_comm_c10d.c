@@ -142,13 +142,12 @@ static void c10d_rounds_overlap(rank_env *env)
 static void orders_that_differ(rank_env *env)
 {
     zs_cunit *units[2];
-    uint64_t used[1] = {0};
     for (int u = 0; u < 2; u++) {
-        zs_cunit_spec spec = {.name = u == 0 ? "left" : "right", .n_params = 1, .n_slices = 1, .slice_bytes = {64}};
+        zs_cunit_spec spec = {.name = u == 0 ? "left" : "right", .n_params = 1, .n_flats = 1, .shard_bytes = {64}};
         OK(zs_cunit_new(env->comm, &spec, &units[u]));
     }
     int mine = env->rank == 0;
-    FAILS(zs_cunit_post(env->comm, units[mine], NULL, used), ZS_ERR_DIVERGED,
+    FAILS(zs_cunit_post(env->comm, units[mine], NULL), ZS_ERR_DIVERGED,
           mine ? "rank 0 was reducing gradients of unit 'right' (round 1), but rank 1 was reducing gradients of unit "
                  "'left'"
                : "reducing gradients of unit 'left' (round 1), but rank 0 was reducing gradients of unit 'right' "
@@ -305,14 +304,13 @@ static void stay(rank_env *env)
 static void failures_are_explained(rank_env *env)
 {
     test_unit units[UNITS];
-    uint64_t used[2] = {0};
     make_units(env, units, ZS_REDUCE_SCATTER);
     failure = ZS_ERR_TIMEOUT;
     complaint = "Timed out waiting";
     fail_late_at = 2; /* the first one agrees on it */
     bool ready = true;
     zs_sources from;
-    OK(zs_cunit_post(env->comm, units[2].cunit, NULL, used));
+    OK(zs_cunit_post(env->comm, units[2].cunit, NULL));
     FAILS(zs_cunit_collect(env->comm, units[2].cunit, ZS_WAIT, &ready, &from), ZS_ERR_TIMEOUT,
           "while reducing gradients of unit 'blocks.2' (round 1); raise timeout if it is only slow: Timed out waiting");
     CHECK(!ready && under_way == 0);

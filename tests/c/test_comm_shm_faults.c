@@ -12,17 +12,16 @@ static const char *const unit_name = "blocks.3";
 static zs_cunit *units[4];
 static int n_units;
 
-static zs_cunit *make_unit(rank_env *env, const char *name, size_t slice_bytes)
+static zs_cunit *make_unit(rank_env *env, const char *name, size_t shard_bytes)
 {
-    zs_cunit_spec spec = {.name = name, .n_params = 3, .n_slices = 1, .slice_bytes = {slice_bytes}};
+    zs_cunit_spec spec = {.name = name, .n_params = 3, .n_flats = 1, .shard_bytes = {shard_bytes}};
     OK(zs_cunit_new(env->comm, &spec, &units[n_units]));
     return units[n_units++];
 }
 
 static zs_status post_empty(rank_env *env, zs_cunit *unit)
 {
-    uint64_t used[1] = {0};
-    return zs_cunit_post(env->comm, unit, NULL, used);
+    return zs_cunit_post(env->comm, unit, NULL);
 }
 
 static zs_status collect(rank_env *env, zs_cunit *unit)

@@ -23,6 +23,7 @@ SHM = [
     "profile.c",
     "device.c",
     "comm.c",
+    "round.c",
     "fingerprint.c",
     "script.c",
     "comm_self.c",

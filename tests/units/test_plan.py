@@ -282,35 +282,3 @@ def mapped_by_evaluation(combination):
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_evaluation_takes_no_more(pool2, combination):
     assert pool2.run(mapped_by_evaluation, combination) == [0, 0]
-
-
-def seconds_of(options, forward=1.0, backward=2.0, gather=0.0, reduce=0.0):
-    """What a step of the model is predicted to take, and how many units it has."""
-    case = CASES["net"]
-    model = wrapped(case.make, ("full_shard", "c10d"), auto_wrap_policy=case.policy, **options)
-    n, each = len(FSDP.fsdp_modules(model)), (forward, backward, gather, reduce)
-    with pytest.raises(ValueError, match=f"a list of {n} tuples"):
-        engine_of(model).predict_seconds([each] * (n + 1))
-    return engine_of(model).predict_seconds([each] * n), n
-
-
-def seconds():
-    computing, n = seconds_of({})
-    in_turn, _ = seconds_of({"backward_prefetch": None}, gather=0.5)
-    ahead, _ = seconds_of({"forward_prefetch": True}, gather=0.5)
-    slow_gathers, _ = seconds_of({"forward_prefetch": True}, gather=100.0)
-    reducing, _ = seconds_of({}, reduce=0.5)
-    slow_reductions, _ = seconds_of({}, reduce=100.0)
-    return n, computing, in_turn, ahead, slow_gathers, reducing, slow_reductions
-
-
-@ranks(2)
-def test_a_dry_run_knows_what_overlaps(pool):
-    """The same schedule with durations: what runs beside the computing, and what waits."""
-    n, computing, in_turn, ahead, slow_gathers, reducing, slow_reductions = pool.run(seconds)[0]
-    assert computing == 3 * n
-    assert computing + 0.5 * n < in_turn <= computing + 2 * n * 0.5
-    assert computing < ahead < in_turn
-    assert slow_gathers >= 100 * n  # one gather at a time
-    assert computing < reducing < computing + n * 0.5  # the last round is waited for
-    assert 100 * n < slow_reductions < computing + 100 * n

@@ -40,7 +40,8 @@ typedef enum zs_c10d_kind {
     ZS_C10D_GIVE_UP, /* nothing follows; ranks that said something else hear that their backward is over */
 } zs_c10d_kind;
 
-/* What a rank is about to do, and how it stands. Ranks that mean the same say the same in the first four and the name. */
+/* What a rank is about to do, and how it stands. Ranks that mean the same say the same in the first four and the
+ * name. */
 typedef struct zs_c10d_turn {
     uint64_t kind;                   /* a zs_c10d_kind */
     uint64_t number;                 /* which flat, unit, exchange or broadcast */
@@ -88,7 +89,7 @@ typedef struct zs_c10d_comm {
     struct zs_c10d_comm *next; /* in the list of those that are kept for their strays' sake */
 } zs_c10d_comm;
 
-/* --- comm_c10d.c ------------------------------------------------------------------------------------------------------ */
+/* --- comm_c10d.c -------------------------------------------------------------------------------------------------- */
 
 /* Fills a zeroed head, and learns who the peers are; collective. What a failure leaves is for zs_c10d_clear. */
 zs_status zs_c10d_init(zs_c10d_comm *comm, const char *group_name, const zs_ranks_of_hosts *ranks, double timeout);
@@ -111,7 +112,7 @@ zs_status zs_c10d_exchange(zs_comm *comm, const void *mine, size_t bytes, void *
 zs_status zs_c10d_broadcast(zs_comm *comm, void *data, size_t bytes, int root);
 zs_status zs_c10d_end(zs_comm *comm, zs_fingerprint *fingerprints, bool *all);
 
-/* --- c10d_turn.c ------------------------------------------------------------------------------------------------------ */
+/* --- c10d_turn.c -------------------------------------------------------------------------------------------------- */
 
 /* A turn of this kind; what is not given is 0. `name` may be NULL. */
 zs_c10d_turn zs_c10d_turn_of(zs_c10d_kind kind, uint64_t number, size_t bytes, const char *name);
@@ -131,19 +132,19 @@ bool zs_c10d_same_slots(const zs_c10d_comm *comm, const zs_c10d_turn *turns);
 /* zs_c10d_agree, where turns [world + 1] have all ranks' already. */
 zs_status zs_c10d_agree_on(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_c10d_turn *turns);
 
-/* Says `turn` to all ranks and waits for theirs. Where they differ, takes part in what others gather until they do not; where that
- * cannot be, ZS_ERR_DIVERGED on every rank, and the transport is fit for use after that. Without this, a process group pairs up
- * whatever comes next: wrong sums, or an abort inside gloo. */
+/* Says `turn` to all ranks and waits for theirs. Where they differ, takes part in what others gather until they do
+ * not; where that cannot be, ZS_ERR_DIVERGED on every rank, and the transport is fit for use after that. Without
+ * this, a process group pairs up whatever comes next: wrong sums, or an abort inside gloo. */
 zs_status zs_c10d_agree(zs_c10d_comm *comm, const zs_c10d_turn *turn);
 
-/* --- c10d_wait.c -------------------------------------------------------------------------------------------------------- */
+/* --- c10d_wait.c -------------------------------------------------------------------------------------------------- */
 
 /* Is this a process that was forked from a rank? It must touch neither the process group nor its store. */
 bool zs_c10d_is_forked(const zs_c10d_comm *comm);
 
-/* Waits for the end of `work` (and frees it). A wait that is broken off (Ctrl-C, a peer that died) leaves the collective
- * running: the transport is then lost, and what it may still write to is kept for ever: all areas, and `memory` if it is
- * none of them (else NULL). */
+/* Waits for the end of `work` (and frees it). A wait that is broken off (Ctrl-C, a peer that died) leaves the
+ * collective running: the transport is then lost, and what it may still write to is kept for ever: all areas, and
+ * `memory` if it is none of them (else NULL). */
 zs_status zs_c10d_finish(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *work, zs_mem *memory);
 
 /* As zs_c10d_finish, of what is said before a collective: where it lasts, finds out where the others are. */
@@ -156,8 +157,8 @@ typedef struct zs_c10d_arrival {
     const char *late; /* what the deadline's message says of the others */
 } zs_c10d_arrival;
 
-/* Waits for what other ranks of this host do in the course of `turn`. Fails as zs_c10d_finish does, a little later than the
- * collectives of these ranks. */
+/* Waits for what other ranks of this host do in the course of `turn`. Fails as zs_c10d_finish does, a little later
+ * than the collectives of these ranks. */
 zs_status zs_c10d_watch(zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_arrival *until);
 
 /* Waits for what ranks say before a collective, on this host or others. Where it lasts, finds out where they are. */
@@ -176,7 +177,7 @@ void zs_c10d_return_area(zs_c10d_comm *comm, zs_mem **area);
 /* Gives all areas back, unless a collective that was not waited for may still write there. */
 void zs_c10d_free_areas(zs_c10d_comm *comm);
 
-/* --- c10d_serve.c ------------------------------------------------------------------------------------------------------- */
+/* --- c10d_serve.c ------------------------------------------------------------------------------------------------- */
 
 /* flat_new, flat_free, numbers and go_on_from, as comm_ops.h has them: flats are found again by their keys. */
 void zs_c10d_numbers(const zs_comm *comm, uint64_t *out);
@@ -193,14 +194,14 @@ extern const zs_reader_ops zs_c10d_reader_ops;
 /* Of which models this rank may bring shards to a gather of others: those that it has run last. */
 void zs_c10d_served(const zs_c10d_comm *comm, uint32_t out[ZS_C10D_SERVES]);
 
-/* The rank whose gather comes next where `turns` [world] differ, the same on all ranks; -1: there is none that all can take part
- * in. */
+/* The rank whose gather comes next where `turns` [world] differ, the same on all ranks; -1: there is none that all
+ * can take part in. */
 int zs_c10d_choose(const zs_c10d_comm *comm, const zs_c10d_turn *turns);
 
 /* Takes part in a gather of others. */
 zs_status zs_c10d_serve(zs_c10d_comm *comm, const zs_c10d_turn *turn);
 
-/* --- c10d_stall.c ------------------------------------------------------------------------------------------------------- */
+/* --- c10d_stall.c ------------------------------------------------------------------------------------------------- */
 
 /* A wait that lasts; zeroed at its begin. */
 typedef struct zs_c10d_stall {
@@ -221,7 +222,7 @@ void zs_c10d_stall_words(const zs_c10d_comm *comm, const zs_c10d_turn *turn, con
 /* Frees what it has found. */
 void zs_c10d_stall_end(zs_c10d_stall *stall);
 
-/* --- c10d_peers.c ------------------------------------------------------------------------------------------------------- */
+/* --- c10d_peers.c ------------------------------------------------------------------------------------------------- */
 
 /* Learns who the peers are; collective. */
 zs_status zs_c10d_peers_connect(zs_c10d_comm *comm);
@@ -233,7 +234,7 @@ void zs_c10d_peers_free(zs_c10d_comm *comm);
  * sentence about it that goes on with "while ..."; false: none was found. */
 bool zs_c10d_find_gone(zs_c10d_comm *comm, bool ask_store, char *sentence, size_t size);
 
-/* --- c10d_words.c ------------------------------------------------------------------------------------------------------- */
+/* --- c10d_words.c ------------------------------------------------------------------------------------------------- */
 
 /* What a rank does, as a phrase that fits behind "rank 0 was"; `owner` is said behind the unit. */
 void zs_c10d_describe(const zs_c10d_turn *turn, const char *owner, char *text, size_t size);
@@ -250,36 +251,28 @@ const char *zs_c10d_remedy_of(const zs_c10d_turn *turn);
 /* The same as zs_c10d_describe of what this rank does, with where its script is. */
 void zs_c10d_describe_here(const zs_c10d_turn *turn, const char *owner, char *text, size_t size);
 
-/* --- c10d_round.c: units' part of the table, as comm_ops.h has it ------------------------------------------------------- */
+/* --- c10d_round.c: zs_round_ops, by the field's name -------------------------------------------------------------- */
 
-/* room, without units. */
+typedef struct zs_c10d_unit {
+    zs_cunit base;
+    uint64_t number;
+    zs_work *work;           /* the all_to_all that is under way, NULL: none */
+    zs_mem *sent, *received; /* areas of the round that is out, NULL: none */
+} zs_c10d_unit;
+
+/* room; without units. */
+zs_room zs_c10d_room(const zs_comm *comm, const zs_cunit_spec *spec);
 zs_room zs_c10d_room_without_units(const zs_comm *comm);
 
-/* room. */
-zs_room zs_c10d_room(const zs_comm *comm, const zs_cunit_spec *spec);
+/* Of units. */
+zs_status zs_c10d_unit_init(zs_comm *comm, zs_cunit *cunit);
+void zs_c10d_unit_clear(zs_comm *comm, zs_cunit *cunit);
+void zs_c10d_finish_round(zs_comm *comm, zs_cunit *cunit);
 
-/* cunit_new. */
-zs_status zs_c10d_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **out);
-
-/* cunit_free; waits for a collective that is under way. NULL allowed. */
-void zs_c10d_cunit_free(zs_comm *comm, zs_cunit *cunit);
-
-/* post: starts the collective and does not wait. */
-zs_status zs_c10d_post(zs_comm *comm, zs_cunit *cunit, const zs_bucket *bucket, const uint64_t *used);
-
-/* collect. A round that fails here is over. */
-zs_status zs_c10d_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out);
-
-/* share. */
+/* Of rounds. `send` starts the collective and does not wait. */
+zs_status zs_c10d_send(zs_comm *comm, zs_cunit *cunit);
+zs_status zs_c10d_arrive(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready);
 zs_status zs_c10d_share(zs_comm *comm, zs_cunit *cunit);
-
-/* collect_shared. */
-zs_status zs_c10d_collect_shared(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out);
-
-/* release. */
-zs_status zs_c10d_release(zs_comm *comm, zs_cunit *cunit);
-
-/* reusable. */
-zs_status zs_c10d_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready);
+void zs_c10d_drop(zs_comm *comm, zs_cunit *cunit);
 
 #endif

@@ -1,8 +1,8 @@
 /* c10d_peers.c - who is gone, and why. See c10d.h.
  *
- * A process group only says that a connection broke. Two other sources know more: the kernel, for ranks on
- * this host (a pidfd becomes readable when its process ends), and the process group's store, in which a rank that gives up
- * leaves its last words, and a rank that saw another's process end leaves them for it.
+ * A process group only says that a connection broke. Two other sources know more: the kernel, for ranks on this host (a
+ * pidfd becomes readable when its process ends), and the process group's store, in which a rank that gives up leaves
+ * its last words, and a rank that saw another's process end leaves them for it.
  */
 #define _GNU_SOURCE /* syscall */
 #include "comm/c10d/c10d.h"
@@ -81,7 +81,8 @@ static bool has_ended(const zs_c10d_peer *peer)
 /* Last words of a rank that had none, left by one that saw its process end. */
 static const char seen_to_end[] = "exited (see its output for the cause)";
 
-/* Writes the sentence about rank `r`, which is gone. Only ranks of its host can look at its process: they tell the others. */
+/* Writes the sentence about rank `r`, which is gone. Only ranks of its host can look at its process: they tell the
+ * others. */
 static void tell_of(const zs_c10d_comm *comm, int r, char *sentence, size_t size)
 {
     char words[WORDS] = "";
@@ -94,7 +95,8 @@ static void tell_of(const zs_c10d_comm *comm, int r, char *sentence, size_t size
     snprintf(sentence, size, "rank %d (pid %d) %s%s", r, comm->peers[r].pid, how, words);
 }
 
-/* The rank that is gone; -1: none was found. One that others saw end comes first: more ranks may have ended because of it. */
+/* The rank that is gone; -1: none was found. One that others saw end comes first: more ranks may have ended because
+ * of it. */
 static int find_first(const zs_c10d_comm *comm, bool ask_store)
 {
     int found = -1;

@@ -1,10 +1,11 @@
 /* c10d_serve.c - gathers of which one rank knows nothing, and that it takes part in. See c10d.h.
  *
  * Ranks say what comes next before each collective, so a rank that leaves a unit out hears from the others that they
- * are gathering it. It needs nothing of its own for that but its shard: it takes part, throws away what comes, and says again
- * what it was about to do. All ranks choose among what they have said by one rule, so they choose the same. As long as any rank
- * wants to gather, that comes first; what a rank can not do for another (a round of gradients) waits until all have come to it,
- * in an order that is the same on all ranks. Each gather brings one rank further, so this ends.
+ * are gathering it. It needs nothing of its own for that but its shard: it takes part, throws away what comes, and says
+ * again what it was about to do. All ranks choose among what they have said by one rule, so they choose the same. As
+ * long as any rank wants to gather, that comes first; what a rank can not do for another (a round of gradients) waits
+ * until all have come to it, in an order that is the same on all ranks. Each gather brings one rank further, so this
+ * ends.
  *
  * A shard is brought only as the session of its model has begun with it: see `serves`.
  */
@@ -13,7 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* --- what can be brought ---------------------------------------------------------------------------------------------------- */
+/* --- what can be brought ------------------------------------------------------------------------------------------ */
 
 /* A flat that this transport has made, and not freed. */
 struct zs_c10d_flat {
@@ -177,7 +178,7 @@ static bool is_served(const zs_c10d_comm *comm, const zs_c10d_turn *turns, uint6
     return true;
 }
 
-/* --- what is gathered next -------------------------------------------------------------------------------------------------- */
+/* --- what is gathered next ---------------------------------------------------------------------------------------- */
 
 /* A rank that left a unit out is met soonest where the others gather in the order of its own pass. */
 static bool is_before(const zs_c10d_turn *a, const zs_c10d_turn *b)
@@ -200,7 +201,7 @@ int zs_c10d_choose(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
     return chosen;
 }
 
-/* --- taking part ------------------------------------------------------------------------------------------------------------ */
+/* --- taking part -------------------------------------------------------------------------------------------------- */
 
 /* Memory for what comes, which is thrown away. */
 static zs_status prepare(zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_flat *flat, zs_mem **area)

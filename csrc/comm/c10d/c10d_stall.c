@@ -10,8 +10,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Seconds of waiting: the first question, the line on stderr; a last question so long before the end; between two looks for
- * answers. */
+/* Seconds of waiting: the first question, the line on stderr; a last question so long before the end; between two
+ * looks for answers. */
 static const double ask_after = 7.0, tell_after = 10.0, ask_again = 4.0, look_every = 0.4;
 
 enum { ANSWER = 160, SHOWN = 4, PLACES = 1024 };

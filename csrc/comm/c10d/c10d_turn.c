@@ -1,8 +1,8 @@
 /* c10d_turn.c - before each collective: do all ranks mean the same one? See c10d.h.
  *
- * A process group pairs collectives up by their order alone. So each is preceded by a small gather, always of
- * one size, in which every rank says what comes next. A unit that some ranks leave out is gathered all the same
- * (c10d_serve.c). Ranks that went different ways (a backward skipped, another model) get an error that says which; without it they
+ * A process group pairs collectives up by their order alone. So each is preceded by a small gather, always of one size,
+ * in which every rank says what comes next. A unit that some ranks leave out is gathered all the same (c10d_serve.c).
+ * Ranks that went different ways (a backward skipped, another model) get an error that says which; without it they
  * would sum what does not belong together, or gloo, finding a message of another length, would end the process.
  */
 #include "comm/c10d/c10d.h"
@@ -13,7 +13,7 @@
 
 enum { OWNER = 96 };
 
-/* --- turns -------------------------------------------------------------------------------------------------------------- */
+/* --- turns -------------------------------------------------------------------------------------------------------- */
 
 zs_c10d_turn zs_c10d_turn_of(zs_c10d_kind kind, uint64_t number, size_t bytes, const char *name)
 {
@@ -98,8 +98,8 @@ static bool all_alike(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
 
 /* The rank that has changed its parameters, where ranks cannot gather together for that; -1: they can.
  *
- * A rank that evaluates may gather with others that train, but only if none has other weights swapped in. Where all have, by hand,
- * one may be ahead of another in their step, and in its backward. */
+ * A rank that evaluates may gather with others that train, but only if none has other weights swapped in. Where all
+ * have, by hand, one may be ahead of another in their step, and in its backward. */
 static int find_apart(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
 {
     int changed = -1, n = 0, looks = 0;
@@ -146,8 +146,8 @@ static void learn_words(zs_c10d_comm *comm, const zs_c10d_turn *turn)
     zs_clear_error();
 }
 
-/* Have the ranks parameters of different steps, where these travel? `joined`: whatever each is about to do. Not on the stack: of
- * thousands of ranks it would fill that of a script's thread. */
+/* Have the ranks parameters of different steps, where these travel? `joined`: whatever each is about to do. Not on
+ * the stack: of thousands of ranks it would fill that of a script's thread. */
 static zs_status compare_fingerprints(zs_c10d_comm *comm, const zs_c10d_turn *turns, bool joined)
 {
     zs_fingerprint *fingerprints = calloc((unsigned)comm->base.world, sizeof *fingerprints);
@@ -193,8 +193,8 @@ bool zs_c10d_same_slots(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
     return true;
 }
 
-/* What all ranks see in `turns`, and conclude alike: *next is the rank whose gather all take part in before they say again what they
- * want, or -1: what this rank wants comes next. */
+/* What all ranks see in `turns`, and conclude alike: *next is the rank whose gather all take part in before they say
+ * again what they want, or -1: what this rank wants comes next. */
 static zs_status compare(zs_c10d_comm *comm, const zs_c10d_turn *turns, int *next)
 {
     int own = comm->base.rank;

@@ -26,7 +26,7 @@ static double now(void)
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* --- failures ----------------------------------------------------------------------------------------------------------- */
+/* --- failures ----------------------------------------------------------------------------------------------------- */
 
 /* Looks for who is gone; the end of a process may show a little later than the end of its connections. */
 static bool look_for_gone(zs_c10d_comm *comm, double patience, char *sentence, size_t size)
@@ -79,7 +79,7 @@ bool zs_c10d_is_forked(const zs_c10d_comm *comm)
     return comm->lifetime != zs_lifetime();
 }
 
-/* --- waiting -------------------------------------------------------------------------------------------------------------- */
+/* --- waiting ------------------------------------------------------------------------------------------------------ */
 
 /* What a wait has seen so far, in seconds of now(). */
 typedef struct patience {
@@ -209,7 +209,7 @@ zs_status zs_c10d_watch_turn(zs_c10d_comm *comm, const zs_c10d_turn *turn, const
     return status;
 }
 
-/* --- areas ---------------------------------------------------------------------------------------------------------------- */
+/* --- areas -------------------------------------------------------------------------------------------------------- */
 
 zs_status zs_c10d_borrow_area(zs_c10d_comm *comm, size_t bytes, zs_mem **area)
 {

@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* --- flats ---------------------------------------------------------------------------------------------------------------- */
+/* --- flats -------------------------------------------------------------------------------------------------------- */
 
 /* A gather that is under way. */
 struct zs_gathering {
@@ -73,7 +73,7 @@ zs_status zs_c10d_reserve(zs_comm *comm, const zs_arena *plan)
     return zs_arena_cover(self->areas, plan);
 }
 
-/* --- small collectives, birth and end --------------------------------------------------------------------------------------- */
+/* --- small collectives, birth and end ----------------------------------------------------------------------------- */
 
 /* The turn of an exchange or a broadcast, with the call that it is part of. */
 static zs_c10d_turn talk_turn(const zs_c10d_comm *self, zs_c10d_kind kind, size_t bytes)
@@ -83,7 +83,8 @@ static zs_c10d_turn talk_turn(const zs_c10d_comm *self, zs_c10d_kind kind, size_
     return turn;
 }
 
-/* The bytes go through an area: the caller's memory may be gone when a wait was broken off and the collective was not. */
+/* The bytes go through an area: the caller's memory may be gone when a wait was broken off and the collective was
+ * not. */
 static zs_status exchange_in(zs_c10d_comm *self, const zs_c10d_turn *turn, const void *mine, zs_mem *area)
 {
     char *all = area->ptr, *own = all + (size_t)self->base.world * turn->bytes;
@@ -227,14 +228,14 @@ static const zs_round_ops c10d_rounds = {
     .bucket_new = zs_local_bucket_new,
     .bucket_free = zs_local_bucket_free,
     .bucket_room = zs_local_bucket_room,
-    .cunit_new = zs_c10d_cunit_new,
-    .cunit_free = zs_c10d_cunit_free,
-    .post = zs_c10d_post,
-    .collect = zs_c10d_collect,
+    .unit_bytes = sizeof(zs_c10d_unit),
+    .unit_init = zs_c10d_unit_init,
+    .unit_clear = zs_c10d_unit_clear,
+    .send = zs_c10d_send,
+    .arrive = zs_c10d_arrive,
     .share = zs_c10d_share,
-    .collect_shared = zs_c10d_collect_shared,
-    .release = zs_c10d_release,
-    .reusable = zs_c10d_reusable,
+    .drop = zs_c10d_drop,
+    .finish = zs_c10d_finish_round,
     .give_up = zs_c10d_give_up,
     .room = zs_c10d_room,
     .reserve = zs_c10d_reserve,

@@ -1,11 +1,12 @@
 /* backend.h - what carries device memory from rank to rank: NCCL, or torch's process group.
  *
- * A transport for GPUs (comm_gpu.c) is two things. A transport between the ranks' hosts says who takes part, in
- * which order, and who is gone; a backend only moves bytes, in streams, in an order that all ranks have agreed on. So each way of
- * moving is one small table.
+ * A transport for GPUs (comm_gpu.c) is two things. A transport between the ranks' hosts says who takes part, in which
+ * order, and who is gone; a backend only moves bytes, in streams, in an order that all ranks have agreed on. So each
+ * way of moving is one small table.
  *
- * Rules: all ranks make the same calls in the same order. A call may return before anything has moved; what is queued in its
- * stream afterwards comes after the move, on this rank. What is read has been queued in that stream before (or forked to it).
+ * Rules: all ranks make the same calls in the same order. A call may return before anything has moved; what is queued
+ * in its stream afterwards comes after the move, on this rank. What is read has been queued in that stream before (or
+ * forked to it).
  */
 #ifndef ZS_BACKEND_H
 #define ZS_BACKEND_H
@@ -15,16 +16,16 @@
 
 typedef struct zs_backend zs_backend;
 
-/* Each rank's slices go to the ranks that sum them. */
+/* Each rank's shards go to the ranks that sum them. */
 typedef struct zs_swap {
     const char *name;           /* of the unit, for messages */
     int n;                      /* flats */
-    size_t bytes[ZS_MAX_FLATS]; /* of a slice of each */
+    size_t bytes[ZS_MAX_FLATS]; /* of a shard of each */
     /* Slice p of flat f is at send[f] + p * bytes[f]; NULL: this rank brings nothing, and what arrives from it is never
      * looked at. */
     const char *send[ZS_MAX_FLATS];
-    const int *part_of;  /* [world] which slice a rank gets */
-    char *receive;       /* rank r's slice of flat f arrives at receive + r * stride + at[f] */
+    const int *shard_of; /* [world] which shard a rank gets */
+    char *receive;       /* rank r's part of flat f arrives at receive + r * stride + at[f] */
     size_t stride;       /* of all flats together */
     const size_t *at;    /* [n] */
     char *keep_gathered; /* `stride` bytes to send where there is nothing to bring; NULL where there is */
@@ -53,8 +54,8 @@ struct zs_backend {
     int rank, world;
 };
 
-/* Over the process group of torch that is registered under `group_name`: NCCL there, or anything that takes tensors of the
- * device. The reference for the others, and for where they cannot be had. */
+/* Over the process group of torch that is registered under `group_name`: NCCL there, or anything that takes tensors
+ * of the device. The reference for the others, and for where they cannot be had. */
 zs_status zs_backend_c10d_new(const zs_comm *control, const zs_device *device, const char *group_name,
                               zs_backend **out);
 
@@ -67,9 +68,10 @@ typedef struct zs_nccl_choices {
     int32_t communicators; /* 2: gathers and reductions at a time; 1: in turn, with half of NCCL's own memory */
 } zs_nccl_choices;
 
-/* Over communicators of our own of NCCL, which the ranks of `control` make now, together, within its timeout. A thread looks
- * after them: where a peer on this host dies, or work makes no end for the timeout, what is under way is aborted. Besides what
- * zs_nccl_comm_new fails with: ZS_ERR_VALUE for more CTAs than the GPUs have room for, ZS_ERR_DIVERGED for choices that differ. */
+/* Over communicators of our own of NCCL, which the ranks of `control` make now, together, within its timeout. A
+ * thread looks after them: where a peer on this host dies, or work makes no end for the timeout, what is under way
+ * is aborted. Besides what zs_nccl_comm_new fails with: ZS_ERR_VALUE for more CTAs than the GPUs have room for,
+ * ZS_ERR_DIVERGED for choices that differ. */
 zs_status zs_backend_nccl_new(zs_comm *control, const zs_device *device, const zs_nccl_choices *choices,
                               zs_backend **out);
 

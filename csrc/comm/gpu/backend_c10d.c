@@ -1,8 +1,8 @@
 /* backend_c10d.c - device memory by torch's own process group.
  *
- * Torch puts its collectives in order with its current stream, which is the compute stream. So each call makes
- * the compute stream wait for the stream that it was asked for, lets torch work there, and makes that stream wait in turn: right
- * everywhere, and never beside computation.
+ * Torch puts its collectives in order with its current stream, which is the compute stream. So each call makes the
+ * compute stream wait for the stream that it was asked for, lets torch work there, and makes that stream wait in turn:
+ * right everywhere, and never beside computation.
  */
 #define _GNU_SOURCE /* strdup */
 #include "comm/comm_local.h"
@@ -55,15 +55,15 @@ static zs_status make_room(c10d_backend *self, size_t bytes)
     return zs_device_mem_new(self->base.device, bytes, &self->sent);
 }
 
-/* Lays this rank's slices out as they are to go: a piece for each rank. */
+/* Lays this rank's shards out as they are to go: a piece for each rank. */
 static zs_status pack(c10d_backend *self, const zs_swap *swap)
 {
     ZS_TRY(make_room(self, swap->stride * (size_t)self->base.world));
     for (int r = 0; r < self->base.world; r++) {
         char *piece = (char *)self->sent->ptr + (size_t)r * swap->stride;
         for (int f = 0; f < swap->n && swap->send[0] != NULL; f++) {
-            const char *slice = swap->send[f] + (size_t)swap->part_of[r] * swap->bytes[f];
-            ZS_TRY(zs_device_copy(self->base.device, ZS_STREAM_COMPUTE, piece + swap->at[f], slice, swap->bytes[f]));
+            const char *shard = swap->send[f] + (size_t)swap->shard_of[r] * swap->bytes[f];
+            ZS_TRY(zs_device_copy(self->base.device, ZS_STREAM_COMPUTE, piece + swap->at[f], shard, swap->bytes[f]));
         }
     }
     return ZS_OK;

@@ -3,13 +3,14 @@
  * NCCL does the operations of one communicator one after another, so gathers have one and all else has another:
  * parameters are on their way while gradients are. Operations are queued straight in the stream that asks.
  *
- * Two operations at a time could wait for each other for ever: on rank 0 the kernel of the one has all multiprocessors that
- * there are and waits for its peers, on rank 1 that of the other. Here they cannot. Each of the device's three streams is one stream of
- * the GPU for all communicators of the process, so there is a kernel of NCCL's in each of them at most; each may have a third of
- * the multiprocessors (limit_ctas), on which nothing else stays for ever. All ranks queue all operations in one order. Take
- * the first of these that has not ended: all before it in its stream have, its peers have queued it too or are about to (their
- * hosts wait for nothing that comes later), and there is room for it: so it ends. NCCL_LAUNCH_ORDER_IMPLICIT=1 (2.26) would
- * do the same by starting kernels in the order of the calls; it is not needed, and does no harm.
+ * Two operations at a time could wait for each other for ever: on rank 0 the kernel of the one has all multiprocessors
+ * that there are and waits for its peers, on rank 1 that of the other. Here they cannot. Each of the device's three
+ * streams is one stream of the GPU for all communicators of the process, so there is a kernel of NCCL's in each of them
+ * at most; each may have a third of the multiprocessors (limit_ctas), on which nothing else stays for ever. All ranks
+ * queue all operations in one order. Take the first of these that has not ended: all before it in its stream have, its
+ * peers have queued it too or are about to (their hosts wait for nothing that comes later), and there is room for it:
+ * so it ends. NCCL_LAUNCH_ORDER_IMPLICIT=1 (2.26) would do the same by starting kernels in the order of the calls; it
+ * is not needed, and does no harm.
  */
 #include "comm/comm_local.h"
 #include "comm/gpu/backend.h"
@@ -59,7 +60,7 @@ static nccl_line *line_of(nccl_backend *self, zs_stream stream)
     return &self->lines[stream == ZS_STREAM_GATHER || self->choices.communicators == 1 ? 0 : 1];
 }
 
-/* --- peers --------------------------------------------------------------------------------------------------------------- */
+/* --- peers -------------------------------------------------------------------------------------------------------- */
 
 /* What the ranks say to each other: whether they can, what they want, and (for the monitor) what processes they are. */
 typedef struct card {
@@ -122,8 +123,8 @@ static zs_status check_cards(const card *all, int world)
     return ZS_OK;
 }
 
-/* A kernel for each stream has to find room on every rank's GPU beside those of the others: see above. A power of two, because
- * NCCL rounds the number of channels for swaps up to one. */
+/* A kernel for each stream has to find room on every rank's GPU beside those of the others: see above. A power of
+ * two, because NCCL rounds the number of channels for swaps up to one. */
 static zs_status limit_ctas(nccl_backend *self, const card *all)
 {
     int fewest = all[0].multiprocessors, most = 1;
@@ -173,7 +174,7 @@ static void lose_other(void *arg, zs_status failure, const char *why)
     pthread_mutex_unlock(&lost->backend->ends);
 }
 
-/* --- moves --------------------------------------------------------------------------------------------------------------- */
+/* --- moves -------------------------------------------------------------------------------------------------------- */
 
 /* By the monitor's thread. */
 static bool has_ended(void *arg)
@@ -182,8 +183,8 @@ static bool has_ended(void *arg)
     return zs_device_cuda_passed(move->device, move->event);
 }
 
-/* Has the monitor look after what has just been queued in `stream`. Where more are out than it is told of, the oldest are
- * forgotten: a communicator's operations end in order, so the later ones speak for them. */
+/* Has the monitor look after what has just been queued in `stream`. Where more are out than it is told of, the
+ * oldest are forgotten: a communicator's operations end in order, so the later ones speak for them. */
 static zs_status watch(nccl_backend *self, zs_stream stream, const char *what, const char *name)
 {
     bool capturing = false;
@@ -213,8 +214,8 @@ static size_t list_messages(nccl_backend *self, const zs_swap *swap)
     for (int r = 0; r < self->base.world; r++)
         for (int f = 0; f < swap->n; f++) {
             if (swap->bytes[f] == 0) continue;
-            const char *send =
-                swap->send[f] != NULL ? swap->send[f] + (size_t)swap->part_of[r] * swap->bytes[f] : swap->keep_gathered;
+            const char *send = swap->send[f] != NULL ? swap->send[f] + (size_t)swap->shard_of[r] * swap->bytes[f]
+                                                     : swap->keep_gathered;
             char *receive = swap->receive + (size_t)r * swap->stride + swap->at[f];
             self->messages[n++] = (zs_nccl_message){send, receive, swap->bytes[f], r};
         }
@@ -255,7 +256,7 @@ static void nccl_abort(zs_backend *backend, const char *why)
         zs_nccl_comm_abort(self->lines[i].comm, why);
 }
 
-/* --- making and ending ------------------------------------------------------------------------------------------------- */
+/* --- making and ending -------------------------------------------------------------------------------------------- */
 
 /* Before the events, which its monitor asks about. */
 static void end_line(nccl_line *line)

@@ -1,8 +1,9 @@
 /* comm_gpu.c - the transports for GPUs: a transport between the hosts, and a backend for what lies on the devices.
  *
- * No host waits for a GPU, so hosts meet early, and what they find out (other bitmaps, another order, a peer
- * that is gone) they find out as on the CPU, in the control transport's words. What moves on the devices must be asked for in
- * one order on all ranks. Asking is checked when a session ends, before the script can wait for results that never come.
+ * No host waits for a GPU, so hosts meet early, and what they find out (other bitmaps, another order, a peer that is
+ * gone) they find out as on the CPU, in the control transport's words. What moves on the devices must be asked for in
+ * one order on all ranks. Asking is checked when a session ends, before the script can wait for results that never
+ * come.
  */
 #define _GNU_SOURCE /* strdup */
 #include "comm/gpu/gpu.h"
@@ -12,7 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* --- failures ---------------------------------------------------------------------------------------------------------- */
+/* --- failures ----------------------------------------------------------------------------------------------------- */
 
 zs_status zs_gpu_fail(zs_gpu_comm *comm, zs_status status)
 {
@@ -49,7 +50,7 @@ zs_status zs_gpu_usable(zs_gpu_comm *comm)
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(comm, status);
 }
 
-/* --- one order on all ranks ---------------------------------------------------------------------------------------------- */
+/* --- one order on all ranks --------------------------------------------------------------------------------------- */
 
 static zs_status compare_fingerprints(zs_gpu_comm *comm)
 {
@@ -58,8 +59,8 @@ static zs_status compare_fingerprints(zs_gpu_comm *comm)
     return zs_comm_compare_fingerprints(&comm->base, comm->fingerprints);
 }
 
-/* Have all ranks asked for the same, and where a session has `ended`, of parameters of the same steps? Peers that have not
- * would be waited for by a GPU, where no deadline is looked at. */
+/* Have all ranks asked for the same, and where a session has `ended`, of parameters of the same steps? Peers that
+ * have not would be waited for by a GPU, where no deadline is looked at. */
 static zs_status check_order(zs_gpu_comm *comm, bool ended)
 {
     comm->order.fingerprint = comm->base.fingerprint;
@@ -85,7 +86,7 @@ zs_status zs_gpu_read_end(zs_comm *comm, zs_reader *reader, zs_phase phase)
     return check_order(self, true);
 }
 
-/* --- events -------------------------------------------------------------------------------------------------------------- */
+/* --- events ------------------------------------------------------------------------------------------------------- */
 
 void zs_gpu_event_give(zs_gpu_comm *comm, zs_cu_event event)
 {
@@ -117,7 +118,7 @@ zs_status zs_gpu_event_take(zs_gpu_comm *comm, zs_cu_event *out)
     return ZS_OK;
 }
 
-/* --- flats and gathers ------------------------------------------------------------------------------------------------- */
+/* --- flats and gathers -------------------------------------------------------------------------------------------- */
 
 zs_status zs_gpu_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out)
 {
@@ -201,7 +202,7 @@ zs_status zs_gpu_reserve(zs_comm *comm, const zs_arena *plan)
     return zs_arena_cover(self->areas, plan);
 }
 
-/* --- between the hosts ----------------------------------------------------------------------------------------------------- */
+/* --- between the hosts -------------------------------------------------------------------------------------------- */
 
 zs_status zs_gpu_exchange(zs_comm *comm, const void *mine, size_t bytes, void *all)
 {
@@ -270,7 +271,8 @@ static void free_rooms(zs_gpu_comm *self)
     free(self);
 }
 
-/* A head of zeros, with its arrays: hundreds of bytes for each rank are too much for a thread's stack. NULL: out of memory. */
+/* A head of zeros, with its arrays: hundreds of bytes for each rank are too much for a thread's stack. NULL: out of
+ * memory. */
 static zs_gpu_comm *alloc_rooms(int world)
 {
     zs_gpu_comm *self = calloc(1, sizeof *self);

@@ -56,8 +56,8 @@ zs_status zs_gpu_note(zs_gpu_comm *comm, const char *what, const char *unit, siz
 /* A move has failed: tells the peers why, stops the backend, and returns `status`. */
 zs_status zs_gpu_fail(zs_gpu_comm *comm, zs_status status);
 
-/* What came of a wait for the peers' hosts. One that was interrupted (Ctrl-C) fails as a move does: the GPUs here may wait for peers
- * that this rank will not meet, and whatever waits for these hosts next would wait again. */
+/* What came of a wait for the peers' hosts. One that was interrupted (Ctrl-C) fails as a move does: the GPUs here
+ * may wait for peers that this rank will not meet, and whatever waits for these hosts next would wait again. */
 zs_status zs_gpu_after_wait(zs_gpu_comm *comm, zs_status status);
 
 /* Sees to it that there is an arena of what rounds receive into. */
@@ -67,7 +67,7 @@ zs_status zs_gpu_make_areas(zs_gpu_comm *comm);
 zs_status zs_gpu_event_take(zs_gpu_comm *comm, zs_cu_event *out);
 void zs_gpu_event_give(zs_gpu_comm *comm, zs_cu_event event);
 
-/* --- gpu_order.c ---------------------------------------------------------------------------------------------------------- */
+/* --- gpu_order.c -------------------------------------------------------------------------------------------------- */
 
 /* This rank asks for a move. */
 void zs_gpu_order_add(zs_gpu_comm *comm, const char *what, const char *unit, size_t bytes);
@@ -81,7 +81,7 @@ bool zs_gpu_order_differs(const zs_gpu_comm *comm, int *rank);
 /* ZS_ERR_DIVERGED, in words that name the first move where rank `other` and rank 0 differ. Collective. */
 zs_status zs_gpu_order_fail(zs_gpu_comm *comm, int other);
 
-/* --- comm_gpu.c: the rest of the table, as comm_ops.h has it -------------------------------------------------------------- */
+/* --- comm_gpu.c: the rest of the table, as comm_ops.h has it ------------------------------------------------------ */
 
 /* By the field's name. */
 void zs_gpu_abort(zs_comm *comm, const char *reason);
@@ -100,36 +100,29 @@ zs_status zs_gpu_give_up(zs_comm *comm);
 zs_status zs_gpu_read_end(zs_comm *comm, zs_reader *reader, zs_phase phase);
 zs_status zs_gpu_reserve(zs_comm *comm, const zs_arena *plan);
 
-/* --- gpu_round.c: units' part of the table, as comm_ops.h has it ----------------------------------------------------------- */
+/* --- gpu_round.c: units' part of the table, as comm_ops.h has it -------------------------------------------------- */
 
 /* room: of the device's memory. */
 zs_room zs_gpu_room(const zs_comm *comm, const zs_cunit_spec *spec);
 
-/* cunit_new. */
-zs_status zs_gpu_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **out);
+typedef struct zs_gpu_unit {
+    zs_cunit base;
+    zs_cunit *control; /* its round between the hosts, without a bucket; owned */
+    zs_mem *received;  /* area of that round, NULL: none */
+    zs_cu_event read;  /* the bucket of the last round has been read */
+    uint64_t session;  /* in which that was recorded last */
+} zs_gpu_unit;
 
-/* cunit_free. NULL allowed. */
-void zs_gpu_cunit_free(zs_comm *comm, zs_cunit *cunit);
-
-/* cunit_renamed. */
-void zs_gpu_cunit_renamed(zs_comm *comm, zs_cunit *cunit);
-
-/* post: queues the move. */
-zs_status zs_gpu_post(zs_comm *comm, zs_cunit *cunit, const zs_bucket *bucket, const uint64_t *used);
-
-/* collect: waits for the peers' hosts, never for a GPU. */
-zs_status zs_gpu_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out);
-
-/* share. */
+/* zs_round_ops, by the field's name. */
+zs_status zs_gpu_unit_init(zs_comm *comm, zs_cunit *cunit);
+void zs_gpu_unit_clear(zs_comm *comm, zs_cunit *cunit);
+void zs_gpu_renamed(zs_comm *comm, zs_cunit *cunit);
+zs_status zs_gpu_usable_for_rounds(zs_comm *comm);
+zs_status zs_gpu_send(zs_comm *comm, zs_cunit *cunit);
+zs_status zs_gpu_arrive(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready);
 zs_status zs_gpu_share(zs_comm *comm, zs_cunit *cunit);
-
-/* collect_shared. */
-zs_status zs_gpu_collect_shared(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out);
-
-/* release. */
 zs_status zs_gpu_release(zs_comm *comm, zs_cunit *cunit);
-
-/* reusable: at once, as the compute stream waits for what is still read. */
+void zs_gpu_drop(zs_comm *comm, zs_cunit *cunit);
 zs_status zs_gpu_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready);
 
 /* tell, said and end: the hosts' matter. */

@@ -1,11 +1,11 @@
 /* comm_hosts.c - the table of the transport in two levels, its birth and its end. See hosts.h. */
-#include "comm/hosts/hosts.h"
+#include "comm/hosts/hosts_unit.h"
 
 #include "base/file.h"
 
 #include <stdlib.h>
 
-/* --- numbers -------------------------------------------------------------------------------------------------------------- */
+/* --- numbers ------------------------------------------------------------------------------------------------------ */
 
 enum { SLOTS = ZS_NUMBERS - 1 }; /* behind those of c10d */
 
@@ -23,7 +23,7 @@ static void hosts_go_on_from(zs_comm *comm, const uint64_t *numbers)
     if (zs_comm_align(self->local) != ZS_OK) zs_clear_error(); /* what comes next over it fails too */
 }
 
-/* --- birth and end -------------------------------------------------------------------------------------------------------- */
+/* --- birth and end ------------------------------------------------------------------------------------------------ */
 
 static size_t hosts_bytes(const zs_comm *comm)
 {
@@ -72,14 +72,18 @@ static const zs_round_ops hosts_rounds = {
     .bucket_new = zs_hosts_bucket_new,
     .bucket_free = zs_hosts_bucket_free,
     .bucket_room = zs_file_bucket_room,
-    .cunit_new = zs_hosts_cunit_new,
-    .cunit_free = zs_hosts_cunit_free,
-    .cunit_renamed = zs_hosts_cunit_renamed,
-    .post = zs_hosts_post,
-    .collect = zs_hosts_collect,
+    .unit_bytes = sizeof(hosts_unit),
+    .unit_init = zs_hosts_unit_init,
+    .unit_clear = zs_hosts_unit_clear,
+    .renamed = zs_hosts_renamed,
+    .send = zs_hosts_send,
+    .begun = zs_hosts_begun,
+    .arrive = zs_hosts_arrive,
     .share = zs_hosts_share,
-    .collect_shared = zs_hosts_collect_shared,
+    .arrive_shared = zs_hosts_arrive_shared,
     .release = zs_hosts_release,
+    .drop = zs_hosts_drop,
+    .finish = zs_hosts_finish_round,
     .reusable = zs_hosts_reusable,
     .rescale = zs_hosts_rescale,
     .give_up = zs_c10d_give_up,

@@ -1,11 +1,12 @@
 /* hosts.h - the transport for several hosts with the same number of ranks each, in two levels.
  *
  * Ranks of one host meet over `local` (shm), and each rank meets its counterparts, those at its place on the other
- * hosts, over process groups of their own (`across`). So what a host lacks crosses the wire once a host, not once a rank:
- * shards go straight into memory that the host's ranks share, and gradients are summed within the host first.
+ * hosts, over process groups of their own (`across`). So what a host lacks crosses the wire once a host, not once a
+ * rank: shards go straight into memory that the host's ranks share, and gradients are summed within the host first.
  *
- * Its head is a c10d transport over all ranks. That says what comes next before each collective (c10d_turn.c), so all know that
- * the others have come as far, and does whatever the two levels cannot: gathers that some ranks have no use for, for example.
+ * Its head is a c10d transport over all ranks. That says what comes next before each collective (c10d_turn.c), so all
+ * know that the others have come as far, and does whatever the two levels cannot: gathers that some ranks have no use
+ * for, for example.
  *
  *   comm_hosts.c    the table, birth and end
  *   hosts_queue.c    gathers and rounds that have been said
@@ -54,10 +55,10 @@ static inline int zs_hosts_rank(const zs_hosts_comm *self, int host, int lane)
     return host * zs_hosts_per_host(self) + lane;
 }
 
-/* --- hosts_wait.c ----------------------------------------------------------------------------------------------------- */
+/* --- hosts_wait.c ------------------------------------------------------------------------------------------------- */
 
-/* The group for what host `host` sends, with the timeout set. There are two, so that two hosts of unlike parity send to each other
- * over connections, and threads, of their own: 10 MB both ways take a seventh less time. */
+/* The group for what host `host` sends, with the timeout set. There are two, so that two hosts of unlike parity send
+ * to each other over connections, and threads, of their own: 10 MB both ways take a seventh less time. */
 zs_group *zs_hosts_across(zs_hosts_comm *self, int host);
 
 /* Passes `status` on. If the transport can do nothing any more, the host's other ranks learn it at once, and why. */
@@ -66,11 +67,11 @@ zs_status zs_hosts_pass(zs_hosts_comm *self, zs_status status);
 /* None of `works` [n] (NULL: none there) is waited for any more; all are NULL after that. */
 void zs_hosts_leave(zs_hosts_comm *self, zs_work **works, size_t n, zs_mem *memory);
 
-/* Waits for all `works` [n] (NULL: done, or never begun), which are NULL after that; what a failure leaves may write to `memory`
- * for ever. */
+/* Waits for all `works` [n] (NULL: done, or never begun), which are NULL after that; what a failure leaves may write
+ * to `memory` for ever. */
 zs_status zs_hosts_finish(zs_hosts_comm *self, const zs_c10d_turn *turn, zs_work **works, size_t n, zs_mem *memory);
 
-/* --- hosts_signals.c ---------------------------------------------------------------------------------------------------- */
+/* --- hosts_signals.c ---------------------------------------------------------------------------------------------- */
 
 /* Makes the pages; collective over the host. */
 zs_status zs_hosts_signals_new(zs_hosts_comm *self);
@@ -79,7 +80,8 @@ zs_status zs_hosts_signals_new(zs_hosts_comm *self);
 typedef struct zs_hosts_arrival zs_hosts_arrival;
 zs_status zs_hosts_arrival_new(zs_hosts_comm *self, uint64_t gather, int n, zs_hosts_arrival **out);
 
-/* One of them has ended, on any thread; the last frees it. If all went well, this rank's part of the gather is there. */
+/* One of them has ended, on any thread; the last frees it. If all went well, this rank's part of the gather is
+ * there. */
 void zs_hosts_arrived(void *arrival, bool good);
 
 /* What ranks of a host look for on each other's pages. */
@@ -112,7 +114,7 @@ zs_status zs_hosts_await(zs_hosts_comm *self, const zs_c10d_turn *turn, uint64_t
 /* Tells the host's other ranks that nothing will come from this one any more: their waits fail at once. */
 void zs_hosts_break_off(zs_hosts_comm *self, const char *why);
 
-/* --- hosts_turns.c ---------------------------------------------------------------------------------------------------- */
+/* --- hosts_turns.c ------------------------------------------------------------------------------------------------ */
 
 typedef enum zs_hosts_ticket_state {
     ZS_HOSTS_QUEUED,  /* it is the thread's */
@@ -124,7 +126,8 @@ typedef enum zs_hosts_ticket_state {
 typedef struct zs_hosts_ticket {
     zs_c10d_turn mine;
     zs_c10d_turn *turns; /* [world] of all ranks, once they are there; borrowed */
-    /* Where all mean the same: begins that, on the thread. False: it is left to the script's thread. NULL: so is all. */
+    /* Where all mean the same: begins that, on the thread. False: it is left to the script's thread. NULL: so is
+     * all. */
     bool (*begin)(zs_hosts_comm *, struct zs_hosts_ticket *);
     bool urgent;                 /* it comes before all others */
     zs_hosts_ticket_state state; /* read it after zs_hosts_wait_ticket */
@@ -156,7 +159,7 @@ void zs_hosts_turns_stop(zs_hosts_comm *self);
 /* Stops and frees them. NULL allowed. */
 void zs_hosts_turns_free(zs_hosts_comm *self);
 
-/* --- hosts_queue.c ------------------------------------------------------------------------------------------------------ */
+/* --- hosts_queue.c ------------------------------------------------------------------------------------------------ */
 
 /* What becomes of an op. */
 typedef struct zs_hosts_acts {
@@ -186,8 +189,8 @@ static inline size_t zs_hosts_op_turns(const zs_hosts_comm *self)
 /* Queues it; it begins as soon as all ranks have queued it. After a failure it is not queued. */
 zs_status zs_hosts_op_enqueue(zs_hosts_comm *self, zs_hosts_op *op, const zs_c10d_turn *turn);
 
-/* Waits until `end`, and all that was queued before it, has begun; NULL: all. A failure of any of these may surface here or in
- * zs_hosts_op_failure. */
+/* Waits until `end`, and all that was queued before it, has begun; NULL: all. A failure of any of these may surface
+ * here or in zs_hosts_op_failure. */
 zs_status zs_hosts_wait_until(zs_hosts_comm *self, const zs_hosts_op *end);
 zs_status zs_hosts_wait_queued(zs_c10d_comm *comm);
 zs_status zs_hosts_op_failure(const zs_hosts_op *op);
@@ -195,7 +198,7 @@ zs_status zs_hosts_op_failure(const zs_hosts_op *op);
 /* Would zs_hosts_wait_until return at once? (It may still wait for what was queued before.) */
 bool zs_hosts_has_begun(zs_hosts_comm *self, const zs_hosts_op *op);
 
-/* --- hosts_gather.c: as comm_ops.h has it ----------------------------------------------------------------------------- */
+/* --- hosts_gather.c: as comm_ops.h has it ------------------------------------------------------------------------- */
 
 /* slot_new. */
 zs_status zs_hosts_slot_new(zs_comm *comm, size_t bytes, zs_mem **out);
@@ -207,7 +210,7 @@ zs_status zs_hosts_gather_start(zs_comm *comm, const zs_flat_mem *flat, const ch
 /* gather_finish. */
 zs_status zs_hosts_gather_finish(zs_comm *comm, zs_gathering *gathering);
 
-/* --- hosts_params.c --------------------------------------------------------------------------------------------------- */
+/* --- hosts_params.c ----------------------------------------------------------------------------------------------- */
 
 /* A shard of parameters, as it crosses. */
 typedef struct zs_hosts_code {
@@ -238,7 +241,7 @@ zs_status zs_hosts_decoding_new(zs_hosts_comm *self, const zs_hosts_code *code, 
 void *zs_hosts_decoding_part(zs_hosts_decoding *decoding, int host);
 void zs_hosts_code_arrived(void *part, bool good);
 
-/* --- hosts_coded.c ---------------------------------------------------------------------------------------------------- */
+/* --- hosts_coded.c ------------------------------------------------------------------------------------------------ */
 
 /* A unit's sums for one host, as they cross. */
 typedef struct zs_hosts_sums {
@@ -277,7 +280,7 @@ void zs_hosts_encode(const zs_hosts_sums *sums, int h, const float *values, void
 /* The sums that a host has sent. */
 void zs_hosts_decode(const zs_hosts_sums *sums, const void *piece, float *out);
 
-/* --- hosts_round.c: as comm_ops.h has it ------------------------------------------------------------------------------ */
+/* --- hosts_round.c: as comm_ops.h has it -------------------------------------------------------------------------- */
 
 /* room. */
 zs_room zs_hosts_room(const zs_comm *comm, const zs_cunit_spec *spec);
@@ -288,34 +291,22 @@ zs_status zs_hosts_bucket_new(zs_comm *comm, size_t bytes, zs_bucket *out);
 /* bucket_free. */
 void zs_hosts_bucket_free(zs_comm *comm, zs_bucket *bucket);
 
-/* cunit_new. */
-zs_status zs_hosts_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **out);
+/* Of units. */
+zs_status zs_hosts_unit_init(zs_comm *comm, zs_cunit *cunit);
+void zs_hosts_unit_clear(zs_comm *comm, zs_cunit *cunit);
+void zs_hosts_renamed(zs_comm *comm, zs_cunit *cunit);
+void zs_hosts_finish_round(zs_comm *comm, zs_cunit *cunit);
 
-/* cunit_free; waits for collectives that are under way. NULL allowed. */
-void zs_hosts_cunit_free(zs_comm *comm, zs_cunit *cunit);
-
-/* cunit_renamed. */
-void zs_hosts_cunit_renamed(zs_comm *comm, zs_cunit *cunit);
-
-/* post: sums within the host, starts the collectives and does not wait for them. */
-zs_status zs_hosts_post(zs_comm *comm, zs_cunit *cunit, const zs_bucket *bucket, const uint64_t *used);
-
-/* collect. A round that fails here is over. */
-zs_status zs_hosts_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out);
-
-/* share. */
+/* Of rounds. Once all ranks have come to it, the round begins: it is summed within the host, and the sums start to
+ * cross. */
+zs_status zs_hosts_send(zs_comm *comm, zs_cunit *cunit);
+zs_status zs_hosts_begun(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *done);
+zs_status zs_hosts_arrive(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready);
+zs_status zs_hosts_arrive_shared(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready);
+void zs_hosts_drop(zs_comm *comm, zs_cunit *cunit);
 zs_status zs_hosts_share(zs_comm *comm, zs_cunit *cunit);
-
-/* collect_shared. */
-zs_status zs_hosts_collect_shared(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out);
-
-/* release. */
 zs_status zs_hosts_release(zs_comm *comm, zs_cunit *cunit);
-
-/* reusable. */
 zs_status zs_hosts_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready);
-
-/* rescale. */
 void zs_hosts_rescale(zs_comm *comm, zs_cunit *cunit, double factor);
 
 #endif

@@ -1,6 +1,6 @@
 /* hosts_coded.c - sums of gradients that cross hosts in fewer bytes. See hosts.h, wire_code.h.
  *
- * All hosts decode the same bytes, a host its own too, so ranks that sum the same slice have the same sum. What a code
+ * All hosts decode the same bytes, a host its own too, so ranks that sum the same shard have the same sum. What a code
  * has lost of one round's sums goes into those of the next for the same host, so over many rounds nothing is lost.
  */
 #include "comm/hosts/hosts.h"
@@ -13,7 +13,7 @@
 /* Numbers in double precision go as they are: fewer bytes were not meant for them. */
 static zs_wire code_of(const zs_cunit_spec *spec)
 {
-    for (int f = 0; f < spec->n_slices; f++)
+    for (int f = 0; f < spec->n_flats; f++)
         if (zs_dtype_of_partial_sum(spec->wire[f]) != ZS_F32) return ZS_WIRE_EXACT;
     return spec->code;
 }
@@ -27,8 +27,8 @@ zs_dtype zs_hosts_sum_dtype(const zs_comm *comm, const zs_cunit_spec *spec, zs_d
 zs_hosts_sums zs_hosts_sums_of(const zs_comm *comm, const zs_cunit_spec *spec)
 {
     zs_hosts_sums sums = {.code = code_of(spec)};
-    for (int f = 0; f < spec->n_slices; f++) {
-        size_t numel = spec->slice_bytes[f] / zs_dtype_size(spec->wire[f]);
+    for (int f = 0; f < spec->n_flats; f++) {
+        size_t numel = spec->shard_bytes[f] / zs_dtype_size(spec->wire[f]);
         sums.bytes += numel * zs_dtype_size(zs_hosts_sum_dtype(comm, spec, spec->wire[f]));
     }
     sums.travel = sums.bytes;

@@ -1,10 +1,10 @@
 /* hosts_gather.c - gathering in two levels. See hosts.h.
  *
- * A slot is memory that the ranks of a host share, so what one of them receives is there for all. Before a gather
- * all ranks say which slot they mean. Ranks of one host that mean the same have all taken it for this gather, so nobody uses what
- * was in it. Ranks that mean different ones have gone different ways (one evaluates alone, say): then each gathers for itself,
- * over all ranks, into memory of its own that takes the slot's place in its address space. Where shards cross as codes
- * (hosts_params.c), it makes of these what their codes say.
+ * A slot is memory that the ranks of a host share, so what one of them receives is there for all. Before a gather all
+ * ranks say which slot they mean. Ranks of one host that mean the same have all taken it for this gather, so nobody
+ * uses what was in it. Ranks that mean different ones have gone different ways (one evaluates alone, say): then each
+ * gathers for itself, over all ranks, into memory of its own that takes the slot's place in its address space. Where
+ * shards cross as codes (hosts_params.c), it makes of these what their codes say.
  */
 #include "comm/hosts/hosts.h"
 
@@ -14,7 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* --- slots ---------------------------------------------------------------------------------------------------------------- */
+/* --- slots -------------------------------------------------------------------------------------------------------- */
 
 typedef struct hosts_slot {
     zs_flat_mem shared; /* of the host's ranks' transport */
@@ -73,7 +73,7 @@ static zs_status set_apart(hosts_slot *slot, bool apart)
     return ZS_OK;
 }
 
-/* --- gathering ------------------------------------------------------------------------------------------------------------ */
+/* --- gathering ---------------------------------------------------------------------------------------------------- */
 
 typedef struct hosts_gathering {
     zs_hosts_op op;
@@ -209,7 +209,7 @@ static zs_status begin_here(zs_hosts_comm *self, zs_hosts_op *op)
 
 static const zs_hosts_acts gather_acts = {.can = can_begin, .begin = begin, .begin_here = begin_here};
 
-/* --- the table's ------------------------------------------------------------------------------------------------------------ */
+/* --- the table's -------------------------------------------------------------------------------------------------- */
 
 zs_status zs_hosts_gather_start(zs_comm *comm, const zs_flat_mem *flat, const char *name, zs_target to,
                                 zs_gathering **out)

@@ -1,8 +1,8 @@
 /* hosts_params.c - parameters that cross hosts in fewer bytes. See hosts.h, wire_code.h.
  *
  * All ranks compute with what the codes say, the one that has made a code too, so full parameters are the same
- * everywhere. The thread of torch's that has received a code decodes it into its place, beside whatever the script computes, and only
- * then does the part count as arrived.
+ * everywhere. The thread of torch's that has received a code decodes it into its place, beside whatever the script
+ * computes, and only then does the part count as arrived.
  */
 #include "base/half.h"
 #include "comm/hosts/hosts.h"
@@ -13,7 +13,7 @@
 
 enum { CHUNK = 16 * ZS_WIRE_BLOCK }; /* numbers at a time, whole blocks, in fp32 on the stack */
 
-/* --- what is coded ---------------------------------------------------------------------------------------------------------- */
+/* --- what is coded ------------------------------------------------------------------------------------------------ */
 
 zs_hosts_code zs_hosts_code_of(zs_wire wire, zs_dtype dtype, size_t shard_bytes)
 {
@@ -32,7 +32,7 @@ size_t zs_hosts_code_room(const zs_comm *comm, zs_wire wire, zs_dtype dtype, siz
     return zs_hosts_code_of(wire, dtype, shard_bytes).stride * (size_t)(comm->world / comm->per_host);
 }
 
-/* --- to codes and back ------------------------------------------------------------------------------------------------------ */
+/* --- to codes and back -------------------------------------------------------------------------------------------- */
 
 /* `n` numbers in fp32, at `scratch` unless they are that already. */
 static const float *widened(zs_dtype dtype, const char *from, int n, float *scratch)
@@ -101,7 +101,7 @@ void zs_hosts_round_shard(const zs_hosts_code *code, char *shard)
     }
 }
 
-/* --- arriving --------------------------------------------------------------------------------------------------------------- */
+/* --- arriving ----------------------------------------------------------------------------------------------------- */
 
 typedef struct part {
     zs_hosts_decoding *all;

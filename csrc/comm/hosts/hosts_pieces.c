@@ -1,21 +1,21 @@
 /* hosts_pieces.c - what of a round crosses hosts. See hosts_unit.h.
  *
- * A piece is the host's sum of what one counterpart wants. With one rank per host that is what this rank has packed, in its
- * own dtype. Sums may be coded (hosts_coded.c): they are then decoded behind the pieces that were received.
+ * A piece is the host's sum of what one counterpart wants. With one rank per host that is what this rank has packed, in
+ * its own dtype. Sums may be coded (hosts_coded.c): they are then decoded behind the pieces that were received.
  */
 #include "comm/hosts/hosts_unit.h"
 
 #include <string.h>
 
-/* The host's sum of slice `part` of flat `f`, to `dst`. */
-static zs_status sum_slice(const zs_hosts_comm *self, const hosts_unit *unit, const char *const *buckets, int f,
-                           int part, char *dst)
+/* The host's sum of shard `shard` of flat `f`, to `dst`. */
+static zs_status sum_shard(const zs_hosts_comm *self, const hosts_unit *unit, const char *const *buckets, int f,
+                           int shard, char *dst)
 {
     const zs_comm *comm = &self->c10d.base;
     const zs_cunit_spec *spec = &unit->base.spec;
-    size_t at = zs_cunit_slice_at(&unit->base, f, part);
+    size_t at = zs_cunit_shard_at(&unit->base, f, shard);
     if (comm->per_host == 1 && unit->sums.code == ZS_WIRE_EXACT) {
-        memcpy(dst, buckets[0] + at, spec->slice_bytes[f]);
+        memcpy(dst, buckets[0] + at, spec->shard_bytes[f]);
         return ZS_OK;
     }
     const void *src[comm->per_host];
@@ -23,7 +23,7 @@ static zs_status sum_slice(const zs_hosts_comm *self, const hosts_unit *unit, co
         src[lane] = buckets[lane] != NULL ? buckets[lane] + at : NULL;
     zs_sum sum = {.src = src, .world = comm->per_host, .dst = dst, .dtype = spec->wire[f], .scale = 1.0};
     sum.to = zs_dtype_of_partial_sum(spec->wire[f]);
-    sum.numel = (int64_t)(spec->slice_bytes[f] / zs_dtype_size(spec->wire[f]));
+    sum.numel = (int64_t)(spec->shard_bytes[f] / zs_dtype_size(spec->wire[f]));
     return zs_device_sum(comm->device, ZS_STREAM_REDUCE, &sum);
 }
 
@@ -37,31 +37,29 @@ static char *decoded_of(const zs_hosts_comm *self, const hosts_unit *unit, int h
 static zs_status fill_piece(const zs_hosts_comm *self, const hosts_unit *unit, const zs_sources *local, int h)
 {
     char *piece = (char *)unit->sent->ptr + (size_t)h * unit->stride;
-    hosts_tail *tail = (hosts_tail *)(void *)(piece + unit->sums.travel);
-    uint64_t *bitmaps = (uint64_t *)(tail + 1);
+    char *headers = piece + unit->sums.travel;
     bool coded = unit->sums.code != ZS_WIRE_EXACT;
     char *sums = coded ? decoded_of(self, unit, h) : piece;
-    int per_host = zs_hosts_per_host(self), part = unit->base.spec.part_of[zs_hosts_rank(self, h, self->lane)];
+    int per_host = zs_hosts_per_host(self), shard = unit->base.spec.shard_of[zs_hosts_rank(self, h, self->lane)];
     bool present = false;
     for (int lane = 0; lane < per_host; lane++) {
         present = present || local->data[lane] != NULL;
-        memcpy(bitmaps + (size_t)lane * unit->base.used_words, local->used[lane],
-               unit->base.used_words * sizeof *bitmaps);
+        memcpy(headers + (size_t)lane * unit->base.header_bytes, local->headers[lane], unit->base.header_bytes);
     }
-    tail->present = present;
-    for (int f = 0; f < unit->base.spec.n_slices && present; f++)
-        ZS_TRY(sum_slice(self, unit, local->data, f, part, sums + unit->base.at[f]));
+    for (int f = 0; f < unit->base.spec.n_flats && present; f++)
+        ZS_TRY(sum_shard(self, unit, local->data, f, shard, sums + unit->base.at[f]));
     if (coded && present) zs_hosts_encode(&unit->sums, h, (const float *)(const void *)sums, piece);
     return ZS_OK;
 }
 
-zs_status zs_hosts_sum_local(zs_hosts_comm *self, hosts_unit *unit, const uint64_t *used)
+zs_status zs_hosts_sum_local(zs_hosts_comm *self, hosts_unit *unit)
 {
     bool ready = false;
     zs_sources local = {0};
-    ZS_TRY(zs_cunit_post(self->local, unit->local, unit->bucket, used));
-    ZS_TRY(
-        zs_cunit_collect(self->local, unit->local, ZS_WAIT, &ready, &local)); /* all are about to, if they have not */
+    memcpy(zs_cunit_header(unit->local), unit->base.header, unit->base.header_bytes);
+    ZS_TRY(zs_cunit_post(self->local, unit->local, unit->base.bucket));
+    /* All are about to post, if they have not. */
+    ZS_TRY(zs_cunit_collect(self->local, unit->local, ZS_WAIT, &ready, &local));
     for (int h = 0; h < self->hosts; h++)
         ZS_TRY(fill_piece(self, unit, &local, h));
     if (unit->base.spec.mode == ZS_REDUCE_ALL) return ZS_OK; /* until the sum has been shared */
@@ -78,23 +76,32 @@ zs_status zs_hosts_start_pieces(zs_hosts_comm *self, hosts_unit *unit)
     return ZS_OK;
 }
 
+/* What the rank at place `lane` of a piece's host says. */
+static const zs_round_header *header_of(const hosts_unit *unit, const char *piece, int lane)
+{
+    const char *headers = piece + unit->sums.travel;
+    return (const zs_round_header *)(const void *)(headers + (size_t)lane * unit->base.header_bytes);
+}
+
 void zs_hosts_find_sources(const zs_hosts_comm *self, hosts_unit *unit)
 {
     zs_cunit *base = &unit->base;
     for (int h = 0; h < self->hosts; h++) {
         const char *piece = (const char *)unit->received->ptr + (size_t)h * unit->stride;
-        const hosts_tail *tail = (const hosts_tail *)(const void *)(piece + unit->sums.travel);
-        const uint64_t *bitmaps = (const uint64_t *)(const void *)(tail + 1);
         const char *sums = piece;
-        if (unit->sums.code != ZS_WIRE_EXACT && tail->present) {
+        bool present = false;
+        for (int lane = 0; lane < zs_hosts_per_host(self); lane++) {
+            int r = zs_hosts_rank(self, h, lane);
+            base->headers[r] = header_of(unit, piece, lane);
+            base->data[r] = NULL;
+            present = present || (base->headers[r]->flags & ZS_ROUND_BUCKET) != 0;
+        }
+        if (!present) continue;
+        if (unit->sums.code != ZS_WIRE_EXACT) {
             char *decoded = decoded_of(self, unit, h);
             zs_hosts_decode(&unit->sums, piece, (float *)(void *)decoded);
             sums = decoded;
         }
-        for (int lane = 0; lane < zs_hosts_per_host(self); lane++) {
-            int r = zs_hosts_rank(self, h, lane);
-            base->data[r] = lane == 0 && tail->present ? sums : NULL;
-            base->used[r] = bitmaps + (size_t)lane * base->used_words;
-        }
+        base->data[zs_hosts_rank(self, h, 0)] = sums;
     }
 }

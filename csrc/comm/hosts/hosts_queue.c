@@ -1,8 +1,8 @@
 /* hosts_queue.c - gathers and rounds that this rank has said, and that begin when their turn has come. See hosts.h.
  *
  * To say something and to find out what all ranks say are two calls. Between them the script computes, while the thread
- * of hosts_turns.c says one after the other and begins what all mean. A failure is told by whichever call first finds it; with that,
- * all that was said after it has failed on all ranks, as none of it has been heard.
+ * of hosts_turns.c says one after the other and begins what all mean. A failure is told by whichever call first finds
+ * it; with that, all that was said after it has failed on all ranks, as none of it has been heard.
  */
 #include "comm/hosts/hosts.h"
 

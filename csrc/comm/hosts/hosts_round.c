@@ -1,8 +1,8 @@
 /* hosts_round.c - reducing in two levels. See hosts.h, hosts_unit.h.
  *
  * Once all ranks have said that they bring a round, their buckets are packed. So each reads those of its host at once,
- * and sums what its counterparts and it itself want of them (hosts_pieces.c); the sums cross the wire. An owner then adds the hosts'
- * sums, in the order of hosts.
+ * and sums what its counterparts and it itself want of them (hosts_pieces.c); the sums cross the wire. An owner then
+ * adds the hosts' sums, in the order of hosts.
  */
 #include "comm/hosts/hosts_unit.h"
 
@@ -11,12 +11,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* --- sizes ---------------------------------------------------------------------------------------------------------------- */
+/* --- sizes -------------------------------------------------------------------------------------------------------- */
 
-static size_t tail_bytes_of(const zs_comm *comm, const zs_cunit_spec *spec)
+/* From one piece to the next: the sums, and the headers of the host's ranks. */
+static size_t stride_of(const zs_comm *comm, const zs_cunit_spec *spec, const zs_hosts_sums *sums)
 {
-    size_t bitmaps = (size_t)comm->per_host * zs_spec_used_words(spec) * sizeof(uint64_t);
-    return zs_round_up(sizeof(hosts_tail) + bitmaps, 64);
+    return sums->travel + zs_round_up((size_t)comm->per_host * zs_round_header_bytes(spec->n_params), 64);
 }
 
 /* The unit as the host's ranks' transport knows it. Nothing is said there of who sums what. */
@@ -24,13 +24,14 @@ static zs_cunit_spec local_spec(const zs_comm *comm, const zs_cunit_spec *spec, 
 {
     zs_cunit_spec local = *spec;
     if (spec->mode == ZS_REDUCE_SCATTER) {
-        local.part_of = nowhere;
-        if (spec->parts == 0) local.parts = comm->world;
+        local.shard_of = nowhere;
+        if (spec->n_shards == 0) local.n_shards = comm->world;
         return local;
     }
-    local.parts = comm->per_host;
-    for (int f = 0; f < spec->n_slices; f++)
-        local.slice_bytes[f] *= (size_t)(comm->world / comm->per_host);
+    local.shard_of = NULL; /* rank r sums shard r */
+    local.n_shards = comm->per_host;
+    for (int f = 0; f < spec->n_flats; f++)
+        local.shard_bytes[f] *= (size_t)(comm->world / comm->per_host);
     return local;
 }
 
@@ -50,12 +51,12 @@ zs_room zs_hosts_room(const zs_comm *comm, const zs_cunit_spec *spec)
     size_t hosts = (size_t)(comm->world / comm->per_host);
     zs_hosts_sums sums = zs_hosts_sums_of(comm, spec);
     own.record = local_ops(comm)->rounds->room(comm, &local).record + zs_hosts_residual_bytes(&sums, (int)hosts);
-    own.sent = (sums.travel + tail_bytes_of(comm, spec)) * hosts;
+    own.sent = stride_of(comm, spec, &sums) * hosts;
     own.received = own.sent + sums.room * hosts;
     return own;
 }
 
-/* --- the host's own transport, which the thread of turns uses too ---------------------------------------------------------- */
+/* --- the host's own transport, which the thread of turns uses too ------------------------------------------------- */
 
 /* In a forked child there is no such thread, and it may have held the lock: there, no lock is taken. */
 static void lock_local(zs_hosts_comm *self)
@@ -68,7 +69,7 @@ static void unlock_local(zs_hosts_comm *self)
     if (!zs_c10d_is_forked(&self->c10d)) pthread_mutex_unlock(&self->local_lock);
 }
 
-/* --- buckets -------------------------------------------------------------------------------------------------------------- */
+/* --- buckets ------------------------------------------------------------------------------------------------------ */
 
 zs_status zs_hosts_bucket_new(zs_comm *comm, size_t bytes, zs_bucket *out)
 {
@@ -87,19 +88,13 @@ void zs_hosts_bucket_free(zs_comm *comm, zs_bucket *bucket)
     unlock_local(self);
 }
 
-/* --- a round -------------------------------------------------------------------------------------------------------------- */
+/* --- a round ------------------------------------------------------------------------------------------------------ */
 
 static zs_c10d_turn turn_of(const hosts_unit *unit, zs_c10d_kind kind)
 {
     zs_c10d_turn turn = zs_c10d_turn_of(kind, unit->number, unit->stride, unit->base.spec.name);
     turn.round = unit->base.round;
     return turn;
-}
-
-static void return_areas(zs_hosts_comm *self, hosts_unit *unit)
-{
-    zs_c10d_return_area(&self->c10d, &unit->sent);
-    zs_c10d_return_area(&self->c10d, &unit->received);
 }
 
 /* None of a round's collectives is waited for any more; `memory` as in zs_c10d_finish. */
@@ -112,23 +107,20 @@ static void leave_works(zs_hosts_comm *self, hosts_unit *unit, zs_mem *memory)
 /* An op's `begin`, on either thread. */
 static zs_status begin(zs_hosts_comm *self, zs_hosts_op *op)
 {
-    const hosts_post *post = (const hosts_post *)op;
+    hosts_unit *unit = ((const hosts_post *)op)->unit;
     lock_local(self);
-    zs_status status = zs_hosts_sum_local(self, post->unit, post->used);
+    zs_status status = zs_hosts_sum_local(self, unit);
     unlock_local(self);
-    ZS_THEN(status, zs_hosts_start_pieces(self, post->unit));
+    ZS_THEN(status, zs_hosts_start_pieces(self, unit));
     return status;
 }
 
-/* What failed on all ranks has not been a round. */
 static void undo(zs_hosts_comm *self, zs_hosts_op *op)
 {
     hosts_unit *unit = ((const hosts_post *)op)->unit;
     zs_hosts_residual_drop(self, &unit->sums); /* some of it may have gone into this round */
     leave_works(self, unit, NULL);
-    unit->base.round--;
-    unit->base.state = ZS_ROUND_NONE;
-    return_areas(self, unit);
+    zs_cunit_undo_post(&self->c10d.base, &unit->base);
 }
 
 static const zs_hosts_acts post_acts = {.begin = begin, .begin_here = begin, .undo = undo};
@@ -139,17 +131,15 @@ static void post_free(hosts_unit *unit)
     unit->post = NULL;
 }
 
-static zs_status post_new(const zs_hosts_comm *self, hosts_unit *unit, const uint64_t *used)
+static zs_status post_new(const zs_hosts_comm *self, hosts_unit *unit)
 {
-    size_t turns = zs_hosts_op_turns(self), words = unit->base.used_words;
+    size_t turns = zs_hosts_op_turns(self);
     post_free(unit);
-    hosts_post *made = calloc(1, sizeof *made + turns * sizeof(zs_c10d_turn) + words * sizeof *used);
+    hosts_post *made = calloc(1, sizeof *made + turns * sizeof(zs_c10d_turn));
     if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory reducing unit '%s'", unit->base.spec.name);
     made->op.acts = &post_acts;
     made->op.ticket.turns = made->turns;
     made->unit = unit;
-    made->used = (uint64_t *)(void *)(made->turns + turns);
-    memcpy(made->used, used, words * sizeof *used);
     unit->post = made;
     return ZS_OK;
 }
@@ -164,33 +154,35 @@ static zs_status begun(zs_hosts_comm *self, hosts_unit *unit)
     return ZS_OK;
 }
 
-static zs_status send(zs_hosts_comm *self, hosts_unit *unit, const uint64_t *used)
+static zs_status enqueue(zs_hosts_comm *self, hosts_unit *unit)
 {
     size_t bytes = unit->stride * (size_t)self->hosts, decoded = unit->sums.room * (size_t)self->hosts;
     zs_c10d_turn turn = turn_of(unit, ZS_C10D_POST);
-    zs_status status = post_new(self, unit, used);
+    zs_status status = post_new(self, unit);
     ZS_THEN(status, zs_c10d_borrow_area(&self->c10d, bytes + decoded, &unit->received));
     ZS_THEN(status, zs_c10d_borrow_area(&self->c10d, bytes, &unit->sent));
     if (status != ZS_OK) return zs_hosts_turns_fail(self, zs_c10d_fail(&self->c10d, &turn, status));
     return zs_hosts_op_enqueue(self, &unit->post->op, &turn);
 }
 
-zs_status zs_hosts_post(zs_comm *comm, zs_cunit *cunit, const zs_bucket *bucket, const uint64_t *used)
+zs_status zs_hosts_send(zs_comm *comm, zs_cunit *cunit)
 {
     zs_hosts_comm *self = (zs_hosts_comm *)comm;
     hosts_unit *unit = (hosts_unit *)cunit;
-    ZS_TRY(zs_cunit_may_post(cunit, bucket));
-    cunit->round++;
-    unit->bucket = bucket;
-    zs_status status = send(self, unit, used);
-    if (status == ZS_OK) {
-        cunit->state = ZS_ROUND_POSTED;
-        if (cunit->spec.mode == ZS_REDUCE_SCATTER) return ZS_OK;
-        return zs_hosts_pass(self, begun(self, unit)); /* another collective follows at once */
-    }
+    zs_status status = enqueue(self, unit);
+    if (status == ZS_OK) /* in ZS_REDUCE_ALL another collective follows at once */
+        return cunit->spec.mode == ZS_REDUCE_SCATTER ? ZS_OK : zs_hosts_pass(self, begun(self, unit));
     if (unit->post != NULL) undo(self, &unit->post->op);
     post_free(unit);
     return zs_hosts_pass(self, status);
+}
+
+zs_status zs_hosts_begun(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *done)
+{
+    zs_hosts_comm *self = (zs_hosts_comm *)comm;
+    hosts_unit *unit = (hosts_unit *)cunit;
+    *done = unit->post == NULL || wait != ZS_WAIT_NOT || zs_hosts_has_begun(self, &unit->post->op);
+    return *done ? zs_hosts_pass(self, begun(self, unit)) : ZS_OK;
 }
 
 static bool is_done(const hosts_unit *unit)
@@ -209,43 +201,29 @@ static zs_status finish(zs_hosts_comm *self, hosts_unit *unit, zs_c10d_kind kind
     return zs_hosts_finish(self, &turn, unit->works, n, memory);
 }
 
-zs_status zs_hosts_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out)
+zs_status zs_hosts_arrive(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready)
 {
     zs_hosts_comm *self = (zs_hosts_comm *)comm;
     hosts_unit *unit = (hosts_unit *)cunit;
-    *ready = false;
-    if (unit->post != NULL && wait == ZS_WAIT_NOT && !zs_hosts_has_begun(self, &unit->post->op)) return ZS_OK;
-    zs_status heard = begun(self, unit);
-    if (heard != ZS_OK) return zs_hosts_pass(self, heard);
-    ZS_TRY(zs_cunit_expect(cunit, ZS_ROUND_POSTED, "collect"));
-    /* In ZS_REDUCE_ALL a collective follows, so the ranks must come through here in one order: no looking first. */
-    bool only_look = wait == ZS_WAIT_NOT && cunit->spec.mode == ZS_REDUCE_SCATTER;
-    if (only_look && !is_done(unit)) return ZS_OK;
+    *ready = wait != ZS_WAIT_NOT || is_done(unit);
+    if (!*ready) return ZS_OK;
     zs_status status = finish(self, unit, ZS_C10D_POST, NULL);
-    if (status != ZS_OK) {
-        cunit->state = ZS_ROUND_NONE; /* a failed collective cannot be had again */
-        return_areas(self, unit);
-        return zs_hosts_pass(self, status);
-    }
+    if (status != ZS_OK) return zs_hosts_pass(self, status);
     zs_c10d_return_area(&self->c10d, &unit->sent);
     zs_hosts_find_sources(self, unit);
-    cunit->state = ZS_ROUND_COLLECTED;
-    zs_cunit_sources(cunit, out);
-    out->partial = comm->per_host > 1 || unit->sums.code != ZS_WIRE_EXACT;
-    *ready = true;
     return ZS_OK;
 }
 
-/* --- sharing the sums ----------------------------------------------------------------------------------------------------- */
+/* --- sharing the sums --------------------------------------------------------------------------------------------- */
 
-/* Each counterpart's finished slices come into their places in the bucket. */
+/* Each counterpart's finished shards come into their places in the bucket. */
 static zs_status start_shares(zs_hosts_comm *self, hosts_unit *unit)
 {
     const zs_cunit *base = &unit->base;
-    for (int f = 0; f < base->spec.n_slices; f++) {
+    for (int f = 0; f < base->spec.n_flats; f++) {
         for (int h = 0; h < self->hosts; h++) {
-            char *slice = unit->bucket->ptr + zs_cunit_slice_at(base, f, zs_hosts_rank(self, h, self->lane));
-            ZS_TRY(zs_group_broadcast(zs_hosts_across(self, h), slice, base->spec.slice_bytes[f], h,
+            char *shard = base->bucket->ptr + zs_cunit_shard_at(base, f, zs_hosts_rank(self, h, self->lane));
+            ZS_TRY(zs_group_broadcast(zs_hosts_across(self, h), shard, base->spec.shard_bytes[f], h,
                                       &unit->works[unit->n_works]));
             unit->n_works++;
         }
@@ -257,45 +235,38 @@ zs_status zs_hosts_share(zs_comm *comm, zs_cunit *cunit)
 {
     zs_hosts_comm *self = (zs_hosts_comm *)comm;
     hosts_unit *unit = (hosts_unit *)cunit;
-    ZS_TRY(zs_cunit_expect(cunit, ZS_ROUND_COLLECTED, "share"));
     zs_c10d_turn turn = turn_of(unit, ZS_C10D_SHARE);
     ZS_TRY(zs_c10d_agree(&self->c10d, &turn));
     zs_status status = start_shares(self, unit);
     if (status != ZS_OK) status = zs_c10d_fail(&self->c10d, &turn, status);
-    ZS_THEN(status, finish(self, unit, ZS_C10D_SHARE, unit->bucket->mem));
+    ZS_THEN(status, finish(self, unit, ZS_C10D_SHARE, cunit->bucket->mem));
     ZS_THEN(status, zs_cunit_share(self->local, unit->local));
-    if (status != ZS_OK) {
-        leave_works(self, unit, unit->bucket->mem);
-        return zs_hosts_pass(self, status);
-    }
-    cunit->state = ZS_ROUND_SHARED;
-    return ZS_OK;
+    if (status != ZS_OK) leave_works(self, unit, cunit->bucket->mem);
+    return zs_hosts_pass(self, status);
 }
 
-zs_status zs_hosts_collect_shared(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out)
+zs_status zs_hosts_arrive_shared(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready)
 {
     zs_hosts_comm *self = (zs_hosts_comm *)comm;
     hosts_unit *unit = (hosts_unit *)cunit;
     zs_sources local = {0};
-    *ready = false;
-    ZS_TRY(zs_cunit_expect(cunit, ZS_ROUND_SHARED, "collect_shared"));
     ZS_TRY(zs_cunit_collect_shared(self->local, unit->local, wait, ready, &local));
-    if (!*ready) return ZS_OK;
-    for (int r = 0; r < comm->world; r++)
+    for (int r = 0; r < comm->world && *ready; r++)
         cunit->data[r] = local.data[r % comm->per_host];
-    cunit->state = ZS_ROUND_GATHERED;
-    zs_cunit_sources(cunit, out);
     return ZS_OK;
 }
 
 zs_status zs_hosts_release(zs_comm *comm, zs_cunit *cunit)
 {
-    zs_hosts_comm *self = (zs_hosts_comm *)comm;
+    zs_comm *local = ((zs_hosts_comm *)comm)->local;
+    return cunit->spec.mode == ZS_REDUCE_ALL ? zs_cunit_release(local, ((hosts_unit *)cunit)->local) : ZS_OK;
+}
+
+void zs_hosts_drop(zs_comm *comm, zs_cunit *cunit)
+{
     hosts_unit *unit = (hosts_unit *)cunit;
-    ZS_TRY(zs_cunit_may_release(cunit));
-    return_areas(self, unit);
-    cunit->state = ZS_ROUND_NONE;
-    return cunit->spec.mode == ZS_REDUCE_ALL ? zs_cunit_release(self->local, unit->local) : ZS_OK;
+    zs_c10d_return_area((zs_c10d_comm *)comm, &unit->sent);
+    zs_c10d_return_area((zs_c10d_comm *)comm, &unit->received);
 }
 
 zs_status zs_hosts_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready)
@@ -319,67 +290,54 @@ void zs_hosts_rescale(zs_comm *comm, zs_cunit *cunit, double factor)
     zs_hosts_residual_scale((zs_hosts_comm *)comm, &((hosts_unit *)cunit)->sums, factor);
 }
 
-/* --- birth and end -------------------------------------------------------------------------------------------------------- */
+/* --- birth and end ------------------------------------------------------------------------------------------------ */
 
-void zs_hosts_cunit_renamed(zs_comm *comm, zs_cunit *cunit)
+void zs_hosts_renamed(zs_comm *comm, zs_cunit *cunit)
 {
     const hosts_unit *unit = (const hosts_unit *)cunit;
     (void)zs_cunit_rename(((zs_hosts_comm *)comm)->local, unit->local, cunit->spec.name);
 }
 
-void zs_hosts_cunit_free(zs_comm *comm, zs_cunit *cunit)
+void zs_hosts_finish_round(zs_comm *comm, zs_cunit *cunit)
 {
-    if (cunit == NULL) return;
     zs_hosts_comm *self = (zs_hosts_comm *)comm;
     hosts_unit *unit = (hosts_unit *)cunit;
-    bool failed = zs_last_status() != ZS_OK; /* of the caller, who is on the way out */
-    if (unit->post != NULL) (void)begun(self, unit);
+    (void)begun(self, unit);
     if (unit->n_works > 0) (void)finish(self, unit, ZS_C10D_POST, NULL); /* it writes into our memory until then */
-    if (!failed) zs_clear_error();
-    return_areas(self, unit);
-    if (unit->local != NULL) zs_cunit_free(self->local, unit->local);
-    zs_hosts_residual_free(self, &unit->sums);
-    zs_cunit_clear(cunit);
-    post_free(unit);
-    free(unit->works);
-    free(unit);
-    if (--self->c10d.living == 0)
-        zs_c10d_free_areas(&self->c10d); /* the transport lives as long as the process group */
 }
 
-static zs_status make(zs_hosts_comm *self, hosts_unit *unit, const zs_cunit_spec *spec)
+void zs_hosts_unit_clear(zs_comm *comm, zs_cunit *cunit)
 {
-    const zs_comm *comm = &self->c10d.base;
-    ZS_TRY(zs_cunit_init(&unit->base, spec, comm));
-    size_t at = 0;
-    for (int f = 0; f < spec->n_slices; f++) {
-        unit->base.at[f] = at;
-        size_t numel = spec->slice_bytes[f] / zs_dtype_size(spec->wire[f]);
+    zs_hosts_comm *self = (zs_hosts_comm *)comm;
+    hosts_unit *unit = (hosts_unit *)cunit;
+    zs_cunit_free(self->local, unit->local);
+    zs_hosts_residual_free(self, &unit->sums);
+    post_free(unit);
+    free(unit->works);
+    zs_c10d_unit_clear(comm, cunit);
+}
+
+zs_status zs_hosts_unit_init(zs_comm *comm, zs_cunit *cunit)
+{
+    zs_hosts_comm *self = (zs_hosts_comm *)comm;
+    hosts_unit *unit = (hosts_unit *)cunit;
+    const zs_cunit_spec *spec = &cunit->spec;
+    size_t at = 0, works = (size_t)self->hosts * (size_t)(spec->n_flats > 0 ? spec->n_flats : 1);
+    self->c10d.living++;
+    unit->number = self->c10d.units++;
+    for (int f = 0; f < spec->n_flats; f++) {
+        cunit->at[f] = at;
+        size_t numel = spec->shard_bytes[f] / zs_dtype_size(spec->wire[f]);
         at += numel * zs_dtype_size(zs_hosts_sum_dtype(comm, spec, spec->wire[f]));
     }
     unit->sums = zs_hosts_sums_of(comm, spec);
-    unit->stride = unit->sums.travel + tail_bytes_of(comm, spec);
+    unit->stride = stride_of(comm, spec, &unit->sums);
+    cunit->partial = comm->per_host > 1 || unit->sums.code != ZS_WIRE_EXACT;
     ZS_TRY(zs_hosts_residual_new(self, &unit->sums));
-    unit->works = calloc((size_t)self->hosts * (size_t)(spec->n_slices > 0 ? spec->n_slices : 1), sizeof(zs_work *));
+    unit->works = calloc(works, sizeof(zs_work *));
     if (unit->works == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", spec->name);
     int nowhere[comm->per_host];
     memset(nowhere, 0, sizeof nowhere);
     zs_cunit_spec local = local_spec(comm, spec, nowhere);
     return zs_cunit_new(self->local, &local, &unit->local);
-}
-
-zs_status zs_hosts_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **out)
-{
-    zs_hosts_comm *self = (zs_hosts_comm *)comm;
-    hosts_unit *unit = calloc(1, sizeof *unit);
-    if (unit == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", spec->name);
-    self->c10d.living++;
-    zs_status status = make(self, unit, spec);
-    if (status != ZS_OK) {
-        zs_hosts_cunit_free(comm, &unit->base);
-        return status;
-    }
-    unit->number = self->c10d.units++;
-    *out = &unit->base;
-    return ZS_OK;
 }

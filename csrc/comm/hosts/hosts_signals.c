@@ -1,8 +1,8 @@
 /* hosts_signals.c - telling the ranks of one host what has been said and what has come. See hosts.h.
  *
- * Each rank has a page where the host's other ranks look, and one counter there that they sleep on. Threads write there as
- * well: the one of torch's that ends a rank's last collective of a gather writes the gather's number. So a rank need not come to the
- * end of a gather itself for others to use what it has brought.
+ * Each rank has a page where the host's other ranks look, and one counter there that they sleep on. Threads write there
+ * as well: the one of torch's that ends a rank's last collective of a gather writes the gather's number. So a rank need
+ * not come to the end of a gather itself for others to use what it has brought.
  */
 #define _GNU_SOURCE 1 /* syscall */
 #include "comm/hosts/hosts.h"
@@ -112,7 +112,7 @@ void zs_hosts_mark_failed(zs_hosts_comm *self, const char *why)
     ring(own);
 }
 
-/* --- waiting -------------------------------------------------------------------------------------------------------------- */
+/* --- waiting ------------------------------------------------------------------------------------------------------ */
 
 static bool has(const zs_hosts_awaited *it, const bell *each)
 {

@@ -1,16 +1,17 @@
 /* hosts_turns.c - what ranks say before each collective, in two levels. See hosts.h, c10d_turn.c.
  *
  * The ranks of a host read each other's turns in memory that they share, and one of them sends all of these to another
- * host as one message. For each pair of hosts that is the rank at one place, so places share the work. The message is received by a
- * thread of ours that always waits for the next one: it passes through none of torch's threads on its way, where a collective of all
- * ranks would pass through several on each, and be as slow as a megabyte.
+ * host as one message. For each pair of hosts that is the rank at one place, so places share the work. The message is
+ * received by a thread of ours that always waits for the next one: it passes through none of torch's threads on its
+ * way, where a collective of all ranks would pass through several on each, and be as slow as a megabyte.
  *
- * So turns go on while the script computes, one after the other in the order in which this rank has said them: a ticket each. Where all
- * ranks mean the same, the thread begins what they mean, too. Where they do not, it stops on all ranks alike, and the script's thread
- * sees to it.
+ * So turns go on while the script computes, one after the other in the order in which this rank has said them: a ticket
+ * each. Where all ranks mean the same, the thread begins what they mean, too. Where they do not, it stops on all ranks
+ * alike, and the script's thread sees to it.
  *
- * Turns are held twice, of even and of odd numbers. A rank says turn n+1 once it has read turn n of all, so when all of a host have said
- * n+1, what there was of turn n-1 has been read. A host sends n+1 then, so no host hears n+1 before its own ranks are done with n-1.
+ * Turns are held twice, of even and of odd numbers. A rank says turn n+1 once it has read turn n of all, so when all of
+ * a host have said n+1, what there was of turn n-1 has been read. A host sends n+1 then, so no host hears n+1 before
+ * its own ranks are done with n-1.
  */
 #define _GNU_SOURCE 1 /* pthread_condattr_setclock */
 #include "comm/hosts/hosts.h"
@@ -51,7 +52,7 @@ struct zs_hosts_turns {
     wire wires[]; /* [n_wires] the hosts that this rank hears and tells */
 };
 
-/* --- where turns lie ------------------------------------------------------------------------------------------------------ */
+/* --- where turns lie ---------------------------------------------------------------------------------------------- */
 
 /* The place whose ranks carry the turns between two hosts. */
 static int carrier(const zs_hosts_comm *self, int host)
@@ -84,7 +85,7 @@ static char *host_turns(const zs_hosts_comm *self, int host, uint64_t number)
     return first + (2 * nth + number % 2) * self->turns->host_bytes;
 }
 
-/* --- one turn, on the thread ---------------------------------------------------------------------------------------------- */
+/* --- one turn, on the thread -------------------------------------------------------------------------------------- */
 
 /* The message that is waited for next; false: the thread is to end. */
 static bool set_awaited(zs_hosts_turns *turns, zs_work *work)
@@ -181,7 +182,7 @@ static bool take_turn(zs_hosts_comm *self, zs_hosts_ticket *ticket)
     return good;
 }
 
-/* --- one after the other -------------------------------------------------------------------------------------------------- */
+/* --- one after the other ------------------------------------------------------------------------------------------ */
 
 /* The ticket that is said next; NULL: the thread is to end. */
 static zs_hosts_ticket *next_ticket(zs_hosts_turns *turns)
@@ -241,7 +242,7 @@ static void end_thread(zs_hosts_turns *turns, bool hangs_up)
         if (turns->wires[i].receiving != NULL) zs_work_hang_up(turns->wires[i].receiving);
 }
 
-/* --- tickets, on the script's thread -------------------------------------------------------------------------------------- */
+/* --- tickets, on the script's thread ------------------------------------------------------------------------------ */
 
 void zs_hosts_enqueue(zs_hosts_comm *self, zs_hosts_ticket *ticket)
 {
@@ -331,7 +332,7 @@ static zs_status say(zs_c10d_comm *comm, const zs_c10d_turn *mine, zs_c10d_turn 
     return zs_hosts_wait_ticket(self, &ticket);
 }
 
-/* --- birth and end -------------------------------------------------------------------------------------------------------- */
+/* --- birth and end ------------------------------------------------------------------------------------------------ */
 
 static void find_wires(zs_hosts_comm *self)
 {

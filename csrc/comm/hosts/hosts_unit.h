@@ -1,16 +1,12 @@
 /* hosts_unit.h - what the transport in two levels knows of a unit, and of its round that is out. See hosts_round.c.
  *
- *   piece for a counterpart:  the host's sum of its slice of flat 0 | of flat 1 | ... (or the code of all these) | tail
+ *   piece for a counterpart:  the host's sum of its shard of flat 0 | of flat 1 | ... (or the code of all these) |
+ *                             headers of the host's ranks
  */
 #ifndef ZS_HOSTS_UNIT_H
 #define ZS_HOSTS_UNIT_H
 
 #include "comm/hosts/hosts.h"
-
-/* Behind the sums of each piece; the bitmaps of the host's ranks follow. */
-typedef struct hosts_tail {
-    uint64_t present; /* 0: the sums are not filled, no rank of the host had a gradient */
-} hosts_tail;
 
 typedef struct hosts_unit hosts_unit;
 
@@ -18,7 +14,6 @@ typedef struct hosts_unit hosts_unit;
 typedef struct hosts_post {
     zs_hosts_op op;
     hosts_unit *unit;
-    uint64_t *used; /* a copy; behind the turns */
     zs_c10d_turn turns[];
 } hosts_post;
 
@@ -27,16 +22,15 @@ struct hosts_unit {
     hosts_post *post; /* of the round that is out, or has failed; owned; NULL: none */
     zs_cunit *local;  /* the same of the host's ranks' transport */
     uint64_t number;
-    zs_hosts_sums sums;      /* which begin at `base.at` */
-    size_t stride;           /* from one piece to the next */
-    const zs_bucket *bucket; /* of the round that is out, NULL: it brings nothing; borrowed */
-    zs_work **works;         /* [hosts * n_slices, at least hosts] under way; NULL: none */
+    zs_hosts_sums sums; /* which begin at `base.at` */
+    size_t stride;      /* from one piece to the next */
+    zs_work **works;    /* [hosts * n_flats, at least hosts] under way; NULL: none */
     size_t n_works;
     zs_mem *sent, *received; /* areas of that round, NULL: none */
 };
 
 /* Sums what this rank's host has for each counterpart, into `sent`. On either thread, with the lock of `local`. */
-zs_status zs_hosts_sum_local(zs_hosts_comm *self, hosts_unit *unit, const uint64_t *used);
+zs_status zs_hosts_sum_local(zs_hosts_comm *self, hosts_unit *unit);
 
 /* Each host's piece for this rank comes, and those for its counterparts go. */
 zs_status zs_hosts_start_pieces(zs_hosts_comm *self, hosts_unit *unit);

@@ -1,4 +1,5 @@
-/* hosts_wait.c - waiting for a rank's collectives with its counterparts, and telling the host's ranks of failures. See hosts.h.
+/* hosts_wait.c - waiting for a rank's collectives with its counterparts, and telling the host's ranks of failures. See
+ * hosts.h.
  *
  * If one rank of a host can do nothing any more, the others need not wait for their deadline.
  */

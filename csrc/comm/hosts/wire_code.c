@@ -25,7 +25,7 @@ size_t zs_wire_bytes(zs_wire wire, int64_t numel)
     return (size_t)blocks_of(numel) * sizeof(float) + (size_t)numel;
 }
 
-/* --- one block -------------------------------------------------------------------------------------------------------------- */
+/* --- one block ---------------------------------------------------------------------------------------------------- */
 
 /* As bits, magnitudes have the order of integers, with infinity and NaN on top. */
 static uint32_t largest_magnitude(const float *values, int n)
@@ -49,8 +49,8 @@ static float scale_of(const float *values, int n)
     return scale;
 }
 
-/* To nearest, ties to even: the adder rounds, as the unit in the last place of 1.5 * 2^23 is 1. Halfway through subnormals a quotient
- * may exceed levels_a_side. */
+/* To nearest, ties to even: the adder rounds, as the unit in the last place of 1.5 * 2^23 is 1. Halfway through
+ * subnormals a quotient may exceed levels_a_side. */
 static int8_t level_of(float value, float scale)
 {
     float quotient = value / scale;
@@ -96,7 +96,7 @@ static void decode_bf16(const char *code, int n, float *out)
         out[i] = zs_from_bf16(codes[i]);
 }
 
-/* --- all of them ------------------------------------------------------------------------------------------------------------ */
+/* --- all of them -------------------------------------------------------------------------------------------------- */
 
 typedef struct coder {
     zs_wire wire;

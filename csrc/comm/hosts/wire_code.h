@@ -18,8 +18,9 @@ enum { ZS_WIRE_BLOCK = 256 }; /* numbers that share a scale */
 /* Bytes of the code of `numel` numbers. */
 size_t zs_wire_bytes(zs_wire wire, int64_t numel);
 
-/* Encodes `numel` numbers to `out`, at any address. With `residual` [numel], which is 0 at first (NULL: none), it encodes their sums
- * with it, and leaves there what the code has lost of these; 0 for what is not finite, which would stay for ever. */
+/* Encodes `numel` numbers to `out`, at any address. With `residual` [numel], which is 0 at first (NULL: none), it
+ * encodes their sums with it, and leaves there what the code has lost of these; 0 for what is not finite, which
+ * would stay for ever. */
 void zs_wire_encode(zs_wire wire, const float *values, int64_t numel, float *residual, void *out);
 
 /* Decodes them. Within a block of int8, an error is at most half of the largest magnitude / 127, and roundings. */

@@ -16,7 +16,7 @@ static const double last_patience = 10.0; /* seconds for what is under way when 
 
 enum { MAX_CTAS = 64 }; /* NCCL's own limit */
 
-/* --- what the ranks agree on ---------------------------------------------------------------------------------------------- */
+/* --- what the ranks agree on -------------------------------------------------------------------------------------- */
 
 /* What each rank says before NCCL is called. */
 typedef struct card {
@@ -131,7 +131,7 @@ static zs_status agree(zs_nccl_comm *comm, zs_comm *control, zs_nccl_id *id)
     return status;
 }
 
-/* --- making and ending ------------------------------------------------------------------------------------------------- */
+/* --- making and ending -------------------------------------------------------------------------------------------- */
 
 static zs_nccl_config config_for(const zs_nccl_options *options)
 {

@@ -13,7 +13,6 @@
 #ifndef ZS_NCCL_REAL_TYPES
 typedef int zs_nccl_result; /* one of the numbers below, or one that is newer */
 typedef int zs_nccl_type;
-typedef int zs_nccl_redop;
 typedef void *zs_nccl_handle; /* ncclComm_t */
 typedef void *zs_nccl_stream; /* cudaStream_t, which is a CUstream */
 
@@ -22,8 +21,8 @@ typedef struct zs_nccl_id {
     char bytes[128];
 } zs_nccl_id;
 
-/* ncclConfig_t as 2.27 has it. A library reads as much as it knows of `size` bytes, and takes what comes after as unset,
- * so this one serves older and newer ones. */
+/* ncclConfig_t as 2.27 has it. A library reads as much as it knows of `size` bytes, and takes what comes after as
+ * unset, so this one serves older and newer ones. */
 typedef struct zs_nccl_config {
     size_t size;
     unsigned magic, version;
@@ -51,14 +50,7 @@ enum {
     ZS_NCCL_REMOTE_ERROR = 6,
     ZS_NCCL_IN_PROGRESS = 7,
 }; /* zs_nccl_result */
-enum {
-    ZS_NCCL_INT8 = 0,
-    ZS_NCCL_FLOAT16 = 6,
-    ZS_NCCL_FLOAT32 = 7,
-    ZS_NCCL_FLOAT64 = 8,
-    ZS_NCCL_BFLOAT16 = 9,
-}; /* zs_nccl_type */
-enum { ZS_NCCL_REDOP_SUM = 0, ZS_NCCL_REDOP_MAX = 2, ZS_NCCL_REDOP_AVG = 4 }; /* zs_nccl_redop */
+enum { ZS_NCCL_INT8 = 0 }; /* zs_nccl_type */
 
 enum { ZS_NCCL_CONFIG_VERSION = 22700 }; /* of the struct above */
 #define ZS_NCCL_CONFIG_MAGIC 0xcafebeefU
@@ -75,20 +67,14 @@ enum { ZS_NCCL_CONFIG_VERSION = 22700 }; /* of the struct above */
     X(zs_nccl_result, CommGetAsyncError, (zs_nccl_handle, zs_nccl_result *))                                        \
     X(const char *, GetErrorString, (zs_nccl_result))                                                               \
     X(zs_nccl_result, AllGather, (const void *, void *, size_t, zs_nccl_type, zs_nccl_handle, zs_nccl_stream))      \
-    X(zs_nccl_result, AllReduce,                                                                                    \
-      (const void *, void *, size_t, zs_nccl_type, zs_nccl_redop, zs_nccl_handle, zs_nccl_stream))                  \
-    X(zs_nccl_result, ReduceScatter,                                                                                \
-      (const void *, void *, size_t, zs_nccl_type, zs_nccl_redop, zs_nccl_handle, zs_nccl_stream))                  \
     X(zs_nccl_result, Broadcast, (const void *, void *, size_t, zs_nccl_type, int, zs_nccl_handle, zs_nccl_stream)) \
     X(zs_nccl_result, Send, (const void *, size_t, zs_nccl_type, int, zs_nccl_handle, zs_nccl_stream))              \
     X(zs_nccl_result, Recv, (void *, size_t, zs_nccl_type, int, zs_nccl_handle, zs_nccl_stream))                    \
     X(zs_nccl_result, GroupStart, (void))                                                                           \
     X(zs_nccl_result, GroupEnd, (void))
 
-/* Likewise: GetLastError came with 2.13, AlltoAll with 2.28. */
-#define ZS_NCCL_OPTIONAL(X)                         \
-    X(const char *, GetLastError, (zs_nccl_handle)) \
-    X(zs_nccl_result, AlltoAll, (const void *, void *, size_t, zs_nccl_type, zs_nccl_handle, zs_nccl_stream))
+/* What some libraries lack. */
+#define ZS_NCCL_OPTIONAL(X) X(const char *, GetLastError, (zs_nccl_handle))
 
 #define ZS_NCCL_FIELD(result, name, parameters) result(*name) parameters;
 
@@ -100,13 +86,14 @@ typedef struct zs_nccl {
     ZS_NCCL_OPTIONAL(ZS_NCCL_FIELD)
 } zs_nccl;
 
-/* Where to look after the library that torch has loaded and before the system's: the file of Python's nvidia.nccl package.
- * Copied; NULL or "" for none. ZS_ERR_VALUE where it is too long. */
+/* Where to look after the library that torch has loaded and before the system's: the file of Python's nvidia.nccl
+ * package. Copied; NULL or "" for none. ZS_ERR_VALUE where it is too long. */
 zs_status zs_nccl_set_path(const char *path);
 
-/* The table; opens the library the first time. Looks at ZSHARD_NCCL_LIB (a path; then nowhere else), at the libnccl.so.2 that
- * is loaded already (torch's), at the path that was set, at the system's. The library stays open for ever. ZS_ERR_UNSUPPORTED
- * where there is none, or one that lacks a required function; the next call looks again. Any thread. */
+/* The table; opens the library the first time. Looks at ZSHARD_NCCL_LIB (a path; then nowhere else), at the
+ * libnccl.so.2 that is loaded already (torch's), at the path that was set, at the system's. The library stays open
+ * for ever. ZS_ERR_UNSUPPORTED where there is none, or one that lacks a required function; the next call looks
+ * again. Any thread. */
 zs_status zs_nccl_load(const zs_nccl **out);
 
 /* "2.28.9" into `text` (16 bytes or more). */

@@ -37,15 +37,15 @@ struct zs_nccl_comm {
     double gone_since; /* when a peer was first seen gone while work was outstanding, 0: never */
 };
 
-/* Takes the lock for a call of NCCL: not in a forked child, not poisoned, nothing left in the background. On failure the lock
- * is not held. */
+/* Takes the lock for a call of NCCL: not in a forked child, not poisoned, nothing left in the background. On failure
+ * the lock is not held. */
 zs_status zs_nccl_enter(zs_nccl_comm *comm);
 
 /* Gives the lock back, and calls `lost` where that has to be. Returns `status`. */
 zs_status zs_nccl_leave(zs_nccl_comm *comm, zs_status status);
 
-/* What `result` of `call` means, with the lock held: waits for what NCCL does in the background; poisons by what is no bad
- * argument; fails with the record. The lock is open now and then meanwhile. */
+/* What `result` of `call` means, with the lock held: waits for what NCCL does in the background; poisons by what is
+ * no bad argument; fails with the record. The lock is open now and then meanwhile. */
 zs_status zs_nccl_settle(zs_nccl_comm *comm, const char *call, zs_nccl_result result);
 
 /* The same, but looks at least once, and waits for so many seconds at most. */
@@ -57,12 +57,12 @@ void zs_nccl_poison(zs_nccl_comm *comm, zs_status failure, const char *why);
 /* Likewise, by `result` of `call`. */
 void zs_nccl_poison_by(zs_nccl_comm *comm, const char *call, zs_nccl_result result);
 
-/* Starts to monitor `comm`, with the process's thread, which starts with the first communicator. ZS_ERR_STATE in a process that
- * was forked from one where it runs. */
+/* Starts to monitor `comm`, with the process's thread, which starts with the first communicator. ZS_ERR_STATE in a
+ * process that was forked from one where it runs. */
 zs_status zs_nccl_monitor_add(zs_nccl_comm *comm);
 
-/* It is monitored no more when this returns; the thread ends with the last one. Unknown ones are allowed. Not with the lock of a
- * communicator held. */
+/* It is monitored no more when this returns; the thread ends with the last one. Unknown ones are allowed. Not with
+ * the lock of a communicator held. */
 void zs_nccl_monitor_remove(zs_nccl_comm *comm);
 
 /* Seconds on the monotonic clock. */

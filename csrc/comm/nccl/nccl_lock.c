@@ -4,8 +4,9 @@
  * price is that a call may return before its kernel is on the stream; zs_nccl_settle waits for that, and only that.
  *
  * Known of 2.28.9 (init.cc, group.cc, enqueue.cc): a non-blocking communicator that has refused an argument refuses all
- * later calls too (its state stays at "invalid argument"), so arguments are checked here first, and a refusal poisons unless
- * NCCL's state says that all is well. The handle is gone with CommAbort and CommDestroy, which end in the background.
+ * later calls too (its state stays at "invalid argument"), so arguments are checked here first, and a refusal poisons
+ * unless NCCL's state says that all is well. The handle is gone with CommAbort and CommDestroy, which end in the
+ * background.
  */
 #define _GNU_SOURCE 1 /* clock_gettime */
 #include "comm/nccl/nccl_local.h"
@@ -19,7 +20,7 @@
 
 static const double ask_every = 0.1; /* seconds between two looks for Ctrl-C */
 
-/* --- failures ------------------------------------------------------------------------------------------------------- */
+/* --- failures ----------------------------------------------------------------------------------------------------- */
 
 /* Fills `text` with the call, its result, NCCL's own words. */
 static void describe(const zs_nccl_comm *comm, const char *call, zs_nccl_result result, char *text, size_t size)
@@ -70,7 +71,7 @@ static zs_status fail_by(zs_nccl_comm *comm, const char *call, zs_nccl_result re
     return ZS_FAIL(ZS_ERR_NCCL, "%s", text);
 }
 
-/* --- the lock ---------------------------------------------------------------------------------------------------------- */
+/* --- the lock ----------------------------------------------------------------------------------------------------- */
 
 double zs_nccl_now(void)
 {
@@ -162,7 +163,7 @@ zs_status zs_nccl_leave(zs_nccl_comm *comm, zs_status status)
     return status;
 }
 
-/* --- from outside ----------------------------------------------------------------------------------------------------- */
+/* --- from outside ------------------------------------------------------------------------------------------------- */
 
 zs_status zs_nccl_comm_check(zs_nccl_comm *comm)
 {

@@ -20,7 +20,7 @@
 
 static const double grace = 1.0; /* seconds that outstanding work still has when a peer is gone */
 
-/* --- the three questions ------------------------------------------------------------------------------------------------- */
+/* --- the three questions ------------------------------------------------------------------------------------------ */
 
 static void ask_nccl(zs_nccl_comm *comm)
 {
@@ -86,7 +86,7 @@ static void look_at(zs_nccl_comm *comm)
     zs_nccl_leave(comm, ZS_OK);
 }
 
-/* --- the thread ------------------------------------------------------------------------------------------------------------ */
+/* --- the thread --------------------------------------------------------------------------------------------------- */
 
 static const long look_every = 100000000; /* nanoseconds */
 
@@ -191,7 +191,7 @@ void zs_nccl_abort_all(const char *why)
     pthread_mutex_unlock(&monitor.lock);
 }
 
-/* --- what it is to ask about ------------------------------------------------------------------------------------------------ */
+/* --- what it is to ask about -------------------------------------------------------------------------------------- */
 
 /* Room for one more, with the oldest first. */
 static zs_status make_room(zs_nccl_watched *watched)

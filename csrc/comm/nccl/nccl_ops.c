@@ -79,30 +79,6 @@ zs_status zs_nccl_messages(zs_nccl_comm *comm, const zs_nccl_message *messages, 
     return zs_nccl_leave(comm, in_one_launch(comm, messages, count, stream));
 }
 
-/* All-to-all of a library that has none. With the lock held. */
-static zs_status send_and_receive(zs_nccl_comm *comm, const char *send, char *receive, size_t bytes, void *stream)
-{
-    zs_nccl_message messages[comm->world];
-    for (int r = 0; r < comm->world; r++)
-        messages[r] = (zs_nccl_message){send + (size_t)r * bytes, receive + (size_t)r * bytes, bytes, r};
-    return in_one_launch(comm, messages, (size_t)comm->world, stream);
-}
-
-zs_status zs_nccl_all_to_all(zs_nccl_comm *comm, const void *send, void *receive, size_t piece_bytes, void *stream)
-{
-    if (piece_bytes == 0) return zs_nccl_comm_check(comm);
-    ZS_TRY(check_memory(comm, "all_to_all", send, receive, piece_bytes));
-    size_t whole = piece_bytes * (size_t)comm->world;
-    if (overlap(send, whole, receive, whole))
-        return ZS_FAIL(ZS_ERR_VALUE, "NCCL, communicator '%s': the send and receive buffers of all_to_all overlap",
-                       comm->name);
-    ZS_TRY(zs_nccl_enter(comm));
-    if (comm->nccl->AlltoAll == NULL)
-        return zs_nccl_leave(comm, send_and_receive(comm, send, receive, piece_bytes, stream));
-    zs_nccl_result result = comm->nccl->AlltoAll(send, receive, piece_bytes, ZS_NCCL_INT8, comm->handle, stream);
-    return zs_nccl_leave(comm, zs_nccl_settle(comm, "AlltoAll", result));
-}
-
 zs_status zs_nccl_broadcast(zs_nccl_comm *comm, void *data, size_t bytes, int root, void *stream)
 {
     if (root < 0 || root >= comm->world)
@@ -112,52 +88,4 @@ zs_status zs_nccl_broadcast(zs_nccl_comm *comm, void *data, size_t bytes, int ro
     ZS_TRY(zs_nccl_enter(comm));
     zs_nccl_result result = comm->nccl->Broadcast(data, data, bytes, ZS_NCCL_INT8, root, comm->handle, stream);
     return zs_nccl_leave(comm, zs_nccl_settle(comm, "Broadcast", result));
-}
-
-/* --- sums ------------------------------------------------------------------------------------------------------------- */
-
-/* NCCL's numbers for what is to be reduced. */
-static zs_status translate(const zs_nccl_comm *comm, const zs_nccl_reduction *what, zs_nccl_type *type,
-                           zs_nccl_redop *op)
-{
-    static const zs_nccl_redop ops[] = {ZS_NCCL_REDOP_SUM, ZS_NCCL_REDOP_AVG, ZS_NCCL_REDOP_MAX};
-    switch (what->dtype) {
-    case ZS_F32: *type = ZS_NCCL_FLOAT32; break;
-    case ZS_F64: *type = ZS_NCCL_FLOAT64; break;
-    case ZS_BF16: *type = ZS_NCCL_BFLOAT16; break;
-    case ZS_F16: *type = ZS_NCCL_FLOAT16; break;
-    default:
-        return ZS_FAIL(ZS_ERR_VALUE, "NCCL, communicator '%s': can only reduce floating-point tensors, got dtype %d",
-                       comm->name, (int)what->dtype);
-    }
-    if (what->op < ZS_NCCL_SUM || what->op > ZS_NCCL_MAX)
-        return ZS_FAIL(ZS_ERR_VALUE, "NCCL, communicator '%s': unknown reduction %d", comm->name, (int)what->op);
-    *op = ops[what->op];
-    return ZS_OK;
-}
-
-zs_status zs_nccl_reduce_scatter(zs_nccl_comm *comm, const zs_nccl_reduction *what, void *stream)
-{
-    zs_nccl_type type = 0;
-    zs_nccl_redop op = 0;
-    ZS_TRY(translate(comm, what, &type, &op));
-    if (what->numel == 0) return zs_nccl_comm_check(comm);
-    ZS_TRY(check_memory(comm, "reduce_scatter", what->send, what->receive, what->numel));
-    ZS_TRY(zs_nccl_enter(comm));
-    zs_nccl_result result =
-        comm->nccl->ReduceScatter(what->send, what->receive, what->numel, type, op, comm->handle, stream);
-    return zs_nccl_leave(comm, zs_nccl_settle(comm, "ReduceScatter", result));
-}
-
-zs_status zs_nccl_all_reduce(zs_nccl_comm *comm, const zs_nccl_reduction *what, void *stream)
-{
-    zs_nccl_type type = 0;
-    zs_nccl_redop op = 0;
-    ZS_TRY(translate(comm, what, &type, &op));
-    if (what->numel == 0) return zs_nccl_comm_check(comm);
-    ZS_TRY(check_memory(comm, "all_reduce", what->send, what->receive, what->numel));
-    ZS_TRY(zs_nccl_enter(comm));
-    zs_nccl_result result =
-        comm->nccl->AllReduce(what->send, what->receive, what->numel, type, op, comm->handle, stream);
-    return zs_nccl_leave(comm, zs_nccl_settle(comm, "AllReduce", result));
 }

@@ -1,8 +1,8 @@
 /* comm_shm.c - the transport for ranks on one host: everybody's memory is mapped everywhere.
  *
- * A gather moves nothing. In one file of memory that all ranks have, the shards of a flat lie side by side, and
- * that file's mapping is the full buffer. A reduction reads the peers' buckets where they lie. What remains to be said is when one
- * may look: shm_reader.c (shards), shm_round.c (gradients).
+ * A gather moves nothing. In one file of memory that all ranks have, the shards of a flat lie side by side, and that
+ * file's mapping is the full buffer. A reduction reads the peers' buckets where they lie. What remains to be said is
+ * when one may look: shm_reader.c (shards), shm_round.c (gradients).
  *
  *   shm_needs.c  what a rank needs of the system    shm_missing.c  who has not done what somebody waits for
  *   shm_link.c   how ranks find each other          shm_wake.c     sleeping, and waking others
@@ -34,12 +34,12 @@
 #endif
 
 /* Raised when zs_shm_control or its protocol changes: ranks of different builds must not meet. */
-static const uint64_t protocol = 5;
+static const uint64_t protocol = 6;
 
 /* How long a rank waits for the next of its peers, of which each meets one after the other. */
 static const double meeting_seconds = 10.0, meeting_seconds_per_rank = 0.1;
 
-/* --- memory ------------------------------------------------------------------------------------------------------------- */
+/* --- memory ------------------------------------------------------------------------------------------------------- */
 
 static zs_status shm_bucket_new(zs_comm *comm, size_t bytes, zs_bucket *out)
 {
@@ -51,6 +51,11 @@ static zs_status shm_bucket_new(zs_comm *comm, size_t bytes, zs_bucket *out)
     out->bytes = region.bytes;
     out->key = region.index;
     return ZS_OK;
+}
+
+static zs_status shm_usable(zs_comm *comm)
+{
+    return zs_shm_usable((zs_shm *)comm);
 }
 
 /* The control block, of its heap the records. (What maps the peers' counts as theirs.) */
@@ -65,10 +70,11 @@ static zs_room shm_room(const zs_comm *comm, const zs_cunit_spec *spec)
     if (spec == NULL)
         return (zs_room){.fixed =
                              offsetof(zs_shm_control, heap) + zs_round_up(sizeof(zs_shm_reader_record), ZS_SHM_LINE)};
-    return (zs_room){.record = zs_round_up(zs_shm_unit_record_bytes(zs_spec_used_words(spec)), ZS_SHM_LINE)};
+    return (zs_room){.record =
+                         zs_round_up(zs_shm_unit_record_bytes(zs_round_header_bytes(spec->n_params)), ZS_SHM_LINE)};
 }
 
-/* --- small collectives ------------------------------------------------------------------------------------------------------ */
+/* --- small collectives -------------------------------------------------------------------------------------------- */
 
 /* For the peers' messages. */
 static void name_call(zs_shm *shm)
@@ -146,7 +152,7 @@ static zs_status shm_broadcast(zs_comm *comm, void *data, size_t bytes, int root
     return ZS_OK;
 }
 
-/* --- birth and end -------------------------------------------------------------------------------------------------------- */
+/* --- birth and end ------------------------------------------------------------------------------------------------ */
 
 static void shm_abort(zs_comm *comm, const char *reason)
 {
@@ -236,13 +242,14 @@ static const zs_round_ops shm_rounds = {
     .bucket_new = shm_bucket_new,
     .bucket_free = zs_local_bucket_free,
     .bucket_room = zs_file_bucket_room,
-    .cunit_new = zs_shm_cunit_new,
-    .cunit_free = zs_shm_cunit_free,
-    .cunit_renamed = zs_shm_cunit_renamed,
-    .post = zs_shm_post_round,
-    .collect = zs_shm_collect,
+    .unit_bytes = sizeof(zs_shm_unit),
+    .unit_init = zs_shm_unit_init,
+    .renamed = zs_shm_renamed,
+    .usable = shm_usable,
+    .send = zs_shm_send,
+    .arrive = zs_shm_arrive,
     .share = zs_shm_share,
-    .collect_shared = zs_shm_collect_shared,
+    .arrive_shared = zs_shm_arrive_shared,
     .release = zs_shm_release,
     .reusable = zs_shm_reusable,
     .room = shm_room,

@@ -3,10 +3,12 @@
  * Every rank is the only writer of its own words and values in shared memory; the others map them and look. So no
  * state word ever needs a lock or a compare-and-swap. (Only who is to wake a sleeper is handed on: shm_wake.c.)
  *
- *   control  one file per rank, a zs_shm_control: state words, mailboxes, and a heap of records, one per unit and per reader.
- *            All ranks make the same records in the same order, so a record has the same offset in every rank's heap.
+ *   control  one file per rank, a zs_shm_control: state words, mailboxes, and a heap of records, one per unit and per
+ *            reader. All ranks make the same records in the same order, so a record has the same offset in every rank's
+ *            heap.
  *   buckets  one file per rank: full gradients, at offsets that the owner tells with each post
- *   flats    one file for all: of each flat the shards of all ranks side by side, so that one mapping is the full buffer
+ *   flats    one file for all: of each flat the shards of all ranks side by side, so that one mapping is the full
+ *            buffer
  *
  * All atomics are sequentially consistent: sleeping and waking (shm_wake.c) and entering and leaving (shm_reader.c) are
  * both "write mine, then read yours", which anything weaker breaks. On x86 that costs one locked store per change.
@@ -107,26 +109,25 @@ typedef struct zs_shm_control {
 /* One round's post. Two of them, by parity of the round: nobody posts round k + 2 before all have released round k,
  * since posting k + 1 needs the own release of k, and posting k + 2 follows collecting k + 1 from all. */
 typedef struct zs_shm_post {
-    uint64_t present; /* 0: nothing but the bitmap was posted */
-    uint64_t index;   /* bucket's number in its owner's file */
-    uint64_t offset;  /* its place there, constant for one index */
-    uint64_t bytes;   /* its capacity, constant likewise */
+    uint64_t index;  /* bucket's number in its owner's file */
+    uint64_t offset; /* its place there, constant for one index */
+    uint64_t bytes;  /* its capacity, constant likewise; 0: nothing but the header was posted */
 } zs_shm_post;
 
-/* Head of a unit's record; two bitmaps follow. */
+/* Head of a unit's record; two rounds' headers follow. */
 typedef struct zs_shm_unit_record {
     char name[ZS_SHM_NAME];
-    uint64_t n_params, piece_bytes; /* compared with the peers' before the first collect */
+    uint64_t n_params, shards_bytes; /* compared with the peers' before the first collect */
     alignas(ZS_SHM_LINE) _Atomic uint64_t posted;
     _Atomic uint64_t shared, released; /* rounds, counted from 1 */
     alignas(ZS_SHM_LINE) zs_shm_post post[2];
-    uint64_t bitmaps[];
+    alignas(uint64_t) char headers[]; /* zs_round_header, by parity of the round */
 } zs_shm_unit_record;
 
-/* Bytes of a record with its bitmaps of so many words. */
-static inline size_t zs_shm_unit_record_bytes(size_t used_words)
+/* Bytes of a record with its headers. */
+static inline size_t zs_shm_unit_record_bytes(size_t header_bytes)
 {
-    return sizeof(zs_shm_unit_record) + 2 * used_words * sizeof(uint64_t);
+    return sizeof(zs_shm_unit_record) + 2 * header_bytes;
 }
 
 /* A reader's record: nearly its whole state is one word, see shm_word.h. */
@@ -200,14 +201,15 @@ static inline zs_shm_reader_record *zs_shm_reader_at(const zs_shm *shm, int rank
 /* Have calls a meaning: not before connecting, nor after closing, nor in a forked child. */
 bool zs_shm_live(const zs_shm *shm);
 
-/* The same as a status: ZS_ERR_STATE, saying which; and a rank that has aborted stays out (its peers' waits have failed,
- * so what it would still say can only mislead them). */
+/* The same as a status: ZS_ERR_STATE, saying which; and a rank that has aborted stays out (its peers' waits have
+ * failed, so what it would still say can only mislead them). */
 zs_status zs_shm_usable(const zs_shm *shm);
 
-/* Makes a record of `bytes` in the own heap, which starts with `name`; all ranks make the same ones in the same order. */
+/* Makes a record of `bytes` in the own heap, which starts with `name`; all ranks make the same ones in the same
+ * order. */
 zs_status zs_shm_record(zs_shm *shm, size_t bytes, const char *name, uint32_t *record);
 
-/* --- telling the peers -------------------------------------------------------------------------------------------------- */
+/* --- telling the peers -------------------------------------------------------------------------------------------- */
 
 /* Remembers, for the peers' messages, that this rank has now done `act`. */
 void zs_shm_note(zs_shm *shm, zs_shm_act act);
@@ -224,7 +226,7 @@ void zs_shm_stop(zs_shm *shm, zs_status status, const char *reason);
 /* tell. */
 void zs_shm_publish_text(zs_comm *comm, zs_topic topic, const char *text);
 
-/* --- looking at them ---------------------------------------------------------------------------------------------------- */
+/* --- looking at them ---------------------------------------------------------------------------------------------- */
 
 /* Has somebody aborted? For calls that do not wait. */
 zs_status zs_shm_check_stop(const zs_shm *shm);

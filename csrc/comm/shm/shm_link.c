@@ -72,7 +72,7 @@ zs_status zs_link_listen(char *address, size_t size, int *fd)
     return ZS_OK;
 }
 
-/* --- one connection --------------------------------------------------------------------------------------------------- */
+/* --- one connection ----------------------------------------------------------------------------------------------- */
 
 /* Waits until `fd` can be read; false at `deadline`. */
 static bool readable(int fd, double deadline)
@@ -187,7 +187,8 @@ static bool is_ours(const zs_link *link, const hello *message)
            message->layout == link->layout && message->rank >= 0 && message->rank < link->world;
 }
 
-/* Receives one hello. Only with a PARTY is anything left open. CUT_SHORT: this process cannot have so many descriptors. */
+/* Receives one hello. Only with a PARTY is anything left open. CUT_SHORT: this process cannot have so many
+ * descriptors. */
 static heard receive_hello(const zs_link *link, int fd, int *rank, zs_link_party *party)
 {
     hello message = {.rank = -1};
@@ -208,7 +209,7 @@ static heard receive_hello(const zs_link *link, int fd, int *rank, zs_link_party
     return header.msg_flags & MSG_CTRUNC ? CUT_SHORT : count == 0 ? GREETING : STRANGER;
 }
 
-/* --- the meeting ------------------------------------------------------------------------------------------------------ */
+/* --- the meeting -------------------------------------------------------------------------------------------------- */
 
 /* One more has been met: the others have as long again. */
 static zs_status met(meeting *here, int rank, const zs_link_party *party)

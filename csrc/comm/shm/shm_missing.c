@@ -23,8 +23,9 @@ static uint64_t word_of(const zs_shm *shm, int r, uint32_t record)
     return atomic_load(&zs_shm_reader_at(shm, r, record)->word);
 }
 
-/* Does rank `r` lag behind rank `who`? Its word is read before its looks, so these are of that version, or of a later one. A rank
- * that has come to one more of the script's collectives waits there for `who`: it will make no looks before. */
+/* Does rank `r` lag behind rank `who`? Its word is read before its looks, so these are of that version, or of a
+ * later one. A rank that has come to one more of the script's collectives waits there for `who`: it will make no
+ * looks before. */
 static bool lags(const zs_shm *shm, int who, int r, uint32_t record)
 {
     uint64_t word = word_of(shm, r, record), looks = atomic_load(&zs_shm_reader_at(shm, r, record)->looks);

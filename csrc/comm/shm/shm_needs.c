@@ -27,7 +27,7 @@ zs_shm_needs zs_comm_shm_needs(int world)
                           .bytes = n * sizeof(zs_shm_control)};
 }
 
-/* --- what is left ------------------------------------------------------------------------------------------------------- */
+/* --- what is left ------------------------------------------------------------------------------------------------- */
 
 enum { UNKNOWN = -1 }; /* or no limit */
 
@@ -87,7 +87,7 @@ static long long address_space(void)
     return pages < 0 ? UNKNOWN : pages * sysconf(_SC_PAGESIZE);
 }
 
-/* --- the verdict --------------------------------------------------------------------------------------------------------- */
+/* --- the verdict -------------------------------------------------------------------------------------------------- */
 
 /* One of the process's limits. */
 typedef struct bound {

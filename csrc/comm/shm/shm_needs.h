@@ -8,8 +8,8 @@
 
 #include "comm/shm/shm.h"
 
-/* ZS_ERR_UNSUPPORTED, naming the limit, what is left of it and what is needed, if rank `rank` cannot join `world` ranks. A limit that
- * cannot be read (no /proc) is not checked. */
+/* ZS_ERR_UNSUPPORTED, naming the limit, what is left of it and what is needed, if rank `rank` cannot join `world`
+ * ranks. A limit that cannot be read (no /proc) is not checked. */
 zs_status zs_shm_check_limits(int rank, int world);
 
 #endif

@@ -1,18 +1,18 @@
 /* shm_reader.c - who may read whose shards when: the one protocol of the shm transport that is not a plain count.
  *
- * Shards change in user code (an optimizer, load_state_dict, an EMA swap), that is between passes: root forwards and root
- * backwards. Whatever changes them takes the right to write first: an optimizer's step, a load, an in-place operation of the
- * script's. Four promises follow, without a meeting of all ranks for each layer:
+ * Shards change in user code (an optimizer, load_state_dict, an EMA swap), that is between passes: root forwards and
+ * root backwards. Whatever changes them takes the right to write first: an optimizer's step, a load, an in-place
+ * operation of the script's. Four promises follow, without a meeting of all ranks for each layer:
  *   1. what a pass reads of a peer that takes part in it was written before the peer began it (never an older version);
  *   2. a rank returns from a pass that others run too only when nobody reads in that pass any more;
  *   3. while a rank has the right to write, nobody reads its shards;
- *   4. a rank that evaluates reads the version that it has itself of all shards, or is told that it cannot, wherever the others
- *      stand.
+ *   4. a rank that evaluates reads the version that it has itself of all shards, or is told that it cannot, wherever
+ *      the others stand.
  *
  * The one idea is in shm_word.h: a rank's state is one word, and who waits for whom is a function of two of them.
  *
- * A forward that is admitted compares fingerprints (fingerprint.h) with all owners: theirs stand still, since none writes. Where they
- * differ it reads nothing, and ends as any other before that is told: then all have compared.
+ * A forward that is admitted compares fingerprints (fingerprint.h) with all owners: theirs stand still, since none
+ * writes. Where they differ it reads nothing, and ends as any other before that is told: then all have compared.
  *
  * A pass that fails halfway leaves its word standing (peers that end a pass wait for it) until the next forward begins:
  * that raises a count and so lets them go.
@@ -82,7 +82,7 @@ static zs_fingerprint fingerprint_of(const zs_shm *shm, const zs_reader *reader,
     return found;
 }
 
-/* --- passes ------------------------------------------------------------------------------------------------------------- */
+/* --- passes ------------------------------------------------------------------------------------------------------- */
 
 /* No owner writes, and each has told of what it has done before that which this pass reads. */
 static zs_status compare_fingerprints(zs_shm *shm, const zs_reader *reader, zs_pass pass)
@@ -229,7 +229,7 @@ zs_status zs_shm_read_end(zs_comm *comm, zs_reader *reader, zs_phase phase)
     return leave(shm, reader, zs_word_leave(word));
 }
 
-/* --- writes -------------------------------------------------------------------------------------------------------------- */
+/* --- writes ------------------------------------------------------------------------------------------------------- */
 
 zs_status zs_shm_write_begin(zs_comm *comm, zs_reader *reader)
 {

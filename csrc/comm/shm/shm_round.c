@@ -1,7 +1,7 @@
 /* shm_round.c - reducing over shm: ranks tell where their buckets lie, and read each other's.
  *
  * A round is three counters per unit and rank (posted, shared, released), each raised by its owner alone.
- * Gradients are never copied: the peers map a bucket when they first meet it and read their slice where it lies.
+ * Gradients are never copied: the peers map a bucket when they first meet it and read their shard where it lies.
  */
 #define _GNU_SOURCE 1 /* MAP_NORESERVE */
 #include "comm/shm/shm_round.h"
@@ -14,86 +14,61 @@
 #include <string.h>
 #include <sys/mman.h>
 
-typedef struct shm_unit {
-    zs_cunit base;
-    uint32_t record; /* offset in the heap */
-    bool compared;   /* the peers' records describe the same unit */
-} shm_unit;
-
-static zs_shm_act act_of(const shm_unit *unit, zs_shm_what what)
+static zs_shm_act act_of(const zs_shm_unit *unit, zs_shm_what what)
 {
     return zs_shm_act_make(what, unit->record, unit->base.round);
 }
 
-static uint64_t *bitmap(zs_shm_unit_record *record, const zs_cunit *unit)
+/* What rank `r` says of the current round. */
+static zs_round_header *header_at(zs_shm_unit_record *record, const zs_cunit *unit)
 {
-    return record->bitmaps + (unit->round % 2) * unit->used_words;
+    return (zs_round_header *)(void *)(record->headers + (unit->round % 2) * unit->header_bytes);
 }
 
-zs_status zs_shm_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **out)
+zs_status zs_shm_unit_init(zs_comm *comm, zs_cunit *cunit)
 {
     zs_shm *shm = (zs_shm *)comm;
-    shm_unit *unit = calloc(1, sizeof *unit);
-    if (unit == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", spec->name);
-    zs_status status = zs_cunit_init(&unit->base, spec, comm);
-    if (status == ZS_OK) {
-        size_t bytes = zs_shm_unit_record_bytes(unit->base.used_words);
-        status = zs_shm_record(shm, bytes, unit->base.spec.name, &unit->record);
-    }
-    if (status != ZS_OK) {
-        zs_shm_cunit_free(comm, &unit->base);
-        return status;
-    }
+    zs_shm_unit *unit = (zs_shm_unit *)cunit;
+    ZS_TRY(zs_shm_record(shm, zs_shm_unit_record_bytes(cunit->header_bytes), cunit->spec.name, &unit->record));
     zs_shm_unit_record *own = zs_shm_unit_at(shm, comm->rank, unit->record);
-    own->n_params = spec->n_params;
-    own->piece_bytes = unit->base.piece_bytes;
-    *out = &unit->base;
+    own->n_params = cunit->spec.n_params;
+    own->shards_bytes = cunit->shards_bytes;
     return ZS_OK;
 }
 
-void zs_shm_cunit_renamed(zs_comm *comm, zs_cunit *cunit)
+void zs_shm_renamed(zs_comm *comm, zs_cunit *cunit)
 {
-    const shm_unit *unit = (const shm_unit *)cunit;
+    const zs_shm_unit *unit = (const zs_shm_unit *)cunit;
     zs_shm_unit_record *own = zs_shm_unit_at((zs_shm *)comm, comm->rank, unit->record);
     snprintf(own->name, sizeof own->name, "%s", cunit->spec.name);
 }
 
-void zs_shm_cunit_free(zs_comm *comm, zs_cunit *cunit)
+/* Tells the peers that this rank has done `what`, of which `word` counts the rounds. */
+static zs_status tell(zs_shm *shm, const zs_shm_unit *unit, zs_shm_what what, _Atomic uint64_t *word)
 {
-    (void)comm;
-    if (cunit == NULL) return;
-    zs_cunit_clear(cunit);
-    free(cunit);
-}
-
-/* --- post --------------------------------------------------------------------------------------------------------------- */
-
-zs_status zs_shm_post_round(zs_comm *comm, zs_cunit *cunit, const zs_bucket *bucket, const uint64_t *used)
-{
-    zs_shm *shm = (zs_shm *)comm;
-    shm_unit *unit = (shm_unit *)cunit;
-    ZS_TRY(zs_shm_usable(shm));
-    ZS_TRY(zs_cunit_may_post(cunit, bucket));
-    cunit->round++;
-    zs_shm_unit_record *own = zs_shm_unit_at(shm, comm->rank, unit->record);
-    zs_shm_post *post = &own->post[cunit->round % 2];
-    *post = (zs_shm_post){.present = bucket != NULL};
-    if (bucket != NULL) {
-        zs_region region = zs_file_region(shm->buckets, bucket->key);
-        post->index = region.index;
-        post->offset = region.offset;
-        post->bytes = region.bytes;
-    }
-    memcpy(bitmap(own, cunit), used, cunit->used_words * sizeof *used);
-    cunit->data[comm->rank] = bucket == NULL ? NULL : bucket->ptr;
-    cunit->used[comm->rank] = bitmap(own, cunit);
-    cunit->state = ZS_ROUND_POSTED;
-    zs_shm_note(shm, act_of(unit, ZS_SHM_POSTED));
-    zs_shm_set(shm, &own->posted, cunit->round);
+    zs_shm_note(shm, act_of(unit, what));
+    zs_shm_set(shm, word, unit->base.round);
     return ZS_OK;
 }
 
-/* --- collect -------------------------------------------------------------------------------------------------------------- */
+/* --- post --------------------------------------------------------------------------------------------------------- */
+
+zs_status zs_shm_send(zs_comm *comm, zs_cunit *cunit)
+{
+    zs_shm *shm = (zs_shm *)comm;
+    zs_shm_unit *unit = (zs_shm_unit *)cunit;
+    zs_shm_unit_record *own = zs_shm_unit_at(shm, comm->rank, unit->record);
+    zs_shm_post *post = &own->post[cunit->round % 2];
+    *post = (zs_shm_post){0};
+    if (cunit->bucket != NULL) {
+        zs_region region = zs_file_region(shm->buckets, cunit->bucket->key);
+        *post = (zs_shm_post){region.index, region.offset, region.bytes};
+    }
+    memcpy(header_at(own, cunit), cunit->header, cunit->header_bytes);
+    return tell(shm, unit, ZS_SHM_POSTED, &own->posted);
+}
+
+/* --- collect ------------------------------------------------------------------------------------------------------ */
 
 /* Address here of the bucket that rank `r` posted; mapped once per bucket, for good. */
 static zs_status view_bucket(zs_shm *shm, int r, const zs_shm_post *post, const char **out)
@@ -119,26 +94,26 @@ static zs_status view_bucket(zs_shm *shm, int r, const zs_shm_post *post, const 
 }
 
 /* Before the first reading of a unit: do all ranks mean the same unit by its number? */
-static zs_status compare_records(const zs_shm *shm, const shm_unit *unit)
+static zs_status compare_records(const zs_shm *shm, const zs_shm_unit *unit)
 {
     const zs_shm_unit_record *mine = zs_shm_unit_at(shm, shm->base.rank, unit->record);
     for (int r = 0; r < shm->base.world; r++) {
         const zs_shm_unit_record *other = zs_shm_unit_at(shm, r, unit->record);
         if (strncmp(mine->name, other->name, ZS_SHM_NAME) == 0 && mine->n_params == other->n_params &&
-            mine->piece_bytes == other->piece_bytes)
+            mine->shards_bytes == other->shards_bytes)
             continue;
         return ZS_FAIL(
             ZS_ERR_DIVERGED,
             "the model differs between ranks: rank %d has unit '%s' (%llu parameters, %llu bytes per shard) where rank "
             "%d has '%.*s' (%llu parameters, %llu bytes); build and wrap the same model on all ranks",
-            shm->base.rank, mine->name, (unsigned long long)mine->n_params, (unsigned long long)mine->piece_bytes, r,
-            ZS_SHM_NAME - 1, other->name, (unsigned long long)other->n_params, (unsigned long long)other->piece_bytes);
+            shm->base.rank, mine->name, (unsigned long long)mine->n_params, (unsigned long long)mine->shards_bytes, r,
+            ZS_SHM_NAME - 1, other->name, (unsigned long long)other->n_params, (unsigned long long)other->shards_bytes);
     }
     return ZS_OK;
 }
 
-/* All have posted: finds their buckets and bitmaps. */
-static zs_status fill_sources(zs_shm *shm, shm_unit *unit)
+/* All have posted: finds their buckets and headers. */
+static zs_status fill_sources(zs_shm *shm, zs_shm_unit *unit)
 {
     zs_cunit *base = &unit->base;
     if (!unit->compared) ZS_TRY(compare_records(shm, unit));
@@ -147,9 +122,9 @@ static zs_status fill_sources(zs_shm *shm, shm_unit *unit)
         if (r == shm->base.rank) continue;
         zs_shm_unit_record *record = zs_shm_unit_at(shm, r, unit->record);
         const zs_shm_post *post = &record->post[base->round % 2];
-        base->used[r] = bitmap(record, base);
+        base->headers[r] = header_at(record, base);
         base->data[r] = NULL;
-        if (post->present) ZS_TRY(view_bucket(shm, r, post, &base->data[r]));
+        if (post->bytes > 0) ZS_TRY(view_bucket(shm, r, post, &base->data[r]));
     }
     return ZS_OK;
 }
@@ -157,7 +132,6 @@ static zs_status fill_sources(zs_shm *shm, shm_unit *unit)
 /* Sets *ready if nobody is missing for `act`, after waiting for that as `wait` says. */
 static zs_status reach(zs_shm *shm, zs_shm_act act, zs_wait wait, bool *ready)
 {
-    ZS_TRY(zs_shm_usable(shm));
     *ready = zs_shm_missing(shm, shm->base.rank, act) < 0;
     if (*ready) return ZS_OK;
     if (wait == ZS_WAIT_NOT) return zs_shm_check_stop(shm);
@@ -167,60 +141,38 @@ static zs_status reach(zs_shm *shm, zs_shm_act act, zs_wait wait, bool *ready)
     return status;
 }
 
-zs_status zs_shm_collect(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out)
+zs_status zs_shm_arrive(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready)
 {
     zs_shm *shm = (zs_shm *)comm;
-    shm_unit *unit = (shm_unit *)cunit;
-    ZS_TRY(zs_cunit_expect(cunit, ZS_ROUND_POSTED, "collect"));
+    zs_shm_unit *unit = (zs_shm_unit *)cunit;
     ZS_TRY(reach(shm, act_of(unit, ZS_SHM_POSTED), wait, ready));
-    if (!*ready) return ZS_OK;
-    zs_status status = fill_sources(shm, unit);
-    *ready = status == ZS_OK;
-    if (!*ready) return status;
-    zs_cunit_sources(cunit, out);
-    cunit->state = ZS_ROUND_COLLECTED;
-    return ZS_OK;
+    return *ready ? fill_sources(shm, unit) : ZS_OK;
 }
 
-/* --- share, release ------------------------------------------------------------------------------------------------------- */
+/* --- share, release ----------------------------------------------------------------------------------------------- */
 
 zs_status zs_shm_share(zs_comm *comm, zs_cunit *cunit)
 {
     zs_shm *shm = (zs_shm *)comm;
-    shm_unit *unit = (shm_unit *)cunit;
-    ZS_TRY(zs_shm_usable(shm));
-    ZS_TRY(zs_cunit_expect(cunit, ZS_ROUND_COLLECTED, "share"));
-    cunit->state = ZS_ROUND_SHARED;
-    zs_shm_note(shm, act_of(unit, ZS_SHM_SHARED));
-    zs_shm_set(shm, &zs_shm_unit_at(shm, comm->rank, unit->record)->shared, cunit->round);
-    return ZS_OK;
+    const zs_shm_unit *unit = (const zs_shm_unit *)cunit;
+    return tell(shm, unit, ZS_SHM_SHARED, &zs_shm_unit_at(shm, comm->rank, unit->record)->shared);
 }
 
-zs_status zs_shm_collect_shared(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready, zs_sources *out)
+zs_status zs_shm_arrive_shared(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready)
 {
-    zs_shm *shm = (zs_shm *)comm;
-    ZS_TRY(zs_cunit_expect(cunit, ZS_ROUND_SHARED, "collect_shared"));
-    ZS_TRY(reach(shm, act_of((shm_unit *)cunit, ZS_SHM_SHARED), wait, ready));
-    if (!*ready) return ZS_OK;
-    zs_cunit_sources(cunit, out);
-    cunit->state = ZS_ROUND_GATHERED;
-    return ZS_OK;
+    ZS_TRY(zs_shm_usable((zs_shm *)comm));
+    return reach((zs_shm *)comm, act_of((zs_shm_unit *)cunit, ZS_SHM_SHARED), wait, ready);
 }
 
 zs_status zs_shm_release(zs_comm *comm, zs_cunit *cunit)
 {
     zs_shm *shm = (zs_shm *)comm;
-    shm_unit *unit = (shm_unit *)cunit;
-    ZS_TRY(zs_shm_usable(shm));
-    ZS_TRY(zs_cunit_may_release(cunit));
-    cunit->state = ZS_ROUND_NONE;
-    zs_shm_note(shm, act_of(unit, ZS_SHM_RELEASED));
-    zs_shm_set(shm, &zs_shm_unit_at(shm, comm->rank, unit->record)->released, cunit->round);
-    return ZS_OK;
+    const zs_shm_unit *unit = (const zs_shm_unit *)cunit;
+    return tell(shm, unit, ZS_SHM_RELEASED, &zs_shm_unit_at(shm, comm->rank, unit->record)->released);
 }
 
 zs_status zs_shm_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready)
 {
-    zs_shm *shm = (zs_shm *)comm;
-    return reach(shm, act_of((shm_unit *)cunit, ZS_SHM_RELEASED), wait, ready);
+    ZS_TRY(zs_shm_usable((zs_shm *)comm));
+    return reach((zs_shm *)comm, act_of((zs_shm_unit *)cunit, ZS_SHM_RELEASED), wait, ready);
 }

@@ -52,7 +52,7 @@ static inline void pause_cpu(void)
 #endif
 }
 
-/* --- trouble ------------------------------------------------------------------------------------------------------------ */
+/* --- trouble ------------------------------------------------------------------------------------------------------ */
 
 /* Asks the system which peers have died since. */
 static void look_at_lives(zs_shm *shm)
@@ -175,7 +175,7 @@ static zs_status check_trouble(zs_shm *shm, zs_shm_act act, sleep_state *state)
     return ZS_OK;
 }
 
-/* --- the wait --------------------------------------------------------------------------------------------------------- */
+/* --- the wait ----------------------------------------------------------------------------------------------------- */
 
 static zs_status sleep_until_done(zs_shm *shm, zs_shm_act act, bool *reached)
 {

@@ -1,12 +1,13 @@
 /* shm_wake.c - see shm_wake.h.
  *
- * No wake-up is lost. Whoever gives a turn (the sleeper, or a rank that hands it on) stores it in the sleeper's `asleep` and then looks
- * whether that rank is still missing. A rank that changes something stores that and then looks at `asleep`. All sequentially
- * consistent: either it sees that it is its turn, or the giver sees the change, and goes on to the next. A turn is handed on by
- * compare-and-swap; who fails has been overtaken by another giver, which looks after its own store.
+ * No wake-up is lost. Whoever gives a turn (the sleeper, or a rank that hands it on) stores it in the sleeper's
+ * `asleep` and then looks whether that rank is still missing. A rank that changes something stores that and then looks
+ * at `asleep`. All sequentially consistent: either it sees that it is its turn, or the giver sees the change, and goes
+ * on to the next. A turn is handed on by compare-and-swap; who fails has been overtaken by another giver, which looks
+ * after its own store.
  *
- * `asleep` has the number of the wait in it. So a turn that is handed on late, when the sleeper is in another wait, changes nothing,
- * and what was read of the wait (zs_shm_state_of) before a successful exchange is of that very wait.
+ * `asleep` has the number of the wait in it. So a turn that is handed on late, when the sleeper is in another wait,
+ * changes nothing, and what was read of the wait (zs_shm_state_of) before a successful exchange is of that very wait.
  */
 #define _GNU_SOURCE 1 /* syscall */
 #include "comm/shm/shm_wake.h"

@@ -4,41 +4,41 @@
  * consistent state, and each question between two ranks is a pure function of two words. shm_reader.c stores and waits;
  * tests/c/check_reader.c goes through all interleavings of the same functions.
  *
- *      reductions (25 bits) | version (20) | training forwards since (12) | mode (1) | dirty (1) | changed (1) | state (4)
+ *   reductions (25 bits) | version (20) | training forwards since (12) | mode (1) | dirty (1) | changed (1) | state (4)
  *
  * The counts are compared modulo their size: ranks are never more than a few apart.
  *
- *   state    | the rank                                              | may it be read now?
- *   IDLE     | is in user code                                       | by passes that it has begun too; by evaluations
- *   WRITES   | writes its shards: a step, a load, by hand            | no
- *   WANTS_*  | has begun a pass, and waits to be admitted by all     | by those that it admits; by evaluations
- *   TRAINS   | reads, in a forward that a backward may follow        | likewise
- *   EVALUATES| reads, in any other forward                           | likewise
- *   BACKWARD | reads, in a backward                                  | likewise
- *   FREED    | has no such model any more, but left it as it was     | like IDLE
+ * state    | the rank                                              | may it be read now?
+ * IDLE     | is in user code                                       | by passes that it has begun too; by evaluations
+ * WRITES   | writes its shards: a step, a load, by hand            | no
+ * WANTS_*  | has begun a pass, and waits to be admitted by all     | by those that it admits; by evaluations
+ * TRAINS   | reads, in a forward that a backward may follow        | likewise
+ * EVALUATES| reads, in any other forward                           | likewise
+ * BACKWARD | reads, in a backward                                  | likewise
+ * FREED    | has no such model any more, but left it as it was     | like IDLE
  *
- *   event                   | from     | to                                       | then waits until
- *   a training forward      | any      | WANTS_TRAIN; its count + 1               | all admit it (zs_word_admits)
- *   ... admitted            | WANTS_*  | TRAINS                                   |
- *   another forward         | any      | WANTS_EVAL                               | all admit it
- *   ... admitted            | WANTS_*  | EVALUATES; its looks + 1                 |
- *   either, if dirty or     |          | version + 1, and not dirty any more      |
- *   from WRITES             |          |                                          |
- *   a forward ends          | these    | IDLE                                     | nobody holds it up (zs_word_holds_up)
- *   a backward begins       | any      | WANTS_BACKWARD                           | all admit it
- *   ... admitted            |          | BACKWARD                                 |
- *   a backward ends         | BACKWARD | IDLE; reductions + 1, the counts 0       | nobody holds it up
- *   a write is wanted       | IDLE     | IDLE                                     | nobody lags behind (zs_word_lags)
- *   it begins               | IDLE     | WRITES                                   | nobody reads (zs_word_delays_write)
- *   a known write ends      | WRITES   | IDLE; version + 1, not dirty             |
- *   a write by hand ends    | WRITES   | IDLE; dirty                              |
- *   a pass fails halfway    | as it is, until the next one begins                 |
+ * event                   | from     | to                                       | then waits until
+ * a training forward      | any      | WANTS_TRAIN; its count + 1               | all admit it (zs_word_admits)
+ * ... admitted            | WANTS_*  | TRAINS                                   |
+ * another forward         | any      | WANTS_EVAL                               | all admit it
+ * ... admitted            | WANTS_*  | EVALUATES; its looks + 1                 |
+ * either, if dirty or     |          | version + 1, and not dirty any more      |
+ * from WRITES             |          |                                          |
+ * a forward ends          | these    | IDLE                                     | nobody holds it up (zs_word_holds_up)
+ * a backward begins       | any      | WANTS_BACKWARD                           | all admit it
+ * ... admitted            |          | BACKWARD                                 |
+ * a backward ends         | BACKWARD | IDLE; reductions + 1, the counts 0       | nobody holds it up
+ * a write is wanted       | IDLE     | IDLE                                     | nobody lags behind (zs_word_lags)
+ * it begins               | IDLE     | WRITES                                   | nobody reads (zs_word_delays_write)
+ * a known write ends      | WRITES   | IDLE; version + 1, not dirty             |
+ * a write by hand ends    | WRITES   | IDLE; dirty                              |
+ * a pass fails halfway    | as it is, until the next one begins                 |
  *
- * A training forward is a meeting: all ranks run it, so its count tells who has begun it. An evaluation is a look: ranks may run
- * as many as they like. What it may read is told by the version: how many writes a rank has made since the last backward. Those
- * that a script makes by hand, one parameter after the other, count as one write once a pass or a known write follows; until then
- * the rank is dirty, and nobody looks at it. So that a rank that is late finds the version that it has itself, those that have made
- * more looks wait before they write.
+ * A training forward is a meeting: all ranks run it, so its count tells who has begun it. An evaluation is a look:
+ * ranks may run as many as they like. What it may read is told by the version: how many writes a rank has made since
+ * the last backward. Those that a script makes by hand, one parameter after the other, count as one write once a pass
+ * or a known write follows; until then the rank is dirty, and nobody looks at it. So that a rank that is late finds the
+ * version that it has itself, those that have made more looks wait before they write.
  */
 #ifndef ZS_SHM_WORD_H
 #define ZS_SHM_WORD_H
@@ -73,7 +73,7 @@ bool zs_word_changed(uint64_t word);
 /* Do two words have the same reductions and version? */
 bool zs_word_same_version(uint64_t a, uint64_t b);
 
-/* --- transitions ------------------------------------------------------------------------------------------------------ */
+/* --- transitions -------------------------------------------------------------------------------------------------- */
 
 /* The word of a rank that has just made the model: nobody may look at it before its first known write. */
 uint64_t zs_word_new(void);
@@ -99,16 +99,17 @@ uint64_t zs_word_write(uint64_t word);
 /* It ends. `known`: all ranks make it, and at one blow. */
 uint64_t zs_word_wrote(uint64_t word, bool known);
 
-/* What was written by hand is complete, as a rank says that comes to a collective of the script's; `changed`: see zs_reading. Only
- * from IDLE and WRITES, else `word` stays as it is. */
+/* What was written by hand is complete, as a rank says that comes to a collective of the script's; `changed`: see
+ * zs_reading. Only from IDLE and WRITES, else `word` stays as it is. */
 uint64_t zs_word_complete(uint64_t word, bool changed);
 
 /* Nobody may look at this rank before its next pass or known write. */
 uint64_t zs_word_mark_dirty(uint64_t word);
 
-/* --- questions ---------------------------------------------------------------------------------------------------------- */
+/* --- questions ---------------------------------------------------------------------------------------------------- */
 
-/* Has `owner` begun the training forward that `mine` wants, or is in or past, too? Then its shards are of that moment. */
+/* Has `owner` begun the training forward that `mine` wants, or is in or past, too? Then its shards are of that
+ * moment. */
 bool zs_word_takes_part(uint64_t owner, uint64_t mine);
 
 /* May a rank in `mine` (WANTS_*) read the shards of `owner`? */
@@ -117,12 +118,12 @@ bool zs_word_admits(uint64_t owner, uint64_t mine);
 /* Does that still hold, now that the rank has stored that it reads? `wanted` is what it has wanted. */
 bool zs_word_stands_still(uint64_t owner, uint64_t wanted);
 
-/* Does an evaluation in `mine`, which `owner` has admitted, find there what its own rank has? `same_work`: scripts have made as many
- * operations by hand on both since their last known writes, before the same passes. */
+/* Does an evaluation in `mine`, which `owner` has admitted, find there what its own rank has? `same_work`: scripts
+ * have made as many operations by hand on both since their last known writes, before the same passes. */
 bool zs_word_is_alike(uint64_t owner, uint64_t mine, bool same_work);
 
-/* Are the weights of `owner`, which has admitted a training forward in `mine`, others than its own rank has? Asked only where the two
- * do not run the same forward in the same mode. */
+/* Are the weights of `owner`, which has admitted a training forward in `mine`, others than its own rank has? Asked
+ * only where the two do not run the same forward in the same mode. */
 bool zs_word_clashes(uint64_t owner, uint64_t mine, bool same_work);
 
 /* Must a rank that has ended a pass, and is IDLE in `mine` now, wait for `peer` before it returns to user code? */
@@ -131,12 +132,12 @@ bool zs_word_holds_up(uint64_t peer, uint64_t mine);
 /* Is `peer` in a pass in which it reads? */
 bool zs_word_reads(uint64_t peer);
 
-/* Must a rank in `mine` (IDLE), which has looked at its version, wait before it writes, so that `peer` can make the same looks?
- * `fewer`: it has made fewer, if it has that version. */
+/* Must a rank in `mine` (IDLE), which has looked at its version, wait before it writes, so that `peer` can make the
+ * same looks? `fewer`: it has made fewer, if it has that version. */
 bool zs_word_lags(uint64_t peer, uint64_t mine, bool fewer);
 
-/* Must a rank in `mine` (WRITES) wait for `peer` before it writes? Not for a backward that needs this rank's own to end: two
- * backwards of one forward, of different parts of a model, may have the step of the first between them. */
+/* Must a rank in `mine` (WRITES) wait for `peer` before it writes? Not for a backward that needs this rank's own to
+ * end: two backwards of one forward, of different parts of a model, may have the step of the first between them. */
 bool zs_word_delays_write(uint64_t peer, uint64_t mine);
 
 #endif
