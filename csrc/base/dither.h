@@ -4,9 +4,9 @@
  * nearest, at every step anew; rounded at random, it moves the parameter once in a while, and by the right amount on
  * average.
  *
- * An element's random bits are a function of the seed, the step and the element's number in the model, not of who
- * computes it when. So the bits are the same for any number of ranks, strategy, thread count and vector width. Plain
- * 32-bit integer arithmetic, compiled by gcc and by nvcc.
+ * An element's random bits are a function of the seed, the step and the element's number in the model, not of which
+ * thread computes it, or when. So the bits are the same for any number of ranks, strategy, thread count and vector
+ * width. Plain 32-bit integer arithmetic, compiled by gcc and by nvcc.
  */
 #ifndef ZS_DITHER_H
 #define ZS_DITHER_H

@@ -26,7 +26,7 @@ struct zs_file {
     int fd;
     char *path;          /* of a file on disk; owned; NULL: of memory */
     bool named;          /* it can be opened by that */
-    zs_file_freed freed; /* told of flats that are freed, with `told`; NULL: nobody */
+    zs_file_freed freed; /* called when a flat is freed, with `told`; or NULL */
     void *told;
     bool kept;            /* regions that are freed keep what they hold */
     bool common;          /* other processes grow it too */
@@ -55,7 +55,7 @@ typedef struct region_owner {
 #define MFD_NOEXEC_SEAL 0x8U /* since Linux 6.3 */
 #endif
 
-/* Where vm.memfd_noexec is 2, only files that nobody can execute may be made; older kernels do not know the flag. */
+/* Where vm.memfd_noexec is 2, only files that cannot be executed may be made; older kernels do not know the flag. */
 static int create_memory(const char *name)
 {
     unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
@@ -235,7 +235,7 @@ static zs_status grow(zs_file *file, size_t bytes, size_t shard_bytes, uint64_t 
 
 /* --- regions ------------------------------------------------------------------------------------------------------ */
 
-/* The last reference to a region is gone: the mapping goes, and the pages unless we are somebody's forked child. */
+/* The last reference to a region was dropped: unmap it, and free its pages unless this is a forked child. */
 static void free_region(zs_mem *mem)
 {
     region_owner *owner = mem->owner;

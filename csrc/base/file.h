@@ -31,7 +31,7 @@ zs_status zs_file_new_in(const char *directory, zs_file **out);
 /* The name of a file on disk. Borrowed. */
 const char *zs_file_path(const zs_file *file);
 
-/* Takes the name away: the file is gone with its last user, however that ends. */
+/* Unlinks the file: it disappears with its last user, however that process ends. */
 void zs_file_hide(zs_file *file);
 
 /* Is called under the file's lock when a flat is freed, on any thread; false: its pages are to be given back at

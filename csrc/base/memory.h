@@ -27,8 +27,8 @@ typedef struct zs_mem {
     void (*destroy)(struct zs_mem *mem); /* releases what lies behind; does not free the struct */
     void *owner;                         /* for destroy */
     zs_mem_role role;                    /* what a unit uses it for, so that a tensor on it can be recognised */
-    void *user;                          /* that unit; NULL once it is gone */
-    const struct zs_device *device;      /* who computes with it; NULL: the CPU */
+    void *user;                          /* that unit; NULL once it is freed */
+    const struct zs_device *device;      /* the device that computes with it; NULL: the CPU */
     bool on_host;                        /* (a GPU's) pinned memory of the host, which the GPU can reach */
 } zs_mem;
 
@@ -46,7 +46,7 @@ long zs_mem_mappings(void);
  * written is undefined. */
 void zs_mem_discard(zs_mem *mem);
 
-/* Says that `bytes` have just been freed on the heap, by torch say. malloc keeps such memory, gigabytes of it where
+/* Reports `bytes` just freed on the heap, for example by torch. malloc keeps such memory, gigabytes of it where
  * a model's parameters went to shards one after another; after every 32 MiB it is told to give it back. 0: now, if
  * there is any. */
 void zs_mem_heap_freed(size_t bytes);

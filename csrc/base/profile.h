@@ -1,7 +1,7 @@
 /* profile.h - ranges that torch.profiler shows, as torch.profiler.record_function makes them.
  *
  * The core knows no profiler. The shim registers one (shim/torch_profile.cpp); where none records on this thread a
- * range is NULL, and its name is never made. Names begin with "zshard::"; those of waits say for whom, so that a trace
+ * range is NULL, and its name is never made. Names begin with "zshard::"; those of waits name the peer, so that a trace
  * shows which rank is late.
  */
 #ifndef ZS_PROFILE_H
@@ -24,7 +24,7 @@ void zs_profile_by(const zs_profiler *profiler);
 /* Would a range be seen? */
 bool zs_profile_records(void);
 
-/* Begins a range; new. NULL where nobody records. */
+/* Begins a range; new. NULL if nothing records. */
 zs_profile *zs_profile_begin(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 /* Ends it; NULL allowed. */

@@ -1,7 +1,7 @@
-/* refs.h - counted references: who takes one gives it back, and whoever gives back the last one frees.
+/* refs.h - counted references: each holder drops its own, and dropping the last one frees.
  *
  * Any thread may take or give back, without a lock, as long as it has one itself; what was written before a
- * reference was given back is seen by the one who frees.
+ * reference was dropped is visible to the thread that frees.
  */
 #ifndef ZS_REFS_H
 #define ZS_REFS_H

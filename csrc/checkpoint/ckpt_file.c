@@ -16,7 +16,7 @@ enum {
     PIECE = 256 << 10,    /* written at once: fits a core's second-level cache */
     STRETCH = 4 << 20,    /* read at once: the system copies it, no cache has to hold it */
     BEHIND = 32 << 20,    /* bytes written until the disk is set to work on them */
-    ASK_EVERY = 100000000 /* nanoseconds between two looks for Ctrl-C */
+    ASK_EVERY = 100000000 /* nanoseconds between two checks for Ctrl-C */
 };
 
 static bool (*_Atomic wait_hook)(void);
@@ -100,7 +100,7 @@ zs_status zs_ckpt_file_open_to_write(const char *path, zs_ckpt_file *out)
 static zs_status must_have_free(const zs_ckpt_file *file, int64_t bytes)
 {
     struct statvfs disk;
-    if (zs_fs_disk(file->fd, &disk) != 0 || disk.f_blocks == 0 || disk.f_frsize == 0) return ZS_OK; /* it cannot tell */
+    if (zs_fs_disk(file->fd, &disk) != 0 || disk.f_blocks == 0 || disk.f_frsize == 0) return ZS_OK; /* unknown */
     if ((uint64_t)bytes / disk.f_frsize <= disk.f_bavail) return ZS_OK;
     errno = ENOSPC;
     return ZS_FAIL_ERRNO("fallocate");
@@ -210,7 +210,7 @@ zs_status zs_ckpt_file_read(const zs_ckpt_file *file, const zs_ckpt_range *range
 
 /* What a long write keeps in mind. */
 typedef struct progress {
-    int64_t next;       /* when to look for Ctrl-C */
+    int64_t next;       /* when to check for Ctrl-C */
     int64_t begin, end; /* the range that the disk has not been set to work on, */
     int64_t own;        /* and how much of it this call has written */
 } progress;

@@ -1,8 +1,8 @@
 /* ckpt_file.h - a file of a checkpoint: ranges of it written with checksums, read into place, or checked.
  *
  * Memory and disk meet in pieces that fit a core's cache, so that a piece is summed where it is warm, a range of any
- * size needs no room beside it, and Ctrl-C is heard. Interrupts and short counts go on; what fails otherwise is told,
- * once.
+ * size needs no room beside it, and Ctrl-C is noticed. Interrupted and short calls resume; any other failure is
+ * reported once.
  */
 #ifndef ZS_CKPT_FILE_H
 #define ZS_CKPT_FILE_H
@@ -21,7 +21,7 @@ typedef struct zs_ckpt_range {
     int64_t offset;
     size_t bytes;
     void *memory;      /* borrowed; writing only reads it */
-    zs_floats numbers; /* that writing looks at on the way, while they are warm: is one NaN or infinite, */
+    zs_floats numbers; /* that a write checks while they are in the cache: is one NaN or infinite, */
     bool strange;      /* this is set */
 } zs_ckpt_range;
 
@@ -30,8 +30,8 @@ typedef struct zs_ckpt_sum {
     uint64_t offset, bytes, crc;
 } zs_ckpt_sum;
 
-/* Has long reads and writes ask `interrupted` about ten times a second. If it says true, they end with ZS_ERR_TORCH
- * (it has set a Python exception). NULL: nobody is asked. */
+/* Makes long reads and writes call `interrupted` about ten times a second. If it returns true, they end with
+ * ZS_ERR_TORCH (it has set a Python exception). NULL: never. */
 void zs_ckpt_on_wait(bool (*interrupted)(void));
 
 /* What is at `path`, to be read. `follow`: or where the link there leads; else a link is ELOOP. ZS_ERR_VALUE where
@@ -65,7 +65,7 @@ zs_status zs_ckpt_file_reaches(const zs_ckpt_file *file, const zs_ckpt_range *ra
 zs_status zs_ckpt_file_write(const zs_ckpt_file *file, zs_ckpt_range *ranges, size_t n, int64_t block,
                              zs_ckpt_sum *sums);
 
-/* The sums of a range, read and not kept: its memory is not looked at. ZS_ERR_VALUE likewise. */
+/* The sums of a range, read and not kept: the range's memory is not used. ZS_ERR_VALUE likewise. */
 zs_status zs_ckpt_file_check(const zs_ckpt_file *file, zs_ckpt_range range, int64_t block, zs_ckpt_sum *sums);
 
 /* What has been written is on the disk. Once it has failed, nothing is known of what was written before; trying again

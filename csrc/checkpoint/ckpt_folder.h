@@ -1,7 +1,7 @@
 /* ckpt_folder.h - what checkpoints do with names: folders, renames, removals, locks.
  *
  * A checkpoint becomes visible by a rename, and that lasts by an fsync of the folder it is in; so these are steps of
- * their own, and each says whether it has been done. All fail with ZS_ERR_SYSTEM and the errno.
+ * their own, and each reports whether it was done. All fail with ZS_ERR_SYSTEM and the errno.
  */
 #ifndef ZS_CKPT_FOLDER_H
 #define ZS_CKPT_FOLDER_H
@@ -15,8 +15,8 @@ zs_status zs_ckpt_make_folder(const char *path);
  * file system knows no such thing. */
 zs_status zs_ckpt_sync_folder(const char *path);
 
-/* Gives what is at `from` the name `to`; EEXIST where there is something. (Where the file system cannot look and
- * rename at once, it is two steps, and callers need a lock.) */
+/* Renames `from` to `to`; EEXIST if `to` exists. (Where the file system cannot check and rename atomically, it is two
+ * steps, and callers need a lock.) */
 zs_status zs_ckpt_rename(const char *from, const char *to);
 
 /* Exchanges the two, at once. */

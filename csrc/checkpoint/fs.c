@@ -35,7 +35,7 @@ static long failed(int err)
     return -1;
 }
 
-/* Makes `call` with what befalls it, and tells the log: `...` are the fields of its zs_fs_entry. */
+/* Makes `call` under the watcher and logs it: `...` are the fields of its zs_fs_entry. */
 #define RETURN_CALL(type, call, ...)                      \
     do {                                                  \
         zs_fs_fate fate = before();                       \

@@ -16,7 +16,7 @@
 /* open(2), close on exec; what is made has mode 0666, less the umask. */
 int zs_fs_open(const char *path, int flags);
 
-/* close(2). The descriptor is gone, whatever comes back. */
+/* close(2). The descriptor is closed, whatever it returns. */
 int zs_fs_close(int fd);
 
 /* fstat(2); fstatvfs(3), of the file system that it is on */
@@ -33,7 +33,7 @@ int zs_fs_reserve(int fd, int64_t bytes);
 /* ftruncate(2) */
 int zs_fs_truncate(int fd, int64_t bytes);
 
-/* sync_file_range(2): begins to write the range to the disk, and takes no notice of errors, which fsync will tell. */
+/* sync_file_range(2): begins to write the range to the disk, and ignores errors, which fsync reports. */
 int zs_fs_write_back(int fd, int64_t offset, int64_t bytes);
 
 /* fsync(2) */

@@ -1,6 +1,6 @@
 /* fs_watch.h - the place from which all calls of fs.h can be seen.
  *
- * A watcher is asked before each call and told after it, so it may count calls, write them down, or have one fail
+ * A watcher runs before and after each call, so it may count calls, log them, or make one fail
  * or be cut short. Nothing in the package watches; tests do (tests/c/fs_faults.c).
  *
  * Threads: both are called on any thread that makes file calls, at once, and in forked children: a watcher holds no
@@ -27,7 +27,7 @@ typedef struct zs_fs_entry {
     const void *data; /* the bytes that were written: as many as the call returned */
 } zs_fs_entry;
 
-/* Who looks. */
+/* The watcher. */
 typedef struct zs_fs_watcher {
     /* Before a call. It may not come back. */
     zs_fs_fate (*before)(void);

@@ -142,7 +142,7 @@ static bool are_alike(const slot *a, const slot *b)
     return a->asked == b->asked && a->own == b->own;
 }
 
-/* Which slot of `plan` each slot of the arena stands for; `met` [plan->n] says which of the plan's have one. */
+/* Which slot of `plan` each slot of the arena stands for; `met` [plan->n] which slots of the plan have one. */
 static void match(zs_arena *arena, const zs_arena *plan, bool *met)
 {
     size_t kept = 0;

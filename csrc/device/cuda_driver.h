@@ -1,7 +1,7 @@
 /* cuda_driver.h - the CUDA driver: found when the program runs, called through one table, its errors turned into
  * records.
  *
- * Nothing is linked. The driver is opened when CUDA is first wanted, each call goes through ZS_CU, which says what
+ * Nothing is linked. The driver is opened when CUDA is first needed, each call goes through ZS_CU, which says what
  * failed in the driver's own words, and an error after which the device's context is lost (an illegal address, a launch
  * that failed) is remembered: every later call fails with the first such record, and none touches the driver.
  */
@@ -11,7 +11,7 @@
 #include "base/status.h"
 #include "device/cuda_api.h"
 
-enum { ZS_CUDA_MAX_DEVICES = 64 }; /* devices of a process that zshard tells apart */
+enum { ZS_CUDA_MAX_DEVICES = 64 }; /* the most devices of a process */
 
 /* What is known of the driver. */
 typedef struct zs_cuda_info {
@@ -54,15 +54,14 @@ zs_status zs_cuda_check_at(const char *file, int line, const char *call, zs_cu_r
 /* Has the context been spoiled? Then fails with what spoiled it. */
 zs_status zs_cuda_alive_at(const char *file, int line);
 
-/* The same without a record, for calls that give something back: who frees cannot do better than go on. Returns
+/* The same without a record, for calls that free something: there is nothing better to do than continue. Returns
  * `result`. */
 zs_cu_result zs_cuda_note(zs_cu_result result);
 
 /* Has everything come to pass that was queued before the event was recorded? */
 zs_status zs_cuda_event_done(zs_cu_event event, bool *done);
 
-/* The same for a thread that only looks on: its capture mode becomes relaxed for good. True where the driver cannot
- * say. */
+/* The same for a thread that only polls: its capture mode becomes relaxed for good. True if the driver cannot tell. */
 bool zs_cuda_event_passed(zs_cu_event event);
 
 /* Calls a function of the driver: ZS_TRY(ZS_CU(cuMemAlloc, &memory, bytes)). After zs_cuda_load. */

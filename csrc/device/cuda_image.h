@@ -1,7 +1,7 @@
 /* cuda_image.h - the compiled kernels that lie in this library.
  *
  * They are bytes (a "fat binary": code for several GPUs, and PTX for later ones), put there by the assembler,
- * so neither building nor linking the rest knows of CUDA; a build without CUDA has none and says so.
+ * so the rest builds and links without CUDA; a build without CUDA has no image and reports that.
  */
 #ifndef ZS_CUDA_IMAGE_H
 #define ZS_CUDA_IMAGE_H

@@ -79,8 +79,8 @@ static zs_status load_image(zs_cu_library *library)
     const void *image = zs_cuda_image();
     zs_cuda_info info;
     ZS_TRY(zs_cuda_alive_at(__FILE__, __LINE__));
-    /* Without an image the driver is handed PTX that it refuses; the tests' stand-in takes it, and brings its own
-     * kernels. */
+    /* Without an image the driver is handed PTX that it refuses; the tests' fake accepts it, and has its own kernels.
+     */
     const void *code = image != NULL ? image : "// no kernels\n";
     zs_cu_result result = zs_cuda_table()->cuLibraryLoadData(library, code, NULL, NULL, 0, NULL, NULL, 0);
     if (image == NULL && result != ZS_CU_SUCCESS)
@@ -214,8 +214,8 @@ static void mark_absent(const zs_sum *sum, zs_cuda_sum_args *args)
         if (sum->src[r] == NULL) args->absent[r / 64] |= UINT64_C(1) << (r % 64);
 }
 
-/* Where the sources lie at equal distances, says so; ZS_ERR_UNSUPPORTED where they do not. Two that are there tell
- * the distance; rank 0 may be none of them, so `base` may be an address that nobody reads. */
+/* Finds the stride of equally spaced sources; ZS_ERR_UNSUPPORTED if they are not. Two sources give the stride; rank 0
+ * may be none of them, so `base` may be an address that is never read. */
 static zs_status find_stride(const zs_sum *sum, zs_cuda_sum_args *args)
 {
     if (sum->world > ZS_CUDA_SPACED)

@@ -7,7 +7,7 @@
  * For all: `stream` is a CUstream (NULL: the legacy default stream) of the context that is current on this thread
  * (zs_cuda_enter); pointers are device memory or host memory that the device can reach. Any thread. ZS_ERR_CUDA where
  * the driver refuses; where one call is several launches, the first may be under way then. With ZSHARD_SYNC=1 in the
- * environment each waits for its kernel, so that what fails on the device is told where it was queued.
+ * environment each waits for its kernel, so that a failure on the device is reported where it was queued.
  */
 #ifndef ZS_CUDA_KERNELS_H
 #define ZS_CUDA_KERNELS_H
@@ -17,7 +17,7 @@
 
 /* Loads the kernels and makes all of them resident on this thread's device, once per process; else the first launch
  * does. Call it before any stream waits for a peer: loading may wait for the device. ZS_ERR_CUDA where this build
- * has no kernels, or none for this GPU or driver; the text says which. */
+ * has no kernels, or none for this GPU or driver; the message names which. */
 zs_status zs_cuda_kernels_load(void);
 
 /* zs_device_sum. Up to 128 sources lie anywhere; more, up to 8192, must lie at equal distances (ZS_ERR_UNSUPPORTED).

@@ -2,7 +2,7 @@
  *
  * Slots, buckets and the forks of side streams know one compute stream. So where torch's current stream is another one
  * than at the model's last hook, it first waits for what that one has been given: nothing else has to know. A stream
- * that a script made may be gone by its next pass, so the end of a pass is kept as an event, and the stream is not
+ * that a script made may be destroyed by its next pass, so the end of a pass is kept as an event, and the stream is not
  * touched again.
  */
 #include "device/cuda_trail.h"
@@ -29,7 +29,7 @@ static zs_status is_captured(zs_cu_stream stream, bool *out)
     return ZS_OK;
 }
 
-/* A capture waits for nothing outside of it, nor anything outside for a capture: who captures has synchronized
+/* A capture waits for nothing outside of it, nor anything outside for a capture: the capturing thread has synchronized
  * before, and orders the replays. */
 static zs_status wait_for(const zs_trail *trail, zs_cu_stream now)
 {

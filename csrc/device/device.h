@@ -2,8 +2,8 @@
  *
  * One table for each kind of device, so that units, schedule and optimizers are the same code on all of them. On the
  * CPU a call has done its work when it returns. On a device that queues (CUDA) it has put it into a stream: a queue
- * whose work runs in order, while the host goes on; what a stream needs of another one it has to wait for by
- * zs_device_fork and zs_device_join. The host waits nowhere but where a function says so.
+ * whose work runs in order, while the host continues; what a stream needs of another one it has to wait for by
+ * zs_device_fork and zs_device_join. The host waits only where a function's comment says so.
  *
  * Every sum over ranks is taken here, in fp32 (fp64 for fp64), in rank order, whatever the wire dtype, so that all
  * transports and all runs give the same bits.
@@ -163,8 +163,8 @@ static inline zs_status zs_device_norm(const zs_device *device, const zs_numbers
     return device->ops->norm(device, x, n, p, out);
 }
 
-/* The same where nobody waits; in the compute stream of a device that queues. The bits are those of zs_device_norm
- * there. */
+/* The same, but the host does not wait; in the compute stream of a device that queues. The bits are those of
+ * zs_device_norm there. */
 static inline zs_status zs_device_norm_queued(const zs_device *device, const zs_norm_job *job)
 {
     return device->ops->norm_queued(device, job);
@@ -243,7 +243,7 @@ static inline void zs_device_end_trail(const zs_device *device, zs_trail *trail)
 /* Size of one element in bytes (1 for ZS_BYTES). */
 size_t zs_dtype_size(zs_dtype dtype);
 
-/* In which a sum of some ranks' numbers goes on to the others: what it is computed in. */
+/* The dtype of a partial sum over some ranks that is sent on to the others: the one it is computed in. */
 zs_dtype zs_dtype_of_partial_sum(zs_dtype dtype);
 
 /* --- the loops of the CPU (device_cpu.c), which others use where memory is the host's for sure -------------------- */

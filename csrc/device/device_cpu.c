@@ -1,7 +1,7 @@
 /* device_cpu.c - the CPU's loops of device.h.
  *
  * Memory is the limit, so every byte passes once: a sum reads all its sources side by side.
- * Whatever the number of threads and wherever the cuts fall, an element meets the same operations in the same order;
+ * Whatever the number of threads and wherever the cuts fall, an element takes the same operations in the same order;
  * norms are cut into parts that depend on the length alone. So the bits are the same on every run.
  */
 #include "device/device.h"

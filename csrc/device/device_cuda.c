@@ -81,7 +81,7 @@ static zs_status is_capturing(zs_cu_stream stream, bool *out)
 {
     zs_cu_capture_status status = ZS_CU_STREAM_CAPTURE_STATUS_NONE;
     ZS_TRY(ZS_CU(cuStreamIsCapturing, stream, &status));
-    *out = status != ZS_CU_STREAM_CAPTURE_STATUS_NONE; /* or broken: the next call says so */
+    *out = status != ZS_CU_STREAM_CAPTURE_STATUS_NONE; /* or broken: the next call reports it */
     return ZS_OK;
 }
 
@@ -133,9 +133,8 @@ static zs_status cuda_follow(const zs_device *device, zs_trail *trail, bool ends
 
 /* --- memory ------------------------------------------------------------------------------------------------------- */
 
-/* Memory goes back in the order of the compute stream: what other streams still do with it comes first. That this
- * fails is nobody's concern (the process may be ending), and why somebody else has failed, who is on the way out, is
- * to stay on record. */
+/* Memory goes back in the order of the compute stream: other streams' work on it comes first. A failure here is ignored
+ * (the process may be ending), and an earlier failure that is being returned stays on record. */
 static void join_all(const zs_device *device, bool wait)
 {
     bool failed = zs_last_status() != ZS_OK;

@@ -12,7 +12,7 @@
 /* GPU number `index`; its streams are made, and the kernels loaded, when it is first asked for. ZS_ERR_CUDA where
  * there is no driver, GPU or kernel for it; ZS_ERR_VALUE for an index that there cannot be. on_host: for tests, with
  * a driver that stands in for CUDA's and whose memory is the host's: torch's tensors are then on the CPU, and the
- * compute stream is the stand-in's default stream, which it works off at once, or what the test says. */
+ * compute stream is the fake's default stream, which runs at once, or as the test says. */
 zs_status zs_device_cuda(int index, bool on_host, const zs_device **out);
 
 /* The CUDA stream behind one of the device's streams, on this thread and now. Sees to the thread's context as well. */
@@ -28,9 +28,9 @@ void zs_device_cuda_event_free(zs_cu_event event);
 zs_status zs_device_cuda_record(const zs_device *device, zs_stream stream, zs_cu_event event);
 zs_status zs_device_cuda_await(const zs_device *device, zs_stream stream, zs_cu_event event);
 
-/* Has an event passed? For a thread that only looks on: its capture mode becomes relaxed for good, as a query in the
- * default mode would invalidate whatever another thread captures. True where the driver cannot say, and no record:
- * others find its failures. */
+/* Has an event passed? For a thread that only polls: its capture mode becomes relaxed for good, as a query in the
+ * default mode would invalidate whatever another thread captures. True if the driver cannot tell, and no record: other
+ * calls report its failures. */
 bool zs_device_cuda_passed(const zs_device *device, zs_cu_event event);
 
 #endif

@@ -1,7 +1,7 @@
 /* acts.c - see acts.h.
  *
- * Each action is one thing done to one unit or to the engine, by the files that know how; none decides when.
- * Between sessions nobody reads this rank's shards, so optimizers and users may write them.
+ *  * Each action does one thing to one unit or to the engine, through the files that implement it; none decides when.
+ * Between sessions no peer reads this rank's shards, so optimizers and users may write them.
  */
 #include "engine/acts.h"
 
@@ -103,7 +103,7 @@ static zs_status renew_secondary(const zs_engine *engine, const zs_reading *read
     return zs_secondary_refresh(replica_group, engine->context.schedule.records, zs_engine_n_units(engine));
 }
 
-/* Do all ranks run a forward? Where shards are mapped one that does not train looks at them as they are. */
+/* Is this forward collective? Where shards are mapped, a forward without training reads them as they are. */
 static bool meets(const zs_engine *engine, const zs_entry *entry)
 {
     bool syncs = engine->n_buffers > 0 && !engine->buffers_in_training;
@@ -325,8 +325,8 @@ static zs_status summed(zs_schedule *schedule)
     return zs_device_join(all->device, all->ops->stream);
 }
 
-/* What is stepped in backward and was not yet: now that no peer reads. Not where something has failed, of which
- * `status` tells. */
+/* Steps the units that are stepped in backward and were not yet, now that no peer reads; unless `status` is a failure.
+ */
 static zs_status step_rest(zs_engine *engine, zs_status status)
 {
     if (!steps_in_backward(engine)) return status;
@@ -349,7 +349,7 @@ static zs_status end(zs_schedule *schedule, zs_status reduced, zs_status deliver
     zs_history_reduced(engine, good);
     zs_status status = step_rest(engine, reduced != ZS_OK ? reduced : delivered);
     if (!stepped || steps_in_backward(engine)) return status;
-    ZS_THEN(status, zs_writing_begin(engine)); /* by a hook: it is told now, with what the ranks have in common */
+    ZS_THEN(status, zs_writing_begin(engine)); /* a hook stepped: publish it now, while the ranks agree */
     if (status == ZS_OK) zs_writing_end(engine);
     return status;
 }

@@ -1,10 +1,10 @@
-/* acts.h - what an engine does when its schedule says so: the executor with memory, transports and tensors. */
+/* acts.h - the schedule's executor with memory, transports and tensors. */
 #ifndef ZS_ACTS_H
 #define ZS_ACTS_H
 
 #include "schedule/schedule.h"
 
-/* An engine's schedule's. */
+/* The actions of an engine's schedule. */
 extern const zs_actions zs_engine_actions;
 
 #endif

@@ -1,7 +1,6 @@
-/* backward_events.c - what autograd's hooks, and those who write parameters between passes, tell the schedule. See
- * engine.h.
+/* backward_events.c - the events of autograd's hooks, and of writes to parameters between passes. See engine.h.
  *
- * A hook checks what autograd gave it, and sends an event. None runs Python or needs the GIL.
+ * A hook checks what autograd passes to it, and sends an event. None runs Python or needs the GIL.
  */
 #include "engine/acts.h"
 #include "engine/engine_inside.h"
@@ -50,7 +49,7 @@ static zs_status used_outside(const zs_unit *unit, int64_t i, const char *of_wha
         of_what, unit->params[i].name, zs_unit_label(unit->name));
 }
 
-/* A graph that was made of the slice gives the slice's gradient, whatever the parameter is by now. */
+/* A graph built from the shard gives the shard's gradient, even if the parameter is unsharded by now. */
 static zs_status check_whole(const zs_unit *unit, int64_t i)
 {
     zs_grad_info grad;
@@ -103,8 +102,8 @@ static void tell_failure(zs_engine *engine, const char *when)
     zs_engine_publish_failure(engine, text);
 }
 
-/* A backward has raised. What needs no peer is done at once, so that a zero_grad() that follows means what it says; the
- * peers are told by zs_engine_settle, before this rank does anything else with its parameters. */
+/* A backward has raised. Cleans up at once what needs no peer, so that a zero_grad() that follows works;
+ * zs_engine_settle tells the peers, before this rank does anything else with its parameters. */
 static void abandon_backward(zs_engine *engine)
 {
     zs_schedule *schedule = &engine->context.schedule;

@@ -1,14 +1,13 @@
-/* buffers.h - buffers of the model that all ranks get from rank 0, as DDP has them: see zs_engine_sync_buffers.
- */
+/* buffers.h - the model's buffers, which all ranks get from rank 0, as in DDP: see zs_engine_sync_buffers. */
 #ifndef ZS_BUFFERS_H
 #define ZS_BUFFERS_H
 
 #include "engine/engine.h"
 
-/* A forward begins: they are copied if it is one for which they are to be. */
+/* A forward begins: copies the buffers if it is due. */
 zs_status zs_buffers_sync(zs_engine *engine, const zs_entry *entry);
 
-/* Gives the tensors back. */
+/* Releases the tensors. */
 void zs_buffers_free(zs_engine *engine);
 
 #endif

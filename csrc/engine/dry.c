@@ -36,7 +36,7 @@ static void give(zs_arena *arena, zs_mem **mem)
     *mem = NULL;
 }
 
-/* What is said before a collective. */
+/* The message before a collective. */
 static zs_status talk(zs_dry *dry)
 {
     zs_mem *area = NULL;

@@ -21,7 +21,7 @@ typedef struct zs_dry_unit {
     bool has_frozen;             /* parameters */
     bool prepared;               /* in this backward */
     zs_mem *slots[ZS_MAX_FLATS]; /* full buffers */
-    zs_mem *codes[ZS_MAX_FLATS]; /* areas of gathers that are under way */
+    zs_mem *codes[ZS_MAX_FLATS]; /* areas of gathers in flight */
     zs_mem *grads[ZS_MAX_FLATS];
     zs_mem *sent, *received; /* areas of the round that is out */
 } zs_dry_unit;
@@ -39,16 +39,16 @@ struct zs_dry {
 /* Begins a dry run of `n` units. Free it with zs_dry_free, also after a failure. */
 zs_status zs_dry_begin(zs_dry *dry, const zs_context *context, zs_unit *const *units, size_t n);
 
-/* Has the i-th unit stepped in backward, and its gradients borrow. */
+/* Makes the i-th unit be stepped in backward, with borrowed memory for its gradients. */
 void zs_dry_step_early(zs_dry *dry, size_t i);
 
-/* Bytes of all that was ever borrowed at a time: slots, areas, buckets. */
+/* The peak of borrowed bytes: slots, areas, buckets. */
 size_t zs_dry_bytes(const zs_dry *dry);
 
-/* For how many bytes a bucket was made. */
+/* The bytes that were asked for a bucket. */
 size_t zs_dry_asked(const zs_lease *lease);
 
-/* Frees what a dry run has. */
+/* Frees what a dry run owns. */
 void zs_dry_free(zs_dry *dry);
 
 #endif

@@ -1,6 +1,5 @@
-/* engine_inside.h - the inside of an engine, for the files that make it up. A unit's files see context.h, all others
- * engine.h.
- */
+/* engine_inside.h - the inside of an engine, for the engine's own files. Units' files include context.h, all others
+ * engine.h. */
 #ifndef ZS_ENGINE_INSIDE_H
 #define ZS_ENGINE_INSIDE_H
 
@@ -10,10 +9,10 @@
 #include "engine/keep_gathered.h"
 #include "engine/plan.h"
 
-/* What its hooks do: backward_events.c's, which makes engines. */
+/* The engine's hooks, supplied by backward_events.c. */
 typedef struct zs_engine_hooks {
     zs_context_calls calls;
-    /* Has the end of the running backward, or its failure, told to the engine. */
+    /* Makes the running backward call the engine at its end, or when it fails. */
     zs_status (*backward_end)(zs_engine *);
 } zs_engine_hooks;
 
@@ -28,9 +27,9 @@ typedef struct zs_history {
     /* The last load of all parameters since then; what has been loaded since, folded, and how many parameters; a
      * number for the parameters' own notes of that. */
     uint64_t full_load, loads, n_loaded, load_number;
-    char written[256]; /* the last of the writes, for the peers' messages */
-    bool untold;       /* they do not have it yet */
-    bool in_pass;      /* a step was made by a hook of the backward that has not ended yet */
+    char written[256]; /* the last write, for the peers' messages */
+    bool untold;       /* it is not published yet */
+    bool in_pass;      /* a hook of the running backward made a step */
 } zs_history;
 
 typedef struct zs_join zs_join; /* see join.h */
@@ -40,30 +39,30 @@ struct zs_engine {
     zs_context context; /* its units' */
     zs_refs refs;
     const zs_engine_hooks *hooks;
-    bool lent_grads;   /* units that went to another engine have gradients in context.grads */
+    bool lent_grads;   /* units that moved to another engine have gradients in context.grads */
     zs_reader *reader; /* owned */
     bool reading;      /* a reader session is open */
-    bool spoiled;      /* a backward that failed has left gradients that are not to be used */
+    bool spoiled;      /* a failed backward left gradients that must not be used */
     zs_history history;
-    uint64_t sample; /* of what the last known write has left in the shards, if `sampled`; see sample.h */
+    uint64_t sample; /* (sampled) of the shards after the last known write; see sample.h */
     bool sampled;
-    bool writing;   /* a write has begun, and neither ended nor given way to a pass */
+    bool writing;   /* a write has begun, and neither it nor a pass has ended it */
     bool by_hand;   /* a script has written to shards since the last pass or known write */
-    bool failure;   /* the peers are told of one */
-    zs_join *join;  /* what ranks tell each other within join(); NULL outside; owned */
-    zs_call *calls; /* [n_calls] what a forward of the modules in their order does; owned */
+    bool failure;   /* a failure is published */
+    zs_join *join;  /* owned; NULL outside join() */
+    zs_call *calls; /* [n_calls] owned: the events of a forward of the modules in their order */
     size_t n_calls;
     zs_keep_gathered keep_gathered;
-    zs_engine_bytes peak;          /* the most of each that there has been */
-    zs_graph_ranges ranges;        /* what its units' forwards have made of autograd's graph; see entries.h */
-    struct zs_engine *next_listed; /* of the engines that have some; borrowed */
+    zs_engine_bytes peak;          /* of each kind */
+    zs_graph_ranges ranges;        /* the graph nodes of its units' forwards; see entries.h */
+    struct zs_engine *next_listed; /* next engine with ranges; borrowed */
     zs_tensor **buffers;           /* [n_buffers] owned weak handles */
     size_t n_buffers;
     bool buffers_in_training; /* see zs_engine_sync_buffers */
-    bool buffers_kept;        /* rank 0's have come, and no forward since has changed them in step with all ranks */
+    bool buffers_kept;        /* they are rank 0's, and no collective forward has changed them since */
 };
 
-/* Its units: parents before children. A unit takes itself off the list. */
+/* Its units: parents before children. A unit removes itself when it is freed. */
 static inline size_t zs_engine_n_units(const zs_engine *engine)
 {
     return engine->context.schedule.n;
@@ -83,16 +82,16 @@ static inline zs_engine *zs_engine_of_schedule(zs_schedule *schedule)
 
 /* --- forward_events.c --------------------------------------------------------------------------------------------- */
 
-/* A training forward is about to begin: readies units whose parameters scripts have unfrozen. */
+/* Before a training forward: prepares units whose parameters scripts have unfrozen. */
 zs_status zs_engine_thaw(zs_engine *engine);
 
 /* --- engine.c ----------------------------------------------------------------------------------------------------- */
 
-/* zs_engine_new, with these hooks, and actions that are carried out by `act`. */
+/* zs_engine_new with these hooks, and `act` as the executor. */
 zs_status zs_engine_make(const zs_ranks *ranks, const char *name, const zs_engine_hooks *hooks, const zs_actions *act,
                          zs_engine **out);
 
-/* Registers a unit / takes it off the list when it dies. */
+/* Adds a unit / removes it when it is freed. */
 zs_status zs_engine_add(zs_engine *engine, zs_unit *unit);
 void zs_engine_forget(zs_engine *engine, zs_unit *unit);
 

@@ -1,7 +1,7 @@
 /* entries.h - where a backward enters the forwards of units.
  *
- * Before a backward, its graph is searched for the edges that lead into a forward's nodes (graph_ranges.h), and the
- * node behind such an edge gets a hook that unshards the unit. So it does not matter how a result has left the forward.
+ * Before a backward, zshard searches its graph for edges that lead into a forward's nodes (graph_ranges.h). The node
+ * behind such an edge gets a hook that unshards the unit. So it does not matter how a result left the forward.
  */
 #ifndef ZS_ENTRIES_H
 #define ZS_ENTRIES_H

@@ -1,4 +1,4 @@
-/* forward_events.c - what users' forwards, and unshard() and reshard(), tell the schedule. See engine.h.
+/* forward_events.c - the events of users' forwards, and of unshard() and reshard(). See engine.h.
  */
 #include "engine/engine_inside.h"
 #include "engine/history.h"
@@ -107,7 +107,8 @@ zs_status zs_prefetch_set(zs_unit *unit, zs_phase phase, zs_unit *const *units, 
 
 /* --- forwards ----------------------------------------------------------------------------------------------------- */
 
-/* A checkpoint around the whole model that runs its backward within another: each would end, and step, by itself. */
+/* Refuses a checkpoint around the full model, whose backward runs within another: each would end, and step, by itself.
+ */
 static zs_status check_outside(const zs_unit *unit)
 {
     if (unit->stepping == NULL || !zs_in_backward()) return ZS_OK;
@@ -134,7 +135,7 @@ static zs_status check_grad_dtypes(const zs_unit *unit)
     return ZS_OK;
 }
 
-/* Gradual unfreezing: scripts set requires_grad between steps, and say nothing. */
+/* Gradual unfreezing: scripts set requires_grad between steps, without a call to zshard. */
 zs_status zs_engine_thaw(zs_engine *engine)
 {
     for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
@@ -160,7 +161,7 @@ static zs_status enter(zs_unit *unit, const zs_entry *entry)
     return zs_schedule_enter(schedule_of(unit), &unit->record, entry);
 }
 
-/* What has been removed from the model takes part in nothing that comes, on all ranks alike. */
+/* Units removed from the model take part in no later pass, the same on all ranks. */
 static void forget_gone(zs_engine *engine)
 {
     for (size_t i = zs_engine_n_units(engine); i-- > 0;)

@@ -54,8 +54,8 @@ static bool is_replicated(const zs_engine *engine)
     return all;
 }
 
-/* Where every rank has the whole model, a script may load on one and broadcast, as under DDP: then a load is of
- * interest only for making good what has been found to be amiss. */
+/* Where every rank has the full model, a script may load on one rank and broadcast, as under DDP: then a load matters
+ * only as the repair of a divergence. */
 void zs_unit_note_load(zs_unit *unit, int64_t i, uint64_t content)
 {
     zs_engine *engine = zs_engine_of(unit);
@@ -73,7 +73,7 @@ void zs_unit_note_load(zs_unit *unit, int64_t i, uint64_t content)
 
 void zs_engine_note_frozen(zs_engine *engine)
 {
-    if (engine->join != NULL) return; /* a rank that only follows does not hear of it */
+    if (engine->join != NULL) return; /* a follower does not learn of it */
     uint64_t digest = 0;
     for (size_t u = 0; u < zs_engine_n_units(engine); u++) {
         const zs_unit *unit = zs_engine_unit(engine, u);
@@ -124,7 +124,8 @@ void zs_unit_note_draw(zs_unit *unit, int64_t i, uint64_t drawn)
     zs_engine_of(unit)->history.draws += zs_fold(fold_text(unit->params[i].name), drawn);
 }
 
-/* --- what comes of them -------------------------------------------------------------------------------------------- */
+/* --- what comes of them --------------------------------------------------------------------------------------------
+ */
 
 static zs_fingerprint fingerprint_of(const zs_engine *engine)
 {
@@ -192,7 +193,7 @@ static void agree(zs_engine *engine)
     history->settings -= steps > 0 ? met->settings : 0;
     history->full_load = history->loads = history->n_loaded = 0;
     history->load_number++;
-    history->writes &= ~history->told_writes; /* what was written since the peers were told is new to them */
+    history->writes &= ~history->told_writes; /* writes since the last publication are new to the peers */
     history->grads &= ~history->told_grads;
     history->draws -= history->told_draws;
     history->told_writes = history->told_grads = history->told_draws = 0;
@@ -205,7 +206,7 @@ void zs_history_reduced(zs_engine *engine, bool good)
     engine->history.in_pass = false;
     if (!good) return;
     zs_engine_publish_failure(engine, "");
-    if (!engine->context.met) return; /* in no_sync(), nobody is met */
+    if (!engine->context.met) return; /* no communication in no_sync() */
     engine->context.met = false;
     agree(engine);
     if (*engine->history.written != 0) tell(engine, ZS_ON_WRITE, "");

@@ -1,9 +1,8 @@
-/* history.h - what has been done to a model's parameters that must be done on all ranks, or on none.
+/* history.h - changes to a model's parameters that all ranks must make, or none.
  *
- * A step that one rank alone leaves out, or a load that it alone does, leaves slices of different moments, and training
- * would go on with the mixture. So each rank keeps a few numbers about such events (a zs_fingerprint), and wherever
- * ranks meet anyway they compare them: before a forward (zs_comm_publish_fingerprint), and in each round of gradients
- * (reduce.c).
+ * If one rank alone skips a step or loads a checkpoint, the shards are of different moments, and training would
+ * continue with the mixture. So each rank keeps a fingerprint of such events (zs_fingerprint). Ranks compare them where
+ * they communicate anyway: before a forward (zs_comm_publish_fingerprint), and in each round of gradients (reduce.c).
  *
  *   event    | what of it
  *   a step   | counted; its optimizer's settings as a digest, of the steps since the last backward
@@ -26,36 +25,37 @@
  * count in its state. */
 void zs_engine_note_step(zs_engine *engine, uint64_t settings, uint64_t counts);
 
-/* Is a tensor this rank's slice of parameter `i` itself, and not a copy or a gradient? */
+/* Is a tensor this rank's shard of parameter `i` itself, and not a copy or a gradient? */
 bool zs_unit_is_slice(const zs_unit *unit, int64_t i, const zs_tensor *tensor);
 
-/* A script has written to a slice of parameter `i`, or of its gradient, by an in-place operation of this name. No-op
- * for tensors that are neither, such as copies. */
+/* A script has written to a shard of parameter `i`, or of its gradient, by an in-place operation of this name. No-op
+ * for other tensors, such as copies. */
 void zs_unit_note_write(zs_unit *unit, int64_t i, const zs_tensor *written, const char *operation);
 
-/* A script has drawn random numbers for parameter `i` in place; `drawn`: the same number on ranks that drew the
- * same. Every rank draws for the full parameter, so one without elements of it has drawn, too. */
+/* A script has drawn random numbers for parameter `i` in place; `drawn` is equal on ranks that drew the same. Every
+ * rank draws for the full parameter, also if its shard is empty. */
 void zs_unit_note_draw(zs_unit *unit, int64_t i, uint64_t drawn);
 
-/* Parameter `i` has been loaded; `content`: the same number on ranks that loaded the same. */
+/* Parameter `i` has been loaded; `content` is equal on ranks that loaded the same values. */
 void zs_unit_note_load(zs_unit *unit, int64_t i, uint64_t content);
 
 /* A training forward or a backward begins, with these parameters frozen. */
 void zs_engine_note_frozen(zs_engine *engine);
 
-/* What this rank has failed in, as a clause that goes on "rank 0 "; "": nothing any more. */
+/* Publishes this rank's failure, worded to follow "rank 0 "; "" clears it. */
 void zs_engine_publish_failure(zs_engine *engine, const char *what);
 
-/* The settings of the optimizers that step its models: for each a line of a name, a tab, and values. */
+/* Publishes the settings of the optimizers that step its models: for each setting a line of a name, a tab and values.
+ */
 void zs_engine_publish_settings(zs_engine *engine, const char *lines);
 
-/* Have all ranks done the same? For calls in which all take part; ZS_ERR_DIVERGED on all. */
+/* Have all ranks done the same? Collective; otherwise ZS_ERR_DIVERGED on all. */
 zs_status zs_engine_compare(zs_engine *engine);
 
-/* Peers are about to be met: has them told what is new. */
+/* Before communication: publishes what is new to the peers. */
 void zs_history_publish(zs_engine *engine);
 
-/* A backward has ended; `good`: nothing has failed. */
+/* A backward has ended; `good`: without failures. */
 void zs_history_reduced(zs_engine *engine, bool good);
 
 #endif

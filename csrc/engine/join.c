@@ -9,11 +9,11 @@
 #include <string.h>
 
 struct zs_join {
-    zs_meeting meeting; /* first: what ranks meet for is asked here */
+    zs_meeting meeting; /* first: the transport calls it before a collective */
     zs_engine *engine;  /* borrowed */
     bool by_all, throws;
     bool follows;    /* this rank's data has ended */
-    bool shadowed;   /* some rank's had, when ranks said something last */
+    bool shadowed;   /* some rank's had, at the last announcement */
     bool over;       /* all ranks know that it has failed */
     bool in_forward; /* a session that was announced is open */
     bool has_followed;
@@ -61,7 +61,7 @@ static bool has_data(const zs_join_message *word)
     return word->act != ZS_JOIN_ENDED;
 }
 
-/* Who goes on; or, if nobody does, who was the last to. */
+/* Counts the ranks with data; or if none has, finds the last that had. */
 static void count(zs_join *join, const zs_join_message *said)
 {
     zs_join_news news = {.leader = -1, .followed = join->news.followed};
@@ -172,7 +172,7 @@ static zs_status say_act(zs_join *join, zs_join_act act, uint32_t number, uint32
 
 /* --- its begin and end -------------------------------------------------------------------------------------------- */
 
-/* Ranks are about to meet, for something that nobody can follow. */
+/* Before a collective that ranks without data cannot follow. */
 static zs_status ask(zs_meeting *meeting)
 {
     zs_join *join = (zs_join *)meeting;
@@ -203,7 +203,7 @@ zs_status zs_join_begin(zs_engine *engine, bool by_all, bool throws)
     return ZS_OK;
 }
 
-/* Rounds are posted in one order on all ranks where some are told of each. */
+/* Rounds are posted in one order on all ranks if each is announced. */
 static void set_order(zs_engine *engine, bool told)
 {
     zs_schedule *schedule = &engine->context.schedule;
@@ -215,7 +215,7 @@ void zs_join_end(zs_engine *engine)
 {
     zs_join *join = engine->join;
     if (join == NULL) return;
-    /* Those that followed have not seen in which order units were gathered, and all ranks must guess alike. */
+    /* Followers have not seen the order in which units were gathered, and all ranks must guess the same. */
     if (join->news.followed) zs_schedule_forget_order(&engine->context.schedule);
     set_order(engine, false);
     engine->context.divided_by = 0;
@@ -231,7 +231,7 @@ zs_status zs_join_leave(zs_engine *engine, const char *text)
     snprintf(word.text, sizeof word.text, "%s", text);
     if (zs_schedule_settle(&engine->context.schedule) != ZS_OK) zs_clear_error(); /* the exception is what counts */
     zs_status status = ZS_ERR_DIVERGED;
-    while (!join->over && status == ZS_ERR_DIVERGED) { /* the others were at something else, and have heard that */
+    while (!join->over && status == ZS_ERR_DIVERGED) { /* the others were in another call, and have learned it */
         zs_clear_error();
         status = say(join, &word);
     }
@@ -263,7 +263,7 @@ void zs_join_follow(zs_engine *engine)
 {
     zs_join *join = engine->join;
     join->follows = true;
-    join->meeting.expected = -1; /* it meets only where others have said so */
+    join->meeting.expected = -1; /* it takes part only in announced collectives */
 }
 
 zs_status zs_join_receive(zs_engine *engine)
@@ -325,13 +325,13 @@ zs_status zs_join_align(zs_engine *engine)
 
 /* --- what the actions tell ---------------------------------------------------------------------------------------- */
 
-/* Does this rank tell others what it does? */
+/* Does this rank announce what it does? */
 static bool tells(const zs_engine *engine)
 {
     return engine->join != NULL && !engine->join->follows;
 }
 
-/* Another model of the same ranks: nobody would follow it. */
+/* Another model of the same ranks, which no rank would follow. */
 static zs_status check_other(const zs_engine *engine)
 {
     if (engine->join != NULL || engine->context.ranks.all->meeting == NULL) return ZS_OK;
@@ -401,7 +401,7 @@ zs_status zs_join_backward_end(zs_engine *engine)
 zs_status zs_join_abandon(zs_engine *engine, bool *said)
 {
     zs_join *join = engine->join;
-    *said = engine->context.ranks.all->ops->mapped; /* elsewhere the transport says it */
+    *said = engine->context.ranks.all->ops->mapped; /* otherwise the transport tells them */
     if (!*said || join == NULL || join->over) return ZS_OK;
     return say_act(join, ZS_JOIN_ABANDON, 0, 0);
 }

@@ -15,8 +15,8 @@ static zs_status record_of(zs_engine *engine, uint32_t number, zs_record **out)
     return ZS_OK;
 }
 
-/* What is heard in a pass whose end is `end`; *summed: what has come of its rounds, of which the others learn as
- * well. */
+/* Takes part in a pass until the announcement `end`; *summed: the status of its rounds, which the other ranks get too.
+ */
 static zs_status take_part(zs_engine *engine, zs_join_act end, zs_status *summed)
 {
     zs_schedule *schedule = &engine->context.schedule;
@@ -63,7 +63,7 @@ static zs_status follow_backward(zs_engine *engine)
         status = zs_schedule_end(schedule);
         return summed != ZS_OK ? summed : status;
     }
-    bool heard = engine->context.ranks.all->heard; /* that a rank has abandoned it, which is that one's matter */
+    bool heard = engine->context.ranks.all->heard; /* a rank has abandoned it: no error here */
     if (schedule->stage == ZS_IN_BACKWARD) zs_schedule_fail(schedule);
     if (heard) zs_clear_error();
     zs_status settled = zs_schedule_settle(schedule);

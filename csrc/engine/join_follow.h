@@ -1,15 +1,15 @@
-/* join_follow.h - what a rank does whose data has ended, while others go on: join().
+/* join_follow.h - join(): what a rank without data does while others continue.
  *
- * It runs the passes that the others announce, with sessions, gathers and rounds as theirs, but without modules
- * and without gradients. So its shard takes part in everything, and its grad shard has what all ranks' have.
+ * It runs the passes that the others announce, with the same sessions, gathers and rounds, but without modules and
+ * gradients. So its shard takes part in everything, and its gradient shard gets the same sums.
  */
 #ifndef ZS_FOLLOW_H
 #define ZS_FOLLOW_H
 
 #include "engine/engine.h"
 
-/* Follows the ranks that have data until one of them is about to make a call of Python's (*called), which this rank
- * is to make as well, or until all ranks' data has ended. */
+/* Follows the ranks that have data until one of them announces a call of Python's (*called), which this rank must make
+ * too, or until all ranks' data has ended. */
 zs_status zs_engine_follow(zs_engine *engine, bool *called);
 
 #endif

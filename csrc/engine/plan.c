@@ -5,10 +5,10 @@
 
 enum { MOST_ROUNDS = 32 }; /* until the memory no longer grows; three are usual */
 
-/* One of the calls that are gone through. */
+/* One of the calls of the plan. */
 typedef struct planned_call {
     zs_dry_unit *it; /* borrowed */
-    /* what the hook before the backward of the forward that ends here is told; negative: it has none */
+    /* the stamp of the forward that ends here, for its backward's hook; negative: none */
     int64_t stamp;
 } planned_call;
 
@@ -33,7 +33,7 @@ static bool wants(const zs_unit *unit, int64_t i)
     return unit->flats[unit->params[i].flat].trainable;
 }
 
-/* What wrapping has left: the room in which values came from rank 0, one parameter after the other. */
+/* Reserves what wrapping used: the buffer in which values came from rank 0, one parameter after the other. */
 static zs_status share_values(planner *p)
 {
     zs_dry *dry = &p->dry;
@@ -113,7 +113,7 @@ static zs_status train_and_evaluate(planner *p)
     return ZS_OK;
 }
 
-/* Slots that a step before has left are lent differently in the next: goes on until that makes no more of them. */
+/* Each step may borrow the slots of the last one differently: repeats until no step needs more. */
 static zs_status settle(planner *p)
 {
     for (int round = 0; round < MOST_ROUNDS; round++) {

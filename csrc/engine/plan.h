@@ -1,10 +1,11 @@
-/* plan.h - what a step of a model takes of the memory that its units share: slots, buckets, and the transport's areas.
+/* plan.h - how much shared memory a step of a model takes: slots, buckets, and the transport's areas.
  *
- * Who borrows what, and until when, is decided by the schedule; so a plan runs that schedule on sizes instead of memory
- * (dry.h), through forwards and backwards of the modules in their order, until they take no more. A run in another
- * order than that of the modules takes what it needs beyond the plan.
+ * The schedule decides which unit borrows what, and until when. So a plan runs the schedule on sizes instead of memory
+ * (dry.h), through forwards and backwards of the modules in their order, until they need no more. A run in another
+ * order borrows beyond the plan.
  *
- * Ranks are taken to be in step, and peers to be slow: a bucket comes back when it is waited for, not before.
+ * A plan assumes that ranks are in step and that peers are slow: a bucket becomes idle when it is waited for, not
+ * before.
  */
 #ifndef ZS_PLAN_H
 #define ZS_PLAN_H
@@ -12,7 +13,7 @@
 #include "device/arena.h"
 #include "engine/dry.h"
 
-/* One thing that a forward of the modules in their order does. */
+/* One event of a forward of the modules in their order. */
 enum { ZS_CALL_ENTER = -1, ZS_CALL_EXIT = -2, ZS_CALL_READ = -3 };
 
 typedef struct zs_call {
@@ -22,20 +23,20 @@ typedef struct zs_call {
     int64_t what;
 } zs_call;
 
-/* What is planned for. */
+/* What a plan is made from. */
 typedef struct zs_plan_spec {
     zs_unit *const *units; /* [n_units] in the model's order */
     size_t n_units;
     const zs_call *calls; /* [n_calls] */
     size_t n_calls;
     int ahead[2]; /* see zs_schedule */
-    bool stepped; /* as if all units were stepped in backward, and not only those that are */
+    bool stepped; /* as if all units were stepped in backward */
 } zs_plan_spec;
 
-/* What is reserved for a step; sizes only. */
+/* What a step reserves; sizes only. */
 typedef struct zs_plan {
     zs_arena *slots; /* owned */
-    zs_arena *areas; /* owned: what the transport of all ranks has out at a time */
+    zs_arena *areas; /* owned: what the transport of all ranks has in use at a time */
     size_t *buckets; /* [n_buckets] bytes asked for; owned */
     size_t n_buckets;
 } zs_plan;
@@ -43,7 +44,7 @@ typedef struct zs_plan {
 /* Fills `plan` for units of `context`. Free with zs_plan_free, also after a failure. */
 zs_status zs_plan_make(const zs_context *context, const zs_plan_spec *spec, zs_plan *plan);
 
-/* Frees what a plan has; a zeroed plan is allowed. */
+/* Frees what a plan owns; a zeroed plan is allowed. */
 void zs_plan_free(zs_plan *plan);
 
 #endif

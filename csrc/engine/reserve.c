@@ -1,7 +1,7 @@
-/* reserve.c - an engine's memory: what is reserved before the first step, and what will be held.
+/* reserve.c - an engine's memory: what it reserves before the first step, and the prediction.
  *
- * A plan (plan.h) says what a step takes, and the arena and the pool are made to fit it, so that what is
- * predicted is what there is. Address space that nobody has touched costs nothing: reserving early is free.
+ * The arena and the pool are sized by a plan of a step (plan.h), so the prediction matches the memory. Untouched
+ * address space costs nothing: reserving early is free.
  */
 #include "engine/engine.h"
 #include "engine/engine_inside.h"

@@ -1,23 +1,22 @@
-/* sample.h - have the shards been changed by other means than a write that zshard knows of?
+/* sample.h - have the shards changed otherwise than by a write that zshard knows?
  *
- * What a script writes by hand may be what another rank's script writes too, or not, and undone later, or not. A few
- * elements of each flat tell: what swaps in the weights of a moving average changes nearly all of them. The answer is
- * used only where ranks are found to have done different things, because a change that all ranks make is nobody's
- * business here.
+ * Other ranks' scripts may make the same write, or undo it later. A few elements of each flat show a change: swapping
+ * in the weights of a moving average changes nearly all of them. The answer is used only once ranks have diverged: a
+ * change that all ranks make is legitimate.
  */
 #ifndef ZS_SAMPLE_H
 #define ZS_SAMPLE_H
 
 #include "engine/engine.h"
 
-/* A known write has ended: what the shards hold now is what it has left. */
+/* A known write has ended: samples its result. */
 void zs_sample_written(zs_engine *engine);
 
-/* Its units have changed: nothing is known of what the shards hold. */
+/* The engine's units have changed: forgets the sample. */
 void zs_sample_forget(zs_engine *engine);
 
-/* Notes in *reading what the shards hold now, and whether that is anything else. 0 and false where they cannot be
- * looked at cheaply: on GPUs and disks. */
+/* Sets in *reading a sample of the shards now, and whether it differs from the last. 0 and false where reading them is
+ * not cheap: on GPUs and disks. */
 void zs_sample_take(zs_engine *engine, zs_reading *reading);
 
 #endif

@@ -5,7 +5,7 @@
 
 #include <math.h>
 
-/* Is what a parameter shows as .grad left from a backward that failed? Zeros are nobody's. */
+/* Is a parameter's .grad the result of a failed backward? Zeros are not. */
 static zs_status is_spoiled(const zs_unit *unit, const zs_param *param, bool *spoiled)
 {
     *spoiled = false;

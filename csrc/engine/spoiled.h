@@ -1,4 +1,4 @@
-/* spoiled.h - gradients that a backward which failed has left, on top of others: not to be used. */
+/* spoiled.h - gradients that a failed backward added to others: they must not be used. */
 #ifndef ZS_SPOILED_H
 #define ZS_SPOILED_H
 

@@ -218,7 +218,7 @@ static bool changes(bool replicated, const zs_unit_spec *spec)
 {
     for (int64_t i = 0; i < spec->n_params; i++) {
         zs_tensor_info info;
-        if (zs_tensor_describe(spec->tensors[i], &info) != ZS_OK) continue; /* building the unit will tell */
+        if (zs_tensor_describe(spec->tensors[i], &info) != ZS_OK) continue; /* creating the unit reports it */
         if (precision_of(replicated, spec, i, &info).compute != info.dtype) return true;
         if (info.dense && !info.contiguous) return true;
     }

@@ -1,4 +1,4 @@
-/* usage.h - an engine's memory: what is held now, and the most that there has been. */
+/* usage.h - an engine's memory: now, and at its peak. */
 #ifndef ZS_USAGE_H
 #define ZS_USAGE_H
 
@@ -10,22 +10,22 @@ typedef struct zs_engine zs_engine;
 typedef struct zs_engine_bytes {
     size_t shards, kept, grads, slots, buckets;
     size_t transport; /* the transport's own, for all models that use it */
-    /* What of all these lies elsewhere, with the optimizers' state there: in files, in a GPU's host. */
+    /* Bytes offloaded, to files or a GPU's host, including the optimizers' state there. */
     size_t offloaded;
-    size_t total; /* of all but that */
+    size_t total; /* of all that is not offloaded */
 } zs_engine_bytes;
 
-/* Held now; the most that there has been of each since the engine was made. */
+/* Memory now; the peak of each kind since the engine was created. */
 zs_engine_bytes zs_engine_memory(const zs_engine *engine);
 zs_engine_bytes zs_engine_peak(zs_engine *engine);
 
-/* More memory may be held than before: counts it for the peak. */
+/* Updates the peak; call after memory may have grown. */
 void zs_engine_note_peak(zs_engine *engine);
 
-/* Sets the total of the others. */
+/* Sets `total` from the other fields. */
 void zs_usage_add_up(zs_engine_bytes *bytes);
 
-/* Adds up one number of each transport, each transport once. */
+/* The sum of one number over the transports, each counted once. */
 size_t zs_usage_of_transports(const zs_ranks *ranks, size_t (*of)(const zs_comm *));
 
 #endif

@@ -1,7 +1,7 @@
 /* writing.c - see writing.h.
  *
- * Peers that evaluate read this rank's shards at any time, and where these are cast first, they read what the last
- * cast has left. So a write ends with a cast.
+ *  * Peers that evaluate may read this rank's shards at any time. With mixed precision they read the result of the last
+ * cast. So a write ends with a cast.
  */
 #include "engine/writing.h"
 

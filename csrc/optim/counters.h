@@ -1,9 +1,9 @@
-/* counters.h - which counters on a device say the same number, known without reading them.
+/* counters.h - which counters on a device hold the same number, without reading them.
  *
  * Counters that began equal and have always been counted together are equal. Members of a plan are *counters* as long
  * as every step has taken all of them or none; one that leaves some out parts them, for ever. That holds for the steps
- * that CUDA graphs repeat as well, unseen by the host: a graph repeats what was looked at when it was captured, so it
- * parts nobody anew.
+ * that CUDA graphs repeat as well, unseen by the host: a graph repeats what was found when it was captured, so it
+ * separates no counters anew.
  */
 #ifndef ZS_COUNTERS_H
 #define ZS_COUNTERS_H
@@ -12,13 +12,13 @@
 
 typedef struct zs_counters zs_counters;
 
-/* New: `n` members, of which those are kin whose `key` is equal. */
+/* New: `n` members, which are related if their `key` is equal. */
 zs_status zs_counters_new(int64_t n, const double *key, zs_counters **out);
 
 /* Frees it; NULL allowed. */
 void zs_counters_free(zs_counters *counters);
 
-/* A step is to take the members that `taken` says, [n]: parts those of them that have kin among the others. */
+/* Before a step of the members in `taken` [n]: separates those that are related to others. */
 void zs_counters_part(zs_counters *counters, const bool *taken);
 
 /* The number of a member's kin, below n: equal for those that are kin. */

@@ -87,7 +87,7 @@ typedef struct plain_memory {
     void *data;
 } plain_memory;
 
-/* Is this such memory, of `where`? Then also says which. */
+/* Is this such memory, of `where`? Also returns which. */
 static zs_status find_described(const zs_tensor *tensor, const zs_tensor_info *info, zs_where where, plain_memory *out,
                                 bool *plain)
 {
@@ -192,7 +192,7 @@ static zs_status look_at_number(const zs_member *member, zs_view *out)
             (long long)run->numel, run->dtype == ZS_F16 ? "is float16" : "does not qualify");
     run->dithered = run->dtype == ZS_BF16;
     run->number = (uint64_t)member->number;
-    /* An FSDP(...) in between has made slices of the parameters. */
+    /* An FSDP(...) in between has sharded the parameters. */
     if (taken && (member->number < 0 || member->numel != run->numel)) out->verdict = ZS_MEMBER_STATELESS;
     return ZS_OK;
 }
@@ -238,7 +238,7 @@ static bool follows(const void *next, const void *start, size_t bytes)
     return (const char *)next == (const char *)start + bytes;
 }
 
-/* Does `next` go on where `run` ends, in all its memory and with the same constants? */
+/* Does `next` continue where `run` ends, in all its memory and with the same constants? */
 static bool adjoins(const zs_run *run, const zs_run *next, int n_states)
 {
     if (run->constants != next->constants || run->dtype != next->dtype || run->device != next->device) return false;

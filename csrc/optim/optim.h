@@ -1,6 +1,6 @@
 /* optim.h - one optimizer step over a group of parameters in one call.
  *
- * A plan keeps handles to the parameters and their state tensors. At each step it looks where they and their gradients
+ * A plan keeps handles to the parameters and their state tensors. At each step it finds where they and their gradients
  * lie now, joins what is adjacent in memory into runs, and sends the threads over all runs at once, cut by elements and
  * not by parameters. Looking changes nothing; only when all is known to be in order is anything written.
  */
@@ -22,7 +22,7 @@ typedef struct zs_member {
     zs_tensor *step; /* Adam: one float32 or float64, the number of steps done */
     bool first;      /* SGD: momentum_buffer is new; its first value is the gradient */
     int64_t numel;   /* elements it had when it was added; set by zs_optim_add */
-    double steps;    /* Adam, capturable: how many steps `step` says; the plan is not to read it */
+    double steps;    /* Adam, capturable: the number of steps in `step`, which the plan must not read */
     bool step_wide;  /* `step` is of float64; set by zs_optim_add */
     int64_t number;  /* dithered steps: the number of its first element among all that the optimizer has on all ranks;
                       * -1: not known */
@@ -75,11 +75,11 @@ zs_run_loop *zs_run_loop_for(zs_rule rule, bool full, const zs_run *run);
 /* Elements below which another thread costs more than it helps (some 30 us of memory traffic). */
 enum { ZS_UPDATE_GRAIN = 1 << 15 };
 
-/* What a thread does that is given elements [begin, end) of a run. Threads that are given neighbours meet where it
- * suits the loops, not far from there; both may lie outside of the run. */
+/* What a thread does that is given elements [begin, end) of a run. Threads with neighbouring ranges divide them where
+ * it suits the loops, not far from there; both may lie outside of the run. */
 void zs_update_part(const zs_update_job *job, int64_t begin, int64_t end);
 
-/* Updates a run with `n_states` state tensors, of which some memory lies on a disk: piece by piece, each borrowed
+/* Updates a run with `n_states` state tensors, some of whose memory lies on a disk: piece by piece, each borrowed
  * from the pager (zs_pager_lend). ZS_ERR_SYSTEM where the disk fails, and then half-way. */
 zs_status zs_update_on_disk(const zs_update_job *job, int n_states);
 

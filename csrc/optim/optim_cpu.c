@@ -96,7 +96,8 @@ zs_run_loop *zs_run_loop_for(zs_rule rule, bool full, const zs_run *run)
     return loops[rule][full][run->dithered ? (int)DITHERED : (int)run->dtype][zs_isa_best()];
 }
 
-/* Threads meet at multiples of this from the start of a run: whole vectors and cache lines, whatever the dtype. */
+/* Threads' ranges end at multiples of this from the start of a run: whole vectors and cache lines, whatever the dtype.
+ */
 enum { CUT = 32 };
 
 /* Where a cut at element `at` of a run of `numel` elements is really made: at the next multiple of CUT. */

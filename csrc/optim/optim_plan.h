@@ -1,6 +1,6 @@
 /* optim_plan.h - the inside of a plan: optim.c, and optim_live.c for capturable steps.
  *
- * What was found when the plan looked lies beside what it was made of, so that stepping decides nothing.
+ * What the plan found lies beside what it was made of, so that a step decides nothing.
  */
 #ifndef ZS_OPTIM_PLAN_H
 #define ZS_OPTIM_PLAN_H
@@ -8,7 +8,7 @@
 #include "optim/counters.h"
 #include "optim/optim.h"
 
-/* What a member looks like at this step. */
+/* A member's state at this step. */
 typedef struct zs_view {
     zs_run run;          /* constants not set yet */
     double step;         /* number of this step */
@@ -30,12 +30,12 @@ struct zs_optim {
     int64_t n_runs, n_queued;
     int64_t n_constants;
     zs_counters *processes; /* of members whose counters are on a device, owned; NULL: not asked for yet */
-    bool *taken;            /* [capacity] owned: who takes part in this step */
+    bool *taken;            /* [capacity] owned: which members take part in this step */
     void **counters;        /* [capacity] owned: their step_data, of some of them */
     int64_t *slots;      /* [capacity + 1] owned: which constants kin (SGD: old and new momentum) have now; -1: none */
     zs_hyper hyper;      /* of this step, if it is capturable */
     const zs_live *live; /* likewise, borrowed; NULL: it is not */
-    const zs_device *live_device; /* where that step is; NULL: nobody takes part */
+    const zs_device *live_device; /* where that step is; NULL: no member takes part */
     bool full;                    /* amsgrad or momentum at this step */
     bool dithered;                /* bfloat16 is rounded stochastically at this step */
 };

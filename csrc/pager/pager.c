@@ -12,13 +12,13 @@
 
 enum { FURTHEST = 64 }; /* ranges that are fetched ahead, at most */
 
-static _Atomic int n_maps_now; /* what zs_pager_active looks at */
+static _Atomic int n_maps_now; /* read by zs_pager_active */
 
 static _Thread_local bool nested; /* zs_pager_nest */
 
 /* --- mappings ----------------------------------------------------------------------------------------------------- */
 
-/* In a forked child the threads are gone, and the lock may be held for ever. */
+/* A forked child has no threads, and the lock may stay locked. */
 static bool usable(void)
 {
     return atomic_load_explicit(&n_maps_now, memory_order_relaxed) > 0 && zs_pager.lifetime == zs_lifetime();

@@ -1,10 +1,9 @@
-/* pager.h - which pages of memory that lies on a disk are there: fetched before they are wanted, written behind, let
- * go.
+/* pager.h - which pages of disk-backed memory are resident: fetched ahead of use, written behind, dropped.
  *
- * Memory on disk is a mapping like any other, and right without this file; the pager only sees to it that nobody waits
- * for a page fault and that no more of it is resident than the user allows. Whoever works on a range says so before
- * (want) and after (done). As a training step goes the same way every time, the pager learns which range follows which
- * two, and fetches ahead.
+ * Memory on disk is a mapping like any other, and right without this file; the pager only sees to it that no thread
+ * waits for a page fault and that no more of it is resident than the user allows. Whoever works on a range says so
+ * before (want) and after (done). As a training step goes the same way every time, the pager learns which range follows
+ * which two, and fetches ahead.
  *
  *   COLD --> QUEUED --> FETCHING --> READY <--> IDLE --> LEAVING --> COLD
  *                                    in use     may go, oldest first

@@ -121,7 +121,8 @@ static int move_cached(const zs_pager_map *map, place what, bool out)
 static int move_pages(const zs_pager_map *map, place what, bool out)
 {
     int err = move(map->direct, &what, out);
-    return err == EINVAL || err == EOPNOTSUPP ? move_cached(map, what, out) : err; /* it wants more than whole pages */
+    return err == EINVAL || err == EOPNOTSUPP ? move_cached(map, what, out)
+                                              : err; /* it needs a stricter alignment than pages */
 }
 
 static off_t offset_of(const zs_pager_map *map, const char *ptr)

@@ -1,8 +1,8 @@
 /* pager_io.c - see pager_io.h.
  *
  * A few system calls for each way. In: reading is begun, then page tables are filled, which waits for it. Out:
- * writeback is begun, later page tables are emptied, writeback waited for, and the cache dropped. A page is dropped
- * from the cache only when nobody maps it, so of ranks that map each other's files the last one does it.
+ * writeback is begun, later page tables are emptied, writeback waited for, and the cache dropped. A page leaves the
+ * cache only once it is unmapped, so of ranks that map each other's files the last one does it.
  */
 #define _GNU_SOURCE /* sync_file_range, fallocate, MADV_POPULATE_READ */
 #include "pager/pager_io.h"

@@ -74,7 +74,7 @@ zs_pager_range *zs_pager_range_of(zs_pager_tables *tables, const void *ptr, size
 /* Has any range that overlaps this one users, or will it soon? */
 bool zs_pager_overlaps_used(const zs_pager_tables *tables, const zs_pager_range *r);
 
-/* Is a lent range that overlaps this one, and that nobody uses, on its way to the disk? `any`: or is it in a buffer
+/* Is a lent, unused range that overlaps this one on its way to the disk? `any`: or is it in a buffer
  * at all, or soon? */
 bool zs_pager_overlaps_lent(const zs_pager_tables *tables, const zs_pager_range *r, bool any);
 

@@ -98,7 +98,7 @@ static zs_pager_range *dirty_one(void)
 
 static void write_behind(zs_pager_range *r)
 {
-    r->state = LEAVING; /* nobody frees or wants it meanwhile */
+    r->state = LEAVING; /* not freed or fetched meanwhile */
     zs_pager_take_off(&zs_pager.idle, r);
     if (!r->lent) r->dirty = false;
     pthread_mutex_unlock(&zs_pager.lock);
@@ -106,7 +106,7 @@ static void write_behind(zs_pager_range *r)
     pthread_mutex_lock(&zs_pager.lock);
     if (err != 0) zs_pager.write_errno = err;
     if (r->lent)
-        zs_pager_make_cold(r); /* a step wants it once */
+        zs_pager_make_cold(r); /* a step uses it once */
     else
         settle(r);
 }

@@ -1,6 +1,6 @@
 /* pager_threads.h - the pager's one state, and the two threads that move ranges from state to state.
  *
- * One lock over everything, held only to look and to move; and one condition for every change, as there are few
+ * One lock over everything, held only to read and to move ranges; and one condition for every change, as there are few
  * who wait. All here is for whoever holds the lock.
  */
 #ifndef ZS_PAGER_THREADS_H

@@ -1,8 +1,8 @@
-/* py_faces.c - the class of a sharded parameter: guarded while it is a slice, all but torch's own while it is whole.
+/* py_faces.c - the class of a sharded parameter: guarded while it is sharded, nearly torch's own while it is unsharded.
  *
- * Forward and backward are to see plain parameters, since each operation on a guarded one costs a detour. So the class
- * changes with what the parameter is bound to: at once where Python runs anyway (hooks, methods), else when the
- * backward ends. In between, the guard looks itself whether a parameter is whole (py_guard.c).
+ * Forward and backward should see plain parameters, as each operation on a guarded one costs a detour. So the class
+ * follows what the parameter is bound to: at once where Python runs anyway (hooks, methods), otherwise when the
+ * backward ends. In between, the guard checks whether a parameter is unsharded (py_guard.c).
  */
 #include "python/py_faces.h"
 
@@ -67,7 +67,7 @@ void zs_py_hide(unit_object *self)
 static const char asked[] = "__torch_function__";
 static PyObject *answer; /* of nn.Parameter: nothing is to be asked */
 
-/* tp_getattr of whole parameters, which torch prefers, and which spares it the look-up. */
+/* tp_getattr of unsharded parameters, which torch tries first, and which saves the look-up. */
 static PyObject *getattr_of_whole(PyObject *object, char *name)
 {
     if (strcmp(name, asked) == 0) return Py_NewRef(answer);
@@ -78,7 +78,7 @@ static PyObject *getattr_of_whole(PyObject *object, char *name)
     return value;
 }
 
-/* An operation on a whole parameter is to cost what it costs on nn.Parameter. */
+/* Makes an operation on an unsharded parameter cost what it costs on nn.Parameter. */
 static int spare_questions(PyTypeObject *whole)
 {
     if (whole->tp_getattr != NULL) return 0;

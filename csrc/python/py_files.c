@@ -1,7 +1,7 @@
 /* py_files.c - _core.File: an open file of a checkpoint, as Python sees it.
  *
- * A file is closed when nobody uses it, and never under a thread that does: descriptors are used again, and the
- * bytes would go into somebody else's file.
+ *  * A file is closed when no thread uses it: descriptors are reused, so another thread's bytes would go to the wrong
+ * file.
  */
 #include "python/py_ckpt.h"
 
@@ -20,7 +20,7 @@ static void file_dealloc(file_object *self)
     PyTypeObject *type = Py_TYPE(self);
     zs_status status;
     ZS_PY_NOGIL(status, zs_ckpt_file_close(&self->file));
-    (void)status; /* nobody to tell; who wants to know calls close() */
+    (void)status; /* no caller to report to; call close() for the error */
     zs_clear_error();
     Py_XDECREF(self->path);
     Py_XDECREF(self->raw);
@@ -124,7 +124,7 @@ static PyObject *file_exit(file_object *self, PyObject *unused)
 
 /* --- use ---------------------------------------------------------------------------------------------------------- */
 
-/* Is it open? Then nobody may close it until `done`. */
+/* Is it open? Then it stays open until `done`. */
 static bool begin(file_object *self)
 {
     if (self->file.fd < 0) {

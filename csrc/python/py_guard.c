@@ -1,9 +1,8 @@
-/* py_guard.c - what torch calls in place of an operation on a guarded slice: the operation, or Python's refusal.
+/* py_guard.c - what torch calls in place of an operation on a guarded shard: the operation, or Python's refusal.
  *
- * An elementwise operation on slices of the same elements gives the slice of the whole result, so it runs as it is and
- * its result is guarded in turn. zshard/guard/rules.py lists which operations are of that kind, or ask for facts only;
- * all others, and slices that do not fit each other, go to Python (zshard/guard/slices.py), which raises or knows
- * better.
+ * An elementwise operation on shards of the same elements gives the shard of the full result, so it runs as it is, and
+ * its result is guarded in turn. zshard/guard/rules.py lists these operations, and those that only ask for facts; all
+ * others, and shards that do not match, go to Python (zshard/guard/slices.py), which raises or handles them.
  */
 #include "python/py_reads.h"
 #include "python/py_util.h"
@@ -33,7 +32,7 @@ static struct {
 
 /* --- do they fit each other? -------------------------------------------------------------------------------------- */
 
-/* Could a plain tensor of the slice's shape as well mean something for the whole one, such as a number for each row? */
+/* Could a plain tensor of the shard's shape also apply to the full parameter, such as a number for each row? */
 static bool is_ambiguous(const zs_operand *slice)
 {
     PyObject *whole = zs_py_whole_shape(slice), *own = zs_py_own_shape(slice);
@@ -52,7 +51,7 @@ static int64_t count(const int64_t *sizes, int ndim)
     return numel;
 }
 
-/* May a plain tensor of the slice's shape hold its elements? See Part.takes(); -1 with an exception. */
+/* May a plain tensor of the shard's shape hold its elements? See Part.takes(); -1 with an exception. */
 static int takes(const zs_operand *slice, PyObject *tensor)
 {
     PyObject *answer = PyObject_CallMethodOneArg(slice->part, guard.takes, tensor);
@@ -61,8 +60,8 @@ static int takes(const zs_operand *slice, PyObject *tensor)
     return result;
 }
 
-/* Does a tensor go with the slice, element by element? Numbers, slices of the same elements, and plain tensors that
- * can only be meant as such. -1 with an exception. */
+/* Does a tensor match the shard, element by element? Numbers, shards of the same elements, and plain tensors that can
+ * mean nothing else. -1 with an exception. */
 static int fits(const zs_operand *other, const zs_operand *slice)
 {
     if (other->part != NULL) return other->shape == slice->shape;
@@ -75,11 +74,11 @@ static int fits(const zs_operand *other, const zs_operand *slice)
 
 /* The tensors of one elementwise operation. */
 typedef struct operands {
-    zs_operand slice; /* the first that is one; its part is NULL if none is */
+    zs_operand slice; /* the first shard; its part is NULL without one */
     bool misfit;
 } operands;
 
-/* Takes one more into account; what comes before the first slice is looked at again by the caller. */
+/* Adds one operand; the caller checks those before the first shard again. */
 static int add_operand(operands *all, PyObject *object)
 {
     zs_operand next;
@@ -124,7 +123,7 @@ static bool has_sequence(const arguments *given)
 
 /* --- running ------------------------------------------------------------------------------------------------------ */
 
-/* Has a new tensor guarded as what `slice` is a slice of; -1 with an exception. */
+/* Guards a new tensor as a shard of the same parameter as `slice`; -1 with an exception. */
 static int mark(PyObject *object, const zs_operand *slice)
 {
     if (Py_TYPE(object) != zs_py_guard_types.tensor || slice->part == NULL) return 0;

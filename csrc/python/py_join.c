@@ -1,4 +1,4 @@
-/* py_join.c - _core.Engine: what ranks tell each other within join(), as Python sees it. See engine/join.h. */
+/* py_join.c - _core.Engine: the announcements of join() for Python. See engine/join.h. */
 #include "engine/join.h"
 #include "engine/join_follow.h"
 #include "python/py_engine.h"

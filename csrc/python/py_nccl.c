@@ -1,5 +1,4 @@
-/* py_nccl.c - what Python does about libnccl: says where it may lie, and ends what uses it before the interpreter
- * ends. */
+/* py_nccl.c - libnccl for Python: sets where to look for it, and ends what uses it before the interpreter exits. */
 #include "python/py_util.h"
 
 #include "comm/nccl/nccl_comm.h"

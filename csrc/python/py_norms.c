@@ -1,7 +1,7 @@
-/* py_norms.c - norms of gradients, what is made of them over the ranks, and scaling, as Python sees them.
+/* py_norms.c - norms of gradients, their reduction over the ranks, and scaling, for Python.
  *
- * Each thing is there twice. On the CPU a norm is a number that comes back; on a GPU it is a tensor of one number
- * that is queued, and all that uses it reads it there, so that no host waits in a step.
+ * Each exists twice. On the CPU a norm is a number; on a GPU it is a queued one-element tensor that later kernels read,
+ * so the host does not wait in a step.
  */
 #include "python/py_util.h"
 

@@ -23,7 +23,7 @@ typedef struct plan_object {
 
 /* --- the walk ----------------------------------------------------------------------------------------------------- */
 
-/* Takes each object met: returns 1 to go on, 0 to stop, -1 with an exception. */
+/* Visits an object: returns 1 to continue, 0 to stop, -1 with an exception. */
 typedef int visitor(plan_object *self, PyObject *object, Py_ssize_t at);
 
 static int remember(plan_object *self, PyObject *object, Py_ssize_t at)
@@ -119,7 +119,7 @@ static int64_t number_of(PyObject *numbers, Py_ssize_t i)
     return value;
 }
 
-/* What the counter of parameter `i` says; 0 where nobody asked for it, or with an exception. */
+/* The step counter of parameter `i`; 0 if it is not read, or with an exception. */
 static double steps_of(PyObject *steps, Py_ssize_t i)
 {
     if (steps == Py_None) return 0;

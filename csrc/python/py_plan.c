@@ -100,7 +100,7 @@ PyObject *zs_py_reserve(engine_object *self, PyObject *unused)
 {
     (void)unused;
     zs_status status;
-    ZS_PY_NOGIL(status, zs_engine_reserve(self->engine)); /* ranks may meet in it */
+    ZS_PY_NOGIL(status, zs_engine_reserve(self->engine)); /* it may be collective */
     return zs_py_none(status);
 }
 

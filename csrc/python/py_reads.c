@@ -1,7 +1,7 @@
 /* py_reads.c - see py_reads.h.
  *
- * Code in a forward means the full parameter, whoever's it is. So an operation that would see this rank's shard has the
- * unit gathered first, like a call of its module; one that writes to the parameter itself goes on with the shard.
+ *  * Code in a forward means the full parameter, whichever module owns it. So an operation that would read this rank's
+ * shard first gathers the unit, like a call of its module; one that writes to the parameter itself uses the shard.
  */
 #include "python/py_reads.h"
 
@@ -43,7 +43,7 @@ static int read_all(PyObject *args, PyObject *kwargs, PyObject *operation)
     return 0;
 }
 
-/* Operations are numbered: what one of them reads is not given back for what it reads as well. */
+/* Operations are numbered, so that one that reads several units keeps them all unsharded. */
 int zs_py_read_operands(PyObject *args, PyObject *kwargs)
 {
     static unsigned long long count;

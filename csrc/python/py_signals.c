@@ -70,7 +70,7 @@ bool zs_py_interrupted(void)
 {
     PyGILState_STATE gil = PyGILState_Ensure();
     bool yes = PyErr_Occurred() != NULL || PyErr_CheckSignals() != 0;
-    if (!yes && getpid() != gettid() && zs_in_backward()) { /* other threads, such as one that saves, go on */
+    if (!yes && getpid() != gettid() && zs_in_backward()) { /* other threads, such as one that saves, continue */
         zs_py_signals_watch();
         yes = pressed_meanwhile() && raises();
     }

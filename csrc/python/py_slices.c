@@ -57,7 +57,7 @@ bool zs_py_has_shape(PyObject *tensor, PyObject *shape)
     return true;
 }
 
-/* Is this guarded parameter whole right now, as while a backward recomputes? -1 with an exception. */
+/* Is this guarded parameter unsharded now, as while a backward recomputes? -1 with an exception. */
 static int is_whole(PyObject *object, const zs_operand *slice)
 {
     if (Py_TYPE(object) != zs_py_guard_types.shard_parameter) return 0;

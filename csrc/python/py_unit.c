@@ -219,7 +219,7 @@ static int unit_clear(unit_object *self)
 {
     param_place *places = self->places;
     Py_ssize_t n = self->n_places;
-    self->places = NULL; /* first: what is let go may come back here */
+    self->places = NULL; /* first: dropping references may call back here */
     self->n_places = 0;
     for (Py_ssize_t i = 0; i < n; i++) {
         Py_DECREF(places[i].dict);

@@ -28,7 +28,7 @@ static int unit_set_name(unit_object *self, PyObject *value, void *unused)
     return -1;
 }
 
-/* Sharded units may change over between full_shard and shard_grad_op at any time: it says what a forward leaves. */
+/* Sharded units may change between full_shard and shard_grad_op at any time: it decides the state after a forward. */
 static int unit_set_strategy(unit_object *self, PyObject *value, void *unused)
 {
     (void)unused;

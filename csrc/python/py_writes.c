@@ -1,4 +1,4 @@
-/* py_writes.c - see py_writes.h: other ranks may read a parameter's slice, so what writes to it waits for them.
+/* py_writes.c - see py_writes.h: other ranks may read a parameter's shard, so a write to it waits for them.
  *
  * A Part knows whether a tensor is the parameter's own memory or a copy; here its methods are called around the
  * operation, whatever comes of that.

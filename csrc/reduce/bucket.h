@@ -1,6 +1,5 @@
-/* bucket.h - the memory of an engine's buckets. Who has one, and until when, is the schedule's matter
- * (schedule/rounds.c).
- */
+/* bucket.h - the memory of an engine's buckets. The schedule (schedule/rounds.c) decides which unit has one, and until
+ * when. */
 #ifndef ZS_BUCKET_H
 #define ZS_BUCKET_H
 
@@ -16,8 +15,8 @@ zs_status zs_bucket_new(zs_schedule *schedule, zs_comm *comm, size_t bytes, zs_l
 /* Frees all of a schedule's buckets. */
 void zs_buckets_free(zs_schedule *schedule, zs_comm *comm);
 
-/* Has the schedule hold buckets with room for these numbers of bytes, as the transport rounds them: those that are
- * missing are made, idle ones that are not wanted are given back. */
+/* Fits the schedule's buckets to these sizes, as the transport rounds them: creates those that are missing, and frees
+ * idle ones that are not needed. */
 zs_status zs_buckets_fit(zs_schedule *schedule, zs_comm *comm, const size_t *bytes, size_t n);
 
 /* Bytes of all buckets. */

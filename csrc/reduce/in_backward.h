@@ -13,20 +13,21 @@
 
 #include "unit/unit.h"
 
-/* Who steps a unit's parameters; called without the GIL, on the thread that ends the unit's round: autograd's, or
- * the one that settles a backward which failed. */
+/* Steps a unit's parameters; called without the GIL, on the thread that ends the unit's round: autograd's, or the one
+ * that settles a failed backward. */
 typedef struct zs_stepper {
-    zs_status (*step)(void *ctx); /* updates those of the unit's parameters that it knows and that have a .grad */
-    /* A backward begins, and may be refused; it is over, all units are stepped. Both NULL: another unit's tells. */
+    zs_status (*step)(void *ctx); /* updates the unit's parameters that it knows and that have a .grad */
+    /* A backward begins, an error refuses it / it has ended and all units are stepped. Both NULL: another unit's
+     * stepper does it. */
     zs_status (*begin)(void *ctx);
     zs_status (*over)(void *ctx);
     void (*release)(void *ctx);
     void *ctx;
 } zs_stepper;
 
-/* Has `stepper` (taken over, also on failure) step the unit in each backward that reduces its gradients, from the
- * next one on. `stepped` [n_params]: the parameters that it updates, whose .grad is then None; the others keep
- * theirs. ZS_ERR_STATE in a backward, and where one of them has a .grad or the unit has a stepper. */
+/* Makes `stepper` (taken over, also on failure) step the unit in each later backward that reduces its gradients.
+ * `stepped` [n_params]: the parameters that it updates, whose .grad is then None; the others keep theirs. ZS_ERR_STATE
+ * in a backward, or if one of them has a .grad, or the unit a stepper. */
 zs_status zs_in_backward_attach(zs_unit *unit, const zs_stepper *stepper, const bool *stepped);
 
 /* Undoes it; no-op without a stepper. Not in a backward. */
@@ -40,26 +41,26 @@ bool zs_in_backward_alone(const zs_unit *unit);
 /* A backward of its model is about to begin. */
 zs_status zs_in_backward_begin(const zs_unit *unit);
 
-/* It has begun, and will be ended (_finish or _abandon): what is lent to its steps on a disk comes back then. */
+/* It has begun; _finish or _abandon ends it, and returns what its steps borrow on a disk. */
 void zs_in_backward_open(zs_unit *unit);
 
-/* ZS_ERR_STATE if it is over in this backward: somebody wants it once more. */
+/* ZS_ERR_STATE if the unit is over in this backward, but needed again. */
 zs_status zs_in_backward_check(const zs_unit *unit);
 
-/* Gives its gradients memory, if they have none. */
+/* Lends its gradients memory, if they have none. */
 zs_status zs_in_backward_lend(zs_unit *unit);
 
-/* Steps it with the gradients that have been summed, and gives their memory back. Nobody reads its shard. */
+/* Steps it with the sums, and returns their memory. No rank reads its shard. */
 zs_status zs_in_backward_step(zs_unit *unit);
 
 /* (Alone) The gradient of one more parameter is there; *all if it was the last. */
 zs_status zs_in_backward_arrived(zs_unit *unit, int64_t i, bool *all);
 
-/* The backward has ended and no peer reads: steps the unit if it is not stepped yet, unless the backward was
- * abandoned (not `good`), and readies it for the next. */
+/* The backward has ended and no peer reads: steps the unit if it is not stepped yet, unless the backward was abandoned
+ * (not `good`), and prepares it for the next. */
 zs_status zs_in_backward_finish(zs_unit *unit, bool good);
 
-/* The backward has raised, or came to nothing. */
+/* The backward has raised, or had no result. */
 void zs_in_backward_abandon(zs_unit *unit);
 
 #endif

@@ -10,21 +10,21 @@
 
 #include "unit/unit.h"
 
-/* A round begins in round.packing, or (`local`) in new memory for local gradients: nothing is in it. */
+/* Begins an empty round in round.packing, or (`local`) in new memory for local gradients. */
 zs_status zs_reduce_begin(zs_unit *unit, bool local);
 
-/* Packs parameter `i`'s .grad into the round and drops it, counting from nothing (`anew`) or not. *first: it was not
- * counted yet. */
+/* Packs parameter `i`'s .grad into the round and drops it: overwrites what the round has of it (`anew`), or adds to it.
+ * *first: the round had none. */
 zs_status zs_reduce_pack(zs_record *record, int64_t i, bool anew, bool *first);
 
 /* (Replicated units) Parameter `i`'s .grad stays as it is, to be reduced with a later backward's. */
 void zs_reduce_keep(zs_unit *unit, int64_t i);
 
-/* Copies what stayed local into round.packing, and frees its memory. */
+/* Copies local gradients into round.packing, and frees their memory. */
 zs_status zs_reduce_send_local(zs_record *record);
 
-/* Posts round.packing, or if there is none, a round without gradients. Where the backward was given up it tells the
- * peers so. */
+/* Posts round.packing, or if there is none, a round without gradients. The round also carries that the backward was
+ * abandoned. */
 zs_status zs_reduce_post(zs_unit *unit);
 
 /* (Replicated units) Sums this rank's shard of the posted round once all ranks have posted theirs, and shares it. */

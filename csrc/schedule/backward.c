@@ -82,8 +82,8 @@ zs_status zs_schedule_backward(zs_schedule *schedule, zs_record *record, int64_t
     return zs_rounds_prepare(schedule, record, -1);
 }
 
-/* All gradients of the unit are here. Where ranks meet to gather, that is not the moment: another rank may use fewer
- * parameters, and waits for this one elsewhere. */
+/* All gradients of the unit have come. Where gathers are collectives, the round is not posted here: a rank that uses
+ * fewer parameters would post it elsewhere. */
 static zs_status complete(zs_schedule *schedule, zs_record *record)
 {
     if (!record->is.replicated && schedule->gathers_cost) return ZS_OK;
@@ -146,7 +146,7 @@ static zs_status reduce_rest(zs_schedule *schedule)
     return status;
 }
 
-/* Gives all units' parameters their gradients; users' hooks that fail are told after that. */
+/* Delivers all units' gradients, and only then reports users' hooks that failed. */
 static zs_status deliver(zs_schedule *schedule)
 {
     zs_status status = ZS_OK;
@@ -155,7 +155,7 @@ static zs_status deliver(zs_schedule *schedule)
     return status;
 }
 
-/* A forward in which the backward ran goes on with its parameters. */
+/* A forward continues, with its parameters, after a backward within it. */
 static zs_status resume_forward(zs_schedule *schedule)
 {
     schedule->stage = ZS_IN_FORWARD;

@@ -1,9 +1,10 @@
 /* reads.c - units whose parameters an operation in another unit's forward reads: a head that is the embedding's weight,
  * a penalty over some blocks' weights. See schedule.h.
  *
- * A read gathers like a call, in the order of the code, and lasts until its reader's forward ends. What nothing but the
- * parameters refers to goes earlier, when the next unit is read, so that a loop over weights holds one unit at a time.
- * A unit that was needed to the end is not given back between its own forward and the read in the next pass.
+ *  * A read gathers like a call, in the order of the code, and lasts until its reader's forward ends. If nothing but
+ * the parameters refers to the full buffer, the read ends when the next unit is read, so a loop over weights holds one
+ * unit at a time. A unit that was needed to the end stays unsharded between its own forward and the read in the next
+ * pass.
  */
 #include "schedule/inner.h"
 

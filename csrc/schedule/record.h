@@ -1,9 +1,9 @@
-/* record.h - what the schedule knows of one unit, and of one bucket.
+/* record.h - the schedule's state of one unit, and of one bucket.
  *
- * When a unit is gathered, resharded and reduced hangs on these few facts and on nothing else. Units and
- * buckets begin with such a record. Each group of fields has one file that writes it; everybody may read.
+ * When a unit is gathered, resharded and reduced depends on these fields only. Units and buckets begin with such a
+ * record. One file writes each group of fields; all may read them.
  *
- *   SHARDED --> GATHERING --> FULL --> SHARDED     forward: gather, use, give back
+ *    *   SHARDED --> GATHERING --> FULL --> SHARDED     forward: gather, use, reshard
  *                              |
  *                              +-----> REDUCING --> SHARDED    backward: gradients posted, then summed
  *                                        |
@@ -23,10 +23,10 @@ typedef struct zs_record zs_record;
 /* See the picture above. */
 typedef enum zs_unit_state { ZS_SHARDED, ZS_GATHERING, ZS_FULL, ZS_REDUCING } zs_unit_state;
 
-/* What a unit is: it is made so, and changes between passes at most (forward.c). */
+/* Properties of a unit, which change only between passes (forward.c). */
 typedef struct zs_traits {
     bool replicated; /* this rank holds all of its parameters */
-    bool fixed;      /* and computes with them where they lie: they are unsharded all the time */
+    bool fixed;      /* and computes with them in place: they are always unsharded */
     bool empty;      /* it has no parameters */
     bool stays;      /* unsharded from forward to backward (ZeRO-2) */
     bool kept;       /* likewise, since there is memory to spare (engine/keep_gathered.h) */
@@ -34,24 +34,25 @@ typedef struct zs_traits {
     size_t bucket_bytes;
 } zs_traits;
 
-/* When its forwards ran, in nodes of autograd's graph (through.c, which tells what they are for). */
+/* When its forwards ran, counted in nodes of autograd's graph; see through.c. */
 typedef struct zs_span {
-    int64_t begun;  /* when the forward that is running, or ran last, began */
-    int64_t oldest; /* when the oldest of those began whose backward may come */
+    int64_t begun;  /* the start of the running, or else the last forward */
+    int64_t oldest; /* the start of the oldest forward whose backward may come */
     bool past;      /* the last backward has ended since */
-    bool retired;   /* this backward is through with it */
+    bool retired;   /* this backward has finished with it */
 } zs_span;
 
 /* An operation in another unit's forward that reads the parameters (reads.c). */
 typedef struct zs_read {
-    size_t depth; /* how many forwards were open then: it is unsharded until the innermost of them ends; 0: not read */
-    uint64_t operation; /* the number of the one that has read it last */
-    bool used;          /* it was read indeed, and is not only kept for a reader that may come */
-    zs_record *by;      /* in whose forward it was read last; borrowed; NULL: none */
-    zs_record *reader;  /* that one, if it had the parameters to its end; borrowed */
+    size_t
+        depth; /* the number of open forwards at the read: it stays unsharded until the innermost ends; 0: not read */
+    uint64_t operation; /* the number of the operation that read it last */
+    bool used;          /* it was read, and not only kept for an expected reader */
+    zs_record *by;      /* the unit whose forward read it last; borrowed; NULL: none */
+    zs_record *reader;  /* the same, if it had the parameters to its end; borrowed */
 } zs_read;
 
-/* Units that are to be gathered early (unshard.c). */
+/* Units to gather early (unshard.c). */
 typedef struct zs_follow {
     zs_record **records; /* [n] borrowed; the array is owned */
     size_t n;
@@ -60,21 +61,21 @@ typedef struct zs_follow {
 /* A bucket: lent to a unit for one round, it comes back when this rank has summed its shard and all peers have read
  * theirs (rounds.c). */
 typedef struct zs_lease {
-    size_t bytes;       /* that it holds */
-    zs_record *user;    /* borrowed: who packs into it, or whose posted round it carries; NULL if idle or lost */
-    bool posted;        /* peers may be reading it. Without a user: lost, since nobody can tell when they are done */
+    size_t bytes;       /* capacity */
+    zs_record *user;    /* borrowed: the unit that packs into it or posted it; NULL if idle or lost */
+    bool posted;        /* peers may be reading it. Without a user: lost, as there is no telling when they finish */
     uint64_t posted_at; /* order of posting, to reuse the oldest */
 } zs_lease;
 
-/* Its round of gradients: the one that is being packed, and the one that is out (rounds.c). */
+/* A unit's round of gradients: the one being packed, and the posted one (rounds.c). */
 typedef struct zs_round {
     bool syncs;         /* gradients of this backward are reduced */
-    bool local;         /* gradients of earlier backwards have stayed here (no_sync) */
+    bool local;         /* it has local gradients of earlier backwards (no_sync) */
     zs_lease *packing;  /* bucket being packed, NULL if none */
-    zs_lease *out;      /* bucket that is posted and not idle again, NULL if none or an empty post */
+    zs_lease *out;      /* posted bucket that is not idle again, NULL if none or an empty post */
     int64_t n_arrived;  /* gradients packed in this round */
-    int64_t n_expected; /* parameters that want a gradient in this backward */
-    bool has_frozen;    /* others do not: backward may need those after the last gradient has come */
+    int64_t n_expected; /* parameters that need a gradient in this backward */
+    bool has_frozen;    /* others do not: backward may need them after the last gradient has come */
     bool packed;        /* (in order) the round is packed and waits for its turn */
     bool posted;        /* something was posted in this backward */
     bool outstanding;   /* a posted round is not yet summed; then it stands in the queue */
@@ -86,25 +87,26 @@ typedef struct zs_round {
 typedef struct zs_early {
     bool on;
     int calls; /* forwards since the last backward */
-    bool over; /* nothing of this rank's backward will want the unit again */
+    bool over; /* this rank's backward does not need the unit again */
 } zs_early;
 
 struct zs_record {
     zs_traits is;
     zs_unit_state state; /* unshard.c */
     bool pinned;         /* unsharded by hand, through forwards (unshard.c) */
-    int inside;          /* forwards of its module that are running (forward.c) */
-    bool sync;           /* the user wants gradients reduced (not in no_sync()); forward.c */
+    int inside;          /* running forwards of its module (forward.c) */
+    bool sync;           /* gradients are to be reduced (not in no_sync()); forward.c */
     zs_span span;
     zs_read read;
-    zs_record *next[2];        /* gathered after this one in the last pass, by zs_phase; borrowed (unshard.c) */
-    zs_record *ended_after[2]; /* the last pass that came here from this one ended here; NULL: it did not (unshard.c) */
-    zs_follow by_hand[2];      /* the same as users want it */
+    zs_record *next[2]; /* gathered after this one in the last pass, by zs_phase; borrowed (unshard.c) */
+    zs_record
+        *ended_after[2];  /* the unit before this one in the last pass that ended here; NULL: none did (unshard.c) */
+    zs_follow by_hand[2]; /* units to gather after this one, set by users */
     zs_round round;
     zs_early early;
 };
 
-/* Are the parameters whole right now? */
+/* Are the parameters unsharded now? */
 static inline bool zs_record_is_full(const zs_record *record)
 {
     return record->is.fixed || record->state == ZS_FULL;

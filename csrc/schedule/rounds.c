@@ -1,4 +1,4 @@
-/* rounds.c - rounds of gradients: who packs into which bucket, when a round is posted, and when it is summed.
+/* rounds.c - rounds of gradients: which unit packs into which bucket, when a round is posted, and when it is summed.
  *
  * Rounds are summed in the order of posting, as late as may be: when a bucket is wanted and there is no other, or at
  * the end of the backward. So no rank waits for a peer that is a unit behind. Two buckets of a size are enough for
@@ -168,8 +168,8 @@ static zs_status lend(zs_schedule *schedule, zs_record *record)
 {
     size_t bytes = record->is.bucket_bytes;
     pool_view view = look(schedule, bytes);
-    /* Collectives end in the order of posting, the oldest first. To look for others would only leave it to timing how
-     * many buckets there are in the end. */
+    /* Collectives end in the order of posting, the oldest first. Looking for others would make the number of buckets
+     * depend on timing. */
     for (size_t i = 0; i < schedule->n_leases && !schedule->in_order && view.idle == NULL; i++)
         if (schedule->leases[i]->posted) ZS_TRY(reclaim(schedule, schedule->leases[i], ZS_WAIT_NOT));
     view = look(schedule, bytes);
@@ -187,7 +187,7 @@ static zs_status lend(zs_schedule *schedule, zs_record *record)
 
 static zs_status take_bucket(zs_schedule *schedule, zs_record *record)
 {
-    /* A second round in one backward goes on top of the first one's sum. */
+    /* The sum of a second round in one backward is added to the first one's. */
     ZS_TRY(end_until(schedule, record, ZS_WAIT));
     if (record->round.out != NULL) ZS_TRY(reclaim(schedule, record->round.out, ZS_WAIT));
     return lend(schedule, record);

@@ -11,7 +11,7 @@ static int64_t begin_of(int64_t stamp)
     return stamp >> LENGTH_BITS;
 }
 
-/* The end of a forward that is too long to tell is never reached. */
+/* The end of a forward that is still running. */
 static int64_t end_of(int64_t stamp)
 {
     int64_t length = stamp & longest;

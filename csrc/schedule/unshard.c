@@ -1,9 +1,9 @@
-/* unshard.c - when units are gathered and resharded: their states, and gathers that begin before they are wanted.
+/* unshard.c - when units are gathered and resharded: their states, and prefetch.
  *
- * Where a gather costs, a pass gathers its units in the order of the last one. So each unit remembers which was
- * gathered after it, in forward and in backward, and when it is wanted the gather of that one begins too. A guess that
- * was wrong costs a gather, never a number: what was not wanted is dropped at the end of the pass. All ranks guess
- * alike, as they saw one order. See schedule.h.
+ * Where a gather costs time, zshard expects each pass to gather units in the order of the last. Each unit remembers
+ * which unit was gathered after it, in forward and in backward; when the unit is needed, the gather of the next one
+ * starts too. A wrong guess costs a gather, never a number: the end of the pass drops it. All ranks guess the same, as
+ * they saw the same order. See schedule.h.
  */
 #include "schedule/inner.h"
 
@@ -165,7 +165,7 @@ zs_status zs_unshard_for(zs_schedule *schedule, zs_record *record, zs_phase phas
     if (!schedule->gathers_cost) return zs_schedule_unshard(schedule, record);
     ZS_TRY(gather(schedule, record));
     remember(schedule, record, phase);
-    ZS_TRY(gather_next(schedule, record, phase)); /* the wire goes on while the script waits for this one */
+    ZS_TRY(gather_next(schedule, record, phase)); /* transfers continue while the script waits for this one */
     return zs_schedule_unshard(schedule, record);
 }
 
@@ -185,14 +185,14 @@ zs_status zs_unshard_end_pass(zs_schedule *schedule, zs_phase phase)
     return status;
 }
 
-/* Was this the last unit of the last forward, and is it again by the looks of it? Its backward comes next. */
+/* Was this the last unit of the last forward, and is it probably again? Then its backward comes next. */
 static bool is_last(const zs_schedule *schedule, const zs_record *record)
 {
     return schedule->last == record && schedule->latest == record;
 }
 
-/* Mapped full buffers cost nothing to come back to; where a gather costs, the outermost unit is wanted again at
- * once, or if it has no parameters, the last of those within. */
+/* Mapped full buffers cost nothing to map again. Where a gather costs time, backward needs the outermost unit again
+ * first, or if that has no parameters, the last unit within it. */
 bool zs_unshard_stays(const zs_schedule *schedule, const zs_record *record, bool keep)
 {
     if (record->pinned) return true;

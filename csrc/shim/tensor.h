@@ -11,7 +11,7 @@
 #include "base/memory.h"
 #include "base/status.h"
 
-/* Element types that are told apart. */
+/* The element types that the core distinguishes. */
 typedef enum zs_dtype { ZS_F32, ZS_F64, ZS_BF16, ZS_F16, ZS_BYTES } zs_dtype; /* ZS_BYTES: moved, never summed */
 
 enum { ZS_MAX_DIM = 16 }; /* dimensions of a parameter, at most */
@@ -87,7 +87,7 @@ zs_mem *zs_tensor_mem(const zs_tensor *tensor);
 void zs_tensor_bump_version(const zs_tensor *tensor);
 
 /* Does anybody but the owner of this handle hold the tensor, such as a script's variable? Of a strong handle; for a
- * tensor that is nobody's .grad. */
+ * tensor that is no .grad. */
 bool zs_tensor_is_kept(const zs_tensor *tensor);
 
 /* Does the tensor want a gradient? */
@@ -219,10 +219,10 @@ typedef struct zs_node zs_node; /* a node of autograd's graph; borrowed */
 typedef struct zs_node_at {
     uint64_t thread; /* that made it, as zs_node_thread has it */
     int64_t number;  /* which zs_next_node gave before */
-    int64_t place;   /* what the visitor has said of it */
+    int64_t place;   /* the visitor's answer */
 } zs_node_at;
 
-/* Who is told of a graph: each function gets `ctx`. */
+/* The visitor of a graph: each function gets `ctx`. */
 typedef struct zs_graph_visitor {
     void *ctx;
     int64_t (*place)(void *ctx, uint64_t thread, int64_t number); /* asked once for each node; negative: none */
@@ -269,7 +269,7 @@ typedef struct zs_work zs_work; /* a collective that is under way */
  * all_to_all: piece r of `in` goes to rank r; `out` gets rank r's piece at r * piece_bytes.
  * all_gather: `out` (world * bytes) gets every rank's `in`, which may be its own place in `out`.
  * broadcast: `data` of `root` to all.
- * scatter: piece r of `root`'s `in` goes to rank r's `out`; other ranks' `in` is not looked at. */
+ * scatter: piece r of `root`'s `in` goes to rank r's `out`; other ranks' `in` is ignored. */
 zs_status zs_group_all_to_all(zs_group *group, const void *in, void *out, size_t piece_bytes, int world,
                               zs_work **work);
 zs_status zs_group_all_gather(zs_group *group, const void *in, void *out, size_t bytes, int world, zs_work **work);
@@ -283,12 +283,12 @@ bool zs_group_has_messages(const zs_group *group);
 zs_status zs_group_send(zs_group *group, const void *data, size_t bytes, int to, zs_work **work);
 zs_status zs_group_receive(zs_group *group, void *data, size_t bytes, int from, zs_work **work);
 
-/* Waits for a message that is to be received, however long it takes. False: it will not come, as the sender has gone
+/* Waits for a message that is to be received, however long it takes. False: it will not come, because the sender exited
  * (which leaves a record), or zs_work_abort was called, now or before. */
 bool zs_work_await(zs_work *work);
 void zs_work_abort(zs_work *work);
 
-/* This rank can go on no more: ends all connections of the group by which `work` was to be received, so that the
+/* This rank cannot continue: ends all connections of the group by which `work` was to be received, so that the
  * peers learn it. */
 void zs_work_hang_up(zs_work *work);
 
@@ -306,17 +306,17 @@ zs_status zs_work_then(zs_work *work, void (*call)(void *arg, bool good), void *
 /* Frees the handle of a collective that is done, or of a message, whose memory torch then leaves alone. */
 void zs_work_free(zs_work *work);
 
-/* Leaves a text for the other ranks in the group's store; fails silently, as the store may be gone too. */
+/* Leaves a text for the other ranks in the group's store; fails silently, as the store may be down too. */
 void zs_group_publish_text(zs_group *group, int rank, const char *words);
 
 /* Asks by the group's store where all ranks' scripts are; returns the number of the question, 0: there is no store. */
 uint64_t zs_group_ask_positions(zs_group *group);
 
-/* Reads what `rank` has answered to that; leaves `text` as it is if it has not, or the store is gone. */
+/* Reads what `rank` has answered to that; leaves `text` as it is if it has not, or if the store is down. */
 void zs_group_read_answer(zs_group *group, uint64_t number, int rank, char *text, size_t size);
 
 /* Leaves this rank's page of `pages` [world * bytes] in the group's store. True for the last rank to do so, which
- * then has all pages. False also where the store is gone. */
+ * then has all pages. False also if the store is down. */
 bool zs_group_leave_page(zs_group *group, int rank, int world, void *pages, size_t bytes);
 
 /* Reads what `rank` has left there; "" if nothing. */

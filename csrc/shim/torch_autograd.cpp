@@ -75,7 +75,7 @@ struct BeforeBackward final : ag::FunctionPreHook {
     HookRef ref;
 };
 
-// torch has one slot per tensor for this kind of hook; a user's goes on living in `users`.
+// torch has one slot per tensor for this kind of hook; the user's own hook is kept in `users`.
 struct GradReady final : ag::PostAccumulateGradHook {
     GradReady(const zs_hook &hook, std::unique_ptr<ag::PostAccumulateGradHook> users_)
         : ref(hook), users(std::move(users_))
@@ -126,7 +126,7 @@ void describe_failure(std::exception_ptr pointer)
     }
 }
 
-// The pass that is running on this thread. torch gives out a part of it, of which this is the whole.
+// The pass that is running on this thread. torch exposes only a part of it; this is the full object.
 ag::GraphTask *running_task()
 {
 #pragma GCC diagnostic push
@@ -253,8 +253,8 @@ class GraphWalk {
     }
 
     const zs_graph_visitor &visitor_;
-    ska::flat_hash_map<ag::Node *, int64_t> places_; // of all nodes that were met
-    std::vector<ag::Node *> waiting_;                // whose edges are still to be gone along
+    ska::flat_hash_map<ag::Node *, int64_t> places_; // of all nodes visited
+    std::vector<ag::Node *> waiting_;                // whose edges are still to be followed
 };
 
 // torch 2.13 holds nodes from Python by counted references, earlier ones hold some by weak ones.

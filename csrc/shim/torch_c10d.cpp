@@ -31,7 +31,7 @@ struct zs_work {
     const char *where;
     c10::intrusive_ptr<c10d::Work> work;
     std::vector<at::Tensor> tensors; // some process groups keep only references
-    bool can_wait_a_while;           // wait(timeout) comes back at the timeout, and the work goes on
+    bool can_wait_a_while;           // wait(timeout) returns at the timeout, and the work continues
 };
 
 namespace {
@@ -315,7 +315,7 @@ bool zs_work_done(const zs_work *work)
     try {
         return work->work->isCompleted();
     } catch (...) {
-        return true; // the wait will say what is wrong
+        return true; // the wait reports the error
     }
 }
 
@@ -346,7 +346,7 @@ void zs_work_free(zs_work *work)
 void zs_group_publish_text(zs_group *group, int rank, const char *words)
 {
     const std::string key = words_key(rank), text = words;
-    // No record is made, and none is cleared: what is told here are the words of the caller's.
+    // Neither makes nor clears a record: the caller reports.
     (void)ask_store<bool>(group, [=](c10d::Store &store) {
         store.set(key, text);
         return true;

@@ -63,7 +63,7 @@ void zs_torch_cuda_free(void *owner)
 {
     try {
         delete static_cast<c10::DataPtr *>(owner);
-    } catch (...) { // the driver is gone already: the process ends
+    } catch (...) { // the driver has shut down: the process is ending
     }
 }
 

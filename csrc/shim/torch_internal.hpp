@@ -70,7 +70,7 @@ template <typename Body> zs_status guarded(const char *where, Body body) noexcep
     }
 }
 
-// The element type as the core tells it.
+// The core's name for the element type.
 inline zs_dtype dtype_of(at::ScalarType type)
 {
     switch (type) {
@@ -94,7 +94,7 @@ inline at::ScalarType scalar_type_of(zs_dtype dtype, at::ScalarType otherwise)
     }
 }
 
-// A device as the core tells it.
+// The core's name for a device.
 inline zs_where where_of(const c10::Device &device)
 {
     if (device.is_cpu()) return {ZS_ON_CPU, 0};

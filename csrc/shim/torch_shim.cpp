@@ -88,8 +88,8 @@ c10::weak_intrusive_ptr<at::TensorImpl> weak_to(const at::Tensor &tensor)
 }
 
 // Is there more than one reference from C++, or any from Python? A tensor that Python has seen keeps its object, which
-// then has one reference of its own: torch 2.12 and later count it both ways, earlier ones say who owns whom. So does a
-// storage.
+// then has one reference of its own: torch 2.12 and later count it both ways, earlier ones record which owns which. So
+// does a storage.
 template <typename Slot> bool held_by_python(Slot *slot, size_t uses)
 {
     if constexpr (requires { slot->load_pyobj(); }) {

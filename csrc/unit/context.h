@@ -1,6 +1,6 @@
-/* context.h - what the units of one model share: whom to ask, and where memory comes from.
+/* context.h - what the units of one model share: transports, memory, settings.
  *
- * A unit needs to know this much of its model's engine (engine/), which begins with it, and nothing of passes.
+ * This is all that a unit needs of its model's engine (engine/), which begins with it; a unit knows nothing of passes.
  * Threads: as for units (unit.h).
  */
 #ifndef ZS_HOME_H
@@ -11,29 +11,30 @@
 #include "schedule/schedule.h"
 #include "unit/offload.h"
 
-/* Who takes part in what. */
+/* The transports of a model's groups of ranks. */
 typedef struct zs_ranks {
-    zs_comm *all; /* they reduce */
-    /* Those of them that one copy of the model is cut over, each group of them another copy (hybrid); `all` if there is
+    zs_comm *all; /* all ranks: these reduce gradients */
+    /* The ranks over which one copy of the model is sharded; hybrid strategies have several copies. `all` if there is
      * one. */
     zs_comm *shards;
-    /* Those that gather from each other: `shards`, or where a copy is kept (secondary.h) those that share it. */
+    /* The ranks that gather from each other: `shards`, or with secondary shards (secondary.h) the ranks of one such
+     * copy. */
     zs_comm *shard_group;
-    zs_comm *replica_group; /* those that have the same part of that copy; NULL if none is kept */
+    zs_comm *replica_group; /* the ranks with the same secondary shard; NULL without them */
 } zs_ranks;
 
 enum { ZS_RANKS = 4 }; /* of them, at most */
 
-/* Its transports, each once; returns how many. */
+/* The transports, each once; returns their number. */
 size_t zs_ranks_list(const zs_ranks *ranks, zs_comm *each[ZS_RANKS]);
 
-/* What units ask of the engine that they belong to. */
+/* The engine's functions that its units call. */
 typedef struct zs_context_calls {
     /* Sets the gradient hook on the unit's parameter `i`; cheap if it is there. */
     zs_status (*hook_param)(zs_unit *, int64_t i);
-    /* Python is about to run within a backward: shows it the parameters as what they are. */
+    /* Python is about to run within a backward: updates the parameters' classes. */
     void (*show)(zs_context *);
-    /* More memory may be held than before: counts it for the peak. */
+    /* Updates the memory peak; call after memory may have grown. */
     void (*note_peak)(zs_context *);
 } zs_context_calls;
 
@@ -68,19 +69,19 @@ struct zs_context {
     bool reserved;       /* arena and buckets are as the units, calls and settings of now want them */
 };
 
-/* Where the units' memory lies. */
+/* The device of the units' memory. */
 static inline const zs_device *zs_context_device(const zs_context *context)
 {
     return context->ranks.all->device;
 }
 
-/* A hook begins: what it queues comes after what earlier ones did. */
+/* A hook begins: orders what it queues after earlier hooks. */
 static inline zs_status zs_context_follow(zs_context *context)
 {
     return zs_device_follow(zs_context_device(context), &context->trail);
 }
 
-/* The units, or what decides about their memory, have changed: what is reserved is no longer right. */
+/* Invalidates the reservation, after a change of units or settings. */
 static inline void zs_context_replan(zs_context *context)
 {
     context->reserved = false;

@@ -55,7 +55,7 @@ void zs_disk_release(zs_disk *disk)
 
 enum { PATH_ROOM = 4000 };
 
-/* What ranks tell each other of their files. */
+/* A rank's message about its file. */
 typedef struct calling_card {
     uint64_t device, inode; /* a path may lead elsewhere on another rank: containers */
     int failed;

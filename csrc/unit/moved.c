@@ -45,7 +45,7 @@ bool zs_unit_is_moved(const zs_unit *unit)
     return false;
 }
 
-/* How many users the storage has of which the unit knows. */
+/* How many users of the storage the unit knows. */
 static int64_t known_users(const zs_unit *unit, const zs_storage *storage)
 {
     int64_t n = 1;
@@ -62,11 +62,12 @@ static zs_status check_left_memory(const zs_unit *unit, const zs_param *param)
     bool at_rest = !zs_unit_is_full(unit) || unit->record.is.fixed;
     const zs_storage *storage = storage_of(unit, param);
     if (!at_rest || zs_storage_users(storage) <= known_users(unit, storage)) return ZS_OK;
-    return ZS_FAIL(ZS_ERR_SHARD,
-                   "parameter '%s' of unit '%s' was replaced (by p.data = ...), but another tensor still uses memory of "
-                   "this unit's parameters, such as backup = p.data, and may be overwritten: back up a copy instead, "
-                   "backup = p.data.clone(), or delete that tensor",
-                   param->name, zs_unit_label(unit->name));
+    return ZS_FAIL(
+        ZS_ERR_SHARD,
+        "parameter '%s' of unit '%s' was replaced (by p.data = ...), but another tensor still uses memory of "
+        "this unit's parameters, such as backup = p.data, and may be overwritten: back up a copy instead, "
+        "backup = p.data.clone(), or delete that tensor",
+        param->name, zs_unit_label(unit->name));
 }
 
 static bool same_sizes(const zs_tensor_info *info, int ndim, const int64_t *sizes)

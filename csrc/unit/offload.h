@@ -1,7 +1,7 @@
-/* offload.h - which parts of a model lie on a disk: a model's settings, and what its units make of them.
+/* offload.h - which parts of a model are offloaded to a disk: a model's settings, and each unit's choice.
  *
- * Settings say which kinds of memory go to the disk, and for what share of the model; each unit is told once,
- * when it is made, and from then on its memory is what it is. Nothing else in the core asks where memory lies.
+ * The settings name the kinds of memory to offload, and the fraction of the model. Each unit's choice is made once,
+ * when it is created. Nothing else in the core asks where memory lies.
  */
 #ifndef ZS_OFFLOAD_H
 #define ZS_OFFLOAD_H
@@ -18,15 +18,15 @@ typedef struct zs_offload {
     double seen, chosen; /* bytes of the units so far, and of those that were offloaded */
 } zs_offload;
 
-/* Sets where the parts of `what` go for units that are made from now on: to files in `directory`. For all ranks
- * together; fails as zs_disk_new does. `directory` "": the memory of a GPU's host. NULL: in dry runs, which have no
- * memory. Of `what`, the kinds and the fraction are read. */
+/* Offloads the kinds of `what` of units created from now on to files in `directory`; "": to the memory of a GPU's host;
+ * NULL: in dry runs, which have no memory. Reads the kinds and the fraction of `what`. Collective; fails as zs_disk_new
+ * does. */
 zs_status zs_offload_set(zs_context *context, const char *directory, const zs_offload *what);
 
-/* Decides for a new unit with `bytes` of parameters, evenly over the model; all ranks decide alike. */
+/* Chooses for a new unit with `bytes` of parameters, spread evenly over the model; the same on all ranks. */
 void zs_offload_choose(zs_offload *offload, zs_unit *unit, size_t bytes);
 
-/* Gives back what zs_offload_choose gave. */
+/* Releases what zs_offload_choose took. */
 void zs_offload_forget(zs_unit *unit);
 
 /* Memory for a flat's shard, where the unit's parameters lie; `shards` is its transport. */
@@ -42,18 +42,18 @@ zs_status zs_offload_state_new(const zs_unit *unit, int64_t numel, const zs_tens
 
 /* --- what is in use: no-ops for units whose parameters are in memory ---------------------------------------------- */
 
-/* The bytes that the flat is gathered from, or mapped by, are wanted / not any more. */
+/* The bytes from which the flat is gathered, or by which it is mapped, are needed / no longer needed. */
 zs_status zs_offload_want_flat(const zs_unit *unit, zs_flat *flat);
 void zs_offload_done_flat(zs_flat *flat);
 
-/* The unit has just been filled with values. */
+/* The unit's values have just been written. */
 void zs_offload_filled(const zs_unit *unit);
 
 /* Its gradients are about to be summed / have been. */
 zs_status zs_offload_want_grads(const zs_unit *unit);
 void zs_offload_done_grads(const zs_unit *unit);
 
-/* Nobody wants the gradients any more: their pages go without being written. */
+/* The gradients are not needed any more: drops their pages without writing them. */
 void zs_offload_discard_grads(const zs_unit *unit);
 
 #endif

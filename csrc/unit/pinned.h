@@ -1,14 +1,14 @@
-/* pinned.h - which units are unsharded by hand: the marks of pin.h, for what is below it. */
+/* pinned.h - counts the units that pin.h has unsharded by hand, for the layers below it. */
 #ifndef ZS_PINNED_H
 #define ZS_PINNED_H
 
 #include "unit/unit.h"
 
-/* Counts one unit more that is pinned. */
+/* Counts one more pinned unit. */
 void zs_pinned_begin(void);
 
-/* The unit will not be pinned any more: for zs_unit_reshard, before the schedule clears record.pinned, and for its
- * death. No-op if it is not. */
+/* The unit stops being pinned: for zs_unit_reshard, before the schedule clears record.pinned, and for freeing it. No-op
+ * if it is not pinned. */
 void zs_pinned_end(zs_unit *unit);
 
 /* Bytes of the copy, if it lies in no slot. */

@@ -32,7 +32,7 @@ typedef struct zs_in_backward_state zs_in_backward_state;
 /* What is sharded, and for how long. */
 typedef enum zs_strategy { ZS_FULL_SHARD, ZS_SHARD_GRAD_OP, ZS_NO_SHARD } zs_strategy;
 
-/* What of a unit lies on a disk; see offload.h. */
+/* What of a unit is offloaded; see offload.h. */
 typedef struct zs_unit_offload {
     zs_disk *disk; /* counted reference; NULL: nothing */
     bool params, grads, state;
@@ -60,21 +60,20 @@ typedef struct zs_param {
     uint32_t shown;             /* version of `local` when it became .grad */
     bool has_grad;              /* its grad shard holds a gradient (set aside, or reduced in this backward) */
     bool reduced;               /* a new gradient was reduced in this backward */
-    uint64_t loaded, loaded_in; /* see history.h: what was, and the load's number */
-    bool watched;               /* a script has got its `.data` while it was whole; see zs_unit_watch */
+    uint64_t loaded, loaded_in; /* digest and number of its last load; see history.h */
+    bool watched;               /* a script took its `.data` while it was unsharded; see zs_unit_watch */
     uint64_t content;           /* (watched) a digest of its elements at that time */
-    bool held;                  /* it had a gradient when this backward began, which the new one goes on top of */
-    bool removed;               /* no module has it any more: it counts as frozen */
+    bool held;                  /* it had a gradient when this backward began, to which the new one is added */
+    bool removed;               /* removed from its module: counts as frozen */
 } zs_param;
 
-/* Parameters of one dtype, all trainable or all frozen. With mixed precision they are computed with in another
- * dtype: then `low` has this rank's shard cast to it, made anew for each forward, and the full buffer is of that
- * dtype. */
+/* Parameters of one dtype, all trainable or all frozen. With mixed precision the compute dtype differs: then `low` has
+ * this rank's shard in the compute dtype, cast anew for each forward, and the full buffer has that dtype. */
 typedef struct zs_flat {
     zs_dtype dtype;                 /* of the parameters at rest, their gradients and the optimizer's state */
     zs_dtype compute;               /* of the full buffer, in forward and backward */
-    zs_dtype wire;                  /* in which gradients travel */
-    zs_wire code;                   /* how parameters cross hosts, unless they are gathered `exact` */
+    zs_dtype wire;                  /* of gradients on their way */
+    zs_wire code;                   /* how parameters travel between hosts, unless they are gathered `exact` */
     size_t compute_size, wire_size; /* bytes per element */
     bool trainable;
     bool thawed;    /* it is since the unit was made, when all its parameters were frozen */
@@ -112,21 +111,21 @@ static inline size_t zs_flat_low_bytes(const zs_flat *flat)
     return (size_t)flat->layout.shard_numel * flat->compute_size;
 }
 
-/* Where the parameters that this rank holds lie at rest. */
+/* The memory of this rank's parameters at rest. */
 static inline char *zs_flat_home(const zs_flat *flat)
 {
     return flat->mem.shard != NULL ? flat->mem.shard : flat->full_mem->ptr;
 }
 
 struct zs_unit {
-    zs_record record;      /* the schedule's */
+    zs_record record;      /* the schedule's; first */
     zs_refs refs;          /* counted references */
-    zs_context *context;   /* counted reference of its engine; changes when an outer FSDP() takes the unit over */
+    zs_context *context;   /* counted reference to its engine; changes when an outer FSDP() takes the unit over */
     char *name;            /* owned */
-    char *sharded_message; /* what touching a sharded full buffer raises; owned */
+    char *sharded_message; /* the error of an access to a resharded full buffer; owned */
     zs_strategy strategy;
-    bool exact; /* the full buffer, or the next one, has the parameters as they are: they are read by hand */
-    bool written_in_forward; /* a script has written to its shards since this forward gathered it last */
+    bool exact;              /* the full buffer, or the next one, has the parameters' own dtype: a script reads them */
+    bool written_in_forward; /* a script has written to its shards since this forward last gathered it */
     zs_unit_offload offloads;
     int shard;        /* which shard of each flat this rank holds, or if replicated, sums */
     zs_wire code;     /* how its gradients cross hosts */
@@ -154,7 +153,7 @@ struct zs_unit {
     bool shown_full; /* (with an owner) and so they were when they were shown last */
 };
 
-/* The unit that a record of the schedule is. */
+/* The unit of a schedule's record. */
 static inline zs_unit *zs_unit_of(zs_record *record)
 {
     return (zs_unit *)record;
@@ -166,19 +165,19 @@ static inline size_t zs_unit_bitmap_words(const zs_unit *unit)
     return ((size_t)unit->n_params + 63) / 64;
 }
 
-/* Is the full buffer, as it is to be now, of another dtype than the parameters at rest? */
+/* Does the full buffer, or the next one, have another dtype than the parameters at rest? */
 static inline bool zs_flat_is_lowered(const zs_unit *unit, const zs_flat *flat)
 {
     return !unit->exact && flat->compute != flat->dtype;
 }
 
-/* How what that full buffer is made of crosses hosts. */
+/* How the bytes of that full buffer travel between hosts. */
 static inline zs_wire zs_flat_code(const zs_unit *unit, const zs_flat *flat)
 {
     return unit->exact ? ZS_WIRE_EXACT : flat->code;
 }
 
-/* Are any of its parameters computed with as something else than they are: in another dtype, or as codes have them? */
+/* Does the unit compute with other values than its parameters': in another dtype, or decoded from a wire code? */
 static inline bool zs_unit_is_mixed(const zs_unit *unit)
 {
     for (int f = 0; f < unit->n_flats; f++)
@@ -186,7 +185,7 @@ static inline bool zs_unit_is_mixed(const zs_unit *unit)
     return false;
 }
 
-/* What that full buffer is made of. */
+/* What that full buffer is gathered from. */
 static inline const zs_flat_mem *zs_flat_source(const zs_unit *unit, const zs_flat *flat)
 {
     bool lowered = zs_flat_is_lowered(unit, flat);
@@ -194,25 +193,25 @@ static inline const zs_flat_mem *zs_flat_source(const zs_unit *unit, const zs_fl
     return lowered ? &flat->low : &flat->mem;
 }
 
-/* Bytes of a flat's full buffer, of its parameters' own dtype or of the one that is computed with. */
+/* Bytes of a flat's full buffer, in its parameters' own dtype (`exact`) or in the compute dtype. */
 static inline size_t zs_flat_full_bytes_as(const zs_flat *flat, bool exact)
 {
     return (size_t)zs_layout_full_numel(&flat->layout) * (exact ? flat->layout.itemsize : flat->compute_size);
 }
 
-/* Those that it has now. */
+/* Bytes of its full buffer now. */
 static inline size_t zs_flat_full_bytes(const zs_unit *unit, const zs_flat *flat)
 {
     return zs_flat_full_bytes_as(flat, unit->exact);
 }
 
-/* Bytes that this rank has of the flat's parameters at rest; of its gradients as many. */
+/* Bytes of this rank's part of the flat's parameters at rest; its gradients take as many. */
 static inline size_t zs_flat_own_bytes(const zs_unit *unit, const zs_flat *flat)
 {
     return unit->record.is.replicated ? zs_layout_full_bytes(&flat->layout) : zs_layout_shard_bytes(&flat->layout);
 }
 
-/* Mixed precision; ZS_BYTES: the parameters' own. */
+/* Mixed precision; ZS_BYTES: the parameters' own dtype. */
 typedef struct zs_precision {
     zs_dtype compute; /* of parameters in forward and backward */
     zs_dtype wire;    /* of gradients on their way; the default is `compute` */
@@ -231,117 +230,116 @@ typedef struct zs_unit_spec {
     bool dry_run;
 } zs_unit_spec;
 
-/* Could a unit be made of these? Fails as zs_unit_new does, and changes nothing. */
+/* Checks whether a unit can be created: fails as zs_unit_new does, and changes nothing. */
 zs_status zs_unit_check(const zs_unit_spec *spec);
 
-/* (This, and its death, are engine/unit_life.c's: `context` is that of an engine.) New unit of a model: makes flats
- * and shards, copies this rank's part of each parameter into its shard, rebinds the parameters. All ranks make the
- * same units in the same order. ZS_ERR_VALUE for what cannot be sharded (not on the CPU, meta, sparse), naming the
- * parameter; the parameters are then as before. */
+/* New unit of a model (in engine/unit_life.c; `context` is an engine's): allocates flats and shards, copies this rank's
+ * shard of each parameter, and rebinds the parameters. All ranks create the same units in the same order. ZS_ERR_VALUE,
+ * naming the parameter, for those that cannot be sharded (another device, meta, sparse); the parameters are then
+ * unchanged. */
 zs_status zs_unit_new(zs_context *context, const zs_unit_spec *spec, zs_unit **out);
 
-/* Does a parameter require a gradient that lies among frozen ones, which are not reduced? */
+/* Has a parameter of a frozen flat been unfrozen? Frozen flats are not reduced. */
 bool zs_unit_is_thawing(const zs_unit *unit);
 
-/* (Between passes, on all ranks) Has the gradients of such flats reduced from now on: they get memory and a place in
- * the bucket. Where parameters lie does not change. ZS_ERR_STATE with unreduced gradients, or where it is stepped in
- * backward. */
+/* (Between passes, on all ranks) Reduces the gradients of such flats from now on: gives them memory and a place in the
+ * bucket. Parameters stay where they are. ZS_ERR_STATE with unreduced gradients, or if the unit is stepped in backward.
+ */
 zs_status zs_unit_thaw(zs_unit *unit);
 
-/* Adds a reference / gives one back (the last one frees). Shapes fit zs_hook. */
+/* Adds / drops a reference (the last drop frees). The signatures fit zs_hook. */
 void zs_unit_retain(void *unit);
 void zs_unit_release(void *unit);
 
-/* Sets how long it is unsharded: FULL_SHARD or SHARD_GRAD_OP, of a unit that was made as one of them. */
+/* Sets how long the unit stays unsharded: FULL_SHARD or SHARD_GRAD_OP, for a unit created as one of them. */
 void zs_unit_set_strategy(zs_unit *unit, zs_strategy strategy);
 
-/* Gives the unit, and with it its parameters, the name that it has in an outer model. */
+/* Renames the unit and its parameters, as in an outer model. */
 zs_status zs_unit_rename(zs_unit *unit, const char *name);
 
-/* Are the parameters whole right now? */
+/* Are the parameters unsharded now? */
 static inline bool zs_unit_is_full(const zs_unit *unit)
 {
     return zs_record_is_full(&unit->record);
 }
 
-/* What the schedule's actions of these names do to a unit. */
+/* The schedule's actions of these names, on a unit. */
 zs_status zs_unit_gather(zs_unit *unit);
 zs_status zs_unit_bind(zs_unit *unit);
 zs_status zs_unit_cancel(zs_record *record);
 zs_status zs_unit_reshard(zs_unit *unit);
 
-/* A script is about to get a `.data` of parameter `i`, by which it may write without a trace. If the unit is FULL:
- * puts the parameter's elements into memory of this rank's own, where no peer sees a write, and remembers a digest
- * of them, which zs_unit_reshard compares. */
+/* A script is about to take the `.data` of parameter `i`; writes to it are invisible. If the unit is FULL: moves the
+ * parameter's elements to private memory, where no peer sees a write, and keeps a digest, which zs_unit_reshard
+ * compares. */
 zs_status zs_unit_watch(zs_unit *unit, int64_t i);
 
-/* The object that shows Python this unit's parameters, which are sharded now, or NULL when it dies. */
+/* Sets the Python object that updates the classes of this unit's parameters, which are sharded now; NULL clears it. */
 void zs_unit_set_py_owner(zs_unit *unit, void *py_owner);
 
-/* (With an owner) From now on Python is to see them as unsharded, as in the unit's own forward, or not. */
+/* (With an owner) Sets whether Python sees the parameters as unsharded, as in the unit's own forward. */
 void zs_unit_show_full(zs_unit *unit, bool full);
 
-/* Does Python see the parameters as what they are? */
+/* Are the parameters' Python classes up to date? */
 static inline bool zs_unit_class_is_current(const zs_unit *unit)
 {
     return unit->bound_full == unit->shown_full;
 }
 
-/* Now it does. */
+/* Notes that they are. */
 void zs_unit_note_class(zs_unit *unit);
 
-/* What the next gather brings: the parameters as they are (`exact`), or what is computed with. */
+/* Sets what the next gather brings: the parameters' own dtype (`exact`), or the compute dtype. */
 void zs_unit_set_exact(zs_unit *unit, bool exact);
 
-/* (Pinned) Puts a copy of this unit's own under its unsharded parameters, where they are a view of peers' shards. */
+/* (Pinned) Moves the unsharded parameters to a private copy, if they are views of peers' shards. */
 zs_status zs_unit_copy_full(zs_unit *unit);
 
 /* (Pinned) What was written to that copy is no error: `keep`: this rank's shard of it is kept. Outside of
  * sessions, before it is resharded. No-op for a unit that is not pinned. */
 zs_status zs_unit_accept(zs_unit *unit, bool keep);
 
-/* (Mixed precision) Casts this rank's shards to the dtype that is computed with. Call where no peer reads. */
+/* (Mixed precision) Casts this rank's shards to the compute dtype. Call where no peer reads. */
 zs_status zs_unit_cast(const zs_unit *unit);
 
-/* Does that do anything? */
+/* Does zs_unit_cast do anything? */
 bool zs_unit_has_casts(const zs_unit *unit);
 
-/* Have parameters been moved off their storage (`p.data = t`, load_state_dict(assign=True), .to())? */
+/* Have scripts moved parameters to other memory (`p.data = t`, load_state_dict(assign=True), .to())? */
 bool zs_unit_is_moved(const zs_unit *unit);
 
-/* Writes those back, or fails with ZS_ERR_VALUE naming the parameter. Call where no peer reads. */
+/* Copies moved parameters back, or fails with ZS_ERR_VALUE naming the parameter. Call where no peer reads. */
 zs_status zs_unit_write_back(zs_unit *unit);
 
-/* Binds one parameter to where it lives at rest. */
+/* Binds one parameter to its memory at rest. */
 zs_status zs_unit_bind_local(zs_unit *unit, zs_param *param);
 
-/* Copies the unit's whole parameter `i` to `dst` (row-major), memory of `where`: its device or the host. The unit
- * must be FULL. */
+/* Copies the full parameter `i` to `dst` (row-major), in memory of `where`: its device or the host. The unit must be
+ * FULL. */
 zs_status zs_unit_read_param(const zs_unit *unit, int64_t i, void *dst, zs_where where);
 
-/* The error of an access to the sharded full buffer of a unit called `name`; new, NULL if out of memory. */
+/* The error of an access to the resharded full buffer of the unit `name`; new, NULL if out of memory. */
 char *zs_unit_message(const char *name);
 
-/* Begins a range "zshard::WHAT (UNIT)" that a profiler shows; new, see base/profile.h. */
+/* Begins a profiler range "zshard::WHAT (UNIT)"; new, see base/profile.h. */
 zs_profile *zs_unit_profile(const zs_unit *unit, const char *what);
 
-/* Bytes: this rank's parameters at rest, with what is cast; the whole full buffer; the bucket. */
+/* Bytes of: this rank's parameters at rest, with casts; the full buffer; the bucket. */
 size_t zs_unit_shard_bytes(const zs_unit *unit);
 size_t zs_unit_full_bytes(const zs_unit *unit);
 size_t zs_unit_bucket_bytes(const zs_unit *unit);
 
-/* Bytes of its copy in the dtype that is computed with (0: none), and of what is kept between steps. */
+/* Bytes of the copy in the compute dtype (0: none); of the secondary shard. */
 size_t zs_unit_low_bytes(const zs_unit *unit);
 size_t zs_unit_secondary_bytes(const zs_unit *unit);
 
-/* Do the unit's gradients ever leave this rank, or its parameters' storage? In a world of one they stay where
- * autograd puts them, unless they have to be cast. */
+/* Do the unit's gradients leave autograd's memory? With world size 1 they stay there, unless they have to be cast. */
 bool zs_unit_reduces(const zs_unit *unit);
 
-/* What the transport is told of the unit's gradients. */
+/* The transport's description of the unit's gradients. */
 zs_cunit_spec zs_unit_round_spec(const zs_unit *unit);
 
-/* Bytes of this rank's gradients, but for those that borrow a slot. */
+/* Bytes of this rank's gradients, except those that borrow a slot. */
 size_t zs_unit_grad_bytes(const zs_unit *unit);
 
 #endif

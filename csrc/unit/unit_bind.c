@@ -1,8 +1,8 @@
-/* unit_bind.c - what a unit's parameters point to: rebinding and gathering. Parameters that users moved: moved.c.
+/* unit_bind.c - rebinds a unit's parameters, and gathers. Parameters that users moved: moved.c.
  *
- * Storage identity tells everything. A parameter that no longer lies on the storage that its unit bound
- * it to was replaced by the user; one whose version counter moved while its unit was FULL was written to in a place
- * that is about to be given back.
+ * Storage identity shows what happened. A parameter that is not on the storage that its unit bound it to was replaced
+ * by the user; one whose version counter changed while its unit was FULL was written to in memory that is about to be
+ * freed.
  */
 #include "base/fold.h"
 #include "device/device.h"
@@ -58,8 +58,8 @@ static bool comes_ordered(const zs_unit *unit, const zs_flat *flat, const zs_fla
     return !unit->record.is.replicated && flat->secondary.mem != NULL && from != &flat->secondary;
 }
 
-/* A gather puts the same into slots that ranks share, and lets none of them go on with less than all; what this rank
- * puts there itself, it puts into its own. */
+/* A gather fills slots that ranks share with equal bytes, and completes only with all of them; what this rank alone
+ * fills goes to a slot of its own. */
 static zs_status take_slot(const zs_unit *unit, const zs_flat *flat, const zs_flat_mem *from, zs_mem **slot)
 {
     zs_arena *arena = unit->context->arena;
@@ -117,8 +117,8 @@ static zs_status finish_flat(zs_unit *unit, zs_flat *flat)
 
 static void clear_full_storage(zs_unit *unit, zs_flat *flat)
 {
-    /* Clearing only drops bytes and sets a message; it can fail on memory for that message alone, and then the old
-     * bytes are gone all the same. */
+    /* Clearing drops bytes and sets a message; it can fail only for lack of memory for the message, after dropping the
+     * bytes. */
     (void)zs_storage_clear(flat->full, unit->sharded_message);
     zs_offload_done_flat(flat);
     if (flat->full_mem == NULL) return;
@@ -269,7 +269,7 @@ static zs_status copy_flat(zs_unit *unit, zs_flat *flat)
         zs_arena_give(arena, shared);
         zs_mem_release(shared);
     }
-    flat->full_mem = copy; /* given back as a slot is, of which the arena then knows nothing */
+    flat->full_mem = copy; /* freed like a slot; the arena ignores it */
     return ZS_OK;
 }
 

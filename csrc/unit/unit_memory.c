@@ -287,7 +287,7 @@ static bool has_unfrozen(const zs_unit *unit, int f)
     return false;
 }
 
-/* What the unit tells the schedule and the transport, as its flats are now. */
+/* Updates what the schedule and the transport know of the unit's flats. */
 static void tell_reduces(zs_unit *unit)
 {
     lay_out_gradients(unit);

@@ -61,7 +61,7 @@ typedef struct zs_update_job {
     const zs_live *live; /* NULL, or the step is capturable */
 } zs_update_job;
 
-/* Constants to make on a device, and counters of steps that say the same number, to count up. */
+/* Constants to make on a device, and counters of steps that hold the same number, to increment. */
 typedef struct zs_constants_job {
     zs_rule rule;
     bool first; /* SGD: as in zs_member */
