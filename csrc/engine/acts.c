@@ -1,6 +1,6 @@
 /* acts.c - see acts.h.
  *
- *  * Each action does one thing to one unit or to the engine, through the files that implement it; none decides when.
+ * Each action does one thing to one unit or to the engine, through the files that implement it; none decides when.
  * Between sessions no peer reads this rank's shards, so optimizers and users may write them.
  */
 #include "engine/acts.h"

@@ -14,16 +14,16 @@ typedef struct zs_dry zs_dry;
 typedef struct zs_dry_unit {
     zs_record record;
     zs_dry *dry;                 /* borrowed, as all memory here is from its arenas */
-    const zs_unit *unit;         /* of these sizes */
-    zs_room room;                /* what the transport has out for its rounds */
-    bool lends;                  /* its gradients have memory from the sum to the step only */
-    int64_t n_wanted;            /* gradients */
-    bool has_frozen;             /* parameters */
+    const zs_unit *unit;         /* with these sizes */
+    zs_room room;                /* the transport's memory for its rounds */
+    bool lends;                  /* its gradients have memory only from the sum to the step */
+    int64_t n_wanted;            /* the number of gradients */
+    bool has_frozen;             /* some parameters are frozen */
     bool prepared;               /* in this backward */
     zs_mem *slots[ZS_MAX_FLATS]; /* full buffers */
     zs_mem *codes[ZS_MAX_FLATS]; /* areas of gathers in flight */
     zs_mem *grads[ZS_MAX_FLATS];
-    zs_mem *sent, *received; /* areas of the round that is out */
+    zs_mem *sent, *received; /* areas of the posted round */
 } zs_dry_unit;
 
 /* A dry run. */

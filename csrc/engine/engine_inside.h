@@ -18,14 +18,14 @@ typedef struct zs_engine_hooks {
 
 /* See history.h. */
 typedef struct zs_history {
-    uint64_t window;       /* how many backwards have met all ranks, and one */
-    zs_fingerprint agreed; /* what all ranks had when the last of those met them */
+    uint64_t window;       /* the number of backwards in which all ranks communicated, plus one */
+    zs_fingerprint agreed; /* all ranks' fingerprint in the last of those */
     /* Since then: optimizer steps; digests of their settings, summed; the step count in the last one's state; which
      * kinds of in-place operations have written to parameters and to gradients, as bits; digests of what was drawn
      * for parameters, summed; and which of those the peers have been told of. */
     uint64_t steps, settings, counts, writes, grads, draws, told_writes, told_grads, told_draws;
-    /* The last load of all parameters since then; what has been loaded since, folded, and how many parameters; a
-     * number for the parameters' own notes of that. */
+    /* The last load of all parameters since then; a digest of later loads, and their number of parameters; the number
+     * of the load, for zs_param.loaded_in. */
     uint64_t full_load, loads, n_loaded, load_number;
     char written[256]; /* the last write, for the peers' messages */
     bool untold;       /* it is not published yet */

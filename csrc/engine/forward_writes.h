@@ -1,7 +1,7 @@
 /* forward_writes.h - scripts that write to a unit's shards within a forward, as MoCo's momentum update and SwAV's
  * normalized prototypes do.
  *
- *  * Peers may read this rank's shards in place. Two barriers separate reads of the old values from reads of the new
+ * Peers may read this rank's shards in place. Two barriers separate reads of the old values from reads of the new
  * ones: one before the first write, and one before the unit is gathered again or the forward ends. Where no peer maps
  * the shards, the gathers themselves keep the order.
  */

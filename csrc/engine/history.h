@@ -4,17 +4,17 @@
  * continue with the mixture. So each rank keeps a fingerprint of such events (zs_fingerprint). Ranks compare them where
  * they communicate anyway: before a forward (zs_comm_publish_fingerprint), and in each round of gradients (reduce.c).
  *
- *   event    | what of it
- *   a step   | counted; its optimizer's settings as a digest, of the steps since the last backward
- *   a load   | for each parameter what was loaded last. Once all of a model's have been, what was before them counts no
- *            | more: a load makes good what was amiss.
- *   freezing | which parameters the last training forward or backward has found frozen
- *   a write  | which kinds of in-place operations scripts have made on slices of parameters, and on those of gradients;
- *            | not how often: code may leave out those that are empty
- *   a draw   | a digest of the random numbers that a script has drawn for a parameter in place, and of full parameters
- *            | at the end of a context in which it may have written to them
+ *   event    | what is recorded
+ *   step     | the count, and a digest of the optimizers' settings, since the last backward
+ *   load     | each parameter's last load. Loading all of a model's parameters clears what came before: a full load
+ *            | repairs a divergence.
+ *   freezing | the parameters that the last training forward or backward found frozen
+ *   write    | the kinds of in-place operations on shards of parameters, and of gradients. Not how often: scripts may
+ *            | skip empty shards
+ *   draw     | a digest of the random numbers drawn for a parameter in place, and of full parameters at the end of a
+ *            | context in which a script may have written to them
  *
- * Events are counted from the last round of gradients in which the ranks' numbers were alike.
+ * Events count from the last round of gradients in which the ranks' fingerprints were equal.
  */
 #ifndef ZS_HISTORY_H
 #define ZS_HISTORY_H

@@ -70,7 +70,7 @@ zs_status zs_join_align(zs_engine *engine);
 
 /* --- what the actions tell; no-ops outside of join(), and where this rank follows --------------------------------- */
 
-/* A forward begins, which `meets` peers. ZS_ERR_STATE for a session opened by hand that somebody would have to
+/* A forward begins; `meets`: with collectives. ZS_ERR_STATE for a session opened by hand that a rank would have to
  * follow. */
 zs_status zs_join_forward(zs_engine *engine, const zs_entry *entry, bool meets);
 

@@ -1,6 +1,6 @@
 /* writing.c - see writing.h.
  *
- *  * Peers that evaluate may read this rank's shards at any time. With mixed precision they read the result of the last
+ * Peers that evaluate may read this rank's shards at any time. With mixed precision they read the result of the last
  * cast. So a write ends with a cast.
  */
 #include "engine/writing.h"

@@ -201,9 +201,10 @@ static PyObject *engine_end_write(engine_object *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(engine_meet_doc,
-             "meet($self, /)\n--\n\nThe script comes to a barrier of all ranks: what it has written in place to shards is "
-             "complete, and how often each rank has evaluated before counts no more. No-op within a pass and a write.");
+PyDoc_STRVAR(
+    engine_meet_doc,
+    "meet($self, /)\n--\n\nNote a barrier of all ranks: the script's writes to shards are complete, and earlier "
+    "evaluations by lone ranks no longer count. No-op within a pass and a write.");
 
 static PyObject *engine_meet(engine_object *self, PyObject *unused)
 {

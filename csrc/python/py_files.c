@@ -1,6 +1,6 @@
 /* py_files.c - _core.File: an open file of a checkpoint, as Python sees it.
  *
- *  * A file is closed when no thread uses it: descriptors are reused, so another thread's bytes would go to the wrong
+ * A file is closed when no thread uses it: descriptors are reused, so another thread's bytes would go to the wrong
  * file.
  */
 #include "python/py_ckpt.h"

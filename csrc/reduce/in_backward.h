@@ -1,10 +1,10 @@
 /* in_backward.h - units that are stepped during backward, each as soon as its gradients are reduced.
  *
- * A unit may change as soon as nobody will look at its parameters again in this backward, on any rank: peers may read
- * this rank's shard in place. A rank knows that of a unit whose module was called once since the last backward, when
- * all its gradients have come; of any unit, at the end of its backward. It then says so with its round (ZS_ROUND_OVER),
- * and a unit that is over on all ranks is stepped where its sum was made. The others are stepped after the end of the
- * backward, when no peer reads any more, as a user's optimizer.step() would.
+ * A unit may be stepped once no rank needs its parameters again in this backward, because peers may read this rank's
+ * shard in place. A rank knows that of a unit whose module was called once since the last backward, when all its
+ * gradients have come; of any unit, at the end of its backward. Its round then carries that ("over"), and a unit that
+ * is over on all ranks is stepped where its sum is made. The others are stepped after the backward, when no peer reads,
+ * like by optimizer.step().
  *
  * Gradients of such units have no memory of their own: they borrow a slot from the sum to the step.
  */

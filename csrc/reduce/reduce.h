@@ -1,9 +1,9 @@
 /* reduce.h - one round of a unit's gradients: packed into a bucket as they become ready, posted, summed by their
  * owners.
  *
- * A gradient is copied once, straight from where autograd made it into memory that the peers can read, and
- * dropped. Whoever owns a shard then reads that shard of every rank's bucket and sums in rank order. When each of this
- * happens the schedule decides (schedule/rounds.c), whose actions these are.
+ * A gradient is copied once, from where autograd created it into memory that peers can read, and dropped. Each rank
+ * then reads its shard of every rank's bucket, and sums in rank order. These are actions of the schedule, which decides
+ * when (schedule/rounds.c).
  */
 #ifndef ZS_REDUCE_H
 #define ZS_REDUCE_H
@@ -27,13 +27,13 @@ zs_status zs_reduce_send_local(zs_record *record);
  * abandoned. */
 zs_status zs_reduce_post(zs_unit *unit);
 
-/* (Replicated units) Sums this rank's shard of the posted round once all ranks have posted theirs, and shares it. */
+/* (Replicated units) Sums this rank's shard of the posted round once all ranks have posted theirs, and shares the sum.
+ */
 zs_status zs_reduce_share(zs_unit *unit, zs_wait wait, bool *ready);
 
-/* Sums this rank's shard into the grad shard once all ranks have posted (replicated units: fetches all ranks'), and
- * lets the peers go on; *done says whether it happened. *over: all ranks say that the unit may be stepped. With
- * *done, ZS_ERR_DIVERGED if the sum is none: a peer gave up, or holds other gradients. Call it in the order of
- * posting, or with ZS_WAIT_NOT. */
+/* Once all ranks have posted: sums this rank's shard into the grad shard (replicated units: fetches all sums), sets
+ * *done, and lets the peers continue. *over: the unit may be stepped on all ranks. With *done, ZS_ERR_DIVERGED if there
+ * is no valid sum: a peer gave up, or holds other gradients. Call it in the order of posting, or with ZS_WAIT_NOT. */
 zs_status zs_reduce_sum(zs_record *record, zs_wait wait, bool *done, bool *over);
 
 #endif

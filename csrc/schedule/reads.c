@@ -1,7 +1,7 @@
 /* reads.c - units whose parameters an operation in another unit's forward reads: a head that is the embedding's weight,
  * a penalty over some blocks' weights. See schedule.h.
  *
- *  * A read gathers like a call, in the order of the code, and lasts until its reader's forward ends. If nothing but
+ * A read gathers like a call, in the order of the code, and lasts until its reader's forward ends. If nothing but
  * the parameters refers to the full buffer, the read ends when the next unit is read, so a loop over weights holds one
  * unit at a time. A unit that was needed to the end stays unsharded between its own forward and the read in the next
  * pass.

@@ -44,8 +44,7 @@ typedef struct zs_span {
 
 /* An operation in another unit's forward that reads the parameters (reads.c). */
 typedef struct zs_read {
-    size_t
-        depth; /* the number of open forwards at the read: it stays unsharded until the innermost ends; 0: not read */
+    size_t depth;       /* open forwards at the read: it stays unsharded until the innermost ends; 0: not read */
     uint64_t operation; /* the number of the operation that read it last */
     bool used;          /* it was read, and not only kept for an expected reader */
     zs_record *by;      /* the unit whose forward read it last; borrowed; NULL: none */
@@ -58,8 +57,8 @@ typedef struct zs_follow {
     size_t n;
 } zs_follow;
 
-/* A bucket: lent to a unit for one round, it comes back when this rank has summed its shard and all peers have read
- * theirs (rounds.c). */
+/* A bucket, lent to a unit for one round: idle again once this rank has summed its shard and all peers have read theirs
+ * (rounds.c). */
 typedef struct zs_lease {
     size_t bytes;       /* capacity */
     zs_record *user;    /* borrowed: the unit that packs into it or posted it; NULL if idle or lost */
@@ -79,7 +78,7 @@ typedef struct zs_round {
     bool packed;        /* (in order) the round is packed and waits for its turn */
     bool posted;        /* something was posted in this backward */
     bool outstanding;   /* a posted round is not yet summed; then it stands in the queue */
-    bool shared;        /* (replicated) this rank's shard of it is summed and shared */
+    bool shared;        /* (replicated) this rank has summed and shared its shard */
     zs_record *next;    /* next in that queue; borrowed */
 } zs_round;
 
@@ -98,10 +97,9 @@ struct zs_record {
     bool sync;           /* gradients are to be reduced (not in no_sync()); forward.c */
     zs_span span;
     zs_read read;
-    zs_record *next[2]; /* gathered after this one in the last pass, by zs_phase; borrowed (unshard.c) */
-    zs_record
-        *ended_after[2];  /* the unit before this one in the last pass that ended here; NULL: none did (unshard.c) */
-    zs_follow by_hand[2]; /* units to gather after this one, set by users */
+    zs_record *next[2];        /* gathered after this one in the last pass, by zs_phase; borrowed (unshard.c) */
+    zs_record *ended_after[2]; /* the unit before this one in the last pass that ended here; NULL: none (unshard.c) */
+    zs_follow by_hand[2];      /* units to gather after this one, set by users */
     zs_round round;
     zs_early early;
 };

@@ -1,14 +1,14 @@
-/* schedule.h - what happens when in a step of a model: the decisions, and nothing else.
+/* schedule.h - decides what happens when in a step of a model, and nothing else.
  *
- * Events go in (a module is entered, a gradient is ready), actions come out (gather, post, sum), and between them are
- * the records of the units. What an action does with memory, transports and tensors is its executor's matter. There are
- * two: the engine's (acts.c), and a dry one that knows sizes (dry.c), so that what is planned is what is done. Nothing
- * here is collective by itself; the order of actions is the same on all ranks whose events are.
+ * Events go in (a module is entered, a gradient is ready), actions come out (gather, post, sum), and the units' records
+ * hold the state between them. An executor carries the actions out with memory, transports and tensors. There are two:
+ * the engine's (acts.c), and a dry one that works on sizes (dry.c), so the plan matches the run. Nothing here is
+ * collective by itself; ranks with the same events have the same actions in the same order.
  *
  *  forward:   enter -> [ready, open] gather, bind ...      leave -> reshard ... [close]
  *  backward:  backward -> [ready, open] gather, bind, prepare  gradient -> pack, post  end -> sum, deliver, close, end
  *
- *  * Threads: nothing here is locked. A model's events come one at a time: forwards from the thread that calls the
+ * Threads: nothing here is locked. A model's events come one at a time: forwards from the thread that calls the
  * module, gradients from the thread on which autograd runs the backward, while the calling thread waits. Actions must
  * not send events; if users' hooks do so within `step` or `deliver`, the executor refuses the event or defers it.
  */
@@ -50,8 +50,8 @@ typedef struct zs_actions {
     zs_status (*ready)(zs_schedule *, zs_phase);
     /* The pass begins: from now on ranks may read peers' shards. `entry` is NULL for a backward. */
     zs_status (*open)(zs_schedule *, const zs_entry *entry);
-    /* Nobody reads peers' shards any more. Called after each `open`, whether it failed or not; for a forward also
-     * where its `ready` has failed. */
+    /* Ranks stop reading peers' shards. Called after each `open`, failed or not; for a forward also after a failed
+     * `ready`. */
     zs_status (*close)(zs_schedule *, zs_phase);
 
     /* --- parameters
@@ -93,10 +93,10 @@ typedef struct zs_actions {
     zs_status (*send_local)(zs_record *);
     /* Posts round.packing, or a round without gradients. */
     zs_status (*post)(zs_record *);
-    /* (replicated) Sums this rank's shard once all ranks have posted, and shares it. */
+    /* (replicated) Sums this rank's shard of the gradients once all ranks have posted, and shares the sum. */
     zs_status (*share)(zs_record *, zs_wait, bool *ready);
-    /* Ends the oldest round that is out (with ZS_WAIT_NOT: any), once all ranks are there: *done, and the peers may
-     * go on. With *done, an error says that the sum is none. *over: early.over, on all ranks. */
+    /* Completes the oldest posted round (with ZS_WAIT_NOT: any) once all ranks have posted it: sets *done, and lets the
+     * peers continue. An error with *done means that there is no valid sum. *over: early.over holds on all ranks. */
     zs_status (*sum)(zs_record *, zs_wait, bool *done, bool *over);
     /* Have all peers read the bucket of the unit's last round? */
     zs_status (*reusable)(zs_record *, zs_wait, bool *ready);
@@ -243,7 +243,7 @@ zs_status zs_schedule_cancel(zs_schedule *schedule, zs_record *record);
 
 /* --- without modules: what other ranks' passes want of this one's (join()) ---------------------------------------- */
 
-/* Takes part in the gather of a unit, and drops what it brings. */
+/* Takes part in the gather of a unit, and drops the result. */
 zs_status zs_schedule_gather_only(zs_schedule *schedule, zs_record *record);
 
 /* Begins a backward without gradients, in which only zs_schedule_post_only reduces units. */

@@ -44,29 +44,29 @@ typedef struct zs_context_calls {
 struct zs_context {
     zs_schedule schedule;
     const zs_context_calls *calls;
-    zs_ranks ranks;     /* counted references */
-    zs_trail trail;     /* of its passes in the compute stream */
-    zs_model model;     /* what messages call it */
-    int n_shards;       /* that a copy of the model is cut into */
-    int shard;          /* this rank's */
-    int *shard_of;      /* [ranks.all->world] each rank's; owned */
-    zs_arena *arena;    /* slots for full buffers; owned */
-    zs_pool *grads;     /* memory of the units' gradients; owned */
-    zs_offload offload; /* what of the units goes to a disk, with a counted reference; set before they are made */
-    zs_fingerprint fingerprint; /* what the peers are told of the engine's history */
-    /* (if met) What they were told in the last round of gradients, in which all were alike. */
+    zs_ranks ranks;             /* counted references */
+    zs_trail trail;             /* of its passes in the compute stream */
+    zs_model model;             /* its name in messages */
+    int n_shards;               /* that a copy of the model is cut into */
+    int shard;                  /* this rank's shard */
+    int *shard_of;              /* [ranks.all->world] each rank's shard; owned */
+    zs_arena *arena;            /* slots for full buffers; owned */
+    zs_pool *grads;             /* memory of the units' gradients; owned */
+    zs_offload offload;         /* what units offload, with a counted reference; set before units are created */
+    zs_fingerprint fingerprint; /* of the engine's history, as published to the peers */
+    /* (if met) The fingerprint in the last round of gradients, in which all ranks' were equal. */
     zs_fingerprint met_fingerprint;
     bool met;
     /* Bytes that this rank can spare for parameters that stay gathered, as the peers are told in rounds of
      * gradients; the least that all ranks have offered in a round of this backward. ZS_NO_OFFER: nothing. See
      * engine/keep_gathered.h. */
     uint64_t offer, least_offer;
-    /* How gradients and parameters of units that are made from now on cross hosts. */
+    /* How gradients and parameters of units created from now on travel between hosts. */
     zs_wire grads_code, params_code;
-    double divided_by;   /* what sums of gradients are divided by, where units say nothing; 0: all ranks */
-    int n_stale_classes; /* units whose parameters Python does not see as what they are */
-    bool keeps_grads;    /* a script has kept gradients: their pages are not given back */
-    bool reserved;       /* arena and buckets are as the units, calls and settings of now want them */
+    double divided_by;   /* the default divisor of sums of gradients; 0: the number of ranks */
+    int n_stale_classes; /* units whose parameters have the wrong Python class */
+    bool keeps_grads;    /* a script has kept gradients: their pages are not freed */
+    bool reserved;       /* arena and buckets fit the current units, calls and settings */
 };
 
 /* The device of the units' memory. */

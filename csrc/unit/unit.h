@@ -1,18 +1,17 @@
 /* unit.h - a unit: the parameters that are gathered and reduced together.
  *
- * A unit never moves a parameter object. Its parameters are rebound in place, between steps to their
- * place in this rank's shard, while it is FULL to their place in the full buffer. Each flat (one dtype, trainable or
- * not) has one storage for either, for life; only the bytes under the full one come and go, so views that autograd
- * saved see them again after the next gather.
+ * A unit never replaces a parameter object. It rebinds its parameters in place: between steps to their place in this
+ * rank's shard, while FULL to their place in the full buffer. Each flat (one dtype, trainable or frozen) keeps one
+ * storage for either for life. Only the bytes under the full storage come and go, so views that autograd saved see them
+ * again after the next gather.
  *
- * When it does what is decided by the schedule (schedule/), for which a unit is a record with a state; here is what
- * that does to memory and tensors. A replicated unit (no_shard, or a world of one) has its parameters in private full
- * memory and stays FULL; with mixed precision it goes through the states as others do, and a gather is a cast.
+ * The schedule (schedule/) decides when; for it a unit is a record with a state. This file does it with memory and
+ * tensors. A replicated unit (no_shard, or world size 1) has its parameters in private full memory and stays FULL; with
+ * mixed precision it goes through the states like others, and a gather is a cast.
  *
- * Threads: what is done to a unit is done by the thread that sends its schedule events (schedule.h). Only
- * zs_unit_retain and zs_unit_release may come from any thread. The last release takes the unit off its engine's list,
- * so it must not come while the model runs: autograd's graph and Python's modules hold the units of a model that is in
- * use.
+ * Threads: a unit's functions run on the thread that sends its schedule events (schedule.h). Only zs_unit_retain and
+ * zs_unit_release may come from any thread. The last release removes the unit from its engine, so it must not come
+ * while the model runs: autograd's graph and Python's modules hold the units of a model in use.
  */
 #ifndef ZS_UNIT_H
 #define ZS_UNIT_H
@@ -46,17 +45,17 @@ typedef struct zs_param {
     zs_tensor *spare_grad; /* the same on the flat's spare memory; NULL if it has none; owned */
     int flat;              /* index into flats */
     int64_t offset;        /* first element in the flat's full buffer */
-    int64_t numel;         /* elements, whole */
-    int ndim;              /* dimensions, whole */
-    int64_t *sizes;        /* [ndim] whole shape; owned */
-    int64_t *strides; /* [ndim] while it is whole, as it came: the dimensions of a dense tensor have any order; owned */
-    zs_range owned;   /* which of its elements this rank owns */
-    zs_range in_shard; /* where they lie in the shard */
-    uint32_t version;  /* version counter when the unit became FULL: an in-place write there would be lost */
+    int64_t numel;         /* elements, unsharded */
+    int ndim;              /* dimensions, unsharded */
+    int64_t *sizes;        /* [ndim] unsharded shape; owned */
+    int64_t *strides;  /* [ndim] unsharded, as it came: the dimensions of a dense tensor may have any order; owned */
+    zs_range owned;    /* the elements that this rank owns */
+    zs_range in_shard; /* their place in the shard */
+    uint32_t version;  /* version counter when the unit became FULL: finds in-place writes that would be lost */
     /* The .grad it has while gradients stay on this rank: a view of the unit's local gradients, whole; NULL if there
      * are none; owned. */
     zs_tensor *local;
-    bool below;                 /* under `local`, the grad shard holds an earlier, reduced gradient */
+    bool below;                 /* besides `local`, the grad shard holds an earlier, reduced gradient */
     uint32_t shown;             /* version of `local` when it became .grad */
     bool has_grad;              /* its grad shard holds a gradient (set aside, or reduced in this backward) */
     bool reduced;               /* a new gradient was reduced in this backward */
@@ -76,26 +75,26 @@ typedef struct zs_flat {
     zs_wire code;                   /* how parameters travel between hosts, unless they are gathered `exact` */
     size_t compute_size, wire_size; /* bytes per element */
     bool trainable;
-    bool thawed;    /* it is since the unit was made, when all its parameters were frozen */
-    bool reordered; /* some are not row-major while they are whole; shards and what is gathered are */
+    bool thawed;    /* unfrozen after wrapping */
+    bool reordered; /* some are not row-major unsharded; shards and gathered bytes are */
     zs_layout layout;
-    zs_flat_mem mem;           /* shard, and full if the transport maps it; for units that are always whole: unused */
-    zs_flat_mem low;           /* the same in `compute`, if that is another dtype; for replicated units: unused */
-    zs_flat_mem secondary;     /* what is gathered from instead, where a copy is kept between steps; see secondary.h */
-    bool spoiled;              /* `secondary` may hold anything */
+    zs_flat_mem mem;           /* shard, and full if the transport maps it; unused in units that are always unsharded */
+    zs_flat_mem low;           /* the same in `compute`, if that is another dtype; unused in replicated units */
+    zs_flat_mem secondary;     /* the secondary shard, gathered from instead; see secondary.h */
+    bool spoiled;              /* `secondary` is invalid */
     zs_mem *full_mem;          /* bytes under the full storage now: mapped, private or a slot; NULL while sharded */
-    zs_gathering *gathering;   /* its gather is under way; owned */
+    zs_gathering *gathering;   /* the gather in flight; owned */
     zs_storage *full;          /* owned */
-    zs_storage *shard;         /* where parameters are at rest; owned; NULL if they are always whole */
-    zs_mem *grad_mem;          /* grad shard (whole gradient if replicated); NULL if frozen; owned reference */
+    zs_storage *shard;         /* of parameters at rest; owned; NULL if they are always unsharded */
+    zs_mem *grad_mem;          /* grad shard (full gradient if replicated); NULL if frozen; owned reference */
     zs_storage *grads;         /* storage on grad_mem; owned */
-    zs_mem *spare_mem;         /* what takes turns with grad_mem, see kept_grads.h; NULL: nothing; owned reference */
+    zs_mem *spare_mem;         /* alternates with grad_mem, see kept_grads.h; NULL: none; owned reference */
     zs_storage *keep_gathered; /* storage on spare_mem; owned */
-    int trainable_index;       /* its number among the trainable ones */
+    int trainable_index;       /* its index among the trainable flats */
     size_t wire_shard_bytes;   /* bytes of one rank's shard in the bucket; 0 if frozen */
     size_t bucket_offset;      /* where this flat begins in the bucket */
-    zs_storage *local;         /* storage on the unit's local gradients, NULL if there are none; owned */
-    char *in_use;              /* (on disk) what the pager was told is wanted, NULL: nothing; borrowed */
+    zs_storage *local;         /* storage on the unit's local gradients; NULL without them; owned */
+    char *in_use;              /* (on disk) what the pager keeps resident; NULL: nothing; borrowed */
     size_t in_use_bytes;
 } zs_flat;
 
@@ -105,7 +104,7 @@ static inline size_t zs_flat_wire_bytes(const zs_flat *flat)
     return (size_t)zs_layout_full_numel(&flat->layout) * flat->wire_size;
 }
 
-/* Bytes of this rank's shard in the dtype that is computed with. */
+/* Bytes of this rank's shard in the compute dtype. */
 static inline size_t zs_flat_low_bytes(const zs_flat *flat)
 {
     return (size_t)flat->layout.shard_numel * flat->compute_size;
@@ -128,29 +127,29 @@ struct zs_unit {
     bool written_in_forward; /* a script has written to its shards since this forward last gathered it */
     zs_unit_offload offloads;
     int shard;        /* which shard of each flat this rank holds, or if replicated, sums */
-    zs_wire code;     /* how its gradients cross hosts */
-    double divisor;   /* what sums of gradients are divided by; 0: the number of ranks */
-    bool in_backward; /* this backward has reached it: gradients set aside */
-    bool gone;        /* its module is: parameters that somebody holds still hold it, on each rank for another time */
+    zs_wire code;     /* how its gradients travel between hosts */
+    double divisor;   /* of sums of gradients; 0: the number of ranks */
+    bool in_backward; /* this backward has reached it: its gradients are set aside */
+    bool gone; /* its module was freed; references to parameters keep the unit alive, on each rank for its own time */
     zs_param *params; /* [n_params]; owned */
     int64_t n_params;
     zs_flat flats[ZS_MAX_FLATS];
     int n_flats;
     zs_cunit *cunit; /* NULL if nothing is ever reduced */
     /* Bitmaps of parameters, in one piece of memory that the first owns: */
-    uint64_t *used;    /* packed in this round */
-    uint64_t *arrived; /* those of them that came in this backward */
-    uint64_t *kept;    /* (replicated) whose .grad has not been reduced since */
-    zs_mem *local;     /* gradients of earlier backwards that have not been reduced, laid out as a bucket; NULL: none */
-    bool grads_held;   /* some grad shard has been written since its pages were given back */
-    zs_in_backward_state *stepping; /* how it is stepped in backward; NULL: it is not; owned; see in_backward.h */
-    bool reshard_by_hand;           /* users have said whether it is resharded after forward */
-    bool borrows;                   /* then all of it is: its gradients have memory from the sum to the step only */
+    uint64_t *used;                 /* packed in this round */
+    uint64_t *arrived;              /* those of them that came in this backward */
+    uint64_t *kept;                 /* (replicated) whose .grad has not been reduced since */
+    zs_mem *local;                  /* unreduced gradients of earlier backwards, with a bucket's layout; NULL: none */
+    bool grads_held;                /* some grad shard has been written since its pages were freed */
+    zs_in_backward_state *stepping; /* its step in backward; NULL: none; owned; see in_backward.h */
+    bool reshard_by_hand;           /* users have set whether it reshards after forward */
+    bool borrows;                   /* (stepped in backward) its gradients have memory only from the sum to the step */
     void *
-        /* who shows Python the parameters as sharded or whole; NULL: nobody; borrowed; see zs_unit_set_py_owner */
+        /* the Python object that updates the parameters' classes; NULL: none; borrowed; see zs_unit_set_py_owner */
         py_owner;
-    bool bound_full; /* (with an owner) they are to be seen as bound to the full buffer */
-    bool shown_full; /* (with an owner) and so they were when they were shown last */
+    bool bound_full; /* (with an owner) the parameters' class is to be that of the full buffer */
+    bool shown_full; /* (with an owner) it is */
 };
 
 /* The unit of a schedule's record. */
@@ -224,7 +223,7 @@ typedef struct zs_unit_spec {
     const char *const *names;  /* [n_params] dotted names in the model; copied */
     zs_tensor *const *tensors; /* [n_params] strong handles; borrowed */
     zs_precision precision;    /* of its floating-point parameters */
-    const bool *keep;          /* [n_params] those that keep their own dtype all the same; NULL: none */
+    const bool *keep;          /* [n_params] those that keep their own dtype; NULL: none */
     /* Only the sizes of such a unit: it gets no memory, and the parameters (which may be on the meta device) stay as
      * they are. */
     bool dry_run;
