@@ -39,16 +39,6 @@ bool zs_comm_shares_memory(const zs_comm *comm)
     return comm->ops->mapped && comm->world > 1;
 }
 
-bool zs_comm_is_asked(zs_comm *comm)
-{
-    return comm->ops->talk->is_asked != NULL && comm->ops->talk->is_asked(comm);
-}
-
-void zs_comm_tell_place(zs_comm *comm, const char *text)
-{
-    if (comm->ops->talk->tell_place != NULL) comm->ops->talk->tell_place(comm, text);
-}
-
 void zs_comm_outlive(zs_comm *comm, double seconds)
 {
     if (comm->failed && comm->ops->talk->outlive != NULL) comm->ops->talk->outlive(comm, seconds);

@@ -34,10 +34,6 @@ void zs_comm_on_wait(bool (*interrupted)(void));
 /* Are there peers that map this rank's memory? */
 bool zs_comm_shares_memory(const zs_comm *comm);
 
-/* Do others ask where this rank's script is? And the answer. */
-bool zs_comm_is_asked(zs_comm *comm);
-void zs_comm_tell_place(zs_comm *comm, const char *text);
-
 /* This rank ends, after those that are to blame for it: waits so long at most. */
 void zs_comm_outlive(zs_comm *comm, double seconds);
 

@@ -132,10 +132,6 @@ typedef struct zs_talk_ops {
     void (*tell)(zs_comm *, zs_topic, const char *);
     /* What a peer has told of a topic, as of now; NULL, as for the function itself: that is not known here. */
     const char *(*said)(const zs_comm *, int rank, zs_topic);
-    /* Do others ask where this rank's script is, since this was called last? And the answer, as text. NULL: nobody
-     * asks so. */
-    bool (*is_asked)(zs_comm *);
-    void (*tell_place)(zs_comm *, const char *);
     /* Has a rank told that it cannot go on, of those that are all still there? NULL: no. */
     bool (*is_stopped)(const zs_comm *);
     /* Waits until the processes of ranks that have left have ended, for so long at most. NULL: none is known to have

@@ -1,12 +1,10 @@
 /* script.c - see script.h. */
 #include "comm/script.h"
 
-#include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
 
 static _Thread_local char call[ZS_CALL];
-static void (*_Atomic place_hook)(char *, size_t);
 
 bool zs_call_begin(const char *name)
 {
@@ -30,14 +28,7 @@ bool zs_calls_match(const char *a, const char *b)
     return a[0] == 0 || b[0] == 0 || strcmp(a, b) == 0;
 }
 
-void zs_on_script_place(void (*where)(char *text, size_t size))
-{
-    atomic_store(&place_hook, where);
-}
-
 void zs_script_place(char *text, size_t size)
 {
-    void (*where)(char *, size_t) = atomic_load(&place_hook);
-    text[0] = 0;
-    if (where != NULL) where(text, size);
+    snprintf(text, size, "%s%s", call[0] != 0 ? "in " : "", call);
 }

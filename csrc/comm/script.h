@@ -1,7 +1,6 @@
-/* script.h - where this rank's script is, for messages: the public call that it is in, and its line.
+/* script.h - where this rank's script is, for messages: the public call that it is in.
  *
- * A call names itself once, as it begins, so whatever it exchanges can be compared with what others exchange. The line
- * is looked for only where a message is made: Python knows it (py_script.c).
+ * A call names itself once, as it begins, so whatever it exchanges can be compared with what others exchange.
  */
 #ifndef ZS_SCRIPT_H
 #define ZS_SCRIPT_H
@@ -11,7 +10,7 @@
 
 enum {
     ZS_CALL = 48,   /* room for a call's name, such as "save()" */
-    ZS_PLACE = 160, /* room for "in save() at train.py:40 (main)" */
+    ZS_PLACE = ZS_CALL + 8, /* room for "in save()" */
 };
 
 /* Remedies that go on a sentence. */
@@ -30,10 +29,7 @@ const char *zs_call_name(void);
 /* May ranks in these calls meet? "" may be any call. */
 bool zs_calls_match(const char *a, const char *b);
 
-/* Has messages ask `where` for this thread's place, as text; NULL: nobody is asked. */
-void zs_on_script_place(void (*where)(char *text, size_t size));
-
-/* This thread's place, as "in save() at train.py:40 (main)"; "" where it is not known. */
+/* This thread's place, as "in save()"; "" outside of such calls. */
 void zs_script_place(char *text, size_t size);
 
 #endif

@@ -83,7 +83,6 @@ typedef struct zs_shm_control {
 
     /* Where the owner's script is. */
     _Atomic uint64_t placed; /* 1 + the wait_id in which `place` was told; 0: never */
-    _Atomic uint64_t asked;  /* so many times the owner has asked the others for their places */
     char place[ZS_PLACE];
 
     /* Exchanges and broadcasts: counts of what the owner has done, and sizes for checking. */
@@ -181,8 +180,6 @@ typedef struct zs_shm {
     size_t heap_used;           /* bytes of the heap that have records */
     uint64_t exchanges, pieces; /* counts of exchanges and of pieces of broadcasts */
     int spins;                  /* looks before a wait goes to sleep */
-    _Atomic bool placing;       /* one of its threads tells its place */
-    uint64_t answered;          /* questions for this rank's place that were seen */
     bool connected, closed;
 } zs_shm;
 

@@ -5,38 +5,12 @@
 
 enum { SHOWN = 4 }; /* places of so many ranks in one message */
 
-void zs_shm_tell_place(zs_comm *comm, const char *text)
+void zs_shm_publish_place(zs_shm *shm)
 {
-    zs_shm *shm = (zs_shm *)comm;
-    if (!zs_shm_live(shm) || atomic_exchange(&shm->placing, true)) return; /* its other thread is at it */
+    if (!zs_shm_live(shm)) return;
     uint64_t wait_id = atomic_load(&shm->own->wait_id);
-    snprintf(shm->own->place, sizeof shm->own->place, "%s", text);
+    zs_script_place(shm->own->place, sizeof shm->own->place);
     atomic_store(&shm->own->placed, wait_id + 1);
-    atomic_store(&shm->placing, false);
-}
-
-void zs_shm_tell_own_place(zs_shm *shm)
-{
-    char text[ZS_PLACE];
-    zs_script_place(text, sizeof text);
-    zs_shm_tell_place(&shm->base, text);
-}
-
-void zs_shm_ask_places(zs_shm *shm)
-{
-    atomic_fetch_add(&shm->own->asked, 1);
-}
-
-bool zs_shm_is_asked(zs_comm *comm)
-{
-    zs_shm *shm = (zs_shm *)comm;
-    uint64_t questions = 0;
-    if (!zs_shm_live(shm)) return false;
-    for (int r = 0; r < comm->world; r++)
-        questions += atomic_load(&shm->peers[r].control->asked);
-    bool is_new = questions != shm->answered;
-    shm->answered = questions;
-    return is_new;
 }
 
 bool zs_shm_has_place(const zs_shm *shm, int r)

@@ -23,8 +23,7 @@ static const double check_every = 0.05;  /* between two looks at the peers' live
 static const double circle_after = 0.5;  /* a circle is rare and its proof costs W^2 reads */
 static const double yield_slice = 0.002; /* of a wait that yields: everybody stands still until it does */
 static const double grace = 1.0;         /* for others to finish when a rank died that was not missed */
-static const double place_after = 0.25;  /* then the peers are told where this script is */
-static const double ask_after = 7.0;     /* and asked where theirs are: at the latest */
+static const double place_after = 0.25;  /* then this rank publishes its script's call */
 static const double stall_after = 10.0;  /* then the user is told, once */
 
 /* One wait that has gone to sleep. */
@@ -32,7 +31,7 @@ typedef struct sleep_state {
     double start, checked; /* seconds on the monotonic clock */
     double died;           /* when a peer was seen dead that is not missed, 0: none */
     bool told;             /* of the stall */
-    bool placed, asked;
+    bool placed;
     bool yielded;
 } sleep_state;
 
@@ -141,16 +140,6 @@ static zs_status check_circle(zs_shm *shm, zs_shm_act act, sleep_state *state)
     return status;
 }
 
-/* What messages will say of where the scripts are. */
-static void see_to_places(zs_shm *shm, sleep_state *state, double waited)
-{
-    double patience = shm->base.timeout / 4 < ask_after ? shm->base.timeout / 4 : ask_after;
-    if (!state->placed && waited >= place_after) zs_shm_tell_own_place(shm);
-    state->placed |= waited >= place_after;
-    if (!state->asked && waited >= patience) zs_shm_ask_places(shm);
-    state->asked |= waited >= patience;
-}
-
 /* Everything that can end a wait but success. */
 static zs_status check_trouble(zs_shm *shm, zs_shm_act act, sleep_state *state)
 {
@@ -162,7 +151,10 @@ static zs_status check_trouble(zs_shm *shm, zs_shm_act act, sleep_state *state)
     double time = now(), waited = time - state->start;
     if (time - state->checked < check_every) return ZS_OK;
     state->checked = time;
-    see_to_places(shm, state, waited);
+    if (!state->placed && waited >= place_after) {
+        zs_shm_publish_place(shm);
+        state->placed = true;
+    }
     ZS_TRY(check_lives(shm, act, state, time));
     if (waited >= circle_after) ZS_TRY(check_circle(shm, act, state));
     if (zs_comm_interrupted()) return ZS_FAIL(ZS_ERR_TORCH, "interrupted while waiting for another rank");
