@@ -52,6 +52,7 @@ from zshard.ranks.nccl import NcclOptions
 from zshard.ranks.wire import Wire, check_wire
 from zshard.state.module import refuse_strange_slices, whole_state_dict
 from zshard.units.open_forwards import call_guarded
+from zshard.units.shards import sizes_for_torch
 from zshard.units.units import BufferSync, Options, is_unit, modules_of, state_of
 from zshard.wrap import plan_units
 from zshard.wrap.initial_values import check_module, check_values, split_ignored
@@ -307,7 +308,8 @@ class FSDP(Fsdp1Methods, UnitMethods, ModelMethods, TorchNames):
         """
         state_dict = names_without_module(self, state_dict)
         refuse_strange_slices(self, state_dict)
-        return super().load_state_dict(state_dict, *args, **kwargs)
+        with sizes_for_torch():
+            return super().load_state_dict(state_dict, *args, **kwargs)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Call `fn` on each submodule and on this module, as nn.Module.apply, for example to

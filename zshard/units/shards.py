@@ -22,17 +22,8 @@ from zshard import _core
 from zshard.units.units import State
 
 __all__ = [
-    *(
-        "Part",
-        "Stepped",
-        "asked_for_size",
-        "part_of",
-        "parts_of_all",
-        "remember_parts",
-        "replicas_of",
-        "stepped_by",
-    ),
-    "units_stepped_by",
+    *("Part", "Stepped", "asked_for_size", "part_of", "parts_of_all", "remember_parts"),
+    *("replicas_of", "sizes_for_torch", "stepped_by", "units_stepped_by"),
 ]
 
 
@@ -148,8 +139,9 @@ class Part:
     def takes(self, tensor: Tensor) -> bool:
         """Return whether a plain tensor of the shard's shape may go with the shard. If the script
         has asked for that shape, it may have filled the tensor with numbers that are the same on
-        each rank, such as random ones; then only one value throughout is right."""
-        if self.root not in asked_for_size or tensor.numel() == 0:
+        each rank, such as random ones; then only one value throughout is right. A tensor of all
+        elements can mean nothing else."""
+        if self.root not in asked_for_size or tensor.numel() in (0, math.prod(self.shape)):
             return True
         values = tensor.detach().reshape(-1)
         return bool((values == values[0]).all())
@@ -218,7 +210,19 @@ class Part:
 
 
 asked_for_size: weakref.WeakSet[Part] = weakref.WeakSet()
-"""Parts of full parameters of which a script, not a library, has asked for this rank's size."""
+"""Parts of full parameters of which a script has asked for this rank's size."""
+
+
+@contextlib.contextmanager
+def sizes_for_torch() -> Iterator[None]:
+    """Context manager in which torch asks for the sizes of shards, and computes nothing from them:
+    afterwards the script has asked for no more of them than before."""
+    before = set(asked_for_size)
+    try:
+        yield
+    finally:
+        for part in set(asked_for_size) - before:
+            asked_for_size.discard(part)
 
 
 _parts: dict[int, tuple[weakref.ref[Tensor], Part]] = {}
