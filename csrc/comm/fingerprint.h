@@ -3,8 +3,8 @@
  * A few numbers travel wherever ranks meet anyway, in a round of gradients or before a forward. Only where they
  * differ do ranks look for words, which each keeps at hand: what it has set, written, or failed in.
  */
-#ifndef ZS_PAST_H
-#define ZS_PAST_H
+#ifndef ZS_FINGERPRINT_H
+#define ZS_FINGERPRINT_H
 
 #include "base/status.h"
 

@@ -3,8 +3,8 @@
  * A pidfd stands for one process for ever, while its number may become another's; it becomes readable when the
  * process ends, however that comes about.
  */
-#ifndef ZS_KIN_H
-#define ZS_KIN_H
+#ifndef ZS_PROCESS_WATCH_H
+#define ZS_PROCESS_WATCH_H
 
 #include "base/status.h"
 

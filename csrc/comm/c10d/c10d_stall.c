@@ -2,7 +2,7 @@
  *
  * A process group tells nothing of ranks that have not come. They may be in a collective of the script's, say in
  * torch's barrier while this rank evaluates alone. So it asks by the group's store, a thread of theirs answers
- * (ranks/script_position.py), and what it says goes into one line on stderr, and into the error at the end.
+ * (ranks/responder.py), and what it says goes into one line on stderr, and into the error at the end.
  */
 #include "comm/c10d/c10d.h"
 

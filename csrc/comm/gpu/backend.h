@@ -28,7 +28,7 @@ typedef struct zs_swap {
     char *receive;       /* rank r's part of flat f arrives at receive + r * stride + at[f] */
     size_t stride;       /* of all flats together */
     const size_t *at;    /* [n] */
-    char *keep_gathered; /* `stride` bytes to send where there is nothing to bring; NULL where there is */
+    char *filler;        /* `stride` bytes to send for a rank without gradients; otherwise NULL */
 } zs_swap;
 
 typedef struct zs_backend_ops {
@@ -61,11 +61,10 @@ zs_status zs_backend_c10d_new(const zs_comm *control, const zs_device *device, c
 
 /* How NCCL is to be used: equal on all ranks. */
 typedef struct zs_nccl_choices {
-    int32_t ctas; /* zs_nccl_ctas (nccl_comm.h) */
-    int32_t min_ctas,
-        max_ctas;          /* of each communicator, 1 to 64; 0: as NCCL likes, up to what keeps the ranks from waiting
-                                 * for each other for ever */
-    int32_t communicators; /* 2: gathers and reductions at a time; 1: in turn, with half of NCCL's own memory */
+    int32_t ctas;               /* zs_nccl_ctas (nccl_comm.h) */
+    int32_t min_ctas, max_ctas; /* of each communicator, 1 to 64; 0: as NCCL likes, up to what keeps the ranks from
+                                 * waiting for each other for ever */
+    int32_t communicators;      /* 2: gathers and reductions at a time; 1: in turn, with half of NCCL's own memory */
 } zs_nccl_choices;
 
 /* Over communicators of our own of NCCL, which the ranks of `control` make now, together, within its timeout. A

@@ -214,8 +214,8 @@ static size_t list_messages(nccl_backend *self, const zs_swap *swap)
     for (int r = 0; r < self->base.world; r++)
         for (int f = 0; f < swap->n; f++) {
             if (swap->bytes[f] == 0) continue;
-            const char *send = swap->send[f] != NULL ? swap->send[f] + (size_t)swap->shard_of[r] * swap->bytes[f]
-                                                     : swap->keep_gathered;
+            const char *send =
+                swap->send[f] != NULL ? swap->send[f] + (size_t)swap->shard_of[r] * swap->bytes[f] : swap->filler;
             char *receive = swap->receive + (size_t)r * swap->stride + swap->at[f];
             self->messages[n++] = (zs_nccl_message){send, receive, swap->bytes[f], r};
         }

@@ -61,14 +61,14 @@ static zs_status take_area(zs_gpu_comm *comm, size_t bytes, zs_mem **area)
     return zs_arena_take(comm->areas, bytes, area);
 }
 
-static zs_swap swap_of(const zs_gpu_unit *unit, const zs_mem *keep_gathered)
+static zs_swap swap_of(const zs_gpu_unit *unit, const zs_mem *filler)
 {
     const zs_cunit *base = &unit->base;
     zs_swap swap = {.name = base->spec.name, .n = base->spec.n_flats, .shard_of = base->spec.shard_of};
     swap.receive = unit->received->ptr;
     swap.stride = base->shards_bytes;
     swap.at = base->at;
-    swap.keep_gathered = keep_gathered != NULL ? keep_gathered->ptr : NULL;
+    swap.filler = filler != NULL ? filler->ptr : NULL;
     for (int f = 0; f < swap.n; f++) {
         swap.bytes[f] = base->spec.shard_bytes[f];
         swap.send[f] = base->bucket != NULL ? base->bucket->ptr + zs_cunit_shard_at(base, f, 0) : NULL;
@@ -78,17 +78,17 @@ static zs_swap swap_of(const zs_gpu_unit *unit, const zs_mem *keep_gathered)
 
 static zs_status move_shards(zs_gpu_comm *comm, zs_gpu_unit *unit)
 {
-    zs_mem *keep_gathered = NULL;
+    zs_mem *filler = NULL;
     const zs_cunit *base = &unit->base;
     ZS_TRY(take_area(comm, base->shards_bytes * (size_t)comm->base.world, &unit->received));
-    if (base->bucket == NULL) ZS_TRY(take_area(comm, base->shards_bytes, &keep_gathered));
-    zs_swap swap = swap_of(unit, keep_gathered);
+    if (base->bucket == NULL) ZS_TRY(take_area(comm, base->shards_bytes, &filler));
+    zs_swap swap = swap_of(unit, filler);
     zs_status status = zs_gpu_note(comm, "gradients", base->spec.name, base->shards_bytes);
     ZS_THEN(status, zs_device_fork(comm->base.device, ZS_STREAM_REDUCE)); /* behind the packing */
     ZS_THEN(status, comm->backend->ops->swap(comm->backend, &swap));
     ZS_THEN(status, zs_device_cuda_record(comm->base.device, ZS_STREAM_REDUCE, unit->read));
     unit->session = comm->base.sessions;
-    return_area(comm, &keep_gathered);
+    return_area(comm, &filler);
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(comm, status);
 }
 
