@@ -53,8 +53,7 @@ typedef struct zs_actions {
      * `ready`. */
     zs_status (*close)(zs_schedule *, zs_phase);
 
-    /* --- parameters
-     * ---------------------------------------------------------------------------------------------------- */
+    /* --- parameters ----------------------------------------------------------------------------------------------- */
 
     /* Starts to gather. If it fails, nothing is in flight. */
     zs_status (*gather)(zs_record *);
@@ -73,8 +72,7 @@ typedef struct zs_actions {
     /* The set of units that other units' forwards read has changed. */
     void (*reads_changed)(zs_schedule *);
 
-    /* --- gradients
-     * ----------------------------------------------------------------------------------------------------- */
+    /* --- gradients ------------------------------------------------------------------------------------------------ */
 
     /* Prepares the unit for gradients, once in a backward. `arriving`: a parameter that already has its new gradient,
      * or -1. */
@@ -102,8 +100,7 @@ typedef struct zs_actions {
     /* (stepped in backward) Steps the unit with the sums. */
     zs_status (*step)(zs_record *);
 
-    /* --- the end of a backward
-     * ------------------------------------------------------------------------------------------ */
+    /* --- the end of a backward ------------------------------------------------------------------------------------ */
 
     /* This rank has posted all rounds. */
     zs_status (*posted)(zs_schedule *);
