@@ -236,7 +236,8 @@ typedef struct zs_hosts_decoding zs_hosts_decoding;
 zs_status zs_hosts_decoding_new(zs_hosts_comm *self, const zs_hosts_code *code, zs_mem *codes, zs_target to,
                                 zs_hosts_arrival *arrival, zs_hosts_decoding **out);
 
-/* The collective from `host` has ended, on any thread: zs_hosts_code_arrived of this; signals `arrival` afterwards. */
+/* The argument of zs_hosts_code_arrived, to call when the collective from `host` has ended, on any thread; that
+ * signals `arrival` last. */
 void *zs_hosts_decoding_part(zs_hosts_decoding *decoding, int host);
 void zs_hosts_code_arrived(void *part, bool good);
 
