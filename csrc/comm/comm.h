@@ -88,7 +88,7 @@ zs_status zs_comm_dry_new(const char *name, const zs_ranks_of_hosts *ranks, zs_c
 /* World of one, with flats and buckets on `device`; every call is a no-op or a copy. */
 zs_status zs_comm_self_new(const zs_device *device, zs_comm **out);
 
-/* --- shm: in two steps, because torch's store carries the addresses in between ------------------------------ */
+/* --- shm: in two steps, because torch's store carries the addresses in between ------------------------------------ */
 
 /* What a rank needs to be one of `world`, besides memory. Flats and buckets add to this: a flat is up to three
  * mappings (this rank's shard, and the memory before and after it), and each bucket is mapped by all ranks that

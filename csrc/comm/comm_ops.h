@@ -46,14 +46,14 @@ typedef struct zs_round_ops {
     void (*bucket_free)(zs_comm *, zs_bucket *);
     /* The capacity of a bucket for `bytes`. */
     size_t (*bucket_room)(size_t bytes);
-    /* --- units --- */
+    /* --- units ---------------------------------------------------------------------------------------------------- */
     size_t unit_bytes; /* of the transport's own struct, which begins with a zs_cunit; 0: it has none */
     /* Initializes what follows the head; unit_clear is called even if this fails. Both may be NULL. */
     zs_status (*unit_init)(zs_comm *, zs_cunit *);
     void (*unit_clear)(zs_comm *, zs_cunit *);
     /* The name in its spec has changed; NULL: nothing else keeps it. */
     void (*renamed)(zs_comm *, zs_cunit *);
-    /* --- a round, in this order; NULL: nothing to do or to wait for --- */
+    /* --- a round, in this order; NULL: nothing to do or to wait for ----------------------------------------------- */
     /* May rounds be posted and collected? */
     zs_status (*usable)(zs_comm *);
     /* Sends the header and the bucket, if any. */
@@ -74,7 +74,7 @@ typedef struct zs_round_ops {
     void (*finish)(zs_comm *, zs_cunit *);
     /* Has every peer released the bucket? *ready is preset for transports whose peers have copies. */
     zs_status (*reusable)(zs_comm *, zs_cunit *, zs_wait wait, bool *ready);
-    /* --- besides --- */
+    /* --- besides -------------------------------------------------------------------------------------------------- */
     /* (between rounds) Gradients grow by `factor` from now on, and so must the residual of codes. NULL: all is
      * exact. */
     void (*rescale)(zs_comm *, zs_cunit *, double factor);

@@ -7,7 +7,8 @@
  *   c10d_serve.c  a gather of other ranks that this rank takes part in
  *   c10d_round.c  reducing
  *   c10d_peers.c  which ranks have exited, and why
- *   c10d_words.c  words for messages */
+ *   c10d_words.c  words for messages
+ */
 #ifndef ZS_C10D_H
 #define ZS_C10D_H
 

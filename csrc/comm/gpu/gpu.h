@@ -1,10 +1,11 @@
 /* gpu.h - the internals of the transports for GPUs.
  *
- *   comm_gpu.c    flats and gathers, small exchanges, the check of order
- *   gpu_order.c   which move differs if ranks diverged
- *   gpu_round.c   reducing
- *   gpu_transports.c   the tables
- *   backend.h       what moves the bytes */
+ *   comm_gpu.c        flats and gathers, small exchanges, the check of order
+ *   gpu_order.c       which move differs if ranks diverged
+ *   gpu_round.c       reducing
+ *   gpu_transports.c  the tables
+ *   backend.h         what moves the bytes
+ */
 #ifndef ZS_GPU_H
 #define ZS_GPU_H
 
@@ -80,7 +81,7 @@ bool zs_gpu_order_differs(const zs_gpu_comm *comm, int *rank);
 /* Fails with ZS_ERR_DIVERGED, and names the first move in which rank `other` and rank 0 differ. Collective. */
 zs_status zs_gpu_order_fail(zs_gpu_comm *comm, int other);
 
-/* --- comm_gpu.c: the rest of the table, see comm_ops.h ------------------------------------------------------ */
+/* --- comm_gpu.c: the rest of the table, see comm_ops.h ------------------------------------------------------------ */
 
 /* By the field's name. */
 void zs_gpu_abort(zs_comm *comm, const char *reason);
@@ -99,7 +100,7 @@ zs_status zs_gpu_give_up(zs_comm *comm);
 zs_status zs_gpu_read_end(zs_comm *comm, zs_reader *reader, zs_phase phase);
 zs_status zs_gpu_reserve(zs_comm *comm, const zs_arena *plan);
 
-/* --- gpu_round.c: units' part of the table, see comm_ops.h -------------------------------------------------- */
+/* --- gpu_round.c: units' part of the table, see comm_ops.h -------------------------------------------------------- */
 
 /* room: device memory. */
 zs_room zs_gpu_room(const zs_comm *comm, const zs_cunit_spec *spec);

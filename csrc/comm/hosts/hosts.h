@@ -8,15 +8,16 @@
  * ranks know that the others have reached it, and does whatever the two levels cannot, such as gathers that some ranks
  * do not need.
  *
- *   comm_hosts.c    the table, birth and end
+ *   comm_hosts.c     the table, birth and end
  *   hosts_queue.c    queued gathers and rounds
- *   hosts_gather.c  memory that a host's ranks share, and gathering into it
- *   hosts_signals.c   signals to the host's ranks: turns and arrivals
- *   hosts_turns.c   ranks' turns before each collective, in two levels
- *   hosts_round.c   reducing; hosts_pieces.c: the part that crosses hosts
- *   hosts_coded.c   sums that cross hosts in fewer bytes
- *   hosts_params.c  parameters that cross in fewer bytes
- *   hosts_wait.c    waiting for the counterparts, and failures */
+ *   hosts_gather.c   memory that a host's ranks share, and gathering into it
+ *   hosts_signals.c  signals to the host's ranks: turns and arrivals
+ *   hosts_turns.c    ranks' turns before each collective, in two levels
+ *   hosts_round.c    reducing; hosts_pieces.c: the part that crosses hosts
+ *   hosts_coded.c    sums that cross hosts in fewer bytes
+ *   hosts_params.c   parameters that cross in fewer bytes
+ *   hosts_wait.c     waiting for the counterparts, and failures
+ */
 #ifndef ZS_HOSTS_H
 #define ZS_HOSTS_H
 
@@ -197,7 +198,7 @@ zs_status zs_hosts_op_failure(const zs_hosts_op *op);
 /* Would zs_hosts_wait_until return at once? (It may still wait for what was queued before.) */
 bool zs_hosts_has_begun(zs_hosts_comm *self, const zs_hosts_op *op);
 
-/* --- hosts_gather.c: see comm_ops.h ------------------------------------------------------------------------- */
+/* --- hosts_gather.c: see comm_ops.h ------------------------------------------------------------------------------- */
 
 /* slot_new. */
 zs_status zs_hosts_slot_new(zs_comm *comm, size_t bytes, zs_mem **out);
@@ -280,7 +281,7 @@ void zs_hosts_encode(const zs_hosts_sums *sums, int h, const float *values, void
 /* The sums that a host has sent. */
 void zs_hosts_decode(const zs_hosts_sums *sums, const void *piece, float *out);
 
-/* --- hosts_round.c: see comm_ops.h -------------------------------------------------------------------------- */
+/* --- hosts_round.c: see comm_ops.h -------------------------------------------------------------------------------- */
 
 /* room. */
 zs_room zs_hosts_room(const zs_comm *comm, const zs_cunit_spec *spec);

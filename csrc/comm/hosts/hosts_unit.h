@@ -1,7 +1,8 @@
 /* hosts_unit.h - the two-level transport's state of a unit, and of its outstanding round. See hosts_round.c.
  *
  *   piece for a counterpart:  the host's sum of its shard of flat 0 | of flat 1 | ... (or the code of all these) |
- *                             headers of the host's ranks */
+ *                             headers of the host's ranks
+ */
 #ifndef ZS_HOSTS_UNIT_H
 #define ZS_HOSTS_UNIT_H
 

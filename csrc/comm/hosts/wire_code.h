@@ -3,7 +3,8 @@
  * A code depends on the numbers alone, and uses integer arithmetic and single roundings (to nearest, ties to even), so
  * all machines agree on its bits. Non-finite values stay visible: with int8 their block decodes as NaN.
  *
- *   int8:  the scale of block 0 | of block 1 | ... | all numbers, a byte each; the last block may be shorter */
+ *   int8:  the scale of block 0 | of block 1 | ... | all numbers, a byte each; the last block may be shorter
+ */
 #ifndef ZS_WIRE_CODE_H
 #define ZS_WIRE_CODE_H
 

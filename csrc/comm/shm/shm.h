@@ -4,9 +4,10 @@
  * needs a lock or a compare-and-swap. (Except the turn to wake a sleeper, which ranks pass on: shm_wake.c.)
  *
  *   control  one file per rank, a zs_shm_control: state words, mailboxes, and a heap of records, one per unit and per
- *            reader. All ranks create the same records in the same order, so a record has the same offset in every
- * rank's heap. buckets  one file per rank: full gradients, at offsets that the owner publishes with each post flats one
- * file for all: for each flat the shards of all ranks, side by side, so that one mapping is the full buffer
+ *            reader. All ranks create the same records in the same order, so a record has the same offset in all heaps.
+ *   buckets  one file per rank: full gradients, at offsets that the owner publishes with each post
+ *   flats    one file for all: for each flat the shards of all ranks, side by side, so that one mapping is the full
+ *            buffer
  *
  * All atomics are sequentially consistent: sleeping and waking (shm_wake.c), like entering and leaving
  * (shm_reader.c), is "write mine, then read yours", which any weaker order breaks. On x86 this costs one locked
@@ -91,7 +92,7 @@ typedef struct zs_shm_control {
 
     /* The end. `stopped` is set after the text is complete. */
     alignas(ZS_SHM_LINE) _Atomic uint32_t left; /* closed in an orderly way */
-    _Atomic uint32_t ended;                     /* set after `past` */
+    _Atomic uint32_t ended;                     /* set after `fingerprint` */
     zs_fingerprint fingerprint;
     _Atomic uint32_t stopped; /* the zs_status of an abort, 0: none */
     char stop_text[ZS_SHM_TEXT];

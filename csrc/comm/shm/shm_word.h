@@ -1,5 +1,4 @@
-/* shm_word.h - a rank's state as a reader of shards: one word, its transitions, and which ranks wait for
- * which.
+/* shm_word.h - a rank's state as a reader of shards: one word, its transitions, and the waits between ranks.
  *
  * A rank's whole state is one word that only this rank writes. So every transition is one store, every reader sees a
  * consistent state, and each question between two ranks is a pure function of two words. shm_reader.c stores and waits;
@@ -25,8 +24,8 @@
  * ... admitted            | WANTS_*  | EVALUATES; its looks + 1                 |
  * either, if dirty or     |          | version + 1, and not dirty               |
  * from WRITES             |          |                                          |
- * a forward ends          | these    | IDLE                                     | no rank holds it up (zs_word_holds_up)
- * a backward begins       | any      | WANTS_BACKWARD                           | all admit it
+ * a forward ends          | these    | IDLE                                     | no rank holds it up
+ * (zs_word_holds_up) a backward begins       | any      | WANTS_BACKWARD                           | all admit it
  * ... admitted            |          | BACKWARD                                 |
  * a backward ends         | BACKWARD | IDLE; reductions + 1, the counts 0       | no rank holds it up
  * a write is wanted       | IDLE     | IDLE                                     | no rank lags behind (zs_word_lags)
@@ -38,8 +37,8 @@
  * A training forward is collective: all ranks run it, so its count shows which ranks have begun it. An evaluation is a
  * look: ranks may make any number of them. The version decides what it may read: how many writes a rank has done since
  * the last backward. Writes that a script does by hand, one parameter after the other, count as one write once a pass
- * or a known write follows; until then the rank is dirty, and no rank looks at it. A late rank must find its own version
- * at its peers, so those that have made more looks wait before they write.
+ * or a known write follows; until then the rank is dirty, and no rank looks at it. A late rank must find its own
+ * version at its peers, so those that have made more looks wait before they write.
  */
 #ifndef ZS_SHM_WORD_H
 #define ZS_SHM_WORD_H
