@@ -88,7 +88,8 @@ zs_status zs_comm_align(zs_comm *comm)
     return ZS_OK;
 }
 
-/* --- words for messages, and of passes ---------------------------------------------------------------------------- */
+/* --- texts for messages, and passes as numbers
+ * ---------------------------------------------------------------------------- */
 
 const char *zs_unit_label(const char *name)
 {

@@ -51,8 +51,8 @@ const char *zs_unit_label(const char *name);
 
 /* Records an event of a model's parameters on this rank that must happen on all ranks or on none: the fingerprint
  * `before` becomes `now`. It is compared with the peers' when ranks next gather parameters; if it differs, the
- * gather fails on all ranks with ZS_ERR_DIVERGED. `reader`: the model's, if this transport made it, else NULL. Never
- * waits. */
+ * gather fails on all ranks with ZS_ERR_DIVERGED. `reader`: the model's, if this transport created it, else NULL.
+ * Never waits. */
 void zs_comm_publish_fingerprint(zs_comm *comm, zs_reader *reader, const zs_fingerprint *before,
                                  const zs_fingerprint *now);
 

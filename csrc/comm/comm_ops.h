@@ -75,8 +75,8 @@ typedef struct zs_round_ops {
     /* Has every peer released the bucket? *ready is preset for transports whose peers have copies. */
     zs_status (*reusable)(zs_comm *, zs_cunit *, zs_wait wait, bool *ready);
     /* --- besides -------------------------------------------------------------------------------------------------- */
-    /* (between rounds) Gradients grow by `factor` from now on, and so must the residual of codes. NULL: all is
-     * exact. */
+    /* (between rounds) Gradients are multiplied by `factor` from now on, and so must the codes' residual be. NULL:
+     * all is exact. */
     void (*rescale)(zs_comm *, zs_cunit *, double factor);
     /* Reports that this rank will not finish its backward: the peers' next collective fails with ZS_ERR_DIVERGED and
      * sets `heard`; here it succeeds. Rounds posted before can still be collected. Collective. NULL where shards are

@@ -97,7 +97,7 @@ zs_status zs_cunit_release(zs_comm *comm, zs_cunit *unit);
 /* Sets *ready once every peer has released the round that this rank posted last (true if none is out). */
 zs_status zs_cunit_reusable(zs_comm *comm, zs_cunit *unit, zs_wait wait, bool *ready);
 
-/* (between rounds) Gradients grow by `factor` from now on. */
+/* (between rounds) Gradients are multiplied by `factor` from now on. */
 void zs_cunit_rescale(zs_comm *comm, zs_cunit *unit, double factor);
 
 /* Is a round out? Not after a failure on all ranks, which undoes it. */

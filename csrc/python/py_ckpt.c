@@ -35,7 +35,7 @@ static int get_numbers(PyObject *code, zs_floats *out)
     return -1;
 }
 
-/* One (offset, memory); for reading from memory, also (offset, memory, format of numbers). */
+/* One (offset, memory); for memory that is only read, also (offset, memory, format of numbers). */
 static int get_range(PyObject *item, bool writable, zs_ckpt_range *range, Py_buffer *view)
 {
     Py_ssize_t size = PyTuple_Check(item) ? PyTuple_GET_SIZE(item) : 0;

@@ -1,9 +1,9 @@
 /* py_guard.c - what torch calls in place of an operation on a guarded shard: the operation, or Python's refusal.
  *
- * An elementwise operation on shards of the same elements gives the shard of the full result, so it runs as it is, and
- * its result is guarded in turn. zshard/guard/rules.py lists these operations, and those that only ask for facts; all
- * others, and shards that do not match, go to Python (zshard/guard/slices.py), which raises or handles them.
- */
+ * An elementwise operation on shards of the same elements gives the shard of the full result, so it runs unchanged,
+ * and its result is guarded in turn. zshard/guard/rules.py lists these operations, and those that only ask for
+ * facts; all others, and shards that do not match, go to Python (zshard/guard/slices.py), which raises or handles
+ * them. */
 #include "python/py_reads.h"
 #include "python/py_util.h"
 #include "python/py_writes.h"

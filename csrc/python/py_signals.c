@@ -3,7 +3,7 @@
  * Python handles signals only on the main thread, which during a backward on a GPU waits in torch for the thread
  * that waits here. So SIGINT's handler in C is wrapped once: ours counts and calls Python's. A wait on another
  * thread that sees the count grow fails; then the main thread leaves torch, and Python raises KeyboardInterrupt
- * itself. A handler of the script may want the backward to end normally, so the signal only reaches it afterwards. */
+ * itself. A handler of the script may want the backward to end normally, so it sees the signal only afterwards. */
 #define _GNU_SOURCE 1 /* gettid */
 #include "python/py_util.h"
 

@@ -167,8 +167,7 @@ class BackwardEnd {
     bool ran = false;
 };
 
-// torch 2.13 counts references to nodes itself, earlier versions use std::shared_ptr: the setter determines the type
-// of a weak reference.
+// The setter takes a weak reference: torch 2.13 counts nodes itself, earlier versions use std::shared_ptr.
 template <typename Weak> void forget_node(const at::Tensor &tensor, void (*set)(const ag::Variable &, Weak))
 {
     decltype(ag::impl::try_get_grad_accumulator(tensor)) none;
@@ -177,9 +176,8 @@ template <typename Weak> void forget_node(const at::Tensor &tensor, void (*set)(
 
 thread_local bool keep_nodes = false; // see zs_grad_keep_nodes
 
-// The node that accumulates into a leaf is created once and remembers the leaf's shape and dtype. One created while
-// a parameter was sharded (such as by a statistic that is kept with its graph) would refuse every full gradient
-// after that.
+// The node that accumulates into a leaf is created once and keeps the leaf's shape and dtype. One created while a
+// parameter was sharded (by a statistic that is kept with its graph) would refuse all later full gradients.
 void forget_node_of_other_form(const at::Tensor &tensor)
 {
     if (ag::impl::get_autograd_meta(tensor) == nullptr) return;

@@ -41,7 +41,7 @@ struct zs_tensor {
 
 struct zs_storage {
     c10::Storage storage;
-    c10::Device device; // of the bytes that come and go
+    c10::Device device; // of the bytes, which may change
 };
 
 namespace zs {

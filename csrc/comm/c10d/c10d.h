@@ -1,4 +1,4 @@
-/* c10d.h - the c10d transport inside.
+/* c10d.h - the internals of the c10d transport.
  *
  *   comm_c10d.c   the table, flats, small collectives
  *   c10d_turn.c   before each collective: do all ranks run the same one?
@@ -7,7 +7,7 @@
  *   c10d_serve.c  a gather of other ranks that this rank takes part in
  *   c10d_round.c  reducing
  *   c10d_peers.c  which ranks have exited, and why
- *   c10d_words.c  words for messages
+ *   c10d_words.c  texts for messages
  */
 #ifndef ZS_C10D_H
 #define ZS_C10D_H
@@ -82,7 +82,7 @@ typedef struct zs_c10d_comm {
     int gone;        /* the peer that was first seen to have exited, the cause of later failures; -1: none */
     size_t living;   /* live units, and (hosts) gathers that have an area */
     zs_arena *areas; /* owned; what one backward has out at a time; freed with the last unit; NULL: none yet */
-    bool told;       /* this rank has reported why it ends */
+    bool told;       /* this rank has left its reason */
     bool same_slots; /* in the last turn all ranks had the same gather, and those of each host the same slot */
     zs_c10d_stray *strays;
     struct zs_c10d_comm *next; /* next in the list of those kept for their strays */

@@ -1,4 +1,5 @@
-/* c10d_wait.c - waiting for a collective: its end, its failure in words, and the memory that it writes to. See c10d.h.
+/* c10d_wait.c - waits for a collective: its end, the message of its failure, and the memory that it writes to. See
+ * c10d.h.
  *
  * A process group waits for a peer until its timeout, even if the peer has exited. So waits check on peers in
  * between, and an interrupted wait leaves all memory that torch's threads may still write to in place, forever. */

@@ -60,11 +60,9 @@ zs_status zs_backend_c10d_new(const zs_comm *control, const zs_device *device, c
 
 /* How to use NCCL: equal on all ranks. */
 typedef struct zs_nccl_choices {
-    int32_t ctas; /* zs_nccl_ctas (nccl_comm.h) */
-    int32_t min_ctas,
-        max_ctas; /* of each communicator, 1 to 64; 0: NCCL's choice, up to the number at which ranks could deadlock */
-    int32_t
-        communicators; /* 2: gathers and reductions run at the same time; 1: in turn, with half of NCCL's own memory */
+    int32_t ctas;               /* zs_nccl_ctas (nccl_comm.h) */
+    int32_t min_ctas, max_ctas; /* of each communicator, 1 to 64; 0: NCCL's choice, but without deadlocks */
+    int32_t communicators;      /* 2: gathers and reductions overlap; 1: in turn, with half of NCCL's own memory */
 } zs_nccl_choices;
 
 /* Uses its own NCCL communicators, which the ranks of `control` create now, together, within its timeout. A thread

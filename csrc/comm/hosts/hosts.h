@@ -8,7 +8,7 @@
  * ranks know that the others have reached it, and does whatever the two levels cannot, such as gathers that some ranks
  * do not need.
  *
- *   comm_hosts.c     the table, birth and end
+ *   comm_hosts.c     the table, creation and end
  *   hosts_queue.c    queued gathers and rounds
  *   hosts_gather.c   memory that a host's ranks share, and gathering into it
  *   hosts_signals.c  signals to the host's ranks: turns and arrivals
@@ -36,7 +36,7 @@ typedef struct zs_hosts_comm {
     int lane;                   /* this rank's place on its host */
     zs_flat_mem bells;          /* of `local`: a page for each of the host's ranks */
     uint64_t gathers;           /* in two levels, so far; the same on all ranks */
-    uint64_t slots;             /* a digest of the slots made so far, in order */
+    uint64_t slots;             /* a digest of the slots created so far, in order */
     size_t lost_bytes;          /* of all its units, see zs_hosts_sums */
     zs_hosts_turns *turns;      /* owned; NULL: they go over the group of all ranks */
     zs_hosts_op *said;          /* the first that was sent and has not been received yet; borrowed */

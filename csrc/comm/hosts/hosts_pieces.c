@@ -1,7 +1,7 @@
 /* hosts_pieces.c - the part of a round that crosses hosts. See hosts_unit.h.
  *
  * A piece is the host's sum of the shards of one counterpart. With one rank per host that is what this rank has
- * packed, in its own dtype. Sums may be coded (hosts_coded.c): they are then decoded behind the received pieces. */
+ * packed, in its own dtype. Sums may be coded (hosts_coded.c): they are then decoded after the received pieces. */
 #include "comm/hosts/hosts_unit.h"
 
 #include <string.h>

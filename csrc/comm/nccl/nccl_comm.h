@@ -9,8 +9,9 @@
  *   poisoned   aborted, by the first failure or the monitor; each call fails with that first record
  *
  * Bad arguments (ZS_ERR_VALUE) are refused before NCCL sees them, and poison nothing. All ranks make the same calls
- * in the same order, on the CUDA device that was current when the communicator was made. One thread calls at a time;
- * the monitor is kept out by a lock. In a forked child every call fails with ZS_ERR_STATE and nothing is touched. */
+ * in the same order, on the CUDA device that was current when the communicator was created. One thread calls at a
+ * time; the monitor is kept out by a lock. In a forked child every call fails with ZS_ERR_STATE and nothing is
+ * touched. */
 #ifndef ZS_NCCL_COMM_H
 #define ZS_NCCL_COMM_H
 

@@ -40,9 +40,10 @@
  * BACKWARD     |                        |
  *
  * Which rank P a rank O waits for before it writes (zs_word_lags), if O has made more looks at its version than P: P
- * either has yet to make them, or never will, since O has looked alone. In the first case, P makes as many; in the
- * second, P begins the same write, is past it, or is past a backward. So a rank that has looked alone writes after the
- * others; it never waits if all have trained since. P itself waits for O only in passes that O has begun before.
+ * either has yet to make them, or never will, since O has looked alone. The wait ends in the first case when P has made
+ * as many; in the second when P begins the same write, is past it, or past a backward. So a rank that has looked alone
+ * writes after the others; it never waits if all have trained since. P itself waits for O only in passes that O has
+ * begun before.
  *
  * Which ranks may enter while O changes its word? Both sides "write mine, then read yours" (sequentially consistent):
  *   - P is WANTS_*, finds itself admitted, stores that it reads, and checks once more; if a rank no longer stands still

@@ -67,7 +67,7 @@ uint64_t zs_word_trains(uint64_t word);
 /* How many writes it has done since then; for messages. */
 uint64_t zs_word_version(uint64_t word);
 
-/* When this pass began, had the parameters changed since the last known write, other than by one? */
+/* Had the parameters changed since the last known write when this pass began? */
 bool zs_word_changed(uint64_t word);
 
 /* Do two words have the same reductions and version? */
