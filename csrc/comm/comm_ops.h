@@ -62,8 +62,8 @@ typedef struct zs_round_ops {
     zs_status (*begun)(zs_comm *, zs_cunit *, zs_wait wait, bool *done);
     /* Sets `data` and `headers` once all ranks' have arrived. *ready is set before. */
     zs_status (*arrive)(zs_comm *, zs_cunit *, zs_wait wait, bool *ready);
-    /* (ZS_REDUCE_ALL) This rank's sum is in the bucket; if rounds are collectives all sums are, else this informs
-     * the peers. */
+    /* (ZS_REDUCE_ALL) This rank's sum is in the bucket. If rounds are collectives, this gathers all sums there; else
+     * it informs the peers. */
     zs_status (*share)(zs_comm *, zs_cunit *);
     /* Completes once all ranks have shared. *ready is set before. */
     zs_status (*arrive_shared)(zs_comm *, zs_cunit *, zs_wait wait, bool *ready);
@@ -137,7 +137,7 @@ typedef struct zs_talk_ops {
     /* Waits until the processes of ranks that have left have exited, for at most `seconds`. NULL: no rank is known
      * to have left. */
     void (*outlive)(zs_comm *, double seconds);
-    /* See zs_comm_end: sends the peers `comm->past` and words. Once all ranks have, sets *all and their
+    /* See zs_comm_end: sends the peers `comm->fingerprint` and texts. Once all ranks have, sets *all and their
      * `fingerprints` [world]. NULL: nothing is known. */
     zs_status (*end)(zs_comm *, zs_fingerprint *fingerprints, bool *all);
     /* Reports to the peers that this rank cannot continue, and why; their waits fail at once with that text.

@@ -45,7 +45,7 @@ typedef struct zs_c10d_turn {
     uint64_t kind;                   /* a zs_c10d_kind */
     uint64_t number;                 /* which flat, unit, exchange or broadcast */
     uint64_t round;                  /* of the unit's gradients; the root of a broadcast; a gather's zs_wire; else 0 */
-    uint64_t bytes;                  /* that each rank brings */
+    uint64_t bytes;                  /* that each rank sends */
     uint64_t reading;                /* of the last pass, see zs_reading_encode */
     uint64_t slot;                   /* (gather) the host's shared memory to gather into; 0: none */
     uint32_t serves[ZS_C10D_SERVES]; /* models whose shards have not changed since their last forward; 0: no more */
@@ -153,7 +153,7 @@ zs_status zs_c10d_finish_turn(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_w
 typedef struct zs_c10d_arrival {
     bool (*arrived)(void *arg, double seconds); /* waits at most `seconds`; true: the wait is over */
     void *arg;
-    const char *late; /* what the deadline's message reports of the others */
+    const char *late; /* what the deadline's message reports about the others */
 } zs_c10d_arrival;
 
 /* Waits for other ranks of this host within `turn`. Fails as zs_c10d_finish does, a little later than these ranks'

@@ -1,4 +1,4 @@
-/* shm_wait.h - waits for peers, and tells them that there is something to see.
+/* shm_wait.h - waits for peers, and wakes them when something changes.
  *
  * What a rank waits for is data (zs_shm_act), published while it waits. So "what is still missing?" is one function
  * of shared memory. A rank evaluates it for itself, and for all others when it suspects that all wait for each
