@@ -1,4 +1,4 @@
-/* shm_wait.h - waits for peers, and wakes them when something changes.
+/* shm_wait.h - waits for peers.
  *
  * What a rank waits for is data (zs_shm_act), published while it waits. So "what is still missing?" is one function
  * of shared memory. A rank evaluates it for itself, and for all others when it suspects that all wait for each
