@@ -64,7 +64,7 @@ void zs_kept_grads_free(zs_flat *flat, zs_unit *unit)
     flat->spare_mem = NULL;
 }
 
-/* Of its own, not of the pool: its place is free again once the script lets go. */
+/* Allocated separately, not from the pool: it is freed when the script drops its references. */
 static zs_status make_spare(zs_unit *unit, int f)
 {
     zs_flat *flat = &unit->flats[f];
@@ -106,7 +106,7 @@ static void take_turns(zs_unit *unit, int f)
     }
 }
 
-/* Reduced gradients that lie under unreduced ones of no_sync() are nobody's .grad now, but count. */
+/* Reduced gradients below unreduced ones of no_sync() are no parameter's .grad now, but count. */
 static bool has_below(const zs_unit *unit, int f)
 {
     for (int64_t i = 0; i < unit->n_params; i++)
@@ -135,7 +135,7 @@ static zs_status renew_flat(zs_unit *unit, int f)
 
 zs_status zs_kept_grads_renew(zs_unit *unit)
 {
-    if (unit->stepping != NULL || unit->borrows) return ZS_OK; /* what is stepped in backward is nobody's .grad */
+    if (unit->stepping != NULL || unit->borrows) return ZS_OK; /* a unit that is stepped in backward shows no .grad */
     for (int f = 0; f < unit->n_flats; f++)
         if (zs_grads_are_kept(unit, f, ZS_VIEW_GRAD)) ZS_TRY(renew_flat(unit, f));
     return ZS_OK;

@@ -18,7 +18,7 @@ c10::Device gpu(int index)
     return {at::kCUDA, static_cast<c10::DeviceIndex>(index)};
 }
 
-// As torch's own operators would raise it.
+// As torch's own operators raise it.
 zs_status out_of_memory(const char *text)
 {
     PyGILState_STATE gil = PyGILState_Ensure();
@@ -63,7 +63,7 @@ void zs_torch_cuda_free(void *owner)
 {
     try {
         delete static_cast<c10::DataPtr *>(owner);
-    } catch (...) { // the driver has shut down: the process is ending
+    } catch (...) { // the driver has shut down: the process is exiting
     }
 }
 
