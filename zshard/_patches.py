@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ __all__ = ["install"]
 class _TorchPlace(NamedTuple):
     """An attribute of something in torch."""
 
-    owner: Any
+    owner: object
     name: str
     takes: tuple[str, ...] | None = None  # the first parameters of a function; None: no function
 

@@ -252,7 +252,7 @@ class FSDP(Fsdp1Methods, UnitMethods, ModelMethods, TorchNames):
         shard_model(FSDP, module, planned, FsdpSettings(ranks, values, limit))
         return cast("Wrapped[_M]", module)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         """Call that of the model's class, which may register its subclasses, but not for the class
         of a sharded module."""
         if MADE not in vars(cls):
@@ -344,7 +344,7 @@ class FSDP(Fsdp1Methods, UnitMethods, ModelMethods, TorchNames):
         Collective: call it on all ranks."""
         return copy_model(self, memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError("a sharded model cannot be pickled; save model.state_dict() instead")
 
 

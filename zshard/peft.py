@@ -51,7 +51,7 @@ def _num_parameters(self: nn.Module) -> Callable[..., Any]:
 
 
 def _of_copy(name: str) -> Callable[..., Any]:
-    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def method(self: nn.Module, *args: object, **kwargs: object) -> Any:
         """Do it to a plain copy with full parameters, and return that one's plain base model.
 
         Takes memory for the full model on each rank that calls it. Over shm, one rank may call it

@@ -50,7 +50,7 @@ def install() -> None:
 
 def _for_shards(func: Operation) -> Operation:
     @functools.wraps(func)
-    def initialize(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def initialize(tensor: Tensor, *args: object, **kwargs: object) -> Any:
         if _core.slice_part(tensor) is None:
             return func(tensor, *args, **kwargs)
         return _asked(func, (tensor, *args), kwargs)
@@ -99,7 +99,7 @@ def _draw(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     return _fill(func, target, part, rest, kwargs)
 
 
-def _has_many(value: Any) -> bool:
+def _has_many(value: object) -> bool:
     return isinstance(value, Tensor) and value.numel() != 1
 
 
@@ -111,7 +111,7 @@ def _refuse_numbers_of_shards(func: Operation, part: Part, given: Iterable[Any])
 
 
 def _fill(
-    func: Operation, target: Tensor, part: Part, args: Any, kwargs: Mapping[str, Any]
+    func: Operation, target: Tensor, part: Part, args: Iterable[Any], kwargs: Mapping[str, Any]
 ) -> Tensor:
     """Run the function on a full tensor, and keep this rank's part of it."""
     with plain(), _shared_draws(part.comm, target.device):

@@ -45,7 +45,7 @@ def install_check() -> None:
     check = distributed_c10d._check_single_tensor
 
     @functools.wraps(check)
-    def checked(param: Any, param_name: str) -> None:
+    def checked(param: object, param_name: str) -> None:
         check(param, param_name)
         parts = slices_among([param])
         if parts:
@@ -70,7 +70,9 @@ def install_barrier() -> None:
     barrier = dist.barrier
 
     @functools.wraps(barrier)
-    def told(group: Any = None, async_op: bool = False, *args: Any, **kwargs: Any) -> Any:
+    def told(
+        group: dist.ProcessGroup | None = None, async_op: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
         if not async_op and (group is None or dist.get_world_size(group) == dist.get_world_size()):
             for state, thread in list(_models.items()):
                 if thread == threading.get_ident():
@@ -142,7 +144,7 @@ def install_safetensors() -> None:
 
 def _refusing(flatten: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(flatten)
-    def checked(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    def checked(tensors: object, *args: object, **kwargs: object) -> Any:
         parts = slices_among([tensors])
         if parts:
             raise ShardError(written_to_file("a safetensors file", parts[0]))

@@ -46,7 +46,7 @@ def class_for(base: type[nn.Module], original: type[nn.Module]) -> type[Any]:
     if there can be none."""
     if (base, original) not in _classes:
 
-        def make_plain(cls: type, *args: Any, **kwargs: Any) -> Any:
+        def make_plain(cls: type, *args: object, **kwargs: object) -> Any:
             """What type(model)(...) makes, as a container does of itself for a slice."""
             return original(*args, **kwargs)
 

@@ -106,7 +106,7 @@ def held_in(params: Iterable[Tensor], state: Mapping[Any, Any]) -> list[HeldStat
     return held
 
 
-def _now(entries: Any) -> Any:
+def _now(entries: object) -> Any:
     """A parameter's state; a copy, since the optimizer's thread may be making it."""
     return dict(entries) if type(entries) is dict else entries
 

@@ -77,7 +77,7 @@ class InOneCall(torch.optim.Optimizer):
             if "rounding_step" in self.param_groups[index]:
                 self.param_groups[index]["rounding_step"] += 1
 
-    def _step_params(self, key: Any, group: dict[str, Any], state: dict[Any, Any]) -> None:
+    def _step_params(self, key: object, group: dict[str, Any], state: dict[Any, Any]) -> None:
         """Step a group by its plan, which is known by `key`. state: of its parameters at least."""
         plan = self._plans.get(key)
         foreign = None if plan is None else plan.step(group, state, self._live(group))
@@ -169,7 +169,7 @@ class InOneCall(torch.optim.Optimizer):
         return [begins[param] for param in params]
 
     def _step_with_new_plan(
-        self, key: Any, group: dict[str, Any], state: dict[Any, Any]
+        self, key: object, group: dict[str, Any], state: dict[Any, Any]
     ) -> tuple[int, ...]:
         """Give state to the parameters that lack it, and step; the indices not taken by C."""
         params: list[Tensor] = group["params"]

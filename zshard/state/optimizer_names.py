@@ -150,7 +150,7 @@ def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return copy.deepcopy(options)
 
 
-def _copy(value: Any, live: Any) -> Any:
+def _copy(value: object, live: object) -> Any:
     """A value on the CPU; of what the optimizer has itself, a copy."""
     if isinstance(value, Tensor):
         return value.detach().clone().cpu() if value is live else value.detach().cpu()
@@ -238,7 +238,7 @@ def by_number(
     return problems, {"state": state, "param_groups": groups}
 
 
-def _plain(name: Any) -> Any:
+def _plain(name: object) -> Any:
     """A name without the prefixes of wrappers; a number as it is."""
     return plain_name(name) if isinstance(name, str) else name
 
