@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.variable import Variable
 from torch.distributed import distributed_c10d
+from torch.distributed import utils as dist_utils
 from torch.nn.utils import clip_grad
 
 from zshard import grad_scaler
@@ -80,6 +81,7 @@ _PATCHES = (
             _TorchPlace(torch.nn.init, "_calculate_fan_in_and_fan_out", ("tensor",)),
             _TorchPlace(torch.nn.init, "_no_grad_trunc_normal_", ("tensor",)),
             _TorchPlace(torch.nn.init, "kaiming_normal_", ("tensor",)),
+            _TorchPlace(torch.nn.init, "orthogonal_", ("tensor",)),
         ),
     ),
     _Patch(
@@ -87,6 +89,12 @@ _PATCHES = (
         outside.install_check,
         # torch's collectives do not ask tensor subclasses; all of them check a tensor here.
         (_TorchPlace(distributed_c10d, "_check_single_tensor", ("param", "param_name")),),
+    ),
+    _Patch(
+        "DistributedDataParallel around a module that contains a sharded model mixes its shards",
+        outside.install_sync,
+        # DDP asks no module but its own, and Lightning calls this before it validates.
+        (_TorchPlace(dist_utils, "_sync_module_states", ("module",)),),
     ),
     _Patch(
         "a rank that evaluates alone weights that all ranks have written in place waits for ranks "

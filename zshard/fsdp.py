@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zshard import _core, _patches
 from zshard.compat.attributes import TorchNames, names_without_module
 from zshard.compat.fsdp1 import Fsdp1Methods
-from zshard.guard.outside import NoDdp, refuse_in_ddp
+from zshard.guard.outside import NoDdp
 from zshard.memory.fits import parse_limit
 from zshard.memory.spare import parse_keep
 from zshard.model.build import MADE
@@ -271,7 +271,6 @@ class FSDP(Fsdp1Methods, UnitMethods, ModelMethods, TorchNames):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward; if it raises, whatever it raises, the model is ready for the next."""
-        refuse_in_ddp()
         return call_guarded(self, state_of(self).unit, super().__call__, args, kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -49,9 +49,6 @@ typedef struct zs_tensor_info {
 
 /* --- tensors ------------------------------------------------------------------------------------------------------ */
 
-/* *new* handle to the same tensor. */
-zs_tensor *zs_tensor_retain(const zs_tensor *tensor);
-
 /* *new* handle that does not keep the tensor alive. A unit holds its parameters this way, since they hold the unit
  * through their hooks. Before each use of a weak handle, check zs_tensor_alive. */
 zs_tensor *zs_tensor_new_weak(const zs_tensor *tensor);

@@ -35,15 +35,6 @@ zs_status out_of_memory(const char *text)
 
 extern "C" {
 
-bool zs_torch_has_cuda(void)
-{
-    try {
-        return c10::impl::hasDeviceGuardImpl(at::kCUDA) && c10::impl::VirtualGuardImpl(at::kCUDA).deviceCount() > 0;
-    } catch (...) {
-        return false;
-    }
-}
-
 zs_status zs_torch_cuda_alloc(int index, size_t bytes, void **ptr, void **owner)
 {
     return guarded("zs_torch_cuda_alloc", [&] {

@@ -8,9 +8,6 @@
 
 #include "base/status.h"
 
-/* Does this process's torch have CUDA, with a GPU? */
-bool zs_torch_has_cuda(void);
-
 /* *new* device memory on GPU `index`, not zeroed, for use in the order of the current stream; free it with *owner.
  * If there is none, sets torch.OutOfMemoryError and returns ZS_ERR_TORCH. */
 zs_status zs_torch_cuda_alloc(int index, size_t bytes, void **ptr, void **owner);

@@ -135,11 +135,6 @@ extern "C" {
 
 // --- tensors ---------------------------------------------------------------------------------------------------------
 
-zs_tensor *zs_tensor_retain(const zs_tensor *tensor)
-{
-    return new zs_tensor(tensor->tensor);
-}
-
 zs_tensor *zs_tensor_new_weak(const zs_tensor *tensor)
 {
     return new zs_tensor(weak_to(tensor->tensor));

@@ -179,7 +179,7 @@ def _either(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -
 
 
 def _ignored(module: nn.Module) -> list[nn.Parameter]:
-    names = set(getattr(module, _IGNORED, ()))
+    names = set(vars(module).get(_IGNORED, ()))  # a sharded model's class refuses to be asked
     if not names:
         return []
     named = module.named_parameters(remove_duplicate=False)

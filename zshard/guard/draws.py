@@ -30,7 +30,7 @@ from zshard.units.shards import Part, asked_for_size
 
 __all__ = ["HANDLERS", "INITS", "install", "keep_generator"]
 
-INITS = ("_no_grad_trunc_normal_", "kaiming_normal_")
+INITS = ("_no_grad_trunc_normal_", "kaiming_normal_", "orthogonal_")
 """Functions of torch.nn.init that run on full tensors, and do not ask the class of a tensor."""
 
 _FANS = "_calculate_fan_in_and_fan_out"
@@ -80,7 +80,7 @@ def _asked(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     part = _core.slice_part(tensor)
     if part is None:
         return run_plain(func, args, kwargs)
-    if "kaiming" not in func.__name__:  # which gets no range, but the slope of leaky_relu
+    if not any(word in func.__name__ for word in ("kaiming", "orthogonal")):  # a slope, a factor
         _refuse_numbers_of_shards(func, part, (*rest, *others.values()))
     return _fill(func, tensor, part, rest, others)
 

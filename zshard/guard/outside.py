@@ -22,8 +22,9 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed import utils as dist_utils
 
 from zshard import _core
 from zshard._errors import ShardError, stacklevel
@@ -33,7 +34,7 @@ from zshard.units.units import State
 
 __all__ = [
     *("FLATTENING", "NoDdp", "check_optimizer", "install_barrier", "install_check"),
-    *("install_safetensors", "refuse_in_ddp", "tell_of_barriers", "warn_of_torchs_names"),
+    *("install_safetensors", "install_sync", "tell_of_barriers", "warn_of_torchs_names"),
 ]
 
 
@@ -106,10 +107,17 @@ class NoDdp:
         _refuse_ddp()
 
 
-def refuse_in_ddp() -> None:
-    """Raise TypeError within a forward of DDP, which has wrapped a module around a unit."""
-    if DistributedDataParallel._active_ddp_module is not None:
-        _refuse_ddp()
+def install_sync() -> None:
+    """Make DDP refuse a module around a unit before it broadcasts parameters."""
+    sync = dist_utils._sync_module_states
+
+    @functools.wraps(sync)
+    def refusing(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if any(_core.is_shard(param) for param in module.parameters()):
+            _refuse_ddp()
+        sync(module, *args, **kwargs)
+
+    dist_utils._sync_module_states = refusing
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
