@@ -465,5 +465,5 @@ def test_a_file_that_gets_shorter_is_an_error(
 ) -> None:
     """Cut while it is read, behind the look at its size: no signal, no bytes made up."""
     alarm(lambda: os.truncate(large.path, 1000))
-    with pytest.raises(ValueError, match=f"'{large.path}' ends at byte 1000, before"):
+    with pytest.raises(ValueError, match=f"'{large.path}' ends at (or before )?byte 1000"):
         large.read([(0, bytearray(4 << 20))] * ENDLESS)

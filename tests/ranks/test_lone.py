@@ -423,8 +423,6 @@ def wrapped_by_torch(combination):
     if not model.summary().count("no_shard"):  # else all of it is there
         sync = torch.distributed.utils._sync_module_states
         texts.append(message_of(lambda: sync(outer, dist.group.WORLD, 1 << 20, 0, []), TypeError))
-        with pytest.raises((TypeError, RuntimeError), match=r"DistributedDataParallel|sizes"):
-            nn.parallel.DistributedDataParallel(outer)  # torch's own error if shapes differ
     return texts, differences(whole(model), before)
 
 

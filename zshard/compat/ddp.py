@@ -179,7 +179,8 @@ def _either(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -
 
 
 def _ignored(module: nn.Module) -> list[nn.Parameter]:
-    names = set(vars(module).get(_IGNORED, ()))  # a sharded model's class refuses to be asked
+    own = getattr(module, "__dict__", {})  # a sharded model's class refuses to be asked
+    names = set(own.get(_IGNORED, ()))
     if not names:
         return []
     named = module.named_parameters(remove_duplicate=False)
