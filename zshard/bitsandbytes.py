@@ -178,7 +178,7 @@ def _load_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *fou
         )
         return
     if any(type(value).__module__.startswith("zshard.") for value in given.values()):
-        errors.append(  # a placeholder: values are read once everything fits, and so too late
+        errors.append(  # a placeholder: its values are read too late
             f"'{name}' is quantized, and loading a checkpoint chunk by chunk does not load its "
             "scales: pass full tensors to model.load_state_dict(), such as those that "
             "safetensors.torch.load_file() reads from the checkpoint's files; or save the adapter "

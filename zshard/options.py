@@ -88,7 +88,7 @@ OffloadPolicyLike = Offload | OffloadPolicy | TorchOffloadPolicy
 def one_strategy(
     strategy: StrategyLike | None, sharding_strategy: StrategyLike | None
 ) -> ShardingStrategy:
-    """Return the strategy that `strategy`, or FSDP1's spelling of it, names. Raises ValueError if
+    """Return the strategy that `strategy`, or FSDP1's name for it, specifies. Raises ValueError if
     both are given or the name is unknown, TypeError for another type."""
     if sharding_strategy is not None and strategy is not None:
         raise ValueError("pass either sharding_strategy or strategy (its short name), not both")

@@ -312,7 +312,7 @@ def test_rank_0_saves_when_the_others_have_ended(tmp_path, how):
 
 def frees_at_the_end():
     """The thread that is told of what a script drops is slow. It must not go on while Python ends."""
-    tell = state_registry._tell
+    tell = state_registry._send_drop
 
     def slow(*news):
         time.sleep(0.5)
@@ -321,7 +321,7 @@ def frees_at_the_end():
     def names(timeout):
         print("threads:", *(thread.name for thread in threading.enumerate()), flush=True)
 
-    state_registry._tell = slow
+    state_registry._send_drop = slow
     model = FSDP(make(Wide), timeout=60)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     loss_of(model(floats(dist.get_rank()))).backward()

@@ -330,7 +330,7 @@ class Chunk:
         row, count = math.prod(self.sizes[1:]), len(memory) // item
         top, bottom = first // row, -(-(first + count) // row)
         rows = (bottom - top, *self.sizes[1:])
-        held = torch.empty(extent(rows, strides), dtype=dtype)  # and what lies between them
+        held = torch.empty(extent(rows, strides), dtype=dtype)  # and elements between them
         self.file.read_into(bytes_of(held), begin + top * strides[0] * item)
         found = held.as_strided(rows, strides).reshape(-1)[first - top * row :]
         found = found[:count].contiguous()  # it may be a view

@@ -196,7 +196,7 @@ def retain(target: Target, keep_last: int, id: str) -> None:
     for step in old_ones:
         old = Target(target.parent, name_of(step), True)
         try:
-            _core.rename(old.path, old.hidden(id))  # so that nobody finds half of it
+            _core.rename(old.path, old.hidden(id))  # so that no process finds half of it
             remove(old.hidden(id))
         except OSError as error:
             warnings.warn(f"could not delete the checkpoint '{old.path}': {error}", stacklevel=2)

@@ -352,7 +352,7 @@ class OptimizerLoad:
 
 def _other_class(told: OptimizerState, optimizer: Optimizer) -> list[str]:
     name = type(optimizer).__name__
-    if told.kind is None or told.kind.rpartition(".")[2] == name:  # torch's is as good as zshard's
+    if told.kind is None or told.kind.rpartition(".")[2] == name:  # torch's or zshard's
         return []
     return [
         f"the checkpoint has the state of {told.kind}, but the optimizer is {name}; pass "

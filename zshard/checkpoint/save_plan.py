@@ -1,4 +1,4 @@
-"""The plan of a save: which bytes of which files each rank writes, agreed between all ranks.
+"""The plan of a save: the bytes and files that each rank writes, agreed between all ranks.
 
 A plan is made without reading a value, and writing needs nothing else, so any thread can write
 while the model trains. The layout of all files follows from names, shapes and dtypes, on which the

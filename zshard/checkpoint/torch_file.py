@@ -31,7 +31,7 @@ DTYPES = {str(dtype): dtype for dtype in CODES}
 """By their names in pickles."""
 
 _DEPTH = 400  # levels; Python's own functions recurse to less than 1000
-_SHARED = 100_000  # values beyond those that the bytes have room for
+_SHARED = 100_000  # values beyond the number that fits in the bytes
 _KEY = 100  # values of a tuple that is a key of a dict, and keys with one hash
 
 

@@ -75,7 +75,7 @@ class Writer:
         self._waiting = 0  # bytes in `_ranges`
         self._ranges: list[Any] = []  # the argument of _core.File.write()
         self._names: dict[int, str] = {}  # index of a watched range: its tensor
-        self._copied: list[tuple[int, int, int]] = []  # offset in the file, from .. to in the chunk
+        self._copied: list[tuple[int, int, int]] = []  # offset in the file; begin, end in the chunk
         self._watched_copies: list[tuple[str, Tensor]] = []  # of watched tensors, in the chunk
         self._written: list[Written] = []
 

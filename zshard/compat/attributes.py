@@ -123,7 +123,7 @@ class TorchNames(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         try:
-            return super().__getattr__(name)  # a parameter, buffer or child; or the model's way
+            return super().__getattr__(name)  # a parameter, buffer or child, or the model's own
         except AttributeError as error:
             if not is_unit(self):
                 raise

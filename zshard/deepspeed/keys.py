@@ -372,7 +372,7 @@ def fill(config: Mapping[str, Any], args: object) -> tuple[dict[str, Any], list[
 
     args: the Trainer's TrainingArguments, or a script's own with the same names. What it lacks has
     TrainingArguments' default. Keys that have no effect keep "auto". Raises ValueError for an
-    "auto" that nothing tells.
+    "auto" without a value.
     """
     assumed: list[str] = []
     found = _filled(config, "", args, assumed)

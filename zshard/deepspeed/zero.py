@@ -46,7 +46,7 @@ class _OfEngine:
         self._name = name
 
     def __get__(self, param: Any, owner: type) -> Any:
-        if param is None:  # torch.overrides lists what the class has, and skips what is None
+        if param is None:  # torch.overrides skips attributes that are None
             return None
         if "ds_id" not in vars(param):
             raise AttributeError(f"'{owner.__name__}' object has no attribute '{self._name}'")

@@ -81,7 +81,7 @@ def _asked(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     part = _core.slice_part(tensor)
     if part is None:
         return run_plain(func, args, kwargs)
-    if "kaiming" not in func.__name__:  # which gets no range, but the slope of leaky_relu
+    if "kaiming" not in func.__name__:  # these get the slope of leaky_relu
         _refuse_numbers_of_shards(func, part, (*rest, *others.values()))
     return _fill(func, tensor, part, rest, others)
 

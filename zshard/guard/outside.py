@@ -71,14 +71,16 @@ def install_barrier() -> None:
     barrier = dist.barrier
 
     @functools.wraps(barrier)
-    def told(group: Any = None, async_op: bool = False, *args: Any, **kwargs: Any) -> Any:
+    def notifying_barrier(
+        group: Any = None, async_op: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
         if not async_op and (group is None or dist.get_world_size(group) == dist.get_world_size()):
             for state, thread in list(_models.items()):
                 if thread == threading.get_ident():
                     state.unit.engine.meet()
         return barrier(group, async_op, *args, **kwargs)
 
-    dist.barrier = told
+    dist.barrier = notifying_barrier
 
 
 # --- DistributedDataParallel, ZeroRedundancyOptimizer ---------------------------------------------

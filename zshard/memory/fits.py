@@ -135,7 +135,7 @@ def check_fits(
     need = _need_of(planned, dry_run, parts, comms, torch_device(device))
     if isinstance(limit, int):
         need = need._replace(found=parts["total"])
-    mine = _MESSAGE.pack(*_tell(limit, need, device))
+    mine = _MESSAGE.pack(*_rank_limits(limit, need, device))
     ranks = [_Rank(*_MESSAGE.unpack(each)) for each in comms.all.exchange(mine)]
     _check_mappings(module, ranks)
     model = Model(module, planned, world, dry_run, bool(inner))
@@ -196,7 +196,7 @@ def _held_by(unit: _core.Unit) -> int:
     return _in_memory(unit) + (0 if unit.offloads[1] else unit.bytes["grad"])
 
 
-def _tell(limit: MemoryLimit, need: _Need, device: str) -> _Rank:
+def _rank_limits(limit: MemoryLimit, need: _Need, device: str) -> _Rank:
     left = room_of_mappings()
     maps = need.mappings, -1 if left is None else left
     none = _Rank(b"", b"", -1, -1, -1, 0, 0, need.found, need.optimizer, *maps)

@@ -123,7 +123,7 @@ class Spare:
         state_of(module).unit.engine.offer_memory(self._offered)
 
     def _measured(self, module: nn.Module) -> _Measured:
-        if isinstance(self._limit, int):  # of what zshard allocates: no activations, no margin
+        if isinstance(self._limit, int):  # no activations, no margin
             return _Measured(self._limit, memory_of(module, "peak")["total"])
         found = resident()
         rooms = _rooms(self._sharing)

@@ -82,7 +82,7 @@ def sync_buffers(module: nn.Module, when: BufferSync) -> None:
     root, engine = weakref.ref(module), state.unit.engine
     comms, in_training = state.comms, when == "training"
 
-    def tell() -> None:
+    def set_buffers() -> None:
         model = root()
         if model is not None:
             inner = [unit for unit, each in units_of(model) if is_apart(each, comms)]
@@ -91,7 +91,7 @@ def sync_buffers(module: nn.Module, when: BufferSync) -> None:
 
     for _, each in units_of(module):
         if not is_apart(each, comms):
-            each.unit.buffers = tell
+            each.unit.buffers = set_buffers
 
 
 def broadcast_buffers(module: nn.Module) -> None:

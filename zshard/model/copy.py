@@ -138,7 +138,7 @@ def copy_plain(
     finally:
         _within.reset(token)
     for unit in (unit for _, unit in units):
-        for param in unit.params:  # their attributes may refer to modules, which are copied by now
+        for param in unit.params:  # their attributes may refer to modules: copy last
             if type(memo[id(param)]) is not nn.Parameter:
                 vars(memo[id(param)]).update(copy.deepcopy(vars(param), memo))
     pairs = [(unit, memo[id(module)]) for module, unit in units]

@@ -51,7 +51,7 @@ def join(model: nn.Module, objects: Sequence[Any], by_all: bool, throws: bool) -
             yield
             follower.follow()
         except (_core.PeerError, _core.PeerTimeoutError):
-            raise  # nobody can be told
+            raise  # no rank can receive it
         except BaseException as error:
             if not follower.is_over:
                 follower.engine.join_leave(f"{type(error).__name__}: {error}"[:_LONGEST])
@@ -158,7 +158,7 @@ class _Follower(Joined):
             act, values = self.share(None)
             self._acts[act](*values)
         self.is_over = True
-        self._become_alike()
+        self._take_final_state()
 
     def _align(self, held: Sequence[bool]) -> None:
         """Drop gradients that the leading rank has dropped since the last backward, and those of
@@ -232,7 +232,7 @@ class _Follower(Joined):
 
     # --- the end ----------------------------------------------------------------------------------
 
-    def _become_alike(self) -> None:
+    def _take_final_state(self) -> None:
         """Take the state of the ranks that had data last, if some ranks followed them."""
         news = self.engine.join_news()
         if news is None or not news[3]:

@@ -68,7 +68,7 @@ def full_params(
             state.unit.unpin(writeback)
         with torch.no_grad():
             for each in grads:
-                each.give_back(writeback)
+                each.restore_own(writeback)
             for param, value in before:
                 param.copy_(value)
         _set_versions(versions)
@@ -169,7 +169,7 @@ class _GradShare(NamedTuple):
 
 
 class _WholeGrads:
-    """The full gradients of one unit: gather(), then show(); finally take(), then give_back()."""
+    """The full gradients of one unit: gather(), then show(); finally take(), then restore_own()."""
 
     @plain()
     def __init__(self, state: State) -> None:
@@ -233,7 +233,7 @@ class _WholeGrads:
 
     @plain()
     @torch.no_grad()
-    def give_back(self, writeback: bool) -> None:
+    def restore_own(self, writeback: bool) -> None:
         """Restore the parameters' own gradients, with this rank's shards if `writeback`."""
         if self._shown:
             self._state.whole_grads = False

@@ -175,7 +175,7 @@ def meet(module: nn.Module, shards: _core.Comm) -> None:
     record = ModelRecord(cards[0][:_TOKEN].hex(), addresses, shards.rank, params)
     with _lock:
         _records[record.token] = record
-    _start_teller()
+    _start_sender()
     for state in states:
         state.meet(record)
 
@@ -326,25 +326,25 @@ def _shards(held: Sequence[HeldState]) -> responder.Answer:
 
 _jobs: queue.SimpleQueue[tuple[ModelRecord, str] | None] = queue.SimpleQueue()
 """Optimizers that have died, as their finalizers put them here: in the midst of anything."""
-_teller: threading.Thread | None = None
+_sender: threading.Thread | None = None
 
 
-def _start_teller() -> None:
-    global _teller
-    if _teller is None:
-        _teller = threading.Thread(target=_tell_of_drops, name="zshard-drops", daemon=True)
-        _teller.start()
+def _start_sender() -> None:
+    global _sender
+    if _sender is None:
+        _sender = threading.Thread(target=_send_drops, name="zshard-drops", daemon=True)
+        _sender.start()
 
 
-def _tell_of_drops() -> None:
+def _send_drops() -> None:
     while (job := _jobs.get()) is not None:
         model, key = job
         model.release(key, model.rank)
-        _tell(model, key)
+        _send_drop(model, key)
         del model, job  # otherwise the thread keeps the model's record alive
 
 
-def _tell(model: ModelRecord, key: str | None) -> None:
+def _send_drop(model: ModelRecord, key: str | None) -> None:
     """Send the others what this rank has dropped; None: that it will not ask again."""
     for rank in model.others:
         question = {"tell": [model.token, key], "rank": model.rank}
@@ -364,19 +364,19 @@ def _tell(model: ModelRecord, key: str | None) -> None:
 
 def finish(timeout: float) -> None:
     """Keep this rank's state until the others are done with it, for `timeout` seconds at most."""
-    global _teller
+    global _sender
     with _lock:
         models = list(_records.values())
     for model in models:
         model.release(None, model.rank)
-        _tell(model, None)
+        _send_drop(model, None)
     _wait_for_others(timeout)
-    if _teller is not None:
+    if _sender is not None:
         # A thread that frees tensors while Python shuts down aborts the process: torch releases
         # Python's lock for that and cannot take it again.
         _jobs.put(None)
-        _teller.join(_SOON)
-        _teller = None
+        _sender.join(_SOON)
+        _sender = None
     responder.stop()
 
 
@@ -432,10 +432,10 @@ def _print(words: str) -> None:
 def _in_child() -> None:
     """A forked child is not a rank: it has none of the threads, and the lock may be held for
     ever."""
-    global _lock, _changed, _teller
+    global _lock, _changed, _sender
     _lock = threading.RLock()
     _changed = threading.Condition(_lock)
-    _teller = None
+    _sender = None
     _records.clear()
     _kept.clear()
 

@@ -40,7 +40,7 @@ class InOneCall(torch.optim.Optimizer):
     _counts_steps = False  # whether its state has a "step" per parameter
     _begins_as_grad: str | None = None  # the state tensor whose first value is the gradient
 
-    _plans: dict[Any, _core.OptimPlan]  # by index of the param group; for a part, with the unit's
+    _plans: dict[Any, _core.OptimPlan]  # by group index; for a part, also its unit
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient.
@@ -99,16 +99,16 @@ class InOneCall(torch.optim.Optimizer):
         super().add_param_group(param_group)
         self._take_group(self.param_groups[-1])
         self._plans = {}
-        self._tell_scaler()
+        self._set_scaler_flag()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
             self._take_group(group)
         self._plans = {}
-        self._tell_scaler()
+        self._set_scaler_flag()
 
-    def _tell_scaler(self) -> None:
+    def _set_scaler_flag(self) -> None:
         """Whether torch's GradScaler may leave checking `found_inf` to the step, on the GPU.
 
         It then sets `grad_scale` and `found_inf` while it calls step().
@@ -141,7 +141,7 @@ class InOneCall(torch.optim.Optimizer):
                 "rounding_seed requires stochastic_rounding=True: pass both to the optimizer, or "
                 "set both on a param group"
             )
-        self._tell_scaler()  # with fused, torch has set it already
+        self._set_scaler_flag()  # with fused, torch has set it already
 
     def _take_group(self, group: dict[str, Any]) -> None:
         """Check a group's options, and complete those of stochastic rounding if it is enabled.
