@@ -247,7 +247,7 @@ class _Later(contextlib.AbstractContextManager["_Later"]):
         ]
 
 
-# --- report loads to the models -----------------------------------------------------------------------
+# --- report loads to the models -------------------------------------------------------------------
 
 
 def note_loads(loads: Iterable[NotedLoad]) -> None:
