@@ -1,7 +1,7 @@
-"""Directories of checkpoints: what is the latest, what is kept, what is cleaned up, what is refused.
+"""Checkpoint directories: what counts as latest, what is kept, cleaned up and refused.
 
-Whatever lies in the folder, finished checkpoints alone are found, and nothing is deleted but what
-zshard itself has left there. A folder that cannot be saved to has what it had before.
+Only finished checkpoints count, whatever else is in the folder, and zshard deletes only its own
+leftovers. A folder that cannot be saved to keeps its content.
 """
 
 from __future__ import annotations
@@ -96,14 +96,14 @@ def kept(folder):
 
 
 def test_keep_last(pool2, tmp_path):
-    (tmp_path / "step-00000000").mkdir()  # not finished, so nobody's to delete
+    (tmp_path / "step-00000000").mkdir()  # not finished, so not zshard's to delete
     (tmp_path / "step-00000000" / "notes").write_text("")
     names = pool2.run(kept, tmp_path)[0]
     assert names == ["step-00000000", "step-00000003", "step-00000004"]
 
 
 def test_later_steps_are_nobodys_to_delete(tmp_path):
-    """A run that went back to an earlier step, or began anew in the wrong directory."""
+    """A run that resumed from an earlier step, or started anew in the wrong directory."""
     for step in (1, 2, 7, 10**8):
         zshard.save(tmp_path, small(), step=step)
     with pytest.warns(UserWarning, match=r"step-100000000' has a later step than 'step-00000003'"):
@@ -117,7 +117,7 @@ def test_later_steps_are_nobodys_to_delete(tmp_path):
 
 
 def test_a_directory_in_which_another_job_saves(tmp_path, monkeypatch):
-    """What is newest when it is looked for may be gone when it is opened."""
+    """The newest checkpoint may be deleted between the listing and the opening."""
     model = small()
     zshard.save(tmp_path, model, step=1)
     real = opening.read_manifest
@@ -136,7 +136,8 @@ def test_a_directory_in_which_another_job_saves(tmp_path, monkeypatch):
 
 
 def with_values(folder, *values):
-    """Saves a checkpoint of each value, keeping one; the names left after each; the warnings."""
+    """Save a checkpoint of each value, keeping one; return the names left after each, and the
+    warnings."""
     model, seen = small(), []
     if dist.is_initialized():
         model = FSDP(model)
@@ -249,7 +250,7 @@ def test_what_a_broken_save_has_left_is_deleted(tmp_path):
 
 
 def test_saves_beside_each_other(tmp_path):
-    """The lock of one checkpoint is nobody else's."""
+    """Each checkpoint has its own lock."""
     lock = folders._locked(Target.of(tmp_path / "a", None))
     zshard.save(tmp_path / "b", small())
     with pytest.raises(RuntimeError, match=rf"process {os.getpid()} on .* holds the lock"):
@@ -260,7 +261,8 @@ def test_saves_beside_each_other(tmp_path):
 
 
 def test_a_lock_that_was_just_given_back(tmp_path, monkeypatch):
-    """Its file is deleted between our opening and our locking it: another one is made."""
+    """Another process deletes the lock file between our opening and locking it, so we create
+    another."""
     target, real, calls = Target.of(tmp_path / "a", None), _core.lock_file, []
 
     def lock_file(path):
@@ -283,7 +285,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     monkeypatch.setattr(_core, "lock_file", lock_file)
     leave_behind(tmp_path / f".x.{ID}.tmp")
     zshard.save(tmp_path / "x", small())
-    assert inside(tmp_path) == [f".x.{ID}.tmp", "x"]  # somebody may be at work on it
+    assert inside(tmp_path) == [f".x.{ID}.tmp", "x"]  # another process may be writing it
 
 
 def test_a_path_that_is_taken_meanwhile(tmp_path, monkeypatch):
@@ -369,7 +371,8 @@ def test_folders(pool2, case, tmp_path):
 
 @contextlib.contextmanager
 def mounted(path, options):
-    """Context with a file system in memory at `path`; skips the test where that is not allowed."""
+    """Context manager with a file system in memory at `path`; skips the test where mounting is not
+    allowed."""
     path.mkdir()
     made = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", options, "none", path], capture_output=True
@@ -413,7 +416,7 @@ def refused(folder):
 
 
 def without_rights(folder):
-    """As somebody who may not write there."""
+    """Run as a user without write permission there."""
     before = os.geteuid()
     if before == 0:
         os.seteuid(65534)
@@ -424,7 +427,7 @@ def without_rights(folder):
 
 
 def test_a_folder_that_is_somebody_elses():
-    with tempfile.TemporaryDirectory() as folder:  # pytest's own are root's alone
+    with tempfile.TemporaryDirectory() as folder:  # only root can read pytest's own
         os.chmod(folder, 0o555)
         kind, text = fork_ranks(without_rights, 1, Path(folder), check=True)[0].value
         os.chmod(folder, 0o755)
@@ -432,7 +435,7 @@ def test_a_folder_that_is_somebody_elses():
 
 
 def while_another(folder, is_numbered):
-    """A save while somebody else has the lock, and after that."""
+    """Save while another process holds the lock, and after that."""
     model, options = wrapped(Mlp, APART), {"step": 5} if is_numbered else {}
     path, comm = folder / "new", comm_for(torch.distributed.group.WORLD, None, None)
     target = folders.Target.of(path, options.get("step"))

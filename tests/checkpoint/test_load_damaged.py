@@ -1,9 +1,9 @@
-"""zshard.load of checkpoints that are damaged or incomplete, that the system fails to read, or that
+"""zshard.load of checkpoints that are damaged or incomplete, that the system cannot read, or that
 belong to another model.
 
-A good checkpoint with one thing changed is one error on all ranks, which names the file and what is
-wrong; and nothing on any rank has changed. What does not fit is found before anything is changed,
-in torch's words where torch has some.
+A good checkpoint with one change is the same error on all ranks; it names the file and the problem,
+and nothing on any rank has changed. Mismatches are found before anything changes, and reported in
+torch's words where torch has some.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zshard.checkpoint import folder
 
 @pytest.fixture(scope="module")
 def good(pools, tmp_path_factory):
-    """A checkpoint of two ranks, not to be changed."""
+    """A checkpoint of two ranks; tests must not change it."""
     return good_one(pools, tmp_path_factory.mktemp("good"))
 
 
@@ -43,7 +43,7 @@ def path(good, tmp_path):
 
 
 def flipped_everywhere(path, files, step):
-    """Files and places at which a flipped bit was not noticed, or changed something."""
+    """Return the files and places where a flipped bit went unnoticed or changed something."""
     model, optimizer = model_and_optimizer()
     before, found = state_of(model, optimizer), []
     for name in files:
@@ -73,11 +73,11 @@ def _flip(path, at):
 
 
 def test_each_flipped_bit_is_noticed(pool2, path):
-    """At places all over all files: header, padding, data, index, manifest."""
+    """At places across all files: header, padding, data, index, manifest."""
     files = [name for name in files_of(path) if name != "zshard.json"]
     for found, changed in pool2.run(flipped_everywhere, str(path), files, 97):
         assert changed == []
-        # A bit of a header's JSON may also make another name or shape of it, which is told so.
+        # A bit of a header's JSON may also change a name or shape, which is reported as such.
         assert [each for each in found if each[2] == "loaded"] == []
         assert [each for each in found if ".safetensors" not in each[2]] == []
 
@@ -93,7 +93,7 @@ def test_the_block_and_its_tensors_are_named(pool2, path):
 
 
 def truncated(path, lengths):
-    """What a load of each length says."""
+    """Return the message of a load at each length."""
     model, optimizer = model_and_optimizer()
     before, said = state_of(model, optimizer), []
     for length in lengths:
@@ -199,7 +199,8 @@ def test_the_newest_is_taken_and_an_older_one_offered(pool2, tmp_path):
 
 
 def failing(path, what):
-    """(n-th call, what went wrong with the error) for every call of rank 1 that fails in its turn."""
+    """Return (n-th call, what went wrong with the error) for every call of rank 1 that fails in
+    turn."""
     model, optimizer = model_and_optimizer()
     found = []
     for nth in range(1, 1000):
@@ -225,7 +226,7 @@ def test_each_call_that_fails_is_an_error_on_all_ranks(pool2, good):
 
 
 def interrupted(path, what):
-    """Calls that are interrupted or short go on."""
+    """Interrupted and short calls are resumed."""
     model, optimizer = model_and_optimizer()
     file_faults(1, what, 500)
     try:
@@ -242,7 +243,7 @@ def test_short_reads_go_on(pool2, good):
 
 
 def shrinking(path, file):
-    """A file that is cut off when all has been checked."""
+    """A file is truncated after all checks."""
     model, optimizer = model_and_optimizer()
     optimizer.register_load_state_dict_pre_hook(lambda *_: os.truncate(file, 5000) or None)
     return message_of(lambda: zshard.load(path, model, optimizer), CheckpointError)
@@ -255,7 +256,7 @@ def test_a_file_that_shrinks(pool2, path):
 
 
 def test_verify_off(tmp_path):
-    """Headers are looked at, and data is not."""
+    """Headers are checked, data is not."""
     model = nn.Linear(1200, 1200)
     zshard.save(tmp_path / "x", model)
     file = tmp_path / "x" / "model.safetensors"
@@ -339,7 +340,7 @@ def test_another_optimizer(pool2, good, what, words):
 
 
 def another_class(path):
-    """strict=False takes it, as load_state_dict() would."""
+    """strict=False accepts it, as load_state_dict() would."""
     model, _ = model_and_optimizer()
     optimizer = torch.optim.Adam(list(model.parameters()))
     said = message_of(lambda: zshard.load(path, model, optimizer), RuntimeError)
@@ -353,10 +354,10 @@ def test_another_class_of_the_same_state(pool2, good):
 
 
 def refusing(path, rank_of_error):
-    """A hook on the optimizer that raises on one rank, when it has loaded: all get back what they
-    had, and can go on."""
+    """A hook on the optimizer raises on one rank after loading: all ranks get their state back and
+    can continue."""
     model, optimizer = model_and_optimizer()
-    optimizer.step()  # so that values and options are others than in the checkpoint
+    optimizer.step()  # make values and options differ from the checkpoint
     optimizer.param_groups[0]["lr"] = 3.0
     before = state_of(model, optimizer)
     usual = type(optimizer).__setstate__
@@ -379,7 +380,7 @@ def refusing(path, rank_of_error):
     )
     zshard.load(path, model, optimizer)
     after = optimizer.state[next(model.parameters())]["exp_avg"]
-    changes = not same(after, other) or after.numel() == 0  # rank 1 may have none of it
+    changes = not same(after, other) or after.numel() == 0  # rank 1 may have no shard of it
     seen = [same(each, after) and changes for each in seen]
     forward_backward(model, rank())
     optimizer.step()
@@ -402,7 +403,7 @@ def strange_arguments(path):
 
 
 def other_arguments(path):
-    """Ranks that ask for different things, and go on."""
+    """Ranks that pass different arguments, then continue."""
     model, optimizer = model_and_optimizer()
     one = rank() == 1
     said = [

@@ -1,8 +1,8 @@
-"""zshard.load of files that others wrote, and what each rank reads of a file.
+"""zshard.load of files from other tools, and what each rank reads of a file.
 
-The values are those of the files, whatever the strategy and the number of ranks. Every call on
-files can be logged, so what a rank has read is known to the byte: the ranks of a host verify what
-they are going to read, so the host reads each block once from the disk.
+The values are those of the files, whatever the strategy and the number of ranks. All file calls can
+be logged, so each rank's reads are known to the byte: the ranks of a host verify what they will
+read, so the host reads each block from the disk once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from zshard.checkpoint.safetensors import OpenFile
 
 
 def write(folder, state, files=1):
-    """A state in a folder as Hugging Face has them: each tensor once, contiguous."""
+    """Write a state in Hugging Face's format: each tensor once, contiguous."""
     folder.mkdir(exist_ok=True)
     once = {tensor.data_ptr(): name for name, tensor in reversed(state.items()) if tensor.numel()}
     names = [n for n, t in state.items() if not t.numel() or once[t.data_ptr()] == n]
@@ -54,7 +54,7 @@ def of_case(name, seed=7):
 
 
 def loaded(name, combination, path):
-    """What differs from the state in the file."""
+    """Return what differs from the state in the file."""
     model = sharded(name, combination)
     keys = zshard.load(path, model)
     assert keys.missing_keys == keys.unexpected_keys == []
@@ -83,7 +83,7 @@ def test_in_a_world_of_one(tmp_path):
 
 
 def in_chunks(path, dtype):
-    """Cast on the way, in several chunks; as nn.Module casts."""
+    """Cast while loading, in several chunks, as nn.Module casts."""
     model, plain = wrapped(Net, ("full_shard", "shm")), make(Net)
     chunk, zshard.state.source.CHUNK = zshard.state.source.CHUNK, 64
     try:
@@ -119,7 +119,7 @@ def test_strict_off(pool2, tmp_path):
 
 
 class Persistent(nn.Module):
-    """A layer, and a buffer that the state dict has, or has not."""
+    """A layer, and a buffer that the state dict may contain or omit."""
 
     def __init__(self, persistent=True):
         super().__init__()
@@ -131,7 +131,7 @@ class Persistent(nn.Module):
 
 
 def from_meta(name, combination, path):
-    """What differs from the file, and the bits of training after that."""
+    """Return what differs from the file, and the bits of training afterwards."""
     case, rank = CASES[name], dist.get_rank()
     with torch.device("meta"):
         model = case.make()
@@ -185,9 +185,9 @@ def wide():
 
 
 def bytes_of_loading(path, transport):
-    """Most extra bytes on this rank."""
+    """Return the most extra bytes on this rank."""
     model = FSDP(wide(), transport=transport, auto_wrap_policy={nn.Linear})
-    zshard.load(path, model)  # so that all its pages are there
+    zshard.load(path, model)  # touch all its pages
     trim()
     reset_high_water()
     before = high_water()
@@ -217,7 +217,7 @@ def refused(path, path_of_1, kind):
 
 
 def check_refused(pool, paths, kind, *words):
-    """Each rank's message."""
+    """Check each rank's message."""
     found = pool.run(refused, *map(str, paths), kind)
     for said, changed in found:
         assert changed == [] and all(word in said for word in words), found
@@ -258,7 +258,8 @@ def test_a_wrong_file_on_one_rank_is_an_error_on_both(pool2, tmp_path):
 
 
 def reading_fails(path):
-    """An error while data is read, on rank 0, which has most: one on both, and both can go on."""
+    """Reading data fails on rank 0, which has the most: the error is the same on both ranks, and
+    both can continue."""
     model, usual = wrapped(Stack, ("full_shard", "shm")), OpenFile.read_into
 
     def read_into(file, memory, offset):
@@ -317,7 +318,7 @@ WEIGHT = WIDTH * WIDTH * 4  # bytes: four blocks
 
 
 def layers(transport):
-    """Layers that are a unit each."""
+    """Layers that are one unit each."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     return FSDP(model, auto_wrap_policy={nn.Linear}, transport=transport)
 
@@ -327,7 +328,8 @@ def blocks_of(begin, end):
 
 
 def blocks_read(path, folder, hosts):
-    """The blocks of the model's file that this rank reads, and how many bytes in all."""
+    """Return the blocks of the model's file that this rank reads, and the number of bytes in
+    total."""
     with on_two_hosts() if hosts == 2 else contextlib.nullcontext():
         model = layers("c10d")
         zshard.save(path, model)
@@ -359,12 +361,12 @@ def test_a_host_checks_what_it_is_going_to_read(pool, tmp_path):
 @ranks(2, 4)
 def test_ranks_share_the_work(pool, tmp_path):
     for number, (_, size) in enumerate(pool.run(blocks_read, tmp_path / "saved", tmp_path, 1)):
-        mine = LAYERS * WEIGHT // pool.world  # once to be checked, once into place
+        mine = LAYERS * WEIGHT // pool.world  # once to verify, once to load
         assert 2 * mine - BLOCK <= size <= 2 * mine + 2 * BLOCK, number
 
 
 def who_checks(path, seed, hosts):
-    """(file, block) that this rank wants, and those that it is to check; and all."""
+    """Return (file, block) that this rank wants, those that it must check, and all."""
     model = layers("c10d")
     if seed == 0:
         zshard.save(path, model, max_shard_size="40MB")

@@ -1,8 +1,8 @@
-"""Safetensors files that anybody may have made; and a fuzzer of all readers (fuzz_checkpoint.py).
+"""Untrusted safetensors files, and a fuzzer of all readers (fuzz_checkpoint.py).
 
-A header is valid as a whole, or an error that names the file. The fuzzer runs over its seeds and
-changes to them; where it is installed, also for a minute with sanitizers in the core, and it finds
-a fault that is planted.
+Either an entire header is valid, or the error names the file. The fuzzer runs on its seeds and on
+changes to them; where it is installed, it also runs for a minute with sanitizers in the core, and
+finds a planted fault.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
 def values(checkpoint):
-    """All tensors of a checkpoint."""
+    """Return all tensors of a checkpoint."""
     found = {}
     for name, entry in checkpoint.model.items():
         data = bytearray(int(torch.Size(entry.shape).numel()) * entry.dtype.itemsize)
@@ -97,7 +97,7 @@ def test_truncated_at_each_length(tmp_path):
 
 
 def survives(content, folder):
-    """Fails for anything but a ValueError that names the file, or tensors that fit the file."""
+    """Fail on anything but a ValueError that names the file, or tensors that fit the file."""
     path = write(folder / "x.safetensors", content)
     before = len(os.listdir("/proc/self/fd"))
     try:
@@ -163,7 +163,7 @@ def test_what_is_no_file(tmp_path):
 
 
 def folder(path, weight_map, files=("one", "two")):
-    """A folder with an index, and files with one tensor each, of their name."""
+    """A folder with an index, and files with one tensor each, of the same name."""
     path.mkdir()
     for name in files:
         save_file({name: torch.full((3,), float(len(name)))}, path / f"{name}.safetensors")
@@ -242,7 +242,7 @@ SEEDS = seeds()
 TARGET = Path(__file__).resolve().parents[1] / "lib" / "fuzz_checkpoint.py"
 
 needs_fuzzer = [
-    pytest.mark.timeout(900),  # the first sanitized build, on a busy machine
+    pytest.mark.timeout(900),  # the first sanitized build on a busy machine
     pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("atheris") is None, reason="the fuzzer is not installed: atheris"
@@ -263,7 +263,7 @@ def test_seeds_are_errors_or_fit():
 
 
 def test_what_a_call_should_have_done_is_known(tmp_path, monkeypatch):
-    """A core with another checksum is noticed by the first call that has one."""
+    """The first call with a checksum notices a core that computes another one."""
     monkeypatch.setattr("file_calls.crc32c", lambda data: crc32c(data) ^ 1)
     with pytest.raises(AssertionError):
         TARGETS["calls"](some_calls()[0])
@@ -285,7 +285,7 @@ def test_changed_seeds_are_errors_or_fit(data):
 
 @pytest.fixture(scope="module")
 def environment():
-    """The variables with which the fuzzer runs over the sanitized core."""
+    """Return the variables for running the fuzzer on the sanitized core."""
     try:
         return {**os.environ, **sanitized.build_to_fuzz()}
     except FileNotFoundError as error:
@@ -293,7 +293,7 @@ def environment():
 
 
 def fuzz(environment, script, folder, *options):
-    """The fuzzer's end, in a folder of its own."""
+    """Run the fuzzer in a folder of its own; return how it ended."""
     command = [sys.executable, str(script), "-seed=1", *options]
     return subprocess.run(
         command, env=environment, capture_output=True, text=True, check=False, cwd=folder
@@ -312,7 +312,7 @@ class TestFuzzer:
         assert covered[-1] > covered[0] > 100, "it hears nothing of what is covered"
 
     def test_finds_what_is_planted(self, environment, tmp_path):
-        """The core reads behind memory of 16 bytes, where four bytes of an input are right."""
+        """The core reads beyond 16 bytes of memory if four bytes of an input match."""
         script = tmp_path / "planted.py"
         script.write_text(PLANTED.format(tests=str(TARGET.parent)))
         done = fuzz(environment, script, tmp_path, "-runs=500000")

@@ -1,6 +1,6 @@
-"""Asynchronous saves, and NaN and infinite values, which are noticed while a checkpoint is written.
+"""Asynchronous saves, and the detection of NaN and infinite values while a checkpoint is written.
 
-The files have the values of the moment of the call, whatever training does meanwhile.
+The files have the values at the time of the call, whatever training does meanwhile.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zshard.ranks.agreement import bytes_of
 
 
 class Held:
-    """Context in which saves do not begin to write until `go` is set."""
+    """Context manager in which saves do not start to write until `go` is set."""
 
     def __enter__(self):
         self.go, self._write = threading.Event(), save._write
@@ -52,7 +52,7 @@ def state_of(model, optimizer):
 
 
 def while_training(name, combination, kind, folder, **options):
-    """What differs between the files and the state at the call."""
+    """Return what differs between the files and the state at the call."""
     model, optimizer = trained(name, combination, kind)
     before = state_of(model, optimizer)
     extra = {"list": [1]}
@@ -100,7 +100,7 @@ def test_casts_at_the_call(pool, tmp_path):
 
 
 def two_after_another(folder):
-    """A second save waits for the first; the memory is that of the first."""
+    """A second save waits for the first and reuses its memory."""
     model, optimizer = trained("net", FULL, "zshard.AdamW")
     first = zshard.save(folder, model, optimizer, step=1, asynchronous=True)
     memory = write._buffers[model].data_ptr()
@@ -120,8 +120,8 @@ def test_one_at_a_time(pool, tmp_path):
 
 
 def failing(folder, how):
-    """A save that fails on rank 1 in the background, told in the way `how`."""
-    model = FSDP(nn.Linear(64, 64))  # large enough for both ranks to have some of it
+    """A save fails on rank 1 in the background; `how` selects the call that raises the error."""
+    model = FSDP(nn.Linear(64, 64))  # large enough for shards on both ranks
     optimizer = zshard.AdamW(model.parameters())
     with Held() as held:
         saving = zshard.save(f"{folder}/x", model, optimizer, asynchronous=True)
@@ -140,7 +140,7 @@ def failing(folder, how):
         except OSError as error:
             told.append(str(error))
     left = inside(folder)
-    zshard.save(f"{folder}/z", model, optimizer)  # training can go on, and so can saving
+    zshard.save(f"{folder}/z", model, optimizer)  # training and saving can continue
     return told, left
 
 
@@ -157,7 +157,7 @@ def test_a_failure_is_told_on_all_ranks(pool, how, times, tmp_path):
 
 
 def ends_at_once(folder, fault):
-    """A script that is over when its save has just begun."""
+    """A script that ends when its save has just started."""
     model = FSDP(nn.Linear(64, 64))
     write = save._write
 
@@ -179,7 +179,7 @@ def test_a_process_that_ends_waits(world, tmp_path):
 
 
 def fails_at_once(folder, transport):
-    """One whose training fails then on one rank, and on the other for that."""
+    """Training then fails on one rank, and therefore on the other."""
     model = FSDP(nn.Linear(64, 64), transport=transport)
     write = save._write
 
@@ -242,7 +242,7 @@ def near_misses(dtype, count):
 def test_one_number_anywhere(tmp_path, code):
     dtype = FORMATS[code]
     item = dtype.itemsize
-    count = 5 * BLOCK // 2 // item + 3  # blocks and pieces end in it, and the end is odd
+    count = 5 * BLOCK // 2 // item + 3  # blocks and pieces end inside it, at an odd offset
     good, values = near_misses(dtype, count), near_misses(dtype, count)
     offset = BLOCK - 8 * item
     edges = [8, 8 + (256 << 10) // item, 8 + BLOCK // item, 8 + 2 * BLOCK // item, count]
@@ -257,7 +257,7 @@ def test_one_number_anywhere(tmp_path, code):
             rows = [(0, b"1234"), (offset, bytes_of(values), code), (0, bytes_of(good[:4]), code)]
             file.write(rows, BLOCK, strange := [])
             assert strange == [1], place
-            file.write([row[:2] for row in rows], BLOCK, strange := [])  # nobody has asked
+            file.write([row[:2] for row in rows], BLOCK, strange := [])  # no check requested
             assert strange == [], place
             values[place] = good[place]
 
@@ -301,8 +301,8 @@ def test_what_is_refused(tmp_path, ranges, block, error, text):
 
 
 def warned(path, dtype, saved_as, spoiled):
-    """The warnings of a save of large parameters, where the last rank has spoiled its last number
-    of the last parameter ("model"), or of its state ("optimizer")."""
+    """Return the warnings of a save of large parameters where the last rank has set the last number
+    of its last parameter ("model"), or of its state ("optimizer"), to NaN."""
     layers = (nn.Linear(256, 256, bias=False, dtype=dtype) for _ in range(3))
     model = FSDP(nn.Sequential(*layers))
     optimizer = zshard.AdamW(model.parameters())
@@ -335,7 +335,7 @@ def test_what_a_save_says(pool, tmp_path):
 @pytest.mark.parametrize("width", [4, 64])
 @pytest.mark.parametrize("place", [0, -1])
 def test_what_is_copied_on_its_way(tmp_path, width, place):
-    """Small tensors, and those that are laid out in another order."""
+    """Small tensors, and tensors with another memory layout."""
     model = nn.Conv2d(width, width, 3).to(memory_format=torch.channels_last)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1,7 +1,7 @@
-"""zshard.save: what a state dict may have besides parameters, how it is written, and what is kept beside.
+"""zshard.save: state dict entries besides parameters, how they are written, and what else is saved.
 
-Whatever state_dict() says, with the hooks and methods of its users, is what is saved; where
-that cannot be, an error names the entry.
+The save contains whatever state_dict() returns, including users' hooks and methods; where that is
+impossible, an error names the entry.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_more_files_than_are_open_at_a_time(tmp_path, monkeypatch):
 
 
 class Strided(nn.Module):
-    """Tensors that are not laid out row by row, each larger than a chunk in one of its dimensions."""
+    """Tensors that are not row-major, each larger than a chunk in one of its dimensions."""
 
     def __init__(self):
         super().__init__()
@@ -138,7 +138,7 @@ def test_tied_parameters_are_saved_once(pool2, tmp_path):
 
 
 class HeadFirst(nn.Module):
-    """The first name of the tied weight is the one that is not to be saved."""
+    """The first name of the tied weight is the one that is not saved."""
 
     _tied_weights_keys = (r"^head\.weight$", "(")
 
@@ -173,7 +173,7 @@ def test_a_model_says_which_name_is_not_saved(pool2, tmp_path):
     model._tied_weights_keys = {
         "head.weight": "x",
         "other.weight": "x",
-    }  # as newer versions have it
+    }  # as in newer versions
     zshard.save(tmp_path / "z", model)
     assert manifest_in(tmp_path / "z").tied == {"other.weight": "head.weight"}
 
@@ -297,7 +297,7 @@ def test_hooks_that_ask_for_values(pool2, tmp_path):
 
 
 class Holder(nn.Module):
-    """Its state dict is what it is told."""
+    """Its state dict is whatever it is given."""
 
     def __init__(self, state):
         super().__init__()
@@ -379,7 +379,7 @@ def test_what_an_optimizer_keeps_beside_tensors(pool2, tmp_path):
 
 def test_two_tensors_of_one_name(tmp_path):
     model = nn.ParameterDict({"a": torch.ones(2)})
-    model._modules["a"] = nn.ParameterDict({"b": torch.ones(2)})  # by the back door
+    model._modules["a"] = nn.ParameterDict({"b": torch.ones(2)})  # bypasses the check
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     first, second = model.parameters()
     optimizer.state[first]["b.c"] = torch.ones(2)

@@ -1,7 +1,7 @@
-"""zshard.save: what goes wrong is the same kind of error on all ranks, and nothing has happened.
+"""zshard.save: failures raise the same kind of error on all ranks and have no effect.
 
-After each failure the folder has what it had before, to the bit, and no more; the model
-trains on, and the next save is a good one. An error about an argument names it and says what to do.
+After each failure the folder has its earlier content, bit for bit, and nothing else; training
+continues, and the next save succeeds. An error about an argument names it and the remedy.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_arguments(pool2, case, tmp_path):
 
 
 def on_one_rank(folder):
-    """What one rank alone gets wrong, all are told."""
+    """A mistake of one rank is an error on all ranks."""
 
     def wrong(folder, model, optimizer):
         extra = {"a": some_function} if rank() == 1 else {"a": 1}
@@ -237,7 +237,7 @@ def test_at_the_wrong_time(pool2, action, tmp_path):
 
 
 def in_a_backward(folder):
-    """A backward that raises ends there, as any does; there is no training on from it here."""
+    """A backward that raises ends there, as always; the model cannot train on from it here."""
     model, optimizer = trained("mlp", APART, "zshard.AdamW")
     found = outcome(lambda: in_backward(folder, model, optimizer))
     return found[0] is RuntimeError, "cannot save a model during a step" in found[1], inside(folder)
@@ -251,8 +251,8 @@ def test_in_a_backward(pool2, tmp_path):
 
 
 def each_call(folder, sufferer, what, overwrite):
-    """Fails each call of a save in turn, on one rank. What is wrong, how often there was an error, and
-    how often none: some calls only tidy up."""
+    """Fail each call of a save in turn, on one rank. Return what is wrong, how often there was an
+    error, and how often there was none: some calls only tidy up."""
     model, optimizer = trained("mlp", APART, "zshard.AdamW", steps=1)
     zshard.save(folder / "old", model, optimizer)
     state, named = model.state_dict(), zshard.optim_state_dict(model, optimizer)
@@ -268,7 +268,7 @@ def each_call(folder, sufferer, what, overwrite):
         if rank() == 0:
             lock = folders._lock_path(folders.Target.of(path, None))
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(lock)  # it may stay; it is nobody's
+                os.unlink(lock)  # may stay: it belongs to no save
             hidden = [name for name in inside(folder) if name.startswith(".")]
             if found is None:
                 wrong += unlike(path, state, named)
@@ -296,7 +296,7 @@ def test_each_call_that_fails(pool2, sufferer, what, overwrite, tmp_path):
     assert first[0] == second[0] == []
     assert first[1:] == second[1:]
     assert first[1] >= (30 if sufferer == 0 else 6)
-    assert first[2] <= (24 if sufferer == 0 else 2)  # it deletes what there was, and its lock
+    assert first[2] <= (24 if sufferer == 0 else 2)  # it deletes the old checkpoint and its lock
 
 
 # --- paths and steps -----------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""Which bytes of which files each rank writes (zshard/checkpoint/save_plan.py), and a script's own
-state as JSON and back (zshard/checkpoint/script_state.py); without any model.
+"""The bytes and files that each rank writes (zshard/checkpoint/save_plan.py), and a script's own
+state as JSON (zshard/checkpoint/script_state.py); without any model.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.uint8]
 
 @st.composite
 def worlds(draw):
-    """(items of each rank, limit): tensors that rank 0 has, that all have, or that are cut over parts
-    of the ranks, each part with `copies` ranks."""
+    """Return (items of each rank, limit): tensors of rank 0, of all ranks, or sharded over groups
+    of ranks, with `copies` ranks for each shard."""
     parts, copies = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     world = [[] for _ in range(parts * copies)]
     for i in range(draw(st.integers(0, 6))):
@@ -165,7 +165,8 @@ def test_what_cannot_be_a_size(text):
 
 
 def cut(data, cuts):
-    """(offset, length, checksum) of the bytes between the cuts, and the multiples of a block."""
+    """Return (offset, length, checksum) of the bytes between the cuts and the multiples of a
+    block."""
     bounds = sorted({0, *cuts, *range(0, len(data), BLOCK), len(data)})
     pairs = itertools.pairwise(bounds)
     return [(a, b - a, _core.crc32c(data[a:b])) for a, b in pairs]
@@ -225,7 +226,7 @@ _values = st.recursive(
 
 
 def same(a, b):
-    """Equal in values, NaN included."""
+    """Return whether the values are equal, with NaN equal to NaN."""
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)) and type(a) is type(b):
@@ -249,7 +250,7 @@ def test_tensors_keep_dtype_shape_and_bits(dtype, shape):
     value = (torch.randn(shape) * 4).to(dtype)
     back = decode(json.loads(json.dumps(encode(value))))
     assert_same(back, value, "what comes back")
-    back.fill_(1)  # it is the caller's
+    back.fill_(1)  # the caller owns it
 
 
 @pytest.mark.parametrize("dtype", CODES, ids=str)
@@ -283,7 +284,7 @@ def test_arrays_and_numbers_of_numpy():
 
 
 def test_state_of_schedulers():
-    """MultiStepLR has a Counter with whole numbers as keys."""
+    """MultiStepLR has a Counter with integer keys."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5])
     state = scheduler.state_dict()

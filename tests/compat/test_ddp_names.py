@@ -20,7 +20,7 @@ from zshard import FSDP, DistributedDataParallel
 
 TORCHS = nn.parallel.DistributedDataParallel
 
-# What scripts pass; each is right for any model here.
+# Arguments that scripts pass; each is valid for any model here.
 SPELLINGS = [
     {},
     {"device_ids": [], "output_device": None, "find_unused_parameters": True},

@@ -1,4 +1,4 @@
-"""FSDP1's functions and attributes by name: state dict types, optimizer state, questions about units.
+"""FSDP1's functions and attributes by name: state dict types, optimizer state, queries about units.
 
 Arguments of FSDP() are in tests/wrap/test_api.py, scripts in test_fsdp1_scripts.py.
 """
@@ -55,7 +55,7 @@ def test_torchs_types_and_configs_are_returned_as_they_were_passed():
     FSDP.set_state_dict_type(model, kind, optim_state_dict_config=config)
     now = FSDP.get_state_dict_type(model)
     assert now.state_dict_type is kind and now.optim_state_dict_config is config
-    for one, other in ((kind, SHARDED), (SHARDED, kind)):  # each asks another class
+    for one, other in ((kind, SHARDED), (SHARDED, kind)):  # each names another class
         assert one == other
     assert kind != FULL
     assert hash(kind) == hash(SHARDED) and {SHARDED: 1}[kind] == 1
@@ -149,7 +149,8 @@ def test_full_precision_in_eval_mode_is_refused(monkeypatch, options):
 
 
 class Owner(nn.Module):
-    """It has some of the names itself: as an attribute, a property, a child, a parameter, a buffer."""
+    """A module that defines some of the names itself: as an attribute, a property, a child, a
+    parameter, a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -224,7 +225,7 @@ def test_attributes_without_options():
 
 
 class Experts(nn.Module):
-    """Each rank has an expert of its own, between layers that all share."""
+    """Each rank has its own expert, between layers that all ranks share."""
 
     def __init__(self):
         super().__init__()
@@ -235,7 +236,8 @@ class Experts(nn.Module):
 
 
 def experts(transport, strategy):
-    """What differs from a plain model whose gradients are averaged by hand, but for the expert's."""
+    """Return what differs from a plain model whose gradients are averaged by hand, except the
+    expert's."""
     rank = dist.get_rank()
     alone = [dist.new_group([each]) for each in range(2)][rank]
     plain, model = make(Experts), make(Experts)
@@ -287,7 +289,7 @@ def test_experts_of_each_rank_in_a_model_of_all(pool2, transport, strategy):
 
 
 def pairs_of_experts(transport):
-    """Two ranks share each of two experts; sums of four are in another order than gloo's."""
+    """Two ranks share each of two experts; gloo sums four ranks in another order."""
     rank = dist.get_rank()
     pairs = [dist.new_group(each) for each in ([0, 1], [2, 3])]
     plain, model = make(Experts), make(Experts)
@@ -362,7 +364,8 @@ def test_inner_units_cast_their_arguments_only_if_asked_to(by_hand, casts, expec
 
 
 def scaled(transport):
-    """One rank has an infinite loss in the second step, which all skip; the scale is as under FSDP1."""
+    """One rank has an infinite loss in the second step, which all ranks skip; the scale equals
+    FSDP1's."""
     rank, scales, models = dist.get_rank(), [], []
     for kind in (zshard.ShardedGradScaler, zshard.GradScaler):
         model = FSDP(make(Stack), transport=transport)

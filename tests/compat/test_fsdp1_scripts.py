@@ -1,7 +1,8 @@
-"""Scripts written for FSDP1 (tests/compat/fsdp1_scripts): they run with another import, to the same numbers.
+"""Scripts written for FSDP1 (tests/compat/fsdp1_scripts) run with another import, to the same
+numbers.
 
-Each runs twice under fresh ranks, as it stands and with its imports changed; what it saved is
-compared within rounding (FSDP1 adds in another order).
+Each runs twice on fresh ranks, unchanged and with changed imports; the results are compared within
+rounding (FSDP1 adds in another order).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from nursery import fork_ranks
 
 SCRIPTS = sorted((Path(__file__).parent / "fsdp1_scripts").glob("*.py"))
-# All that a user changes.
+# All changes that a user makes.
 CHANGES = {
     "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n": "from zshard import FSDP\n",
     "from torch.distributed.fsdp.wrap import ": "from zshard.wrap import ",
@@ -21,7 +22,7 @@ CHANGES = {
 
 
 def with_other_imports(script: Path, folder: Path) -> Path:
-    """A copy of `script` for zshard."""
+    """Return a copy of `script` for zshard."""
     text = script.read_text()
     for old, new in CHANGES.items():
         assert text.count(old) == 1, f"{script.name} does not have {old!r} once"
@@ -32,7 +33,7 @@ def with_other_imports(script: Path, folder: Path) -> Path:
 
 
 def saved_by(script: Path, folder: Path) -> dict[str, object]:
-    """What `script` saved, run by two ranks."""
+    """Return what `script` saved on two ranks."""
     path = folder / f"{script.stem}.pt"
     fork_ranks(script, 2, path, timeout=120, check=True)
     saved: dict[str, object] = torch.load(path)
@@ -40,7 +41,8 @@ def saved_by(script: Path, folder: Path) -> dict[str, object]:
 
 
 def far_apart(ours: object, theirs: object, name: str = "") -> list[str]:
-    """The names of the numbers that differ by more than rounding, or that only one has."""
+    """Return the names of the numbers that differ by more than rounding, or that only one side
+    has."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         found = [f"{name}.{key}" for key in ours.keys() ^ theirs.keys()]
         for key in ours.keys() & theirs.keys():

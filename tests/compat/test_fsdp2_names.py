@@ -1,7 +1,7 @@
-"""fully_shard() and FSDP2's names: what they take, and what they refuse with which words.
+"""fully_shard() and FSDP2's names: their arguments, and the errors for unsupported ones.
 
-test_fully_shard.py trains with them. A method that only chooses between ways to the same numbers is called in the middle of
-training, which must keep DDP's bits.
+test_fully_shard.py trains with them. A method that only chooses between equivalent ways is called
+in the middle of training, which must stay bit-identical to DDP.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def test_a_world_of_one():
     assert ours.unshard() is None and model.blocks[0].unshard(async_op=True).wait() is None
     for net in (expected, ours):
         forward_backward(net, 0)
-        torch.optim.SGD(net.parameters(), lr=0.1).step()  # held or not: it is whole anyway
+        torch.optim.SGD(net.parameters(), lr=0.1).step()  # held or not: it is unsharded anyway
     ours.reshard()
     assert differences(ours.state_dict(), expected.state_dict()) == []
     ours.set_gradient_divide_factor(1.0)
@@ -168,7 +168,8 @@ def test_the_factor_of_a_replicated_unit_is_refused(pool2):
 
 
 def training_with_switches(transport):
-    """What differs from DDP if each step calls the methods as a script for accumulation would."""
+    """Return what differs from DDP if each step calls the methods as a script for accumulation
+    would."""
     rank = dist.get_rank()
     plain = make(Stack)
     reference = ddp(plain)

@@ -1,4 +1,4 @@
-"""fully_shard(), FSDP2's spelling: the same units, the same bits, and its switches.
+"""fully_shard(), FSDP2's entry point: the same units, bit-identical results, and its switches.
 
 unshard() and reshard() are in test_unshard.py, arguments and mistakes in test_fsdp2_names.py.
 """
@@ -60,7 +60,7 @@ def trained(parallel, model, case):
 
 
 def compare(name, transport, options):
-    """What differs from DDP, and what from FSDP(...)."""
+    """Return what differs from DDP, and what differs from FSDP(...)."""
     case, (inner, policy) = CASES[name], INNER[name]
     plain = make(case.make)
     expected = trained(ddp(plain, find_unused_parameters=case.unused), plain, case)
@@ -86,7 +86,7 @@ def test_training_has_the_bits_of_ddp_and_fsdp(pool2, name, transport, options):
 
 
 def by_list():
-    """What differs if the blocks are given as a list."""
+    """Return what differs if the blocks are passed as a list."""
     one, other = make(Stack), stack()
     blocks = list(one.blocks)
     assert fully_shard(blocks) is blocks
@@ -207,7 +207,8 @@ def test_a_script_of_fsdp2_trains_as_with_torch(tmp_path, transport):
 
 
 def kept_after_forward(transport):
-    """Which units a forward keeps whole, by name, with the switch in its positions."""
+    """Return the names of the units that stay unsharded after a forward, for each setting of the
+    switch."""
     with over(transport):
         model = stack()
     found = []
@@ -232,7 +233,7 @@ def test_reshard_after_forward_can_be_switched(pool2):
 
 
 def divided(combination, factor, backwards):
-    """What differs from the mean of the ranks times W / factor; beyond rounding, nothing does."""
+    """Return what differs, beyond rounding, from the mean of the ranks times W / factor."""
     strategy, transport = combination
     with over(transport):
         model = stack(reshard_after_forward=strategy == "full_shard")
@@ -278,7 +279,7 @@ def test_the_factor_is_of_one_unit(pool2):
 
 
 def names():
-    """What units and parameters that were wrapped from the leaves up are called from the root."""
+    """Return the names of units and parameters that were wrapped from the leaves up."""
     model = stack()
     block, held = model.blocks[2], []
     block.up.register_forward_hook(lambda *_: held.append(block.up.weight.view(-1)))

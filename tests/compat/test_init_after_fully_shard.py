@@ -1,7 +1,7 @@
 """FSDP2's order: meta device, fully_shard(), to_empty(), and the script's own initialization.
 
-The same function builds a plain model and a sharded one after one seed, with no other line
-between; both must have the same values and leave the same random state.
+The same function builds a plain model and a sharded one after the same seed, with no other
+difference; both must have the same values and leave the same random state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WIDTH, WORDS = 12, 17
 
 
 class Scale(nn.Module):
-    """Nothing here initializes the parameter."""
+    """No initialization covers this parameter."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +48,8 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """As torchtitan's: a buffer that its constructor computes, tied weights, and a parameter of its own."""
+    """As in torchtitan: a buffer that the constructor computes, tied weights, and a parameter of
+    its own."""
 
     def __init__(self):
         super().__init__()
@@ -96,7 +97,7 @@ def shard(model, **options):
 
 def plain_decoder():
     model = on_meta().to_empty(device="cpu")
-    model.head.weight = model.embed.weight  # which to_empty() of a plain module unties
+    model.head.weight = model.embed.weight  # to_empty() of a plain module unties it
     model.init_weights()
     return model
 
@@ -141,7 +142,7 @@ def test_within_summon_full_params(pool2):
 
 
 class Bare(nn.Module):
-    """Its outermost module is not sharded: to_empty() is torch's own."""
+    """The outermost module is not sharded, so to_empty() is torch's own."""
 
     def __init__(self):
         super().__init__()

@@ -1,7 +1,8 @@
-"""Parameters, gradients and optimizer state in files: the same bits, whatever a script does.
+"""Parameters, gradients and optimizer state in files: bit-identical results, whatever a script
+does.
 
 A model on a disk is compared with the same model in memory, under everything that reads or writes
-its parameters. Bytes are counted, by the model, by the pager and by limits of the system.
+its parameters. The model, the pager and system limits count the bytes.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def test_models_of_every_kind(pool2, tmp_path, name):
 
 
 def use(folder):
-    """What goes wrong with a model on a disk that one in memory can do."""
+    """Return what fails with a model on a disk that works with one in memory."""
     wrong = []
     plain = make(Wide)
     model, optimizer = wide(to(folder))
@@ -115,7 +116,7 @@ def use(folder):
     with FSDP.summon_full_params(model):
         model.head.bias.data.fill_(3)
     with torch.no_grad():
-        model.blocks[0].weight.mul_(2)  # the slice, between steps
+        model.blocks[0].weight.mul_(2)  # the shard, between steps
     expected = {**other, "head.bias": torch.full((3,), 3.0)}
     expected["blocks.0.weight"] = other["blocks.0.weight"] * 2
     wrong += differences(model.state_dict(), expected)
@@ -193,7 +194,7 @@ def test_what_lies_where(tmp_path):
 
 
 def predictions(folder, kind, strategy, transport):
-    """(predicted by the wrapped model, by predict_memory(), held after steps)"""
+    """Return (predicted by the wrapped model, predicted by predict_memory(), held after steps)."""
     where = to(folder, **KINDS[kind])
     model, optimizer = wide(where, strategy=strategy, transport=transport)
     predicted = model.memory("predicted")
@@ -212,7 +213,7 @@ def test_memory_is_predicted(pool2, tmp_path, kind):
         for predicted, before, held in rows[:1]:
             on_disk = [each.pop("offloaded") for each in (predicted, before, held)]
             assert predicted == before
-            # State is in blocks of its own: a few bytes of padding. The transport is all models'.
+            # State is in separate blocks: a few bytes of padding. All models share the transport.
             for part in set(held) - {"optimizer", "total", "transport"}:
                 assert held[part] == predicted[part], (part, strategy, transport)
             assert held["optimizer"] == pytest.approx(predicted["optimizer"], rel=0.02)
@@ -233,7 +234,7 @@ def residents(folder):
     before = _core.pager_counts()
     steps(model, optimizer, n=6)
     after = _core.pager_counts()
-    largest = 3 * (2 << 20) * 4  # what a piece of a step uses: parameters and their state
+    largest = 3 * (2 << 20) * 4  # a piece of a step uses parameters and their state
     del model, optimizer
     return {
         "ahead": after["ahead"] - before["ahead"] > 0,
@@ -291,7 +292,7 @@ UNDER_LIMIT = """
 
 def under_limit(folder, where):
     command = [sys.executable, "-c", textwrap.dedent(UNDER_LIMIT), str(folder), where]
-    # The limit counts address space, of which malloc's heap gives nothing back.
+    # The limit counts address space, and malloc never returns its heap.
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
 
@@ -343,7 +344,7 @@ FULL_DISK = """
 
 
 def test_no_room_on_the_disk(tmp_path):
-    """A file that may not grow: what a full disk says, without having to fill one."""
+    """A file size limit acts like a full disk."""
     command = [sys.executable, "-c", textwrap.dedent(FULL_DISK), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

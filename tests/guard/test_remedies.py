@@ -1,6 +1,7 @@
-"""What errors advise works: each remedy is applied on the ranks that got the error, and goes on.
+"""The remedies in errors work: each is applied on the ranks that got the error, which then
+continue.
 
-A table of what a script does, words of the error, and the script as advised.
+A table: a script's operation, text of the error, and the script with the remedy.
 """
 
 from __future__ import annotations

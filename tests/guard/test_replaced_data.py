@@ -1,7 +1,7 @@
-"""`p.data = t` between steps: memory that something else uses as well is never overwritten.
+"""`p.data = t` between steps: memory that other tensors also use is never overwritten.
 
-A script that swaps weights is right if it trains as under DDP, bit for bit. Each swap is a
-function of a model, which both run.
+A script that swaps weights is correct if it trains bit-identically to DDP. Each swap is a function
+of a model, which both run.
 """
 
 import pytest
@@ -74,7 +74,7 @@ SWAPS = (
 
 
 def trained(model, inner, swap):
-    """inner: the module that was wrapped, under DDP; it has the blocks."""
+    """inner: the wrapped module, under DDP; it has the blocks."""
     optimizer = torch.optim.SGD(inner.parameters(), 0.1, momentum=0.9)
     losses = []
     for step in range(3):
@@ -89,7 +89,7 @@ def trained(model, inner, swap):
 
 
 def compared(combination, swap, offload=None):
-    """(same losses, what differs in the end)."""
+    """Return (same losses, what differs at the end)."""
     plain = make(Stack)
     model = wrapped(Stack, combination, offload=offload)
     theirs = trained(ddp(plain), plain, swap)
@@ -112,8 +112,8 @@ def test_swaps_of_offloaded_parameters(pool2, tmp_path):
 
 
 def overwritten(combination):
-    """What the next pass says of a parameter whose memory something else uses, and whether the
-    script can go on."""
+    """Return the next pass's error about a parameter whose memory another tensor uses, and whether
+    the script can continue."""
     model = wrapped(Stack, combination)
     backup = [param.data for param in model.parameters()]
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -135,7 +135,7 @@ def test_memory_that_something_else_uses_is_never_overwritten(pool2, combination
 
 
 class Two(nn.Module):
-    """Units of one parameter each, of which all ranks have elements."""
+    """Units of one parameter each; all ranks have elements of each."""
 
     def __init__(self):
         super().__init__()
@@ -175,7 +175,7 @@ def test_parts_of_one_memory_are_no_ties(pool2):
 
 
 def wrap_parts():
-    """Rows and columns of one tensor each."""
+    """Wrap rows and columns of one tensor each."""
     rows, columns = torch.randn(4, 8), torch.randn(8, 4)
     parts = (rows[:2], rows[2:], columns[:, :2], columns[:, 2:])
     model = nn.ParameterList([nn.Parameter(part) for part in parts])

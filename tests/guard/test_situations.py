@@ -1,7 +1,8 @@
-"""Code for whole parameters, on slices: right as on the plain model, or ShardError; never silent.
+"""Code for full parameters, on shards: correct as on the plain model, or ShardError; never silently
+wrong.
 
-Each situation runs on a plain model and on sharded ones with the same values and gradients,
-over both transports, in each strategy; with "no_shard" all of them are right.
+Each situation runs on a plain model and on sharded ones with the same values and gradients, over
+both transports, in each strategy; with "no_shard" all of them are correct.
 """
 
 import pytest
@@ -27,7 +28,7 @@ def sharded_model(combination):
 
 
 def with_gradients(model):
-    """The same ones on all ranks."""
+    """The same on all ranks."""
     x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
     model(x).square().sum().backward()
     return model
@@ -38,7 +39,7 @@ def whole(value):
 
 
 def outcome(situation, model):
-    """(what it gives, the parameters after it), or what ShardError says."""
+    """Return (its result, the parameters after it), or the text of ShardError."""
     try:
         given = situation(model)
     except ShardError as error:
@@ -53,7 +54,7 @@ def same(ours, theirs):
 
 
 def on_shards(name, combination):
-    """ "right", "wrong", or the error."""
+    """Return "right", "wrong", or the error."""
     situation = getattr(situations, name)
     expected, after = outcome(situation, with_gradients(plain_model()))
     found = outcome(situation, with_gradients(sharded_model(combination)))
@@ -101,7 +102,7 @@ def test_parameters_that_are_not_sharded_are_not_guarded(pool2, name):
 
 
 def training_by_recipe():
-    """Losses of SwAV's recipe: prototypes of length 1 before each step."""
+    """Return losses of SwAV's recipe: prototypes of length 1 before each step."""
     losses = []
     for model in (plain_model(), sharded_model(("full_shard", "shm"))):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -129,7 +130,7 @@ def test_swavs_recipe_with_the_two_lines_of_the_message(pool2):
 
 
 class Asking(nn.Linear):
-    """Tells whether torch would ask its weight about each operation."""
+    """Records whether torch would dispatch operations on its weight."""
 
     def forward(self, x):
         self.asked = torch.overrides.has_torch_function((self.weight,))

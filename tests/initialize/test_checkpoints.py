@@ -1,6 +1,6 @@
 """engine.save_checkpoint() and load_checkpoint(): runs resume, also on other ranks and stages.
 
-A run that was interrupted goes on with the losses of one that was not.
+A resumed run has the losses of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def test_another_number_of_ranks_and_stage_loads(
 
 
 def parts(folder: str) -> Any:
-    """What the arguments leave out stays."""
+    """State that the arguments exclude stays unchanged."""
     engine = engine_of(full())
     train(engine, 12)
     engine.save_checkpoint(folder)
@@ -173,7 +173,8 @@ def test_weights_are_saved_in_16_bits(pool: RankPool, transport: str, tmp_path: 
 
 
 def with_zshard(folder: str) -> Any:
-    """The folders are zshard's: its load() reads them, and the engine loads what its save() wrote."""
+    """The folders are zshard's: its load() reads them, and the engine loads the folders of its
+    save()."""
     engine = engine_of()
     train(engine, 2)
     engine.save_checkpoint(folder, tag="one")

@@ -1,7 +1,7 @@
-"""Configs as people have them: stages, offload, fp16, bf16 and "auto", trained as DDP does.
+"""Real-world configs: stages, offload, fp16, bf16 and "auto", with DDP's results.
 
-A case is a config and what it means in numbers. PUBLISHED are files of five projects,
-where a folder has them (tests/lib/published.py); OWN are written for this test and always run.
+A case is a config and its meaning in numbers. PUBLISHED are files of five projects, if a folder
+contains them (tests/lib/published.py); OWN are written for this test and always run.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ OWN: dict[str, tuple[dict[str, Any], Meaning, dict[str, Any]]] = {
 
 
 def redirected(config: dict[str, Any], folder: str) -> dict[str, Any]:
-    """The config, with offload to a folder of this machine."""
+    """Return the config, with offload to a folder of this machine."""
     for part in ("offload_param", "offload_optimizer"):
         place = dict(
             (config["zero_optimization"] is not True and config["zero_optimization"].get(part))

@@ -1,4 +1,5 @@
-"""A DeepSpeed config is read as DeepSpeed reads it: every key works, is named in a warning, or refused.
+"""A DeepSpeed config is read as DeepSpeed reads it: every key works, is named in a warning, or is
+refused.
 
 No rank and no model; `settings_of` alone, for two ranks.
 """
@@ -295,7 +296,7 @@ def test_comment_keys_are_named_in_one_line() -> None:
 
 
 def nested(name: str, value: Any) -> dict[str, Any]:
-    """A config with one key, by its full name."""
+    """Return a config with one key, by its full name."""
     section, _, key = name.rpartition(".")
     return nested(section, {key: value}) if section else {key: value}
 
@@ -319,7 +320,7 @@ def test_null_counts_as_absent(name: str) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), [], {}, "no value"])
 @pytest.mark.parametrize("name", CHECKED)
 def test_every_value_is_checked_by_its_key(name: str, value: Any) -> None:
-    """Also where it has no effect, as the loss scale's without fp16."""
+    """Also where it has no effect, such as the loss scale's without fp16."""
     if isinstance(value, str) and name.endswith(("nvme_path", ".type")):
         return
     with pytest.raises((TypeError, ValueError, NotImplementedError), match=re.escape(f"'{name}'")):

@@ -1,7 +1,7 @@
-"""zshard.initialize() as it is misused: each mistake is an error that says what to do, or right.
+"""Misuse of zshard.initialize(): each mistake is an error with a remedy, or works.
 
-A test makes the mistake on two ranks, reads the message, and then trains on: what was
-refused has changed nothing.
+A test makes the mistake on two ranks, reads the message, and then trains on: the refused call has
+changed nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STAGES = pytest.mark.parametrize("stage", range(4))
 
 
 def raised(call: Callable[[], Any]) -> str:
-    """The type and message of what a call raises; "" if nothing."""
+    """Return the type and message of what a call raises; "" if nothing."""
     try:
         call()
     except Exception as error:
@@ -79,7 +79,7 @@ def test_a_step_needs_a_backward(pool: RankPool, stage: int, transport: str) -> 
 
 
 def two_backwards(stage: int, transport: str) -> list[str]:
-    """Of a model with one micro-batch per step they add up; with more, step() was forgotten."""
+    """With one micro-batch per step, gradients add up; with more, step() was forgotten."""
     engine = engine_of(config(zero_optimization={"stage": stage}), transport)
     inputs, targets = batch(0)
     output = engine(inputs)
@@ -114,7 +114,7 @@ def test_two_backwards_add_up_or_a_step_was_forgotten(
 
 
 def raises_in_the_middle(stage: int, transport: str) -> int:
-    """All ranks fail in the second backward of three, catch it and begin the round again."""
+    """All ranks fail in the second backward of three, catch the error and restart the round."""
     rounds = config(zero_optimization={"stage": stage}, gradient_accumulation_steps=3)
     engine = engine_of(rounds, transport)
     theirs = Theirs(Meaning(stage, rounds=3))
@@ -329,7 +329,7 @@ def test_wrong_calls_are_named(pool: RankPool) -> None:
 
 
 def again() -> list[str]:
-    """What is refused has not sharded the model: it trains with a config that is right."""
+    """A refused config has not sharded the model: it trains with a valid one."""
     module = model()
     found = []
     for wrong in (
@@ -393,7 +393,7 @@ def test_configs_that_differ_between_ranks_are_an_error(pool: RankPool) -> None:
 
 
 def two_engines(transport: str) -> Any:
-    """As a script for RLHF has them: an actor and a reference model, each with its engine."""
+    """As in RLHF scripts: an actor and a reference model, each with its engine."""
     actor, frozen = engine_of(transport=transport), engine_of(config(optimizer=None), transport)
     theirs = Theirs(Meaning())
     for step in range(3):

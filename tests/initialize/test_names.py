@@ -1,7 +1,7 @@
-"""`import zshard as deepspeed`: the names that scripts call, and what the engine answers under them.
+"""`import zshard as deepspeed`: the names that scripts call, and the engine's answers to them.
 
-What a script asks is answered from the config that the script itself wrote; compile() compiles the
-model and not the engine's own counting.
+Queries return values from the script's own config; compile() compiles the model, not the engine's
+own counting.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def test_another_name_points_to_the_page_that_lists_those_there_are(name: str) -
 
 
 def as_a_script(path: str) -> Any:
-    """With args, as DeepSpeed's tutorials do."""
+    """With args, as in DeepSpeed's tutorials."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, default=-1)
     parser = zshard.add_config_arguments(parser)
@@ -93,7 +93,7 @@ def test_a_script_with_arguments_groups_and_a_scheduler_trains(
 
 
 def optimizers() -> Any:
-    """An instance, a function, and one whose gradients another loss scale covers."""
+    """An instance, a function, and an optimizer whose gradients have another loss scale."""
     losses = []
     for kind in ("config", "instance", "function"):
         module = model()
@@ -115,7 +115,7 @@ def test_an_optimizer_may_be_given_in_three_ways(pool: RankPool) -> None:
 
 
 def half_model() -> Any:
-    """A script that casts the model itself, as DeepSpeed's do."""
+    """A script casts the model itself, as DeepSpeed's do."""
     engine = engine_of(config(bf16={"enabled": True}), model=model().bfloat16())
     losses = []
     for step in range(3):

@@ -1,7 +1,7 @@
-"""The functions by which published scripts for DeepSpeed save weights: full ones, at all stages.
+"""Functions from published DeepSpeed scripts that save weights: full ones, at all stages.
 
-They ask a parameter for `ds_id`, and gather it if it has one. What they return is the
-plain model's, and what they must not return, a shard, cannot be written.
+They check a parameter for `ds_id`, and gather it if it has one. They return the plain model's
+weights; a shard cannot be written.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STAGES = (0, 1, 2, 3)
 
 
 def of_llava(named: Any) -> dict[str, Tensor]:
-    """LLaVA's, FastChat's, Qwen's maybe_zero_3()."""
+    """maybe_zero_3() of LLaVA, FastChat and Qwen."""
 
     def maybe_zero_3(param: Any) -> Tensor:
         if hasattr(param, "ds_id"):
@@ -44,7 +44,7 @@ def of_llava(named: Any) -> dict[str, Tensor]:
 
 
 def of_deepspeed_chat(named: Any) -> dict[str, Tensor]:
-    """DeepSpeed-Chat's save_zero_three_model(), with a clone() for ranks on CPUs."""
+    """save_zero_three_model() of DeepSpeed-Chat, with a clone() for ranks on CPUs."""
     found = {}
     for name, param in named:
         if hasattr(param, "ds_id"):
@@ -89,7 +89,7 @@ def test_they_save_the_full_weights(
 
 
 def kept_without_a_copy(transport: str) -> str:
-    """On a GPU .cpu() copies; here it is the parameter's memory, which is gone when it is cut."""
+    """On a GPU .cpu() copies; here it is the parameter's memory, which is freed on resharding."""
     engine = engine_of(transport=transport)
     weight = engine.module.first.weight
     with zero.GatheredParameters([weight]):
@@ -129,7 +129,7 @@ SHARDS: dict[str, Callable[[nn.Parameter], Any]] = {
 
 
 def refusals(strategy: str, transport: str) -> list[str]:
-    """What was written, or refused in other words."""
+    """Return what was written, or refused with another message."""
     made: Any = zshard.FSDP(model(), strategy=strategy, transport=transport)
     made(torch.ones(2, 7)).sum().backward()
     param, found = made.first.weight, []

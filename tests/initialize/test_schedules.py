@@ -1,7 +1,7 @@
 """DeepSpeed's learning rate schedules and loss scale, number by number.
 
-The numbers were computed once by DeepSpeed 0.19.8's own schedules, and by hand from its
-documentation; they are written here.
+DeepSpeed 0.19.8's own schedules, and its documentation, gave the numbers once; they are written
+here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def optimizer(lr: float = 0.2, groups: int = 1) -> torch.optim.Optimizer:
 
 
 def run(kind: str, steps: int = 8, **params: Any) -> tuple[list[float], list[float]]:
-    """The learning rates and first betas of the first steps."""
+    """Return the learning rates and first betas of the first steps."""
     stepped = optimizer()
     schedule = schedule_of({"type": kind, "params": params}, stepped)
     lrs, betas = [], []
@@ -86,7 +86,7 @@ def test_a_schedule_that_is_wrong_is_named(kind: str, params: Any, message: str)
 
 
 def scales(overflows: str, **options: Any) -> list[float]:
-    """The loss scale after each step; "x" is an overflow."""
+    """Return the loss scale after each step; "x" is an overflow."""
     scale = LossScale(scale=16.0, window=2, **options)
     found = []
     for each in overflows:

@@ -1,7 +1,8 @@
-"""zero.Init() around models whose modules have no reset_parameters(), such as those of transformers.
+"""zero.Init() around models whose modules have no reset_parameters(), such as those of
+transformers.
 
-A model's `_init_weights(module)` gives values as it does for the plain model; what it leaves
-out may be loaded, and is named by the first forward if it is not.
+A model's `_init_weights(module)` gives values as it does for the plain model. Tensors that it omits
+may be loaded; otherwise the first forward names them.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Body(nn.Module):
 
 
 class Initializes(Body):
-    """As models of transformers do: modules one by one, and what lies in a module that has none."""
+    """As in transformers' models: modules one by one, and the contents of a module without
+    tensors."""
 
     def _init_weights(self, module: nn.Module) -> None:
         if module is self.last:
@@ -129,7 +131,7 @@ def trains() -> Any:
 
 
 def test_a_llama_has_the_values_of_transformers(pool2):
-    """With its rotary frequencies, which no state dict has."""
+    """With its rotary frequencies, which no state dict contains."""
     for wrong, matrix, norm in pool2.run(trains):
         assert wrong == [] and norm == 0.0
         assert 0.015 < matrix < 0.025
