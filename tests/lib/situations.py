@@ -1,8 +1,8 @@
-"""Code that was written for whole parameters on one process, for test_situations.py.
+"""Code that was written for full parameters on one process, for test_situations.py.
 
-Each situation is a function of a model whose backward has run, sharded or not. It is right if
-what it returns, and what it leaves in the model, are what they are for the plain model; else it has
-to raise. RIGHT and REFUSED say which it is on shards.
+Each situation is a function of a model, sharded or not, after a backward. It is correct if its
+result and its effect on the model equal the plain model's; otherwise it must raise. RIGHT and
+REFUSED list which applies on shards.
 """
 
 import copy
@@ -237,7 +237,7 @@ def to_double(model):
 
 
 def is_anything_nan(model):
-    """Elementwise until the last word."""
+    """Elementwise until the last operation."""
     return torch.isnan(weight(model).detach())
 
 
