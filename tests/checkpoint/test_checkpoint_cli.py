@@ -122,7 +122,7 @@ def test_verify(saved, command, tmp_path):
     assert command("verify", path)[0] == 0
 
 
-def test_verify_of_what_has_no_checksums(command, tmp_path):
+def test_verify_without_checksums(command, tmp_path):
     dcp.save({"model": nn.Linear(2, 2).state_dict()}, checkpoint_id=tmp_path / "x", no_dist=True)
     status, text = command("verify", tmp_path / "x")
     assert status == 1 and "it has no zshard.json, so no checksums" in text
@@ -159,7 +159,7 @@ def test_export_into_several_files(saved, command, tmp_path):
     assert len(set(index["weight_map"].values())) > 2
 
 
-def test_export_of_torchs_folders(command, tmp_path):
+def test_export_of_dcp_folders(command, tmp_path):
     """Also through several chunks of memory, and into another dtype."""
     model = nn.Sequential(nn.Linear(2048, 2100), nn.BatchNorm1d(2100))
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "x", no_dist=True)
@@ -170,7 +170,7 @@ def test_export_of_torchs_folders(command, tmp_path):
     assert differences(read(tmp_path / "out"), wanted) == []
 
 
-def test_what_cannot_be_exported(saved, command, tmp_path):
+def test_export_refuses_invalid_input(saved, command, tmp_path):
     path = saved[0]
     status, text = command("export", path, path)
     assert status == 1 and "already exists: choose another folder" in text
@@ -181,7 +181,7 @@ def test_what_cannot_be_exported(saved, command, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_export_is_finished_or_not_there(saved, command, tmp_path):
+def test_export_is_atomic(saved, command, tmp_path):
     """Each file call fails in turn."""
     out, failed = tmp_path / "out", 0
     for nth in range(1, 1000):
@@ -211,7 +211,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_bar_for_who_looks_on(monkeypatch):
+def test_progress_bar_on_a_terminal(monkeypatch):
     pytest.importorskip("tqdm")
     monkeypatch.setattr(sys, "stderr", Terminal())
     with progress(1000, "verifying", delay=0) as done:
@@ -327,11 +327,11 @@ def there_and_back(folder):
     return found
 
 
-def test_any_way_into_any_other(pool2, tmp_path):
+def test_wrapped_models_load_each_others_checkpoints(pool2, tmp_path):
     assert pool2.run(there_and_back, tmp_path) == [[], []]
 
 
-def test_a_compiled_part_that_is_there_twice(tmp_path):
+def test_shared_compiled_submodule(tmp_path):
     model = nn.Sequential(compiled(nn.Linear(2, 2)), nn.Linear(2, 2))
     model.append(model[0])
     zshard.save(tmp_path / "x", model)
@@ -354,12 +354,12 @@ def by_name(way):
     return differ(back, state), list(state["state"]) == [n for n, _ in Whole().named_parameters()]
 
 
-def test_the_optimizers_state_by_names(pool2):
+def test_optimizer_state_by_name(pool2):
     for way in ("recomputed", "compiled", "compiled within"):
         assert pool2.run(by_name, way) == [([], True)] * 2, way
 
 
-def test_a_recomputed_parameter_that_is_not_finite(tmp_path):
+def test_nonfinite_recomputed_parameter(tmp_path):
     model, _ = made("recomputed", 1)
     zshard.save(tmp_path, model, step=1, keep_last=1)
     with torch.no_grad():

@@ -78,7 +78,7 @@ def test_latest(tmp_path):
     assert zshard.latest_checkpoint(tmp_path) == f"{tmp_path}/step-123456789"
 
 
-def test_a_step_without_a_directory_of_its_own(tmp_path, monkeypatch):
+def test_step_requires_a_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     zshard.save("runs", small(), step=1)
     zshard.save("runs/", small(), step=2)
@@ -102,7 +102,7 @@ def test_keep_last(pool2, tmp_path):
     assert names == ["step-00000000", "step-00000003", "step-00000004"]
 
 
-def test_later_steps_are_nobodys_to_delete(tmp_path):
+def test_later_steps_are_never_deleted(tmp_path):
     """A run that resumed from an earlier step, or started anew in the wrong directory."""
     for step in (1, 2, 7, 10**8):
         zshard.save(tmp_path, small(), step=step)
@@ -116,7 +116,7 @@ def test_later_steps_are_nobodys_to_delete(tmp_path):
     assert inside(tmp_path) == ["one", name(10**8 + 1)]
 
 
-def test_a_directory_in_which_another_job_saves(tmp_path, monkeypatch):
+def test_directory_shared_with_another_job(tmp_path, monkeypatch):
     """The newest checkpoint may be deleted between the listing and the opening."""
     model = small()
     zshard.save(tmp_path, model, step=1)
@@ -157,7 +157,7 @@ def name(step):
 
 
 @ranks(1, 2)
-def test_the_last_finite_one_is_kept(pool, tmp_path):
+def test_last_finite_checkpoint_is_kept(pool, tmp_path):
     rows = pool.run(with_values, tmp_path, 1.0, float("nan"), float("-inf"), 4.0, 5.0)[0]
     left = [[name(0)], [name(0), name(1)], [name(0), name(2)], [name(3)], [name(4)]]
     assert [names for names, _ in rows] == left
@@ -167,7 +167,7 @@ def test_the_last_finite_one_is_kept(pool, tmp_path):
             assert "NaN or infinite values in '" in text and "weight'" in text
 
 
-def test_what_cannot_be_deleted_is_a_warning(tmp_path, monkeypatch):
+def test_failed_deletion_warns(tmp_path, monkeypatch):
     zshard.save(tmp_path, small(), step=1)
     before = bit_by_bit(tmp_path / "step-00000001")
 
@@ -207,7 +207,7 @@ def test_overwrite(tmp_path):
     assert tensors_in(tmp_path / "step-00000001")["weight"].eq(4).all()
 
 
-def test_a_file_system_that_cannot_exchange_folders(tmp_path, monkeypatch):
+def test_file_system_without_atomic_exchange(tmp_path, monkeypatch):
     zshard.save(tmp_path / "x", small(1.0))
     before = bit_by_bit(tmp_path / "x")
 
@@ -226,7 +226,7 @@ def leave_behind(path, names=("model.safetensors", "zshard.json")):
         (path / name).write_text("half")
 
 
-def test_what_a_broken_save_has_left_is_deleted(tmp_path):
+def test_leftovers_of_a_broken_save_are_deleted(tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "file").write_text("")
@@ -249,7 +249,7 @@ def test_what_a_broken_save_has_left_is_deleted(tmp_path):
     assert inside(outside) == ["file"]
 
 
-def test_saves_beside_each_other(tmp_path):
+def test_concurrent_saves_in_one_directory(tmp_path):
     """Each checkpoint has its own lock."""
     lock = folders._locked(Target.of(tmp_path / "a", None))
     zshard.save(tmp_path / "b", small())
@@ -260,7 +260,7 @@ def test_saves_beside_each_other(tmp_path):
     assert inside(tmp_path) == ["a", "b"]
 
 
-def test_a_lock_that_was_just_given_back(tmp_path, monkeypatch):
+def test_lock_file_deleted_by_the_previous_holder(tmp_path, monkeypatch):
     """Another process deletes the lock file between our opening and locking it, so we create
     another."""
     target, real, calls = Target.of(tmp_path / "a", None), _core.lock_file, []
@@ -278,7 +278,7 @@ def test_a_lock_that_was_just_given_back(tmp_path, monkeypatch):
     _core.unlock(lock)
 
 
-def test_a_file_system_without_locks(tmp_path, monkeypatch):
+def test_file_system_without_locks(tmp_path, monkeypatch):
     def lock_file(path):
         raise OSError(folders._NO_LOCKS[0], "No locks available", path)
 
@@ -288,7 +288,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
     assert inside(tmp_path) == [f".x.{ID}.tmp", "x"]  # another process may be writing it
 
 
-def test_a_path_that_is_taken_meanwhile(tmp_path, monkeypatch):
+def test_path_created_during_a_save(tmp_path, monkeypatch):
     real = _core.sync_folder
 
     def sync_folder(path):
@@ -394,7 +394,7 @@ def into_full(folder):
     return found
 
 
-def test_a_full_disk(pool2, tmp_path):
+def test_full_disk(pool2, tmp_path):
     with mounted(tmp_path / "disk", "size=6m"):
         first, second = pool2.run(into_full, tmp_path / "disk")
         assert inside(tmp_path / "disk") == ["old"]
@@ -403,7 +403,7 @@ def test_a_full_disk(pool2, tmp_path):
     assert "model.safetensors'" in second[1]
 
 
-def test_a_disk_that_is_read_only(pool2, tmp_path):
+def test_read_only_disk(pool2, tmp_path):
     with mounted(tmp_path / "disk", "ro,size=1m"):
         found = pool2.run(refused, tmp_path / "disk")
     assert [kind for kind, _ in found] == [OSError, OSError]
@@ -426,7 +426,7 @@ def without_rights(folder):
         os.seteuid(before)
 
 
-def test_a_folder_that_is_somebody_elses():
+def test_folder_of_another_user():
     with tempfile.TemporaryDirectory() as folder:  # only root can read pytest's own
         os.chmod(folder, 0o555)
         kind, text = fork_ranks(without_rights, 1, Path(folder), check=True)[0].value
@@ -455,7 +455,7 @@ def while_another(folder, is_numbered):
 
 
 @pytest.mark.parametrize("is_numbered", [False, True])
-def test_while_another_save_is_under_way(pool2, is_numbered, tmp_path):
+def test_save_while_another_is_in_progress(pool2, is_numbered, tmp_path):
     for (kind, text), names in pool2.run(while_another, tmp_path, is_numbered):
         assert kind is RuntimeError and names == ["new"]
         assert "another save to '" in text and "process " in text and ".zshard.lock'" in text
@@ -474,5 +474,5 @@ def not_shared(folder):
     return tried(folder, FileNotFoundError, text, on_disks_of_their_own)
 
 
-def test_a_folder_that_ranks_do_not_share(pool2, tmp_path):
+def test_folder_not_shared_by_all_ranks(pool2, tmp_path):
     assert pool2.run(not_shared, tmp_path) == [[], []]

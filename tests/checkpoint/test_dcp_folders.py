@@ -79,7 +79,7 @@ def flat_by_torch(path, name, combination):
     return found, message_of(lambda: zshard.load(path, other, mixed), RuntimeError)
 
 
-def test_flat_optimizers_of_torch(pool2, tmp_path):
+def test_flat_optimizer_state_of_torch(pool2, tmp_path):
     for i, combination in enumerate((FULL, C10D)):
         for found, said in pool2.run(flat_by_torch, str(tmp_path / str(i)), "mlp", combination):
             assert found == []
@@ -122,7 +122,7 @@ def into_zshard(path, name, combination, made):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("library", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("name", ["net", "frozen", "mlp"])
-def test_models_and_optimizers_of_torchs_libraries(pools, pool2, library, name, tmp_path):
+def test_models_and_optimizers_saved_by_torch(pools, pool2, library, name, tmp_path):
     path = str(tmp_path / "x")
     made = pool2.run(by_torch, path, library, name)[0]
     for combination in (FULL, C10D, ("zero1", "c10d")):
@@ -159,7 +159,7 @@ def read_in_order(path, combination, made):
     return found, message_of(lambda: zshard.load(path, model, cut), RuntimeError)
 
 
-def test_tensors_that_are_not_row_major_and_parameters_by_number(pool2, tmp_path):
+def test_non_row_major_tensors_and_numbered_parameters(pool2, tmp_path):
     made = pool2.run(by_numbers, str(tmp_path))[0]
     for combination in (FULL, C10D):
         for found, said in pool2.run(read_in_order, str(tmp_path), combination, made):
@@ -197,7 +197,7 @@ def boxes(path):
 
 
 @pytest.mark.thorough
-def test_tensors_cut_in_any_way(pool4, tmp_path):
+def test_tensors_in_arbitrary_chunks(pool4, tmp_path):
     made = pool4.run(boxes, str(tmp_path / "x"))[0]
     with opened(tmp_path / "x") as found:
         assert found.model.keys() == made.keys()
@@ -274,7 +274,7 @@ def refused(folder, words):
     assert [name for name, param in model.named_parameters() if param.any()] == []
 
 
-def test_a_pickle_that_would_run_something(folder, tmp_path):
+def test_malicious_pickle_is_refused(folder, tmp_path):
     sign = tmp_path / "ran"
     right = (folder / ".metadata").read_bytes()
     for protocol in (0, 2, 4):
@@ -291,7 +291,7 @@ def test_a_pickle_that_would_run_something(folder, tmp_path):
     assert not sign.exists()
 
 
-def test_the_whole_of_it(folder):
+def test_complete_folder_loads(folder):
     model = Two()
     result = zshard.load(folder, model)
     assert dict(result) == {"step": 3} and model.a[1, 2] == 5 and model.b.sum() == 4
@@ -386,7 +386,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_metadata_that_are_wrong(folder, what):
+def test_invalid_metadata(folder, what):
     change, words = WRONG[what]
     changed(folder, change)
     model = Two()
@@ -405,7 +405,7 @@ def test_truncated_metadata(folder):
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_any_data_comes_back(data):
+def test_plain_data_round_trips(data):
     """Plain data that Python can pickle is loaded unchanged. (fuzz_checkpoint.py changes
     pickles.)"""
     leaf = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -441,7 +441,7 @@ def test_folders_with_changed_bytes(folder, data):
         assert str(copied) in str(error) or "Error(s) in loading" in str(error)
 
 
-def test_nothing_in_the_package_can_run_a_pickle():
+def test_no_module_executes_pickles():
     """Checkpoint modules neither import nor call anything that runs pickles, except Python's
     unpickler in one module, whose subclass looks up no name."""
     folder = Path(torch_file.__file__).parent

@@ -112,7 +112,7 @@ def near(ours, theirs):
 
 
 @pytest.mark.parametrize("original", [True, False], ids=["parameters", "flat"])
-def test_folders_of_fsdp1(pool2, original, tmp_path):
+def test_fsdp1_folders(pool2, original, tmp_path):
     assert pool2.run(by_fsdp1, tmp_path, original) == [[], []]
 
 
@@ -156,7 +156,7 @@ def parts(pools, tmp_path_factory):
     return folder
 
 
-def test_folders_of_the_hugging_face_writer(parts, tmp_path, monkeypatch, capsys):
+def test_hugging_face_writer_folders(parts, tmp_path, monkeypatch, capsys):
     for words in (["inspect", parts / "files"], ["export", parts / "files", tmp_path / "out"]):
         monkeypatch.setattr("sys.argv", ["zshard", "ckpt", *map(str, words)])
         assert main() == 0
@@ -218,7 +218,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_parts_that_are_no_whole(parts, case, tmp_path):
+def test_incomplete_or_overlapping_parts(parts, case, tmp_path):
     change, kind, text = WRONG[case]
     folder = Path(shutil.copytree(parts / "parts", tmp_path / "x"))
     change(folder)
@@ -256,7 +256,7 @@ def stepped():
     return model, optimizer
 
 
-def test_where_model_and_optimizer_may_lie(tmp_path):
+def test_locations_of_model_and_optimizer(tmp_path):
     model, optimizer = stepped()
     own, state = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
     forms = (
@@ -307,7 +307,7 @@ BESIDE = {
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_data_that_pickles_have_as_calls(protocol):
+def test_plain_data_that_pickles_encode_as_calls(protocol):
     wanted = {
         **{"best": 0.25, "seen": -7, "ok": True, "name": b"run\xff", "recent": [1.5, 2.5]},
         **{"by_id": [{"a": 1}, {"a": 2, "b": 1}], "ids": ([3, 4], [])},
@@ -317,7 +317,7 @@ def test_data_that_pickles_have_as_calls(protocol):
     assert found == wanted and type(found["seen"]) is int and type(found["ok"]) is bool
 
 
-def test_what_is_no_data_beside_the_model(tmp_path):
+def test_non_plain_entries_beside_the_model(tmp_path):
     args = argparse.Namespace(lr=0.5, seen=collections.deque([print]))
     state = {"model": made(1).state_dict(), "args": args, "best": numpy.float32(0.5)}
     dcp.save(state, checkpoint_id=tmp_path / "x", no_dist=True)

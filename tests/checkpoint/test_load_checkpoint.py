@@ -76,7 +76,7 @@ def run(pools, world, function, *args):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", ["zshard.AdamW", "torch.SGD"])
-def test_any_world_into_any_other(pools, world, kind, tmp_path):
+def test_load_at_any_world_size(pools, world, kind, tmp_path):
     names = NAMES if kind == "zshard.AdamW" else NAMES[:2]
     made = run(pools, world, save, str(tmp_path), names, kind, HOW[world])[0]
     for into in (1, 2, 3, 4):
@@ -107,14 +107,14 @@ WAYS = [FULL, C10D, ("zero1", "c10d"), ("no_shard", "c10d"), ("shard_grad_op", "
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("combination", WAYS, ids="-".join)
 @pytest.mark.parametrize("name", ["tied", "frozen"])
-def test_a_resumed_run_has_the_bits_of_one_that_went_on(pool2, name, combination, tmp_path):
+def test_resumed_run_is_bit_identical(pool2, name, combination, tmp_path):
     for kind in ("zshard.AdamW", "torch.SGD", "torch.Adam"):
         path = str(tmp_path / kind)
         assert pool2.run(resumed, path, name, kind, combination) == [[], []], kind
 
 
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
-def test_a_resumed_run_in_groups(pool4, strategy, tmp_path):
+def test_resumed_run_in_groups(pool4, strategy, tmp_path):
     found = pool4.run(resumed, str(tmp_path / "x"), "tied", "zshard.AdamW", (strategy, 2, 2))
     assert found == [[]] * 4
 
@@ -156,7 +156,7 @@ def with_options(path, how):
 @pytest.mark.parametrize(
     "how", ["amsgrad", "rounding", "in backward", "offload", "low", "fully_shard"]
 )
-def test_what_is_special_about_an_optimizer(pool2, how, tmp_path):
+def test_unusual_optimizer_options(pool2, how, tmp_path):
     assert pool2.run(with_options, str(tmp_path), how) == [[], []]
 
 
@@ -172,7 +172,7 @@ def in_place(path, combination):
     return kept, differ(state_of(model, optimizer), before)
 
 
-def test_a_running_model_goes_back(pool2, tmp_path):
+def test_load_into_a_running_model(pool2, tmp_path):
     for i, combination in enumerate((FULL, C10D, ("no_shard", "shm"))):
         assert pool2.run(in_place, str(tmp_path / str(i)), combination) == [(True, [])] * 2
 
@@ -241,7 +241,7 @@ def untied(path):
     return keys.missing_keys, differences(state["head.weight"], state["embed.weight"])
 
 
-def test_a_tied_tensor_goes_to_all_its_names(pool2, tmp_path):
+def test_tied_tensor_loads_under_all_names(pool2, tmp_path):
     zshard.save(tmp_path / "x", make(Tied, 7))
     assert pool2.run(untied, str(tmp_path / "x")) == [([], [])] * 2
 
@@ -257,7 +257,7 @@ def behind_a_save(path):
     return loaded.step, differ(state_of(model, optimizer), wanted)
 
 
-def test_a_save_that_is_under_way_is_waited_for(pool2, tmp_path):
+def test_load_waits_for_a_running_save(pool2, tmp_path):
     assert pool2.run(behind_a_save, str(tmp_path / "x")) == [(2, [])] * 2
 
 
@@ -288,7 +288,7 @@ def run_block(text: str, steps: int) -> dict[str, Any]:
     return dict(names["model"].state_dict())
 
 
-def test_a_run_goes_on(tmp_path, monkeypatch):
+def test_documented_script_resumes(tmp_path, monkeypatch):
     (text,) = (block for block in BLOCKS if "for step in" in block)
     (tmp_path / "a").mkdir()
     monkeypatch.chdir(tmp_path / "a")
@@ -350,7 +350,7 @@ def test_state_dicts(pool2, file, tmp_path):
     assert pool2.run(saved_and_loaded, tmp_path, saving, loading) == [([], True)] * 2
 
 
-def test_each_block_is_run():
+def test_every_documented_block_runs():
     marks = ("for step in", '"meta"', "state.pt", "rank0.pt")
     assert [sum(mark in block for block in BLOCKS) for mark in marks] == [1, 1, 2, 2]
     assert len(BLOCKS) == 6

@@ -72,7 +72,7 @@ def _flip(path, at):
         file.write(bytes([byte ^ (1 << at % 8)]))
 
 
-def test_each_flipped_bit_is_noticed(pool2, path):
+def test_every_flipped_bit_is_detected(pool2, path):
     """At places across all files: header, padding, data, index, manifest."""
     files = [name for name in files_of(path) if name != "zshard.json"]
     for found, changed in pool2.run(flipped_everywhere, str(path), files, 97):
@@ -82,7 +82,7 @@ def test_each_flipped_bit_is_noticed(pool2, path):
         assert [each for each in found if ".safetensors" not in each[2]] == []
 
 
-def test_the_block_and_its_tensors_are_named(pool2, path):
+def test_error_names_the_block_and_its_tensors(pool2, path):
     file = next(each for each in sorted(path.iterdir()) if each.name.startswith("optimizer-00001"))
     flip(file, file.stat().st_size - 1)
     words = [
@@ -110,7 +110,7 @@ def truncated(path, lengths):
 
 
 @pytest.mark.parametrize("name", ["model-00001-of", "model.safetensors.index", "zshard.json"])
-def test_other_lengths(pool2, path, name):
+def test_truncated_and_extended_files(pool2, path, name):
     file = next(each for each in path.iterdir() if each.name.startswith(name))
     size = file.stat().st_size
     lengths = [size + 1, size - 1, *(size * i // 15 for i in reversed(range(14))), 0]
@@ -125,13 +125,13 @@ def test_other_lengths(pool2, path, name):
 @pytest.mark.parametrize(
     "name", ["model-00002-of", "optimizer-00001-of", "optimizer.safetensors.i"]
 )
-def test_a_file_that_is_gone(pool2, path, name):
+def test_missing_file(pool2, path, name):
     file = next(each for each in path.iterdir() if each.name.startswith(name))
     file.unlink()
     check(pool2, path, f"'{file}' is missing from the checkpoint")
 
 
-def test_without_its_manifest_it_is_a_plain_folder(pool2, path):
+def test_folder_without_manifest_is_plain(pool2, path):
     (path / "zshard.json").unlink()
     check(pool2, path, "has no usable optimizer state", kind=RuntimeError)
     for verified, wrong in pool2.run(unverified, str(path)):
@@ -161,7 +161,7 @@ def other_values(path):
     zshard.save(path, model, optimizer, max_shard_size="2 KB")
 
 
-def test_files_that_the_manifest_does_not_name_are_nobodys(pool2, path):
+def test_files_outside_the_manifest_are_ignored(pool2, path):
     save_file({"head.bias": torch.ones(2)}, path / "model.safetensors")
     save_file({"x": torch.ones(2)}, path / "model-00009-of-00009.safetensors")
     (path / "optimizer.safetensors").write_bytes(b"nothing")
@@ -180,7 +180,7 @@ def numbered(path):
     return loaded.step, loaded.path, dict(loaded)
 
 
-def test_the_newest_is_taken_and_an_older_one_offered(pool2, tmp_path):
+def test_newest_is_loaded_and_error_suggests_an_older_one(pool2, tmp_path):
     for found in pool2.run(numbered, str(tmp_path / "run")):
         assert found == (10, str(tmp_path / "run" / folder.name_of(10)), {"step": 10})
     newest, older = (tmp_path / "run" / folder.name_of(step) for step in (10, 9))
@@ -219,7 +219,7 @@ def failing(path, what):
     return found, nth, state_of(model, optimizer)
 
 
-def test_each_call_that_fails_is_an_error_on_all_ranks(pool2, good):
+def test_any_failing_call_is_an_error_on_all_ranks(pool2, good):
     (found, calls, state), (others, same, theirs) = pool2.run(failing, str(good), "EIO")
     assert found == others == [] and calls == same > 30
     assert differ(state, theirs) == []
@@ -238,7 +238,7 @@ def interrupted(path, what):
     return calls > 30, differ(state_of(model, optimizer), state_of(other, theirs))
 
 
-def test_short_reads_go_on(pool2, good):
+def test_short_reads_are_resumed(pool2, good):
     assert pool2.run(interrupted, str(good), "short") == [(True, [])] * 2
 
 
@@ -249,7 +249,7 @@ def shrinking(path, file):
     return message_of(lambda: zshard.load(path, model, optimizer), CheckpointError)
 
 
-def test_a_file_that_shrinks(pool2, path):
+def test_file_truncated_during_load(pool2, path):
     file = next(each for each in sorted(path.iterdir()) if each.name.startswith("optimizer-00001"))
     for said in pool2.run(shrinking, str(path), str(file)):
         assert f"'{file}' ends at byte 5000, before byte" in said
@@ -387,7 +387,7 @@ def refusing(path, rank_of_error):
     return said, changed, seen
 
 
-def test_an_optimizer_that_refuses_on_one_rank(pool2, good):
+def test_optimizer_that_raises_on_one_rank(pool2, good):
     for said, changed, seen in pool2.run(refusing, str(good), 1):
         assert "not with these options" in said and changed == []
         assert seen == [True], "post hooks see the values"
@@ -415,7 +415,7 @@ def other_arguments(path):
     return said
 
 
-def test_ranks_that_ask_for_different_things(pool2, good):
+def test_ranks_with_different_arguments(pool2, good):
     for first, second, third in pool2.run(other_arguments, str(good)):
         assert "load(optimizer=) is NoneType on rank 0, but AdamW on rank 1" in first
         assert "load(verify=) is False on rank 0, but True on rank 1" in second

@@ -65,7 +65,7 @@ def loaded(name, combination, path):
 @ranks(2, 3)
 @pytest.mark.parametrize("files", [1, 3])
 @pytest.mark.parametrize("name", ["net", "odds", "tied", "frozen", "dtypes", "conv"])
-def test_the_values_are_those_of_the_files(pool, name, files, tmp_path):
+def test_values_equal_the_files(pool, name, files, tmp_path):
     path = write(tmp_path / "x", of_case(name), files)
     for combination in COMBINATIONS:
         found = pool.run(loaded, name, combination, path)
@@ -163,7 +163,7 @@ def test_from_meta(pool2, name, tmp_path):
         assert found == [(True, [], True)] * 2, combination
 
 
-def test_what_a_file_lacks_is_an_error(tmp_path):
+def test_missing_entries_are_errors(tmp_path):
     path = write(tmp_path / "x", {"layer.weight": torch.ones(3, 5), "layer.bias": torch.ones(3)})
     with torch.device("meta"):
         model, other = Persistent(), Persistent(persistent=False)
@@ -197,7 +197,7 @@ def bytes_of_loading(path, transport):
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_less_than_a_unit_is_held(pool2, dtype, transport, tmp_path):
+def test_peak_memory_is_below_one_unit(pool2, dtype, transport, tmp_path):
     path = write(tmp_path / "x", {k: v.to(dtype) for k, v in wide().state_dict().items()})
     unit, whole = 4 * 2**20, 64 * 2**20
     for extra in pool2.run(bytes_of_loading, path, transport):
@@ -224,7 +224,7 @@ def check_refused(pool, paths, kind, *words):
     return [said for said, _ in found]
 
 
-def test_what_does_not_fit_is_listed(pool2, tmp_path):
+def test_mismatches_are_listed(pool2, tmp_path):
     state = make(Stack, 7).state_dict()
     del state["blocks.0.up.bias"]
     state["head.weight"] = state["head.weight"].t().contiguous()
@@ -240,7 +240,7 @@ def test_what_does_not_fit_is_listed(pool2, tmp_path):
     check_refused(pool2, (path, path), RuntimeError, *words, dtype)
 
 
-def test_a_wrong_file_on_one_rank_is_an_error_on_both(pool2, tmp_path):
+def test_wrong_file_on_one_rank_is_an_error_on_all(pool2, tmp_path):
     right = write(tmp_path / "x", make(Stack, 7).state_dict())
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes((tmp_path / "x" / "model.safetensors").read_bytes()[:-1])
@@ -276,7 +276,7 @@ def reading_fails(path):
     return said, differences(model.state_dict(), make(Stack, 7).state_dict())
 
 
-def test_an_error_while_reading_is_one_on_all_ranks(pool2, tmp_path):
+def test_read_error_is_raised_on_all_ranks(pool2, tmp_path):
     path = write(tmp_path / "x", make(Stack, 7).state_dict())
     for said, wrong in pool2.run(reading_fails, path):
         assert "Input/output error" in said and "model.safetensors" in said and wrong == []
@@ -347,7 +347,7 @@ def blocks_read(path, folder, hosts):
 
 
 @ranks(4)
-def test_a_host_checks_what_it_is_going_to_read(pool, tmp_path):
+def test_host_verifies_the_blocks_it_reads(pool, tmp_path):
     told = pool.run(blocks_read, tmp_path / "saved", tmp_path, 2)
     for host in (0, 1):
         own = set()
@@ -359,7 +359,7 @@ def test_a_host_checks_what_it_is_going_to_read(pool, tmp_path):
 
 
 @ranks(2, 4)
-def test_ranks_share_the_work(pool, tmp_path):
+def test_ranks_divide_the_reads(pool, tmp_path):
     for number, (_, size) in enumerate(pool.run(blocks_read, tmp_path / "saved", tmp_path, 1)):
         mine = LAYERS * WEIGHT // pool.world  # once to verify, once to load
         assert 2 * mine - BLOCK <= size <= 2 * mine + 2 * BLOCK, number
@@ -392,7 +392,7 @@ def names_of(runs):
 
 @pytest.mark.sampled(1)
 @ranks(1, 3, 4)
-def test_each_block_is_checked_once(pool, tmp_path):
+def test_each_block_is_verified_once(pool, tmp_path):
     for seed in range(8):
         hosts = min(1 + seed % 3, pool.world)
         told = pool.run(who_checks, str(tmp_path / "saved"), seed, hosts)

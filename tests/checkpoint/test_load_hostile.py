@@ -57,7 +57,7 @@ def records(path):
 
 @pytest.mark.parametrize("kind", ["link", "fifo", "folder"])
 @pytest.mark.parametrize("name", ["model-00001-of", "optimizer.safetensors.i", "zshard.json"])
-def test_what_is_no_regular_file(pool2, path, name, kind):
+def test_non_regular_files_are_refused(pool2, path, name, kind):
     file = next(each for each in path.iterdir() if each.name.startswith(name))
     moved = file.rename(path.parent / file.name)
     if kind == "link":
@@ -70,7 +70,7 @@ def test_what_is_no_regular_file(pool2, path, name, kind):
     check(pool2, path, [f"'{file}'", "is a symbolic link" if is_link else "regular file"])
 
 
-def test_an_index_that_names_what_the_manifest_does_not(pool2, path):
+def test_index_entry_missing_from_the_manifest(pool2, path):
     index = path / "model.safetensors.index.json"
     told = json.loads(index.read_text())
     first = next(iter(told["weight_map"]))
@@ -103,12 +103,12 @@ def test_an_index_that_names_what_the_manifest_does_not(pool2, path):
         ({"extra": [{"a": {"$tuple": 1, "$x": 2}}]}, "not a value that this version"),
     ],
 )
-def test_a_manifest_that_says_strange_things(pool2, path, changes, words):
+def test_implausible_manifest(pool2, path, changes, words):
     rewritten(path, **changes)
     check(pool2, path, words)
 
 
-def test_a_newer_format(pool2, path):
+def test_newer_format_version(pool2, path):
     file = path / "zshard.json"
     whole = json.loads(file.read_text())
     whole["checkpoint"]["version"] = 2
@@ -116,7 +116,7 @@ def test_a_newer_format(pool2, path):
     check(pool2, path, ["has format version 2, but this zshard reads version 1"])
 
 
-def test_a_folder_of_an_interrupted_save(pool2, path):
+def test_folder_of_an_interrupted_save(pool2, path):
     (path / "zshard.json").unlink()
     left = path.rename(path.parent / f".x.{'0' * 32}.tmp")
     check(pool2, left, "an interrupted save left it", options=None, with_optimizer=False)
@@ -301,7 +301,7 @@ def test_pickles_in_little_memory(folder, put):
         assert put is as_metadata or "'step'" in text, (name, text)
 
 
-def test_a_pickle_calls_nothing(folder):
+def test_pickle_calls_nothing(folder):
     """However a class or function is called, or given a state or items."""
     sign = folder.with_name("ran")
     command = f"touch {sign}".encode()
@@ -359,11 +359,11 @@ def body():
     return json.loads(manifest.dump(_SOME))["checkpoint"]
 
 
-def test_comes_back():
+def test_manifest_round_trips():
     assert manifest.parse(manifest.dump(_SOME), "x") == _SOME
 
 
-def test_may_be_laid_out_anew():
+def test_manifest_may_be_reformatted():
     text = json.dumps(json.loads(manifest.dump(_SOME)), indent=7).encode()
     assert manifest.parse(text, "x") == _SOME
 
@@ -375,7 +375,7 @@ def test_extra_of_ranks():
     assert Manifest("0" * 32, None, 3, {}).extra_of(2) == {}
 
 
-def test_each_flipped_bit_is_found_or_says_the_same():
+def test_flipped_bit_is_detected_or_harmless():
     """Bits of white space, for example, may not matter; the content must then be the same."""
     text = manifest.dump(_SOME)
     for at in range(8 * len(text)):
@@ -413,13 +413,13 @@ def test_each_flipped_bit_is_found_or_says_the_same():
         ("finite", 1, "finite must be a boolean, got 1"),
     ],
 )
-def test_content_that_is_wrong(key, value, said):
+def test_invalid_manifest_content(key, value, said):
     with pytest.raises(CheckpointError, match=said):
         manifest.parse(signed({**body(), key: value}), "zshard.json")
 
 
 @pytest.mark.parametrize("key", sorted(json.loads(manifest.dump(_SOME))["checkpoint"]))
-def test_content_that_is_missing(key):
+def test_missing_manifest_content(key):
     rest = {name: value for name, value in body().items() if name != key}
     with pytest.raises(CheckpointError):
         manifest.parse(signed(rest), "zshard.json")
@@ -444,6 +444,6 @@ def test_content_that_is_missing(key):
         + b"}}",
     ],
 )
-def test_text_that_is_no_manifest(text):
+def test_text_that_is_not_a_manifest(text):
     with pytest.raises(CheckpointError, match="'x' is"):
         manifest.parse(text, "x")

@@ -185,7 +185,7 @@ def test_outcomes_of_a_file() -> None:
     assert (file.sure, file.pending, file.outcomes()) == (b"abd\0c", [], [b"abd\0c"])
 
 
-def test_log_has_every_call_and_its_outcome(root: Path) -> None:
+def test_log_records_every_call_and_its_outcome(root: Path) -> None:
     log = root.parent / "log"
     file_faults(0)
     with logged(log):
@@ -218,7 +218,7 @@ def test_a_log_that_cannot_be_written_is_an_error(root: Path) -> None:
     file_log(None)
 
 
-def test_what_goes_past_the_table_shows(root: Path) -> None:
+def test_writes_that_bypass_the_log_are_detected(root: Path) -> None:
     disk, log = Disk(root), root.parent / "log"
     with logged(log):
         publish(root)

@@ -50,7 +50,7 @@ def read(path):
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
-def test_what_the_reference_implementation_writes(dtype, tmp_path):
+def test_files_of_the_reference_implementation(dtype, tmp_path):
     bits = torch.randint(0, 2 if dtype == torch.bool else 100, (5, 3, dtype.itemsize)).byte()
     tensors = {
         "some": bits.view(dtype).squeeze(-1),
@@ -71,7 +71,7 @@ def test_what_the_reference_implementation_writes(dtype, tmp_path):
         assert_same(ours, theirs, f"the bytes of {name}")
 
 
-def test_a_file_by_hand(tmp_path):
+def test_handwritten_file(tmp_path):
     text = b"  " + json.dumps(right_header()).encode() + b"    "
     found = read(write(tmp_path / "x", packed(text)))
     assert found["a"].view(torch.uint8).reshape(-1).tolist() == list(DATA[:24])
@@ -80,7 +80,7 @@ def test_a_file_by_hand(tmp_path):
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_wrong_files_are_named_with_what_is_wrong(what, tmp_path):
+def test_error_names_the_invalid_file_and_problem(what, tmp_path):
     content, words = WRONG[what]
     path = write(tmp_path / "x.safetensors", content)
     with pytest.raises(ValueError) as caught:
@@ -88,7 +88,7 @@ def test_wrong_files_are_named_with_what_is_wrong(what, tmp_path):
     assert words in str(caught.value) and path in str(caught.value)
 
 
-def test_truncated_at_each_length(tmp_path):
+def test_file_truncated_at_each_length(tmp_path):
     whole = packed(right_header())
     for length in range(len(whole)):
         path = write(tmp_path / "x.safetensors", whole[:length])
@@ -136,7 +136,7 @@ def test_headers_of_any_content_never_crash(tmp_path, header, data):
     survives(packed(header, data), tmp_path)
 
 
-def test_a_file_that_becomes_shorter(tmp_path):
+def test_file_truncated_while_open(tmp_path):
     path = write(tmp_path / "x.safetensors", packed(right_header()))
     with opened(path) as checkpoint:
         os.truncate(path, os.path.getsize(path) - 3)
@@ -145,7 +145,7 @@ def test_a_file_that_becomes_shorter(tmp_path):
     assert path in str(caught.value)
 
 
-def test_what_is_no_file(tmp_path):
+def test_paths_that_are_not_files(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         read(tmp_path / "nowhere")
     os.mkfifo(tmp_path / "pipe")
@@ -175,14 +175,14 @@ def folder(path, weight_map, files=("one", "two")):
 HOMES = {"one": "one.safetensors", "two": "two.safetensors"}
 
 
-def test_a_folder_with_an_index(tmp_path):
+def test_folder_with_an_index(tmp_path):
     found = read(folder(tmp_path / "x", HOMES))
     assert sorted(found) == ["one", "two"]
     save_file({"whole": torch.ones(2)}, tmp_path / "x" / "model.safetensors")
     assert sorted(read(tmp_path / "x")) == ["whole"]
 
 
-def test_a_folder_of_links_as_the_hub_has_them(tmp_path):
+def test_folder_of_links_as_in_the_hub_cache(tmp_path):
     folder(tmp_path / "blobs", HOMES)
     (tmp_path / "snapshot").mkdir()
     for each in (tmp_path / "blobs").iterdir():
@@ -191,7 +191,7 @@ def test_a_folder_of_links_as_the_hub_has_them(tmp_path):
 
 
 @pytest.mark.parametrize("strange", STRANGE_FILES, ids=repr)
-def test_an_index_leads_to_its_own_folder_only(strange, tmp_path):
+def test_index_cannot_leave_its_folder(strange, tmp_path):
     save_file({"one": torch.ones(3)}, tmp_path / "secret.safetensors")
     path = folder(tmp_path / "x", {**HOMES, "one": strange})
     with pytest.raises(ValueError, match=r"maps tensor 'one' to .* not the name of a"):
@@ -209,7 +209,7 @@ def test_an_index_leads_to_its_own_folder_only(strange, tmp_path):
         (b'{"weight_map": {"one": "one.safetensors", "one": "two.safetensors"}}', "duplicate key"),
     ],
 )
-def test_a_wrong_index(index, words, tmp_path):
+def test_invalid_index(index, words, tmp_path):
     path = folder(tmp_path / "x", HOMES)
     (tmp_path / "x" / "model.safetensors.index.json").write_bytes(index)
     with pytest.raises(ValueError, match=words) as caught:
@@ -262,7 +262,7 @@ def test_seeds_are_errors_or_fit():
         one_input(seed)
 
 
-def test_what_a_call_should_have_done_is_known(tmp_path, monkeypatch):
+def test_fuzzer_detects_a_wrong_result(tmp_path, monkeypatch):
     """The first call with a checksum notices a core that computes another one."""
     monkeypatch.setattr("file_calls.crc32c", lambda data: crc32c(data) ^ 1)
     with pytest.raises(AssertionError):
@@ -311,7 +311,7 @@ class TestFuzzer:
         covered = [int(count) for count in re.findall(r" cov: (\d+) ", done.stderr)]
         assert covered[-1] > covered[0] > 100, "it hears nothing of what is covered"
 
-    def test_finds_what_is_planted(self, environment, tmp_path):
+    def test_fuzzer_finds_a_planted_fault(self, environment, tmp_path):
         """The core reads beyond 16 bytes of memory if four bytes of an input match."""
         script = tmp_path / "planted.py"
         script.write_text(PLANTED.format(tests=str(TARGET.parent)))

@@ -42,7 +42,7 @@ def in_each_way(name, kind, combinations, folder):
 @pytest.mark.sampled(2)
 @ranks(2, 3)
 @pytest.mark.parametrize("name", CASES)
-def test_the_files_have_the_bits_of_the_state_dicts(pool, name, tmp_path):
+def test_files_are_bit_identical_to_state_dicts(pool, name, tmp_path):
     kind = "torch.SGD" if name in ("conv", "frozen") else "zshard.AdamW"
     for found in pool.run(in_each_way, name, kind, COMBINATIONS, tmp_path):
         assert not any(found.values()), found
@@ -175,7 +175,7 @@ def in_that_way(way, folder):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ways_to_set_a_model_up(pool2, way, tmp_path):
+def test_partially_wrapped_models(pool2, way, tmp_path):
     assert pool2.run(in_that_way, way, tmp_path) == [[], []]
 
 
@@ -216,7 +216,7 @@ def between(combination, folder):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda both: " ".join(both))
-def test_a_save_between_forward_and_backward_changes_nothing(pool2, combination, tmp_path):
+def test_save_between_forward_and_backward_changes_nothing(pool2, combination, tmp_path):
     assert pool2.run(between, combination, tmp_path) == [[], []]
 
 
@@ -266,7 +266,7 @@ def bytes_of_saving(strategy, transport, dtype, folder):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("combination", COMBINATIONS[:4], ids=lambda both: " ".join(both))
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
-def test_a_chunk_of_memory_is_enough(pool2, combination, dtype, tmp_path):
+def test_save_needs_one_chunk_of_memory(pool2, combination, dtype, tmp_path):
     limit = 2**20 + (CHUNK if dtype is not None else 0)
     for extra in pool2.run(bytes_of_saving, *combination, dtype, tmp_path):
         assert extra <= limit

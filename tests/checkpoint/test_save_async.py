@@ -73,7 +73,7 @@ def while_training(name, combination, kind, folder, **options):
 
 @ranks(1, 2)
 @pytest.mark.parametrize("name", ["odds", "net", "tied", "mlp"])
-def test_the_files_have_the_state_of_the_call(pool, name, tmp_path):
+def test_files_have_the_state_at_the_call(pool, name, tmp_path):
     for found in pool.run(while_training, name, FULL, "zshard.AdamW", tmp_path):
         assert not found
 
@@ -146,7 +146,7 @@ def failing(folder, how):
 
 @ranks(2)
 @pytest.mark.parametrize(("how", "times"), [("wait", 2), ("next", 1)])
-def test_a_failure_is_told_on_all_ranks(pool, how, times, tmp_path):
+def test_failure_is_raised_on_all_ranks(pool, how, times, tmp_path):
     for told, left in pool.run(failing, tmp_path, how):
         assert len(told) == times and all("rror" in text for text in told), told
         assert "x" not in left
@@ -172,7 +172,7 @@ def ends_at_once(folder, fault):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_process_that_ends_waits(world, tmp_path):
+def test_exiting_process_waits(world, tmp_path):
     for result in fork_ranks(ends_at_once, world, str(tmp_path), "", timeout=60):
         assert result.returncode == 0, result.stderr
     assert set(whole(tmp_path / "x")) == {"weight", "bias"}
@@ -195,7 +195,7 @@ def fails_at_once(folder, transport):
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_a_process_that_fails_waits(transport, tmp_path):
+def test_failing_process_waits(transport, tmp_path):
     results = fork_ranks(fails_at_once, 2, str(tmp_path), transport, timeout=60)
     assert [result.returncode for result in results] == [1, 1]
     for result in results:
@@ -205,14 +205,14 @@ def test_a_process_that_fails_waits(transport, tmp_path):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_failure_that_nobody_was_told_of_is_the_exit_status(world, tmp_path):
+def test_unreported_failure_sets_the_exit_status(world, tmp_path):
     for result in fork_ranks(ends_at_once, world, str(tmp_path), "ENOSPC", timeout=60):
         assert result.returncode == 1
         assert "failed to save the checkpoint" in result.stderr and "No space left" in result.stderr
     assert inside(tmp_path) == []
 
 
-def test_memory_goes_with_the_model(tmp_path):
+def test_memory_is_freed_with_the_model(tmp_path):
     model = FSDP(nn.Linear(64, 64))
     zshard.save(tmp_path / "x", model, asynchronous=True).wait()
     assert len(write._buffers) == 1
@@ -239,7 +239,7 @@ def near_misses(dtype, count):
 
 
 @pytest.mark.parametrize("code", FORMATS)
-def test_one_number_anywhere(tmp_path, code):
+def test_nonfinite_value_at_any_position(tmp_path, code):
     dtype = FORMATS[code]
     item = dtype.itemsize
     count = 5 * BLOCK // 2 // item + 3  # blocks and pieces end inside it, at an odd offset
@@ -289,7 +289,7 @@ def test_memory_of_any_address(tmp_path, code):
         ([(0, b"12345678", "F64", 1)], 8, TypeError, r"a range must be a tuple \(offset, memory\)"),
     ],
 )
-def test_what_is_refused(tmp_path, ranges, block, error, text):
+def test_unsupported_arguments_are_refused(tmp_path, ranges, block, error, text):
     with new_file(tmp_path) as file:
         with pytest.raises(error, match=text):
             file.write([(0, b"12345678"), *ranges], block, [])
@@ -320,7 +320,7 @@ def warned(path, dtype, saved_as, spoiled):
 
 
 @ranks(2)
-def test_what_a_save_says(pool, tmp_path):
+def test_warnings_of_a_save(pool, tmp_path):
     rows = [(torch.float32, None), (torch.bfloat16, None), (torch.float32, torch.float16)]
     for dtype, saved_as in rows:
         for spoiled in ("model", "optimizer", "nothing"):
@@ -334,7 +334,7 @@ def test_what_a_save_says(pool, tmp_path):
 
 @pytest.mark.parametrize("width", [4, 64])
 @pytest.mark.parametrize("place", [0, -1])
-def test_what_is_copied_on_its_way(tmp_path, width, place):
+def test_small_and_strided_tensors(tmp_path, width, place):
     """Small tensors, and tensors with another memory layout."""
     model = nn.Conv2d(width, width, 3).to(memory_format=torch.channels_last)
     with warnings.catch_warnings():

@@ -163,7 +163,7 @@ def head_first(folder):
     return saved(folder, model)
 
 
-def test_a_model_says_which_name_is_not_saved(pool2, tmp_path):
+def test_model_declares_which_name_is_not_saved(pool2, tmp_path):
     assert pool2.run(head_first, tmp_path) == [[], []]
     assert manifest_in(tmp_path / "x").tied == {"head.weight": "embed.weight"}
     zshard.save(tmp_path / "y", make(Outer))
@@ -232,7 +232,7 @@ def described(folder):
     return wrong, found.keys() ^ state.keys(), found["table"].tolist()
 
 
-def test_extra_state_versions_and_a_method_of_its_own(pool2, tmp_path):
+def test_extra_state_versions_and_custom_state_dict(pool2, tmp_path):
     assert pool2.run(described, tmp_path) == [([], set(), [0.0] * 3)] * 2
     told = manifest_in(tmp_path / "x").model
     assert told["versions"] == {"": 3}
@@ -265,7 +265,7 @@ def hooked(folder):
     return differences(found, expected)
 
 
-def test_hooks_may_rename_and_leave_out(pool2, tmp_path):
+def test_hooks_may_rename_and_drop_entries(pool2, tmp_path):
     assert pool2.run(hooked, tmp_path) == [[], []]
 
 
@@ -289,7 +289,7 @@ def asks_for_values(folder):
     return texts, differences(after, before), list(folder.iterdir())
 
 
-def test_hooks_that_ask_for_values(pool2, tmp_path):
+def test_hooks_that_read_values_are_refused(pool2, tmp_path):
     for (halved, past), wrong, names in pool2.run(asks_for_values, tmp_path):
         assert "div" in halved and "parameter 'head.weight' while its checkpoint is saved" in halved
         assert "only this rank's shard of 'other'" in past
@@ -333,7 +333,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_entries_that_cannot_be_kept(case, tmp_path):
+def test_unsupported_entries(case, tmp_path):
     state, kind, text = BAD[case]
     assert text in message_of(lambda: zshard.save(tmp_path / "x", Holder(state)), kind)
     assert list(tmp_path.iterdir()) == []
@@ -367,7 +367,7 @@ def keeps_more(folder):
     )
 
 
-def test_what_an_optimizer_keeps_beside_tensors(pool2, tmp_path):
+def test_non_tensor_optimizer_state(pool2, tmp_path):
     for own, rate, kind, texts in pool2.run(keeps_more, tmp_path):
         assert own == {"count": 3, "name": None, "more": {"a": (1, float("inf"))}} and rate == 0.5
         assert kind == "torch.optim.sgd.SGD"
@@ -377,7 +377,7 @@ def test_what_an_optimizer_keeps_beside_tensors(pool2, tmp_path):
         assert "must be strings, got 7 for 'first.weight'" in texts[3]
 
 
-def test_two_tensors_of_one_name(tmp_path):
+def test_duplicate_tensor_name(tmp_path):
     model = nn.ParameterDict({"a": torch.ones(2)})
     model._modules["a"] = nn.ParameterDict({"b": torch.ones(2)})  # bypasses the check
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -418,7 +418,7 @@ def test_extra(pool3, tmp_path):
     assert told.software["zshard"] == zshard.__version__
 
 
-def test_a_result_of_save(tmp_path):
+def test_result_of_save(tmp_path):
     model = FSDP(make(Tied))
     loss_of(model(torch.zeros(1, 3, dtype=torch.long))).backward()
     result = zshard.save(tmp_path / "x", model)

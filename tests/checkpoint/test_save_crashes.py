@@ -141,7 +141,7 @@ def saves_with_a_log(folder, log):
 
 
 @pytest.mark.thorough
-def test_the_power_is_cut(folder, tmp_path):
+def test_power_cut_at_each_call(folder, tmp_path):
     """Whatever the disk has then, each checkpoint is complete or does not count, and everything
     that save() returned for exists."""
     log, root, cut = tmp_path / "log", Path(folder, "x"), Path(folder, "cut")
@@ -203,7 +203,7 @@ def killed_rank(folder, victim, call, kind, asynchronous):
         (1, 3, "killafter"),
     ],
 )
-def test_a_rank_killed_while_it_saves(victim, call, kind, asynchronous, folder):
+def test_rank_killed_during_a_save(victim, call, kind, asynchronous, folder):
     assert killed_rank(folder, victim, call, kind, asynchronous)
 
 
@@ -346,7 +346,7 @@ def _of(name, other):
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["kill", "killshort", "killafter"])
 @pytest.mark.parametrize("way", [numbered, overwritten, another], ids=lambda way: way.__name__)
-def test_a_save_that_is_killed(way, what, tmp_path):
+def test_process_killed_during_a_save(way, what, tmp_path):
     result = fork_ranks(killed_at_each_call, 1, way, what, tmp_path / "x", check=True)
     seen, calls = result[0].value
     assert calls > 40 and set(seen) == {1.0, 2.0}  # the old one until the last steps, then the new
@@ -371,7 +371,7 @@ def saved_by_ranks(folder, victim, nth, what):
 @pytest.mark.thorough
 @pytest.mark.parametrize("what", ["kill", "killafter"])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_is_killed_at_each_call(victim, what, tmp_path):
+def test_rank_killed_at_each_call(victim, what, tmp_path):
     seen, nth = Counter(), 0
     while True:
         nth += 1

@@ -91,11 +91,11 @@ def on_one_rank(folder):
     return tried(folder, TypeError, text, wrong)
 
 
-def test_what_is_wrong_on_one_rank(pool2, tmp_path):
+def test_mistake_of_one_rank_is_an_error_on_all(pool2, tmp_path):
     assert pool2.run(on_one_rank, tmp_path) == [[], []]
 
 
-def test_what_is_no_model(tmp_path):
+def test_non_models_are_refused(tmp_path):
     with pytest.raises(TypeError, match=r"model must be an nn\.Module, got OrderedDict"):
         zshard.save(tmp_path / "x", make(Mlp).state_dict())
     with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer, got dict"):
@@ -167,7 +167,7 @@ def of_different_contents(folder):
     return found
 
 
-def test_ranks_that_would_save_something_else(pool2, tmp_path):
+def test_ranks_that_would_save_different_things(pool2, tmp_path):
     assert pool2.run(of_different_contents, tmp_path) == [[], []]
 
 
@@ -176,7 +176,7 @@ def of_another_model(folder):
     return tried(folder, ValueError, text, other_model)
 
 
-def test_an_optimizer_of_another_model(pool2, tmp_path):
+def test_optimizer_of_another_model(pool2, tmp_path):
     assert pool2.run(of_another_model, tmp_path) == [[], []]
 
 
@@ -232,7 +232,7 @@ def at_a_time(action, text, folder):
 
 
 @pytest.mark.parametrize("action", TIMES, ids=lambda action: action.__name__)
-def test_at_the_wrong_time(pool2, action, tmp_path):
+def test_save_at_the_wrong_time(pool2, action, tmp_path):
     assert pool2.run(at_a_time, action, TIMES[action], tmp_path) == [[], []]
 
 
@@ -243,7 +243,7 @@ def in_a_backward(folder):
     return found[0] is RuntimeError, "cannot save a model during a step" in found[1], inside(folder)
 
 
-def test_in_a_backward(pool2, tmp_path):
+def test_save_in_a_backward(pool2, tmp_path):
     assert pool2.run(in_a_backward, tmp_path) == [(True, True, [])] * 2
 
 
@@ -291,7 +291,7 @@ def each_call(folder, sufferer, what, overwrite):
 @pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
 @pytest.mark.parametrize("sufferer", [0, 1])
 @pytest.mark.parametrize("what", ["EIO", "ENOSPC"])
-def test_each_call_that_fails(pool2, sufferer, what, overwrite, tmp_path):
+def test_each_failing_call(pool2, sufferer, what, overwrite, tmp_path):
     first, second = pool2.run(each_call, tmp_path, sufferer, what, overwrite)
     assert first[0] == second[0] == []
     assert first[1:] == second[1:]
@@ -316,14 +316,14 @@ PATHS = {
 
 @pytest.mark.parametrize("case", PATHS)
 @pytest.mark.parametrize("call", [zshard.save, zshard.load])
-def test_no_path(call, case):
+def test_invalid_paths(call, case):
     path, kind, text = PATHS[case]
     with pytest.raises(kind) as caught:
         call(path, nn.Linear(1, 1))
     assert text in str(caught.value)
 
 
-def test_a_folder_that_is_to_be_made_first(tmp_path):
+def test_missing_parent_folder(tmp_path):
     missing = tmp_path / "runs"
     for path, options in ((missing / "x", {}), (missing / "run" / "x", {"step": 1})):
         with pytest.raises(
@@ -341,7 +341,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("case", STEPS)
-def test_no_step(case, tmp_path):
+def test_invalid_steps(case, tmp_path):
     options, kind, text = STEPS[case]
     with pytest.raises(kind) as caught:
         zshard.save(tmp_path, nn.Linear(1, 1), **options)

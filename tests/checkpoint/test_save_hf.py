@@ -138,7 +138,7 @@ def test_architectures(pool2, tmp_path):
     assert len(found) > 30 and not any(found.values()), found
 
 
-def test_a_model_with_another_kind_of_config(tmp_path):
+def test_model_with_a_different_kind_of_config(tmp_path):
     model = torch.nn.Linear(2, 2)
     for config in (None, {"a": 1}, object()):
         model.config = config
@@ -159,7 +159,7 @@ def save_around(folder):
     zshard.save(folder, FSDP(Around()))
 
 
-def test_a_module_around_a_model_gets_no_configuration(pool2, tmp_path):
+def test_module_around_a_model_saves_no_config(pool2, tmp_path):
     """With the configuration, from_pretrained() would load none of its weights and draw all of
     them."""
     pool2.run(save_around, tmp_path / "x")

@@ -28,7 +28,7 @@ FULL, SHARDED = zshard.StateDictType.FULL_STATE_DICT, zshard.StateDictType.SHARD
 # --- state dict types -------------------------------------------------------------------------------
 
 
-def test_a_state_dict_type_is_set_until_the_next():
+def test_state_dict_type_stays_until_the_next_call():
     model = FSDP(make(Stack), auto_wrap_policy={nn.Linear})
     before = FSDP.get_state_dict_type(model)
     assert before.state_dict_type == FULL == torchs.StateDictType.FULL_STATE_DICT
@@ -48,7 +48,7 @@ def test_a_state_dict_type_is_set_until_the_next():
     assert now.state_dict_config is config and FSDP.get_state_dict_type(model) == before
 
 
-def test_torchs_types_and_configs_are_returned_as_they_were_passed():
+def test_torch_types_and_configs_are_returned_as_passed():
     model = FSDP(make(Mlp))
     kind = torchs.StateDictType.SHARDED_STATE_DICT
     config = torchs.ShardedOptimStateDictConfig(offload_to_cpu=False)
@@ -61,7 +61,7 @@ def test_torchs_types_and_configs_are_returned_as_they_were_passed():
     assert hash(kind) == hash(SHARDED) and {SHARDED: 1}[kind] == 1
 
 
-def test_mistakes_about_types_are_named_and_change_nothing():
+def test_invalid_types_are_named_and_change_nothing():
     model = FSDP(make(Stack), auto_wrap_policy={nn.Linear})
     wrong = zshard.ShardedStateDictConfig()
     assert "FullStateDictConfig" in message_of(
@@ -99,7 +99,7 @@ def types_on_ranks(transport):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_the_type_that_is_set_is_that_of_the_dicts(pool2, transport):
+def test_set_type_determines_the_state_dicts(pool2, transport):
     assert pool2.run(types_on_ranks, transport) == [[], []]
 
 
@@ -116,7 +116,7 @@ OLDER.remove("optim_state_dict")
 @pytest.mark.parametrize(
     "name", ["_flat_param", "register_comm_hook", "reducer", "set_symm_mem_for_comm"]
 )
-def test_other_names_of_torchs_point_to_the_page_that_has_them(name):
+def test_missing_torch_names_point_to_the_docs(name):
     page = (Path(__file__).resolve().parents[2] / "docs" / "migration.md").read_text()
     assert f"`{name}`" in page
     for model in (FSDP(make(Mlp)), DistributedDataParallel(make(Mlp)), fully_shard(make(Mlp))):
@@ -167,7 +167,7 @@ class Owner(nn.Module):
         return self.reducer(x) * self.dim
 
 
-def test_a_module_keeps_its_own_names():
+def test_module_keeps_its_own_names():
     model = FSDP(Owner())
     assert model.rank == 8 and model.world_size == "mine" and model.logger.shape == (2,)
     assert type(model.reducer) is nn.Linear or isinstance(model.reducer, nn.Linear)
@@ -284,7 +284,7 @@ def experts(transport, strategy):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_experts_of_each_rank_in_a_model_of_all(pool2, transport, strategy):
+def test_experts_per_rank_in_a_shared_model(pool2, transport, strategy):
     assert pool2.run(experts, transport, strategy) == [[], []]
 
 
@@ -317,7 +317,7 @@ def pairs_of_experts(transport):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_experts_of_pairs_of_ranks(pool4, transport):
+def test_experts_shared_by_pairs_of_ranks(pool4, transport):
     pool4.run(pairs_of_experts, transport)
 
 
@@ -346,7 +346,7 @@ class Outer(nn.Module):
 
 @pytest.mark.parametrize(("casts", "expected"), [(False, torch.float32), (True, torch.bfloat16)])
 @pytest.mark.parametrize("by_hand", [True, False])
-def test_inner_units_cast_their_arguments_only_if_asked_to(by_hand, casts, expected):
+def test_inner_units_cast_arguments_only_on_request(by_hand, casts, expected):
     precision = zshard.MixedPrecision(torch.bfloat16, cast_forward_inputs=casts)
     model = make(Outer)
     if by_hand:

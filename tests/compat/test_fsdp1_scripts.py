@@ -55,13 +55,13 @@ def far_apart(ours: object, theirs: object, name: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_script_of_fsdp1_gives_the_same_numbers(script: Path, tmp_path: Path) -> None:
+def test_fsdp1_script_gives_the_same_numbers(script: Path, tmp_path: Path) -> None:
     theirs = saved_by(script, tmp_path)
     ours = saved_by(with_other_imports(script, tmp_path), tmp_path)
     assert far_apart(ours, theirs) == []
 
 
-def test_what_is_far_apart_is_found() -> None:
+def test_large_differences_are_detected() -> None:
     one = {"state": {"w": torch.ones(3), "b": torch.zeros(2)}, "losses": [1.0, 2.0]}
     other = {"state": {"w": torch.ones(3) * 1.001, "c": torch.zeros(2)}, "losses": [1.0]}
     assert far_apart(one, one) == []

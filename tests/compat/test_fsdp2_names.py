@@ -30,7 +30,7 @@ BOOLS = {
 }
 
 
-def test_what_was_sharded_is_found_by_isinstance():
+def test_isinstance_finds_sharded_modules():
     model = stack()
     assert isinstance(model, FSDPModule) and isinstance(model.blocks[0], FSDPModule)
     assert not isinstance(model.blocks[0].module, FSDPModule)
@@ -38,7 +38,7 @@ def test_what_was_sharded_is_found_by_isinstance():
     assert units == FSDP.fsdp_modules(model)
 
 
-def test_methods_have_torchs_arguments():
+def test_method_signatures_match_torch():
     shared = [name for name in vars(torchs.FSDPModule) if hasattr(FSDP, name)]
     names = [name for name in shared if not name.startswith("__") and name != "_apply"]
     checked = []
@@ -55,7 +55,7 @@ def test_methods_have_torchs_arguments():
 
 
 @pytest.mark.parametrize(("name", "argument"), BOOLS.items())
-def test_a_switch_takes_a_bool(name, argument):
+def test_switches_require_a_bool(name, argument):
     model = stack()
     for value in (True, False):
         getattr(model, name)(value)
@@ -96,11 +96,11 @@ def ignoring():
     return tuple(alone.shape)
 
 
-def test_ignored_params_are_left_alone(pool2):
+def test_ignored_params_stay_unchanged(pool2):
     assert pool2.run(ignoring) == [(13, 7)] * 2
 
 
-def test_policies_that_ask_for_nothing_new_pass():
+def test_policies_without_effect_are_accepted():
     for casts in (None, zshard.MixedPrecisionPolicy(), torchs.MixedPrecisionPolicy()):
         for offload in (None, zshard.OffloadPolicy(), torchs.CPUOffloadPolicy()):
             fully_shard(make(Mlp), mp_policy=casts, offload_policy=offload)
@@ -159,7 +159,7 @@ def factor_of_replicated_units():
     return message_of(lambda: model.set_gradient_divide_factor(1.0), NotImplementedError)
 
 
-def test_the_factor_of_a_replicated_unit_is_refused(pool2):
+def test_divide_factor_of_a_replicated_unit_is_refused(pool2):
     for message in pool2.run(factor_of_replicated_units):
         assert "not sharded" in message
 
@@ -196,7 +196,7 @@ def training_with_switches(transport):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_training_with_all_switches_has_the_bits_of_ddp(pool2, transport):
+def test_training_with_all_switches_is_bit_identical_to_ddp(pool2, transport):
     assert pool2.run(training_with_switches, transport) == [[], []]
 
 
@@ -260,14 +260,14 @@ print("right")
 """
 
 
-def test_a_script_that_still_imports_torchs_class_is_told():
+def test_import_of_torchs_class_warns():
     done = subprocess.run(
         [sys.executable, "-c", HALF_CHANGED], capture_output=True, text=True, timeout=120
     )
     assert done.stdout == "right\n", done.stderr
 
 
-def test_full_tensor_of_a_state_dict_names_what_to_write():
+def test_full_tensor_of_a_state_dict_names_the_remedy():
     model = stack()
     value = next(iter(model.state_dict().values()))
     text = message_of(lambda: value.full_tensor(), AttributeError)

@@ -80,7 +80,7 @@ def compare(name, transport, options):
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=str)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("name", INNER)
-def test_training_has_the_bits_of_ddp_and_fsdp(pool2, name, transport, options):
+def test_training_is_bit_identical_to_ddp_and_fsdp(pool2, name, transport, options):
     for found in pool2.run(compare, name, transport, options):
         assert found == ([], []), found
 
@@ -96,7 +96,7 @@ def by_list():
     return differences(trained(one, one, case), trained(other, other, case))
 
 
-def test_a_list_of_modules(pool2):
+def test_list_of_modules(pool2):
     assert pool2.run(by_list) == [[], []]
 
 
@@ -117,12 +117,12 @@ def on_a_mesh(shape, reshard, transport):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("reshard", [True, False, None])
-def test_a_mesh_of_two_dimensions_is_hybrid(pool4, reshard, transport):
+def test_two_dimensional_mesh_is_hybrid(pool4, reshard, transport):
     for gap, head in pool4.run(on_a_mesh, (2, 2), reshard, transport):
         assert gap < 1e-6 and "2 replicas of 2 rank(s) each" in head
 
 
-def test_a_mesh_of_one_dimension_is_sharded_over(pool2):
+def test_one_dimensional_mesh_is_sharded_over(pool2):
     for gap, head in pool2.run(on_a_mesh, (2,), None, "shm"):
         assert gap == 0.0 and "copies" not in head
 
@@ -190,7 +190,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_script_of_fsdp2_trains_as_with_torch(tmp_path, transport):
+def test_fsdp2_script_trains_as_with_torch(tmp_path, transport):
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(SCRIPT))
     theirs = fork_ranks(path, 2, "torch", check=True)
@@ -274,7 +274,7 @@ def divided_in_part():
     return differences(ours, {name: grad * ratios[name] for name, grad in mean.items()})
 
 
-def test_the_factor_is_of_one_unit(pool2):
+def test_divide_factor_applies_to_one_unit(pool2):
     assert pool2.run(divided_in_part) == [[], []]
 
 
@@ -289,7 +289,7 @@ def names():
     return [unit.name for unit in units_of(model)], facts["name"], facts["unit"], message
 
 
-def test_units_are_named_from_the_root(pool2):
+def test_unit_names_start_at_the_root(pool2):
     for units, param, unit, message in pool2.run(names):
         assert units == ["", "blocks.0", "blocks.1", "blocks.2"]
         assert (param, unit) == ("blocks.2.norm.weight", "blocks.2")

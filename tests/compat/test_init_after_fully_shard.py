@@ -125,7 +125,7 @@ def fsdp2s_order(transport, keep, monkeypatch=None):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_values_are_those_of_a_plain_model(pool2, transport, keep):
+def test_values_equal_the_plain_model(pool2, transport, keep):
     assert pool2.run(fsdp2s_order, transport, keep) == [[], []]
 
 
@@ -202,7 +202,7 @@ def left_out(name):
 
 
 @pytest.mark.parametrize("name", ["mix", "angles"])
-def test_what_is_left_out_is_named_in_the_first_forward(pool2, name):
+def test_first_forward_names_uninitialized_tensors(pool2, name):
     for said, found, n_hooks in pool2.run(left_out, name):
         assert f"'{name}' was on the meta device" in said and "after it is sharded" in said
         assert (found, n_hooks) == (128.0, 1)

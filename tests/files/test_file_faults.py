@@ -90,7 +90,7 @@ EACH = pytest.mark.parametrize(
 )
 
 
-def test_story_is_told_of_every_call() -> None:
+def test_scenario_makes_every_call() -> None:
     assert set(CALLS) == {
         *("open", "create", "close", "stat", "disk", "read", "write", "reserve", "sync", "lock"),
         *("make_folder", "remove_folder", "remove", "rename", "swap"),
@@ -104,7 +104,7 @@ def descriptors() -> set[str]:
 @pytest.mark.sampled(50)
 @EACH
 @pytest.mark.parametrize("fault", ["ENOSPC", "EIO", "EACCES"])
-def test_errors_name_the_file_and_leave_nothing_open(root: Path, nth: int, fault: str) -> None:
+def test_errors_name_the_file_and_close_everything(root: Path, nth: int, fault: str) -> None:
     before, name = descriptors(), CALLS[nth - 1]
     file_faults(nth, fault)
     # A file system need not know how much is free. The descriptors for syncing folders and holding
@@ -125,7 +125,7 @@ def test_errors_name_the_file_and_leave_nothing_open(root: Path, nth: int, fault
 
 
 @EACH
-def test_interrupted_calls_are_made_again(root: Path, nth: int) -> None:
+def test_interrupted_calls_are_retried(root: Path, nth: int) -> None:
     file_faults(nth, "EINTR")
     if (
         CALLS[nth - 1] == "sync" or CALLS[nth - 1] == "stat"
@@ -140,7 +140,7 @@ def test_interrupted_calls_are_made_again(root: Path, nth: int) -> None:
 @pytest.mark.sampled(50)
 @pytest.mark.parametrize("times", [1, 3, 1000])
 @EACH
-def test_short_counts_go_on(root: Path, nth: int, times: int) -> None:
+def test_short_counts_are_resumed(root: Path, nth: int, times: int) -> None:
     file_faults(nth, "short", times)
     assert story(root) == DATA + SMALL
     assert (root / "other" / "a").read_bytes() == DATA + SMALL
@@ -191,7 +191,7 @@ def test_killed(root: Path, nth: int, what: str) -> None:
 
 
 @pytest.mark.parametrize("unsupported", ["EOPNOTSUPP", "ENOSYS"])
-def test_create_where_no_room_can_be_reserved(tmp_path: Path, unsupported: str) -> None:
+def test_create_without_preallocation(tmp_path: Path, unsupported: str) -> None:
     file_faults(3, unsupported)
     with File.create(tmp_path / "a", 1 << 20) as file:
         assert file.size == 1 << 20
@@ -207,7 +207,7 @@ def test_sync_of_a_folder_where_there_is_none(tmp_path: Path) -> None:
     assert caught.value.errno == errno.EIO and caught.value.filename == tmp_path
 
 
-def test_a_disk_that_is_full(tmp_path: Path) -> None:
+def test_full_disk(tmp_path: Path) -> None:
     """A request for more than is free is refused before any of it is taken."""
     room = os.statvfs(tmp_path)
     file_faults(0)
@@ -286,7 +286,7 @@ def test_rename_never_replaces(tmp_path: Path, taken: str) -> None:
 
 
 @pytest.mark.parametrize("unsupported", ["", "EINVAL", "ENOSYS"])
-def test_rename_without_the_systems_help(tmp_path: Path, unsupported: str) -> None:
+def test_rename_without_renameat2(tmp_path: Path, unsupported: str) -> None:
     """Where the file system cannot rename without replacing atomically (NFS), the results are the
     same."""
     write(tmp_path / "old", b"mine")

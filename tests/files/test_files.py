@@ -66,7 +66,7 @@ def test_create_of_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 << 20])
 @pytest.mark.parametrize("offset", [0, 1, BLOCK - 1, 3 * BLOCK])
-def test_sums_are_of_what_was_written_cut_at_blocks(tmp_path: Path, size: int, offset: int) -> None:
+def test_checksums_per_block_of_written_bytes(tmp_path: Path, size: int, offset: int) -> None:
     data, end = noise(size), offset + size
     with File.create(tmp_path / "a", end) as file:
         triples = file.write([(offset, data)], BLOCK)
@@ -135,7 +135,7 @@ def test_writes_read_only_memory_and_arrays(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == array.tobytes() + b"end"
 
 
-def test_a_long_write_is_sent_to_the_disk_behind_it(tmp_path: Path) -> None:
+def test_long_write_is_flushed_in_the_background(tmp_path: Path) -> None:
     """Flushed after each 32 MiB, in any order of writes. Only fsync reports a failure."""
     room = bytearray(4 << 20)
     ranges = [((k * 7 % 20) << 22, room) for k in range(20)]
@@ -238,7 +238,7 @@ def test_only_regular_files(tmp_path: Path) -> None:
         File.open_to_write(tmp_path)
 
 
-def test_links_are_followed_to_read_if_wanted_and_never_to_write(tmp_path: Path) -> None:
+def test_links_are_followed_only_for_reading_on_request(tmp_path: Path) -> None:
     target, link = write(tmp_path / "target", b"data"), tmp_path / "link"
     link.symlink_to(target)
     with File.open(link) as file:
@@ -257,7 +257,7 @@ def test_links_are_followed_to_read_if_wanted_and_never_to_write(tmp_path: Path)
     assert not (tmp_path / "made").exists() and target.read_bytes() == b"data"
 
 
-def test_create_leaves_what_exists(tmp_path: Path) -> None:
+def test_create_never_replaces(tmp_path: Path) -> None:
     path = write(tmp_path / "a", b"mine")
     with pytest.raises(FileExistsError) as caught:
         File.create(path, 100)
@@ -323,7 +323,7 @@ def descriptors() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
-def test_a_forgotten_file_is_closed(tmp_path: Path) -> None:
+def test_unreferenced_file_is_closed(tmp_path: Path) -> None:
     before = descriptors()
     File.create(tmp_path / "a", 4)
     for _ in range(3):
@@ -410,7 +410,7 @@ def test_close_while_another_thread_reads(large: File) -> None:
     large.close()
 
 
-def test_other_threads_run_meanwhile(large: File) -> None:
+def test_other_threads_run_during_a_read(large: File) -> None:
     """This thread counts while another one reads: the GIL is released."""
     thread = threading.Thread(target=long_read, args=[large])
     thread.start()
@@ -460,7 +460,7 @@ def test_ctrl_c_ends_a_long_call(
     large.close()
 
 
-def test_a_file_that_gets_shorter_is_an_error(
+def test_file_truncated_during_a_read_is_an_error(
     large: File, alarm: Callable[[Callable[[], None]], None]
 ) -> None:
     """Truncated during a read, after its size was checked: no signal, no invented bytes."""

@@ -33,7 +33,7 @@ from zshard import FSDP, AdamW, MixedPrecision, Offload, _core
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_bits_are_those_of_memory(pool2, tmp_path, transport, kind):
+def test_offload_is_bit_identical(pool2, tmp_path, transport, kind):
     what = KINDS[kind]
     assert pool2.run(compare_wide_over, str(tmp_path), what, False, transport) == [[], []]
 
@@ -131,7 +131,7 @@ def use(folder):
     return wrong
 
 
-def test_what_a_script_may_do(pool2, tmp_path):
+def test_operations_of_scripts(pool2, tmp_path):
     assert pool2.run(use, str(tmp_path)) == [[], []]
 
 
@@ -163,7 +163,7 @@ def test_beside_forked_workers(tmp_path):
     assert evaluate_in_worker(str(tmp_path)) == []
 
 
-def test_host_memory_is_where_all_is_anyway():
+def test_host_offload_has_no_effect_on_cpus():
     for given in (True, CPUOffload(offload_params=True), CPUOffloadPolicy(), Offload()):
         model = FSDP(make(Wide), cpu_offload=given)
         steps(model, AdamW(model.parameters()), n=1)
@@ -181,7 +181,7 @@ def held(folder, **what):
     return model.memory()
 
 
-def test_what_lies_where(tmp_path):
+def test_location_of_tensors(tmp_path):
     folder = str(tmp_path)
     params = sum(p.numel() * 4 for p in make(Wide).parameters())
     memory = held(folder, grads=True)
@@ -220,7 +220,7 @@ def test_memory_is_predicted(pool2, tmp_path, kind):
             assert on_disk == pytest.approx([on_disk[2]] * 3, rel=0.02, abs=1 << 17)
 
 
-def test_what_is_on_a_disk_need_not_fit(tmp_path):
+def test_offloaded_model_may_exceed_memory(tmp_path):
     model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
     options = {"auto_wrap_policy": {nn.Linear}, "memory_limit": 6 << 20}
     with pytest.raises(MemoryError, match="offload="):
@@ -244,7 +244,7 @@ def residents(folder):
 
 
 @pytest.mark.thorough
-def test_what_is_resident_is_bounded(tmp_path):
+def test_resident_memory_is_bounded(tmp_path):
     (rank,) = run_ranks(residents, 1, str(tmp_path))
     assert [what for what, is_so in rank.value.items() if not is_so] == []
 
@@ -314,7 +314,7 @@ def in_folder(folders):
     return message_of(lambda: wide(to(folders[dist.get_rank()])))
 
 
-def test_a_directory_that_is_not_there_is_an_error_on_all_ranks(pool2, tmp_path):
+def test_missing_directory_is_an_error_on_all_ranks(pool2, tmp_path):
     nowhere = str(tmp_path / "none")
     first, second = pool2.run(in_folder, [nowhere, str(tmp_path)])
     assert nowhere in first and "No such file" in first
@@ -322,7 +322,7 @@ def test_a_directory_that_is_not_there_is_an_error_on_all_ranks(pool2, tmp_path)
     assert os.listdir(tmp_path) == []
 
 
-def test_a_directory_where_no_file_can_be_made(tmp_path):
+def test_unwritable_directory(tmp_path):
     file = tmp_path / "file"
     file.touch()
     for where in (str(file), "/proc"):
@@ -378,12 +378,12 @@ def test_no_room_for_the_state(tmp_path):
         ({"directory": 3}, TypeError, "directory"),
     ],
 )
-def test_settings_that_are_none(arguments, kind, match):
+def test_invalid_settings(arguments, kind, match):
     with pytest.raises(kind, match=match):
         Offload(**arguments)
 
 
-def test_arguments_that_are_none(tmp_path):
+def test_invalid_arguments(tmp_path):
     with pytest.raises(ValueError, match="not both"):
         FSDP(make(Wide), offload=str(tmp_path), cpu_offload=True)
     with pytest.raises(TypeError, match="offload"):
@@ -401,7 +401,7 @@ def test_ranks_that_differ(pool2, tmp_path):
         assert "offload" in message and "rank 1" in message, message
 
 
-def test_a_directory_may_be_a_path(tmp_path):
+def test_directory_may_be_a_path_object(tmp_path):
     model = FSDP(make(Wide), offload=Path(tmp_path))
     steps(model, AdamW(model.parameters()), n=1)
     assert model.memory()["offloaded"] > 0

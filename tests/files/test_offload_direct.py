@@ -60,7 +60,7 @@ def compare_ways(folder, in_backward, transport):
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_bits_do_not_depend_on_it(pool2, tmp_path, in_backward):
+def test_direct_io_is_bit_identical(pool2, tmp_path, in_backward):
     for transport in ("shm", "c10d"):
         assert pool2.run(compare_ways, str(tmp_path), in_backward, transport) == [[], []]
 
@@ -78,7 +78,7 @@ def test_a_file_system_in_memory(pool2, in_backward):
     assert pool2.run(in_shared_memory, in_backward) == [[], []]
 
 
-def test_what_may_stay_in_memory_does(tmp_path):
+def test_cached_data_stays_in_memory(tmp_path):
     before = lent()
     model, optimizer = wide(Offload(directory=tmp_path, cache=1 << 30))
     steps(model, optimizer)
@@ -119,7 +119,7 @@ def meddled(folder, in_backward, cache):
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_tensors_are_what_the_next_step_uses(pool2, tmp_path, in_backward):
+def test_next_step_uses_modified_tensors(pool2, tmp_path, in_backward):
     for cache in (CACHE, 8 << 20):  # too little to prefetch anything, and enough
         assert pool2.run(meddled, str(tmp_path), in_backward, cache) == [[], []]
 
@@ -138,7 +138,7 @@ def looked_ahead(folder):
     return differences(found[1], found[0])
 
 
-def test_what_was_fetched_ahead_may_have_changed(pool2, tmp_path):
+def test_prefetched_data_may_have_changed(pool2, tmp_path):
     assert looked_ahead(str(tmp_path)) == []
     assert pool2.run(looked_ahead, str(tmp_path)) == [[], []]
 
@@ -219,7 +219,7 @@ def odd(folder, kind):
 
 
 @pytest.mark.parametrize("kind", ["amsgrad", "in backward", "sgd", "rounded"])
-def test_sizes_that_are_no_multiple_of_anything(pool2, pool3, tmp_path, kind):
+def test_odd_sizes(pool2, pool3, tmp_path, kind):
     for pool in (pool2, pool3):
         assert pool.run(odd, str(tmp_path), kind) == [[]] * pool.world
 
@@ -253,7 +253,7 @@ def raise_broken(module, grads):
     raise Broken("in the middle")
 
 
-def test_a_backward_that_raises(tmp_path):
+def test_failing_backward(tmp_path):
     direct, cached = (broken(str(tmp_path), way) for way in ("1", "0"))
     assert_same(direct, cached, "what the files give")
 
@@ -317,7 +317,7 @@ def run_alone(folder, code):
 
 
 @pytest.mark.thorough
-def test_without_memory_for_a_buffer(tmp_path):
+def test_no_memory_for_a_buffer(tmp_path):
     """The step then works on the mapping."""
     done = run_alone(
         tmp_path,
@@ -342,7 +342,7 @@ def test_without_memory_for_a_buffer(tmp_path):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_a_disk_that_cannot_be_written(tmp_path, in_backward):
+def test_unwritable_disk(tmp_path, in_backward):
     """A file that rejects further writes acts like an I/O error: the step reports it, and so does
     every later call."""
     step = "grads(model)" if in_backward else "optimizer.step()"
@@ -416,7 +416,7 @@ def check_same(one, other):
 @pytest.mark.parametrize("in_backward", [False, True], ids=["step", "in backward"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("world", "backend"), [(1, "c10d"), (2, "c10d"), (2, "nccl")])
-def test_the_bits_are_those_without(world, backend, case, in_backward):
+def test_gpu_offload_is_bit_identical(world, backend, case, in_backward):
     env, options = stand_ins.environment(backend), CASES[case]
     for rank in fork_ranks(trained_three_ways, world, env, options, in_backward, check=True):
         usual, moved, partly = rank.value
@@ -438,6 +438,6 @@ def refused(env):
     return ""
 
 
-def test_files_are_for_the_cpu():
+def test_directory_requires_the_cpu():
     (result,) = fork_ranks(refused, 1, stand_ins.environment(), check=True)
     assert "on a GPU: omit directory" in result.value

@@ -93,12 +93,12 @@ def wrong(combination: tuple[str, str]) -> list[str]:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @ranks(2)
-def test_the_remedy_gives_the_plain_models_gradients(
+def test_remedy_gives_the_plain_models_gradients(
     pool: RankPool, combination: tuple[str, str]
 ) -> None:
     assert pool.run(wrong, combination) == [[], []]
 
 
 @ranks(1)
-def test_of_a_single_process(pool: RankPool) -> None:
+def test_single_process(pool: RankPool) -> None:
     assert pool.run(wrong, ("full_shard", "auto")) == [[]]

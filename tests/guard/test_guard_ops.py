@@ -139,7 +139,7 @@ CASES = [
 
 @pytest.mark.filterwarnings("ignore")  # torch's operations warn about themselves
 @pytest.mark.parametrize(("dtype", "count", "share"), CASES, ids=str)
-def test_each_operation_is_right_on_slices_or_refused(dtype, count, share):
+def test_each_operation_is_correct_on_shards_or_refused(dtype, count, share):
     """count: samples of each operation; share: which operations."""
     # Its import takes five seconds, which workers that run other files need not spend.
     from torch.testing._internal.common_methods_invocations import op_db

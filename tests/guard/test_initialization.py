@@ -167,7 +167,7 @@ INITIALIZERS = [*(resets, each_of_torch, imported_before, by_hand, by_apply, oth
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @pytest.mark.parametrize("function", INITIALIZERS, ids=lambda function: function.__name__)
-def test_values_are_those_of_the_plain_model(pool2, function, combination):
+def test_values_equal_the_plain_model(pool2, function, combination):
     assert pool2.run(compared, function, combination) == [[], []]
 
 
@@ -247,7 +247,7 @@ def torchs_own_errors(combination):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("combination", SHARDED)
-def test_what_torch_refuses_is_refused_alike(pool2, combination):
+def test_torch_errors_stay_the_same(pool2, combination):
     assert pool2.run(torchs_own_errors, combination) == [[], []]
 
 
@@ -277,7 +277,7 @@ def sizes_of_shards():
     return texts
 
 
-def test_numbers_that_may_come_of_a_shards_size(pool2):
+def test_ranges_from_a_shards_size_are_refused(pool2):
     for texts in pool2.run(sizes_of_shards):
         for said in texts:
             assert "a shard of 'linear.weight'" in said and "the full shape is (13, 7)" in said
@@ -343,7 +343,7 @@ def unlike(function, combination):
 @pytest.mark.parametrize(
     "function", [on_one_rank, with_own_seeds, but_for_empty_shards, full_ones_on_one_rank]
 )
-def test_ranks_that_draw_otherwise_are_told(pool2, function, combination):
+def test_ranks_with_different_draws_get_an_error(pool2, function, combination):
     if function is but_for_empty_shards and combination[0] == "no_shard":
         pytest.skip("no shard is empty")
     for said in pool2.run(unlike, function, combination):
@@ -376,7 +376,7 @@ def with_seeds_from_before(combination, seeds):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("combination", SHARDED)
-def test_with_seeds_of_their_own_ranks_draw_rank_0s_numbers(pool2, combination):
+def test_unseeded_ranks_draw_rank_0s_numbers(pool2, combination):
     assert pool2.run(with_seeds_from_before, combination, (5, 6)) == [[], []]
 
 

@@ -145,7 +145,7 @@ def right(combination: tuple[str, str], change: Callable[[Any], None]) -> None:
 @pytest.mark.parametrize("combination", SHARDED)
 @pytest.mark.parametrize("change", RIGHT)
 @ranks(2)
-def test_what_is_made_like_the_parameter_is_right(
+def test_tensors_like_the_parameter_are_correct(
     pool: RankPool, combination: tuple[str, str], change: Callable[[Any], None]
 ) -> None:
     assert pool.run(right, combination, change) == [None, None]

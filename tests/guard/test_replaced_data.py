@@ -101,7 +101,7 @@ def compared(combination, swap, offload=None):
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("swap", SWAPS, ids=lambda swap: swap.__name__)
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_swaps_are_as_under_ddp(pool2, combination, swap):
+def test_swaps_match_ddp(pool2, combination, swap):
     assert pool2.run(compared, combination, swap) == [(True, [])] * 2
 
 
@@ -127,7 +127,7 @@ def overwritten(combination):
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_memory_that_something_else_uses_is_never_overwritten(pool2, combination):
+def test_shared_memory_is_never_overwritten(pool2, combination):
     for said, wrong in pool2.run(overwritten, combination):
         (text,) = said
         assert "parameter '" in text and "backup = p.data.clone()" in text
@@ -170,7 +170,7 @@ def test_parameters_that_share_memory_before_wrapping_are_refused(pool2):
         assert "'0.weight' and '1.weight' share memory" in said and "one nn.Parameter" in said
 
 
-def test_parts_of_one_memory_are_no_ties(pool2):
+def test_disjoint_views_are_not_ties(pool2):
     pool2.run(wrap_parts)
 
 

@@ -73,13 +73,13 @@ SHARDED = [combination for combination in COMBINATIONS if combination[0] != "no_
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", [each.__name__ for each in situations.RIGHT])
-def test_what_is_elementwise_is_right(pool2, name):
+def test_elementwise_code_is_correct(pool2, name):
     for found in pool2.run(alone, name, COMBINATIONS):
         assert found == dict.fromkeys(COMBINATIONS, "right")
 
 
 @pytest.mark.parametrize("name", [each.__name__ for each in situations.REFUSED])
-def test_what_is_not_is_refused_with_the_parameter_and_a_remedy(pool2, name):
+def test_other_code_is_refused_with_parameter_and_remedy(pool2, name):
     for found in pool2.run(alone, name, SHARDED):
         for combination, said in found.items():
             assert "of '" in said and "shard" in said, (combination, said)
@@ -89,7 +89,7 @@ def test_what_is_not_is_refused_with_the_parameter_and_a_remedy(pool2, name):
 
 
 @pytest.mark.parametrize("name", ["rows_of_length_one", "renorm", "row_norms", "trust_ratio"])
-def test_who_takes_a_norm_is_told_where_to_normalize(pool2, name):
+def test_error_of_a_norm_names_the_remedy(pool2, name):
     for found in pool2.run(alone, name, SHARDED):
         for said in found.values():
             assert "with FSDP.summon_full_params(model):" in said and "named_norms" in said
@@ -124,7 +124,7 @@ def normalize_whole(model):
         model[2].weight.copy_(nn.functional.normalize(model[2].weight.clone(), dim=1, p=2))
 
 
-def test_swavs_recipe_with_the_two_lines_of_the_message(pool2):
+def test_swav_recipe_with_the_remedy(pool2):
     for plain, sharded in pool2.run(training_by_recipe):
         assert sharded == pytest.approx(plain, rel=1e-5)
 
@@ -146,7 +146,7 @@ def questions_about_whole_parameters():
     return model[0].asked, model[0].seen, between, why
 
 
-def test_operations_on_whole_parameters_cost_no_question(pool2):
+def test_full_parameters_do_not_dispatch(pool2):
     seen = "WholeParameter", (WIDTH, WIDTH), None
     expected = (False, seen, True, ("ShardParameter", True))
     for found in pool2.run(questions_about_whole_parameters):

@@ -53,7 +53,7 @@ def resume(folder: str, stage: int, transport: str) -> Any:
 @pytest.mark.parametrize("stage", range(4))
 @TRANSPORTS
 @ranks(2)
-def test_a_run_resumes_with_the_same_losses(
+def test_resumed_run_has_the_same_losses(
     pool: RankPool, stage: int, transport: str, tmp_path: Path
 ) -> None:
     assert pool.run(resume, str(tmp_path / "new" / "runs"), stage, transport) == [(True, True)] * 2
@@ -150,7 +150,7 @@ def misused(folder: str) -> dict[str, str]:
 
 
 @ranks(2)
-def test_what_cannot_be_saved_or_loaded_is_named(pool: RankPool, tmp_path: Path) -> None:
+def test_unsupported_saves_and_loads_are_named(pool: RankPool, tmp_path: Path) -> None:
     for found in pool.run(misused, str(tmp_path)):
         assert {part: message for part, message in found.items() if part not in message} == {}
     assert (tmp_path / "latest").read_text() == "good"
@@ -190,7 +190,7 @@ def test_zshards_own_functions_read_and_write_the_same(pool: RankPool, tmp_path:
 
 
 @pytest.mark.usefixtures("group_ends")
-def test_the_folder_of_an_engine_is_read_by_its_latest_tag(
+def test_engine_folder_loads_its_latest_tag(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(config(), "shm")

@@ -134,7 +134,7 @@ def check(pool: RankPool, config: Any, meaning: Meaning, args: Any, client: bool
 @pytest.mark.parametrize("name", OWN)
 @pytest.mark.sampled(4)
 @ranks(2)
-def test_a_config_trains_as_ddp(pool: RankPool, name: str) -> None:
+def test_config_trains_as_ddp(pool: RankPool, name: str) -> None:
     config, meaning, args = OWN[name]
     check(pool, config, meaning, argparse.Namespace(**{**ARGS, **args}))
 
@@ -148,7 +148,7 @@ def test_a_published_config_trains_as_ddp(pool: RankPool, case: Any) -> None:
 
 
 @pytest.mark.usefixtures("group_ends")
-def test_auto_without_arguments_says_its_values(capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_without_arguments_warns_of_its_values(capsys: pytest.CaptureFixture[str]) -> None:
     auto = {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_clipping": "auto",

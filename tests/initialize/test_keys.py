@@ -64,7 +64,7 @@ def with_zero(**options: Any) -> dict[str, Any]:
         ({"data_types": {"grad_accum_dtype": "bf16"}}, NotImplementedError, "sums gradients in float32"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(
+def test_invalid_keys_and_values_are_named(
     changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):
@@ -72,7 +72,7 @@ def test_what_is_wrong_is_named(
 
 
 @pytest.mark.parametrize("name", keys.REFUSED)
-def test_what_would_change_numbers_is_refused_unless_it_is_off(name: str) -> None:
+def test_keys_that_would_change_numbers_are_refused(name: str) -> None:
     changes: Any = {"enabled": True}
     off: Any = {"enabled": False}
     for key in reversed(name.split(".")):
@@ -82,7 +82,7 @@ def test_what_would_change_numbers_is_refused_unless_it_is_off(name: str) -> Non
     settings(off)
 
 
-def test_one_warning_names_what_has_no_effect() -> None:
+def test_one_warning_names_keys_without_effect() -> None:
     changes = {
         "wall_clock_breakdown": True,
         "flops_profiler": {"enabled": False, "detailed": True},
@@ -247,7 +247,7 @@ def test_offload_goes_to_the_host_or_to_one_folder() -> None:
         ("[]", "must be a JSON object"),
     ],
 )
-def test_a_file_that_is_no_config_is_named(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_config_file_is_named(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "ds.json"
     path.write_text(text)
     with pytest.raises((ValueError, TypeError), match=message) as error:
@@ -417,7 +417,7 @@ def test_adam_is_adamw_with_deepspeeds_defaults() -> None:
         ("Adam", {"bias_correction": False}, NotImplementedError, "'optimizer.params.bias_correction'"),
     ],
 )  # fmt: skip
-def test_what_is_no_optimizer_here_says_what_is(
+def test_unsupported_optimizer_error_lists_alternatives(
     kind: str, params: Any, error: Any, message: str
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):

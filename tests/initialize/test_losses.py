@@ -51,7 +51,7 @@ def compare(kind: str, stage: int, transport: str) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.sampled(6)
 @ranks(2)
-def test_training_is_that_of_ddp(pool: RankPool, kind: str, stage: int, transport: str) -> None:
+def test_training_matches_ddp(pool: RankPool, kind: str, stage: int, transport: str) -> None:
     for found in pool.run(compare, kind, stage, transport):
         # The last bit may differ: of the norm for clipping; of a sum of micro-batches, whose order
         # DDP changes; and at stage 0 of bf16 and fp16, where "no_shard" sums in that dtype.

@@ -71,7 +71,7 @@ def steps_alone(stage: int, transport: str) -> list[str]:
 @STAGES
 @TRANSPORTS
 @ranks(2)
-def test_a_step_needs_a_backward(pool: RankPool, stage: int, transport: str) -> None:
+def test_step_requires_a_backward(pool: RankPool, stage: int, transport: str) -> None:
     for found in pool.run(steps_alone, stage, transport):
         for each in found:
             assert "RuntimeError: engine.step() was called without engine.backward(loss)" in each
@@ -200,7 +200,7 @@ def not_a_loss() -> list[str]:
 
 
 @ranks(2)
-def test_backward_wants_a_scalar_with_a_graph(pool: RankPool) -> None:
+def test_backward_requires_a_scalar_with_a_graph(pool: RankPool) -> None:
     for found in pool.run(not_a_loss):
         for message, kind in zip(found, ("(4, 3)", "float", "()", "NoneType"), strict=True):
             assert "TypeError: engine.backward() expects a scalar loss" in message
@@ -245,7 +245,7 @@ def nans_in_bf16() -> Any:
 
 
 @ranks(2)
-def test_bf16_skips_steps_that_are_not_finite(pool: RankPool) -> None:
+def test_bf16_skips_nonfinite_steps(pool: RankPool) -> None:
     assert pool.run(nans_in_bf16) == [(1, True)] * 2
 
 

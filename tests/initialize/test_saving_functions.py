@@ -82,7 +82,7 @@ def saved_by(save: Callable[[Any], dict[str, Tensor]], stage: int, transport: st
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("save", [of_llava, of_deepspeed_chat])
 @ranks(2)
-def test_they_save_the_full_weights(
+def test_published_functions_save_full_weights(
     pool: RankPool, save: Callable[[Any], dict[str, Tensor]], stage: int, transport: str
 ) -> None:
     assert pool.run(saved_by, save, stage, transport) == [[], []]
@@ -101,7 +101,7 @@ def kept_without_a_copy(transport: str) -> str:
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @ranks(2)
-def test_what_is_kept_without_a_copy_is_an_error(pool: RankPool, transport: str) -> None:
+def test_uncopied_gathered_values_are_an_error(pool: RankPool, transport: str) -> None:
     for text in pool.run(kept_without_a_copy, transport):
         assert "unit 'first' are sharded" in text and "clone() what you keep" in text
 
@@ -157,5 +157,5 @@ def refusals(strategy: str, transport: str) -> list[str]:
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "zero1"])
 @ranks(2)
-def test_a_shard_is_not_written(pool: RankPool, strategy: str, transport: str) -> None:
+def test_shards_are_not_written(pool: RankPool, strategy: str, transport: str) -> None:
     assert pool.run(refusals, strategy, transport) == [[], []]

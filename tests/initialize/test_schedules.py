@@ -43,7 +43,7 @@ CASES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_schedule_has_deepspeeds_numbers(case: str) -> None:
+def test_schedule_matches_deepspeed(case: str) -> None:
     kind, params, expected = CASES[case]
     assert run(kind, len(expected), **params)[0] == pytest.approx(expected, abs=1e-6)
 
@@ -80,7 +80,7 @@ def test_a_schedule_resumes_from_its_state() -> None:
         ),
     ],
 )
-def test_a_schedule_that_is_wrong_is_named(kind: str, params: Any, message: str) -> None:
+def test_invalid_schedule_is_named(kind: str, params: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         schedule_of({"type": kind, "params": params}, optimizer())
 
@@ -95,7 +95,7 @@ def scales(overflows: str, **options: Any) -> list[float]:
     return found
 
 
-def test_the_loss_scale_grows_and_shrinks_as_deepspeeds() -> None:
+def test_loss_scale_matches_deepspeed() -> None:
     assert scales("xx", hysteresis=1) == [8, 4]
     assert scales("xxx", hysteresis=2) == [16, 8, 4], "the first is forgiven, once"
     assert scales("x....", hysteresis=1) == [8, 8, 8, 16, 16]

@@ -99,7 +99,7 @@ def around_the_border(transport):
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_the_border_is_what_is_predicted(pool2, transport):
+def test_limit_equals_the_prediction(pool2, transport):
     pool2.run(around_the_border, transport)
 
 
@@ -114,7 +114,7 @@ def warned(limit_of):
     return [str(each.message) for each in caught if each.category is RuntimeWarning]
 
 
-def test_a_warning_where_the_optimizer_does_not_fit(pool2):
+def test_warning_if_the_optimizer_does_not_fit(pool2):
     first, second = pool2.run(warned, None)
     assert second == []
     assert len(first) == 1 and "and Adam's state" in first[0]
@@ -127,7 +127,7 @@ def differing_limits():
         return str(error)
 
 
-def test_ranks_that_look_and_ranks_that_do_not(pool2):
+def test_ranks_with_and_without_a_limit(pool2):
     for message in pool2.run(differing_limits):
         assert "memory_limit" in message
 
@@ -226,7 +226,7 @@ def what_is_there(parameters_on):
     return None
 
 
-def test_memory_that_parameters_have_is_not_wanted_again():
+def test_existing_parameters_are_not_counted_twice():
     """256 MiB of parameters, which are there or not, and as many of gradients."""
     assert [r.value for r in fork_ranks(what_is_there, 2, "cpu", check=True)] == [None, None]
     for result in fork_ranks(what_is_there, 2, "meta", check=True):
@@ -309,7 +309,7 @@ def four_layers(limit):
 
 @pytest.mark.parametrize("optimizer", [zshard.AdamW, torch.optim.Adam])
 @pytest.mark.parametrize("limit", ["auto", "1GiB"])
-def test_a_state_that_does_not_fit_is_refused_before_it_is_made(optimizer, limit, monkeypatch):
+def test_oversized_state_is_refused_before_allocation(optimizer, limit, monkeypatch):
     model, free = four_layers(limit), four_layers(None)
     monkeypatch.setattr(spare, "room_of_host", lambda: Allowance(5 << 20, "", ""))
     made = optimizer(model.parameters())
@@ -323,7 +323,7 @@ def test_a_state_that_does_not_fit_is_refused_before_it_is_made(optimizer, limit
     made.step()
 
 
-def test_what_fits_fits_with_the_state():
+def test_fitting_model_fits_with_its_state():
     with pytest.warns(RuntimeWarning) as caught:
         four_layers("5MiB")
     words = str(caught[0].message)

@@ -116,7 +116,7 @@ def each_setting() -> Any:
     return expected, found
 
 
-def test_settings_say_how_much_is_gathered_and_no_number_changes(pool2: Any) -> None:
+def test_settings_determine_gathers_but_not_results(pool2: Any) -> None:
     for (base, losses, usual), found in pool2.run(each_setting):
         assert base == [BOTH + 1, BOTH, BOTH, BOTH]  # at first nobody knows which unit is the last
         gathers = [each[0] for each in found]
@@ -139,7 +139,7 @@ def of_limits() -> Any:
     return [with_limit(extra * UNIT)[0] for extra in (-1, 0, 1, 3, own)]
 
 
-def test_auto_keeps_what_the_least_of_all_ranks_leaves(pool2: Any) -> None:
+def test_auto_uses_the_least_of_all_ranks(pool2: Any) -> None:
     for none, nothing, one, three, least in pool2.run(of_limits):
         assert none == nothing == [BOTH + 1, BOTH, BOTH, BOTH]
         assert one[2:] == least[2:] == [BOTH - 1] * 2
@@ -154,7 +154,7 @@ def replicas_of_two() -> Any:
     return expected[:2], ours[:2]
 
 
-def test_replicas_keep_alike(pool4: Any) -> None:
+def test_replicas_keep_the_same_units(pool4: Any) -> None:
     for (base, losses), (gathers, same) in pool4.run(replicas_of_two):
         assert base[1:] == [BOTH] * 3 and gathers[2:] == [BOTH - 2] * 2 and same == losses
 
@@ -176,7 +176,7 @@ def predictions() -> Any:
     return found, text
 
 
-def test_predictions_know_what_stays(pool2: Any) -> None:
+def test_predictions_include_kept_units(pool2: Any) -> None:
     for found, text in pool2.run(predictions):
         assert found == [(each, each) for each in (6 * UNIT, 5 * UNIT, 2 * UNIT)]
         assert "keep_gathered=False: " in text
@@ -275,7 +275,7 @@ def uneven() -> Any:
     return gathers, losses == same
 
 
-def test_join_and_what_comes_after(pool2: Any) -> None:
+def test_join_and_later_steps(pool2: Any) -> None:
     (gathers, same), (theirs, likewise) = pool2.run(uneven)
     assert gathers == theirs and gathers[2:] == [FORWARD, FORWARD] and same and likewise
 
@@ -325,7 +325,7 @@ def measured() -> Any:
     return found, kept, model.memory()["slots"] == model.memory("predicted")["slots"]
 
 
-def test_auto_leaves_a_margin_and_drops_what_was_too_much(pool2: Any) -> None:
+def test_auto_leaves_a_margin_and_drops_excess(pool2: Any) -> None:
     for (full, three, all_, dropped), kept, fits in pool2.run(measured):
         assert full[2:] == [BOTH] * 3
         assert three[2:] == [BOTH - 3] * 3
@@ -345,7 +345,7 @@ def later() -> Any:
         spare._EACH = each
 
 
-def test_later_steps_are_measured_too(pool2: Any) -> None:
+def test_later_steps_are_measured(pool2: Any) -> None:
     for gathers in pool2.run(later):
         assert gathers[2:11] == [BOTH - 3] * 9 and gathers[11] == BOTH
 
@@ -362,7 +362,7 @@ def two_models() -> Any:
         return [model[0]._zshard_state.unit.engine.kept()[0] for model in models]
 
 
-def test_two_models_share_what_there_is(pool2: Any) -> None:
+def test_two_models_share_the_memory(pool2: Any) -> None:
     assert pool2.run(two_models) == [[4 * UNIT, 0]] * 2
 
 
@@ -397,7 +397,7 @@ def without_room() -> Any:
 
 
 @pytest.mark.thorough
-def test_memory_that_cannot_be_had_keeps_nothing() -> None:
+def test_failed_allocation_keeps_nothing() -> None:
     first, second = (result.value for result in fork_ranks(without_room, 2, check=True))
     assert first[0] == second[0] == [11, 0, 0] and first[1] == second[1]  # told in the same step
 
@@ -426,7 +426,7 @@ def by_hand() -> Any:
     return found
 
 
-def test_what_scripts_say_of_a_unit_is_respected(pool2: Any, monkeypatch: Any) -> None:
+def test_per_unit_settings_take_precedence(pool2: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("ZSHARD_TRANSPORT", "c10d")
     for told, auto, *sharded in pool2.run(over_c10d, by_hand):
         for first, second, third in (told, auto):
@@ -486,7 +486,7 @@ def differences_of(name: str, precision: Any) -> list[str]:
 @ranks(2, 3)
 @pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
 @pytest.mark.parametrize("name", [name for name in CASES if name != "dtypes"])
-def test_the_bits_are_those_of_gathering_again(pool: Any, name: str, precision: Any) -> None:
+def test_kept_units_are_bit_identical(pool: Any, name: str, precision: Any) -> None:
     assert pool.run(differences_of, name, precision) == [[]] * pool.world
 
 

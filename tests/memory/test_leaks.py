@@ -192,7 +192,7 @@ def check_steps(grown, steps, transport):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("world", "transport"), WORLDS)
-def test_a_thousand_steps_keep_nothing(world, transport):
+def test_thousand_steps_leak_nothing(world, transport):
     for result in fork_ranks(run_steps, world, transport, "full_shard", STEPS, timeout=120):
         check_steps(result.value, STEPS, transport)
 
@@ -200,7 +200,7 @@ def test_a_thousand_steps_keep_nothing(world, transport):
 @pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["shard_grad_op", "no_shard"])
-def test_steps_of_other_strategies_keep_nothing(strategy):
+def test_other_strategies_leak_nothing(strategy):
     for result in fork_ranks(run_steps, 2, "shm", strategy, STEPS // 2, timeout=120):
         check_steps(result.value, STEPS // 2, "shm")
 
@@ -321,7 +321,7 @@ def make_and_drop_groups(transport, groups):
 
 
 @pytest.mark.parametrize("transport", ["shm"])
-def test_dropped_groups_give_their_descriptors_and_mappings_back(transport):
+def test_dropped_groups_free_descriptors_and_mappings(transport):
     for result in fork_ranks(make_and_drop_groups, 2, transport, 5):
         grown = result.value
         ours = [name for name in grown if "memfd:zshard-" in name or "pidfd" in name]

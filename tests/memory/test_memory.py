@@ -130,7 +130,7 @@ def shares(combination):
 
 @pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
 @ranks(2, 3)
-def test_a_rank_has_its_share(pool, combination):
+def test_rank_holds_its_share(pool, combination):
     found = pool.run(shares, combination)
     for part in ("elements", "grad elements"):  # the slices are the whole, each element once
         assert sum(each[part] for each in found) == found[0]["whole"]
@@ -161,7 +161,7 @@ def looked_at(combination, hold):
 
 
 @pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
-def test_a_look_at_the_storage_of_gradients_costs_none(pool2, combination):
+def test_reading_gradient_storage_allocates_nothing(pool2, combination):
     """Python's object of a storage stays when nobody refers to it, and holds nothing then."""
     for more, held in pool2.run(looked_at, combination, False):
         assert (more, held) == (0, [])
@@ -182,7 +182,7 @@ def temporary(combination, width):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_full_buffers_and_buckets_are_two_and_the_roots(pool2, combination):
+def test_at_most_two_full_buffers_and_buckets(pool2, combination):
     strategy, transport = combination
     for held, root, largest in pool2.run(temporary, combination, 33):
         if strategy != "shard_grad_op":  # which keeps all units whole from forward to backward
@@ -204,7 +204,7 @@ def after_a_larger_model(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_a_dropped_model_leaves_its_buckets_to_none_that_needs_less(strategy):
+def test_buckets_shrink_after_a_larger_model(strategy):
     for result in fork_ranks(after_a_larger_model, 2, strategy):
         held, root, largest = result.value
         most = 3 if strategy == "no_shard" else 2
@@ -244,14 +244,14 @@ def transports_share(transport):
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_models_share_what_the_transport_holds(pool2, transport):
+def test_models_share_transport_buffers(pool2, transport):
     for (first, second), bucket in pool2.run(transports_share, transport):
         assert first == second > 0
         if transport == "c10d":
             assert first >= 2 * bucket  # sent and received
 
 
-def test_alone_there_is_no_transport_to_speak_of():
+def test_single_rank_has_no_transport_memory():
     assert FSDP(make(Net)).memory()["transport"] == 0
 
 
@@ -322,7 +322,7 @@ def measured(combination):
         for combination in COMBINATIONS
     ],
 )
-def test_what_the_kernel_counts(combination):
+def test_memory_matches_the_kernels_count(combination):
     """In processes of its own: what earlier models have left to malloc and to gloo is not counted."""
     strategy, transport = combination
     for held in (result.value for result in run_ranks(measured, 2, combination)):
@@ -360,7 +360,7 @@ def gradients_given_up(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_memory_of_dead_gradients_is_the_kernels_if_it_wants_it(pool2, transport):
+def test_dead_gradients_are_reclaimable(pool2, transport):
     for (there, dead, anew), size, wrong in pool2.run(gradients_given_up, transport):
         assert dead - there >= 0.9 * size > 10 * MIB
         assert anew - there <= 0.2 * size and wrong == []
@@ -389,7 +389,7 @@ def freed(transport):
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_a_models_memory_goes_with_it(pool2, transport):
+def test_memory_is_freed_with_the_model(pool2, transport):
     for left in pool2.run(freed, transport):
         assert left <= MIB, f"{left / MIB:.1f} MiB"
 

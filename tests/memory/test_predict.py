@@ -66,7 +66,7 @@ def wrong_predictions(name, precision):
 @ranks(2, 3)
 @pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
 @pytest.mark.parametrize("name", ["mlp", "net", "tied", "conv", "frozen"])
-def test_predictions_are_what_is_held(pool, name, precision):
+def test_predictions_equal_actual_memory(pool, name, precision):
     assert pool.run(wrong_predictions, name, precision) == [{}] * pool.world
 
 
@@ -112,7 +112,7 @@ def of_a_fresh_process(transport):
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_the_transports_own(transport):
+def test_transport_memory(transport):
     for result in fork_ranks(of_a_fresh_process, 2, transport, check=True):
         told, held, rank = result.value
         assert told["transport"] == held["transport"] > 0
@@ -161,7 +161,7 @@ def states(optimizer_name):
 
 
 @pytest.mark.parametrize("name", ["zshard.AdamW", "torch.AdamW", "torch.Adagrad"])
-def test_the_optimizers_part(pool2, name):
+def test_optimizer_memory(pool2, name):
     for (before, guessed, now, predicted, peak), size, count in pool2.run(states, name):
         tensors = 1 if name.endswith("Adagrad") else 2
         assert (before, guessed) == (0, 2 * size)
@@ -177,7 +177,7 @@ def in_backward():
     return model.memory()["optimizer"], sum(p.numel() * p.itemsize for p in model.parameters())
 
 
-def test_the_part_of_an_optimizer_in_backward(pool2):
+def test_optimizer_in_backward_memory(pool2):
     for held, size in pool2.run(in_backward):
         assert held >= 2 * size
 
@@ -216,7 +216,7 @@ def test_arguments():
         predict_memory(model, 2)
 
 
-def test_predictions_are_of_the_whole_model():
+def test_prediction_by_hand():
     """One unit of 1000 fp32 elements over 4 ranks, by hand."""
     plain = torch.nn.Linear(1000, 1, bias=False)
     told = predict_memory(plain, 4, transport="c10d", optimizer=1)

@@ -98,7 +98,7 @@ def changed(change, how, transport, anew):
 @pytest.mark.parametrize("how", ["full_shard", "zero1", "no_shard", "fully_shard"])
 @pytest.mark.parametrize("anew", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_training_and_saving_go_on(pool2, change, how, transport, anew):
+def test_training_and_saving_continue(pool2, change, how, transport, anew):
     assert pool2.run(changed, change, how, transport, anew) == [[], []]
 
 
@@ -121,7 +121,7 @@ def mistakes(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_ranks_would_train_alone_is_named(pool2, transport):
+def test_unsharded_replacements_are_named(pool2, transport):
     for unsharded, again, alone in pool2.run(mistakes, transport):
         assert "'head' was added to a Stack after FSDP" in unsharded
         assert "fully_shard(module)" in unsharded and again == unsharded
@@ -159,7 +159,7 @@ def additions(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_each_rank_would_train_alone_is_refused(pool2, transport):
+def test_unsharded_additions_are_refused(pool2, transport):
     whole = sum(1 for _ in make(Stack).parameters())
     for said, counts in pool2.run(additions, transport):
         names = ["'gain'", "'gain'", "'tail'", "'3'"] * 2
@@ -168,7 +168,7 @@ def test_what_each_rank_would_train_alone_is_refused(pool2, transport):
         assert counts == [whole, whole]
 
 
-def test_alone_anything_can_be_added():
+def test_single_rank_accepts_any_addition():
     model = FSDP(make(Stack))
     model.gain = nn.Parameter(torch.ones(1))
     model.head = nn.Linear(WIDTH, 3)

@@ -34,7 +34,7 @@ def copies_are_equal_and_apart(name, combination):
 
 
 @pytest.mark.parametrize("name", ["mlp", "net", "odds", "tied"])
-def test_a_copy_is_a_model_of_its_own(pool2, name):
+def test_copy_is_independent(pool2, name):
     for combination in COMBINATIONS:
         for same, apart, alike in pool2.run(copies_are_equal_and_apart, name, combination):
             assert (same, apart, alike) == ([], [], []), combination
@@ -107,7 +107,7 @@ def unit_of(module):
     return module._zshard_state.unit
 
 
-def test_what_a_copy_has_of_its_own(pool2):
+def test_copied_attributes(pool2):
     for facts in pool2.run(what_is_kept):
         assert facts == ((2, 3), ["", "block"], False, "a user's", None, True)
 
@@ -139,7 +139,7 @@ def lowered():
     return twin(floats(0)).dtype
 
 
-def test_a_copy_computes_in_the_same_dtypes(pool2):
+def test_copy_computes_in_the_same_dtypes(pool2):
     assert pool2.run(lowered) == [torch.bfloat16] * 2
 
 

@@ -103,7 +103,7 @@ def troubles():
     return raised
 
 
-def test_a_method_that_raises_leaves_the_model_as_it_was(pool2):
+def test_failing_method_leaves_the_model_unchanged(pool2):
     assert pool2.run(troubles) == ["planted"] * 2
 
 
@@ -112,7 +112,7 @@ def lowered():
     return model.encode(floats(0)).dtype
 
 
-def test_arguments_are_cast_as_forwards_are(pool2):
+def test_arguments_are_cast_as_in_forward(pool2):
     assert pool2.run(lowered) == [torch.bfloat16] * 2
 
 
@@ -163,5 +163,5 @@ class Translator(nn.Module):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda both: " ".join(both))
-def test_a_part_called_by_itself_has_whole_weights(pool2, combination):
+def test_submodule_called_directly_has_full_weights(pool2, combination):
     assert pool2.run(part_by_itself, combination) == [(0.0, 0.0)] * 2

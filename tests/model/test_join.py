@@ -242,7 +242,7 @@ COUNTS = {2: [(5, 2), (0, 4)], 3: [(2, 5, 3), (4, 0, 0)]}
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("combination", COMBINATIONS, ids="-".join)
 @pytest.mark.parametrize("loop", LOOPS)
-def test_the_bits_are_those_of_ddps_join(pool2, loop, combination):
+def test_join_is_bit_identical_to_ddp(pool2, loop, combination):
     for counts in COUNTS[2]:
         assert pool2.run(compared, loop, combination, counts) == [[]] * 2, counts
 
@@ -257,7 +257,7 @@ def test_three_ranks(pool3, loop, combination):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("combination", COMBINATIONS, ids="-".join)
-def test_dividing_by_the_ranks_that_have_data(pool2, combination):
+def test_division_by_ranks_with_data(pool2, combination):
     for loop, counts in itertools.product((plain_loop, accumulating), COUNTS[2]):
         found = pool2.run(compared, loop, combination, counts, False, False)
         assert found == [[]] * 2, (loop, counts)
@@ -331,7 +331,7 @@ def epochs(combination, transport_counts):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids="-".join)
-def test_schedulers_and_scalers_go_on_alike(pool2, combination):
+def test_schedulers_and_scalers_stay_in_step(pool2, combination):
     first, second = pool2.run(epochs, combination, [(1, 3), (4, 4), (2, 0)])
     assert first == second and first[0] == 3 + 4 + 2
 
@@ -360,7 +360,7 @@ def buffers(combination, syncs, counts):
 
 @pytest.mark.parametrize("combination", FEW, ids="-".join)
 @pytest.mark.parametrize("syncs", [True, False])
-def test_buffers_are_those_of_ddp(pool2, combination, syncs):
+def test_buffers_match_ddp(pool2, combination, syncs):
     for counts in COUNTS[2]:
         found = pool2.run(buffers, combination, syncs, counts)
         assert found == [[]] * 2, counts
@@ -439,7 +439,7 @@ def uneven_net(how, combination, counts, frozen=False, thaws=False):
 
 
 @pytest.mark.parametrize("combination", FEW, ids="-".join)
-def test_models_that_gather_and_reduce_in_their_own_ways(pool3, combination):
+def test_models_with_unusual_gathers_and_reductions(pool3, combination):
     counts = (3, 0, 2)
     pool3.run(uneven_net, checkpointed, combination, counts)
     pool3.run(uneven_net, in_order, combination, counts, True)

@@ -166,7 +166,7 @@ def misused(combination):
 
 
 @pytest.mark.parametrize("combination", FEW, ids="-".join)
-def test_misuse_is_an_error_that_says_what_to_do(pool2, combination):
+def test_misuse_names_the_remedy(pool2, combination):
     expected = [
         "no parameter of this model",
         "the same AdamW twice",
@@ -224,7 +224,7 @@ def collectives(combination):
 
 
 @pytest.mark.parametrize("combination", [("full_shard", "c10d")], ids="-".join)
-def test_collectives_that_nobody_can_follow(pool2, combination):
+def test_collectives_without_all_ranks_are_refused(pool2, combination):
     first, second = pool2.run(collectives, combination)
     for said in first:
         assert "after join()" in said
@@ -251,7 +251,7 @@ def writing_by_hand(combination):
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_writes_by_hand_that_nobody_can_follow(pool2, transport):
+def test_direct_writes_without_all_ranks_are_refused(pool2, transport):
     for said in pool2.run(writing_by_hand, ("full_shard", transport)):
         assert "mul_()" in said or "rank" in said
 
@@ -277,7 +277,7 @@ def catching(combination):
 
 
 @pytest.mark.parametrize("combination", FEW, ids="-".join)
-def test_a_caught_exception_costs_one_step(pool3, combination):
+def test_caught_exception_skips_one_step(pool3, combination):
     assert pool3.run(catching, combination) == [["ValueError"], [], ["DivergenceError"]]
 
 
@@ -348,7 +348,7 @@ def leave_early(transport):
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_a_rank_that_dies(transport):
+def test_dead_rank(transport):
     """Over c10d, the second to notice may only see that the first has ended."""
     first, second, _ = fork_ranks(leave_early, 3, transport, check=False)
     told = [first.stdout, second.stdout]

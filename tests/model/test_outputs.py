@@ -68,7 +68,7 @@ def linked(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_results_that_hold_each_other(pool2, combination):
+def test_results_with_reference_cycles(pool2, combination):
     for looks, wrong in pool2.run(linked, combination):
         assert wrong == []
         assert looks == 0, "somebody has searched a result"
@@ -103,5 +103,5 @@ def after_a_call_that_was_left(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_a_call_that_was_left_is_ended_by_the_next(pool2, combination):
+def test_next_call_ends_an_interrupted_forward(pool2, combination):
     assert pool2.run(after_a_call_that_was_left, combination) == [[], []]

@@ -36,7 +36,7 @@ def reading(name, combination):
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @pytest.mark.parametrize("name", ["net", "odds", "tied", "frozen"])
-def test_parameters_are_whole_within(pool2, name, combination):
+def test_parameters_are_full_inside(pool2, name, combination):
     assert pool2.run(reading, name, combination) == [([], [], [])] * 2
 
 
@@ -66,7 +66,7 @@ def writing(combination, writeback, precision):
 @pytest.mark.parametrize("precision", [None, MixedPrecision(param_dtype=torch.bfloat16)])
 @pytest.mark.parametrize("writeback", [True, False])
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_what_is_written_counts_or_is_dropped(pool2, combination, writeback, precision):
+def test_writes_are_kept_or_discarded(pool2, combination, writeback, precision):
     assert pool2.run(writing, combination, writeback, precision) == [[], []]
 
 
@@ -79,7 +79,7 @@ def own_unit_only(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_of_one_unit(pool2, transport):
+def test_recurse_false_unshards_one_unit(pool2, transport):
     assert pool2.run(own_unit_only, transport) == [["blocks.0"]] * 2
 
 
@@ -125,7 +125,7 @@ def an_error_within(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_errors_within_leave_the_model_as_it_was(pool2, combination):
+def test_errors_inside_leave_the_model_unchanged(pool2, combination):
     for wrong, said in pool2.run(an_error_within, combination):
         assert wrong == [] and "copies" in said
 
@@ -169,7 +169,7 @@ def applied(combination, seed_of_rank):
 
 @pytest.mark.parametrize("seed_of_rank", [0, 1])
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_apply_initialises_as_in_a_plain_model(pool2, combination, seed_of_rank):
+def test_apply_initializes_as_in_a_plain_model(pool2, combination, seed_of_rank):
     assert pool2.run(applied, combination, seed_of_rank) == [[], []]
 
 

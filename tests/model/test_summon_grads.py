@@ -60,7 +60,7 @@ def reading(name, combination):
 @pytest.mark.sampled(2)
 @ranks(2, 3)
 @pytest.mark.parametrize("name", ["net", "odds", "tied", "frozen", "unused", "dtypes"])
-def test_gradients_are_whole_within(pool, name):
+def test_gradients_are_full_inside(pool, name):
     for combination in COMBINATIONS:
         found = pool.run(reading, name, combination)
         assert found == [([], [], True, [])] * pool.world, combination
@@ -85,7 +85,7 @@ def caught(combination):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @ranks(2, 3)
-def test_a_gradient_that_is_caught_is_full_on_all_ranks(pool, combination):
+def test_captured_gradient_is_full_on_all_ranks(pool, combination):
     between = {"Tensor"} if combination[0] == "no_shard" else {"ShardTensor"}
     assert pool.run(caught, combination) == [([], {"Tensor"}, between)] * pool.world
 
@@ -140,7 +140,7 @@ def writing(combination, writeback, precision):
 @pytest.mark.parametrize("precision", [None, LOW])
 @pytest.mark.parametrize("writeback", [True, False])
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_what_is_written_counts_or_is_dropped(pool2, combination, writeback, precision):
+def test_writes_are_kept_or_discarded(pool2, combination, writeback, precision):
     assert pool2.run(writing, combination, writeback, precision) == [([], [], True)] * 2
 
 
@@ -167,7 +167,7 @@ def some_ranks_only(combination):
 
 
 @pytest.mark.parametrize("combination", SHARDED)
-def test_gradients_that_some_ranks_have(pool2, combination):
+def test_gradients_on_some_ranks(pool2, combination):
     assert pool2.run(some_ranks_only, combination) == [([], [], [("head.weight", True)])] * 2
 
 
@@ -192,7 +192,7 @@ def local(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_gradients_of_no_sync_stay_the_ranks_own(pool2, combination):
+def test_no_sync_gradients_stay_local(pool2, combination):
     assert pool2.run(local, combination) == [([], [], [])] * 2
 
 
@@ -212,7 +212,7 @@ def local_on_one_rank():
     return message_of(enter, RuntimeError), differences(grads_of(model), before)
 
 
-def test_gradients_that_one_rank_has_kept_are_refused(pool2):
+def test_local_gradients_on_one_rank_are_refused(pool2):
     for said, changed in pool2.run(local_on_one_rank):
         assert "some ranks, but not all, have an unreduced gradient" in said
         assert changed == []
@@ -234,11 +234,11 @@ def stumbling(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_an_error_within(pool2, combination):
+def test_error_inside(pool2, combination):
     assert pool2.run(stumbling, combination) == [[], []]
 
 
-def test_alone():
+def test_single_rank():
     model = FSDP(make(Stack))
     forward_backward(model, 0)
     before = grads_of(model)

@@ -83,7 +83,7 @@ def norms(transport: str, strategy: str, size: int) -> Any:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_norm_over_experts_and_the_rest_is_refused(
+def test_norm_across_experts_and_shared_parameters_is_refused(
     pool2: RankPool, transport: str, strategy: str
 ) -> None:
     (shared, own), (other_shared, other) = pool2.run(norms, transport, strategy, 1)
@@ -157,7 +157,7 @@ def limits() -> Any:
         FSDP(nn.Sequential(nn.Linear(1024, 1024)), memory_limit="3MiB")
 
 
-def test_the_check_of_memory_counts_the_model_without_its_experts(pool2: RankPool) -> None:
+def test_memory_check_excludes_existing_experts(pool2: RankPool) -> None:
     pool2.run(limits)
 
 

@@ -76,7 +76,7 @@ def trained(combination: tuple[str, str]) -> list[str]:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_an_elementwise_update_that_is_compiled_trains(pool2, combination):
+def test_compiled_elementwise_update_trains(pool2, combination):
     assert pool2.run(trained, combination) == [[], []]
 
 
@@ -89,7 +89,7 @@ def refused(transport: str) -> str:
 
 
 @pytest.mark.parametrize("transport", ("shm", "c10d"))
-def test_an_update_by_a_norm_is_refused_as_an_optimizers(pool2, transport):
+def test_compiled_update_with_a_norm_is_refused(pool2, transport):
     for said in pool2.run(refused, transport):
         assert "norm()" in said and "elementwise one" in said and "no_shard" in said
 
@@ -107,7 +107,7 @@ def compiled_before() -> None:
     assert "omit fullgraph=True" in said
 
 
-def test_what_was_compiled_before_the_model_was_sharded():
+def test_functions_compiled_before_sharding():
     fork_ranks(compiled_before, 2)
 
 
@@ -158,7 +158,7 @@ def by_kernel(combination: tuple[str, str]) -> Any:
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_a_librarys_elementwise_kernel_gets_slices_of_the_same_elements(pool2, combination):
+def test_library_kernel_gets_matching_shards(pool2, combination):
     assert pool2.run(by_kernel, combination) == [[], []]
 
 

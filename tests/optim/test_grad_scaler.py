@@ -59,7 +59,7 @@ def one_step(combination, library, bad, early):
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("library", SCALERS)
 @pytest.mark.parametrize("combination", SHARDED)
-def test_all_ranks_skip_what_one_must(pool, combination, library, early):
+def test_all_ranks_skip_together(pool, combination, library, early):
     for bad in (math.inf, -math.inf, math.nan):
         found = pool.run(one_step, combination, library, bad, early)
         assert sorted(finite for *_, finite in found) == [False] + [True] * (pool.world - 1)
@@ -130,7 +130,7 @@ def compare(name, combination, library):
 @pytest.mark.parametrize("library", SCALERS)
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @pytest.mark.parametrize("name", ["mlp", "net", "odds"])
-def test_training_has_the_bits_and_scales_of_ddp(pool2, name, combination, library):
+def test_training_and_scales_are_bit_identical_to_ddp(pool2, name, combination, library):
     for wrong, same_scales, same_losses, scales in pool2.run(compare, name, combination, library):
         assert wrong == [] and same_scales and same_losses
         assert scales[2] == scales[1] / 2 and max(scales) > 1024.0  # it went both ways
@@ -186,7 +186,7 @@ def only_one_optimizer():
     return changed, scaler.get_scale()
 
 
-def test_each_optimizer_is_looked_at_by_itself(pool2):
+def test_each_optimizer_is_checked_separately(pool2):
     assert pool2.run(only_one_optimizer) == [({"head.weight", "head.bias"}, 512.0)] * 2
 
 
@@ -207,7 +207,7 @@ def beside_whole_parameters():
     return differences(model.state_dict(), before), scaler.get_scale()
 
 
-def test_whole_parameters_in_the_same_optimizer_count_too(pool2):
+def test_unsharded_parameters_of_the_optimizer_count(pool2):
     assert pool2.run(beside_whole_parameters) == [([], 512.0)] * 2
 
 
@@ -223,13 +223,13 @@ def not_sharded():
     return scaler.get_scale()
 
 
-def test_models_that_are_not_sharded_are_left_alone(pool2):
+def test_unsharded_models_use_torchs_scaler(pool2):
     assert pool2.run(not_sharded) == [1024.0, 512.0]
 
 
 @pytest.mark.parametrize("bad", [math.inf, None])
 @pytest.mark.parametrize("library", SCALERS)
-def test_a_world_of_one_is_torchs(library, bad):
+def test_single_rank_uses_torchs_scaler(library, bad):
     found = []
     for net in (make(Stack), zshard.FSDP(make(Stack))):
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -261,7 +261,7 @@ def too_early():
     return message, differences([p.grad for p in model.parameters()], grads)
 
 
-def test_gradients_that_are_not_reduced_are_refused_as_they_are(pool2):
+def test_unreduced_gradients_are_refused_unchanged(pool2):
     for message, wrong in pool2.run(too_early):
         assert "no_sync()" in message and wrong == []
 

@@ -80,7 +80,7 @@ def test_hybrid(pool4, transport):
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_every_way_of_checkpointing(pool2, way, reentrant):
     if reentrant and way in OF_THE_ROOT:
-        pytest.skip("an error: see test_a_weight_that_is_recomputed_after_its_step")
+        pytest.skip("an error: see test_weight_recomputed_after_its_step")
     build = functools.partial(Stack, way, reentrant)
     assert pool2.run(wrong, three_steps, build) == [{}, {}]
 
@@ -92,7 +92,7 @@ def recomputed_after_its_step(way):
 
 
 @pytest.mark.parametrize("way", OF_THE_ROOT)
-def test_a_weight_that_is_recomputed_after_its_step(pool2, way):
+def test_weight_recomputed_after_its_step(pool2, way):
     words = ("unit '(root)' again after", "got a shard of 'shift'")
     for said in pool2.run(recomputed_after_its_step, way):
         assert any(word in said for word in words), said
@@ -147,7 +147,7 @@ def more_forwards(by_turns, model, optimizer):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("build", [Passing, Repeated, Blocks])
-def test_modules_called_otherwise_than_once(pool2, build):
+def test_modules_not_called_exactly_once(pool2, build):
     if build is not Blocks:
         assert pool2.run(wrong, three_steps, build) == [{}, {}]
     assert pool2.run(wrong, functools.partial(more_forwards, False), build) == [{}, {}]
@@ -259,6 +259,6 @@ def stepped_within(combination, forwards):
 
 
 @pytest.mark.parametrize("combination", SHARDED)
-def test_a_unit_that_was_called_twice_is_stepped_at_the_end(pool2, combination):
+def test_unit_called_twice_is_stepped_at_the_end(pool2, combination):
     assert pool2.run(stepped_within, combination, 1) == [[True]] * 2
     assert pool2.run(stepped_within, combination, 2) == [[False]] * 2

@@ -26,7 +26,7 @@ import zshard
 # --- what is refused, and failures ------------------------------------------------------------------------
 
 
-def test_what_cannot_be_stepped_in_backward():
+def test_unsupported_steps_in_backward():
     model, optimizer, handle = alone(True)
     torchs = torch.optim.AdamW(model.parameters())
     text = message_of(lambda: model.optimizer_in_backward(torchs), TypeError)
@@ -122,7 +122,7 @@ class Fragile(Blocks):
         return self.head(x)
 
 
-def goes_on(combination):
+def continues(combination):
     """After a backward that raised on all ranks: do the ranks go on together?"""
     model = wrapped(Fragile, combination)
     optimizer = make_optimizer(ADAMW, model)
@@ -141,8 +141,8 @@ def goes_on(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_training_goes_on_after_a_backward_that_raised(pool2, combination):
-    first, second = pool2.run(goes_on, combination)
+def test_training_continues_after_a_failed_backward(pool2, combination):
+    first, second = pool2.run(continues, combination)
     assert differences_of(first, second) == []
     assert [name for name, value in first.items() if not value.isfinite().all()] == []
 
@@ -163,5 +163,5 @@ def failing_step(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_an_error_of_the_optimizer_comes_out_of_backward(pool2, combination):
+def test_optimizer_error_propagates_from_backward(pool2, combination):
     assert pool2.run(failing_step, combination) == ["\"param group lacks 'lr'\""] * 2

@@ -38,7 +38,7 @@ from zshard import FSDP
 
 
 @pytest.mark.parametrize("optimizer", [zshard.AdamW, zshard.Adam, zshard.SGD])
-def test_alone(optimizer):
+def test_single_rank(optimizer):
     states = []
     for in_backward in (False, True):
         model, made, _ = alone(in_backward, optimizer)
@@ -53,7 +53,7 @@ def test_alone(optimizer):
     assert differences_of(*states) == []
 
 
-def test_alone_in_mixed_precision():
+def test_single_rank_in_mixed_precision():
     """Where gradients are cast, and so reduced, in a world of one too."""
     states = []
     for in_backward in (False, True):
@@ -71,7 +71,7 @@ def test_alone_in_mixed_precision():
     assert differences_of(*states) == []
 
 
-def test_alone_a_removed_handle_leaves_nothing():
+def test_single_rank_removed_handle_leaves_nothing():
     model, optimizer, handle = alone(True)
     loss_of(model(batch(0))).backward()
     copied = copy.deepcopy(model)
@@ -106,7 +106,7 @@ def scheduled(call_step, model, optimizer):
 
 
 @pytest.mark.parametrize("call_step", [True, False])
-def test_schedulers_go_on_with_and_without_calls_of_step(pool2, call_step):
+def test_schedulers_advance_with_and_without_step_calls(pool2, call_step):
     run = functools.partial(scheduled, call_step)
     assert pool2.run(wrong, run, Blocks, [("full_shard", "shm")]) == [{}, {}]
 
@@ -179,7 +179,7 @@ def removed(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_a_removed_handle_leaves_the_model_as_it_was(pool2, combination):
+def test_removed_handle_leaves_the_model_unchanged(pool2, combination):
     for found, (usual, after) in pool2.run(removed, combination):
         assert found == []
         assert usual == after > 0
@@ -209,11 +209,11 @@ def freed_at_once(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_a_dropped_model_is_freed_without_a_collector_with_its_optimizer(pool2, combination):
+def test_dropped_model_and_optimizer_are_freed_without_gc(pool2, combination):
     assert pool2.run(freed_at_once, combination) == [[False] * 3] * 2
 
 
-def test_alone_a_dropped_model_is_freed_at_once():
+def test_single_rank_dropped_model_is_freed_at_once():
     gc.collect()
     gc.disable()
     try:

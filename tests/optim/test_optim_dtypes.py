@@ -41,7 +41,7 @@ def built(combination, seed):
     return model, Halved(model.parameters())
 
 
-def goes_on(folder, combination):
+def save_and_resume(folder, combination):
     """The state's dtypes, and what differs in the end between a run and one that was resumed."""
     model, optimizer = built(combination, 1)
     train(model, CASES["net"], optimizer, rank(), 2)
@@ -59,11 +59,11 @@ def goes_on(folder, combination):
 @pytest.mark.parametrize("combination", [FULL, ("zero1", "c10d")], ids=str)
 def test_state_keeps_its_dtype(pool2, combination, tmp_path):
     expected = {torch.bfloat16}, torch.bfloat16, []
-    assert pool2.run(goes_on, tmp_path, combination) == [expected] * 2
+    assert pool2.run(save_and_resume, tmp_path, combination) == [expected] * 2
 
 
 def test_a_plain_model(tmp_path):
-    assert goes_on(tmp_path, None) == ({torch.bfloat16}, torch.bfloat16, [])
+    assert save_and_resume(tmp_path, None) == ({torch.bfloat16}, torch.bfloat16, [])
 
 
 def into_another_dtype(folder):
@@ -77,5 +77,5 @@ def into_another_dtype(folder):
     return len(theirs.state)
 
 
-def test_parameters_of_another_dtype(pool2, tmp_path):
+def test_parameters_of_a_different_dtype(pool2, tmp_path):
     assert pool2.run(into_another_dtype, tmp_path) == [0, 0]

@@ -95,7 +95,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("name", "way"), [*cases()])
-def test_torchs_elementwise_ones_step_slices_bit_for_bit(name, way):
+def test_torchs_elementwise_optimizers_step_shards_bit_identically(name, way):
     make = getattr(torch.optim, name)
     by_params = three(lambda params: make(params, lr=0.1, **way))
     optimizers = [optimizer for _, optimizer in by_params]
@@ -110,20 +110,20 @@ def test_torchs_elementwise_ones_step_slices_bit_for_bit(name, way):
 
 
 @pytest.mark.parametrize("cls", [zshard.AdamW, zshard.Adam, zshard.SGD])
-def test_zshards_own_step_slices(cls):
+def test_zshards_optimizers_step_shards(cls):
     found = [params for params, _ in three(lambda params: cls(params, lr=0.1))]
     for whole, shard, plain in zip(*found, strict=True):
         check_equal(shard, whole, plain)
 
 
-def test_one_of_the_users_own_that_is_elementwise():
+def test_custom_elementwise_optimizer():
     found = [params for params, _ in three(Lambda)]
     for whole, shard, plain in zip(*found, strict=True):
         check_equal(shard, whole, plain)
         assert equal_to_slice(shard, whole)
 
 
-def test_a_closure_is_guarded_within_the_step():
+def test_closure_is_guarded_within_the_step():
     """The step itself runs as on plain tensors, what the user passes to it does not."""
     shard = sharded_parameter(torch.randn(6, 4))
     shard.grad = slice_of(torch.randn(6, 4), shard._zshard_part)
@@ -141,7 +141,7 @@ def refused():
 
 
 @pytest.mark.parametrize("make", [*refused()])
-def test_others_raise_and_change_no_parameter(make):
+def test_other_optimizers_raise_and_change_nothing(make):
     shards = [sharded_parameter(w) for w in wholes(0)]
     for shard, grad in zip(shards, wholes(1), strict=True):
         shard.grad = slice_of(grad, shard._zshard_part)
@@ -152,14 +152,14 @@ def test_others_raise_and_change_no_parameter(make):
 
 
 @pytest.mark.parametrize("make", [*refused()])
-def test_whole_parameters_pass_everything(make):
+def test_unsharded_parameters_allow_everything(make):
     params = [nn.Parameter(w) for w in wholes(0)]
     for param, grad in zip(params, wholes(1), strict=True):
         param.grad = grad
     make(params).step(lambda: torch.tensor(0.0))
 
 
-def test_kernels_that_the_guard_cannot_see_are_refused_by_name(monkeypatch):
+def test_unguarded_kernels_are_refused_by_name(monkeypatch):
     """apex.optimizers.FusedLAMB gets the tensors in C++."""
     shard = sharded_parameter(torch.randn(6, 4))
     monkeypatch.setattr(hooks._core, "is_shard", lambda p: p is shard)
@@ -182,11 +182,11 @@ def calls_before_a_step(params: int) -> int:
     return len(made)
 
 
-def test_costs_no_more_with_more_parameters():
+def test_overhead_is_independent_of_parameter_count():
     assert calls_before_a_step(1000) == calls_before_a_step(1) > 1
 
 
-def test_what_is_one_number_of_a_scalar_parameter_is_no_slice():
+def test_scalar_state_stays_unsharded():
     shard = sharded_parameter(torch.tensor(2.0))
     shard.grad = slice_of(torch.tensor(1.0), shard._zshard_part)
     optimizer = torch.optim.NAdam([shard], lr=0.1)
@@ -195,7 +195,7 @@ def test_what_is_one_number_of_a_scalar_parameter_is_no_slice():
     assert optimizer.state[shard]["mu_product"].item() < 1.0
 
 
-def test_state_made_by_new_zeros_goes_with_the_shard():
+def test_new_zeros_state_is_sharded():
     for numel in (5, 6, 7):
         whole = torch.randn(6, 3)
         part = part_like(whole, numel=numel)

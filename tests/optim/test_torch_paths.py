@@ -56,7 +56,7 @@ def one_step_from_the_same(ours, theirs, size, options):
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(("ours", "torchs"), CLASSES, ids=["AdamW", "Adam"])
-def test_all_but_the_tail_has_the_bits_of_torchs_fused_step(ours, torchs, options):
+def test_all_but_the_tail_is_bit_identical_to_torchs_fused_step(ours, torchs, options):
     for size in SIZES:
         (p, state), (q, other) = one_step_from_the_same(
             ours, lambda each: torchs(each, lr=1e-2, fused=True, **options), size, options
@@ -124,5 +124,5 @@ def beside_ddp(width):
 
 
 @ranks(2)
-def test_a_model_without_tails_has_the_bits_of_ddp_with_the_fused_step(pool):
+def test_model_without_tails_is_bit_identical_to_ddp_fused(pool):
     assert pool.run(beside_ddp, 32) == [([], 0.0)] * 2

@@ -165,19 +165,19 @@ RIGHT = [
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("combination", [*OVER_SHM, *GATHERED])
 @pytest.mark.parametrize("between", RIGHT, ids=lambda f: f.__name__)
-def test_right_where_the_others_train_on(pool2, combination, between):
+def test_lone_evaluation_while_others_train(pool2, combination, between):
     for _, wrong in pool2.run(rehearse, combination, between):
         assert wrong == []
 
 
 @pytest.mark.parametrize("combination", SHARDED)
-def test_other_weights_on_all_ranks(pool2, combination):
+def test_swapped_weights_on_all_ranks(pool2, combination):
     for _, wrong in pool2.run(rehearse, combination, all_evaluate_with_others_weights):
         assert wrong == []
 
 
 @pytest.mark.parametrize("combination", SHARDED)
-def test_steps_by_hand_on_all_ranks(pool2, combination):
+def test_manual_steps_on_all_ranks(pool2, combination):
     results = pool2.run(rehearse, combination, all_evaluate_with_others_weights, by_hand)
     for _, wrong in results:
         assert wrong == []
@@ -186,7 +186,7 @@ def test_steps_by_hand_on_all_ranks(pool2, combination):
 # --- an error -------------------------------------------------------------------------------------
 
 
-def is_told(text):
+def names_other_weights(text):
     """Do words say that ranks have other weights?"""
     unlike = (
         "changed since its last optimizer step or load",
@@ -216,13 +216,15 @@ def rank_1_swaps_longer_and_all_wait(model, plain, i):
 
 
 @pytest.mark.parametrize("combination", OVER_SHM)
-def test_one_evaluation_more_with_other_weights(pool2, combination):
+def test_extra_evaluation_with_swapped_weights(pool2, combination):
     for found, wrong in pool2.run(rehearse, combination, rank_1_swaps_longer):
-        assert wrong == [] and [text for text in found if text and not is_told(text)] == []
+        assert (
+            wrong == [] and [text for text in found if text and not names_other_weights(text)] == []
+        )
 
 
 @pytest.mark.parametrize("combination", OVER_SHM)
-def test_one_evaluation_more_while_the_others_keep_other_weights(pool2, combination):
+def test_extra_evaluation_while_others_keep_swapped_weights(pool2, combination):
     for found, wrong in pool2.run(rehearse, combination, rank_1_swaps_longer_and_all_wait):
         assert wrong == [] and found == [""] * STEPS
 
@@ -252,9 +254,9 @@ def rank_0_swaps(combination):
 
 
 @pytest.mark.parametrize("combination", OVER_SHM)
-def test_other_weights_on_one_rank(pool2, combination):
+def test_swapped_weights_on_one_rank(pool2, combination):
     first, second = pool2.run(rank_0_swaps, combination)
-    assert is_told(first[0]) and "alike" in first[0]
+    assert names_other_weights(first[0]) and "alike" in first[0]
     for said in (first[1], second[0]):
         assert "rank 0's last was copy_() on 'second.bias'; rank 1 made none" in said
 
@@ -305,10 +307,10 @@ def eval_mode_and_other_weights(combination):
 
 
 @pytest.mark.parametrize("combination", OVER_SHM)
-def test_evaluation_mode_and_other_weights(pool2, combination):
+def test_evaluation_mode_and_swapped_weights(pool2, combination):
     first, second = pool2.run(eval_mode_and_other_weights, combination)
     for text in first:
-        assert is_told(text), text
+        assert names_other_weights(text), text
     assert second[0] != "" and second[1] != ""
 
 
@@ -334,7 +336,7 @@ def skips_a_batch(combination):
 
 
 @pytest.mark.parametrize("combination", OVER_SHM)
-def test_a_skipped_batch_and_steps_by_hand(pool2, combination):
+def test_skipped_batch_and_manual_steps(pool2, combination):
     assert pool2.run(skips_a_batch, combination) == [[], []]
 
 
@@ -362,7 +364,7 @@ def two_backwards_of_one_forward(combination):
 
 
 @pytest.mark.parametrize("combination", OVER_SHM)
-def test_two_backwards_with_a_step_between(pool2, combination):
+def test_step_between_two_backwards(pool2, combination):
     pool2.run(two_backwards_of_one_forward, combination)
 
 
@@ -382,13 +384,13 @@ def skips_a_backward_within_no_sync(combination):
 
 
 @pytest.mark.parametrize("combination", OVER_SHM)
-def test_a_backward_that_one_rank_skips_within_no_sync(pool2, combination):
+def test_backward_skipped_on_one_rank_within_no_sync(pool2, combination):
     for said in pool2.run(skips_a_backward_within_no_sync, combination):
         assert said != ""
 
 
 @pytest.mark.parametrize("combination", GATHERED)
-def test_a_backward_that_one_rank_skips_within_no_sync_over_c10d(pool2, combination):
+def test_backward_skipped_on_one_rank_within_no_sync_over_c10d(pool2, combination):
     """As under DDP: that rank has no gradients of that batch."""
     assert pool2.run(skips_a_backward_within_no_sync, combination) == ["", ""]
 
@@ -413,7 +415,7 @@ ERRORS = [*((c, True) for c in OVER_C10D), (("zero1", "c10d"), False)]
 
 
 @pytest.mark.parametrize(("combination", "swaps"), ERRORS)
-def test_alone_over_c10d(pool2, combination, swaps):
+def test_lone_evaluation_over_c10d(pool2, combination, swaps):
     for text, stepped in pool2.run(error_of_a_lone_evaluation, combination, swaps):
         assert text and not stepped
         if swaps:

@@ -70,7 +70,7 @@ def train(env, transport, strategy):
 @pytest.mark.needs_fma
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("backend", "world", "transport"), WORLDS)
-def test_training_has_the_bits_of_the_cpu(backend, world, transport, strategy):
+def test_training_is_bit_identical_to_the_cpu(backend, world, transport, strategy):
     plain = fork_ranks(train, world, {}, transport, strategy, check=True)
     ours = fork_ranks(train, world, environment(backend), transport, strategy, check=True)
     for mine, cpu in zip(ours, plain, strict=True):

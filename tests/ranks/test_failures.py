@@ -141,7 +141,7 @@ def just_train(transport):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("attempt", range(3))
-def test_script_that_just_ends_ends_well(transport, attempt):
+def test_script_without_cleanup_exits_normally(transport, attempt):
     for result in fork_ranks(just_train, 2, transport):
         said = result.stderr  # Triton's nanobind counts leaks at exit: lines that are not ours
         assert result.returncode == 0 and (not said or said.startswith("nanobind:")), result
@@ -212,7 +212,7 @@ def catch_and_go_on(transport, place, folder):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_backward_that_fails_on_one_rank_diverges_and_can_be_survived(pool2, transport, tmp_path):
+def test_caught_backward_failure_on_one_rank_diverges(pool2, transport, tmp_path):
     (others, own), wrong = zip(
         *pool2.run(catch_and_go_on, transport, "backward", tmp_path), strict=True
     )
@@ -265,7 +265,7 @@ def diverge(folder, transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ranks_that_wait_for_each_other_are_told_at_once(transport, tmp_path):
+def test_deadlock_is_reported_at_once(transport, tmp_path):
     for result in fork_ranks(diverge, 2, tmp_path, transport):
         assert result.returncode == 0, result.stderr
         assert result.value.kind == "DivergenceError", result.value

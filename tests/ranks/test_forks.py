@@ -107,7 +107,7 @@ def use_and_free(model):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_forked_child_is_kept_out_and_frees_nothing_of_its_parents(pool2, tmp_path, transport):
+def test_forked_child_is_refused_and_frees_nothing(pool2, tmp_path, transport):
     for rank, (said, wrong) in enumerate(pool2.run(fork_and_free, tmp_path, transport)):
         assert f"forked from rank {rank} cannot use its process group" in said
         assert wrong == []
@@ -140,7 +140,7 @@ def child_dies_midway(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_child_that_dies_does_not_speak_for_its_parent(pool2, transport):
+def test_dying_child_does_not_report_for_its_parent(pool2, transport):
     for rank, said in enumerate(pool2.run(child_dies_midway, transport)):
         assert f"forked from rank {rank} cannot use its process group" in said
 
@@ -178,5 +178,5 @@ def free(model):
     return "freed"
 
 
-def test_children_forked_while_a_thread_of_the_parents_works(pool4):
+def test_fork_while_a_parents_thread_works(pool4):
     assert pool4.run(fork_in_backward, 3) == [(12, [])] * 4

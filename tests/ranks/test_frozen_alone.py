@@ -104,7 +104,7 @@ def alone(combination: tuple[str, str], freeze: Freeze, within: str) -> list[str
 @pytest.mark.parametrize("freeze", [one_parameter, a_unit, unfrozen])
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @ranks(2)
-def test_one_rank_alone_is_told_and_goes_on(
+def test_freezing_on_one_rank_is_an_error_and_training_continues(
     pool: RankPool, combination: tuple[str, str], freeze: Freeze, within: str
 ) -> None:
     if combination[0] == "no_shard" and freeze is unfrozen:

@@ -48,7 +48,7 @@ def gpu_at(monkeypatch, bus: int, host: str = "a") -> bytes:
         ([("a", 1)], "nccl", "nccl"),
     ],
 )
-def test_transport_that_is_chosen(monkeypatch, peers, wanted, kind):
+def test_chosen_transport(monkeypatch, peers, wanted, kind):
     chosen = []
     control = Control([gpu_at(monkeypatch, bus, host) for host, bus in peers])
     gpu_at(monkeypatch, 1)
@@ -97,6 +97,6 @@ def test_ranks_with_a_gpu_each_use_nccl_by_default():
         assert result.value == ("nccl", "", "")
 
 
-def test_unknown_transport_is_refused_by_naming_the_others():
+def test_unknown_transport_error_lists_the_valid_ones():
     with pytest.raises(ValueError, match="'peer' for a model on cuda: expected one of auto, nccl"):
         transports.check_settings("peer", None, "cuda:0")

@@ -74,7 +74,7 @@ def trained(name, strategy, low, sizes):
 
 @pytest.mark.parametrize("low", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_bits_are_those_of_c10d(pool4, strategy, low):
+def test_bit_identical_to_c10d(pool4, strategy, low):
     assert pool4.run(trained, "mlp", strategy, low, (2, 2)) == [(True, True)] * 4
 
 
@@ -83,7 +83,7 @@ def test_models_of_all_kinds(pool4, name):
     assert pool4.run(trained, name, "full_shard", False, (2, 2)) == [(True, True)] * 4
 
 
-def test_copies_of_replicated_units_are_the_ranks_own(pool4):
+def test_replicated_copies_are_private_to_each_rank(pool4):
     """Each rank casts when it likes: memory that a host's ranks share would hold another unit's."""
     assert pool4.run(trained, "net", "no_shard", True, (2, 2)) == [(True, True)] * 4
 
@@ -157,7 +157,7 @@ def caught():
     return found[0][0], found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
 
 
-def test_backward_that_fails_on_one_rank_is_told_once(pool4):
+def test_failed_backward_on_one_rank_is_reported_once(pool4):
     """Rounds that were said before anybody knew of it are over as well."""
     for rank, (ends, same) in enumerate(pool4.run(caught)):
         error = "ValueError" if rank == 3 else "DivergenceError"
@@ -196,7 +196,7 @@ def stepped_in_backward():
     return torch.equal(*found)
 
 
-def test_gradients_that_are_lent_are_the_ranks_own(pool4):
+def test_lent_gradients_are_private_to_each_rank(pool4):
     assert pool4.run(stepped_in_backward) == [True] * 4
 
 
@@ -217,7 +217,7 @@ def written_by_hand():
     return all(kept) and len(kept) > 0
 
 
-def test_what_a_script_writes_to_full_parameters_is_the_ranks_own(pool4):
+def test_writes_to_full_parameters_are_private_to_each_rank(pool4):
     assert pool4.run(written_by_hand) == [True] * 4
 
 
@@ -258,7 +258,7 @@ def refusal(sizes):
 @pytest.mark.parametrize(
     ("sizes", "reason"), [((4,), "all ranks are on one host"), ((1, 3), "same number of ranks")]
 )
-def test_hosts_by_name_where_it_cannot_be(pool4, sizes, reason):
+def test_explicit_hosts_transport_where_unavailable(pool4, sizes, reason):
     for text in pool4.run(refusal, sizes):
         assert reason in text
         assert "transport='auto'" in text

@@ -50,7 +50,7 @@ WRAPS: dict[str, Any] = {
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("launcher", VARIABLES)
-def test_a_rank_of_another_launcher_is_told(
+def test_rank_of_an_unsupported_launcher_is_an_error(
     launcher: str, wrap: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in VARIABLES[launcher].items():
@@ -67,7 +67,7 @@ def test_a_rank_of_another_launcher_is_told(
 
 
 @pytest.mark.parametrize("size", ["1", None])
-def test_a_single_task_is_alone(size: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_task_trains_alone(size: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_PROCID", "0")
     if size is not None:
         monkeypatch.setenv("SLURM_STEP_NUM_TASKS", size)
@@ -101,7 +101,7 @@ def group_comes_late(how: str) -> list[str]:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["plain", "mixed"])
-def test_a_group_that_comes_late_is_an_error_in_the_first_forward(how: str) -> None:
+def test_late_process_group_is_an_error_in_the_first_forward(how: str) -> None:
     for result in fork_ranks(group_comes_late, 2, how, check=True):
         for text in result.value:
             assert "this Sequential was called before init_process_group()" in text

@@ -178,7 +178,7 @@ def one_is_ahead():
     del optimizer
 
 
-def test_a_rank_that_is_ahead_waits_before_it_writes(pool2):
+def test_leading_rank_waits_before_writing(pool2):
     pool2.run(one_is_ahead)
 
 
@@ -265,7 +265,7 @@ def one_frees_its_model_early():
     rounds()
 
 
-def test_a_model_lives_until_all_have_looked(pool2):
+def test_model_lives_until_all_ranks_have_read(pool2):
     pool2.run(one_frees_its_model_early)
 
 
@@ -302,7 +302,7 @@ def saves_late(path, how):
 
 
 @pytest.mark.parametrize("how", ["at the end", "after a function", "without the group"])
-def test_rank_0_saves_when_the_others_have_ended(tmp_path, how):
+def test_rank_0_saves_after_the_others_have_exited(tmp_path, how):
     path = tmp_path / "optimizer.pt"
     for result in fork_ranks(saves_late, 2, path, how):
         assert result.returncode == 0, result.stderr
@@ -329,7 +329,7 @@ def frees_at_the_end():
     ends.add_exit_callback(names)
 
 
-def test_no_thread_frees_tensors_while_python_ends():
+def test_no_thread_frees_tensors_at_shutdown():
     for result in fork_ranks(frees_at_the_end, 2):
         assert result.returncode == 0, result.stderr
         assert "threads: MainThread" in result.stdout
@@ -337,7 +337,7 @@ def test_no_thread_frees_tensors_while_python_ends():
         assert [name for name in names if name.startswith("zshard-")] in ([], ["zshard-where"])
 
 
-def test_a_rank_that_raises_keeps_nobody_waiting(tmp_path):
+def test_failed_rank_does_not_block_others(tmp_path):
     start = time.monotonic()
     results = fork_ranks(saves_late, 2, tmp_path / "optimizer.pt", "after an exception")
     assert [result.returncode for result in results] == [1, 1]
@@ -358,7 +358,7 @@ def ends_while_rank_0_is_in_a_barrier(code):
 
 
 @pytest.mark.parametrize("code", [0, 1])
-def test_an_ended_rank_does_not_wait_for_one_that_waits_for_it(code):
+def test_exiting_rank_does_not_wait_for_a_waiting_one(code):
     start = time.monotonic()
     waiting, ended = fork_ranks(ends_while_rank_0_is_in_a_barrier, 2, code)
     assert time.monotonic() - start < 50

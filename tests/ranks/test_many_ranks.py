@@ -112,7 +112,7 @@ def crowded(folder: Path, files: int | None) -> tuple[Told, int, int]:
 @pytest.mark.parametrize(
     ("world", "files"), [(10, None), pytest.param(32, 1024, marks=pytest.mark.thorough)]
 )
-def test_ranks_without_privileges_meet(tmp_path: Path, world: int, files: int | None) -> None:
+def test_ranks_without_privileges_connect(tmp_path: Path, world: int, files: int | None) -> None:
     """All at a time, 10 ranks would have 180 descriptors under way, more than the limit here."""
     found = values_of(fork_ranks(crowded, world, tmp_path, files, timeout=300))
     assert [told[:2] for told, _, _ in found] == [("shm", [])] * world
@@ -134,7 +134,7 @@ def mapped(units: int) -> tuple[int, int]:
     return sum("zshard-flats" in line for line in ours), len(ours)
 
 
-def test_mappings_do_not_grow_with_ranks_times_flats() -> None:
+def test_mappings_grow_linearly_with_ranks() -> None:
     flats = 2 * 20  # each unit's shard, and its copy in bfloat16
     for world in (2, 6):
         for in_flats, all_of_them in values_of(fork_ranks(mapped, world, 20)):
@@ -192,7 +192,7 @@ def test_auto_falls_back_with_one_warning(
 
 
 @needs_x86
-def test_forced_shm_says_why_not(tmp_path: Path) -> None:
+def test_forced_shm_error_names_the_reason(tmp_path: Path) -> None:
     found = values_of(fork_ranks(lacking, 3, tmp_path, "pidfd", 2, "shm"))
     for said, texts, seconds in found:
         assert said.startswith("RuntimeError: transport='shm' is not available: rank 2: cannot ")
@@ -201,7 +201,7 @@ def test_forced_shm_says_why_not(tmp_path: Path) -> None:
 
 @needs_x86
 @pytest.mark.parametrize("what", ["executable memfd", "memfd's flag"])
-def test_memory_that_nobody_can_execute(tmp_path: Path, what: str) -> None:
+def test_non_executable_memory(tmp_path: Path, what: str) -> None:
     """vm.memfd_noexec=2 allows no other; kernels before 6.3 do not know the flag."""
     found = values_of(fork_ranks(lacking, 2, tmp_path, what, None, "auto"))
     assert [told[:2] for told in found] == [("shm", [])] * 2
@@ -250,7 +250,7 @@ def lacking_later(folder: Path, when: str, transport: str) -> Told:
 
 @needs_x86
 @pytest.mark.parametrize("when", ["core_unit", "calls_of"])
-def test_what_cannot_be_mapped_on_one_rank_fails_on_all(tmp_path: Path, when: str) -> None:
+def test_failed_mapping_on_one_rank_fails_on_all(tmp_path: Path, when: str) -> None:
     found = values_of(fork_ranks(lacking_later, 3, tmp_path, when, "shm"))
     for rank, (said, _, seconds) in enumerate(found):
         assert said.startswith("MemoryError: " + ("" if rank == 1 else "rank 1: ")), said
@@ -273,7 +273,7 @@ def fails_in_between(folder: Path) -> Told:
     return attempt(lambda: wrap_train_save(folder))
 
 
-def test_an_exception_between_meetings_reaches_all(tmp_path: Path) -> None:
+def test_exception_between_exchanges_reaches_all_ranks(tmp_path: Path) -> None:
     found = values_of(fork_ranks(fails_in_between, 3, tmp_path))
     for rank, (said, _, seconds) in enumerate(found):
         kind = "MemoryError: " if rank == 1 else "PeerError: rank 1 "
@@ -306,7 +306,7 @@ def saves_without(folder: Path, transport: str) -> tuple[str, Told]:
 
 @needs_x86
 @pytest.mark.parametrize("transport", ["auto", "shm"])
-def test_saving_falls_back_by_itself(tmp_path: Path, transport: str) -> None:
+def test_saving_falls_back_independently(tmp_path: Path, transport: str) -> None:
     found = values_of(fork_ranks(saves_without, 3, tmp_path, transport))
     assert [(kind, told[0]) for kind, told in found] == [("shm", "saved")] * 3
     assert [len(told[1]) for _, told in found] == [1, 0, 0]
@@ -334,7 +334,7 @@ def second_model() -> tuple[str, Told]:
     return transport_of(first), told
 
 
-def test_a_second_group_is_told_of_its_own_lack() -> None:
+def test_second_group_reports_its_own_shortage() -> None:
     found = values_of(fork_ranks(second_model, 4))
     for kind, (said, _, seconds) in found:
         assert kind == "shm" and seconds < 20

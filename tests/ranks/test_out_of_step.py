@@ -99,7 +99,7 @@ def after_a_load(saved):
     ["load", "load something else", "leave out a step", "fail in a step", "fail after a step"],
 )
 @pytest.mark.parametrize("combination", SHARDED)
-def test_what_one_rank_does_alone_is_an_error_on_all(pool2, combination, what):
+def test_action_of_one_rank_is_an_error_on_all(pool2, combination, what):
     for found, ours, expected in pool2.run(one_rank_does, combination, what):
         for text in found:
             assert "out of step" in text and "load a checkpoint on all ranks" in text
@@ -126,5 +126,5 @@ def all_do(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_what_all_ranks_do_is_none(pool2, combination):
+def test_same_action_on_all_ranks_is_allowed(pool2, combination):
     pool2.run(all_do, combination)

@@ -31,7 +31,7 @@ TEXT = "rank 0 waited 2.0 s for rank 1's part in exchange"
 # --- the exception ---------------------------------------------------------------------------------
 
 
-def test_it_is_what_scripts_catch() -> None:
+def test_bases_that_scripts_catch() -> None:
     assert PeerTimeoutError.__bases__ == (zshard.PeerError, TimeoutError)
     for kind in (TimeoutError, OSError, zshard.PeerError, RuntimeError):
         assert isinstance(PeerTimeoutError(TEXT), kind)
@@ -42,7 +42,7 @@ def test_it_is_what_scripts_catch() -> None:
 @pytest.mark.parametrize(
     "args", [(), (TEXT,), (TEXT, 2), (110, TEXT), (110, TEXT, "file"), (1,) * 5]
 )
-def test_arguments_are_kept_as_they_are(args: tuple[Any, ...]) -> None:
+def test_arguments_are_kept_unchanged(args: tuple[Any, ...]) -> None:
     """OSError would make errno, strerror and a file name of two arguments or more."""
     error = PeerTimeoutError(*args)
     plain = RuntimeError(*args)
@@ -71,7 +71,7 @@ def late(transport: str) -> tuple[str, str, tuple[Any, ...], Any]:
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_a_wait_for_a_late_rank_is_caught_as_a_timeout(transport: str) -> None:
+def test_late_rank_raises_a_timeout_error(transport: str) -> None:
     result = fork_ranks(late, 2, transport)[0]
     assert result.value is not None, result.stderr
     kind, text, args, number = result.value
@@ -100,7 +100,7 @@ def passes(action: Callable[[], Any]) -> None:
     assert str(caught.value) == TEXT and caught.value.__cause__ is None
 
 
-def test_an_outcome_that_is_shared_lets_it_pass() -> None:
+def test_shared_outcome_propagates_it() -> None:
     def inside() -> None:
         with _agree.on_all_ranks(Waits()):  # type: ignore[arg-type]
             raise PeerTimeoutError(TEXT)
@@ -114,7 +114,7 @@ def test_an_outcome_that_is_shared_lets_it_pass() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_save_lets_it_pass(tmp_path: Path, monkeypatch: Any, asynchronous: bool) -> None:
+def test_save_propagates_it(tmp_path: Path, monkeypatch: Any, asynchronous: bool) -> None:
     from zshard.checkpoint import save as module
 
     def fails(*_: Any, **__: Any) -> None:
@@ -129,7 +129,7 @@ def test_a_save_lets_it_pass(tmp_path: Path, monkeypatch: Any, asynchronous: boo
         assert not path.exists()
 
 
-def test_a_load_lets_it_pass(tmp_path: Path, monkeypatch: Any) -> None:
+def test_load_propagates_it(tmp_path: Path, monkeypatch: Any) -> None:
     from zshard.checkpoint import load as module
 
     def fails(*_: Any, **__: Any) -> None:
@@ -188,7 +188,7 @@ def waits_within(source: str, file: str) -> set[str]:
     return found
 
 
-def test_no_other_place_catches_what_a_wait_raises() -> None:
+def test_no_other_code_catches_wait_errors() -> None:
     found = set()
     package = ROOT / "zshard"
     for path in sorted(package.rglob("*.py")):
@@ -213,5 +213,5 @@ def good(path):
 """
 
 
-def test_such_places_are_found() -> None:
+def test_checker_finds_such_code() -> None:
     assert waits_within(BAD, "x") == {"x:one", "x:two"}

@@ -200,7 +200,7 @@ def steps_in_backward(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_settings_are_compared_where_backward_steps(pool2, combination):
+def test_settings_are_compared_in_backward_steps(pool2, combination):
     for said in pool2.run(steps_in_backward, combination):
         assert re.search(SETTINGS[lr], said), said
 
@@ -272,7 +272,7 @@ RIGHT = [
 
 @pytest.mark.parametrize("act", RIGHT, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("combination", FEW)
-def test_what_may_differ_is_no_error(pool2, combination, act):
+def test_allowed_differences_are_accepted(pool2, combination, act):
     digits = (last_digits_differ, last_digits_of_many_differ)
     replicas_drift = act in digits and combination[0] == "no_shard"
     results = pool2.run(trained, combination, act)
@@ -314,7 +314,7 @@ def load_and_broadcast(transport):
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_a_script_may_load_and_broadcast_whole_models(pool2, transport):
+def test_script_may_load_and_broadcast_full_models(pool2, transport):
     assert all_alike(pool2.run(load_and_broadcast, transport))
 
 
@@ -358,7 +358,7 @@ def skipped_before_no_sync(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_a_backward_that_meets_nobody_agrees_on_nothing(pool2, combination):
+def test_backward_without_exchange_compares_nothing(pool2, combination):
     results = pool2.run(skipped_before_no_sync, combination)
     for said, _ in results:
         assert "rank 0 has made 2 optimizer steps" in said
@@ -475,7 +475,7 @@ def experts(transport):
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_experts_step_as_they_like(pool2, transport):
+def test_experts_may_step_independently(pool2, transport):
     assert all_alike(pool2.run(experts, transport))
 
 
@@ -575,7 +575,7 @@ ENDS = [("full_shard", "shm"), ("no_shard", "shm"), ("full_shard", "c10d")]
     ("what", "words"),
     [("lr", SETTINGS[lr]), ("skip", "rank 0 has made 2 optimizer steps, but rank 1 has made 1")],
 )
-def test_the_last_step_is_compared_at_the_end(tmp_path, combination, what, words):
+def test_last_step_is_compared_at_exit(tmp_path, combination, what, words):
     ended = run_to_the_end(tmp_path, combination, what)
     assert [rank.stdout.count("trained") for rank in ended] == [1, 1]
     assert any(rank.returncode != 0 for rank in ended)
@@ -592,7 +592,7 @@ QUIET = [
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("combination", "what"), QUIET)
-def test_an_end_without_news_is_quiet(tmp_path, combination, what):
+def test_normal_exit_is_silent(tmp_path, combination, what):
     """All went well, or the script has caught the error already."""
     for rank in run_to_the_end(tmp_path, combination, what):
         assert rank.returncode == 0 and "zshard:" not in rank.stderr

@@ -62,7 +62,7 @@ def lone(call, folder, timeout):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
-def test_the_error_says_that_the_others_are_elsewhere(tmp_path, call, world):
+def test_error_reports_that_other_ranks_are_elsewhere(tmp_path, call, world):
     result = fork_ranks(lone, world, call, str(tmp_path / "saved"), 4.0)[-1]
     assert result.value is not None, result.stderr
     kind, text, seconds = result.value
@@ -74,7 +74,7 @@ def test_the_error_says_that_the_others_are_elsewhere(tmp_path, call, world):
     assert "has been waiting" not in result.stderr  # it was told by the error
 
 
-def test_one_line_says_so_after_ten_seconds(tmp_path):
+def test_one_line_is_printed_after_ten_seconds(tmp_path):
     first, last = fork_ranks(lone, 2, sums_up, str(tmp_path), 12.0)
     lines = [line for line in last.stderr.splitlines() if "has been waiting" in line]
     assert len(lines) == 1 and "has been waiting" not in first.stderr
@@ -111,7 +111,7 @@ def late():
     return True
 
 
-def test_a_rank_that_is_late_is_waited_for():
+def test_late_rank_is_waited_for():
     for result in fork_ranks(late, 2):
         assert result.value is True, result.stderr
         assert "zshard:" not in result.stderr

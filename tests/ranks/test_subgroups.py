@@ -63,6 +63,6 @@ def left_of_three_groups(transport: str) -> int:
 
 @ranks(2)
 @pytest.mark.parametrize(("transport", "own"), [("shm", 0), ("c10d", 1)])
-def test_groups_of_zshard_end_with_the_scripts(pool, transport, own):
+def test_internal_groups_end_with_the_scripts_groups(pool, transport, own):
     """Those of the last one are there until zshard looks again."""
     assert pool.run(left_of_three_groups, transport) == [own, own]

@@ -81,7 +81,7 @@ def refuse(transport: str) -> None:
 
 
 @both
-def test_bad_arguments_leave_it_usable(pool2: RankPool, transport: str) -> None:
+def test_invalid_arguments_leave_the_transport_usable(pool2: RankPool, transport: str) -> None:
     pool2.run(refuse, transport)
 
 
@@ -101,7 +101,7 @@ def exchange_under_a_mode(transport: str) -> list[bytes]:
 
 
 @both
-def test_dispatch_modes_do_not_see_our_bytes(pool2: RankPool, transport: str) -> None:
+def test_dispatch_modes_do_not_see_messages(pool2: RankPool, transport: str) -> None:
     assert pool2.run(exchange_under_a_mode, transport) == [[b"x", b"x"]] * 2
 
 
@@ -145,21 +145,21 @@ def outcome(transport: str, fault: str) -> tuple[str, str, float]:
 
 
 @both
-def test_a_dead_peer_is_an_error_soon(transport: str) -> None:
+def test_dead_peer_is_an_error_soon(transport: str) -> None:
     kind, words, seconds = outcome(transport, "dies")
     assert kind == "PeerError" and seconds < 5
     assert words.startswith("rank 1 (pid ") and "rank 0 was" in words
 
 
 @both
-def test_a_peer_that_gives_up_is_quoted(transport: str) -> None:
+def test_error_quotes_a_failed_peer(transport: str) -> None:
     kind, words, seconds = outcome(transport, "gives up")
     assert kind == "PeerError" and seconds < 5
     assert "rank 1" in words and "failed: LookupError: batch 7 is gone" in words
 
 
 @both
-def test_a_late_peer_is_a_timeout(transport: str) -> None:
+def test_late_peer_is_a_timeout(transport: str) -> None:
     kind, words, seconds = outcome(transport, "late")
     assert kind == "PeerTimeoutError" and 2.5 < seconds < 6
     assert ("rank 1 to all-gather message" if transport == "shm" else "all-gathering") in words
@@ -224,7 +224,7 @@ def losses(transport: str, strategy: str, dtype: str) -> list[float]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @ranks(2, 3)
-def test_same_bits(pool: RankPool, strategy: str, dtype: str) -> None:
+def test_transports_are_bit_identical(pool: RankPool, strategy: str, dtype: str) -> None:
     shm, c10d = (pool.run(losses, transport, strategy, dtype) for transport in ("shm", "c10d"))
     assert shm == c10d
     for values in shm:

@@ -60,7 +60,7 @@ def losses_of_all(name):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_losses_are_those_of_ddp(hosted, ranks):
+def test_losses_match_ddp(hosted, ranks):
     results = hosted.run(losses_of_all, ranks, "net")
     for result in results:
         assert result.returncode == 0, f"rank {result.rank}\n{result.stderr}"

@@ -127,7 +127,7 @@ def arithmetic(sizes, strategy, wire, parts=None):
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "zero1", "no_shard"])
-def test_bits_are_those_of_the_same_arithmetic(pool4, strategy, wire):
+def test_bit_identical_to_reference_arithmetic(pool4, strategy, wire):
     assert pool4.run(arithmetic, (2, 2), strategy, wire) == [[True] * 4] * 4
 
 
@@ -192,7 +192,7 @@ def mean_of_many(wire, steps):
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_nothing_is_lost_over_many_steps(pool4, wire):
+def test_rounding_errors_do_not_accumulate(pool4, wire):
     steps = 64
     for first, mean in pool4.run(mean_of_many, wire, steps):
         assert first > 1e-4
@@ -220,7 +220,7 @@ def scaled(wire):
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_what_is_lost_follows_the_loss_scale(pool4, wire):
+def test_residuals_follow_the_loss_scale(pool4, wire):
     assert pool4.run(scaled, wire) == [[True] * 4] * 4
 
 
@@ -246,7 +246,7 @@ def skipped(wire, bad):
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("wire", WIRES)
-def test_all_ranks_skip_what_one_must(pool4, wire, bad):
+def test_all_ranks_skip_together(pool4, wire, bad):
     assert pool4.run(skipped, wire, bad) == [([2.0, 2.0], True, True)] * 4
 
 
@@ -272,7 +272,7 @@ def test_gradients_of_no_sync_cross_once(pool4, wire):
 # --- training -------------------------------------------------------------------------------------
 
 
-def test_loss_falls_as_in_float32(pool4):
+def test_loss_decreases_as_in_float32(pool4):
     exact = pool4.run(curve, None, 40, 1.0)[0]
     for wire in WIRES:
         coded = pool4.run(curve, wire, 40, 1.0)[0]
@@ -330,7 +330,7 @@ def differing():
         return message_of(lambda: wrap(group, wire), zshard.DivergenceError)
 
 
-def test_ranks_that_differ_are_told(pool4):
+def test_different_settings_are_an_error(pool4):
     for message in pool4.run(differing):
         assert "wire" in message
         assert "int8" in message
@@ -344,7 +344,7 @@ def refusals():
         )
 
 
-def test_what_is_not_supported_is_refused(pool4):
+def test_unsupported_cases_are_refused(pool4):
     for name, transport in pool4.run(refusals):
         assert "'bf16', 'int8'" in name
         assert "transport='hosts'" in transport
@@ -357,7 +357,7 @@ def on_one_host():
     return "wire='int8' has no effect" in model.summary(), torch.equal(grads, exact)
 
 
-def test_on_one_host_nothing_is_coded(pool2):
+def test_nothing_is_encoded_on_one_host(pool2):
     assert pool2.run(on_one_host) == [(True, True)] * 2
 
 
@@ -371,5 +371,5 @@ def copied():
         return torch.equal(reduced(twin, gradient(dist.get_rank())), expected)
 
 
-def test_copies_are_coded_too(pool4):
+def test_copies_are_encoded(pool4):
     assert pool4.run(copied) == [True] * 4

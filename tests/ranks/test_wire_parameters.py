@@ -95,7 +95,7 @@ def seen(sizes, wire, dtype=torch.float32, options=None):
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 1, 1, 1)])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-def test_forward_computes_with_what_codes_say(pool4, wire, sizes, strategy):
+def test_forward_computes_with_decoded_parameters(pool4, wire, sizes, strategy):
     assert pool4.run(seen, sizes, wire, torch.float32, {"strategy": strategy}) == [[]] * 4
 
 
@@ -112,7 +112,7 @@ def test_parameters_of_other_dtypes(pool4, wire, dtype):
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_what_param_dtype_casts_is_coded(pool4, wire):
+def test_cast_parameters_are_encoded(pool4, wire):
     assert pool4.run(seen, (2, 2), wire, torch.float32, {"mixed_precision": LOW}) == [[]] * 4
 
 
@@ -198,7 +198,7 @@ def trained(name, strategy, options, variant=""):
 @pytest.mark.parametrize("keep", [False, True, "auto"])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 @pytest.mark.parametrize("name", ["mlp", "net", "tied", "frozen"])
-def test_training_is_that_of_rounded_parameters(pool4, name, strategy, keep):
+def test_training_matches_rounded_parameters(pool4, name, strategy, keep):
     options = {"keep_gathered": keep}
     assert pool4.run(trained, name, strategy, options) == [[]] * 4
 
@@ -241,13 +241,13 @@ def uncoded(strategy, options):
 
 
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full", "zero1", "no_shard"])
-def test_where_gathers_do_not_cross_all_is_exact(pool4, strategy):
+def test_gathers_within_a_host_are_exact(pool4, strategy):
     assert pool4.run(uncoded, strategy, {"timeout": 60}) == [[]] * 4
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("wire", ["int8", Wire(parameters="int8")])
-def test_loss_falls_as_in_float32(pool4, wire):
+def test_loss_decreases_as_in_float32(pool4, wire):
     exact, coded = (pool4.run(curve, each, 120)[0] for each in (None, wire))
     assert coded != exact
     assert coded[-1] < exact[0] - 0.9 * (exact[0] - exact[-1])
@@ -290,7 +290,7 @@ def evaluated(wire):
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_rank_that_evaluates_alone_computes_with_the_same(pool4, wire):
+def test_lone_evaluation_uses_the_same_values(pool4, wire):
     assert pool4.run(evaluated, wire) == [[]] * 4
 
 
@@ -304,7 +304,7 @@ def differing(first, second):
 
 
 @pytest.mark.parametrize("first, second", [(ROUNDED, None), ("int8", Wire("int8"))])
-def test_ranks_that_differ_are_told(pool4, first, second):
+def test_different_settings_are_an_error(pool4, first, second):
     for message in pool4.run(differing, first, second):
         assert "wire" in message
         assert "parameters=" in message
@@ -326,7 +326,7 @@ def refused():
         return messages, same + differences(model.state_dict(), {"weight": weights()})
 
 
-def test_what_is_unsharded_otherwise_is_refused(pool4):
+def test_conflicting_unsharding_is_refused(pool4):
     for messages, differ in pool4.run(refused):
         assert not differ
         for message in messages:
@@ -355,7 +355,7 @@ def sent(wire):
     return sum(math.prod(shape) for shapes in moved for shape in shapes)
 
 
-def test_bytes_that_cross(pool4):
+def test_bytes_between_hosts(pool4):
     exact, low, least = (pool4.run(sent, wire)[0] for wire in (None, "bf16", "int8"))
     assert exact == 2 * low > 0
     assert least == exact // 4 * (256 + 4) // 256
@@ -401,7 +401,7 @@ def test_unknown_names(arguments):
         Wire(*arguments)
 
 
-def test_of_what_it_may_be():
+def test_accepted_values():
     with pytest.raises(ValueError, match=r"'bf16', 'int8', a zshard\.Wire or None, got 8"):
         zshard.predict_memory(Products(), 4, wire=8)
     both = zshard.predict_memory(Products(), 4, local_world_size=2, wire="int8")

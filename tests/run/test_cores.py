@@ -73,7 +73,7 @@ def test_other_bindings(tmp_path: Path) -> None:
     assert shares(tmp_path, 4, range(16), "none") == [("", 4, [])] * 4
 
 
-def test_what_doctor_says_of_cores(tmp_path: Path) -> None:
+def test_doctor_report_of_cores(tmp_path: Path) -> None:
     host(tmp_path, sockets=2, threads=2)
     assert describe(read_host(tmp_path, range(32))) == (
         "usable: 16 cores of 2 NUMA nodes (CPUs 0-15)"
@@ -99,7 +99,7 @@ def test_an_affinity_with_holes(tmp_path: Path) -> None:
     assert shares(tmp_path, 2, uneven) == [("0-2", 3, [0]), ("3-4,6", 3, [1, 2])]
 
 
-def test_a_cpuset_may_leave_out_a_nodes_memory(tmp_path: Path) -> None:
+def test_cpuset_without_a_nodes_memory(tmp_path: Path) -> None:
     host(tmp_path, sockets=2, nodes=2)
     write(tmp_path / "proc/self/status", "Mems_allowed_list:\t0,2-3")
     assert [nodes for _, _, nodes in shares(tmp_path, 4, range(16))] == [[0], [], [2], [3]]
@@ -139,7 +139,7 @@ def test_more_ranks_than_cores(tmp_path: Path) -> None:
     assert "9 ranks share 8 core(s), so they are not bound" in why
 
 
-def test_files_that_are_missing(tmp_path: Path) -> None:
+def test_missing_files(tmp_path: Path) -> None:
     found = read_host(tmp_path, {0, 1, 5})  # nothing there at all, as in some sandboxes
     assert [core.cpu for core in found.cores] == [0, 1, 5]
     assert found.nodes == 1 and found.memory == set()
@@ -181,7 +181,7 @@ def started_by(folder: Path, environ: str | None) -> bool:
     return cores.is_torchruns_choice(7, folder)
 
 
-def test_a_choice_of_the_user_is_told_from_torchruns(
+def test_user_setting_is_distinguished_from_torchruns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -210,7 +210,7 @@ def wrap(usable: int) -> list[str]:
     return [f"{Path(each.filename).name}: {each.message}" for each in found]
 
 
-def test_one_warning_on_the_first_rank_of_a_host_with_cores_to_spare() -> None:
+def test_first_rank_of_a_host_warns_of_idle_cores() -> None:
     first, second = fork_ranks(wrap, 2, 9, check=True)
     assert second.value == [] and len(first.value) == 1
     assert first.value[0].startswith(
@@ -222,7 +222,7 @@ def test_one_warning_on_the_first_rank_of_a_host_with_cores_to_spare() -> None:
     assert [each.value for each in fork_ranks(wrap, 2, 3, check=True)] == [[], []]
 
 
-def test_torchrun_sets_what_is_taken_for_its_choice(tmp_path: Path) -> None:
+def test_torchrun_setting_is_recognized(tmp_path: Path) -> None:
     """A torchrun of the installed torch, without the user's own OMP_NUM_THREADS."""
     script = tmp_path / "rank.py"
     script.write_text(

@@ -38,7 +38,7 @@ Done = subprocess.CompletedProcess[str]
         ("-n 2", "the following arguments are required"),
     ],
 )
-def test_what_cannot_work_is_refused_first(
+def test_invalid_options_are_refused_early(
     words: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(launch.torchrun, "run", lambda args: pytest.fail("it was started"))
@@ -81,7 +81,7 @@ def test_the_defaults(given: Callable[..., tuple]) -> None:
     assert said.startswith(f"python -m zshard run: {args.nproc_per_node} rank")
 
 
-def test_options_of_torchrun_pass(given: Callable[..., tuple]) -> None:
+def test_torchrun_options_pass_through(given: Callable[..., tuple]) -> None:
     words = "--nnodes=2 --rdzv-backend c10d --rdzv_endpoint h:1 --nproc_per_node 1 --max-restarts 3"
     args, _, _ = given(*words.split(), "train.py")
     assert args.nproc_per_node == "1" and args.max_restarts == 3
@@ -102,7 +102,7 @@ def test_more_ranks_than_cores_run_unbound(given: Callable[..., tuple]) -> None:
     assert threads == "1" and (args.training_script, args.no_python) == ("train.py", False)
 
 
-def test_threads_of_the_user_win(
+def test_user_thread_count_takes_precedence(
     given: Callable[..., tuple], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "11")
@@ -183,7 +183,7 @@ def test_exit_statuses_and_tracebacks_are_the_programs(
     assert done.returncode == 1 and done.stderr.strip() == words
 
 
-def test_modules_of_the_users_folder_do_not_come_first(
+def test_modules_in_the_working_directory_do_not_shadow(
     started: Callable[..., Done], tmp_path: Path
 ) -> None:
     for name in ("rank", "signal", "contextlib", "json"):
@@ -204,7 +204,7 @@ def test_memory_is_preferred_on_one_node_or_interleaved(
     assert calls == [(mode, mask.to_bytes((bits - 1) // 8, sys.byteorder), bits)]
 
 
-def test_the_kernel_takes_the_policy_and_a_second_one_is_not_set() -> None:
+def test_memory_policy_is_set_once() -> None:
     code = f"""
 import sys; sys.path.insert(0, {str(Path(rank.__file__).parent)!r})
 import rank

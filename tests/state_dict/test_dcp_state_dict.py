@@ -51,7 +51,7 @@ def saved(name, kind):
 
 
 @pytest.mark.parametrize("name", ["tied", "frozen", "conv"])
-def test_what_is_got_is_that_of_the_plain_model(pool2, name):
+def test_state_equals_the_plain_models(pool2, name):
     for found in pool2.run(saved, name, "zshard.AdamW"):
         assert not any(found.values()), found
 
@@ -86,7 +86,7 @@ WAYS += [("conv", "as it is"), ("conv", "full")]  # from rank 0, buffers would b
 
 
 @pytest.mark.parametrize(("name", "what"), WAYS)
-def test_a_resumed_run_has_the_bits_of_one_that_went_on(pool2, name, what):
+def test_resumed_run_is_bit_identical(pool2, name, what):
     for kind, combination in (("zshard.AdamW", C10D), ("torch.SGD", FULL)):
         assert pool2.run(resumed, name, kind, combination, LOADING[what]) == [[], []]
 
@@ -121,7 +121,7 @@ def without_frozen(options):
 
 
 @pytest.mark.parametrize("full", [True, False])
-def test_frozen_parameters_may_be_left_out(pool2, full):
+def test_frozen_parameters_may_be_omitted(pool2, full):
     options = {"ignore_frozen_params": True, "full_state_dict": full, "strict": full}
     assert pool2.run(without_frozen, options) == [(True, [])] * 2
 
@@ -149,7 +149,7 @@ def misuse(what, options):
     return texts, differ([model.state_dict(), optimizer.state_dict()], before)
 
 
-def test_what_does_not_fit_is_an_error(pool2):
+def test_mismatches_are_errors(pool2):
     for (of_model, of_optimizer), changed in pool2.run(misuse, "missing", {}):
         assert 'Missing key(s) in state_dict: "first.weight"' in of_model
         assert "Missing optimizer state for parameter 'first.weight'" in of_optimizer
@@ -211,7 +211,7 @@ def resumed_by_zshard(path, how, transport):
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("how", ["by name", "by number"])
-def test_what_fsdp2_has_saved_is_resumed(pool2, tmp_path, how, transport):
+def test_fsdp2_checkpoint_is_resumed(pool2, tmp_path, how, transport):
     for found in pool2.run(resumed_by_zshard, tmp_path, how, transport):
         assert found == []
 
@@ -237,5 +237,5 @@ def names_of_ddp():
     return found
 
 
-def test_names_that_begin_with_module_are_loaded(pool2):
+def test_names_with_module_prefix_are_loaded(pool2):
     assert pool2.run(names_of_ddp) == [[], []]

@@ -50,13 +50,13 @@ def loaded(name, combination, from_rank0):
 @ranks(2, 3)
 @pytest.mark.parametrize("from_rank0", [True, False])
 @pytest.mark.parametrize("name", ["net", "odds", "tied", "frozen", "dtypes", "conv", "recurrent"])
-def test_the_values_are_those_of_the_state(pool, name, from_rank0):
+def test_values_equal_the_state(pool, name, from_rank0):
     for combination in COMBINATIONS:
         found = pool.run(loaded, name, combination, from_rank0)
         assert found == [[]] * pool.world, combination
 
 
-def goes_on(strategy, options, in_backward):
+def continued(strategy, options, in_backward):
     """What differs, after some training, from a model that was loaded by nn.Module's method."""
     states, state, case = [], state_of(Net), CASES["net"]
     for streamed in (False, True):
@@ -102,13 +102,13 @@ def on_a_mesh():
         ("zero1", over_c10d_low),
     ],
 )
-def test_training_goes_on(pool2, strategy, options, in_backward):
-    assert pool2.run(goes_on, strategy, options, in_backward) == [[], []]
+def test_training_continues(pool2, strategy, options, in_backward):
+    assert pool2.run(continued, strategy, options, in_backward) == [[], []]
 
 
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
-def test_training_goes_on_in_groups(pool4, strategy):
-    assert pool4.run(goes_on, strategy, on_a_mesh, False) == [[]] * 4
+def test_training_continues_in_groups(pool4, strategy):
+    assert pool4.run(continued, strategy, on_a_mesh, False) == [[]] * 4
 
 
 def parts():
@@ -173,7 +173,7 @@ def bytes_of_loading(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_no_more_than_some_chunks_are_held(pool2, transport):
+def test_peak_memory_is_a_few_chunks(pool2, transport):
     for extra, whole in pool2.run(bytes_of_loading, transport):
         assert extra < 48 * 2**20 < whole / 2
 
@@ -251,7 +251,7 @@ def refused(what, combination):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", WRONG)
-def test_what_does_not_fit_is_an_error_on_all_ranks(pool2, what):
+def test_mismatches_are_errors_on_all_ranks(pool2, what):
     for combination in COMBINATIONS:
         for said, changed, after in pool2.run(refused, what, combination):
             assert WRONG[what][1] in said
@@ -277,7 +277,7 @@ def all_at_once():
     return said, wrong, len(keys.missing_keys), keys.unexpected_keys
 
 
-def test_everything_that_is_wrong_is_listed_on_every_rank(pool2):
+def test_all_problems_are_listed_on_every_rank(pool2):
     for rank, (said, wrong, missing, unexpected) in enumerate(pool2.run(all_at_once)):
         assert said.startswith(
             "Error(s) in loading" if rank == 1 else "rank 1: Error(s) in loading"
@@ -377,7 +377,7 @@ def asking_for_values(from_rank0):
     return differences(model.state_dict()["head.weight"], state["head.weight"] * 2)
 
 
-def test_a_hook_that_asks_for_values(pool2):
+def test_hook_that_reads_values(pool2):
     assert pool2.run(asking_for_values, False) == [[], []]
     for said in pool2.run(asking_for_values, True):
         assert "cannot call mul() on 'head.weight', whose values are read only after all" in said

@@ -45,7 +45,7 @@ def against_torch(name, kind):
 @pytest.mark.parametrize(
     ("name", "kind"), [("tied", "zshard.AdamW"), ("odds", "torch.SGD"), ("frozen", "torch.AdamW")]
 )
-def test_the_dict_is_that_of_torch_for_the_plain_model(pool2, name, kind):
+def test_dict_equals_torchs_for_the_plain_model(pool2, name, kind):
     for found in pool2.run(against_torch, name, kind):
         assert not any(found.values()), found
 
@@ -104,7 +104,7 @@ def memory():
     return saving, loading, max(sizes), sum(sizes), own
 
 
-def test_other_ranks_hold_one_whole_tensor(pool2):
+def test_other_ranks_hold_one_full_tensor(pool2):
     of_rank_0, of_rank_1 = pool2.run(memory)
     saving, loading, largest, whole, own = of_rank_1
     slack = largest // 4  # scalars, what ranks tell each other, gaps between slices
@@ -179,7 +179,7 @@ SPOILS = {
 }
 
 
-def test_what_does_not_fit_is_named_on_all_ranks_and_changes_nothing(pool2):
+def test_mismatches_are_named_on_all_ranks_and_change_nothing(pool2):
     for found, changed in pool2.run(refusals):
         assert len(found) == 2 * len(SPOILS) and changed == []
         for (what, _), text in found.items():
@@ -211,7 +211,7 @@ def split_optimizer(model):
     return zshard.AdamW([{"params": group} for group in groups])
 
 
-def test_what_is_wrong_on_one_rank_is_told_on_all(pool2):
+def test_problem_on_one_rank_is_an_error_on_all(pool2):
     first, second = pool2.run(one_rank_is_wrong)
     assert first == second and len(first) == 2
     assert "on rank 1" in first[0] and "(2,)" in first[0]
@@ -233,7 +233,7 @@ def nothing_to_send():
     return said, differ(optim_state_dict(model, optimizer), good)
 
 
-def test_what_rank_0_cannot_send_is_an_error_on_all_ranks(pool2):
+def test_unsendable_state_is_an_error_on_all_ranks(pool2):
     (first, changed), (second, changed_too) = pool2.run(nothing_to_send)
     assert changed == changed_too == []
     assert first[0] == second[0]
@@ -296,7 +296,7 @@ def in_fsdp1s_words():
     return found + differ(again.state_dict(), theirs.state_dict())
 
 
-def test_fsdp1s_spellings(pool2):
+def test_fsdp1_functions(pool2):
     assert pool2.run(in_fsdp1s_words) == [[], []]
 
 

@@ -50,7 +50,7 @@ def against_plain(name, kind):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["zshard.AdamW", "torch.SGD"])
 @pytest.mark.parametrize("name", NAMES)
-def test_state_is_that_of_the_plain_models_optimizer(pool2, name, kind):
+def test_state_equals_the_plain_models_optimizer(pool2, name, kind):
     for found in pool2.run(against_plain, name, kind):
         assert not any(found.values()), found
 
@@ -104,7 +104,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("name", "kind", "source", "target"), WAYS)
-def test_a_resumed_run_has_the_bits_of_one_that_went_on(pool2, name, kind, source, target):
+def test_resumed_run_is_bit_identical(pool2, name, kind, source, target):
     assert pool2.run(resumed, name, kind, source, target) == [[], []]
 
 
@@ -164,7 +164,7 @@ def distances(model, optimizer):
 
 
 @pytest.mark.parametrize("combination", [FULL, ("no_shard", "c10d")])
-def test_loaded_state_lies_side_by_side_and_is_the_optimizers_own(pool2, combination):
+def test_loaded_state_is_adjacent_and_not_shared(pool2, combination):
     for same, count, changed in pool2.run(lies_in_memory, combination):
         assert same and count > 0 and changed == []
 
@@ -186,7 +186,7 @@ def on_disk(folder, kind):
     )
 
 
-def test_loaded_state_goes_back_to_the_disk(pool2, tmp_path):
+def test_loaded_state_returns_to_disk(pool2, tmp_path):
     for found, before, after in pool2.run(on_disk, str(tmp_path), "zshard.AdamW"):
         assert found == [] and before == after > 0
 
@@ -205,7 +205,7 @@ def in_backward():
     return found
 
 
-def test_optimizer_in_backward_goes_on_after_a_load(pool2):
+def test_optimizer_in_backward_continues_after_a_load(pool2):
     assert pool2.run(in_backward) == [[], []]
 
 
@@ -303,7 +303,7 @@ def of_the_users():
     return found + differ(ours.state_dict(), state), any(t.is_inference() for t in tensors)
 
 
-def test_an_optimizer_of_the_users(pool2):
+def test_custom_optimizer(pool2):
     assert pool2.run(of_the_users) == [([], False)] * 2
 
 
@@ -321,5 +321,5 @@ def hooks():
     return seen
 
 
-def test_hooks_of_the_user_meet_whole_tensors(pool2):
+def test_user_hooks_see_full_tensors(pool2):
     assert pool2.run(hooks) == [[(13, 7), (13, 7)]] * 2

@@ -65,7 +65,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("what", DAMAGES)
-def test_what_does_not_fit_is_named_and_changes_nothing(pool2, what):
+def test_mismatches_are_named_and_change_nothing(pool2, what):
     for text in pool2.run(damaged, what):
         for part in DAMAGES[what]:
             assert part in text
@@ -127,7 +127,7 @@ def nested():
         optimizer.state_dict()
 
 
-def test_slices_within_lists_are_refused(pool2):
+def test_shards_within_lists_are_refused(pool2):
     pool2.run(nested)
 
 
@@ -144,11 +144,11 @@ def held():
     return found
 
 
-def test_a_load_while_a_unit_is_held_is_refused(pool2):
+def test_load_while_a_unit_is_unsharded_is_refused(pool2):
     assert pool2.run(held) == [[], []]
 
 
-def test_optimizers_of_plain_models_are_left_to_torch():
+def test_optimizers_of_plain_models_use_torch():
     """Torch's own: nothing is copied, checked or named."""
     model = make(Mlp)
     optimizer = make_optimizer("torch.AdamW", model)

@@ -1,6 +1,6 @@
-"""State dicts of slices: SHARDED_STATE_DICT and LOCAL_STATE_DICT.
+"""State dicts of shards: SHARDED_STATE_DICT and LOCAL_STATE_DICT.
 
-What one rank saved is right on the rank that has the same slices, and an error that
+What one rank saved is right on the rank that has the same shards, and an error that
 changes nothing anywhere else.
 """
 
@@ -32,7 +32,7 @@ TYPES = [
 SHARDED = [c for c in COMBINATIONS if c[0] != "no_shard"]
 
 
-def slices(model, kind="SHARDED_STATE_DICT", config=None):
+def local_state(model, kind="SHARDED_STATE_DICT", config=None):
     """This rank's state dict, and how many collectives that took."""
     with FSDP.state_dict_type(model, kind, config), Collectives() as seen:
         state = model.state_dict()
@@ -50,7 +50,7 @@ def saved_and_loaded(name, combination, folder):
     model = wrapped(case.make, combination, auto_wrap_policy=case.policy)
     expected = model.state_dict()
     for kind, config in TYPES:
-        state, gathers = slices(model, kind, config)
+        state, gathers = local_state(model, kind, config)
         assert gathers == 0
         for key, param in model.named_parameters():
             info = zshard.shard_info(param)
@@ -76,7 +76,7 @@ def saved_and_loaded(name, combination, folder):
 @pytest.mark.sampled(2)
 @ranks(2, 3)
 @pytest.mark.parametrize("name", ["net", "odds", "tied", "frozen", "dtypes"])
-def test_what_each_rank_saves_it_loads(pool, name, tmp_path):
+def test_each_rank_loads_its_own_shards(pool, name, tmp_path):
     for combination in COMBINATIONS:
         found = pool.run(saved_and_loaded, name, combination, str(tmp_path))
         assert found == [[]] * pool.world, combination
@@ -85,7 +85,7 @@ def test_what_each_rank_saves_it_loads(pool, name, tmp_path):
 def on_a_mesh(strategy, shape):
     model = FSDP(make(Stack), strategy=strategy, transport="c10d", device_mesh=mesh_of(*shape))
     expected = copy.deepcopy(model.state_dict())
-    state, _ = slices(model)
+    state, _ = local_state(model)
     forward_backward(model, dist.get_rank())
     zshard.SGD(model.parameters(), 0.1).step()
     load_slices(model, state)
@@ -107,16 +107,16 @@ def left_whole():
     model = wrapped(Stack, ("shard_grad_op", "c10d"), mixed_precision=precision)
     expected = model.state_dict()
     loss = model(torch.ones(2, model.head.in_features)).sum()
-    state, _ = slices(model)
+    state, _ = local_state(model)
     loss.backward()
     wrong = [k for k, v in state.items() if v.dtype != expected[k].dtype or v.dim() != 1]
     with FSDP.summon_full_params(model):
-        said = message_of(lambda: slices(model), RuntimeError)
+        said = message_of(lambda: local_state(model), RuntimeError)
     load_slices(model, state)
     return wrong, differences(model.state_dict(), expected), said
 
 
-def test_units_that_are_whole(pool2):
+def test_unsharded_units(pool2):
     for wrong, after, said in pool2.run(left_whole):
         assert wrong == after == []
         assert "is unsharded: call state_dict() after reshard()" in said
@@ -132,14 +132,14 @@ class Buffered(nn.Sequential):
 def ignoring():
     model = make(Buffered)
     model = FSDP(model, ignored_modules=[model[2]])
-    state, _ = slices(model)
+    state, _ = local_state(model)
     whole = {k: v for k, v in model.state_dict().items() if "running" in k or k.startswith("2.")}
     with FSDP.state_dict_type(model, "LOCAL_STATE_DICT"):
         below = model[0].state_dict()
     return differences({k: state[k] for k in whole}, whole), len(whole), below["weight"]
 
 
-def test_buffers_and_ignored_parameters_are_whole_and_parts_have_slices(pool2):
+def test_buffers_and_ignored_parameters_are_full(pool2):
     found = pool2.run(ignoring)
     for wrong, count, weight in found:
         assert wrong == [] and count == 4 and weight.dim() == 1
@@ -150,7 +150,7 @@ def test_buffers_and_ignored_parameters_are_whole_and_parts_have_slices(pool2):
 
 
 class Even(nn.Module):
-    """Its cut gives both ranks slices of one size, each unit some pages long."""
+    """Its cut gives both ranks shards of one size, each unit some pages long."""
 
     def __init__(self, width=64):
         super().__init__()
@@ -162,9 +162,9 @@ class Even(nn.Module):
 
 
 def refused(what):
-    """(message, has anything changed) of loading slices that are not this rank's."""
+    """(message, has anything changed) of loading shards that are not this rank's."""
     rank, model = dist.get_rank(), wrapped(Even, ("full_shard", "shm"), auto_wrap_policy=None)
-    state, _ = slices(model)
+    state, _ = local_state(model)
     before = copy.deepcopy(model.state_dict())
     if what == "of the other rank":
         states = [None, None]
@@ -172,7 +172,7 @@ def refused(what):
         state = states[1 - rank]
     elif what == "of other units":
         other = wrapped(Even, ("full_shard", "shm"), auto_wrap_policy={nn.Linear})
-        state, _ = slices(other)
+        state, _ = local_state(other)
     elif what == "without a record":
         state = dict(state)
     elif what == "with a broken record":
@@ -203,7 +203,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("what", EXPECTED)
-def test_what_is_not_this_ranks_is_refused(pool2, what):
+def test_shards_of_other_ranks_are_refused(pool2, what):
     found = pool2.run(refused, what)
     assert [changed for _, changed in found] == [[], []]
     for said, _ in found:
@@ -220,7 +220,7 @@ def from_below():
     return message_of(lambda: model.first.load_state_dict(state), RuntimeError)
 
 
-def test_parts_refuse_slices_too(pool2):
+def test_submodules_refuse_foreign_shards(pool2):
     for said in pool2.run(from_below):
         assert "weight: got shard" in said and "load it within" in said
 
@@ -231,7 +231,7 @@ def without_metadata():
         return message_of(lambda: model.state_dict(destination={}), TypeError)
 
 
-def test_a_destination_has_to_take_the_records(pool2):
+def test_destination_must_accept_the_records(pool2):
     for said in pool2.run(without_metadata):
         assert "needs a destination with a `_metadata` dict" in said
 
@@ -243,13 +243,13 @@ def whole_within():
     return differences(model.state_dict(), other.state_dict())
 
 
-def test_whole_tensors_are_loaded_within(pool2):
+def test_full_tensors_load_inside_the_context(pool2):
     assert pool2.run(whole_within) == [[], []]
 
 
-def test_alone_everything_is_whole():
+def test_single_rank_saves_full_tensors():
     model = FSDP(make(Stack))
-    state, _ = slices(model)
+    state, _ = local_state(model)
     assert differences(state, model.state_dict()) == []
     load_slices(model, state)
 
@@ -257,7 +257,7 @@ def test_alone_everything_is_whole():
 def saved_by_dcp(folder):
     """Each rank's shards are plain tensors of the same names, of which dcp would keep one rank's."""
     model = wrapped(Stack, ("full_shard", "shm"))
-    state, _ = slices(model)
+    state, _ = local_state(model)
     with pytest.raises(CheckpointException, match=r"given this rank's shard of 'model\."):
         dcp.save({"model": state}, checkpoint_id=folder / "shards")
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "full")

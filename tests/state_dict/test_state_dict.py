@@ -52,7 +52,7 @@ def against_plain(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_names_and_values_are_those_of_the_plain_model(pool2, name):
+def test_names_and_values_equal_the_plain_model(pool2, name):
     for found in pool2.run(against_plain, name):
         assert not any(found.values()), found
 
@@ -99,7 +99,7 @@ ROUND_TRIPS = [
 
 
 @pytest.mark.parametrize(("name", "source", "target"), ROUND_TRIPS)
-def test_states_pass_between_strategies_and_plain_models(pool2, name, source, target):
+def test_state_dicts_load_across_strategies_and_plain_models(pool2, name, source, target):
     matched = "<All keys matched successfully>"
     assert pool2.run(round_trip, name, source, target) == [([matched, matched], [])] * 2
 
@@ -137,7 +137,7 @@ def loading_errors(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_missing_and_unexpected_names_are_told_as_by_torch(pool2, combination):
+def test_missing_and_unexpected_names_are_reported_as_by_torch(pool2, combination):
     for found in pool2.run(loading_errors, combination):
         for what, (ours, theirs) in found.items():
             assert ours == theirs, what
@@ -152,7 +152,7 @@ def partial_load():
     return differences(model.state_dict(), {**make(Net).state_dict(), **part})
 
 
-def test_a_part_can_be_loaded(pool2):
+def test_partial_state_can_be_loaded(pool2):
     assert pool2.run(partial_load) == [[], []]
 
 
@@ -171,7 +171,7 @@ def misshapen(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_shape_errors_say_what_torchs_say(pool2, combination):
+def test_shape_errors_match_torch(pool2, combination):
     for ours, theirs, trains in pool2.run(misshapen, combination):
         for line in theirs.splitlines()[1:]:
             name = line.split(":")[0]  # "size mismatch for NAME", "Missing key(s) in state_dict"
@@ -313,7 +313,7 @@ def saved_in_inference_mode():
     return [name for name, value in state.items() if value.is_inference()]
 
 
-def test_saving_in_inference_mode_gives_usual_tensors(pool2):
+def test_saving_in_inference_mode_returns_normal_tensors(pool2):
     assert pool2.run(saved_in_inference_mode) == [[], []]
 
 
@@ -323,7 +323,7 @@ def scalars_of_old_files():
     return differences(model.state_dict(), state)
 
 
-def test_scalars_of_old_files_are_taken(pool2):
+def test_scalars_of_old_files_are_accepted(pool2):
     assert pool2.run(scalars_of_old_files) == [[], []]
 
 
@@ -332,7 +332,7 @@ def what_is_put_on_modules(combination):
     return [name for module in model.modules() for name in vars(module) if "state_dict" in name]
 
 
-def test_what_is_not_sharded_is_left_alone(pool2):
+def test_plain_modules_keep_torchs_behavior(pool2):
     plain = [
         name for module in make(Net).modules() for name in vars(module) if "state_dict" in name
     ]

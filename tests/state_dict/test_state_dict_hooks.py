@@ -63,7 +63,7 @@ def methods_of_the_users_class(combination, policy):
 
 
 @pytest.mark.parametrize("policy", [None, {Own}], ids=["one unit", "units"])
-def test_methods_of_the_users_classes_work_on_whole_tensors(pool2, policy):
+def test_user_defined_methods_see_full_tensors(pool2, policy):
     for combination in [FULL, ("full_shard", "c10d")]:
         assert pool2.run(methods_of_the_users_class, combination, policy) == [[], []]
 
@@ -96,7 +96,7 @@ def shapes_in_hooks(early):
 
 
 @EARLY
-def test_hooks_on_all_modules_see_whole_shapes(pool2, early):
+def test_hooks_on_all_modules_see_full_shapes(pool2, early):
     shapes = {name: tuple(value.shape) for name, value in make(Net).state_dict().items()}
     for seen, found in pool2.run(shapes_in_hooks, early):
         assert seen == {"save": shapes, "load": shapes, "self": shapes}
@@ -138,7 +138,7 @@ def resized():
     return found
 
 
-def test_a_load_hook_may_ask_for_shapes(pool2):
+def test_load_hook_may_read_shapes(pool2):
     assert pool2.run(resized) == [[], []]
 
 
@@ -167,7 +167,7 @@ def values_in_a_load_hook(ask):
 
 
 @pytest.mark.parametrize("ask", ["clone", "copy_", "fill_", "cat", "data"])
-def test_a_load_hook_that_asks_for_values_gets_an_error(pool2, ask):
+def test_load_hook_that_reads_values_is_an_error(pool2, ask):
     for message, tidy, found in pool2.run(values_in_a_load_hook, ask):
         assert "state_dict()" in message
         assert tidy
@@ -193,7 +193,7 @@ def patched_methods():
     return found if model.blocks.state_dict() is None else [*found, "not the user's"]
 
 
-def test_patched_methods_get_whole_tensors(pool2):
+def test_patched_methods_get_full_tensors(pool2):
     assert pool2.run(patched_methods) == [[], []]
 
 
@@ -210,5 +210,5 @@ def loads_by_its_own_method():
     return differences(model.state_dict(), plain.state_dict())
 
 
-def test_a_load_state_dict_of_the_models_own(pool2):
+def test_custom_load_state_dict(pool2):
     assert pool2.run(loads_by_its_own_method) == [[], []]

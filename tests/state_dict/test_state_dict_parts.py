@@ -43,13 +43,13 @@ PARTS = ["one unit", "tied", "odds", "dtypes", "frozen", "attention", "recurrent
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_every_part_saves_and_loads_as_that_of_a_plain_model(pool2, name):
+def test_every_submodule_saves_and_loads_as_in_a_plain_model(pool2, name):
     for combination in [FULL, ("shard_grad_op", "c10d")]:
         assert pool2.run(every_part, name, combination) == [[], []]
 
 
 @ranks(3, 4)
-def test_parts_on_more_ranks(pool):
+def test_submodules_on_more_ranks(pool):
     assert pool.run(every_part, "odds", FULL) == [[]] * pool.world
 
 
@@ -73,7 +73,7 @@ def gathers(name, policy):
     return counts
 
 
-def test_a_unit_is_gathered_once_for_what_is_asked(pool2):
+def test_unit_is_gathered_once_per_call(pool2):
     each = len(list(Nested(11).parameters()))
     for counts in pool2.run(gathers, "net", {Nested}):
         blocks = [(f"blocks.{i}", each) for i in range(3)]
@@ -97,7 +97,7 @@ def copies_of_a_part():
     return found + differences(model.state_dict(), make(Net).state_dict())
 
 
-def test_copies_of_parts_are_plain_modules(pool2):
+def test_copied_submodules_are_plain(pool2):
     assert pool2.run(copies_of_a_part) == [[], []]
 
 
@@ -114,7 +114,7 @@ def tied_too_late(how):
 
 
 @pytest.mark.parametrize("how", ["tied", "given away"])
-def test_a_slice_in_a_state_dict_is_an_error(pool2, how):
+def test_shard_in_a_state_dict_is_an_error(pool2, how):
     name = {"tied": "head.weight", "given away": "other"}[how]
     for message in pool2.run(tied_too_late, how):
         assert f"'{name}'" in message and "before FSDP" in message

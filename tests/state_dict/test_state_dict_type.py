@@ -90,7 +90,7 @@ def bytes_of_whole_copies(combination):
 
 
 @pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
-def test_other_ranks_have_no_copy_of_the_whole(pool2, combination):
+def test_other_ranks_hold_no_full_copy(pool2, combination):
     (most, whole, _), (most_elsewhere, _, unit) = pool2.run(bytes_of_whole_copies, combination)
     assert most >= whole
     assert most_elsewhere <= unit + 4096 < whole / 3

@@ -59,7 +59,7 @@ def compare(kind: str, strategy: str) -> tuple[bool, float]:
 @pytest.mark.parametrize("strategy", ["full_shard", "zero2", "no_shard"])
 @pytest.mark.parametrize("kind", KINDS)
 @ranks(2)
-def test_training_is_that_of_ddp(pool: RankPool, kind: str, strategy: str) -> None:
+def test_training_matches_ddp(pool: RankPool, kind: str, strategy: str) -> None:
     for same, apart in pool.run(compare, kind, strategy):
         # The norm for clipping is summed shard by shard: its last bit may differ from DDP's.
         assert same or kind == "clipped"
@@ -123,7 +123,7 @@ def resume(folder: str, strategy: str) -> tuple[bool, set[str]]:
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @ranks(2)
-def test_a_run_resumes_with_the_same_losses(pool: RankPool, tmp_path: Path, strategy: str) -> None:
+def test_resumed_run_has_the_same_losses(pool: RankPool, tmp_path: Path, strategy: str) -> None:
     for same, files in pool.run(resume, str(tmp_path), strategy):
         assert same
         own = {"model.safetensors", "optimizer.safetensors", "zshard.json"}
@@ -189,7 +189,7 @@ def hooked(folder: str) -> tuple[list[str], bool]:
 
 
 @ranks(2)
-def test_hooks_of_the_script_are_given_models_and_weights(pool: RankPool, tmp_path: Path) -> None:
+def test_script_hooks_get_models_and_weights(pool: RankPool, tmp_path: Path) -> None:
     for seen, loads in pool.run(hooked, str(tmp_path)):
         assert seen == list(small_model().state_dict()) and loads
 
@@ -352,7 +352,7 @@ def prepared_by_hand() -> str:
 
 
 @ranks(2)
-def test_a_model_sharded_before_prepare_stays_as_it_is(pool: RankPool) -> None:
+def test_model_sharded_before_prepare_stays_unchanged(pool: RankPool) -> None:
     assert pool.run(prepared_by_hand) == ["True", "True"]
 
 
@@ -428,7 +428,7 @@ def of_full_tensors(function: Any) -> Any:
 
 @pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
 @pytest.mark.parametrize("name", OWN)
-def test_accelerates_own_tests_pass(name: str, strategy: str) -> None:
+def test_accelerate_test_scripts_pass(name: str, strategy: str) -> None:
     if name == "test_distributed_data_loop":
         pytest.importorskip("torchdata", reason="Accelerate's script needs it")
     env = {"ACCELERATE_USE_CPU": "true"}
@@ -472,7 +472,7 @@ def test_launches(tmp_path: Path, name: str) -> None:
     assert done.stdout.count(f"trained under {kind}") == processes
 
 
-def test_a_variable_that_is_left_behind_is_named(monkeypatch):
+def test_leftover_environment_variable_is_named(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match=r"TrainingArguments\(fsdp=...\).*del os.environ"):
         zshard.accelerate.shard(accelerate.Accelerator(cpu=True))

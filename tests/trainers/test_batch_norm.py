@@ -195,7 +195,7 @@ def run(name: str, strategy: str | None, within: bool, folder: str) -> Any:
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("name", RUNS)
-def test_metrics_and_weights_are_those_of_ddp(
+def test_metrics_and_weights_match_ddp(
     name: str, strategy: str, transport: str, within: bool, tmp_path: Path
 ) -> None:
     package = {"fabric": "lightning", "transformers": "accelerate"}.get(name, name)

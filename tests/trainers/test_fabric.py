@@ -91,7 +91,7 @@ def train(world: int, strategy: Any, options: dict[str, Any]) -> Any:
     ],
     ids=str,
 )
-def test_a_loop_is_that_of_ddp_to_the_bit(options: dict[str, Any]) -> None:
+def test_loop_is_bit_identical_to_ddp(options: dict[str, Any]) -> None:
     assert equal(on_ranks(train, 2, "zshard", options), on_ranks(train, 2, "ddp", options))
 
 
@@ -126,7 +126,7 @@ def test_a_module_from_the_meta_device_loads(saved: Path) -> None:
     assert equal(on_ranks(train, 2, META, options), theirs)
 
 
-def test_ddp_loads_what_zshard_has_saved(saved: Path) -> None:
+def test_ddp_loads_zshards_checkpoints(saved: Path) -> None:
     ours, theirs = (on_ranks(train, 2, "ddp", {"load": str(saved / k)}) for k in ("full", "ddp"))
     assert equal(ours, theirs)
 

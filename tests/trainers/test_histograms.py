@@ -94,7 +94,7 @@ def watched(folder: str) -> str:
     return "no error"
 
 
-def test_watching_names_the_remedy(pool2: RankPool, tmp_path: Path) -> None:
+def test_wandb_watch_error_names_the_remedy(pool2: RankPool, tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="needs wandb")
     for message in pool2.run(watched, str(tmp_path)):
         assert "zshard.full_tensor" in message

@@ -254,7 +254,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_run_is_that_of_ddp_to_the_bit(name: str) -> None:
+def test_run_is_bit_identical_to_ddp(name: str) -> None:
     ours, theirs = (on_ranks(fit, 2, each, "Net", OPTIONS[name]) for each in ("zshard", DDP))
     assert equal(ours, theirs)
 
@@ -307,7 +307,7 @@ def test_own_units_in_configure_model() -> None:
     assert equal(ours, on_ranks(fit, 2, DDP, "OwnUnit", {}, "nowhere"))
 
 
-def test_a_second_fit_goes_on() -> None:
+def test_second_fit_continues() -> None:
     assert equal(on_ranks(fit_twice, 2, "zshard"), on_ranks(fit_twice, 2, DDP))
 
 
@@ -317,7 +317,7 @@ def test_zshards_own_optimizer(accumulate: int) -> None:
     assert equal(ours, theirs)
 
 
-def test_an_optimizer_from_before_sharding() -> None:
+def test_optimizer_created_before_sharding() -> None:
     assert equal(on_ranks(early_optimizer, 2, "zshard"), on_ranks(early_optimizer, 2, DDP))
 
 
@@ -365,7 +365,7 @@ def test_resuming_with_any_number_of_ranks(saved: Path, kind: str, world: int) -
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
-def test_resuming_after_a_kill_goes_on_as_if_nothing_had_been(saved: Path, tmp_path: Path) -> None:
+def test_resuming_after_a_kill_is_bit_identical(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(RankFailure):
         on_ranks(killed, 2, "zshard", str(tmp_path))
     path = tmp_path / "epoch=0.ckpt"
@@ -459,7 +459,7 @@ def test_an_exception_on_one_rank_ends_all(tmp_path: Path) -> None:
     assert "boom on rank 1" in errors
 
 
-def test_a_unit_from_before_the_ranks_is_refused(tmp_path: Path) -> None:
+def test_unit_created_before_the_ranks_is_refused(tmp_path: Path) -> None:
     code, errors, _ = launched(tmp_path, "zshard", "OwnUnit('init')")
     assert code != 0
     assert "is sharded over 1 rank(s), but Lightning runs 2: call zshard.FSDP in" in errors

@@ -93,7 +93,7 @@ def compare(kind: str, strategy: str, folder: str) -> tuple[bool, bool]:
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize("kind", CONFIGS)
 @ranks(2)
-def test_training_is_that_of_ddp(pool: RankPool, tmp_path: Path, kind: str, strategy: str) -> None:
+def test_training_matches_ddp(pool: RankPool, tmp_path: Path, kind: str, strategy: str) -> None:
     assert pool.run(compare, kind, strategy, str(tmp_path)) == [(True, True)] * 2
 
 
@@ -118,7 +118,7 @@ def resume(kind: str, transport: str, folder: str) -> bool:
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("kind", CONFIGS)
 @ranks(2)
-def test_adapters_are_saved_whole_and_resumed(
+def test_adapters_are_saved_in_full_and_resumed(
     pool: RankPool, tmp_path: Path, kind: str, transport: str
 ) -> None:
     assert pool.run(resume, kind, transport, str(tmp_path)) == [True, True]
@@ -197,7 +197,7 @@ def late(step: str) -> str:
 
 
 @pytest.mark.parametrize("step", ["first", "second"])
-def test_an_adapter_comes_before_sharding(pool2: RankPool, step: str) -> None:
+def test_adapter_must_be_added_before_sharding(pool2: RankPool, step: str) -> None:
     for text in pool2.run(late, step):
         assert "after FSDP(...)" in text and "add it before wrapping the model" in text
 

@@ -108,7 +108,7 @@ def parity(folder: str, strategy: str, transport: str) -> bool:
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "zero2", "no_shard"])
 @ranks(2)
-def test_training_is_that_of_ddp(
+def test_training_matches_ddp(
     pool: RankPool, tmp_path: Path, strategy: str, transport: str
 ) -> None:
     assert pool.run(parity, str(tmp_path), strategy, transport) == [True, True]
@@ -289,7 +289,7 @@ def of_rank_0() -> bool:
     return True
 
 
-def test_scales_are_those_of_rank_0(pool2: RankPool) -> None:
+def test_scales_come_from_rank_0(pool2: RankPool) -> None:
     assert pool2.run(of_rank_0) == [True, True]
 
 
@@ -334,7 +334,7 @@ def refused(kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_what_cannot_be_sharded_is_named(pool2: RankPool, kind: str) -> None:
+def test_unsupported_parameters_are_named(pool2: RankPool, kind: str) -> None:
     for text in pool2.run(refused, kind):
         assert WRONG[kind][2] in text and "parameter '" in text, text
 
@@ -348,9 +348,7 @@ def in_8_bits(folder: str, transport: str) -> bool:
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @ranks(2)
-def test_8_bits_train_where_each_rank_keeps_them(
-    pool: RankPool, tmp_path: Path, transport: str
-) -> None:
+def test_ignored_8_bit_parameters_train(pool: RankPool, tmp_path: Path, transport: str) -> None:
     assert pool.run(in_8_bits, str(tmp_path), transport) == [True, True]
 
 

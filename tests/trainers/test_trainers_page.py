@@ -54,7 +54,7 @@ def run_in(folder: str, code: str) -> None:
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("section", GIVEN)
-def test_the_code_of_a_section_runs_on_two_ranks(section: str, tmp_path: Path) -> None:
+def test_documented_code_runs_on_two_ranks(section: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(PACKAGES[section]) is None:
         pytest.skip("needs zshard[trainers]: make test-trainers")
     code = GIVEN[section] + SECTIONS[section]

@@ -79,7 +79,7 @@ def compare(kind: str, strategy: str, folder: str) -> tuple[bool, float, int]:
 @pytest.mark.parametrize("strategy", ["full_shard", "zero2", "no_shard"])
 @pytest.mark.parametrize("kind", KINDS)
 @ranks(2)
-def test_training_is_that_of_ddp(pool: RankPool, tmp_path: Path, kind: str, strategy: str) -> None:
+def test_training_matches_ddp(pool: RankPool, tmp_path: Path, kind: str, strategy: str) -> None:
     for same, apart, steps in pool.run(compare, kind, strategy, str(tmp_path)):
         assert steps == KINDS[kind].get("max_steps", 6)
         if kind == "clipped":
@@ -190,7 +190,7 @@ FILES |= {"training_args.bin"}
 @pytest.mark.parametrize("saved", ["full_shard", None], ids=["sharded", "ddp"])
 @pytest.mark.parametrize("loaded", ["full_shard", None], ids=["sharded", "ddp"])
 @ranks(2)
-def test_a_run_resumes_with_the_same_losses(
+def test_resumed_run_has_the_same_losses(
     pool: RankPool, tmp_path: Path, saved: str | None, loaded: str | None, transport: str
 ) -> None:
     """Each reads the other's checkpoints."""

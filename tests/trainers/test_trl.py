@@ -76,7 +76,7 @@ def compare(trainer: str, kind: str, strategy: str, folder: str) -> tuple[list[f
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("trainer", ["sft", "dpo"])
 @ranks(2)
-def test_training_is_that_of_ddp(
+def test_training_matches_ddp(
     pool: RankPool, tmp_path: Path, trainer: str, kind: str, strategy: str
 ) -> None:
     for apart, same in pool.run(compare, trainer, kind, strategy, str(tmp_path)):
@@ -112,7 +112,7 @@ def resume(trainer: str, folder: str) -> bool:
 
 @pytest.mark.parametrize("trainer", ["sft", "dpo"])
 @ranks(2)
-def test_a_run_resumes_with_the_same_losses(pool: RankPool, tmp_path: Path, trainer: str) -> None:
+def test_resumed_run_has_the_same_losses(pool: RankPool, tmp_path: Path, trainer: str) -> None:
     assert pool.run(resume, trainer, str(tmp_path)) == [True, True]
     assert "checkpoint-2/model.safetensors" in names_in(tmp_path)
 

@@ -91,7 +91,7 @@ def without_sync():
     return seen.gathers, seen.scatters, after.scatters
 
 
-def test_none_is_reduced_in_no_sync(pool2):
+def test_no_sync_reduces_nothing(pool2):
     assert pool2.run(without_sync) == [(2 * UNITS - 1, 0, UNITS)] * 2
 
 
@@ -127,11 +127,11 @@ def order_of(options, by_hand=None):
         ({"forward_prefetch": True, "limit_all_gathers": False}, "GGGfGfff", "GGbGbbb"),
     ],
 )
-def test_gathers_begin_when_asked(pool2, options, forward, backward):
+def test_prefetch_settings_determine_when_gathers_start(pool2, options, forward, backward):
     assert pool2.run(order_of, options) == [(forward, backward)] * 2
 
 
-def test_gathers_begin_by_hand(pool2):
+def test_manual_prefetch_starts_gathers(pool2):
     found = pool2.run(order_of, {"backward_prefetch": None}, ((1, 2, 3), (1, 0)))
     assert found == [("GGGGffff", "GGbGbbb")] * 2
 
@@ -179,7 +179,7 @@ def compare(build, options):
 
 @pytest.mark.parametrize("build", [stack, Rooted, Winding])
 @pytest.mark.parametrize("options", [{}, *OPTIONS])
-def test_no_prefetch_changes_a_number(pool2, build, options):
+def test_prefetch_does_not_change_results(pool2, build, options):
     assert [wrong for wrong, _ in pool2.run(compare, build, options)] == [[], []]
 
 
@@ -190,7 +190,7 @@ SLOT = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of a block's full buffer
     ("options", "ahead"),
     [({"backward_prefetch": None}, 0), ({}, 1), (OPTIONS[0], 1), (OPTIONS[1], 2), (OPTIONS[2], 0)],
 )
-def test_what_goes_ahead_is_limited(pool2, options, ahead):
+def test_prefetch_is_limited(pool2, options, ahead):
     for _, slots in pool2.run(trained, stack, options):
         assert slots == (1 + ahead) * SLOT
 
@@ -213,7 +213,7 @@ def after_an_error():
     return message, differences([p.grad for p in model.parameters()], expected)
 
 
-def test_a_gather_that_nobody_wants_any_more_is_dropped(pool2):
+def test_unneeded_gather_is_dropped(pool2):
     assert pool2.run(after_an_error) == [("stumbled", [])] * 2
 
 

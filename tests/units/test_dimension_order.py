@@ -91,7 +91,7 @@ STRATEGIES = ("full_shard", "shard_grad_op", "zero1", "no_shard", "hybrid_shard"
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_forward_finds_the_strides_of_the_plain_model(pool2, strategy, transport):
+def test_forward_sees_the_plain_models_strides(pool2, strategy, transport):
     assert pool2.run(against_ddp, strategy, transport) == [[], []]
 
 
@@ -108,5 +108,5 @@ def planned(transport, precision):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("precision", [None, zshard.MixedPrecision(torch.bfloat16)], ids=str)
-def test_slots_for_it_are_planned(pool2, transport, precision):
+def test_predicted_slots(pool2, transport, precision):
     assert pool2.run(planned, transport, precision) == [[], []]

@@ -54,7 +54,7 @@ def trained_by_ddp(plain, case):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("strategy", HYBRIDS)
 @pytest.mark.parametrize("name", ["mlp", "net", "odds"])
-def test_two_by_two_has_the_bits_of_the_other_strategies(pool4, name, strategy, transport):
+def test_two_by_two_is_bit_identical_to_other_strategies(pool4, name, strategy, transport):
     for wrong, gap in pool4.run(compare, name, strategy, transport, (2, 2)):
         assert wrong == [] and gap < 1e-5
 
@@ -63,7 +63,7 @@ def test_two_by_two_has_the_bits_of_the_other_strategies(pool4, name, strategy, 
 @ranks(2, 3)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("strategy", HYBRIDS)
-def test_a_mesh_of_one_row_or_column(pool, strategy, transport):
+def test_mesh_of_one_row_or_column(pool, strategy, transport):
     for shape in ((pool.world, 1), (1, pool.world)):
         for wrong, gap in pool.run(compare, "net", strategy, transport, shape):
             assert wrong == [] and gap < 1e-5, shape
@@ -83,14 +83,14 @@ def wrong_on_a_mesh(build, run, shape):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("run", [run for run, _ in SCENARIOS])
-def test_whatever_a_script_does_gradients_are_the_mean(pool4, run):
+def test_gradients_are_the_mean_in_all_scenarios(pool4, run):
     assert pool4.run(wrong_on_a_mesh, Stack, run, (2, 2)) == [{}] * 4
 
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
 @pytest.mark.parametrize("run", [run for run, _ in SCENARIOS])
-def test_and_on_meshes_of_one_row_or_column(pool2, run, shape):
+def test_gradients_are_the_mean_on_one_row_or_column(pool2, run, shape):
     assert pool2.run(wrong_on_a_mesh, Stack, run, shape) == [{}] * 2
 
 
@@ -100,7 +100,7 @@ def bytes_held(shape):
     return model.memory()["shards"], model.summary().splitlines()[0]
 
 
-def test_memory_is_that_of_the_shard_group(pool4):
+def test_memory_depends_on_the_shard_group(pool4):
     (held, head), *_ = pool4.run(bytes_held, (2, 2))
     (whole, _), *_ = pool4.run(bytes_held, (4, 1))
     assert 0.45 < held / whole < 0.6
@@ -120,7 +120,7 @@ def by_groups():
     return differences(trained(model, "net")[1], trained(mesh, "net")[1])
 
 
-def test_a_pair_of_groups_is_a_mesh(pool4):
+def test_pair_of_groups_acts_as_a_mesh(pool4):
     assert pool4.run(by_groups) == [[]] * 4
 
 
@@ -162,7 +162,7 @@ def by_local_world_size(size):
         os.environ["LOCAL_WORLD_SIZE"] = usual
 
 
-def test_without_groups_each_host_has_a_copy(pool4):
+def test_default_is_one_replica_per_host(pool4):
     assert "2 replicas of 2 rank(s) each" in pool4.run(by_local_world_size, 2)[0]
     assert "copies" not in pool4.run(by_local_world_size, 4)[0]
     assert "4 replicas of 1 rank(s) each" in pool4.run(by_local_world_size, 1)[0]
@@ -181,7 +181,7 @@ def mistakes():
     ]
 
 
-def test_what_is_no_mesh_is_refused(pool2):
+def test_invalid_meshes_are_refused(pool2):
     expected = ["two groups", "hybrid", "a mesh", "pair", "hybrid", "not both"]
     for messages in pool2.run(mistakes):
         for word, message in zip(expected, messages, strict=True):
@@ -197,11 +197,11 @@ def one_dimension():
     return differences(all_grads(model), all_grads(other))
 
 
-def test_a_mesh_of_one_dimension_is_sharded_over(pool2):
+def test_one_dimensional_mesh_is_sharded_over(pool2):
     assert pool2.run(one_dimension) == [[], []]
 
 
-def test_strategies_know_what_they_are_in_a_group():
+def test_strategies_within_a_shard_group():
     strategy = zshard.ShardingStrategy.HYBRID_SHARD
     assert strategy.is_hybrid and strategy.in_group is zshard.ShardingStrategy.FULL_SHARD
     assert not zshard.ShardingStrategy.NO_SHARD.is_hybrid

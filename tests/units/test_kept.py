@@ -43,13 +43,13 @@ def compare(name, strategy, shape, precision=None):
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_zero1_has_the_bits_of_full_shard(pool2, name):
+def test_zero1_is_bit_identical_to_full_shard(pool2, name):
     assert pool2.run(compare, name, "zero1", None) == [[], []]
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", list(CASES))
-def test_hybrid_full_has_the_bits_of_full_shard(pool4, name):
+def test_hybrid_full_is_bit_identical_to_full_shard(pool4, name):
     assert pool4.run(compare, name, "hybrid_full", (2, 2)) == [[]] * 4
 
 
@@ -61,7 +61,7 @@ def test_meshes_of_one_row_or_column(pool, strategy):
 
 
 @pytest.mark.parametrize("strategy", KEEPING)
-def test_in_bfloat16_too(pool4, strategy):
+def test_bfloat16(pool4, strategy):
     low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     assert pool4.run(compare, "net", strategy, (2, 2), low) == [[]] * 4
 
@@ -78,7 +78,7 @@ def against_ddp(name):
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_zero1_has_the_bits_of_ddp(pool2, name):
+def test_zero1_is_bit_identical_to_ddp(pool2, name):
     assert pool2.run(against_ddp, name) == [[], []]
 
 
@@ -121,7 +121,7 @@ def renewals(strategy, shape):
 
 
 @pytest.mark.parametrize("strategy", KEEPING)
-def test_the_copy_is_renewed_once_for_each_change(pool4, strategy):
+def test_copy_is_refreshed_once_per_change(pool4, strategy):
     # zero1 has everything; with hybrid_full forward gathers the 4 units within the group, backward
     # all but the last.
     forward, backward = (0, 0) if strategy == "zero1" else (4, 3)
@@ -141,7 +141,7 @@ def frozen_body():
     return seen.gathers
 
 
-def test_what_is_frozen_is_gathered_once_for_all(pool2):
+def test_frozen_parameters_are_gathered_once(pool2):
     assert pool2.run(frozen_body) == [1, 1]
 
 
@@ -168,7 +168,7 @@ def changed_in_place():
     return differences(after, wanted)
 
 
-def test_a_write_to_the_copy_is_an_error_and_undone(pool2):
+def test_write_to_the_copy_is_an_error_and_undone(pool2):
     assert pool2.run(changed_in_place) == [[], []]
 
 
@@ -186,7 +186,7 @@ def held(strategy, shape, transport="c10d"):
 
 
 @pytest.mark.parametrize("strategy", KEEPING)
-def test_memory_is_a_slice_of_state_and_the_part_that_is_kept(pool4, strategy):
+def test_memory_is_the_state_shard_and_the_secondary_shard(pool4, strategy):
     whole = 4 * 4 * (128 * 128 + 128)
     for memory, state, head in pool4.run(held, strategy, (2, 2)):
         kept = whole if strategy == "zero1" else whole / 2
@@ -237,7 +237,7 @@ def by_number(number):
     return differences(ours, expected), head
 
 
-def test_a_number_of_ranks_to_reshard_to(pool4):
+def test_reshard_to_a_number_of_ranks(pool4):
     for wrong, head in pool4.run(with_environment, by_number, 2):
         assert wrong == [] and "secondary shards over 2 rank(s)" in head
     for wrong, head in pool4.run(with_environment, by_number, 4):
@@ -289,5 +289,5 @@ def copied():
     return differences(average.state_dict(), model.state_dict())
 
 
-def test_a_copied_model_keeps_too(pool2):
+def test_copied_model_keeps_secondary_shards(pool2):
     assert pool2.run(copied) == [[], []]

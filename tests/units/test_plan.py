@@ -97,7 +97,7 @@ def all_differences(name, precision):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
 @pytest.mark.parametrize("name", ["net", "tied", "conv", "frozen", "attention", "one unit"])
-def test_steps_take_what_is_reserved(pool2, name, precision):
+def test_steps_use_exactly_the_reserved_memory(pool2, name, precision):
     """Nested units, tied weights, frozen ones; each strategy, transport and kind of prefetch."""
     assert pool2.run(all_differences, name, precision) == [{}, {}]
 
@@ -243,7 +243,7 @@ def in_another_order(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_another_order_works_as_well(pool2, combination):
+def test_different_forward_order(pool2, combination):
     pool2.run(in_another_order, combination)
 
 
@@ -280,5 +280,5 @@ def mapped_by_evaluation(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_evaluation_takes_no_more(pool2, combination):
+def test_evaluation_needs_no_more_memory(pool2, combination):
     assert pool2.run(mapped_by_evaluation, combination) == [0, 0]

@@ -138,7 +138,7 @@ def compare(combination, run, how, options):
 
 @pytest.mark.parametrize("combination", SHARDED, ids=str)
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
-def test_training_has_the_bits_of_ddp(pool2, combination, run):
+def test_training_is_bit_identical_to_ddp(pool2, combination, run):
     if combination == ("zero1", "c10d") and run in MEETS:
         pytest.skip("a forward of all ranks")
     assert pool2.run(compare, combination, run, "plain", {}) == [[], []]
@@ -147,7 +147,7 @@ def test_training_has_the_bits_of_ddp(pool2, combination, run):
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("how", ["plain", "checkpointed"])
 @pytest.mark.parametrize("combination", OVER_C10D, ids=str)
-def test_whatever_is_gathered_ahead_or_again(pool2, combination, how, options):
+def test_prefetch_and_regathering(pool2, combination, how, options):
     assert pool2.run(compare, combination, usual, how, OPTIONS[options]) == [[], []]
 
 
@@ -244,7 +244,7 @@ def two_models(combination):
 
 
 @pytest.mark.parametrize("combination", OVER_C10D, ids=str)
-def test_two_models_trained_through_each_other_are_right_or_an_error(pool2, combination):
+def test_interleaved_models_are_correct_or_an_error(pool2, combination):
     """One backward of two models has no one order of rounds where ranks leave out units of both."""
     (text, wrong), (other, wrong_there) = pool2.run(two_models, combination)
     assert wrong == wrong_there == [] and bool(text) == bool(other)
@@ -266,7 +266,7 @@ def then_the_state(combination):
 
 @ranks(2, 3)
 @pytest.mark.parametrize("combination", SHARDED, ids=str)
-def test_a_state_dict_right_behind(pool, combination):
+def test_state_dict_right_after_a_forward(pool, combination):
     assert pool.run(then_the_state, combination) == [[]] * pool.world
 
 

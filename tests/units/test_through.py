@@ -138,13 +138,13 @@ def compare(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_two_ranks_have_the_bits_of_ddp(pool2, name):
+def test_two_ranks_are_bit_identical_to_ddp(pool2, name):
     assert [wrong for wrong, *_ in pool2.run(compare, name)] == [[], []]
 
 
 @ranks(2, 3)
 @pytest.mark.parametrize("name", MODELS)
-def test_full_buffers_and_buckets_are_those_of_two_units(pool, name):
+def test_at_most_two_full_buffers_and_buckets(pool, name):
     """Of DEPTH that pass: the peak of an all-frozen body with adapters, among others."""
     params = {"adapters inside": 2, "used in part": 2}.get(name, 1)  # of a layer's size, in a unit
     root = SLOT if name == "adapters in the root" else 0
@@ -165,10 +165,10 @@ def gathers_of(name):
     return forward.gathers, backward.gathers, backward.scatters
 
 
-def test_what_is_passed_on_is_not_gathered_for(pool2):
+def test_passed_through_results_cause_no_gather(pool2):
     assert pool2.run(gathers_of, "passing on") == [(DEPTH, DEPTH - 1, DEPTH)] * 2
 
 
-def test_what_is_used_in_part_takes_one_round(pool2):
+def test_partly_used_unit_takes_one_round(pool2):
     expected = (DEPTH, DEPTH - 1, DEPTH)
     assert pool2.run(gathers_of, "used in part") == [expected] * 2

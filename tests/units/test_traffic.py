@@ -73,7 +73,7 @@ BF16 = zshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bflo
 @ranks(2, 4)
 @pytest.mark.parametrize(("precision", "bytes_"), [(None, 4), (BF16, 2)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", FORMULAS)
-def test_bytes_of_a_step_are_those_of_the_formulas(
+def test_bytes_of_a_step_match_the_formulas(
     pool: Any, strategy: str, precision: Any, bytes_: int
 ) -> None:
     if strategy in HYBRID and pool.world != 4:

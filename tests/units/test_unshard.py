@@ -133,12 +133,12 @@ def held_in_a_forward(model, rank):
         (held_in_a_forward, True),
     ],
 )
-def test_gradients_are_right_around_unshard(pool2, run, exact):
+def test_gradients_are_correct_around_unshard(pool2, run, exact):
     assert pool2.run(wrong_in, Stack, run, exact) == [{}, {}]
 
 
 @ranks(3, 4)
-def test_gradients_are_right_on_more_ranks(pool):
+def test_gradients_are_correct_on_more_ranks(pool):
     assert pool.run(wrong_in, Stack, penalty_of_a_held_weight, False) == [{}] * pool.world
 
 
@@ -177,7 +177,7 @@ def shapes_over_time(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_unit_is_whole_until_reshard_or_the_end_of_a_backward(pool2, transport):
+def test_unit_stays_unsharded_until_reshard_or_the_end_of_backward(pool2, transport):
     assert pool2.run(shapes_over_time, transport) == [([], False)] * 2
 
 
@@ -200,7 +200,7 @@ def step_while_held(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_step_of_held_parameters_is_refused(pool2, transport):
+def test_step_of_unsharded_parameters_is_refused(pool2, transport):
     for messages, wrong in pool2.run(step_while_held, transport):
         assert wrong == []
         for message in messages:
@@ -223,7 +223,7 @@ def change_while_held(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_changes_while_held_are_errors(pool2, transport):
+def test_changes_while_unsharded_are_errors(pool2, transport):
     for messages, wrong in pool2.run(change_while_held, transport):
         assert wrong == []
         for message in messages:
@@ -277,7 +277,7 @@ def bytes_while_held(transport):
     return before, during, model.memory()["slots"], unit_of(model.blocks[0]).bytes["full"]
 
 
-def test_a_held_unit_takes_its_whole_size(pool2):
+def test_unsharded_unit_takes_its_full_size(pool2):
     for before, during, after, full in pool2.run(bytes_while_held, "shm"):
         assert before == after == 0 and during == full
     for before, during, after, full in pool2.run(bytes_while_held, "c10d"):
@@ -299,7 +299,7 @@ def load_and_drop_while_held(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_state_dicts_and_death_of_a_held_unit(pool2, transport):
+def test_state_dict_and_freeing_of_an_unsharded_unit(pool2, transport):
     assert pool2.run(load_and_drop_while_held, transport) == [([], [], True, False)] * 2
 
 
@@ -319,5 +319,5 @@ def raise_while_held(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_failed_backward_lets_go(pool2, transport):
+def test_failed_backward_reshards(pool2, transport):
     assert pool2.run(raise_while_held, transport) == [(False, [])] * 2

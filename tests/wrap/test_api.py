@@ -31,7 +31,7 @@ def units(model):
 # --- arguments -------------------------------------------------------------------------------------
 
 
-def test_arguments_have_the_names_order_and_defaults_of_fsdp1():
+def test_arguments_match_fsdp1():
     ours = inspect.signature(FSDP).parameters
     theirs = inspect.signature(torch_fsdp.FullyShardedDataParallel).parameters
     positional = [name for name, p in ours.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -69,7 +69,7 @@ def test_spellings_of_a_strategy(argument, value, expected):
     assert units(FSDP(Mlp(), auto_wrap_policy=None, **{argument: value})) == {"": expected}
 
 
-def test_torchs_argument_objects_are_taken():
+def test_torch_argument_objects_are_accepted():
     FSDP(
         Mlp(),
         None,
@@ -85,7 +85,7 @@ def test_torchs_argument_objects_are_taken():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("device_id", [0, "cuda", torch.device("cuda", 1)])
-def test_a_device_that_is_none_here(device_id):
+def test_missing_device(device_id):
     model = Mlp()
     with pytest.raises(
         RuntimeError, match=r"device_id=.*sees no GPU: run `python -m zshard doctor`"
@@ -102,7 +102,7 @@ def test_a_device_that_is_none_here(device_id):
         (True, TypeError, "index"),
     ],
 )
-def test_what_is_no_device(device_id, error, text):
+def test_invalid_devices(device_id, error, text):
     with pytest.raises(error, match=text):
         FSDP(Mlp(), device_id=device_id)
 
@@ -149,7 +149,7 @@ def ignored(how):
 
 
 @pytest.mark.parametrize("how", ["modules", "states", "modules as states"])
-def test_what_is_ignored_is_left_alone(pool2, how):
+def test_ignored_modules_stay_unchanged(pool2, how):
     first, second = pool2.run(ignored, how)
     for untouched, _, _, infos, names, keys in (first, second):
         assert untouched and set(infos) == {None}
@@ -179,7 +179,7 @@ class WithExtras(Net):
         return f"{type(self).__name__} of {len(self.blocks)}"
 
 
-def test_the_model_stays_itself():
+def test_model_keeps_its_identity():
     plain = make(WithExtras)
     before = [*map(id, plain.parameters()), *map(id, plain.modules())]
     names = [name for name, _ in plain.named_parameters()]
@@ -214,14 +214,14 @@ def test_module_is_the_model_itself():
     assert_same(plain(ids), model(ids), "the output")
 
 
-def test_code_that_unwraps_models_comes_to_an_end():
+def test_unwrapping_loops_terminate():
     model = FSDP(make(Net))
     while hasattr(model, "module"):
         model = model.module
     assert type(model) is Net
 
 
-def test_a_child_called_module_wins():
+def test_child_named_module_takes_precedence():
     class Holder(nn.Module):
         def __init__(self):
             super().__init__()
@@ -249,7 +249,7 @@ def test_train_eval_apply_and_attributes_work():
         _ = model.nothing
 
 
-def test_hooks_of_the_user_surround_the_forward():
+def test_user_hooks_surround_the_forward():
     order = []
     model = make(Mlp)
     model.register_forward_pre_hook(lambda *_: order.append("before 1"))
@@ -280,7 +280,7 @@ def whole_in_hooks():
     return shapes, inner.up.weight.ndim, inner.up.weight.shape[1:]
 
 
-def test_hooks_of_the_user_see_whole_weights(pool2):
+def test_user_hooks_see_full_weights(pool2):
     assert pool2.run(whole_in_hooks) == [([(22, 11)] * 3, 2, (1,))] * 2
 
 
@@ -369,16 +369,16 @@ def units_table(model):
     return model.summary().split("\n\n")[0]
 
 
-def sizes_told():
+def summary_sizes():
     """The last line of a summary, and what it should say."""
     model = wrapped(lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), FULL,
                     auto_wrap_policy={nn.Linear})  # fmt: skip
     return units_table(model).splitlines()[-1]
 
 
-def test_summary_tells_sizes_whole_and_per_rank(pool2):
+def test_summary_shows_full_and_per_rank_sizes(pool2):
     # 4 x (1 MiB of weight and 2 KiB of bias, rounded up to whole pages for each of two ranks)
-    for line in pool2.run(sizes_told):
+    for line in pool2.run(summary_sizes):
         assert re.split(r"\s{2,}", line.strip()) == ["5 units", "1,050,624", "4.0 MiB", "2.0 MiB"]
 
 
@@ -390,7 +390,7 @@ def test_printing_shows_the_units(pool2):
         assert "(norm): LayerNorm((11,), eps=1e-05, elementwise_affine=True" in text
 
 
-def test_printing_keeps_the_modules_own_words():
+def test_printing_keeps_the_modules_extra_repr():
     text = repr(FSDP(nn.Linear(3, 5)))
     assert (
         text == "Linear(in_features=3, out_features=5, bias=True, unit='(root)', full_shard, self)"

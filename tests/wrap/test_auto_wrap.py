@@ -267,7 +267,7 @@ def test_a_tiny_copy_gets_the_same_units(factor: int) -> None:
     assert names(units) == ["embed", *numbered("blocks.layers.#", 6), "head", ""]
 
 
-def test_a_layer_of_a_million_elements_is_no_dust_in_a_giant() -> None:
+def test_large_layer_of_a_huge_model_is_a_unit() -> None:
     def layer(width: int) -> nn.Module:
         return Residual(nn.Linear(width, width), nn.Linear(width, width))
 
@@ -303,7 +303,7 @@ def test_wrapped_and_ignored_blocks_do_not_count() -> None:
     assert names(units) == ["embed", *numbered("blocks.layers.#", 6)[2:], ""]
 
 
-def test_a_traced_model_keeps_its_units() -> None:
+def test_traced_model_keeps_its_units() -> None:
     """fx calls the leaves by themselves: the traced blocks are holders that nobody calls."""
     traced = fx.symbolic_trace(Stack(*(Block() for _ in range(4))))
     units = plan_units(traced)

@@ -73,7 +73,9 @@ def kept(half: bool, transport: str, folder: str) -> list[str]:
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("half", [False, True])
 @ranks(2)
-def test_bits_are_kept(pool: RankPool, tmp_path: Path, half: bool, transport: str) -> None:
+def test_frozen_parameters_keep_their_bits(
+    pool: RankPool, tmp_path: Path, half: bool, transport: str
+) -> None:
     assert pool.run(kept, half, transport, str(tmp_path)) == [[], []]
     result = fork_ranks(read, 3, str(tmp_path), check=True)
     assert [each.value for each in result] == [[]] * 3
@@ -168,7 +170,7 @@ def refusals(combination: tuple[str, str], dtype: Any) -> list[str]:
 @pytest.mark.parametrize("dtype", [torch.float32, None])
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @ranks(2)
-def test_another_dtype_of_gradients_is_refused_by_name(
+def test_different_gradient_dtype_is_refused_by_name(
     pool: RankPool, combination: tuple[str, str], dtype: Any
 ) -> None:
     for found in pool.run(refusals, combination, dtype):

@@ -66,7 +66,7 @@ def many_kinds():
 
 
 @pytest.mark.parametrize("thing", [None, "model", torch.ones(2), [nn.Linear(1, 1)], nn.Linear])
-def test_no_module(thing):
+def test_argument_that_is_not_a_module(thing):
     check(error_of(FSDP, thing), TypeError, "nn.Module", type(thing).__name__)
 
 
@@ -91,7 +91,7 @@ def test_too_many_kinds_of_parameters():
     check(error_of(FSDP, many_kinds()), NotImplementedError, "more than 8 combinations", "dtype")
 
 
-def test_a_wrapped_class_makes_plain_modules():
+def test_wrapped_class_constructs_plain_modules():
     """As containers do for a slice of themselves; the children stay the units that they are."""
     model = FSDP(two_linears(), auto_wrap_policy={nn.Linear})
     assert type(type(model[0])(2, 2)) is nn.Linear
@@ -108,7 +108,7 @@ def test_parameter_shared_with_a_wrapped_module():
     check(error_of(FSDP, outer), ValueError, *words)
 
 
-def test_a_refused_model_is_left_as_it_was():
+def test_refused_model_stays_unchanged():
     model = nn.Sequential(nn.Linear(2, 2), Holder(torch.ones(2, dtype=torch.complex64)))
     before = {name: (param, param.clone()) for name, param in model.named_parameters()}
     check(error_of(FSDP, model, auto_wrap_policy={nn.Linear}), ValueError, "'1.odd'")
@@ -145,7 +145,7 @@ def test_unknown_transport():
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), "soon"])
-def test_timeouts_that_are_none(timeout):
+def test_invalid_timeouts(timeout):
     name, message = error_of(FSDP, two_linears(), timeout=timeout)
     assert name in ("ValueError", "TypeError") and "timeout" in message and repr(timeout) in message
 
@@ -156,7 +156,7 @@ def test_timeouts_that_are_none(timeout):
         ("use_orig_params", False),
     ],
 )
-def test_what_comes_later_is_refused_not_ignored(argument, value):
+def test_unsupported_features_are_refused(argument, value):
     outcome = error_of(FSDP, two_linears(), **{argument: value})
     assert outcome[0] == "NotImplementedError", outcome
     assert argument in outcome[1]
@@ -200,7 +200,7 @@ NONE_SET = dict.fromkeys(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "Z
         ({"RANK": "0", "WORLD_SIZE": "2"}, ("MASTER_ADDR",)),
     ],
 )
-def test_environment_that_does_not_fit_together(monkeypatch, variables, words):
+def test_inconsistent_environment(monkeypatch, variables, words):
     for name, value in {**NONE_SET, **variables}.items():
         monkeypatch.delenv(name, raising=False)
         if value is not None:
@@ -208,7 +208,7 @@ def test_environment_that_does_not_fit_together(monkeypatch, variables, words):
     check(error_of(FSDP, two_linears()), ValueError, *words)
 
 
-def test_world_of_one_by_the_environment(monkeypatch):
+def test_environment_of_a_single_rank(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert "rank 0 of 1, transport self" in FSDP(two_linears()).summary()
@@ -303,7 +303,7 @@ def test_models_that_differ_are_an_error_on_every_rank(pool, what, transport):
 
 
 @ranks(3)
-def test_the_odd_one_of_three_ranks_is_named(pool):
+def test_differing_rank_is_named(pool):
     for outcome in pool.run(wrap_different, "shape", "shm"):
         check(outcome, DivergenceError, "on rank 0", "on rank 2", *DIFFERENCES["shape"])
 
@@ -347,7 +347,7 @@ def change_and_use(what, strategy):
         ("parameter", ValueError, ("'1.weight'", "replaced")),
     ],
 )
-def test_changed_parameters_are_named_and_can_be_put_back(pool2, what, kind, words, strategy):
+def test_changed_parameters_are_named_and_can_be_restored(pool2, what, kind, words, strategy):
     for outcome, wrong in pool2.run(change_and_use, what, strategy):
         check(outcome, kind, *words)
         assert wrong == []

@@ -77,7 +77,7 @@ def values(combination, seed_of_rank):
 
 @pytest.mark.parametrize("seed_of_rank", [0, 1])
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_values_are_those_of_the_plain_model(pool2, combination, seed_of_rank):
+def test_values_equal_the_plain_model(pool2, combination, seed_of_rank):
     found = pool2.run(values, combination, seed_of_rank)
     assert found == [([], True, True, [])] * 2
 
@@ -90,7 +90,7 @@ def test_in_a_world_of_one():
 
 
 @pytest.mark.parametrize("name", ["mlp", "conv"])
-def test_training_is_that_of_the_plain_model(name):
+def test_training_matches_the_plain_model(name):
     case = CASES[name]
     plain = make(case.make)
     model = on_meta(case.make)
@@ -211,7 +211,7 @@ def asks_first(build, transport):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("build", [Odd, Stack, Flagged])
-def test_a_param_init_fn_that_asks_what_is_on_the_meta_device(pool2, build, transport):
+def test_param_init_fn_that_checks_for_the_meta_device(pool2, build, transport):
     assert pool2.run(asks_first, build, transport) == [[], []]
 
 
@@ -242,7 +242,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("action", "kind", "match"), MISTAKES, ids=[m for *_, m in MISTAKES])
-def test_what_would_train_on_garbage_is_named(action, kind, match):
+def test_uninitialized_tensors_are_named(action, kind, match):
     with pytest.raises(kind, match=match):
         action()
 
@@ -256,7 +256,7 @@ def mixed():
     return wrong, message_of(lambda: FSDP(on_meta(Odd)), ValueError)
 
 
-def test_meta_beside_real(pool2):
+def test_meta_and_real_parameters(pool2):
     for wrong, message in pool2.run(mixed):
         assert wrong == [] and "'gain'" in message
 
@@ -295,7 +295,7 @@ def drawn(how, transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_values_are_sent_where_ranks_have_drawn_others(pool2, transport):
+def test_values_are_sent_only_if_ranks_drew_differently(pool2, transport):
     everything = len(list(Stack().parameters()))
     assert pool2.run(drawn, "alike", transport) == [(0, [])] * 2
     assert pool2.run(drawn, "other seeds", transport) == [(everything, [])] * 2
@@ -319,13 +319,13 @@ def bytes_of_setup(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_little_is_whole_at_a_time(pool2, transport):
+def test_peak_memory_of_setup(pool2, transport):
     unit = 8 * 2**20
     for most, shards in pool2.run(bytes_of_setup, transport):
         assert shards == 6 * unit and most <= shards + 1.5 * unit + 2**20
 
 
-def test_memory_goes_from_one_tensor_to_the_next_like_it():
+def test_memory_is_reused_for_equal_tensors():
     areas, like = MemoryCache(), torch.empty(512, 512, device="meta", dtype=torch.bfloat16)
     first = areas.empty_like(like).fill_(3)
     assert first.shape == (512, 512) and first.dtype == torch.bfloat16

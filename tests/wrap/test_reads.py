@@ -257,7 +257,7 @@ def test_a_forward_that_reaches_past_a_module(pool2: Any, forward, policy, combi
 
 
 @pytest.mark.parametrize("combination", [("full_shard", "c10d"), ("shard_grad_op", "shm")])
-def test_frozen_weights_that_are_read(pool2: Any, combination) -> None:
+def test_reads_of_frozen_weights(pool2: Any, combination) -> None:
     assert pool2.run(wrong_in, reads_after_the_call, "parts", combination, True) == [[], []]
 
 
@@ -352,7 +352,7 @@ def outside_of_forwards() -> str:
     return message_of(lambda: F.linear(torch.ones(2, WIDTH), side.weight), zshard.ShardError)
 
 
-def test_outside_of_forwards_no_operation_gathers(pool2: Any) -> None:
+def test_no_gather_outside_of_forwards(pool2: Any) -> None:
     for message in pool2.run(outside_of_forwards):
         assert "linear() was called on a shard" in message
 

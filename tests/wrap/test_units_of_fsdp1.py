@@ -198,7 +198,7 @@ def random_models(shares: bool) -> Iterator[tuple[nn.Module, list[str]]]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_random_models_have_the_units_of_fsdp1(policy: str) -> None:
+def test_random_models_match_fsdp1(policy: str) -> None:
     compared = 0
     for model, ignored in random_models(shares=False):
         assert not (problem := compare(model, policy, ignored)), f"{ignored}: {problem}"
@@ -231,13 +231,13 @@ def both(model: nn.Module, policy: str | Callable[[Any], Any]) -> tuple[list[str
     return sorted(theirs - {""}), sorted(units(model, make(zwrap), []) - {""})
 
 
-def test_a_module_without_parameters_of_its_own_is_no_unit() -> None:
+def test_module_without_own_parameters_is_not_a_unit() -> None:
     model = nn.Sequential(Plain(nn.Linear(3, 3), nn.ReLU()), Quiet())
     theirs, ours = both(model, "always")
     assert theirs == ["0", "0.inner", "0.inner.0", "0.inner.1", "1"] and ours == ["0.inner.0"]
 
 
-def test_what_fsdp1_would_wrap_of_a_container_counts_for_the_modules_above() -> None:
+def test_parameters_of_containers_belong_to_the_parent_unit() -> None:
     model = nn.Sequential(
         nn.Sequential(nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)]), nn.Linear(1, 1))
     )
@@ -253,12 +253,12 @@ def test_what_fsdp1_would_wrap_of_a_container_counts_for_the_modules_above() -> 
 
 
 @pytest.mark.parametrize("layer", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
-def test_nothing_below_a_transformer_layer_of_torch_is_a_unit(layer: Any) -> None:
+def test_no_unit_below_torchs_transformer_layers(layer: Any) -> None:
     theirs, ours = both(nn.Sequential(layer(4, 2, 8), nn.Linear(4, 4)), "lambda")
     assert [name for name in theirs if name.startswith("0.linear")] and ours == ["1"]
 
 
-def test_a_weight_that_two_modules_share_is_in_the_unit_around_both() -> None:
+def test_shared_weight_belongs_to_the_enclosing_unit() -> None:
     """FSDP1 counts it in each of them, and has each gather a copy of its own."""
     model = Plain(Plain(nn.Linear(3, 3)), Plain(nn.Linear(3, 3)))
     first, second = model.inner
@@ -270,7 +270,7 @@ def test_a_weight_that_two_modules_share_is_in_the_unit_around_both() -> None:
     assert counts == [1, 1, 1]  # the root has the weight, the two units their bias
 
 
-def test_a_batch_norm_is_no_unit_with_mixed_precision() -> None:
+def test_batch_norm_is_not_a_unit_under_mixed_precision() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     low = torchs.MixedPrecision(torch.bfloat16)
     policy = functools.partial(
@@ -306,7 +306,7 @@ def by_hand(lib: Any, cls: Any) -> nn.Module:
     return model
 
 
-def test_wrapping_by_hand_makes_the_units_of_fsdp1() -> None:
+def test_manual_wrapping_matches_fsdp1() -> None:
     theirs = {
         f".{name}".replace("._fsdp_wrapped_module", "")[1:]
         for name, module in by_hand(torch_wrap, torchs.FullyShardedDataParallel).named_modules()
@@ -319,7 +319,7 @@ def test_wrapping_by_hand_makes_the_units_of_fsdp1() -> None:
 
 
 @pytest.mark.parametrize("policy", ["classes", "size 30"])
-def test_a_policy_leaves_units_made_by_hand_alone(policy: str) -> None:
+def test_policy_keeps_manually_wrapped_units(policy: str) -> None:
     """FSDP1 refuses a policy over modules that are wrapped already."""
 
     def make(cls: Any) -> nn.Module:
@@ -334,7 +334,7 @@ def test_a_policy_leaves_units_made_by_hand_alone(policy: str) -> None:
     assert units(make(FSDP), POLICIES[policy](zwrap), []) == {"", "0", *inner}
 
 
-def test_wrapping_by_hand_keeps_a_unit_without_parameters() -> None:
+def test_manual_wrapping_keeps_a_unit_without_parameters() -> None:
     """The outermost module of a call is one even if there is nothing to gather, as in FSDP1."""
     model = nn.Sequential(FSDP(nn.ReLU()), FSDP(nn.Sequential(FSDP(nn.Linear(3, 3)))))
     FSDP(model, auto_wrap_policy=None)

@@ -123,7 +123,7 @@ def positional(m: nn.Module, r: bool, unwrapped: int) -> bool:
     ],
     ids=kind_of,
 )
-def test_every_spelling_of_a_policy_finds_the_blocks(policy: Any) -> None:
+def test_every_form_of_a_policy_finds_the_blocks(policy: Any) -> None:
     model = Net()
     units = plan_units(model, policy)
     wanted = ["embed", *BLOCKS[:3], "head", ""] if policy == "auto" else BLOCKS
@@ -149,7 +149,7 @@ def test_always_wrap_policy_makes_a_unit_of_each_module_with_parameters() -> Non
 
 @pytest.mark.parametrize("least", [1, 30, 100, 300, 600, 2000])
 @pytest.mark.parametrize("make", [Net, lambda: nn.Transformer(8, 2, 2, 2, 16)])
-def test_size_based_policy_chooses_what_fsdp1_does(make: Any, least: int) -> None:
+def test_size_based_policy_matches_fsdp1(make: Any, least: int) -> None:
     theirs: set[str] = set()
     model = make()
     name_of = {module: name for name, module in model.named_modules()}
@@ -212,7 +212,7 @@ def test_custom_policy_carries_overrides() -> None:
         (CustomPolicy(lambda module: "yes"), TypeError, "'yes'"),  # type: ignore[arg-type, return-value]
     ],
 )
-def test_what_is_no_policy_is_named(policy: Any, error: type[Exception], words: str) -> None:
+def test_invalid_policies_are_named(policy: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         plan_units(Net(), policy)
 
@@ -397,7 +397,7 @@ def calls_to_plan(blocks: int) -> int:
     return calls
 
 
-def test_the_work_grows_with_the_number_of_modules_only() -> None:
+def test_planning_time_is_linear_in_modules() -> None:
     few, many = calls_to_plan(100), calls_to_plan(500)
     assert many < 5.5 * few
     assert many < 110 * 4 * 500  # calls per module

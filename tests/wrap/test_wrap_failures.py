@@ -52,7 +52,7 @@ def with_a_strange_parameter(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_cannot_be_sharded_on_one_rank(pool2, transport):
+def test_unsupported_parameter_on_one_rank(pool2, transport):
     for first, second, trained in pool2.run(with_a_strange_parameter, transport):
         assert "head.weight" in first and "not a dense tensor" in first
         assert second is None and trained
@@ -114,7 +114,7 @@ def with_a_missing_directory(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_fails_before_anything_has_changed(pool2, transport):
+def test_failure_before_any_change(pool2, transport):
     for first, second, trained in pool2.run(with_a_missing_directory, transport):
         assert "/nowhere/at/all" in first
         assert second is None and trained
@@ -149,7 +149,7 @@ def with_a_unit_on_one_rank(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_unit_that_one_rank_could_not_make(pool2, transport):
+def test_failed_unit_on_one_rank(pool2, transport):
     for first, found in pool2.run(with_a_unit_on_one_rank, transport):
         assert first.startswith("MemoryError") and "planted" in first
         assert found == [[], []]

@@ -130,7 +130,7 @@ def build(case: Case) -> nn.Module:
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.model)
-def test_auto_cuts_the_model_into_its_blocks(case: Case) -> None:
+def test_auto_splits_the_model_into_its_blocks(case: Case) -> None:
     model = build(case)
     units = plan_units(model)
     total = sum(param.numel() for param in model.parameters())
