@@ -1,7 +1,7 @@
-"""keep_gathered: what was gathered in forward stays for backward, where there is memory for it.
+"""keep_gathered: units gathered in forward stay for backward, if there is memory for them.
 
-A gather that is left out can be counted, and the numbers are those of full_shard, so a
-test says how many gathers each step takes, and compares losses to the bit.
+A saved gather can be counted, and the results are those of full_shard, so each test checks the
+number of gathers per step, and that losses are bit-identical.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BOTH = 2 * UNITS - 1  # gathers of a step: the last unit stays anyway
 
 @pytest.fixture(autouse=True)
 def several_hosts(request: Any) -> Iterator[None]:
-    """ "auto" acts as between hosts, on all ranks of a test."""
+    """Make "auto" act as between hosts, on all ranks of a test."""
     names = [name for name in ("pool", "pool2", "pool4") if name in request.fixturenames]
     pools = [request.getfixturevalue(name) for name in names]
     for pool in pools:
@@ -70,7 +70,7 @@ def batch(step: int) -> torch.Tensor:
 
 
 def go(model: Any, optimizer: Any, steps: Any = range(4)) -> tuple[list[int], list[float]]:
-    """The gathers and the loss of each step."""
+    """Return the gathers and the loss of each step."""
     gathers, losses = [], []
     for step in steps:
         with Collectives() as seen:
@@ -92,7 +92,7 @@ def counted(options: Any) -> tuple[list[int], list[float], dict[str, Any]]:
 
 
 def limits() -> tuple[int, int]:
-    """What training takes without keeping anything, and for three units more."""
+    """Return what training takes without keeping anything, and with three more units."""
     total = counted({"keep_gathered": False})[2]["now"]["total"]
     return total, total + 3 * UNIT
 
@@ -118,7 +118,7 @@ def each_setting() -> Any:
 
 def test_settings_determine_gathers_but_not_results(pool2: Any) -> None:
     for (base, losses, usual), found in pool2.run(each_setting):
-        assert base == [BOTH + 1, BOTH, BOTH, BOTH]  # at first nobody knows which unit is the last
+        assert base == [BOTH + 1, BOTH, BOTH, BOTH]  # the last unit is unknown at first
         gathers = [each[0] for each in found]
         assert gathers[0] == [FORWARD] * 4
         assert gathers[1] == [BOTH - 1, BOTH - 2, BOTH - 2, BOTH - 2]
@@ -129,7 +129,7 @@ def test_settings_determine_gathers_but_not_results(pool2: Any) -> None:
         for _, _, told in found:
             assert told["now"]["slots"] == told["predicted"]["slots"]
         slots = [told["now"]["slots"] - usual["now"]["slots"] for _, _, told in found[:4]]
-        assert slots == [4 * UNIT, 2 * UNIT, 4 * UNIT, 0]  # of six units; two slots were there
+        assert slots == [4 * UNIT, 2 * UNIT, 4 * UNIT, 0]  # of six units; two slots existed
         assert "stay gathered from forward to backward" in found[0][2]["head"]
         assert "gather" not in usual["head"] + found[4][2]["head"]
 
@@ -149,7 +149,7 @@ def test_auto_uses_the_least_of_all_ranks(pool2: Any) -> None:
 def replicas_of_two() -> Any:
     options = {"strategy": "hybrid_shard", "device_mesh": mesh_of(2, 2)}
     expected = counted({"keep_gathered": False, **options})
-    extra = 2 if dist.get_rank() == 3 else 5  # the other replica has to keep as little
+    extra = 2 if dist.get_rank() == 3 else 5  # the other replica must keep as few
     ours = counted({"memory_limit": expected[2]["now"]["total"] + extra * UNIT, **options})
     return expected[:2], ours[:2]
 
@@ -268,7 +268,7 @@ def uneven() -> Any:
                 loss_of(model(batch(step))).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        optimizer.zero_grad()  # a rank that was through first has the others' sums since
+        optimizer.zero_grad()  # a rank that finished first has the others' sums by now
         results.append((model.state_dict(), go(model, optimizer)))
     (state, (_, losses)), (ours, (gathers, same)) = results
     torch.testing.assert_close(ours, state, rtol=0, atol=0)
@@ -300,7 +300,8 @@ def test_optimizer_in_backward(pool2: Any) -> None:
 
 @contextlib.contextmanager
 def host(room: list[int], used: list[int]) -> Iterator[None]:
-    """Context in which the process measures these numbers, the last ones from then on."""
+    """Context manager in which the process measures these numbers, and keeps returning the last
+    ones."""
 
     def next_of(numbers: list[int]) -> int:
         return numbers.pop(0) if len(numbers) > 1 else numbers[0]
@@ -316,7 +317,7 @@ def host(room: list[int], used: list[int]) -> Iterator[None]:
 
 def measured() -> Any:
     found = []
-    limit = 100 * UNIT  # of which a tenth is left
+    limit = 100 * UNIT  # a tenth of it stays free
     for used in ([90 * UNIT], [87 * UNIT], [10 * UNIT], [87 * UNIT, 87 * UNIT, 92 * UNIT]):
         with host([limit - 1000], [*used]):
             model = stack()
@@ -330,7 +331,7 @@ def test_auto_leaves_a_margin_and_drops_excess(pool2: Any) -> None:
         assert full[2:] == [BOTH] * 3
         assert three[2:] == [BOTH - 3] * 3
         assert all_[2:] == [FORWARD] * 3
-        # The third step is the first with three units that stay. It passed the limit by two.
+        # The third step is the first with three kept units. It exceeded the limit by two.
         assert dropped == [BOTH + 1, BOTH, BOTH - 3, BOTH - 3, BOTH - 1]
         assert kept[:2] == (UNIT, UNIT) and fits
 
@@ -351,7 +352,7 @@ def test_later_steps_are_measured(pool2: Any) -> None:
 
 
 def two_models() -> Any:
-    """What one model will take the other does not have."""
+    """Two models share the memory."""
     with host([100 * UNIT - 1000], [86 * UNIT]):
         models = [stack(), stack()]
         steppers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
@@ -367,7 +368,7 @@ def test_two_models_share_the_memory(pool2: Any) -> None:
 
 
 def without_room() -> Any:
-    """Rank 1 finds no address space for what was to stay."""
+    """Rank 1 has no address space for kept units."""
     dist.init_process_group("gloo")
     os.environ["ZSHARD_HOST"] = f"host {dist.get_rank()}"  # within one host nothing is kept
     big = 1024
@@ -412,7 +413,7 @@ def by_hand() -> Any:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         model[0].set_reshard_after_forward(True)
         gathers = [go(model, optimizer)[0]]
-        model[1].set_reshard_after_forward(True)  # after it was decided
+        model[1].set_reshard_after_forward(True)  # after the decision
         gathers.append(go(model, optimizer)[0])
         model[1].set_reshard_after_forward(False)
         gathers.append(go(model, optimizer)[0])
@@ -444,7 +445,7 @@ def over_c10d(run: Any) -> Any:
 
 
 def copied() -> Any:
-    """A copy decides by itself, and one that is never trained takes nothing."""
+    """A copy decides independently, and one that is never trained takes nothing."""
     model = stack()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     go(model, optimizer)
@@ -532,7 +533,8 @@ def test_recomputed_layers(pool2: Any, reentrant: bool) -> None:
 
 
 def with_files(directory: str) -> Any:
-    """Parameters on a disk; saved while some stay, and loaded into a model that keeps nothing."""
+    """Parameters on a disk; saved while some units stay, and loaded into a model that keeps
+    nothing."""
     found = []
     for keep in (False, "auto"):
         model = stack(keep_gathered=keep, offload=directory)

@@ -1,8 +1,8 @@
-"""keep_gathered between hosts: "auto" keeps units there, and whatever a script does between forward
-and backward, the numbers are those of keep_gathered=False.
+"""keep_gathered between hosts: "auto" keeps units there, and results equal those of
+keep_gathered=False, whatever a script does between forward and backward.
 
-A script runs with and without, and all that it computes must be the same bits. A unit
-that stayed with values of before a step, or of before a write, would show in the next loss.
+A script runs with and without it, and all its results must be bit-identical. A unit kept with
+values from before a step or a write would change the next loss.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def kept(model: Any) -> int:
 
 
 def numbers_of(model: Any) -> torch.Tensor:
-    """All parameters as one tensor; collective."""
+    """Return all parameters as one tensor; collective."""
     state = model.state_dict()
     return torch.cat([value.detach().flatten() for value in state.values()])
 
@@ -136,7 +136,7 @@ def summon(model: Any, optimizer: Any) -> list[float]:
 
 
 def summon_and_write(model: Any, optimizer: Any) -> list[float]:
-    """What is written while units stay of a forward without backward counts in the next."""
+    """The next forward uses what is written while units stay from a forward without backward."""
     first = loss_of(model(batch(10))).item()
     with FSDP.summon_full_params(model), torch.no_grad():
         for param in model.parameters():
@@ -255,7 +255,7 @@ ACTS = {
 
 
 def acted(name: str) -> list[str]:
-    """What differs from keep_gathered=False, in any of three settings."""
+    """Return what differs from keep_gathered=False, in any of three settings."""
     found = []
     with hosts_of(1, 1) as group:
         for keep in (False, True, "auto", 3 * 4 * WIDTH * WIDTH):

@@ -1,4 +1,5 @@
-"""copy.deepcopy of a sharded model is another one: a moving average of weights, as scripts have it."""
+"""copy.deepcopy of a sharded model returns another one, as scripts use it for a moving average of
+weights."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from zshard import FSDP, MixedPrecision
 
 
 def copies_are_equal_and_apart(name, combination):
-    """(what differs right away, whether training one leaves the other alone, and trains alike)."""
+    """Return (what differs right away, whether training one leaves the other unchanged and trains
+    the same)."""
     case, rank = CASES[name], dist.get_rank()
     model = wrapped(case.make, combination, auto_wrap_policy=case.policy)
     before = copy.deepcopy(model.state_dict())
@@ -41,7 +43,7 @@ def test_copy_is_independent(pool2, name):
 
 
 def averaged(combination):
-    """What differs between the average of a sharded model's weights and of a plain one's."""
+    """Return what differs between the average of a sharded model's weights and of a plain one's."""
     plain = make(Stack)
     model = wrapped(Stack, combination)
     means = []
@@ -66,7 +68,7 @@ def test_a_moving_average(pool2, combination):
 
 
 class Special(nn.Module):
-    """Buffers, hooks, attributes, a frozen and an ignored part, units wrapped by hand."""
+    """Buffers, hooks, attributes, frozen and ignored submodules, units wrapped by hand."""
 
     def __init__(self):
         super().__init__()
@@ -144,8 +146,8 @@ def test_copy_computes_in_the_same_dtypes(pool2):
 
 
 def copied_after_a_forward(combination):
-    """What differs between the values of a model and of its copy, made while a forward in bfloat16
-    has left units whole; and the copy's dtypes."""
+    """Return what differs between the values of a model and of its copy, made while a forward in
+    bfloat16 has left units unsharded; and the copy's dtypes."""
     options = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
     model = wrapped(Stack, combination, **options)
     model(floats(0))

@@ -1,6 +1,6 @@
-"""model.join() used wrongly, and left by exceptions: a typed error on all ranks, and no wait for ever.
+"""Misuse of model.join(), and exceptions inside: a typed error on all ranks, and no deadlock.
 
-Whatever one rank does, the others hear of it where they meet next, also those whose data
+Whatever one rank does, the others learn of it in their next exchange, including those whose data
 has ended.
 """
 
@@ -25,7 +25,7 @@ from zshard import FSDP
 
 
 def train(model, optimizer, n, at=None, error=None):
-    """At step `at`, something else than training."""
+    """At step `at`, do something other than training."""
     for step in range(n):
         if step == at:
             error(model, optimizer)
@@ -74,7 +74,7 @@ def raises_in_forward(model, optimizer):
 
 @passing_groups()
 def failing(combination, what, counts, raising, at):
-    """What ranks raise if rank `raising` fails at a step."""
+    """Return what ranks raise if rank `raising` fails at a step."""
     rank = dist.get_rank()
     model = built(combination)
     optimizer = adamw(model.parameters())
@@ -208,7 +208,7 @@ def test_join_on_one_rank_only(pool2, combination):
 
 @passing_groups()
 def collectives(combination):
-    """What all ranks would have to do is refused on those that have data; then they go on."""
+    """Calls that need all ranks are refused on those that have data; then these continue."""
     rank = dist.get_rank()
     model = built(combination)
     optimizer = adamw(model.parameters())
@@ -233,7 +233,7 @@ def test_collectives_without_all_ranks_are_refused(pool2, combination):
 
 @passing_groups()
 def writing_by_hand(combination):
-    """What ranks without data cannot know of: an error, not another model."""
+    """Writes that ranks without data cannot notice are an error, not a different model."""
     rank = dist.get_rank()
     model = built(combination)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -258,7 +258,8 @@ def test_direct_writes_without_all_ranks_are_refused(pool2, transport):
 
 @passing_groups()
 def catching(combination):
-    """Rank 0 fails in a backward, and all that have data skip the step; ranks without do not notice."""
+    """Rank 0 fails in a backward, and all ranks with data skip the step; ranks without do not
+    notice."""
     rank = dist.get_rank()
     model = built(combination)
     optimizer = adamw(model.parameters())
@@ -349,7 +350,7 @@ def leave_early(transport):
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 def test_dead_rank(transport):
-    """Over c10d, the second to notice may only see that the first has ended."""
+    """Over c10d, the second rank to notice may only see that the first has exited."""
     first, second, _ = fork_ranks(leave_early, 3, transport, check=False)
     told = [first.stdout, second.stdout]
     for each in told:

@@ -1,4 +1,4 @@
-"""The number of parameters is the plain model's, on all ranks, in each way that people ask for it."""
+"""The number of parameters equals the plain model's, on all ranks, in every common way to count."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_count_equals_the_plain_model(pool: RankPool, combination: tuple[str, st
 
 
 class Counting(nn.Module):
-    """As transformers' models count."""
+    """Counts as transformers' models do."""
 
     def __init__(self) -> None:
         super().__init__()

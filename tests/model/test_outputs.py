@@ -1,6 +1,6 @@
-"""What a forward may return: anything. zshard looks into no result.
+"""A forward may return anything: zshard does not inspect results.
 
-A result object may hold itself, its parent or the same thing many times.
+A result object may refer to itself, its parent or the same object many times.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zshard.units.units import state_of
 
 
 class Result:
-    """A node of a graph that counts how often somebody asks what is in it."""
+    """A node of a graph that counts accesses to its content."""
 
     looks = 0
 
@@ -30,7 +30,7 @@ class Result:
 
 
 class Linked(nn.Module):
-    """Returns results that all hold each other and themselves."""
+    """Returns results that all refer to each other and themselves."""
 
     def __init__(self):
         super().__init__()
@@ -53,14 +53,14 @@ def learn(model, rank):
 
 
 def wrong_after(model, build, run):
-    """The gradients of `model` that are not those of a plain one after `run`."""
+    """Return the gradients of `model` that differ from a plain one's after `run`."""
     expected = mean_grads(build, run)
     ours = {name: near(grad, expected.get(name)) for name, grad in whole_grads(model).items()}
     return wrong_grads(ours, expected)
 
 
 def linked(combination):
-    """(looks at a forward's 12 results, the gradients that are wrong)."""
+    """Return (accesses to a forward's 12 results, the wrong gradients)."""
     model = wrapped(Linked, combination)
     Result.looks = 0
     learn(model, torch.distributed.get_rank())
@@ -90,7 +90,7 @@ class Recursive(nn.Module):
 
 
 def after_a_call_that_was_left(combination):
-    """The gradients that are wrong after a forward by way of .module was interrupted."""
+    """Return the wrong gradients after a forward through .module was interrupted."""
     model = wrapped(Recursive, combination)
     model.stop = True
     for call in (model.module, model, model.module):

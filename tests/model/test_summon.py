@@ -1,4 +1,4 @@
-"""summon_full_params and apply: whole parameters to read and to write."""
+"""summon_full_params and apply: full parameters to read and to write."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zshard import FSDP, MixedPrecision
 
 
 def whole(model):
-    """Copies of the parameters as they are now, by name."""
+    """Return copies of the parameters as they are now, by name."""
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
@@ -44,7 +44,7 @@ def scale(model):
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(2).add_(1)
-            param.data.add_(param.detach())  # which no version counter sees
+            param.data.add_(param.detach())  # no version counter sees this
 
 
 def writing(combination, writeback, precision):
@@ -71,7 +71,7 @@ def test_writes_are_kept_or_discarded(pool2, combination, writeback, precision):
 
 
 def own_unit_only(transport):
-    """The units that are whole."""
+    """Return the units that are unsharded."""
     model = wrapped(Stack, ("full_shard", transport))
     units = [module._zshard_state.unit for module in FSDP.fsdp_modules(model)]
     with FSDP.summon_full_params(model.blocks[0], recurse=False):
@@ -84,7 +84,7 @@ def test_recurse_false_unshards_one_unit(pool2, transport):
 
 
 def forward_within():
-    """A forward within uses what was written; in another dtype it is an error."""
+    """A forward inside uses what was written; in another dtype it is an error."""
     model, plain = wrapped(Stack, ("full_shard", "shm")), make(Stack)
     x = torch.ones(2, WIDTH)
     with torch.no_grad(), FSDP.summon_full_params(model):
@@ -157,7 +157,7 @@ def initialise(module):
 
 
 def applied(combination, seed_of_rank):
-    """What differs from a plain model that rank 0 initialises; apply gives the model back."""
+    """Return what differs from a plain model that rank 0 initializes; apply returns the model."""
     plain = make(Stack)
     model = wrapped(Stack, combination)
     torch.manual_seed(3)

@@ -1,7 +1,7 @@
-"""summon_full_params(with_grads=True): whole gradients to read and to write.
+"""summon_full_params(with_grads=True): full gradients to read and to write.
 
-Inside, a `.grad` is what whole_grads() puts together from the ranks' slices; outside,
-what was written inside is what the slices are of.
+Inside, `.grad` equals the result of whole_grads() from the ranks' shards; outside, the shards are
+those of what was written inside.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOW = MixedPrecision(param_dtype=torch.bfloat16)
 
 
 def grads_of(model):
-    """Copies of the gradients as they are now, by name, without those that are None."""
+    """Return copies of the gradients as they are now, by name, without those that are None."""
     found = {name: param.grad for name, param in model.named_parameters()}
     return {name: grad.clone() for name, grad in found.items() if grad is not None}
 
@@ -35,7 +35,7 @@ def present(grads):
 
 
 def reading(name, combination):
-    """What differs inside from the whole gradients, and after it; on rank 0 alone, too."""
+    """Return what differs inside from the full gradients, and afterwards; on rank 0 alone, too."""
     case, model = CASES[name], sharded(name, combination)
     loss_of(model(case.batch(0, dist.get_rank()))).backward()
     loss_of(model(case.batch(1, dist.get_rank()))).backward()
@@ -67,7 +67,8 @@ def test_gradients_are_full_inside(pool, name):
 
 
 def caught(combination):
-    """Gradients that a script keeps: plain full tensors, also of what this rank has wholly."""
+    """Gradients that a script keeps: plain full tensors, also of parameters that this rank has in
+    full."""
     model = wrapped(Stack, combination)
     forward_backward(model, dist.get_rank())
     expected = whole_grads(model)
@@ -104,7 +105,7 @@ def test_in_groups(pool4, strategy):
 
 
 def writing(combination, writeback, precision):
-    """What differs after a step with what was written inside from what it should be."""
+    """Return what differs after a step with what was written inside from the expected result."""
     model = wrapped(Stack, combination, mixed_precision=precision)
     optimizer = zshard.SGD(model.parameters(), 0.1)
     forward_backward(model, dist.get_rank())
@@ -145,7 +146,7 @@ def test_writes_are_kept_or_discarded(pool2, combination, writeback, precision):
 
 
 def some_ranks_only(combination):
-    """A rank that dropped its slices counts as zero; a gradient that is made inside stays."""
+    """A rank that dropped its shards counts as zero; a gradient that is created inside stays."""
     model, rank = wrapped(Stack, combination), dist.get_rank()
     forward_backward(model, rank)
     expected = whole_grads(model)
@@ -172,7 +173,8 @@ def test_gradients_on_some_ranks(pool2, combination):
 
 
 def local(combination):
-    """In no_sync() a .grad is whole and this rank's own: it stays so, and what is written counts."""
+    """In no_sync() a .grad is full and local to its rank: it stays so, and writes to it are
+    kept."""
     model, plain = wrapped(Stack, combination), make(Stack)
     rank = dist.get_rank()
     with model.no_sync():
@@ -197,7 +199,7 @@ def test_no_sync_gradients_stay_local(pool2, combination):
 
 
 def local_on_one_rank():
-    """One rank keeps its gradients, by its own switch, and the other has dropped its."""
+    """One rank keeps its gradients, by its own setting, and the other has dropped its."""
     model = wrapped(Stack, ("full_shard", "shm"))
     with model.no_sync():
         forward_backward(model, dist.get_rank())

@@ -1,4 +1,4 @@
-"""Gradient norms and clipping over shards: the norm of the whole, the same bits on every rank."""
+"""Gradient norms and clipping over shards: the full model's norm, bit-identical on every rank."""
 
 import math
 
@@ -19,7 +19,7 @@ def make_model():
 
 
 def backward(model, rank, scale=1.0):
-    """The same loss for all ranks, so that the average is what one process gets."""
+    """The same loss for all ranks, so that the average equals one process's result."""
     inputs = torch.randn(5, 70, generator=torch.Generator().manual_seed(1))
     (model(inputs).square().sum() * scale).backward()
 
@@ -29,7 +29,8 @@ def whole_grads(model):
 
 
 def shards_equal(model, expected):
-    """Are this rank's gradients the slices of `expected` that it owns, to the last few bits?"""
+    """Return whether this rank's gradients are its shards of `expected`, up to the last few
+    bits."""
     for param, whole in zip(model.parameters(), expected, strict=True):
         info = zshard.shard_info(param)
         part = whole.flatten()
@@ -100,7 +101,7 @@ def test_without_shards_torch_clips():
 
 
 def clip_and_compare(strategy, norm_type, how):
-    """Clips the sharded model one way and a plain one by torch; returns the norm's bits."""
+    """Clip the sharded model one way and a plain one by torch; return the norm's bits."""
     rank = torch.distributed.get_rank()
     plain = make_model()
     backward(plain, rank)

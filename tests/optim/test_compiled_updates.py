@@ -1,7 +1,6 @@
-"""Updates that torch.compile compiles per parameter, and kernels of libraries.
+"""Updates that torch.compile compiles per parameter, and library kernels.
 
-An elementwise one trains as on the plain model; any other is refused, with what an optimizer
-can do instead.
+An elementwise one trains as on the plain model; any other is refused with a remedy for optimizers.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def by_norm(param: Tensor, grad: Tensor, momentum: Tensor) -> None:
 
 
 class PerParameter(torch.optim.Optimizer):
-    """An optimizer in torchao's way: an update of one parameter at a time."""
+    """An optimizer in torchao's style: one parameter at a time."""
 
     def __init__(self, params: Any, update: Callable[..., None]) -> None:
         super().__init__(params, {})
@@ -95,7 +94,7 @@ def test_compiled_update_with_a_norm_is_refused(pool2, transport):
 
 
 def compiled_before() -> None:
-    """Functions that were compiled before the first FSDP(...) of the process."""
+    """Functions that were compiled before the process's first FSDP(...)."""
     loose, strict = compiled(elementwise), compiled(elementwise, fullgraph=True)
     plain = make(Wide)
     train(plain, PerParameter(plain.parameters(), loose), True)
@@ -134,7 +133,7 @@ def test_32_bit_optimizers_of_bitsandbytes_train(pool2, combination, name):
 
 
 class Kernel:
-    """A library's operation, as torch calls the guard with it."""
+    """A library's operation, as torch passes it to the guard."""
 
     _qualified_op_name = "bitsandbytes::optimizer_update_32bit"
     __name__ = "optimizer_update_32bit"

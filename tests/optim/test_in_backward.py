@@ -1,6 +1,7 @@
-"""optimizer_in_backward(): the bits of step() after backward, one unit's gradients at a time.
+"""optimizer_in_backward(): bit-identical to step() after backward, with one unit's gradients at a
+time.
 
-What differs is asked of every model, strategy and way of calling it.
+The comparison covers every model, strategy and way of calling it.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def test_weight_recomputed_after_its_step(pool2, way):
 
 
 class Passing(nn.Module):
-    """What T5 does: a tensor that the first block makes goes through all, out of each as well."""
+    """As T5 does: a tensor that the first block creates passes through all, and out of each."""
 
     class Part(Block):
         def forward(self, x, bias):
@@ -118,7 +119,7 @@ class Passing(nn.Module):
 
 
 class Repeated(nn.Module):
-    """Blocks that are called twice, and one that every second batch leaves out."""
+    """Blocks that are called twice, and one that every second batch skips."""
 
     def __init__(self):
         super().__init__()
@@ -133,7 +134,7 @@ class Repeated(nn.Module):
 
 
 def more_forwards(by_turns, model, optimizer):
-    """Evaluations (`by_turns`: on one rank), graphs that are dropped, two losses for a backward."""
+    """Evaluations (`by_turns`: on one rank), dropped graphs, two losses for one backward."""
     rank = dist.get_rank()
     for step in range(4):
         if rank == step % 2 or not by_turns:
@@ -157,7 +158,7 @@ def test_modules_not_called_exactly_once(pool2, build):
 
 
 def accumulating(synced, model, optimizer):
-    """Three batches to a step, the first two in no_sync() unless `synced`."""
+    """Three batches per step, the first two in no_sync() unless `synced`."""
     for step in range(6):
         last = step % 3 == 2
         model.set_requires_gradient_sync(last)
@@ -167,7 +168,7 @@ def accumulating(synced, model, optimizer):
 
 
 def grads_while_accumulating(combination):
-    """Parameters with a .grad: in no_sync(), and after the synced backward."""
+    """Return the parameters with a .grad: in no_sync(), and after the synced backward."""
     model = wrapped(Blocks, combination)
     model.optimizer_in_backward(zshard.AdamW(model.parameters()))
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -234,7 +235,7 @@ def test_gradients_of_one_unit_at_a_time(pool2, combination):
     ):
         assert len(seen) == len(most) == 3 * 24
         assert max(held for held, _ in most) == 24
-        assert max(held for held, _ in seen) <= 3  # one is autograd's, of the unit after
+        assert max(held for held, _ in seen) <= 3  # autograd holds one, of the next unit
         whole = before["grads"]
         page = 4096
         largest = -(-max(unit["grad"] for unit in units) // page) * page
@@ -246,7 +247,7 @@ def test_gradients_of_one_unit_at_a_time(pool2, combination):
 
 
 def stepped_within(combination, forwards):
-    """Whether the last block has been stepped when backward reaches the first."""
+    """Return whether the last block has been stepped when backward reaches the first."""
     model = wrapped(deep, combination, auto_wrap_policy={nn.Linear})
     model.optimizer_in_backward(zshard.SGD(model.parameters(), 0.1))
     last, seen = model[-1].weight, []

@@ -1,6 +1,6 @@
-"""optimizer_in_backward(): what is refused, and failures.
+"""optimizer_in_backward(): refusals and failures.
 
-A step that would be wrong is an error with a way out, and training goes on after it.
+A step that would be wrong is an error with a remedy, and training continues after it.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def test_a_reentrant_checkpoint_around_the_model_is_refused(pool2):
 
 
 class Broken(torch.autograd.Function):
-    """Raises in backward, at the place of the model where it stands, if told to."""
+    """Raises in backward at its place in the model, if enabled."""
 
     raises = False
 
@@ -123,7 +123,7 @@ class Fragile(Blocks):
 
 
 def continues(combination):
-    """After a backward that raised on all ranks: do the ranks go on together?"""
+    """After a backward that raised on all ranks: do the ranks continue together?"""
     model = wrapped(Fragile, combination)
     optimizer = make_optimizer(ADAMW, model)
     model.optimizer_in_backward(optimizer)
@@ -148,7 +148,7 @@ def test_training_continues_after_a_failed_backward(pool2, combination):
 
 
 def failing_step(combination):
-    """An exception out of the optimizer leaves backward as it is."""
+    """An exception of the optimizer propagates out of backward unchanged."""
     model = wrapped(Blocks, combination)
     optimizer = make_optimizer(ADAMW, model)
     model.optimizer_in_backward(optimizer)

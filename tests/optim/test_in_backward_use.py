@@ -1,6 +1,6 @@
 """optimizer_in_backward() in scripts: a world of one, schedulers, several optimizers, hooks.
 
-What a script does around a step() after backward, it may do around steps within.
+Everything that a script does around a step() after backward also works around steps in backward.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_single_rank(optimizer):
 
 
 def test_single_rank_in_mixed_precision():
-    """Where gradients are cast, and so reduced, in a world of one too."""
+    """Gradients are cast there, and so reduced even in a world of one."""
     states = []
     for in_backward in (False, True):
         torch.manual_seed(0)
@@ -112,8 +112,8 @@ def test_schedulers_advance_with_and_without_step_calls(pool2, call_step):
 
 
 def shares(combination, split):
-    """Two optimizers, over parameters that lie in the same units: what differs from steps after
-    backward. split: only one of them steps in backward."""
+    """Two optimizers over parameters of the same units: what differs from steps after backward.
+    split: only one of them steps in backward."""
     states, kept = [], []
     for in_backward in (False, True):
         model = wrapped(Blocks, combination)
@@ -141,7 +141,7 @@ def test_two_optimizers(pool2, combination, split):
 
 
 def hooked(model, optimizer):
-    """Users' hooks see the reduced gradient once, and what they change is stepped with."""
+    """Users' hooks see the reduced gradient once, and the step uses their changes."""
     calls = []
 
     def clamp(param):
@@ -160,7 +160,8 @@ def test_users_hooks_run_before_the_step(pool2):
 
 
 def removed(combination):
-    """What differs after two steps in backward, remove() and two usual steps; memory as before."""
+    """Return what differs after two steps in backward, remove() and two usual steps; memory as
+    before."""
     states, memories = [], []
     for in_backward in (False, True):
         model = wrapped(Blocks, combination)
@@ -202,7 +203,7 @@ def freed_at_once(combination):
         assert [reference() for reference in alive[:2]] == [None, None]
         deadline = time.monotonic() + 20
         while alive[2]() is not None and time.monotonic() < deadline:
-            time.sleep(0.01)  # with its state, until the other rank has dropped its own
+            time.sleep(0.01)  # freed with its state once the other rank has dropped its own
         return [reference() is not None for reference in alive]
     finally:
         gc.enable()

@@ -1,7 +1,7 @@
-"""zshard.AdamW, Adam and SGD against torch.optim: the numbers, and when a plan is out of date.
+"""zshard.AdamW, Adam and SGD against torch.optim: results, and when a plan must be rebuilt.
 
-The yardstick is torch's own: SGD must have the bits of torch.optim.SGD, Adam and AdamW those of
-torch's fused step, and stay within 3e-7 of its default step, whose square root is less exact.
+The reference is torch's own: SGD must be bit-identical to torch.optim.SGD, Adam and AdamW to
+torch's fused step, and within 3e-7 of its default step, whose square root is less exact.
 """
 
 import os
@@ -30,7 +30,7 @@ import zshard
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_bit_identical_to_torch(ours, torchs, options, dtype):
     mine, theirs = make_params(dtype), make_params(dtype)
-    if torchs is not torch.optim.SGD:  # the scalar tail of torch's loop may round otherwise
+    if torchs is not torch.optim.SGD:  # the scalar tail of torch's loop may round differently
         mine, theirs = mine[4:6], theirs[4:6]
         mine[0], theirs[0] = (
             nn.Parameter(p.detach()[:128, :64].clone()) for p in (mine[0], theirs[0])
@@ -46,7 +46,7 @@ def test_bit_identical_to_torch(ours, torchs, options, dtype):
 @pytest.mark.parametrize(("ours", "torchs", "options"), PAIRS, ids=IDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_one_float_step_rounded(ours, torchs, options, dtype):
-    """Parameter and state go to float, through torch's step, and back rounded."""
+    """Parameter and state are converted to float, stepped by torch, and rounded back."""
     mine = make_params(dtype)
     optimizer = ours(mine, **options)
     floats = [nn.Parameter(p.detach().float()) for p in mine]
@@ -70,7 +70,8 @@ def test_half_precision_is_one_float_step_rounded(ours, torchs, options, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", ["base", "avx2", "avx512"])
 def test_every_instruction_set(isa):
-    """Each set's loops, in a process that may use no better one, beside torch limited likewise."""
+    """Each instruction set's loops, in a process limited to it, beside torch with the same
+    limit."""
     tests = "test_bit_identical_to_torch or test_half_precision"
     capability = {"base": "default"}.get(isa, isa)
     env = {**os.environ, "ZSHARD_ISA": isa, "ATEN_CPU_CAPABILITY": capability}
@@ -105,7 +106,7 @@ def test_threads_do_not_change_bits():
 
 
 def test_neighbors_in_a_flat_buffer_stay_separate():
-    """Slices with and without gaps, some without gradients: as separate tensors."""
+    """Shards with and without gaps, some without gradients, equal separate tensors."""
     flat = torch.randn(4096)
     pieces = [(0, 100), (100, 300), (304, 304), (304, 1000), (1010, 1011), (2048, 4096)]
     mine = [nn.Parameter(flat[a:b].unsqueeze(1)) for a, b in pieces]
@@ -164,7 +165,7 @@ def test_late_gradients():
 
 
 def test_step_counts_are_per_parameter():
-    """Unequal step counts give unequal bias corrections, in one call."""
+    """Different step counts give different bias corrections, in one call."""
     mine, theirs = make_params(sizes=[(64,)] * 4), make_params(sizes=[(64,)] * 4)
     a, b = zshard.AdamW(mine), torch.optim.AdamW(theirs, fused=True)
     for step in range(4):
@@ -228,7 +229,8 @@ def test_replaced_state_is_detected(how):
 
 
 def test_options_changed_between_steps():
-    """A scheduler's lr, and amsgrad and momentum turned on: state that was not needed is made."""
+    """A scheduler's lr, and amsgrad and momentum turned on: state that was not needed is
+    created."""
     mine, theirs = make_params(), make_params()
     a, b = zshard.SGD(mine, 0.1), torch.optim.SGD(theirs, 0.1)
     schedules = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in (a, b)]

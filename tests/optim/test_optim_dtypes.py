@@ -1,7 +1,7 @@
-"""Optimizers that keep state in a dtype of their own, as AnyPrecisionAdamW does, in checkpoints.
+"""Optimizers that keep state in their own dtype, as AnyPrecisionAdamW does, in checkpoints.
 
-What such an optimizer gets back is what it had, so training goes on with the same bits;
-torch's load_state_dict() would have made it of the parameters' dtype.
+Such an optimizer gets back exactly the state that it had, so training continues bit-identically;
+torch's load_state_dict() would have cast it to the parameters' dtype.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import zshard
 
 
 class Halved(torch.optim.Optimizer):
-    """SGD with momentum that is kept in bfloat16."""
+    """SGD with bfloat16 momentum."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr, "momentum_dtype": torch.bfloat16})
@@ -42,7 +42,8 @@ def built(combination, seed):
 
 
 def save_and_resume(folder, combination):
-    """The state's dtypes, and what differs in the end between a run and one that was resumed."""
+    """Return the state's dtypes, and what differs at the end between an uninterrupted and a resumed
+    run."""
     model, optimizer = built(combination, 1)
     train(model, CASES["net"], optimizer, rank(), 2)
     zshard.save(folder / "x", model, optimizer)

@@ -1,4 +1,5 @@
-"""zshard's optimizers as torch.optim's: what C does not take, options, state_dict, copies."""
+"""The torch.optim interface of zshard's optimizers: what C does not support, options, state_dict,
+copies."""
 
 import copy
 import gc

@@ -1,4 +1,5 @@
-"""Optimizers on shards are judged by what they do: the slice of the whole's step, or ShardError."""
+"""Optimizers on shards are judged by their operations: the shard of the full step, or
+ShardError."""
 
 import sys
 
@@ -25,7 +26,7 @@ def wholes(seed):
 
 
 class LARS(torch.optim.Optimizer):
-    """With a norm, as people write it."""
+    """With a norm, in the usual implementation."""
 
     def __init__(self, params):
         super().__init__(params, {})
@@ -38,7 +39,7 @@ class LARS(torch.optim.Optimizer):
 
 
 class Renamed(LARS):
-    """Nobody sees by its name what it does."""
+    """Its name does not reveal what it does."""
 
 
 class Lambda(torch.optim.Optimizer):
@@ -57,7 +58,7 @@ class Lambda(torch.optim.Optimizer):
 
 
 def step_twice(make, params, grads):
-    """The optimizer after two steps with these gradients."""
+    """Return the optimizer after two steps with these gradients."""
     optimizer = make(params)
     for _ in range(2):
         for param, grad in zip(params, grads, strict=True):
@@ -67,8 +68,8 @@ def step_twice(make, params, grads):
 
 
 def three(make):
-    """(params, optimizer) of whole parameters, of their shards, and of plain tensors with the shards'
-    elements, after the same two steps."""
+    """Return (params, optimizer) for full parameters, for their shards, and for plain tensors with
+    the shards' elements, after the same two steps."""
     whole = [nn.Parameter(w.clone()) for w in wholes(0)]
     shards = [sharded_parameter(w) for w in wholes(0)]
     plain = [nn.Parameter(shard.to_local().clone()) for shard in shards]
@@ -80,14 +81,14 @@ def three(make):
 
 
 def check_equal(shard, whole, plain):
-    """To the bit the plain elements; and those of the whole but for the last bit, in which torch's
-    kernels differ by where in a tensor an element is."""
+    """Compare bit for bit with the plain elements; with the full ones except for the last bit,
+    where torch's kernels depend on an element's place in the tensor."""
     assert same(shard, plain)
     torch.testing.assert_close(shard.to_local(), part_of(shard).of(whole.detach()))
 
 
 def cases():
-    """Each optimizer in each way that it has."""
+    """Return each optimizer in each of its variants."""
     for name in ELEMENTWISE:
         for way in WAYS:
             if "fused" not in way or name in HAVE_FUSED:
@@ -124,7 +125,7 @@ def test_custom_elementwise_optimizer():
 
 
 def test_closure_is_guarded_within_the_step():
-    """The step itself runs as on plain tensors, what the user passes to it does not."""
+    """The step itself runs on plain tensors, but the user's closure does not."""
     shard = sharded_parameter(torch.randn(6, 4))
     shard.grad = slice_of(torch.randn(6, 4), shard._zshard_part)
     with pytest.raises(ShardError):
@@ -170,7 +171,7 @@ def test_unguarded_kernels_are_refused_by_name(monkeypatch):
 
 
 def calls_before_a_step(params: int) -> int:
-    """How many calls the hook makes before a step of an optimizer that it knows already."""
+    """Return how many calls the hook makes before a step of a known optimizer."""
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1)) for _ in range(params)])
     hooks._before_step(optimizer, (), {})
     made = []

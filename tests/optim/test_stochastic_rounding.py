@@ -1,7 +1,7 @@
-"""Stochastic rounding of bfloat16 parameters: right on average, and the same bits wherever computed.
+"""Stochastic rounding of bfloat16 parameters: unbiased, and bit-identical wherever it is computed.
 
-Bounds on averages are 5 standard deviations of what independent random bits give; seeds are fixed,
-so a test that passes once passes always.
+Bounds on averages are 5 standard deviations for independent random bits; seeds are fixed, so a test
+that passes once always passes.
 """
 
 import math
@@ -31,7 +31,7 @@ def bf16_param(values):
 
 
 def moved(start, change, steps=1, seed=0):
-    """N elements of `start` after steps of plain SGD that add `change`, as float64."""
+    """Return N elements of `start` after steps of plain SGD that add `change`, as float64."""
     param = bf16_param(torch.full((N,), start))
     optimizer = zshard.SGD([param], lr=1.0, stochastic_rounding=True, rounding_seed=seed)
     for _ in range(steps):
@@ -110,7 +110,7 @@ def test_random_bits_are_independent():
 
 
 def test_state_decays_unlike_rounding_to_nearest():
-    """0.999 of a bfloat16 is nearest to itself, so a second moment would never shrink."""
+    """0.999 of a bfloat16 rounds back to itself, so a second moment would never shrink."""
     steps = 200
     left = {}
     for stochastic in (True, False):
@@ -126,7 +126,7 @@ def test_state_decays_unlike_rounding_to_nearest():
             optimizer.step()
         left[stochastic] = state["exp_avg_sq"].double().mean().item()
     assert left[False] == 1.0
-    spread = ULP * math.sqrt(steps / (1 << 14))  # generous: a coin of at most an ulp at each step
+    spread = ULP * math.sqrt(steps / (1 << 14))  # generous: a coin of at most an ulp per step
     assert abs(left[True] - 0.999**steps) < 5 * spread
 
 
@@ -150,7 +150,7 @@ def test_training_continues_where_rounding_to_nearest_stalls(cls):
 
 
 def trained(pieces, cls=zshard.AdamW, lr=1e-3, **options):
-    """The elements after five steps, cut into parameters of `pieces` elements."""
+    """Return the elements after five steps, split into parameters of `pieces` elements."""
     generator = torch.Generator().manual_seed(3)
     total = sum(pieces)
     params = [
@@ -175,7 +175,7 @@ def test_results_are_independent_of_grouping():
 
 
 def test_numbers_beyond_32_bits():
-    """Where the lower half begins anew, the keys change: in the middle of a run as at its start."""
+    """Keys change where the lower half wraps around, in the middle of a run as at its start."""
     first = 2**32 - 50
 
     def step(numbers, pieces):
@@ -240,7 +240,7 @@ def bf16_mlp():
 
 
 def batch(step):
-    """The same on all ranks: then the mean of gradients is each rank's, to the bit."""
+    """The same on all ranks, so the mean of gradients is bit-identical to each rank's."""
     generator = torch.Generator().manual_seed(step)
     return torch.randn(5, 7, generator=generator).to(BF16)
 
@@ -277,7 +277,7 @@ def test_results_are_independent_of_ranks_and_strategy(pool, combination, cls):
 
 
 def wrapped_after_a_step():
-    """The plain model's first step, then the others on slices: the optimizer stays the same."""
+    """The plain model makes the first step, shards the others: the optimizer stays the same."""
     model = make(bf16_mlp)
     optimizer = zshard.SGD(model.parameters(), lr=1e-2, stochastic_rounding=True)
     steps_of(model, optimizer, 0, 1)
@@ -293,7 +293,8 @@ def test_late_wrapping_keeps_the_random_numbers(pool2):
 
 
 def resumed(transport, keep_rounding):
-    """What differs between a run that is saved and loaded after 3 of 6 steps and one that is not."""
+    """Return what differs between an uninterrupted run and one that is saved and loaded after 3 of
+    6 steps."""
 
     def new():
         model = FSDP(make(bf16_mlp), transport=transport, auto_wrap_policy={nn.Linear})
@@ -320,7 +321,7 @@ def resumed(transport, keep_rounding):
 def test_resumed_run_is_bit_identical(pool2, transport):
     assert pool2.run(resumed, transport, True) == [[], []]
     for wrong in pool2.run(resumed, transport, False):
-        assert wrong != []  # which the number of the step is needed for
+        assert wrong != []  # the step number matters
 
 
 # --- what is rounded, and options ----------------------------------------------------------------
@@ -404,6 +405,6 @@ def test_unsupported_parameters_raise(cls):
     give_grads([usual, across])
     with pytest.raises(NotImplementedError, match=r"contiguous bfloat16 parameters.*of 30"):
         optimizer.step()
-    assert_same(usual, torch.ones(4).to(BF16), "the other parameter")  # nothing was done before
+    assert_same(usual, torch.ones(4).to(BF16), "the other parameter")  # nothing was changed before
     optimizer.param_groups[0]["stochastic_rounding"] = False
     optimizer.step()

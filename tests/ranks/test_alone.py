@@ -1,7 +1,8 @@
-"""Forwards that not all ranks run: right, or an error, never a mixture of two ranks' weights.
+"""Forwards that only some ranks run: correct, or an error, but never a mixture of two ranks'
+weights.
 
-Each script trains between what it tries, and its losses and evaluations are compared
-with a plain model that has seen the same batches.
+Each script trains in between, and its losses and evaluations are compared with a plain model that
+has seen the same batches.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from zshard import FSDP
 SHARDED = [c for c in COMBINATIONS if c[0] != "no_shard"]
 OVER_SHM = [c for c in SHARDED if c[1] == "shm"]
 OVER_C10D = [c for c in SHARDED if c[1] == "c10d"]
-GATHERED = [c for c in OVER_C10D if c[0] != "zero1"]  # whose forwards need no meeting as such
+GATHERED = [c for c in OVER_C10D if c[0] != "zero1"]  # its forwards need no exchange
 STEPS = 3
 LR = 0.1
 
@@ -52,7 +53,7 @@ def by_hand(model):
 
 @contextlib.contextmanager
 def swapped(model, factor=0.5):
-    """Other weights, as those of a moving average, without a trace."""
+    """Swapped weights, as those of a moving average, without a trace."""
     kept = [param.detach().clone() for param in model.parameters()]
     for param in model.parameters():
         param.data.copy_(factor * param.data)
@@ -96,15 +97,16 @@ class Plain:
         return evaluate(model)
 
     def difference(self, i, loss):
-        """Of a model's loss of a step: a list with the step and both losses, or an empty one."""
+        """Return the difference of a model's loss of a step: a list with the step and both losses,
+        or an empty one."""
         own = loss_of(self.models[dist.get_rank()](floats(dist.get_rank(), i))).item()
         return [(i, loss.item(), own)] if abs(loss.item() - own) > 1e-5 else []
 
 
 @passing_groups()
 def rehearse(combination, between, step=None):
-    """Trains; between(model, plain, i) runs after each step. Returns what it returned, and the losses
-    that differ from the plain model's."""
+    """Train; between(model, plain, i) runs after each step. Return its results, and the losses that
+    differ from the plain model's."""
     model, optimizer = built(combination)
     plain, found, wrong = Plain(), [], []
     for i in range(STEPS):
@@ -144,7 +146,7 @@ def all_evaluate_with_others_weights(model, plain, i):
 
 
 def rank_0_evaluates_after_known_writes(model, plain, i):
-    """Full parameters that were written to, and a load, are no changes by hand."""
+    """Writes to full parameters, and a load, are not unknown changes."""
     state = whole(model)
     with FSDP.summon_full_params(model):
         for param in model.parameters():
@@ -187,7 +189,7 @@ def test_manual_steps_on_all_ranks(pool2, combination):
 
 
 def names_other_weights(text):
-    """Do words say that ranks have other weights?"""
+    """Return whether the text reports that ranks have other weights."""
     unlike = (
         "changed since its last optimizer step or load",
         "have not made the same in-place writes",
@@ -196,7 +198,7 @@ def names_other_weights(text):
 
 
 def rank_1_swaps_longer(model, plain, i, wait=False):
-    """Validation loaders of unequal length, with other weights on all ranks."""
+    """Validation loaders of unequal length, with swapped weights on all ranks."""
     with swapped(model):
         for _ in range(2):
             assert_close(evaluate(model), plain.evaluate(0.5))
@@ -231,8 +233,8 @@ def test_extra_evaluation_while_others_keep_swapped_weights(pool2, combination):
 
 @passing_groups()
 def rank_0_swaps(combination):
-    """Only rank 0 has other weights; the others train on, with theirs. Returns both errors;
-    a load makes good what was written."""
+    """Only rank 0 has swapped weights; the others continue to train with theirs. Return both
+    errors; a load repairs what was written."""
     model, optimizer = built(combination)
     state = whole(model)
     found = []
@@ -263,8 +265,8 @@ def test_swapped_weights_on_one_rank(pool2, combination):
 
 @passing_groups()
 def modes_differ(combination):
-    """Rank 0 has forgotten model.train(), and the script has a collective of its own between forward
-    and backward. Returns the losses that differ from the plain model's."""
+    """Rank 0 has forgotten model.train(), and the script has a collective of its own between
+    forward and backward. Return the losses that differ from the plain model's."""
     model, optimizer = built(combination)
     plain, wrong = Plain(), []
     for i in range(STEPS):
@@ -286,8 +288,8 @@ def test_ranks_in_different_modes(pool2, combination):
 
 @passing_groups()
 def eval_mode_and_other_weights(combination):
-    """All train in evaluation mode; rank 0 evaluates alone, with other weights, recording or not.
-    Returns the errors."""
+    """All train in evaluation mode; rank 0 evaluates alone, with swapped weights, with or without
+    gradients. Return the errors."""
     found = []
     for grad in (False, True):
         model, optimizer = built(combination, timeout=2)  # rank 1 waits for rank 0, which has ended
@@ -316,7 +318,7 @@ def test_evaluation_mode_and_swapped_weights(pool2, combination):
 
 @passing_groups()
 def skips_a_batch(combination):
-    """All ranks write by hand, which zshard cannot see; rank 0 skips a batch. Returns the wrong
+    """All ranks write directly, which zshard cannot see; rank 0 skips a batch. Return the wrong
     losses."""
     model, optimizer = built(combination)
     plain, wrong = Plain(), []
@@ -370,7 +372,7 @@ def test_step_between_two_backwards(pool2, combination):
 
 @passing_groups()
 def skips_a_backward_within_no_sync(combination):
-    """Rank 1 leaves out a micro-batch. Returns the error."""
+    """Rank 1 skips a micro-batch. Return the error."""
     model, _ = built(combination)
     try:
         with model.no_sync():
@@ -397,7 +399,8 @@ def test_backward_skipped_on_one_rank_within_no_sync_over_c10d(pool2, combinatio
 
 @passing_groups()
 def error_of_a_lone_evaluation(combination, swaps):
-    """(what this rank raises, whether it has taken a step) where rank 0 evaluates, and then all train."""
+    """Return (this rank's error, whether it has made a step) where rank 0 evaluates, and then all
+    train."""
     model, optimizer = built(combination)
     before = [param.detach().clone() for param in model.parameters()]
     try:

@@ -1,4 +1,4 @@
-"""Ranks that fork: a DataLoader's workers and other children do no harm to the training."""
+"""Ranks that fork: DataLoader workers and other children do not affect training."""
 
 import copy
 import gc
@@ -29,7 +29,8 @@ class Numbers(torch.utils.data.Dataset):
 
 
 def train_from_workers(transport, folder):
-    """Two epochs with two forked workers each: what differs from a plain model without any."""
+    """Two epochs with two forked workers each: return what differs from a plain model without
+    any."""
     model = wrap(make_model(Misdeed("", "", folder)), transport)
     plain = make_model(Misdeed("", "", folder))
     for net, workers in ((model, 2), (plain, 0)):
@@ -63,8 +64,8 @@ def test_rank_killed_beside_its_workers_is_named(tmp_path):
 
 
 def fork_and_free(folder, transport):
-    """A forked child tries to use the model, frees all it inherited, and ends; then training goes
-    on. What the child said, and what is wrong in the model."""
+    """A forked child tries to use the model, frees all it inherited, and exits; then training
+    continues. Return the child's messages, and what is wrong in the model."""
     plain = make_model(Misdeed("", "", folder))
     model = wrap(make_model(Misdeed("", "", folder)), transport)
     optimizers = [zshard.SGD(m.parameters(), lr=0.01) for m in (model, plain)]
@@ -78,7 +79,7 @@ def fork_and_free(folder, transport):
 
 
 def in_child(function):
-    """What `function` returns in a forked child that ends without cleaning up."""
+    """Return the result of `function` in a forked child that exits without cleaning up."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -114,7 +115,7 @@ def test_forked_child_is_refused_and_frees_nothing(pool2, tmp_path, transport):
 
 
 def die(model, loss):
-    """As the end of a process that nothing catches: an exit hook runs, and objects are freed."""
+    """Exit as after an uncaught exception: an exit hook runs, and objects are freed."""
     try:
         loss.backward()
         said = "nothing was raised"
@@ -126,8 +127,8 @@ def die(model, loss):
 
 
 def child_dies_midway(transport):
-    """A child dies between forward and backward; then the ranks wait for each other for so long that they
-    look for what others have left in the store. What the child said."""
+    """A child dies between forward and backward; then the ranks wait for each other so long that
+    they check the store for messages. Return the child's messages."""
     model = wrap(make_model(Misdeed("", "", "")), transport, 30.0)
     loss = model(batch(0)).square().sum()
     said = in_child(lambda: die(model, loss))
@@ -146,8 +147,9 @@ def test_dying_child_does_not_report_for_its_parent(pool2, transport):
 
 
 def fork_in_backward(steps):
-    """Each layer's backward forks a child that frees the model, while a thread of the parent's sums what
-    the layers before have left. How many children have ended, and what is wrong in the model."""
+    """Each layer's backward forks a child that frees the model, while a thread of the parent sums
+    the earlier layers' gradients. Return how many children have exited, and what is wrong in the
+    model."""
     layers = [torch.nn.Linear(1024, 1024) for _ in range(4)]
     plain, ended = torch.nn.Sequential(*copy.deepcopy(layers)), []
     with hosts_of(2, 2) as group:

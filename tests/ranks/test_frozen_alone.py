@@ -1,6 +1,6 @@
 """One rank alone freezes or unfreezes: an error on all ranks, until all train the same parameters.
 
-After the error the script sets requires_grad alike, and trains on as under DDP.
+After the error the script sets requires_grad the same on all ranks, and trains on as under DDP.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def model() -> Any:
 
 
 def of_ddp() -> tuple[Any, Any]:
-    """DDP reduces no gradients of what was frozen when it was wrapped."""
+    """DDP reduces no gradients of parameters that were frozen when it was wrapped."""
     plain = model().requires_grad_(True)
     parallel = ddp(plain, find_unused_parameters=True)
     plain[2].requires_grad_(False)

@@ -1,7 +1,7 @@
-"""transport="hosts": the same numbers as c10d's over the same hosts, whatever ranks do.
+"""transport="hosts": the same results as c10d over the same hosts, whatever ranks do.
 
-ZSHARD_HOST makes hosts out of one machine. c10d, told of the same hosts, sums in the
-same order, so both transports must have the same bits after every kind of step.
+ZSHARD_HOST simulates hosts on one machine. c10d sums in the same order on the same hosts, so both
+transports must be bit-identical after every kind of step.
 """
 
 import contextlib
@@ -38,12 +38,13 @@ def wrap(case, group, transport, strategy="full_shard", **options):
 
 
 def numbers_of(model):
-    """All parameters and buffers as one tensor; collective."""
+    """Return all parameters and buffers as one tensor; collective."""
     return torch.cat([value.detach().double().flatten() for value in model.state_dict().values()])
 
 
 def train(model, case, steps=STEPS, alone=None):
-    """Losses of steps with accumulation and clipping; `alone(model, step)` comes before each."""
+    """Return losses of steps with accumulation and clipping; `alone(model, step)` runs before
+    each."""
     optimizer, losses, rank = make_optimizer("torch.AdamW", model), [], dist.get_rank()
     for step in range(steps):
         if alone is not None:
@@ -84,7 +85,7 @@ def test_models_of_all_kinds(pool4, name):
 
 
 def test_replicated_copies_are_private_to_each_rank(pool4):
-    """Each rank casts when it likes: memory that a host's ranks share would hold another unit's."""
+    """Each rank casts at any time: memory that a host's ranks share would hold another unit's."""
     assert pool4.run(trained, "net", "no_shard", True, (2, 2)) == [(True, True)] * 4
 
 
@@ -99,12 +100,13 @@ def test_several_hosts_with_one_rank_each(pool4):
 
 @ranks(6)
 def test_several_hosts_with_several_ranks(pool):
-    """The first ranks of hosts carry the turns between some of these, the second between others."""
+    """The first ranks of hosts carry the turns between some of these, the second ranks between
+    others."""
     assert pool.run(trained, "mlp", "full_shard", False, (2, 2, 2)) == [(True, True)] * 6
 
 
 def evaluate_alone(model, step):
-    """One rank evaluates where the others go on to train."""
+    """One rank evaluates while the others continue to train."""
     if dist.get_rank() == step:
         with torch.no_grad():
             model(CASES["mlp"].batch(9, 0))
@@ -121,12 +123,12 @@ def trained_beside_lone_evaluations():
 
 
 def test_rank_evaluates_alone_while_others_train(pool4):
-    """Its gathers are served by ranks that have other units in the slots that the host shares."""
+    """Ranks that have other units in the host's shared slots serve its gathers."""
     assert pool4.run(trained_beside_lone_evaluations) == [(True, True)] * 4
 
 
 def caught():
-    """How steps end of which rank 3 abandons two: its backward raises where rounds are under way."""
+    """Return how steps end if rank 3 abandons two of them: its backward raises during rounds."""
     found, rank = [], dist.get_rank()
     with hosts_of(2, 2) as group:
         for transport in BOTH:
@@ -158,7 +160,7 @@ def caught():
 
 
 def test_failed_backward_on_one_rank_is_reported_once(pool4):
-    """Rounds that were said before anybody knew of it are over as well."""
+    """Rounds that were announced before the failure was known are over as well."""
     for rank, (ends, same) in enumerate(pool4.run(caught)):
         error = "ValueError" if rank == 3 else "DivergenceError"
         assert (ends, same) == (["", error, "", error, ""], True)
@@ -201,7 +203,7 @@ def test_lent_gradients_are_private_to_each_rank(pool4):
 
 
 def written_by_hand():
-    """Each rank writes what no other does: does it read that, once all have written?"""
+    """Each rank writes different values: does it read its own, once all have written?"""
     case, rank, kept = CASES["net"], dist.get_rank(), []
     with hosts_of(2, 2) as group:
         model = wrap(case, group, "hosts")

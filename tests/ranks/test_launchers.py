@@ -1,7 +1,7 @@
-"""Ranks that nobody has introduced to each other do not train alone without a word.
+"""Ranks without a process group do not silently train alone.
 
-SLURM and MPI tell a process how many there are, and a process group that comes after
-FSDP(...) does, too; mp.spawn tells nothing.
+SLURM and MPI publish the number of processes, and so does a process group that is created after
+FSDP(...); mp.spawn publishes nothing.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_rank_of_an_unsupported_launcher_is_an_error(
     monkeypatch.delenv(name)
     for other in ("SLURM_NTASKS", "SLURM_PROCID"):
         monkeypatch.delenv(other, raising=False)
-    if wrap != "initialize":  # which makes a process group of one
+    if wrap != "initialize":  # it creates a group of one
         WRAPS[wrap](model())(torch.ones(1, 4))
 
 
@@ -76,8 +76,8 @@ def test_single_task_trains_alone(size: str | None, monkeypatch: pytest.MonkeyPa
 
 
 def group_comes_late(how: str) -> list[str]:
-    """What a model says that was wrapped before init_process_group(), again and again; and one that
-    was wrapped after it."""
+    """Return the errors of a model that was wrapped before init_process_group(), repeatedly; and of
+    one that was wrapped after it."""
     variables = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE")}
     options = {"mixed_precision": MixedPrecision(torch.bfloat16)} if how == "mixed" else {}
     early: Any = FSDP(model(), auto_wrap_policy={nn.Linear}, **options)

@@ -1,7 +1,7 @@
-"""What scripts for DDP do on rank 0 alone: evaluate, save the model and the optimizer, look at values.
+"""What scripts for DDP do on rank 0 alone: evaluate, save the model and the optimizer, read values.
 
-Over shm nothing of it needs the other ranks, wherever their scripts are: in torch's own
-barrier, asleep, or training on. Each step is compared with a plain model that has seen the same batches.
+Over shm none of it needs the other ranks, wherever their scripts are: in torch's own barrier,
+asleep, or training. Each step is compared with a plain model that has seen the same batches.
 """
 
 import copy
@@ -74,7 +74,7 @@ def assert_near(ours, theirs):
 
 
 def looks(model, optimizer, plain):
-    """What rank 0 finds of the model that is not so of the plain one."""
+    """Return what rank 0 reads from the model that differs from the plain one."""
     wrong = [] if near(evaluated(model), evaluated(plain.model)) else ["evaluation"]
     values = plain.model.state_dict()
     for name, ours in (("state_dict", model.state_dict()), ("module", model.module.state_dict())):
@@ -110,7 +110,7 @@ def rank_0_looks(combination, kind, place):
             wrong += looks(model, optimizer, plain)
         if dist.get_rank() != 0 or place == "in a barrier":
             ELSEWHERE[place]()
-    dist.barrier()  # optimizer state goes with the optimizer
+    dist.barrier()  # optimizer state is freed with the optimizer
     return wrong
 
 
@@ -123,7 +123,8 @@ def test_rank_0_alone(pool2, combination, kind, place):
 
 @passing_groups()
 def rank_0_looks_in_low_precision(place):
-    """Others read copies in bf16, which each rank makes of its own; what differs, by step."""
+    """Others read copies in bf16, which each rank makes separately; return what differs, by
+    step."""
     model = built(("full_shard", "shm"), mixed_precision=zshard.MixedPrecision(torch.bfloat16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
@@ -184,7 +185,7 @@ def test_leading_rank_waits_before_writing(pool2):
 
 @passing_groups()
 def rank_0_evaluates_replaced_data():
-    """All ranks put averages in place by `p.data = t`, and back; rank 0 evaluates in between."""
+    """All ranks swap in averages by `p.data = t`, and back; rank 0 evaluates in between."""
     model, plain = built(("full_shard", "shm")), make(Wide)
     for factor in (0.5, 0.25):
         halved = copy.deepcopy(plain)
@@ -212,7 +213,7 @@ def test_rank_0_evaluates_replaced_data(pool2):
 
 @passing_groups()
 def rank_0_evaluates_averages(precision, twice):
-    """All ranks swap in other weights by hand, and back; rank 0 evaluates in between."""
+    """All ranks swap in other weights directly, and back; rank 0 evaluates in between."""
     options = {} if precision is None else {"mixed_precision": precision}
     model = built(("full_shard", "shm"), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -250,7 +251,7 @@ def test_rank_0_evaluates_averages(pool2, precision, twice):
 
 @passing_groups()
 def one_frees_its_model_early():
-    """The last evaluations of a function: its model dies on each rank when that rank is done."""
+    """The last evaluations of a function: each rank frees its model when that rank is done."""
     plain = make(Wide)
 
     def rounds():
@@ -272,7 +273,7 @@ def test_model_lives_until_all_ranks_have_read(pool2):
 # --- after the others have ended ------------------------------------------------------------------
 
 
-KEPT = []  # as a script's global variables are
+KEPT = []  # like a script's global variables
 
 
 def saves_late(path, how):
@@ -311,7 +312,8 @@ def test_rank_0_saves_after_the_others_have_exited(tmp_path, how):
 
 
 def frees_at_the_end():
-    """The thread that is told of what a script drops is slow. It must not go on while Python ends."""
+    """The thread that receives what a script drops is slow. It must not continue while Python shuts
+    down."""
     tell = state_registry._send_drop
 
     def slow(*news):
@@ -369,7 +371,7 @@ def test_exiting_rank_does_not_wait_for_a_waiting_one(code):
 
 @passing_groups()
 def frees_when_all_have_dropped():
-    """Memory of an optimizer that all ranks delete is free soon after."""
+    """The memory of an optimizer that all ranks delete is soon freed."""
 
     def train():
         model = built(("full_shard", "shm"))
@@ -421,7 +423,7 @@ def wrapped_by_torch(combination):
     texts = [message_of(lambda: nn.parallel.DistributedDataParallel(model), TypeError)]
     outer = nn.Sequential(model)
     texts.append(message_of(lambda: nn.parallel.DistributedDataParallel(outer), TypeError))
-    if not model.summary().count("no_shard"):  # else all of it is there
+    if not model.summary().count("no_shard"):  # otherwise the rank has all of it
         sync = torch.distributed.utils._sync_module_states
         text = message_of(lambda: sync(outer, dist.group.WORLD, 1 << 20, 0, []), TypeError)
         assert 'pass strategy="zshard"' in text

@@ -1,7 +1,7 @@
-"""Limits that ranks meet as they grow in number, and sandboxes that deny what shm needs.
+"""Limits that many ranks reach, and sandboxes that deny what shm needs.
 
-Whatever one rank lacks, all ranks get the same answer at once: shm, one warning and
-c10d, or an error that names the rank, the limit and the numbers. Then training and saving work.
+Whatever one rank lacks, all ranks get the same result at once: shm, one warning and c10d, or an
+error that names the rank, the limit and the numbers. Then training and saving work.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Told = tuple[str, list[str], float]  # a transport or an error, warnings, second
 
 
 def attempt(act: Callable[[], str]) -> Told:
-    """What `act` returns or raises, and the warnings of zshard's meanwhile."""
+    """Return what `act` returns or raises, and zshard's warnings meanwhile."""
     start = time.monotonic()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -67,7 +67,7 @@ def attempt(act: Callable[[], str]) -> Told:
 
 
 def start() -> int:
-    """All ranks are there; what comes after is zshard's."""
+    """Wait for all ranks; what follows is zshard's."""
     dist.init_process_group("gloo")
     dist.barrier()
     return dist.get_rank()
@@ -94,12 +94,12 @@ def values_of(results: list[Any]) -> list[Any]:
 
 
 def crowded(folder: Path, files: int | None) -> tuple[Told, int, int]:
-    """Ranks without capabilities, with `files` open files each; None: as few as will do."""
+    """Ranks without capabilities, with `files` open files each; None: as few as possible."""
     rank = start()
     world = dist.get_world_size()
     if files is None:
         needs = _core.Comm.shm_needs(world)
-        # Saving has a transport of its own, and files; others may open one for a moment.
+        # Saving has a transport of its own, and files; other code may open one for a moment.
         limit_files(needs["meeting"] + needs["descriptors"] + 6)
     else:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
@@ -113,7 +113,7 @@ def crowded(folder: Path, files: int | None) -> tuple[Told, int, int]:
     ("world", "files"), [(10, None), pytest.param(32, 1024, marks=pytest.mark.thorough)]
 )
 def test_ranks_without_privileges_connect(tmp_path: Path, world: int, files: int | None) -> None:
-    """All at a time, 10 ranks would have 180 descriptors under way, more than the limit here."""
+    """All at once, 10 ranks would have 180 descriptors in flight, more than the limit here."""
     found = values_of(fork_ranks(crowded, world, tmp_path, files, timeout=300))
     assert [told[:2] for told, _, _ in found] == [("shm", [])] * world
     assert {path.name for path in tmp_path.iterdir()} == {"first", "second"}
@@ -129,7 +129,7 @@ def mapped(units: int) -> tuple[int, int]:
     )
     made(torch.ones(2, 8)).sum().backward()
     lines = Path("/proc/self/maps").read_text().splitlines()
-    # Libraries may lie in a folder "zshard".
+    # Libraries may be in a folder "zshard".
     ours = [line for line in lines if "/memfd:zshard-" in line]
     return sum("zshard-flats" in line for line in ours), len(ours)
 
@@ -229,7 +229,7 @@ def test_too_little_address_space_to_connect(tmp_path: Path) -> None:
 
 
 def lacking_later(folder: Path, when: str, transport: str) -> Told:
-    """From the moment `when` on, rank 1 can map nothing shared."""
+    """From `when` on, rank 1 cannot map shared memory."""
     rank = start()
     from zshard.model import shard_model
 
@@ -258,7 +258,7 @@ def test_failed_mapping_on_one_rank_fails_on_all(tmp_path: Path, when: str) -> N
 
 
 def fails_in_between(folder: Path) -> Told:
-    """Rank 1 runs out of memory between two meetings."""
+    """Rank 1 runs out of memory between two exchanges."""
     rank = start()
     from zshard.wrap.initial_values import InitialValues
 
@@ -284,7 +284,7 @@ def test_exception_between_exchanges_reaches_all_ranks(tmp_path: Path) -> None:
 
 
 def saves_without(folder: Path, transport: str) -> tuple[str, Told]:
-    """The model has shm; what it takes is gone when a checkpoint is saved."""
+    """The model has shm; its resources are unavailable when a checkpoint is saved."""
     rank = start()
     import zshard
     from zshard import FSDP

@@ -1,7 +1,7 @@
-"""PeerTimeoutError is a TimeoutError, and so an OSError: it stays whole, and nobody takes it for one.
+"""PeerTimeoutError is a TimeoutError, and so an OSError: it must not be mistaken for one.
 
-Much of zshard catches OSError, for files; what waits for ranks must not be among what
-is caught there, and an error that waits has raised gets to the script as it is.
+Much of zshard catches OSError, for files; waits for ranks must not be inside such code, and their
+errors must reach the script unchanged.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def test_bases_that_scripts_catch() -> None:
     "args", [(), (TEXT,), (TEXT, 2), (110, TEXT), (110, TEXT, "file"), (1,) * 5]
 )
 def test_arguments_are_kept_unchanged(args: tuple[Any, ...]) -> None:
-    """OSError would make errno, strerror and a file name of two arguments or more."""
+    """OSError would turn two or more arguments into errno, strerror and a file name."""
     error = PeerTimeoutError(*args)
     plain = RuntimeError(*args)
     copies = [pickle.loads(pickle.dumps(error, protocol)) for protocol in range(6)]
@@ -57,7 +57,7 @@ def test_arguments_are_kept_unchanged(args: tuple[Any, ...]) -> None:
 
 
 def late(transport: str) -> tuple[str, str, tuple[Any, ...], Any]:
-    """What rank 0 catches as a TimeoutError while rank 1 sleeps."""
+    """Return what rank 0 catches as a TimeoutError while rank 1 sleeps."""
     model = FSDP(make(Mlp), transport=transport, timeout=2.0)
     if os.environ["RANK"] == "1":
         time.sleep(6)
@@ -144,8 +144,8 @@ def test_load_propagates_it(tmp_path: Path, monkeypatch: Any) -> None:
 
 
 WAITS = {name for name in dir(_core.Comm) if not name.startswith("_")} - {
-    *("rank", "world", "transport", "timeout", "lost", "address"),  # what it knows
-    *("shm", "shm_needs", "alone", "c10d", "gpu", "dry_run"),  # makes one, and meets nobody
+    *("rank", "world", "transport", "timeout", "lost", "address"),  # its known facts
+    *("shm", "shm_needs", "alone", "c10d", "gpu", "dry_run"),  # creates one, without communication
     *("close", "abort", "set_timeout"),
 } | {"on_all_ranks", "check_agreement", "gather_bytes", "comm_for", "comm_beside", "comms_for"}
 CATCHES = {"OSError", "IOError", "EnvironmentError", "TimeoutError", "Exception"}
@@ -154,12 +154,12 @@ ALLOWED = {
         "ranks/agreement.py:on_all_ranks",
         "ranks/agreement.py:told_to_all_ranks",
     ),  # have a clause for PeerError
-    "ranks/meeting.py:meet",  # tells the other ranks that shm is not available, and why
+    "ranks/meeting.py:meet",  # reports to the other ranks why shm is not available
 }
 
 
 def waits_within(source: str, file: str) -> set[str]:
-    """The functions that call what waits for ranks where an OSError would be caught."""
+    """Return the functions that wait for ranks where an OSError would be caught."""
     found = set()
     for function in ast.walk(ast.parse(source)):
         if not isinstance(function, ast.FunctionDef):

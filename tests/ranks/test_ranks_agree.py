@@ -1,7 +1,7 @@
-"""Ranks that step, set or write something else than the others: an error that names both, or right.
+"""Ranks that step, set or write different things: an error that names both, or correct.
 
-One rank does something alone after a step that all have made; the next round, a
-checkpoint or the end of the process says so on all ranks. What may differ between ranks does not.
+One rank does something alone after a step that all have made; the next round, a checkpoint or the
+end of the process reports it on all ranks. Differences that are allowed cause no error.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ WRITES = {
 
 @passing_groups()
 def rank_1_alone(combination, what):
-    """Whether a round finds what rank 1 has done, with which words; then all load, and go on."""
+    """Return whether a round detects what rank 1 has done, and the message; then all load, and
+    continue."""
     model = built(combination)
     optimizer = adamw(model)
     learn(model, optimizer, 0)
@@ -166,7 +167,7 @@ def check(pool, combination, what, words):
 
 
 def cases(changes, combinations, everywhere):
-    """(combination, change): `everywhere` in all combinations, the others in a few."""
+    """Return (combination, change): `everywhere` in all combinations, the others in a few."""
     few = [c for c in FEW if c in combinations]
     return [(c, what) for what in changes for c in (combinations if what in everywhere else few)]
 
@@ -210,7 +211,7 @@ def test_settings_are_compared_in_backward_steps(pool2, combination):
 
 @passing_groups()
 def trained(combination, act):
-    """Trains with `act` after each step; the state at the end."""
+    """Train with `act` after each step; return the final state."""
     model = built(combination)
     optimizer = adamw(model)
     for step in range(STEPS):
@@ -236,7 +237,7 @@ def last_digits_of_many_differ(model, optimizer):
 
 
 def rank_0_averages(model, optimizer):
-    """A moving average that only rank 0 keeps up: its copies are no parameters."""
+    """A moving average that only rank 0 maintains: its copies are not parameters."""
     if not hasattr(optimizer, "average"):
         optimizer.average = [param.detach().clone() for param in model.parameters()]
     for average, param in zip(optimizer.average, model.parameters(), strict=True):
@@ -281,7 +282,8 @@ def test_allowed_differences_are_accepted(pool2, combination, act):
 
 @passing_groups()
 def evaluate_alone_between(strategy):
-    """Rank 0 evaluates while the others go on to the next batch, whose gradients they zero in place."""
+    """Rank 0 evaluates while the others continue with the next batch, whose gradients they zero in
+    place."""
     model = built((strategy, "shm"))
     optimizer = adamw(model)
     for step in range(STEPS):
@@ -301,7 +303,7 @@ def test_a_lone_evaluation_compares_no_gradients(pool2, strategy):
 
 @passing_groups()
 def load_and_broadcast(transport):
-    """As under DDP, where every rank has the whole model."""
+    """As under DDP, where every rank has the full model."""
     model = built(("no_shard", transport))
     optimizer = adamw(model)
     for step in range(STEPS):
@@ -320,7 +322,8 @@ def test_script_may_load_and_broadcast_full_models(pool2, transport):
 
 @passing_groups()
 def micro_batches(transport):
-    """Under DDP ranks may run different numbers of backwards within no_sync(), which meet nobody."""
+    """Under DDP ranks may run different numbers of backwards within no_sync(), which do not
+    communicate."""
     model = built(("no_shard", transport))
     optimizer = adamw(model)
     for step in range(STEPS):
@@ -340,7 +343,7 @@ def test_backwards_within_no_sync_may_differ(pool2, transport):
 
 @passing_groups()
 def skipped_before_no_sync(combination):
-    """Rank 1 leaves out a step; the next backward meets nobody. A load makes it good."""
+    """Rank 1 skips a step; the next backward does not communicate. A load repairs that."""
     model = built(combination)
     optimizer = adamw(model)
     learn(model, optimizer, 0)
@@ -367,7 +370,8 @@ def test_backward_without_exchange_compares_nothing(pool2, combination):
 
 @passing_groups()
 def two_models(combination):
-    """A generator and a discriminator with an optimizer each, on one transport; one steps more often."""
+    """A generator and a discriminator with an optimizer each, on one transport; one steps more
+    often."""
     group = own_group()
     models = [built(combination, group), built(combination, group)]
     optimizers = [adamw(model) for model in models]
@@ -420,7 +424,7 @@ def test_zero_redundancy_optimizer(pool2, transport):
 
 @passing_groups()
 def ignored_on_rank_0(combination):
-    """A parameter that is not sharded has an optimizer of its own on rank 0 alone."""
+    """An unsharded parameter has an optimizer of its own on rank 0 alone."""
     torch.manual_seed(0)
     body = make(Wide)
     body.extra = nn.Parameter(torch.ones(3))
@@ -451,7 +455,7 @@ def test_optimizers_of_ignored_parameters_may_differ(pool2, combination):
 
 @passing_groups()
 def experts(transport):
-    """Each rank has an expert that it steps by itself, with a rate of its own."""
+    """Each rank has an expert that it steps independently, with its own rate."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     rank = dist.get_rank()
     shared = built(("full_shard", transport))
@@ -593,7 +597,7 @@ QUIET = [
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("combination", "what"), QUIET)
 def test_normal_exit_is_silent(tmp_path, combination, what):
-    """All went well, or the script has caught the error already."""
+    """Everything succeeded, or the script has caught the error already."""
     for rank in run_to_the_end(tmp_path, combination, what):
         assert rank.returncode == 0 and "zshard:" not in rank.stderr
         assert rank.stdout.count("caught") == (1 if what == "told" else 0)

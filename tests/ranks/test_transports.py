@@ -1,7 +1,7 @@
-"""The transports as Python gets them: the same bytes, the same errors, over shm and over gloo.
+"""The transports from Python: the same bytes and errors over shm and over gloo.
 
-What a transport does by itself is tested in C (test_c_comm.py). Here it meets torch:
-process groups by name, their exceptions, dispatch modes, and the choice between the two.
+test_c_comm.py tests transports in C. Here they interact with torch: process groups by name,
+exceptions, dispatch modes, and the choice between the two.
 """
 
 import os
@@ -86,7 +86,7 @@ def test_invalid_arguments_leave_the_transport_usable(pool2: RankPool, transport
 
 
 class Deny(TorchDispatchMode):
-    """A mode that no operation gets through."""
+    """A mode that refuses every operation."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise AssertionError(f"{func} was dispatched")
@@ -120,7 +120,7 @@ def test_unknown_group(pool2: RankPool) -> None:
 
 
 def wait_in_vain(transport: str, fault: str) -> tuple[str, str, float]:
-    """Rank 1 fails in the way of `fault`; what rank 0 gets, and after how long."""
+    """Rank 1 fails as `fault` describes; return rank 0's error, and the time until it."""
     comm = connect(transport, timeout=3.0 if fault == "late" else 60.0)
     comm.exchange(b"all are there")
     if comm.rank == 1:
@@ -194,7 +194,7 @@ def test_waiting_can_be_interrupted(transport: str) -> None:
 
 
 def losses(transport: str, strategy: str, dtype: str) -> list[float]:
-    """A few steps of a small model; every rank its own batches."""
+    """Return the losses of a few steps of a small model; every rank has its own batches."""
     from zshard import FSDP
 
     torch.manual_seed(0)

@@ -1,7 +1,8 @@
-"""FSDP(wire=...): gradients that cross hosts in fewer bytes, beside the same arithmetic in torch.
+"""FSDP(wire=...): gradients that cross hosts in fewer bytes, compared with the same arithmetic in
+torch.
 
-A loss that is a sum of products has gradients that a test chooses, so all that happens
-to them on their way can be computed beside it, bit by bit.
+If a loss is a sum of products, a test chooses its gradients, so it can compute the entire encoding
+separately, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from zshard import FSDP
 
 WIRES = ("bf16", "int8")
 BLOCK, LEVELS = 256, 127
-NUMEL = 29_000  # of the only parameter: slices of many blocks, the last one shorter, and padding
+NUMEL = 29_000  # of the only parameter: shards of many blocks, the last one shorter, and padding
 
 
 class Products(nn.Module):
-    """The gradient of the parameter is what it is called with."""
+    """The parameter's gradient equals the argument of the call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +51,7 @@ def wrap(group, wire, strategy="full_shard", **options):
 
 
 def reduced(model, gradients):
-    """All of the reduced gradient; collective."""
+    """Return the full reduced gradient; collective."""
     model.zero_grad()
     model(gradients).backward()
     local = zshard.to_local(model.weight.grad).flatten()
@@ -66,7 +67,7 @@ def reduced(model, gradients):
 
 
 def decoded(wire: str, numbers: Tensor) -> Tensor:
-    """What is left of float32 numbers behind the wire."""
+    """Return the values of float32 numbers after the wire."""
     if wire == "bf16":
         return numbers.bfloat16().float()
     found = [part * 0 for part in numbers.split(BLOCK)]
@@ -79,7 +80,7 @@ def decoded(wire: str, numbers: Tensor) -> Tensor:
 
 
 class Model:
-    """Hosts of `per_host` ranks each, that cut the parameter into `parts` slices."""
+    """Hosts of `per_host` ranks each, which split the parameter into `parts` shards."""
 
     def __init__(self, wire: str, hosts: int, per_host: int, parts: int) -> None:
         self.wire, self.hosts, self.per_host = wire, hosts, per_host
@@ -107,7 +108,7 @@ class Model:
 
 
 def arithmetic(sizes, strategy, wire, parts=None):
-    """Which of several steps have the bits of the model's."""
+    """Return which of several steps are bit-identical to the model's."""
     world, found = dist.get_world_size(), []
     with hosts_of(*sizes) as group:
         model = wrap(group, wire, strategy)
@@ -145,7 +146,7 @@ def test_four_hosts(pool4, wire):
 
 
 def replicas(wire, strategy):
-    """Whether ranks that have the same slice still have the same numbers, and the losses."""
+    """Return whether ranks with the same shard still have the same values, and the losses."""
     case = CASES["net"]
     with on_two_hosts():
         model = FSDP(
@@ -182,7 +183,8 @@ def test_replicas_stay_the_same(pool4, wire, strategy):
 
 
 def mean_of_many(wire, steps):
-    """The largest errors of one step's gradient and of the mean of many, and what one may be."""
+    """Return the largest errors of one step's gradient and of the mean of many, and their
+    bounds."""
     with hosts_of(2, 2) as group:
         model = wrap(group, wire)
         exact = sum(gradient(rank) for rank in range(4)) / 4
@@ -225,7 +227,7 @@ def test_residuals_follow_the_loss_scale(pool4, wire):
 
 
 def skipped(wire, bad):
-    """After one rank's bad number: is the step skipped, and is the next one finite again?"""
+    """After inf on one rank: is the step skipped, and is the next one finite again?"""
     with hosts_of(2, 2) as group:
         model = wrap(group, wire)
         optimizer = torch.optim.SGD(model.parameters(), 1.0)
@@ -251,7 +253,7 @@ def test_all_ranks_skip_together(pool4, wire, bad):
 
 
 def accumulated(wire):
-    """no_sync() and a rank that has nothing: the same as the sum in one round."""
+    """no_sync(), and a rank without gradients, give the same as the sum in one round."""
     with hosts_of(2, 2) as group:
         model, beside = wrap(group, wire), Model(wire, 2, 2, 4)
         rank = dist.get_rank()
@@ -291,7 +293,7 @@ def test_gradients_in_bfloat16_are_summed_before_they_are_coded(pool4):
 
 
 def sizes(wire, strategy):
-    """Where prediction, model and what it holds after two steps differ."""
+    """Return where the prediction, the model's report and the memory after two steps differ."""
     told = zshard.predict_memory(
         Products(),
         4,

@@ -1,7 +1,8 @@
-"""FSDP(wire=...): parameters that cross hosts in fewer bytes, beside the same arithmetic in torch.
+"""FSDP(wire=...): parameters that cross hosts in fewer bytes, compared with the same arithmetic in
+torch.
 
-Shards stay exact, and what forward and backward compute with is a function of them: so
-a plain model of rounded parameters has the same bits, on all ranks, whatever is done in between.
+Shards stay exact, and forward and backward compute with a function of them: so a plain model of
+rounded parameters is bit-identical, on all ranks, whatever happens in between.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import zshard
 from zshard import FSDP, Wire
 
 LOW = zshard.MixedPrecision(torch.bfloat16)
-ROUNDED = Wire(parameters="bf16")  # elementwise, so a reference needs to know of no shards
+ROUNDED = Wire(parameters="bf16")  # elementwise, so a reference needs no shards
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -37,7 +38,7 @@ def weights(seed=0):
 
 
 class Seen(Products):
-    """Keeps what its forwards compute with."""
+    """Records the parameters of its forwards."""
 
     def __init__(self, dtype=torch.float32):
         super().__init__()
@@ -50,7 +51,7 @@ class Seen(Products):
 
 
 def expected(wire, parts, values):
-    """What codes of the shards of `parts` ranks say."""
+    """Return the decoded shards of `parts` ranks."""
     align = 64 // values.itemsize
     numel = math.ceil(NUMEL / parts / align) * align
     padded = torch.zeros(parts * numel)
@@ -60,7 +61,8 @@ def expected(wire, parts, values):
 
 
 def seen(sizes, wire, dtype=torch.float32, options=None):
-    """Differences of what a forward computes with, of the shards, and of what a script may read."""
+    """Return differences in the parameters of a forward, in the shards, and in what a script may
+    read."""
     world, options = dist.get_world_size(), options or {}
     with hosts_of(*sizes) as group:
         model = FSDP(
@@ -128,7 +130,7 @@ STEPS = 3
 
 
 def in_plain_torch(case, rounds=True):
-    """This rank's losses, and the parameters in the end, of a plain model that computes with
+    """Return this rank's losses, and the final parameters, of a plain model that computes with
     rounded parameters."""
     exact, low = make(case.make), make(case.make)
     optimizer = torch.optim.SGD(exact.parameters(), 0.1, momentum=0.9)
@@ -153,7 +155,7 @@ def in_plain_torch(case, rounds=True):
 
 
 def recompute(model):
-    """Checkpoints what its children compute."""
+    """Checkpoint what its children compute."""
     for child in model.modules():
         if isinstance(child, nn.Linear):
             inner = child.forward
@@ -161,7 +163,7 @@ def recompute(model):
 
 
 def trained(name, strategy, options, variant=""):
-    """Differences from the plain model."""
+    """Return differences from the plain model."""
     case = CASES[name]
     with hosts_of(2, 2) as group:
         made = make(case.make)
@@ -217,7 +219,7 @@ def test_prefetch(pool4):
 
 
 def uncoded(strategy, options):
-    """Whether wire changes nothing where no gather crosses hosts."""
+    """Return whether wire changes nothing where no gather crosses hosts."""
     case, found = CASES["mlp"], []
     with on_two_hosts():
         for wire in (None, Wire(parameters="int8")):
@@ -255,7 +257,7 @@ def test_loss_decreases_as_in_float32(pool4, wire):
 
 
 def shard_fully(wire):
-    """What a unit of fully_shard() computes with, and what summary() says."""
+    """Return the parameters in the forward of a fully_shard() unit, and summary()'s text."""
     with on_two_hosts():
         model = zshard.fully_shard(Seen(), wire=wire)
         model(torch.ones(NUMEL)).backward()
@@ -272,7 +274,7 @@ def test_fully_shard_takes_it(pool4):
 
 
 def evaluated(wire):
-    """Differences of what a rank's evaluation computes beside others' training from that of all."""
+    """Return differences between a rank's evaluation while others train, and one of all ranks."""
     case = CASES["mlp"]
     with hosts_of(2, 2) as group:
         model = case_of(group, "mlp", wire=wire)
@@ -311,7 +313,7 @@ def test_different_settings_are_an_error(pool4, first, second):
 
 
 def refused():
-    """Messages where full parameters are asked for otherwise than they are there."""
+    """Return messages where full parameters are requested in conflicting ways."""
     with hosts_of(2, 2) as group:
         model = FSDP(Seen(), process_group=group, auto_wrap_policy=None, timeout=60, wire=ROUNDED)
         model.unshard()
@@ -337,7 +339,7 @@ def test_conflicting_unsharding_is_refused(pool4):
 
 
 def sent(wire):
-    """Bytes of the broadcasts by which a step gathers."""
+    """Return the bytes of a step's broadcasts for gathers."""
     with hosts_of(2, 2) as group:
         model = FSDP(
             nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3))),
@@ -350,7 +352,7 @@ def sent(wire):
         recording = torch.profiler.profile(record_shapes=True, experimental_config=config)
         with recording as profile, torch.no_grad():
             model(torch.ones(2, 64))
-            time.sleep(0.3)  # torch's thread ends what it records after those who wait for it go on
+            time.sleep(0.3)  # torch's thread finishes recording after its waiters continue
     moved = [e.input_shapes for e in profile.events() if e.name == "gloo:broadcast"]
     return sum(math.prod(shape) for shapes in moved for shape in shapes)
 

@@ -1,7 +1,7 @@
-"""One rank alone in a call of all ranks: the error names the call and what to do.
+"""One rank alone in a collective call: the error names the call and the remedy.
 
-On both transports, whatever the other rank does meanwhile; and where all ranks catch
-the error, a model that they make later works.
+On both transports, whatever the other rank does meanwhile; if all ranks catch the error, a model
+that they create later works.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ CALLS = {
 
 
 def alone(transport, call, other, folder):
-    """The error of a rank, of which rank 0 makes one call and rank 1 another; both make a model
-    after that, and train and save it."""
+    """Return a rank's error where rank 0 makes one call and rank 1 another; both then create, train
+    and save a model."""
     model = FSDP(make(Wide), transport=transport)
     loss_of(model(floats(dist.get_rank()))).backward()
     try:

@@ -1,4 +1,4 @@
-"""A host's cores, each rank's share of them, and the warning where ranks leave some idle.
+"""A host's cores, each rank's share of them, and the warning if ranks leave some idle.
 
 The kernel's files are written to a folder (fake_hosts.py), so each host is a few lines.
 """
@@ -26,7 +26,7 @@ from zshard.run.cores import as_list, parse_list, read_host, shares_of
 
 
 def shares(root: Path, ranks: int, cpus: Iterable[int], binding: str = "core") -> list[tuple]:
-    """(CPUs, threads, memory's nodes) of each rank; that all are bound is checked."""
+    """Return (CPUs, threads, memory's nodes) of each rank; checks that all are bound."""
     found, threads, why = shares_of(read_host(root, cpus), ranks, binding)
     assert why == ""
     return [(as_list(each.cpus), threads, each.nodes) for each in found]
@@ -38,7 +38,7 @@ SHARES = {
     "a rest is left out": ({}, 3, [("0-1", 2, []), ("2-3", 2, []), ("5-6", 2, [])]),
     "two sockets": ({"sockets": 2}, 2, [("0-7", 8, [0]), ("8-15", 8, [1])]),
     "one rank": ({"sockets": 2}, 1, [("0-15", 16, [0, 1])]),
-    # four cores each: a fifth would lie on the other socket
+    # four cores each: a fifth would be on the other socket
     "three": ({"sockets": 2}, 3, [("0-3", 4, [0]), ("4-7", 4, [0]), ("8-11", 4, [1])]),
     "clusters": ({"sockets": 2, "nodes": 2}, 4, EACH),
     "two clusters each": (
@@ -140,7 +140,7 @@ def test_more_ranks_than_cores(tmp_path: Path) -> None:
 
 
 def test_missing_files(tmp_path: Path) -> None:
-    found = read_host(tmp_path, {0, 1, 5})  # nothing there at all, as in some sandboxes
+    found = read_host(tmp_path, {0, 1, 5})  # no files at all, as in some sandboxes
     assert [core.cpu for core in found.cores] == [0, 1, 5]
     assert found.nodes == 1 and found.memory == set()
     host(tmp_path, sockets=2, threads=2)
@@ -175,7 +175,7 @@ def test_bf16(cpuinfo: str, words: str) -> None:
 
 
 def started_by(folder: Path, environ: str | None) -> bool:
-    """Whether the 1 counts as torchrun's own if it was started with that environment."""
+    """Return whether the 1 counts as torchrun's own if it was started with that environment."""
     if environ is not None:
         write(folder / "proc/7/environ", environ)
     return cores.is_torchruns_choice(7, folder)
@@ -186,7 +186,7 @@ def test_user_setting_is_distinguished_from_torchruns(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert not started_by(tmp_path, "HOME=/\0")  # no torchrun: as in the ranks of tests
+    assert not started_by(tmp_path, "HOME=/\0")  # no torchrun, as in the tests' ranks
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert started_by(tmp_path, "HOME=/\0MY_OMP_NUM_THREADS=1\0")
     assert not started_by(tmp_path, "HOME=/\0OMP_NUM_THREADS=1\0")
@@ -198,7 +198,8 @@ def test_user_setting_is_distinguished_from_torchruns(
 
 
 def wrap(usable: int) -> list[str]:
-    """The warnings of three models on a rank of a host with that many cores, with their files."""
+    """Return the warnings of three models on a rank of a host with that many cores, with their
+    files."""
     os.environ.update(TORCHELASTIC_RUN_ID="none", OMP_NUM_THREADS="1")
     cores.is_torchruns_choice = lambda parent: True
     cores.read_host = lambda: cores.Host([cores.Core(0, cpu) for cpu in range(usable)], set(), None)

@@ -1,7 +1,7 @@
-"""`python -m zshard run`: what torchrun is given, and what a rank is before its program starts.
+"""`python -m zshard run`: torchrun's arguments, and a rank's state before its program starts.
 
-A launch costs seconds of torch's import, so what is decided before that is tried in this process,
-the command of a rank without torchrun, and two launches show the rest.
+A launch costs seconds of torch's import, so decisions before it are tested in this process, the
+command of a rank without torchrun, and two launches test the rest.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_invalid_options_are_refused_early(
 def given(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple]:
-    """(arguments that torchrun runs with, its OMP_NUM_THREADS, what was said) of a command line."""
+    """Return (torchrun's arguments, its OMP_NUM_THREADS, the output) for a command line."""
     for name in ("TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     runs: list = []
@@ -128,7 +128,7 @@ print(json.dumps([sys.argv[1:], sorted(os.sched_getaffinity(0)), __name__,
 
 @pytest.fixture
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
-    """What the command of a rank does in tmp_path, where "a script.py" reports."""
+    """Run a rank's command in tmp_path, where "a script.py" reports."""
     (tmp_path / "a script.py").write_text(REPORT)
 
     def start(*words: str, shares: tuple = (Share([0], []),), of: int = 0, **how: bool) -> Done:
@@ -154,7 +154,7 @@ def test_a_script_gets_its_share_and_its_arguments(
     assert (done.returncode, done.stderr) == (0, "")
     report = json.loads(done.stdout)
     assert report[:3] == [words, [last], "__main__"]
-    assert report[3] == ["-u", "a script.py"]  # nothing tells that it was started in another way
+    assert report[3] == ["-u", "a script.py"]  # looks like a direct start
     assert Path(report[4]) == tmp_path or report[4] == ""
     assert report[5] is False
 
@@ -167,7 +167,7 @@ def test_a_module_and_a_program(started: Callable[..., Done], tmp_path: Path) ->
     report = json.loads(started("pkg", "-x", module=True).stdout)
     assert report[0] == ["-x"] and report[2:4] == ["__main__", ["-u", "-m", "pkg"]]
     done = started("sh", "-c", 'echo "$1"; kill -PIPE $$', "sh", "a  b", no_python=True)
-    assert done.stdout == "a  b\n" and done.returncode == -13  # Python alone ignores SIGPIPE
+    assert done.stdout == "a  b\n" and done.returncode == -13  # only Python ignores SIGPIPE
 
 
 def test_exit_statuses_and_tracebacks_are_the_programs(
@@ -230,7 +230,7 @@ def test_an_unknown_machine_has_no_policy(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def run(folder: Path, *words: str, **more: str) -> Done:
-    """`python -m zshard run` in a folder, without an OMP_NUM_THREADS of this process."""
+    """Run `python -m zshard run` in a folder, without this process's OMP_NUM_THREADS."""
     env = {**os.environ, "PYTHONPATH": _python_path(), **more}
     if "OMP_NUM_THREADS" not in more:
         env.pop("OMP_NUM_THREADS", None)
@@ -254,7 +254,7 @@ def test_two_ranks_see_their_shares_and_arguments(tmp_path: Path) -> None:
         return
     assert not cores[0] & cores[1]
     assert [len(each) for each in cores] == [int(report[1]) for report in reports]
-    assert "Setting OMP_NUM_THREADS" not in done.stderr  # torchrun's own words
+    assert "Setting OMP_NUM_THREADS" not in done.stderr  # torchrun's message
 
 
 def test_a_module_that_fails_on_one_rank(tmp_path: Path) -> None:
