@@ -1,7 +1,7 @@
-"""Tensors that modules keep by get_extra_state(), as those of 8-bit training do, in checkpoints.
+"""Tensors that modules save by get_extra_state(), as in 8-bit training, in checkpoints.
 
-set_extra_state() may do with a tensor what it likes, so it gets one that has its values,
-when all that is loaded has been checked.
+set_extra_state() may do anything with a tensor, so it gets one with its values, after everything
+that is loaded has been checked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zshard import FSDP
 
 
 class Scaled(nn.Linear):
-    """Its extra state is a tensor of bytes, of which it computes something when it is loaded."""
+    """Its extra state is a tensor of bytes, from which it computes something on loading."""
 
     def __init__(self):
         super().__init__(3, 3)

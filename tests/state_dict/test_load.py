@@ -1,7 +1,7 @@
 """zshard.load_state_dict: from every rank's state, or from rank 0's alone.
 
-The model is then what plain torch makes of the same state, to the bit, and goes on as
-one that was loaded so; what does not fit is one error on all ranks, and nothing has changed.
+The result is bit-identical to plain torch's with the same state, and training continues in the same
+way. Mismatches are the same error on all ranks, and change nothing.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def given_to(rank, state):
-    """What `rank` passes to load_state_dict(from_rank0=True)."""
+    """Return the argument of `rank` for load_state_dict(from_rank0=True)."""
     return state if rank == 0 else None
 
 
 def state_of(build, seed=7):
-    """A plain model's state; its whole numbers are none that a model begins with."""
+    """Return a plain model's state; its integers differ from a new model's."""
     state = make(build, seed).state_dict()
     return type(state)((k, v + 3 if not v.is_floating_point() else v) for k, v in state.items())
 
 
 def loaded(name, combination, from_rank0):
-    """What differs from the state that was loaded; a second load gives the same."""
+    """Return what differs from the state that was loaded; a second load gives the same."""
     model, rank = sharded(name, combination), dist.get_rank()
     state = state_of(CASES[name].make)
     given = given_to(rank, state) if from_rank0 else state
@@ -57,7 +57,7 @@ def test_values_equal_the_state(pool, name, from_rank0):
 
 
 def continued(strategy, options, in_backward):
-    """What differs, after some training, from a model that was loaded by nn.Module's method."""
+    """Return what differs, after some training, from a model that nn.Module's method loaded."""
     states, state, case = [], state_of(Net), CASES["net"]
     for streamed in (False, True):
         model = FSDP(make(Net), strategy=strategy, auto_wrap_policy=case.policy, **options())
@@ -112,7 +112,7 @@ def test_training_continues_in_groups(pool4, strategy):
 
 
 def parts():
-    """Units by hand below a module that is none; and a model whose outer part is wrapped later."""
+    """Units by hand below a plain module; and a model whose outer part is wrapped later."""
     state = state_of(Stack)
     model = make(Stack)
     for block in model.blocks:
@@ -159,10 +159,10 @@ def test_in_a_world_of_one():
 
 
 def bytes_of_loading(transport):
-    """(most extra bytes on this rank, bytes of the whole model)"""
+    """Return (most extra bytes on this rank, bytes of the full model)."""
     model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(8)])
     model = FSDP(model, transport=transport, auto_wrap_policy={nn.Linear})
-    model.load_state_dict(model.state_dict())  # so that all its pages are there
+    model.load_state_dict(model.state_dict())  # touch all its pages
     state = given_to(dist.get_rank(), model.state_dict())
     zshard.load_state_dict(model, state, from_rank0=True)
     trim()
@@ -182,7 +182,7 @@ def test_peak_memory_is_a_few_chunks(pool2, transport):
 
 
 def spoiled(what):
-    """(the state that rank 0 passes, what rank 1 passes, names that have to be missed)."""
+    """Return (rank 0's state, rank 1's, names that must be missing)."""
     state = state_of(Stack)
     other = None
     if what == "missing":
@@ -238,7 +238,7 @@ WRONG = {
 
 
 def refused(what, combination):
-    """(message, what has changed, can it be loaded afterwards?)"""
+    """Return (message, what has changed, can it be loaded afterwards?)."""
     model, rank = wrapped(Stack, combination), dist.get_rank()
     before = copy.deepcopy(model.state_dict())
     state, other = spoiled(what)
@@ -259,7 +259,7 @@ def test_mismatches_are_errors_on_all_ranks(pool2, what):
 
 
 def all_at_once():
-    """All that is wrong is listed, where one rank alone has it too."""
+    """All problems are listed, including those on one rank alone."""
     model, rank = wrapped(Stack, ("full_shard", "shm")), dist.get_rank()
     before = copy.deepcopy(model.state_dict())
     state = state_of(Stack)
@@ -294,7 +294,7 @@ def test_a_model_without_units_is_refused():
 
 
 def other_tensors():
-    """A load hook that takes another tensor on one rank."""
+    """A load hook replaces a tensor on one rank."""
     model = wrapped(Stack, ("full_shard", "shm"))
 
     def other(state, prefix, *_):
@@ -318,7 +318,7 @@ def test_ranks_that_would_load_different_tensors(pool2):
 
 
 class Extra(nn.Linear):
-    """It has extra state, an old name, and something to do after it was loaded."""
+    """It has extra state, an old name, and a post hook."""
 
     def __init__(self):
         super().__init__(5, 3)
@@ -384,7 +384,7 @@ def test_hook_that_reads_values(pool2):
 
 
 def old_batch_norm():
-    """nn.Module's own old versions: no counter, and no `_metadata` that says so."""
+    """nn.Module's own old versions: no counter, and no `_metadata` with a version."""
     state = state_of(CASES["conv"].make)
     old = {k: v for k, v in state.items() if not k.endswith("num_batches_tracked")}
     model = sharded("conv", ("full_shard", "shm"))

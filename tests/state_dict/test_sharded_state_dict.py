@@ -1,7 +1,7 @@
 """State dicts of shards: SHARDED_STATE_DICT and LOCAL_STATE_DICT.
 
-What one rank saved is right on the rank that has the same shards, and an error that
-changes nothing anywhere else.
+A rank's state dict loads on the rank that has the same shards; anywhere else it is an error that
+changes nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHARDED = [c for c in COMBINATIONS if c[0] != "no_shard"]
 
 
 def local_state(model, kind="SHARDED_STATE_DICT", config=None):
-    """This rank's state dict, and how many collectives that took."""
+    """Return this rank's state dict, and how many collectives that took."""
     with FSDP.state_dict_type(model, kind, config), Collectives() as seen:
         state = model.state_dict()
     return state, seen.gathers
@@ -45,7 +45,7 @@ def load_slices(model, state):
 
 
 def saved_and_loaded(name, combination, folder):
-    """By torch.save on each rank; what differs after loading into a model with other values."""
+    """torch.save on each rank; return what differs after loading into a model with other values."""
     case, rank = CASES[name], dist.get_rank()
     model = wrapped(case.make, combination, auto_wrap_policy=case.policy)
     expected = model.state_dict()
@@ -54,7 +54,7 @@ def saved_and_loaded(name, combination, folder):
         assert gathers == 0
         for key, param in model.named_parameters():
             info = zshard.shard_info(param)
-            if info is None:  # no_shard: this rank has it whole
+            if info is None:  # no_shard: this rank has it in full
                 assert_same(state[key], expected[key], key)
                 continue
             begin, end = info["begin"], info["begin"] + info["numel"]
@@ -102,7 +102,8 @@ def test_in_groups(pool4, strategy):
 
 
 def left_whole():
-    """After a forward that leaves units whole, in another dtype; and where a script holds them."""
+    """After a forward that leaves units unsharded, in another dtype; and where a script has called
+    unshard()."""
     precision = MixedPrecision(param_dtype=torch.bfloat16)
     model = wrapped(Stack, ("shard_grad_op", "c10d"), mixed_precision=precision)
     expected = model.state_dict()
@@ -150,7 +151,7 @@ def test_buffers_and_ignored_parameters_are_full(pool2):
 
 
 class Even(nn.Module):
-    """Its cut gives both ranks shards of one size, each unit some pages long."""
+    """Both ranks get shards of one size; each unit has several pages."""
 
     def __init__(self, width=64):
         super().__init__()
@@ -162,7 +163,7 @@ class Even(nn.Module):
 
 
 def refused(what):
-    """(message, has anything changed) of loading shards that are not this rank's."""
+    """Return (message, has anything changed) of loading shards of another rank."""
     rank, model = dist.get_rank(), wrapped(Even, ("full_shard", "shm"), auto_wrap_policy=None)
     state, _ = local_state(model)
     before = copy.deepcopy(model.state_dict())
@@ -212,7 +213,7 @@ def test_shards_of_other_ranks_are_refused(pool2, what):
 
 
 def from_below():
-    """A load that begins at a module that is no unit asks its owners alone."""
+    """A load that starts at a plain module only calls the owners below it."""
     model = wrapped(Even, ("full_shard", "shm"), auto_wrap_policy=None)
     with FSDP.state_dict_type(model, "LOCAL_STATE_DICT"):
         state = model.first.state_dict()
@@ -237,7 +238,7 @@ def test_destination_must_accept_the_records(pool2):
 
 
 def whole_within():
-    """Whole tensors are taken in the context as well."""
+    """Full tensors are accepted in the context as well."""
     model, other = wrapped(Stack, ("full_shard", "shm")), make(Stack, seed=3)
     load_slices(model, other.state_dict())
     return differences(model.state_dict(), other.state_dict())
@@ -255,7 +256,7 @@ def test_single_rank_saves_full_tensors():
 
 
 def saved_by_dcp(folder):
-    """Each rank's shards are plain tensors of the same names, of which dcp would keep one rank's."""
+    """Each rank's shards are plain tensors under the same names; dcp would keep one rank's."""
     model = wrapped(Stack, ("full_shard", "shm"))
     state, _ = local_state(model)
     with pytest.raises(CheckpointException, match=r"given this rank's shard of 'model\."):

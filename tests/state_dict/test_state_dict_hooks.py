@@ -1,6 +1,7 @@
-"""What the user puts into saving and loading: hooks and methods see whole tensors, or an error.
+"""User code in saving and loading: hooks and methods see full tensors, or raise.
 
-A hook works on a sharded model as on its plain twin, put there before or after it.
+A hook works on a sharded model as on its plain twin, whether it was registered before or after
+wrapping.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ EARLY = pytest.mark.parametrize("early", [True, False], ids=["before wrapping", 
 
 
 def with_hooks(register, early, policy):
-    """A sharded Net with the hooks that `register(model)` puts on it, before or after wrapping."""
+    """Return a sharded Net with the hooks that `register(model)` adds, before or after wrapping."""
     model = make(Net)
     if early:
         register(model)
@@ -28,7 +29,7 @@ def with_hooks(register, early, policy):
 
 
 class Own(nn.Module):
-    """Saves and loads in its own way: transposed, under another name, if it is of that shape."""
+    """Saves and loads in its own format: transposed, under another name."""
 
     def __init__(self):
         super().__init__()
@@ -69,8 +70,8 @@ def test_user_defined_methods_see_full_tensors(pool2, policy):
 
 
 def shapes_in_hooks(early):
-    """{kind: {name: shape}} that hooks on each module see of its own entries; and a load, of which
-    the hooks double each value."""
+    """Return {kind: {name: shape}} that hooks on each module see of its own entries; also load with
+    hooks that double each value."""
     seen = {"save": {}, "load": {}, "self": {}}
 
     def on_save(module, state, prefix, local_metadata):
@@ -104,7 +105,7 @@ def test_hooks_on_all_modules_see_full_shapes(pool2, early):
 
 
 class Positions(nn.Module):
-    """Takes positions of another number, as vision models do."""
+    """Accepts a different number of positions, as vision models do."""
 
     def __init__(self, n=12):
         super().__init__()
@@ -118,7 +119,7 @@ class Positions(nn.Module):
         if given.shape != module.table.shape:
             n = module.table.size(0)
             state[prefix + "table"] = given[:n] if len(given) > n else given.repeat(2, 1)[:n]
-        if prefix + "more" not in state:  # an older file: it keeps what it has
+        if prefix + "more" not in state:  # an older file: it keeps its values
             state[prefix + "more"] = module.more.data
 
     def forward(self, x):
@@ -143,7 +144,8 @@ def test_load_hook_may_read_shapes(pool2):
 
 
 def values_in_a_load_hook(ask):
-    """The error of a load hook that asks for what is not there, and that nothing has changed."""
+    """Return the error of a load hook that reads missing values, and whether nothing has
+    changed."""
     asks = {
         "clone": lambda param, given: param.clone(),
         "copy_": lambda param, given: param.data.copy_(given),
@@ -175,7 +177,7 @@ def test_load_hook_that_reads_values_is_an_error(pool2, ask):
 
 
 def patched_methods():
-    """Methods that the user put on instances, and which call the old ones, as PEFT does."""
+    """Methods that the user replaced on instances, and which call the old ones, as PEFT does."""
     model, plain = make(Net), make(Net)
     for each in (model, plain):
         old, blocks, save = each.state_dict, each.blocks.state_dict, each.norm._save_to_state_dict
@@ -198,7 +200,7 @@ def test_patched_methods_get_full_tensors(pool2):
 
 
 class OwnLoad(nn.Linear):
-    """A load_state_dict of its own, of fewer arguments."""
+    """A load_state_dict of its own, with fewer arguments."""
 
     def load_state_dict(self, state_dict, strict=True):
         return super().load_state_dict({k.removeprefix("own."): v for k, v in state_dict.items()})

@@ -1,4 +1,4 @@
-"""state_dict() and load_state_dict() of parts of a model: those of the plain model's parts."""
+"""state_dict() and load_state_dict() of submodules equal those of the plain model's submodules."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ FULL = ("full_shard", "shm")
 
 
 def every_part(name, combination):
-    """What differs between the state of each module and that of its plain twin; and after each was
-    loaded with other values, the whole model from its twin."""
+    """Return what differs between the state of each module and that of its plain twin; and after
+    each was loaded with other values, what differs between the models."""
     model, (plain, other) = sharded(name, combination), [make(CASES[name].make, s) for s in (1, 2)]
     found = []
     for (where, part), twin in zip(model.named_modules(), plain.modules(), strict=True):
@@ -54,7 +54,8 @@ def test_submodules_on_more_ranks(pool):
 
 
 def gathers(name, policy):
-    """How often a unit is gathered for the state of the model, of a list in it, and of one layer."""
+    """Return how often a unit is gathered for the state of the model, of a list in it, and of one
+    layer."""
     model, counts = FSDP(make(CASES[name].make), auto_wrap_policy=policy), []
     method = stand_ins.UnitParams.copies
 
@@ -83,7 +84,7 @@ def test_unit_is_gathered_once_per_call(pool2):
 
 
 def copies_of_a_part():
-    """A copied part is a plain module, with what it has; its shards are not pickled."""
+    """A copied submodule is plain, with its attributes; its shards are not pickled."""
     model = wrapped(Net, FULL, auto_wrap_policy=None)
     found = []
     for part in (model.norm, model.blocks[0], model.blocks):
@@ -102,7 +103,7 @@ def test_copied_submodules_are_plain(pool2):
 
 
 def tied_too_late(how):
-    """What state_dict() raises after a parameter got another place."""
+    """Return the error of state_dict() after a parameter got another place."""
     model = wrapped(Net, FULL, auto_wrap_policy={Nested})
     if how == "tied":
         model.head.weight = model.embed.weight

@@ -1,6 +1,6 @@
 """zshard under Accelerate: the same training as with its own DDP, saved, resumed and misused.
 
-Each test runs the real package on two ranks, once as it is and once with
+Each test runs the real package on two ranks, once unchanged and once with
 `zshard.accelerate.shard`, and compares.
 """
 
@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def compare(kind: str, strategy: str) -> tuple[bool, float]:
-    """Whether losses are bit-identical to DDP's; how far parameters are apart at the end."""
+    """Return whether losses are bit-identical to DDP's, and the final difference of parameters."""
     arguments, options = KINDS[kind]
     found = []
     for each in (None, strategy):
@@ -81,7 +81,7 @@ def test_a_dynamo_backend_compiles_the_sharded_model(pool: RankPool) -> None:
 
 
 def uneven() -> tuple[int, bool]:
-    """Batches of this rank, and whether all ranks have the same parameters at the end."""
+    """Return this rank's batches, and whether all ranks have the same parameters at the end."""
     forget_accelerate()
     accelerator = zshard.accelerate.shard(accelerate.Accelerator(cpu=True))
     model = small_model()
@@ -171,7 +171,7 @@ def test_a_pickled_checkpoint_of_ddp_loads(pool: RankPool, tmp_path: Path) -> No
 
 
 def hooked(folder: str) -> tuple[list[str], bool]:
-    """The names that a hook of the script was given, and whether its checkpoint loads."""
+    """Return the names that a script's hook got, and whether its checkpoint loads."""
     run = Run()
     run.epoch()
     seen: list[str] = []
@@ -339,7 +339,7 @@ def test_misuse_names_the_remedy(pool2: RankPool, name: str) -> None:
 
 
 def prepared_by_hand() -> str:
-    """FSDP() by the script, with its own strategy, before prepare()."""
+    """The script calls FSDP() with its own strategy, before prepare()."""
     forget_accelerate()
     accelerator = zshard.accelerate.shard(accelerate.Accelerator(cpu=True))
     model = FSDP(small_model(), strategy="zero2")
@@ -357,7 +357,8 @@ def test_model_sharded_before_prepare_stays_unchanged(pool: RankPool) -> None:
 
 
 def frozen() -> list[list[float]]:
-    """Losses with a frozen layer, and with an optimizer that is prepared before the model."""
+    """Return losses with a frozen layer, and with an optimizer that is prepared before the
+    model."""
     found = []
     for strategy in (None, "full_shard"):
         forget_accelerate()
@@ -393,8 +394,9 @@ ACCUMULATED = ["test_gradient_accumulation", "test_gradient_accumulation_with_op
 
 
 def own_script(name: str, strategy: str) -> None:
-    """Run a script of accelerate.test_utils with every Accelerator that it makes sharding."""
-    # test_ops does not ask for CPUs, and would run on one rank. No rank may end before all have met.
+    """Run a script of accelerate.test_utils with sharding in every Accelerator that it creates."""
+    # test_ops does not request CPUs, and would run on one rank. No rank may exit before all have
+    # connected.
     assert accelerate.PartialState(cpu=True).num_processes == 2
     torch.distributed.barrier()
     initialize = accelerate.Accelerator.__init__
@@ -406,11 +408,11 @@ def own_script(name: str, strategy: str) -> None:
             zshard.accelerate.shard(self, strategy=strategy)
 
     accelerate.Accelerator.__init__ = sharding
-    if strategy != "no_shard":  # it compares parameters and gradients with those of a plain model
+    if strategy != "no_shard":  # it compares parameters and gradients with a plain model's
         torch.allclose = of_full_tensors(torch.allclose)
         torch.testing.assert_close = of_full_tensors(torch.testing.assert_close)
     module = importlib.import_module(f"accelerate.test_utils.scripts.{name}")
-    if name == "test_sync":  # what its main() runs on GPUs alone
+    if name == "test_sync":  # its main() runs this on GPUs only
         for function in ACCUMULATED:
             for asked in range(8):
                 split, dispatched, each = (bool(asked & bit) for bit in (1, 2, 4))
@@ -449,7 +451,7 @@ print(f"trained under {accelerator.distributed_type.value}\\n", end="")
 """
 
 
-LAUNCHES = {  # `accelerate launch --cpu` starts one process, whatever --num_processes says
+LAUNCHES = {  # `accelerate launch --cpu` starts one process, whatever --num_processes is
     "accelerate launch": (["accelerate.commands.launch", "--cpu"], "NO", 1),
     "torchrun": (["torch.distributed.run", "--standalone", "--nproc-per-node=2"], "MULTI_CPU", 2),
 }

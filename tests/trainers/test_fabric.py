@@ -1,7 +1,7 @@
 """Lightning's Fabric with strategy="zshard" trains as with its own strategy="ddp".
 
-As in test_lightning.py, the same loop runs with both strategies, and its losses,
-weights and optimizer states are compared.
+As in test_lightning.py, the same loop runs with both strategies, and its losses, weights and
+optimizer states are compared.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Net(nn.Module):
 
 
 def train(world: int, strategy: Any, options: dict[str, Any]) -> Any:
-    """Losses, weights and optimizer state of eight batches, in windows of three; options: precision,
-    together (set up the optimizer with the module), clip, save, load, meta."""
+    """Return losses, weights and optimizer state of eight batches, in windows of three; options:
+    precision, together (set up the optimizer with the module), clip, save, load, meta."""
     seed_everything(3, verbose=False)
     if isinstance(strategy, dict):
         strategy = ZShardFabricStrategy(**strategy)
@@ -104,7 +104,7 @@ def test_clipping_by_norm() -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of the same run: DDP's, and zshard's of both kinds."""
+    """Checkpoints of the same run: DDP's, and both kinds of zshard's."""
     folder = tmp_path_factory.mktemp("fabric")
     kinds = (("ddp", "ddp"), ("full", "zshard"), ("sharded", SHARDED))
     runs = [on_ranks(train, 2, each, {"save": str(folder / name)}) for name, each in kinds]

@@ -1,8 +1,8 @@
 """Lightning's Trainer with strategy="zshard" trains as with its own strategy="ddp".
 
-Each test runs a function on ranks twice, with each of the two strategies, and compares
-what a user could see of them: losses, logged values, weights, checkpoints. They are equal to the
-bit, but for the norm that gradients are clipped by.
+Each test runs a function on ranks twice, with each of the two strategies, and compares what a user
+could see: losses, logged values, weights, checkpoints. They are bit-identical, except for the norm
+for gradient clipping.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def fit(world: int, strategy: Any, model: str, options: dict[str, Any], *args: Any) -> Any:
-    """Losses, metrics, test results, predictions and weights."""
+    """Return losses, metrics, test results, predictions and weights."""
     net = MODELS[model](*args)
     made = trainer(strategy, world, **options)
     made.fit(net, data(), data(16))
@@ -81,7 +81,7 @@ def fit(world: int, strategy: Any, model: str, options: dict[str, Any], *args: A
 
 
 def fit_and_save(world: int, strategy: Any, folder: str) -> Any:
-    """Losses and weights of two epochs, with a checkpoint after each second step."""
+    """Return losses and weights of two epochs, with a checkpoint after every second step."""
     net = Net()
     kept = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1, filename="{step}")
     made = trainer(
@@ -92,7 +92,7 @@ def fit_and_save(world: int, strategy: Any, folder: str) -> Any:
 
 
 class Kill(Callback):
-    """The second rank is killed in the second epoch."""
+    """Kills the second rank in the second epoch."""
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         if trainer.global_rank == 1 and trainer.global_step == 10:
@@ -155,7 +155,7 @@ def watched(world: int, strategy: Any, folder: str) -> Any:
 
 
 class Table(ModelSummary):
-    """Keeps what it would print."""
+    """Keeps its output instead of printing it."""
 
     printed: tuple[Any, ...] = ()
 
@@ -173,7 +173,7 @@ def table(world: int, strategy: Any) -> Any:
 
 
 def summarized(world: int, strategy: Any) -> Any:
-    """What summarize() says before and after fit()."""
+    """Return summarize()'s output before and after fit()."""
     net, found = Net(), []
     net.blocks[1].requires_grad_(False)
     for fits in (False, True):
@@ -200,7 +200,7 @@ def own_adamw(world: int, strategy: Any, accumulate: int) -> Any:
 
 
 def early_optimizer(world: int, strategy: Any) -> Any:
-    """Two groups, of parameters as they are before anything is sharded."""
+    """Return an optimizer with two groups, of parameters before sharding."""
     net = Net()
     groups = [[p for p in net.parameters() if (p.ndim > 1) is big] for big in (True, False)]
     made = torch.optim.AdamW([{"params": group} for group in groups], lr=0.05)
@@ -227,7 +227,7 @@ def save_alone(world: int, strategy: Any, path: str) -> Any:
 
 
 def message_of(world: int, strategy: Any, model: str, options: dict[str, Any], *args: Any) -> str:
-    """The text of the error that fit() raises."""
+    """Return the text of fit()'s error."""
     made = trainer(strategy, world, **options)
     try:
         made.fit(MODELS[model](*args), data())
@@ -341,7 +341,7 @@ def test_the_summary_counts_full_parameters() -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of checkpoints of the same run: DDP's, and zshard's of both kinds."""
+    """Checkpoint folders of the same run: DDP's, and both kinds of zshard's."""
     folder = tmp_path_factory.mktemp("saved")
     runs = [
         on_ranks(fit_and_save, 2, each, str(folder / name))
@@ -427,7 +427,7 @@ if __name__ == "__main__":
 
 
 def launched(folder: Path, strategy: Any, model: str = "Net()", devices: int = 2) -> Any:
-    """Run a script that starts its ranks itself: (returncode, stderr, what it saved)."""
+    """Run a script that starts its ranks itself; return (returncode, stderr, what it saved)."""
     lib, out = str(Path(__file__).parents[1] / "lib"), folder / "out.pt"
     (folder / "script.py").write_text(
         SCRIPT.format(lib=lib, strategy=strategy, model=model, devices=devices, out=str(out))

@@ -1,7 +1,7 @@
 """zshard under TRL's trainers: fine-tuning and preferences, as with their own DDP.
 
-TRL's trainers are Trainers that replace a model's forward by one that uses the
-weights of `lm_head` without calling it: what is sharded has to be chosen accordingly.
+TRL's trainers are Trainers that replace a model's forward by one that uses the weights of `lm_head`
+without calling it: the choice of units must allow for that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from zshard import FSDP
 
 
 def make(kind: str, folder: str, strategy: str | None, model: Any = None, **more: Any) -> Any:
-    """An SFTTrainer or DPOTrainer, of TRL as it is if `strategy` is None."""
+    """Return an SFTTrainer or DPOTrainer, unchanged if `strategy` is None."""
     new_run()
     trainer, config = {"sft": (SFTTrainer, SFTConfig), "dpo": (DPOTrainer, DPOConfig)}[kind]
     if strategy is not None:
@@ -84,7 +84,7 @@ def test_training_matches_ddp(
 
 
 def references(folder: str) -> tuple[bool, bool]:
-    """The reference model is sharded, and follows the model where it is synchronized."""
+    """The reference model is sharded, and follows the model when it is synchronized."""
     found = []
     for strategy in (None, "full_shard"):
         sync = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
@@ -118,7 +118,7 @@ def test_resumed_run_has_the_same_losses(pool: RankPool, tmp_path: Path, trainer
 
 
 def adapted(trainer: str, folder: str) -> bool:
-    """With a LoRA config of PEFT; the reference of DPO is then the model without the adapter."""
+    """With a LoRA config of PEFT; DPO's reference is then the model without the adapter."""
     from peft import LoraConfig
 
     found = []

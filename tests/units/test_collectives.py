@@ -1,7 +1,6 @@
-"""How many collectives a step takes, and when the gathers begin.
+"""The number of collectives per step, and when gathers start.
 
-Over c10d each collective is an operation of torch that its profiler sees. (Over shm
-there are none.)
+Over c10d each collective is a torch operation that the profiler records. (Over shm there are none.)
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ WIDTH = 64
 
 
 class Rooted(nn.Module):
-    """Blocks, and parameters of the root's own: as many units as the stack below has."""
+    """Blocks, and parameters of the root's own: as many units as the stack below."""
 
     def __init__(self):
         super().__init__()
@@ -56,7 +55,8 @@ def step(model, x):
 
 
 def counts(build, strategy):
-    """(gathers in forward, gathers in backward, exchanges of gradients) in one of the later steps."""
+    """Return (gathers in forward, gathers in backward, exchanges of gradients) in one of the later
+    steps."""
     model, x = wrap(build, strategy), batch()
     step(model, x)
     with Collectives() as forward:
@@ -102,7 +102,7 @@ BACKWARD = "AddmmBackward0"  # of its backward
 
 
 def order_of(options, by_hand=None):
-    """The order of gathers and computations in forward and in backward."""
+    """Return the order of gathers and computations in forward and in backward."""
     model, x = wrap(stack, **options), batch()
     if by_hand is not None:
         forward, backward = by_hand
@@ -144,7 +144,7 @@ OPTIONS = [
 
 
 class Winding(nn.Module):
-    """Blocks in another order at each step, one of them twice: no guess is right."""
+    """Blocks in a different order at each step, one of them twice: no prediction is right."""
 
     def __init__(self):
         super().__init__()
@@ -196,7 +196,7 @@ def test_prefetch_is_limited(pool2, options, ahead):
 
 
 def after_an_error():
-    """A backward that fails while a gather is under way: the next step has the right numbers."""
+    """A backward fails while a gather is in flight: the next step has correct results."""
     model, x = wrap(stack), batch()
     step(model, x)
     expected = [p.grad.clone() for p in model.parameters()]

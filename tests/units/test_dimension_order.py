@@ -1,7 +1,7 @@
-"""Parameters whose dimensions lie in another order in memory: channels_last, transposed.
+"""Parameters with another dimension order in memory: channels_last, transposed.
 
-The forward's kernels see strides, so a forward has the bits of DDP's if it finds those that
-the parameter had when it was wrapped. Shards, state dicts and files are row-major, whatever these are.
+Forward kernels see strides, so a forward is bit-identical to DDP's if it sees the strides from
+before wrapping. Shards, state dicts and files are row-major in any case.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ SEEN: dict[str, tuple[int, ...]] = {}
 
 
 class Seeing(nn.Module):
-    """Notes the strides that a forward finds; transposed weights, and a convolution of one pixel."""
+    """Records the strides that a forward sees; transposed weights, and a convolution of one
+    pixel."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +46,7 @@ def last():
 
 
 def run(model, optimizer):
-    """Losses of steps, of which one accumulates, and what an evaluation gives."""
+    """Return losses of steps, one of them with accumulation, and an evaluation's result."""
     rank, found = dist.get_rank(), []
     for step in range(3):
         optimizer.zero_grad()
@@ -61,7 +62,7 @@ def run(model, optimizer):
 
 
 def against_ddp(strategy, transport):
-    """What differs from DDP, in numbers and in strides, with a policy and without."""
+    """Return what differs from DDP, in numbers and in strides, with a policy and without."""
     plain = last()
     reference = ddp(plain)
     theirs = torch.optim.AdamW(reference.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""Hybrid strategies: sharded within groups of ranks, each group a copy of the model."""
+"""Hybrid strategies: sharded within groups of ranks, with one replica of the model per group."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ TRANSPORTS = ("shm", "c10d")
 
 
 def compare(name, strategy, transport, shape):
-    """(what differs in bits from no_shard over all ranks, largest difference of a parameter from DDP,
-    summed over its elements)."""
+    """Return (what differs in bits from no_shard over all ranks, largest difference of a parameter
+    from DDP, summed over its elements)."""
     case = CASES[name]
     plain = make(case.make, seed=1 + dist.get_rank())
     _, expected = trained_by_ddp(plain, case)
@@ -70,7 +70,7 @@ def test_mesh_of_one_row_or_column(pool, strategy, transport):
 
 
 def wrong_on_a_mesh(build, run, shape):
-    """{(strategy, transport): gradients that are not near the mean of the ranks'}."""
+    """Return {(strategy, transport): gradients that are not near the mean of the ranks'}."""
     expected = mean_grads(build, run)
     found = {}
     for combination in itertools.product((*HYBRIDS, "hybrid_full"), TRANSPORTS):
@@ -108,7 +108,7 @@ def test_memory_depends_on_the_shard_group(pool4):
 
 
 def by_groups():
-    """The same mesh as a pair of groups, as FSDP1 takes it."""
+    """The same mesh as a pair of groups, as in FSDP1."""
     shard, _ = dist.new_subgroups(2)
     rank = dist.get_rank()
     for column in ([0, 2], [1, 3]):
@@ -137,7 +137,7 @@ def test_the_norm_counts_each_gradient_once(pool4):
 
 
 def copies_within_hosts():
-    """Copies are made by shm, sums over c10d."""
+    """Shm makes copies, c10d sums."""
     with on_two_hosts():
         shard, _ = dist.new_subgroups(2)
         columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]

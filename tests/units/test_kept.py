@@ -1,7 +1,8 @@
-"""zero1, hybrid_full, a number of ranks to reshard to: a copy of the parameters stays between steps.
+"""zero1, hybrid_full, a number of ranks to reshard to: a copy of the parameters stays between
+steps.
 
-Whoever keeps what, the bits are those of full_shard; and how often a copy is renewed
-is counted by watching the collectives of the ranks that have the same part of it.
+Whatever is kept, results are bit-identical to full_shard. The collectives of the ranks that have
+the same secondary shard show how often it is refreshed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def groups_for(strategy, shape):
 
 
 def compare(name, strategy, shape, precision=None):
-    """What differs in bits from full_shard over shm."""
+    """Return what differs in bits from full_shard over shm."""
     options = {"mixed_precision": precision}
     losses, state = trained(wrap(name, "full_shard", transport="shm", **options), name)
     model = wrap(name, strategy, **groups_for(strategy, shape), **options)
@@ -92,8 +93,8 @@ def step(model, optimizer, x):
 
 
 def renewals(strategy, shape):
-    """How many gathers a step takes, an accumulation's second backward, an evaluation, and a forward
-    after a change that no counter of torch sees; what the last one gives."""
+    """Return how many gathers these take: a step, an accumulation's second backward, an evaluation,
+    and a forward after a change that no counter of torch records; and the last one's result."""
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
     options = {"transport": "c10d", "auto_wrap_policy": {nn.Linear}, **groups_for(strategy, shape)}
     model = FSDP(model, strategy=strategy, **options)
@@ -115,15 +116,15 @@ def renewals(strategy, shape):
     with torch.no_grad():
         before = model(x)
         for param in model.parameters():
-            param.data.mul_(2)  # no version is counted
+            param.data.mul_(2)  # no version counter records this
         after = counted(lambda: model(x))
     return counts, torch.equal(before, after)
 
 
 @pytest.mark.parametrize("strategy", KEEPING)
 def test_copy_is_refreshed_once_per_change(pool4, strategy):
-    # zero1 has everything; with hybrid_full forward gathers the 4 units within the group, backward
-    # all but the last.
+    # zero1 keeps everything; with hybrid_full forward gathers the 4 units within the group,
+    # backward all but the last.
     forward, backward = (0, 0) if strategy == "zero1" else (4, 3)
     passes = forward + backward
     for counts, same in pool4.run(renewals, strategy, (2, 2)):
@@ -146,7 +147,7 @@ def test_frozen_parameters_are_gathered_once(pool2):
 
 
 def changed_in_place():
-    """A forward that writes to whole parameters is an error; the values are then those before."""
+    """A forward that writes to full parameters is an error; their values are then restored."""
 
     class Writer(nn.Linear):
         write = True
@@ -205,7 +206,7 @@ def test_over_shm_nothing_is_kept(pool4, strategy):
 
 
 def kept_on_hosts(precision):
-    """The copy is read by shm."""
+    """Shm reads the copy."""
     with on_two_hosts():
         options = {"transport": None, "mixed_precision": precision}
         model = wrap("net", "hybrid_full", device_mesh=mesh_of(2, 2), **options)
@@ -224,7 +225,8 @@ def test_the_copy_is_read_by_shm_where_the_ranks_of_a_host_keep_it(pool4, precis
 
 
 def by_number(number):
-    """fully_shard(reshard_after_forward=number) of the layers alone: what differs from True."""
+    """fully_shard(reshard_after_forward=number) of the layers alone: return what differs from
+    True."""
     found = []
     for given in (True, number):
         model = make(Stack)

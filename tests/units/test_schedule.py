@@ -1,7 +1,7 @@
 """When units are gathered, resharded and reduced: csrc/schedule/, without memory, ranks or torch.
 
-The schedule is events in, actions out, so a C program (tests/c/test_schedule.c) plays
-both autograd and the engine, and random passes with failures in them are judged in a second.
+The schedule takes events and returns actions, so a C program (tests/c/test_schedule.c) plays both
+autograd and the engine, and checks random passes with failures in a second.
 """
 
 import re

@@ -1,5 +1,5 @@
-"""The face of FSDP(model): what it takes (test_errors.py has what it refuses), what the model is
-afterwards, and what it tells about itself."""
+"""The interface of FSDP(model): its arguments (test_errors.py has the refusals), the wrapped model,
+and what it reports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FULL = ("full_shard", "shm")
 
 
 def units(model):
-    """{name: strategy} of a model's units, parents first."""
+    """Return {name: strategy} of a model's units, parents first."""
     return {
         m._zshard_state.unit.name: m._zshard_state.unit.strategy for m in FSDP.fsdp_modules(model)
     }
@@ -120,7 +120,8 @@ def test_one_unit_may_differ_in_its_strategy():
 
 
 def ignored(how):
-    """(infos, units) where a module or a parameter is left alone, and its gradient after a pass."""
+    """Return (infos, units) where a module or a parameter is ignored, and its gradient after a
+    pass."""
     model = make(Net)
     ignored = {
         "modules": {"ignored_modules": [model.blocks[1]]},
@@ -163,7 +164,7 @@ def test_ignored_modules_stay_unchanged(pool2, how):
 
 
 class WithExtras(Net):
-    """A class with things of its own."""
+    """A class with attributes and methods of its own."""
 
     kind = "extra"
 
@@ -264,7 +265,7 @@ def test_user_hooks_surround_the_forward():
 
 
 def whole_in_hooks():
-    """The weight's shape in users' forward hooks, set before or after wrapping."""
+    """Return the weight's shape in users' forward hooks, set before or after wrapping."""
     shapes = []
 
     def look(module, *_):
@@ -365,12 +366,12 @@ def test_summary_lists_the_units(pool2):
 
 
 def units_table(model):
-    """The first table of a summary; that of memory follows."""
+    """Return the first table of a summary; the table of memory follows it."""
     return model.summary().split("\n\n")[0]
 
 
 def summary_sizes():
-    """The last line of a summary, and what it should say."""
+    """Return the last line of a summary, and the expected one."""
     model = wrapped(lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), FULL,
                     auto_wrap_policy={nn.Linear})  # fmt: skip
     return units_table(model).splitlines()[-1]

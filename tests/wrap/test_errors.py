@@ -1,8 +1,9 @@
-"""Bad input: each mistake is a Python exception of the right type that names the thing and the fix.
+"""Invalid input: each mistake raises a Python exception of the right type that names the argument
+and the remedy.
 
-A message is part of the interface, so each test names the words that must be in it.
-What concerns one process is tried in a world of one; what concerns ranks that differ must be the
-same error on every rank, since a rank that goes on alone would hang.
+A message is part of the interface, so each test checks for its words. Errors of one process are
+tested in a world of one; where ranks differ, the error must be the same on every rank, since a rank
+that continued alone would hang.
 """
 
 import os
@@ -20,7 +21,7 @@ from zshard import FSDP, DivergenceError
 
 
 def error_of(function, *args, **kwargs):
-    """(name of the exception's type, its message) of a call that must fail."""
+    """Return (name of the exception's type, its message) of a call that must fail."""
     try:
         function(*args, **kwargs)
     except Exception as error:
@@ -29,7 +30,8 @@ def error_of(function, *args, **kwargs):
 
 
 def check(outcome, kind, *words):
-    """`outcome` is of `error_of`: the type is `kind`, and all `words` are in the message."""
+    """Check that the `outcome` of `error_of` has type `kind`, and that the message contains all
+    `words`."""
     name, message = outcome
     assert name == kind.__name__, f"{name}: {message}"
     missing = [word for word in words if word not in message]
@@ -92,7 +94,7 @@ def test_too_many_kinds_of_parameters():
 
 
 def test_wrapped_class_constructs_plain_modules():
-    """As containers do for a slice of themselves; the children stay the units that they are."""
+    """Containers do this when they are sliced; the children stay units."""
     model = FSDP(two_linears(), auto_wrap_policy={nn.Linear})
     assert type(type(model[0])(2, 2)) is nn.Linear
     part = model[:1]
@@ -215,7 +217,7 @@ def test_environment_of_a_single_rank(monkeypatch):
 
 
 def wrap_here(**kwargs):
-    """Whatever comes of wrapping on this rank."""
+    """Return the outcome of wrapping on this rank."""
     model = two_linears()
     return error_of(lambda: FSDP(model, **kwargs))
 
@@ -237,7 +239,7 @@ def test_bad_settings_are_errors_on_every_rank(variables, words):
 
 
 def different(what, model):
-    """Changes `model` on the rank that is to be the odd one."""
+    """Change `model` on the rank that should differ."""
     if what == "shape":
         model[1] = nn.Linear(3, 5)
     elif what == "dtype":
@@ -262,7 +264,7 @@ def different(what, model):
 
 
 def wrap_different(what, transport):
-    """Wraps a model that is another one on the last rank; then an equal one, which must work."""
+    """Wrap a model that differs on the last rank; then an equal one, which must work."""
     torch.manual_seed(0)
     model, kwargs = two_linears(), {"auto_wrap_policy": {nn.Linear}, "transport": transport}
     if dist.get_rank() == dist.get_world_size() - 1:
@@ -314,7 +316,8 @@ STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 
 
 def change_and_use(what, strategy):
-    """What a wrapped model's next forward says to a change; and the output after it is undone."""
+    """Return the next forward's error about a change to a wrapped model; and the output after the
+    change is undone."""
     torch.manual_seed(0)
     x = torch.ones(1, 2)
     model = two_linears()

@@ -1,4 +1,4 @@
-"""An integration adds to sharding what it registers, without a word of it in the core."""
+"""An integration adds to sharding through the registry, without changes to the core."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zshard.wrap.tree import ParamRef
 
 
 class Scaled(nn.Linear):
-    """A layer of a library: its weight has a scale that is no parameter."""
+    """A library's layer: its weight has a scale that is not a parameter."""
 
     def __init__(self, scale: float = 2.0) -> None:
         super().__init__(4, 4, bias=False)
@@ -30,7 +30,7 @@ class Scaled(nn.Linear):
 
 
 class Fake(Extension):
-    """What such a library needs."""
+    """The extension that such a library needs."""
 
     def methods(self, original: type[nn.Module]) -> dict[str, Any]:
         return {"describe": lambda model: "sharded"} if issubclass(original, Scaled) else {}

@@ -66,7 +66,7 @@ def test_context_is_per_thread() -> None:
 
 
 def wait_for_a_rank_that_does_not_come(transport: str) -> str:
-    """Rank 0's backward waits for rank 1, which sleeps: the message, or "" on rank 1."""
+    """Rank 0's backward waits for rank 1, which sleeps: return the message, or "" on rank 1."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for i, layer in enumerate(model):
         model[i] = FSDP(layer, transport=transport, timeout=1.0)

@@ -1,4 +1,4 @@
-"""Models on the meta device: made real, initialised and sharded a unit at a time."""
+"""Models on the meta device: materialized, initialized and sharded one unit at a time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Embedding, blocks, a head that is tied to the embedding and comes before a last layer."""
+    """Embedding, blocks, a head that is tied to the embedding and precedes the last layer."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,8 @@ def plain_state(build, seed=5):
 
 
 def values(combination, seed_of_rank):
-    """(what differs from a plain model of rank 0's seed; is the tie still one; what differs after)."""
+    """Return (what differs from a plain model of rank 0's seed; whether the tie still exists; what
+    differs afterwards)."""
     strategy, transport = combination
     expected = plain_state(Model)
     model = on_meta(Model)
@@ -115,7 +116,8 @@ def by_hand():
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    # Each call initialises what it wraps: other numbers than the plain model's, none forgotten.
+    # Each call initializes what it wraps: other numbers than the plain model's, but none is
+    # missing.
     state = model.state_dict()
     assert state.keys() == expected.keys()
     return [name for name, value in state.items() if not value.isfinite().all()]
@@ -141,7 +143,7 @@ def test_only_rank_0_has_values(pool2):
 
 
 class Odd(nn.Module):
-    """A parameter and a buffer that no reset_parameters knows."""
+    """A parameter and a buffer that no reset_parameters covers."""
 
     def __init__(self):
         super().__init__()
@@ -190,7 +192,7 @@ class Flagged(nn.Module):
 
 
 def init_if_on_meta(module):
-    """FSDP1's usual one: it asks, and gives the memory itself."""
+    """FSDP1's usual one: it checks for the meta device, and allocates memory itself."""
     tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     if any(each.is_meta for each in tensors):
         module.to_empty(device="cpu", recurse=False)
@@ -248,7 +250,7 @@ def test_uninitialized_tensors_are_named(action, kind, match):
 
 
 def mixed():
-    """Adapters that are there on a body that is not."""
+    """Adapters with values on a body without."""
     model = nn.Sequential(on_meta(lambda: nn.Linear(4, 4)), nn.Linear(4, 4))
     before = model[1].weight.detach().clone()
     model = FSDP(model)
@@ -265,7 +267,7 @@ def test_meta_and_real_parameters(pool2):
 
 
 def drawn(how, transport):
-    """(how many values were sent, what differs from rank 0's)."""
+    """Return (how many values were sent, what differs from rank 0's)."""
     torch.manual_seed(5 + (dist.get_rank() if how == "other seeds" else 0))
     rank = 0.0 if how == "alike" else float(dist.get_rank())
 
@@ -307,7 +309,7 @@ def wide():
 
 
 def bytes_of_setup(transport):
-    """Most bytes beyond those before, and those kept."""
+    """Return the most bytes beyond existing ones, and those kept."""
     FSDP(on_meta(Stack), transport=transport)
     model = on_meta(wide)
     trim()

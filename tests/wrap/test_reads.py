@@ -1,7 +1,7 @@
-"""Weights that are read in another module's forward: the operation gathers their unit.
+"""Weights that another module's forward reads: the operation gathers their unit.
 
-Whoever's the weights are and whatever the policy, a model trains as the plain one. Each
-case is a forward that reaches past a module: it reads a weight, or calls a part of a unit.
+Whichever module owns the weights and whatever the policy, a model trains as the plain one. Each
+case is a forward that bypasses a module: it reads a weight, or calls a submodule of a unit.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Times(torch.autograd.Function):
 
 
 class Reader(nn.Module):
-    """Four blocks, two Linears and an attention that its forward reaches past."""
+    """Four blocks, two Linears and an attention, whose forward bypasses modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ def build(forward: Any) -> nn.Module:
 
 
 def train(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
-    """The losses of two steps, an evaluation after each, and a backward that comes twice."""
+    """Return the losses of two steps, an evaluation after each, and a backward that runs twice."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.05)
     found = []
     for batch in batches:
@@ -230,8 +230,9 @@ def train(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
 
 
 def wrong_in(forward: Any, policy: str, combination: tuple[str, str], frozen: bool = False) -> Any:
-    """What differs from the plain model: losses, outputs in evaluation, and weights after training.
-    All ranks have the same batches, so that the mean of the gradients is each rank's, to the bit."""
+    """Return what differs from the plain model: losses, outputs in evaluation, and weights after
+    training. All ranks have the same batches, so that the mean of the gradients is bit-identical to
+    each rank's."""
     strategy, transport = combination
     plain = make(functools.partial(build, forward))
     plain.side.requires_grad_(not frozen)  # type: ignore[union-attr]
@@ -265,7 +266,7 @@ def test_reads_of_frozen_weights(pool2: Any, combination) -> None:
 
 
 class Watching(nn.Module):
-    """Reads the weights of all blocks, and notes which of them are gathered after each read."""
+    """Reads the weights of all blocks, and records which of them are gathered after each read."""
 
     def __init__(self, holds: bool) -> None:
         super().__init__()
@@ -321,8 +322,8 @@ class Tied(nn.Module):
 
 
 def facts_of_a_tied_model(transport: str) -> tuple[str, bool, list[int], list[int]]:
-    """The embedding's line of the summary, whether one spoke of reads before, and the bytes of slots
-    that are predicted and have been there, after each step."""
+    """Return the embedding's line of the summary, whether it mentioned reads before, and the
+    predicted and actual bytes of slots after each step."""
     model = FSDP(make(Tied), transport=transport, auto_wrap_policy={nn.Embedding, Pair})
     before = "read by" in model.summary()
     predicted, peaks = [], []
@@ -375,7 +376,7 @@ def test_one_rank_may_evaluate_alone(pool2: Any) -> None:
 
 
 class Raising(nn.Module):
-    """Raises after a read, once."""
+    """Raises once, after a read."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The wrap policies, and which unit gets which parameter."""
+"""The wrap policies, and the unit of each parameter."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def names(units: list[UnitSpec]) -> list[str]:
 
 
 def check_partition(root: nn.Module, units: list[UnitSpec]) -> None:
-    """Each parameter is in one unit, under the names that the unit's module knows it by."""
+    """Check that each parameter is in one unit, under the names in the unit's module."""
     held = [id(ref.param) for unit in units for ref in unit.params]
     assert sorted(held) == sorted(id(param) for param in root.parameters())
     assert units[-1].module is root
@@ -83,7 +83,7 @@ def is_block(module: nn.Module) -> bool:
 
 
 def kind_of(policy: Any) -> str:
-    """A name that is the same in each process."""
+    """Return a name that is the same in each process."""
     return getattr(getattr(policy, "func", policy), "__name__", type(policy).__name__)
 
 
@@ -278,7 +278,7 @@ def random_graph(rng: random.Random) -> nn.Module:
 
 
 def innermost_unit(root: nn.Module, units: list[nn.Module], param: nn.Parameter) -> nn.Module:
-    """The rule itself: of the units on every way from the root to `param`, the last."""
+    """The rule itself: of the units on every path from the root to `param`, the last."""
     ways = []
     for name, found in root.named_parameters(remove_duplicate=False):
         if found is param:

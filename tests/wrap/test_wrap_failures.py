@@ -1,4 +1,4 @@
-"""FSDP() fails on one rank: all ranks hear why, and can try again."""
+"""FSDP() fails on one rank: all ranks get the reason, and can try again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def options(transport):
 
 
 def attempt(model, how):
-    """The text of what FSDP() raises; None if it does not."""
+    """Return the text of FSDP()'s error; None if it succeeds."""
     try:
         FSDP(model, **how)
     except Exception as error:
@@ -68,7 +68,7 @@ def fake(weight):
 
 
 class Doubled(TwoTensor):
-    """As torchao's quantized tensors are: what it is made of are attributes."""
+    """Like torchao's quantized tensors: attributes hold its components."""
 
 
 STRANGE = {
@@ -97,7 +97,8 @@ def with_memory_elsewhere(kind, transport):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("kind", STRANGE)
 def test_parameters_without_memory_of_their_own(pool2, kind, transport):
-    """On all ranks alike: an error that names parameter and class, where the core would read memory."""
+    """The same on all ranks: an error that names parameter and class, where the core would read
+    memory."""
     said = f"is of class {kind}" if kind[0].isupper() else "not a dense tensor"
     said, remedy = ("is a DTensor", "Omit them") if kind == "DTensor" else (said, "ignored_")
     for first, kept, second, trained in pool2.run(with_memory_elsewhere, kind, transport):
@@ -122,7 +123,7 @@ def test_failure_before_any_change(pool2, transport):
 
 @passing_groups()
 def with_a_unit_on_one_rank(transport):
-    """Rank 1 fails in its second unit, which rank 0 makes; then all train another model."""
+    """Rank 1 fails in its second unit, which rank 0 creates; then all train another model."""
     made, real, how = [], shard_model.core_unit, options(transport)
 
     def make_unit(*args):
