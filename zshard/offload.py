@@ -85,7 +85,7 @@ class Offload:
         return self.directory is not None and self.moves
 
 
-# --- torch's spellings, which FSDP() takes as well ------------------------------------------------
+# --- torch's classes, which FSDP() also accepts ---------------------------------------------------
 
 
 @dataclass

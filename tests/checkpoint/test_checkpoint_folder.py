@@ -39,7 +39,7 @@ def small(value=1.0):
     return model
 
 
-# --- numbered ones --------------------------------------------------------------------------------
+# --- numbered checkpoints -------------------------------------------------------------------------
 
 
 def numbered(folder):
@@ -184,7 +184,7 @@ def test_failed_deletion_warns(tmp_path, monkeypatch):
     assert bit_by_bit(tmp_path / "step-00000001") == before
 
 
-# --- what was there -------------------------------------------------------------------------------
+# --- existing folders -----------------------------------------------------------------------------
 
 
 def test_overwrite(tmp_path):

@@ -211,7 +211,7 @@ def test_tensors_in_arbitrary_chunks(pool4, tmp_path):
                 assert_same(part.float(), flat[begin : begin + 11], f"{name} from {begin} on")
 
 
-# --- sharded models by torch's own functions ------------------------------------------------------
+# --- sharded models with torch's own functions ----------------------------------------------------
 
 
 def round_trip(path, name, kind):
@@ -239,7 +239,7 @@ def test_torchs_functions_on_sharded_models(pool2, kind, tmp_path):
     assert pool2.run(round_trip, str(tmp_path / "x"), "tied", kind) == [[], []]
 
 
-# --- what is not run ------------------------------------------------------------------------------
+# --- pickles are not executed ---------------------------------------------------------------------
 
 
 class Evil:

@@ -230,7 +230,7 @@ def test_incomplete_or_overlapping_parts(parts, case, tmp_path):
     assert differences(dict(model.state_dict()), dict(before)) == []
 
 
-# --- names, and what is beside --------------------------------------------------------------------
+# --- names, and other entries ---------------------------------------------------------------------
 
 
 class App(dcp.stateful.Stateful):

@@ -84,7 +84,7 @@ def test_load_at_any_world_size(pools, world, kind, tmp_path):
         assert found == [[]] * into, into
 
 
-# --- going on -------------------------------------------------------------------------------------
+# --- resuming -------------------------------------------------------------------------------------
 
 
 def resumed(path, name, kind, combination):

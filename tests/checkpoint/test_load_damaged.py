@@ -169,7 +169,7 @@ def test_files_outside_the_manifest_are_ignored(pool2, path):
         assert verified is True and wrong == []
 
 
-# --- numbered ones --------------------------------------------------------------------------------
+# --- numbered checkpoints -------------------------------------------------------------------------
 
 
 def numbered(path):
@@ -275,7 +275,7 @@ def test_verify_off(tmp_path):
     assert model.weight[0, 0].item() == before
 
 
-# --- what does not fit ----------------------------------------------------------------------------
+# --- mismatches -----------------------------------------------------------------------------------
 
 
 class Other(Stack):

@@ -115,7 +115,7 @@ def test_strict_off(pool2, tmp_path):
         assert unexpected == ["more"] and wrong == []
 
 
-# --- models that have no values before ------------------------------------------------------------
+# --- models without values ------------------------------------------------------------------------
 
 
 class Persistent(nn.Module):
@@ -204,7 +204,7 @@ def test_peak_memory_is_below_one_unit(pool2, dtype, transport, tmp_path):
         assert extra <= unit < whole / 8
 
 
-# --- what is wrong --------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def refused(path, path_of_1, kind):
@@ -310,7 +310,7 @@ def test_a_plain_model(tmp_path):
         zshard.load(path, model)
 
 
-# --- who reads what -------------------------------------------------------------------------------
+# --- which rank reads what ------------------------------------------------------------------------
 
 
 WIDTH, LAYERS = 2048, 4

@@ -29,7 +29,7 @@ def put(path: Path, content: bytes, sync: bool = True) -> None:
             file.sync()
 
 
-# --- a protocol: a folder appears, whole -----------------------------------------------------------
+# --- protocol: create a complete folder ------------------------------------------------------------
 
 STEPS = ("sync file", "sync staging", "sync parent")
 
@@ -96,7 +96,7 @@ def test_publishing_needs_each_sync(root: Path, without: str, faults: set[str]) 
     assert cut(root, lambda: publish(root, without), faults_of) == faults
 
 
-# --- a protocol: one folder takes the place of another ---------------------------------------------
+# --- protocol: replace one folder by another -------------------------------------------------------
 
 
 def replace(root: Path, in_place: bool) -> None:

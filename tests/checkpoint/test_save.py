@@ -95,7 +95,7 @@ def test_no_files_for_an_optimizer_without_state(tmp_path):
     assert manifest_in(tmp_path / "y").optimizer is None
 
 
-# --- ways to set a model up -----------------------------------------------------------------------
+# --- setups ---------------------------------------------------------------------------------------
 
 
 def of_some_parameters():

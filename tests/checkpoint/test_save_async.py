@@ -153,7 +153,7 @@ def test_failure_is_raised_on_all_ranks(pool, how, times, tmp_path):
     assert "z" in inside(tmp_path)
 
 
-# --- the end of a process --------------------------------------------------------------------------
+# --- process exit ----------------------------------------------------------------------------------
 
 
 def ends_at_once(folder, fault):

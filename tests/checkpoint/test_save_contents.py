@@ -29,7 +29,7 @@ from zshard.checkpoint import script_state, write
 APART = ("full_shard", "c10d")
 
 
-# --- in which form --------------------------------------------------------------------------------
+# --- file format ----------------------------------------------------------------------------------
 
 
 def in_bfloat16(folder):

@@ -180,7 +180,7 @@ def test_optimizer_of_another_model(pool2, tmp_path):
     assert pool2.run(of_another_model, tmp_path) == [[], []]
 
 
-# --- at the wrong time ----------------------------------------------------------------------------
+# --- wrong time -----------------------------------------------------------------------------------
 
 
 def in_forward(folder, model, optimizer):
@@ -247,7 +247,7 @@ def test_save_in_a_backward(pool2, tmp_path):
     assert pool2.run(in_a_backward, tmp_path) == [(True, True, [])] * 2
 
 
-# --- calls that fail ------------------------------------------------------------------------------
+# --- failing calls --------------------------------------------------------------------------------
 
 
 def each_call(folder, sufferer, what, overwrite):

@@ -103,7 +103,7 @@ def test_set_type_determines_the_state_dicts(pool2, transport):
     assert pool2.run(types_on_ranks, transport) == [[], []]
 
 
-# --- names that are not here ----------------------------------------------------------------------------
+# --- missing names --------------------------------------------------------------------------------------
 
 OLDER = [
     name
@@ -341,7 +341,7 @@ class Outer(nn.Module):
         self.first, self.unit = nn.Linear(4, 4), Seen()
 
     def forward(self, x):
-        return self.unit(self.first(x), torch.ones(4))  # made within: nobody has cast it yet
+        return self.unit(self.first(x), torch.ones(4))  # created inside: not cast yet
 
 
 @pytest.mark.parametrize(("casts", "expected"), [(False, torch.float32), (True, torch.bfloat16)])

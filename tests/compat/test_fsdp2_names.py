@@ -71,7 +71,7 @@ def test_names_without_effect_are_accepted():
     assert not any(isinstance(each, zshard.FlatParameter) for each in model.parameters())
 
 
-# --- what fully_shard() takes and refuses -------------------------------------------------------------
+# --- arguments and refusals of fully_shard() ----------------------------------------------------------
 
 
 def test_a_world_of_one():
@@ -233,7 +233,7 @@ def test_register_fsdp_forward_method(pool2, transport):
     assert pool2.run(another_method, transport) == [[], []]
 
 
-# --- names that a script still takes from torch ----------------------------------------------------------
+# --- names imported from torch ---------------------------------------------------------------------------
 
 HALF_CHANGED = """
 import sys, types, warnings

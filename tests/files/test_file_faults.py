@@ -187,7 +187,7 @@ def test_killed(root: Path, nth: int, what: str) -> None:
         _core.unlock(_core.lock_file(root / "lock"))
 
 
-# --- file systems that can do less -----------------------------------------------------------------
+# --- limited file systems --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("unsupported", ["EOPNOTSUPP", "ENOSYS"])

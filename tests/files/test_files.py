@@ -150,7 +150,7 @@ def test_long_write_is_flushed_in_the_background(tmp_path: Path) -> None:
         file.sync()
 
 
-# --- what is refused -----------------------------------------------------------------------------
+# --- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def test_models_of_every_kind(pool2, tmp_path, name):
     assert pool2.run(compare_case, str(tmp_path), name, "zshard.AdamW") == [[], []]
 
 
-# --- everything else that touches parameters -----------------------------------------------------
+# --- everything else that uses parameters --------------------------------------------------------
 
 
 def use(folder):
@@ -307,7 +307,7 @@ def test_a_model_of_almost_five_times_the_memory(tmp_path):
     assert refused.returncode != 0 and "memory" in refused.stderr.lower(), refused.stderr
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 def in_folder(folders):

@@ -6,7 +6,7 @@ One process plays a rank that has some elements from the middle of each tensor.
 
 import pytest
 import torch
-from guarded import part_like, part_of, slice_of
+from guarded import part_like, part_of, shard_of
 from torch.utils._pytree import tree_map
 
 import zshard
@@ -62,7 +62,7 @@ def wrong_with(op, variant, sample):
 
     def cut(value):
         fits = is_cuttable(value) and value.shape == sample.input.shape
-        return slice_of(value, part) if fits else value
+        return shard_of(value, part) if fits else value
 
     try:
         whole = run(variant, sample, lambda value: value)

@@ -47,7 +47,7 @@ def backward(engine: Any, step: int = 0) -> None:
     engine.backward(loss_of(engine(inputs), targets))
 
 
-# --- in a loop ------------------------------------------------------------------------------------
+# --- in the training loop -------------------------------------------------------------------------
 
 
 def steps_alone(stage: int, transport: str) -> list[str]:
@@ -287,7 +287,7 @@ def test_no_sync_refuses_to_step(pool: RankPool) -> None:
         assert "no_sync()" in unreduced and "RuntimeError" in unreduced
 
 
-# --- in the call ----------------------------------------------------------------------------------
+# --- in initialize() ------------------------------------------------------------------------------
 
 
 def wrong_calls() -> dict[str, str]:

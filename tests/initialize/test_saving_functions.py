@@ -106,7 +106,7 @@ def test_uncopied_gathered_values_are_an_error(pool: RankPool, transport: str) -
         assert "unit 'first' are sharded" in text and "clone() what you keep" in text
 
 
-# --- what would write a shard ---------------------------------------------------------------------
+# --- functions that would write a shard -----------------------------------------------------------
 
 
 def to_safetensors(tensor: Tensor) -> None:

@@ -54,7 +54,7 @@ def _without_dropout(config: Any) -> Any:
     return config
 
 
-# --- what they are fed ----------------------------------------------------------------------------
+# --- inputs ---------------------------------------------------------------------------------------
 
 
 def _ids(generator: torch.Generator, length: int = 6) -> Tensor:
@@ -117,7 +117,7 @@ def spectra(generator: torch.Generator) -> Batch:
 
 
 def sizes(**options: Any) -> dict[str, Any]:
-    """The names by which most configurations call these; `options` are added."""
+    """Options for these sizes under the names of most configurations, and `options`."""
     usual = {
         "vocab_size": VOCAB,
         "hidden_size": 32,

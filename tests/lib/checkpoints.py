@@ -140,7 +140,7 @@ def saved(folder: str | Path, model: nn.Module, optimizer: Any = None, **options
     return unlike(path, state, named) if rank() == 0 else []
 
 
-# --- saves that fail ------------------------------------------------------------------------------
+# --- failing saves --------------------------------------------------------------------------------
 
 APART = ("full_shard", "c10d")
 """Where each rank has something even of a small model."""

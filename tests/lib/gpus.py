@@ -68,7 +68,7 @@ def standing_ranks() -> Iterator[Start]:
         each.close(patience=5.0)
 
 
-# --- what ranks share ------------------------------------------------------------------------------
+# --- shared code of ranks --------------------------------------------------------------------------
 
 
 def is_real() -> bool:

@@ -20,7 +20,7 @@ def part_like(whole, name="weight", begin=None, numel=None):
     return Part(comm, comm, shape, begin, numel, whole.dtype, True, [name], [], lambda: None, 0)
 
 
-def slice_of(whole, part):
+def shard_of(whole, part):
     """Return the rank's shard of the tensor, guarded."""
     return _core.mark_slice(part.of(whole).clone(), part)
 
@@ -43,6 +43,6 @@ def part_of(tensor):
     return _core.slice_part(tensor)
 
 
-def equal_to_slice(tensor, whole):
+def equal_to_shard(tensor, whole):
     """Return whether a guarded tensor is bit-identical to the rank's shard of `whole`."""
     return torch.equal(tensor.to_local(), part_of(tensor).of(whole.detach()))

@@ -210,7 +210,7 @@ class Unused(nn.Module):
         return x
 
 
-# --- cases: a model and what it is fed ------------------------------------------------------------
+# --- cases: a model and its inputs ----------------------------------------------------------------
 
 
 def _floats(*shape: int) -> Callable[[torch.Generator], Tensor]:

@@ -85,7 +85,7 @@ def fork_ranks(
 
     timeout: seconds; ranks that still run then are killed, and their returncode is None.
     env: added to the ranks' environment.
-    check: raise RankFailure if a rank does not end well. Without it, the results tell.
+    check: raise RankFailure if a rank fails. Without it, check the results.
     """
     global _nursery
     from torch.distributed import TCPStore

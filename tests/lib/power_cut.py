@@ -73,7 +73,7 @@ def read_log(log: Path) -> list[Call]:
     return calls
 
 
-# --- files and folders, with what is sure and what is not ----------------------------------------
+# --- files and folders with certain and pending changes ------------------------------------------
 
 
 @dataclass(frozen=True)

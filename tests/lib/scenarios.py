@@ -194,7 +194,7 @@ def check_mean_grads(build, run, exact, combinations=COMBINATIONS, policy="auto"
     assert wrong_in(build, run, exact, combinations, policy) == {}
 
 
-# --- models under fully_shard(), FSDP2's spelling ----------------------------------------------------
+# --- models under fully_shard() ----------------------------------------------------------------------
 
 
 @contextlib.contextmanager

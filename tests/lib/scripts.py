@@ -134,7 +134,7 @@ def freeze_and_thaw(model, rank):
 
 
 def kept_statistics(model, rank):
-    """Numbers about the parameters, with history that nobody uses, as scripts log them."""
+    """Statistics of the parameters with unused autograd history, as scripts log them."""
     kept = []
     for step in range(2):
         kept.append([p.square() for p in model.parameters()])

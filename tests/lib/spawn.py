@@ -88,7 +88,7 @@ def _python_path() -> str:
 class _ForkedRank:
     """A rank that `parent` forks, with the necessary part of Popen's interface.
 
-    The parent writes its pid and exit status to files: `told`, with ".pid" for ".code".
+    The parent writes its pid and exit status to files: this path, with ".pid" for ".code".
     """
 
     def __init__(self, parent: "subprocess.Popen[bytes]", told: Path) -> None:
@@ -317,7 +317,7 @@ def run_ranks(
     timeout: seconds, start-up included (torch's import costs about 2); what runs then is killed.
     env: added to the environment; None removes a variable.
     check: raise RankFailure as soon as a rank fails. Without it, all ranks run to their end or the
-        limit, and the results tell.
+        limit; check the results.
     """
     task = _task(fn_or_path, args)
     group = _Ranks(world, "once", env)
@@ -497,12 +497,12 @@ def _fork_ranks(pipes: list[int], folder: Path) -> int | None:
             _become(rank, [other for other in pipes if other != pipe], folder)
             return rank
         running[pid] = rank
-        _tell(folder / f"rank{rank}.pid", pid)
+        _write_number(folder / f"rank{rank}.pid", pid)
     for pipe in pipes:
         os.close(pipe)
     while running:
         pid, status = os.wait()
-        _tell(folder / f"rank{running.pop(pid)}.code", os.waitstatus_to_exitcode(status))
+        _write_number(folder / f"rank{running.pop(pid)}.code", os.waitstatus_to_exitcode(status))
     return None
 
 
@@ -517,7 +517,7 @@ def _become(rank: int, others: list[int], folder: Path) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
 
 
-def _tell(path: Path, number: int) -> None:
+def _write_number(path: Path, number: int) -> None:
     """Write a number to a file atomically."""
     made = path.with_suffix(path.suffix + ".part")
     made.write_text(str(number))

@@ -176,7 +176,7 @@ def batch(rank: int, step: int) -> torch.Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-# --- what is raised, and where --------------------------------------------------------------------
+# --- exceptions and their places ------------------------------------------------------------------
 
 
 class Planted:
@@ -605,7 +605,7 @@ def plain(cell: Cell) -> list[tuple[str, Any]]:
     return results
 
 
-# --- the judge ------------------------------------------------------------------------------------
+# --- verdict --------------------------------------------------------------------------------------
 
 
 def difference(a: Any, b: Any, tolerance: float) -> str | None:

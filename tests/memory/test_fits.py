@@ -234,7 +234,7 @@ def test_existing_parameters_are_not_counted_twice():
         assert "RLIMIT_DATA" in result.value
 
 
-# --- limits as they are written -------------------------------------------------------------------
+# --- formats of limits ----------------------------------------------------------------------------
 
 
 def files(folder, contents):

@@ -159,7 +159,7 @@ def test_replicas_keep_the_same_units(pool4: Any) -> None:
         assert base[1:] == [BOTH] * 3 and gathers[2:] == [BOTH - 2] * 2 and same == losses
 
 
-# --- what is predicted and refused ----------------------------------------------------------------
+# --- predictions and refusals ---------------------------------------------------------------------
 
 
 def predictions() -> Any:
@@ -203,7 +203,7 @@ def test_misuse_is_an_error_that_names_the_argument(pool2: Any) -> None:
             assert text.startswith("keep_gathered must be ")
 
 
-# --- when it is decided ---------------------------------------------------------------------------
+# --- when the choice is made ----------------------------------------------------------------------
 
 
 def raise_first(model: Any, optimizer: Any) -> None:
@@ -295,7 +295,7 @@ def test_optimizer_in_backward(pool2: Any) -> None:
         assert gathers[2:] == [FORWARD, FORWARD] and ours == losses
 
 
-# --- what the host has ----------------------------------------------------------------------------
+# --- host memory ----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -400,10 +400,10 @@ def without_room() -> Any:
 @pytest.mark.thorough
 def test_failed_allocation_keeps_nothing() -> None:
     first, second = (result.value for result in fork_ranks(without_room, 2, check=True))
-    assert first[0] == second[0] == [11, 0, 0] and first[1] == second[1]  # told in the same step
+    assert first[0] == second[0] == [11, 0, 0] and first[1] == second[1]  # in the same step
 
 
-# --- who says otherwise ---------------------------------------------------------------------------
+# --- per-unit settings ----------------------------------------------------------------------------
 
 
 def by_hand() -> Any:
@@ -460,7 +460,7 @@ def test_deepcopy(pool2: Any) -> None:
         assert before == 2 * UNIT and gathers[2:] == [FORWARD] * 2 and same
 
 
-# --- the same bits --------------------------------------------------------------------------------
+# --- bit-identical results ------------------------------------------------------------------------
 
 BF16 = zshard.MixedPrecision(param_dtype=torch.bfloat16)
 

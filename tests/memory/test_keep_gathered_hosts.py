@@ -120,7 +120,7 @@ def test_nothing_is_kept_without_a_second_gather(pool2: Any) -> None:
         assert all(each[1] == found[0][1] for each in found)
 
 
-# --- what a script does while units are kept ----------------------------------------------------------
+# --- script actions while units are kept --------------------------------------------------------------
 
 
 class Planted(Exception):

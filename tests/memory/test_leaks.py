@@ -206,7 +206,7 @@ def test_other_strategies_leak_nothing(strategy):
         check_steps(result.value, STEPS // 2, "shm")
 
 
-# --- models come and go ---------------------------------------------------------------------------
+# --- created and freed models ---------------------------------------------------------------------
 
 WIDE = 512  # two units of a megabyte each
 
@@ -301,7 +301,7 @@ def test_loss_may_outlive_its_model_and_then_frees_all(world, transport):
     assert gradients == [4.0] * WIDE
 
 
-# --- process groups come and go -------------------------------------------------------------------
+# --- created and destroyed process groups ---------------------------------------------------------
 
 
 def make_and_drop_groups(transport, groups):

@@ -132,7 +132,7 @@ def shares(combination):
 @ranks(2, 3)
 def test_rank_holds_its_share(pool, combination):
     found = pool.run(shares, combination)
-    for part in ("elements", "grad elements"):  # the slices are the whole, each element once
+    for part in ("elements", "grad elements"):  # each element is on one rank
         assert sum(each[part] for each in found) == found[0]["whole"]
     assert sum(each["state elements"] for each in found) == 2 * found[0]["whole"]
     for each in found:
@@ -256,7 +256,7 @@ def test_single_rank_has_no_transport_memory():
     assert FSDP(make(Net)).memory()["transport"] == 0
 
 
-# --- as the kernel sees it -----------------------------------------------------------------------
+# --- the kernel's view ---------------------------------------------------------------------------
 
 
 def held_bytes():
@@ -278,7 +278,7 @@ HUGE_PAGE = 2 * MIB
 
 def measured(combination):
     """Return bytes: {"added": by the model and three steps, "more": by seven more, "layer": of one,
-    "told" and "told more": memory()'s values for these}."""
+    and memory()'s values for the first two}."""
     ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: freed memory is returned at once
     x = torch.randn(8, WIDTH)
 

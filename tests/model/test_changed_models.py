@@ -114,11 +114,11 @@ def mistakes(transport):
     if dist.get_rank() == 0:
         model.blocks[0].up.bias = None
 
-    def go_on():
+    def train_further():
         for number in range(3):
             loss_of(model(floats(0, number))).backward()
 
-    return [*said, message_of(go_on, zshard.DivergenceError)]
+    return [*said, message_of(train_further, zshard.DivergenceError)]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

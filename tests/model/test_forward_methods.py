@@ -121,7 +121,7 @@ def test_in_a_world_of_one():
     assert_same(model.encode(floats(0)), make(Encoder).encode(floats(0)), "what is encoded")
 
 
-# --- parts ----------------------------------------------------------------------------------------
+# --- submodules -----------------------------------------------------------------------------------
 
 
 def part_by_itself(combination):

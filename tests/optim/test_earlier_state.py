@@ -35,7 +35,7 @@ def own_steps(model, optimizer, steps):
         optimizer.step()
 
 
-def goes_on(combination, name, loads):
+def state_survives(combination, name, loads):
     strategy, transport = combination
     plain = make(Wide)
     theirs = make_optimizer(name, plain)
@@ -67,7 +67,7 @@ def state_of(optimizer):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_state_from_before_sharding(pool, combination, name, loads):
-    assert pool.run(goes_on, combination, name, loads) == [[]] * pool.world
+    assert pool.run(state_survives, combination, name, loads) == [[]] * pool.world
 
 
 def by_layers():

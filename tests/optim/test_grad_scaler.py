@@ -191,7 +191,7 @@ def test_each_optimizer_is_checked_separately(pool2):
     assert pool2.run(only_one_optimizer) == [({"head.weight", "head.bias"}, 512.0)] * 2
 
 
-# --- what is left alone ----------------------------------------------------------------------------
+# --- unsharded models ------------------------------------------------------------------------------
 
 
 def beside_whole_parameters():

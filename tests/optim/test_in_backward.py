@@ -36,7 +36,7 @@ from torch import nn
 import zshard
 from zshard import FSDP
 
-# --- the bits of step() after backward --------------------------------------------------------------
+# --- bit-identical to step() after backward ---------------------------------------------------------
 
 
 def train_case(name, model, optimizer):

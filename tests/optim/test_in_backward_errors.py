@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zshard
 
-# --- what is refused, and failures ------------------------------------------------------------------------
+# --- refusals and failures --------------------------------------------------------------------------------
 
 
 def test_unsupported_steps_in_backward():

@@ -134,7 +134,7 @@ def test_state_is_adjacent_like_the_parameters():
         assert offsets == [p.data_ptr() - params[0].data_ptr() for p in params]
 
 
-# --- parameters that come, go and change -------------------------------------------------------
+# --- changing parameters -----------------------------------------------------------------------
 
 
 def test_parameters_without_gradients_stay_unchanged():

@@ -15,7 +15,7 @@ from torch import nn
 
 import zshard
 
-# --- what the C loop does not take ---------------------------------------------------------------
+# --- tensors that the C loop does not support ----------------------------------------------------
 
 
 @pytest.mark.parametrize(("ours", "torchs", "options"), PAIRS, ids=IDS)
@@ -108,7 +108,7 @@ def test_a_group_without_an_option_names_it():
         optimizer.step()
 
 
-# --- the rest of torch's face --------------------------------------------------------------------
+# --- the rest of torch's interface ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("ours", "torchs", "options"), PAIRS, ids=IDS)

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from compare import assert_same
-from guarded import equal_to_slice, part_like, part_of, same, sharded_parameter, slice_of
+from guarded import equal_to_shard, part_like, part_of, same, shard_of, sharded_parameter
 from torch import nn
 
 import zshard
@@ -74,7 +74,7 @@ def three(make):
     shards = [sharded_parameter(w) for w in wholes(0)]
     plain = [nn.Parameter(shard.to_local().clone()) for shard in shards]
     grads = wholes(1)
-    mine = [slice_of(g, p._zshard_part) for g, p in zip(grads, shards, strict=True)]
+    mine = [shard_of(g, p._zshard_part) for g, p in zip(grads, shards, strict=True)]
     local = [grad.to_local() for grad in mine]
     pairs = ((whole, grads), (shards, mine), (plain, local))
     return [(params, step_twice(make, params, their)) for params, their in pairs]
@@ -121,13 +121,13 @@ def test_custom_elementwise_optimizer():
     found = [params for params, _ in three(Lambda)]
     for whole, shard, plain in zip(*found, strict=True):
         check_equal(shard, whole, plain)
-        assert equal_to_slice(shard, whole)
+        assert equal_to_shard(shard, whole)
 
 
 def test_closure_is_guarded_within_the_step():
     """The step itself runs on plain tensors, but the user's closure does not."""
     shard = sharded_parameter(torch.randn(6, 4))
-    shard.grad = slice_of(torch.randn(6, 4), shard._zshard_part)
+    shard.grad = shard_of(torch.randn(6, 4), shard._zshard_part)
     with pytest.raises(ShardError):
         torch.optim.SGD([shard], lr=0.1).step(lambda: shard.norm())
 
@@ -145,7 +145,7 @@ def refused():
 def test_other_optimizers_raise_and_change_nothing(make):
     shards = [sharded_parameter(w) for w in wholes(0)]
     for shard, grad in zip(shards, wholes(1), strict=True):
-        shard.grad = slice_of(grad, shard._zshard_part)
+        shard.grad = shard_of(grad, shard._zshard_part)
     with pytest.raises(ShardError, match=r"called on a shard.*of 'weight'"):
         make(shards).step(lambda: torch.tensor(0.0))
     for shard, whole in zip(shards, wholes(0), strict=True):
@@ -189,7 +189,7 @@ def test_overhead_is_independent_of_parameter_count():
 
 def test_scalar_state_stays_unsharded():
     shard = sharded_parameter(torch.tensor(2.0))
-    shard.grad = slice_of(torch.tensor(1.0), shard._zshard_part)
+    shard.grad = shard_of(torch.tensor(1.0), shard._zshard_part)
     optimizer = torch.optim.NAdam([shard], lr=0.1)
     optimizer.step()
     assert optimizer.state[shard]["step"].item() == 1.0
@@ -200,7 +200,7 @@ def test_new_zeros_state_is_sharded():
     for numel in (5, 6, 7):
         whole = torch.randn(6, 3)
         part = part_like(whole, numel=numel)
-        shard = slice_of(whole, part)
+        shard = shard_of(whole, part)
         state = shard.new_zeros(shard.shape)
         assert type(state) is ShardTensor
         assert same(state.add_(shard), shard)

@@ -40,7 +40,7 @@ def moved(start, change, steps=1, seed=0):
     return param.detach().double()
 
 
-# --- right on average ----------------------------------------------------------------------------
+# --- unbiased rounding ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("part", [1 / 64, 0.25, 0.5, 0.875])
@@ -146,7 +146,7 @@ def test_training_continues_where_rounding_to_nearest_stalls(cls):
     assert ends[True] < 0.02
 
 
-# --- the same bits, whoever computes them --------------------------------------------------------
+# --- bit-identical results on any layout ---------------------------------------------------------
 
 
 def trained(pieces, cls=zshard.AdamW, lr=1e-3, **options):
@@ -324,7 +324,7 @@ def test_resumed_run_is_bit_identical(pool2, transport):
         assert wrong != []  # the step number matters
 
 
-# --- what is rounded, and options ----------------------------------------------------------------
+# --- scope and options ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -124,7 +124,7 @@ def assert_close(ours, expected):
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 
-# --- right ----------------------------------------------------------------------------------------
+# --- correct --------------------------------------------------------------------------------------
 
 
 def rank_0_evaluates(model, plain, i):
@@ -185,7 +185,7 @@ def test_manual_steps_on_all_ranks(pool2, combination):
         assert wrong == []
 
 
-# --- an error -------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def names_other_weights(text):

@@ -47,7 +47,7 @@ def processes_of(session):
     return pids
 
 
-# --- a rank that is gone --------------------------------------------------------------------------
+# --- a dead rank ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -148,7 +148,7 @@ def test_script_without_cleanup_exits_normally(transport, attempt):
         assert result.returncode == 0 and (not said or said.startswith("nanobind:")), result
 
 
-# --- a rank that is late --------------------------------------------------------------------------
+# --- a late rank ----------------------------------------------------------------------------------
 
 
 def train_and_wake(folder, transport):
@@ -190,10 +190,10 @@ def test_slow_rank_is_waited_for(pool2, place, transport, tmp_path):
     assert pool2.run(train_beside_a_slow_one, transport, place, tmp_path) == [[], []]
 
 
-# --- a rank that goes astray ----------------------------------------------------------------------
+# --- a diverging rank -----------------------------------------------------------------------------
 
 
-def catch_and_go_on(transport, place, folder):
+def catch_and_continue(transport, place, folder):
     """Every rank catches the error of its step and continues. Return the errors, and how the model
     then differs from one without that step."""
     misdeed = Misdeed("raise", place, folder)
@@ -215,7 +215,7 @@ def catch_and_go_on(transport, place, folder):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_caught_backward_failure_on_one_rank_diverges(pool2, transport, tmp_path):
     (others, own), wrong = zip(
-        *pool2.run(catch_and_go_on, transport, "backward", tmp_path), strict=True
+        *pool2.run(catch_and_continue, transport, "backward", tmp_path), strict=True
     )
     assert [end.kind for end in own] == ["ValueError"] and own[0].message == PLANTED
     assert [end.kind for end in others] == ["DivergenceError"]

@@ -270,7 +270,7 @@ def test_model_lives_until_all_ranks_have_read(pool2):
     pool2.run(one_frees_its_model_early)
 
 
-# --- after the others have ended ------------------------------------------------------------------
+# --- after the others have exited -----------------------------------------------------------------
 
 
 KEPT = []  # like a script's global variables
@@ -394,7 +394,7 @@ def test_dropped_state_is_freed(pool2):
     assert pool2.run(frees_when_all_have_dropped) == [True, True]
 
 
-# --- DDP's habits ---------------------------------------------------------------------------------
+# --- idioms of DDP scripts ------------------------------------------------------------------------
 
 
 @passing_groups()

@@ -142,7 +142,7 @@ def test_mappings_grow_linearly_with_ranks() -> None:
             assert 0 < all_of_them - in_flats <= 8 * world  # control blocks; buckets of each rank
 
 
-# --- one rank lacks something --------------------------------------------------------------------
+# --- one rank lacks a resource -------------------------------------------------------------------
 
 
 def lacking(folder: Path, what: str, where: int | None, transport: str) -> Told:
@@ -225,7 +225,7 @@ def test_too_little_address_space_to_connect(tmp_path: Path) -> None:
         assert "ulimit -v" in said and seconds < 10
 
 
-# --- in the middle of it -------------------------------------------------------------------------
+# --- failures while connecting -------------------------------------------------------------------
 
 
 def lacking_later(folder: Path, when: str, transport: str) -> Told:
@@ -363,6 +363,6 @@ def hybrid() -> tuple[str, str, list[str]]:
 def test_shard_groups_fall_back_together() -> None:
     found = values_of(fork_ranks(hybrid, 4))
     assert [each[0] for each in found] == ["c10d"] * 4
-    assert [each[1] for each in found] == ["c10d"] * 4  # the first two could, but all are alike
+    assert [each[1] for each in found] == ["c10d"] * 4  # all use the same kind
     assert [len(each[2]) for each in found] == [2, 0, 1, 0]
     assert "that of rank 2: see its own warning" in found[0][2][1]

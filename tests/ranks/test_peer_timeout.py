@@ -53,7 +53,7 @@ def test_arguments_are_kept_unchanged(args: tuple[Any, ...]) -> None:
         assert (each.errno, each.strerror, each.filename, each.filename2) == (None,) * 4
 
 
-# --- a wait that lasts too long --------------------------------------------------------------------
+# --- a wait that times out -------------------------------------------------------------------------
 
 
 def late(transport: str) -> tuple[str, str, tuple[Any, ...], Any]:
@@ -79,7 +79,7 @@ def test_late_rank_raises_a_timeout_error(transport: str) -> None:
     assert "rank 1" in text or "2000ms" in text
 
 
-# --- nobody takes it for an error of a file --------------------------------------------------------
+# --- not mistaken for a file error -----------------------------------------------------------------
 
 
 class Waits:

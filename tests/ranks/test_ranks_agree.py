@@ -150,7 +150,7 @@ def rank_1_alone(combination, what):
     return str(caught.value), whole(model)
 
 
-def all_alike(states, tolerance=0.0):
+def all_equal(states, tolerance=0.0):
     first, *others = states
     return all(
         torch.allclose(first[name], other[name], rtol=0, atol=tolerance)
@@ -163,7 +163,7 @@ def check(pool, combination, what, words):
     results = pool.run(rank_1_alone, combination, what)
     for said, _ in results:
         assert "out of step" in said and re.search(words, said), said
-    assert all_alike([state for _, state in results])
+    assert all_equal([state for _, state in results])
 
 
 def cases(changes, combinations, everywhere):
@@ -206,7 +206,7 @@ def test_settings_are_compared_in_backward_steps(pool2, combination):
         assert re.search(SETTINGS[lr], said), said
 
 
-# --- right ----------------------------------------------------------------------------------------
+# --- allowed differences --------------------------------------------------------------------------
 
 
 @passing_groups()
@@ -277,7 +277,7 @@ def test_allowed_differences_are_accepted(pool2, combination, act):
     digits = (last_digits_differ, last_digits_of_many_differ)
     replicas_drift = act in digits and combination[0] == "no_shard"
     results = pool2.run(trained, combination, act)
-    assert all_alike(results, tolerance=1e-6 if replicas_drift else 0.0)
+    assert all_equal(results, tolerance=1e-6 if replicas_drift else 0.0)
 
 
 @passing_groups()
@@ -298,7 +298,7 @@ def evaluate_alone_between(strategy):
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 def test_a_lone_evaluation_compares_no_gradients(pool2, strategy):
-    assert all_alike(pool2.run(evaluate_alone_between, strategy))
+    assert all_equal(pool2.run(evaluate_alone_between, strategy))
 
 
 @passing_groups()
@@ -317,7 +317,7 @@ def load_and_broadcast(transport):
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 def test_script_may_load_and_broadcast_full_models(pool2, transport):
-    assert all_alike(pool2.run(load_and_broadcast, transport))
+    assert all_equal(pool2.run(load_and_broadcast, transport))
 
 
 @passing_groups()
@@ -338,7 +338,7 @@ def micro_batches(transport):
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 def test_backwards_within_no_sync_may_differ(pool2, transport):
-    assert all_alike(pool2.run(micro_batches, transport))
+    assert all_equal(pool2.run(micro_batches, transport))
 
 
 @passing_groups()
@@ -365,7 +365,7 @@ def test_backward_without_exchange_compares_nothing(pool2, combination):
     results = pool2.run(skipped_before_no_sync, combination)
     for said, _ in results:
         assert "rank 0 has made 2 optimizer steps" in said
-    assert all_alike([state for _, state in results])
+    assert all_equal([state for _, state in results])
 
 
 @passing_groups()
@@ -419,7 +419,7 @@ def zero_redundancy(transport):
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 def test_zero_redundancy_optimizer(pool2, transport):
-    assert all_alike(pool2.run(zero_redundancy, transport))
+    assert all_equal(pool2.run(zero_redundancy, transport))
 
 
 @passing_groups()
@@ -480,7 +480,7 @@ def experts(transport):
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 def test_experts_may_step_independently(pool2, transport):
-    assert all_alike(pool2.run(experts, transport))
+    assert all_equal(pool2.run(experts, transport))
 
 
 @passing_groups()
@@ -503,7 +503,7 @@ def scaled(combination):
 @pytest.mark.parametrize("combination", FEW)
 def test_a_scaler_may_skip(pool2, combination):
     results = pool2.run(scaled, combination)
-    assert all_alike(results)
+    assert all_equal(results)
     assert [name for name, value in results[0].items() if not value.isfinite().all()] == []
 
 

@@ -30,7 +30,7 @@ def connect(transport: str, timeout: float | None = None) -> Any:
     return comm_for(groups.world, transport, timeout)
 
 
-# --- what arrives --------------------------------------------------------------------------------
+# --- received data -------------------------------------------------------------------------------
 
 
 def exchange(transport: str) -> list[list[bytes]]:
@@ -116,7 +116,7 @@ def test_unknown_group(pool2: RankPool) -> None:
     pool2.run(c10d_without_a_group)
 
 
-# --- peers that do not come ----------------------------------------------------------------------
+# --- missing peers -------------------------------------------------------------------------------
 
 
 def wait_in_vain(transport: str, fault: str) -> tuple[str, str, float]:

@@ -63,7 +63,7 @@ def reduced(model, gradients):
     return whole
 
 
-# --- the same in torch ----------------------------------------------------------------------------
+# --- reference in torch ---------------------------------------------------------------------------
 
 
 def decoded(wire: str, numbers: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ def test_replicas_stay_the_same(pool4, wire, strategy):
     assert pool4.run(replicas, wire, strategy) == [(True, True)] * 4
 
 
-# --- what codes lose ------------------------------------------------------------------------------
+# --- rounding errors ------------------------------------------------------------------------------
 
 
 def mean_of_many(wire, steps):
@@ -323,7 +323,7 @@ def test_memory_is_as_predicted(pool4, strategy):
     assert found["bf16"][0] > found["int8"][0] > found[None][0]
 
 
-# --- where it cannot be ---------------------------------------------------------------------------
+# --- unsupported cases ----------------------------------------------------------------------------
 
 
 def differing():

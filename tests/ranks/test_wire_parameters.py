@@ -270,7 +270,7 @@ def test_fully_shard_takes_it(pool4):
     assert pool4.run(shard_fully, Wire(parameters="int8")) == [([], True)] * 4
 
 
-# --- ranks that go different ways -----------------------------------------------------------------
+# --- diverging ranks ------------------------------------------------------------------------------
 
 
 def evaluated(wire):

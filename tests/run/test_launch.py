@@ -23,7 +23,7 @@ from zshard.run.cores import Share
 
 Done = subprocess.CompletedProcess[str]
 
-# --- what is refused --------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_invalid_options_are_refused_early(
     assert end.value.code == 2 and said in capsys.readouterr().err
 
 
-# --- what torchrun is given -------------------------------------------------------------------------
+# --- torchrun's arguments ---------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -178,7 +178,7 @@ def test_peak_memory_is_a_few_chunks(pool2, transport):
         assert extra < 48 * 2**20 < whole / 2
 
 
-# --- what does not fit ----------------------------------------------------------------------------
+# --- mismatches -----------------------------------------------------------------------------------
 
 
 def spoiled(what):

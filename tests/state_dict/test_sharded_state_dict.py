@@ -39,7 +39,7 @@ def local_state(model, kind="SHARDED_STATE_DICT", config=None):
     return state, seen.gathers
 
 
-def load_slices(model, state):
+def load_shards(model, state):
     with FSDP.state_dict_type(model, "SHARDED_STATE_DICT"):
         return model.load_state_dict(state)
 
@@ -65,11 +65,11 @@ def saved_and_loaded(name, combination, folder):
         torch.save(state, f"{folder}/{name}-{rank}.pt")
         train(model, case, torch.optim.SGD(model.parameters(), 0.1), rank)
         loaded = torch.load(f"{folder}/{name}-{rank}.pt", weights_only=True)
-        keys = load_slices(model, loaded)
+        keys = load_shards(model, loaded)
         assert not keys.missing_keys and not keys.unexpected_keys
         assert differences(model.state_dict(), expected) == []
     other = wrapped(case.make, combination, seed=9, auto_wrap_policy=case.policy)
-    load_slices(other, torch.load(f"{folder}/{name}-{rank}.pt", weights_only=True))
+    load_shards(other, torch.load(f"{folder}/{name}-{rank}.pt", weights_only=True))
     return differences(other.state_dict(), expected)
 
 
@@ -88,7 +88,7 @@ def on_a_mesh(strategy, shape):
     state, _ = local_state(model)
     forward_backward(model, dist.get_rank())
     zshard.SGD(model.parameters(), 0.1).step()
-    load_slices(model, state)
+    load_shards(model, state)
     return differences(model.state_dict(), expected), sum(v.numel() for v in state.values())
 
 
@@ -113,7 +113,7 @@ def left_whole():
     wrong = [k for k, v in state.items() if v.dtype != expected[k].dtype or v.dim() != 1]
     with FSDP.summon_full_params(model):
         said = message_of(lambda: local_state(model), RuntimeError)
-    load_slices(model, state)
+    load_shards(model, state)
     return wrong, differences(model.state_dict(), expected), said
 
 
@@ -147,7 +147,7 @@ def test_buffers_and_ignored_parameters_are_full(pool2):
     assert sum(weight.numel() for *_, weight in found) == 35
 
 
-# --- what is not this rank's ----------------------------------------------------------------------
+# --- shards of other ranks ------------------------------------------------------------------------
 
 
 class Even(nn.Module):
@@ -183,12 +183,12 @@ def refused(what):
             state[name] = torch.cat([state[name], torch.zeros(1)])
     elif what == "of a sharded model":
         plain = FSDP(make(Even), strategy="no_shard")
-        said = message_of(lambda: load_slices(plain, state), RuntimeError)
+        said = message_of(lambda: load_shards(plain, state), RuntimeError)
         return said, differences(plain.state_dict(), make(Even).state_dict())
     if what == "outside":
         said = message_of(lambda: model.load_state_dict(state), RuntimeError)
     else:
-        said = message_of(lambda: load_slices(model, state), RuntimeError)
+        said = message_of(lambda: load_shards(model, state), RuntimeError)
     return said, differences(model.state_dict(), before)
 
 
@@ -240,7 +240,7 @@ def test_destination_must_accept_the_records(pool2):
 def whole_within():
     """Full tensors are accepted in the context as well."""
     model, other = wrapped(Stack, ("full_shard", "shm")), make(Stack, seed=3)
-    load_slices(model, other.state_dict())
+    load_shards(model, other.state_dict())
     return differences(model.state_dict(), other.state_dict())
 
 
@@ -252,7 +252,7 @@ def test_single_rank_saves_full_tensors():
     model = FSDP(make(Stack))
     state, _ = local_state(model)
     assert differences(state, model.state_dict()) == []
-    load_slices(model, state)
+    load_shards(model, state)
 
 
 def saved_by_dcp(folder):

@@ -271,7 +271,7 @@ def test_assigning_is_refused(pool2, combination):
     assert pool2.run(assign, combination) == [[], []]
 
 
-# --- at odd times ---------------------------------------------------------------------------------
+# --- unusual moments ------------------------------------------------------------------------------
 
 
 def load_after_forward(combination):

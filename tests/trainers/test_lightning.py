@@ -64,7 +64,7 @@ def equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-# --- what ranks run ---------------------------------------------------------------------------------
+# --- functions on ranks -----------------------------------------------------------------------------
 
 
 def fit(world: int, strategy: Any, model: str, options: dict[str, Any], *args: Any) -> Any:
@@ -240,7 +240,7 @@ def average_message(world: int) -> str:
     return message_of(world, SHARDED, "Net", {"callbacks": [EMAWeightAveraging()]})
 
 
-# --- as under DDP -----------------------------------------------------------------------------------
+# --- comparison with DDP ----------------------------------------------------------------------------
 
 OPTIONS = {
     "plain": {},
@@ -408,7 +408,7 @@ def test_rank_0_saves_alone(tmp_path: Path) -> None:
     assert equal(torch.load(tmp_path / "zshard.pt"), torch.load(tmp_path / "ddp.pt"))
 
 
-# --- ranks that Lightning starts -----------------------------------------------------------------------
+# --- ranks started by Lightning ------------------------------------------------------------------------
 
 SCRIPT = """
 import sys
@@ -465,7 +465,7 @@ def test_unit_created_before_the_ranks_is_refused(tmp_path: Path) -> None:
     assert "is sharded over 1 rank(s), but Lightning runs 2: call zshard.FSDP in" in errors
 
 
-# --- what is refused --------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------
 
 
 def test_unknown_arguments_are_refused() -> None:

@@ -40,7 +40,7 @@ PACKAGES = {
     "PEFT": "peft",
     "Lightning": "lightning",
 }
-ENVIRONMENT = {  # Accelerate's choice of CPUs; and what tells Lightning that torchrun started the ranks
+ENVIRONMENT = {  # Accelerate on CPUs; Lightning under torchrun
     "ACCELERATE_USE_CPU": "true",
     "TORCHELASTIC_RUN_ID": "docs",
     "GROUP_RANK": "0",

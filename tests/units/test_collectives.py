@@ -95,7 +95,7 @@ def test_no_sync_reduces_nothing(pool2):
     assert pool2.run(without_sync) == [(2 * UNITS - 1, 0, UNITS)] * 2
 
 
-# --- when gathers begin ---------------------------------------------------------------------------
+# --- when gathers start ---------------------------------------------------------------------------
 
 LINEAR = "aten::addmm"  # of a block's forward
 BACKWARD = "AddmmBackward0"  # of its backward

@@ -83,7 +83,7 @@ def test_zero1_is_bit_identical_to_ddp(pool2, name):
     assert pool2.run(against_ddp, name) == [[], []]
 
 
-# --- when the copy is renewed ---------------------------------------------------------------------
+# --- when the copy is refreshed -------------------------------------------------------------------
 
 
 def step(model, optimizer, x):

@@ -173,7 +173,7 @@ def test_gradients_are_the_mean_of_the_ranks(pool, run):
     assert pool.run(wrong_in, Paths, run, exact, SHARDED, {nn.Linear}) == [{}] * pool.world
 
 
-# --- what else depends on it ------------------------------------------------------------------------
+# --- related features -------------------------------------------------------------------------------
 
 
 @passing_groups()
@@ -271,7 +271,7 @@ def test_state_dict_right_after_a_forward(pool, combination):
     assert pool.run(then_the_state, combination) == [[]] * pool.world
 
 
-# --- no right answer --------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------
 
 
 @passing_groups()
@@ -285,7 +285,7 @@ def stepping_while_another_looks():
         model(batch(0, 0), [0])  # all together: otherwise ranks would not be equally far
     start = time.monotonic()
 
-    def go_on():
+    def train_further():
         rank = dist.get_rank()
         if rank == 1:
             optimizer.step()
@@ -293,7 +293,7 @@ def stepping_while_another_looks():
             model(batch(rank, 0), [0, 1] if rank == 0 else [0])
         loss_of(model(batch(rank, 0), [0])).backward()
 
-    return message_of(go_on, zshard.DivergenceError), time.monotonic() - start
+    return message_of(train_further, zshard.DivergenceError), time.monotonic() - start
 
 
 def test_parameters_of_another_step_are_an_error_at_once(pool2):

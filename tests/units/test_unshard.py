@@ -52,7 +52,7 @@ def hold(*modules):
         getattr(module, "unshard", lambda: None)()
 
 
-def let_go(*modules):
+def reshard_all(*modules):
     for module in modules:
         getattr(module, "reshard", lambda: None)()
 
@@ -85,18 +85,18 @@ def held_for_the_second_of_two(model, rank):
     forward_backward(model, rank)
 
 
-def held_and_let_go_again(model, rank):
+def unsharded_and_resharded(model, rank):
     hold(model, *model.blocks)
     with torch.no_grad():
         model(floats(rank))
         model(floats(rank, 1))
-    let_go(model, model.blocks[1])
+    reshard_all(model, model.blocks[1])
     forward_backward(model, rank)
 
 
 def resharded_before_the_backward(model, rank):
     out = model(floats(rank))
-    let_go(model, *model.blocks)
+    reshard_all(model, *model.blocks)
     loss_of(out).backward()
 
 
@@ -128,7 +128,7 @@ def held_in_a_forward(model, rank):
         (held_between_forward_and_backward, True),
         (only_outside_of_forward, True),
         (held_for_the_second_of_two, False),
-        (held_and_let_go_again, True),
+        (unsharded_and_resharded, True),
         (resharded_before_the_backward, True),
         (held_in_no_sync, True),
         (held_in_a_forward, True),

@@ -160,7 +160,7 @@ def test_ignored_modules_stay_unchanged(pool2, how):
     assert first[2] != second[2], "gradients of ignored parameters are not reduced"
 
 
-# --- what the model is -----------------------------------------------------------------------------
+# --- the wrapped model -----------------------------------------------------------------------------
 
 
 class WithExtras(Net):
@@ -302,7 +302,7 @@ def test_each_module_is_wrapped_once():
     assert list(FSDP.fsdp_modules(outer))[1] is model
 
 
-# --- what it tells ---------------------------------------------------------------------------------
+# --- reports ---------------------------------------------------------------------------------------
 
 
 def test_fsdp_modules():

@@ -121,7 +121,7 @@ def test_full_values_of_parameters_of_other_classes(pool2: RankPool, transport: 
     assert pool2.run(values, transport) == [[], []]
 
 
-# --- gradients of another dtype -------------------------------------------------------------------
+# --- gradients of a different dtype ---------------------------------------------------------------
 
 
 def two_layers(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:

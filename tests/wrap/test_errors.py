@@ -38,7 +38,7 @@ def check(outcome, kind, *words):
     assert not missing, f"{missing} not in: {message}"
 
 
-# --- what cannot be wrapped -----------------------------------------------------------------------
+# --- unsupported models ---------------------------------------------------------------------------
 
 
 def two_linears():

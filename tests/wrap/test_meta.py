@@ -263,7 +263,7 @@ def test_meta_and_real_parameters(pool2):
         assert wrong == [] and "'gain'" in message
 
 
-# --- what it costs --------------------------------------------------------------------------------
+# --- cost -----------------------------------------------------------------------------------------
 
 
 def drawn(how, transport):

@@ -168,7 +168,7 @@ def calls_parts(self: Any, x: Tensor) -> Tensor:
     return self.side(x)  # type: ignore[no-any-return]
 
 
-def calls_a_slice(self: Any, x: Tensor) -> Tensor:
+def calls_sliced_container(self: Any, x: Tensor) -> Tensor:
     return self.side(self.layers[:2](x))  # type: ignore[no-any-return]
 
 
@@ -199,7 +199,7 @@ READS = [
     *(reads_in_a_closure, reads_in_a_loop, reads_many_at_once, reads_while_a_view_lives),
     *(reads_in_a_function, reads_an_attention, reads_in_a_checkpoint),
     *(reads_in_a_reentrant_checkpoint, calls_forward, calls_another_method, calls_parts),
-    *(calls_a_slice, checkpoints_parts, takes_a_gradient_between),
+    *(calls_sliced_container, checkpoints_parts, takes_a_gradient_between),
 ]
 POLICIES = {
     "auto": "auto",
@@ -262,7 +262,7 @@ def test_reads_of_frozen_weights(pool2: Any, combination) -> None:
     assert pool2.run(wrong_in, reads_after_the_call, "parts", combination, True) == [[], []]
 
 
-# --- for how long ----------------------------------------------------------------------------------
+# --- how long weights stay gathered ----------------------------------------------------------------
 
 
 class Watching(nn.Module):
@@ -344,7 +344,7 @@ def test_a_tied_head_is_seen_and_counted(pool2: Any, transport) -> None:
         assert peaks[-1] <= predicted[-1]
 
 
-# --- writes, and what no forward runs --------------------------------------------------------------
+# --- writes, and reads outside of forwards ---------------------------------------------------------
 
 
 def outside_of_forwards() -> str:

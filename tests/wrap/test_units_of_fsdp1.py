@@ -224,7 +224,7 @@ def test_shared_modules_are_units_where_fsdp1_wraps_them(policy: str) -> None:
     assert compared > 10
 
 
-# --- what differs, as docs/wrapping.md says ------------------------------------------------------
+# --- differences documented in docs/wrapping.md --------------------------------------------------
 
 
 def both(model: nn.Module, policy: str | Callable[[Any], Any]) -> tuple[list[str], list[str]]:
@@ -292,7 +292,7 @@ def test_batch_norm_is_not_a_unit_under_mixed_precision() -> None:
     assert ours == [model, model[0]]
 
 
-# --- by hand -------------------------------------------------------------------------------------
+# --- manual wrapping -----------------------------------------------------------------------------
 
 
 def by_hand(lib: Any, cls: Any) -> nn.Module:

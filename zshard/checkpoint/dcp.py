@@ -100,7 +100,7 @@ def read_metadata(found: Checkpoint, text: bytes, where: str, with_optimizer: bo
     _sort_out(found, tensors, values, with_optimizer)
 
 
-# --- which is the model's, and which the optimizer's ----------------------------------------------
+# --- splitting model and optimizer ----------------------------------------------------------------
 
 
 def _sort_out(found: Checkpoint, tensors: Tensors, values: Values, with_optimizer: bool) -> None:

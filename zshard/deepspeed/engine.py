@@ -260,7 +260,7 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
         """Drop the gradients of the model."""
         self.module.zero_grad(set_to_none)
 
-    # --- what scripts ask -------------------------------------------------------------------------
+    # --- queries ----------------------------------------------------------------------------------
 
     def train_batch_size(self) -> int:
         """Return the samples of an optimizer step, over all ranks."""

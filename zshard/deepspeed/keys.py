@@ -31,7 +31,7 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
 }
 
-# --- what a value must be -------------------------------------------------------------------------
+# --- checks of values -----------------------------------------------------------------------------
 
 
 def must_be(name: str, what: str, value: object) -> str:

@@ -149,7 +149,7 @@ def check_fits(
     return _sharing(ranks, ranks[comms.all.rank])
 
 
-# --- what a rank has to find ----------------------------------------------------------------------
+# --- what a rank needs ----------------------------------------------------------------------------
 
 
 def _need_of(
@@ -251,7 +251,7 @@ def _check_mappings(module: nn.Module, ranks: list[_Rank]) -> None:
         )
 
 
-# --- the verdict ----------------------------------------------------------------------------------
+# --- result ---------------------------------------------------------------------------------------
 
 
 def _worst(ranks: list[_Rank], with_optimizer: bool) -> Shortage | None:

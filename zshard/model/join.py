@@ -230,7 +230,7 @@ class _Follower(Joined):
         self._align(held)
         unscale(self._without_others(number), inv_scale, allow_fp16)
 
-    # --- the end ----------------------------------------------------------------------------------
+    # --- end --------------------------------------------------------------------------------------
 
     def _take_final_state(self) -> None:
         """Take the state of the ranks that had data last, if some ranks followed them."""

@@ -63,7 +63,7 @@ def install() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
-# --- optimizers that zshard knows -----------------------------------------------------------------
+# --- known optimizers -----------------------------------------------------------------------------
 
 _seen: weakref.WeakKeyDictionary[Optimizer, list[Stepped]] = weakref.WeakKeyDictionary()
 """With what each had of sharded models when its state was looked at."""
@@ -100,7 +100,7 @@ def seen_optimizers() -> list[Optimizer]:
     return list(_seen)
 
 
-# --- around a step --------------------------------------------------------------------------------
+# --- hooks around a step --------------------------------------------------------------------------
 
 
 def _before_step(
@@ -162,7 +162,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
 _note_step = torch._disable_dynamo(note_step)  # type: ignore[attr-defined]
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 _inner: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Those that another one calls on the ranks that have something for them to step."""

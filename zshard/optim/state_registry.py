@@ -180,7 +180,7 @@ def meet(module: nn.Module, shards: _core.Comm) -> None:
         state.meet(record)
 
 
-# --- asking ---------------------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------
 
 
 def ask_for_full(optimizer: Optimizer, model: ModelRecord, held: Sequence[HeldState]) -> FullState:
@@ -322,7 +322,7 @@ def _shards(held: Sequence[HeldState]) -> responder.Answer:
     return {"facts": facts, "nested": nested, "shards": shards}, tensors
 
 
-# --- what is dropped ------------------------------------------------------------------------------
+# --- drops ----------------------------------------------------------------------------------------
 
 _jobs: queue.SimpleQueue[tuple[ModelRecord, str] | None] = queue.SimpleQueue()
 """Optimizers that have died, as their finalizers put them here: in the midst of anything."""
@@ -359,7 +359,7 @@ def _send_drop(model: ModelRecord, key: str | None) -> None:
                 time.sleep(_LOOK)
 
 
-# --- the end of the script ------------------------------------------------------------------------
+# --- exit -----------------------------------------------------------------------------------------
 
 
 def finish(timeout: float) -> None:

@@ -192,7 +192,7 @@ def sum_of_bits(param: Tensor) -> int:
     return int(words.sum() + rest.sum(dtype=torch.int64)) & _MASK
 
 
-# --- what there is --------------------------------------------------------------------------------
+# --- comparable values ----------------------------------------------------------------------------
 
 
 def _are_same(rows: list[tuple[Any, ...]], before: list[tuple[Any, ...]]) -> bool:
@@ -232,7 +232,7 @@ def _number(value: object) -> int:
     return zlib.crc32(repr(value).encode())
 
 
-# --- words ----------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 
 
 def _lines(label: str, columns: Iterable[tuple[str, Sequence[Any]]]) -> Iterator[str]:
