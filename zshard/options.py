@@ -160,7 +160,7 @@ def check_environment(options: Options) -> None:
 
 def unit_options(spec: UnitSpec, usual: Options) -> Options:
     """Return the model's options with a CustomPolicy's overrides for this unit. Raises ValueError
-    for an override that only applies to a whole model."""
+    for an override that only applies to an entire model."""
     strategy, precision = usual.strategy, usual.precision
     given = spec.overrides.get("sharding_strategy", spec.overrides.get("strategy"))
     if given is not None:

@@ -301,7 +301,7 @@ def test_path_created_during_a_save(tmp_path, monkeypatch):
     assert inside(tmp_path) == ["x"] and inside(tmp_path / "x") == []
 
 
-def test_remove_follows_no_link(tmp_path):
+def test_remove_does_not_follow_links(tmp_path):
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "file").write_text("")
     leave_behind(tmp_path / "x")

@@ -306,7 +306,7 @@ def test_documented_script_resumes(tmp_path, monkeypatch):
     ]
 
 
-def test_a_model_from_the_meta_device(tmp_path, monkeypatch):
+def test_model_from_the_meta_device(tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers")
     (text,) = (block for block in BLOCKS if '"meta"' in block)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}

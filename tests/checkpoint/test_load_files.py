@@ -72,7 +72,7 @@ def test_values_equal_the_files(pool, name, files, tmp_path):
         assert found == [[]] * pool.world, combination
 
 
-def test_in_a_world_of_one(tmp_path):
+def test_single_rank(tmp_path):
     path = write(tmp_path / "x", of_case("net"))
     model = FSDP(make(Net))
     versions = [p._version for p in model.parameters()]
@@ -300,7 +300,7 @@ def test_files_are_closed(pool2, tmp_path):
     assert pool2.run(open_files, write(tmp_path / "x", make(Stack, 7).state_dict())) == [[], []]
 
 
-def test_a_plain_model(tmp_path):
+def test_plain_model(tmp_path):
     path, model = write(tmp_path / "x", of_case("net")), make(Net)
     zshard.load(path, model)
     assert differences(model.state_dict(), of_case("net")) == []

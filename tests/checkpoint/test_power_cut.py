@@ -208,7 +208,7 @@ def test_log_records_every_call_and_its_outcome(root: Path) -> None:
     assert read_log(log) == calls, "it goes on when it has been told to end"
 
 
-def test_a_log_that_cannot_be_written_is_an_error(root: Path) -> None:
+def test_log_that_cannot_be_written_is_an_error(root: Path) -> None:
     with pytest.raises(FileNotFoundError):
         file_log(root / "none" / "log")
     file_log("/dev/full")

@@ -217,7 +217,7 @@ def test_invalid_index(index, words, tmp_path):
     assert "index.json" in str(caught.value)
 
 
-def test_files_and_index_that_differ(tmp_path):
+def test_index_that_contradicts_the_files(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"refers to 'two\.safetensors', which is missing"):
         read(folder(tmp_path / "a", HOMES, ["one"]))
     more = {**HOMES, "three": "two.safetensors"}

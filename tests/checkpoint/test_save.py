@@ -237,7 +237,7 @@ def test_offload(pool2, kind, tmp_path):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_model_that_is_not_wrapped(name, tmp_path):
+def test_unwrapped_model(name, tmp_path):
     model = make(CASES[name].make)
     optimizer = make_optimizer("torch.AdamW", model)
     train(model, CASES[name], optimizer, 0, 2)

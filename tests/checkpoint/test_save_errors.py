@@ -348,6 +348,6 @@ def test_invalid_steps(case, tmp_path):
     assert text in str(caught.value) and list(tmp_path.iterdir()) == []
 
 
-def test_the_largest_step(tmp_path):
+def test_largest_step(tmp_path):
     zshard.save(tmp_path, nn.Linear(1, 1), step=torch.tensor(2**63 - 1))
     assert zshard.load(tmp_path, nn.Linear(1, 1)).step == 2**63 - 1

@@ -74,7 +74,7 @@ def test_names_without_effect_are_accepted():
 # --- arguments and refusals of fully_shard() ----------------------------------------------------------
 
 
-def test_a_world_of_one():
+def test_single_rank():
     model = stack()
     expected, ours = make(Stack), model
     assert ours.unshard() is None and model.blocks[0].unshard(async_op=True).wait() is None

@@ -259,7 +259,7 @@ def test_gradients_are_divided_by_the_factor(pool2, combination):
     pool2.run(divided, combination, 3.0, 3)
 
 
-def test_the_factor_on_three_ranks(pool3):
+def test_factor_on_three_ranks(pool3):
     for transport in TRANSPORTS:
         pool3.run(divided, ("full_shard", transport), 2.0, 3)
 

@@ -171,7 +171,7 @@ def layers_alone():
     return differences(models[1], models[0])
 
 
-def test_layers_alone(pool2):
+def test_only_layers_sharded(pool2):
     assert pool2.run(layers_alone) == [[], []]
 
 

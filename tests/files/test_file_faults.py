@@ -198,7 +198,7 @@ def test_create_without_preallocation(tmp_path: Path, unsupported: str) -> None:
     assert (tmp_path / "a").read_bytes() == bytes(1 << 20)
 
 
-def test_sync_of_a_folder_where_there_is_none(tmp_path: Path) -> None:
+def test_sync_of_a_missing_folder(tmp_path: Path) -> None:
     file_faults(2, "EINVAL")
     _core.sync_folder(tmp_path)
     file_faults(2, "EIO")
@@ -334,7 +334,7 @@ def test_lock_ends_with_its_process(tmp_path: Path) -> None:
     _core.unlock(_core.lock_file(tmp_path / "lock"))
 
 
-def test_lock_follows_no_link(tmp_path: Path) -> None:
+def test_lock_does_not_follow_links(tmp_path: Path) -> None:
     (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError) as caught:
         _core.lock_file(tmp_path / "lock")

@@ -61,7 +61,7 @@ def test_stepped_in_backward(pool2, tmp_path, transport):
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_a_world_of_one(tmp_path, in_backward):
+def test_single_rank(tmp_path, in_backward):
     assert compare_wide(str(tmp_path), KINDS["all"], in_backward) == []
 
 
@@ -159,7 +159,7 @@ def evaluate_in_worker(folder):
     return []
 
 
-def test_beside_forked_workers(tmp_path):
+def test_with_forked_workers(tmp_path):
     assert evaluate_in_worker(str(tmp_path)) == []
 
 
@@ -298,7 +298,7 @@ def under_limit(folder, where):
 
 
 @pytest.mark.thorough
-def test_a_model_of_almost_five_times_the_memory(tmp_path):
+def test_model_almost_five_times_larger_than_memory(tmp_path):
     """768 MiB of parameters and state with 160 MiB of memory."""
     done = under_limit(tmp_path, "disk")
     assert done.returncode == 0, done.stderr
@@ -343,7 +343,7 @@ FULL_DISK = """
 """
 
 
-def test_no_room_on_the_disk(tmp_path):
+def test_disk_full(tmp_path):
     """A file size limit acts like a full disk."""
     command = [sys.executable, "-c", textwrap.dedent(FULL_DISK), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -351,7 +351,7 @@ def test_no_room_on_the_disk(tmp_path):
     assert "by 4 MiB" in done.stdout and str(tmp_path) in done.stdout and "MiB free" in done.stdout
 
 
-def test_no_room_for_the_state(tmp_path):
+def test_disk_full_for_the_state(tmp_path):
     code = textwrap.dedent(FULL_DISK).replace("3 << 20", "5 << 20").split("try:")[0]
     code += textwrap.dedent("""
         model = zshard.FSDP(model, offload=zshard.Offload(directory=sys.argv[1]))

@@ -73,7 +73,7 @@ def in_shared_memory(in_backward):
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_a_file_system_in_memory(pool2, in_backward):
+def test_file_system_in_memory(pool2, in_backward):
     """Older kernels have no direct I/O there."""
     assert pool2.run(in_shared_memory, in_backward) == [[], []]
 

@@ -154,7 +154,7 @@ def memory_of_another(combination):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_the_memory_of_another_parameter_is_refused(pool2, combination):
+def test_memory_of_another_parameter_is_refused(pool2, combination):
     for said in pool2.run(memory_of_another, combination):
         assert "'layers.0.weight'" in said and "q.data.clone()" in said
 

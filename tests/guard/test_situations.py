@@ -96,7 +96,7 @@ def test_error_of_a_norm_names_the_remedy(pool2, name):
 
 
 @pytest.mark.parametrize("name", ["row_norms", "vector", "penalty", "gram", "adafactor"])
-def test_parameters_that_are_not_sharded_are_not_guarded(pool2, name):
+def test_unsharded_parameters_are_not_guarded(pool2, name):
     for found in pool2.run(on_shards, name, ("no_shard", "shm")):
         assert found == "right"
 

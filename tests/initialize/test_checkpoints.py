@@ -185,7 +185,7 @@ def with_zshard(folder: str) -> Any:
 
 
 @ranks(2)
-def test_zshards_own_functions_read_and_write_the_same(pool: RankPool, tmp_path: Path) -> None:
+def test_zshard_save_and_load_are_compatible(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(with_zshard, str(tmp_path)) == [(2, "two", {}, 2)] * 2
 
 

@@ -143,7 +143,7 @@ def test_config_trains_as_ddp(pool: RankPool, name: str) -> None:
 @pytest.mark.parametrize("case", PUBLISHED, ids=lambda case: case.name)
 @pytest.mark.sampled(6)
 @ranks(2)
-def test_a_published_config_trains_as_ddp(pool: RankPool, case: Any) -> None:
+def test_published_config_trains_as_ddp(pool: RankPool, case: Any) -> None:
     check(pool, case.read(), case.meaning, case.namespace(), case.client)
 
 

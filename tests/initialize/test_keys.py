@@ -109,13 +109,13 @@ def test_no_key_is_in_two_tables() -> None:
     assert not {*keys.WORKS, *keys.IGNORED} & keys.REFUSED.keys()
 
 
-def test_the_page_lists_all_keys() -> None:
+def test_page_lists_all_keys() -> None:
     known = {name.rpartition(".")[2] for name in (*keys.WORKS, *keys.IGNORED, *keys.REFUSED)}
     known = {name.removeprefix("stage3_") for name in known}
     assert {name for name in known if f"`{name}`" not in PAGE and f'"{name}"' not in PAGE} == set()
 
 
-def test_the_page_lists_what_auto_means() -> None:
+def test_page_lists_what_auto_means() -> None:
     for name, source in keys.SOURCES.items():
         rows = PAGE.split('## "auto"')[1].splitlines()
         row = next(line for line in rows if line.startswith(f"| `{name}`"))
@@ -151,7 +151,7 @@ def test_two_batch_sizes_give_the_third(given: Any, sizes: Any) -> None:
         ((4, 4, None), "choose a multiple of 8"),
     ],
 )  # fmt: skip
-def test_batch_sizes_that_do_not_fit_are_named(given: Any, message: str) -> None:
+def test_contradictory_batch_sizes_are_named(given: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         complete(*given, 2)
 
@@ -207,7 +207,7 @@ def test_auto_takes_the_trainers_arguments_or_their_defaults() -> None:
             settings(changes)
 
 
-def test_an_auto_batch_size_follows_from_the_others() -> None:
+def test_auto_batch_size_follows_from_the_others() -> None:
     sizes = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
     args = argparse.Namespace(per_device_train_batch_size=3)
     assert settings({**sizes, "train_batch_size": 12}).sizes == (12, 6, 1)
@@ -216,7 +216,7 @@ def test_an_auto_batch_size_follows_from_the_others() -> None:
     assert settings({**sizes, "train_batch_size": 12}).sizes == (12, 2, 3)
 
 
-def test_offload_goes_to_the_host_or_to_one_folder() -> None:
+def test_offload_to_the_host_or_one_folder() -> None:
     cpu, disk = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/disk"}
 
     def places(stage: int = 3, **parts: Any) -> Any:
@@ -273,7 +273,7 @@ def test_comments_and_trailing_commas_are_read_as_deepspeed_reads_them(tmp_path:
     assert read(path) == {"train_batch_size": 8, "zero_optimization": zero}
 
 
-def test_a_mistake_behind_a_comment_is_named_by_its_line(tmp_path: Path) -> None:
+def test_mistake_behind_a_comment_is_named_by_its_line(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{ /* two\nlines */ "a": 1\n"b": 2}')
     with pytest.raises(ValueError, match="line 3 column 1"):
@@ -347,7 +347,7 @@ def test_infinitely_many_steps_per_print_mean_never() -> None:
         ("RMSprop", {"alpha": True}, "alpha"),
     ],
 )
-def test_an_optimizers_values_are_checked_by_key(kind: str, params: Any, key: str) -> None:
+def test_optimizers_values_are_checked_by_key(kind: str, params: Any, key: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"'optimizer.params.{key}' in the DeepSpeed"):
         made(kind, **params)
 
@@ -365,17 +365,17 @@ def test_an_optimizers_values_are_checked_by_key(kind: str, params: Any, key: st
         ),
     ],
 )
-def test_a_schedules_values_are_checked_by_key(kind: str, params: Any, key: str) -> None:
+def test_schedules_values_are_checked_by_key(kind: str, params: Any, key: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"'scheduler.params.{key}' in the DeepSpeed"):
         schedule_of({"type": kind, "params": params}, made("AdamW"))
 
 
-def test_a_schedules_null_means_its_default() -> None:
+def test_schedules_null_means_its_default() -> None:
     params = {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_second_step_size": None}
     schedule_of({"type": "OneCycle", "params": params}, made("AdamW"))
 
 
-def test_a_config_is_not_changed() -> None:
+def test_config_is_not_changed() -> None:
     given = config(gradient_clipping="auto", bfloat16={"enabled": True})
     before = json.dumps(given)
     settings_of(read(given), None, 1, 0)

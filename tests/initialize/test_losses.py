@@ -87,5 +87,5 @@ def alone() -> float:
     return states_apart(engine, theirs)
 
 
-def test_a_single_process_needs_no_launcher() -> None:
+def test_single_process_needs_no_launcher() -> None:
     assert alone() == 0.0

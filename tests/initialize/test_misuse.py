@@ -144,7 +144,7 @@ def _fail(module: Any, *grads: Any) -> None:
 @STAGES
 @TRANSPORTS
 @ranks(2)
-def test_a_failed_backward_is_dropped_on_all_ranks(
+def test_failed_backward_is_dropped_on_all_ranks(
     pool: RankPool, stage: int, transport: str
 ) -> None:
     assert pool.run(raises_in_the_middle, stage, transport) == [2, 2]
@@ -166,7 +166,7 @@ def fails_on_one_rank(where: str, transport: str) -> None:
 
 @TRANSPORTS
 @pytest.mark.parametrize("where", ["backward", "step"])
-def test_a_failure_on_one_rank_is_named_on_the_other(where: str, transport: str) -> None:
+def test_failure_on_one_rank_is_named_on_the_other(where: str, transport: str) -> None:
     first, second = fork_ranks(fails_on_one_rank, 2, where, transport, timeout=60)
     assert "on purpose" in second.stderr and second.returncode == 1
     assert first.returncode == 1
@@ -183,7 +183,7 @@ def one_rank_forgets_to_step(transport: str) -> None:
 
 
 @TRANSPORTS
-def test_a_step_on_one_rank_only_is_an_error_on_both(transport: str) -> None:
+def test_step_on_one_rank_only_is_an_error_on_both(transport: str) -> None:
     """In fresh processes: ranks that are out of step stay so."""
     for result in fork_ranks(one_rank_forgets_to_step, 2, transport, timeout=60):
         assert result.returncode == 1
@@ -228,7 +228,7 @@ def overflows(transport: str) -> Any:
 
 @TRANSPORTS
 @ranks(2)
-def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: RankPool, transport: str) -> None:
+def test_overflow_on_one_rank_skips_the_step_on_all(pool: RankPool, transport: str) -> None:
     for skipped, applied, scale, same, message, again in pool.run(overflows, transport):
         assert (skipped, applied, scale, same) == (1, False, 2.0**16, True)
         assert "OverflowError: the gradients overflow at the least loss scale, 1" in message
@@ -263,7 +263,7 @@ def sizes_in_the_middle() -> list[str]:
 
 
 @ranks(2)
-def test_the_batch_size_changes_between_steps_only(pool: RankPool) -> None:
+def test_batch_size_changes_between_steps_only(pool: RankPool) -> None:
     for middle, wrong in pool.run(sizes_in_the_middle):
         assert "RuntimeError" in middle and "after 1 of 2 micro-batches" in middle
         assert "ValueError: train_batch_size=12 is not a multiple of 8" in wrong
@@ -350,7 +350,7 @@ def again() -> list[str]:
 
 
 @ranks(2)
-def test_a_refused_model_can_be_initialized_again(pool: RankPool) -> None:
+def test_refused_model_can_be_initialized_again(pool: RankPool) -> None:
     parts = (
         "LAMB",
         "learning_rate",
@@ -375,7 +375,7 @@ def no_optimizer() -> list[str]:
 
 
 @ranks(2)
-def test_an_engine_without_optimizer_only_computes(pool: RankPool) -> None:
+def test_engine_without_optimizer_only_computes(pool: RankPool) -> None:
     for found in pool.run(no_optimizer):
         assert all("needs an optimizer: add the section 'optimizer'" in each for each in found)
 

@@ -84,7 +84,7 @@ def as_a_script(path: str) -> Any:
 
 
 @ranks(2)
-def test_a_script_with_arguments_groups_and_a_scheduler_trains(
+def test_script_with_arguments_groups_and_a_scheduler_trains(
     pool: RankPool, tmp_path: Path
 ) -> None:
     path = tmp_path / "ds_config.json"
@@ -167,7 +167,7 @@ def own_boundaries() -> Any:
 
 
 @ranks(2)
-def test_a_loop_may_set_the_boundary(pool: RankPool) -> None:
+def test_loop_may_set_the_boundary(pool: RankPool) -> None:
     assert pool.run(own_boundaries) == [(2, 2, 2)] * 2
 
 

@@ -53,7 +53,7 @@ def test_one_cycle_moves_the_momentum_the_other_way() -> None:
     assert betas == pytest.approx([0.8, 0.85, 0.8, 0.85, 0.9, 0.9])
 
 
-def test_a_schedule_resumes_from_its_state() -> None:
+def test_schedule_resumes_from_its_state() -> None:
     first, second = (schedule_of({"type": "WarmupLR"}, optimizer(groups=2)) for _ in range(2))
     for _ in range(5):
         first.step()

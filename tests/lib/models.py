@@ -81,7 +81,7 @@ class Net(nn.Module):
 
 
 class Tied(nn.Module):
-    """Tied weights: embedding and head over the whole model, two linears within each block."""
+    """Tied weights: embedding and head across the model, two linears within each block."""
 
     class Twin(nn.Module):
         def __init__(self) -> None:

@@ -454,7 +454,7 @@ def _serve(pipe: Connection) -> None:
         gc.collect()  # free one test's models and their shared memory before the next one
         _end_groups_but(groups)
         if len(sys.modules) > known:
-            gc.freeze()  # else each collection looks at all of torch again, for a tenth of a second
+            gc.freeze()  # else each collection scans all of torch again, for a tenth of a second
 
 
 def _end_groups_but(known: set[Any]) -> None:

@@ -437,7 +437,7 @@ def sharded(cell: Cell, deadline: float = DEADLINE) -> tuple[str, Any]:
 
 
 class Waits(Exception):
-    """The other rank never came: DDP would wait for ever."""
+    """The other rank never came: DDP would wait indefinitely."""
 
 
 class Average:

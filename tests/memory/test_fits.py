@@ -86,7 +86,8 @@ def test_refused_on_all_ranks(pool2, strategy, transport):
 
 
 def around_the_border(transport):
-    """The limits just below and at what a model takes; what twice as many ranks are said to need."""
+    """Return the results at limits just below and at the model's need, and the need reported for
+    twice as many ranks."""
     total = predicted(transport=transport, optimizer=None)["total"]
     below, _ = refused("full_shard", transport, total - 1)
     at, changed = refused("full_shard", transport, total)
@@ -175,7 +176,7 @@ def under_a_limit(name, free):
 
 
 @pytest.mark.parametrize("name", ["RLIMIT_DATA", "RLIMIT_AS"])
-def test_a_limit_of_the_process(name):
+def test_process_limit(name):
     for result in fork_ranks(under_a_limit, 2, name, 64 * MIB, check=True):
         assert "rank 1 of 2" in result.value and name in result.value
     for result in fork_ranks(under_a_limit, 2, name, 1024 * MIB, check=True):

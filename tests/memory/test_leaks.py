@@ -93,7 +93,7 @@ def growth(before, after):
 def settle():
     """Call this first on each rank: it removes what would hide leaks, or take long."""
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # otherwise torch keeps the last 2,000 collectives
-    gc.freeze()  # a collection need not look at all of torch, a hundred times
+    gc.freeze()  # a collection need not scan all of torch, a hundred times
 
 
 def make_model(width=8):
@@ -287,7 +287,7 @@ def outlive_models(transport, models):
 @pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("world", "transport"), WORLDS)
-def test_loss_may_outlive_its_model_and_then_frees_all(world, transport):
+def test_loss_outlives_its_model_and_then_frees_it(world, transport):
     gradients = []
     for result in fork_ranks(outlive_models, world, transport, 40):
         facts, grown = result.value

@@ -423,7 +423,7 @@ def freed_at_once(transport, policy):
 
 @pytest.mark.parametrize("policy", ["auto", None, {nn.Embedding}, BIG, always_wrap_policy])
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_a_dropped_model_is_freed_at_once(pool2, transport, policy):
+def test_dropped_model_is_freed_at_once(pool2, transport, policy):
     assert pool2.run(freed_at_once, transport, policy) == [[], []]
 
 
@@ -440,5 +440,5 @@ def hooked_and_dropped(transport):
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_a_hook_that_holds_the_model_does_not_leak_it(pool2, transport):
+def test_hook_that_refers_to_the_model_does_not_leak_it(pool2, transport):
     assert pool2.run(hooked_and_dropped, transport) == [True, True]

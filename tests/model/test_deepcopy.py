@@ -63,7 +63,7 @@ def averaged(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_a_moving_average(pool2, combination):
+def test_moving_average(pool2, combination):
     assert pool2.run(averaged, combination) == [[], []]
 
 
@@ -129,7 +129,7 @@ def in_the_middle(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_a_copy_between_forward_and_backward(pool2, strategy):
+def test_copy_between_forward_and_backward(pool2, strategy):
     assert pool2.run(in_the_middle, strategy) == [[], []]
 
 
@@ -157,13 +157,13 @@ def copied_after_a_forward(combination):
     return wrong, {param.dtype for param in twin.parameters()}
 
 
-def test_a_copy_keeps_the_dtype_after_a_forward(pool2):
+def test_copy_keeps_the_dtype_after_a_forward(pool2):
     for combination in COMBINATIONS:
         found = pool2.run(copied_after_a_forward, combination)
         assert found == [([], {torch.float32})] * 2, combination
 
 
-def test_in_a_world_of_one():
+def test_single_rank():
     model = FSDP(make(Stack))
     twin = copy.deepcopy(model)
     assert_same(twin(floats(0)), model(floats(0)), "the copy's output")

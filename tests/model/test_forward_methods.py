@@ -88,7 +88,7 @@ def wrong_with_a_forward_within(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_a_method_may_run_the_forward(pool2, combination):
+def test_method_may_run_the_forward(pool2, combination):
     assert pool2.run(wrong_with_a_forward_within, combination) == [[]] * 2
 
 
@@ -116,7 +116,7 @@ def test_arguments_are_cast_as_in_forward(pool2):
     assert pool2.run(lowered) == [torch.bfloat16] * 2
 
 
-def test_in_a_world_of_one():
+def test_single_rank():
     model = wrapped(("full_shard", None))
     assert_same(model.encode(floats(0)), make(Encoder).encode(floats(0)), "what is encoded")
 

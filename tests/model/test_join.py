@@ -269,7 +269,7 @@ def test_clipping_by_the_norm_of_order_two(pool2, combination):
 
 
 @pytest.mark.parametrize("combination", FEW, ids="-".join)
-def test_even_and_no_data(pool2, combination):
+def test_equal_batches_and_no_data(pool2, combination):
     for counts in ((2, 2), (0, 0)):
         assert pool2.run(compared, plain_loop, combination, counts) == [[]] * 2, counts
 

@@ -89,7 +89,7 @@ def failing(combination, what, counts, raising, at):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("combination", FEW, ids="-".join)
 @pytest.mark.parametrize("what", [raises, raises_in_forward, raises_in_backward, interrupts])
-def test_an_exception_ends_join_on_all_ranks(pool3, combination, what):
+def test_exception_ends_join_on_all_ranks(pool3, combination, what):
     own = "KeyboardInterrupt" if what is interrupts else "ValueError: boom"
     for raising, at in ((0, 1), (0, 3), (2, 0)):
         found = pool3.run(failing, combination, what, (5, 2, 4), raising, at)

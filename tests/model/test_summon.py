@@ -99,7 +99,7 @@ def forward_within():
     return differences(inside, plain(x)), message
 
 
-def test_a_forward_within(pool2):
+def test_forward_inside(pool2):
     for wrong, message in pool2.run(forward_within):
         assert wrong == []
         assert "summon_full_params" in message and "original dtype" in message

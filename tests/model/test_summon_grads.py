@@ -100,7 +100,7 @@ def in_groups(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
-def test_in_groups(pool4, strategy):
+def test_shard_groups(pool4, strategy):
     assert pool4.run(in_groups, strategy) == [[]] * 4
 
 

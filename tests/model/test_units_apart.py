@@ -92,7 +92,7 @@ def test_norm_across_experts_and_shared_parameters_is_refused(
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_norm_over_experts_of_pairs_of_ranks_is_refused(pool4: RankPool, transport: str) -> None:
+def test_norm_across_experts_of_pairs_is_refused(pool4: RankPool, transport: str) -> None:
     found = pool4.run(norms, transport, "full_shard", 2)
     assert len({shared for shared, _ in found}) == 1
     assert found[0] == found[1] and found[2] == found[3] != found[1]

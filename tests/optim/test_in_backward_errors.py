@@ -93,7 +93,7 @@ def within_a_checkpoint(reentrant):
     return message_of(loss.backward, NotImplementedError)
 
 
-def test_a_reentrant_checkpoint_around_the_model_is_refused(pool2):
+def test_reentrant_checkpoint_around_the_model_is_refused(pool2):
     assert pool2.run(within_a_checkpoint, False) == [[], []]
     for text in pool2.run(within_a_checkpoint, True):
         assert "use_reentrant=False" in text

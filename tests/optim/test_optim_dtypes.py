@@ -63,7 +63,7 @@ def test_state_keeps_its_dtype(pool2, combination, tmp_path):
     assert pool2.run(save_and_resume, tmp_path, combination) == [expected] * 2
 
 
-def test_a_plain_model(tmp_path):
+def test_plain_model(tmp_path):
     assert save_and_resume(tmp_path, None) == ({torch.bfloat16}, torch.bfloat16, [])
 
 

@@ -98,7 +98,7 @@ def test_foreach_and_fused_make_no_difference():
         assert_same_bits(results[0], other)
 
 
-def test_a_group_without_an_option_names_it():
+def test_missing_group_option_is_named():
     params = make_params()
     optimizer = zshard.AdamW(params)
     give_grads(params)

@@ -375,7 +375,7 @@ def test_foreign_state_dict_keeps_rounding_enabled():
     )
 
 
-def test_a_step_without_gradients_does_not_count():
+def test_step_without_gradients_does_not_count():
     params = make_params(BF16)
     optimizer = zshard.AdamW(params, stochastic_rounding=True)
     optimizer.step()

@@ -70,7 +70,7 @@ def test_all_but_the_tail_is_bit_identical_to_torchs_fused_step(ours, torchs, op
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(("ours", "torchs"), CLASSES, ids=["AdamW", "Adam"])
-def test_the_tail_differs_in_the_last_bits(ours, torchs, options):
+def test_tail_differs_in_the_last_bits(ours, torchs, options):
     """Most elements of tails are equal; their moments never differ by more than a few roundings."""
     differ = total = 0
     for size in range(1, WIDEST):
@@ -88,7 +88,7 @@ def test_the_tail_differs_in_the_last_bits(ours, torchs, options):
 @pytest.mark.parametrize("way", ["foreach", "single tensor"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(("ours", "torchs"), CLASSES, ids=["AdamW", "Adam"])
-def test_the_unfused_steps_have_the_same_moments_and_near_parameters(ours, torchs, options, way):
+def test_unfused_steps_have_equal_moments_and_close_parameters(ours, torchs, options, way):
     for size in SIZES:
         (p, state), (q, other) = one_step_from_the_same(
             ours, lambda each: torchs(each, lr=1e-2, **WAYS[way], **options), size, options

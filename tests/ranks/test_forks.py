@@ -45,7 +45,7 @@ def train_from_workers(transport, folder):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_forked_dataloader_workers_do_no_harm(pool2, transport, tmp_path):
+def test_forked_dataloader_workers_are_harmless(pool2, transport, tmp_path):
     assert pool2.run(train_from_workers, transport, tmp_path) == [[], []]
 
 
@@ -57,7 +57,7 @@ def kill_beside_workers(folder):
     return train("kill", "forward", folder, "shm")
 
 
-def test_rank_killed_beside_its_workers_is_named(tmp_path):
+def test_rank_killed_with_workers_is_named(tmp_path):
     results = fork_ranks(kill_beside_workers, 2, tmp_path)
     assert results[-1].returncode == -signal.SIGKILL
     check_survivors(results, ("PeerError",), "rank 1")

@@ -117,7 +117,7 @@ def rank_0_looks(combination, kind, place):
 @pytest.mark.parametrize("place", ELSEWHERE)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("combination", OVER_SHM)
-def test_rank_0_alone(pool2, combination, kind, place):
+def test_rank_0_calls_alone(pool2, combination, kind, place):
     assert pool2.run(rank_0_looks, combination, kind, place) == [[], []]
 
 
@@ -140,7 +140,7 @@ def rank_0_looks_in_low_precision(place):
 
 
 @pytest.mark.parametrize("place", ["in a barrier", "asleep"])
-def test_rank_0_alone_in_low_precision(pool2, place):
+def test_rank_0_calls_alone_in_low_precision(pool2, place):
     assert pool2.run(rank_0_looks_in_low_precision, place) == [[[]] * STEPS] * 2
 
 

@@ -175,14 +175,14 @@ def cases(changes, combinations, everywhere):
 @pytest.mark.parametrize(
     ("combination", "what"), cases([*SETTINGS, *COUNTS], COMBINATIONS, (lr, one_step_more))
 )
-def test_steps_of_one_rank_alone_are_an_error(pool2, combination, what):
+def test_step_on_one_rank_only_is_an_error(pool2, combination, what):
     check(pool2, combination, what, {**SETTINGS, **COUNTS}[what])
 
 
 @pytest.mark.parametrize(
     ("combination", "what"), cases(WRITES, SHARDED, (write_data, write_gradient))
 )
-def test_in_place_writes_of_one_rank_alone_are_an_error(pool2, combination, what):
+def test_in_place_write_on_one_rank_only_is_an_error(pool2, combination, what):
     check(pool2, combination, what, WRITES[what])
 
 
@@ -201,7 +201,7 @@ def steps_in_backward(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_settings_are_compared_in_backward_steps(pool2, combination):
+def test_settings_are_compared_in_optimizer_in_backward(pool2, combination):
     for said in pool2.run(steps_in_backward, combination):
         assert re.search(SETTINGS[lr], said), said
 
@@ -297,7 +297,7 @@ def evaluate_alone_between(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-def test_a_lone_evaluation_compares_no_gradients(pool2, strategy):
+def test_lone_evaluation_compares_no_gradients(pool2, strategy):
     assert all_equal(pool2.run(evaluate_alone_between, strategy))
 
 
@@ -501,7 +501,7 @@ def scaled(combination):
 
 
 @pytest.mark.parametrize("combination", FEW)
-def test_a_scaler_may_skip(pool2, combination):
+def test_scaler_may_skip(pool2, combination):
     results = pool2.run(scaled, combination)
     assert all_equal(results)
     assert [name for name, value in results[0].items() if not value.isfinite().all()] == []

@@ -82,7 +82,7 @@ def test_rank_killed_on_one_host_is_named_on_both(hosted, strategy, tmp_path):
 
 
 def train_until_cut(folder, strategy):
-    """Train for ever; return the resulting `End`. Reports when the wire may be cut."""
+    """Train until an error; return the resulting `End`. Reports when the wire may be cut."""
     misdeed = Misdeed("", "", folder)
     ready = Path(folder) / f"ready{os.environ['RANK']}"
 

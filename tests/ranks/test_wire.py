@@ -267,7 +267,7 @@ def accumulated(wire):
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_gradients_of_no_sync_cross_once(pool4, wire):
+def test_no_sync_gradients_are_sent_once(pool4, wire):
     assert pool4.run(accumulated, wire) == [True] * 4
 
 

@@ -87,7 +87,7 @@ def test_offline_cpus_and_second_threads(tmp_path: Path) -> None:
     assert [core.cpu for core in found.cores] == [1, 2, 4, 5, 6, 7, 8]  # 8 is of core 0
 
 
-def test_an_affinity_with_holes(tmp_path: Path) -> None:
+def test_affinity_with_gaps(tmp_path: Path) -> None:
     """taskset or a container's cpuset: half of a core counts as one, and nodes are uneven."""
     host(tmp_path, sockets=2, threads=2)
     allowed = {1, 2, 17, 5, 22, 23, 8, 9}  # 17 is the second thread of core 1
@@ -114,7 +114,7 @@ def test_cpuset_without_a_nodes_memory(tmp_path: Path) -> None:
         ("50000 100000", 1, "1 core(s)"),
     ],
 )
-def test_a_quota(tmp_path: Path, limit: str, usable: int, words: str | None) -> None:
+def test_quota(tmp_path: Path, limit: str, usable: int, words: str | None) -> None:
     quota(host(tmp_path), limit, "/kubepods/pod1")
     assert read_host(tmp_path, range(8)).usable == usable
     found, threads, why = shares_of(read_host(tmp_path, range(8)), 2, "core")
@@ -122,7 +122,7 @@ def test_a_quota(tmp_path: Path, limit: str, usable: int, words: str | None) -> 
     assert threads == max(1, usable // 2) and bool(found[0].cpus) == (words is None)
 
 
-def test_a_quota_of_version_1_and_of_a_parent(tmp_path: Path) -> None:
+def test_quota_of_version_1_and_of_a_parent(tmp_path: Path) -> None:
     group = host(tmp_path) / "sys/fs/cgroup/cpu/docker"
     write(tmp_path / "proc/self/cgroup", "4:memory:/a\n3:cpu,cpuacct:/docker/b")
     for folder, limit in ((group / "b", "-1"), (group, "200000")):

@@ -72,7 +72,7 @@ def given(
     return main
 
 
-def test_the_defaults(given: Callable[..., tuple]) -> None:
+def test_defaults(given: Callable[..., tuple]) -> None:
     if torch.accelerator.is_available():
         pytest.skip("with GPUs there is a rank for each")
     args, threads, said = given("train.py", "-n", "7")
@@ -110,7 +110,7 @@ def test_user_thread_count_takes_precedence(
     assert threads == "11" and "OMP_NUM_THREADS=11" in said
 
 
-def test_the_summary() -> None:
+def test_summary() -> None:
     shares = [Share([0, 1], [0]), Share([2, 3], [1])]
     line = "2 ranks, OMP_NUM_THREADS=2, on CPUs 0-1 | 2-3, memory on NUMA nodes 0 | 1"
     assert launch.summary(shares, "2") == line
@@ -145,7 +145,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Do
     return start
 
 
-def test_a_script_gets_its_share_and_its_arguments(
+def test_script_gets_its_share_and_its_arguments(
     started: Callable[..., Done], tmp_path: Path
 ) -> None:
     last = max(os.sched_getaffinity(0))
@@ -159,7 +159,7 @@ def test_a_script_gets_its_share_and_its_arguments(
     assert report[5] is False
 
 
-def test_a_module_and_a_program(started: Callable[..., Done], tmp_path: Path) -> None:
+def test_module_and_a_program(started: Callable[..., Done], tmp_path: Path) -> None:
     package = tmp_path / "pkg"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -219,7 +219,7 @@ print(before, rank.may_place_memory(), "prefer" in open("/proc/self/numa_maps").
     assert done.stdout.split() == ["True", "False", "True"], done.stderr
 
 
-def test_an_unknown_machine_has_no_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_machine_has_no_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "x", "6", "v", "vax")))
     assert rank.may_place_memory() is False
     with pytest.raises(OSError, match="not known for vax"):
@@ -257,7 +257,7 @@ def test_two_ranks_see_their_shares_and_arguments(tmp_path: Path) -> None:
     assert "Setting OMP_NUM_THREADS" not in done.stderr  # torchrun's message
 
 
-def test_a_module_that_fails_on_one_rank(tmp_path: Path) -> None:
+def test_module_that_fails_on_one_rank(tmp_path: Path) -> None:
     package = tmp_path / "pkg"
     package.mkdir()
     (package / "__init__.py").touch()

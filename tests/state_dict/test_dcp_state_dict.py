@@ -162,7 +162,7 @@ def test_mismatches_are_errors(pool2):
             assert changed == []
 
 
-def test_world_of_one():
+def test_single_rank():
     for name in ("tied", "frozen"):
         model = wrap(name, FULL)
         optimizer = zshard.AdamW(model.parameters())

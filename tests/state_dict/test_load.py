@@ -145,7 +145,7 @@ def test_dtypes_are_cast(pool2):
     assert pool2.run(in_other_dtypes) == [([], [])] * 2
 
 
-def test_in_a_world_of_one():
+def test_single_rank():
     model, state = FSDP(make(Net)), state_of(Net)
     zshard.load_state_dict(model, state, from_rank0=True)
     assert differences(model.state_dict(), state) == []
@@ -288,7 +288,7 @@ def test_all_problems_are_listed_on_every_rank(pool2):
         assert wrong == [] and missing == len(state_of(Stack)) - 1 and unexpected == ["x"]
 
 
-def test_a_model_without_units_is_refused():
+def test_model_without_units_is_refused():
     with pytest.raises(ValueError, match="this Net has no sharded module"):
         zshard.load_state_dict(make(Net), {})
 

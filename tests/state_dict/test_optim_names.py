@@ -271,7 +271,7 @@ def a_strangers_optimizer():
         optim_state_dict(model, other)
 
 
-def test_an_optimizer_of_another_model_is_refused(pool2):
+def test_optimizer_of_another_model_is_refused(pool2):
     pool2.run(a_strangers_optimizer)
 
 
@@ -302,7 +302,7 @@ def test_fsdp1_functions(pool2):
     assert pool2.run(in_fsdp1s_words) == [[], []]
 
 
-def test_world_of_one():
+def test_single_rank():
     model = wrap("tied", FULL)
     optimizer = zshard.AdamW(model.parameters())
     train(model, CASES["tied"], optimizer, 0, 1)

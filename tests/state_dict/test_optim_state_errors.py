@@ -97,7 +97,7 @@ def diverged(what, transport):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("what", ["missing", "another key", "dtype", "fewer parameters"])
-def test_ranks_with_other_state_are_named(pool2, what, transport):
+def test_ranks_with_different_state_are_named(pool2, what, transport):
     texts = pool2.run(diverged, what, transport)
     assert len(set(texts)) == 1
     assert "the optimizers differ between ranks" in texts[0]
@@ -162,7 +162,7 @@ def test_optimizers_of_plain_models_use_torch():
     assert optimizer.state[param]["exp_avg"] is state["state"][0]["exp_avg"]
 
 
-def test_world_of_one():
+def test_single_rank():
     """A wrapped model without peers: checks, and no copies on saving."""
     model = wrap("mlp", FULL)
     optimizer = zshard.AdamW(model.parameters())

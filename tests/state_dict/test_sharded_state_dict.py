@@ -93,7 +93,7 @@ def on_a_mesh(strategy, shape):
 
 
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
-def test_in_groups(pool4, strategy):
+def test_shard_groups(pool4, strategy):
     whole = sum(p.numel() for p in Stack().parameters())
     parts = 2 if strategy == "hybrid_shard" else 4
     found = pool4.run(on_a_mesh, strategy, (2, 2))

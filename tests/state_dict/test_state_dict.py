@@ -341,7 +341,7 @@ def test_plain_modules_keep_torchs_behavior(pool2):
     assert [n for module in model.modules() for n in vars(module) if "state_dict" in n] == plain
 
 
-def test_world_of_one():
+def test_single_rank():
     plain = make(WithBuffers)
     model = FSDP(copy.deepcopy(plain))
     assert differences(model.state_dict(), plain.state_dict()) == []

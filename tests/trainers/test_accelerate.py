@@ -76,7 +76,7 @@ def compiled() -> float:
 
 
 @ranks(2)
-def test_a_dynamo_backend_compiles_the_sharded_model(pool: RankPool) -> None:
+def test_dynamo_backend_compiles_the_sharded_model(pool: RankPool) -> None:
     assert pool.run(compiled) == [0.0, 0.0]
 
 
@@ -165,7 +165,7 @@ def save_pickled(folder: str) -> dict[str, torch.Tensor]:
 
 
 @ranks(2)
-def test_a_pickled_checkpoint_of_ddp_loads(pool: RankPool, tmp_path: Path) -> None:
+def test_pickled_checkpoint_of_ddp_loads(pool: RankPool, tmp_path: Path) -> None:
     expected = pool.run(save_pickled, str(tmp_path))[0]
     assert equal(pool.run(load, str(tmp_path), "full_shard")[0][0], expected)
 
@@ -251,7 +251,7 @@ def pretrained(folder: str) -> None:
 
 
 @ranks(2)
-def test_a_model_is_saved_for_from_pretrained(pool: RankPool, tmp_path: Path) -> None:
+def test_model_is_saved_for_from_pretrained(pool: RankPool, tmp_path: Path) -> None:
     pool.run(pretrained, str(tmp_path))
     assert "saved/model.safetensors" in names_in(tmp_path)
 

@@ -120,7 +120,7 @@ def test_checkpoints_of_any_kind_load(saved: Path, kind: str, world: int) -> Non
     assert equal(ours, theirs)
 
 
-def test_a_module_from_the_meta_device_loads(saved: Path) -> None:
+def test_module_from_the_meta_device_loads(saved: Path) -> None:
     theirs = on_ranks(train, 2, "ddp", {"load": str(saved / "ddp")})
     options = {"load": str(saved / "sharded"), "meta": True, "together": False}
     assert equal(on_ranks(train, 2, META, options), theirs)

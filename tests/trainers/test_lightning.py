@@ -312,7 +312,7 @@ def test_second_fit_continues() -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_zshards_own_optimizer(accumulate: int) -> None:
+def test_zshard_optimizer(accumulate: int) -> None:
     ours, theirs = (on_ranks(own_adamw, 2, each, accumulate) for each in ("zshard", DDP))
     assert equal(ours, theirs)
 
@@ -332,7 +332,7 @@ def test_monitors_and_logs(tmp_path: Path) -> None:
     assert "lr-AdamW" in ours[0][2]
 
 
-def test_the_summary_counts_full_parameters() -> None:
+def test_summary_counts_full_parameters() -> None:
     assert equal(on_ranks(table, 2, "zshard"), on_ranks(table, 2, DDP))
 
 
@@ -382,7 +382,7 @@ def test_ddp_resumes_from_a_checkpoint_of_zshard(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_a_module_on_the_meta_device_resumes(saved: Path, kind: str) -> None:
+def test_module_on_the_meta_device_resumes(saved: Path, kind: str) -> None:
     ours = on_ranks(resume, 2, "zshard", str(saved / kind / "step=4.ckpt"), "Late")
     assert equal(ours, on_ranks(resume, 2, DDP, str(saved / "ddp" / "step=4.ckpt")))
 
@@ -453,7 +453,7 @@ def test_lightning_starts_the_ranks(tmp_path: Path, devices: int) -> None:
     assert equal(*runs)
 
 
-def test_an_exception_on_one_rank_ends_all(tmp_path: Path) -> None:
+def test_exception_on_one_rank_ends_all(tmp_path: Path) -> None:
     code, errors, _ = launched(tmp_path, "zshard", "FailsOnRank1()")
     assert code != 0
     assert "boom on rank 1" in errors
@@ -509,7 +509,7 @@ def test_strategies_by_arguments() -> None:
     assert isinstance(strategy_of(SHARDED), ZShardStrategy)
 
 
-def test_a_notebook_forks_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notebook_forks_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning.pytorch.trainer.connectors import accelerator_connector
 
     monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)

@@ -141,7 +141,7 @@ def best(folder: str) -> bool:
 
 
 @ranks(2)
-def test_the_best_adapter_is_loaded_at_the_end(pool: RankPool, tmp_path: Path) -> None:
+def test_best_adapter_is_loaded_at_the_end(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(best, str(tmp_path)) == [True, True]
 
 
@@ -232,6 +232,6 @@ def saved_by_zshard(how: str, folder: str) -> bool:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", ["save", "injected", "accelerate"])
 @ranks(2)
-def test_a_folder_of_adapters_has_no_config_json(pool: RankPool, tmp_path: Path, how: str) -> None:
+def test_folder_of_adapters_has_no_config_json(pool: RankPool, tmp_path: Path, how: str) -> None:
     assert pool.run(saved_by_zshard, how, str(tmp_path / "x")) == [True, True]
     assert "config.json" not in {path.name for path in (tmp_path / "x").rglob("*")}

@@ -216,7 +216,7 @@ def in_trainer(folder: str, options: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @ranks(2)
-def test_a_trainer_trains_saves_and_resumes(pool: RankPool, tmp_path: Path, transport: str) -> None:
+def test_trainer_trains_saves_and_resumes(pool: RankPool, tmp_path: Path, transport: str) -> None:
     assert pool.run(in_trainer, str(tmp_path), {"transport": transport}) == [True, True]
 
 

@@ -235,7 +235,7 @@ def killed(folder: str) -> None:
     trainer.train()
 
 
-def test_a_killed_run_is_resumed(pool2: RankPool, tmp_path: Path) -> None:
+def test_killed_run_is_resumed(pool2: RankPool, tmp_path: Path) -> None:
     results = fork_ranks(killed, 2, str(tmp_path), timeout=120)
     assert results[1].returncode == -signal.SIGKILL
     assert results[0].returncode == 1 and "PeerError: rank 1" in results[0].stderr
@@ -257,7 +257,7 @@ def best(folder: str) -> bool:
 
 
 @ranks(2)
-def test_the_best_model_is_loaded_at_the_end(pool: RankPool, tmp_path: Path) -> None:
+def test_best_model_is_loaded_at_the_end(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(best, str(tmp_path)) == [True, True]
 
 
@@ -297,7 +297,7 @@ def evaluated_first(folder: str) -> bool:
 
 
 @ranks(2)
-def test_an_evaluation_shards_the_model(pool: RankPool, tmp_path: Path) -> None:
+def test_evaluation_shards_the_model(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(evaluated_first, str(tmp_path)) == [True, True]
 
 

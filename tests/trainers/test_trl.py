@@ -96,7 +96,7 @@ def references(folder: str) -> tuple[bool, bool]:
 
 
 @ranks(2)
-def test_a_reference_model_is_sharded_and_synchronized(pool: RankPool, tmp_path: Path) -> None:
+def test_reference_model_is_sharded_and_synchronized(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(references, str(tmp_path)) == [(True, True)] * 2
 
 
@@ -133,6 +133,6 @@ def adapted(trainer: str, folder: str) -> bool:
 
 @pytest.mark.parametrize("trainer", ["sft", "dpo"])
 @ranks(2)
-def test_an_adapter_trains_as_under_ddp(pool: RankPool, tmp_path: Path, trainer: str) -> None:
+def test_adapter_trains_as_under_ddp(pool: RankPool, tmp_path: Path, trainer: str) -> None:
     pytest.importorskip("peft", reason="needs zshard[trainers]: make test-trainers")
     assert pool.run(adapted, trainer, str(tmp_path)) == [True, True]

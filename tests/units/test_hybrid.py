@@ -130,7 +130,7 @@ def clipped(strategy, shape):
     return float(model.clip_grad_norm_(1.0))
 
 
-def test_the_norm_counts_each_gradient_once(pool4):
+def test_norm_counts_each_gradient_once(pool4):
     first, *others = pool4.run(clipped, "hybrid_shard", (2, 2))
     assert set(others) == {first}
     assert first == pytest.approx(pool4.run(clipped, "full_shard", None)[0], rel=1e-6)

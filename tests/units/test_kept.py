@@ -217,7 +217,7 @@ def kept_on_hosts(precision):
 
 
 @pytest.mark.parametrize("precision", [None, MixedPrecision(param_dtype=torch.bfloat16)])
-def test_the_copy_is_read_by_shm_where_the_ranks_of_a_host_keep_it(pool4, precision):
+def test_copy_within_a_host_is_read_over_shm(pool4, precision):
     for head, wrong, slots in pool4.run(kept_on_hosts, precision):
         assert wrong == []
         assert "transport hosts; secondary shards over 2 rank(s), transport shm" in head

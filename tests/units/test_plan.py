@@ -172,7 +172,7 @@ def shared(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_a_module_that_runs_twice(pool2, combination):
+def test_module_that_runs_twice(pool2, combination):
     assert pool2.run(shared, combination) == [[], []]
 
 
@@ -208,7 +208,7 @@ def after_a_change(transport):
     return found, slots
 
 
-def test_settings_that_change(pool2):
+def test_changing_settings(pool2):
     for found, (before, during, after) in pool2.run(after_a_change, "c10d"):
         assert found == []
         assert before == after < during  # memory that is no longer needed is freed
@@ -260,7 +260,7 @@ def alone(precision):
 
 
 @pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
-def test_a_world_of_one(precision):
+def test_single_rank(precision):
     wanted, held, mapped = alone(precision)
     assert wanted == held
     assert mapped == 0

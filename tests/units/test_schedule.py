@@ -24,7 +24,7 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_in_c(program: Path, name: str) -> None:
+def test_c_program(program: Path, name: str) -> None:
     command, env = [str(program), name], program_environment()
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
     assert done.returncode == 0, done.stderr

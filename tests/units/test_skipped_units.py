@@ -311,7 +311,7 @@ def another_model_each():
     return message_of(lambda: usual(mine, 0), zshard.DivergenceError)
 
 
-def test_an_error_names_the_models(pool2):
+def test_error_names_the_models(pool2):
     for text in pool2.run(another_model_each):
         assert "model 1 (Paths)" in text and "model 2 (Paths)" in text
 
@@ -333,7 +333,7 @@ def hybrid():
     return "", ""
 
 
-def test_a_skipped_unit_with_a_hybrid_strategy_is_an_error():
+def test_skipped_unit_with_a_hybrid_strategy_is_an_error():
     """Gathers run in the shard group and rounds in the world: neither learns of the other."""
     results = fork_ranks(hybrid, 4)
     for result in results:

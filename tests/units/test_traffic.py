@@ -22,7 +22,7 @@ from zshard import FSDP
 UNITS, WIDTH = 5, 128
 P = UNITS * WIDTH * WIDTH  # elements of all parameters; no unit is padded for 2 or 4 ranks
 U = WIDTH * WIDTH  # of the last unit, which is not gathered for backward: it is still unsharded
-R = 4  # bytes of an element at rest, in which the gradients of what is whole on all ranks travel
+R = 4  # bytes of an element at rest, and of a gradient of an unsharded parameter
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2", "hybrid_full")
 
 Formula = Callable[[int, int, int, int], tuple[float, float]]

@@ -65,7 +65,7 @@ def test_arguments_match_fsdp1():
     ],
 )
 @pytest.mark.parametrize("argument", ["sharding_strategy", "strategy"])
-def test_spellings_of_a_strategy(argument, value, expected):
+def test_names_of_a_strategy(argument, value, expected):
     assert units(FSDP(Mlp(), auto_wrap_policy=None, **{argument: value})) == {"": expected}
 
 
@@ -107,7 +107,7 @@ def test_invalid_devices(device_id, error, text):
         FSDP(Mlp(), device_id=device_id)
 
 
-def test_the_cpu_by_name():
+def test_cpu_by_name():
     assert FSDP(Mlp(), device_id="cpu").state_dict().keys() == Mlp().state_dict().keys()
 
 
@@ -404,14 +404,14 @@ def test_tied_weights_count_once():
     assert f" {count:,} " in units_table(model).splitlines()[-1]
 
 
-def test_memory_has_its_keys():
+def test_memory_keys():
     held = FSDP(make(Mlp)).memory()
     parts = {"shards", "kept", "grads", "slots", "buckets", "transport", "optimizer"}
     assert set(held) == {*parts, "offloaded", "total"}
     assert held["total"] == sum(held[part] for part in parts)
 
 
-def test_a_model_without_parameters():
+def test_model_without_parameters():
     model = FSDP(nn.Sequential(nn.ReLU(), nn.Flatten()))
     assert_same(model(torch.tensor([[-1.0, 2.0]])), torch.tensor([[0.0, 2.0]]), "the output")
     assert units_table(model).splitlines()[-1].startswith("1 unit")
@@ -425,5 +425,5 @@ def without_parameters():
     return dict(model.state_dict()), model.memory()["shards"]
 
 
-def test_a_model_without_parameters_on_two_ranks(pool2):
+def test_model_without_parameters_on_two_ranks(pool2):
     assert pool2.run(without_parameters) == [({}, 0)] * 2

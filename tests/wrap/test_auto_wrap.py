@@ -262,7 +262,7 @@ def test_auto_finds_the_blocks(case: str) -> None:
 
 
 @pytest.mark.parametrize("factor", [1, 4])
-def test_a_tiny_copy_gets_the_same_units(factor: int) -> None:
+def test_tiny_copy_gets_the_same_units(factor: int) -> None:
     units = plan_units(gpt(width=8 * factor))
     assert names(units) == ["embed", *numbered("blocks.layers.#", 6), "head", ""]
 

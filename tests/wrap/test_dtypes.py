@@ -208,10 +208,10 @@ def refused_complex(strategy: str) -> str:
 
 @pytest.mark.parametrize("strategy", ("full_shard", "no_shard"))
 @ranks(2)
-def test_a_complex_parameter_that_trains_is_refused(pool: RankPool, strategy: str) -> None:
+def test_complex_parameter_that_trains_is_refused(pool: RankPool, strategy: str) -> None:
     for said in pool.run(refused_complex, strategy):
         assert "'weight'" in said and "nn.Parameter(torch.view_as_real(w))" in said
 
 
-def test_the_real_view_of_a_complex_parameter_trains(pool2):
+def test_real_view_of_a_complex_parameter_trains(pool2):
     assert pool2.run(wrong_in, MixingAsReal, forward_backward, True) == [{}, {}]

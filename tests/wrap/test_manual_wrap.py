@@ -43,7 +43,7 @@ def test_wrap_merges_the_contexts_arguments_with_its_own() -> None:
     ]
 
 
-def test_the_context_ends_with_an_exception() -> None:
+def test_context_ends_with_an_exception() -> None:
     with pytest.raises(RuntimeError), enable_wrap(wrapper_cls=Wrapped):
         raise RuntimeError
     assert isinstance(wrap(nn.Linear(2, 2)), nn.Linear)

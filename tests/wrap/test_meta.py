@@ -83,7 +83,7 @@ def test_values_equal_the_plain_model(pool2, combination, seed_of_rank):
     assert found == [([], True, True, [])] * 2
 
 
-def test_in_a_world_of_one():
+def test_single_rank():
     expected = plain_state(Model)
     model = on_meta(Model)
     torch.manual_seed(5)
@@ -217,7 +217,7 @@ def test_param_init_fn_that_checks_for_the_meta_device(pool2, build, transport):
     assert pool2.run(asks_first, build, transport) == [[], []]
 
 
-def test_a_param_init_fn_that_does_nothing_is_named():
+def test_param_init_fn_that_does_nothing_is_named():
     for function in (lambda module: None, lambda module: [p.is_meta for p in module.parameters()]):
         with pytest.raises(ValueError, match=r"'layer.weight' .*param_init_fn does not initialize"):
             FSDP(on_meta(Odd), param_init_fn=function)

@@ -253,7 +253,7 @@ def wrong_in(forward: Any, policy: str, combination: tuple[str, str], frozen: bo
 @pytest.mark.parametrize("combination", [*COMBINATIONS, ("hybrid_full", "c10d")])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("forward", READS)
-def test_a_forward_that_reaches_past_a_module(pool2: Any, forward, policy, combination) -> None:
+def test_forward_that_bypasses_a_module(pool2: Any, forward, policy, combination) -> None:
     assert pool2.run(wrong_in, forward, policy, combination) == [[], []]
 
 
@@ -298,7 +298,7 @@ def gathered_at_a_time(holds: bool, transport: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_a_loop_over_weights_gathers_one_at_a_time(pool2: Any, transport) -> None:
+def test_loop_over_weights_gathers_one_at_a_time(pool2: Any, transport) -> None:
     """Where autograd needs them in backward, it refers to them, and they stay."""
     assert pool2.run(gathered_at_a_time, False, transport) == [[[1] * 4] * 3] * 2
     for training, again, evaluation in pool2.run(gathered_at_a_time, True, transport):
@@ -337,7 +337,7 @@ def facts_of_a_tied_model(transport: str) -> tuple[str, bool, list[int], list[in
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_a_tied_head_is_seen_and_counted(pool2: Any, transport) -> None:
+def test_tied_head_is_reported_and_counted(pool2: Any, transport) -> None:
     for line, before, predicted, peaks in pool2.run(facts_of_a_tied_model, transport):
         assert "read by (root)" in line and not before
         assert len(set(predicted[1:])) == len(set(peaks[1:])) == 1, "memory grows after a step"
@@ -405,5 +405,5 @@ def after_a_raise(transport: str) -> list[str]:
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_a_forward_that_raises_after_a_read(pool2: Any, transport) -> None:
+def test_forward_that_raises_after_a_read(pool2: Any, transport) -> None:
     assert pool2.run(after_a_raise, transport) == [[], []]

@@ -289,7 +289,7 @@ def innermost_unit(root: nn.Module, units: list[nn.Module], param: nn.Parameter)
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_a_parameter_belongs_to_the_innermost_unit_around_all_its_places(seed: int) -> None:
+def test_parameter_belongs_to_the_innermost_unit_around_all_its_places(seed: int) -> None:
     rng = random.Random(seed)
     root = random_graph(rng)
     inner = list(root.modules())[1:]
@@ -322,7 +322,7 @@ def test_tied_weights_go_to_the_unit_around_them() -> None:
     check_partition(model, units)
 
 
-def test_a_shared_module_is_one_unit() -> None:
+def test_shared_module_is_one_unit() -> None:
     model = Net()
     model.blocks[2] = model.blocks[0]
     units = plan_units(model, {Block})
@@ -331,13 +331,13 @@ def test_a_shared_module_is_one_unit() -> None:
     check_partition(model, units)
 
 
-def test_a_module_that_contains_itself_is_walked_once() -> None:
+def test_module_that_contains_itself_is_walked_once() -> None:
     model = Net()
     model.blocks[0].parent = model.blocks
     assert names(plan_units(model, {Block})) == BLOCKS
 
 
-def test_ignored_modules_and_parameters_are_left_out() -> None:
+def test_ignored_modules_and_parameters_are_excluded() -> None:
     model = Net()
     model.head.weight = model.embed.weight  # ignored in one place, ignored in all
     units = plan_units(
@@ -353,7 +353,7 @@ def mark_wrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def test_wrapped_modules_are_left_alone() -> None:
+def test_wrapped_modules_stay_unchanged() -> None:
     model = Net()
     mark_wrapped(model.blocks[0])
     with warnings.catch_warnings():
@@ -367,7 +367,7 @@ def test_wrapped_modules_are_left_alone() -> None:
         plan_units(model.blocks[0])
 
 
-def test_a_lazy_parameter_is_refused() -> None:
+def test_lazy_parameter_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'1.weight' of a lazy module"):
         plan_units(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)))
 

@@ -175,7 +175,7 @@ def with_a_failing_initialization(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_initialization_that_fails_on_one_rank(pool2, transport):
+def test_failed_initialization_on_one_rank(pool2, transport):
     results = pool2.run(with_a_failing_initialization, transport)
     assert results[1][0][0] == "LookupError: planted"
     assert results[0][0][0] == "RuntimeError: rank 1: planted"

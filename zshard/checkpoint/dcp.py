@@ -298,7 +298,7 @@ class Chunk:
         locate: Callable[[], tuple[int, tuple[int, ...] | None]],
     ) -> None:
         """locate: returns the offset of the first value in the file, and the strides as from
-        values_at(); it checks what is around the values."""
+        values_at(); it checks the data around the values."""
         self.offsets, self.sizes, self.file, self._locate = offsets, sizes, file, locate
 
     @functools.cached_property

@@ -153,7 +153,7 @@ class Staging:
             raise
 
     def discard(self) -> None:
-        """Delete what is left. The next save deletes what cannot be deleted now."""
+        """Delete leftovers. The next save deletes what cannot be deleted now."""
         if self._there:
             self._there = False
             with contextlib.suppress(OSError):
@@ -218,7 +218,7 @@ def _path(target: Target, step: int) -> str:
 
 
 def _is_finite(path: str) -> bool:
-    """Return whether the manifest there says that no parameter is NaN or infinite."""
+    """Return whether the manifest there states that all parameters are finite."""
     manifest = os.path.join(path, MANIFEST)
     try:
         with open(manifest, "rb") as file:

@@ -57,7 +57,7 @@ def initialize(
     mesh_param: object = None,
     config_params: Config | None = None,
 ) -> Result:
-    """Shard a model as a DeepSpeed config says, and return DeepSpeed's engine, optimizer, data
+    """Shard a model according to a DeepSpeed config, and return DeepSpeed's engine, optimizer, data
     loader and scheduler. docs/deepspeed.md lists the keys.
 
     Collective: call it on all ranks, with the same model and config.

@@ -97,8 +97,8 @@ def _refuse_ddp() -> NoReturn:
 
 
 class NoDdp:
-    """Stands in for the names that DDP must ignore. DDP and Lightning read them from a model before
-    they broadcast its parameters."""
+    """Replaces the names that DDP must ignore. DDP and Lightning read them from a model before they
+    broadcast its parameters."""
 
     def __iter__(self) -> Iterator[str]:
         _refuse_ddp()

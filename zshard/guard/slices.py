@@ -1,4 +1,4 @@
-"""Guarded shards: a sharded parameter, and what is computed from it element by element.
+"""Guarded shards: a sharded parameter, and the results of elementwise operations on it.
 
 Between steps a parameter is a shard of shape (k, 1, ..., 1). Code that took it for the full matrix
 would silently compute something else, so its class is a subclass whose operations torch dispatches

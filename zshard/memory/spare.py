@@ -105,7 +105,8 @@ class Spare:
         return Spare(module, self._limit, self._sharing)
 
     def note_step(self) -> None:
-        """Note a step of the model by an optimizer. After some of the steps, offer what is left."""
+        """Note a step of the model by an optimizer. After some of the steps, offer the remaining
+        memory."""
         module = self._module()
         if module is None:
             return

@@ -1,4 +1,5 @@
-"""copy.deepcopy of a sharded model: another sharded model, for a moving average of weights, say.
+"""copy.deepcopy of a sharded model: another sharded model, for example for a moving average of
+weights.
 
 Nothing is gathered. The modules are copied with parameters of full shape and no memory; the copy is
 wrapped with the same units over the same ranks; then each rank copies its own shards.

@@ -73,7 +73,7 @@ class ModelMethods(nn.Module):
     def optimizer_in_backward(self, *optimizers: torch.optim.Optimizer) -> OptimizerInBackward:
         """Step each unit's parameters during backward, as soon as its gradients are reduced.
 
-        Call it on all ranks, once the whole model is wrapped, and not between a forward and its
+        Call it on all ranks, once the entire model is wrapped, and not between a forward and its
         backward.
 
         Args:

@@ -98,9 +98,9 @@ class UnitMethods(nn.Module):
         """Context manager for training with uneven numbers of batches, as DDP's join().
 
         A rank that has no more batches leaves the loop, and waits at the end of the with block
-        until no rank has any. Meanwhile it does its part of what the others do: it contributes
-        zeros to gradients, and steps its shard with the param groups of the lowest rank that still
-        has data. Afterwards the optimizers' options are those of that rank on all ranks.
+        until no rank has any. Meanwhile it contributes zeros to the others' gradients, and steps
+        its shard with the param groups of the lowest rank that still has data. Afterwards the
+        optimizers' options are those of that rank on all ranks.
 
         Collective: use it on all ranks, with the same arguments, on the outermost sharded module.
 

@@ -1,10 +1,10 @@
 """The global gradient norm, for model.clip_grad_norm_ and for torch.nn.utils.clip_grad_norm_.
 
 A rank holds shards of the gradients, so a norm over them alone is meaningless. `_core.grad_owner`
-recognizes gradients that lie on a shard by their storage; ranks exchange the power sums and add
-them in rank order, so every rank scales by the same bits. All torch.nn.utils functions that need a
-total norm call `clip_grad._get_total_norm`, which this file replaces; for a list without sharded
-gradients it is torch's own.
+recognizes gradients on a shard by their storage; ranks exchange the power sums and add them in rank
+order, so every rank scales by the same bits. All torch.nn.utils functions that need a total norm
+call `clip_grad._get_total_norm`, which this file replaces; for a list without sharded gradients it
+is torch's own.
 
 The other gradients in a list (of ignored modules, or with strategy "no_shard") are the same on all
 ranks and counted once.

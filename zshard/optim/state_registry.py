@@ -430,8 +430,8 @@ def _print(words: str) -> None:
 
 
 def _in_child() -> None:
-    """A forked child is not a rank: it has none of the threads, and the lock may be held for
-    ever."""
+    """A forked child is not a rank: it has none of the threads, and the lock may never be
+    released."""
     global _lock, _changed, _sender
     _lock = threading.RLock()
     _changed = threading.Condition(_lock)

@@ -66,7 +66,7 @@ def attach(state: State, spec: UnitSpec) -> None:
 
 
 def attach_replicated(spec: UnitSpec) -> None:
-    """Make a unit that every rank has in full note what is loaded into it."""
+    """Make a replicated unit note what is loaded into it."""
     for owner in {owner for ref in spec.params for owner, _ in ref.owners}:
         if _note_replicated not in owner._load_state_dict_post_hooks.values():
             owner.register_load_state_dict_post_hook(_note_replicated)  # type: ignore[no-untyped-call]
@@ -142,7 +142,7 @@ def _is_cast(param: nn.Parameter) -> bool:
 
 
 def _refuse_shards(state: object) -> None:
-    """Raise RuntimeError for an entry that lies on a shard."""
+    """Raise RuntimeError for an entry whose memory is a shard."""
     for key, value in state.items() if isinstance(state, Mapping) else ():
         if isinstance(value, torch.Tensor) and _core.is_shard(value):
             raise RuntimeError(

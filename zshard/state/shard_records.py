@@ -46,7 +46,7 @@ def record_of(state: State, index: int) -> ShardRecord:
 def misfit(record: ShardRecord, own: ShardRecord | None, wanted: bool) -> str:
     """Return why the shard of `record` cannot be loaded into this rank's `own`; "" if it can.
 
-    own: None if the parameter is not sharded on this rank. wanted: whether shards are to be loaded.
+    own: None if the parameter is not sharded on this rank. wanted: whether the load expects shards.
     """
     if own is None:
         return f"got {_text(record)}, but the parameter is not sharded here: {_OTHERWISE}"

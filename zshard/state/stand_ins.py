@@ -1,5 +1,5 @@
 """Placeholder tensors with shape, dtype and device but no values. Load hooks see them before values
-are copied, save hooks see them in place of what is written.
+are copied, save hooks see them instead of the saved values.
 
 Code that runs while a model is loaded (nn.Module's, a user's hook) may read such a tensor's shape,
 dtype and device. Any use of its values is an error that names the tensor, so no code computes with

@@ -278,8 +278,8 @@ def part_of(param: Tensor) -> Part | None:
 
 
 def parts_of_all(tensors: Iterable[Tensor]) -> list[Part]:
-    """Return the entries of those tensors that are parameters, or that lie in the gradients of
-    some; [] if all entries there have the same ranks."""
+    """Return the entries of those tensors that are parameters or gradients of parameters; [] if all
+    entries there have the same ranks."""
     known = [(reference(), part) for reference, part in list(_parts.values())]
     if len({id(part.comm) for _, part in known}) < 2:
         return []

@@ -1,4 +1,4 @@
-"""A registry of what other libraries' modules and parameters need in a sharded model.
+"""A registry of other libraries' requirements in a sharded model.
 
 The core knows only torch. An integration (zshard/peft.py, say) derives a class from Extension and
 registers an instance; the core asks each of them.
