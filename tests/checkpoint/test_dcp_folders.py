@@ -325,7 +325,7 @@ def test_another_layout(state, tmp_path):
 
 
 def changed(folder, change):
-    """Return the metadata after `change(metadata)`, in torch's format."""
+    """Apply `change(metadata)` to the metadata file, in torch's format."""
     file = folder / ".metadata"
     metadata = pickle.loads(file.read_bytes())
     change(metadata)

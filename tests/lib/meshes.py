@@ -50,7 +50,7 @@ def on_two_hosts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def hosts_of(*sizes: int) -> Iterator[Any]:
-    """Return a new process group whose ranks are on hosts with so many ranks each."""
+    """Context manager with a new process group whose ranks are on hosts with so many ranks each."""
     names = [f"host {i}" for i, size in enumerate(sizes) for _ in range(size)]
     os.environ["ZSHARD_HOST"] = names[dist.get_rank()]
     with passing_groups():

@@ -86,8 +86,8 @@ def test_refused_on_all_ranks(pool2, strategy, transport):
 
 
 def around_the_border(transport):
-    """Return the results at limits just below and at the model's need, and the need reported for
-    twice as many ranks."""
+    """Check the limits just below and at the model's need, and the need reported for twice as many
+    ranks."""
     total = predicted(transport=transport, optimizer=None)["total"]
     below, _ = refused("full_shard", transport, total - 1)
     at, changed = refused("full_shard", transport, total)

@@ -149,7 +149,7 @@ def test_memory_counts_experts_of_pairs(pool4: RankPool, transport: str) -> None
 
 @passing_groups()
 def limits() -> Any:
-    """Return how much memory FSDP() requires around existing experts: nothing for them."""
+    """Check the memory that FSDP() requires around existing experts: nothing for them."""
     own, model = groups_of(1), nn.Sequential(nn.Linear(8, 8), nn.Linear(1024, 1024))
     model[1] = FSDP(model[1], process_group=own)
     FSDP(model, memory_limit="3MiB", auto_wrap_policy=None)

@@ -29,8 +29,7 @@ def whole_grads(model):
 
 
 def shards_equal(model, expected):
-    """Return whether this rank's gradients are its shards of `expected`, up to the last few
-    bits."""
+    """Check that this rank's gradients are its shards of `expected`, up to the last few bits."""
     for param, whole in zip(model.parameters(), expected, strict=True):
         info = zshard.shard_info(param)
         part = whole.flatten()

@@ -88,7 +88,7 @@ def check_equal(shard, whole, plain):
 
 
 def cases():
-    """Return each optimizer in each of its variants."""
+    """Yield each optimizer in each of its variants."""
     for name in ELEMENTWISE:
         for way in WAYS:
             if "fused" not in way or name in HAVE_FUSED:

@@ -25,7 +25,7 @@ HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
 def files(name: str) -> Iterator[int]:
-    """Return new descriptors of this process's memory files of that name."""
+    """Yield new descriptors of this process's memory files of that name."""
     for each in Path("/proc/self/fd").iterdir():
         try:
             if os.readlink(each).startswith(f"/memfd:{name}"):

@@ -123,7 +123,7 @@ def load(
         found = _open(stack, comm, path, optimizer is not None)
         if found.manifest is not None:
             heads = blocks.head_runs(found.files, found.manifest.files)
-            with _whole_checkpoint(comm, found):
+            with _checking_files(comm, found):
                 blocks.check_blocks(blocks.share(heads, comm.rank, comm.world))
         plans = _plan(comm, found, model, optimizer, strict)
         with slices.plain():
@@ -172,7 +172,7 @@ def _facts(found: Checkpoint) -> list[Fact]:
 
 
 @contextlib.contextmanager
-def _whole_checkpoint(comm: _core.Comm, found: Checkpoint) -> Iterator[None]:
+def _checking_files(comm: _core.Comm, found: Checkpoint) -> Iterator[None]:
     """Context manager for checking files: on_all_ranks(), with errors that name an older
     checkpoint."""
     with on_all_ranks(comm):
@@ -269,7 +269,7 @@ def _check(comm: _core.Comm, found: Checkpoint, pending: Sequence[Pending], veri
     )
     mine = blocks.own_runs(comm, files, found.manifest.files, wanted, meeting.host_id())
     total = sum(run.size for run in mine)
-    with progress(total, "verifying", comm.rank) as done, _whole_checkpoint(comm, found):
+    with progress(total, "verifying", comm.rank) as done, _checking_files(comm, found):
         blocks.check_blocks(mine, done)
 
 

@@ -145,7 +145,7 @@ def _record_of(name: str, told: Mapping[str, Any]) -> FileRecord:
 
 
 def _plain(name: str) -> str:
-    """Check that a file name does not lead out of the folder."""
+    """Return a file name, if it does not lead out of the folder."""
     if not name or name in (".", "..", NAME) or set(name) & set("/\\\0") or len(name) > 255:
         raise ValueError(f"{name!r:.80} is not the name of a file in the same folder")
     return name

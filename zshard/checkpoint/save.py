@@ -147,13 +147,13 @@ def save(
 def _checked_step(step: Any) -> int | None:
     if step is None:
         return None
-    number = _whole("step", step)
+    number = _int_of("step", step)
     if not 0 <= number < 2**63 or isinstance(step, bool):
         raise ValueError(f"step must be an integer from 0 to 2**63 - 1, got {step!r}")
     return number
 
 
-def _whole(name: str, value: Any) -> int:
+def _int_of(name: str, value: Any) -> int:
     try:
         return operator.index(value)
     except TypeError as error:
@@ -173,7 +173,7 @@ def _check_arguments(kept: Kept, extra: object, dtype: object) -> None:
     if kept.keep_last is not None:
         if kept.step is None:
             raise ValueError("keep_last needs numbered checkpoints: pass step as well")
-        if _whole("keep_last", kept.keep_last) < 1:
+        if _int_of("keep_last", kept.keep_last) < 1:
             raise ValueError(f"keep_last must be at least 1, got {kept.keep_last}")
 
 

@@ -91,7 +91,7 @@ def _nccl_version(missing: dict[str, str]) -> str | None:
 
 
 def _shm(missing: dict[str, str]) -> bool:
-    """Report whether this process can create what shm needs: memory files, a pidfd, an abstract
+    """Return whether this process can create what shm needs: memory files, a pidfd, an abstract
     socket."""
     try:
         _core.Comm.shm(0, 1, 1.0)
@@ -190,7 +190,7 @@ def bf16(cpuinfo: str) -> str:
 
 
 def _what_is_used(found: dict[str, Any]) -> list[str]:
-    """Report whether training works on CPUs and on GPUs, and the transports that ranks will use."""
+    """Describe whether training works on CPUs and on GPUs, and the transports that ranks will use."""
     host = "shm on one host, c10d between hosts" if found["shm"] else "c10d"
     cpu = f"CPU training is available; ranks communicate over {host}."
     if not found["c10d"]:

@@ -38,7 +38,7 @@ Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 
 
-def _whole_draw(func: Operation, args: Args, kwargs: Kwargs) -> Any:
+def _full_draw(func: Operation, args: Args, kwargs: Kwargs) -> Any:
     """Return this rank's shard of a draw for the full tensor: the values that DDP would have."""
     others = dict(kwargs)
     given = args[0] if args else others.pop("input")
@@ -131,7 +131,7 @@ _COUNTS = (Tensor.numel, Tensor.nelement)
 _Handler = Callable[[Operation, Args, Kwargs], Any]
 
 _HANDLERS: dict[Any, _Handler] = {
-    **dict.fromkeys(LIKE_AT_RANDOM, _whole_draw),
+    **dict.fromkeys(LIKE_AT_RANDOM, _full_draw),
     Tensor.type: _type,
     Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
     **{getattr(Tensor, name): _new for name in NEW},

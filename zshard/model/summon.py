@@ -43,10 +43,10 @@ def full_params(
     before = [] if writeback else _values(states)
     versions = [] if writeback else _versions(states)
     held: list[State] = []
-    grads: list[_WholeGrads] = []
+    grads: list[_FullGrads] = []
     try:
         if with_grads:
-            grads += [_WholeGrads(state) for state in states]
+            grads += [_FullGrads(state) for state in states]
             for each in grads:
                 each.gather()
         for state in states:
@@ -168,7 +168,7 @@ class _GradShare(NamedTuple):
     numel: int
 
 
-class _WholeGrads:
+class _FullGrads:
     """The full gradients of one unit: gather(), then show(); finally take(), then restore_own()."""
 
     @plain()

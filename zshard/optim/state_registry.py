@@ -210,7 +210,7 @@ def ask_for_full(optimizer: Optimizer, model: ModelRecord, held: Sequence[HeldSt
 def _answer_of(
     rank: int, address: str, question: object, late: float, timeout: float
 ) -> Iterator[responder.Reply]:
-    """Return a rank's answer, once it has the optimizer; it may be `late` by so many seconds."""
+    """Yield a rank's answer, once it has the optimizer; it may be `late` by so many seconds."""
     end = time.monotonic() + late
     try:
         while True:

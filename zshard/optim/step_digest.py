@@ -236,7 +236,7 @@ def _number(value: object) -> int:
 
 
 def _lines(label: str, columns: Iterable[tuple[str, Sequence[Any]]]) -> Iterator[str]:
-    """Return a line for each option, with its values in all groups."""
+    """Yield a line for each option, with its values in all groups."""
     for key, values in columns:
         if any(value is not None for value in values):
             yield f"{label} {key}\t{_listed(values)}\n"

@@ -65,7 +65,7 @@ def install() -> None:
 def _save(self: Optimizer) -> dict[str, Any]:
     if not _has_parts(self):
         return _torchs_save(self)
-    handle = self.register_state_dict_post_hook(_make_whole, prepend=True)
+    handle = self.register_state_dict_post_hook(_gather_state, prepend=True)
     try:
         return _torchs_save(self)
     finally:
@@ -99,7 +99,7 @@ def _numbers(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[int, A
 # --- saving ---------------------------------------------------------------------------------------
 
 
-def _make_whole(optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
+def _gather_state(optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
     """Torch's post-hook of state_dict(). gather() documents which ranks call it."""
     numbers = _numbers(optimizer, packed)
     whole = {numbers[id(param)]: entries for param, entries in gather(optimizer)}

@@ -211,7 +211,7 @@ class Materializer:
 def _children_first(
     module: nn.Module, ignored: set[nn.Module], seen: set[int]
 ) -> Iterator[nn.Module]:
-    """Return the modules in construction order, without units of earlier calls."""
+    """Yield the modules in construction order, without units of earlier calls."""
     seen.add(id(module))
     for child in module._modules.values():
         if child is None or id(child) in seen or child in ignored or is_unit(child):
