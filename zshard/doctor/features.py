@@ -190,7 +190,7 @@ def bf16(cpuinfo: str) -> str:
 
 
 def _what_is_used(found: dict[str, Any]) -> list[str]:
-    """Describe whether training works on CPUs and on GPUs, and the transports that ranks will use."""
+    """Describe whether training works on CPUs and on GPUs, and the transports of ranks."""
     host = "shm on one host, c10d between hosts" if found["shm"] else "c10d"
     cpu = f"CPU training is available; ranks communicate over {host}."
     if not found["c10d"]:

@@ -152,7 +152,7 @@ def _writes(func: Operation, rule: int) -> bool:
 
 
 def _special() -> Iterator[Operation]:
-    """Return the operations that Python handles without the elements, or uses to write."""
+    """Yield the operations that Python handles without the elements, or uses to write."""
     yield from _named(Tensor, (*SIZES, *NEW, *DRAWN_IN_PLACE, "type"))
     yield from (_getter(name) for name in ("shape", "data"))
     yield from (torch.autograd.grad, torch.autograd.backward)
