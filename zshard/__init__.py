@@ -4,8 +4,9 @@
     model = FSDP(model)
     optimizer = AdamW(model.parameters(), lr=3e-4)
 
-README.md says what it does, ARCHITECTURE.md how. torch's names (`fully_shard`, `StateDictType`) are
-in `zshard.compat`, and DeepSpeed's in `zshard.deepspeed`; `from zshard import ...` finds both.
+README.md describes what it does, ARCHITECTURE.md how. `zshard.compat` has torch's names
+(`fully_shard`, `StateDictType`), `zshard.deepspeed` has DeepSpeed's; `from zshard import ...` finds
+both.
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
@@ -45,7 +46,7 @@ from zshard.state.optimizer_names import load_optim_state_dict, optim_state_dict
 from zshard.strategy import ShardingStrategy
 from zshard.wrap.meta import uninitialized
 
-# What the functions return (Loaded, SaveHandle, ShardParameter, ShardTensor) is for annotations.
+# Types that functions return (Loaded, SaveHandle, ShardParameter, ShardTensor) serve annotations.
 __all__ = [
     "FSDP",
     "SGD",
@@ -91,7 +92,7 @@ if _TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """torch's and DeepSpeed's names, which are imported when a script first uses one."""
+        """Import torch's and DeepSpeed's names when a script first uses one."""
         import importlib
 
         for package in ("compat", "deepspeed") if not name.startswith("__") else ():
@@ -102,5 +103,5 @@ else:
 
 
 def __dir__() -> list[str]:
-    """Only the public names: not the submodules, which are attributes as well once imported."""
+    """List only the public names: not the submodules, which also become attributes on import."""
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

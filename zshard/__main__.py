@@ -2,7 +2,7 @@
 python -m zshard doctor: what is available, what zshard will use, and how to get the rest.
 python -m zshard ckpt: checkpoints (see checkpoint/cli.py).
 
-Doctor prints what zshard.available_features() finds, all of it queried or tried.
+Doctor prints the result of zshard.available_features(): every fact is queried or tried.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zshard.run import launch
 
 def main() -> int:
     """Run the command that the arguments name; return its exit status."""
-    if sys.argv[1:2] == ["run"]:  # which takes torchrun's options, after its own
+    if sys.argv[1:2] == ["run"]:  # run takes torchrun's options after its own
         return launch.main(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="python -m zshard")
     commands = parser.add_subparsers(required=True, metavar="command")

@@ -1,6 +1,6 @@
-"""The errors of zshard that are not of its core, and where a warning points.
+"""Errors that Python code raises, and the line of the script that a warning points at.
 
-They stand below all else, so that any part can raise and recognize them.
+This module imports nothing of zshard, so that any other module can raise and catch these errors.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ class CheckpointError(ValueError):
 
 
 class ShardError(RuntimeError):
-    """An operation needs the whole tensor, but was given this rank's shard of it. The message names
-    the parameter and what to write."""
+    """An operation needs the full tensor but got this rank's shard of it. The message names the
+    parameter and what to write."""
 
 
 def stacklevel() -> int:
-    """Return the stacklevel at which a warning of the caller names the user's line."""
+    """Return the stacklevel that makes a warning of the caller point at the user's line."""
     level, frame = 1, sys._getframe(1)
     package = os.path.dirname(__file__) + os.sep
     while frame.f_back is not None and frame.f_code.co_filename.startswith(package):

@@ -1,14 +1,14 @@
-"""What zshard changes of torch, from a process's first FSDP(...) on.
+"""The changes that zshard makes to torch, from the first FSDP(...) of a process on.
 
-Importing zshard changes nothing. Each change is listed here with the places in torch
-that it needs, what they must look like, and what is lost without it; beside a private place stands
-why no public one does. Where a place looks otherwise, as a later torch may have it, the change is
-left out, and a warning says what does not work. tests/project/test_patches.py holds the list to its
-length, and names a test of each private place.
+Importing zshard changes nothing. This file lists each change with the attributes of torch that it
+needs, what they must look like, and what fails without it. Where an attribute is private, a comment
+explains why no public one works. If a later torch changes an attribute, zshard skips the change and
+warns of what does not work. tests/project/test_patches.py limits the length of the list and names a
+test of each private attribute.
 
-What torch offers hooks for is no change: steps of optimizers (optim/hooks.py), parameters that
-are added to a model (wrap/late_parameters.py). One more change comes with the first state dict of
-shards (state/shard_records.py): torch's module for it takes long to import.
+Uses of torch's hooks are not changes: optimizer steps (optim/hooks.py), parameters that are added
+to a model (wrap/late_parameters.py). One more change comes with the first state dict of shards
+(state/shard_records.py), because the torch module that it changes takes long to import.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ __all__ = ["install"]
 
 
 class _TorchPlace(NamedTuple):
-    """An attribute of something in torch."""
+    """An attribute of an object in torch."""
 
     owner: object
     name: str
-    takes: tuple[str, ...] | None = None  # the first parameters of a function; None: no function
+    takes: tuple[str, ...] | None = None  # the first parameters of a function; None: not a function
 
     def is_as_expected(self) -> bool:
         found = getattr(self.owner, self.name, None)
@@ -57,9 +57,9 @@ class _TorchPlace(NamedTuple):
 
 
 class _Patch(NamedTuple):
-    """A change of torch."""
+    """A change to torch."""
 
-    lost: str  # what does not work without it
+    lost: str  # what does not work without the change
     install: Callable[[], None]
     places: tuple[_TorchPlace, ...]
 
@@ -70,13 +70,14 @@ _PATCHES = (
     _Patch(
         "backward does not find the units that it needs, and fails on sharded parameters",
         autograd.install,
-        # torch has no hook for the begin of a backward.
+        # torch has no hook for the start of a backward.
         (_TorchPlace(Variable, "_execution_engine"),),
     ),
     _Patch(
         "some functions of torch.nn.init refuse sharded parameters",
         draws.install,
-        # Scripts import functions that call these by name; a change of those would come too late.
+        # Scripts import functions that call these by name, so changing those functions would be too
+        # late.
         (
             _TorchPlace(torch.nn.init, "_calculate_fan_in_and_fan_out", ("tensor",)),
             _TorchPlace(torch.nn.init, "_no_grad_trunc_normal_", ("tensor",)),
@@ -87,7 +88,7 @@ _PATCHES = (
     _Patch(
         "torch.distributed does not refuse shards (dist.all_reduce(p.grad))",
         outside.install_check,
-        # torch's collectives do not ask tensor subclasses; all of them check a tensor here.
+        # torch's collectives do not dispatch to tensor subclasses; all of them check a tensor here.
         (_TorchPlace(distributed_c10d, "_check_single_tensor", ("param", "param_name")),),
     ),
     _Patch(
@@ -110,8 +111,8 @@ _PATCHES = (
     _Patch(
         "torch.nn.utils.clip_grad_norm_ sees this rank's shards only: call model.clip_grad_norm_()",
         clip.install,
-        # clip_grad_norm_() asks no tensor subclass for a norm over all of them, and scripts import
-        # it by name.
+        # clip_grad_norm_() does not dispatch a norm over several tensors, and scripts import it by
+        # name.
         (
             _TorchPlace(
                 clip_grad, "_get_total_norm", ("tensors", "norm_type", "error_if_nonfinite")
@@ -134,7 +135,7 @@ _PATCHES = (
         "torch.amp.GradScaler decides on each rank alone whether to skip a step: use "
         "zshard.GradScaler",
         grad_scaler.install,
-        # unscale_() and step() both look for inf here, and nowhere else.
+        # unscale_() and step() check for inf only here.
         (
             _TorchPlace(
                 torch.amp.GradScaler,
@@ -149,7 +150,7 @@ _installed = False
 
 
 def install() -> None:
-    """Change torch, once in a process."""
+    """Change torch, once per process."""
     global _installed
     outside.warn_of_torchs_names()
     if _installed:

@@ -1,7 +1,7 @@
-"""`predict_memory(module)`: what FSDP(module) with the same arguments would take.
+"""`predict_memory(module)`: the memory that FSDP(module) with the same arguments would take.
 
-Arguments are translated as FSDP's are, and the rest is a dry run of the model in a
-world without peers, which changes nothing (`memory/dry_run.py`).
+Translates arguments as FSDP does, then dry-runs the model in a world without peers, which changes
+nothing (`memory/dry_run.py`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def predict_memory(
     and torch's own memory are not included; with world size 1, gradients are torch's own as well.
 
     Raises ValueError or TypeError for arguments that FSDP would reject, for unknown names, and if
-    modules in it are sharded already.
+    the module contains sharded modules.
     """
     tensors = _state_tensors(optimizer)
     options = Options(

@@ -1,7 +1,7 @@
-"""Refuse to import zshard with another torch than the one it was compiled against.
+"""Refuse to import zshard with a torch other than the one that it was compiled against.
 
-This is imported before the extension. Torch keeps its C++ interface within a minor
-version; with another one, loading the extension fails with undefined symbols, or worse, does not.
+Runs before the extension is imported. Torch keeps its C++ interface within a minor version; with
+another one, loading the extension fails with undefined symbols, or crashes later.
 
 The build writes zshard/_built_with.py beside the extension (setup.py).
 """

@@ -1,3 +1,3 @@
-"""The version of zshard, which setup.py reads from here."""
+"""The version of zshard; setup.py reads it from here."""
 
 __version__ = "0.1.0"

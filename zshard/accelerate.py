@@ -1,13 +1,14 @@
-"""Accelerate: `shard(accelerator)` has prepare() shard models with zshard instead of wrapping DDP.
+"""Accelerate: `shard(accelerator)` makes prepare() shard models with zshard instead of wrapping
+DDP.
 
     accelerator = Accelerator()
     zshard.accelerate.shard(accelerator)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-The accelerator stays the same object; its class becomes a subclass of its own, in
-which prepare_model() calls FSDP(model) and then the original as for a model without DDP, so that
-autocast and torch.compile are applied as always. All else that an Accelerator does reaches the
-model through methods that FSDP has as well (no_sync, state_dict, clipping).
+The accelerator stays the same object; its class becomes a subclass of its own. There,
+prepare_model() calls FSDP(model) and then the original method, as for a model without DDP, so
+autocast and torch.compile still apply. Everything else that an Accelerator does reaches the model
+through methods that FSDP also has (no_sync, state_dict, clipping).
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from zshard.units.names import bare
 
 __all__ = ["shard"]
 
-_FOLDER = "zshard_model"  # of a model and its optimizer, in the folder of save_state()
+_FOLDER = "zshard_model"  # a model and its optimizer, in the folder of save_state()
 _WEIGHTS = ("model{}.safetensors", "pytorch_model{}.bin")  # what Accelerate writes itself
-_KINDS = ("NO", "MULTI_CPU", "MULTI_GPU")  # of distributed training, which prepare() wraps DDP for
+_KINDS = ("NO", "MULTI_CPU", "MULTI_GPU")  # kinds of training for which prepare() wraps DDP
 
 
 def shard(accelerator: Any, **arguments: object) -> Any:
-    """Have an Accelerator shard the models that it prepares from now on, instead of wrapping DDP.
+    """Make an Accelerator shard the models that it prepares from now on, instead of wrapping DDP.
 
     Models that are already sharded stay as they are. Call it on all ranks, before `prepare()`.
 
@@ -104,11 +105,11 @@ def _check_accelerator(accelerator: Any) -> None:
 
 
 def _other_plugin(accelerator: Any) -> str:
-    """What else is to shard the models or to reduce their gradients; "" if nothing is.
+    """Name another plugin that would shard the models or reduce gradients; "" if there is none.
 
-    On CPUs, Accelerate drops the FSDP plugin without a word.
+    On CPUs, Accelerate silently drops the FSDP plugin.
     """
-    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":  # set for a plugin, too
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":  # a plugin sets this, too
         return (
             "torch's FSDP (fsdp_plugin, use_fsdp, or the environment variable ACCELERATE_USE_FSDP, "
             "which TrainingArguments(fsdp=...) and `accelerate config` set and nothing removes: "
@@ -136,27 +137,28 @@ else:  # the class of the accelerator comes after this one
 
 
 class _ShardingAccelerator(_Accelerator):  # type: ignore[misc]
-    """What comes before the class of an Accelerator."""
+    """Mixin that precedes an Accelerator's own class."""
 
     _zshard_arguments: dict[str, Any]
-    _zshard_evaluates_wrapped = True  # with what would be DDP's wrapper; a Trainer does not
+    _zshard_evaluates_wrapped = True  # evaluation uses DDP's wrapper; a Trainer's does not
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """Shard a model, also one for evaluation, then do what Accelerate does for one process."""
+        """Shard a model, also one for evaluation, then continue as Accelerate does for one
+        process."""
         if not getattr(model, "_is_accelerate_prepared", False):
             if not _is_sharded(model):
                 arguments = {"forward_sync_buffers": "training", **self._zshard_arguments}
                 if self.device.type == "cuda" and device_placement is not False:
                     arguments.setdefault("device_id", self.device)
                 FSDP(bare(model), **arguments)
-            device_placement, evaluation_mode = False, True  # FSDP() has placed it; no DDP
+            device_placement, evaluation_mode = False, True  # FSDP() has moved the model; skip DDP
         return super().prepare_model(model, device_placement, evaluation_mode)
 
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
-        """Run a backward, then broadcast buffers: under DDP an evaluation would begin with that,
-        but here one rank may evaluate alone."""
+        """Run a backward, then broadcast buffers: an evaluation under DDP would start with that
+        broadcast, but here one rank may evaluate alone."""
         super().backward(loss, **kwargs)
         if self.sync_gradients and self._zshard_evaluates_wrapped:
             for model in filter(_is_sharded, self._models):
@@ -165,10 +167,10 @@ class _ShardingAccelerator(_Accelerator):  # type: ignore[misc]
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: object
     ) -> Any:
-        """Save as Accelerate does, but sharded models and their optimizers by zshard.save().
+        """Save as Accelerate does, but save sharded models and their optimizers with zshard.save().
 
-        Where the script has registered a hook, which is given the models and full state dicts,
-        Accelerate saves all.
+        If the script has registered a hook, which receives the models and full state dicts,
+        Accelerate saves everything.
         """
         if self._save_model_state_pre_hook:
             return super().save_state(output_dir, safe_serialization, **kwargs)
@@ -187,7 +189,7 @@ class _ShardingAccelerator(_Accelerator):  # type: ignore[misc]
         load_kwargs: dict[str, Any] | None = None,
         **kwargs: object,
     ) -> None:
-        """Load what save_state() has saved, here or under DDP, on any number of ranks."""
+        """Load what save_state() saved, here or under DDP, on any number of ranks."""
         pairs = _pairs(self)
         optimizers = list(self._optimizers)
 
@@ -253,19 +255,19 @@ def _is_sharded(model: nn.Module) -> bool:
 
 
 def _inner(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer that AcceleratedOptimizer wraps."""
+    """Return the optimizer that AcceleratedOptimizer wraps."""
     inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return inner
 
 
 def _steps(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
-    """Whether all that an optimizer steps is of `model`."""
+    """Return whether the optimizer steps parameters of `model` only."""
     own = {id(param) for param in model.parameters()}
     return all(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
 
 def _pairs(accelerator: _Prepared) -> list[tuple[nn.Module, torch.optim.Optimizer | None]]:
-    """Each sharded model with its optimizer; with None if it has none, or several."""
+    """Return each sharded model with its optimizer, or None if it has no or several optimizers."""
     pairs = []
     for model in filter(_is_sharded, accelerator._models):
         own = [each for each in map(_inner, accelerator._optimizers) if _steps(each, model)]
@@ -279,7 +281,7 @@ def _remove(optimizers: list[Any], optimizer: torch.optim.Optimizer | None) -> N
 
 @contextlib.contextmanager
 def _hidden(accelerator: _Prepared, pairs: list[tuple[Any, Any]]) -> Iterator[None]:
-    """Context manager in which an Accelerator does not see these models and optimizers."""
+    """Context manager that hides these models and optimizers from the Accelerator."""
     models, optimizers = accelerator._models, accelerator._optimizers
     accelerator._models = [each for each in models if not _is_sharded(each)]
     accelerator._optimizers = list(optimizers)
@@ -307,7 +309,7 @@ def _folder(folder: str, index: int) -> Path:
 
 
 def _load_weights(folder: Path, index: int, model: nn.Module) -> None:
-    """Load what Accelerate has saved of a plain model or of one in DDP."""
+    """Load what Accelerate saved of a plain model or of one in DDP."""
     ending = f"_{index}" if index else ""
     safe, pickled = (folder / name.format(ending) for name in _WEIGHTS)
     if safe.is_file():

@@ -1,10 +1,10 @@
 """bitsandbytes: models whose frozen weights are quantized to 4 bits, as for QLoRA.
 
-The elements of such parameters are bits, and their dtype says nothing: two 4-bit values lie in a
-byte, and four bytes may lie in one float32. So they are sent and stored as they are, never cast and
-never trained. What turns them into numbers (the quantization state: a scale for each block) is an
-attribute of the parameter and is not sharded: all ranks take rank 0's, as they take its bits.
-bitsandbytes is not imported here; its classes are known by name.
+The elements of such parameters are packed bits, so their dtype does not describe them: two 4-bit
+values share a byte, and a float32 may hold four bytes. zshard therefore sends and stores them as
+they are, and never casts or trains them. The quantization state that decodes them (a scale per
+block) is an attribute of the parameter and is not sharded: all ranks take rank 0's, as they take
+its bits. This file does not import bitsandbytes; it recognizes the classes by name.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from zshard.ranks.agreement import Fact, tensor_fact, value_fact
 from zshard.wrap.extensions import EXTENSIONS, Extension
 from zshard.wrap.tree import ParamRef
 
-# Of bitsandbytes' modules: on CPUs with AVX-512 BF16, their first evaluation is to repack weights.
+# A flag of bitsandbytes' modules: on CPUs with AVX-512 BF16, their first evaluation repacks
+# weights.
 _REPACKS = "support_avx512bf16_for_cpu"
-_WOULD = "_zshard_repacks"  # attribute of a module: the value that _REPACKS had before FSDP()
+_WOULD = "_zshard_repacks"  # attribute of a module: the value of _REPACKS before FSDP()
 
 
 class _Quantized(Extension):
@@ -50,8 +51,9 @@ class _Quantized(Extension):
                 yield value_fact(f"{name}.{part}", tensor)
 
     def settle(self, ref: ParamRef) -> None:
-        """A frozen bias gets the dtype that its layer computes in. A layer does not repack its
-        weights in an evaluation, after which no gradients would flow; and it loads its scales."""
+        """Convert a frozen bias to the dtype that its layer computes in, keep layers from repacking
+        weights in an evaluation (no gradients would flow afterwards), and make them load their
+        scales."""
         dtype = _bias_dtype(ref)
         if dtype is not None and ref.param.dtype != dtype:
             ref.param.data = ref.param.data.to(dtype)
@@ -69,7 +71,8 @@ class _Quantized(Extension):
                 module.__dict__[_REPACKS] = module.__dict__.pop(_WOULD)
 
     def keeps_dtype(self, ref: ParamRef) -> bool:
-        """It holds bits, or it is the bias of a layer that would replace one of another dtype."""
+        """Return whether the parameter holds bits, or is the bias of a layer that would replace a
+        bias of another dtype."""
         return _is_quantized(ref.param) or _bias_dtype(ref) is not None
 
     def tensors(self, param: Tensor) -> list[Tensor]:
@@ -87,13 +90,13 @@ EXTENSIONS.append(_Quantized())
 
 
 def _is_quantized(param: Tensor) -> bool:
-    """Return whether a parameter holds bits of bitsandbytes, in whatever dtype."""
+    """Return whether a parameter holds bitsandbytes' packed bits, in any dtype."""
     kind = _kind_of(param)
     return kind == "Params4bit" or (kind == "Int8Params" and param.dtype == torch.int8)
 
 
 def _kind_of(param: Tensor) -> str | None:
-    """The name of the class of bitsandbytes that a parameter's class is or derives from."""
+    """Return the bitsandbytes class that a parameter's class is or derives from, by name."""
     for cls in type(param).__mro__:
         if cls.__module__.partition(".")[0] == "bitsandbytes":
             return cls.__name__
@@ -137,7 +140,8 @@ def _check_weight(name: str, param: Tensor) -> None:
 
 
 def _bias_dtype(ref: ParamRef) -> torch.dtype | None:
-    """The dtype to which a 4-bit layer converts its bias, this parameter; None for others."""
+    """Return the dtype to which a 4-bit layer converts its bias, if this parameter is one; else
+    None."""
     for owner, attribute in ref.owners:
         weight = owner._parameters.get("weight")
         if attribute == "bias" and weight is not None and _kind_of(weight) == "Params4bit":
@@ -147,7 +151,7 @@ def _bias_dtype(ref: ParamRef) -> torch.dtype | None:
 
 
 def _tensors_of(state: object, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a QuantState and of the one within it (of doubly quantized scales)."""
+    """Yield the tensors of a QuantState and of its nested state (doubly quantized scales)."""
     for name, value in sorted(vars(state).items()) if state is not None else ():
         if isinstance(value, Tensor):
             yield prefix + name, value
@@ -156,8 +160,8 @@ def _tensors_of(state: object, prefix: str = "") -> Iterator[tuple[str, Tensor]]
 
 
 def _load_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *found: Any) -> None:
-    """A hook of nn.Module's: load the quantization state, which bitsandbytes saves beside the bits
-    but does not load. Bits without it, or with that of another layout, are an error."""
+    """A load hook of nn.Module: load the quantization state, which bitsandbytes saves beside the
+    bits but does not load. Bits without a state, or with that of another layout, are an error."""
     errors: list[str] = found[-1]
     name = f"{prefix}weight"
     state: Any = getattr(module._parameters.get("weight"), "quant_state", None)
@@ -174,7 +178,7 @@ def _load_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *fou
         )
         return
     if any(type(value).__module__.startswith("zshard.") for value in given.values()):
-        errors.append(  # a placeholder: values are read once everything fits, and so too late
+        errors.append(  # a placeholder: its values are read too late
             f"'{name}' is quantized, and loading a checkpoint chunk by chunk does not load its "
             "scales: pass full tensors to model.load_state_dict(), such as those that "
             "safetensors.torch.load_file() reads from the checkpoint's files; or save the adapter "

@@ -1,8 +1,7 @@
-"""`FSDP(module)`: the entry point. It wraps a module in place and hands the work to the C core.
+"""`FSDP(module)`: the entry point. Wraps a module in place and hands the work to the C core.
 
-The module stays the same object with the same parameters and names; its class is
-swapped to a subclass of (FSDP, its class), and two C callables become its forward hooks. Everything
-that happens per step happens behind those hooks.
+The module stays the same object with the same parameters and names; its class becomes a subclass of
+(FSDP, its class), and two C callables become its forward hooks, which do all per-step work.
 """
 
 from __future__ import annotations
@@ -232,7 +231,7 @@ class FSDP(Fsdp1Methods, UnitMethods, ModelMethods, TorchNames):
         check_module(module)
         refuse_half(module)
         device = device_of(module, one_device(device_id, device_ids))
-        prefetches = forward_prefetch or device != CPU  # on GPUs a late gather holds the GPU up
+        prefetches = forward_prefetch or device != CPU  # on GPUs a late gather stalls the GPU
         options = Options(
             one_strategy(strategy, sharding_strategy),
             precision_of(mixed_precision),
@@ -253,24 +252,24 @@ class FSDP(Fsdp1Methods, UnitMethods, ModelMethods, TorchNames):
         return cast("Wrapped[_M]", module)
 
     def __init_subclass__(cls, **kwargs: object) -> None:
-        """Call that of the model's class, which may register its subclasses, but not for the class
-        of a sharded module."""
+        """Call the method of the model's class, which may register subclasses, but not for a
+        sharded module's class."""
         if MADE not in vars(cls):
             super().__init_subclass__(**kwargs)
 
     if TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> Any: ...  # of the module's own class
+        def __getattr__(self, name: str) -> Any: ...  # the module's own class has it
 
-    else:  # type checkers are to see the arguments of __new__
+    else:  # type checkers see the arguments of __new__
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            pass  # FSDP(module) returns an existing module; it must not be initialised again
+            pass  # FSDP(module) returns an existing module: do not initialize it again
 
     _ddp_params_and_buffers_to_ignore = NoDdp()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward; if it raises, whatever it raises, the model is ready for the next."""
+        """Run the forward. After any exception the model is ready for the next forward."""
         return call_guarded(self, state_of(self).unit, super().__call__, args, kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -285,7 +284,7 @@ class FSDP(Fsdp1Methods, UnitMethods, ModelMethods, TorchNames):
             PeerError: another rank exited.
         """
         state = state_of(self)
-        is_part = bool(args) or kwargs.get("destination") is not None  # of a larger dict
+        is_part = bool(args) or kwargs.get("destination") is not None  # appends to a larger dict
         keep = is_part or not state.form.rank0_only or state.comms.all.rank == 0
         whole = whole_state_dict(self, super().state_dict, args, kwargs, keep)
         if not keep:
@@ -355,8 +354,8 @@ if TYPE_CHECKING:
     class Wrapped(FSDP, Generic[_M], Any):  # type: ignore[misc]
         """What FSDP(module) returns, for type checkers: a module of class _M with FSDP's methods.
 
-        Python's types have no intersection of two classes. The base Any comes close: the result has
-        FSDP's typed methods, has any attribute that _M may have, and is accepted as an _M.
+        Python's type system has no intersection types. The base Any comes close: the result has
+        FSDP's typed methods, accepts any attribute that _M may have, and passes as an _M.
         """
 
         @property
@@ -365,7 +364,7 @@ if TYPE_CHECKING:
 else:
 
     class Wrapped(Generic[_M]):
-        """Only for annotations: at run time the class of the result is made by class_for()."""
+        """For annotations only: class_for() makes the class of the result at run time."""
 
 
 def shard_info(param: torch.Tensor) -> dict[str, Any] | None:

@@ -1,9 +1,9 @@
 """Loss scaling over shards: zshard.GradScaler, and the same for torch.amp.GradScaler.
 
-A scaler skips a step when it finds inf or NaN in the gradients, but a rank sees only
-its shards. If one rank skipped a step that the others take, models and scales would diverge. So
-ranks exchange what they found before they act on it. All of torch's checks for inf go through one
-method, which is replaced here; for an optimizer without sharded gradients it is torch's own.
+A scaler skips a step when it finds inf or NaN in the gradients, but a rank sees only its shards. If
+one rank skipped a step that the others take, models and scales would diverge. So ranks exchange
+their findings before they act on them. All of torch's checks for inf call one method, which this
+file replaces; an optimizer without sharded gradients still gets torch's own.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _unscale_grads_(
     found_inf: torch.Tensor,
     allow_fp16: bool,
 ) -> dict[torch.device, torch.Tensor]:
-    engines = _owners(optimizer)  # first: it refuses gradients that are not reduced
+    engines = _owners(optimizer)  # first, because it refuses gradients that are not reduced
     refuse_scaler(optimizer)
     on_cpus = (engine for engine in engines if not _core.gpu_ranks(engine))
     _unscaled.setdefault(self, set()).update(on_cpus)
@@ -51,12 +51,12 @@ def _unscale_grads_(
 
 
 def unscale(optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, allow_fp16: bool) -> None:
-    """Do an optimizer's part on this rank of what a scaler does on the others. Collective."""
+    """Unscale this rank's gradients when other ranks' scalers do. Collective."""
     found = torch.zeros((), dtype=torch.float32)
     with plain():
         scaler = torch.amp.GradScaler.__new__(
             torch.amp.GradScaler
-        )  # torch's method asks it nothing
+        )  # torch's method does not call it
         owners = _owners(optimizer)
         _unscale_on_all(scaler, optimizer, owners, inv_scale, found, allow_fp16)
 
@@ -91,8 +91,8 @@ def _share_on_gpu(engines: list[_core.Engine], flag: torch.Tensor) -> None:
 
 
 def _owners(optimizer: torch.optim.Optimizer) -> list[_core.Engine]:
-    """Return the engines of the optimizer's gradients, in the order of its parameters, which is the
-    same on all ranks. Raises RuntimeError for an unreduced gradient (no_sync())."""
+    """Return the engines of the optimizer's gradients in parameter order, the same on all ranks.
+    Raises RuntimeError for an unreduced gradient (no_sync())."""
     owners: dict[_core.Engine, None] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -111,7 +111,7 @@ def install() -> None:
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch.amp.GradScaler for sharded models: all ranks skip a step, or none does.
+    """torch.amp.GradScaler for sharded models: either all ranks skip a step, or none.
 
     Arguments, methods and state_dict are torch's. `unscale_` and `step` are collective.
 
@@ -146,12 +146,12 @@ class GradScaler(torch.amp.GradScaler):
     _unscale_grads_ = _unscale_grads_  # type: ignore[assignment]
 
     def scale(self, outputs: Any) -> Any:
-        """As torch's; a backward from the result that steps a model is an error."""
+        """As torch's, but a backward from the result that steps a model is an error."""
         scaled = super().scale(outputs)
         return watch_scaled(scaled) if self.is_enabled() else scaled
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """As torch's; what wire=... has rounded off is scaled, too."""
+        """As torch's; also rescales the rounding errors that wire=... carries over."""
         engines = _unscaled.pop(self, ())
         before = self.get_scale() if engines else 0.0
         super().update(new_scale)

@@ -1,8 +1,9 @@
-"""Offload: which parts of a model are kept out of the memory of the device that computes.
+"""Offload: keep parts of a model out of the memory of the device that computes.
 
-One small record tells what (parameters, gradients, optimizer state), how much (a
-fraction of the model) and where to: the memory of a GPU's host, or files in a directory, say on an
-NVMe disk. On CPU ranks everything is in host memory anyway, so only a directory has an effect.
+One small record states what to offload (parameters, gradients, optimizer state), how much (a
+fraction of the model) and where to: the memory of a GPU's host, or files in a directory, for
+example on an NVMe disk. On CPU ranks everything is in host memory anyway, so only a directory has
+an effect.
 """
 
 from __future__ import annotations
@@ -70,21 +71,21 @@ class Offload:
 
     @property
     def what(self) -> tuple[bool, bool, bool, float]:
-        """The arguments of Engine.set_offload, without the directory."""
+        """Return the arguments of Engine.set_offload, without the directory."""
         return self.params, self.grads, self.optimizer, self.fraction
 
     @property
     def moves(self) -> bool:
-        """Whether anything is offloaded."""
+        """Return whether anything is offloaded."""
         return (self.params or self.grads or self.optimizer) and self.fraction > 0
 
     @property
     def to_disk(self) -> bool:
-        """Whether anything is offloaded to disk."""
+        """Return whether anything is offloaded to disk."""
         return self.directory is not None and self.moves
 
 
-# --- torch's spellings, which FSDP() takes as well ------------------------------------------------
+# --- torch's classes, which FSDP() also accepts ---------------------------------------------------
 
 
 @dataclass
@@ -114,7 +115,8 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 
 def parse_offload(given: object) -> Offload | None:
-    """Return the Offload that `given` is, or is the directory of. None: everything stays in memory.
+    """Return the Offload that `given` is, or one for the directory that it names. None: everything
+    stays in memory.
 
     Raises TypeError for anything else.
     """

@@ -1,8 +1,8 @@
 """The arguments of FSDP(), parsed once: their types, and the Options that they make.
 
 A type checker accepts what the checks at run time accept: zshard's objects, their names as strings,
-and torch's objects. Enums, dataclasses and policies are recognized by their names and fields, so
-torch's FSDP, which takes long to import, is imported by type checkers only.
+and torch's objects. Enums, dataclasses and policies are recognized by name and fields, so only type
+checkers import torch's FSDP, which takes long to import.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class TorchWrapPolicy(Protocol):
     ) -> dict[nn.Module, dict[str, Any]]: ...
 
 
-# Where a literal stands next to `str`, editors complete it, and a script may still pass a string
-# that it read from its command line; FSDP() checks the value.
+# With a literal next to `str`, editors complete the value, and a script may still pass a string
+# from its command line; FSDP() checks the value.
 StrategyLike = (
     Literal[
         "full_shard",
@@ -88,7 +88,7 @@ OffloadPolicyLike = Offload | OffloadPolicy | TorchOffloadPolicy
 def one_strategy(
     strategy: StrategyLike | None, sharding_strategy: StrategyLike | None
 ) -> ShardingStrategy:
-    """Return the strategy that `strategy`, or FSDP1's spelling of it, names. Raises ValueError if
+    """Return the strategy that `strategy`, or FSDP1's name for it, specifies. Raises ValueError if
     both are given or the name is unknown, TypeError for another type."""
     if sharding_strategy is not None and strategy is not None:
         raise ValueError("pass either sharding_strategy or strategy (its short name), not both")
@@ -97,8 +97,8 @@ def one_strategy(
 
 
 def one_offload(offload: object, cpu_offload: object) -> Offload | None:
-    """Return what `offload`, or FSDP1's spelling of it, asks for. Raises ValueError if both are
-    given, TypeError for another type."""
+    """Return the Offload that `offload`, or FSDP1's name for it, specifies. Raises ValueError if
+    both are given, TypeError for another type."""
     cpu = offload_of(cpu_offload)
     if offload is not None and cpu is not None:
         raise ValueError("pass either offload or cpu_offload, not both")
@@ -108,8 +108,8 @@ def one_offload(offload: object, cpu_offload: object) -> Offload | None:
 def one_device(
     device_id: DeviceLike | None, device_ids: Sequence[DeviceLike] | None
 ) -> DeviceLike | None:
-    """Return the device that `device_id`, or DDP's spelling of it, names. Raises ValueError if both
-    are given, or the second is not one device."""
+    """Return the device that `device_id`, or DDP's name for it, specifies. Raises ValueError if
+    both are given, or the second is not one device."""
     if device_ids is None:
         return device_id
     if device_id is not None:
@@ -160,7 +160,7 @@ def check_environment(options: Options) -> None:
 
 def unit_options(spec: UnitSpec, usual: Options) -> Options:
     """Return the model's options with a CustomPolicy's overrides for this unit. Raises ValueError
-    for an override that only applies to a whole model."""
+    for an override that only applies to an entire model."""
     strategy, precision = usual.strategy, usual.precision
     given = spec.overrides.get("sharding_strategy", spec.overrides.get("strategy"))
     if given is not None:

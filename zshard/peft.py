@@ -1,8 +1,8 @@
-"""PEFT: adapters of a sharded model merge, and count full parameters.
+"""PEFT: merge adapters of a sharded model, and count full parameters.
 
 Merging multiplies full matrices, and `merge_and_unload()` and `unload()` replace modules, so they
-are done to a plain copy with full parameters. The sharded model stays as it is. PEFT is not
-imported here; its models are known by a method that they have.
+run on a plain copy with full parameters. The sharded model does not change. This file does not
+import PEFT; it recognizes the models by a method.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zshard.transformers import count_full_in, counting_full
 from zshard.units.units import units_of
 from zshard.wrap.extensions import EXTENSIONS, Extension
 
-_COUNT = "get_nb_trainable_parameters"  # PEFT's models have it, and pass on what they lack
+_COUNT = "get_nb_trainable_parameters"  # PEFT's models have it, and forward missing attributes
 _MERGE = ("merge_and_unload", "unload")
 
 
@@ -44,7 +44,7 @@ EXTENSIONS.append(_Adapters())
 
 
 def _num_parameters(self: nn.Module) -> Callable[..., Any]:
-    """That of the model within a PEFT model; AttributeError if that has none."""
+    """Call the method of the model inside a PEFT model; AttributeError if that model lacks it."""
     method: Any = self.__getattr__("num_parameters")
     counted = counting_full(type(method.__self__), "num_parameters")["num_parameters"]
     return functools.partial(counted, method.__self__)
@@ -52,7 +52,8 @@ def _num_parameters(self: nn.Module) -> Callable[..., Any]:
 
 def _of_copy(name: str) -> Callable[..., Any]:
     def method(self: nn.Module, *args: object, **kwargs: object) -> Any:
-        """Do it to a plain copy with full parameters, and return that one's plain base model.
+        """Call the method on a plain copy with full parameters, and return the copy's plain base
+        model.
 
         Takes memory for the full model on each rank that calls it. Over shm, one rank may call it
         alone; over c10d and on GPUs it is collective. Takes the arguments of PEFT's method.

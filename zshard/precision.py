@@ -1,8 +1,8 @@
 """Mixed precision: the dtypes for computing with parameters and for reducing gradients.
 
-Between steps nothing changes. Parameters, gradients and optimizer state keep the
-model's dtype (float32, say); a unit's forward and backward use a cast copy, and gradients are sent
-in the reduce dtype and summed in float32.
+Between steps, parameters, gradients and optimizer state keep the model's dtype (float32, say). A
+unit's forward and backward use a cast copy; gradients are sent in the reduce dtype and summed in
+float32.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-BATCH_NORMS = (_BatchNorm,)  # what keeps its dtype by default
+BATCH_NORMS = (_BatchNorm,)  # keep their dtype by default
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -71,13 +71,14 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class Precision:
-    """In which dtypes a unit computes, sends gradients, and keeps its buffers; None: the model's.
+    """The dtypes in which a unit computes, sends gradients and keeps its buffers; None: the
+    model's.
 
-    compute: of parameters in forward and backward. wire: of gradients on their way to other ranks;
-    None: `compute`. buffers: of floating-point buffers. outputs: to which results of the forward
-    are cast. cast_inputs, cast_root_inputs: whether arguments of a unit's forward are cast to
-    `compute`; of the root's. keep: modules of these classes keep their dtype. override: returns the
-    dtype of a parameter in forward and backward: its own, or `compute`, as which None counts.
+    compute: parameters in forward and backward. wire: gradients on their way to other ranks; None:
+    `compute`. buffers: floating-point buffers. outputs: floating-point results of the forward.
+    cast_inputs, cast_root_inputs: cast arguments of a unit's forward to `compute`; of the root's.
+    keep: modules of these classes keep their dtype. override: returns the dtype of a parameter in
+    forward and backward: its own, or `compute`, which None also means.
     """
 
     compute: torch.dtype | None = None
@@ -90,8 +91,8 @@ class Precision:
     override: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, repr=False)
 
     def keeps_param(self, param: nn.Parameter) -> bool:
-        """Return whether `override` has the parameter keep its dtype. Raises ValueError if it
-        returns anything else than a parameter may have."""
+        """Return whether `override` makes the parameter keep its dtype. Raises ValueError if it
+        returns an unsupported dtype."""
         dtype = None if self.override is None else self.override(param)
         if dtype not in (None, self.compute, param.dtype):
             raise ValueError(
@@ -171,8 +172,8 @@ def install_casts(
 
 
 def drop_root_casts(module: nn.Module, precision: Precision) -> set[int]:
-    """Undo what install_casts() does for roots alone, as `module` has become an inner unit. Return
-    the ids of the hooks."""
+    """Undo the part of install_casts() that only roots get, as `module` has become an inner unit.
+    Return the ids of the hooks."""
     if precision.cast_inputs:
         return set()
     cast = _CastInputs(precision.compute) if precision.compute is not None else None
@@ -205,8 +206,8 @@ def install_kept(modules: Iterable[nn.Module], precision: Precision) -> None:
 
 
 def cast_buffers(module: nn.Module, precision: Precision, ignored: Collection[nn.Module]) -> None:
-    """Replace the floating-point buffers by cast ones; state dicts keep the dtypes that they had.
-    ignored: modules whose buffers, and those below, are left alone."""
+    """Replace the floating-point buffers by cast ones; state dicts keep their original dtypes.
+    ignored: modules whose buffers, and those below, stay as they are."""
     if precision.buffers is None:
         return
     left = {each for one in ignored for each in one.modules()}
@@ -222,9 +223,9 @@ def cast_buffers(module: nn.Module, precision: Precision, ignored: Collection[nn
             each.register_state_dict_post_hook(_SaveBuffers(own, precision.buffers))
 
 
-@dataclass(eq=False)  # torch marks it
+@dataclass(eq=False)  # torch registers it
 class _SaveBuffers:
-    """A hook of state dicts, which hold a module's buffers in the dtypes that they had."""
+    """A state dict hook that saves a module's buffers in their original dtypes."""
 
     before: dict[str, torch.dtype]
     low: torch.dtype
@@ -262,14 +263,14 @@ def _cast(tree: object, dtype: torch.dtype) -> Any:
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], tree: object) -> Any:
-    """Return arguments or results of a forward with changed tensors, also in lists, tuples, sets,
-    dicts and dataclasses, and what derives from those. A container with no changed tensor remains
-    the same object; any other one is copied."""
+    """Return arguments or results of a forward with changed tensors, also inside lists, tuples,
+    sets, dicts, dataclasses and their subclasses. A container without changed tensors stays the
+    same object; any other one is copied."""
     return _map(change, tree, {})
 
 
 def _map(change: Callable[[Tensor], Tensor], tree: object, known: dict[int, Any]) -> Any:
-    """known: containers by id, with what has become of them; one that holds itself keeps itself."""
+    """known: results of containers by id; a container that contains itself maps to itself."""
     if isinstance(tree, Tensor):
         return change(tree)
     is_data = is_dataclass(tree) and not isinstance(tree, type | nn.Module)
@@ -297,7 +298,7 @@ def _map_container(change: Callable[[Tensor], Tensor], tree: Any, known: dict[in
         if isinstance(tree, dict):
             made[key] = changed
         else:
-            object.__setattr__(made, key, changed)  # also of a frozen one
+            object.__setattr__(made, key, changed)  # works for frozen ones, too
     return made
 
 

@@ -38,30 +38,31 @@ class ShardingStrategy(str, enum.Enum):
     _HYBRID_SHARD_ZERO2 = HYBRID_SHARD_ZERO2  # FSDP1's name
 
     def __eq__(self, other: object) -> bool:
-        """Torch's members are equal to those of the same meaning, as are their names as strings."""
+        """Equal torch's members of the same meaning, and their names as strings."""
         if type(other).__name__ == "ShardingStrategy" and isinstance(other, enum.Enum):
             return other.name.lstrip("_") == self.name
         return str.__eq__(self, other)
 
     def __ne__(self, other: object) -> bool:
-        return not self == other  # str has one of its own
+        return not self == other  # str defines its own
 
     def __hash__(self) -> int:
         return str.__hash__(self)
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether the model is gathered within shard groups that each have a replica of it."""
+        """Return whether parameters are gathered within shard groups that each hold a replica of
+        the model."""
         return self in _HYBRIDS
 
     @property
     def keeps(self) -> bool:
-        """Whether secondary shards of the parameters are kept between steps."""
+        """Return whether secondary shards of the parameters stay between steps."""
         return self in (ShardingStrategy.ZERO1, ShardingStrategy.HYBRID_FULL)
 
     @property
     def in_group(self) -> ShardingStrategy:
-        """The strategy among the ranks that one replica of the model is sharded over."""
+        """Return the strategy among the ranks that one replica of the model is sharded over."""
         return _IN_GROUPS.get(self, self)
 
 

@@ -1,17 +1,18 @@
-"""transformers: `shard(Trainer)` is a Trainer that shards; models generate and count parameters.
+"""transformers: `shard(Trainer)` returns a Trainer that shards; models generate and count
+parameters.
 
     trainer = zshard.transformers.shard(Trainer)(model=model, args=arguments, ...)
 
-A Trainer (TRL's, too) reaches the model through its Accelerator, so that one is made to shard
-(zshard/accelerate.py). What remains are the calls that a Trainer makes on one rank only, for a
-state dict: where that takes all ranks, the others make them as well.
+A Trainer (TRL's, too) reaches the model through its Accelerator, so zshard makes that shard
+(zshard/accelerate.py). What remains are the calls for a state dict that a Trainer makes on one rank
+only: where such a call needs all ranks, the others make it as well.
 
-Transformers can have all ranks generate until the last has its tokens (`synced_gpus`), which it
-does for models that torch has sharded. Here it is needed where a forward takes all ranks, and only
-there: over shm each rank generates by itself. The argument is passed, and nothing is marked: by the
-mark that transformers looks for, torch.compile takes a model for one of torch's own.
+Transformers can make all ranks generate until the last has its tokens (`synced_gpus`), and does so
+for models that torch has sharded. zshard needs that only where a forward takes all ranks: over shm
+each rank generates by itself. zshard passes the argument instead of marking the model, because the
+mark that transformers checks makes torch.compile treat the model as one of torch's own.
 
-transformers is imported by shard() only; models are known by their methods.
+Only shard() imports transformers; models are recognized by their methods.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def shard(trainer: type[_T], **arguments: object) -> type[_T]:
 
 
 def _count_full_parameters() -> None:
-    """Has train() log the number of full parameters: it counts what model.parameters() yields."""
+    """Make train() log the number of full parameters: it counts what model.parameters() yields."""
     module: Any = importlib.import_module("transformers.trainer")
     count = module.get_model_param_count
     if hasattr(count, "_zshard_counts"):
@@ -96,8 +97,8 @@ def _count_full_parameters() -> None:
 
 
 def _follow_saving(model: Any) -> None:
-    """Take part in what PEFT does on the rank that saves adapters, in its order: it runs the
-    encoder of prompts, and asks each module of `modules_to_save` for its state dict."""
+    """Take part in PEFT's calls on the rank that saves adapters, in its order: it runs the encoder
+    of prompts, and calls state_dict() on each module of `modules_to_save`."""
     for name, config in getattr(model, "peft_config", {}).items():
         if config.is_prompt_learning and not config.inference_mode:
             with torch.no_grad():
@@ -110,12 +111,12 @@ def _follow_saving(model: Any) -> None:
 
 if TYPE_CHECKING:
     _Trainer = Any
-else:  # the class of the Trainer comes after this one
+else:  # the Trainer's class follows this one in the MRO
     _Trainer = object
 
 
 class _ShardingTrainer(_Trainer):  # type: ignore[misc]
-    """What comes before the class of a Trainer."""
+    """Mixin that precedes a Trainer's own class."""
 
     _zshard_arguments: dict[str, Any]
 
@@ -145,7 +146,7 @@ class _ShardingTrainer(_Trainer):  # type: ignore[misc]
     def _save(self, output_dir: str | None = None, state_dict: object = None) -> None:
         if state_dict is None and self.args.should_save:
             state_dict = self._zshard_state_dict()
-        with torch.no_grad():  # one rank may run a forward then: that of PEFT's prompts
+        with torch.no_grad():  # one rank may run a forward here: that of PEFT's prompts
             super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -154,7 +155,7 @@ class _ShardingTrainer(_Trainer):  # type: ignore[misc]
         super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, *args: object, **kwargs: object) -> None:
-        self.accelerator.wait_for_everyone()  # one rank may still save what is overwritten now
+        self.accelerator.wait_for_everyone()  # one rank may still be saving what is overwritten now
         super()._load_from_checkpoint(*args, **kwargs)
 
     def _load_best_model(self) -> None:
@@ -162,17 +163,18 @@ class _ShardingTrainer(_Trainer):  # type: ignore[misc]
         super()._load_best_model()
 
     def prediction_step(self, *args: object, **kwargs: object) -> Any:
-        if self._zshard_needs_all() and hasattr(self, "_gen_kwargs"):  # else passed as False
+        if self._zshard_needs_all() and hasattr(self, "_gen_kwargs"):  # without it, False is passed
             self._gen_kwargs.setdefault(_SYNCED, True)
         return super().prediction_step(*args, **kwargs)
 
     def _zshard_needs_all(self) -> bool:
-        """Whether values of the model take all ranks: not over shm, where a rank reads the rest."""
+        """Return whether reading the model's values takes all ranks: not over shm, where a rank
+        reads the other shards."""
         model = bare(self.model)
         return is_unit(model) and _needs_all(model)
 
     def _zshard_state_dict(self) -> Any:
-        """The state dict, in memory of the ranks that save; None if they need no other rank."""
+        """Return the state dict on the ranks that save; None if they need no other rank."""
         if not self._zshard_needs_all():
             return None
         model = bare(self.model)
@@ -200,15 +202,16 @@ EXTENSIONS.append(_PretrainedModels())
 def counting_full(original: type[nn.Module], name: str) -> dict[str, Any]:
     """Return {name: the method of that name which counts full parameters}; {} if there is none.
 
-    Such methods add up the sizes of what named_parameters() yields: of full shape meanwhile.
+    Such methods add up the sizes of the parameters that named_parameters() yields; meanwhile it
+    yields full shapes.
     """
     method = inspect.getattr_static(original, name, None)
     return {name: _counting(method)} if inspect.isfunction(method) else {}
 
 
 def count_full_in(model: nn.Module, name: str) -> None:
-    """Have a method count full parameters on the parts of a model, which keep their classes, too:
-    as ever where nothing is sharded."""
+    """Make a method count full parameters on the modules of a model, which keep their classes; it
+    is unchanged where nothing is sharded."""
     for cls in {type(part) for part in model.modules()}:
         owner = next((each for each in cls.__mro__ if name in vars(each)), None)
         method = None if owner is None else vars(owner)[name]
@@ -232,7 +235,7 @@ def _counting(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _generate_of(original: type[nn.Module]) -> dict[str, Any]:
-    """Return {"generate": the method that its FSDP class has instead}, or {} if it needs none."""
+    """Return {"generate": the method for the FSDP class}, or {} if it needs none."""
     method = inspect.getattr_static(original, "generate", None)
     if not inspect.isfunction(method) or not _passes_on(method):
         return {}
@@ -252,7 +255,7 @@ def _needs_all(module: nn.Module) -> bool:
     state = state_of(module)
     comms = state.comms
     if comms.all.world == 1 or comms.all.world != dist.get_world_size():
-        return False  # transformers asks all ranks of the job whether they are done
+        return False  # transformers synchronizes all ranks of the job
     gathers = comms.shard_group.world > 1 and comms.shard_group.transport != "shm"
     sharded = any(not each.unit.replicated for _, each in units_of(module))
     return state.sync_buffers is True or (sharded and (gathers or comms.replica_group is not None))
@@ -268,7 +271,8 @@ def _passes_on(method: Callable[..., Any]) -> bool:
 
 
 def _takes(module: nn.Module, method: Callable[..., Any]) -> bool:
-    """Does `method` have the argument, or that of a module within, to which it passes them on?"""
+    """Return whether `method`, or that of an inner module to which it passes keyword arguments, has
+    the argument."""
     if _SYNCED in _parameters(method):
         return True
     inner = (

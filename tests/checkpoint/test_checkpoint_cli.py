@@ -1,4 +1,4 @@
-"""python -m zshard ckpt; and checkpoints of wrapped models, whose names are those of the plain model."""
+"""python -m zshard ckpt; and checkpoints of wrapped models, which have the plain model's names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from zshard.checkpoint.opening import read_manifest
 
 
 class Configured(Tied):
-    """It has what models of Hugging Face's have."""
+    """Has the attributes of Hugging Face's models."""
 
     class Config:
         def to_json_string(self):
@@ -43,7 +43,7 @@ class Configured(Tied):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """(a checkpoint in several files, the model and the optimizer that it is of)"""
+    """Return a checkpoint in several files, its model and its optimizer."""
     path = tmp_path_factory.mktemp("saved") / "run"
     model = make(Configured)
     optimizer = make_optimizer("zshard.AdamW", model)
@@ -54,7 +54,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def command(monkeypatch, capsys):
-    """Runs `python -m zshard ckpt` with arguments: (exit status, what it printed)."""
+    """Run `python -m zshard ckpt` with arguments; return (exit status, output)."""
 
     def run(*args):
         monkeypatch.setattr(sys, "argv", ["zshard", "ckpt", *map(str, args)])
@@ -66,14 +66,14 @@ def command(monkeypatch, capsys):
 
 
 def once(model):
-    """The state of a tied model without its other names."""
+    """Return the state of a tied model without its aliases."""
     state = model.state_dict()
     names = dict(model.named_parameters()).keys() | dict(model.named_buffers()).keys()
     return {name: value for name, value in state.items() if name in names}
 
 
 def read(folder):
-    """All tensors of a folder, by the reference implementation."""
+    """Return all tensors of a folder, read by the reference implementation."""
     return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
 
 
@@ -122,7 +122,7 @@ def test_verify(saved, command, tmp_path):
     assert command("verify", path)[0] == 0
 
 
-def test_verify_of_what_has_no_checksums(command, tmp_path):
+def test_verify_without_checksums(command, tmp_path):
     dcp.save({"model": nn.Linear(2, 2).state_dict()}, checkpoint_id=tmp_path / "x", no_dist=True)
     status, text = command("verify", tmp_path / "x")
     assert status == 1 and "it has no zshard.json, so no checksums" in text
@@ -159,8 +159,8 @@ def test_export_into_several_files(saved, command, tmp_path):
     assert len(set(index["weight_map"].values())) > 2
 
 
-def test_export_of_torchs_folders(command, tmp_path):
-    """Of several chunks of memory, too, and into another dtype."""
+def test_export_of_dcp_folders(command, tmp_path):
+    """Also through several chunks of memory, and into another dtype."""
     model = nn.Sequential(nn.Linear(2048, 2100), nn.BatchNorm1d(2100))
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "x", no_dist=True)
     assert command("export", tmp_path / "x", tmp_path / "out", "--dtype", "bf16")[0] == 0
@@ -170,7 +170,7 @@ def test_export_of_torchs_folders(command, tmp_path):
     assert differences(read(tmp_path / "out"), wanted) == []
 
 
-def test_what_cannot_be_exported(saved, command, tmp_path):
+def test_export_refuses_invalid_input(saved, command, tmp_path):
     path = saved[0]
     status, text = command("export", path, path)
     assert status == 1 and "already exists: choose another folder" in text
@@ -181,15 +181,15 @@ def test_what_cannot_be_exported(saved, command, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_export_is_finished_or_not_there(saved, command, tmp_path):
-    """Each call on files fails in its turn."""
+def test_export_is_atomic(saved, command, tmp_path):
+    """Each file call fails in turn."""
     out, failed = tmp_path / "out", 0
     for nth in range(1, 1000):
         file_faults(nth, "EIO")
         status, text = command("export", saved[0], out)
         if file_faults(0) < nth:
             break
-        if status == 0:  # a call that may fail: what was only read is closed
+        if status == 0:  # a call that may fail: closing a file that was only read
             assert differences(read(out), once(saved[1])) == []
             shutil.rmtree(out)
         else:
@@ -211,7 +211,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_bar_for_who_looks_on(monkeypatch):
+def test_progress_bar_on_a_terminal(monkeypatch):
     pytest.importorskip("tqdm")
     monkeypatch.setattr(sys, "stderr", Terminal())
     with progress(1000, "verifying", delay=0) as done:
@@ -232,7 +232,7 @@ class Part(nn.Module):
     def __init__(self):
         super().__init__()
         self.inner = nn.Linear(6, 6)
-        self.norm = nn.BatchNorm1d(6)  # whose state dict is of another version
+        self.norm = nn.BatchNorm1d(6)  # its state dict has another version
 
     def forward(self, x):
         return x + self.norm(self.inner(x)).relu()
@@ -267,7 +267,7 @@ def compiled(model):
 
 
 def compiled_within(model):
-    """A compiled part, and one that is recomputed and compiled as well; the tied head, too."""
+    """A compiled submodule, and one that is both recomputed and compiled; also the tied head."""
     for i, each in enumerate((compiled, lambda part: checkpoint_wrapper(compiled(part)))):
         model.parts[i] = each(model.parts[i])
     model.head = compiled(model.head)
@@ -292,13 +292,13 @@ def made(way, seed):
 
 
 def step(model, optimizer, value):
-    for param in model.parameters():  # what it computes is of no interest here
+    for param in model.parameters():  # the computed values do not matter here
         param.grad = torch.full_like(param, value)
     optimizer.step()
 
 
 def wrong_names(path):
-    """Which names in a checkpoint are not those of the plain model."""
+    """Return the names in a checkpoint that differ from the plain model's."""
     params = dict(Whole().named_parameters())
     told = read_manifest(path)
     found = tensors_in(path).keys() ^ (Whole().state_dict().keys() - {"head.weight"})
@@ -308,7 +308,8 @@ def wrong_names(path):
 
 
 def there_and_back(folder):
-    """What is wrong in the files of models that are run in each way, and after a load into each."""
+    """Return what differs in the files of models that run in each way, and after a load into
+    each."""
     model, optimizer = made("as it is", 1)
     step(model, optimizer, 0.5)
     zshard.save(f"{folder}/plain", model, optimizer)
@@ -326,11 +327,11 @@ def there_and_back(folder):
     return found
 
 
-def test_any_way_into_any_other(pool2, tmp_path):
+def test_wrapped_models_load_each_others_checkpoints(pool2, tmp_path):
     assert pool2.run(there_and_back, tmp_path) == [[], []]
 
 
-def test_a_compiled_part_that_is_there_twice(tmp_path):
+def test_shared_compiled_submodule(tmp_path):
     model = nn.Sequential(compiled(nn.Linear(2, 2)), nn.Linear(2, 2))
     model.append(model[0])
     zshard.save(tmp_path / "x", model)
@@ -342,7 +343,7 @@ def test_a_compiled_part_that_is_there_twice(tmp_path):
 
 
 def by_name(way):
-    """The optimizer's state by names, from a model that is run in a way into the plain one's."""
+    """Return the optimizer's state by name, loaded from a model of one kind into the plain one."""
     model, optimizer = made(way, 1)
     step(model, optimizer, 0.5)
     state = zshard.optim_state_dict(model, optimizer)
@@ -353,12 +354,12 @@ def by_name(way):
     return differ(back, state), list(state["state"]) == [n for n, _ in Whole().named_parameters()]
 
 
-def test_the_optimizers_state_by_names(pool2):
+def test_optimizer_state_by_name(pool2):
     for way in ("recomputed", "compiled", "compiled within"):
         assert pool2.run(by_name, way) == [([], True)] * 2, way
 
 
-def test_a_recomputed_parameter_that_is_not_finite(tmp_path):
+def test_nonfinite_recomputed_parameter(tmp_path):
     model, _ = made("recomputed", 1)
     zshard.save(tmp_path, model, step=1, keep_last=1)
     with torch.no_grad():

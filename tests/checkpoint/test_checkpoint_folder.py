@@ -1,7 +1,7 @@
-"""Directories of checkpoints: what is the latest, what is kept, what is cleaned up, what is refused.
+"""Checkpoint directories: what counts as latest, what is kept, cleaned up and refused.
 
-Whatever lies in the folder, finished checkpoints alone are found, and nothing is deleted but what
-zshard itself has left there. A folder that cannot be saved to has what it had before.
+Only finished checkpoints count, whatever else is in the folder, and zshard deletes only its own
+leftovers. A folder that cannot be saved to keeps its content.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def small(value=1.0):
     return model
 
 
-# --- numbered ones --------------------------------------------------------------------------------
+# --- numbered checkpoints -------------------------------------------------------------------------
 
 
 def numbered(folder):
@@ -78,7 +78,7 @@ def test_latest(tmp_path):
     assert zshard.latest_checkpoint(tmp_path) == f"{tmp_path}/step-123456789"
 
 
-def test_a_step_without_a_directory_of_its_own(tmp_path, monkeypatch):
+def test_step_requires_a_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     zshard.save("runs", small(), step=1)
     zshard.save("runs/", small(), step=2)
@@ -96,14 +96,14 @@ def kept(folder):
 
 
 def test_keep_last(pool2, tmp_path):
-    (tmp_path / "step-00000000").mkdir()  # not finished, so nobody's to delete
+    (tmp_path / "step-00000000").mkdir()  # not finished, so not zshard's to delete
     (tmp_path / "step-00000000" / "notes").write_text("")
     names = pool2.run(kept, tmp_path)[0]
     assert names == ["step-00000000", "step-00000003", "step-00000004"]
 
 
-def test_later_steps_are_nobodys_to_delete(tmp_path):
-    """A run that went back to an earlier step, or began anew in the wrong directory."""
+def test_later_steps_are_never_deleted(tmp_path):
+    """A run that resumed from an earlier step, or started anew in the wrong directory."""
     for step in (1, 2, 7, 10**8):
         zshard.save(tmp_path, small(), step=step)
     with pytest.warns(UserWarning, match=r"step-100000000' has a later step than 'step-00000003'"):
@@ -116,8 +116,8 @@ def test_later_steps_are_nobodys_to_delete(tmp_path):
     assert inside(tmp_path) == ["one", name(10**8 + 1)]
 
 
-def test_a_directory_in_which_another_job_saves(tmp_path, monkeypatch):
-    """What is newest when it is looked for may be gone when it is opened."""
+def test_directory_shared_with_another_job(tmp_path, monkeypatch):
+    """The newest checkpoint may be deleted between the listing and the opening."""
     model = small()
     zshard.save(tmp_path, model, step=1)
     real = opening.read_manifest
@@ -136,7 +136,8 @@ def test_a_directory_in_which_another_job_saves(tmp_path, monkeypatch):
 
 
 def with_values(folder, *values):
-    """Saves a checkpoint of each value, keeping one; the names left after each; the warnings."""
+    """Save a checkpoint of each value, keeping one; return the names left after each, and the
+    warnings."""
     model, seen = small(), []
     if dist.is_initialized():
         model = FSDP(model)
@@ -156,7 +157,7 @@ def name(step):
 
 
 @ranks(1, 2)
-def test_the_last_finite_one_is_kept(pool, tmp_path):
+def test_last_finite_checkpoint_is_kept(pool, tmp_path):
     rows = pool.run(with_values, tmp_path, 1.0, float("nan"), float("-inf"), 4.0, 5.0)[0]
     left = [[name(0)], [name(0), name(1)], [name(0), name(2)], [name(3)], [name(4)]]
     assert [names for names, _ in rows] == left
@@ -166,7 +167,7 @@ def test_the_last_finite_one_is_kept(pool, tmp_path):
             assert "NaN or infinite values in '" in text and "weight'" in text
 
 
-def test_what_cannot_be_deleted_is_a_warning(tmp_path, monkeypatch):
+def test_failed_deletion_warns(tmp_path, monkeypatch):
     zshard.save(tmp_path, small(), step=1)
     before = bit_by_bit(tmp_path / "step-00000001")
 
@@ -183,7 +184,7 @@ def test_what_cannot_be_deleted_is_a_warning(tmp_path, monkeypatch):
     assert bit_by_bit(tmp_path / "step-00000001") == before
 
 
-# --- what was there -------------------------------------------------------------------------------
+# --- existing folders -----------------------------------------------------------------------------
 
 
 def test_overwrite(tmp_path):
@@ -206,7 +207,7 @@ def test_overwrite(tmp_path):
     assert tensors_in(tmp_path / "step-00000001")["weight"].eq(4).all()
 
 
-def test_a_file_system_that_cannot_exchange_folders(tmp_path, monkeypatch):
+def test_file_system_without_atomic_exchange(tmp_path, monkeypatch):
     zshard.save(tmp_path / "x", small(1.0))
     before = bit_by_bit(tmp_path / "x")
 
@@ -225,7 +226,7 @@ def leave_behind(path, names=("model.safetensors", "zshard.json")):
         (path / name).write_text("half")
 
 
-def test_what_a_broken_save_has_left_is_deleted(tmp_path):
+def test_leftovers_of_a_broken_save_are_deleted(tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "file").write_text("")
@@ -248,8 +249,8 @@ def test_what_a_broken_save_has_left_is_deleted(tmp_path):
     assert inside(outside) == ["file"]
 
 
-def test_saves_beside_each_other(tmp_path):
-    """The lock of one checkpoint is nobody else's."""
+def test_concurrent_saves_in_one_directory(tmp_path):
+    """Each checkpoint has its own lock."""
     lock = folders._locked(Target.of(tmp_path / "a", None))
     zshard.save(tmp_path / "b", small())
     with pytest.raises(RuntimeError, match=rf"process {os.getpid()} on .* holds the lock"):
@@ -259,8 +260,9 @@ def test_saves_beside_each_other(tmp_path):
     assert inside(tmp_path) == ["a", "b"]
 
 
-def test_a_lock_that_was_just_given_back(tmp_path, monkeypatch):
-    """Its file is deleted between our opening and our locking it: another one is made."""
+def test_lock_file_deleted_by_the_previous_holder(tmp_path, monkeypatch):
+    """Another process deletes the lock file between our opening and locking it, so we create
+    another."""
     target, real, calls = Target.of(tmp_path / "a", None), _core.lock_file, []
 
     def lock_file(path):
@@ -276,17 +278,17 @@ def test_a_lock_that_was_just_given_back(tmp_path, monkeypatch):
     _core.unlock(lock)
 
 
-def test_a_file_system_without_locks(tmp_path, monkeypatch):
+def test_file_system_without_locks(tmp_path, monkeypatch):
     def lock_file(path):
         raise OSError(folders._NO_LOCKS[0], "No locks available", path)
 
     monkeypatch.setattr(_core, "lock_file", lock_file)
     leave_behind(tmp_path / f".x.{ID}.tmp")
     zshard.save(tmp_path / "x", small())
-    assert inside(tmp_path) == [f".x.{ID}.tmp", "x"]  # somebody may be at work on it
+    assert inside(tmp_path) == [f".x.{ID}.tmp", "x"]  # another process may be writing it
 
 
-def test_a_path_that_is_taken_meanwhile(tmp_path, monkeypatch):
+def test_path_created_during_a_save(tmp_path, monkeypatch):
     real = _core.sync_folder
 
     def sync_folder(path):
@@ -299,7 +301,7 @@ def test_a_path_that_is_taken_meanwhile(tmp_path, monkeypatch):
     assert inside(tmp_path) == ["x"] and inside(tmp_path / "x") == []
 
 
-def test_remove_follows_no_link(tmp_path):
+def test_remove_does_not_follow_links(tmp_path):
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "file").write_text("")
     leave_behind(tmp_path / "x")
@@ -369,7 +371,8 @@ def test_folders(pool2, case, tmp_path):
 
 @contextlib.contextmanager
 def mounted(path, options):
-    """Context with a file system in memory at `path`; skips the test where that is not allowed."""
+    """Context manager with a file system in memory at `path`; skips the test where mounting is not
+    allowed."""
     path.mkdir()
     made = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", options, "none", path], capture_output=True
@@ -391,7 +394,7 @@ def into_full(folder):
     return found
 
 
-def test_a_full_disk(pool2, tmp_path):
+def test_full_disk(pool2, tmp_path):
     with mounted(tmp_path / "disk", "size=6m"):
         first, second = pool2.run(into_full, tmp_path / "disk")
         assert inside(tmp_path / "disk") == ["old"]
@@ -400,7 +403,7 @@ def test_a_full_disk(pool2, tmp_path):
     assert "model.safetensors'" in second[1]
 
 
-def test_a_disk_that_is_read_only(pool2, tmp_path):
+def test_read_only_disk(pool2, tmp_path):
     with mounted(tmp_path / "disk", "ro,size=1m"):
         found = pool2.run(refused, tmp_path / "disk")
     assert [kind for kind, _ in found] == [OSError, OSError]
@@ -413,7 +416,7 @@ def refused(folder):
 
 
 def without_rights(folder):
-    """As somebody who may not write there."""
+    """Run as a user without write permission there."""
     before = os.geteuid()
     if before == 0:
         os.seteuid(65534)
@@ -423,8 +426,8 @@ def without_rights(folder):
         os.seteuid(before)
 
 
-def test_a_folder_that_is_somebody_elses():
-    with tempfile.TemporaryDirectory() as folder:  # pytest's own are root's alone
+def test_folder_of_another_user():
+    with tempfile.TemporaryDirectory() as folder:  # only root can read pytest's own
         os.chmod(folder, 0o555)
         kind, text = fork_ranks(without_rights, 1, Path(folder), check=True)[0].value
         os.chmod(folder, 0o755)
@@ -432,7 +435,7 @@ def test_a_folder_that_is_somebody_elses():
 
 
 def while_another(folder, is_numbered):
-    """A save while somebody else has the lock, and after that."""
+    """Save while another process holds the lock, and after that."""
     model, options = wrapped(Mlp, APART), {"step": 5} if is_numbered else {}
     path, comm = folder / "new", comm_for(torch.distributed.group.WORLD, None, None)
     target = folders.Target.of(path, options.get("step"))
@@ -452,7 +455,7 @@ def while_another(folder, is_numbered):
 
 
 @pytest.mark.parametrize("is_numbered", [False, True])
-def test_while_another_save_is_under_way(pool2, is_numbered, tmp_path):
+def test_save_while_another_is_in_progress(pool2, is_numbered, tmp_path):
     for (kind, text), names in pool2.run(while_another, tmp_path, is_numbered):
         assert kind is RuntimeError and names == ["new"]
         assert "another save to '" in text and "process " in text and ".zshard.lock'" in text
@@ -471,5 +474,5 @@ def not_shared(folder):
     return tried(folder, FileNotFoundError, text, on_disks_of_their_own)
 
 
-def test_a_folder_that_ranks_do_not_share(pool2, tmp_path):
+def test_folder_not_shared_by_all_ranks(pool2, tmp_path):
     assert pool2.run(not_shared, tmp_path) == [[], []]

@@ -1,6 +1,6 @@
 """zshard.load of folders that torch.distributed.checkpoint wrote, and dcp.save of sharded models.
 
-What is loaded is what torch's own loading gives, and no pickle in the folder is run.
+zshard loads what torch's own loading returns, and runs no pickle in the folder.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def mesh():
 
 
 def whole(state):
-    """Copies, and no DTensors."""
+    """Return copies as plain tensors."""
     if isinstance(state, dict):
         return {key: whole(value) for key, value in state.items()}
     if isinstance(state, DTensor):
@@ -55,8 +55,8 @@ def whole(state):
 
 
 def flat_by_torch(path, name, combination):
-    """As TorchTitan saves: the model's names at the top, the optimizer's flat; then what differs
-    after a load."""
+    """Save as TorchTitan does: the model's names at the top, the optimizer's flat; return what
+    differs after a load."""
     model = make(CASES[name].make)
     module = fully_shard(model, mesh=mesh())
     params = list(model.parameters())
@@ -79,7 +79,7 @@ def flat_by_torch(path, name, combination):
     return found, message_of(lambda: zshard.load(path, other, mixed), RuntimeError)
 
 
-def test_flat_optimizers_of_torch(pool2, tmp_path):
+def test_flat_optimizer_state_of_torch(pool2, tmp_path):
     for i, combination in enumerate((FULL, C10D)):
         for found, said in pool2.run(flat_by_torch, str(tmp_path / str(i)), "mlp", combination):
             assert found == []
@@ -90,7 +90,7 @@ def test_flat_optimizers_of_torch(pool2, tmp_path):
 
 
 def by_torch(path, library, name):
-    """Trains and saves by torch's libraries; what there was, by names."""
+    """Train and save with torch's libraries; return the state by name."""
     model = make(CASES[name].make)
     if library == "ddp":
         module = ddp(model, find_unused_parameters=CASES[name].unused)
@@ -109,7 +109,7 @@ def by_torch(path, library, name):
 
 
 def into_zshard(path, name, combination, made):
-    """What differs, after a load into a sharded model."""
+    """Return what differs after a load into a sharded model."""
     model = wrap(name, combination, seed=3)
     optimizer = make_optimizer("zshard.AdamW", model)
     result = zshard.load(path, model, optimizer)
@@ -122,7 +122,7 @@ def into_zshard(path, name, combination, made):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("library", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("name", ["net", "frozen", "mlp"])
-def test_models_and_optimizers_of_torchs_libraries(pools, pool2, library, name, tmp_path):
+def test_models_and_optimizers_saved_by_torch(pools, pool2, library, name, tmp_path):
     path = str(tmp_path / "x")
     made = pool2.run(by_torch, path, library, name)[0]
     for combination in (FULL, C10D, ("zero1", "c10d")):
@@ -138,7 +138,7 @@ def in_other_orders():
 
 
 def by_numbers(path):
-    """A plain model as torch saves it, its optimizer with numbers; what there was, by names."""
+    """A plain model as torch saves it, its optimizer with numbers; return the state by name."""
     model = in_other_orders()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.ones(1, 3, 7, 7)).sum().backward()
@@ -148,7 +148,7 @@ def by_numbers(path):
 
 
 def read_in_order(path, combination, made):
-    """What differs after a load, and what is said of other param groups."""
+    """Return what differs after a load, and the message about other param groups."""
     model = wrap("conv", combination, seed=3)
     optimizer = zshard.AdamW(model.parameters())
     zshard.load(path, model, optimizer)
@@ -159,7 +159,7 @@ def read_in_order(path, combination, made):
     return found, message_of(lambda: zshard.load(path, model, cut), RuntimeError)
 
 
-def test_tensors_that_are_not_row_major_and_parameters_by_number(pool2, tmp_path):
+def test_non_row_major_tensors_and_numbered_parameters(pool2, tmp_path):
     made = pool2.run(by_numbers, str(tmp_path))[0]
     for combination in (FULL, C10D):
         for found, said in pool2.run(read_in_order, str(tmp_path), combination, made):
@@ -175,7 +175,7 @@ def test_tensors_that_are_not_row_major_and_parameters_by_number(pool2, tmp_path
 
 
 def boxes(path):
-    """Tensors cut in every way, and of every dtype."""
+    """Tensors of every dtype, cut in every way."""
     two = dist.init_device_mesh("cpu", (2, 2)) if dist.get_world_size() == 4 else None
     made, state = {}, {}
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e5m2):
@@ -197,7 +197,7 @@ def boxes(path):
 
 
 @pytest.mark.thorough
-def test_tensors_cut_in_any_way(pool4, tmp_path):
+def test_tensors_in_arbitrary_chunks(pool4, tmp_path):
     made = pool4.run(boxes, str(tmp_path / "x"))[0]
     with opened(tmp_path / "x") as found:
         assert found.model.keys() == made.keys()
@@ -211,7 +211,7 @@ def test_tensors_cut_in_any_way(pool4, tmp_path):
                 assert_same(part.float(), flat[begin : begin + 11], f"{name} from {begin} on")
 
 
-# --- sharded models by torch's own functions ------------------------------------------------------
+# --- sharded models with torch's own functions ----------------------------------------------------
 
 
 def round_trip(path, name, kind):
@@ -224,7 +224,7 @@ def round_trip(path, name, kind):
     after = go_on(name, model, optimizer)
     other = wrap(name, C10D, seed=3)
     theirs = make_optimizer(kind, other)
-    go_on(name, other, theirs, 0)  # dcp.load() reads into the state that is there
+    go_on(name, other, theirs, 0)  # dcp.load() reads into existing state
     dcp.load({"model": other, "optimizer": theirs}, checkpoint_id=path)
     found = differ([other.state_dict(), theirs.state_dict()], expected)
     found += differ(go_on(name, other, theirs), after)
@@ -239,11 +239,11 @@ def test_torchs_functions_on_sharded_models(pool2, kind, tmp_path):
     assert pool2.run(round_trip, str(tmp_path / "x"), "tied", kind) == [[], []]
 
 
-# --- what is not run ------------------------------------------------------------------------------
+# --- pickles are not executed ---------------------------------------------------------------------
 
 
 class Evil:
-    """Whoever unpickles it runs it."""
+    """Unpickling this runs code."""
 
     def __init__(self, path):
         self.path = path
@@ -254,7 +254,7 @@ class Evil:
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder of one rank's, with the names of its files."""
+    """Return a folder written by one rank, with the names of its files."""
     state = {"model": {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4)}, "step": 3}
     dcp.save(state, checkpoint_id=tmp_path / "x", no_dist=True)
     return tmp_path / "x"
@@ -274,7 +274,7 @@ def refused(folder, words):
     assert [name for name, param in model.named_parameters() if param.any()] == []
 
 
-def test_a_pickle_that_would_run_something(folder, tmp_path):
+def test_malicious_pickle_is_refused(folder, tmp_path):
     sign = tmp_path / "ran"
     right = (folder / ".metadata").read_bytes()
     for protocol in (0, 2, 4):
@@ -291,7 +291,7 @@ def test_a_pickle_that_would_run_something(folder, tmp_path):
     assert not sign.exists()
 
 
-def test_the_whole_of_it(folder):
+def test_complete_folder_loads(folder):
     model = Two()
     result = zshard.load(folder, model)
     assert dict(result) == {"step": 3} and model.a[1, 2] == 5 and model.b.sum() == 4
@@ -314,7 +314,7 @@ def test_state_by_strange_names_is_refused(tmp_path):
 
 @pytest.mark.parametrize("state", [{"a": 1}, {"model": None}])
 def test_another_layout(state, tmp_path):
-    """A plain state dict without a key is the model's."""
+    """A plain state dict without a key belongs to the model."""
     values = dict(Two().state_dict())
     values["a"] = torch.ones(2, 3)
     state = values if "a" in state else {"app": {"model": values, "optim": {"state": {}}}}
@@ -325,7 +325,7 @@ def test_another_layout(state, tmp_path):
 
 
 def changed(folder, change):
-    """The metadata after `change(metadata)`, as torch would write them."""
+    """Apply `change(metadata)` to the metadata file, in torch's format."""
     file = folder / ".metadata"
     metadata = pickle.loads(file.read_bytes())
     change(metadata)
@@ -386,7 +386,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_metadata_that_are_wrong(folder, what):
+def test_invalid_metadata(folder, what):
     change, words = WRONG[what]
     changed(folder, change)
     model = Two()
@@ -405,8 +405,9 @@ def test_truncated_metadata(folder):
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_any_data_comes_back(data):
-    """Of what Python can pickle, plain data comes back. (fuzz_checkpoint.py changes pickles.)"""
+def test_plain_data_round_trips(data):
+    """Plain data that Python can pickle is loaded unchanged. (fuzz_checkpoint.py changes
+    pickles.)"""
     leaf = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
     inner = st.recursive(
         leaf | st.binary(),
@@ -424,7 +425,7 @@ def test_any_data_comes_back(data):
 )
 @given(data=st.data())
 def test_folders_with_changed_bytes(folder, data):
-    """Values that are changed are not noticed, as there is no checksum; all else is an error."""
+    """Changed values go unnoticed, as there is no checksum; any other change is an error."""
     copied = folder.parent / "y"
     shutil.rmtree(copied, ignore_errors=True)
     shutil.copytree(folder, copied)
@@ -440,9 +441,9 @@ def test_folders_with_changed_bytes(folder, data):
         assert str(copied) in str(error) or "Error(s) in loading" in str(error)
 
 
-def test_nothing_in_the_package_can_run_a_pickle():
-    """No module of checkpoints imports what would, or calls it; but for Python's unpickler in one
-    module, whose subclass looks up no name."""
+def test_no_module_executes_pickles():
+    """Checkpoint modules neither import nor call anything that runs pickles, except Python's
+    unpickler in one module, whose subclass looks up no name."""
     folder = Path(torch_file.__file__).parent
     names, used = set(), set()
     for file in folder.glob("*.py"):

@@ -1,7 +1,7 @@
-"""zshard.load of what FSDP1 and torch's Hugging Face writer save through torch.distributed.checkpoint.
+"""zshard.load of checkpoints that FSDP1 and torch's Hugging Face writer save through
+torch.distributed.checkpoint.
 
-Parts of tensors, of whatever kind torch has for them, are put together as torch does,
-or refused.
+Parts of tensors, of every kind that torch has, are assembled as torch does it, or refused.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from zshard import FSDP, CheckpointError
 from zshard.__main__ import main
 from zshard.checkpoint.torch_file import parse
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch has many, of its own FSDP1 above all
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch emits many, mostly about FSDP1
 
 
 class Net(nn.Module):
@@ -76,13 +76,13 @@ def fresh(seed=7):
 
 
 def sharded_states(model, optimizer):
-    """As scripts of FSDP1 save them."""
+    """Save as FSDP1 scripts do."""
     with Fsdp1.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         return model.state_dict(), Fsdp1.optim_state_dict(model, optimizer)
 
 
 def by_fsdp1(folder, original):
-    """What differs after a load of what FSDP1 saved, from what the same steps of zshard give."""
+    """Return what differs after a load of FSDP1's checkpoint from the same steps of zshard."""
     policy = ModuleWrapPolicy({nn.Linear})
     options = {"use_orig_params": original, "device_id": torch.device("cpu")}
     model = Fsdp1(made(1), auto_wrap_policy=policy, **options)
@@ -105,14 +105,14 @@ def by_fsdp1(folder, original):
 
 
 def near(ours, theirs):
-    """But for buffers, of which torch saves those of any rank; FSDP1 sums in another order."""
+    """Ignore buffers, since torch saves those of any rank; FSDP1 sums in another order."""
     assert ours.keys() == theirs.keys()
     names = [name for name in ours if "running" not in name]
     return [n for n in names if not torch.allclose(ours[n], theirs[n], rtol=1e-4, atol=1e-6)]
 
 
 @pytest.mark.parametrize("original", [True, False], ids=["parameters", "flat"])
-def test_folders_of_fsdp1(pool2, original, tmp_path):
+def test_fsdp1_folders(pool2, original, tmp_path):
     assert pool2.run(by_fsdp1, tmp_path, original) == [[], []]
 
 
@@ -126,7 +126,7 @@ def mesh():
 
 
 def by_the_writer(folder):
-    """What differs after a load of what the writer made, with and without putting it together."""
+    """Return what differs after a load of the writer's files, consolidated or not."""
     module = fully_shard(made(1), mesh=mesh())
     state = {n: v for n, v in get_model_state_dict(module).items() if isinstance(v, DTensor)}
     homes = {name: 1 + i % 2 for i, name in enumerate(state)}
@@ -156,7 +156,7 @@ def parts(pools, tmp_path_factory):
     return folder
 
 
-def test_folders_of_the_hugging_face_writer(parts, tmp_path, monkeypatch, capsys):
+def test_hugging_face_writer_folders(parts, tmp_path, monkeypatch, capsys):
     for words in (["inspect", parts / "files"], ["export", parts / "files", tmp_path / "out"]):
         monkeypatch.setattr("sys.argv", ["zshard", "ckpt", *map(str, words)])
         assert main() == 0
@@ -182,7 +182,7 @@ def of_another_save(folder):
 
 
 def changed(**facts):
-    """The note on one tensor says something else."""
+    """Change the metadata of one tensor."""
 
     def change(folder):
         path = next(folder.glob("shard-00001-*"))
@@ -218,7 +218,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_parts_that_are_no_whole(parts, case, tmp_path):
+def test_incomplete_or_overlapping_parts(parts, case, tmp_path):
     change, kind, text = WRONG[case]
     folder = Path(shutil.copytree(parts / "parts", tmp_path / "x"))
     change(folder)
@@ -230,7 +230,7 @@ def test_parts_that_are_no_whole(parts, case, tmp_path):
     assert differences(dict(model.state_dict()), dict(before)) == []
 
 
-# --- names, and what is beside --------------------------------------------------------------------
+# --- names, and other entries ---------------------------------------------------------------------
 
 
 class App(dcp.stateful.Stateful):
@@ -256,7 +256,7 @@ def stepped():
     return model, optimizer
 
 
-def test_where_model_and_optimizer_may_lie(tmp_path):
+def test_locations_of_model_and_optimizer(tmp_path):
     model, optimizer = stepped()
     own, state = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
     forms = (
@@ -274,7 +274,7 @@ def test_where_model_and_optimizer_may_lie(tmp_path):
 
 
 def test_model_and_optimizer_in_folders_of_their_own(tmp_path):
-    """As Accelerate does; the folder around them is none that can be loaded."""
+    """As Accelerate does; the folder around them cannot be loaded."""
     model, optimizer = stepped()
     own, state = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
     torch.save({}, tmp_path / "scheduler.bin")
@@ -292,7 +292,7 @@ def test_model_and_optimizer_in_folders_of_their_own(tmp_path):
 
 
 ORDERED = collections.OrderedDict(z=1, a=2)
-ORDERED._metadata = {"": {"version": 1}}  # as a module's state dict has
+ORDERED._metadata = {"": {"version": 1}}  # as in a module's state dict
 BESIDE = {
     "best": numpy.float64(0.25),
     "seen": numpy.int32(-7),
@@ -307,7 +307,7 @@ BESIDE = {
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_data_that_pickles_have_as_calls(protocol):
+def test_plain_data_that_pickles_encode_as_calls(protocol):
     wanted = {
         **{"best": 0.25, "seen": -7, "ok": True, "name": b"run\xff", "recent": [1.5, 2.5]},
         **{"by_id": [{"a": 1}, {"a": 2, "b": 1}], "ids": ([3, 4], [])},
@@ -317,7 +317,7 @@ def test_data_that_pickles_have_as_calls(protocol):
     assert found == wanted and type(found["seen"]) is int and type(found["ok"]) is bool
 
 
-def test_what_is_no_data_beside_the_model(tmp_path):
+def test_non_plain_entries_beside_the_model(tmp_path):
     args = argparse.Namespace(lr=0.5, seen=collections.deque([print]))
     state = {"model": made(1).state_dict(), "args": args, "best": numpy.float32(0.5)}
     dcp.save(state, checkpoint_id=tmp_path / "x", no_dist=True)

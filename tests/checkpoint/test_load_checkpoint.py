@@ -1,6 +1,7 @@
-"""zshard.load of what zshard.save wrote, at any number of ranks; the examples of docs/checkpoints.md.
+"""zshard.load of zshard.save's checkpoints, at any number of ranks; the examples of
+docs/checkpoints.md.
 
-A run that resumes has the bits of one that went on.
+A resumed run is bit-identical to one that was not interrupted.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ NAMES = ("tied", "frozen", "odds", "conv", "dtypes", "unused")
 
 
 def state_of(model, optimizer):
-    """Copies of all that both have."""
+    """Return copies of all state of both."""
     return copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
 
 
 def save(path, names, kind, combination):
-    """Trains a model of each name and saves it; {name: what it had}"""
+    """Train a model of each name and save it; return {name: its state}."""
     made = {}
     for name in names:
         model, optimizer = trained(name, combination, kind)
@@ -44,7 +45,7 @@ def save(path, names, kind, combination):
 
 
 def wrong(path, made, world, kind, combination):
-    """What differs from `made`, on this rank, after a load into new models."""
+    """Return what differs from `made` on this rank after a load into new models."""
     found = []
     for name, wanted in made.items():
         model = wrap(name, combination, seed=3)
@@ -64,7 +65,7 @@ OTHER = {1: FULL, 2: ("zero1", "c10d"), 3: ("no_shard", "shm"), 4: FULL}
 
 
 def run(pools, world, function, *args):
-    """What each rank returns; a world of one is this process."""
+    """Return each rank's result; a world of one is this process."""
     return (
         [function(*args)]
         if world == 1
@@ -75,7 +76,7 @@ def run(pools, world, function, *args):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", ["zshard.AdamW", "torch.SGD"])
-def test_any_world_into_any_other(pools, world, kind, tmp_path):
+def test_load_at_any_world_size(pools, world, kind, tmp_path):
     names = NAMES if kind == "zshard.AdamW" else NAMES[:2]
     made = run(pools, world, save, str(tmp_path), names, kind, HOW[world])[0]
     for into in (1, 2, 3, 4):
@@ -83,17 +84,17 @@ def test_any_world_into_any_other(pools, world, kind, tmp_path):
         assert found == [[]] * into, into
 
 
-# --- going on -------------------------------------------------------------------------------------
+# --- resuming -------------------------------------------------------------------------------------
 
 
 def resumed(path, name, kind, combination):
-    """What differs between training on, and training on after a load into another model."""
+    """Return what differs between continuing and continuing after a load into another model."""
     model, optimizer = trained(name, combination, kind)
     zshard.save(path, model, optimizer, step=2)
     expected = go_on(name, model, optimizer)
     other = wrap(name, combination, seed=3)
     theirs = make_optimizer(kind, other)
-    if rank() == 0:  # values and options that have to go
+    if rank() == 0:  # values and options that loading must replace
         theirs.param_groups[0]["lr"] = 5.0
     result = zshard.load(path, other, theirs)
     assert result.step == 2 and result.path.endswith("/step-00000002") and dict(result) == {}
@@ -106,20 +107,20 @@ WAYS = [FULL, C10D, ("zero1", "c10d"), ("no_shard", "c10d"), ("shard_grad_op", "
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("combination", WAYS, ids="-".join)
 @pytest.mark.parametrize("name", ["tied", "frozen"])
-def test_a_resumed_run_has_the_bits_of_one_that_went_on(pool2, name, combination, tmp_path):
+def test_resumed_run_is_bit_identical(pool2, name, combination, tmp_path):
     for kind in ("zshard.AdamW", "torch.SGD", "torch.Adam"):
         path = str(tmp_path / kind)
         assert pool2.run(resumed, path, name, kind, combination) == [[], []], kind
 
 
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
-def test_a_resumed_run_in_groups(pool4, strategy, tmp_path):
+def test_resumed_run_in_groups(pool4, strategy, tmp_path):
     found = pool4.run(resumed, str(tmp_path / "x"), "tied", "zshard.AdamW", (strategy, 2, 2))
     assert found == [[]] * 4
 
 
 def with_options(path, how):
-    """The same with what is special about an optimizer."""
+    """The same with unusual options of an optimizer."""
     states = []
     for load in (False, True):
         offload = Offload(cache=2**20, directory=path) if how == "offload" else None
@@ -155,12 +156,12 @@ def with_options(path, how):
 @pytest.mark.parametrize(
     "how", ["amsgrad", "rounding", "in backward", "offload", "low", "fully_shard"]
 )
-def test_what_is_special_about_an_optimizer(pool2, how, tmp_path):
+def test_unusual_optimizer_options(pool2, how, tmp_path):
     assert pool2.run(with_options, str(tmp_path), how) == [[], []]
 
 
 def in_place(path, combination):
-    """State that is there is written to where it is; a model goes back to what it was."""
+    """Existing state is overwritten in place, so a model returns to its earlier state."""
     model, optimizer = trained("tied", combination, "zshard.AdamW")
     zshard.save(path, model, optimizer)
     before = state_of(model, optimizer)
@@ -171,7 +172,7 @@ def in_place(path, combination):
     return kept, differ(state_of(model, optimizer), before)
 
 
-def test_a_running_model_goes_back(pool2, tmp_path):
+def test_load_into_a_running_model(pool2, tmp_path):
     for i, combination in enumerate((FULL, C10D, ("no_shard", "shm"))):
         assert pool2.run(in_place, str(tmp_path / str(i)), combination) == [(True, [])] * 2
 
@@ -191,7 +192,7 @@ def test_into_a_plain_model(pool2, kind, tmp_path):
 
 
 def from_plain(path):
-    """A plain model of a world of one, loaded by two ranks."""
+    """Two ranks load a plain model that a single rank saved."""
     model = wrap("tied", C10D)
     optimizer = make_optimizer("zshard.AdamW", model)
     result = zshard.load(path, model, optimizer)
@@ -208,10 +209,10 @@ def test_from_a_plain_model(pool2, tmp_path):
 
 
 def plain_together(path):
-    """A plain model on two ranks: they save and load together."""
+    """Two ranks save and load a plain model together."""
     model = make(Tied)
     optimizer = make_optimizer("torch.AdamW", model)
-    go_on("tied", model, optimizer, 0)  # batches are each rank's own
+    go_on("tied", model, optimizer, 0)  # each rank has its own batches
     zshard.save(path, model, optimizer, extra={"rank": rank()})
     other = make(Tied, 3)
     theirs = make_optimizer("torch.AdamW", other)
@@ -226,7 +227,7 @@ def test_plain_models_of_two_ranks(pool2, tmp_path):
 
 
 class Untied(Tied):
-    """The same with two weights of their own."""
+    """The same with two separate weights."""
 
     def __init__(self):
         super().__init__()
@@ -240,13 +241,13 @@ def untied(path):
     return keys.missing_keys, differences(state["head.weight"], state["embed.weight"])
 
 
-def test_a_tied_tensor_goes_to_all_its_names(pool2, tmp_path):
+def test_tied_tensor_loads_under_all_names(pool2, tmp_path):
     zshard.save(tmp_path / "x", make(Tied, 7))
     assert pool2.run(untied, str(tmp_path / "x")) == [([], [])] * 2
 
 
 def behind_a_save(path):
-    """What is still being saved is waited for, and then taken."""
+    """A load waits for a save in progress, then loads it."""
     model, optimizer = trained("net", FULL, "zshard.AdamW")
     zshard.save(path, model, optimizer, step=1)
     go_on("net", model, optimizer)
@@ -256,7 +257,7 @@ def behind_a_save(path):
     return loaded.step, differ(state_of(model, optimizer), wanted)
 
 
-def test_a_save_that_is_under_way_is_waited_for(pool2, tmp_path):
+def test_load_waits_for_a_running_save(pool2, tmp_path):
     assert pool2.run(behind_a_save, str(tmp_path / "x")) == [(2, [])] * 2
 
 
@@ -287,7 +288,7 @@ def run_block(text: str, steps: int) -> dict[str, Any]:
     return dict(names["model"].state_dict())
 
 
-def test_a_run_goes_on(tmp_path, monkeypatch):
+def test_documented_script_resumes(tmp_path, monkeypatch):
     (text,) = (block for block in BLOCKS if "for step in" in block)
     (tmp_path / "a").mkdir()
     monkeypatch.chdir(tmp_path / "a")
@@ -296,7 +297,7 @@ def test_a_run_goes_on(tmp_path, monkeypatch):
     (tmp_path / "b").mkdir()
     monkeypatch.chdir(tmp_path / "b")
     torch.manual_seed(3)
-    run_block(text, 250)  # which is lost from step 200 on
+    run_block(text, 250)  # lost from step 200 on
     torch.manual_seed(4)
     found = run_block(text, 500)
     assert differences(found, wanted) == []
@@ -305,7 +306,7 @@ def test_a_run_goes_on(tmp_path, monkeypatch):
     ]
 
 
-def test_a_model_from_the_meta_device(tmp_path, monkeypatch):
+def test_model_from_the_meta_device(tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers")
     (text,) = (block for block in BLOCKS if '"meta"' in block)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
@@ -325,7 +326,7 @@ def test_a_model_from_the_meta_device(tmp_path, monkeypatch):
 
 
 def saved_and_loaded(folder, saving, loading):
-    """Trains, runs a block that saves and, with another model, one that loads: the differences
+    """Train, run a block that saves and, with another model, one that loads. Return the differences
     between both models and optimizers, and whether the load changed anything."""
     names = {"FullStateDictConfig": FullStateDictConfig, "FSDP": FSDP, "torch": torch}
     names["rank"] = dist.get_rank()
@@ -349,7 +350,7 @@ def test_state_dicts(pool2, file, tmp_path):
     assert pool2.run(saved_and_loaded, tmp_path, saving, loading) == [([], True)] * 2
 
 
-def test_each_block_is_run():
+def test_every_documented_block_runs():
     marks = ("for step in", '"meta"', "state.pt", "rank0.pt")
     assert [sum(mark in block for block in BLOCKS) for mark in marks] == [1, 1, 2, 2]
     assert len(BLOCKS) == 6

@@ -1,9 +1,9 @@
-"""zshard.load of checkpoints that are damaged or incomplete, that the system fails to read, or that
+"""zshard.load of checkpoints that are damaged or incomplete, that the system cannot read, or that
 belong to another model.
 
-A good checkpoint with one thing changed is one error on all ranks, which names the file and what is
-wrong; and nothing on any rank has changed. What does not fit is found before anything is changed,
-in torch's words where torch has some.
+A good checkpoint with one change is the same error on all ranks; it names the file and the problem,
+and nothing on any rank has changed. Mismatches are found before anything changes, and reported in
+torch's words where torch has some.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zshard.checkpoint import folder
 
 @pytest.fixture(scope="module")
 def good(pools, tmp_path_factory):
-    """A checkpoint of two ranks, not to be changed."""
+    """A checkpoint of two ranks; tests must not change it."""
     return good_one(pools, tmp_path_factory.mktemp("good"))
 
 
@@ -43,7 +43,7 @@ def path(good, tmp_path):
 
 
 def flipped_everywhere(path, files, step):
-    """Files and places at which a flipped bit was not noticed, or changed something."""
+    """Return the files and places where a flipped bit went unnoticed or changed something."""
     model, optimizer = model_and_optimizer()
     before, found = state_of(model, optimizer), []
     for name in files:
@@ -72,17 +72,17 @@ def _flip(path, at):
         file.write(bytes([byte ^ (1 << at % 8)]))
 
 
-def test_each_flipped_bit_is_noticed(pool2, path):
-    """At places all over all files: header, padding, data, index, manifest."""
+def test_every_flipped_bit_is_detected(pool2, path):
+    """At places across all files: header, padding, data, index, manifest."""
     files = [name for name in files_of(path) if name != "zshard.json"]
     for found, changed in pool2.run(flipped_everywhere, str(path), files, 97):
         assert changed == []
-        # A bit of a header's JSON may also make another name or shape of it, which is told so.
+        # A bit of a header's JSON may also change a name or shape, which is reported as such.
         assert [each for each in found if each[2] == "loaded"] == []
         assert [each for each in found if ".safetensors" not in each[2]] == []
 
 
-def test_the_block_and_its_tensors_are_named(pool2, path):
+def test_error_names_the_block_and_its_tensors(pool2, path):
     file = next(each for each in sorted(path.iterdir()) if each.name.startswith("optimizer-00001"))
     flip(file, file.stat().st_size - 1)
     words = [
@@ -93,7 +93,7 @@ def test_the_block_and_its_tensors_are_named(pool2, path):
 
 
 def truncated(path, lengths):
-    """What a load of each length says."""
+    """Return the message of a load at each length."""
     model, optimizer = model_and_optimizer()
     before, said = state_of(model, optimizer), []
     for length in lengths:
@@ -110,7 +110,7 @@ def truncated(path, lengths):
 
 
 @pytest.mark.parametrize("name", ["model-00001-of", "model.safetensors.index", "zshard.json"])
-def test_other_lengths(pool2, path, name):
+def test_truncated_and_extended_files(pool2, path, name):
     file = next(each for each in path.iterdir() if each.name.startswith(name))
     size = file.stat().st_size
     lengths = [size + 1, size - 1, *(size * i // 15 for i in reversed(range(14))), 0]
@@ -125,13 +125,13 @@ def test_other_lengths(pool2, path, name):
 @pytest.mark.parametrize(
     "name", ["model-00002-of", "optimizer-00001-of", "optimizer.safetensors.i"]
 )
-def test_a_file_that_is_gone(pool2, path, name):
+def test_missing_file(pool2, path, name):
     file = next(each for each in path.iterdir() if each.name.startswith(name))
     file.unlink()
     check(pool2, path, f"'{file}' is missing from the checkpoint")
 
 
-def test_without_its_manifest_it_is_a_plain_folder(pool2, path):
+def test_folder_without_manifest_is_plain(pool2, path):
     (path / "zshard.json").unlink()
     check(pool2, path, "has no usable optimizer state", kind=RuntimeError)
     for verified, wrong in pool2.run(unverified, str(path)):
@@ -161,7 +161,7 @@ def other_values(path):
     zshard.save(path, model, optimizer, max_shard_size="2 KB")
 
 
-def test_files_that_the_manifest_does_not_name_are_nobodys(pool2, path):
+def test_files_outside_the_manifest_are_ignored(pool2, path):
     save_file({"head.bias": torch.ones(2)}, path / "model.safetensors")
     save_file({"x": torch.ones(2)}, path / "model-00009-of-00009.safetensors")
     (path / "optimizer.safetensors").write_bytes(b"nothing")
@@ -169,7 +169,7 @@ def test_files_that_the_manifest_does_not_name_are_nobodys(pool2, path):
         assert verified is True and wrong == []
 
 
-# --- numbered ones --------------------------------------------------------------------------------
+# --- numbered checkpoints -------------------------------------------------------------------------
 
 
 def numbered(path):
@@ -180,7 +180,7 @@ def numbered(path):
     return loaded.step, loaded.path, dict(loaded)
 
 
-def test_the_newest_is_taken_and_an_older_one_offered(pool2, tmp_path):
+def test_newest_is_loaded_and_error_suggests_an_older_one(pool2, tmp_path):
     for found in pool2.run(numbered, str(tmp_path / "run")):
         assert found == (10, str(tmp_path / "run" / folder.name_of(10)), {"step": 10})
     newest, older = (tmp_path / "run" / folder.name_of(step) for step in (10, 9))
@@ -199,7 +199,8 @@ def test_the_newest_is_taken_and_an_older_one_offered(pool2, tmp_path):
 
 
 def failing(path, what):
-    """(n-th call, what went wrong with the error) for every call of rank 1 that fails in its turn."""
+    """Return (n-th call, what went wrong with the error) for every call of rank 1 that fails in
+    turn."""
     model, optimizer = model_and_optimizer()
     found = []
     for nth in range(1, 1000):
@@ -218,14 +219,14 @@ def failing(path, what):
     return found, nth, state_of(model, optimizer)
 
 
-def test_each_call_that_fails_is_an_error_on_all_ranks(pool2, good):
+def test_any_failing_call_is_an_error_on_all_ranks(pool2, good):
     (found, calls, state), (others, same, theirs) = pool2.run(failing, str(good), "EIO")
     assert found == others == [] and calls == same > 30
     assert differ(state, theirs) == []
 
 
 def interrupted(path, what):
-    """Calls that are interrupted or short go on."""
+    """Interrupted and short calls are resumed."""
     model, optimizer = model_and_optimizer()
     file_faults(1, what, 500)
     try:
@@ -237,25 +238,25 @@ def interrupted(path, what):
     return calls > 30, differ(state_of(model, optimizer), state_of(other, theirs))
 
 
-def test_short_reads_go_on(pool2, good):
+def test_short_reads_are_resumed(pool2, good):
     assert pool2.run(interrupted, str(good), "short") == [(True, [])] * 2
 
 
 def shrinking(path, file):
-    """A file that is cut off when all has been checked."""
+    """A file is truncated after all checks."""
     model, optimizer = model_and_optimizer()
     optimizer.register_load_state_dict_pre_hook(lambda *_: os.truncate(file, 5000) or None)
     return message_of(lambda: zshard.load(path, model, optimizer), CheckpointError)
 
 
-def test_a_file_that_shrinks(pool2, path):
+def test_file_truncated_during_load(pool2, path):
     file = next(each for each in sorted(path.iterdir()) if each.name.startswith("optimizer-00001"))
     for said in pool2.run(shrinking, str(path), str(file)):
         assert f"'{file}' ends at byte 5000, before byte" in said
 
 
 def test_verify_off(tmp_path):
-    """Headers are looked at, and data is not."""
+    """Headers are checked, data is not."""
     model = nn.Linear(1200, 1200)
     zshard.save(tmp_path / "x", model)
     file = tmp_path / "x" / "model.safetensors"
@@ -274,7 +275,7 @@ def test_verify_off(tmp_path):
     assert model.weight[0, 0].item() == before
 
 
-# --- what does not fit ----------------------------------------------------------------------------
+# --- mismatches -----------------------------------------------------------------------------------
 
 
 class Other(Stack):
@@ -339,7 +340,7 @@ def test_another_optimizer(pool2, good, what, words):
 
 
 def another_class(path):
-    """strict=False takes it, as load_state_dict() would."""
+    """strict=False accepts it, as load_state_dict() would."""
     model, _ = model_and_optimizer()
     optimizer = torch.optim.Adam(list(model.parameters()))
     said = message_of(lambda: zshard.load(path, model, optimizer), RuntimeError)
@@ -353,10 +354,10 @@ def test_another_class_of_the_same_state(pool2, good):
 
 
 def refusing(path, rank_of_error):
-    """A hook on the optimizer that raises on one rank, when it has loaded: all get back what they
-    had, and can go on."""
+    """A hook on the optimizer raises on one rank after loading: all ranks get their state back and
+    can continue."""
     model, optimizer = model_and_optimizer()
-    optimizer.step()  # so that values and options are others than in the checkpoint
+    optimizer.step()  # make values and options differ from the checkpoint
     optimizer.param_groups[0]["lr"] = 3.0
     before = state_of(model, optimizer)
     usual = type(optimizer).__setstate__
@@ -379,14 +380,14 @@ def refusing(path, rank_of_error):
     )
     zshard.load(path, model, optimizer)
     after = optimizer.state[next(model.parameters())]["exp_avg"]
-    changes = not same(after, other) or after.numel() == 0  # rank 1 may have none of it
+    changes = not same(after, other) or after.numel() == 0  # rank 1 may have no shard of it
     seen = [same(each, after) and changes for each in seen]
     forward_backward(model, rank())
     optimizer.step()
     return said, changed, seen
 
 
-def test_an_optimizer_that_refuses_on_one_rank(pool2, good):
+def test_optimizer_that_raises_on_one_rank(pool2, good):
     for said, changed, seen in pool2.run(refusing, str(good), 1):
         assert "not with these options" in said and changed == []
         assert seen == [True], "post hooks see the values"
@@ -402,7 +403,7 @@ def strange_arguments(path):
 
 
 def other_arguments(path):
-    """Ranks that ask for different things, and go on."""
+    """Ranks that pass different arguments, then continue."""
     model, optimizer = model_and_optimizer()
     one = rank() == 1
     said = [
@@ -414,7 +415,7 @@ def other_arguments(path):
     return said
 
 
-def test_ranks_that_ask_for_different_things(pool2, good):
+def test_ranks_with_different_arguments(pool2, good):
     for first, second, third in pool2.run(other_arguments, str(good)):
         assert "load(optimizer=) is NoneType on rank 0, but AdamW on rank 1" in first
         assert "load(verify=) is False on rank 0, but True on rank 1" in second

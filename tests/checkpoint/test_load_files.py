@@ -1,8 +1,8 @@
-"""zshard.load of files that others wrote, and what each rank reads of a file.
+"""zshard.load of files from other tools, and what each rank reads of a file.
 
-The values are those of the files, whatever the strategy and the number of ranks. Every call on
-files can be logged, so what a rank has read is known to the byte: the ranks of a host verify what
-they are going to read, so the host reads each block once from the disk.
+The values are those of the files, whatever the strategy and the number of ranks. All file calls can
+be logged, so each rank's reads are known to the byte: the ranks of a host verify what they will
+read, so the host reads each block from the disk once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from zshard.checkpoint.safetensors import OpenFile
 
 
 def write(folder, state, files=1):
-    """A state in a folder as Hugging Face has them: each tensor once, contiguous."""
+    """Write a state in Hugging Face's format: each tensor once, contiguous."""
     folder.mkdir(exist_ok=True)
     once = {tensor.data_ptr(): name for name, tensor in reversed(state.items()) if tensor.numel()}
     names = [n for n, t in state.items() if not t.numel() or once[t.data_ptr()] == n]
@@ -54,7 +54,7 @@ def of_case(name, seed=7):
 
 
 def loaded(name, combination, path):
-    """What differs from the state in the file."""
+    """Return what differs from the state in the file."""
     model = sharded(name, combination)
     keys = zshard.load(path, model)
     assert keys.missing_keys == keys.unexpected_keys == []
@@ -65,14 +65,14 @@ def loaded(name, combination, path):
 @ranks(2, 3)
 @pytest.mark.parametrize("files", [1, 3])
 @pytest.mark.parametrize("name", ["net", "odds", "tied", "frozen", "dtypes", "conv"])
-def test_the_values_are_those_of_the_files(pool, name, files, tmp_path):
+def test_values_equal_the_files(pool, name, files, tmp_path):
     path = write(tmp_path / "x", of_case(name), files)
     for combination in COMBINATIONS:
         found = pool.run(loaded, name, combination, path)
         assert found == [[]] * pool.world, combination
 
 
-def test_in_a_world_of_one(tmp_path):
+def test_single_rank(tmp_path):
     path = write(tmp_path / "x", of_case("net"))
     model = FSDP(make(Net))
     versions = [p._version for p in model.parameters()]
@@ -83,7 +83,7 @@ def test_in_a_world_of_one(tmp_path):
 
 
 def in_chunks(path, dtype):
-    """Cast on the way, in several chunks; as nn.Module casts."""
+    """Cast while loading, in several chunks, as nn.Module casts."""
     model, plain = wrapped(Net, ("full_shard", "shm")), make(Net)
     chunk, zshard.state.source.CHUNK = zshard.state.source.CHUNK, 64
     try:
@@ -115,11 +115,11 @@ def test_strict_off(pool2, tmp_path):
         assert unexpected == ["more"] and wrong == []
 
 
-# --- models that have no values before ------------------------------------------------------------
+# --- models without values ------------------------------------------------------------------------
 
 
 class Persistent(nn.Module):
-    """A layer, and a buffer that the state dict has, or has not."""
+    """A layer, and a buffer that the state dict may contain or omit."""
 
     def __init__(self, persistent=True):
         super().__init__()
@@ -131,7 +131,7 @@ class Persistent(nn.Module):
 
 
 def from_meta(name, combination, path):
-    """What differs from the file, and the bits of training after that."""
+    """Return what differs from the file, and the bits of training afterwards."""
     case, rank = CASES[name], dist.get_rank()
     with torch.device("meta"):
         model = case.make()
@@ -163,7 +163,7 @@ def test_from_meta(pool2, name, tmp_path):
         assert found == [(True, [], True)] * 2, combination
 
 
-def test_what_a_file_lacks_is_an_error(tmp_path):
+def test_missing_entries_are_errors(tmp_path):
     path = write(tmp_path / "x", {"layer.weight": torch.ones(3, 5), "layer.bias": torch.ones(3)})
     with torch.device("meta"):
         model, other = Persistent(), Persistent(persistent=False)
@@ -185,9 +185,9 @@ def wide():
 
 
 def bytes_of_loading(path, transport):
-    """Most extra bytes on this rank."""
+    """Return the most extra bytes on this rank."""
     model = FSDP(wide(), transport=transport, auto_wrap_policy={nn.Linear})
-    zshard.load(path, model)  # so that all its pages are there
+    zshard.load(path, model)  # touch all its pages
     trim()
     reset_high_water()
     before = high_water()
@@ -197,14 +197,14 @@ def bytes_of_loading(path, transport):
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_less_than_a_unit_is_held(pool2, dtype, transport, tmp_path):
+def test_peak_memory_is_below_one_unit(pool2, dtype, transport, tmp_path):
     path = write(tmp_path / "x", {k: v.to(dtype) for k, v in wide().state_dict().items()})
     unit, whole = 4 * 2**20, 64 * 2**20
     for extra in pool2.run(bytes_of_loading, path, transport):
         assert extra <= unit < whole / 8
 
 
-# --- what is wrong --------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def refused(path, path_of_1, kind):
@@ -217,14 +217,14 @@ def refused(path, path_of_1, kind):
 
 
 def check_refused(pool, paths, kind, *words):
-    """Each rank's message."""
+    """Check each rank's message."""
     found = pool.run(refused, *map(str, paths), kind)
     for said, changed in found:
         assert changed == [] and all(word in said for word in words), found
     return [said for said, _ in found]
 
 
-def test_what_does_not_fit_is_listed(pool2, tmp_path):
+def test_mismatches_are_listed(pool2, tmp_path):
     state = make(Stack, 7).state_dict()
     del state["blocks.0.up.bias"]
     state["head.weight"] = state["head.weight"].t().contiguous()
@@ -240,7 +240,7 @@ def test_what_does_not_fit_is_listed(pool2, tmp_path):
     check_refused(pool2, (path, path), RuntimeError, *words, dtype)
 
 
-def test_a_wrong_file_on_one_rank_is_an_error_on_both(pool2, tmp_path):
+def test_wrong_file_on_one_rank_is_an_error_on_all(pool2, tmp_path):
     right = write(tmp_path / "x", make(Stack, 7).state_dict())
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes((tmp_path / "x" / "model.safetensors").read_bytes()[:-1])
@@ -258,7 +258,8 @@ def test_a_wrong_file_on_one_rank_is_an_error_on_both(pool2, tmp_path):
 
 
 def reading_fails(path):
-    """An error while data is read, on rank 0, which has most: one on both, and both can go on."""
+    """Reading data fails on rank 0, which has the most: the error is the same on both ranks, and
+    both can continue."""
     model, usual = wrapped(Stack, ("full_shard", "shm")), OpenFile.read_into
 
     def read_into(file, memory, offset):
@@ -275,7 +276,7 @@ def reading_fails(path):
     return said, differences(model.state_dict(), make(Stack, 7).state_dict())
 
 
-def test_an_error_while_reading_is_one_on_all_ranks(pool2, tmp_path):
+def test_read_error_is_raised_on_all_ranks(pool2, tmp_path):
     path = write(tmp_path / "x", make(Stack, 7).state_dict())
     for said, wrong in pool2.run(reading_fails, path):
         assert "Input/output error" in said and "model.safetensors" in said and wrong == []
@@ -299,7 +300,7 @@ def test_files_are_closed(pool2, tmp_path):
     assert pool2.run(open_files, write(tmp_path / "x", make(Stack, 7).state_dict())) == [[], []]
 
 
-def test_a_plain_model(tmp_path):
+def test_plain_model(tmp_path):
     path, model = write(tmp_path / "x", of_case("net")), make(Net)
     zshard.load(path, model)
     assert differences(model.state_dict(), of_case("net")) == []
@@ -309,7 +310,7 @@ def test_a_plain_model(tmp_path):
         zshard.load(path, model)
 
 
-# --- who reads what -------------------------------------------------------------------------------
+# --- which rank reads what ------------------------------------------------------------------------
 
 
 WIDTH, LAYERS = 2048, 4
@@ -317,7 +318,7 @@ WEIGHT = WIDTH * WIDTH * 4  # bytes: four blocks
 
 
 def layers(transport):
-    """Layers that are a unit each."""
+    """Layers that are one unit each."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     return FSDP(model, auto_wrap_policy={nn.Linear}, transport=transport)
 
@@ -327,7 +328,8 @@ def blocks_of(begin, end):
 
 
 def blocks_read(path, folder, hosts):
-    """The blocks of the model's file that this rank reads, and how many bytes in all."""
+    """Return the blocks of the model's file that this rank reads, and the number of bytes in
+    total."""
     with on_two_hosts() if hosts == 2 else contextlib.nullcontext():
         model = layers("c10d")
         zshard.save(path, model)
@@ -345,7 +347,7 @@ def blocks_read(path, folder, hosts):
 
 
 @ranks(4)
-def test_a_host_checks_what_it_is_going_to_read(pool, tmp_path):
+def test_host_verifies_the_blocks_it_reads(pool, tmp_path):
     told = pool.run(blocks_read, tmp_path / "saved", tmp_path, 2)
     for host in (0, 1):
         own = set()
@@ -357,14 +359,14 @@ def test_a_host_checks_what_it_is_going_to_read(pool, tmp_path):
 
 
 @ranks(2, 4)
-def test_ranks_share_the_work(pool, tmp_path):
+def test_ranks_divide_the_reads(pool, tmp_path):
     for number, (_, size) in enumerate(pool.run(blocks_read, tmp_path / "saved", tmp_path, 1)):
-        mine = LAYERS * WEIGHT // pool.world  # once to be checked, once into place
+        mine = LAYERS * WEIGHT // pool.world  # once to verify, once to load
         assert 2 * mine - BLOCK <= size <= 2 * mine + 2 * BLOCK, number
 
 
 def who_checks(path, seed, hosts):
-    """(file, block) that this rank wants, and those that it is to check; and all."""
+    """Return (file, block) that this rank wants, those that it must check, and all."""
     model = layers("c10d")
     if seed == 0:
         zshard.save(path, model, max_shard_size="40MB")
@@ -390,7 +392,7 @@ def names_of(runs):
 
 @pytest.mark.sampled(1)
 @ranks(1, 3, 4)
-def test_each_block_is_checked_once(pool, tmp_path):
+def test_each_block_is_verified_once(pool, tmp_path):
     for seed in range(8):
         hosts = min(1 + seed % 3, pool.world)
         told = pool.run(who_checks, str(tmp_path / "saved"), seed, hosts)

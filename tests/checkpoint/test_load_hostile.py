@@ -1,8 +1,8 @@
-"""zshard.load of checkpoints that somebody has tampered with: links, strange manifests, pickles.
+"""zshard.load of checkpoints that were tampered with: links, invalid manifests, pickles.
 
-A good checkpoint with one thing changed, and all checksums right again, is one error on
-all ranks, which names the file and what is wrong; and nothing on any rank has changed. Pickles that
-ask for more memory, time or stack than their bytes explain are read where little is left.
+A good checkpoint with one change and valid checksums is the same error on all ranks; it names the
+file and the problem, and nothing on any rank has changed. Pickles that request more memory, time or
+stack than their size explains are read with little memory left.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from zshard.checkpoint.manifest import BLOCK, FileRecord, Manifest
 
 @pytest.fixture(scope="module")
 def good(pools, tmp_path_factory):
-    """A checkpoint of two ranks, not to be changed."""
+    """A checkpoint of two ranks; tests must not change it."""
     return good_one(pools, tmp_path_factory.mktemp("good"))
 
 
@@ -45,7 +45,7 @@ def path(good, tmp_path):
 
 
 def rewritten(path, **changes):
-    """The manifest with other things in it, and a right checksum."""
+    """Change the manifest's content, with a valid checksum."""
     file = path / "zshard.json"
     made = manifest.parse(file.read_bytes(), str(file))
     file.write_bytes(manifest.dump(replace(made, **changes)))
@@ -57,7 +57,7 @@ def records(path):
 
 @pytest.mark.parametrize("kind", ["link", "fifo", "folder"])
 @pytest.mark.parametrize("name", ["model-00001-of", "optimizer.safetensors.i", "zshard.json"])
-def test_what_is_no_regular_file(pool2, path, name, kind):
+def test_non_regular_files_are_refused(pool2, path, name, kind):
     file = next(each for each in path.iterdir() if each.name.startswith(name))
     moved = file.rename(path.parent / file.name)
     if kind == "link":
@@ -70,7 +70,7 @@ def test_what_is_no_regular_file(pool2, path, name, kind):
     check(pool2, path, [f"'{file}'", "is a symbolic link" if is_link else "regular file"])
 
 
-def test_an_index_that_names_what_the_manifest_does_not(pool2, path):
+def test_index_entry_missing_from_the_manifest(pool2, path):
     index = path / "model.safetensors.index.json"
     told = json.loads(index.read_text())
     first = next(iter(told["weight_map"]))
@@ -103,12 +103,12 @@ def test_an_index_that_names_what_the_manifest_does_not(pool2, path):
         ({"extra": [{"a": {"$tuple": 1, "$x": 2}}]}, "not a value that this version"),
     ],
 )
-def test_a_manifest_that_says_strange_things(pool2, path, changes, words):
+def test_implausible_manifest(pool2, path, changes, words):
     rewritten(path, **changes)
     check(pool2, path, words)
 
 
-def test_a_newer_format(pool2, path):
+def test_newer_format_version(pool2, path):
     file = path / "zshard.json"
     whole = json.loads(file.read_text())
     whole["checkpoint"]["version"] = 2
@@ -116,7 +116,7 @@ def test_a_newer_format(pool2, path):
     check(pool2, path, ["has format version 2, but this zshard reads version 1"])
 
 
-def test_a_folder_of_an_interrupted_save(pool2, path):
+def test_folder_of_an_interrupted_save(pool2, path):
     (path / "zshard.json").unlink()
     left = path.rename(path.parent / f".x.{'0' * 32}.tmp")
     check(pool2, left, "an interrupted save left it", options=None, with_optimizer=False)
@@ -146,7 +146,7 @@ def int32(number):
 
 
 def doubled(first, twice):
-    """A value that contains the first one 2**60 times, by way of the memo."""
+    """Return a value that contains the first one 2**60 times, through the memo."""
     steps = (b"q%c" % i + twice.replace(b"?", b"h%c" % i) for i in range(60))
     return first + b"".join(steps)
 
@@ -158,7 +158,7 @@ TEXT = b"X" + int32(100_000) + b"a" * 100_000
 
 # Programs without the STOP at their end.
 HOSTILE = {
-    # what an index or a length asks for
+    # the size that an index or a length requests
     "memo read": b"j\xff\xff\xff\x7f",
     "long": b"\x8b\xff\xff\xff\xff",
     "bytes": b"B\xff\xff\xff\xff",
@@ -171,12 +171,12 @@ HOSTILE = {
     "copies": b"]" + b"2" * 1000,
     "instance": b"(imodule\nname\n",
     "new object with keywords": b"ctorch\nname\n)}\x92",
-    # a stack that lacks what an opcode takes
+    # a stack without an opcode's operands
     "nothing": b"",
     "no mark": b"u",
     "too few": b"N\x86",
     "odd": b"}(Nu",
-    # objects that are used for what they are not
+    # objects in operations that they do not support
     "a call of data": b"N)R",
     "a call of a result": THING + b")R",
     "a name that is not allowed": b"cargparse\nNamespace\n)\x81",
@@ -200,7 +200,7 @@ HOSTILE = {
     "deep dicts": b"}N" * 200_000 + b"}" + b"s" * 200_000,
     "deep calls": b"ctorch\nn\n" * 50_000 + b"N" + b"\x85R" * 50_000,
     "deep states": b"ctorch\nn\n)R" * 50_000 + b"b" * 49_999,
-    # keys: a hash walks all of a tuple, and keys of one hash are compared one by one
+    # keys: hashing a tuple walks all of it, and keys with the same hash are compared one by one
     "doubled key": TUPLES + b"q<}h<Ns",
     "doubled keys": TUPLES + b"q<}(h<Nu",
     "deep key": b"}" + DEEP + b"Ns",
@@ -212,7 +212,7 @@ HOSTILE = {
         b"\x8a\x0c" + (i * (2**61 - 1)).to_bytes(12, "little") + b"N" for i in range(1, 30_000)
     )
     + b"u",
-    # calls that would copy what they are given
+    # calls that would copy their arguments
     "copied tuples": b"(" + b"N" * 100_000 + b"tq\0cbuiltins\nset\nq\1]" + b"h\1h\0\x85Ra" * 50_000,
     "copied dicts": b"}("
     + b"".join(b"J" + int32(i) + b"N" for i in range(50_000))
@@ -220,7 +220,7 @@ HOSTILE = {
     + b"h\1h\0\x85Ra" * 50_000,
     "copied names": TEXT + b"q\0]" + b"h\0h\0\x93a" * 50_000,
 }
-# What the standard library's unpickler would need much memory for, or a copy for each call.
+# Programs for which the standard library's unpickler would need much memory, or a copy per call.
 HARMLESS = {
     "frame": b"\x80\4\x95" + b"\xff" * 7 + b"\x0fN",
     "memo": b"Nr\xff\xff\xff\x0f",
@@ -236,7 +236,7 @@ class One(nn.Module):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder of torch's, with a value beside the model."""
+    """A torch folder with a value beside the model."""
     state = {"model": {"a": torch.ones(2, 3)}, "step": 3}
     dcp.save(state, checkpoint_id=tmp_path / "x", no_dist=True)
     return tmp_path / "x"
@@ -247,7 +247,7 @@ def as_metadata(folder, program):
 
 
 def as_value(folder, program):
-    """As the value, in a file of torch.save() behind all else."""
+    """The program as the value, in a file of torch.save() after everything else."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("archive/data.pkl", program)
@@ -261,7 +261,8 @@ def as_value(folder, program):
 
 
 def in_little_memory(folder, put, programs, free):
-    """What a load of each program says, in a process that may map only `free` more bytes."""
+    """Return the message of a load of each program, in a process that may map only `free` more
+    bytes."""
     copyreg.add_extension("posix", "system", 1)
     good, said = folder.with_name("good"), {}
     folder.rename(good)
@@ -291,7 +292,7 @@ def alone(put, folder, programs):
 
 @pytest.mark.parametrize("put", [as_metadata, as_value])
 def test_pickles_in_little_memory(folder, put):
-    """256 MiB are left, where a memo index of these bytes could ask for 4 GiB."""
+    """256 MiB are left, while a memo index of these bytes could request 4 GiB."""
     programs = {name: code + b"." for name, code in (HOSTILE | HARMLESS).items()}
     said = alone(put, folder, programs)
     assert said.keys() == HOSTILE.keys() | (HARMLESS.keys() if put is as_metadata else set())
@@ -300,8 +301,8 @@ def test_pickles_in_little_memory(folder, put):
         assert put is as_metadata or "'step'" in text, (name, text)
 
 
-def test_a_pickle_calls_nothing(folder):
-    """However a class or a function is called, or given a state or items."""
+def test_pickle_calls_nothing(folder):
+    """However a class or function is called, or given a state or items."""
     sign = folder.with_name("ran")
     command = f"touch {sign}".encode()
     system = b"cposix\nsystem\n"
@@ -349,7 +350,7 @@ _SOME = Manifest(
 
 
 def signed(body):
-    """The text of a manifest with this content, its checksum right."""
+    """Return the text of a manifest with this content and a valid checksum."""
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return json.dumps({"crc32c": f"{_core.crc32c(text.encode()):08x}", "checkpoint": body}).encode()
 
@@ -358,11 +359,11 @@ def body():
     return json.loads(manifest.dump(_SOME))["checkpoint"]
 
 
-def test_comes_back():
+def test_manifest_round_trips():
     assert manifest.parse(manifest.dump(_SOME), "x") == _SOME
 
 
-def test_may_be_laid_out_anew():
+def test_manifest_may_be_reformatted():
     text = json.dumps(json.loads(manifest.dump(_SOME)), indent=7).encode()
     assert manifest.parse(text, "x") == _SOME
 
@@ -374,8 +375,8 @@ def test_extra_of_ranks():
     assert Manifest("0" * 32, None, 3, {}).extra_of(2) == {}
 
 
-def test_each_flipped_bit_is_found_or_says_the_same():
-    """Bits of white space, say, may be of no consequence; what is said must then be the same."""
+def test_flipped_bit_is_detected_or_harmless():
+    """Bits of white space, for example, may not matter; the content must then be the same."""
     text = manifest.dump(_SOME)
     for at in range(8 * len(text)):
         bad = bytearray(text)
@@ -412,13 +413,13 @@ def test_each_flipped_bit_is_found_or_says_the_same():
         ("finite", 1, "finite must be a boolean, got 1"),
     ],
 )
-def test_content_that_is_wrong(key, value, said):
+def test_invalid_manifest_content(key, value, said):
     with pytest.raises(CheckpointError, match=said):
         manifest.parse(signed({**body(), key: value}), "zshard.json")
 
 
 @pytest.mark.parametrize("key", sorted(json.loads(manifest.dump(_SOME))["checkpoint"]))
-def test_content_that_is_missing(key):
+def test_missing_manifest_content(key):
     rest = {name: value for name, value in body().items() if name != key}
     with pytest.raises(CheckpointError):
         manifest.parse(signed(rest), "zshard.json")
@@ -443,6 +444,6 @@ def test_content_that_is_missing(key):
         + b"}}",
     ],
 )
-def test_text_that_is_no_manifest(text):
+def test_text_that_is_not_a_manifest(text):
     with pytest.raises(CheckpointError, match="'x' is"):
         manifest.parse(text, "x")

@@ -1,7 +1,7 @@
-"""The model of power cuts (power_cut.py), on small protocols whose every step is needed.
+"""The power cut model (power_cut.py), on small protocols in which every step is needed.
 
-A model that allows too little would pass anything. So each step is left out in turn,
-and the model has to find a state in which that shows; with all of them, there is none.
+A model that allows too little would pass anything. So each test omits one step, and the model must
+find a state that reveals it; with all steps there is none.
 """
 
 import os
@@ -20,7 +20,7 @@ Step = Callable[[], object]
 
 
 def put(path: Path, content: bytes, sync: bool = True) -> None:
-    """Writes a file in two pieces."""
+    """Write a file in two pieces."""
     half = len(content) // 2
     with _core.File.create(path, len(content)) as file:
         file.write([(half, content[half:])], BLOCK)
@@ -29,13 +29,13 @@ def put(path: Path, content: bytes, sync: bool = True) -> None:
             file.sync()
 
 
-# --- a protocol: a folder appears, whole -----------------------------------------------------------
+# --- protocol: create a complete folder ------------------------------------------------------------
 
 STEPS = ("sync file", "sync staging", "sync parent")
 
 
 def publish(root: Path, without: str = "") -> None:
-    """Makes root/new with two files, beside first."""
+    """Create root/new with two files, under a temporary name first."""
     staging = root / ".new.tmp"
     _core.make_folder(staging)
     for name in ("a", "b"):
@@ -48,7 +48,7 @@ def publish(root: Path, without: str = "") -> None:
 
 
 def faults_of(folder: Path, returned: bool) -> set[str]:
-    """What is wrong with a folder that `publish` was at work in."""
+    """Return what is wrong with a folder that `publish` worked in."""
     faults = set()
     if (folder / "old").read_bytes() != OLD:
         faults.add("old is damaged")
@@ -71,7 +71,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def cut(root: Path, act: Step, judge: Callable[[Path, bool], set[str]]) -> set[str]:
-    """All that a power cut while `act` runs, or just behind it, can do to `root`."""
+    """Return all states of `root` that a power cut during or just after `act` can leave."""
     disk, log = Disk(root), root.parent / "log"
     with logged(log):
         act()
@@ -96,11 +96,11 @@ def test_publishing_needs_each_sync(root: Path, without: str, faults: set[str]) 
     assert cut(root, lambda: publish(root, without), faults_of) == faults
 
 
-# --- a protocol: one folder takes the place of another ---------------------------------------------
+# --- protocol: replace one folder by another -------------------------------------------------------
 
 
 def replace(root: Path, in_place: bool) -> None:
-    """Makes root/current new: beside, then swapped; or in place, as nobody should."""
+    """Replace root/current: under a temporary name, then swapped; or in place, which is wrong."""
     if in_place:
         _core.remove_file(root / "current" / "a")
         put(root / "current" / "a", NEW)
@@ -136,7 +136,7 @@ def test_replacing_needs_the_swap(tmp_path: Path, in_place: bool, faults: set[st
 
 
 def in_child(act: Step) -> int:
-    """The status with which a forked child of this process ended."""
+    """Return the exit status of a forked child of this process."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -149,7 +149,7 @@ def in_child(act: Step) -> int:
 
 
 def test_ranks_share_a_log(root: Path) -> None:
-    """Another process writes a part, and its sync counts as the first one's does."""
+    """Another process writes a part, and its sync counts like the first one's."""
 
     def second() -> None:
         with _core.File.open_to_write(root / "shared") as file:
@@ -167,7 +167,7 @@ def test_ranks_share_a_log(root: Path) -> None:
     for state in disk.states(log, root.parent / "cut"):
         shared = state.folder / "shared"
         found.add(shared.read_bytes() if shared.exists() else None)
-    # Before the sync of all, anything may be missing. At the end, nothing is.
+    # Before the sync, anything may be missing. At the end, nothing is.
     assert {None, b"", b"\0\0\0\0", b"11\0\0", b"1122", b"\0\00022"} <= found
 
 
@@ -177,15 +177,15 @@ def test_ranks_share_a_log(root: Path) -> None:
 def test_outcomes_of_a_file() -> None:
     file = File(b"old", [Length(4, at_least=True), Write(0, b"ab"), Write(4, b"c")])
     assert set(file.outcomes()) == {
-        *(b"old", b"old\0", b"abd\0", b"abd\0c"),  # up to any
+        *(b"old", b"old\0", b"abd\0", b"abd\0c"),  # a prefix
         *(b"abd\0c", b"old\0c"),  # all but one
-        *(b"ald\0", b"obd\0"),  # the write of two bytes in part
+        *(b"ald\0", b"obd\0"),  # a two-byte write in part
     }
     file.sync()
     assert (file.sure, file.pending, file.outcomes()) == (b"abd\0c", [], [b"abd\0c"])
 
 
-def test_log_has_every_call_and_its_outcome(root: Path) -> None:
+def test_log_records_every_call_and_its_outcome(root: Path) -> None:
     log = root.parent / "log"
     file_faults(0)
     with logged(log):
@@ -208,7 +208,7 @@ def test_log_has_every_call_and_its_outcome(root: Path) -> None:
     assert read_log(log) == calls, "it goes on when it has been told to end"
 
 
-def test_a_log_that_cannot_be_written_is_an_error(root: Path) -> None:
+def test_log_that_cannot_be_written_is_an_error(root: Path) -> None:
     with pytest.raises(FileNotFoundError):
         file_log(root / "none" / "log")
     file_log("/dev/full")
@@ -218,7 +218,7 @@ def test_a_log_that_cannot_be_written_is_an_error(root: Path) -> None:
     file_log(None)
 
 
-def test_what_goes_past_the_table_shows(root: Path) -> None:
+def test_writes_that_bypass_the_log_are_detected(root: Path) -> None:
     disk, log = Disk(root), root.parent / "log"
     with logged(log):
         publish(root)

@@ -1,8 +1,8 @@
-"""Safetensors files that anybody may have made; and a fuzzer of all readers (fuzz_checkpoint.py).
+"""Untrusted safetensors files, and a fuzzer of all readers (fuzz_checkpoint.py).
 
-A header is valid as a whole, or an error that names the file. The fuzzer runs over its seeds and
-changes to them; where it is installed, also for a minute with sanitizers in the core, and it finds
-a fault that is planted.
+Either an entire header is valid, or the error names the file. The fuzzer runs on its seeds and on
+changes to them; where it is installed, it also runs for a minute with sanitizers in the core, and
+finds a planted fault.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
 def values(checkpoint):
-    """All tensors of a checkpoint."""
+    """Return all tensors of a checkpoint."""
     found = {}
     for name, entry in checkpoint.model.items():
         data = bytearray(int(torch.Size(entry.shape).numel()) * entry.dtype.itemsize)
@@ -50,7 +50,7 @@ def read(path):
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
-def test_what_the_reference_implementation_writes(dtype, tmp_path):
+def test_files_of_the_reference_implementation(dtype, tmp_path):
     bits = torch.randint(0, 2 if dtype == torch.bool else 100, (5, 3, dtype.itemsize)).byte()
     tensors = {
         "some": bits.view(dtype).squeeze(-1),
@@ -71,7 +71,7 @@ def test_what_the_reference_implementation_writes(dtype, tmp_path):
         assert_same(ours, theirs, f"the bytes of {name}")
 
 
-def test_a_file_by_hand(tmp_path):
+def test_handwritten_file(tmp_path):
     text = b"  " + json.dumps(right_header()).encode() + b"    "
     found = read(write(tmp_path / "x", packed(text)))
     assert found["a"].view(torch.uint8).reshape(-1).tolist() == list(DATA[:24])
@@ -80,7 +80,7 @@ def test_a_file_by_hand(tmp_path):
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_wrong_files_are_named_with_what_is_wrong(what, tmp_path):
+def test_error_names_the_invalid_file_and_problem(what, tmp_path):
     content, words = WRONG[what]
     path = write(tmp_path / "x.safetensors", content)
     with pytest.raises(ValueError) as caught:
@@ -88,7 +88,7 @@ def test_wrong_files_are_named_with_what_is_wrong(what, tmp_path):
     assert words in str(caught.value) and path in str(caught.value)
 
 
-def test_truncated_at_each_length(tmp_path):
+def test_file_truncated_at_each_length(tmp_path):
     whole = packed(right_header())
     for length in range(len(whole)):
         path = write(tmp_path / "x.safetensors", whole[:length])
@@ -97,7 +97,7 @@ def test_truncated_at_each_length(tmp_path):
 
 
 def survives(content, folder):
-    """Fails for anything but a ValueError that names the file, or tensors that fit the file."""
+    """Fail on anything but a ValueError that names the file, or tensors that fit the file."""
     path = write(folder / "x.safetensors", content)
     before = len(os.listdir("/proc/self/fd"))
     try:
@@ -136,7 +136,7 @@ def test_headers_of_any_content_never_crash(tmp_path, header, data):
     survives(packed(header, data), tmp_path)
 
 
-def test_a_file_that_becomes_shorter(tmp_path):
+def test_file_truncated_while_open(tmp_path):
     path = write(tmp_path / "x.safetensors", packed(right_header()))
     with opened(path) as checkpoint:
         os.truncate(path, os.path.getsize(path) - 3)
@@ -145,7 +145,7 @@ def test_a_file_that_becomes_shorter(tmp_path):
     assert path in str(caught.value)
 
 
-def test_what_is_no_file(tmp_path):
+def test_paths_that_are_not_files(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         read(tmp_path / "nowhere")
     os.mkfifo(tmp_path / "pipe")
@@ -163,7 +163,7 @@ def test_what_is_no_file(tmp_path):
 
 
 def folder(path, weight_map, files=("one", "two")):
-    """A folder with an index, and files with one tensor each, of their name."""
+    """A folder with an index, and files with one tensor each, of the same name."""
     path.mkdir()
     for name in files:
         save_file({name: torch.full((3,), float(len(name)))}, path / f"{name}.safetensors")
@@ -175,14 +175,14 @@ def folder(path, weight_map, files=("one", "two")):
 HOMES = {"one": "one.safetensors", "two": "two.safetensors"}
 
 
-def test_a_folder_with_an_index(tmp_path):
+def test_folder_with_an_index(tmp_path):
     found = read(folder(tmp_path / "x", HOMES))
     assert sorted(found) == ["one", "two"]
     save_file({"whole": torch.ones(2)}, tmp_path / "x" / "model.safetensors")
     assert sorted(read(tmp_path / "x")) == ["whole"]
 
 
-def test_a_folder_of_links_as_the_hub_has_them(tmp_path):
+def test_folder_of_links_as_in_the_hub_cache(tmp_path):
     folder(tmp_path / "blobs", HOMES)
     (tmp_path / "snapshot").mkdir()
     for each in (tmp_path / "blobs").iterdir():
@@ -191,7 +191,7 @@ def test_a_folder_of_links_as_the_hub_has_them(tmp_path):
 
 
 @pytest.mark.parametrize("strange", STRANGE_FILES, ids=repr)
-def test_an_index_leads_to_its_own_folder_only(strange, tmp_path):
+def test_index_cannot_leave_its_folder(strange, tmp_path):
     save_file({"one": torch.ones(3)}, tmp_path / "secret.safetensors")
     path = folder(tmp_path / "x", {**HOMES, "one": strange})
     with pytest.raises(ValueError, match=r"maps tensor 'one' to .* not the name of a"):
@@ -209,7 +209,7 @@ def test_an_index_leads_to_its_own_folder_only(strange, tmp_path):
         (b'{"weight_map": {"one": "one.safetensors", "one": "two.safetensors"}}', "duplicate key"),
     ],
 )
-def test_a_wrong_index(index, words, tmp_path):
+def test_invalid_index(index, words, tmp_path):
     path = folder(tmp_path / "x", HOMES)
     (tmp_path / "x" / "model.safetensors.index.json").write_bytes(index)
     with pytest.raises(ValueError, match=words) as caught:
@@ -217,7 +217,7 @@ def test_a_wrong_index(index, words, tmp_path):
     assert "index.json" in str(caught.value)
 
 
-def test_files_and_index_that_differ(tmp_path):
+def test_index_that_contradicts_the_files(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"refers to 'two\.safetensors', which is missing"):
         read(folder(tmp_path / "a", HOMES, ["one"]))
     more = {**HOMES, "three": "two.safetensors"}
@@ -242,7 +242,7 @@ SEEDS = seeds()
 TARGET = Path(__file__).resolve().parents[1] / "lib" / "fuzz_checkpoint.py"
 
 needs_fuzzer = [
-    pytest.mark.timeout(900),  # the first sanitized build, on a busy machine
+    pytest.mark.timeout(900),  # the first sanitized build on a busy machine
     pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("atheris") is None, reason="the fuzzer is not installed: atheris"
@@ -262,8 +262,8 @@ def test_seeds_are_errors_or_fit():
         one_input(seed)
 
 
-def test_what_a_call_should_have_done_is_known(tmp_path, monkeypatch):
-    """A core with another checksum is noticed by the first call that has one."""
+def test_fuzzer_detects_a_wrong_result(tmp_path, monkeypatch):
+    """The first call with a checksum notices a core that computes another one."""
     monkeypatch.setattr("file_calls.crc32c", lambda data: crc32c(data) ^ 1)
     with pytest.raises(AssertionError):
         TARGETS["calls"](some_calls()[0])
@@ -285,7 +285,7 @@ def test_changed_seeds_are_errors_or_fit(data):
 
 @pytest.fixture(scope="module")
 def environment():
-    """The variables with which the fuzzer runs over the sanitized core."""
+    """Return the variables for running the fuzzer on the sanitized core."""
     try:
         return {**os.environ, **sanitized.build_to_fuzz()}
     except FileNotFoundError as error:
@@ -293,7 +293,7 @@ def environment():
 
 
 def fuzz(environment, script, folder, *options):
-    """The fuzzer's end, in a folder of its own."""
+    """Run the fuzzer in a folder of its own; return how it ended."""
     command = [sys.executable, str(script), "-seed=1", *options]
     return subprocess.run(
         command, env=environment, capture_output=True, text=True, check=False, cwd=folder
@@ -311,8 +311,8 @@ class TestFuzzer:
         covered = [int(count) for count in re.findall(r" cov: (\d+) ", done.stderr)]
         assert covered[-1] > covered[0] > 100, "it hears nothing of what is covered"
 
-    def test_finds_what_is_planted(self, environment, tmp_path):
-        """The core reads behind memory of 16 bytes, where four bytes of an input are right."""
+    def test_fuzzer_finds_a_planted_fault(self, environment, tmp_path):
+        """The core reads beyond 16 bytes of memory if four bytes of an input match."""
         script = tmp_path / "planted.py"
         script.write_text(PLANTED.format(tests=str(TARGET.parent)))
         done = fuzz(environment, script, tmp_path, "-runs=500000")

@@ -1,6 +1,6 @@
-"""zshard.save: what is in the files, for every kind of model, strategy and optimizer.
+"""zshard.save: the content of the files, for every kind of model, strategy and optimizer.
 
-The files, as others read them, have the bits of the model's own state_dict() and of
+The files, as other tools read them, are bit-identical to the model's own state_dict() and to
 optim_state_dict().
 """
 
@@ -30,7 +30,7 @@ from zshard.state.source import CHUNK
 
 
 def in_each_way(name, kind, combinations, folder):
-    """{combination: what differs} after some training."""
+    """Return {combination: what differs} after some training."""
     found = {}
     for number, combination in enumerate(combinations):
         model, optimizer = trained(name, combination, kind)
@@ -42,7 +42,7 @@ def in_each_way(name, kind, combinations, folder):
 @pytest.mark.sampled(2)
 @ranks(2, 3)
 @pytest.mark.parametrize("name", CASES)
-def test_the_files_have_the_bits_of_the_state_dicts(pool, name, tmp_path):
+def test_files_are_bit_identical_to_state_dicts(pool, name, tmp_path):
     kind = "torch.SGD" if name in ("conv", "frozen") else "zshard.AdamW"
     for found in pool.run(in_each_way, name, kind, COMBINATIONS, tmp_path):
         assert not any(found.values()), found
@@ -56,7 +56,8 @@ def test_hybrid_strategies(pool4, name, tmp_path):
 
 
 def of_two_meshes(folder):
-    """Units that are cut over neighbours, others over ranks further apart, and one that is not."""
+    """Some units are sharded over neighbors, others over ranks further apart, and one is not
+    sharded."""
     model, mesh = make(Net), mesh_of(2, 2)
     near, far = mesh.get_group("shard"), mesh.get_group("replicate")
     for i, block in enumerate(model.blocks):
@@ -94,7 +95,7 @@ def test_no_files_for_an_optimizer_without_state(tmp_path):
     assert manifest_in(tmp_path / "y").optimizer is None
 
 
-# --- ways to set a model up -----------------------------------------------------------------------
+# --- setups ---------------------------------------------------------------------------------------
 
 
 def of_some_parameters():
@@ -122,7 +123,7 @@ def by_fully_shard(transport):
 
 
 def step_of(model, batch):
-    """The model and an optimizer after a step."""
+    """Return the model and an optimizer after a step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     loss_of(model(batch)).backward()
     optimizer.step()
@@ -130,14 +131,14 @@ def step_of(model, batch):
 
 
 def in_a_plain_model():
-    """FSDP modules within a module that is none."""
+    """FSDP modules inside a plain module."""
     torch.manual_seed(rank())
     model = nn.Sequential(FSDP(make(Mlp)), nn.BatchNorm1d(3), nn.Linear(3, 2))
     return step_of(model, CASES["mlp"].batch(0, rank()))
 
 
 def ignored():
-    """Modules that zshard ignores are saved as rank 0 has them."""
+    """Modules that zshard ignores are saved with rank 0's values."""
     torch.manual_seed(rank())
     model = make(Stack, seed=rank())
     model = FSDP(model, ignored_modules=[model.head], auto_wrap_policy={type(model.blocks[0])})
@@ -145,7 +146,7 @@ def ignored():
 
 
 def not_wrapped():
-    """A plain model is saved as rank 0 has it."""
+    """A plain model is saved with rank 0's values."""
     torch.manual_seed(rank())
     return step_of(Mlp(), CASES["mlp"].batch(0, rank()))
 
@@ -174,7 +175,7 @@ def in_that_way(way, folder):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ways_to_set_a_model_up(pool2, way, tmp_path):
+def test_partially_wrapped_models(pool2, way, tmp_path):
     assert pool2.run(in_that_way, way, tmp_path) == [[], []]
 
 
@@ -201,7 +202,7 @@ def test_mixed_precision(pool2, combination, tmp_path):
 
 
 def between(combination, folder):
-    """What differs after a backward before which there was a save, from one without."""
+    """Return what differs after a backward that a save precedes, from one without a save."""
     found = []
     for is_saved in (False, True):
         model, optimizer = trained("net", combination, "zshard.AdamW")
@@ -215,7 +216,7 @@ def between(combination, folder):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda both: " ".join(both))
-def test_a_save_between_forward_and_backward_changes_nothing(pool2, combination, tmp_path):
+def test_save_between_forward_and_backward_changes_nothing(pool2, combination, tmp_path):
     assert pool2.run(between, combination, tmp_path) == [[], []]
 
 
@@ -236,7 +237,7 @@ def test_offload(pool2, kind, tmp_path):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_model_that_is_not_wrapped(name, tmp_path):
+def test_unwrapped_model(name, tmp_path):
     model = make(CASES[name].make)
     optimizer = make_optimizer("torch.AdamW", model)
     train(model, CASES[name], optimizer, 0, 2)
@@ -247,7 +248,7 @@ def test_a_model_that_is_not_wrapped(name, tmp_path):
 
 
 def bytes_of_saving(strategy, transport, dtype, folder):
-    """Most extra bytes on this rank, and those of what it saves."""
+    """Return the most extra bytes on this rank, and the bytes that it saves."""
     layers = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(16)])
     model = FSDP(layers, strategy=strategy, transport=transport, auto_wrap_policy={nn.Linear})
     optimizer = zshard.AdamW(model.parameters())
@@ -265,14 +266,14 @@ def bytes_of_saving(strategy, transport, dtype, folder):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("combination", COMBINATIONS[:4], ids=lambda both: " ".join(both))
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
-def test_a_chunk_of_memory_is_enough(pool2, combination, dtype, tmp_path):
+def test_save_needs_one_chunk_of_memory(pool2, combination, dtype, tmp_path):
     limit = 2**20 + (CHUNK if dtype is not None else 0)
     for extra in pool2.run(bytes_of_saving, *combination, dtype, tmp_path):
         assert extra <= limit
 
 
 def in_small_chunks(name, folder):
-    """All of it through a chunk that is filled again and again, and cast."""
+    """Save through a small chunk that is filled repeatedly, with casts."""
     found = []
     chunk, direct = write.CHUNK, write._DIRECT
     write.CHUNK, write._DIRECT = 64, 2**40

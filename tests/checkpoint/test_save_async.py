@@ -1,6 +1,6 @@
-"""Asynchronous saves, and NaN and infinite values, which are noticed while a checkpoint is written.
+"""Asynchronous saves, and the detection of NaN and infinite values while a checkpoint is written.
 
-The files have the values of the moment of the call, whatever training does meanwhile.
+The files have the values at the time of the call, whatever training does meanwhile.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zshard.ranks.agreement import bytes_of
 
 
 class Held:
-    """Context in which saves do not begin to write until `go` is set."""
+    """Context manager in which saves do not start to write until `go` is set."""
 
     def __enter__(self):
         self.go, self._write = threading.Event(), save._write
@@ -52,7 +52,7 @@ def state_of(model, optimizer):
 
 
 def while_training(name, combination, kind, folder, **options):
-    """What differs between the files and the state at the call."""
+    """Return what differs between the files and the state at the call."""
     model, optimizer = trained(name, combination, kind)
     before = state_of(model, optimizer)
     extra = {"list": [1]}
@@ -73,7 +73,7 @@ def while_training(name, combination, kind, folder, **options):
 
 @ranks(1, 2)
 @pytest.mark.parametrize("name", ["odds", "net", "tied", "mlp"])
-def test_the_files_have_the_state_of_the_call(pool, name, tmp_path):
+def test_files_have_the_state_at_the_call(pool, name, tmp_path):
     for found in pool.run(while_training, name, FULL, "zshard.AdamW", tmp_path):
         assert not found
 
@@ -100,7 +100,7 @@ def test_casts_at_the_call(pool, tmp_path):
 
 
 def two_after_another(folder):
-    """A second save waits for the first; the memory is that of the first."""
+    """A second save waits for the first and reuses its memory."""
     model, optimizer = trained("net", FULL, "zshard.AdamW")
     first = zshard.save(folder, model, optimizer, step=1, asynchronous=True)
     memory = write._buffers[model].data_ptr()
@@ -120,8 +120,8 @@ def test_one_at_a_time(pool, tmp_path):
 
 
 def failing(folder, how):
-    """A save that fails on rank 1 in the background, told in the way `how`."""
-    model = FSDP(nn.Linear(64, 64))  # large enough for both ranks to have some of it
+    """A save fails on rank 1 in the background; `how` selects the call that raises the error."""
+    model = FSDP(nn.Linear(64, 64))  # large enough for shards on both ranks
     optimizer = zshard.AdamW(model.parameters())
     with Held() as held:
         saving = zshard.save(f"{folder}/x", model, optimizer, asynchronous=True)
@@ -140,24 +140,24 @@ def failing(folder, how):
         except OSError as error:
             told.append(str(error))
     left = inside(folder)
-    zshard.save(f"{folder}/z", model, optimizer)  # training can go on, and so can saving
+    zshard.save(f"{folder}/z", model, optimizer)  # training and saving can continue
     return told, left
 
 
 @ranks(2)
 @pytest.mark.parametrize(("how", "times"), [("wait", 2), ("next", 1)])
-def test_a_failure_is_told_on_all_ranks(pool, how, times, tmp_path):
+def test_failure_is_raised_on_all_ranks(pool, how, times, tmp_path):
     for told, left in pool.run(failing, tmp_path, how):
         assert len(told) == times and all("rror" in text for text in told), told
         assert "x" not in left
     assert "z" in inside(tmp_path)
 
 
-# --- the end of a process --------------------------------------------------------------------------
+# --- process exit ----------------------------------------------------------------------------------
 
 
 def ends_at_once(folder, fault):
-    """A script that is over when its save has just begun."""
+    """A script that ends when its save has just started."""
     model = FSDP(nn.Linear(64, 64))
     write = save._write
 
@@ -172,14 +172,14 @@ def ends_at_once(folder, fault):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_process_that_ends_waits(world, tmp_path):
+def test_exiting_process_waits(world, tmp_path):
     for result in fork_ranks(ends_at_once, world, str(tmp_path), "", timeout=60):
         assert result.returncode == 0, result.stderr
     assert set(whole(tmp_path / "x")) == {"weight", "bias"}
 
 
 def fails_at_once(folder, transport):
-    """One whose training fails then on one rank, and on the other for that."""
+    """Training then fails on one rank, and therefore on the other."""
     model = FSDP(nn.Linear(64, 64), transport=transport)
     write = save._write
 
@@ -195,7 +195,7 @@ def fails_at_once(folder, transport):
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_a_process_that_fails_waits(transport, tmp_path):
+def test_failing_process_waits(transport, tmp_path):
     results = fork_ranks(fails_at_once, 2, str(tmp_path), transport, timeout=60)
     assert [result.returncode for result in results] == [1, 1]
     for result in results:
@@ -205,14 +205,14 @@ def test_a_process_that_fails_waits(transport, tmp_path):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_failure_that_nobody_was_told_of_is_the_exit_status(world, tmp_path):
+def test_unreported_failure_sets_the_exit_status(world, tmp_path):
     for result in fork_ranks(ends_at_once, world, str(tmp_path), "ENOSPC", timeout=60):
         assert result.returncode == 1
         assert "failed to save the checkpoint" in result.stderr and "No space left" in result.stderr
     assert inside(tmp_path) == []
 
 
-def test_memory_goes_with_the_model(tmp_path):
+def test_memory_is_freed_with_the_model(tmp_path):
     model = FSDP(nn.Linear(64, 64))
     zshard.save(tmp_path / "x", model, asynchronous=True).wait()
     assert len(write._buffers) == 1
@@ -239,10 +239,10 @@ def near_misses(dtype, count):
 
 
 @pytest.mark.parametrize("code", FORMATS)
-def test_one_number_anywhere(tmp_path, code):
+def test_nonfinite_value_at_any_position(tmp_path, code):
     dtype = FORMATS[code]
     item = dtype.itemsize
-    count = 5 * BLOCK // 2 // item + 3  # blocks and pieces end in it, and the end is odd
+    count = 5 * BLOCK // 2 // item + 3  # blocks and pieces end inside it, at an odd offset
     good, values = near_misses(dtype, count), near_misses(dtype, count)
     offset = BLOCK - 8 * item
     edges = [8, 8 + (256 << 10) // item, 8 + BLOCK // item, 8 + 2 * BLOCK // item, count]
@@ -257,7 +257,7 @@ def test_one_number_anywhere(tmp_path, code):
             rows = [(0, b"1234"), (offset, bytes_of(values), code), (0, bytes_of(good[:4]), code)]
             file.write(rows, BLOCK, strange := [])
             assert strange == [1], place
-            file.write([row[:2] for row in rows], BLOCK, strange := [])  # nobody has asked
+            file.write([row[:2] for row in rows], BLOCK, strange := [])  # no check requested
             assert strange == [], place
             values[place] = good[place]
 
@@ -289,7 +289,7 @@ def test_memory_of_any_address(tmp_path, code):
         ([(0, b"12345678", "F64", 1)], 8, TypeError, r"a range must be a tuple \(offset, memory\)"),
     ],
 )
-def test_what_is_refused(tmp_path, ranges, block, error, text):
+def test_unsupported_arguments_are_refused(tmp_path, ranges, block, error, text):
     with new_file(tmp_path) as file:
         with pytest.raises(error, match=text):
             file.write([(0, b"12345678"), *ranges], block, [])
@@ -301,8 +301,8 @@ def test_what_is_refused(tmp_path, ranges, block, error, text):
 
 
 def warned(path, dtype, saved_as, spoiled):
-    """The warnings of a save of large parameters, where the last rank has spoiled its last number
-    of the last parameter ("model"), or of its state ("optimizer")."""
+    """Return the warnings of a save of large parameters where the last rank has set the last number
+    of its last parameter ("model"), or of its state ("optimizer"), to NaN."""
     layers = (nn.Linear(256, 256, bias=False, dtype=dtype) for _ in range(3))
     model = FSDP(nn.Sequential(*layers))
     optimizer = zshard.AdamW(model.parameters())
@@ -320,7 +320,7 @@ def warned(path, dtype, saved_as, spoiled):
 
 
 @ranks(2)
-def test_what_a_save_says(pool, tmp_path):
+def test_warnings_of_a_save(pool, tmp_path):
     rows = [(torch.float32, None), (torch.bfloat16, None), (torch.float32, torch.float16)]
     for dtype, saved_as in rows:
         for spoiled in ("model", "optimizer", "nothing"):
@@ -334,8 +334,8 @@ def test_what_a_save_says(pool, tmp_path):
 
 @pytest.mark.parametrize("width", [4, 64])
 @pytest.mark.parametrize("place", [0, -1])
-def test_what_is_copied_on_its_way(tmp_path, width, place):
-    """Small tensors, and those that are laid out in another order."""
+def test_small_and_strided_tensors(tmp_path, width, place):
+    """Small tensors, and tensors with another memory layout."""
     model = nn.Conv2d(width, width, 3).to(memory_format=torch.channels_last)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

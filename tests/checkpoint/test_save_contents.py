@@ -1,7 +1,7 @@
-"""zshard.save: what a state dict may have besides parameters, how it is written, and what is kept beside.
+"""zshard.save: state dict entries besides parameters, how they are written, and what else is saved.
 
-Whatever state_dict() says, with the hooks and methods of its users, is what is saved; where
-that cannot be, an error names the entry.
+The save contains whatever state_dict() returns, including users' hooks and methods; where that is
+impossible, an error names the entry.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zshard.checkpoint import script_state, write
 APART = ("full_shard", "c10d")
 
 
-# --- in which form --------------------------------------------------------------------------------
+# --- file format ----------------------------------------------------------------------------------
 
 
 def in_bfloat16(folder):
@@ -90,7 +90,7 @@ def test_more_files_than_are_open_at_a_time(tmp_path, monkeypatch):
 
 
 class Strided(nn.Module):
-    """Tensors that are not laid out row by row, each larger than a chunk in one of its dimensions."""
+    """Tensors that are not row-major, each larger than a chunk in one of its dimensions."""
 
     def __init__(self):
         super().__init__()
@@ -113,7 +113,7 @@ class Strided(nn.Module):
 
 @pytest.mark.parametrize("chunk", [64, 1000, 2**24])
 @pytest.mark.parametrize("direct", [0, 2**16])
-def test_tensors_that_are_not_contiguous(chunk, direct, tmp_path, monkeypatch):
+def test_non_contiguous_tensors(chunk, direct, tmp_path, monkeypatch):
     monkeypatch.setattr(write, "CHUNK", chunk)
     monkeypatch.setattr(write, "_DIRECT", direct)
     assert saved(tmp_path, Strided()) == []
@@ -138,7 +138,7 @@ def test_tied_parameters_are_saved_once(pool2, tmp_path):
 
 
 class HeadFirst(nn.Module):
-    """The first name of the tied weight is the one that is not to be saved."""
+    """The first name of the tied weight is the one that is not saved."""
 
     _tied_weights_keys = (r"^head\.weight$", "(")
 
@@ -163,7 +163,7 @@ def head_first(folder):
     return saved(folder, model)
 
 
-def test_a_model_says_which_name_is_not_saved(pool2, tmp_path):
+def test_model_declares_which_name_is_not_saved(pool2, tmp_path):
     assert pool2.run(head_first, tmp_path) == [[], []]
     assert manifest_in(tmp_path / "x").tied == {"head.weight": "embed.weight"}
     zshard.save(tmp_path / "y", make(Outer))
@@ -173,7 +173,7 @@ def test_a_model_says_which_name_is_not_saved(pool2, tmp_path):
     model._tied_weights_keys = {
         "head.weight": "x",
         "other.weight": "x",
-    }  # as newer versions have it
+    }  # as in newer versions
     zshard.save(tmp_path / "z", model)
     assert manifest_in(tmp_path / "z").tied == {"other.weight": "head.weight"}
 
@@ -232,7 +232,7 @@ def described(folder):
     return wrong, found.keys() ^ state.keys(), found["table"].tolist()
 
 
-def test_extra_state_versions_and_a_method_of_its_own(pool2, tmp_path):
+def test_extra_state_versions_and_custom_state_dict(pool2, tmp_path):
     assert pool2.run(described, tmp_path) == [([], set(), [0.0] * 3)] * 2
     told = manifest_in(tmp_path / "x").model
     assert told["versions"] == {"": 3}
@@ -265,7 +265,7 @@ def hooked(folder):
     return differences(found, expected)
 
 
-def test_hooks_may_rename_and_leave_out(pool2, tmp_path):
+def test_hooks_may_rename_and_drop_entries(pool2, tmp_path):
     assert pool2.run(hooked, tmp_path) == [[], []]
 
 
@@ -289,7 +289,7 @@ def asks_for_values(folder):
     return texts, differences(after, before), list(folder.iterdir())
 
 
-def test_hooks_that_ask_for_values(pool2, tmp_path):
+def test_hooks_that_read_values_are_refused(pool2, tmp_path):
     for (halved, past), wrong, names in pool2.run(asks_for_values, tmp_path):
         assert "div" in halved and "parameter 'head.weight' while its checkpoint is saved" in halved
         assert "only this rank's shard of 'other'" in past
@@ -297,7 +297,7 @@ def test_hooks_that_ask_for_values(pool2, tmp_path):
 
 
 class Holder(nn.Module):
-    """Its state dict is what it is told."""
+    """Its state dict is whatever it is given."""
 
     def __init__(self, state):
         super().__init__()
@@ -333,7 +333,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_entries_that_cannot_be_kept(case, tmp_path):
+def test_unsupported_entries(case, tmp_path):
     state, kind, text = BAD[case]
     assert text in message_of(lambda: zshard.save(tmp_path / "x", Holder(state)), kind)
     assert list(tmp_path.iterdir()) == []
@@ -367,7 +367,7 @@ def keeps_more(folder):
     )
 
 
-def test_what_an_optimizer_keeps_beside_tensors(pool2, tmp_path):
+def test_non_tensor_optimizer_state(pool2, tmp_path):
     for own, rate, kind, texts in pool2.run(keeps_more, tmp_path):
         assert own == {"count": 3, "name": None, "more": {"a": (1, float("inf"))}} and rate == 0.5
         assert kind == "torch.optim.sgd.SGD"
@@ -377,9 +377,9 @@ def test_what_an_optimizer_keeps_beside_tensors(pool2, tmp_path):
         assert "must be strings, got 7 for 'first.weight'" in texts[3]
 
 
-def test_two_tensors_of_one_name(tmp_path):
+def test_duplicate_tensor_name(tmp_path):
     model = nn.ParameterDict({"a": torch.ones(2)})
-    model._modules["a"] = nn.ParameterDict({"b": torch.ones(2)})  # by the back door
+    model._modules["a"] = nn.ParameterDict({"b": torch.ones(2)})  # bypasses the check
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     first, second = model.parameters()
     optimizer.state[first]["b.c"] = torch.ones(2)
@@ -418,7 +418,7 @@ def test_extra(pool3, tmp_path):
     assert told.software["zshard"] == zshard.__version__
 
 
-def test_a_result_of_save(tmp_path):
+def test_result_of_save(tmp_path):
     model = FSDP(make(Tied))
     loss_of(model(torch.zeros(1, 3, dtype=torch.long))).backward()
     result = zshard.save(tmp_path / "x", model)

@@ -1,9 +1,9 @@
-"""Saves that a crash ends: of a rank, of all, of the machine's power; in the background, too.
+"""Saves that a crash ends: of one rank, of all, or of the machine's power; also in the background.
 
-Everything that a save does to files goes through one table of calls (csrc/checkpoint/fs.h). Ranks
-are killed at some of them or at any time, one process at each of them, and the log of all calls
-says what a power cut may leave. Afterwards the newest checkpoint is complete, bit by bit; a save
-after that works, and leaves nothing of the broken one.
+All of a save's file operations go through one table of calls (csrc/checkpoint/fs.h). Ranks are
+killed at some of them or at any time, one process at each of them, and the log of all calls
+determines what a power cut may leave. Afterwards the newest checkpoint is complete, bit for bit;
+the next save works, and leaves nothing of the broken one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from zshard import FSDP
 from zshard.checkpoint import write
 from zshard.checkpoint.folder import finished, name_of
 
-MEMORY = "/dev/shm"  # where a sync takes no time: what is asked here does not depend on the disk
+MEMORY = "/dev/shm"  # syncs take no time there: these tests do not depend on the disk
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def folder(tmp_path):
 
 
 def make():
-    """Two files of a model that both of two ranks have some of, with an optimizer that has state."""
+    """Create two files of a model with shards on both ranks, with an optimizer that has state."""
     torch.manual_seed(0)
     model = FSDP(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
     optimizer = zshard.AdamW(model.parameters())
@@ -58,7 +58,7 @@ def make():
 
 
 def save(model, optimizer, folder, step, **options):
-    """Values that tell the step."""
+    """Save values that identify the step."""
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(step)
@@ -67,7 +67,7 @@ def save(model, optimizer, folder, step, **options):
 
 
 def step_in(path):
-    """The step that a whole checkpoint is of."""
+    """Return the step of a complete checkpoint."""
     assert path is not None, "no checkpoint is left"
     step = manifest_in(path).step
     tensors = whole(path)
@@ -78,15 +78,15 @@ def step_in(path):
 
 
 def check_after(folder, model, optimizer):
-    """What a broken save has left: the newest step, which is whole, as the others are. The next save
-    leaves nothing else."""
+    """Check the leftovers of a broken save: the newest step is complete, as are the others. The
+    next save leaves nothing else."""
     found = step_in(zshard.latest_checkpoint(folder))
     for step in finished(folder):
         step_in(f"{folder}/{name_of(step)}")
     save(model, optimizer, folder, found + 1)
     assert step_in(zshard.latest_checkpoint(folder)) == found + 1
     if dist.is_initialized():
-        dist.barrier()  # other ranks may return while rank 0 still deletes what is too old
+        dist.barrier()  # other ranks may return while rank 0 still deletes old checkpoints
     assert not [name for name in inside(folder) if name.startswith(".")]
     return found
 
@@ -95,7 +95,7 @@ def check_after(folder, model, optimizer):
 
 
 def interrupted_at_each_call(folder, what):
-    """How many saves have raised."""
+    """Return how many saves have raised."""
     model, optimizer = make()
     raised = 0
     for step in range(1, 1000):
@@ -114,7 +114,7 @@ def interrupted_at_each_call(folder, what):
 
 
 def test_short_counts_and_interrupts_at_each_call(folder):
-    """These go on, but where a sync or a look at a file is interrupted."""
+    """Saves continue after these, except where a sync or a stat is interrupted."""
     short, stopped = (
         fork_ranks(interrupted_at_each_call, 1, f"{folder}/{what}", what, check=True)[0].value
         for what in ("short", "EINTR")
@@ -127,7 +127,7 @@ def saves_first(folder):
 
 
 def saves_with_a_log(folder, log):
-    """Saves steps 2, 3 and 4; how many calls there were when each of them had returned."""
+    """Save steps 2, 3 and 4; return the number of calls when each of them had returned."""
     model, optimizer = make()
     file_log(log)
     returned = {}
@@ -141,9 +141,9 @@ def saves_with_a_log(folder, log):
 
 
 @pytest.mark.thorough
-def test_the_power_is_cut(folder, tmp_path):
-    """Whatever the disk has then: each checkpoint is whole, or is none; and what save() has returned
-    for is there."""
+def test_power_cut_at_each_call(folder, tmp_path):
+    """Whatever the disk has then, each checkpoint is complete or does not count, and everything
+    that save() returned for exists."""
     log, root, cut = tmp_path / "log", Path(folder, "x"), Path(folder, "cut")
     root.mkdir()
     fork_ranks(saves_first, 2, str(root), check=True, timeout=60)
@@ -165,7 +165,7 @@ def test_the_power_is_cut(folder, tmp_path):
 
 
 def saves_until_killed(folder, victim, call, kind, asynchronous):
-    """Saves step 1, and step 2, in which a rank is killed at one of its calls."""
+    """Save step 1, then step 2, in which a rank is killed at one of its calls."""
     model, optimizer = make()
     save(model, optimizer, folder, 1)
     if rank() == victim:
@@ -178,7 +178,7 @@ def after_a_restart(folder):
 
 
 def killed_rank(folder, victim, call, kind, asynchronous):
-    """Kills a rank at a call and looks at what is left; whether there was such a call."""
+    """Kill a rank at a call and check what is left; return whether there was such a call."""
     results = fork_ranks(
         saves_until_killed, 2, str(folder), victim, call, kind, asynchronous, timeout=60
     )
@@ -203,7 +203,7 @@ def killed_rank(folder, victim, call, kind, asynchronous):
         (1, 3, "killafter"),
     ],
 )
-def test_a_rank_killed_while_it_saves(victim, call, kind, asynchronous, folder):
+def test_rank_killed_during_a_save(victim, call, kind, asynchronous, folder):
     assert killed_rank(folder, victim, call, kind, asynchronous)
 
 
@@ -214,7 +214,7 @@ def saves_for_ever(folder):
 
 
 def first_of(folder):
-    """Waits until there is a checkpoint, then somewhat longer, and ends all ranks."""
+    """Wait until there is a checkpoint and a little longer, then kill all ranks."""
     if os.environ["RANK"] == "0" and os.fork() == 0:
         deadline = time.monotonic() + 30
         while zshard.latest_checkpoint(folder) is None and time.monotonic() < deadline:
@@ -264,7 +264,7 @@ def state(value):
 
 
 def value_in(path):
-    """The number of which a checkpoint is; an AssertionError if it is not whole."""
+    """Return the number in a checkpoint; AssertionError if it is not complete."""
     manifest_in(path)
     found = [*tensors_in(path).values()]
     found += [own["momentum_buffer"] for own in states_in(path).values()]
@@ -274,7 +274,7 @@ def value_in(path):
 
 
 def forked(nth, what, action):
-    """How many calls a child made, or None if it was killed."""
+    """Return how many calls a child made, or None if it was killed."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -295,7 +295,7 @@ def forked(nth, what, action):
 
 
 def numbered(folder, value):
-    """One more checkpoint in a directory that keeps one."""
+    """Add a checkpoint to a directory that keeps one."""
     zshard.save(folder, *state(value), step=int(value), keep_last=1)
 
 
@@ -308,7 +308,7 @@ def another(folder, value):
 
 
 def found_in(folder, way):
-    """The number of the checkpoint that a script would go on from, after a look at all."""
+    """Return the number of the checkpoint that a script would resume from, after checking all."""
     if way is numbered:
         values = [value_in(folder / name) for name in inside(folder) if name.startswith("step")]
         newest = value_in(zshard.latest_checkpoint(folder))
@@ -318,7 +318,7 @@ def found_in(folder, way):
 
 
 def killed_at_each_call(way, what, folder):
-    """How often which checkpoint was found."""
+    """Return how often each checkpoint was found."""
     seen, nth = Counter(), 0
     while True:
         nth += 1
@@ -337,7 +337,8 @@ def killed_at_each_call(way, what, folder):
 
 
 def _of(name, other):
-    """Does it lie beside, as what a save of `other` leaves, for the next one of that name?"""
+    """Return whether it is a leftover of a save of `other` that the next save of that name cleans
+    up."""
     return name.startswith(f".{other}.")
 
 
@@ -345,10 +346,10 @@ def _of(name, other):
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["kill", "killshort", "killafter"])
 @pytest.mark.parametrize("way", [numbered, overwritten, another], ids=lambda way: way.__name__)
-def test_a_save_that_is_killed(way, what, tmp_path):
+def test_process_killed_during_a_save(way, what, tmp_path):
     result = fork_ranks(killed_at_each_call, 1, way, what, tmp_path / "x", check=True)
     seen, calls = result[0].value
-    assert calls > 40 and set(seen) == {1.0, 2.0}  # the old one before the last steps, then the new
+    assert calls > 40 and set(seen) == {1.0, 2.0}  # the old one until the last steps, then the new
     assert seen[1.0] > seen[2.0]
 
 
@@ -356,7 +357,7 @@ def test_a_save_that_is_killed(way, what, tmp_path):
 
 
 def saved_by_ranks(folder, victim, nth, what):
-    """Two numbered checkpoints, of which the second is one rank's last deed."""
+    """Two numbered checkpoints; a rank is killed while it saves the second."""
     for value in (1.0, 2.0):
         plain, optimizer = state(value)
         model = FSDP(plain, transport="c10d")
@@ -370,7 +371,7 @@ def saved_by_ranks(folder, victim, nth, what):
 @pytest.mark.thorough
 @pytest.mark.parametrize("what", ["kill", "killafter"])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_is_killed_at_each_call(victim, what, tmp_path):
+def test_rank_killed_at_each_call(victim, what, tmp_path):
     seen, nth = Counter(), 0
     while True:
         nth += 1

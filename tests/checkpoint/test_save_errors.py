@@ -1,7 +1,7 @@
-"""zshard.save: what goes wrong is the same kind of error on all ranks, and nothing has happened.
+"""zshard.save: failures raise the same kind of error on all ranks and have no effect.
 
-After each failure the folder has what it had before, to the bit, and no more; the model
-trains on, and the next save is a good one. An error about an argument names it and says what to do.
+After each failure the folder has its earlier content, bit for bit, and nothing else; training
+continues, and the next save succeeds. An error about an argument names it and the remedy.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_arguments(pool2, case, tmp_path):
 
 
 def on_one_rank(folder):
-    """What one rank alone gets wrong, all are told."""
+    """A mistake of one rank is an error on all ranks."""
 
     def wrong(folder, model, optimizer):
         extra = {"a": some_function} if rank() == 1 else {"a": 1}
@@ -91,11 +91,11 @@ def on_one_rank(folder):
     return tried(folder, TypeError, text, wrong)
 
 
-def test_what_is_wrong_on_one_rank(pool2, tmp_path):
+def test_mistake_of_one_rank_is_an_error_on_all(pool2, tmp_path):
     assert pool2.run(on_one_rank, tmp_path) == [[], []]
 
 
-def test_what_is_no_model(tmp_path):
+def test_non_models_are_refused(tmp_path):
     with pytest.raises(TypeError, match=r"model must be an nn\.Module, got OrderedDict"):
         zshard.save(tmp_path / "x", make(Mlp).state_dict())
     with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer, got dict"):
@@ -167,7 +167,7 @@ def of_different_contents(folder):
     return found
 
 
-def test_ranks_that_would_save_something_else(pool2, tmp_path):
+def test_ranks_that_would_save_different_things(pool2, tmp_path):
     assert pool2.run(of_different_contents, tmp_path) == [[], []]
 
 
@@ -176,11 +176,11 @@ def of_another_model(folder):
     return tried(folder, ValueError, text, other_model)
 
 
-def test_an_optimizer_of_another_model(pool2, tmp_path):
+def test_optimizer_of_another_model(pool2, tmp_path):
     assert pool2.run(of_another_model, tmp_path) == [[], []]
 
 
-# --- at the wrong time ----------------------------------------------------------------------------
+# --- wrong time -----------------------------------------------------------------------------------
 
 
 def in_forward(folder, model, optimizer):
@@ -232,27 +232,27 @@ def at_a_time(action, text, folder):
 
 
 @pytest.mark.parametrize("action", TIMES, ids=lambda action: action.__name__)
-def test_at_the_wrong_time(pool2, action, tmp_path):
+def test_save_at_the_wrong_time(pool2, action, tmp_path):
     assert pool2.run(at_a_time, action, TIMES[action], tmp_path) == [[], []]
 
 
 def in_a_backward(folder):
-    """A backward that raises ends there, as any does; there is no training on from it here."""
+    """A backward that raises ends there, as always; the model cannot train on from it here."""
     model, optimizer = trained("mlp", APART, "zshard.AdamW")
     found = outcome(lambda: in_backward(folder, model, optimizer))
     return found[0] is RuntimeError, "cannot save a model during a step" in found[1], inside(folder)
 
 
-def test_in_a_backward(pool2, tmp_path):
+def test_save_in_a_backward(pool2, tmp_path):
     assert pool2.run(in_a_backward, tmp_path) == [(True, True, [])] * 2
 
 
-# --- calls that fail ------------------------------------------------------------------------------
+# --- failing calls --------------------------------------------------------------------------------
 
 
 def each_call(folder, sufferer, what, overwrite):
-    """Fails each call of a save in turn, on one rank. What is wrong, how often there was an error, and
-    how often none: some calls only tidy up."""
+    """Fail each call of a save in turn, on one rank. Return what is wrong, how often there was an
+    error, and how often there was none: some calls only tidy up."""
     model, optimizer = trained("mlp", APART, "zshard.AdamW", steps=1)
     zshard.save(folder / "old", model, optimizer)
     state, named = model.state_dict(), zshard.optim_state_dict(model, optimizer)
@@ -268,7 +268,7 @@ def each_call(folder, sufferer, what, overwrite):
         if rank() == 0:
             lock = folders._lock_path(folders.Target.of(path, None))
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(lock)  # it may stay; it is nobody's
+                os.unlink(lock)  # may stay: it belongs to no save
             hidden = [name for name in inside(folder) if name.startswith(".")]
             if found is None:
                 wrong += unlike(path, state, named)
@@ -291,12 +291,12 @@ def each_call(folder, sufferer, what, overwrite):
 @pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrite"])
 @pytest.mark.parametrize("sufferer", [0, 1])
 @pytest.mark.parametrize("what", ["EIO", "ENOSPC"])
-def test_each_call_that_fails(pool2, sufferer, what, overwrite, tmp_path):
+def test_each_failing_call(pool2, sufferer, what, overwrite, tmp_path):
     first, second = pool2.run(each_call, tmp_path, sufferer, what, overwrite)
     assert first[0] == second[0] == []
     assert first[1:] == second[1:]
     assert first[1] >= (30 if sufferer == 0 else 6)
-    assert first[2] <= (24 if sufferer == 0 else 2)  # it deletes what there was, and its lock
+    assert first[2] <= (24 if sufferer == 0 else 2)  # it deletes the old checkpoint and its lock
 
 
 # --- paths and steps -----------------------------------------------------------------------------
@@ -316,14 +316,14 @@ PATHS = {
 
 @pytest.mark.parametrize("case", PATHS)
 @pytest.mark.parametrize("call", [zshard.save, zshard.load])
-def test_no_path(call, case):
+def test_invalid_paths(call, case):
     path, kind, text = PATHS[case]
     with pytest.raises(kind) as caught:
         call(path, nn.Linear(1, 1))
     assert text in str(caught.value)
 
 
-def test_a_folder_that_is_to_be_made_first(tmp_path):
+def test_missing_parent_folder(tmp_path):
     missing = tmp_path / "runs"
     for path, options in ((missing / "x", {}), (missing / "run" / "x", {"step": 1})):
         with pytest.raises(
@@ -341,13 +341,13 @@ STEPS = {
 
 
 @pytest.mark.parametrize("case", STEPS)
-def test_no_step(case, tmp_path):
+def test_invalid_steps(case, tmp_path):
     options, kind, text = STEPS[case]
     with pytest.raises(kind) as caught:
         zshard.save(tmp_path, nn.Linear(1, 1), **options)
     assert text in str(caught.value) and list(tmp_path.iterdir()) == []
 
 
-def test_the_largest_step(tmp_path):
+def test_largest_step(tmp_path):
     zshard.save(tmp_path, nn.Linear(1, 1), step=torch.tensor(2**63 - 1))
     assert zshard.load(tmp_path, nn.Linear(1, 1)).step == 2**63 - 1

@@ -1,7 +1,7 @@
-"""Checkpoints of Hugging Face models, read by Hugging Face's tools where zshard cannot be imported.
+"""Checkpoints of Hugging Face models, read by Hugging Face's tools without zshard.
 
-Who has the folder needs no zshard. A process in which its import fails loads the folder by
-`from_pretrained` and by safetensors, and finds the values that training ended with.
+Readers of the folder do not need zshard. A process that cannot import it loads the folder with
+`from_pretrained` and with safetensors, and finds the values at the end of training.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def plain(name, is_tied):
 
 
 def save(name, is_tied, folder, options):
-    """Saves a model that has been trained; its state dict goes to `folder`/state.pt."""
+    """Save a trained model; its state dict goes to `folder`/state.pt."""
     model = FSDP(plain(name, is_tied), transport="c10d")
     optimizer = zshard.AdamW(model.parameters(), lr=0.1)
     ids = torch.arange(20).reshape(2, 10) + rank()
@@ -111,7 +111,7 @@ def test_from_pretrained(pool2, tmp_path):
 
 
 def of_architectures(names, folder):
-    """{name: what from_pretrained makes otherwise of what two ranks have saved}"""
+    """Return {name: what differs after from_pretrained} for what two ranks have saved."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     found = {}
@@ -138,7 +138,7 @@ def test_architectures(pool2, tmp_path):
     assert len(found) > 30 and not any(found.values()), found
 
 
-def test_a_model_with_another_kind_of_config(tmp_path):
+def test_model_with_a_different_kind_of_config(tmp_path):
     model = torch.nn.Linear(2, 2)
     for config in (None, {"a": 1}, object()):
         model.config = config
@@ -159,8 +159,9 @@ def save_around(folder):
     zshard.save(folder, FSDP(Around()))
 
 
-def test_a_module_around_a_model_gets_no_configuration(pool2, tmp_path):
-    """By which from_pretrained() would take none of its weights, and draw all."""
+def test_module_around_a_model_saves_no_config(pool2, tmp_path):
+    """With the configuration, from_pretrained() would load none of its weights and draw all of
+    them."""
     pool2.run(save_around, tmp_path / "x")
     assert "config.json" not in inside(tmp_path / "x")
     zshard.load(tmp_path / "x", Around())

@@ -1,5 +1,5 @@
-"""Which bytes of which files each rank writes (zshard/checkpoint/save_plan.py), and a script's own
-state as JSON and back (zshard/checkpoint/script_state.py); without any model.
+"""The bytes and files that each rank writes (zshard/checkpoint/save_plan.py), and a script's own
+state as JSON (zshard/checkpoint/script_state.py); without any model.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.uint8]
 
 @st.composite
 def worlds(draw):
-    """(items of each rank, limit): tensors that rank 0 has, that all have, or that are cut over parts
-    of the ranks, each part with `copies` ranks."""
+    """Return (items of each rank, limit): tensors of rank 0, of all ranks, or sharded over groups
+    of ranks, with `copies` ranks for each shard."""
     parts, copies = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     world = [[] for _ in range(parts * copies)]
     for i in range(draw(st.integers(0, 6))):
@@ -55,7 +55,7 @@ def worlds(draw):
 
 
 @given(worlds())
-def test_every_byte_is_written_once_by_a_rank_that_has_it(case):
+def test_every_byte_is_written_once_by_an_owner(case):
     world, limit = case
     files = save_plan.lay_out(world[0], "model", limit)
     written = Counter()
@@ -81,7 +81,7 @@ def _has(item, piece):
 
 
 @given(worlds())
-def test_ranks_that_have_the_same_write_as_much(case):
+def test_replicas_write_equal_shares(case):
     world, limit = case
     totals = {}
     for items in world:
@@ -126,14 +126,14 @@ def test_files_are_valid_and_not_too_large(case):
     assert told["metadata"]["total_size"] == sum(f.size - len(f.header) for f in files)
 
 
-def test_files_are_split_as_hugging_face_does():
+def test_files_are_split_as_by_hugging_face():
     items = [Item(n, (4,), torch.float32, None) for n in "abcde"]
     items.insert(2, Item("large", (100,), torch.float32, None))
     names = [[i.name for i, _ in f.places] for f in save_plan.lay_out(items, "model", 32)]
     assert names == [["a", "b"], ["large"], ["c", "d"], ["e"]]
 
 
-def test_a_header_that_nobody_would_read(monkeypatch):
+def test_oversized_header_is_refused(monkeypatch):
     monkeypatch.setattr(save_plan, "HEADER_LIMIT", 5000)
     items = [Item(f"t{i}", (1,), torch.float32, None) for i in range(30)]
     with pytest.raises(ValueError, match=r"'model.safetensors' .* a smaller max_shard_size"):
@@ -150,13 +150,13 @@ def test_sizes(text):
 
 
 @pytest.mark.parametrize("text", ["", "GB", "5XB", "-5GB", "0", 0, -1, "5 GB more", "1e3"])
-def test_what_is_no_size(text):
+def test_invalid_sizes(text):
     with pytest.raises(ValueError, match=r"max_shard_size=.* is not a size"):
         save_plan.bytes_in(text)
 
 
 @pytest.mark.parametrize("text", [None, 1.5, True, b"5GB"])
-def test_what_cannot_be_a_size(text):
+def test_sizes_of_wrong_type(text):
     with pytest.raises(TypeError, match="max_shard_size must be a number of bytes"):
         save_plan.bytes_in(text)
 
@@ -165,7 +165,8 @@ def test_what_cannot_be_a_size(text):
 
 
 def cut(data, cuts):
-    """(offset, length, checksum) of the bytes between the cuts, and the multiples of a block."""
+    """Return (offset, length, checksum) of the bytes between the cuts and the multiples of a
+    block."""
     bounds = sorted({0, *cuts, *range(0, len(data), BLOCK), len(data)})
     pairs = itertools.pairwise(bounds)
     return [(a, b - a, _core.crc32c(data[a:b])) for a, b in pairs]
@@ -175,7 +176,7 @@ DATA = bytes(range(251)) * (-(-(2 * BLOCK + 1000) // 251))
 
 
 @given(st.lists(st.integers(1, len(DATA) - 1), max_size=8), st.randoms())
-def test_checksums_of_pieces_are_put_together(cuts, random):
+def test_checksums_of_pieces_are_joined(cuts, random):
     rows = cut(DATA, cuts)
     random.shuffle(rows)
     whole = [_core.crc32c(DATA[i : i + BLOCK]) for i in range(0, len(DATA), BLOCK)]
@@ -191,7 +192,7 @@ def test_checksums_of_pieces_are_put_together(cuts, random):
 @pytest.mark.parametrize(
     "change", [lambda r: r[1:], lambda r: r[:-1], lambda r: r[:2] + r[3:], lambda r: [*r, r[1]]]
 )
-def test_what_was_not_written_once_is_an_error(change):
+def test_bytes_not_written_exactly_once_are_an_error(change):
     rows = cut(DATA, [5, 100, BLOCK + 7])
     with pytest.raises(
         RuntimeError, match=r"'x' \(\d+ bytes\) was not written exactly once at byte"
@@ -225,7 +226,7 @@ _values = st.recursive(
 
 
 def same(a, b):
-    """Equal in values, NaN included."""
+    """Return whether the values are equal, with NaN equal to NaN."""
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)) and type(a) is type(b):
@@ -234,7 +235,7 @@ def same(a, b):
 
 
 @given(_values)
-def test_comes_back_through_json(value):
+def test_state_round_trips_through_json(value):
     text = json.dumps(encode(value), allow_nan=False)
     back = decode(json.loads(text))
     assert type(back) is type(value)
@@ -249,29 +250,29 @@ def test_tensors_keep_dtype_shape_and_bits(dtype, shape):
     value = (torch.randn(shape) * 4).to(dtype)
     back = decode(json.loads(json.dumps(encode(value))))
     assert_same(back, value, "what comes back")
-    back.fill_(1)  # it is the caller's
+    back.fill_(1)  # the caller owns it
 
 
 @pytest.mark.parametrize("dtype", CODES, ids=str)
-def test_tensors_of_every_dtype_that_a_file_can_have(dtype):
+def test_tensors_of_every_file_dtype(dtype):
     value = torch.arange(2).to(dtype)
     back = decode(json.loads(json.dumps(encode(value))))
     assert back.dtype == dtype
     assert_same(back.view(torch.uint8), value.view(torch.uint8), "what comes back")
 
 
-def test_dtypes_themselves():
+def test_dtype_values():
     value = {"momentum_dtype": torch.bfloat16, "of": [torch.float8_e4m3fn, torch.complex128]}
     assert decode(json.loads(json.dumps(encode(value)))) == value
 
 
-def test_views_that_say_how_to_read_their_memory():
+def test_conjugate_and_negative_views():
     value = torch.tensor([1 + 2j, 3 - 4j])
     back = decode(json.loads(json.dumps(encode({"conj": value.conj(), "neg": value.conj().imag}))))
     assert back["conj"].tolist() == [1 - 2j, 3 + 4j] and back["neg"].tolist() == [-2, 4]
 
 
-def test_arrays_and_numbers_of_numpy():
+def test_numpy_arrays_and_numbers():
     value = {
         "a": numpy.arange(6, dtype=">i4").reshape(2, 3),
         "n": numpy.float32(0.5),
@@ -283,7 +284,7 @@ def test_arrays_and_numbers_of_numpy():
 
 
 def test_state_of_schedulers():
-    """MultiStepLR has a Counter with whole numbers as keys."""
+    """MultiStepLR has a Counter with integer keys."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5])
     state = scheduler.state_dict()
@@ -295,12 +296,12 @@ def test_state_of_schedulers():
 @pytest.mark.parametrize(
     "value", [torch.nn.Linear(1, 1), object(), lambda: 0, {"x": [1, print]}, 1j]
 )
-def test_names_what_it_cannot_keep(value):
+def test_error_names_the_unsupported_entry(value):
     with pytest.raises(TypeError, match=r"^cannot save extra(\['x'\]\[1\])?: unsupported type"):
         encode(value)
 
 
-def test_refuses_what_is_large():
+def test_large_values_are_refused():
     with pytest.raises(ValueError, match=r"extra\['big'\] has 16777217 bytes.*buffer of the model"):
         encode({"big": bytes(2**24 + 1)})
     assert decode(json.loads(json.dumps(encode([2**8191, -(2**8191)])))) == [2**8191, -(2**8191)]
@@ -308,7 +309,7 @@ def test_refuses_what_is_large():
         encode({"big": 2**8192})
 
 
-def test_says_of_what_an_array_is():
+def test_error_names_the_array_dtype():
     with pytest.raises(TypeError, match=r"extra\['names'\]: unsupported type ndarray of <U1;"):
         encode({"names": numpy.array(["a"])})
 
@@ -333,12 +334,12 @@ def test_says_of_what_an_array_is():
         {"$dtype": ["float32"]},
     ],
 )
-def test_refuses_what_it_cannot_have_written(told):
+def test_foreign_json_is_refused(told):
     with pytest.raises(ValueError):
         decode({"here": [told]})
 
 
-def test_random_numbers_go_on_where_they_were():
+def test_random_numbers_resume():
     state = decode(json.loads(json.dumps(encode(rng_state()))))
     wanted = torch.rand(3).tolist(), random.random(), numpy.random.rand()
     torch.rand(5), random.random(), numpy.random.rand()
@@ -346,11 +347,11 @@ def test_random_numbers_go_on_where_they_were():
     assert (torch.rand(3).tolist(), random.random(), numpy.random.rand()) == wanted
 
 
-def test_random_state_of_something_else():
+def test_unknown_random_state():
     with pytest.raises(ValueError, match="unexpected key 'jax'"):
         set_rng_state({"jax": 1})
 
 
-def test_floats_that_json_has_not():
+def test_floats_that_json_lacks():
     back = decode(json.loads(json.dumps(encode([math.inf, -math.inf, math.nan]), allow_nan=False)))
     assert back[:2] == [math.inf, -math.inf] and math.isnan(back[2])

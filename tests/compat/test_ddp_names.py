@@ -20,7 +20,7 @@ from zshard import FSDP, DistributedDataParallel
 
 TORCHS = nn.parallel.DistributedDataParallel
 
-# What scripts pass; each is right for any model here.
+# Arguments that scripts pass; each is valid for any model here.
 SPELLINGS = [
     {},
     {"device_ids": [], "output_device": None, "find_unused_parameters": True},
@@ -36,7 +36,7 @@ SPELLINGS = [
 ]
 
 
-def test_arguments_have_the_names_order_and_defaults_of_ddp():
+def test_arguments_match_ddp():
     theirs = [p for p in inspect.signature(TORCHS.__init__).parameters.values()][1:]
     ours = inspect.signature(DistributedDataParallel.__new__).parameters
     assert list(ours)[1 : len(theirs) + 1] == [p.name for p in theirs]  # newer ones follow
@@ -81,7 +81,7 @@ def as_ddp(name, options, transport, strategy):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("options", SPELLINGS, ids=str)
 @pytest.mark.parametrize("name", ["mlp", "frozen", "tied"])
-def test_training_has_the_bits_of_ddp(pool2, name, options, transport, strategy):
+def test_training_is_bit_identical_to_ddp(pool2, name, options, transport, strategy):
     assert pool2.run(as_ddp, name, options, transport, strategy) == [[], []]
 
 
@@ -98,7 +98,7 @@ def buffers_of(options):
 
 
 @pytest.mark.parametrize("options", [{}, {"broadcast_buffers": False}], ids=str)
-def test_buffers_are_broadcast_as_by_ddp(pool2, options):
+def test_buffers_are_broadcast_as_in_ddp(pool2, options):
     assert pool2.run(buffers_of, options) == [[], []]
 
 
@@ -125,13 +125,13 @@ def values_of_their_own():
     )
 
 
-def test_without_init_sync_other_values_are_an_error(pool2):
+def test_different_values_without_init_sync_are_an_error(pool2):
     assert all(
         "values" in message or "differ" in message for message in pool2.run(values_of_their_own)
     )
 
 
-def test_attributes_are_those_of_ddp():
+def test_attributes_match_ddp():
     model = DistributedDataParallel(make(Mlp))
     assert model.device_ids is None and model.output_device is None and model.dim == 0
     assert model.device == torch.device("cpu") and model.device_type == "cpu"
@@ -144,7 +144,7 @@ def test_attributes_are_those_of_ddp():
         assert not model.require_backward_grad_sync
 
 
-def test_what_zshard_has_wrapped_is_found_by_isinstance():
+def test_isinstance_finds_wrapped_models():
     assert isinstance(FSDP(make(Mlp)), DistributedDataParallel)
     assert not isinstance(make(Mlp), DistributedDataParallel) and not isinstance(
         3, DistributedDataParallel

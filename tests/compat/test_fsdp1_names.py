@@ -1,4 +1,4 @@
-"""FSDP1's functions and attributes by name: state dict types, optimizer state, questions about units.
+"""FSDP1's functions and attributes by name: state dict types, optimizer state, queries about units.
 
 Arguments of FSDP() are in tests/wrap/test_api.py, scripts in test_fsdp1_scripts.py.
 """
@@ -28,7 +28,7 @@ FULL, SHARDED = zshard.StateDictType.FULL_STATE_DICT, zshard.StateDictType.SHARD
 # --- state dict types -------------------------------------------------------------------------------
 
 
-def test_a_state_dict_type_is_set_until_the_next():
+def test_state_dict_type_stays_until_the_next_call():
     model = FSDP(make(Stack), auto_wrap_policy={nn.Linear})
     before = FSDP.get_state_dict_type(model)
     assert before.state_dict_type == FULL == torchs.StateDictType.FULL_STATE_DICT
@@ -48,20 +48,20 @@ def test_a_state_dict_type_is_set_until_the_next():
     assert now.state_dict_config is config and FSDP.get_state_dict_type(model) == before
 
 
-def test_torchs_types_and_configs_are_returned_as_they_were_passed():
+def test_torch_types_and_configs_are_returned_as_passed():
     model = FSDP(make(Mlp))
     kind = torchs.StateDictType.SHARDED_STATE_DICT
     config = torchs.ShardedOptimStateDictConfig(offload_to_cpu=False)
     FSDP.set_state_dict_type(model, kind, optim_state_dict_config=config)
     now = FSDP.get_state_dict_type(model)
     assert now.state_dict_type is kind and now.optim_state_dict_config is config
-    for one, other in ((kind, SHARDED), (SHARDED, kind)):  # each asks another class
+    for one, other in ((kind, SHARDED), (SHARDED, kind)):  # each names another class
         assert one == other
     assert kind != FULL
     assert hash(kind) == hash(SHARDED) and {SHARDED: 1}[kind] == 1
 
 
-def test_mistakes_about_types_are_named_and_change_nothing():
+def test_invalid_types_are_named_and_change_nothing():
     model = FSDP(make(Stack), auto_wrap_policy={nn.Linear})
     wrong = zshard.ShardedStateDictConfig()
     assert "FullStateDictConfig" in message_of(
@@ -99,11 +99,11 @@ def types_on_ranks(transport):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_the_type_that_is_set_is_that_of_the_dicts(pool2, transport):
+def test_set_type_determines_the_state_dicts(pool2, transport):
     assert pool2.run(types_on_ranks, transport) == [[], []]
 
 
-# --- names that are not here ----------------------------------------------------------------------------
+# --- missing names --------------------------------------------------------------------------------------
 
 OLDER = [
     name
@@ -116,7 +116,7 @@ OLDER.remove("optim_state_dict")
 @pytest.mark.parametrize(
     "name", ["_flat_param", "register_comm_hook", "reducer", "set_symm_mem_for_comm"]
 )
-def test_other_names_of_torchs_point_to_the_page_that_has_them(name):
+def test_missing_torch_names_point_to_the_docs(name):
     page = (Path(__file__).resolve().parents[2] / "docs" / "migration.md").read_text()
     assert f"`{name}`" in page
     for model in (FSDP(make(Mlp)), DistributedDataParallel(make(Mlp)), fully_shard(make(Mlp))):
@@ -149,7 +149,8 @@ def test_full_precision_in_eval_mode_is_refused(monkeypatch, options):
 
 
 class Owner(nn.Module):
-    """It has some of the names itself: as an attribute, a property, a child, a parameter, a buffer."""
+    """A module that defines some of the names itself: as an attribute, a property, a child, a
+    parameter, a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -166,7 +167,7 @@ class Owner(nn.Module):
         return self.reducer(x) * self.dim
 
 
-def test_a_module_keeps_its_own_names():
+def test_module_keeps_its_own_names():
     model = FSDP(Owner())
     assert model.rank == 8 and model.world_size == "mine" and model.logger.shape == (2,)
     assert type(model.reducer) is nn.Linear or isinstance(model.reducer, nn.Linear)
@@ -224,7 +225,7 @@ def test_attributes_without_options():
 
 
 class Experts(nn.Module):
-    """Each rank has an expert of its own, between layers that all share."""
+    """Each rank has its own expert, between layers that all ranks share."""
 
     def __init__(self):
         super().__init__()
@@ -235,7 +236,8 @@ class Experts(nn.Module):
 
 
 def experts(transport, strategy):
-    """What differs from a plain model whose gradients are averaged by hand, but for the expert's."""
+    """Return what differs from a plain model whose gradients are averaged by hand, except the
+    expert's."""
     rank = dist.get_rank()
     alone = [dist.new_group([each]) for each in range(2)][rank]
     plain, model = make(Experts), make(Experts)
@@ -282,12 +284,12 @@ def experts(transport, strategy):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_experts_of_each_rank_in_a_model_of_all(pool2, transport, strategy):
+def test_experts_per_rank_in_a_shared_model(pool2, transport, strategy):
     assert pool2.run(experts, transport, strategy) == [[], []]
 
 
 def pairs_of_experts(transport):
-    """Two ranks share each of two experts; sums of four are in another order than gloo's."""
+    """Two ranks share each of two experts; gloo sums four ranks in another order."""
     rank = dist.get_rank()
     pairs = [dist.new_group(each) for each in ([0, 1], [2, 3])]
     plain, model = make(Experts), make(Experts)
@@ -315,7 +317,7 @@ def pairs_of_experts(transport):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_experts_of_pairs_of_ranks(pool4, transport):
+def test_experts_shared_by_pairs_of_ranks(pool4, transport):
     pool4.run(pairs_of_experts, transport)
 
 
@@ -339,12 +341,12 @@ class Outer(nn.Module):
         self.first, self.unit = nn.Linear(4, 4), Seen()
 
     def forward(self, x):
-        return self.unit(self.first(x), torch.ones(4))  # made within: nobody has cast it yet
+        return self.unit(self.first(x), torch.ones(4))  # created inside: not cast yet
 
 
 @pytest.mark.parametrize(("casts", "expected"), [(False, torch.float32), (True, torch.bfloat16)])
 @pytest.mark.parametrize("by_hand", [True, False])
-def test_inner_units_cast_their_arguments_only_if_asked_to(by_hand, casts, expected):
+def test_inner_units_cast_arguments_only_on_request(by_hand, casts, expected):
     precision = zshard.MixedPrecision(torch.bfloat16, cast_forward_inputs=casts)
     model = make(Outer)
     if by_hand:
@@ -362,7 +364,8 @@ def test_inner_units_cast_their_arguments_only_if_asked_to(by_hand, casts, expec
 
 
 def scaled(transport):
-    """One rank has an infinite loss in the second step, which all skip; the scale is as under FSDP1."""
+    """One rank has an infinite loss in the second step, which all ranks skip; the scale equals
+    FSDP1's."""
     rank, scales, models = dist.get_rank(), [], []
     for kind in (zshard.ShardedGradScaler, zshard.GradScaler):
         model = FSDP(make(Stack), transport=transport)

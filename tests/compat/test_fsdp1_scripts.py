@@ -1,7 +1,8 @@
-"""Scripts written for FSDP1 (tests/compat/fsdp1_scripts): they run with another import, to the same numbers.
+"""Scripts written for FSDP1 (tests/compat/fsdp1_scripts) run with another import, to the same
+numbers.
 
-Each runs twice under fresh ranks, as it stands and with its imports changed; what it saved is
-compared within rounding (FSDP1 adds in another order).
+Each runs twice on fresh ranks, unchanged and with changed imports; the results are compared within
+rounding (FSDP1 adds in another order).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from nursery import fork_ranks
 
 SCRIPTS = sorted((Path(__file__).parent / "fsdp1_scripts").glob("*.py"))
-# All that a user changes.
+# All changes that a user makes.
 CHANGES = {
     "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n": "from zshard import FSDP\n",
     "from torch.distributed.fsdp.wrap import ": "from zshard.wrap import ",
@@ -21,7 +22,7 @@ CHANGES = {
 
 
 def with_other_imports(script: Path, folder: Path) -> Path:
-    """A copy of `script` for zshard."""
+    """Return a copy of `script` for zshard."""
     text = script.read_text()
     for old, new in CHANGES.items():
         assert text.count(old) == 1, f"{script.name} does not have {old!r} once"
@@ -32,7 +33,7 @@ def with_other_imports(script: Path, folder: Path) -> Path:
 
 
 def saved_by(script: Path, folder: Path) -> dict[str, object]:
-    """What `script` saved, run by two ranks."""
+    """Return what `script` saved on two ranks."""
     path = folder / f"{script.stem}.pt"
     fork_ranks(script, 2, path, timeout=120, check=True)
     saved: dict[str, object] = torch.load(path)
@@ -40,7 +41,8 @@ def saved_by(script: Path, folder: Path) -> dict[str, object]:
 
 
 def far_apart(ours: object, theirs: object, name: str = "") -> list[str]:
-    """The names of the numbers that differ by more than rounding, or that only one has."""
+    """Return the names of the numbers that differ by more than rounding, or that only one side
+    has."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         found = [f"{name}.{key}" for key in ours.keys() ^ theirs.keys()]
         for key in ours.keys() & theirs.keys():
@@ -53,13 +55,13 @@ def far_apart(ours: object, theirs: object, name: str = "") -> list[str]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_script_of_fsdp1_gives_the_same_numbers(script: Path, tmp_path: Path) -> None:
+def test_fsdp1_script_gives_the_same_numbers(script: Path, tmp_path: Path) -> None:
     theirs = saved_by(script, tmp_path)
     ours = saved_by(with_other_imports(script, tmp_path), tmp_path)
     assert far_apart(ours, theirs) == []
 
 
-def test_what_is_far_apart_is_found() -> None:
+def test_large_differences_are_detected() -> None:
     one = {"state": {"w": torch.ones(3), "b": torch.zeros(2)}, "losses": [1.0, 2.0]}
     other = {"state": {"w": torch.ones(3) * 1.001, "c": torch.zeros(2)}, "losses": [1.0]}
     assert far_apart(one, one) == []

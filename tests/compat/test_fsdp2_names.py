@@ -1,7 +1,7 @@
-"""fully_shard() and FSDP2's names: what they take, and what they refuse with which words.
+"""fully_shard() and FSDP2's names: their arguments, and the errors for unsupported ones.
 
-test_fully_shard.py trains with them. A method that only chooses between ways to the same numbers is called in the middle of
-training, which must keep DDP's bits.
+test_fully_shard.py trains with them. A method that only chooses between equivalent ways is called
+in the middle of training, which must stay bit-identical to DDP.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BOOLS = {
 }
 
 
-def test_what_was_sharded_is_found_by_isinstance():
+def test_isinstance_finds_sharded_modules():
     model = stack()
     assert isinstance(model, FSDPModule) and isinstance(model.blocks[0], FSDPModule)
     assert not isinstance(model.blocks[0].module, FSDPModule)
@@ -38,7 +38,7 @@ def test_what_was_sharded_is_found_by_isinstance():
     assert units == FSDP.fsdp_modules(model)
 
 
-def test_methods_have_torchs_arguments():
+def test_method_signatures_match_torch():
     shared = [name for name in vars(torchs.FSDPModule) if hasattr(FSDP, name)]
     names = [name for name in shared if not name.startswith("__") and name != "_apply"]
     checked = []
@@ -55,7 +55,7 @@ def test_methods_have_torchs_arguments():
 
 
 @pytest.mark.parametrize(("name", "argument"), BOOLS.items())
-def test_a_switch_takes_a_bool(name, argument):
+def test_switches_require_a_bool(name, argument):
     model = stack()
     for value in (True, False):
         getattr(model, name)(value)
@@ -71,16 +71,16 @@ def test_names_without_effect_are_accepted():
     assert not any(isinstance(each, zshard.FlatParameter) for each in model.parameters())
 
 
-# --- what fully_shard() takes and refuses -------------------------------------------------------------
+# --- arguments and refusals of fully_shard() ----------------------------------------------------------
 
 
-def test_a_world_of_one():
+def test_single_rank():
     model = stack()
     expected, ours = make(Stack), model
     assert ours.unshard() is None and model.blocks[0].unshard(async_op=True).wait() is None
     for net in (expected, ours):
         forward_backward(net, 0)
-        torch.optim.SGD(net.parameters(), lr=0.1).step()  # held or not: it is whole anyway
+        torch.optim.SGD(net.parameters(), lr=0.1).step()  # held or not: it is unsharded anyway
     ours.reshard()
     assert differences(ours.state_dict(), expected.state_dict()) == []
     ours.set_gradient_divide_factor(1.0)
@@ -96,11 +96,11 @@ def ignoring():
     return tuple(alone.shape)
 
 
-def test_ignored_params_are_left_alone(pool2):
+def test_ignored_params_stay_unchanged(pool2):
     assert pool2.run(ignoring) == [(13, 7)] * 2
 
 
-def test_policies_that_ask_for_nothing_new_pass():
+def test_policies_without_effect_are_accepted():
     for casts in (None, zshard.MixedPrecisionPolicy(), torchs.MixedPrecisionPolicy()):
         for offload in (None, zshard.OffloadPolicy(), torchs.CPUOffloadPolicy()):
             fully_shard(make(Mlp), mp_policy=casts, offload_policy=offload)
@@ -159,7 +159,7 @@ def factor_of_replicated_units():
     return message_of(lambda: model.set_gradient_divide_factor(1.0), NotImplementedError)
 
 
-def test_the_factor_of_a_replicated_unit_is_refused(pool2):
+def test_divide_factor_of_a_replicated_unit_is_refused(pool2):
     for message in pool2.run(factor_of_replicated_units):
         assert "not sharded" in message
 
@@ -168,7 +168,8 @@ def test_the_factor_of_a_replicated_unit_is_refused(pool2):
 
 
 def training_with_switches(transport):
-    """What differs from DDP if each step calls the methods as a script for accumulation would."""
+    """Return what differs from DDP if each step calls the methods as a script for accumulation
+    would."""
     rank = dist.get_rank()
     plain = make(Stack)
     reference = ddp(plain)
@@ -195,7 +196,7 @@ def training_with_switches(transport):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_training_with_all_switches_has_the_bits_of_ddp(pool2, transport):
+def test_training_with_all_switches_is_bit_identical_to_ddp(pool2, transport):
     assert pool2.run(training_with_switches, transport) == [[], []]
 
 
@@ -232,7 +233,7 @@ def test_register_fsdp_forward_method(pool2, transport):
     assert pool2.run(another_method, transport) == [[], []]
 
 
-# --- names that a script still takes from torch ----------------------------------------------------------
+# --- names imported from torch ---------------------------------------------------------------------------
 
 HALF_CHANGED = """
 import sys, types, warnings
@@ -259,7 +260,7 @@ print("right")
 """
 
 
-def test_a_script_that_still_imports_torchs_class_is_told():
+def test_import_of_torchs_class_warns():
     done = subprocess.run(
         [sys.executable, "-c", HALF_CHANGED], capture_output=True, text=True, timeout=120
     )

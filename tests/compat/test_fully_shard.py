@@ -1,4 +1,4 @@
-"""fully_shard(), FSDP2's spelling: the same units, the same bits, and its switches.
+"""fully_shard(), FSDP2's entry point: the same units, bit-identical results, and its switches.
 
 unshard() and reshard() are in test_unshard.py, arguments and mistakes in test_fsdp2_names.py.
 """
@@ -60,7 +60,7 @@ def trained(parallel, model, case):
 
 
 def compare(name, transport, options):
-    """What differs from DDP, and what from FSDP(...)."""
+    """Return what differs from DDP, and what differs from FSDP(...)."""
     case, (inner, policy) = CASES[name], INNER[name]
     plain = make(case.make)
     expected = trained(ddp(plain, find_unused_parameters=case.unused), plain, case)
@@ -80,13 +80,13 @@ def compare(name, transport, options):
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=str)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("name", INNER)
-def test_training_has_the_bits_of_ddp_and_fsdp(pool2, name, transport, options):
+def test_training_is_bit_identical_to_ddp_and_fsdp(pool2, name, transport, options):
     for found in pool2.run(compare, name, transport, options):
         assert found == ([], []), found
 
 
 def by_list():
-    """What differs if the blocks are given as a list."""
+    """Return what differs if the blocks are passed as a list."""
     one, other = make(Stack), stack()
     blocks = list(one.blocks)
     assert fully_shard(blocks) is blocks
@@ -96,7 +96,7 @@ def by_list():
     return differences(trained(one, one, case), trained(other, other, case))
 
 
-def test_a_list_of_modules(pool2):
+def test_list_of_modules(pool2):
     assert pool2.run(by_list) == [[], []]
 
 
@@ -117,12 +117,12 @@ def on_a_mesh(shape, reshard, transport):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("reshard", [True, False, None])
-def test_a_mesh_of_two_dimensions_is_hybrid(pool4, reshard, transport):
+def test_two_dimensional_mesh_is_hybrid(pool4, reshard, transport):
     for gap, head in pool4.run(on_a_mesh, (2, 2), reshard, transport):
         assert gap < 1e-6 and "2 replicas of 2 rank(s) each" in head
 
 
-def test_a_mesh_of_one_dimension_is_sharded_over(pool2):
+def test_one_dimensional_mesh_is_sharded_over(pool2):
     for gap, head in pool2.run(on_a_mesh, (2,), None, "shm"):
         assert gap == 0.0 and "copies" not in head
 
@@ -190,7 +190,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_script_of_fsdp2_trains_as_with_torch(tmp_path, transport):
+def test_fsdp2_script_trains_as_with_torch(tmp_path, transport):
     path = tmp_path / "train.py"
     path.write_text(textwrap.dedent(SCRIPT))
     theirs = fork_ranks(path, 2, "torch", check=True)
@@ -207,7 +207,8 @@ def test_a_script_of_fsdp2_trains_as_with_torch(tmp_path, transport):
 
 
 def kept_after_forward(transport):
-    """Which units a forward keeps whole, by name, with the switch in its positions."""
+    """Return the names of the units that stay unsharded after a forward, for each setting of the
+    switch."""
     with over(transport):
         model = stack()
     found = []
@@ -232,7 +233,7 @@ def test_reshard_after_forward_can_be_switched(pool2):
 
 
 def divided(combination, factor, backwards):
-    """What differs from the mean of the ranks times W / factor; beyond rounding, nothing does."""
+    """Return what differs, beyond rounding, from the mean of the ranks times W / factor."""
     strategy, transport = combination
     with over(transport):
         model = stack(reshard_after_forward=strategy == "full_shard")
@@ -258,7 +259,7 @@ def test_gradients_are_divided_by_the_factor(pool2, combination):
     pool2.run(divided, combination, 3.0, 3)
 
 
-def test_the_factor_on_three_ranks(pool3):
+def test_factor_on_three_ranks(pool3):
     for transport in TRANSPORTS:
         pool3.run(divided, ("full_shard", transport), 2.0, 3)
 
@@ -273,12 +274,12 @@ def divided_in_part():
     return differences(ours, {name: grad * ratios[name] for name, grad in mean.items()})
 
 
-def test_the_factor_is_of_one_unit(pool2):
+def test_divide_factor_applies_to_one_unit(pool2):
     assert pool2.run(divided_in_part) == [[], []]
 
 
 def names():
-    """What units and parameters that were wrapped from the leaves up are called from the root."""
+    """Return the names of units and parameters that were wrapped from the leaves up."""
     model = stack()
     block, held = model.blocks[2], []
     block.up.register_forward_hook(lambda *_: held.append(block.up.weight.view(-1)))
@@ -288,7 +289,7 @@ def names():
     return [unit.name for unit in units_of(model)], facts["name"], facts["unit"], message
 
 
-def test_units_are_named_from_the_root(pool2):
+def test_unit_names_start_at_the_root(pool2):
     for units, param, unit, message in pool2.run(names):
         assert units == ["", "blocks.0", "blocks.1", "blocks.2"]
         assert (param, unit) == ("blocks.2.norm.weight", "blocks.2")

@@ -1,7 +1,7 @@
 """FSDP2's order: meta device, fully_shard(), to_empty(), and the script's own initialization.
 
-The same function builds a plain model and a sharded one after one seed, with no other line
-between; both must have the same values and leave the same random state.
+The same function builds a plain model and a sharded one after the same seed, with no other
+difference; both must have the same values and leave the same random state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WIDTH, WORDS = 12, 17
 
 
 class Scale(nn.Module):
-    """Nothing here initializes the parameter."""
+    """No initialization covers this parameter."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +48,8 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """As torchtitan's: a buffer that its constructor computes, tied weights, and a parameter of its own."""
+    """As in torchtitan: a buffer that the constructor computes, tied weights, and a parameter of
+    its own."""
 
     def __init__(self):
         super().__init__()
@@ -96,7 +97,7 @@ def shard(model, **options):
 
 def plain_decoder():
     model = on_meta().to_empty(device="cpu")
-    model.head.weight = model.embed.weight  # which to_empty() of a plain module unties
+    model.head.weight = model.embed.weight  # to_empty() of a plain module unties it
     model.init_weights()
     return model
 
@@ -124,7 +125,7 @@ def fsdp2s_order(transport, keep, monkeypatch=None):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_values_are_those_of_a_plain_model(pool2, transport, keep):
+def test_values_equal_the_plain_model(pool2, transport, keep):
     assert pool2.run(fsdp2s_order, transport, keep) == [[], []]
 
 
@@ -141,7 +142,7 @@ def test_within_summon_full_params(pool2):
 
 
 class Bare(nn.Module):
-    """Its outermost module is not sharded: to_empty() is torch's own."""
+    """The outermost module is not sharded, so to_empty() is torch's own."""
 
     def __init__(self):
         super().__init__()
@@ -170,7 +171,7 @@ def layers_alone():
     return differences(models[1], models[0])
 
 
-def test_layers_alone(pool2):
+def test_only_layers_sharded(pool2):
     assert pool2.run(layers_alone) == [[], []]
 
 
@@ -201,7 +202,7 @@ def left_out(name):
 
 
 @pytest.mark.parametrize("name", ["mix", "angles"])
-def test_what_is_left_out_is_named_in_the_first_forward(pool2, name):
+def test_first_forward_names_uninitialized_tensors(pool2, name):
     for said, found, n_hooks in pool2.run(left_out, name):
         assert f"'{name}' was on the meta device" in said and "after it is sharded" in said
         assert (found, n_hooks) == (128.0, 1)

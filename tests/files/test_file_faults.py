@@ -1,8 +1,8 @@
-"""Every call on files and folders, failed, cut short, interrupted or killed at.
+"""Every call on files and folders fails, is cut short, interrupted or killed.
 
-A story goes through all of _core's calls; it runs once to count the calls of csrc/checkpoint/fs.h,
-and then again for each of them and each fault. Where the story cannot end well, its error names the
-file; where it can, it ends as if nothing had been.
+A scenario makes all of _core's calls. It runs once to count the calls of csrc/checkpoint/fs.h, then
+again for each call and each fault. If the scenario cannot complete, its error names the file; if it
+can, the fault has no effect.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from zshard import _core
 from zshard._core import File
 
 BLOCK = 512 << 10
-DATA = os.urandom(700 << 10)  # two blocks, and more than is written at once
+DATA = os.urandom(700 << 10)  # two blocks, and more than one write
 SMALL = b"0123456789"
 
 
 def story(root: Path) -> bytes:
-    """All calls, on a new folder; returns what was read."""
+    """Make all calls, on a new folder; return what was read."""
     lock = _core.lock_file(root / "lock")
     try:
         staging = root / "staging"
@@ -75,7 +75,7 @@ def no_faults_stay() -> Iterator[None]:
 
 
 def names_of_calls() -> list[str]:
-    """The story's calls, in their order."""
+    """Return the scenario's calls in order."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "root").mkdir()
         with logged(Path(folder) / "log"):
@@ -90,7 +90,7 @@ EACH = pytest.mark.parametrize(
 )
 
 
-def test_story_is_told_of_every_call() -> None:
+def test_scenario_makes_every_call() -> None:
     assert set(CALLS) == {
         *("open", "create", "close", "stat", "disk", "read", "write", "reserve", "sync", "lock"),
         *("make_folder", "remove_folder", "remove", "rename", "swap"),
@@ -104,11 +104,11 @@ def descriptors() -> set[str]:
 @pytest.mark.sampled(50)
 @EACH
 @pytest.mark.parametrize("fault", ["ENOSPC", "EIO", "EACCES"])
-def test_errors_name_the_file_and_leave_nothing_open(root: Path, nth: int, fault: str) -> None:
+def test_errors_name_the_file_and_close_everything(root: Path, nth: int, fault: str) -> None:
     before, name = descriptors(), CALLS[nth - 1]
     file_faults(nth, fault)
-    # Asked how much is free, a file system need not know. And the descriptors by which folders
-    # are synced and locks held have written nothing: no bytes are lost where their close fails.
+    # A file system need not know how much is free. The descriptors for syncing folders and holding
+    # locks have written nothing, so a failed close loses no bytes.
     harmless = name == "close" and CALLS[nth - 3 : nth - 1] == ["open", "sync"]
     if harmless or name == "disk" or nth == len(CALLS):
         assert story(root) == DATA + SMALL
@@ -125,11 +125,11 @@ def test_errors_name_the_file_and_leave_nothing_open(root: Path, nth: int, fault
 
 
 @EACH
-def test_interrupted_calls_are_made_again(root: Path, nth: int) -> None:
+def test_interrupted_calls_are_retried(root: Path, nth: int) -> None:
     file_faults(nth, "EINTR")
     if (
         CALLS[nth - 1] == "sync" or CALLS[nth - 1] == "stat"
-    ):  # what is on the disk then cannot be found out by another fsync
+    ):  # another fsync cannot find out what reached the disk
         with pytest.raises(InterruptedError):
             story(root)
     else:
@@ -140,7 +140,7 @@ def test_interrupted_calls_are_made_again(root: Path, nth: int) -> None:
 @pytest.mark.sampled(50)
 @pytest.mark.parametrize("times", [1, 3, 1000])
 @EACH
-def test_short_counts_go_on(root: Path, nth: int, times: int) -> None:
+def test_short_counts_are_resumed(root: Path, nth: int, times: int) -> None:
     file_faults(nth, "short", times)
     assert story(root) == DATA + SMALL
     assert (root / "other" / "a").read_bytes() == DATA + SMALL
@@ -148,7 +148,7 @@ def test_short_counts_go_on(root: Path, nth: int, times: int) -> None:
 
 
 def test_all_interrupted_in_a_row(root: Path) -> None:
-    """A hundred interrupts at one call; the signal's handler has been asked."""
+    """A hundred interrupts at one call; the signal's handler runs."""
     nth = CALLS.index("write") + 1
     file_faults(nth, "EINTR", 100)
     assert story(root) == DATA + SMALL
@@ -159,7 +159,7 @@ def test_all_interrupted_in_a_row(root: Path) -> None:
 
 
 def killed(act: Callable[[], object], nth: int, what: str) -> int:
-    """The signal by which a child that does `act` with this fault has died; 0: none."""
+    """Return the signal that killed a child that does `act` with this fault; 0: none."""
     child = os.fork()
     if child == 0:
         try:
@@ -174,7 +174,7 @@ def killed(act: Callable[[], object], nth: int, what: str) -> int:
 @EACH
 @pytest.mark.parametrize("what", ["kill", "killafter", "killshort"])
 def test_killed(root: Path, nth: int, what: str) -> None:
-    """It happens there; what is left is what the calls before have made; the lock is free."""
+    """The process dies there; the results of earlier calls remain, and the lock is free."""
     disk, log = Disk(root), root.parent / "log"
     with logged(log):
         assert killed(lambda: story(root), nth, what) == signal.SIGKILL
@@ -187,18 +187,18 @@ def test_killed(root: Path, nth: int, what: str) -> None:
         _core.unlock(_core.lock_file(root / "lock"))
 
 
-# --- file systems that can do less -----------------------------------------------------------------
+# --- limited file systems --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("unsupported", ["EOPNOTSUPP", "ENOSYS"])
-def test_create_where_no_room_can_be_reserved(tmp_path: Path, unsupported: str) -> None:
+def test_create_without_preallocation(tmp_path: Path, unsupported: str) -> None:
     file_faults(3, unsupported)
     with File.create(tmp_path / "a", 1 << 20) as file:
         assert file.size == 1 << 20
     assert (tmp_path / "a").read_bytes() == bytes(1 << 20)
 
 
-def test_sync_of_a_folder_where_there_is_none(tmp_path: Path) -> None:
+def test_sync_of_a_missing_folder(tmp_path: Path) -> None:
     file_faults(2, "EINVAL")
     _core.sync_folder(tmp_path)
     file_faults(2, "EIO")
@@ -207,8 +207,8 @@ def test_sync_of_a_folder_where_there_is_none(tmp_path: Path) -> None:
     assert caught.value.errno == errno.EIO and caught.value.filename == tmp_path
 
 
-def test_a_disk_that_is_full(tmp_path: Path) -> None:
-    """More than is free is refused before any of it is taken."""
+def test_full_disk(tmp_path: Path) -> None:
+    """A request for more than is free is refused before any of it is taken."""
     room = os.statvfs(tmp_path)
     file_faults(0)
     with pytest.raises(OSError) as caught:
@@ -286,8 +286,9 @@ def test_rename_never_replaces(tmp_path: Path, taken: str) -> None:
 
 
 @pytest.mark.parametrize("unsupported", ["", "EINVAL", "ENOSYS"])
-def test_rename_without_the_systems_help(tmp_path: Path, unsupported: str) -> None:
-    """Where the file system cannot look and rename at once (NFS), the outcomes are the same."""
+def test_rename_without_renameat2(tmp_path: Path, unsupported: str) -> None:
+    """Where the file system cannot rename without replacing atomically (NFS), the results are the
+    same."""
     write(tmp_path / "old", b"mine")
     (tmp_path / "taken").mkdir()
     file_faults(1 if unsupported else 0, unsupported)
@@ -333,7 +334,7 @@ def test_lock_ends_with_its_process(tmp_path: Path) -> None:
     _core.unlock(_core.lock_file(tmp_path / "lock"))
 
 
-def test_lock_follows_no_link(tmp_path: Path) -> None:
+def test_lock_does_not_follow_links(tmp_path: Path) -> None:
     (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError) as caught:
         _core.lock_file(tmp_path / "lock")

@@ -1,8 +1,8 @@
-"""_core.File: what its calls do, and what they refuse; used by several threads at once, interrupted.
+"""_core.File: what its calls do and refuse, from several threads at once, and interrupted.
 
-Several ranks write a checkpoint's file, and others read files that anybody may have made or cut. So
-each call is tried on what it is not meant for. A call lets other threads and signals in: whatever
-these do to the file meanwhile is an error or comes out right, and nothing stays behind.
+Several ranks write a checkpoint's file, and untrusted or truncated files are read. So each call is
+also tested on invalid input. Calls let other threads and signals run: whatever these do to the file
+is an error or harmless, and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_create_of_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 << 20])
 @pytest.mark.parametrize("offset", [0, 1, BLOCK - 1, 3 * BLOCK])
-def test_sums_are_of_what_was_written_cut_at_blocks(tmp_path: Path, size: int, offset: int) -> None:
+def test_checksums_per_block_of_written_bytes(tmp_path: Path, size: int, offset: int) -> None:
     data, end = noise(size), offset + size
     with File.create(tmp_path / "a", end) as file:
         triples = file.write([(offset, data)], BLOCK)
@@ -91,7 +91,7 @@ def test_many_ranges_in_any_order(tmp_path: Path) -> None:
 
 
 def test_two_ranks_write_one_file(tmp_path: Path) -> None:
-    """Rank 0 has made it; another opens it and writes what lies between."""
+    """Rank 0 has created it; another rank opens it and writes the bytes in between."""
     whole = noise(1 << 20)
     with File.create(tmp_path / "a", 1 << 20) as first, File.open_to_write(tmp_path / "a") as other:
         first.write([(0, whole[:1000]), (600_000, whole[600_000:])], BLOCK)
@@ -135,8 +135,8 @@ def test_writes_read_only_memory_and_arrays(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == array.tobytes() + b"end"
 
 
-def test_a_long_write_is_sent_to_the_disk_behind_it(tmp_path: Path) -> None:
-    """After each 32 MiB, in whatever order they came. That it fails is for fsync to tell."""
+def test_long_write_is_flushed_in_the_background(tmp_path: Path) -> None:
+    """Flushed after each 32 MiB, in any order of writes. Only fsync reports a failure."""
     room = bytearray(4 << 20)
     ranges = [((k * 7 % 20) << 22, room) for k in range(20)]
     with File.create(tmp_path / "a", 80 << 20) as file:
@@ -150,7 +150,7 @@ def test_a_long_write_is_sent_to_the_disk_behind_it(tmp_path: Path) -> None:
         file.sync()
 
 
-# --- what is refused -----------------------------------------------------------------------------
+# --- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_only_regular_files(tmp_path: Path) -> None:
         File.open_to_write(tmp_path)
 
 
-def test_links_are_followed_to_read_if_wanted_and_never_to_write(tmp_path: Path) -> None:
+def test_links_are_followed_only_for_reading_on_request(tmp_path: Path) -> None:
     target, link = write(tmp_path / "target", b"data"), tmp_path / "link"
     link.symlink_to(target)
     with File.open(link) as file:
@@ -257,7 +257,7 @@ def test_links_are_followed_to_read_if_wanted_and_never_to_write(tmp_path: Path)
     assert not (tmp_path / "made").exists() and target.read_bytes() == b"data"
 
 
-def test_create_leaves_what_exists(tmp_path: Path) -> None:
+def test_create_never_replaces(tmp_path: Path) -> None:
     path = write(tmp_path / "a", b"mine")
     with pytest.raises(FileExistsError) as caught:
         File.create(path, 100)
@@ -286,7 +286,7 @@ def test_bad_paths(path: object) -> None:
 
 
 def test_paths_of_any_bytes(tmp_path: Path) -> None:
-    """A name that is no UTF-8, in a message too."""
+    """A name that is not UTF-8, also in a message."""
     raw = os.fsencode(tmp_path) + b"/\xff\xe9" + b"n" * 200
     File.create(raw, 3).close()
     with File.open(raw) as file:
@@ -313,7 +313,7 @@ def test_closed(tmp_path: Path, call: str) -> None:
     file = File.create(tmp_path / "a", 4)
     with file as same:
         assert same is file
-    file.close()  # once more is nothing
+    file.close()  # closing again has no effect
     with pytest.raises(ValueError, match=f"'{tmp_path / 'a'}' is closed"):
         CALLS[call](file)
     assert file.path == str(tmp_path / "a")
@@ -323,7 +323,7 @@ def descriptors() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
-def test_a_forgotten_file_is_closed(tmp_path: Path) -> None:
+def test_unreferenced_file_is_closed(tmp_path: Path) -> None:
     before = descriptors()
     File.create(tmp_path / "a", 4)
     for _ in range(3):
@@ -344,7 +344,7 @@ def test_descriptors_are_not_inherited(tmp_path: Path) -> None:
 
 
 def each_call(root: Path) -> None:
-    """Everything once, and each kind of failure."""
+    """Every call once, and each kind of failure."""
     path, room = root / "a", bytearray(100)
     with File.create(path, 10) as file:
         file.write([(0, b"0123456789"), (5, room)], 7)
@@ -372,10 +372,10 @@ def each_call(root: Path) -> None:
 
 
 def test_nothing_grows(tmp_path: Path) -> None:
-    """Objects and bytes of the heap after hundreds of calls and failures of each kind."""
+    """Objects and heap bytes do not grow over hundreds of calls and failures of each kind."""
     for _ in range(20):
         each_call(tmp_path)
-    gc.collect()  # earlier tests' garbage, which may hold files
+    gc.collect()  # earlier tests' garbage may hold files
     open_before, blocks, heap = descriptors(), sys.getallocatedblocks(), heap_bytes()
     for _ in range(300):
         each_call(tmp_path)
@@ -386,7 +386,7 @@ def test_nothing_grows(tmp_path: Path) -> None:
 
 
 def long_read(file: File) -> None:
-    """2 GiB, by way of 4 MiB."""
+    """Read 2 GiB through a buffer of 4 MiB."""
     room = bytearray(4 << 20)
     file.read([(0, room)] * 512)
 
@@ -402,7 +402,7 @@ def test_close_while_another_thread_reads(large: File) -> None:
     file_faults(0)
     thread = threading.Thread(target=long_read, args=[large])
     thread.start()
-    while file_faults(0) == 0:  # not begun
+    while file_faults(0) == 0:  # not started
         pass
     with pytest.raises(RuntimeError, match=r"cannot close .* another thread is using it"):
         large.close()
@@ -410,8 +410,8 @@ def test_close_while_another_thread_reads(large: File) -> None:
     large.close()
 
 
-def test_other_threads_run_meanwhile(large: File) -> None:
-    """While one reads, this one counts: the GIL is not held."""
+def test_other_threads_run_during_a_read(large: File) -> None:
+    """This thread counts while another one reads: the GIL is released."""
     thread = threading.Thread(target=long_read, args=[large])
     thread.start()
     turns = 0
@@ -423,7 +423,7 @@ def test_other_threads_run_meanwhile(large: File) -> None:
 
 @pytest.fixture
 def alarm() -> Iterator[Callable[[Callable[[], None]], None]]:
-    """Has a function called in this thread in 10 ms, wherever it is then."""
+    """Call a function in this thread in 10 ms, wherever it is then."""
     before = signal.getsignal(signal.SIGALRM)
 
     def arm(act: Callable[[], None]) -> None:
@@ -456,14 +456,14 @@ def test_ctrl_c_ends_a_long_call(
             large.write([(0, room)] * ENDLESS, 4 << 20)
         else:
             large.check(0, 1 << 40, 4 << 20)
-    room.clear()  # not held any more
+    room.clear()  # no longer held
     large.close()
 
 
-def test_a_file_that_gets_shorter_is_an_error(
+def test_file_truncated_during_a_read_is_an_error(
     large: File, alarm: Callable[[Callable[[], None]], None]
 ) -> None:
-    """Cut while it is read, behind the look at its size: no signal, no bytes made up."""
+    """Truncated during a read, after its size was checked: no signal, no invented bytes."""
     alarm(lambda: os.truncate(large.path, 1000))
     with pytest.raises(ValueError, match=f"'{large.path}' ends at (or before )?byte 1000"):
         large.read([(0, bytearray(4 << 20))] * ENDLESS)

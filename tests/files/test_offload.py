@@ -1,7 +1,8 @@
-"""Parameters, gradients and optimizer state in files: the same bits, whatever a script does.
+"""Parameters, gradients and optimizer state in files: bit-identical results, whatever a script
+does.
 
 A model on a disk is compared with the same model in memory, under everything that reads or writes
-its parameters. Bytes are counted, by the model, by the pager and by limits of the system.
+its parameters. The model, the pager and system limits count the bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from zshard import FSDP, AdamW, MixedPrecision, Offload, _core
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_bits_are_those_of_memory(pool2, tmp_path, transport, kind):
+def test_offload_is_bit_identical(pool2, tmp_path, transport, kind):
     what = KINDS[kind]
     assert pool2.run(compare_wide_over, str(tmp_path), what, False, transport) == [[], []]
 
@@ -60,7 +61,7 @@ def test_stepped_in_backward(pool2, tmp_path, transport):
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_a_world_of_one(tmp_path, in_backward):
+def test_single_rank(tmp_path, in_backward):
     assert compare_wide(str(tmp_path), KINDS["all"], in_backward) == []
 
 
@@ -100,11 +101,11 @@ def test_models_of_every_kind(pool2, tmp_path, name):
     assert pool2.run(compare_case, str(tmp_path), name, "zshard.AdamW") == [[], []]
 
 
-# --- everything else that touches parameters -----------------------------------------------------
+# --- everything else that uses parameters --------------------------------------------------------
 
 
 def use(folder):
-    """What goes wrong with a model on a disk that one in memory can do."""
+    """Return what fails with a model on a disk that works with one in memory."""
     wrong = []
     plain = make(Wide)
     model, optimizer = wide(to(folder))
@@ -115,7 +116,7 @@ def use(folder):
     with FSDP.summon_full_params(model):
         model.head.bias.data.fill_(3)
     with torch.no_grad():
-        model.blocks[0].weight.mul_(2)  # the slice, between steps
+        model.blocks[0].weight.mul_(2)  # the shard, between steps
     expected = {**other, "head.bias": torch.full((3,), 3.0)}
     expected["blocks.0.weight"] = other["blocks.0.weight"] * 2
     wrong += differences(model.state_dict(), expected)
@@ -130,7 +131,7 @@ def use(folder):
     return wrong
 
 
-def test_what_a_script_may_do(pool2, tmp_path):
+def test_operations_of_scripts(pool2, tmp_path):
     assert pool2.run(use, str(tmp_path)) == [[], []]
 
 
@@ -158,11 +159,11 @@ def evaluate_in_worker(folder):
     return []
 
 
-def test_beside_forked_workers(tmp_path):
+def test_with_forked_workers(tmp_path):
     assert evaluate_in_worker(str(tmp_path)) == []
 
 
-def test_host_memory_is_where_all_is_anyway():
+def test_host_offload_has_no_effect_on_cpus():
     for given in (True, CPUOffload(offload_params=True), CPUOffloadPolicy(), Offload()):
         model = FSDP(make(Wide), cpu_offload=given)
         steps(model, AdamW(model.parameters()), n=1)
@@ -180,7 +181,7 @@ def held(folder, **what):
     return model.memory()
 
 
-def test_what_lies_where(tmp_path):
+def test_location_of_tensors(tmp_path):
     folder = str(tmp_path)
     params = sum(p.numel() * 4 for p in make(Wide).parameters())
     memory = held(folder, grads=True)
@@ -193,7 +194,7 @@ def test_what_lies_where(tmp_path):
 
 
 def predictions(folder, kind, strategy, transport):
-    """(predicted by the wrapped model, by predict_memory(), held after steps)"""
+    """Return (predicted by the wrapped model, predicted by predict_memory(), held after steps)."""
     where = to(folder, **KINDS[kind])
     model, optimizer = wide(where, strategy=strategy, transport=transport)
     predicted = model.memory("predicted")
@@ -212,14 +213,14 @@ def test_memory_is_predicted(pool2, tmp_path, kind):
         for predicted, before, held in rows[:1]:
             on_disk = [each.pop("offloaded") for each in (predicted, before, held)]
             assert predicted == before
-            # State is in blocks of its own: a few bytes of padding. The transport is all models'.
+            # State is in separate blocks: a few bytes of padding. All models share the transport.
             for part in set(held) - {"optimizer", "total", "transport"}:
                 assert held[part] == predicted[part], (part, strategy, transport)
             assert held["optimizer"] == pytest.approx(predicted["optimizer"], rel=0.02)
             assert on_disk == pytest.approx([on_disk[2]] * 3, rel=0.02, abs=1 << 17)
 
 
-def test_what_is_on_a_disk_need_not_fit(tmp_path):
+def test_offloaded_model_may_exceed_memory(tmp_path):
     model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
     options = {"auto_wrap_policy": {nn.Linear}, "memory_limit": 6 << 20}
     with pytest.raises(MemoryError, match="offload="):
@@ -233,7 +234,7 @@ def residents(folder):
     before = _core.pager_counts()
     steps(model, optimizer, n=6)
     after = _core.pager_counts()
-    largest = 3 * (2 << 20) * 4  # what a piece of a step uses: parameters and their state
+    largest = 3 * (2 << 20) * 4  # a piece of a step uses parameters and their state
     del model, optimizer
     return {
         "ahead": after["ahead"] - before["ahead"] > 0,
@@ -243,7 +244,7 @@ def residents(folder):
 
 
 @pytest.mark.thorough
-def test_what_is_resident_is_bounded(tmp_path):
+def test_resident_memory_is_bounded(tmp_path):
     (rank,) = run_ranks(residents, 1, str(tmp_path))
     assert [what for what, is_so in rank.value.items() if not is_so] == []
 
@@ -291,13 +292,13 @@ UNDER_LIMIT = """
 
 def under_limit(folder, where):
     command = [sys.executable, "-c", textwrap.dedent(UNDER_LIMIT), str(folder), where]
-    # The limit counts address space, of which malloc's heap gives nothing back.
+    # The limit counts address space, and malloc never returns its heap.
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
 
 
 @pytest.mark.thorough
-def test_a_model_of_almost_five_times_the_memory(tmp_path):
+def test_model_almost_five_times_larger_than_memory(tmp_path):
     """768 MiB of parameters and state with 160 MiB of memory."""
     done = under_limit(tmp_path, "disk")
     assert done.returncode == 0, done.stderr
@@ -306,14 +307,14 @@ def test_a_model_of_almost_five_times_the_memory(tmp_path):
     assert refused.returncode != 0 and "memory" in refused.stderr.lower(), refused.stderr
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 def in_folder(folders):
     return message_of(lambda: wide(to(folders[dist.get_rank()])))
 
 
-def test_a_directory_that_is_not_there_is_an_error_on_all_ranks(pool2, tmp_path):
+def test_missing_directory_is_an_error_on_all_ranks(pool2, tmp_path):
     nowhere = str(tmp_path / "none")
     first, second = pool2.run(in_folder, [nowhere, str(tmp_path)])
     assert nowhere in first and "No such file" in first
@@ -321,7 +322,7 @@ def test_a_directory_that_is_not_there_is_an_error_on_all_ranks(pool2, tmp_path)
     assert os.listdir(tmp_path) == []
 
 
-def test_a_directory_where_no_file_can_be_made(tmp_path):
+def test_unwritable_directory(tmp_path):
     file = tmp_path / "file"
     file.touch()
     for where in (str(file), "/proc"):
@@ -342,15 +343,15 @@ FULL_DISK = """
 """
 
 
-def test_no_room_on_the_disk(tmp_path):
-    """A file that may not grow: what a full disk says, without having to fill one."""
+def test_disk_full(tmp_path):
+    """A file size limit acts like a full disk."""
     command = [sys.executable, "-c", textwrap.dedent(FULL_DISK), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "by 4 MiB" in done.stdout and str(tmp_path) in done.stdout and "MiB free" in done.stdout
 
 
-def test_no_room_for_the_state(tmp_path):
+def test_disk_full_for_the_state(tmp_path):
     code = textwrap.dedent(FULL_DISK).replace("3 << 20", "5 << 20").split("try:")[0]
     code += textwrap.dedent("""
         model = zshard.FSDP(model, offload=zshard.Offload(directory=sys.argv[1]))
@@ -377,12 +378,12 @@ def test_no_room_for_the_state(tmp_path):
         ({"directory": 3}, TypeError, "directory"),
     ],
 )
-def test_settings_that_are_none(arguments, kind, match):
+def test_invalid_settings(arguments, kind, match):
     with pytest.raises(kind, match=match):
         Offload(**arguments)
 
 
-def test_arguments_that_are_none(tmp_path):
+def test_invalid_arguments(tmp_path):
     with pytest.raises(ValueError, match="not both"):
         FSDP(make(Wide), offload=str(tmp_path), cpu_offload=True)
     with pytest.raises(TypeError, match="offload"):
@@ -400,7 +401,7 @@ def test_ranks_that_differ(pool2, tmp_path):
         assert "offload" in message and "rank 1" in message, message
 
 
-def test_a_directory_may_be_a_path(tmp_path):
+def test_directory_may_be_a_path_object(tmp_path):
     model = FSDP(make(Wide), offload=Path(tmp_path))
     steps(model, AdamW(model.parameters()), n=1)
     assert model.memory()["offloaded"] > 0

@@ -1,7 +1,8 @@
-"""Steps that go past the page cache, and offload from a GPU to its host's memory, over fakes of CUDA.
+"""Steps that bypass the page cache, and offload from a GPU to its host's memory, over fakes of
+CUDA.
 
-Whatever is done to an offloaded model between two steps, or in the middle of one, is done to the
-same model in memory as well, and the bits are compared; a count says whether buffers were lent.
+Whatever a test does to an offloaded model between or during steps, it also does to the same model
+in memory, and compares bit for bit; a count shows whether buffers were lent.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def lent():
 
 
 def with_direct(folder, direct, in_backward, transport):
-    """The state after steps; it and whether ranges were lent."""
+    """Return the state after steps, and whether ranges were lent."""
     os.environ["ZSHARD_OFFLOAD_DIRECT"] = direct
     try:
         before = lent()
@@ -59,7 +60,7 @@ def compare_ways(folder, in_backward, transport):
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_bits_do_not_depend_on_it(pool2, tmp_path, in_backward):
+def test_direct_io_is_bit_identical(pool2, tmp_path, in_backward):
     for transport in ("shm", "c10d"):
         assert pool2.run(compare_ways, str(tmp_path), in_backward, transport) == [[], []]
 
@@ -72,12 +73,12 @@ def in_shared_memory(in_backward):
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_a_file_system_in_memory(pool2, in_backward):
+def test_file_system_in_memory(pool2, in_backward):
     """Older kernels have no direct I/O there."""
     assert pool2.run(in_shared_memory, in_backward) == [[], []]
 
 
-def test_what_may_stay_in_memory_does(tmp_path):
+def test_cached_data_stays_in_memory(tmp_path):
     before = lent()
     model, optimizer = wide(Offload(directory=tmp_path, cache=1 << 30))
     steps(model, optimizer)
@@ -88,7 +89,7 @@ def test_what_may_stay_in_memory_does(tmp_path):
 
 
 def meddle(model, optimizer):
-    """Reads and writes the slices and their state where they lie, as a script may."""
+    """Read and write the shards and their state in place, as a script may."""
     seen = []
     with torch.no_grad():
         for param in model.parameters():
@@ -118,33 +119,33 @@ def meddled(folder, in_backward, cache):
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_tensors_are_what_the_next_step_uses(pool2, tmp_path, in_backward):
-    for cache in (CACHE, 8 << 20):  # too little to fetch anything ahead, and enough
+def test_next_step_uses_modified_tensors(pool2, tmp_path, in_backward):
+    for cache in (CACHE, 8 << 20):  # too little to prefetch anything, and enough
         assert pool2.run(meddled, str(tmp_path), in_backward, cache) == [[], []]
 
 
 def looked_ahead(folder):
-    """Steps without a forward between them, before which what they go over has been seen to."""
+    """Steps without a forward in between, each preceded by a prefetch."""
     found = []
     for where in (None, Offload(directory=folder, cache=8 << 20, grads=True)):
         model, optimizer = wide(where)
         steps(model, optimizer, n=1)
         for _ in range(5):
-            model.clip_grad_norm_(0.5)  # after which, as the pager knows, comes a step
+            model.clip_grad_norm_(0.5)  # the pager knows that a step follows
             meddle(model, optimizer)
             optimizer.step()
         found.append({**model.state_dict(), **flat_state(optimizer)})
     return differences(found[1], found[0])
 
 
-def test_what_was_fetched_ahead_may_have_changed(pool2, tmp_path):
+def test_prefetched_data_may_have_changed(pool2, tmp_path):
     assert looked_ahead(str(tmp_path)) == []
     assert pool2.run(looked_ahead, str(tmp_path)) == [[], []]
 
 
 def resumed(folder, in_backward, file):
-    """Two steps, a checkpoint, two more; then those two again from the checkpoint, in the same
-    model and in another; against the same in memory."""
+    """Two steps, a checkpoint, two more; then repeat those two from the checkpoint, in the same
+    model and in another; compare with the same in memory."""
     plain, plain_optimizer = wide(None, in_backward)
     for _ in range(2):
         steps(plain, plain_optimizer, n=2, clip=False)
@@ -178,7 +179,7 @@ def test_checkpoints_in_the_middle(pool2, tmp_path, in_backward):
 
 
 class Odd(nn.Module):
-    """Nothing ends where a page does, and some units are smaller than one."""
+    """Nothing ends at a page boundary, and some units are smaller than a page."""
 
     def __init__(self):
         super().__init__()
@@ -218,7 +219,7 @@ def odd(folder, kind):
 
 
 @pytest.mark.parametrize("kind", ["amsgrad", "in backward", "sgd", "rounded"])
-def test_sizes_that_are_no_multiple_of_anything(pool2, pool3, tmp_path, kind):
+def test_odd_sizes(pool2, pool3, tmp_path, kind):
     for pool in (pool2, pool3):
         assert pool.run(odd, str(tmp_path), kind) == [[]] * pool.world
 
@@ -231,7 +232,7 @@ class Broken(Exception):
 
 
 def broken(folder, direct):
-    """What is seen after backwards that raise when some units have been stepped."""
+    """Return the state after backwards that raise when some units have been stepped."""
     os.environ["ZSHARD_OFFLOAD_DIRECT"] = direct
     model, optimizer = wide(to(folder), True)
     del os.environ["ZSHARD_OFFLOAD_DIRECT"]
@@ -252,13 +253,13 @@ def raise_broken(module, grads):
     raise Broken("in the middle")
 
 
-def test_a_backward_that_raises(tmp_path):
+def test_failing_backward(tmp_path):
     direct, cached = (broken(str(tmp_path), way) for way in ("1", "0"))
     assert_same(direct, cached, "what the files give")
 
 
 def forking(folder):
-    """Children that are forked in the middle of a backward that steps, and read parameters."""
+    """Fork children in the middle of a backward that steps; they read parameters."""
     found = []
     for where in (None, to(folder)):
         model, optimizer = wide(where, True)
@@ -316,7 +317,7 @@ def run_alone(folder, code):
 
 
 @pytest.mark.thorough
-def test_without_memory_for_a_buffer(tmp_path):
+def test_no_memory_for_a_buffer(tmp_path):
     """The step then works on the mapping."""
     done = run_alone(
         tmp_path,
@@ -341,9 +342,9 @@ def test_without_memory_for_a_buffer(tmp_path):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_a_disk_that_cannot_be_written(tmp_path, in_backward):
-    """A file that may not be written any further is what an I/O error is: the step says so, and
-    so does whatever comes after it."""
+def test_unwritable_disk(tmp_path, in_backward):
+    """A file that rejects further writes acts like an I/O error: the step reports it, and so does
+    every later call."""
     step = "grads(model)" if in_backward else "optimizer.step()"
     done = run_alone(
         tmp_path,
@@ -378,7 +379,7 @@ CASES = {
 
 
 def trained(options, offload, in_backward):
-    """Losses, parameters and memory after some steps."""
+    """Return losses, parameters and memory after some steps."""
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)]
     model = nn.Sequential(*layers, nn.Linear(32, 3))
@@ -415,7 +416,7 @@ def check_same(one, other):
 @pytest.mark.parametrize("in_backward", [False, True], ids=["step", "in backward"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("world", "backend"), [(1, "c10d"), (2, "c10d"), (2, "nccl")])
-def test_the_bits_are_those_without(world, backend, case, in_backward):
+def test_gpu_offload_is_bit_identical(world, backend, case, in_backward):
     env, options = stand_ins.environment(backend), CASES[case]
     for rank in fork_ranks(trained_three_ways, world, env, options, in_backward, check=True):
         usual, moved, partly = rank.value
@@ -437,6 +438,6 @@ def refused(env):
     return ""
 
 
-def test_files_are_for_the_cpu():
+def test_directory_requires_the_cpu():
     (result,) = fork_ranks(refused, 1, stand_ins.environment(), check=True)
     assert "on a GPU: omit directory" in result.value

@@ -1,6 +1,6 @@
-"""full_tensor() within a forward: refused where it would silently cut a gradient off.
+"""full_tensor() within a forward is refused where it would silently drop a gradient.
 
-What the error tells to do instead gives plain PyTorch's gradients.
+The error's remedy gives plain PyTorch's gradients.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zshard import FSDP
 
 
 class Tied(nn.Module):
-    """An output layer that uses the embedding's weight, as `weight` gives it."""
+    """An output layer that uses the embedding's weight; `weight` returns it."""
 
     def __init__(self, weight: Callable[[Any], Tensor]) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ VALUES: dict[str, Callable[[Any], Tensor]] = {
 
 
 def grads_of(model: Any) -> dict[str, Tensor]:
-    """Full gradients of one backward."""
+    """Return full gradients of one backward."""
     model(torch.arange(4)).square().sum().backward()
     found = zshard.whole_named_parameters(model, grads=True)
     return {name: grad for name, grad in found if grad is not None}
@@ -93,12 +93,12 @@ def wrong(combination: tuple[str, str]) -> list[str]:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @ranks(2)
-def test_the_remedy_gives_the_plain_models_gradients(
+def test_remedy_gives_the_plain_models_gradients(
     pool: RankPool, combination: tuple[str, str]
 ) -> None:
     assert pool.run(wrong, combination) == [[], []]
 
 
 @ranks(1)
-def test_of_a_single_process(pool: RankPool) -> None:
+def test_single_process(pool: RankPool) -> None:
     assert pool.run(wrong, ("full_shard", "auto")) == [[]]

@@ -1,12 +1,12 @@
-"""Every operation that torch tests, on slices: the slice of the whole's result bit for bit, or ShardError.
+"""Every operation that torch tests, on shards: the bits of the full result's shard, or ShardError.
 
-Torch's own list of operations with sample inputs (op_db) is the measure, not the guard's
-list. One process plays a rank that has some elements from the middle of each tensor.
+The reference is torch's own list of operations with sample inputs (op_db), not the guard's list.
+One process plays a rank that has some elements from the middle of each tensor.
 """
 
 import pytest
 import torch
-from guarded import part_like, part_of, slice_of
+from guarded import part_like, part_of, shard_of
 from torch.utils._pytree import tree_map
 
 import zshard
@@ -45,7 +45,7 @@ def variants_of(op):
 
 
 def run(variant, sample, change):
-    """What the variant gives for copies of the sample, `change`d."""
+    """Return the variant's result for copies of the sample, after `change`."""
 
     def changed(value):
         return change(value.detach().clone()) if isinstance(value, torch.Tensor) else value
@@ -57,23 +57,23 @@ def run(variant, sample, change):
 
 
 def wrong_with(op, variant, sample):
-    """What is wrong with an operation on slices; None if nothing."""
+    """Return what is wrong with an operation on shards; None if nothing."""
     part = part_like(sample.input)
 
     def cut(value):
         fits = is_cuttable(value) and value.shape == sample.input.shape
-        return slice_of(value, part) if fits else value
+        return shard_of(value, part) if fits else value
 
     try:
         whole = run(variant, sample, lambda value: value)
     except Exception:
-        return None  # torch refuses it for whole tensors
+        return None  # torch refuses it for full tensors
     try:
         got = run(variant, sample, cut)
     except ShardError:
         return None
     except Exception:
-        return None  # torch's Python code took the shard's shape for the whole's, and failed
+        return None  # torch's Python code took the shard's shape for the full one, and failed
     if isinstance(whole, list | tuple):  # of views
         pairs = zip(got, whole, strict=True)
         found = [wrong_value(ours, theirs, part_of(ours)) for ours, theirs in pairs]
@@ -81,7 +81,7 @@ def wrong_with(op, variant, sample):
     if not isinstance(got, torch.Tensor) or not isinstance(whole, torch.Tensor):
         return f"gave a {type(got).__name__}"
     if wrong_value(got, whole, part) is None or wrong_value(got, whole, part_of(got)) is None:
-        return None  # the latter: a view
+        return None  # a view
     if got.to_local().shape != part.local_shape or got.dtype != whole.dtype:
         return f"gave {got.dtype} of shape {tuple(got.shape)}"
     if not is_elementwise(op):
@@ -92,7 +92,7 @@ def wrong_with(op, variant, sample):
 
 
 def wrong_value(got, whole, part):
-    """What is wrong with a slice of some elements of `whole`, to the bit."""
+    """Return what is wrong with a shard of some elements of `whole`, bit for bit."""
     if type(got) is not ShardTensor or part.shape != whole.shape:
         return "gave a tensor that is not guarded, or not as what it is"
     if got.shape != part.local_shape or got.dtype != whole.dtype:
@@ -101,10 +101,10 @@ def wrong_value(got, whole, part):
 
 
 def is_elementwise(op):
-    """Whether only the last bit of an element may depend on its place.
+    """Return whether only the last bit of an element may depend on its place.
 
-    Torch's kernels do not compute the end of a tensor with vector instructions; which functions
-    then round differently depends on the processor.
+    Torch's kernels do not use vector instructions for the end of a tensor; which functions then
+    round differently depends on the processor.
     """
     kinds = {kind.__name__ for kind in type(op).__mro__}
     return bool(kinds & {"UnaryUfuncInfo", "BinaryUfuncInfo"}) or op.name in ELEMENTWISE
@@ -124,7 +124,7 @@ def checked(op, dtype):
 
 
 LONG = pytest.mark.thorough
-SHARES = 18  # of torch's operations, so that each run need not see all of them
+SHARES = 18  # one share of torch's operations per run
 CASES = [
     pytest.param(dtype, count, share, marks=() if is_short and share < 1 else LONG)
     for dtype, count, is_short in (
@@ -137,11 +137,11 @@ CASES = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch's operations about themselves
+@pytest.mark.filterwarnings("ignore")  # torch's operations warn about themselves
 @pytest.mark.parametrize(("dtype", "count", "share"), CASES, ids=str)
-def test_each_operation_is_right_on_slices_or_refused(dtype, count, share):
-    """count: samples of each operation; share: which of them."""
-    # Its import takes five seconds, which a worker that runs other files need not spend.
+def test_each_operation_is_correct_on_shards_or_refused(dtype, count, share):
+    """count: samples of each operation; share: which operations."""
+    # Its import takes five seconds, which workers that run other files need not spend.
     from torch.testing._internal.common_methods_invocations import op_db
 
     wrong, compared = {}, 0

@@ -1,8 +1,8 @@
-"""Initialization after sharding: the values of the plain model under the same seed, or an error.
+"""Initialization after sharding: the plain model's values under the same seed, or an error.
 
-Each initializer runs on a plain model and on a sharded one after the same seed, and both
-must end with the same values and the same random state, to the bit. Where ranks draw otherwise than
-each other, they are told when they meet.
+Each initializer runs on a plain model and on a sharded one after the same seed; both must end with
+the same values and random state, bit for bit. Ranks that draw different numbers get an error in
+their next collective.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ def sharded_layers(combination, model=None, **options):
 
 
 def initialized(model, function, seed=1):
-    """The model, and the state of the generator behind that."""
+    """Return the model, and the generator's state afterwards."""
     torch.manual_seed(seed)
     function(model)
     return torch.get_rng_state()
 
 
 def compared(function, combination, options=None):
-    """Values, random numbers, and a backward after that."""
+    """Compare values, random numbers, and a backward afterwards."""
     plain = plain_layers()
     model = sharded_layers(combination, **(options or {}))
     ours, theirs = initialized(model, function), initialized(plain, function)
@@ -92,7 +92,7 @@ def compared(function, combination, options=None):
 
 def resets(model):
     for module in model.modules():
-        if isinstance(module, nn.Bilinear):  # which asks for the size of its weight
+        if isinstance(module, nn.Bilinear):  # it reads the size of its weight
             continue
         reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
         if reset is not None:
@@ -155,7 +155,7 @@ def views(model):
         model.linear.weight[-1] = 0.0
         model.linear.weight[0, 1:4].uniform_()
         model.conv[0].weight[1, 2].fill_(3.0)
-        model.recurrent[0].bias_ih_l0.chunk(4)[1].fill_(1.0)  # of the forget gate
+        model.recurrent[0].bias_ih_l0.chunk(4)[1].fill_(1.0)  # the forget gate
         for third in model.attend.in_proj_weight.split(8):
             init.normal_(third, 0.0, 0.1)
         model.attend.in_proj_bias.narrow(0, 8, 8).normal_()
@@ -167,7 +167,7 @@ INITIALIZERS = [*(resets, each_of_torch, imported_before, by_hand, by_apply, oth
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @pytest.mark.parametrize("function", INITIALIZERS, ids=lambda function: function.__name__)
-def test_values_are_those_of_the_plain_model(pool2, function, combination):
+def test_values_equal_the_plain_model(pool2, function, combination):
     assert pool2.run(compared, function, combination) == [[], []]
 
 
@@ -225,7 +225,7 @@ def in_groups(strategy):
 
 
 def torchs_own_errors(combination):
-    """What torch refuses of a plain model, it refuses of shards, in the same words."""
+    """What torch refuses for a plain model, it refuses for shards, with the same message."""
     mistakes = (
         lambda model: init.xavier_uniform_(model.linear.bias),
         lambda model: init.uniform_(model.linear.weight, 1.0, -1.0),
@@ -247,14 +247,14 @@ def torchs_own_errors(combination):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("combination", SHARDED)
-def test_what_torch_refuses_is_refused_alike(pool2, combination):
+def test_torch_errors_stay_the_same(pool2, combination):
     assert pool2.run(torchs_own_errors, combination) == [[], []]
 
 
 def sizes_of_shards():
     model = sharded_layers(("full_shard", "shm"))
     weight = model.linear.weight
-    print(weight.numel(), weight.dim(), weight)  # tell of no size
+    print(weight.numel(), weight.dim(), weight)  # none of these reads a shard's size
     init.normal_(weight, std=0.02)
     bound = weight.shape[1] ** -0.5
 
@@ -277,7 +277,7 @@ def sizes_of_shards():
     return texts
 
 
-def test_numbers_that_may_come_of_a_shards_size(pool2):
+def test_ranges_from_a_shards_size_are_refused(pool2):
     for texts in pool2.run(sizes_of_shards):
         for said in texts:
             assert "a shard of 'linear.weight'" in said and "the full shape is (13, 7)" in said
@@ -343,7 +343,7 @@ def unlike(function, combination):
 @pytest.mark.parametrize(
     "function", [on_one_rank, with_own_seeds, but_for_empty_shards, full_ones_on_one_rank]
 )
-def test_ranks_that_draw_otherwise_are_told(pool2, function, combination):
+def test_ranks_with_different_draws_get_an_error(pool2, function, combination):
     if function is but_for_empty_shards and combination[0] == "no_shard":
         pytest.skip("no shard is empty")
     for said in pool2.run(unlike, function, combination):
@@ -352,7 +352,8 @@ def test_ranks_that_draw_otherwise_are_told(pool2, function, combination):
 
 
 def with_seeds_from_before(combination, seeds):
-    """The generators differ when the model is sharded. Each rank's own goes on as it was."""
+    """The generators differ when the model is sharded. Each rank's own generator continues
+    unchanged."""
     plain, model = plain_layers(), plain_layers()
     torch.manual_seed(seeds[dist.get_rank()])
     torch.rand(3)
@@ -367,7 +368,7 @@ def with_seeds_from_before(combination, seeds):
         each_of_torch(plain)
     model(IDS).sum().backward()
     wrong = differences(model.state_dict(), plain.state_dict())
-    initialized(model, resets, seed=seeds[0])  # a seed that the script sets counts
+    initialized(model, resets, seed=seeds[0])  # a seed that the script sets takes precedence
     initialized(plain, resets, seed=seeds[0])
     model(IDS).sum().backward()
     return wrong + differences(model.state_dict(), plain.state_dict())
@@ -375,7 +376,7 @@ def with_seeds_from_before(combination, seeds):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("combination", SHARDED)
-def test_with_seeds_of_their_own_ranks_draw_rank_0s_numbers(pool2, combination):
+def test_unseeded_ranks_draw_rank_0s_numbers(pool2, combination):
     assert pool2.run(with_seeds_from_before, combination, (5, 6)) == [[], []]
 
 
@@ -392,7 +393,7 @@ def test_apply_takes_the_values_of_rank_0(pool2):
 
 
 def broadcast_by_the_script():
-    """As scripts for DDP may: what counts is what the ranks have in the first step."""
+    """As in scripts for DDP: the values in the first step count."""
     model = sharded_layers(("no_shard", "shm"))
     with_own_seeds(model)
     for param in model.parameters():
@@ -408,7 +409,8 @@ def test_replicas_that_the_script_broadcasts(pool2):
 
 
 def copies_and_gradients():
-    """Draws for what is no parameter need not be alike, but have its part of the full draw."""
+    """Draws for tensors other than parameters may differ between ranks, but are shards of the full
+    draw."""
     model, plain = sharded_layers(("full_shard", "shm")), plain_layers()
     model(IDS).sum().backward()
     torch.manual_seed(dist.get_rank())

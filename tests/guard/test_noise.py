@@ -1,7 +1,7 @@
-"""Noise for a parameter, made by its shape: each rank would add the same numbers to other elements.
+"""Noise of a parameter's shape: each rank would add the same numbers to other elements.
 
-The same lines on a plain model and on sharded ones, under one seed: right, or refused
-with the words that make it right.
+The same lines run on a plain model and on sharded ones, under one seed: correct, or refused with
+the correct remedy.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def like(p: Any) -> None:
 
 
 def constants(p: Any) -> None:
-    """What scripts make by the shape, rightly."""
+    """Tensors that scripts correctly create from the shape."""
     state = torch.zeros(p.shape)
     state.mul_(0.9).add_(p.grad)
     p.sub_(state)
@@ -100,7 +100,7 @@ RIGHT = [like, constants, new_noise]
 
 def model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))  # of pages on each rank
+    return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))  # pages on each rank
 
 
 def outcome(made: Any, change: Callable[[Any], None]) -> Tensor:
@@ -145,7 +145,7 @@ def right(combination: tuple[str, str], change: Callable[[Any], None]) -> None:
 @pytest.mark.parametrize("combination", SHARDED)
 @pytest.mark.parametrize("change", RIGHT)
 @ranks(2)
-def test_what_is_made_like_the_parameter_is_right(
+def test_tensors_like_the_parameter_are_correct(
     pool: RankPool, combination: tuple[str, str], change: Callable[[Any], None]
 ) -> None:
     assert pool.run(right, combination, change) == [None, None]

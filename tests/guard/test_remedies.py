@@ -1,6 +1,7 @@
-"""What errors advise works: each remedy is applied on the ranks that got the error, and goes on.
+"""The remedies in errors work: each is applied on the ranks that got the error, which then
+continue.
 
-A table of what a script does, words of the error, and the script as advised.
+A table: a script's operation, text of the error, and the script with the remedy.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def every_remedy():
 
 
 @ranks(2)
-def test_what_shard_errors_advise_works(pool):
+def test_remedies_of_shard_errors_work(pool):
     assert pool.run(every_remedy) == [[]] * pool.world
 
 
@@ -129,7 +130,7 @@ def another_method():
 
 
 @ranks(2)
-def test_another_method_is_registered(pool):
+def test_remedy_for_other_methods_works(pool):
     assert pool.run(another_method) == [True] * pool.world
 
 
@@ -148,7 +149,7 @@ def steps_matrices():
 
 
 @ranks(2)
-def test_an_optimizer_of_whole_matrices_is_refused(pool):
+def test_full_matrix_optimizer_is_refused(pool):
     assert pool.run(steps_matrices) == [True] * pool.world
 
 
@@ -180,7 +181,7 @@ def shared():
 
 
 @ranks(2)
-def test_a_module_that_two_share_is_sharded_first(pool):
+def test_shared_module_is_sharded_first(pool):
     assert pool.run(shared) == [True] * pool.world
 
 
@@ -199,14 +200,14 @@ def test_modules_that_compare_equal_are_refused(policy):
         FSDP(model, auto_wrap_policy=policy)
 
 
-def test_a_torchscript_part_is_refused_by_name():
+def test_torchscript_submodule_is_refused_by_name():
     model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
     with pytest.raises(ValueError, match=r"parameter '1.weight' is in a TorchScript module"):
         FSDP(model)
     FSDP(model, ignored_modules=[model[1]])(torch.ones(1, 4)).sum().backward()
 
 
-def test_a_class_that_registers_its_subclasses_sees_its_own_only():
+def test_subclass_registration_skips_sharded_classes():
     seen = []
 
     class Base(nn.Module):

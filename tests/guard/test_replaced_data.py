@@ -1,7 +1,7 @@
-"""`p.data = t` between steps: memory that something else uses as well is never overwritten.
+"""`p.data = t` between steps: memory that other tensors also use is never overwritten.
 
-A script that swaps weights is right if it trains as under DDP, bit for bit. Each swap is a
-function of a model, which both run.
+A script that swaps weights is correct if it trains bit-identically to DDP. Each swap is a function
+of a model, which both run.
 """
 
 import pytest
@@ -74,7 +74,7 @@ SWAPS = (
 
 
 def trained(model, inner, swap):
-    """inner: the module that was wrapped, under DDP; it has the blocks."""
+    """inner: the wrapped module, under DDP; it has the blocks."""
     optimizer = torch.optim.SGD(inner.parameters(), 0.1, momentum=0.9)
     losses = []
     for step in range(3):
@@ -89,7 +89,7 @@ def trained(model, inner, swap):
 
 
 def compared(combination, swap, offload=None):
-    """(same losses, what differs in the end)."""
+    """Return (same losses, what differs at the end)."""
     plain = make(Stack)
     model = wrapped(Stack, combination, offload=offload)
     theirs = trained(ddp(plain), plain, swap)
@@ -101,7 +101,7 @@ def compared(combination, swap, offload=None):
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("swap", SWAPS, ids=lambda swap: swap.__name__)
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_swaps_are_as_under_ddp(pool2, combination, swap):
+def test_swaps_match_ddp(pool2, combination, swap):
     assert pool2.run(compared, combination, swap) == [(True, [])] * 2
 
 
@@ -112,8 +112,8 @@ def test_swaps_of_offloaded_parameters(pool2, tmp_path):
 
 
 def overwritten(combination):
-    """What the next pass says of a parameter whose memory something else uses, and whether the
-    script can go on."""
+    """Return the next pass's error about a parameter whose memory another tensor uses, and whether
+    the script can continue."""
     model = wrapped(Stack, combination)
     backup = [param.data for param in model.parameters()]
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -127,7 +127,7 @@ def overwritten(combination):
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_memory_that_something_else_uses_is_never_overwritten(pool2, combination):
+def test_shared_memory_is_never_overwritten(pool2, combination):
     for said, wrong in pool2.run(overwritten, combination):
         (text,) = said
         assert "parameter '" in text and "backup = p.data.clone()" in text
@@ -135,7 +135,7 @@ def test_memory_that_something_else_uses_is_never_overwritten(pool2, combination
 
 
 class Two(nn.Module):
-    """Units of one parameter each, of which all ranks have elements."""
+    """Units of one parameter each; all ranks have elements of each."""
 
     def __init__(self):
         super().__init__()
@@ -154,7 +154,7 @@ def memory_of_another(combination):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_the_memory_of_another_parameter_is_refused(pool2, combination):
+def test_memory_of_another_parameter_is_refused(pool2, combination):
     for said in pool2.run(memory_of_another, combination):
         assert "'layers.0.weight'" in said and "q.data.clone()" in said
 
@@ -170,12 +170,12 @@ def test_parameters_that_share_memory_before_wrapping_are_refused(pool2):
         assert "'0.weight' and '1.weight' share memory" in said and "one nn.Parameter" in said
 
 
-def test_parts_of_one_memory_are_no_ties(pool2):
+def test_disjoint_views_are_not_ties(pool2):
     pool2.run(wrap_parts)
 
 
 def wrap_parts():
-    """Rows and columns of one tensor each."""
+    """Wrap rows and columns of one tensor each."""
     rows, columns = torch.randn(4, 8), torch.randn(8, 4)
     parts = (rows[:2], rows[2:], columns[:, :2], columns[:, 2:])
     model = nn.ParameterList([nn.Parameter(part) for part in parts])

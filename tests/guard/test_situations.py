@@ -1,7 +1,8 @@
-"""Code for whole parameters, on slices: right as on the plain model, or ShardError; never silent.
+"""Code for full parameters, on shards: correct as on the plain model, or ShardError; never silently
+wrong.
 
-Each situation runs on a plain model and on sharded ones with the same values and gradients,
-over both transports, in each strategy; with "no_shard" all of them are right.
+Each situation runs on a plain model and on sharded ones with the same values and gradients, over
+both transports, in each strategy; with "no_shard" all of them are correct.
 """
 
 import pytest
@@ -27,7 +28,7 @@ def sharded_model(combination):
 
 
 def with_gradients(model):
-    """The same ones on all ranks."""
+    """The same on all ranks."""
     x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
     model(x).square().sum().backward()
     return model
@@ -38,7 +39,7 @@ def whole(value):
 
 
 def outcome(situation, model):
-    """(what it gives, the parameters after it), or what ShardError says."""
+    """Return (its result, the parameters after it), or the text of ShardError."""
     try:
         given = situation(model)
     except ShardError as error:
@@ -53,7 +54,7 @@ def same(ours, theirs):
 
 
 def on_shards(name, combination):
-    """ "right", "wrong", or the error."""
+    """Return "right", "wrong", or the error."""
     situation = getattr(situations, name)
     expected, after = outcome(situation, with_gradients(plain_model()))
     found = outcome(situation, with_gradients(sharded_model(combination)))
@@ -72,13 +73,13 @@ SHARDED = [combination for combination in COMBINATIONS if combination[0] != "no_
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", [each.__name__ for each in situations.RIGHT])
-def test_what_is_elementwise_is_right(pool2, name):
+def test_elementwise_code_is_correct(pool2, name):
     for found in pool2.run(alone, name, COMBINATIONS):
         assert found == dict.fromkeys(COMBINATIONS, "right")
 
 
 @pytest.mark.parametrize("name", [each.__name__ for each in situations.REFUSED])
-def test_what_is_not_is_refused_with_the_parameter_and_a_remedy(pool2, name):
+def test_other_code_is_refused_with_parameter_and_remedy(pool2, name):
     for found in pool2.run(alone, name, SHARDED):
         for combination, said in found.items():
             assert "of '" in said and "shard" in said, (combination, said)
@@ -88,20 +89,20 @@ def test_what_is_not_is_refused_with_the_parameter_and_a_remedy(pool2, name):
 
 
 @pytest.mark.parametrize("name", ["rows_of_length_one", "renorm", "row_norms", "trust_ratio"])
-def test_who_takes_a_norm_is_told_where_to_normalize(pool2, name):
+def test_error_of_a_norm_names_the_remedy(pool2, name):
     for found in pool2.run(alone, name, SHARDED):
         for said in found.values():
             assert "with FSDP.summon_full_params(model):" in said and "named_norms" in said
 
 
 @pytest.mark.parametrize("name", ["row_norms", "vector", "penalty", "gram", "adafactor"])
-def test_parameters_that_are_not_sharded_are_not_guarded(pool2, name):
+def test_unsharded_parameters_are_not_guarded(pool2, name):
     for found in pool2.run(on_shards, name, ("no_shard", "shm")):
         assert found == "right"
 
 
 def training_by_recipe():
-    """Losses of SwAV's recipe: prototypes of length 1 before each step."""
+    """Return losses of SwAV's recipe: prototypes of length 1 before each step."""
     losses = []
     for model in (plain_model(), sharded_model(("full_shard", "shm"))):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -123,13 +124,13 @@ def normalize_whole(model):
         model[2].weight.copy_(nn.functional.normalize(model[2].weight.clone(), dim=1, p=2))
 
 
-def test_swavs_recipe_with_the_two_lines_of_the_message(pool2):
+def test_swav_recipe_with_the_remedy(pool2):
     for plain, sharded in pool2.run(training_by_recipe):
         assert sharded == pytest.approx(plain, rel=1e-5)
 
 
 class Asking(nn.Linear):
-    """Tells whether torch would ask its weight about each operation."""
+    """Records whether torch would dispatch operations on its weight."""
 
     def forward(self, x):
         self.asked = torch.overrides.has_torch_function((self.weight,))
@@ -145,7 +146,7 @@ def questions_about_whole_parameters():
     return model[0].asked, model[0].seen, between, why
 
 
-def test_operations_on_whole_parameters_cost_no_question(pool2):
+def test_full_parameters_do_not_dispatch(pool2):
     seen = "WholeParameter", (WIDTH, WIDTH), None
     expected = (False, seen, True, ("ShardParameter", True))
     for found in pool2.run(questions_about_whole_parameters):

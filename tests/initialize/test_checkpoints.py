@@ -1,6 +1,6 @@
 """engine.save_checkpoint() and load_checkpoint(): runs resume, also on other ranks and stages.
 
-A run that was interrupted goes on with the losses of one that was not.
+A resumed run has the losses of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def resume(folder: str, stage: int, transport: str) -> Any:
 @pytest.mark.parametrize("stage", range(4))
 @TRANSPORTS
 @ranks(2)
-def test_a_run_resumes_with_the_same_losses(
+def test_resumed_run_has_the_same_losses(
     pool: RankPool, stage: int, transport: str, tmp_path: Path
 ) -> None:
     assert pool.run(resume, str(tmp_path / "new" / "runs"), stage, transport) == [(True, True)] * 2
@@ -89,7 +89,7 @@ def test_another_number_of_ranks_and_stage_loads(
 
 
 def parts(folder: str) -> Any:
-    """What the arguments leave out stays."""
+    """State that the arguments exclude stays unchanged."""
     engine = engine_of(full())
     train(engine, 12)
     engine.save_checkpoint(folder)
@@ -150,7 +150,7 @@ def misused(folder: str) -> dict[str, str]:
 
 
 @ranks(2)
-def test_what_cannot_be_saved_or_loaded_is_named(pool: RankPool, tmp_path: Path) -> None:
+def test_unsupported_saves_and_loads_are_named(pool: RankPool, tmp_path: Path) -> None:
     for found in pool.run(misused, str(tmp_path)):
         assert {part: message for part, message in found.items() if part not in message} == {}
     assert (tmp_path / "latest").read_text() == "good"
@@ -173,7 +173,8 @@ def test_weights_are_saved_in_16_bits(pool: RankPool, transport: str, tmp_path: 
 
 
 def with_zshard(folder: str) -> Any:
-    """The folders are zshard's: its load() reads them, and the engine loads what its save() wrote."""
+    """The folders are zshard's: its load() reads them, and the engine loads the folders of its
+    save()."""
     engine = engine_of()
     train(engine, 2)
     engine.save_checkpoint(folder, tag="one")
@@ -184,12 +185,12 @@ def with_zshard(folder: str) -> Any:
 
 
 @ranks(2)
-def test_zshards_own_functions_read_and_write_the_same(pool: RankPool, tmp_path: Path) -> None:
+def test_zshard_save_and_load_are_compatible(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(with_zshard, str(tmp_path)) == [(2, "two", {}, 2)] * 2
 
 
 @pytest.mark.usefixtures("group_ends")
-def test_the_folder_of_an_engine_is_read_by_its_latest_tag(
+def test_engine_folder_loads_its_latest_tag(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(config(), "shm")

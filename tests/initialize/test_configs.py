@@ -1,7 +1,7 @@
-"""Configs as people have them: stages, offload, fp16, bf16 and "auto", trained as DDP does.
+"""Real-world configs: stages, offload, fp16, bf16 and "auto", with DDP's results.
 
-A case is a config and what it means in numbers. PUBLISHED are files of five projects,
-where a folder has them (tests/lib/published.py); OWN are written for this test and always run.
+A case is a config and its meaning in numbers. PUBLISHED are files of five projects, if a folder
+contains them (tests/lib/published.py); OWN are written for this test and always run.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ OWN: dict[str, tuple[dict[str, Any], Meaning, dict[str, Any]]] = {
 
 
 def redirected(config: dict[str, Any], folder: str) -> dict[str, Any]:
-    """The config, with offload to a folder of this machine."""
+    """Return the config, with offload to a folder of this machine."""
     for part in ("offload_param", "offload_optimizer"):
         place = dict(
             (config["zero_optimization"] is not True and config["zero_optimization"].get(part))
@@ -134,7 +134,7 @@ def check(pool: RankPool, config: Any, meaning: Meaning, args: Any, client: bool
 @pytest.mark.parametrize("name", OWN)
 @pytest.mark.sampled(4)
 @ranks(2)
-def test_a_config_trains_as_ddp(pool: RankPool, name: str) -> None:
+def test_config_trains_as_ddp(pool: RankPool, name: str) -> None:
     config, meaning, args = OWN[name]
     check(pool, config, meaning, argparse.Namespace(**{**ARGS, **args}))
 
@@ -143,12 +143,12 @@ def test_a_config_trains_as_ddp(pool: RankPool, name: str) -> None:
 @pytest.mark.parametrize("case", PUBLISHED, ids=lambda case: case.name)
 @pytest.mark.sampled(6)
 @ranks(2)
-def test_a_published_config_trains_as_ddp(pool: RankPool, case: Any) -> None:
+def test_published_config_trains_as_ddp(pool: RankPool, case: Any) -> None:
     check(pool, case.read(), case.meaning, case.namespace(), case.client)
 
 
 @pytest.mark.usefixtures("group_ends")
-def test_auto_without_arguments_says_its_values(capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_without_arguments_warns_of_its_values(capsys: pytest.CaptureFixture[str]) -> None:
     auto = {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_clipping": "auto",

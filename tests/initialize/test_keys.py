@@ -1,4 +1,5 @@
-"""A DeepSpeed config is read as DeepSpeed reads it: every key works, is named in a warning, or refused.
+"""A DeepSpeed config is read as DeepSpeed reads it: every key works, is named in a warning, or is
+refused.
 
 No rank and no model; `settings_of` alone, for two ranks.
 """
@@ -63,7 +64,7 @@ def with_zero(**options: Any) -> dict[str, Any]:
         ({"data_types": {"grad_accum_dtype": "bf16"}}, NotImplementedError, "sums gradients in float32"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(
+def test_invalid_keys_and_values_are_named(
     changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):
@@ -71,7 +72,7 @@ def test_what_is_wrong_is_named(
 
 
 @pytest.mark.parametrize("name", keys.REFUSED)
-def test_what_would_change_numbers_is_refused_unless_it_is_off(name: str) -> None:
+def test_keys_that_would_change_numbers_are_refused(name: str) -> None:
     changes: Any = {"enabled": True}
     off: Any = {"enabled": False}
     for key in reversed(name.split(".")):
@@ -81,7 +82,7 @@ def test_what_would_change_numbers_is_refused_unless_it_is_off(name: str) -> Non
     settings(off)
 
 
-def test_one_warning_names_what_has_no_effect() -> None:
+def test_one_warning_names_keys_without_effect() -> None:
     changes = {
         "wall_clock_breakdown": True,
         "flops_profiler": {"enabled": False, "detailed": True},
@@ -108,13 +109,13 @@ def test_no_key_is_in_two_tables() -> None:
     assert not {*keys.WORKS, *keys.IGNORED} & keys.REFUSED.keys()
 
 
-def test_the_page_lists_all_keys() -> None:
+def test_page_lists_all_keys() -> None:
     known = {name.rpartition(".")[2] for name in (*keys.WORKS, *keys.IGNORED, *keys.REFUSED)}
     known = {name.removeprefix("stage3_") for name in known}
     assert {name for name in known if f"`{name}`" not in PAGE and f'"{name}"' not in PAGE} == set()
 
 
-def test_the_page_lists_what_auto_means() -> None:
+def test_page_lists_what_auto_means() -> None:
     for name, source in keys.SOURCES.items():
         rows = PAGE.split('## "auto"')[1].splitlines()
         row = next(line for line in rows if line.startswith(f"| `{name}`"))
@@ -150,7 +151,7 @@ def test_two_batch_sizes_give_the_third(given: Any, sizes: Any) -> None:
         ((4, 4, None), "choose a multiple of 8"),
     ],
 )  # fmt: skip
-def test_batch_sizes_that_do_not_fit_are_named(given: Any, message: str) -> None:
+def test_contradictory_batch_sizes_are_named(given: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         complete(*given, 2)
 
@@ -206,7 +207,7 @@ def test_auto_takes_the_trainers_arguments_or_their_defaults() -> None:
             settings(changes)
 
 
-def test_an_auto_batch_size_follows_from_the_others() -> None:
+def test_auto_batch_size_follows_from_the_others() -> None:
     sizes = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
     args = argparse.Namespace(per_device_train_batch_size=3)
     assert settings({**sizes, "train_batch_size": 12}).sizes == (12, 6, 1)
@@ -215,7 +216,7 @@ def test_an_auto_batch_size_follows_from_the_others() -> None:
     assert settings({**sizes, "train_batch_size": 12}).sizes == (12, 2, 3)
 
 
-def test_offload_goes_to_the_host_or_to_one_folder() -> None:
+def test_offload_to_the_host_or_one_folder() -> None:
     cpu, disk = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/disk"}
 
     def places(stage: int = 3, **parts: Any) -> Any:
@@ -246,7 +247,7 @@ def test_offload_goes_to_the_host_or_to_one_folder() -> None:
         ("[]", "must be a JSON object"),
     ],
 )
-def test_a_file_that_is_no_config_is_named(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_config_file_is_named(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "ds.json"
     path.write_text(text)
     with pytest.raises((ValueError, TypeError), match=message) as error:
@@ -272,7 +273,7 @@ def test_comments_and_trailing_commas_are_read_as_deepspeed_reads_them(tmp_path:
     assert read(path) == {"train_batch_size": 8, "zero_optimization": zero}
 
 
-def test_a_mistake_behind_a_comment_is_named_by_its_line(tmp_path: Path) -> None:
+def test_mistake_behind_a_comment_is_named_by_its_line(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{ /* two\nlines */ "a": 1\n"b": 2}')
     with pytest.raises(ValueError, match="line 3 column 1"):
@@ -295,7 +296,7 @@ def test_comment_keys_are_named_in_one_line() -> None:
 
 
 def nested(name: str, value: Any) -> dict[str, Any]:
-    """A config with one key, by its full name."""
+    """Return a config with one key, by its full name."""
     section, _, key = name.rpartition(".")
     return nested(section, {key: value}) if section else {key: value}
 
@@ -319,7 +320,7 @@ def test_null_counts_as_absent(name: str) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), [], {}, "no value"])
 @pytest.mark.parametrize("name", CHECKED)
 def test_every_value_is_checked_by_its_key(name: str, value: Any) -> None:
-    """Also where it has no effect, as the loss scale's without fp16."""
+    """Also where it has no effect, such as the loss scale's without fp16."""
     if isinstance(value, str) and name.endswith(("nvme_path", ".type")):
         return
     with pytest.raises((TypeError, ValueError, NotImplementedError), match=re.escape(f"'{name}'")):
@@ -346,7 +347,7 @@ def test_infinitely_many_steps_per_print_mean_never() -> None:
         ("RMSprop", {"alpha": True}, "alpha"),
     ],
 )
-def test_an_optimizers_values_are_checked_by_key(kind: str, params: Any, key: str) -> None:
+def test_optimizers_values_are_checked_by_key(kind: str, params: Any, key: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"'optimizer.params.{key}' in the DeepSpeed"):
         made(kind, **params)
 
@@ -364,17 +365,17 @@ def test_an_optimizers_values_are_checked_by_key(kind: str, params: Any, key: st
         ),
     ],
 )
-def test_a_schedules_values_are_checked_by_key(kind: str, params: Any, key: str) -> None:
+def test_schedules_values_are_checked_by_key(kind: str, params: Any, key: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"'scheduler.params.{key}' in the DeepSpeed"):
         schedule_of({"type": kind, "params": params}, made("AdamW"))
 
 
-def test_a_schedules_null_means_its_default() -> None:
+def test_schedules_null_means_its_default() -> None:
     params = {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_second_step_size": None}
     schedule_of({"type": "OneCycle", "params": params}, made("AdamW"))
 
 
-def test_a_config_is_not_changed() -> None:
+def test_config_is_not_changed() -> None:
     given = config(gradient_clipping="auto", bfloat16={"enabled": True})
     before = json.dumps(given)
     settings_of(read(given), None, 1, 0)
@@ -416,7 +417,7 @@ def test_adam_is_adamw_with_deepspeeds_defaults() -> None:
         ("Adam", {"bias_correction": False}, NotImplementedError, "'optimizer.params.bias_correction'"),
     ],
 )  # fmt: skip
-def test_what_is_no_optimizer_here_says_what_is(
+def test_unsupported_optimizer_error_lists_alternatives(
     kind: str, params: Any, error: Any, message: str
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):

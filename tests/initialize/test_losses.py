@@ -1,4 +1,5 @@
-"""zshard.initialize(): losses, parameters and skipped steps are those of the same training over DDP."""
+"""zshard.initialize(): losses, parameters and skipped steps equal those of the same training under
+DDP."""
 
 from __future__ import annotations
 
@@ -50,10 +51,10 @@ def compare(kind: str, stage: int, transport: str) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.sampled(6)
 @ranks(2)
-def test_training_is_that_of_ddp(pool: RankPool, kind: str, stage: int, transport: str) -> None:
+def test_training_matches_ddp(pool: RankPool, kind: str, stage: int, transport: str) -> None:
     for found in pool.run(compare, kind, stage, transport):
         # The last bit may differ: of the norm for clipping; of a sum of micro-batches, whose order
-        # DDP changes; and at stage 0 of bf16 and fp16, which "no_shard" sums in that dtype.
+        # DDP changes; and at stage 0 of bf16 and fp16, where "no_shard" sums in that dtype.
         half_by_ddp = stage == 0 and ("bf16" in kind or "fp16" in kind)
         exact = "clipped" not in kind and not half_by_ddp and (kind, stage) not in ACCUMULATED
         assert found["apart"] == 0.0 if exact else found["apart"] < (1e-2 if half_by_ddp else 1e-6)
@@ -86,5 +87,5 @@ def alone() -> float:
     return states_apart(engine, theirs)
 
 
-def test_a_single_process_needs_no_launcher() -> None:
+def test_single_process_needs_no_launcher() -> None:
     assert alone() == 0.0

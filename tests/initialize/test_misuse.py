@@ -1,7 +1,7 @@
-"""zshard.initialize() as it is misused: each mistake is an error that says what to do, or right.
+"""Misuse of zshard.initialize(): each mistake is an error with a remedy, or works.
 
-A test makes the mistake on two ranks, reads the message, and then trains on: what was
-refused has changed nothing.
+A test makes the mistake on two ranks, reads the message, and then trains on: the refused call has
+changed nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STAGES = pytest.mark.parametrize("stage", range(4))
 
 
 def raised(call: Callable[[], Any]) -> str:
-    """The type and message of what a call raises; "" if nothing."""
+    """Return the type and message of what a call raises; "" if nothing."""
     try:
         call()
     except Exception as error:
@@ -47,7 +47,7 @@ def backward(engine: Any, step: int = 0) -> None:
     engine.backward(loss_of(engine(inputs), targets))
 
 
-# --- in a loop ------------------------------------------------------------------------------------
+# --- in the training loop -------------------------------------------------------------------------
 
 
 def steps_alone(stage: int, transport: str) -> list[str]:
@@ -71,7 +71,7 @@ def steps_alone(stage: int, transport: str) -> list[str]:
 @STAGES
 @TRANSPORTS
 @ranks(2)
-def test_a_step_needs_a_backward(pool: RankPool, stage: int, transport: str) -> None:
+def test_step_requires_a_backward(pool: RankPool, stage: int, transport: str) -> None:
     for found in pool.run(steps_alone, stage, transport):
         for each in found:
             assert "RuntimeError: engine.step() was called without engine.backward(loss)" in each
@@ -79,7 +79,7 @@ def test_a_step_needs_a_backward(pool: RankPool, stage: int, transport: str) -> 
 
 
 def two_backwards(stage: int, transport: str) -> list[str]:
-    """Of a model with one micro-batch per step they add up; with more, step() was forgotten."""
+    """With one micro-batch per step, gradients add up; with more, step() was forgotten."""
     engine = engine_of(config(zero_optimization={"stage": stage}), transport)
     inputs, targets = batch(0)
     output = engine(inputs)
@@ -114,7 +114,7 @@ def test_two_backwards_add_up_or_a_step_was_forgotten(
 
 
 def raises_in_the_middle(stage: int, transport: str) -> int:
-    """All ranks fail in the second backward of three, catch it and begin the round again."""
+    """All ranks fail in the second backward of three, catch the error and restart the round."""
     rounds = config(zero_optimization={"stage": stage}, gradient_accumulation_steps=3)
     engine = engine_of(rounds, transport)
     theirs = Theirs(Meaning(stage, rounds=3))
@@ -144,7 +144,7 @@ def _fail(module: Any, *grads: Any) -> None:
 @STAGES
 @TRANSPORTS
 @ranks(2)
-def test_a_failed_backward_is_dropped_on_all_ranks(
+def test_failed_backward_is_dropped_on_all_ranks(
     pool: RankPool, stage: int, transport: str
 ) -> None:
     assert pool.run(raises_in_the_middle, stage, transport) == [2, 2]
@@ -166,7 +166,7 @@ def fails_on_one_rank(where: str, transport: str) -> None:
 
 @TRANSPORTS
 @pytest.mark.parametrize("where", ["backward", "step"])
-def test_a_failure_on_one_rank_is_named_on_the_other(where: str, transport: str) -> None:
+def test_failure_on_one_rank_is_named_on_the_other(where: str, transport: str) -> None:
     first, second = fork_ranks(fails_on_one_rank, 2, where, transport, timeout=60)
     assert "on purpose" in second.stderr and second.returncode == 1
     assert first.returncode == 1
@@ -183,7 +183,7 @@ def one_rank_forgets_to_step(transport: str) -> None:
 
 
 @TRANSPORTS
-def test_a_step_on_one_rank_only_is_an_error_on_both(transport: str) -> None:
+def test_step_on_one_rank_only_is_an_error_on_both(transport: str) -> None:
     """In fresh processes: ranks that are out of step stay so."""
     for result in fork_ranks(one_rank_forgets_to_step, 2, transport, timeout=60):
         assert result.returncode == 1
@@ -200,7 +200,7 @@ def not_a_loss() -> list[str]:
 
 
 @ranks(2)
-def test_backward_wants_a_scalar_with_a_graph(pool: RankPool) -> None:
+def test_backward_requires_a_scalar_with_a_graph(pool: RankPool) -> None:
     for found in pool.run(not_a_loss):
         for message, kind in zip(found, ("(4, 3)", "float", "()", "NoneType"), strict=True):
             assert "TypeError: engine.backward() expects a scalar loss" in message
@@ -228,7 +228,7 @@ def overflows(transport: str) -> Any:
 
 @TRANSPORTS
 @ranks(2)
-def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: RankPool, transport: str) -> None:
+def test_overflow_on_one_rank_skips_the_step_on_all(pool: RankPool, transport: str) -> None:
     for skipped, applied, scale, same, message, again in pool.run(overflows, transport):
         assert (skipped, applied, scale, same) == (1, False, 2.0**16, True)
         assert "OverflowError: the gradients overflow at the least loss scale, 1" in message
@@ -245,7 +245,7 @@ def nans_in_bf16() -> Any:
 
 
 @ranks(2)
-def test_bf16_skips_steps_that_are_not_finite(pool: RankPool) -> None:
+def test_bf16_skips_nonfinite_steps(pool: RankPool) -> None:
     assert pool.run(nans_in_bf16) == [(1, True)] * 2
 
 
@@ -263,7 +263,7 @@ def sizes_in_the_middle() -> list[str]:
 
 
 @ranks(2)
-def test_the_batch_size_changes_between_steps_only(pool: RankPool) -> None:
+def test_batch_size_changes_between_steps_only(pool: RankPool) -> None:
     for middle, wrong in pool.run(sizes_in_the_middle):
         assert "RuntimeError" in middle and "after 1 of 2 micro-batches" in middle
         assert "ValueError: train_batch_size=12 is not a multiple of 8" in wrong
@@ -287,7 +287,7 @@ def test_no_sync_refuses_to_step(pool: RankPool) -> None:
         assert "no_sync()" in unreduced and "RuntimeError" in unreduced
 
 
-# --- in the call ----------------------------------------------------------------------------------
+# --- in initialize() ------------------------------------------------------------------------------
 
 
 def wrong_calls() -> dict[str, str]:
@@ -329,7 +329,7 @@ def test_wrong_calls_are_named(pool: RankPool) -> None:
 
 
 def again() -> list[str]:
-    """What is refused has not sharded the model: it trains with a config that is right."""
+    """A refused config has not sharded the model: it trains with a valid one."""
     module = model()
     found = []
     for wrong in (
@@ -350,7 +350,7 @@ def again() -> list[str]:
 
 
 @ranks(2)
-def test_a_refused_model_can_be_initialized_again(pool: RankPool) -> None:
+def test_refused_model_can_be_initialized_again(pool: RankPool) -> None:
     parts = (
         "LAMB",
         "learning_rate",
@@ -375,7 +375,7 @@ def no_optimizer() -> list[str]:
 
 
 @ranks(2)
-def test_an_engine_without_optimizer_only_computes(pool: RankPool) -> None:
+def test_engine_without_optimizer_only_computes(pool: RankPool) -> None:
     for found in pool.run(no_optimizer):
         assert all("needs an optimizer: add the section 'optimizer'" in each for each in found)
 
@@ -393,7 +393,7 @@ def test_configs_that_differ_between_ranks_are_an_error(pool: RankPool) -> None:
 
 
 def two_engines(transport: str) -> Any:
-    """As a script for RLHF has them: an actor and a reference model, each with its engine."""
+    """As in RLHF scripts: an actor and a reference model, each with its engine."""
     actor, frozen = engine_of(transport=transport), engine_of(config(optimizer=None), transport)
     theirs = Theirs(Meaning())
     for step in range(3):

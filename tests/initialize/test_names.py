@@ -1,7 +1,7 @@
-"""`import zshard as deepspeed`: the names that scripts call, and what the engine answers under them.
+"""`import zshard as deepspeed`: the names that scripts call, and the engine's answers to them.
 
-What a script asks is answered from the config that the script itself wrote; compile() compiles the
-model and not the engine's own counting.
+Queries return values from the script's own config; compile() compiles the model, not the engine's
+own counting.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import zshard
 from zshard import deepspeed
 
 
-def test_the_names_are_there_and_imported_late() -> None:
+def test_names_are_imported_lazily() -> None:
     code = (
         "import sys, zshard\n"
         "assert 'zshard.deepspeed' not in sys.modules, 'imported with zshard'\n"
@@ -42,13 +42,13 @@ def test_the_names_are_there_and_imported_late() -> None:
 
 
 @pytest.mark.parametrize("name", ["ops", "PipelineModule", "init_inference"])
-def test_another_name_points_to_the_page_that_lists_those_there_are(name: str) -> None:
+def test_unknown_name_points_to_the_docs(name: str) -> None:
     with pytest.raises(AttributeError, match=f"no attribute '{name}': docs/deepspeed.md lists"):
         getattr(deepspeed, name)
 
 
 def as_a_script(path: str) -> Any:
-    """With args, as DeepSpeed's tutorials do."""
+    """With args, as in DeepSpeed's tutorials."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, default=-1)
     parser = zshard.add_config_arguments(parser)
@@ -84,7 +84,7 @@ def as_a_script(path: str) -> Any:
 
 
 @ranks(2)
-def test_a_script_with_arguments_groups_and_a_scheduler_trains(
+def test_script_with_arguments_groups_and_a_scheduler_trains(
     pool: RankPool, tmp_path: Path
 ) -> None:
     path = tmp_path / "ds_config.json"
@@ -93,7 +93,7 @@ def test_a_script_with_arguments_groups_and_a_scheduler_trains(
 
 
 def optimizers() -> Any:
-    """An instance, a function, and one whose gradients another loss scale covers."""
+    """An instance, a function, and an optimizer whose gradients have another loss scale."""
     losses = []
     for kind in ("config", "instance", "function"):
         module = model()
@@ -110,12 +110,12 @@ def optimizers() -> Any:
 
 
 @ranks(2)
-def test_an_optimizer_may_be_given_in_three_ways(pool: RankPool) -> None:
+def test_three_ways_to_pass_an_optimizer(pool: RankPool) -> None:
     assert pool.run(optimizers) == [True, True]
 
 
 def half_model() -> Any:
-    """A script that casts the model itself, as DeepSpeed's do."""
+    """A script casts the model itself, as DeepSpeed's do."""
     engine = engine_of(config(bf16={"enabled": True}), model=model().bfloat16())
     losses = []
     for step in range(3):
@@ -128,7 +128,7 @@ def half_model() -> Any:
 
 
 @ranks(2)
-def test_a_model_that_was_cast_gets_float32_copies(pool: RankPool) -> None:
+def test_cast_model_gets_float32_copies(pool: RankPool) -> None:
     assert pool.run(half_model) == [(True, True)] * 2
 
 
@@ -167,7 +167,7 @@ def own_boundaries() -> Any:
 
 
 @ranks(2)
-def test_a_loop_may_set_the_boundary(pool: RankPool) -> None:
+def test_loop_may_set_the_boundary(pool: RankPool) -> None:
     assert pool.run(own_boundaries) == [(2, 2, 2)] * 2
 
 
@@ -234,7 +234,7 @@ def answers() -> Any:
 
 
 @ranks(2)
-def test_answers(pool: RankPool) -> None:
+def test_engine_queries(pool: RankPool) -> None:
     assert pool.run(answers) == [True, True]
 
 
@@ -245,16 +245,14 @@ def alone(group_ends: None) -> Any:
 
 
 @pytest.mark.parametrize("name", ["scheduler_name", "destroy", "_private"])
-def test_a_name_that_it_lacks_points_to_the_page_that_lists_those_it_has(
-    alone: Any, name: str
-) -> None:
+def test_unknown_engine_attribute_points_to_the_docs(alone: Any, name: str) -> None:
     assert not hasattr(alone, name)
     text = message_of(lambda: getattr(alone, name), AttributeError)
     assert repr(name) in text and "docs/deepspeed.md" in text
 
 
 @pytest.mark.usefixtures("group_ends")
-def test_a_models_own_attribute_comes_first() -> None:
+def test_model_attribute_takes_precedence() -> None:
     module = model()
     module.losses = [3]
     assert engine_of(model=module).losses == [3]

@@ -1,7 +1,7 @@
-"""The functions by which published scripts for DeepSpeed save weights: full ones, at all stages.
+"""Functions from published DeepSpeed scripts that save weights: full ones, at all stages.
 
-They ask a parameter for `ds_id`, and gather it if it has one. What they return is the
-plain model's, and what they must not return, a shard, cannot be written.
+They check a parameter for `ds_id`, and gather it if it has one. They return the plain model's
+weights; a shard cannot be written.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STAGES = (0, 1, 2, 3)
 
 
 def of_llava(named: Any) -> dict[str, Tensor]:
-    """LLaVA's, FastChat's, Qwen's maybe_zero_3()."""
+    """maybe_zero_3() of LLaVA, FastChat and Qwen."""
 
     def maybe_zero_3(param: Any) -> Tensor:
         if hasattr(param, "ds_id"):
@@ -44,7 +44,7 @@ def of_llava(named: Any) -> dict[str, Tensor]:
 
 
 def of_deepspeed_chat(named: Any) -> dict[str, Tensor]:
-    """DeepSpeed-Chat's save_zero_three_model(), with a clone() for ranks on CPUs."""
+    """save_zero_three_model() of DeepSpeed-Chat, with a clone() for ranks on CPUs."""
     found = {}
     for name, param in named:
         if hasattr(param, "ds_id"):
@@ -82,14 +82,14 @@ def saved_by(save: Callable[[Any], dict[str, Tensor]], stage: int, transport: st
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("save", [of_llava, of_deepspeed_chat])
 @ranks(2)
-def test_they_save_the_full_weights(
+def test_published_functions_save_full_weights(
     pool: RankPool, save: Callable[[Any], dict[str, Tensor]], stage: int, transport: str
 ) -> None:
     assert pool.run(saved_by, save, stage, transport) == [[], []]
 
 
 def kept_without_a_copy(transport: str) -> str:
-    """On a GPU .cpu() copies; here it is the parameter's memory, which is gone when it is cut."""
+    """On a GPU .cpu() copies; here it is the parameter's memory, which is freed on resharding."""
     engine = engine_of(transport=transport)
     weight = engine.module.first.weight
     with zero.GatheredParameters([weight]):
@@ -101,12 +101,12 @@ def kept_without_a_copy(transport: str) -> str:
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @ranks(2)
-def test_what_is_kept_without_a_copy_is_an_error(pool: RankPool, transport: str) -> None:
+def test_uncopied_gathered_values_are_an_error(pool: RankPool, transport: str) -> None:
     for text in pool.run(kept_without_a_copy, transport):
         assert "unit 'first' are sharded" in text and "clone() what you keep" in text
 
 
-# --- what would write a shard ---------------------------------------------------------------------
+# --- functions that would write a shard -----------------------------------------------------------
 
 
 def to_safetensors(tensor: Tensor) -> None:
@@ -129,7 +129,7 @@ SHARDS: dict[str, Callable[[nn.Parameter], Any]] = {
 
 
 def refusals(strategy: str, transport: str) -> list[str]:
-    """What was written, or refused in other words."""
+    """Return what was written, or refused with another message."""
     made: Any = zshard.FSDP(model(), strategy=strategy, transport=transport)
     made(torch.ones(2, 7)).sum().backward()
     param, found = made.first.weight, []
@@ -157,5 +157,5 @@ def refusals(strategy: str, transport: str) -> list[str]:
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "zero1"])
 @ranks(2)
-def test_a_shard_is_not_written(pool: RankPool, strategy: str, transport: str) -> None:
+def test_shards_are_not_written(pool: RankPool, strategy: str, transport: str) -> None:
     assert pool.run(refusals, strategy, transport) == [[], []]

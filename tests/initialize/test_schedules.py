@@ -1,7 +1,7 @@
 """DeepSpeed's learning rate schedules and loss scale, number by number.
 
-The numbers were computed once by DeepSpeed 0.19.8's own schedules, and by hand from its
-documentation; they are written here.
+DeepSpeed 0.19.8's own schedules, and its documentation, gave the numbers once; they are written
+here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def optimizer(lr: float = 0.2, groups: int = 1) -> torch.optim.Optimizer:
 
 
 def run(kind: str, steps: int = 8, **params: Any) -> tuple[list[float], list[float]]:
-    """The learning rates and first betas of the first steps."""
+    """Return the learning rates and first betas of the first steps."""
     stepped = optimizer()
     schedule = schedule_of({"type": kind, "params": params}, stepped)
     lrs, betas = [], []
@@ -43,7 +43,7 @@ CASES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_schedule_has_deepspeeds_numbers(case: str) -> None:
+def test_schedule_matches_deepspeed(case: str) -> None:
     kind, params, expected = CASES[case]
     assert run(kind, len(expected), **params)[0] == pytest.approx(expected, abs=1e-6)
 
@@ -53,7 +53,7 @@ def test_one_cycle_moves_the_momentum_the_other_way() -> None:
     assert betas == pytest.approx([0.8, 0.85, 0.8, 0.85, 0.9, 0.9])
 
 
-def test_a_schedule_resumes_from_its_state() -> None:
+def test_schedule_resumes_from_its_state() -> None:
     first, second = (schedule_of({"type": "WarmupLR"}, optimizer(groups=2)) for _ in range(2))
     for _ in range(5):
         first.step()
@@ -80,13 +80,13 @@ def test_a_schedule_resumes_from_its_state() -> None:
         ),
     ],
 )
-def test_a_schedule_that_is_wrong_is_named(kind: str, params: Any, message: str) -> None:
+def test_invalid_schedule_is_named(kind: str, params: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         schedule_of({"type": kind, "params": params}, optimizer())
 
 
 def scales(overflows: str, **options: Any) -> list[float]:
-    """The loss scale after each step; "x" is an overflow."""
+    """Return the loss scale after each step; "x" is an overflow."""
     scale = LossScale(scale=16.0, window=2, **options)
     found = []
     for each in overflows:
@@ -95,7 +95,7 @@ def scales(overflows: str, **options: Any) -> list[float]:
     return found
 
 
-def test_the_loss_scale_grows_and_shrinks_as_deepspeeds() -> None:
+def test_loss_scale_matches_deepspeed() -> None:
     assert scales("xx", hysteresis=1) == [8, 4]
     assert scales("xxx", hysteresis=2) == [16, 8, 4], "the first is forgiven, once"
     assert scales("x....", hysteresis=1) == [8, 8, 8, 16, 16]

@@ -1,7 +1,8 @@
-"""zero.Init() around models whose modules have no reset_parameters(), such as those of transformers.
+"""zero.Init() around models whose modules have no reset_parameters(), such as those of
+transformers.
 
-A model's `_init_weights(module)` gives values as it does for the plain model; what it leaves
-out may be loaded, and is named by the first forward if it is not.
+A model's `_init_weights(module)` gives values as it does for the plain model. Tensors that it omits
+may be loaded; otherwise the first forward names them.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Body(nn.Module):
 
 
 class Initializes(Body):
-    """As models of transformers do: modules one by one, and what lies in a module that has none."""
+    """As in transformers' models: modules one by one, and the contents of a module without
+    tensors."""
 
     def _init_weights(self, module: nn.Module) -> None:
         if module is self.last:
@@ -83,7 +85,7 @@ def values(stage: int) -> list[str]:
 
 
 @pytest.mark.parametrize("stage", (3, 0))
-def test_init_weights_gives_values_of_modules_and_of_what_they_contain(pool2, stage):
+def test_init_weights_initializes_modules_and_contents(pool2, stage):
     assert pool2.run(values, stage) == [[], []]
 
 
@@ -101,7 +103,7 @@ def loaded_late(build: type[Body]) -> Any:
 
 
 @pytest.mark.parametrize("build", (Body, TakesNone))
-def test_what_has_no_initialization_is_named_by_the_first_forward_and_may_be_loaded(pool2, build):
+def test_uninitialized_tensors_are_named_or_loaded(pool2, build):
     for said, wrong in pool2.run(loaded_late, build):  # one of them has no elements of it
         assert "'scales.0.weight' was on the meta device" in said and "load a state dict" in said
         assert wrong == []
@@ -128,8 +130,8 @@ def trains() -> Any:
     return wrong, spread["model.layers.0.mlp.up_proj.weight"], spread["model.norm.weight"]
 
 
-def test_a_llama_has_the_values_of_transformers(pool2):
-    """With its rotary frequencies, which no state dict has."""
+def test_llama_matches_transformers(pool2):
+    """With its rotary frequencies, which no state dict contains."""
     for wrong, matrix, norm in pool2.run(trains):
         assert wrong == [] and norm == 0.0
         assert 0.015 < matrix < 0.025

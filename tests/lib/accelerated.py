@@ -1,4 +1,4 @@
-"""Training through Accelerate, with its own DDP or with zshard: what the tests of adapters compare."""
+"""Training through Accelerate, with its own DDP or with zshard, for the tests of adapters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def small_model(seed: int = 0) -> nn.Sequential:
 class Run:
     """An Accelerator with a model, an optimizer, a scheduler and a loader, prepared.
 
-    strategy: None for Accelerate's own DDP, else what zshard shards.
+    strategy: None for Accelerate's own DDP, otherwise the strategy that zshard uses.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Run:
         )
 
     def epoch(self, clip: float | None = None, clip_value: float | None = None) -> list[float]:
-        """Train on all batches; the losses of all ranks."""
+        """Train on all batches; return the losses of all ranks."""
         losses = []
         for inputs, targets in self.loader:
             with self.accelerator.accumulate(self.model):
@@ -78,7 +78,7 @@ class Run:
         return losses
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The full state dict, under the plain model's names."""
+        """Return the full state dict, under the plain model's names."""
         return dict(self.accelerator.get_state_dict(self.model))
 
 

@@ -1,4 +1,4 @@
-"""Real architectures, tiny: what transformers makes of configurations, and what they are fed.
+"""Real architectures, tiny: models that transformers builds from configurations, and their inputs.
 
 An architecture is two class names, the options that make it small, and a function that
 draws a batch. Nothing is downloaded, and dropout is off. Ranks import this file, so that
@@ -26,10 +26,10 @@ class Architecture:
     config: str
     options: dict[str, Any]
     draw: Draw
-    unused: bool = False  # some parameters take no part, at least on some rank
+    unused: bool = False  # some parameters are unused, at least on some rank
 
     def build(self) -> nn.Module:
-        """A new model in training mode; KeyError where this transformers has no such class."""
+        """Return a new model in training mode; KeyError if this transformers lacks the class."""
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a model of a configuration needs no network
         import transformers
 
@@ -43,7 +43,7 @@ class Architecture:
         return model.train()
 
     def batch(self, step: int, rank: int) -> Batch:
-        """The input of `rank` at `step`: the same wherever it is made."""
+        """Return the input of `rank` at `step`: the same wherever it is created."""
         return self.draw(torch.Generator().manual_seed(1000 * step + rank))
 
 
@@ -54,7 +54,7 @@ def _without_dropout(config: Any) -> Any:
     return config
 
 
-# --- what they are fed ----------------------------------------------------------------------------
+# --- inputs ---------------------------------------------------------------------------------------
 
 
 def _ids(generator: torch.Generator, length: int = 6) -> Tensor:
@@ -80,7 +80,7 @@ def pair(generator: torch.Generator) -> Batch:
 
 
 def tagged(generator: torch.Generator) -> Batch:
-    """Text of which each token is true or false."""
+    """Text in which each token is true or false."""
     ids = _ids(generator)
     return {"input_ids": ids, "labels": ids % 2}
 
@@ -117,7 +117,7 @@ def spectra(generator: torch.Generator) -> Batch:
 
 
 def sizes(**options: Any) -> dict[str, Any]:
-    """The names by which most configurations call these; `options` are added."""
+    """Options for these sizes under the names of most configurations, and `options`."""
     usual = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
@@ -147,8 +147,8 @@ SWITCH = {
     **{"num_layers": 4, "num_decoder_layers": 4},
     **{"num_sparse_encoder_layers": 4, "num_sparse_decoder_layers": 4},
 }
-# One layer of experts holds so much of this model that each expert becomes a unit: ranks whose tokens
-# take other experts run other units, which only shm allows.
+# One layer of experts holds so much of this model that each expert becomes a unit: ranks whose
+# tokens use other experts run other units, which only shm allows.
 SWITCH_OF_FEW_LAYERS = {
     **{**SWITCH, "num_layers": 2, "num_decoder_layers": 2},
     **{"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},

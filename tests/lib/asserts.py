@@ -1,9 +1,9 @@
-"""pytest's rewriting of asserts where pytest does not bring it: in ranks, and for these helpers.
+"""pytest's assertion rewriting where pytest does not provide it: in ranks, and for these helpers.
 
-A failing assert shows the values that it compared only in a module that pytest has
-rewritten. It rewrites the tests that it imports itself; a rank imports them anew, so it installs the
-same hook, which finds what the parent has rewritten in __pycache__ and hence costs nothing. The
-hook is private to pytest: where it is another, or none, asserts are plain.
+A failing assert shows the compared values only in a module that pytest has rewritten. pytest
+rewrites the tests that it imports itself; a rank imports them anew, so it installs the same hook,
+which finds the parent's rewritten code in __pycache__ and hence costs nothing. The hook is private
+to pytest: with a different hook, or none, asserts are plain.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-LINES = 30  # of a comparison in a rank's message; spawn.py cuts the whole at its beginning
+LINES = 30  # of a comparison in a rank's message; spawn.py truncates the beginning
 
-# What the hook asks a config: all at pytest's defaults, as making a real one would import it all.
+# The hook's queries of a config: all at pytest's defaults, since creating a real one would import
+# it all.
 SETTINGS = {"python_files": ["test_*.py"], "assertion_text_diff_style": "ndiff"}
 
 
 def rewrite_helpers() -> None:
-    """Has the modules beside this one rewritten when they are imported."""
+    """Rewrite the modules beside this one when they are imported."""
     import pytest
 
     helpers = {path.stem for path in Path(__file__).parent.glob("*.py")}
@@ -29,8 +30,8 @@ def rewrite_helpers() -> None:
 
 
 def rewrite_in_ranks() -> None:
-    """Has the tests and helpers rewritten that this process, which is not pytest's, will import."""
-    with contextlib.suppress(Exception):  # another pytest: a test notices, others pass without
+    """Rewrite the tests and helpers that this process, which is not pytest's, will import."""
+    with contextlib.suppress(Exception):  # another pytest: one test notices, others pass without
         _install_hook()
         rewrite_helpers()
 
@@ -47,7 +48,7 @@ def _install_hook() -> None:
     )
 
     def compared(op: str, left: object, right: object) -> str | None:
-        """The difference in detail, in the form in which the rewritten code wants it."""
+        """Return the difference in detail, in the form that the rewritten code expects."""
         with contextlib.suppress(Exception):
             from _pytest.assertion import pytest_assertrepr_compare
 

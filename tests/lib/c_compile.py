@@ -2,8 +2,8 @@
 
     compile_c(target, [PROGRAM, *sources("status.c", "shm*.c")], BUILDS["sanitized"])
 
-An object is named by all that goes into it and kept under build/, so that a file which
-several programs need is compiled once for each build, whichever test, process or run comes first.
+An object's name is a digest of all that goes into it, and the object stays under build/, so a file
+that several programs need is compiled once per build, whichever test, process or run comes first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ARITHMETIC = ["-fno-math-errno", "-ffp-contract=off"]  # the extension's
 BUILDS = {
     "release": ["-O3"],
     "sanitized": ["-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
-    # Sees the threads of one process; between processes it sees nothing.
+    # Detects races between the threads of one process, not between processes.
     "threads": ["-O1", "-g1", "-fsanitize=thread"],
 }
 
@@ -37,23 +37,23 @@ BUILDS = {
 def compile_c(
     target: Path, sources: list[Path], flags: list[str], link: tuple[str, ...] = ("-ldl", "-lm")
 ) -> Path:
-    """Compiles `sources` as strictly as the extension and links them to `target`, a program or, with
-    "-shared" among the words of `link`, a library. Returns `target`."""
+    """Compile `sources` as strictly as the extension and link them to `target`: a program or, with
+    "-shared" in `link`, a library. Return `target`."""
     objects = [_object(source, flags) for source in sources]
     _run([*_compiler(), "-pthread", *flags, *map(str, objects), *link, "-o", str(target)])
     return target
 
 
 def program_environment(**more: str) -> dict[str, str]:
-    """The variables with which a compiled program runs: this process's, and `more`."""
+    """Return the variables for running a compiled program: this process's, and `more`."""
     env = {**os.environ, **more}
-    env.pop("LD_PRELOAD", None)  # below another's runtime (`make sanitize`) a sanitized one stops
+    env.pop("LD_PRELOAD", None)  # a sanitized program stops under another runtime (`make sanitize`)
     env["LSAN_OPTIONS"] = f"suppressions={C / 'not_leaks.txt'}:print_suppressions=0"
     return env
 
 
 def skip_without_thread_sanitizer() -> None:
-    """Some kernels give processes addresses that gcc's runtime cannot live with."""
+    """Some kernels assign addresses that gcc's runtime does not support."""
     if not _thread_sanitizer_runs():
         pytest.skip("gcc's thread sanitizer does not run on this kernel")
 
@@ -68,23 +68,23 @@ def _run(command: list[str]) -> None:
 
 
 def _object(source: Path, flags: list[str]) -> Path:
-    """The object of `source`, which is there or is made."""
+    """Return the object of `source`; compile it if necessary."""
     command = [*_compiler(), *STRICT, *ARITHMETIC, "-fPIC", *flags, *INCLUDES, "-c"]
     words = "\0".join(command).encode()
     key = hashlib.sha256(words + _headers() + source.read_bytes()).hexdigest()[:24]
     made = OBJECTS / f"{source.stem}-{key}.o"
-    # What lies outside the repository may include what changes unseen.
+    # Sources outside the repository may include files whose changes are not detected.
     if not (made.exists() and source.is_relative_to(ROOT)):
         OBJECTS.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=OBJECTS) as scratch:
             _run([*command, str(source), "-o", f"{scratch}/made.o"])
-            os.replace(f"{scratch}/made.o", made)  # another process may have made the same
+            os.replace(f"{scratch}/made.o", made)  # another process may have compiled the same
     return made
 
 
 @functools.cache
 def _headers() -> bytes:
-    """A digest of all that a source may include, or have the assembler include."""
+    """Return a digest of all files that a source may include, also in the assembler."""
     digest = hashlib.sha256()
     for path in (*HEADERS, *sorted(C.glob("*.h*")), *sorted((ROOT / "cuda").iterdir())):
         digest.update(path.read_bytes())

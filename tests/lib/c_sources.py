@@ -1,4 +1,4 @@
-"""Where the sources of csrc/ lie, for tests that compile some of them.
+"""Paths of the sources in csrc/, for tests that compile some of them.
 
     compile_c(target, [PROGRAM, *sources("status.c", "shm*.c")], flags)
 
@@ -35,12 +35,13 @@ SHM = [
 
 
 def source(name: str) -> Path:
-    """The path of the file of this name; FileNotFoundError if there is none."""
+    """Return the path of the file of this name; FileNotFoundError if there is none."""
     return sources(name)[0]
 
 
 def sources(*names: str) -> list[Path]:
-    """The paths of files, by name or pattern; FileNotFoundError for one that no file has."""
+    """Return the paths of files, by name or pattern; FileNotFoundError for a pattern without a
+    match."""
     found = [sorted(CSRC.rglob(name)) for name in names]
     for name, paths in zip(names, found, strict=True):
         if not paths:
@@ -61,7 +62,7 @@ DEFINED = (
 
 
 def release_objects() -> dict[str, Path]:
-    """The objects by the names of their sources; skips the test where there are none."""
+    """Return the objects by the names of their sources; skips the test if there are none."""
     import pytest
     import torch
 
@@ -74,11 +75,11 @@ def release_objects() -> dict[str, Path]:
 
 
 def symbols(path: Path, *options: str) -> Symbols:
-    """The symbols of a library or an object."""
+    """Return the symbols of a library or an object."""
     listed = subprocess.run(["nm", *options, str(path)], text=True, capture_output=True, check=True)
     return [(kind, name) for *_, kind, name in map(str.split, listed.stdout.splitlines())]
 
 
 def symbols_by_source() -> dict[str, Symbols]:
-    """The symbols of each source's object."""
+    """Return the symbols of each source's object."""
     return {source: symbols(path) for source, path in release_objects().items()}

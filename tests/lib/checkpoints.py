@@ -1,8 +1,8 @@
-"""Checkpoints as files, for the tests of what writes them: read without anything of zshard's reading;
-and saves that must fail and leave them as they are.
+"""Checkpoint files for tests of code that writes them: read without zshard's readers; and saves
+that must fail and leave the files unchanged.
 
-What is in the files is for others to read, so it is read by the reference
-implementation of safetensors, and checksums are computed anew, by a table of its own.
+Other tools read these files, so the reference implementation of safetensors reads them here, and
+checksums are recomputed with a separate table.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zshard.checkpoint.manifest import BLOCK, Manifest
 
 
 def tensors_in(folder: str | Path, stem: str = "model") -> dict[str, Tensor]:
-    """All tensors of `<stem>*.safetensors`, by name."""
+    """Return all tensors of `<stem>*.safetensors`, by name."""
     found: dict[str, Tensor] = {}
     for path in sorted(Path(folder).glob(f"{stem}*.safetensors")):
         with safe_open(path, "pt") as file:
@@ -33,7 +33,7 @@ def tensors_in(folder: str | Path, stem: str = "model") -> dict[str, Tensor]:
 
 
 def manifest_in(folder: str | Path) -> Manifest:
-    """The manifest, after a look at all that it says of the other files."""
+    """Return the manifest, after checking all that it states about the other files."""
     path = Path(folder, manifests.NAME)
     made = manifests.parse(path.read_bytes(), str(path))
     others = {each.name for each in Path(folder).iterdir()} - {manifests.NAME}
@@ -47,7 +47,7 @@ def manifest_in(folder: str | Path) -> Manifest:
 
 
 def whole(folder: str | Path) -> dict[str, Tensor]:
-    """The model's state dict: tied names, too."""
+    """Return the model's state dict, including tied names."""
     state = tensors_in(folder)
     tied = manifest_in(folder).tied
     assert not state.keys() & tied.keys()
@@ -55,7 +55,7 @@ def whole(folder: str | Path) -> dict[str, Tensor]:
 
 
 def states_in(folder: str | Path) -> dict[str, dict[str, Any]]:
-    """The optimizer's state by names, as zshard.optim_state_dict() has it under "state"."""
+    """Return the optimizer's state by name, as in "state" of zshard.optim_state_dict()."""
     told, tensors = manifest_in(folder).optimizer, tensors_in(folder, "optimizer")
     assert told is not None
     listed = {f"{name}.{key}" for name, own in told["state"].items() for key in own["tensors"]}
@@ -67,8 +67,8 @@ def states_in(folder: str | Path) -> dict[str, dict[str, Any]]:
 
 
 def check_files(folder: str | Path) -> list[str]:
-    """What is wrong with the safetensors files' form: where data begins, how it is aligned, and what
-    the indices say of it."""
+    """Return what is wrong with the format of the safetensors files: where data begins, its
+    alignment, and the indices."""
     wrong = []
     for stem in ("model", "optimizer"):
         index = Path(folder, f"{stem}.safetensors.index.json")
@@ -99,7 +99,8 @@ _DTYPES |= {"I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn}
 def unlike(
     folder: str | Path, state: dict[str, Any], optimizer: dict[str, Any] | None
 ) -> list[str]:
-    """What in a checkpoint differs from a state dict and from optim_state_dict(), or is malformed."""
+    """Return what differs in a checkpoint from a state dict and from optim_state_dict(), or is
+    malformed."""
     found = check_files(folder) + differences(whole(folder), state)
     if optimizer is None:
         return found + (["an optimizer"] if manifest_in(folder).optimizer is not None else [])
@@ -116,18 +117,18 @@ def unlike(
 
 
 def bit_by_bit(folder: str | Path) -> dict[str, bytes]:
-    """All files, to compare."""
+    """Return all files, to compare."""
     return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
 
 
 def inside(folder: str | Path) -> list[str]:
-    """The names in a folder, in order."""
+    """Return the names in a folder, in order."""
     return sorted(path.name for path in Path(folder).iterdir())
 
 
 def saved(folder: str | Path, model: nn.Module, optimizer: Any = None, **options: Any) -> list[str]:
-    """Saves a model and says what differs in the files from what rank 0 has; `dtype` is one of the
-    options that zshard.save gets."""
+    """Save a model and return what differs in the files from rank 0's state; `dtype` is one of
+    zshard.save's options."""
     path = f"{folder}/x"
     named = None if optimizer is None else zshard.optim_state_dict(model, optimizer)
     dtype = options.get("dtype")
@@ -139,14 +140,14 @@ def saved(folder: str | Path, model: nn.Module, optimizer: Any = None, **options
     return unlike(path, state, named) if rank() == 0 else []
 
 
-# --- saves that fail ------------------------------------------------------------------------------
+# --- failing saves --------------------------------------------------------------------------------
 
 APART = ("full_shard", "c10d")
 """Where each rank has something even of a small model."""
 
 
 def outcome(action):
-    """(kind of the exception, its text) that `action` ends with; None if it does well."""
+    """Return (kind of the exception, its text) of `action`; None if it succeeds."""
     try:
         action()
     except Exception as error:
@@ -155,8 +156,8 @@ def outcome(action):
 
 
 def tried(folder, kind, text, action):
-    """Runs `action(model, optimizer)`, which has to raise that kind of error with that text; what is
-    wrong after that. `text` is of the rank whose error it is, the last one."""
+    """Run `action(model, optimizer)`, which must raise that kind of error with that text; return
+    what is wrong afterwards. `text` is the text on the rank with the error, the last one."""
     model, optimizer = trained("mlp", APART, "zshard.AdamW")
     zshard.save(folder / "old", model, optimizer)
     before = inside(folder), bit_by_bit(folder / "old")

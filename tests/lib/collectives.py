@@ -1,4 +1,4 @@
-"""Which collectives a piece of code runs, and in which order among torch's operations."""
+"""Record which collectives a piece of code runs, and their order among torch's operations."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-LEAST = 4096  # bytes: what ranks tell each other before a collective is smaller
+LEAST = 4096  # bytes: messages before a collective are smaller
 
 
 NAMES = {"c10d::_allgather_base_": "gather", "c10d::alltoall_base_": "scatter"}
 
 
 class Collectives:
-    """Context that watches torch's collectives over c10d, of all process groups.
+    """Context manager that watches torch's collectives over c10d, of all process groups.
 
-    Counted are those that move more than LEAST bytes. `order` also has the names given as `among`,
-    of torch's operations.
+    Counts those that move more than LEAST bytes. `order` also has the names of torch's operations
+    given as `among`.
     """
 
     def __init__(self, *among: str) -> None:
         self.among = among
         self.order: list[str] = []
-        self.received = {"gather": 0, "scatter": 0}  # bytes that come from other ranks
+        self.received = {"gather": 0, "scatter": 0}  # bytes from other ranks
 
     def __enter__(self) -> Collectives:
         self.profile = torch.profiler.profile(record_shapes=True)
@@ -46,12 +46,13 @@ class Collectives:
 
     @property
     def scatters(self) -> int:
-        """Exchanges of gradients: the reduce-scatters, whose sums each rank makes itself."""
+        """Exchanges of gradients: the reduce-scatters, whose sums each rank computes itself."""
         return self.order.count("scatter")
 
 
 def _from_others(kind: str, event: Any) -> int:
-    """Of a gather, all but this rank's part; of an exchange (of all ranks), all but its own piece."""
+    """Of a gather, all but this rank's part; of an exchange (over all ranks), all but its own
+    piece."""
     sizes = _sizes(event)[1:]
     return max(sizes) - (min(sizes) if kind == "gather" else max(sizes) // dist.get_world_size())
 

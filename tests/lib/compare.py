@@ -1,7 +1,7 @@
-"""What differs between tensors, bit for bit, in words: which entry, how many elements, the first of them.
+"""Describe how tensors differ, bit for bit: which entry, how many elements, the first of them.
 
-A rank says what differs, not whether: `assert [True, False] == [True, True]` tells
-nobody what to look at. So a function on ranks asserts on the spot; its failure fails the test.
+A rank reports what differs, not whether: a failed `assert [True, False] == [True, True]` does not
+identify the tensor. So a function on ranks asserts in place, and its failure fails the test.
 
     assert_same(model(x), plain(x), "the output")
 """
@@ -21,21 +21,21 @@ SHOWN = 12  # entries that a message lists
 
 
 def differences(ours: Any, theirs: Any, nans: bool = False) -> list[str]:
-    """What differs between two tensors, or two dicts or lists of tensors and other values; of sharded
-    tensors, this rank's parts are compared.
+    """Return what differs between two tensors, or two dicts or lists of tensors and other values;
+    of sharded tensors, compares this rank's shards.
 
-    To the bit, so that 0.0 is not -0.0. A NaN differs from all, as a result that is NaN on both sides
-    says nothing; with `nans`, it equals one of the same bits.
+    Bitwise, so 0.0 differs from -0.0. A NaN differs from everything, since a NaN on both sides
+    proves nothing; with `nans`, it equals a NaN with the same bits.
     """
     if not isinstance(ours, Tensor | Mapping):
-        ours, theirs = list(ours), list(theirs)  # also of generators, and of a tuple and a list
+        ours, theirs = list(ours), list(theirs)  # also generators, and a tuple against a list
     found: list[str] = []
     _compare("", ours, theirs, nans, found)
     return sorted(found)
 
 
 def assert_same(ours: Any, theirs: Any, what: str, nans: bool = False) -> None:
-    """Fails with `what` and the differences if there are any; see there."""
+    """Fail with `what` and the differences, if there are any."""
     __tracebackhide__ = True
     found = differences(ours, theirs, nans)
     if found:
@@ -44,7 +44,7 @@ def assert_same(ours: Any, theirs: Any, what: str, nans: bool = False) -> None:
 
 
 def _compare(name: str, ours: Any, theirs: Any, nans: bool, found: list[str]) -> None:
-    """Adds to `found` what differs between two values."""
+    """Add the differences between two values to `found`."""
     if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
         text = _between(zshard.to_local(ours).detach(), zshard.to_local(theirs).detach(), nans)
         found += [_named(name, text)] if text else []
@@ -63,7 +63,7 @@ def _compare(name: str, ours: Any, theirs: Any, nans: bool, found: list[str]) ->
 
 
 def _between(a: Tensor, b: Tensor, nans: bool) -> str:
-    """How two plain tensors differ; "" if they do not."""
+    """Describe how two plain tensors differ; "" if they do not."""
     if (a.dtype, a.shape, a.device) != (b.dtype, b.shape, b.device):
         return f"{_shown(a)}, not {_shown(b)}"
     if not a.numel():
@@ -84,7 +84,7 @@ def _between(a: Tensor, b: Tensor, nans: bool) -> str:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The elements' bits as integers; of complex numbers, two integers each."""
+    """Return the elements' bits as integers; for complex numbers, two integers each."""
     plain = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     return plain.contiguous().view(INTEGERS[plain.element_size()])
 

@@ -1,8 +1,8 @@
-"""cuda_kernels.h for tests: its functions on tensors, launched by the stand-in or by the real driver.
+"""cuda_kernels.h for tests: its functions on tensors, launched by the fake or by the real driver.
 
 Tests have tensors on the host and compare with the CPU. Where the kernels run elsewhere
-(ZSHARD_TEST_KERNELS=gpu: nvcc's kernels on a GPU; =copies: the stand-in, for a test of this), what
-they are given is copied there and back.
+(ZSHARD_TEST_KERNELS=gpu: nvcc's kernels on a GPU; =copies: the fake, to test this), their arguments
+are copied there and back.
 """
 
 from __future__ import annotations
@@ -106,11 +106,11 @@ def pointer(x: Tensor | None) -> int | None:
 
 @contextlib.contextmanager
 def places(*tensors: Tensor | None) -> Iterator[Address]:
-    """Where kernels find these tensors: in the tensors, or in copies that are brought back at the
+    """Make these tensors accessible to kernels: directly, or as copies that are copied back at the
     end.
 
-    Copies are of whole storages, at the same places within 64 bytes, so that an array is aligned
-    there as it is here, and what is written beside it is seen.
+    Copies cover entire storages, at the same offset within 64 bytes, so arrays have the same
+    alignment there, and out-of-bounds writes are noticed.
     """
     if not KERNELS:
         yield pointer
@@ -216,7 +216,8 @@ class Cuda:
 
 
 def image_flags() -> list[str]:
-    """What has cuda_image.c bring the kernels that setup.py had nvcc make."""
+    """Return the flags that make cuda_image.c include the kernels that setup.py compiled with
+    nvcc."""
     if KERNELS != "gpu":
         return []
     facts = zshard._core.machine()
@@ -227,7 +228,7 @@ def image_flags() -> list[str]:
 
 
 def compile_kernels(target: Path) -> Path:
-    """The library with cuda_kernels.h, and the CPU's loops beside it."""
+    """Return the library with cuda_kernels.h and the CPU's loops."""
     files = sources(*SOURCES)
     files += [source("cuda_image.c") if KERNELS == "gpu" else C / "fake_image.c"]
     files += [C / name for name in ("cuda_face.c", "serial_parallel_for.c")]

@@ -1,7 +1,7 @@
-"""Checkpoints to be damaged, and loads that must refuse them.
+"""Checkpoints to damage, and loads that must refuse them.
 
-A load that fails leaves everything as it was, so each attempt tells what was said, what
-has changed and which files are still open, and one function judges all three on all ranks.
+A failed load must leave everything unchanged, so each attempt returns the message, the changes and
+the files that are still open, and one function checks all three on all ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zshard import CheckpointError
 
 
 def good_one(pools, folder):
-    """A checkpoint of two ranks in a new folder below `folder`; not to be changed."""
+    """Return a checkpoint of two ranks in a new folder below `folder`; tests must not change it."""
     path = folder / "x"
     pools.setdefault(2, RankPool(2)).run(saved, str(path))
     return path
@@ -45,7 +45,7 @@ def saved(path, size="2 KB"):
 
 
 def refused(path, kind, options=None, with_optimizer=True, optimizer_kind="zshard.AdamW"):
-    """(the message, what has changed, open files of the checkpoint) of a load."""
+    """Return (the message, what has changed, open files of the checkpoint) of a load."""
     model, optimizer = model_and_optimizer(optimizer_kind)
     before = state_of(model, optimizer)
     given = optimizer if with_optimizer else None
@@ -64,7 +64,7 @@ def open_files(path):
 
 
 def check(pool, path, words, kind=CheckpointError, **options):
-    """Both ranks refuse, with these words, and nothing has changed."""
+    """Check that both ranks refuse with this text, and that nothing has changed."""
     found = pool.run(refused, str(path), kind, *options.values())
     for said, changed, left_open in found:
         assert changed == [] and left_open == []

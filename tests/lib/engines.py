@@ -1,7 +1,7 @@
-"""Runs of zshard.initialize() and, beside it, the same training written out over DDP.
+"""Runs of zshard.initialize() and, for comparison, the same training written out over DDP.
 
-`Ours` only calls the engine as a script for DeepSpeed would. `Theirs` has no engine
-and no config: a test says in numbers what the config means, so that a wrong reading shows.
+`Ours` only calls the engine, as a script for DeepSpeed would. `Theirs` has no engine and no config:
+a test states the config's meaning in numbers, so that a wrong reading shows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def rank() -> int:
 
 
 def batch(step: int, of: int | None = None, size: int = 4) -> tuple[Tensor, Tensor]:
-    """This rank's batch, or that of another."""
+    """Return this rank's batch, or that of another."""
     seed = torch.Generator().manual_seed(1000 * (rank() if of is None else of) + step)
     return torch.randn(size, 7, generator=seed), torch.randn(size, 3, generator=seed)
 
@@ -41,7 +41,7 @@ def model() -> nn.Module:
 
 
 def config(**changes: Any) -> dict[str, Any]:
-    """A config that works, with these sections in place of its own; None removes one."""
+    """Return a config that works, with these sections in place of its own; None removes one."""
     found = {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": LR}},
@@ -63,7 +63,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 def train(engine: Any, steps: int, start: int = 0) -> list[float]:
-    """Losses of micro-batches."""
+    """Return the losses of micro-batches."""
     losses = []
     for step in range(start, start + steps):
         inputs, targets = batch(step)
@@ -76,7 +76,7 @@ def train(engine: Any, steps: int, start: int = 0) -> list[float]:
 
 @dataclass
 class Meaning:
-    """What a config means, in numbers."""
+    """The meaning of a config, in numbers."""
 
     stage: int = 3
     rounds: int = 1  # micro-batches per optimizer step
@@ -88,8 +88,8 @@ class Meaning:
 
 
 class Theirs:
-    """The same training over DDP; in bf16 and fp16, with float32 copies that are stepped, gradients
-    sent in the low dtype and summed in float32, as zshard's mixed precision does."""
+    """The same training over DDP; in bf16 and fp16, with float32 copies that are stepped, and
+    gradients sent in the low dtype and summed in float32, as in zshard's mixed precision."""
 
     def __init__(self, meaning: Meaning) -> None:
         self.meaning = meaning
@@ -157,7 +157,7 @@ class Theirs:
 
 
 def averaged(grad: Tensor) -> Tensor:
-    """The mean over ranks of a gradient in a low dtype, summed in float32."""
+    """Return the mean over ranks of a gradient in a low dtype, summed in float32."""
     if not dist.is_initialized():
         return grad.float()
     world = dist.get_world_size()
@@ -170,6 +170,6 @@ def averaged(grad: Tensor) -> Tensor:
 
 
 def states_apart(engine: Any, theirs: Theirs) -> float:
-    """How far the largest difference between parameters is."""
+    """Return the largest difference between parameters."""
     ours, other = engine.module.state_dict(), theirs.main.state_dict()
     return max(float((ours[name] - other[name]).abs().max()) for name in other)

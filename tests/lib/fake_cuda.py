@@ -1,11 +1,11 @@
-"""The stand-in for libcuda.so.1 (tests/c/fake_cuda.h says what it is), compiled when it is wanted.
+"""The fake of libcuda.so.1 (see tests/c/fake_cuda.h), compiled on demand.
 
     monkeypatch.setenv("ZSHARD_CUDA_LIB", str(fake_cuda.library()))
 
-The kernels of cuda/ are in it, compiled for the host, so what a GPU would compute is
-computed; device memory is host memory, and side streams are threads that may be made late. It is
-made once for a machine, in a temporary folder named by what went into it; switches are variables
-of the environment (FAKE_CUDA_*), looked at in each call.
+It contains the kernels of cuda/, compiled for the host, so it computes what a GPU would. Device
+memory is host memory, and side streams are threads that can be delayed. It is compiled once per
+machine, in a temporary folder whose name is a digest of its sources. Environment variables
+(FAKE_CUDA_*) control it and are read in each call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COMMON += [
     *c_sources.INCLUDES,
     f"-I{ROOT / 'tests' / 'c'}",
 ]
-# nvcc's pragmas are for nvcc; a 16-byte access that is not aligned is an error on a GPU.
+# nvcc's pragmas are for nvcc; an unaligned 16-byte access is an error on a GPU.
 CXX = ["-std=c++17", "-O2", "-Wno-unknown-pragmas", "-fsanitize=alignment"]
 CXX += ["-fsanitize-undefined-trap-on-error"]
 C = ["-std=c11", "-O1", "-Wshadow", "-Wconversion"]
@@ -43,14 +43,15 @@ def _run(command: list[str]) -> None:
 
 
 def _fused() -> list[str]:
-    """Has this machine an instruction for fmaf? Without, libm's is right and slow."""
+    """Return whether this machine has an fmaf instruction. Without it, libm's is correct and
+    slow."""
     facts = Path("/proc/cpuinfo")
     return ["-mfma"] if facts.exists() and " fma " in facts.read_text() else []
 
 
 @functools.cache
 def library() -> Path:
-    """The path of the library."""
+    """Return the path of the library."""
     digest = hashlib.sha256()
     for path in sorted([*SOURCES, *HEADERS, *KERNELS, Path(__file__)]):
         digest.update(path.read_bytes())
@@ -71,10 +72,10 @@ def library() -> Path:
         whole = f"{scratch}/whole.so"
         cxx_words = shlex.split(os.environ.get("CXX", "c++"))
         _run([*cxx_words, "-shared", "-pthread", "-Wl,-z,defs", *objects, "-o", whole])
-        os.replace(whole, target)  # another process may have made it meanwhile: they are the same
+        os.replace(whole, target)  # another process may have compiled the same library meanwhile
     return target
 
 
 def knows(kernel: str) -> bool:
-    """Is this kernel among those that the library has compiled?"""
+    """Return whether the library contains this kernel."""
     return kernel.encode() + b"\0" in library().read_bytes()

@@ -31,7 +31,7 @@ def host(
     threads: int = 1,
     offline: Collection[int] = (),
 ) -> Path:
-    """Writes a host with `cores` cores and `nodes` NUMA nodes per socket; `offline`: CPUs."""
+    """Write a host with `cores` cores and `nodes` NUMA nodes per socket; `offline`: CPUs."""
     total = sockets * cores
     cpus = root / "sys/devices/system/cpu"
     members: dict[int, list[int]] = {node: [] for node in range(sockets * nodes)}
@@ -52,6 +52,6 @@ def host(
 
 
 def quota(root: Path, text: str, path: str = "/") -> None:
-    """Puts this process into a control group (version 2) with this cpu.max."""
+    """Put this process into a control group (version 2) with this cpu.max."""
     write(root / "proc/self/cgroup", f"0::{path}")
     write(root / "sys/fs/cgroup" / path.strip("/") / "cpu.max", text)

@@ -1,7 +1,8 @@
-"""Calls of _core.File and of its checksums, with any numbers: for the fuzzer and for hypothesis.
+"""Calls of _core.File and of its checksums, with arbitrary numbers: for the fuzzer and for
+hypothesis.
 
-A call is a few numbers, and a bytearray says what must come of it: the bytes, the
-sums, or a refusal after which nothing has changed. No number is too wild to be asked for.
+A call is a few numbers, and a bytearray determines the expected result: the bytes, the sums, or a
+refusal that changes nothing. Any number may occur.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ CALLS_AT_MOST = 64
 
 
 def near(number: int) -> int:
-    """Offsets that a file could grow to are taken into it; those that no file has stay."""
+    """Map offsets that a file could grow to into it; keep impossible ones."""
     return number % ROOM if 0 <= number < 2**62 else number
 
 
 def pattern(count: int, seed: int) -> bytes:
-    """Bytes to be written."""
+    """Return bytes to write."""
     return bytes((seed + i * 7) % 251 for i in range(count))
 
 
 class Played:
-    """A file, and what should be in it."""
+    """A file and its expected content."""
 
     def __init__(self, path: Path) -> None:
         path.unlink(missing_ok=True)
@@ -49,7 +50,7 @@ class Played:
         acts[which % len(acts)](a, b, count)
 
     def read(self, a: int, b: int, count: int) -> None:
-        """Two ranges: one refused, none is read."""
+        """Two ranges: if one is refused, neither is read."""
         places = [(near(a), count % ROOM), (near(b), a % 64)]
         rooms = [(at, bytearray(b"-" * length)) for at, length in places]
         right = all(self.is_there(at, length) for at, length in places)
@@ -77,7 +78,7 @@ class Played:
 
     def check(self, a: int, block: int, count: int) -> None:
         begin = near(a)
-        end = begin + count % ROOM - 1  # before its begin, too
+        end = begin + count % ROOM - 1  # also before its begin
         if not -(2**63) <= end < 2**63:
             return
         there = begin == end or end <= len(self.bytes)
@@ -90,7 +91,7 @@ class Played:
         assert not right, f"bytes {begin} to {end} in blocks of {block} were refused"
 
     def join(self, a: int, b: int, count: int) -> None:
-        """Of what is there, and of any length."""
+        """Join sums of existing blocks, of any length."""
         cut = count % (len(self.bytes) + 1)
         parts = self.bytes[:cut], self.bytes[cut:]
         joined = crc32c_join(crc32c(parts[0]), crc32c(parts[1]), len(parts[1]))
@@ -105,7 +106,7 @@ class Played:
         return at >= 0 and (length == 0 or at + length <= len(self.bytes)) and at + length < 2**63
 
     def rows(self, begin: int, end: int, block: int) -> list[tuple[int, int, int]]:
-        """What the sums should be."""
+        """Return the expected sums."""
         found = []
         while begin < end:
             cut = min(end, begin - begin % block + block)
@@ -115,7 +116,7 @@ class Played:
 
 
 def play(data: bytes, path: Path) -> None:
-    """All calls that `data` has, of a new file at `path`; AssertionError where one is not as it should be."""
+    """Make all calls in `data` on a new file at `path`; AssertionError if a result is wrong."""
     played = Played(path)
     whole = len(data) // CALL.size * CALL.size
     with played.file as file:
@@ -126,7 +127,7 @@ def play(data: bytes, path: Path) -> None:
 
 
 def some_calls() -> list[bytes]:
-    """Calls to begin with: usual ones, and those around what a 64-bit number can say."""
+    """Return initial calls: usual ones, and those around the limits of a 64-bit number."""
     usual = [(1, 90, 64, 300), (0, 0, 80, 390), (2, 0, 64, 391), (3, 5, 6, 50), (2, 100, 7, 40)]
     edges = [-1, 0, 1, 2**63 - 1, -(2**63), 2**62]
     wild = [

@@ -6,8 +6,8 @@
     ...
     calls = file_faults(0)  # there were so many since; none fails any more
 
-zshard offers one place from which its file calls can be watched; who watches is a
-module of its own (c/file_faults.c, c/fs_faults.c), compiled here, so that nothing of it is shipped.
+zshard has one hook for watching its file calls. The watchers are separate modules (c/file_faults.c,
+c/fs_faults.c), compiled here, so zshard ships none of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SOURCES = [C / "file_faults.c", C / "fs_faults.c", *sources("status.c")]
 
 
 def _library() -> Path:
-    """The compiled module, which is there or is made."""
+    """Return the compiled module; compile it if necessary."""
     read = [path.read_bytes() for path in [*_SOURCES, *HEADERS, C / "fs_faults.h"]]
     soabi = sysconfig.get_config_var("SOABI")
     key = hashlib.sha256(b"\0".join([soabi.encode(), *read])).hexdigest()[:24]
@@ -40,7 +40,7 @@ def _library() -> Path:
         flags = [*BUILDS["release"], "-isystem", sysconfig.get_path("include")]
         with tempfile.TemporaryDirectory(dir=OBJECTS) as scratch:
             compile_c(Path(scratch, "made.so"), _SOURCES, flags, ("-shared",))
-            os.replace(f"{scratch}/made.so", made)  # another process may have made the same
+            os.replace(f"{scratch}/made.so", made)  # another process may have compiled the same
     return made
 
 

@@ -1,9 +1,9 @@
-"""A fuzz target for all that reads what others have written: safetensors files, their headers and
-indices, manifests, pickles that are read as data, torch's files and metadata; and the core's calls.
+"""A fuzz target for all readers of foreign files: safetensors files, their headers and indices,
+manifests, pickles that are read as data, torch's files and metadata; and the core's calls.
 
-Whatever the bytes are, a reader gives a CheckpointError (a ValueError from the reader
-of pickles) or something that fits; any other exception, a memory or time that the size of the
-input does not explain, and whatever the sanitizers see in the core, is a fault.
+For any bytes, a reader returns valid content or raises CheckpointError (the reader of pickles a
+ValueError). Any other exception, memory or time out of proportion to the input, and any sanitizer
+report in the core is a fault.
 
     make fuzz ARGS=-max_total_time=60                  # with sanitizers; the corpus stays in build/
     python tests/lib/fuzz_checkpoint.py CORPUS             # without; a folder, which is filled
@@ -29,7 +29,7 @@ try:
 except ImportError:
     atheris = None
 
-# What is to be watched has to be instrumented while it is imported.
+# Modules to watch must be instrumented while they are imported.
 with (
     atheris.instrument_imports(include=["zshard.checkpoint"])
     if atheris
@@ -48,7 +48,7 @@ NAME = "some/file"
 
 
 def header(data: bytes) -> None:
-    """A file's length and header; the data that they speak of may be there or not."""
+    """A file's length and header; its data may be present or missing."""
     size = len(data) + (data[-1] if data else 0)
     length = safetensors.header_length(data[:8], size, NAME)
     if 8 + length > len(data):
@@ -67,7 +67,7 @@ def index(data: bytes) -> None:
 
 
 def a_manifest(data: bytes) -> None:
-    """The text of a manifest; and what stands in one, with a right checksum."""
+    """The text of a manifest; and the content of one, with a valid checksum."""
     with contextlib.suppress(CheckpointError):
         manifest.parse(data, NAME)
     body = safetensors.object_of(data, NAME, manifest.LIMIT)
@@ -90,7 +90,7 @@ _FOLDER = tempfile.TemporaryDirectory()
 
 
 def metadata(data: bytes) -> None:
-    """Metadata of torch's, beside files that are there."""
+    """Torch's metadata, beside existing files."""
     found = Checkpoint(_FOLDER.name)
     try:
         dcp.read_metadata(found, data, NAME, with_optimizer=True)
@@ -101,7 +101,7 @@ def metadata(data: bytes) -> None:
 
 
 def a_file(data: bytes) -> None:
-    """A safetensors file as it lies on a disk: of each tensor, as much is read as its header says."""
+    """A safetensors file on disk: each tensor is read as its header describes it."""
     path = Path(_OWN.name, "model.safetensors")
     path.write_bytes(data)
     with safetensors.SafetensorsFile(str(path)) as file:
@@ -162,7 +162,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
 
 
 def one_input(data: bytes) -> None:
-    """The first byte says whose input the rest is."""
+    """Run one input; its first byte selects the reader of the rest."""
     if data:
         target = list(TARGETS.values())[data[0] % len(TARGETS)]
         with contextlib.suppress(CheckpointError):
@@ -173,7 +173,7 @@ def one_input(data: bytes) -> None:
 
 
 def seeds() -> list[bytes]:
-    """Inputs that are right, or wrong in a known way."""
+    """Return inputs that are valid, or invalid in a known way."""
     tensor = _saved(torch.arange(6.0).reshape(2, 3))
     files = [packed(right_header()), packed({}), *(each for each, _ in WRONG.values())]
     found = {
@@ -236,7 +236,7 @@ def _manifests() -> list[bytes]:
 
 
 def _metadata() -> bytes:
-    """Of a small model, whose files are put beside."""
+    """The metadata of a small model, whose files are created beside it."""
     state = {
         "model": {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2).bfloat16()},
         "optimizer": {"param_groups": [{"lr": 0.1, "params": ["a"]}], "state": {"a": {"x": 1}}},
@@ -252,7 +252,8 @@ def _saved(value: object) -> bytes:
 
 
 def _spoiled(archive: bytes) -> list[bytes]:
-    """That archive with one fact changed of a member that is read whole, in the list at its end."""
+    """Return that archive with one field changed of a fully read member, in the directory at its
+    end."""
     changes = {
         "flags": (8, (1, 32, 64)),  # encrypted, patched, strongly encrypted
         "method": (10, (8, 9, 12, 14, 99)),  # unpacked by zlib, not at all, by bz2, by lzma
@@ -274,7 +275,7 @@ def _spoiled(archive: bytes) -> list[bytes]:
 
 
 def write_seeds(folder: Path) -> None:
-    """One file each."""
+    """Write one file per seed."""
     folder.mkdir(parents=True, exist_ok=True)
     for each in seeds():
         (folder / f"seed-{zlib.crc32(each):08x}").write_bytes(each)
@@ -284,7 +285,7 @@ def main() -> None:
     if atheris is None:
         sys.exit("the fuzzer is not installed: pip install atheris")
     given = [Path(each) for each in sys.argv[1:] if not each.startswith("-")]
-    if given and not given[0].is_file():  # which is an input, to be run once
+    if given and not given[0].is_file():  # an input to run once
         write_seeds(given[0])
     atheris.Setup(sys.argv, one_input)
     atheris.Fuzz()

@@ -1,13 +1,14 @@
-"""What a training run asked of the stand-ins for CUDA and NCCL, read from their common log: is it in order?
+"""Check the order of what a training run requested from the fakes of CUDA and NCCL, from their
+common log.
 
-A log says what each stream was given, with the memory that it reads and writes, and
-which events tie streams together. From that follows what comes before what on a GPU, whatever the
-timing; two accesses to the same bytes of which one writes, in streams that nothing ties together,
-are a race, and no kind of race has to be thought of beforehand. So each rule (a swap behind its
-packing, a sum behind its swap, a gather behind the optimizer's step and behind the slot's last
-reader, computation behind its gather) is the same check.
+A log lists each stream's work, with the memory that it reads and writes, and the events that order
+streams. From that follows the order on a GPU, whatever the timing. Two accesses to the same bytes,
+at least one a write, in streams without an order between them are a race. So each rule (a swap
+after its packing, a sum after its swap, a gather after the optimizer's step and after the slot's
+last reader, computation after its gather) is the same check, and no kind of race has to be
+anticipated.
 
-What torch does with memory of the GPU is written into the log by the test (`mark`).
+Tests write what torch does with GPU memory into the log (`mark`).
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-COMPUTE = 0  # the number of torch's stream, where a test says nothing else
+COMPUTE = 0  # the number of torch's stream, by default
 VARIABLES = ("FAKE_CUDA_LOG", "FAKE_NCCL_LOG")
 
 Line = tuple[str, dict[str, str]]
 
 
 def start(folder: str, rank: int) -> Path:
-    """Has both stand-ins write one log from now on; where it is."""
+    """Make both fakes write one log from now on; return its path."""
     path = Path(folder) / f"calls.{rank}"
     for name in VARIABLES:
         os.environ[name] = str(path)
@@ -32,13 +33,13 @@ def start(folder: str, rank: int) -> Path:
 
 
 def stop() -> None:
-    """Nothing is written any more."""
+    """Stop writing."""
     for name in VARIABLES:
         del os.environ[name]
 
 
 def mark(name: str, **fields: Any) -> None:
-    """Writes a line of the test's own; nothing where there is no log."""
+    """Write a line of the test's own; no effect without a log."""
     path = os.environ.get(VARIABLES[0])
     if path:
         words = " ".join(f"{key}={value}" for key, value in fields.items())
@@ -47,12 +48,12 @@ def mark(name: str, **fields: Any) -> None:
 
 
 def mark_use(tensor: Any, how: str, stream: int = COMPUTE) -> None:
-    """torch reads ("src") or writes ("dst") this tensor, in its stream."""
+    """Note that torch reads ("src") or writes ("dst") this tensor, in its stream."""
     mark("torch", stream=stream, **{how: hex(tensor.data_ptr())}, bytes=tensor.nbytes)
 
 
 def read(path: Path) -> list[Line]:
-    """The calls, in the order in which the host made them."""
+    """Return the calls, in the order in which the host made them."""
     lines = []
     for text in path.read_text().splitlines():
         name, *fields = text.split()
@@ -62,18 +63,18 @@ def read(path: Path) -> list[Line]:
 
 @dataclass
 class Step:
-    """Something that a stream does."""
+    """An action of a stream."""
 
     name: str
     stream: int
-    number: int  # of its stream's steps, from 1 on
-    before: dict[int, int]  # by stream, how many of its steps come before this one for sure
+    number: int  # in its stream, from 1 on
+    before: dict[int, int]  # by stream, how many of its steps certainly come before this one
     reads: list[tuple[int, int]]  # from, to
     writes: list[tuple[int, int]]
     line: int
 
     def follows(self, other: Step) -> bool:
-        """Does it come after `other`, however fast either is?"""
+        """Return whether it comes after `other`, whatever the timing."""
         return self.before.get(other.stream, 0) >= other.number
 
 
@@ -88,7 +89,7 @@ class Order:
     _host: dict[int, int] = field(default_factory=dict)  # what the host has waited for
 
     def add(self, line: int, name: str, fields: dict[str, str]) -> None:
-        """Takes the log's next line."""
+        """Process the log's next line."""
         number = fields.get("stream", "")
         stream = int(number) if number.isdecimal() else -1  # a call of NCCL's has an address there
         if name == "cuEventRecord":
@@ -97,7 +98,7 @@ class Order:
             _merge(self._of(stream), self._events.get(fields["event"], {}))
         elif name == "cuStreamSynchronize":
             _merge(self._host, self._of(stream))
-        elif name == "cuMemFree":  # waits for all that there is
+        elif name == "cuMemFree":  # waits for everything
             for each in self.known.values():
                 _merge(self._host, each)
         elif {"touches", "src", "dst"} & fields.keys():
@@ -113,7 +114,7 @@ class Order:
         reads = [_range(fields["src"], size)] if "src" in fields else []
         writes = [_range(fields["dst"], size)] if "dst" in fields else []
         for address in filter(None, fields.get("touches", "").split(",")):
-            writes.append(_range(address, 1))  # how far it goes is not known, but where it begins
+            writes.append(_range(address, 1))  # its length is unknown, but not where it begins
         name = fields.get("kernel", fields.get("call", name))
         number = self.counts[stream] = self.counts.get(stream, 0) + 1
         self.steps.append(Step(name, stream, number, dict(known), reads, writes, line))
@@ -142,7 +143,7 @@ def _touch(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> bool:
 
 
 def races(lines: list[Line]) -> list[str]:
-    """Pairs of steps on the same bytes, one of them writing, that nothing puts in order; in words."""
+    """Describe pairs of unordered steps on the same bytes, at least one of them a write."""
     steps, found = order_of(lines).steps, []
     for i, late in enumerate(steps):
         for early in steps[:i]:

@@ -1,8 +1,8 @@
-"""What the tests of GPUs share: where ranks run, the tolerances of their numbers, a model, its training.
+"""Shared code of the GPU tests: where ranks run, tolerances, a model and its training.
 
-A test is a function that ranks run on "their device", which is the GPU where there is
-one and else skipped, and the host with stand-ins for CUDA's driver and NCCL (stand_ins.py), so that
-the tests themselves are known to work on any machine.
+A test is a function that ranks run on "their device". That is the GPU, if there is one (otherwise
+the test is skipped), and also the host with fakes of CUDA's driver and NCCL (stand_ins.py), so the
+tests themselves are checked on any machine.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from zshard import FSDP, MixedPrecision
 
 KINDS = ("gpu", "stand-in")
 FP32 = {"rel": 1e-5, "abs": 1e-6}  # the same kernels on the same values; atomics may reorder sums
-BF16 = {"rel": 1e-2, "abs": 1e-3}  # 8 bits of mantissa, and other roundings between operators
-ADAM = {"rel": 1e-4, "abs": 2e-4}  # lr = 0.01: what is rounding in a gradient is a step's part here
+BF16 = {"rel": 1e-2, "abs": 1e-3}  # 8 bits of mantissa, and other rounding between operators
+ADAM = {"rel": 1e-4, "abs": 2e-4}  # lr = 0.01: a gradient's rounding error matters in a step
 BFLOAT16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 BACKENDS = ("c10d", "nccl")
 EXACT = {"rel": 0.0, "abs": 0.0}
@@ -35,14 +35,14 @@ EXACT = {"rel": 0.0, "abs": 0.0}
 
 @functools.cache
 def why_no_gpu() -> str:
-    """Why models on GPUs do not train here; "" where they do."""
+    """Return why models on GPUs do not train here; "" if they do."""
     found = zshard.available_features()
     missing = (found["missing"].get(name) for name in ("driver", "torch_cuda", "kernels"))
     return "" if found["gpu"] else "; ".join(filter(None, missing)) or "there is no GPU"
 
 
 def environment(kind: str, backend: str = "c10d") -> dict[str, str | None]:
-    """Of ranks on that kind of device; skips the test where there is none."""
+    """Return the environment of ranks on that kind of device; skips the test if there is none."""
     if kind == "gpu" and why_no_gpu():
         pytest.skip(why_no_gpu())
     return {} if kind == "gpu" else dict(stand_ins.environment(backend))
@@ -53,8 +53,8 @@ Start = Callable[..., RankPool]
 
 @contextlib.contextmanager
 def standing_ranks() -> Iterator[Start]:
-    """Gives what starts standing ranks by kind of device, world size and, for stand-ins, what moves
-    bytes; they end with the context."""
+    """Yield a function that starts standing ranks by kind of device, world size and, for fakes,
+    backend; they end with the context."""
     made: dict[tuple[str, int, str], RankPool] = {}
 
     def pool(kind: str, world: int = 1, backend: str = "c10d") -> RankPool:
@@ -68,7 +68,7 @@ def standing_ranks() -> Iterator[Start]:
         each.close(patience=5.0)
 
 
-# --- what ranks share ------------------------------------------------------------------------------
+# --- shared code of ranks --------------------------------------------------------------------------
 
 
 def is_real() -> bool:
@@ -76,7 +76,7 @@ def is_real() -> bool:
 
 
 def device() -> torch.device:
-    """Where this rank's tensors are."""
+    """Return the device of this rank's tensors."""
     return torch.device("cuda", 0) if is_real() else torch.device("cpu")
 
 
@@ -98,7 +98,7 @@ DEEP = Case(Deep, lambda generator: torch.randn(6, 24, generator=generator))
 
 
 def wrap(case: Case, **options: Any) -> Any:
-    """The case's model on the device, wrapped."""
+    """Return the case's model on the device, wrapped."""
     options.setdefault("auto_wrap_policy", case.policy)
     return FSDP(make(case.make).to(device()), **options)
 
@@ -106,7 +106,7 @@ def wrap(case: Case, **options: Any) -> Any:
 def train(
     model: nn.Module, optimizer: Any, case: Case, steps: int = 4, rank: int = 0
 ) -> list[float]:
-    """The loss of each step."""
+    """Return the loss of each step."""
     losses = []
     for step in range(steps):
         optimizer.zero_grad()
@@ -122,7 +122,7 @@ def on_host(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def far(ours: dict[str, Tensor], theirs: dict[str, Tensor], near: dict[str, float]) -> list[str]:
-    """What differs by more than `near` allows, element by element; or in names."""
+    """Return what differs by more than `near` allows, element by element, or in names."""
     found = [f"only one has {name}" for name in ours.keys() ^ theirs.keys()]
     for name in ours.keys() & theirs.keys():
         a, b = (side[name].detach().to("cpu", torch.float64) for side in (ours, theirs))

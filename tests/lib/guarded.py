@@ -1,4 +1,4 @@
-"""Guarded slices without ranks, for tests: one process plays a rank that has some elements of each tensor."""
+"""Guarded shards without ranks: one process plays a rank that has some elements of each tensor."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ _patches.install()  # as the first FSDP(...) of a process does
 
 
 def part_like(whole, name="weight", begin=None, numel=None):
-    """Some elements from the middle of a tensor: two more than a third of them, not along rows."""
+    """Some elements from the middle of a tensor: two more than a third of them, not whole rows."""
     begin = whole.numel() // 3 if begin is None else begin
     numel = min(whole.numel() - begin, whole.numel() // 3 + 2) if numel is None else numel
     comm = SimpleNamespace(world=3)
@@ -20,8 +20,8 @@ def part_like(whole, name="weight", begin=None, numel=None):
     return Part(comm, comm, shape, begin, numel, whole.dtype, True, [name], [], lambda: None, 0)
 
 
-def slice_of(whole, part):
-    """What the rank has of the tensor, guarded."""
+def shard_of(whole, part):
+    """Return the rank's shard of the tensor, guarded."""
     return _core.mark_slice(part.of(whole).clone(), part)
 
 
@@ -35,7 +35,7 @@ def sharded_parameter(whole, name="weight"):
 
 
 def same(a, b):
-    """Are two tensors, guarded or not, equal on this rank?"""
+    """Return whether two tensors, guarded or not, are equal on this rank."""
     return torch.equal(to_local(a), to_local(b))
 
 
@@ -43,6 +43,6 @@ def part_of(tensor):
     return _core.slice_part(tensor)
 
 
-def equal_to_slice(tensor, whole):
-    """Is a guarded tensor, bit for bit, what its rank has of `whole`?"""
+def equal_to_shard(tensor, whole):
+    """Return whether a guarded tensor is bit-identical to the rank's shard of `whole`."""
     return torch.equal(tensor.to_local(), part_of(tensor).of(whole.detach()))

@@ -1,4 +1,4 @@
-"""What malloc has given out, to the byte."""
+"""The bytes that malloc has allocated, exactly."""
 
 import ctypes
 
@@ -8,7 +8,8 @@ class _MallInfo(ctypes.Structure):
 
 
 def heap_bytes():
-    """Bytes that malloc has given out and not got back, in all arenas; 0 where libc cannot say."""
+    """Return the bytes that malloc has allocated and not freed, in all arenas; 0 if libc does not
+    report them."""
     mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo2 is None:
         return 0

@@ -1,4 +1,4 @@
-"""Tiny models, data and Trainers of transformers, TRL and PEFT: what their tests share."""
+"""Tiny models, data and Trainers of transformers, TRL and PEFT, for their tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tiny_llama(**more: Any) -> Any:
 
 
 def sentences(count: int, seed: int = 0, length: int = 12) -> list[dict[str, list[int]]]:
-    """Token ids that a model can learn: each is the one before plus a step."""
+    """Return token ids that a model can learn: each is the previous one plus a step."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(count):
@@ -54,7 +54,7 @@ def arguments(folder: str | Path, kind: Any = None, **more: Any) -> Any:
 
 
 def new_run() -> None:
-    """What each run of a test begins with."""
+    """Start a run of a test."""
     forget_accelerate()
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
@@ -65,7 +65,7 @@ def losses_of(trainer: Any) -> list[float]:
 
 
 def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
-    """The full weights of the trained model, on each rank, under the plain model's names."""
+    """Return the full weights of the trained model, on each rank, under the plain model's names."""
     state = trainer.accelerator.unwrap_model(trainer.model).state_dict()
     return {name: value.clone() for name, value in state.items()}
 
@@ -83,7 +83,7 @@ def tokenizer() -> Any:
 
 
 def texts(count: int, seed: int = 0) -> Any:
-    """A datasets.Dataset of `text`, of other lengths."""
+    """Return a datasets.Dataset of `text`, of varying lengths."""
     from datasets import Dataset
 
     rows = [each["input_ids"][: 6 + i % 6] for i, each in enumerate(sentences(count, seed))]

@@ -1,4 +1,5 @@
-"""Ranks on several hosts, which benchmarks/hosts_net.py makes out of this machine: a nursery on each.
+"""Ranks on several hosts, which benchmarks/hosts_net.py simulates on this machine: a nursery on
+each.
 
 from hosts import HostedRanks
 
@@ -21,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # benchmarks/ is n
 from benchmarks.hosts_net import INTERFACE, Hosts
 from benchmarks.hosts_net import HostsUnavailable as HostsUnavailable
 
-STARTUP = 100.0  # seconds that the nurseries may take to import torch on a loaded machine
+STARTUP = 100.0  # seconds for the nurseries to import torch on a loaded machine
 
 
 def _nothing() -> None:
@@ -29,7 +30,8 @@ def _nothing() -> None:
 
 
 class HostedRanks:
-    """Hosts that last; a context that ends them. Raises HostsUnavailable where none can be made."""
+    """Standing hosts; a context manager that ends them. Raises HostsUnavailable where none can be
+    created."""
 
     def __init__(self, count: int) -> None:
         with contextlib.ExitStack() as stack:
@@ -38,7 +40,7 @@ class HostedRanks:
             for host in self.hosts.all:
                 self._nurseries.append(_Nursery(host.entered, INTERFACE))
                 stack.callback(self._nurseries[-1].close)
-            self.run(_nothing, 1, timeout=STARTUP)  # so that no test's limit counts the imports
+            self.run(_nothing, 1, timeout=STARTUP)  # so that no test's limit includes the imports
             self._stack = stack.pop_all()
 
     def __enter__(self) -> HostedRanks:
@@ -48,11 +50,11 @@ class HostedRanks:
         self._stack.close()
 
     def run(self, function: Any, ranks: int, *args: Any, timeout: float = 60) -> list[RankResult]:
-        """Run function(*args) on so many fresh ranks of each host; how each rank ended."""
+        """Run function(*args) on so many fresh ranks of each host; return how each rank ended."""
         return self.start(function, ranks, *args, timeout=timeout).wait()
 
     def start(self, function: Any, ranks: int, *args: Any, timeout: float = 60) -> Running:
-        """The same, without waiting for it; wait for it before the next."""
+        """As run(), without waiting; wait for it before the next."""
         store = self.hosts.store()
         variables = self.hosts.environment(store, ranks)
         folder = tempfile.TemporaryDirectory(prefix="zshard-hosted-")
@@ -63,14 +65,14 @@ class HostedRanks:
 
 
 class Running:
-    """Ranks at work. `store` is theirs, and lives as long as this does."""
+    """Running ranks. `store` is theirs, and lives as long as this object."""
 
     def __init__(self, nurseries: list[_Nursery], store: Any, folder: Any, timeout: float) -> None:
         self._nurseries, self.store, self._folder = nurseries, store, folder
         self._timeout = timeout
 
     def wait(self) -> list[RankResult]:
-        """How each rank ended; one that ran into the limit has no returncode."""
+        """Return how each rank ended; one that ran into the limit has no returncode."""
         codes: list[int | None] = []
         for nursery in self._nurseries:
             if not nursery.pipe.poll(self._timeout + SLACK):

@@ -1,7 +1,7 @@
-"""LightningModules that trainers' tests train, and how their ranks start.
+"""LightningModules for trainers' tests, and how their ranks start.
 
-Each run notes what a user could see (losses, logged values, full weights), so that a
-test compares one run with the same run of Lightning's own DDP.
+Each run records what a user could see (losses, logged values, full weights), so that a test can
+compare it with the same run of Lightning's own DDP.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Net(LightningModule):
-    """Blocks, and a head that training_step() uses itself; it notes its losses."""
+    """Blocks, and a head that training_step() uses itself; records its losses."""
 
     def __init__(self, lr: float = 0.05, optimizer: str = "AdamW") -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Net(LightningModule):
 
 
 class Late(Net):
-    """A Net whose layers configure_model() makes."""
+    """A Net whose layers configure_model() creates."""
 
     def __init__(self, device: str = "meta") -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Late(Net):
 
 
 class Gan(LightningModule):
-    """Two networks, each with an optimizer, that a training_step() calls and steps by itself."""
+    """Two networks, each with an optimizer, which training_step() calls and steps itself."""
 
     def __init__(self, toggles: bool = True) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Gan(LightningModule):
 
 
 class FrozenAndUnused(Net):
-    """With a frozen block, a frozen layer, a layer that nobody calls, and a BatchNorm."""
+    """With a frozen block, a frozen layer, an unused layer, and a BatchNorm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ QUIET = {
 
 
 def strategy_of(given: Any) -> Any:
-    """A strategy by name, or zshard's with a dict of arguments."""
+    """Return a strategy by name, or zshard's with a dict of arguments."""
     return zshard.lightning.ZShardStrategy(**given) if isinstance(given, dict) else given
 
 
@@ -195,7 +195,7 @@ def weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def on_ranks(function: Any, world: int, *args: Any, **options: Any) -> list[Any]:
-    """[function(world, *args) of each rank], as torchrun starts them."""
+    """Return [function(world, *args) of each rank], started as torchrun does."""
     env = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0"}
     done = fork_ranks(function, world, world, *args, env=env, check=True, timeout=200, **options)
     return [each.value for each in done]

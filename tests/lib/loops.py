@@ -1,4 +1,4 @@
-"""The loops of device.h by ctypes: their jobs as C has them, and the CPU's on tensors."""
+"""The loops of device.h through ctypes: their jobs as in C, and the CPU's on tensors."""
 
 import ctypes
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What tests of meshes and groups share: meshes, hosts that are made up, a case that is trained.
+"""Shared code of tests of meshes and groups: meshes, fake hosts, a case to train.
 
 There is one mesh of a shape per process, since process groups are never freed.
 """
@@ -24,7 +24,7 @@ from zshard.ranks import meeting, transports
 
 @functools.cache
 def mesh_of(replicate: int, shard: int) -> DeviceMesh:
-    """The mesh of all ranks of that shape; collective when it is first asked for."""
+    """Return the mesh of all ranks of that shape; collective on first use."""
     with kept_groups():
         names = ("replicate", "shard")
         return dist.init_device_mesh("cpu", (replicate, shard), mesh_dim_names=names)
@@ -32,7 +32,7 @@ def mesh_of(replicate: int, shard: int) -> DeviceMesh:
 
 @contextlib.contextmanager
 def on_two_hosts() -> Iterator[None]:
-    """Context in which ranks 0, 1 and 2, 3 believe to be on two hosts."""
+    """Context manager in which ranks 0, 1 and 2, 3 appear to be on two hosts."""
     host, known = meeting.host_id, dict(transports._entries)
     meeting.host_id = lambda: f"host{dist.get_rank() // 2}"
     transports._entries.clear()
@@ -40,7 +40,7 @@ def on_two_hosts() -> Iterator[None]:
         yield
     finally:
         meeting.host_id = host
-        within = dict(transports._entries)  # they sum in the order of two hosts
+        within = dict(transports._entries)  # these sum in the order of two hosts
         transports._entries.clear()
         transports._entries.update(known)
         dist.barrier()
@@ -50,7 +50,7 @@ def on_two_hosts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def hosts_of(*sizes: int) -> Iterator[Any]:
-    """A new process group whose ranks are on hosts with so many ranks each."""
+    """Context manager with a new process group whose ranks are on hosts with so many ranks each."""
     names = [f"host {i}" for i, size in enumerate(sizes) for _ in range(size)]
     os.environ["ZSHARD_HOST"] = names[dist.get_rank()]
     with passing_groups():
@@ -62,7 +62,7 @@ def hosts_of(*sizes: int) -> Iterator[Any]:
 
 
 def case_of(group: Any, name: str, **options: Any) -> Any:
-    """The model of a case, sharded over a group."""
+    """Return the model of a case, sharded over a group."""
     case = CASES[name]
     options = {"process_group": group, "auto_wrap_policy": case.policy, "timeout": 60, **options}
     return FSDP(make(case.make), **options)
@@ -71,7 +71,7 @@ def case_of(group: Any, name: str, **options: Any) -> Any:
 def curve(
     wire: Any, steps: int = 40, clip: float | None = None, precision: Any = None
 ) -> list[float]:
-    """Losses of steps of "net" on two hosts with two ranks each, means over the ranks."""
+    """Return losses of steps of "net" on two hosts with two ranks each, means over the ranks."""
     case = CASES["net"]
     with hosts_of(2, 2) as group:
         model = case_of(group, "net", wire=wire, mixed_precision=precision)
@@ -90,14 +90,14 @@ def curve(
 
 
 def wrap(name: str, strategy: str, **options: Any) -> Any:
-    """The model of a case, sharded; made with other values on each rank."""
+    """Return the model of a case, sharded; created with other values on each rank."""
     case = CASES[name]
     made = make(case.make, seed=1 + dist.get_rank())
     return FSDP(made, strategy=strategy, auto_wrap_policy=case.policy, **options)
 
 
 def trained(model: Any, name: str) -> tuple[list[float], dict[str, Any]]:
-    """The losses of a case's steps, and the state in the end."""
+    """Return the losses of a case's steps, and the final state."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     losses = train(model, CASES[name], optimizer, dist.get_rank())
     return losses, model.state_dict()

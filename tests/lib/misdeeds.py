@@ -1,6 +1,6 @@
-"""A training loop in which the last rank does something bad at one place (test_failures.py).
+"""A training loop in which the last rank fails in a chosen way at one place (test_failures.py).
 
-What the other ranks then raise, and how many seconds after the deed, comes back as an
+The error that the other ranks then raise, and how many seconds after the failure, comes back as an
 `End`. The clock is CLOCK_MONOTONIC, which all processes of a host share.
 """
 
@@ -26,7 +26,8 @@ PLANTED = "planted at step 2"
 
 @dataclass(frozen=True)
 class End:
-    """How a rank's loop ended: the exception's type, or "" if none, and seconds since the deed."""
+    """How a rank's loop ended: the exception's type, or "" if none, and seconds since the
+    failure."""
 
     kind: str
     message: str
@@ -34,7 +35,7 @@ class End:
 
 
 class Misdeed:
-    """What the last rank does, and when; the other ranks have one that is never due."""
+    """What the last rank does, and when; on the other ranks it never happens."""
 
     def __init__(self, deed, place, folder):
         self.deed, self.place, self.folder = deed, place, Path(folder)
@@ -59,13 +60,13 @@ class Misdeed:
             time.sleep(2.5)
 
     def end(self, error):
-        """The `End` of a loop that `error` (None: nothing) ended."""
+        """Return the `End` of a loop that `error` (None: nothing) ended."""
         stamp = self.folder / "time"
         since = time.monotonic() - float(stamp.read_text()) if stamp.exists() else 0.0
         return End(type(error).__name__ if error else "", str(error or ""), since)
 
     def end_of(self, loop):
-        """Runs `loop()`; its `End`, whatever happens."""
+        """Run `loop()` and return its `End`, whatever happens."""
         try:
             loop()
         except Exception as error:
@@ -74,7 +75,7 @@ class Misdeed:
 
 
 class Spot(nn.Module):
-    """The identity; misbehaves in forward or in backward if that is the place."""
+    """The identity; fails in forward or in backward if that is the place."""
 
     def __init__(self, misdeed):
         super().__init__()
@@ -94,7 +95,7 @@ def make_model(misdeed):
 
 
 def batch(step):
-    """The same on all ranks, so that the mean of their gradients is each one's own."""
+    """The same on all ranks, so that the mean of the gradients equals each rank's own."""
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
 
 
@@ -115,7 +116,7 @@ def wrap(model, transport, timeout=None, strategy="full_shard"):
 
 
 def train(deed, place, folder, transport, timeout=60.0, strategy="full_shard"):
-    """The loop with the misdeed; its `End`."""
+    """Run the loop with the failure; return its `End`."""
     misdeed = Misdeed(deed, place, folder)
 
     def loop():
@@ -128,7 +129,8 @@ def train(deed, place, folder, transport, timeout=60.0, strategy="full_shard"):
 
 
 def check_survivors(results, kinds, *words, within=5.0):
-    """All ranks but the last ended by themselves with an error of `kinds` that has `words`."""
+    """Check that all ranks but the last ended by themselves with an error of `kinds` that contains
+    `words`."""
     for result in results[:-1]:
         assert result.returncode == 0, f"rank {result.rank}: {result.returncode}\n{result.stderr}"
         end = result.value

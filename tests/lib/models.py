@@ -1,5 +1,4 @@
-"""Small models that the tests share, what they are fed, and the loop that trains them under any
-library."""
+"""Small models that tests share, their inputs, and a loop that trains them under any library."""
 
 from __future__ import annotations
 
@@ -9,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from compare import differences as differences  # which most of who takes models wants, too
+from compare import differences as differences  # most users of these models want this, too
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zshard
 from zshard import FSDP
 
-# Strategies and transports of which each combination has to give the same bits.
+# Strategies and transports; each combination must give bit-identical results.
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 TRANSPORTS = ("shm", "c10d")
 COMBINATIONS = [(strategy, transport) for transport in TRANSPORTS for strategy in STRATEGIES]
@@ -27,7 +26,7 @@ COMBINATIONS.append(("zero1", "c10d"))  # over shm it is full_shard
 
 
 class Mlp(nn.Module):
-    """Odd sizes everywhere: no parameter cuts evenly into 2, 3 or 4."""
+    """Odd sizes everywhere: no parameter divides evenly by 2, 3 or 4."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +50,7 @@ class Block(nn.Module):
 
 
 class Nested(nn.Module):
-    """A block with blocks inside, and a weight of its own."""
+    """A block with inner blocks, and a weight of its own."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -82,7 +81,7 @@ class Net(nn.Module):
 
 
 class Tied(nn.Module):
-    """Tied weights: embedding and head over the whole model, two linears within each block."""
+    """Tied weights: embedding and head across the model, two linears within each block."""
 
     class Twin(nn.Module):
         def __init__(self) -> None:
@@ -134,7 +133,7 @@ class Odds(nn.Module):
         self.last = nn.Parameter(torch.randn(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        # Made contiguous, so that sums run in the same order whichever way it is held.
+        # Contiguous, so that sums run in the same order in every layout.
         rows = self.linear(x)[:, :, None] * self.across.contiguous()
         return rows * self.scale + self.last + self.empty.sum()
 
@@ -154,7 +153,7 @@ class Dtypes(nn.Module):
 
 
 class Frozen(nn.Module):
-    """Frozen and trainable parameters side by side, as with LoRA; one block is frozen wholly."""
+    """Frozen and trainable parameters side by side, as with LoRA; one block is entirely frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +196,7 @@ class Recurrent(nn.Module):
 
 
 class Unused(nn.Module):
-    """`spare` (a unit of its own) and `aside` (in the root's) take no part."""
+    """`spare` (a separate unit) and `aside` (in the root's) are unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +210,7 @@ class Unused(nn.Module):
         return x
 
 
-# --- cases: a model and what it is fed ------------------------------------------------------------
+# --- cases: a model and its inputs ----------------------------------------------------------------
 
 
 def _floats(*shape: int) -> Callable[[torch.Generator], Tensor]:
@@ -227,10 +226,10 @@ class Case:
     make: Callable[[], nn.Module]
     draw: Callable[[torch.Generator], Tensor]
     policy: Any = "auto"
-    unused: bool = False  # DDP has to be told that not all parameters are used
+    unused: bool = False  # DDP needs to know that not all parameters are used
 
     def batch(self, step: int, rank: int) -> Tensor:
-        """The input of `rank` at `step`: the same wherever it is made."""
+        """Return the input of `rank` at `step`: the same wherever it is created."""
         return self.draw(torch.Generator().manual_seed(1000 * step + rank))
 
 
@@ -258,7 +257,8 @@ def loss_of(output: Tensor) -> Tensor:
 
 
 def make(build: Callable[[], nn.Module], seed: int = 1) -> nn.Module:
-    """A model of weights that depend on `seed` alone, also where modules start from ones or zeros."""
+    """Return a model whose weights depend on `seed` alone, also where modules start from ones or
+    zeros."""
     torch.manual_seed(seed)
     model = build()
     with torch.no_grad():
@@ -268,7 +268,7 @@ def make(build: Callable[[], nn.Module], seed: int = 1) -> nn.Module:
 
 
 def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer by name: "zshard" or "torch", a dot, its class."""
+    """Return an optimizer by name: "zshard" or "torch", a dot, its class."""
     library, cls = name.split(".")
     momentum = {"momentum": 0.9} if cls == "SGD" else {}
     home = torch.optim if library == "torch" else zshard
@@ -278,7 +278,7 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
 def train(
     model: nn.Module, case: Case, optimizer: torch.optim.Optimizer, rank: int, steps: int = 4
 ) -> list[float]:
-    """Trains on the batches of `rank`; returns the loss of each step."""
+    """Train on the batches of `rank`; return the loss of each step."""
     losses = []
     for step in range(steps):
         optimizer.zero_grad()
@@ -290,7 +290,7 @@ def train(
 
 
 def ddp(model: nn.Module, sync_buffers: bool = False, **options: Any) -> nn.Module:
-    """torch's DDP; buffers stay local by default, as zshard's do."""
+    """Return torch's DDP; buffers stay local by default, as zshard's do."""
     cls = nn.parallel.DistributedDataParallel
     known = inspect.signature(cls).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
@@ -300,12 +300,12 @@ def ddp(model: nn.Module, sync_buffers: bool = False, **options: Any) -> nn.Modu
 def wrapped(
     build: Callable[[], nn.Module], combination: tuple[str, str], seed: int = 1, **options: Any
 ) -> Any:
-    """A sharded model of the weights that `make` gives for `seed`."""
+    """Return a sharded model with the weights of `make` for `seed`."""
     strategy, transport = combination
     return FSDP(make(build, seed), strategy=strategy, transport=transport, **options)
 
 
 def sharded(name: str, combination: tuple[str, str], seed: int = 1) -> Any:
-    """The sharded model of a case."""
+    """Return the sharded model of a case."""
     case = CASES[name]
     return wrapped(case.make, combination, seed, auto_wrap_policy=case.policy)

@@ -1,4 +1,4 @@
-"""Tests that are named by text (in a table of the docs, in a list of traps): do they exist?
+"""Check that tests named in text (a table of the docs, a list) exist.
 
 A reference is a file, a test function, or one of its parameters as pytest prints it:
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def problem_with(reference: str) -> str:
-    """Why `reference` names no test; "" if it does."""
+    """Return why `reference` names no test; "" if it does."""
     path, _, rest = reference.partition("::")
     if not (re.fullmatch(r"tests/\w+/test_\w+\.py", path) and (ROOT / path).is_file()):
         return f"{reference}: there is no such file"
@@ -37,7 +37,7 @@ def problem_with(reference: str) -> str:
 
 @functools.cache
 def _functions(path: str) -> set[str]:
-    """The names of the tests in a file."""
+    """Return the names of the tests in a file."""
     body = ast.parse((ROOT / path).read_text()).body
     names = {node.name for node in body if isinstance(node, ast.FunctionDef)}
     return {name for name in names if name.startswith("test_")}
@@ -45,7 +45,7 @@ def _functions(path: str) -> set[str]:
 
 @functools.cache
 def _parameters(path: str, name: str) -> set[str]:
-    """All that a test is parametrized with, by the names that it has in pytest's output."""
+    """Return all parameter sets of a test, by the names in pytest's output."""
     folder = str((ROOT / path).parent)
     if folder not in sys.path:  # pytest adds those whose tests it runs
         sys.path.append(folder)

@@ -1,10 +1,9 @@
 """Fresh ranks within milliseconds: forked from a process that has imported torch and zshard.
 
-`run_ranks` of spawn.py starts interpreters, whose imports cost each rank seconds;
-tests that end ranks badly need dozens of them. Here one process, the nursery, imports once and does
-nothing else (no thread, no tensor), so that its forks are as good as new. A rank lives and ends as
-a script does: an uncaught exception is printed, with exit status 1; `sys.exit` and SIGKILL are what
-they are.
+`run_ranks` of spawn.py starts interpreters, whose imports cost each rank seconds; tests that end
+ranks badly need dozens of them. Here one process, the nursery, imports once and does nothing else
+(no thread, no tensor), so its forks are as good as new. A rank behaves as a script does: an
+uncaught exception is printed, with exit status 1; `sys.exit` and SIGKILL act normally.
 
     from nursery import fork_ranks
 
@@ -45,9 +44,9 @@ SLACK = 30.0  # seconds that the nursery may take beyond the ranks' limit
 
 
 class _Nursery:
-    """The parent's end: one subprocess of this file, started at the first use.
+    """The parent's end: one subprocess of this file, started on first use.
 
-    entered: the command line that runs one on another host (made out of this machine).
+    entered: the command line that runs one on another host (simulated on this machine).
     """
 
     def __init__(
@@ -82,11 +81,11 @@ def fork_ranks(
     env: dict[str, str] | None = None,
     check: bool = False,
 ) -> list[RankResult]:
-    """Runs a module-level function `fn(*args)`, or a script with arguments, on `world` forked ranks.
+    """Run a module-level function `fn(*args)`, or a script with arguments, on `world` forked ranks.
 
     timeout: seconds; ranks that still run then are killed, and their returncode is None.
     env: added to the ranks' environment.
-    check: raise RankFailure if a rank does not end well. Without it, the results tell.
+    check: raise RankFailure if a rank fails. Without it, check the results.
     """
     global _nursery
     from torch.distributed import TCPStore
@@ -94,14 +93,14 @@ def fork_ranks(
     if _nursery is None:
         _nursery = _Nursery()
         atexit.register(_nursery.close)
-    # Port 0 and this process as server, as in spawn.py: nobody can take the port.
+    # Port 0 and this process as server, as in spawn.py: no other process can take the port.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     variables = {
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 joins our store, it makes none
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 joins our store instead of creating one
         "TORCHELASTIC_RESTART_COUNT": "0",
         **(env or {}),
     }
@@ -111,7 +110,7 @@ def fork_ranks(
             if not _nursery.pipe.poll(timeout + SLACK):
                 raise TimeoutError("the nursery does not answer")
             codes = _nursery.pipe.recv()
-        except BaseException:  # also KeyboardInterrupt: what it answers later is for nobody
+        except BaseException:  # also KeyboardInterrupt: later answers have no reader
             _nursery.close()
             _nursery = None
             raise
@@ -139,11 +138,11 @@ def _result(folder: Path, rank: int, code: int | None) -> RankResult:
 def _fork_rank(
     task: bytes, rank: int, local: int, folder: str, variables: dict[str, str]
 ) -> int | None:
-    """Forks a rank: its pid here; None in the rank, once it is done."""
+    """Fork a rank: return its pid here; None in the rank, once it is done."""
     pid = os.fork()
     if pid:
         return pid
-    os.setsid()  # so that what a rank starts ends with it
+    os.setsid()  # so that a rank's subprocesses end with it
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphans if pytest is killed
     for descriptor, what in ((1, "out"), (2, "err")):
         with open(Path(folder, f"{rank}.{what}"), "wb") as file:
@@ -155,7 +154,7 @@ def _fork_rank(
 
 
 def _wait(pids: list[int], timeout: float) -> list[int | None]:
-    """The ranks' exit codes; after `timeout` s kills what still runs."""
+    """Return the ranks' exit codes; after `timeout` s kill those that still run."""
     codes: dict[int, int | None] = {}
     deadline = time.monotonic() + timeout
     while len(codes) < len(pids):
@@ -173,17 +172,17 @@ def _wait(pids: list[int], timeout: float) -> list[int | None]:
 
 
 def _serve(pipe: Connection) -> None:
-    """Forks ranks until the parent hangs up; comes back in each rank that is done, too."""
+    """Fork ranks until the parent hangs up; also returns in each rank that is done."""
     while True:
         try:
             task, ranks, folder, timeout, variables = pipe.recv()
         except EOFError:
             return
         _, file, module, _, _ = pickle.loads(task)
-        if module:  # a function's, imported here for all ranks to come
+        if module:  # a function's module, imported here for all later ranks
             find_modules_beside(file)
             importlib.import_module(module)
-        gc.freeze()  # so that a rank's end does not look at all of torch: most of a second
+        gc.freeze()  # so that a rank's exit does not scan all of torch: most of a second
         pids: list[int] = []
         for local, rank in enumerate(ranks):
             pid = _fork_rank(task, rank, local, folder, variables)

@@ -1,6 +1,6 @@
-"""A small model on a disk, its steps, and the comparison with the same model in memory.
+"""A small model on disk, its steps, and the comparison with the same model in memory.
 
-What it may keep in memory is so little that pages have to come and go all the time.
+Its memory limit is so low that pages must be evicted and read all the time.
 """
 
 from __future__ import annotations

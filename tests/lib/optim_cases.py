@@ -1,4 +1,4 @@
-"""What the optimizers' tests share: options to run them with, equal parameters, equal steps."""
+"""Shared code of the optimizers' tests: options, equal parameters, equal steps."""
 
 import torch
 from compare import assert_same
@@ -36,7 +36,7 @@ def make_params(dtype=torch.float32, sizes=SIZES, seed=0):
 
 
 def give_grads(*lists, seed=0):
-    """Equal random gradients for the parameters of each list."""
+    """Set equal random gradients for the parameters of each list."""
     for params in zip(*lists, strict=True):
         seed += 1
         grad = torch.randn(params[0].shape, generator=torch.Generator().manual_seed(seed))
@@ -45,7 +45,7 @@ def give_grads(*lists, seed=0):
 
 
 def train(optimizers_and_params, steps=5, start=0):
-    """Steps all optimizers side by side, with equal gradients."""
+    """Step all optimizers side by side, with equal gradients."""
     for step in range(start, start + steps):
         give_grads(*(params for _, params in optimizers_and_params), seed=1000 * step)
         for optimizer, _ in optimizers_and_params:
@@ -61,6 +61,6 @@ def state_tensors(optimizer, params, names):
 
 
 def reference(cls, params, **options):
-    """Torch's optimizer that computes what ours does: its fused Adam, its plain SGD."""
+    """Return torch's optimizer with the same numerics as ours: its fused Adam, its plain SGD."""
     fused = {} if cls is torch.optim.SGD else {"fused": True}
     return cls(params, **options, **fused)

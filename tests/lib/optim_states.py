@@ -1,6 +1,6 @@
-"""What the tests of optimizers' state dicts share: models that have been trained, and comparisons.
+"""Shared code of the tests of optimizers' state dicts: trained models, and comparisons.
 
-Two state dicts are compared as flat dicts of what they hold, to the bit.
+Two state dicts are compared as flat dicts of their values, bit for bit.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from zshard import FSDP
 FULL = ("full_shard", "shm")
 HYBRID = [("hybrid_shard", 2, 2), ("hybrid_full", 2, 2), ("hybrid_shard_zero2", 2, 2)]
 
-# Elementwise optimizers by a name, with what each keeps.
+# Elementwise optimizers by name.
 KINDS = {
     "amsgrad": lambda params: zshard.AdamW(params, amsgrad=True),
     "torch amsgrad": lambda params: torch.optim.Adam(params, amsgrad=True),
     "AdamW": torch.optim.AdamW,
-    "NAdam": torch.optim.NAdam,  # which keeps two numbers for each parameter
+    "NAdam": torch.optim.NAdam,  # keeps two numbers per parameter
     "ASGD": torch.optim.ASGD,
-    "Adagrad": torch.optim.Adagrad,  # which makes its state before the first step
+    "Adagrad": torch.optim.Adagrad,  # creates its state before the first step
     "RMSprop": lambda params: torch.optim.RMSprop(params, centered=True, momentum=0.5),
     "Rprop": torch.optim.Rprop,
     "no momentum": lambda params: zshard.SGD(params, lr=0.1),
@@ -39,10 +39,11 @@ def rank() -> int:
 
 
 def flat(value: Any, path: str = "") -> dict[str, Any]:
-    """What nested dicts, lists and tuples hold, by path; the names of parameters in torch's groups aside."""
+    """Return the values of nested dicts, lists and tuples, by path, without the names of parameters
+    in torch's groups."""
     if isinstance(value, Mapping):
         pairs = [(key, v) for key, v in value.items() if not str(key).endswith("param_names")]
-    elif isinstance(value, list | tuple):  # torch's checkpoints give lists for tuples
+    elif isinstance(value, list | tuple):  # torch's checkpoints turn tuples into lists
         pairs = list(enumerate(value))
     else:
         return {path: value}
@@ -50,13 +51,13 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def differ(ours: Any, theirs: Any) -> list[str]:
-    """What differs between two optimizers' state dicts, by so much as a bit."""
+    """Return what differs, in any bit, between two optimizers' state dicts."""
     return differences(flat(ours), flat(theirs))
 
 
 def wrap(name: str, combination: Any, seed: int = 1) -> Any:
-    """A sharded model of a case; `combination` is (strategy, transport) or, for a hybrid strategy,
-    (strategy, replicate, shard)."""
+    """Return a sharded model of a case; `combination` is (strategy, transport) or, for a hybrid
+    strategy, (strategy, replicate, shard)."""
     if len(combination) == 2:
         return sharded(name, combination, seed)
     case, (strategy, replicate, shard) = CASES[name], combination
@@ -67,7 +68,8 @@ def wrap(name: str, combination: Any, seed: int = 1) -> Any:
 
 
 def trained(name: str, combination: Any, kind: str, steps: int = 2) -> tuple[Any, Any]:
-    """A sharded model of a case and its optimizer, after some steps on this rank's batches."""
+    """Return a sharded model of a case and its optimizer, after some steps on this rank's
+    batches."""
     model = wrap(name, combination)
     optimizer = make_optimizer(kind, model)
     train(model, CASES[name], optimizer, rank(), steps)
@@ -75,8 +77,8 @@ def trained(name: str, combination: Any, kind: str, steps: int = 2) -> tuple[Any
 
 
 def reference(name: str, kind: str, steps: int = 2) -> tuple[Any, Any]:
-    """The same of a plain model under DDP, which has the same bits with two ranks; the module that
-    DDP wraps."""
+    """Return the same of a plain model under DDP, bit-identical on two ranks; the model is the
+    module that DDP wraps."""
     case = CASES[name]
     model = make(case.make)
     optimizer = make_optimizer(kind, model)
@@ -86,7 +88,8 @@ def reference(name: str, kind: str, steps: int = 2) -> tuple[Any, Any]:
 
 
 def go_on(name: str, model: Any, optimizer: Any, first: int = 2, steps: int = 2) -> dict[str, Any]:
-    """Trains on, from the batch of step `first` on; what model and optimizer hold in the end."""
+    """Continue training, from the batch of step `first` on; return the final state of model and
+    optimizer."""
     case = CASES[name]
     for step in range(first, first + steps):
         optimizer.zero_grad()

@@ -1,11 +1,10 @@
-"""What a power cut may leave of a folder, rebuilt from the log of all calls on files.
+"""What a power cut may leave of a folder, rebuilt from the log of all file calls.
 
-The disk is only sure of what an fsync has covered. What was written to a file and not
-synced may be there or not, in any part; names made, renamed and removed in a folder may be there up
-to any of them, each folder for itself, until that folder is synced. So the log is replayed on a
-model that knows, for each file and folder, what is sure and what is pending, and at each cut the
-pending changes are taken or dropped in many ways. A test then asks each of these folders what it
-would ask after a restart.
+Only an fsync guarantees what is on the disk. Unsynced writes to a file may be present or missing,
+in any part. In a folder, creations, renames and removals may be present up to any one of them,
+separately for each folder, until it is synced. So the log is replayed on a model that knows the
+certain and the pending changes of each file and folder; at each cut the pending changes are applied
+or dropped in many ways. A test then checks each of these folders as after a restart.
 
     disk = Disk(folder)                     # what is there now is on the disk
     with logged(log):                       # or, in each of several ranks, file_log(log)
@@ -29,12 +28,12 @@ from pathlib import Path
 
 from file_faults import file_log
 
-Tree = dict[str, "bytes | None"]  # {path below the root: content, None of a folder}
+Tree = dict[str, "bytes | None"]  # {path below the root: content, None for a folder}
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of csrc/checkpoint/fs.h: `error` is its errno, 0 where it did what it is for."""
+    """A call of csrc/checkpoint/fs.h: `error` is its errno, 0 if it succeeded."""
 
     name: str
     pid: int
@@ -49,7 +48,7 @@ class Call:
 
 @contextlib.contextmanager
 def logged(log: Path) -> Iterator[None]:
-    """Appends all calls of this process on files to `log`."""
+    """Append all file calls of this process to `log`."""
     file_log(log)
     try:
         yield
@@ -58,7 +57,7 @@ def logged(log: Path) -> Iterator[None]:
 
 
 def read_log(log: Path) -> list[Call]:
-    """The calls in `log`, in an order in which all processes together can have made them."""
+    """Return the calls in `log`, in a possible order of all processes together."""
     calls, rest = [], log.read_bytes()
     while rest:
         line, _, rest = rest.partition(b"\n")
@@ -74,12 +73,12 @@ def read_log(log: Path) -> list[Call]:
     return calls
 
 
-# --- files and folders, with what is sure and what is not ----------------------------------------
+# --- files and folders with certain and pending changes ------------------------------------------
 
 
 @dataclass(frozen=True)
 class Write:
-    """Bytes that were written at a place."""
+    """Bytes that were written at an offset."""
 
     offset: int
     data: bytes
@@ -91,7 +90,7 @@ class Write:
 
 @dataclass(frozen=True)
 class Length:
-    """A file was made so long; or at least so long."""
+    """A file was resized, or extended to at least a size."""
 
     bytes: int
     at_least: bool
@@ -116,7 +115,8 @@ class File:
         self.sure, self.pending = self.content(self.pending), []
 
     def outcomes(self) -> list[bytes]:
-        """What may be on the disk: up to any of the changes, that one in part, and all but one."""
+        """Return what may be on the disk: up to any of the changes, that one in part, and all but
+        one."""
         n = len(self.pending)
         found = [self.content(self.pending[:k]) for k in range(n + 1)]
         for k, change in enumerate(self.pending):
@@ -140,7 +140,7 @@ class Folder:
     pending: list[dict[str, File | Folder | None]] = field(default_factory=list)  # None: removed
 
     def names(self, n: int | None = None) -> Names:
-        """What is in it after the first n changes that are not sure; after all."""
+        """Return its content after the first n pending changes; after all."""
         names: dict[str, File | Folder | None] = dict(self.sure)
         for change in self.pending[:n]:
             names.update(change)
@@ -150,12 +150,12 @@ class Folder:
         self.sure, self.pending = self.names(), []
 
     def outcomes(self) -> list[Names]:
-        """What may be on the disk: up to any of the changes."""
+        """Return what may be on the disk: up to any of the changes."""
         return [self.names(n) for n in range(len(self.pending) + 1)]
 
 
-# What became of the files and folders that have changes which are not sure: {node: one of its
-# outcomes}. Those that are missing have all of their changes.
+# The fate of files and folders with pending changes: {node: one of its outcomes}. Missing nodes
+# have all of their changes.
 Fate = dict["File | Folder", "bytes | Names"]
 
 
@@ -173,7 +173,7 @@ def _tree(folder: Folder, fate: Fate, prefix: str = "") -> Tree:
 
 
 def tree_of(path: Path) -> Tree:
-    """All that is in a folder. Links are not followed; there are none in checkpoints."""
+    """Return the content of a folder. Links are not followed; checkpoints contain none."""
     tree: Tree = {}
     for each in sorted(path.rglob("*")):
         assert not each.is_symlink(), f"{each} is a link"
@@ -182,7 +182,7 @@ def tree_of(path: Path) -> Tree:
 
 
 def _nodes(path: Path) -> Folder:
-    """A folder as it is, all of it sure."""
+    """Return a folder as it is, with no pending changes."""
     found = ((p.name, _nodes(p) if p.is_dir() else File(p.read_bytes())) for p in path.iterdir())
     return Folder(dict(found))
 
@@ -199,10 +199,10 @@ class State:
 
 
 class Disk:
-    """A folder, what is in it when this is made, and what a log says of it later.
+    """A folder: its content at construction, and what a log reports later.
 
-    The log has to have all calls since. What is changed in the folder in another way is not known
-    here; `replayed` shows it. Renames from folder to folder are not modelled.
+    The log must contain all calls since. Other changes to the folder are unknown here; `replayed`
+    reveals them. Renames between folders are not modelled.
     """
 
     def __init__(self, root: Path) -> None:
@@ -210,19 +210,20 @@ class Disk:
         self._start = tree_of(root)
 
     def replayed(self, log: Path) -> Tree:
-        """All that is in the folder after the log, if the power stays. Hold it against tree_of()."""
+        """Return the content of the folder after the log, without a power cut, to compare with
+        tree_of()."""
         model = _Model(self.root, self._start)
         for call in read_log(log):
             model.apply(call)
         return _tree(model.top, {})
 
     def states(self, log: Path, into: Path, samples: int = 20) -> Iterator[State]:
-        """Makes the folder `into` what a power cut may leave, again and again.
+        """Turn the folder `into` into each state that a power cut may leave.
 
         A cut just before an fsync has all states of earlier ones since the last, so those and the
-        end are all cuts. At each: every outcome of one file or folder, the others having all or
-        none of their changes, and `samples` states with an outcome for each at random. States that
-        are the same come once, with the latest cut.
+        end are all cuts. At each: every outcome of one file or folder, while the others have all or
+        none of their changes, and `samples` states with random outcomes. Each distinct state comes
+        once, with the latest cut.
         """
         for tree, calls in self._trees(log, samples).items():
             shutil.rmtree(into, ignore_errors=True)
@@ -248,7 +249,7 @@ class Disk:
 
 
 class _Model:
-    """The nodes below the root while a log is replayed."""
+    """The nodes below the root during a replay."""
 
     def __init__(self, root: Path, start: Tree) -> None:
         self._root = os.path.abspath(root)
@@ -267,7 +268,7 @@ class _Model:
         return os.path.abspath(path).startswith(self._root + os.sep)
 
     def _at(self, path: str) -> tuple[Folder, str]:
-        """The folder that a path is in, and its name there."""
+        """Return the folder of a path, and its name there."""
         node: File | Folder = self.top
         *parents, name = os.path.relpath(os.path.abspath(path), self._root).split(os.sep)
         for parent in parents:
@@ -285,7 +286,7 @@ class _Model:
         return folder.names()[name]
 
     def apply(self, call: Call) -> None:
-        """Does what a call has done. One that failed has done nothing, but a close."""
+        """Apply a call. A failed call has no effect, except a close."""
         if call.name == "close":
             del self._open[call.pid, call.fd]
         elif call.error == 0 and call.path == "":
@@ -309,7 +310,7 @@ class _Model:
         if call.name == "open":
             self._open[call.pid, call.fd] = self._find(call.path)
         elif not self._is_inside(call.path):
-            self._open[call.pid, call.fd] = None  # made elsewhere
+            self._open[call.pid, call.fd] = None  # created elsewhere
         elif call.name == "create":
             folder, name = self._at(call.path)
             if name not in folder.names():  # a lock may be there
@@ -332,7 +333,7 @@ class _Model:
         folder.pending.append({old: left, new: names[old]})
 
     def fates(self, rng: random.Random, samples: int) -> Iterator[Fate]:
-        """What may become of the pending changes."""
+        """Yield the possible fates of the pending changes."""
         outcomes = {node: node.outcomes() for node in self._all if node.pending}
         folders = {node: found for node, found in outcomes.items() if isinstance(node, Folder)}
         files = {node: found for node, found in outcomes.items() if isinstance(node, File)}
@@ -343,7 +344,7 @@ class _Model:
 
 
 def one_by_one(outcomes: dict) -> Iterator[Fate]:
-    """All have all of their changes; none any; one after the other takes each outcome of its own."""
+    """Yield: all changes applied; none; then each outcome of each node in turn."""
     none = {node: found[0] for node, found in outcomes.items()}
     yield {}
     for node, found in outcomes.items():

@@ -1,7 +1,8 @@
-"""DeepSpeed configs that projects have published: where they are, and what they mean.
+"""DeepSpeed configs that projects have published: where they are, and their meaning.
 
-The files are their projects', so they are not in this repository. A folder that has
-them under `name` (ZSHARD_PUBLISHED_CONFIGS) is tested with the very bytes; see the checksums.
+The files belong to their projects, so this repository does not contain them. If
+ZSHARD_PUBLISHED_CONFIGS is a folder that has them under `name`, these exact files are tested; see
+the checksums.
 
     git show <commit>:<path> > $ZSHARD_PUBLISHED_CONFIGS/<name>.json
 """
@@ -21,7 +22,7 @@ from engines import LR, Meaning
 
 FOLDER = os.environ.get("ZSHARD_PUBLISHED_CONFIGS", "")
 SCALE = {"scale": 2.0**16, "window": 1000, "hysteresis": 2}
-STEPS = 5  # for "auto", beside what follows
+STEPS = 5  # for "auto", beside values that follow
 ARGS: dict[str, Any] = {
     "per_device_train_batch_size": 4,
     "learning_rate": LR,
@@ -36,7 +37,7 @@ WARM, DECAY = (0.0, 0.0, LR), (0.0, 0.0, LR, LR, LR * (2 / 3))
 
 @dataclass(frozen=True)
 class Published:
-    """A file, Apache-2.0 like all of these; with which `args`, and what it means with them."""
+    """A file (Apache-2.0 like all of these), its `args`, and its meaning with them."""
 
     name: str
     repository: str
@@ -45,7 +46,7 @@ class Published:
     sha256: str
     meaning: Meaning
     args: dict[str, Any]
-    client: bool = False  # whether the script makes the optimizer
+    client: bool = False  # whether the script creates the optimizer
 
     def read(self) -> dict[str, Any]:
         data = (Path(FOLDER) / f"{self.name}.json").read_bytes()

@@ -1,4 +1,4 @@
-"""Models of which a stretch is computed again in backward, by every way in which models have it.
+"""Models that recompute a section in backward, in every way that models do.
 
 A way is a forward of `Stack`, which recomputes some of its blocks, or parts of them.
 """
@@ -24,10 +24,10 @@ KINDS = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "n
 
 
 class Half(Block):
-    """A block of which only the first half is recomputed, if `kind` says so."""
+    """A block that recomputes only its first half, if `kind` selects that."""
 
     kind: bool | None = None
-    raw = False  # whether the recomputed half takes its weights by itself
+    raw = False  # whether the recomputed half reads its weights directly
 
     def first(self, x):
         if self.raw:
@@ -54,7 +54,7 @@ class Stack(nn.Module):
             block.raw = way is within_units_by_weight
 
     def again(self, function, *args):
-        """`function(*args)`, computed again in backward."""
+        """Return `function(*args)`, recomputed in backward."""
         return checkpoint(function, *args, use_reentrant=self.reentrant)
 
     def run(self, x, begin=0, end=4):
@@ -152,21 +152,21 @@ WAYS = [
 
 
 def leaf(rank, step=0):
-    """An input that wants a gradient: reentrant checkpoints need one."""
+    """Return an input that requires a gradient: reentrant checkpoints need one."""
     return floats(rank, step).requires_grad_()
 
 
 # --- for the tests of optimizer_in_backward() -------------------------------------------------------
 
-# With reentrant checkpoints: a weight of the root is used again after its last gradient seemed there.
+# With reentrant checkpoints: a weight of the root is used again after its apparent last gradient.
 OF_THE_ROOT = (around_units_and_a_weight_of_the_root, around_parts_of_the_root)
 SHARDED = [c for c in COMBINATIONS if c[0] != "no_shard"]
 ADAMW = "zshard.AdamW"
 
 
 def differences(run, build, combination, optimizer=ADAMW, **options):
-    """What differs between a model that run(model, optimizer) trains with steps in backward, and
-    one that steps after it: names of parameters, and those that kept a .grad."""
+    """Return what differs between a model that run(model, optimizer) trains with steps in backward,
+    and one that steps after it: names of parameters, and those that kept a .grad."""
     states = []
     for in_backward in (False, True):
         model = wrapped(build, combination, **options)
@@ -180,13 +180,13 @@ def differences(run, build, combination, optimizer=ADAMW, **options):
 
 
 def wrong(run, build, combinations=COMBINATIONS, optimizer=ADAMW, **options):
-    """{combination: differences}, where there are any."""
+    """Return {combination: differences}, where there are any."""
     found = {c: differences(run, build, c, optimizer, **options) for c in combinations}
     return {c: names for c, names in found.items() if names}
 
 
 def step_after(model, optimizer):
-    """What a loop does after backward; with steps in backward there is nothing left to step."""
+    """Do what a loop does after backward; with steps in backward nothing is left to step."""
     optimizer.step()
     optimizer.zero_grad()
 
@@ -202,7 +202,8 @@ def deep():
 
 
 def watch(model):
-    """A list that gets, before each step of a parameter: how many have a .grad, bytes of slots."""
+    """Return a list that gets, before each step of a parameter: how many have a .grad, bytes of
+    slots."""
     seen = []
 
     def look(_param):

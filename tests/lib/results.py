@@ -1,7 +1,7 @@
-"""How a result leaves a forward, other than in what the forward returns: for tests of backward.
+"""Ways for a result to leave a forward other than its return value, for tests of backward.
 
-Each way is a block whose result the model takes out again, so that all train the same
-network, and a plain model shows what its gradients are.
+Each way is a block whose result the model extracts again, so that all train the same network, and a
+plain model gives the expected gradients.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Slotted:
 
 
 class Way(NamedTuple):
-    """How a block gives its result, and how the model gets it."""
+    """How a block passes its result, and how the model gets it."""
 
     give: Callable[[nn.Module, Tensor, list[Any]], Any]
     take: Callable[[nn.Module, Any, list[Any]], Tensor]
@@ -82,7 +82,7 @@ WAYS = {
 
 
 class Giving(Block):
-    """A block that gives its result in some way."""
+    """A block that passes its result in some way."""
 
     way = "a tensor"
 

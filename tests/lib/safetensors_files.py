@@ -1,6 +1,6 @@
-"""Safetensors files for tests, right and wrong ones, written by hand.
+"""Safetensors files for tests, valid and invalid, written by hand.
 
-A wrong file is a right one with one thing changed, so an error can only be about that.
+An invalid file is a valid one with one change, so an error can only be about that.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-DATA = bytes(range(24)) * 2  # of the two tensors of a right file: "a" of 6 floats, "b" of 3 doubles
+DATA = bytes(range(24)) * 2  # the two tensors of a valid file: "a" of 6 floats, "b" of 3 doubles
 
 
 def right_header() -> dict[str, Any]:
-    """A file's header; nothing in it is shared between calls."""
+    """Return a file's header; calls share no objects."""
     return {
         "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
         "b": {"dtype": "F64", "shape": [3], "data_offsets": [24, 48]},
@@ -22,7 +22,7 @@ def right_header() -> dict[str, Any]:
 
 
 def packed(header: Any, data: bytes = DATA) -> bytes:
-    """The bytes of a file with that header: an object, or text."""
+    """Return the bytes of a file with that header: an object, or text."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data
 
@@ -33,20 +33,20 @@ def write(path: Path, content: bytes) -> str:
 
 
 def changed(change: Callable[[dict[str, Any]], Any], data: bytes = DATA) -> bytes:
-    """A right file after `change(header)`."""
+    """Return a valid file after `change(header)`."""
     header = right_header()
     change(header)
     return packed(header, data)
 
 
 def of_a(**facts: Any) -> bytes:
-    """A right file in which the tensor "a" has other facts."""
+    """Return a valid file in which the tensor "a" has other facts."""
     return changed(lambda header: header["a"].update(facts))
 
 
 TWICE = b'{"a":%s,"a":%s}' % ((json.dumps(right_header()["a"]).encode(),) * 2)
 
-# What is wrong: the bytes of the file, and words of the error.
+# Invalid files: the bytes, and text of the error.
 WRONG: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "it has 0 bytes, but the header length alone takes 8"),
     "seven bytes": (b"\1\0\0\0\0\0\0", "it has 7 bytes"),
@@ -130,7 +130,7 @@ WRONG: dict[str, tuple[bytes, str]] = {
     ),
 }
 
-# Files in an index that are none of its folder.
+# Index entries that name no file of its folder.
 STRANGE_FILES = [
     "../secret.safetensors",
     "/etc/passwd",

@@ -1,9 +1,9 @@
-"""Samples of what is too long for every run: `@pytest.mark.sampled(5)`.
+"""Sample tests that are too long for every run: `@pytest.mark.sampled(5)`.
 
-Of a test's cases a few are run each time, chosen so that as many values as possible
-of its parameters come up. The others are marked `thorough`, and run with those. A test that runs on
-several ranks takes half a second a case, so it is sampled without being asked: one case, another
-from test to test, so that each strategy and transport meets many tests.
+Each run executes a few of a test's cases, chosen to cover as many values of its parameters as
+possible. The others are marked `thorough`, and run with those. A test on several ranks takes half a
+second per case, so it is always sampled: one case, different from test to test, so that each
+strategy and transport is used in many tests.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections import defaultdict
 
 import pytest
 
-ON_RANKS = 1  # cases of a test on ranks, unless it says another number
+ON_RANKS = 1  # cases of a test on ranks, unless it sets another number
 
 
 def leave_to_thorough(items: list[pytest.Item]) -> None:
-    """Mark as thorough what the samples of sampled tests leave out."""
+    """Mark as thorough the cases that the samples omit."""
     tests: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
         is_left = item.get_closest_marker("thorough") is not None
@@ -31,7 +31,7 @@ def leave_to_thorough(items: list[pytest.Item]) -> None:
 
 
 def size_of(case: pytest.Item) -> int | None:
-    """How many cases of its test are run each time; None: all."""
+    """Return how many cases of its test run each time; None: all."""
     mark = case.get_closest_marker("sampled")
     if mark is not None:
         return int(mark.args[0])
@@ -39,7 +39,7 @@ def size_of(case: pytest.Item) -> int | None:
 
 
 def on_ranks(case: pytest.Item) -> bool:
-    """Whether a test uses a pool of ranks, or its module starts some."""
+    """Return whether a test uses a pool of ranks, or its module starts some."""
     names: list[str] = getattr(case, "fixturenames", [])
     module = getattr(case, "module", None)
     starters = ("fork_ranks", "run_ranks")
@@ -51,7 +51,7 @@ def on_ranks(case: pytest.Item) -> bool:
 def sample_of(cases: list[pytest.Function], size: int) -> list[pytest.Function]:
     """Choose `size` of the cases of one test, the same each time.
 
-    Greedy: the case whose parameters' values have come up least is next.
+    Greedy: the case whose parameters' values have occurred least is next.
     """
     seen: dict[tuple[str, str], int] = defaultdict(int)
     pool = sorted(cases, key=lambda case: zlib.crc32(case.nodeid.encode()))
@@ -66,7 +66,7 @@ def sample_of(cases: list[pytest.Function], size: int) -> list[pytest.Function]:
 
 
 def values_of(case: pytest.Function) -> set[tuple[str, str]]:
-    """The values of a case's parameters, by name."""
+    """Return the values of a case's parameters, by name."""
     spec = getattr(case, "callspec", None)
     return (
         {(name, repr(value)) for name, value in spec.params.items()} if spec is not None else set()

@@ -1,7 +1,7 @@
-"""What containers and old kernels deny, denied to one rank: system calls, capabilities, limits.
+"""Deny one rank what containers and old kernels deny: system calls, capabilities, limits.
 
-A seccomp filter, installed by the rank itself, answers a system call with an error as a
-sandbox would; nothing of zshard or torch is replaced. It cannot be taken away: use forked ranks.
+A seccomp filter, installed by the rank itself, answers a system call with an error as a sandbox
+would; nothing in zshard or torch is replaced. It cannot be removed: use forked ranks.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ needs_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64's 
 
 
 def deny(call: str, error: str, bits: tuple[int, int] | None = None, without: bool = False) -> None:
-    """Has `call` fail with `error` on this thread and those that it will make, for good.
+    """Make `call` fail with `error`, permanently, on this thread and those that it will create.
 
-    bits: (argument, bits): only where the argument has one of these bits; `without`: none of them.
+    bits: (argument, bits): only if the argument has one of these bits; `without`: none of them.
     """
     answer = (_RETURN, 0, 0, _ERRNO | getattr(errno, error))
     allow = (_RETURN, 0, 0, _ALLOW)
@@ -54,7 +54,7 @@ def deny(call: str, error: str, bits: tuple[int, int] | None = None, without: bo
 
 
 def drop_capabilities() -> None:
-    """Leaves this process what root has in an ordinary container, or less: no capability."""
+    """Leave this process as few capabilities as root has in a restricted container: none."""
     libc = ctypes.CDLL(None, use_errno=True)
     head, none = (ctypes.c_uint32 * 2)(_CAPABILITIES, 0), (ctypes.c_uint32 * 6)()
     if libc.capset(head, none) != 0:
@@ -66,11 +66,11 @@ def open_files() -> int:
 
 
 def limit_files(left: int) -> None:
-    """Allows this process so many more open files than it has."""
+    """Limit this process to so many more open files than it has."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (open_files() + left,) * 2)
 
 
 def limit_addresses(left: int) -> None:
-    """Allows this process so many more bytes of address space than it has."""
+    """Limit this process to so many more bytes of address space than it has."""
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + left,) * 2)

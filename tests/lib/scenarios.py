@@ -1,7 +1,7 @@
-"""Scenarios: forwards and backwards of one rank as a script may do them, and what must come of them.
+"""Scenarios: forwards and backwards of one rank as scripts do them, and their expected results.
 
-What a sharded model has to compute is known without any library. Every rank can make
-all ranks' batches, so it runs each rank's scenario on a plain model and takes the mean.
+The expected results need no library: every rank can create all ranks' batches, so it runs each
+rank's scenario on a plain model and takes the mean.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Stack(nn.Module):
 
 
 class Wide(nn.Module):
-    """Shards have whole pages: wide enough for each rank to have a part of it."""
+    """Shards have entire pages: wide enough for every rank to have a shard."""
 
     def __init__(self):
         super().__init__()
@@ -67,7 +67,7 @@ def learn(model, optimizer, step, stepping=True):
 
 
 def whole(model):
-    """A copy of the model's state."""
+    """Return a copy of the model's state."""
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
@@ -80,14 +80,14 @@ def square_sum(model):
 
 
 def message_of(action, kind=Exception):
-    """The text of the exception that `action` raises; fails if it raises none."""
+    """Return the text of the exception that `action` raises; fails if it raises none."""
     with pytest.raises(kind) as caught:
         action()
     return str(caught.value)
 
 
 def whole_grads(model: nn.Module) -> Grads:
-    """The reduced gradients of a sharded model, put together from all ranks' shards."""
+    """Return the reduced full gradients of a sharded model, assembled from all ranks' shards."""
     mine: dict[str, tuple[int, Tensor | None]] = {}
     shapes: dict[str, torch.Size] = {}
     for name, param in model.named_parameters():
@@ -123,7 +123,7 @@ def _joined(name: str, parts: list[tuple[int, Tensor | None]], shape: torch.Size
             assert_same(grad, grads[0], f"{name}: .grad of rank {rank}, from rank 0's,")
         return grads[0].reshape(shape)
     slices: dict[int, Tensor] = {}
-    for begin, grad in parts:  # other copies of the model (hybrid) have the same slices
+    for begin, grad in parts:  # other replicas of the model (hybrid) have the same shards
         if grad is None or grad.numel() == 0:
             continue
         assert_same(grad, slices.setdefault(begin, grad), f"{name}: .grad of another rank")
@@ -136,8 +136,8 @@ def _joined(name: str, parts: list[tuple[int, Tensor | None]], shape: torch.Size
 
 
 def mean_grads(build: Callable[[], nn.Module], run: Run) -> Grads:
-    """What the gradients have to be: each rank's, by a plain model, and their mean; one that is
-    used on some ranks only counts as zero on the others."""
+    """Return the expected gradients: each rank's, by a plain model, and their mean; one that only
+    some ranks use counts as zero on the others."""
     world = dist.get_world_size()
     models = [make(build) for _ in range(world)]
     for rank, model in enumerate(models):
@@ -156,15 +156,16 @@ def mean_grads(build: Callable[[], nn.Module], run: Run) -> Grads:
 
 
 def wrong_grads(ours: Grads, expected: Grads) -> list[str]:
-    """The names whose gradient differs in any bit, or is there where none should be."""
+    """Return the names whose gradient differs in any bit, or should not exist."""
     return differences(ours, expected)
 
 
 def wrong_in(build, run, exact, combinations=COMBINATIONS, policy="auto"):
-    """{combination: the gradients that are not the mean of the ranks'}; {} if all is right.
+    """Return {combination: the gradients that are not the mean of the ranks'}; {} if all are
+    correct.
 
-    exact: to the bit. Else to 1e-6: where sums of several backwards are reduced one by one, the
-    plain model adds them up in another order.
+    exact: bit-identical. Otherwise to 1e-6: where sums of several backwards are reduced one by one,
+    the plain model adds them in another order.
     """
     expected = mean_grads(build, run)
     assert any(grad is not None and grad.abs().sum() > 0 for grad in expected.values())
@@ -182,7 +183,7 @@ def wrong_in(build, run, exact, combinations=COMBINATIONS, policy="auto"):
 
 
 def near(ours, expected):
-    """`expected` itself where `ours` is no farther from it than rounding."""
+    """Return `expected` itself where `ours` differs from it by rounding only."""
     both = ours is not None and expected is not None
     close = both and torch.allclose(ours, expected, rtol=2e-6, atol=1e-6)
     return expected if close else ours
@@ -193,12 +194,12 @@ def check_mean_grads(build, run, exact, combinations=COMBINATIONS, policy="auto"
     assert wrong_in(build, run, exact, combinations, policy) == {}
 
 
-# --- models under fully_shard(), FSDP2's spelling ----------------------------------------------------
+# --- models under fully_shard() ----------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def over(transport):
-    """fully_shard has no argument for the transport: the environment says it."""
+    """fully_shard has no argument for the transport: set the environment variable."""
     before = os.environ.get("ZSHARD_TRANSPORT")
     os.environ["ZSHARD_TRANSPORT"] = transport
     try:

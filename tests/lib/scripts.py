@@ -1,4 +1,5 @@
-"""Scenarios, (model, rank) -> None, as scripts have them: SCENARIOS, each with whether its bits are exact.
+"""Scenarios, (model, rank) -> None, as in scripts: SCENARIOS, each with whether its results are
+bit-exact.
 
 A scenario ends with gradients, which must be the mean of the ranks' gradients.
 """
@@ -80,7 +81,7 @@ def evaluate_then_train(model, rank):
         model(floats(rank, 1))
     with torch.inference_mode():
         model(floats(rank, 2))
-    model(floats(rank, 3))  # with gradients on, and nobody wants them
+    model(floats(rank, 3))  # with gradients on, but unused
     model.train()
     loss_of(model(floats(rank))).backward()
 
@@ -103,7 +104,7 @@ def input_that_wants_a_gradient(model, rank):
 
 
 def autocast(model, rank):
-    """A gather has casts of its own (test_autocast.py), so the plain model is to have new ones, too."""
+    """A gather casts separately (test_autocast.py), so the plain model must cast anew, too."""
     with torch.autocast("cpu", torch.bfloat16):
         loss = loss_of(model(floats(rank)))
         torch.clear_autocast_cache()
@@ -112,7 +113,7 @@ def autocast(model, rank):
 
 
 def nothing_to_learn_from(model, rank):
-    """A loss that does not depend on the model on rank 1: this rank's part is zero."""
+    """A loss that does not depend on the model on rank 1: this rank's share is zero."""
     output = model(floats(rank))
     (output if rank == 0 else output * 0.0).sum().backward()
 
@@ -133,7 +134,7 @@ def freeze_and_thaw(model, rank):
 
 
 def kept_statistics(model, rank):
-    """Numbers about the parameters, with history that nobody uses, as scripts log them."""
+    """Statistics of the parameters with unused autograd history, as scripts log them."""
     kept = []
     for step in range(2):
         kept.append([p.square() for p in model.parameters()])
@@ -142,7 +143,7 @@ def kept_statistics(model, rank):
 
 
 def submodule_by_itself(model, rank):
-    """A block is called without its root, and its output trained on."""
+    """A block is called without its root, and its output is trained on."""
     loss_of(model.blocks[1](floats(rank))).backward()
     loss_of(model(floats(rank, 1))).backward()
 

@@ -1,8 +1,8 @@
-"""Code that was written for whole parameters on one process, for test_situations.py.
+"""Code that was written for full parameters on one process, for test_situations.py.
 
-Each situation is a function of a model whose backward has run, sharded or not. It is right if
-what it returns, and what it leaves in the model, are what they are for the plain model; else it has
-to raise. RIGHT and REFUSED say which it is on shards.
+Each situation is a function of a model, sharded or not, after a backward. It is correct if its
+result and its effect on the model equal the plain model's; otherwise it must raise. RIGHT and
+REFUSED list which applies on shards.
 """
 
 import copy
@@ -29,7 +29,7 @@ def state_of(tensors):
     return [tensor.clone() for tensor in tensors]
 
 
-# --- what works ---------------------------------------------------------------------------------------
+# --- supported ----------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -166,7 +166,7 @@ def set_first_row(model):
         weight(model)[0] = 0.0
 
 
-def slice_of_rows(model):
+def assigned_rows(model):
     weight(model).data[2:4].zero_()
 
 
@@ -237,7 +237,7 @@ def to_double(model):
 
 
 def is_anything_nan(model):
-    """Elementwise until the last word."""
+    """Elementwise until the last operation."""
     return torch.isnan(weight(model).detach())
 
 
@@ -248,11 +248,11 @@ RIGHT = [
     *(zeros_and_ones, print_it, saved_and_read, norm_by_the_model, norm_by_torch, norms_by_name),
     *(whole_values, histogram_of_whole_values, whole_gradient, unfreeze_later, compare_in_place),
     *(own_optimizer, torchs_rprop, to_double, is_anything_nan, first_row, set_first_row),
-    *(xavier, kaiming, orthogonal, trunc_normal, normal_in_place, reset_parameters, slice_of_rows),
+    *(xavier, kaiming, orthogonal, trunc_normal, normal_in_place, reset_parameters, assigned_rows),
 ]
 
 
-# --- what is refused ------------------------------------------------------------------------------------
+# --- refused --------------------------------------------------------------------------------------------
 
 
 def uniform_by_shape(model):
@@ -440,7 +440,7 @@ def penalty(model):
     return sum(p.square().sum() for p in model.parameters()).detach()
 
 
-def gradient_of_a_slice(model):
+def gradient_of_a_view(model):
     weight(model).square().backward(torch.ones_like(weight(model)))
 
 
@@ -451,5 +451,5 @@ REFUSED = [
     *(as_matrix, linear_outside, gram, singular_values, softmax, concatenated),
     *(stacked, numpy, numbers, one_number, same_everywhere, histogram, quantile, top_k),
     *(add_row_numbers, copy_whole_values, broadcast_parameters, reduce_gradients),
-    *(gather_parameters, dropped_out, adafactor, trust_ratio, penalty, gradient_of_a_slice),
+    *(gather_parameters, dropped_out, adafactor, trust_ratio, penalty, gradient_of_a_view),
 ]

@@ -1,9 +1,10 @@
-"""Runs test functions on several ranks: fresh ones (`run_ranks`) or a standing pool (`RankPool`).
+"""Run test functions on several ranks: fresh ones (`run_ranks`) or a standing pool (`RankPool`).
 
-The parent hosts the rendezvous store and only hands out its port, as torchrun's agent
-does, so that no port is guessed and tests that run side by side cannot meet. Fresh ranks are plain
-subprocesses; those of a pool are forks of one that has imported torch and zshard. Every run has a
-hard limit; the first rank that fails ends the run, and its output is the assertion's message. This file is also the ranks' entry point (`_main`).
+The parent hosts the rendezvous store and only passes on its port, as torchrun's agent does, so that
+no port is guessed and concurrent tests cannot interfere. Fresh ranks are plain subprocesses; those
+of a pool are forks of one that has imported torch and zshard. Every run has a hard limit; the first
+rank that fails ends the run, and its output is the assertion's message. This file is also the
+ranks' entry point (`_main`).
 
     from spawn import ranks, run_ranks
 
@@ -44,19 +45,20 @@ from typing import Any, TypeAlias
 import pytest
 from asserts import rewrite_in_ranks
 
-GRACE = 2.0  # seconds that the other ranks have to end by themselves after one failed
-LEAVE = 10.0  # seconds from a rank's answer to the end of its process
+GRACE = 2.0  # seconds for the other ranks to end by themselves after one failed
+LEAVE = 10.0  # seconds from a rank's answer to its process's exit
 TAIL = 4000  # characters of a rank's output that a message shows
 _tasks = itertools.count()  # of a pool's rank
 
 
 class RankFailure(AssertionError):
-    """A rank raised, died or did not come back in time; the message has its output."""
+    """A rank raised, died or did not return in time; the message has its output."""
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """How one rank of `run_ranks` ended; `returncode` is None if it was ended at the time limit."""
+    """How one rank of `run_ranks` ended; `returncode` is None if it was killed at the time
+    limit."""
 
     rank: int
     returncode: int | None
@@ -66,7 +68,7 @@ class RankResult:
 
 
 def ranks(*worlds: Any) -> pytest.MarkDecorator:
-    """Runs a test once per world size (an int, or a pytest.param of one), with the session's pool of
+    """Run a test once per world size (an int, or a pytest.param of one), with the session's pool of
     that size as argument `pool`."""
     return pytest.mark.parametrize("pool", worlds, indirect=True, ids=lambda world: f"{world}ranks")
 
@@ -75,7 +77,7 @@ def ranks(*worlds: Any) -> pytest.MarkDecorator:
 
 
 def _python_path() -> str:
-    """PYTHONPATH with which ranks import the very zshard that this process would."""
+    """Return a PYTHONPATH that makes ranks import the same zshard as this process."""
     old = os.environ.get("PYTHONPATH", "")
     spec = importlib.util.find_spec("zshard")
     if spec is None or spec.origin is None or "site-packages" in spec.origin:
@@ -84,9 +86,9 @@ def _python_path() -> str:
 
 
 class _ForkedRank:
-    """A rank that `parent` forks, with as much of Popen's face as is needed.
+    """A rank that `parent` forks, with the necessary part of Popen's interface.
 
-    The parent tells its pid and exit status in files: `told`, with ".pid" for ".code".
+    The parent writes its pid and exit status to files: this path, with ".pid" for ".code".
     """
 
     def __init__(self, parent: "subprocess.Popen[bytes]", told: Path) -> None:
@@ -94,7 +96,8 @@ class _ForkedRank:
 
     @property
     def pid(self) -> int:
-        """The rank's process, which leads a group; the parent's while there is no rank yet."""
+        """Return the rank's process, which leads a group; the parent's while there is no rank
+        yet."""
         return self._number(".pid") or self._parent.pid
 
     def _number(self, suffix: str) -> int | None:
@@ -104,7 +107,7 @@ class _ForkedRank:
             return None
 
     def poll(self) -> int | None:
-        """The exit status; that of the parent, without which ranks end, if it told none."""
+        """Return the exit status; that of the parent, without which ranks end, if it wrote none."""
         parents = self._parent.poll()
         code = self._number(".code")
         return parents if code is None else code
@@ -132,7 +135,8 @@ class _Ranks:
 
         self.world = world
         self.folder = tempfile.TemporaryDirectory(prefix="zshard-ranks-")
-        # Port 0 and this process as server: the kernel finds the port, and nobody can take it.
+        # Port 0 and this process as server: the kernel picks the port, and no other process can
+        # take it.
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         common = {
             "WORLD_SIZE": str(world),
@@ -155,7 +159,7 @@ class _Ranks:
             theirs.close()
 
     def _spawn(self, pipes: list[int]) -> "list[_Process]":
-        """A fresh interpreter for each rank."""
+        """Start a fresh interpreter for each rank."""
         made: list[_Process] = []
         for rank, pipe in enumerate(pipes):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ZSHARD_TEST_PIPES": str(pipe)}
@@ -163,7 +167,8 @@ class _Ranks:
         return made
 
     def _fork(self, pipes: list[int]) -> "list[_Process]":
-        """One interpreter, which imports torch and zshard and then forks all ranks: see `_fork_ranks`."""
+        """Start one interpreter, which imports torch and zshard and then forks all ranks: see
+        `_fork_ranks`."""
         listed = ",".join(map(str, pipes))
         env = {**self.env, "ZSHARD_TEST_PIPES": listed, "ZSHARD_TEST_FOLDER": self.folder.name}
         for rank in range(self.world):
@@ -183,25 +188,25 @@ class _Ranks:
                 stdout=out,
                 stderr=err,
                 pass_fds=pipes,
-                start_new_session=True,  # so that what a rank starts ends with it
+                start_new_session=True,  # so that a rank's subprocesses end with it
             )
 
     def send(self, task: bytes) -> None:
-        """Gives every rank its task; that one is dead already is for `_collect` to find."""
+        """Send every rank its task; `_collect` notices ranks that are already dead."""
         for pipe in self.pipes:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 pipe.send_bytes(task)
 
     def path(self, rank: int, what: str) -> Path:
-        """The file with what `rank` wrote; `what` is "out" or "err"."""
+        """Return the path of the output of `rank`; `what` is "out" or "err"."""
         return Path(self.folder.name, f"rank{rank}.{what}")
 
     def output(self, rank: int, what: str, start: int = 0) -> str:
-        """What `rank` wrote from byte `start` on."""
+        """Return the output of `rank` from byte `start` on."""
         return self.path(rank, what).read_bytes()[start:].decode(errors="replace")
 
     def show_stacks(self) -> None:
-        """Has each living rank write its Python stacks to its stderr (see `_main`)."""
+        """Make each living rank write its Python stacks to its stderr (see `_main`)."""
         living = [process for process in self.processes if process.poll() is None]
         for process in living:
             process.send_signal(signal.SIGUSR1)
@@ -209,7 +214,7 @@ class _Ranks:
             time.sleep(0.3)
 
     def end(self, patience: float = 0.0) -> None:
-        """Hangs up; after `patience` s kills what still runs, and what it started."""
+        """Hang up; after `patience` s kill what still runs, including subprocesses."""
         for pipe in self.pipes:
             pipe.close()
         deadline = time.monotonic() + patience
@@ -224,7 +229,8 @@ class _Ranks:
 
 
 def _task(fn_or_path: Any, args: tuple[Any, ...]) -> bytes:
-    """A module-level function (by its module's file) or a script, with its arguments, as bytes."""
+    """Return a module-level function (by its module's file) or a script, with its arguments, as
+    bytes."""
     if callable(fn_or_path):
         name = fn_or_path.__qualname__
         if "<" in name:
@@ -241,7 +247,8 @@ def _task(fn_or_path: Any, args: tuple[Any, ...]) -> bytes:
 
 
 def call_of(fn_or_path: Any, args: tuple[Any, ...]) -> str:
-    """What ranks ran, for messages: many tests run one function with other arguments in a loop."""
+    """Describe the ranks' call, for messages: many tests run one function with various
+    arguments."""
     name = getattr(fn_or_path, "__qualname__", fn_or_path)
     return f"{name}({', '.join(map(reprlib.repr, args))})"
 
@@ -249,7 +256,8 @@ def call_of(fn_or_path: Any, args: tuple[Any, ...]) -> str:
 def _failure(
     group: _Ranks, first: int, reason: str, starts: dict[str, list[int]], call: str
 ) -> RankFailure:
-    """The exception for rank `first`: its output since `starts`, and the end of the others'."""
+    """Return the exception for rank `first`: its output since `starts`, and the end of the
+    others'."""
     if "no answer" in reason:
         group.show_stacks()
     lines = [f"rank {first} of {group.world} {reason}", f"--- in {call}"]
@@ -265,10 +273,11 @@ def _failure(
 
 
 def _collect(group: _Ranks, timeout: float, stop_early: bool) -> tuple[dict[int, Any], str, int]:
-    """Waits for one answer per rank: ({rank: (ok, value)}, what went wrong or "", rank of that).
+    """Wait for one answer per rank; return ({rank: (ok, value)}, what went wrong or "", rank of
+    that).
 
-    A rank that dies without an answer has none. With `stop_early`, others get GRACE seconds after
-    the first failure; without, all have until `timeout`.
+    A rank that dies without an answer has none. With `stop_early`, the others get GRACE seconds
+    after the first failure; without, all have until `timeout`.
     """
     answers: dict[int, Any] = {}
     reason, first = "", 0
@@ -303,12 +312,12 @@ def run_ranks(
     env: dict[str, str | None] | None = None,
     check: bool = True,
 ) -> list[RankResult]:
-    """Runs a module-level function `fn(*args)`, or a script with arguments, on fresh ranks.
+    """Run a module-level function `fn(*args)`, or a script with arguments, on fresh ranks.
 
     timeout: seconds, start-up included (torch's import costs about 2); what runs then is killed.
     env: added to the environment; None removes a variable.
     check: raise RankFailure as soon as a rank fails. Without it, all ranks run to their end or the
-        limit, and the results tell.
+        limit; check the results.
     """
     task = _task(fn_or_path, args)
     group = _Ranks(world, "once", env)
@@ -329,7 +338,8 @@ def run_ranks(
 
 
 def _result(group: _Ranks, rank: int, answer: Any, wait: bool) -> RankResult:
-    """How `rank` ended, given its (ok, value); one that has answered is about to leave: `wait`."""
+    """Return how `rank` ended, given its (ok, value); one that has answered is about to exit:
+    `wait`."""
     try:
         code = group.processes[rank].wait(LEAVE if answer and wait else 0)
     except subprocess.TimeoutExpired:
@@ -342,8 +352,8 @@ def _result(group: _Ranks, rank: int, answer: Any, wait: bool) -> RankResult:
 class RankPool:
     """Ranks that stay alive and run many functions, with torch.distributed (gloo) initialised once.
 
-    They start at the first `run`, and again after one that failed: a rank that missed a collective
-    is of no use to the next test. `env` is added to their environment.
+    They start at the first `run`, and again after a failed one: a rank that missed a collective
+    cannot serve the next test. `env` is added to their environment.
     """
 
     def __init__(self, world: int, env: dict[str, str | None] | None = None) -> None:
@@ -352,7 +362,8 @@ class RankPool:
         self._group: _Ranks | None = None
 
     def run(self, fn: Any, *args: Any, timeout: float = 120) -> list[Any]:
-        """[fn(*args) of rank 0, 1, ...]; RankFailure if one raises, dies or takes over `timeout` s.
+        """Return [fn(*args) of rank 0, 1, ...]; RankFailure if one raises, dies or takes over
+        `timeout` s.
 
         Each call starts with torch.manual_seed(0) on every rank.
         """
@@ -370,12 +381,12 @@ class RankPool:
             if reason:
                 raise _failure(group, first, reason, starts, call_of(fn, args))
             return [answers[rank][1] for rank in range(self.world)]
-        except BaseException:  # also KeyboardInterrupt and pytest-timeout: the ranks are mid-way
+        except BaseException:  # also KeyboardInterrupt and pytest-timeout: the ranks are mid-task
             self.close()
             raise
 
     def close(self, patience: float = 0.0) -> None:
-        """Ends the ranks, giving them `patience` s to leave; the next `run` starts new ones."""
+        """End the ranks, giving them `patience` s to exit; the next `run` starts new ones."""
         if self._group is not None:
             self._group.end(patience)
             self._group = None
@@ -385,8 +396,8 @@ class RankPool:
 
 
 def find_modules_beside(file: str) -> None:
-    """Lets this process import what lies beside `file`, and each module of tests: arguments may name
-    functions of another one than the task."""
+    """Let this process import the modules beside `file`, and each module of tests: arguments may
+    name functions of a module other than the task's."""
     tests = Path(__file__).resolve().parents[1]
     for folder in [str(Path(file).parent), *(str(path) for path in tests.iterdir())]:
         if folder not in sys.path and Path(folder).is_dir():
@@ -394,7 +405,7 @@ def find_modules_beside(file: str) -> None:
 
 
 def _perform(task: bytes) -> Any:
-    """Runs what `_task` named; a script runs as __main__ with its arguments in sys.argv."""
+    """Run the task of `_task`; a script runs as __main__ with its arguments in sys.argv."""
     kind, file, module, name, packed = pickle.loads(task)
     find_modules_beside(file)
     args = pickle.loads(packed)  # only now: they may name functions of a test's module
@@ -406,7 +417,7 @@ def _perform(task: bytes) -> Any:
 
 
 def _answer(pipe: Connection, task: bytes) -> int:
-    """Performs `task`, sends (ok, value), returns an exit status; a traceback goes to stderr."""
+    """Perform `task`, send (ok, value), return an exit status; a traceback goes to stderr."""
     status = 0
     try:
         reply = pickle.dumps((True, _perform(task)))
@@ -422,7 +433,8 @@ def _answer(pipe: Connection, task: bytes) -> int:
 
 
 def _serve(pipe: Connection) -> None:
-    """A pool rank's life: process group once, then task after task until the parent hangs up."""
+    """Run a pool rank: initialize the process group once, then run tasks until the parent hangs
+    up."""
     import gc
 
     import torch
@@ -439,14 +451,14 @@ def _serve(pipe: Connection) -> None:
         torch.manual_seed(0)
         known, groups = len(sys.modules), set(dist.distributed_c10d._world.pg_map)
         _answer(pipe, task)
-        gc.collect()  # one test's models and their shared memory must not lie in the next one's way
+        gc.collect()  # free one test's models and their shared memory before the next one
         _end_groups_but(groups)
         if len(sys.modules) > known:
-            gc.freeze()  # else each collection looks at all of torch again, for a tenth of a second
+            gc.freeze()  # else each collection scans all of torch again, for a tenth of a second
 
 
 def _end_groups_but(known: set[Any]) -> None:
-    """End the process groups that a task has made and left, once all ranks are through with it."""
+    """End the process groups that a task has created and left, once all ranks have finished it."""
     import datetime
 
     import torch.distributed as dist
@@ -459,13 +471,14 @@ def _end_groups_but(known: set[Any]) -> None:
         store.set(f"tests/all through with {task}", "")
     try:
         store.wait([f"tests/all through with {task}"], datetime.timedelta(seconds=20))
-    except RuntimeError:  # a rank is stuck or gone: the pool ends
+    except RuntimeError:  # a rank is stuck or dead: the pool ends
         return
     end_groups_but(known)
 
 
 def _fork_ranks(pipes: list[int], folder: Path) -> int | None:
-    """Forks a rank for each pipe. In a rank: its number. In the parent: None, when all have ended.
+    """Fork a rank for each pipe. In a rank, return its number; in the parent, None when all have
+    ended.
 
     Imports cost a rank seconds, and are the same for all: this process imports, does nothing else
     (no thread, no tensor), and forks.
@@ -484,17 +497,17 @@ def _fork_ranks(pipes: list[int], folder: Path) -> int | None:
             _become(rank, [other for other in pipes if other != pipe], folder)
             return rank
         running[pid] = rank
-        _tell(folder / f"rank{rank}.pid", pid)
+        _write_number(folder / f"rank{rank}.pid", pid)
     for pipe in pipes:
         os.close(pipe)
     while running:
         pid, status = os.wait()
-        _tell(folder / f"rank{running.pop(pid)}.code", os.waitstatus_to_exitcode(status))
+        _write_number(folder / f"rank{running.pop(pid)}.code", os.waitstatus_to_exitcode(status))
     return None
 
 
 def _become(rank: int, others: list[int], folder: Path) -> None:
-    """Makes a rank of this forked process: its group, its output, its environment."""
+    """Turn this forked process into a rank: its group, its output, its environment."""
     os.setsid()
     for pipe in others:
         os.close(pipe)
@@ -504,8 +517,8 @@ def _become(rank: int, others: list[int], folder: Path) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
 
 
-def _tell(path: Path, number: int) -> None:
-    """Writes a number to a file that is there only when it is whole."""
+def _write_number(path: Path, number: int) -> None:
+    """Write a number to a file atomically."""
     made = path.with_suffix(path.suffix + ".part")
     made.write_text(str(number))
     made.replace(path)

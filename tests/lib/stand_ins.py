@@ -1,11 +1,11 @@
-"""GPUs and NCCL where there are none: the environment in which zshard takes its way over CUDA.
+"""Fake GPUs and NCCL: the environment in which zshard runs its CUDA code without a GPU.
 
-A model on the CPU is trained as if that were a GPU (as_gpu/fake_gpu.py), by the
-stand-ins for libcuda (fake_cuda.py) and libnccl (c/fake_nccl.c). Both work late and on threads of
-their own, and their GPUs compute as the CPU does, so the CPU's bits come out only if every wait is
-where it has to be.
+A model on the CPU trains as if on a GPU (as_gpu/fake_gpu.py), with fakes of libcuda (fake_cuda.py)
+and libnccl (c/fake_nccl.c). Both delay their work and run it on threads of their own, and their
+GPUs compute as the CPU does, so results are bit-identical to the CPU's only if every wait is in the
+right place.
 
-    python tests/lib/stand_ins.py python train.py    # runs a program so
+    python tests/lib/stand_ins.py python train.py    # runs a program like that
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from spawn import _python_path
 
 _SOURCE = C / "fake_nccl.c"
 _STARTUP = Path(__file__).resolve().parent / "as_gpu"
-fake_gpu.install()  # whoever imports this may set the environment later
+fake_gpu.install()  # importing code may set the environment later
 
 
 @functools.cache
 def nccl_library(old: bool = False) -> Path:
-    """The path of the stand-in for libnccl.so.2, in a folder where ranks that use it can meet.
+    """Return the path of the fake libnccl.so.2, in a folder where ranks that use it can connect.
 
-    old: 2.21.5, without what came later, in place of 2.28.9.
+    old: fake version 2.21.5, without later features, instead of 2.28.9.
     """
     folder = Path(tempfile.mkdtemp(prefix="zshard-nccl-"))
     flags = [*BUILDS["release"], *(["-DFAKE_NCCL_OLD"] if old else [])]
@@ -38,10 +38,10 @@ def nccl_library(old: bool = False) -> Path:
 
 
 def environment(backend: str = "c10d", late: int = 200) -> dict[str, str]:
-    """What to set.
+    """Return the variables to set.
 
-    backend: what carries bytes between GPUs, "nccl" or "c10d". late: microseconds by which work on
-    side streams is put off.
+    backend: the transport between GPUs, "nccl" or "c10d". late: delay of work on side streams, in
+    microseconds.
     """
     found = {
         "ZSHARD_CUDA_LIB": str(fake_cuda.library()),
@@ -58,7 +58,7 @@ def environment(backend: str = "c10d", late: int = 200) -> dict[str, str]:
 
 
 def with_stand_ins(backend: str = "c10d", late: int = 200) -> dict[str, str]:
-    """This process's environment with that."""
+    """Return this process's environment with those variables."""
     return {**os.environ, **environment(backend, late)}
 
 

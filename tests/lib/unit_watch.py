@@ -1,4 +1,4 @@
-"""Stands in for sharding where only the choice of units is tested.
+"""Replaces sharding where only the choice of units is tested.
 
 A parameter of a unit may be used only while the unit's module is being called. This records every
 operator that gets one at another time; with real sharding each would be an error.
@@ -54,7 +54,7 @@ def _counted_calls(units: list[UnitSpec], calls: list[int]) -> Iterator[None]:
 
 
 def uses_while_sharded(units: list[UnitSpec], *inputs: Any, **kwargs: Any) -> list[str]:
-    """Runs the root's forward; returns 'unit: parameter' for each that a sharded model would have
+    """Run the root's forward; return 'unit: parameter' for each use that a sharded model would have
     missed. `units` ends with the root, as `plan_units` returns them."""
     watch = _Watch(units)
     with _counted_calls(units, watch.calls), torch.no_grad(), watch:

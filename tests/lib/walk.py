@@ -1,10 +1,11 @@
-"""Failures that a script catches: every place, kind, rank and sequel, and what must come of them.
+"""Failures that a script catches: every place, kind, rank and continuation, and the expected
+results.
 
-A cell is a short training script in which something is raised, is caught, and the
-script goes on. The script is run twice: by two ranks with a sharded model, and by two threads with
-plain models whose gradients are averaged as DDP does. What the sharded run gives must be what the
-plain one gives, or an error of zshard's on every rank. A backward that failed midway contributes
-nothing to the plain run (torch leaves some of its gradients there, which no other rank has).
+A cell is a short training script that raises, catches the exception and continues. It runs twice:
+on two ranks with a sharded model, and on two threads with plain models whose gradients are averaged
+as in DDP. The sharded run must give the plain run's result, or a zshard error on every rank. A
+backward that failed midway contributes nothing to the plain run (torch leaves some of its gradients
+there, which no other rank has).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import zshard
 from zshard import FSDP, MixedPrecision
 
 WIDTH = 9
-DEADLINE = 2.0  # seconds that one wait of a cell may last
+DEADLINE = 2.0  # seconds per wait of a cell
 
 
 # --- cells ----------------------------------------------------------------------------------------
@@ -38,7 +39,7 @@ class Unusual(BaseException):
 
 
 class OfAPeer(zshard.PeerError):
-    """What zshard raises for a peer, raised by the script."""
+    """zshard's exception for a peer, raised by the script."""
 
 
 KINDS: dict[str, type[BaseException]] = {
@@ -99,7 +100,7 @@ class Cell:
 
 
 def reason_to_leave_out(cell: Cell) -> str | None:
-    """Why a cell is no script that one could write, or None."""
+    """Return why a cell is not a script that could be written, or None."""
     if cell.strategy == "zero1" and cell.transport == "shm":
         return "over shm, zero1 is full_shard"
     if cell.then == "backward" and cell.where in ("before_step", "after_step", "summon", "save"):
@@ -115,10 +116,10 @@ def all_cells() -> list[Cell]:
 
 
 def pairwise(cells: list[Cell]) -> list[Cell]:
-    """A small part of `cells` in which each pair of values of two factors comes up.
+    """Return a small subset of `cells` that covers each pair of values of two factors.
 
-    Greedy, and the same each time: of the next few cells with new pairs, the one with the most is
-    taken, until none has any. (To look at all each time takes seconds, for hardly a cell less.)
+    Greedy and deterministic: of the next few cells with new pairs, take the one with the most,
+    until none has any. (Checking all each time takes seconds, and saves hardly a cell.)
     """
     bits: dict[tuple[str, Any, str, Any], int] = {}
     names = [field.name for field in fields(Cell)]
@@ -140,7 +141,7 @@ def pairwise(cells: list[Cell]) -> list[Cell]:
 
 
 def hash_of(text: str) -> int:
-    """An order that is the same in each process and has nothing to do with the factors."""
+    """Return a sort key that is the same in each process and independent of the factors."""
     value = 0
     for char in text:
         value = (value * 1000003 ^ ord(char)) & 0xFFFFFFFF
@@ -151,7 +152,7 @@ def hash_of(text: str) -> int:
 
 
 class Net(nn.Module):
-    """Blocks that are units, of which one may be checkpointed."""
+    """Blocks that are units; one may be checkpointed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,11 +176,11 @@ def batch(rank: int, step: int) -> torch.Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-# --- what is raised, and where --------------------------------------------------------------------
+# --- exceptions and their places ------------------------------------------------------------------
 
 
 class Planted:
-    """Raises once, where the cell says, and takes itself out again."""
+    """Raises once, where the cell specifies, and removes itself."""
 
     def __init__(self, cell: Cell) -> None:
         self.kind = KINDS[cell.what]
@@ -206,7 +207,7 @@ def queue_failure(planted: Planted) -> Callable[..., None]:
 
 
 def fail_again(planted: Planted) -> Callable[..., None]:
-    """Raises at the second call: when the block is recomputed."""
+    """Raise at the second call: when the block is recomputed."""
     calls = itertools.count()
 
     def hook(*_: Any) -> None:
@@ -217,7 +218,7 @@ def fail_again(planted: Planted) -> Callable[..., None]:
 
 
 class Script:
-    """One rank's script; the two sides differ in how they build, average and look."""
+    """One rank's script; the two sides differ in how they build, average and read."""
 
     def __init__(self, cell: Cell, rank: int) -> None:
         self.cell, self.rank = cell, rank
@@ -263,7 +264,7 @@ class Script:
         self.optimizer.step()
 
     def failing_step(self) -> None:
-        """A step in which something is raised on the ranks that fail."""
+        """A step in which the failing ranks raise."""
         planted, x = Planted(self.cell), batch(self.rank, 1).requires_grad_()
         if self.fails:
             self.plant(self.cell.where, planted, x)
@@ -322,7 +323,7 @@ class Script:
                 if self.fails:
                     planted.fail()
         if where == "last_in_backward":
-            x = x * 1.0  # so that all parameters' gradients are there before that of the input
+            x = x * 1.0  # so that all parameters' gradients exist before the input's
         if where == "before_method" and self.fails:
             self.method(None)
         out = self.method(x) if where == "method" else self.forward(x)
@@ -415,12 +416,13 @@ OWN_ERRORS = (zshard.DivergenceError, zshard.PeerError, zshard.PeerTimeoutError)
 
 @passing_groups()
 def sharded(cell: Cell, deadline: float = DEADLINE) -> tuple[str, Any]:
-    """("seen", what the script saw), or ("error", the text of the zshard error that ended it)."""
+    """Return ("seen", what the script saw), or ("error", the text of the zshard error that ended
+    it)."""
     script = None
     try:
         script = Sharded(cell, dist.get_rank(), deadline)
         return "seen", script.run()
-    except OfAPeer as error:  # planted, in a place where nobody is to see it
+    except OfAPeer as error:  # planted, in a place without a handler
         return "wrong", f"{type(error).__name__}: {error}"
     except OWN_ERRORS as error:
         return "error", f"{type(error).__name__}: {error}"
@@ -435,11 +437,11 @@ def sharded(cell: Cell, deadline: float = DEADLINE) -> tuple[str, Any]:
 
 
 class Waits(Exception):
-    """The other rank never came: DDP would wait for ever."""
+    """The other rank never came: DDP would wait indefinitely."""
 
 
 class Average:
-    """Two threads meet to average their gradients, in the order in which each comes."""
+    """Two threads average their gradients, in the order in which they arrive."""
 
     def __init__(self) -> None:
         self.given: list[list[list[torch.Tensor | None]]] = [[], []]
@@ -447,7 +449,7 @@ class Average:
         self.changed = threading.Condition()
 
     def of(self, rank: int, mine: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The means with what the other rank brings to its meeting of the same number."""
+        """Return the means with the other rank's values at the exchange of the same number."""
         with self.changed:
             self.given[rank].append(mine)
             self.changed.notify()
@@ -488,7 +490,7 @@ class Plain(Script):
         for (
             name,
             param,
-        ) in self.params.items():  # as param_dtype does; gradients come back in float32
+        ) in self.params.items():  # as param_dtype does; gradients return in float32
             module, leaf = self.owner(name)
             del module._parameters[leaf]
             setattr(module, leaf, param.to(torch.bfloat16))
@@ -499,7 +501,7 @@ class Plain(Script):
         return self.model.get_submodule(path), leaf
 
     def restore(self) -> None:
-        """Parameters are where they were; until then a block may be recomputed with the cast ones."""
+        """Restore the parameters; until then a block may be recomputed with the cast ones."""
         for name, param in self.params.items():
             module, leaf = self.owner(name)
             if leaf not in module._parameters:
@@ -519,7 +521,7 @@ class Plain(Script):
             self.restore()
 
     def reduce(self, loss):
-        """Runs a backward. `total` is what .grad held before."""
+        """Run a backward. `total` is the earlier content of .grad."""
         for name, param in self.params.items():
             self.total[name], param.grad = param.grad, None
         try:
@@ -537,7 +539,7 @@ class Plain(Script):
             raise KINDS[self.cell.what]("planted")
 
     def accumulate(self, synchronize: bool) -> None:
-        """Adds new gradients to .grad; DDP's rule: what has been accumulated takes part in the mean."""
+        """Add new gradients to .grad. DDP's rule: accumulated gradients take part in the mean."""
         grads = [add(self.total[name], param.grad) for name, param in self.params.items()]
         if synchronize:
             grads = self.average.of(self.rank, grads)
@@ -579,7 +581,7 @@ def add(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def plain(cell: Cell) -> list[tuple[str, Any]]:
-    """What two ranks of DDP see: ("seen", ...), ("waits", None), or ("error", ...)."""
+    """Return what two ranks of DDP see: ("seen", ...), ("waits", None), or ("error", ...)."""
     average = Average()
     results: list[tuple[str, Any]] = [("error", "did not run")] * 2
 
@@ -603,7 +605,7 @@ def plain(cell: Cell) -> list[tuple[str, Any]]:
     return results
 
 
-# --- the judge ------------------------------------------------------------------------------------
+# --- verdict --------------------------------------------------------------------------------------
 
 
 def difference(a: Any, b: Any, tolerance: float) -> str | None:
@@ -617,7 +619,7 @@ def difference(a: Any, b: Any, tolerance: float) -> str | None:
 
 
 def verdict(cell: Cell, ours: list[tuple[str, Any]], theirs: list[tuple[str, Any]]) -> str | None:
-    """What is wrong with a cell, or None."""
+    """Return what is wrong with a cell, or None."""
     wrong = [text for kind, text in ours if kind == "wrong"]
     if wrong:
         return f"an exception that is none of zshard's: {wrong}"

@@ -1,8 +1,8 @@
-"""A model that cannot fit is refused when it is wrapped, on all ranks, with what would fit.
+"""FSDP() refuses a model that cannot fit, on all ranks, and lists settings that fit.
 
-Limits are given, or set for a process, so that small models do not fit; that those
-that fit are left alone is said by all other tests, which look at this host's memory. FSDP() does
-not know the optimizer: one whose state does not fit is refused in its first step.
+Limits are passed, or set for a process, so that small models do not fit; all other tests, which use
+this host's memory, show that fitting models are accepted. FSDP() does not know the optimizer: the
+first step refuses an optimizer whose state does not fit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def predicted(strategy="full_shard", **options):
 
 
 def refused(strategy, transport, limit, on_rank=None):
-    """(message of the MemoryError or None, how the module differs from before) for a limit on one rank."""
+    """Return (message of the MemoryError or None, how the module differs from before) for a limit
+    on one rank."""
     model = stack()
     before = [(id(p), p.clone()) for p in model.parameters()]
     mine = limit if on_rank in (None, dist.get_rank()) else "100GiB"
@@ -85,7 +86,8 @@ def test_refused_on_all_ranks(pool2, strategy, transport):
 
 
 def around_the_border(transport):
-    """The limits just below and at what a model takes; what twice as many ranks are said to need."""
+    """Check the limits just below and at the model's need, and the need reported for twice as many
+    ranks."""
     total = predicted(transport=transport, optimizer=None)["total"]
     below, _ = refused("full_shard", transport, total - 1)
     at, changed = refused("full_shard", transport, total)
@@ -99,12 +101,12 @@ def around_the_border(transport):
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_the_border_is_what_is_predicted(pool2, transport):
+def test_limit_equals_the_prediction(pool2, transport):
     pool2.run(around_the_border, transport)
 
 
 def warned(limit_of):
-    """What is warned of where only the optimizer's state does not fit."""
+    """Return the warnings where only the optimizer's state does not fit."""
     parts = predicted(transport="shm")
     limit = parts["total"] - parts["optimizer"] + MIB
     with warnings.catch_warnings(record=True) as caught:
@@ -114,7 +116,7 @@ def warned(limit_of):
     return [str(each.message) for each in caught if each.category is RuntimeWarning]
 
 
-def test_a_warning_where_the_optimizer_does_not_fit(pool2):
+def test_warning_if_the_optimizer_does_not_fit(pool2):
     first, second = pool2.run(warned, None)
     assert second == []
     assert len(first) == 1 and "and Adam's state" in first[0]
@@ -127,13 +129,13 @@ def differing_limits():
         return str(error)
 
 
-def test_ranks_that_look_and_ranks_that_do_not(pool2):
+def test_ranks_with_and_without_a_limit(pool2):
     for message in pool2.run(differing_limits):
         assert "memory_limit" in message
 
 
 def by_hand(transport):
-    """Inner units count, whether an outer call finds room for them or not."""
+    """Inner units count, whether or not they fit in an outer call."""
     case, model = CASES["net"], make(Net)
     options = {"transport": transport, "auto_wrap_policy": None}
     for module in reversed(list(model.modules())):
@@ -154,10 +156,10 @@ def test_outer_calls(pool2, transport):
 
 
 def under_a_limit(name, free):
-    """A process's own limit on rank 1: `free` more bytes than it has now; 64 MiB of parameters on
-    the meta device."""
+    """A process limit on rank 1: `free` more bytes than it has now; 64 MiB of parameters on the
+    meta device."""
     dist.init_process_group("gloo")
-    FSDP(stack(8, 1))  # libraries and the transport
+    FSDP(stack(8, 1))  # load libraries and create the transport
     if dist.get_rank() == 1:
         status = Path("/proc/self/status").read_text()
         field = {"RLIMIT_DATA": "VmData", "RLIMIT_AS": "VmSize"}[name]
@@ -174,7 +176,7 @@ def under_a_limit(name, free):
 
 
 @pytest.mark.parametrize("name", ["RLIMIT_DATA", "RLIMIT_AS"])
-def test_a_limit_of_the_process(name):
+def test_process_limit(name):
     for result in fork_ranks(under_a_limit, 2, name, 64 * MIB, check=True):
         assert "rank 1 of 2" in result.value and name in result.value
     for result in fork_ranks(under_a_limit, 2, name, 1024 * MIB, check=True):
@@ -182,7 +184,7 @@ def test_a_limit_of_the_process(name):
 
 
 def with_few_mappings(transport):
-    """A model on ranks of which the last may make 50 more mappings."""
+    """A model on ranks; the last one may create 50 more mappings."""
     dist.init_process_group("gloo")
     FSDP(stack(8, 1))
     if dist.get_rank() == 2:
@@ -205,14 +207,14 @@ def test_mappings_are_counted_before_any_is_made():
 
 
 def what_is_there(parameters_on):
-    """A model of 256 MiB whose parameters lie in memory, where there is no room for as many again.
+    """A model of 256 MiB whose parameters are in memory, where a second copy does not fit.
 
     Threads and the allocator take some tens of MiB more or less, so the room has 128 to spare."""
     dist.init_process_group("gloo")
     FSDP(stack(8, 1))
-    torch.empty(6 << 20)  # 24 MiB, freed at once: as earlier tests may have done
-    # Each tensor in a mapping of its own, so that RLIMIT_DATA no longer counts it once it is freed:
-    # where a larger one was freed before, glibc would put them on its heap, which does not shrink.
+    torch.empty(6 << 20)  # 24 MiB, freed at once, as in earlier tests
+    # A separate mapping for each tensor, so that RLIMIT_DATA no longer counts it once it is freed:
+    # if a larger one was freed before, glibc would put them on its heap, which does not shrink.
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, MIB)
     with torch.device(parameters_on):
         model = stack(1024, 64)
@@ -226,14 +228,14 @@ def what_is_there(parameters_on):
     return None
 
 
-def test_memory_that_parameters_have_is_not_wanted_again():
-    """256 MiB of parameters, which are there or not, and as many of gradients."""
+def test_existing_parameters_are_not_counted_twice():
+    """256 MiB of parameters, which exist or not, and as many of gradients."""
     assert [r.value for r in fork_ranks(what_is_there, 2, "cpu", check=True)] == [None, None]
     for result in fork_ranks(what_is_there, 2, "meta", check=True):
         assert "RLIMIT_DATA" in result.value
 
 
-# --- limits as they are written -------------------------------------------------------------------
+# --- formats of limits ----------------------------------------------------------------------------
 
 
 def files(folder, contents):
@@ -262,7 +264,7 @@ def test_control_groups_of_version_2(tmp_path):
 
 
 def test_control_groups_of_version_1_within_a_container(tmp_path):
-    """The process's path is the host's, and does not exist within; the mount's top is its group."""
+    """The process's path is the host's and does not exist inside; the mount's top is its group."""
     files(
         tmp_path,
         {
@@ -309,21 +311,21 @@ def four_layers(limit):
 
 @pytest.mark.parametrize("optimizer", [zshard.AdamW, torch.optim.Adam])
 @pytest.mark.parametrize("limit", ["auto", "1GiB"])
-def test_a_state_that_does_not_fit_is_refused_before_it_is_made(optimizer, limit, monkeypatch):
+def test_oversized_state_is_refused_before_allocation(optimizer, limit, monkeypatch):
     model, free = four_layers(limit), four_layers(None)
     monkeypatch.setattr(spare, "room_of_host", lambda: Allowance(5 << 20, "", ""))
     made = optimizer(model.parameters())
     with pytest.raises(MemoryError, match=r"Adam\w* does not fit.* needs 8.0 MiB .* 5.0 MiB are"):
         made.step()
     assert len(made.state) == 0
-    torch.optim.SGD(model.parameters(), 0.1).step()  # as advised
+    torch.optim.SGD(model.parameters(), 0.1).step()  # the error's remedy
     optimizer(free.parameters()).step()
     monkeypatch.setattr(spare, "room_of_host", lambda: Allowance(9 << 20, "", ""))
     made.step()
     made.step()
 
 
-def test_what_fits_fits_with_the_state():
+def test_fitting_model_fits_with_its_state():
     with pytest.warns(RuntimeWarning) as caught:
         four_layers("5MiB")
     words = str(caught[0].message)

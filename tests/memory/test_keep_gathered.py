@@ -1,7 +1,7 @@
-"""keep_gathered: what was gathered in forward stays for backward, where there is memory for it.
+"""keep_gathered: units gathered in forward stay for backward, if there is memory for them.
 
-A gather that is left out can be counted, and the numbers are those of full_shard, so a
-test says how many gathers each step takes, and compares losses to the bit.
+A saved gather can be counted, and the results are those of full_shard, so each test checks the
+number of gathers per step, and that losses are bit-identical.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BOTH = 2 * UNITS - 1  # gathers of a step: the last unit stays anyway
 
 @pytest.fixture(autouse=True)
 def several_hosts(request: Any) -> Iterator[None]:
-    """ "auto" acts as between hosts, on all ranks of a test."""
+    """Make "auto" act as between hosts, on all ranks of a test."""
     names = [name for name in ("pool", "pool2", "pool4") if name in request.fixturenames]
     pools = [request.getfixturevalue(name) for name in names]
     for pool in pools:
@@ -70,7 +70,7 @@ def batch(step: int) -> torch.Tensor:
 
 
 def go(model: Any, optimizer: Any, steps: Any = range(4)) -> tuple[list[int], list[float]]:
-    """The gathers and the loss of each step."""
+    """Return the gathers and the loss of each step."""
     gathers, losses = [], []
     for step in steps:
         with Collectives() as seen:
@@ -92,7 +92,7 @@ def counted(options: Any) -> tuple[list[int], list[float], dict[str, Any]]:
 
 
 def limits() -> tuple[int, int]:
-    """What training takes without keeping anything, and for three units more."""
+    """Return what training takes without keeping anything, and with three more units."""
     total = counted({"keep_gathered": False})[2]["now"]["total"]
     return total, total + 3 * UNIT
 
@@ -116,9 +116,9 @@ def each_setting() -> Any:
     return expected, found
 
 
-def test_settings_say_how_much_is_gathered_and_no_number_changes(pool2: Any) -> None:
+def test_settings_determine_gathers_but_not_results(pool2: Any) -> None:
     for (base, losses, usual), found in pool2.run(each_setting):
-        assert base == [BOTH + 1, BOTH, BOTH, BOTH]  # at first nobody knows which unit is the last
+        assert base == [BOTH + 1, BOTH, BOTH, BOTH]  # the last unit is unknown at first
         gathers = [each[0] for each in found]
         assert gathers[0] == [FORWARD] * 4
         assert gathers[1] == [BOTH - 1, BOTH - 2, BOTH - 2, BOTH - 2]
@@ -129,7 +129,7 @@ def test_settings_say_how_much_is_gathered_and_no_number_changes(pool2: Any) -> 
         for _, _, told in found:
             assert told["now"]["slots"] == told["predicted"]["slots"]
         slots = [told["now"]["slots"] - usual["now"]["slots"] for _, _, told in found[:4]]
-        assert slots == [4 * UNIT, 2 * UNIT, 4 * UNIT, 0]  # of six units; two slots were there
+        assert slots == [4 * UNIT, 2 * UNIT, 4 * UNIT, 0]  # of six units; two slots existed
         assert "stay gathered from forward to backward" in found[0][2]["head"]
         assert "gather" not in usual["head"] + found[4][2]["head"]
 
@@ -139,7 +139,7 @@ def of_limits() -> Any:
     return [with_limit(extra * UNIT)[0] for extra in (-1, 0, 1, 3, own)]
 
 
-def test_auto_keeps_what_the_least_of_all_ranks_leaves(pool2: Any) -> None:
+def test_auto_uses_the_least_of_all_ranks(pool2: Any) -> None:
     for none, nothing, one, three, least in pool2.run(of_limits):
         assert none == nothing == [BOTH + 1, BOTH, BOTH, BOTH]
         assert one[2:] == least[2:] == [BOTH - 1] * 2
@@ -149,17 +149,17 @@ def test_auto_keeps_what_the_least_of_all_ranks_leaves(pool2: Any) -> None:
 def replicas_of_two() -> Any:
     options = {"strategy": "hybrid_shard", "device_mesh": mesh_of(2, 2)}
     expected = counted({"keep_gathered": False, **options})
-    extra = 2 if dist.get_rank() == 3 else 5  # the other replica has to keep as little
+    extra = 2 if dist.get_rank() == 3 else 5  # the other replica must keep as few
     ours = counted({"memory_limit": expected[2]["now"]["total"] + extra * UNIT, **options})
     return expected[:2], ours[:2]
 
 
-def test_replicas_keep_alike(pool4: Any) -> None:
+def test_replicas_keep_the_same_units(pool4: Any) -> None:
     for (base, losses), (gathers, same) in pool4.run(replicas_of_two):
         assert base[1:] == [BOTH] * 3 and gathers[2:] == [BOTH - 2] * 2 and same == losses
 
 
-# --- what is predicted and refused ----------------------------------------------------------------
+# --- predictions and refusals ---------------------------------------------------------------------
 
 
 def predictions() -> Any:
@@ -176,7 +176,7 @@ def predictions() -> Any:
     return found, text
 
 
-def test_predictions_know_what_stays(pool2: Any) -> None:
+def test_predictions_include_kept_units(pool2: Any) -> None:
     for found, text in pool2.run(predictions):
         assert found == [(each, each) for each in (6 * UNIT, 5 * UNIT, 2 * UNIT)]
         assert "keep_gathered=False: " in text
@@ -203,7 +203,7 @@ def test_misuse_is_an_error_that_names_the_argument(pool2: Any) -> None:
             assert text.startswith("keep_gathered must be ")
 
 
-# --- when it is decided ---------------------------------------------------------------------------
+# --- when the choice is made ----------------------------------------------------------------------
 
 
 def raise_first(model: Any, optimizer: Any) -> None:
@@ -268,14 +268,14 @@ def uneven() -> Any:
                 loss_of(model(batch(step))).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        optimizer.zero_grad()  # a rank that was through first has the others' sums since
+        optimizer.zero_grad()  # a rank that finished first has the others' sums by now
         results.append((model.state_dict(), go(model, optimizer)))
     (state, (_, losses)), (ours, (gathers, same)) = results
     torch.testing.assert_close(ours, state, rtol=0, atol=0)
     return gathers, losses == same
 
 
-def test_join_and_what_comes_after(pool2: Any) -> None:
+def test_join_and_later_steps(pool2: Any) -> None:
     (gathers, same), (theirs, likewise) = pool2.run(uneven)
     assert gathers == theirs and gathers[2:] == [FORWARD, FORWARD] and same and likewise
 
@@ -295,12 +295,13 @@ def test_optimizer_in_backward(pool2: Any) -> None:
         assert gathers[2:] == [FORWARD, FORWARD] and ours == losses
 
 
-# --- what the host has ----------------------------------------------------------------------------
+# --- host memory ----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def host(room: list[int], used: list[int]) -> Iterator[None]:
-    """Context in which the process measures these numbers, the last ones from then on."""
+    """Context manager in which the process measures these numbers, and keeps returning the last
+    ones."""
 
     def next_of(numbers: list[int]) -> int:
         return numbers.pop(0) if len(numbers) > 1 else numbers[0]
@@ -316,7 +317,7 @@ def host(room: list[int], used: list[int]) -> Iterator[None]:
 
 def measured() -> Any:
     found = []
-    limit = 100 * UNIT  # of which a tenth is left
+    limit = 100 * UNIT  # a tenth of it stays free
     for used in ([90 * UNIT], [87 * UNIT], [10 * UNIT], [87 * UNIT, 87 * UNIT, 92 * UNIT]):
         with host([limit - 1000], [*used]):
             model = stack()
@@ -325,12 +326,12 @@ def measured() -> Any:
     return found, kept, model.memory()["slots"] == model.memory("predicted")["slots"]
 
 
-def test_auto_leaves_a_margin_and_drops_what_was_too_much(pool2: Any) -> None:
+def test_auto_leaves_a_margin_and_drops_excess(pool2: Any) -> None:
     for (full, three, all_, dropped), kept, fits in pool2.run(measured):
         assert full[2:] == [BOTH] * 3
         assert three[2:] == [BOTH - 3] * 3
         assert all_[2:] == [FORWARD] * 3
-        # The third step is the first with three units that stay. It passed the limit by two.
+        # The third step is the first with three kept units. It exceeded the limit by two.
         assert dropped == [BOTH + 1, BOTH, BOTH - 3, BOTH - 3, BOTH - 1]
         assert kept[:2] == (UNIT, UNIT) and fits
 
@@ -345,13 +346,13 @@ def later() -> Any:
         spare._EACH = each
 
 
-def test_later_steps_are_measured_too(pool2: Any) -> None:
+def test_later_steps_are_measured(pool2: Any) -> None:
     for gathers in pool2.run(later):
         assert gathers[2:11] == [BOTH - 3] * 9 and gathers[11] == BOTH
 
 
 def two_models() -> Any:
-    """What one model will take the other does not have."""
+    """Two models share the memory."""
     with host([100 * UNIT - 1000], [86 * UNIT]):
         models = [stack(), stack()]
         steppers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
@@ -362,12 +363,12 @@ def two_models() -> Any:
         return [model[0]._zshard_state.unit.engine.kept()[0] for model in models]
 
 
-def test_two_models_share_what_there_is(pool2: Any) -> None:
+def test_two_models_share_the_memory(pool2: Any) -> None:
     assert pool2.run(two_models) == [[4 * UNIT, 0]] * 2
 
 
 def without_room() -> Any:
-    """Rank 1 finds no address space for what was to stay."""
+    """Rank 1 has no address space for kept units."""
     dist.init_process_group("gloo")
     os.environ["ZSHARD_HOST"] = f"host {dist.get_rank()}"  # within one host nothing is kept
     big = 1024
@@ -397,12 +398,12 @@ def without_room() -> Any:
 
 
 @pytest.mark.thorough
-def test_memory_that_cannot_be_had_keeps_nothing() -> None:
+def test_failed_allocation_keeps_nothing() -> None:
     first, second = (result.value for result in fork_ranks(without_room, 2, check=True))
-    assert first[0] == second[0] == [11, 0, 0] and first[1] == second[1]  # told in the same step
+    assert first[0] == second[0] == [11, 0, 0] and first[1] == second[1]  # in the same step
 
 
-# --- who says otherwise ---------------------------------------------------------------------------
+# --- per-unit settings ----------------------------------------------------------------------------
 
 
 def by_hand() -> Any:
@@ -412,7 +413,7 @@ def by_hand() -> Any:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         model[0].set_reshard_after_forward(True)
         gathers = [go(model, optimizer)[0]]
-        model[1].set_reshard_after_forward(True)  # after it was decided
+        model[1].set_reshard_after_forward(True)  # after the decision
         gathers.append(go(model, optimizer)[0])
         model[1].set_reshard_after_forward(False)
         gathers.append(go(model, optimizer)[0])
@@ -426,7 +427,7 @@ def by_hand() -> Any:
     return found
 
 
-def test_what_scripts_say_of_a_unit_is_respected(pool2: Any, monkeypatch: Any) -> None:
+def test_per_unit_settings_take_precedence(pool2: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("ZSHARD_TRANSPORT", "c10d")
     for told, auto, *sharded in pool2.run(over_c10d, by_hand):
         for first, second, third in (told, auto):
@@ -444,7 +445,7 @@ def over_c10d(run: Any) -> Any:
 
 
 def copied() -> Any:
-    """A copy decides by itself, and one that is never trained takes nothing."""
+    """A copy decides independently, and one that is never trained takes nothing."""
     model = stack()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     go(model, optimizer)
@@ -459,7 +460,7 @@ def test_deepcopy(pool2: Any) -> None:
         assert before == 2 * UNIT and gathers[2:] == [FORWARD] * 2 and same
 
 
-# --- the same bits --------------------------------------------------------------------------------
+# --- bit-identical results ------------------------------------------------------------------------
 
 BF16 = zshard.MixedPrecision(param_dtype=torch.bfloat16)
 
@@ -486,7 +487,7 @@ def differences_of(name: str, precision: Any) -> list[str]:
 @ranks(2, 3)
 @pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
 @pytest.mark.parametrize("name", [name for name in CASES if name != "dtypes"])
-def test_the_bits_are_those_of_gathering_again(pool: Any, name: str, precision: Any) -> None:
+def test_kept_units_are_bit_identical(pool: Any, name: str, precision: Any) -> None:
     assert pool.run(differences_of, name, precision) == [[]] * pool.world
 
 
@@ -532,7 +533,8 @@ def test_recomputed_layers(pool2: Any, reentrant: bool) -> None:
 
 
 def with_files(directory: str) -> Any:
-    """Parameters on a disk; saved while some stay, and loaded into a model that keeps nothing."""
+    """Parameters on a disk; saved while some units stay, and loaded into a model that keeps
+    nothing."""
     found = []
     for keep in (False, "auto"):
         model = stack(keep_gathered=keep, offload=directory)

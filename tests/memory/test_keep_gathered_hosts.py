@@ -1,8 +1,8 @@
-"""keep_gathered between hosts: "auto" keeps units there, and whatever a script does between forward
-and backward, the numbers are those of keep_gathered=False.
+"""keep_gathered between hosts: "auto" keeps units there, and results equal those of
+keep_gathered=False, whatever a script does between forward and backward.
 
-A script runs with and without, and all that it computes must be the same bits. A unit
-that stayed with values of before a step, or of before a write, would show in the next loss.
+A script runs with and without it, and all its results must be bit-identical. A unit kept with
+values from before a step or a write would change the next loss.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def kept(model: Any) -> int:
 
 
 def numbers_of(model: Any) -> torch.Tensor:
-    """All parameters as one tensor; collective."""
+    """Return all parameters as one tensor; collective."""
     state = model.state_dict()
     return torch.cat([value.detach().flatten() for value in state.values()])
 
@@ -76,14 +76,14 @@ def with_and_without(name: str, sizes: tuple[int, ...]) -> Any:
 
 
 @pytest.mark.parametrize("name", ["net", "tied"])
-def test_auto_keeps_units_between_hosts_and_no_bit_changes(pool4: Any, name: str) -> None:
+def test_auto_keeps_units_between_hosts_bit_identically(pool4: Any, name: str) -> None:
     for (usual, ours), _ in pool4.run(with_and_without, name, (2, 2)):
         assert usual[2] == 0 and "stay" not in usual[3]
         assert ours[2] > 0 and "stays gathered" in ours[3] and "transport hosts" in ours[3]
         assert usual[0] == ours[0] and torch.equal(usual[1], ours[1])
 
 
-def test_the_bits_are_those_of_ddp(pool2: Any) -> None:
+def test_bit_identical_to_ddp(pool2: Any) -> None:
     for (_, ours), (losses, numbers) in pool2.run(with_and_without, "net", (1, 1)):
         assert ours[2] > 0 and ours[0] == losses and torch.equal(ours[1], numbers)
 
@@ -114,13 +114,13 @@ def of_strategies() -> Any:
     return found
 
 
-def test_where_nothing_is_gathered_twice_nothing_is_kept(pool2: Any) -> None:
+def test_nothing_is_kept_without_a_second_gather(pool2: Any) -> None:
     for found in pool2.run(of_strategies):
         assert [each[2:] for each in found] == [(0, False)] * 6
         assert all(each[1] == found[0][1] for each in found)
 
 
-# --- what a script does while units are kept ----------------------------------------------------------
+# --- script actions while units are kept --------------------------------------------------------------
 
 
 class Planted(Exception):
@@ -136,7 +136,7 @@ def summon(model: Any, optimizer: Any) -> list[float]:
 
 
 def summon_and_write(model: Any, optimizer: Any) -> list[float]:
-    """What is written while units stay of a forward without backward counts in the next."""
+    """The next forward uses what is written while units stay from a forward without backward."""
     first = loss_of(model(batch(10))).item()
     with FSDP.summon_full_params(model), torch.no_grad():
         for param in model.parameters():
@@ -255,7 +255,7 @@ ACTS = {
 
 
 def acted(name: str) -> list[str]:
-    """What differs from keep_gathered=False, in any of three settings."""
+    """Return what differs from keep_gathered=False, in any of three settings."""
     found = []
     with hosts_of(1, 1) as group:
         for keep in (False, True, "auto", 3 * 4 * WIDTH * WIDTH):
@@ -280,7 +280,7 @@ def acted(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ACTS)
-def test_whatever_a_script_does_the_bits_are_the_same(pool2: Any, name: str) -> None:
+def test_script_actions_stay_bit_identical(pool2: Any, name: str) -> None:
     assert pool2.run(acted, name) == [[], []]
 
 
@@ -298,7 +298,7 @@ def stepped_after_a_forward() -> list[str]:
     return texts
 
 
-def test_a_step_while_units_are_gathered_is_refused_as_ever(pool2: Any) -> None:
+def test_step_while_units_are_gathered_is_refused(pool2: Any) -> None:
     """The last unit stays in any case, so no script that works otherwise is refused."""
     for usual, kept_all in pool2.run(stepped_after_a_forward):
         assert "'5.0.weight'" in usual and "'0.0.weight'" in kept_all

@@ -1,9 +1,9 @@
-"""Nothing grows: over a thousand steps, over fifty models, when a loss outlives its model.
+"""Nothing grows: over a thousand steps, over fifty models, or when a loss outlives its model.
 
-Everything that could leak has a counter that stands still: reference counts, objects
-known to the garbage collector, bytes that malloc has handed out (mallinfo2, exact: a leak of one
-pointer per step shows), open descriptors, mappings. Resident memory is noisy and only checks that
-large things go. Each test runs on fresh ranks and warms up first, for caches of Python and torch.
+Everything that could leak has a counter that must not grow: reference counts, objects known to the
+garbage collector, bytes that malloc has allocated (mallinfo2, exact: a leak of one pointer per step
+shows), open descriptors, mappings. Resident memory is noisy and only checks that large allocations
+are freed. Each test runs on fresh ranks and warms up first, for caches of Python and torch.
 """
 
 import gc
@@ -28,15 +28,15 @@ from zshard import FSDP
 WORLDS = [pytest.param(1, "auto", id="alone"), (2, "shm"), (2, "c10d")]
 STEPS = 1000
 WINDOWS = 5  # of a run
-# Bytes: half of the smallest thing that malloc gives out; over gloo, which has threads with caches
-# of their own, less than a smallest thing in each of a step's dozens of collectives.
+# Bytes: half of malloc's smallest allocation; over gloo, whose threads have caches of their own,
+# less than one smallest allocation for each of a step's dozens of collectives.
 PER_STEP = {"auto": 16, "shm": 16, "c10d": 96}
 COUNTS = 1024  # bytes of malloc's that the counters of a window, which are kept, may take
 MB = 1 << 20
 
 
 def resident_bytes():
-    """Own and shared memory in use, without files."""
+    """Return this process's resident memory, private and shared, without files."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem")) * 1024
 
@@ -47,7 +47,7 @@ def descriptors():
     for name in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:  # the one of listdir itself
+        except FileNotFoundError:  # the listing's own
             continue
         kinds[target.split(":[")[0].removesuffix(" (deleted)")] += 1
     return dict(kinds)
@@ -77,7 +77,7 @@ def count(**watched):
 
 
 def growth(before, after):
-    """{counter: growth} of what has grown; descriptors and references by name."""
+    """Return {counter: growth} of what has grown; descriptors and references by name."""
     grown = {}
     for name, old in asdict(before).items():
         new = getattr(after, name)
@@ -91,9 +91,9 @@ def growth(before, after):
 
 
 def settle():
-    """To be called first on each rank: removes what would hide leaks, or take long."""
-    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # else torch keeps the last 2,000 collectives
-    gc.freeze()  # a collection need not look at all of torch, a hundred times
+    """Call this first on each rank: it removes what would hide leaks, or take long."""
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # otherwise torch keeps the last 2,000 collectives
+    gc.freeze()  # a collection need not scan all of torch, a hundred times
 
 
 def make_model(width=8):
@@ -120,7 +120,7 @@ class Stumble(nn.Module):
 
 
 def all_paths(model, optimizer, x):
-    """One step with what else scripts do: clipping, an evaluation, a forward that fails."""
+    """One step with other common operations: clipping, an evaluation, a failing forward."""
     loss = model(x).square().sum() + model(x).sum()
     loss.backward(retain_graph=True)
     model.clip_grad_norm_(1.0)
@@ -139,7 +139,7 @@ def all_paths(model, optimizer, x):
 
 
 def run_steps(transport, strategy, steps):
-    """What has grown over `steps` steps, in windows."""
+    """Return what has grown over `steps` steps, in windows."""
     settle()
     model = make_model()
     model.append(Stumble())
@@ -169,9 +169,10 @@ def run_steps(transport, strategy, steps):
 
 
 def steady_growth(counts):
-    """What has grown from the first to the last; of memory, the least that it grew by in a window.
+    """Return what has grown from the first to the last window; for memory, the least growth of a
+    window.
 
-    Caches of Python and torch fill once, at any step; what leaks does so in every window.
+    Caches of Python and torch fill once, at any step; leaks grow in every window.
     """
     grown = growth(counts[0], counts[-1])
     windows = [growth(one, two) for one, two in pairwise(counts)]
@@ -181,7 +182,7 @@ def steady_growth(counts):
 
 
 def check_steps(grown, steps, transport):
-    """Nothing may grow but noise that does not depend on the number of steps."""
+    """Check that nothing grows except noise that does not depend on the number of steps."""
     heap = grown.pop("heap")
     assert heap < PER_STEP[transport] * steps // WINDOWS + COUNTS, (heap, grown)
     assert grown.pop("resident") < 2 * MB // WINDOWS, grown
@@ -192,7 +193,7 @@ def check_steps(grown, steps, transport):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("world", "transport"), WORLDS)
-def test_a_thousand_steps_keep_nothing(world, transport):
+def test_thousand_steps_leak_nothing(world, transport):
     for result in fork_ranks(run_steps, world, transport, "full_shard", STEPS, timeout=120):
         check_steps(result.value, STEPS, transport)
 
@@ -200,18 +201,19 @@ def test_a_thousand_steps_keep_nothing(world, transport):
 @pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["shard_grad_op", "no_shard"])
-def test_steps_of_other_strategies_keep_nothing(strategy):
+def test_other_strategies_leak_nothing(strategy):
     for result in fork_ranks(run_steps, 2, "shm", strategy, STEPS // 2, timeout=120):
         check_steps(result.value, STEPS // 2, "shm")
 
 
-# --- models come and go ---------------------------------------------------------------------------
+# --- created and freed models ---------------------------------------------------------------------
 
 WIDE = 512  # two units of a megabyte each
 
 
 def train_and_drop(transport, keep=None):
-    """Trains a model for a step; a weak reference to it. `keep` takes what shall outlive it."""
+    """Train a model for a step; return a weak reference to it. `keep` collects what should outlive
+    it."""
     model = wrap(make_model(WIDE), transport)
     optimizer = zshard.AdamW(model.parameters(), lr=1e-3)
     model(torch.ones(2, WIDE)).sum().backward()
@@ -222,7 +224,7 @@ def train_and_drop(transport, keep=None):
 
 
 def make_and_drop_models(transport, models):
-    """How many of the models live on after the garbage collector ran; what has grown."""
+    """Return how many of the models survive the garbage collector, and what has grown."""
     settle()
     for _ in range(5):
         train_and_drop(transport)
@@ -242,7 +244,7 @@ def test_dropped_models_are_freed(world, transport):
     for result in fork_ranks(make_and_drop_models, world, transport, 50, timeout=120):
         alive, grown = result.value
         assert alive == 0
-        assert grown.pop("resident") < 32 * MB // WINDOWS  # of 50 times two, at least
+        assert grown.pop("resident") < 32 * MB // WINDOWS  # at least 50 times two
         assert grown.pop("heap") < 50 * 1024 // WINDOWS + COUNTS, grown
         assert grown.pop("objects", 0) < 60  # the references to the models
         assert grown.pop("mappings", 0) < 10
@@ -250,7 +252,7 @@ def test_dropped_models_are_freed(world, transport):
 
 
 def outlive_the_model(transport):
-    """A loss is all that is left of a model; it is used, and then goes too. Facts about that."""
+    """Only a loss is left of a model; it is used, then freed. Return facts about that."""
     keep = []
     model = train_and_drop(transport, keep)
     gc.collect()
@@ -270,7 +272,7 @@ def outlive_the_model(transport):
 
 
 def outlive_models(transport, models):
-    """The facts of the last model, and what has grown over them all."""
+    """Return the facts of the last model, and what has grown over all models."""
     settle()
     for _ in range(3):
         outlive_the_model(transport)
@@ -285,13 +287,13 @@ def outlive_models(transport, models):
 @pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("world", "transport"), WORLDS)
-def test_loss_may_outlive_its_model_and_then_frees_all(world, transport):
+def test_loss_outlives_its_model_and_then_frees_it(world, transport):
     gradients = []
     for result in fork_ranks(outlive_models, world, transport, 40):
         facts, grown = result.value
         gradients += facts.pop("gradients")
         assert facts == {"model died": True, "parameter died": True, "name": "1.1.bias"}
-        assert grown.pop("resident") < 16 * MB // WINDOWS, grown  # of 40 times one, at least
+        assert grown.pop("resident") < 16 * MB // WINDOWS, grown  # at least 40 times one
         assert grown.pop("heap") < 50 * 1024 // WINDOWS + COUNTS, grown
         assert grown.pop("objects", 0) < 20, grown
         assert grown.pop("mappings", 0) < 10, grown
@@ -299,11 +301,11 @@ def test_loss_may_outlive_its_model_and_then_frees_all(world, transport):
     assert gradients == [4.0] * WIDE
 
 
-# --- process groups come and go -------------------------------------------------------------------
+# --- created and destroyed process groups ---------------------------------------------------------
 
 
 def make_and_drop_groups(transport, groups):
-    """What has grown after models on process groups of their own, which were destroyed."""
+    """Return what has grown after models on process groups of their own, which were destroyed."""
     settle()
     dist.init_process_group("gloo")
     for number in range(groups + 2):
@@ -316,12 +318,12 @@ def make_and_drop_groups(transport, groups):
         gc.collect()
         dist.destroy_process_group(group)
         del group
-    FSDP(make_model(), transport=transport)  # the next transport clears away what is dead
+    FSDP(make_model(), transport=transport)  # the next transport cleans up dead ones
     return growth(before, count())
 
 
 @pytest.mark.parametrize("transport", ["shm"])
-def test_dropped_groups_give_their_descriptors_and_mappings_back(transport):
+def test_dropped_groups_free_descriptors_and_mappings(transport):
     for result in fork_ranks(make_and_drop_groups, 2, transport, 5):
         grown = result.value
         ours = [name for name in grown if "memfd:zshard-" in name or "pidfd" in name]

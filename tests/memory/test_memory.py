@@ -1,7 +1,7 @@
 """What a rank holds: 1/W of parameters, gradients and optimizer state, and a bounded rest.
 
-The layout's arithmetic is written down once more here, and the bytes that units,
-tensors and the kernel report have to agree with it.
+This file repeats the layout's arithmetic, and the bytes that units, tensors and the kernel report
+must agree with it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def round_up(number, step):
 
 
 def predicted(unit, params, world, transport):
-    """{"shard", "full", "bucket", "grad"}: bytes of a unit whose parameters were `params`, a list of
-    (shape, dtype, trainable)."""
+    """Return {"shard", "full", "bucket", "grad"}: bytes of a unit whose parameters were `params`, a
+    list of (shape, dtype, trainable)."""
     replicated = unit.strategy == "no_shard" or world == 1
     align = PARAM_ALIGN if replicated else SHARD_ALIGN[transport]
     flats = {}
@@ -63,7 +63,7 @@ def predicted(unit, params, world, transport):
 
 
 def facts_of(model, policy):
-    """[(shape, dtype, trainable) of each parameter] for each unit, read before wrapping."""
+    """Return [(shape, dtype, trainable) of each parameter] for each unit, read before wrapping."""
     specs = {spec.name: spec for spec in zshard.wrap.plan_units(model, policy)}
     return {
         name: [(ref.param.shape, ref.param.dtype, ref.param.requires_grad) for ref in spec.params]
@@ -72,8 +72,8 @@ def facts_of(model, policy):
 
 
 def reported_and_predicted(name):
-    """{combination: [(unit, bytes it reports, bytes predicted)]} where the two differ, or where the
-    whole is not what the units say."""
+    """Return {combination: [(unit, bytes it reports, bytes predicted)]} where the two differ, or
+    where the total differs from the sum over units."""
     case, world = CASES[name], dist.get_world_size()
     facts = facts_of(make(case.make), case.policy)
     found = {}
@@ -101,13 +101,13 @@ def test_units_hold_what_the_layout_predicts(pool, name):
 
 
 def storages(tensors):
-    """The bytes under tensors, each storage counted once."""
+    """Return the bytes under tensors, counting each storage once."""
     found = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(found.values())
 
 
 def shares(combination):
-    """Bytes as tensors see them: of the model whole, and on this rank."""
+    """Return bytes as tensors see them: of the full model, and on this rank."""
     case, rank = CASES["net"], dist.get_rank()
     plain = make(case.make)
     whole = sum(p.numel() * p.itemsize for p in plain.parameters())
@@ -130,9 +130,9 @@ def shares(combination):
 
 @pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
 @ranks(2, 3)
-def test_a_rank_has_its_share(pool, combination):
+def test_rank_holds_its_share(pool, combination):
     found = pool.run(shares, combination)
-    for part in ("elements", "grad elements"):  # the slices are the whole, each element once
+    for part in ("elements", "grad elements"):  # each element is on one rank
         assert sum(each[part] for each in found) == found[0]["whole"]
     assert sum(each["state elements"] for each in found) == 2 * found[0]["whole"]
     for each in found:
@@ -144,8 +144,8 @@ def test_a_rank_has_its_share(pool, combination):
 
 
 def looked_at(combination, hold):
-    """Bytes of gradients once a script has looked at their storages, and whether what it holds of
-    one stays as it was."""
+    """Return the bytes of gradients once a script has read their storages, and whether its
+    reference to one stays unchanged."""
     case, rank = CASES["net"], dist.get_rank()
     model = wrapped(case.make, combination, auto_wrap_policy=case.policy)
     train(model, case, torch.optim.SGD(model.parameters(), 0.1), rank, steps=1)
@@ -161,8 +161,8 @@ def looked_at(combination, hold):
 
 
 @pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
-def test_a_look_at_the_storage_of_gradients_costs_none(pool2, combination):
-    """Python's object of a storage stays when nobody refers to it, and holds nothing then."""
+def test_reading_gradient_storage_allocates_nothing(pool2, combination):
+    """Python's object of a storage stays without references, and holds nothing then."""
     for more, held in pool2.run(looked_at, combination, False):
         assert (more, held) == (0, [])
     for more, held in pool2.run(looked_at, combination, True):
@@ -170,7 +170,8 @@ def test_a_look_at_the_storage_of_gradients_costs_none(pool2, combination):
 
 
 def temporary(combination, width):
-    """(bytes of slots and buckets after some steps, those of the root's, of the largest other)."""
+    """Return (bytes of slots and buckets after some steps, those of the root's, of the largest
+    other)."""
     model = wrapped(lambda: Net(width, 5), combination, auto_wrap_policy={Nested, nn.Embedding})
     train(model, CASES["net"], torch.optim.SGD(model.parameters(), 0.1), dist.get_rank())
     root, *others = (
@@ -182,13 +183,13 @@ def temporary(combination, width):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_full_buffers_and_buckets_are_two_and_the_roots(pool2, combination):
+def test_at_most_two_full_buffers_and_buckets(pool2, combination):
     strategy, transport = combination
     for held, root, largest in pool2.run(temporary, combination, 33):
-        if strategy != "shard_grad_op":  # which keeps all units whole from forward to backward
+        if strategy != "shard_grad_op":  # it keeps all units unsharded from forward to backward
             assert held["slots"] <= root["full"] + 2 * largest["full"]
-        # no_shard's sums are passed on by all ranks: one more, where every rank would wait for every
-        # other (see bucket.h).
+        # All ranks pass on no_shard's sums: one more, where every rank would otherwise wait for
+        # every other (see bucket.h).
         most = 3 if strategy == "no_shard" else 2
         assert 0 < held["buckets"] <= root["bucket"] + most * largest["bucket"]
         gathers = transport == "c10d" and strategy not in ("no_shard", "zero1")
@@ -196,7 +197,7 @@ def test_full_buffers_and_buckets_are_two_and_the_roots(pool2, combination):
 
 
 def after_a_larger_model(strategy):
-    """temporary() on fresh ranks, where a larger model came and went."""
+    """Return temporary() on fresh ranks, after a larger model was created and freed."""
     dist.init_process_group("gloo")
     temporary((strategy, "shm"), 131)
     gc.collect()
@@ -204,7 +205,7 @@ def after_a_larger_model(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_a_dropped_model_leaves_its_buckets_to_none_that_needs_less(strategy):
+def test_buckets_shrink_after_a_larger_model(strategy):
     for result in fork_ranks(after_a_larger_model, 2, strategy):
         held, root, largest = result.value
         most = 3 if strategy == "no_shard" else 2
@@ -212,7 +213,7 @@ def test_a_dropped_model_leaves_its_buckets_to_none_that_needs_less(strategy):
 
 
 def over_time(combination):
-    """What memory() says after each of ten steps, with scheduled and skipped parts."""
+    """Return memory() after each of ten steps, with scheduled and skipped submodules."""
     model = wrapped(Net, combination)
     case, optimizer = CASES["net"], zshard.AdamW(model.parameters())
     seen = []
@@ -234,8 +235,8 @@ def test_nothing_is_allocated_after_the_second_step(pool2, combination):
 
 
 def transports_share(transport):
-    """What two models over one transport say of it: after one has trained, (first's, second's); the
-    bytes that the first's largest round packs."""
+    """Return what two models over one transport report about it after one has trained: (first's,
+    second's); and the bytes that the first's largest round packs."""
     case = CASES["net"]
     first, second = (wrapped(case.make, ("full_shard", transport)) for _ in range(2))
     train(first, case, torch.optim.SGD(first.parameters(), 0.1), dist.get_rank(), steps=2)
@@ -244,29 +245,29 @@ def transports_share(transport):
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_models_share_what_the_transport_holds(pool2, transport):
+def test_models_share_transport_buffers(pool2, transport):
     for (first, second), bucket in pool2.run(transports_share, transport):
         assert first == second > 0
         if transport == "c10d":
             assert first >= 2 * bucket  # sent and received
 
 
-def test_alone_there_is_no_transport_to_speak_of():
+def test_single_rank_has_no_transport_memory():
     assert FSDP(make(Net)).memory()["transport"] == 0
 
 
-# --- as the kernel sees it -----------------------------------------------------------------------
+# --- the kernel's view ---------------------------------------------------------------------------
 
 
 def held_bytes():
-    """This process's share of memory that is no file's: PSS counts a page of several processes in
-    parts, so that windows into peers are not counted twice."""
+    """Return this process's share of memory that belongs to no file: PSS divides shared pages among
+    processes, so windows into peers are not counted twice."""
     gc.collect()
     return rollup("Pss_(?:Anon|Shmem)")
 
 
 def rollup(name):
-    """Bytes of all this process's mappings that the kernel counts under such a name."""
+    """Return the bytes of all this process's mappings that the kernel counts under that name."""
     text = Path("/proc/self/smaps_rollup").read_text()
     return 1024 * sum(map(int, re.findall(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)))
 
@@ -276,9 +277,9 @@ HUGE_PAGE = 2 * MIB
 
 
 def measured(combination):
-    """Bytes: {"added": by the model and three steps, "more": by seven more, "layer": of one, "told"
-    and "told more": what memory() says of these}."""
-    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed goes back at once
+    """Return bytes: {"added": by the model and three steps, "more": by seven more, "layer": of one,
+    and memory()'s values for the first two}."""
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: freed memory is returned at once
     x = torch.randn(8, WIDTH)
 
     def steps(model, number):
@@ -322,28 +323,29 @@ def measured(combination):
         for combination in COMBINATIONS
     ],
 )
-def test_what_the_kernel_counts(combination):
-    """In processes of its own: what earlier models have left to malloc and to gloo is not counted."""
+def test_memory_matches_the_kernels_count(combination):
+    """In separate processes: earlier models' leftovers in malloc and gloo are not counted."""
     strategy, transport = combination
     for held in (result.value for result in run_ranks(measured, 2, combination)):
         layers = 2 * DEPTH / (1 if strategy == "no_shard" else 2)  # parameters and gradients
         rest = 4  # full buffers and buckets of two units
         if transport == "c10d":
-            rest += 4  # what is sent and what is received, of the two that are out
-            # Whole from forward to backward, or between steps too.
+            rest += 4  # send and receive buffers of the two in flight
+            # Unsharded from forward to backward, or between steps too.
             rest += DEPTH if strategy in ("shard_grad_op", "zero1") else 0
         text = ", ".join(f"{key}: {value / MIB:.1f} MiB" for key, value in held.items())
         assert 0.9 * layers * held["layer"] <= held["added"], text
-        noise = 2 * MIB + HUGE_PAGE  # the one in which the gradients end
+        noise = 2 * MIB + HUGE_PAGE  # the page that the gradients end in
         assert held["added"] + held["more"] <= (layers + rest) * held["layer"] + noise, text
         assert held["added"] <= held["told"] + noise, text
-        # When a second bucket, or area of c10d's, which is there, is first touched is timing.
+        # When a second bucket, or an existing area of c10d's, is first touched is a matter of
+        # timing.
         assert held["more"] <= held["told more"] + held["layer"] + MIB, text
 
 
 def gradients_given_up(transport):
-    """Bytes given up with gradients there, in forward after zero_grad(), and with new gradients;
-    bytes of gradients; and what differs in the new ones."""
+    """Return bytes that are reclaimable with gradients, in forward after zero_grad(), and with new
+    gradients; bytes of gradients; and what differs in the new ones."""
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)]
     model = FSDP(nn.Sequential(*layers), transport=transport, auto_wrap_policy={nn.Linear})
     x, found = torch.randn(8, WIDTH), []
@@ -360,14 +362,14 @@ def gradients_given_up(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_memory_of_dead_gradients_is_the_kernels_if_it_wants_it(pool2, transport):
+def test_dead_gradients_are_reclaimable(pool2, transport):
     for (there, dead, anew), size, wrong in pool2.run(gradients_given_up, transport):
         assert dead - there >= 0.9 * size > 10 * MIB
         assert anew - there <= 0.2 * size and wrong == []
 
 
 def freed(transport):
-    """Bytes that stay after a model is gone: what each of several leaves."""
+    """Return the bytes that stay after a model was freed, for each of several."""
     ctypes.CDLL(None).mallopt(-3, 1 << 16)
     x = torch.randn(8, WIDTH)
     held = []
@@ -382,14 +384,15 @@ def freed(transport):
         dist.barrier()
         held.append(held_bytes())
         dist.barrier()
-    # The kernel may join pages into huge ones, gloo touch a buffer for the first time or hold one
-    # a little longer, after any of them: a few steps up or down. What leaks is in most of them.
-    # Of eight steps, four up and four down have no middle but a mean of two: the lower is taken.
+    # The kernel may merge pages into huge ones, and gloo may touch a buffer for the first time or
+    # hold one a little longer, after any of them: a few steps up or down. Leaks occur in most of
+    # them. With eight steps, four up and four down, the median is a mean of two: the lower is
+    # taken.
     return statistics.median_low(after - before for before, after in itertools.pairwise(held))
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_a_models_memory_goes_with_it(pool2, transport):
+def test_memory_is_freed_with_the_model(pool2, transport):
     for left in pool2.run(freed, transport):
         assert left <= MIB, f"{left / MIB:.1f} MiB"
 
@@ -398,7 +401,7 @@ BIG = functools.partial(size_based_auto_wrap_policy, min_num_params=100)
 
 
 def used_and_dropped(transport, policy):
-    """Weak references to a model and parts of it."""
+    """Return weak references to a model and its submodules."""
     case = CASES["net"]
     model = wrapped(case.make, ("full_shard", transport), auto_wrap_policy=policy)
     model.load_state_dict(model.state_dict())
@@ -408,7 +411,7 @@ def used_and_dropped(transport, policy):
 
 
 def freed_at_once(transport, policy):
-    """What is left of a model without a look for cycles."""
+    """Return what is left of a model without a garbage collection."""
     used_and_dropped(transport, policy)  # torch's first optimizer leaves a cycle
     gc.disable()
     try:
@@ -420,12 +423,12 @@ def freed_at_once(transport, policy):
 
 @pytest.mark.parametrize("policy", ["auto", None, {nn.Embedding}, BIG, always_wrap_policy])
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_a_dropped_model_is_freed_at_once(pool2, transport, policy):
+def test_dropped_model_is_freed_at_once(pool2, transport, policy):
     assert pool2.run(freed_at_once, transport, policy) == [[], []]
 
 
 def hooked_and_dropped(transport):
-    """Is a model gone whose parameter has a hook that holds the model?"""
+    """Return whether a model is freed whose parameter has a hook that holds the model."""
     case = CASES["net"]
     model = wrapped(case.make, ("full_shard", transport), auto_wrap_policy="auto")
     model.head.weight.register_hook(lambda grad, held=model: None)
@@ -437,5 +440,5 @@ def hooked_and_dropped(transport):
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_a_hook_that_holds_the_model_does_not_leak_it(pool2, transport):
+def test_hook_that_refers_to_the_model_does_not_leak_it(pool2, transport):
     assert pool2.run(hooked_and_dropped, transport) == [True, True]

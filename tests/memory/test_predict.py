@@ -1,7 +1,7 @@
 """memory("now" / "peak" / "predicted"), and predict_memory() of a model that is not wrapped.
 
-Three ways to one number. A prediction without a process group, that of the wrapped
-model, and what the model then holds have to be equal, byte by byte.
+Three ways to the same number: a prediction without a process group, that of the wrapped model, and
+what the model then holds must be equal, byte for byte.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def on_meta(name):
 
 
 def wrong_predictions(name, precision):
-    """Where predict_memory() of the model on the meta device, memory("predicted") of the wrapped
-    one and memory() after two steps differ, on rank 0."""
+    """Return where predict_memory() of the model on the meta device, memory("predicted") of the
+    wrapped one and memory() after two steps differ, on rank 0."""
     case, found = CASES[name], {}
     for strategy, transport in COMBINATIONS:
         options = {"auto_wrap_policy": case.policy, "mixed_precision": precision}
@@ -66,7 +66,7 @@ def wrong_predictions(name, precision):
 @ranks(2, 3)
 @pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
 @pytest.mark.parametrize("name", ["mlp", "net", "tied", "conv", "frozen"])
-def test_predictions_are_what_is_held(pool, name, precision):
+def test_predictions_equal_actual_memory(pool, name, precision):
     assert pool.run(wrong_predictions, name, precision) == [{}] * pool.world
 
 
@@ -101,7 +101,8 @@ def test_predictions_of_hybrids(pool, strategy, transport):
 
 
 def of_a_fresh_process(transport):
-    """(predicted, held) of the transport's own, and of all with the optimizer's state."""
+    """Return (predicted, held) of the transport's own memory, and in total with the optimizer's
+    state."""
     dist.init_process_group("gloo")
     case = CASES["net"]
     told = predict_memory(on_meta("net"), 2, transport=transport, auto_wrap_policy=case.policy)
@@ -112,16 +113,16 @@ def of_a_fresh_process(transport):
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_the_transports_own(transport):
+def test_transport_memory(transport):
     for result in fork_ranks(of_a_fresh_process, 2, transport, check=True):
         told, held, rank = result.value
         assert told["transport"] == held["transport"] > 0
-        steps = 4 * len(list(CASES["net"].make().parameters()))  # Adam counts them in a tensor
+        steps = 4 * len(list(CASES["net"].make().parameters()))  # Adam counts steps in a tensor
         assert rank != 0 or told["optimizer"] == held["optimizer"] - steps
 
 
 def peaks(transport):
-    """Parts at a time where a script holds units, or keeps gradients local."""
+    """Return the peaks where a script keeps units unsharded, or keeps gradients local."""
     case, rank = CASES["net"], dist.get_rank()
     model = wrapped(case.make, ("full_shard", transport), auto_wrap_policy=case.policy)
     before = model.memory("peak")
@@ -148,7 +149,7 @@ def test_peaks(pool2, transport):
 
 
 def states(optimizer_name):
-    """What memory() says of the optimizer, before and after a step, and in predictions."""
+    """Return memory()'s bytes of the optimizer, before and after a step, and in predictions."""
     case, rank = CASES["net"], dist.get_rank()
     model = wrapped(case.make, ("full_shard", "shm"), auto_wrap_policy=case.policy)
     optimizer = make_optimizer(optimizer_name, model)
@@ -161,7 +162,7 @@ def states(optimizer_name):
 
 
 @pytest.mark.parametrize("name", ["zshard.AdamW", "torch.AdamW", "torch.Adagrad"])
-def test_the_optimizers_part(pool2, name):
+def test_optimizer_memory(pool2, name):
     for (before, guessed, now, predicted, peak), size, count in pool2.run(states, name):
         tensors = 1 if name.endswith("Adagrad") else 2
         assert (before, guessed) == (0, 2 * size)
@@ -177,7 +178,7 @@ def in_backward():
     return model.memory()["optimizer"], sum(p.numel() * p.itemsize for p in model.parameters())
 
 
-def test_the_part_of_an_optimizer_in_backward(pool2):
+def test_optimizer_in_backward_memory(pool2):
     for held, size in pool2.run(in_backward):
         assert held >= 2 * size
 
@@ -216,11 +217,11 @@ def test_arguments():
         predict_memory(model, 2)
 
 
-def test_predictions_are_of_the_whole_model():
+def test_prediction_by_hand():
     """One unit of 1000 fp32 elements over 4 ranks, by hand."""
     plain = torch.nn.Linear(1000, 1, bias=False)
     told = predict_memory(plain, 4, transport="c10d", optimizer=1)
-    post = 4 * (1024 + 128)  # a slice and a tail for each rank
+    post = 4 * (1024 + 128)  # a shard and a tail for each rank
     assert told == {
         "shards": 1024,  # 250 elements, rounded up to 64 bytes
         "kept": 0,

@@ -1,7 +1,7 @@
-"""Parts of a sharded model that are removed, replaced by a part that is sharded then, or added.
+"""Submodules of a sharded model that are removed, replaced by one that is then sharded, or added.
 
-Removals and replacements are done to the plain model too, which is given both ranks' batches, and
-all that a script may ask for afterwards is compared.
+The plain model gets the same removals and replacements, and both ranks' batches; then everything
+that a script may query is compared.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def held(model, optimizer):
 
 
 def changed(change, how, transport, anew):
-    """What differs from the plain model, after steps with the optimizer of before or a new one."""
+    """Return what differs from the plain model, after steps with the earlier optimizer or a new
+    one."""
     rank, plain = dist.get_rank(), make(Stack)
     model = sharded(how, transport)
     found = []
@@ -87,7 +88,7 @@ def changed(change, how, transport, anew):
         again.load_state_dict(optimizer.state_dict())
         step(each, again, 2, batches)
         found.append(held(each, again))
-    alone = transport == "shm" and rank == 0  # which may save alone
+    alone = transport == "shm" and rank == 0  # one rank may save alone
     found.append(held(model, again) if alone else found[1])
     dist.barrier()
     return differences(found[1], found[0]) + differences(found[2], found[1])
@@ -98,30 +99,30 @@ def changed(change, how, transport, anew):
 @pytest.mark.parametrize("how", ["full_shard", "zero1", "no_shard", "fully_shard"])
 @pytest.mark.parametrize("anew", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_training_and_saving_go_on(pool2, change, how, transport, anew):
+def test_training_and_saving_continue(pool2, change, how, transport, anew):
     assert pool2.run(changed, change, how, transport, anew) == [[], []]
 
 
 @passing_groups()
 def mistakes(transport):
-    group = own_group()  # which ranks that differ leave in ruins
+    group = own_group()  # differing ranks leave it broken
     model = FSDP(make(Stack), group, transport=transport)
-    model.head = other()  # on each rank by itself
+    model.head = other()  # on each rank independently
     said = [message_of(lambda: model(floats(0)), ValueError) for _ in range(2)]
     FSDP(model.head, group, transport=transport)
     loss_of(model(floats(0))).backward()
     if dist.get_rank() == 0:
         model.blocks[0].up.bias = None
 
-    def go_on():
+    def train_further():
         for number in range(3):
             loss_of(model(floats(0, number))).backward()
 
-    return [*said, message_of(go_on, zshard.DivergenceError)]
+    return [*said, message_of(train_further, zshard.DivergenceError)]
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_ranks_would_train_alone_is_named(pool2, transport):
+def test_unsharded_replacements_are_named(pool2, transport):
     for unsharded, again, alone in pool2.run(mistakes, transport):
         assert "'head' was added to a Stack after FSDP" in unsharded
         assert "fully_shard(module)" in unsharded and again == unsharded
@@ -132,7 +133,7 @@ def test_what_ranks_would_train_alone_is_named(pool2, transport):
 
 
 def additions(transport):
-    """The messages of what is refused, and how many gradients there are after all."""
+    """Return the messages of the refusals, and how many gradients there are after all."""
     model = make(Stack)
     model.extra = nn.Linear(2, 2)
     model = FSDP(model, transport=transport, ignored_modules=[model.extra])
@@ -151,7 +152,7 @@ def additions(transport):
         each.head.register_buffer("mean", torch.zeros(1))
         each.head.fixed = nn.Parameter(torch.ones(1), requires_grad=False)
         each.extra.gain = nn.Parameter(torch.ones(1))
-        each.again = each.head  # what is of the model already
+        each.again = each.head  # already part of the model
         del each.again
         loss_of(each(torch.ones(2, WIDTH))).backward()
     counts = [sum(p.grad is not None for p in each.parameters()) for each in (model, average)]
@@ -159,7 +160,7 @@ def additions(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_each_rank_would_train_alone_is_refused(pool2, transport):
+def test_unsharded_additions_are_refused(pool2, transport):
     whole = sum(1 for _ in make(Stack).parameters())
     for said, counts in pool2.run(additions, transport):
         names = ["'gain'", "'gain'", "'tail'", "'3'"] * 2
@@ -168,7 +169,7 @@ def test_what_each_rank_would_train_alone_is_refused(pool2, transport):
         assert counts == [whole, whole]
 
 
-def test_alone_anything_can_be_added():
+def test_single_rank_accepts_any_addition():
     model = FSDP(make(Stack))
     model.gain = nn.Parameter(torch.ones(1))
     model.head = nn.Linear(WIDTH, 3)

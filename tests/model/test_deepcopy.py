@@ -1,4 +1,5 @@
-"""copy.deepcopy of a sharded model is another one: a moving average of weights, as scripts have it."""
+"""copy.deepcopy of a sharded model returns another one, as scripts use it for a moving average of
+weights."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from zshard import FSDP, MixedPrecision
 
 
 def copies_are_equal_and_apart(name, combination):
-    """(what differs right away, whether training one leaves the other alone, and trains alike)."""
+    """Return (what differs right away, whether training one leaves the other unchanged and trains
+    the same)."""
     case, rank = CASES[name], dist.get_rank()
     model = wrapped(case.make, combination, auto_wrap_policy=case.policy)
     before = copy.deepcopy(model.state_dict())
@@ -34,14 +36,14 @@ def copies_are_equal_and_apart(name, combination):
 
 
 @pytest.mark.parametrize("name", ["mlp", "net", "odds", "tied"])
-def test_a_copy_is_a_model_of_its_own(pool2, name):
+def test_copy_is_independent(pool2, name):
     for combination in COMBINATIONS:
         for same, apart, alike in pool2.run(copies_are_equal_and_apart, name, combination):
             assert (same, apart, alike) == ([], [], []), combination
 
 
 def averaged(combination):
-    """What differs between the average of a sharded model's weights and of a plain one's."""
+    """Return what differs between the average of a sharded model's weights and of a plain one's."""
     plain = make(Stack)
     model = wrapped(Stack, combination)
     means = []
@@ -61,12 +63,12 @@ def averaged(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_a_moving_average(pool2, combination):
+def test_moving_average(pool2, combination):
     assert pool2.run(averaged, combination) == [[], []]
 
 
 class Special(nn.Module):
-    """Buffers, hooks, attributes, a frozen and an ignored part, units wrapped by hand."""
+    """Buffers, hooks, attributes, frozen and ignored submodules, units wrapped by hand."""
 
     def __init__(self):
         super().__init__()
@@ -107,7 +109,7 @@ def unit_of(module):
     return module._zshard_state.unit
 
 
-def test_what_a_copy_has_of_its_own(pool2):
+def test_copied_attributes(pool2):
     for facts in pool2.run(what_is_kept):
         assert facts == ((2, 3), ["", "block"], False, "a user's", None, True)
 
@@ -127,7 +129,7 @@ def in_the_middle(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_a_copy_between_forward_and_backward(pool2, strategy):
+def test_copy_between_forward_and_backward(pool2, strategy):
     assert pool2.run(in_the_middle, strategy) == [[], []]
 
 
@@ -139,13 +141,13 @@ def lowered():
     return twin(floats(0)).dtype
 
 
-def test_a_copy_computes_in_the_same_dtypes(pool2):
+def test_copy_computes_in_the_same_dtypes(pool2):
     assert pool2.run(lowered) == [torch.bfloat16] * 2
 
 
 def copied_after_a_forward(combination):
-    """What differs between the values of a model and of its copy, made while a forward in bfloat16
-    has left units whole; and the copy's dtypes."""
+    """Return what differs between the values of a model and of its copy, made while a forward in
+    bfloat16 has left units unsharded; and the copy's dtypes."""
     options = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
     model = wrapped(Stack, combination, **options)
     model(floats(0))
@@ -155,13 +157,13 @@ def copied_after_a_forward(combination):
     return wrong, {param.dtype for param in twin.parameters()}
 
 
-def test_a_copy_keeps_the_dtype_after_a_forward(pool2):
+def test_copy_keeps_the_dtype_after_a_forward(pool2):
     for combination in COMBINATIONS:
         found = pool2.run(copied_after_a_forward, combination)
         assert found == [([], {torch.float32})] * 2, combination
 
 
-def test_in_a_world_of_one():
+def test_single_rank():
     model = FSDP(make(Stack))
     twin = copy.deepcopy(model)
     assert_same(twin(floats(0)), model(floats(0)), "the copy's output")

@@ -1,8 +1,8 @@
 """Calls that do not enter through the model's forward.
 
-Methods other than forward, once registered, gather and reduce as forward does. A part that a script
-calls by itself, as generate() does with an encoder, may use weights of a unit above it; they are
-unsharded then, since an embedding would look up in a shard without a word.
+Registered methods gather and reduce as forward does. A submodule that a script calls directly, as
+generate() does with an encoder, may use weights of a unit above it; these are then unsharded, since
+an embedding would silently read wrong rows of a shard.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Encoder(nn.Module):
         return self.head(self.encode(x))
 
     def weigh(self, x):
-        """Runs a forward, and goes on to use a parameter of the root."""
+        """Run a forward, then use a parameter of the root."""
         return self(x).sum() * self.gain.sum() + self.gain.square().sum()
 
     def fail(self, x):
@@ -54,7 +54,7 @@ def wrapped(combination, **options):
     strategy, transport = combination
     model = FSDP(make(Encoder), strategy=strategy, transport=transport, **options)
     zshard.register_forward_method(model, "encode")
-    zshard.register_forward_method(model, "encode")  # twice is once
+    zshard.register_forward_method(model, "encode")  # registering twice has no further effect
     return model
 
 
@@ -88,12 +88,12 @@ def wrong_with_a_forward_within(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_a_method_may_run_the_forward(pool2, combination):
+def test_method_may_run_the_forward(pool2, combination):
     assert pool2.run(wrong_with_a_forward_within, combination) == [[]] * 2
 
 
 def troubles():
-    """A method that raises leaves the model as it was; what is not wrapped is left alone."""
+    """A method that raises leaves the model unchanged; plain modules are ignored."""
     model, plain = FSDP(make(Encoder)), make(Encoder)
     zshard.register_forward_method(model, "fail")
     raised = message_of(lambda: model.fail(floats(0)), LookupError)
@@ -103,7 +103,7 @@ def troubles():
     return raised
 
 
-def test_a_method_that_raises_leaves_the_model_as_it_was(pool2):
+def test_failing_method_leaves_the_model_unchanged(pool2):
     assert pool2.run(troubles) == ["planted"] * 2
 
 
@@ -112,21 +112,22 @@ def lowered():
     return model.encode(floats(0)).dtype
 
 
-def test_arguments_are_cast_as_forwards_are(pool2):
+def test_arguments_are_cast_as_in_forward(pool2):
     assert pool2.run(lowered) == [torch.bfloat16] * 2
 
 
-def test_in_a_world_of_one():
+def test_single_rank():
     model = wrapped(("full_shard", None))
     assert_same(model.encode(floats(0)), make(Encoder).encode(floats(0)), "what is encoded")
 
 
-# --- parts ----------------------------------------------------------------------------------------
+# --- submodules -----------------------------------------------------------------------------------
 
 
 def part_by_itself(combination):
-    """How far a part is off that is called by itself and uses the root's weights, (without, with
-    gradients): an embedding so large that each rank has a slice that it could look up in."""
+    """Return the error of a submodule that is called directly and uses the root's weights,
+    (without, with gradients): an embedding so large that each rank has a shard that it could
+    read."""
     plain, ids = make(Translator), torch.arange(6).reshape(2, 3)
     model = FSDP(make(Translator), strategy=combination[0], transport=combination[1])
     with torch.no_grad():
@@ -149,7 +150,7 @@ class Translator(nn.Module):
         def forward(self, ids):
             x = self.embed(ids)
             for block in self.blocks:
-                x = block(x + torch.zeros(9))  # which spreads a column of width 1
+                x = block(x + torch.zeros(9))  # broadcasts a column of width 1
             return self.norm(x)
 
     def __init__(self):
@@ -163,5 +164,5 @@ class Translator(nn.Module):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=lambda both: " ".join(both))
-def test_a_part_called_by_itself_has_whole_weights(pool2, combination):
+def test_submodule_called_directly_has_full_weights(pool2, combination):
     assert pool2.run(part_by_itself, combination) == [(0.0, 0.0)] * 2

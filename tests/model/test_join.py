@@ -1,7 +1,7 @@
-"""model.join(): uneven numbers of batches give DDP's parameters and Adam state, and misuse an error.
+"""model.join(): uneven numbers of batches give DDP's parameters and Adam state; misuse is an error.
 
-Each loop is written once and run by a sharded model and by DDP, each within its own
-join(). The ranks that had data last have what counts under DDP, so their state is compared.
+Each loop is written once and run by a sharded model and by DDP, each within its own join(). Under
+DDP, the ranks that had data last are authoritative, so their state is compared.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def one_cycle(model, n, **options):
 
 
 def accumulating(model, n, **options):
-    """Ranks may end within what they accumulate; their gradients of it count as none."""
+    """Ranks may run out of data while they accumulate; those gradients count as zero."""
     optimizer = adamw(model.parameters())
     with joining(model, optimizer, **options):
         for step in range(n):
@@ -147,7 +147,7 @@ def with_a_closure(model, n, **options):
 
 
 def clipping(model, n, **options):
-    """Both ways, and by the largest element, whose norm has the bits of DDP's."""
+    """Both ways, and by the largest element, whose norm is bit-identical to DDP's."""
     optimizer = adamw(model.parameters())
     with joining(model, optimizer, **options):
         for step in range(n):
@@ -173,7 +173,7 @@ def clipping_by_two(model, n, **options):
 
 
 def scaling(model, n, **options):
-    """The second batch's gradients are infinite: all ranks skip that step, and scale less."""
+    """The second batch's gradients are infinite: all ranks skip that step, and reduce the scale."""
     optimizer = adamw(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     with joining(model, optimizer, scaler, **options):
@@ -199,7 +199,7 @@ LOOPS = (
 
 
 def whole_state(optimizer):
-    """Its whole state, by parameter and name."""
+    """Return its full state, by parameter and name."""
     found = {}
     for i, values in optimizer.state_dict()["state"].items():
         for key, value in values.items():
@@ -215,7 +215,7 @@ def from_rank(value, rank):
 
 @passing_groups()
 def compared(loop, combination, counts, close=False, by_all=True):
-    """What differs between a loop's results and those of DDP, and between ranks."""
+    """Return what differs between a loop's results and those of DDP, and between ranks."""
     rank = dist.get_rank()
     last = counts.index(max(counts))
     options = {"divide_by_initial_world_size": by_all}
@@ -242,7 +242,7 @@ COUNTS = {2: [(5, 2), (0, 4)], 3: [(2, 5, 3), (4, 0, 0)]}
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("combination", COMBINATIONS, ids="-".join)
 @pytest.mark.parametrize("loop", LOOPS)
-def test_the_bits_are_those_of_ddps_join(pool2, loop, combination):
+def test_join_is_bit_identical_to_ddp(pool2, loop, combination):
     for counts in COUNTS[2]:
         assert pool2.run(compared, loop, combination, counts) == [[]] * 2, counts
 
@@ -257,7 +257,7 @@ def test_three_ranks(pool3, loop, combination):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("combination", COMBINATIONS, ids="-".join)
-def test_dividing_by_the_ranks_that_have_data(pool2, combination):
+def test_division_by_ranks_with_data(pool2, combination):
     for loop, counts in itertools.product((plain_loop, accumulating), COUNTS[2]):
         found = pool2.run(compared, loop, combination, counts, False, False)
         assert found == [[]] * 2, (loop, counts)
@@ -269,7 +269,7 @@ def test_clipping_by_the_norm_of_order_two(pool2, combination):
 
 
 @pytest.mark.parametrize("combination", FEW, ids="-".join)
-def test_even_and_no_data(pool2, combination):
+def test_equal_batches_and_no_data(pool2, combination):
     for counts in ((2, 2), (0, 0)):
         assert pool2.run(compared, plain_loop, combination, counts) == [[]] * 2, counts
 
@@ -310,7 +310,8 @@ def test_hybrid_strategies(pool, transport):
 
 @passing_groups()
 def epochs(combination, transport_counts):
-    """Three epochs, with a scheduler and a scaler that are passed: all ranks go on as one."""
+    """Three epochs, with a scheduler and a scaler that are passed: all ranks stay in the same
+    state."""
     rank = dist.get_rank()
     model = built(combination)
     optimizer = zshard.AdamW(model.parameters(), lr=1e-2)
@@ -331,7 +332,7 @@ def epochs(combination, transport_counts):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids="-".join)
-def test_schedulers_and_scalers_go_on_alike(pool2, combination):
+def test_schedulers_and_scalers_stay_in_step(pool2, combination):
     first, second = pool2.run(epochs, combination, [(1, 3), (4, 4), (2, 0)])
     assert first == second and first[0] == 3 + 4 + 2
 
@@ -360,7 +361,7 @@ def buffers(combination, syncs, counts):
 
 @pytest.mark.parametrize("combination", FEW, ids="-".join)
 @pytest.mark.parametrize("syncs", [True, False])
-def test_buffers_are_those_of_ddp(pool2, combination, syncs):
+def test_buffers_match_ddp(pool2, combination, syncs):
     for counts in COUNTS[2]:
         found = pool2.run(buffers, combination, syncs, counts)
         assert found == [[]] * 2, counts
@@ -386,7 +387,7 @@ def in_order(net, x, rank):
 
 
 def one_expert(net, x, rank):
-    """Each rank uses another part of the model."""
+    """Each rank uses another submodule."""
     return (net.b if rank % 2 else net.c)(x)
 
 
@@ -398,7 +399,7 @@ def checkpointed(net, x, rank):
 
 
 def expected_of(how, counts, freeze=False):
-    """What one process computes from all ranks' batches."""
+    """Return what one process computes from all ranks' batches."""
     net = make(lambda: Net(how))
     net.b.requires_grad_(not freeze)
     optimizer = adamw(net.parameters())
@@ -439,10 +440,10 @@ def uneven_net(how, combination, counts, frozen=False, thaws=False):
 
 
 @pytest.mark.parametrize("combination", FEW, ids="-".join)
-def test_models_that_gather_and_reduce_in_their_own_ways(pool3, combination):
+def test_models_with_unusual_gathers_and_reductions(pool3, combination):
     counts = (3, 0, 2)
     pool3.run(uneven_net, checkpointed, combination, counts)
     pool3.run(uneven_net, in_order, combination, counts, True)
     pool3.run(uneven_net, in_order, combination, counts, False, True)
-    if combination != ("full_shard", "c10d"):  # which wants all units in one order
+    if combination != ("full_shard", "c10d"):  # it requires all units in one order
         pool3.run(uneven_net, one_expert, combination, (4, 2, 1))

@@ -1,6 +1,6 @@
-"""model.join() used wrongly, and left by exceptions: a typed error on all ranks, and no wait for ever.
+"""Misuse of model.join(), and exceptions inside: a typed error on all ranks, and no deadlock.
 
-Whatever one rank does, the others hear of it where they meet next, also those whose data
+Whatever one rank does, the others learn of it in their next exchange, including those whose data
 has ended.
 """
 
@@ -25,7 +25,7 @@ from zshard import FSDP
 
 
 def train(model, optimizer, n, at=None, error=None):
-    """At step `at`, something else than training."""
+    """At step `at`, do something other than training."""
     for step in range(n):
         if step == at:
             error(model, optimizer)
@@ -74,7 +74,7 @@ def raises_in_forward(model, optimizer):
 
 @passing_groups()
 def failing(combination, what, counts, raising, at):
-    """What ranks raise if rank `raising` fails at a step."""
+    """Return what ranks raise if rank `raising` fails at a step."""
     rank = dist.get_rank()
     model = built(combination)
     optimizer = adamw(model.parameters())
@@ -89,7 +89,7 @@ def failing(combination, what, counts, raising, at):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("combination", FEW, ids="-".join)
 @pytest.mark.parametrize("what", [raises, raises_in_forward, raises_in_backward, interrupts])
-def test_an_exception_ends_join_on_all_ranks(pool3, combination, what):
+def test_exception_ends_join_on_all_ranks(pool3, combination, what):
     own = "KeyboardInterrupt" if what is interrupts else "ValueError: boom"
     for raising, at in ((0, 1), (0, 3), (2, 0)):
         found = pool3.run(failing, combination, what, (5, 2, 4), raising, at)
@@ -166,7 +166,7 @@ def misused(combination):
 
 
 @pytest.mark.parametrize("combination", FEW, ids="-".join)
-def test_misuse_is_an_error_that_says_what_to_do(pool2, combination):
+def test_misuse_names_the_remedy(pool2, combination):
     expected = [
         "no parameter of this model",
         "the same AdamW twice",
@@ -208,7 +208,7 @@ def test_join_on_one_rank_only(pool2, combination):
 
 @passing_groups()
 def collectives(combination):
-    """What all ranks would have to do is refused on those that have data; then they go on."""
+    """Calls that need all ranks are refused on those that have data; then these continue."""
     rank = dist.get_rank()
     model = built(combination)
     optimizer = adamw(model.parameters())
@@ -224,7 +224,7 @@ def collectives(combination):
 
 
 @pytest.mark.parametrize("combination", [("full_shard", "c10d")], ids="-".join)
-def test_collectives_that_nobody_can_follow(pool2, combination):
+def test_collectives_without_all_ranks_are_refused(pool2, combination):
     first, second = pool2.run(collectives, combination)
     for said in first:
         assert "after join()" in said
@@ -233,7 +233,7 @@ def test_collectives_that_nobody_can_follow(pool2, combination):
 
 @passing_groups()
 def writing_by_hand(combination):
-    """What ranks without data cannot know of: an error, not another model."""
+    """Writes that ranks without data cannot notice are an error, not a different model."""
     rank = dist.get_rank()
     model = built(combination)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -251,14 +251,15 @@ def writing_by_hand(combination):
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_writes_by_hand_that_nobody_can_follow(pool2, transport):
+def test_direct_writes_without_all_ranks_are_refused(pool2, transport):
     for said in pool2.run(writing_by_hand, ("full_shard", transport)):
         assert "mul_()" in said or "rank" in said
 
 
 @passing_groups()
 def catching(combination):
-    """Rank 0 fails in a backward, and all that have data skip the step; ranks without do not notice."""
+    """Rank 0 fails in a backward, and all ranks with data skip the step; ranks without do not
+    notice."""
     rank = dist.get_rank()
     model = built(combination)
     optimizer = adamw(model.parameters())
@@ -277,7 +278,7 @@ def catching(combination):
 
 
 @pytest.mark.parametrize("combination", FEW, ids="-".join)
-def test_a_caught_exception_costs_one_step(pool3, combination):
+def test_caught_exception_skips_one_step(pool3, combination):
     assert pool3.run(catching, combination) == [["ValueError"], [], ["DivergenceError"]]
 
 
@@ -348,8 +349,8 @@ def leave_early(transport):
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_a_rank_that_dies(transport):
-    """Over c10d, the second to notice may only see that the first has ended."""
+def test_dead_rank(transport):
+    """Over c10d, the second rank to notice may only see that the first has exited."""
     first, second, _ = fork_ranks(leave_early, 3, transport, check=False)
     told = [first.stdout, second.stdout]
     for each in told:

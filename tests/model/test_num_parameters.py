@@ -1,4 +1,4 @@
-"""The number of parameters is the plain model's, on all ranks, in each way that people ask for it."""
+"""The number of parameters equals the plain model's, on all ranks, in every common way to count."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def during_training(combination: tuple[str, str]) -> Any:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @ranks(2)
-def test_it_is_the_plain_models(pool: RankPool, combination: tuple[str, str]) -> None:
+def test_count_equals_the_plain_model(pool: RankPool, combination: tuple[str, str]) -> None:
     plain = Tied()
     total = sum(p.numel() for p in plain.parameters())
     expected = counts(plain)
@@ -60,7 +60,7 @@ def test_it_is_the_plain_models(pool: RankPool, combination: tuple[str, str]) ->
 
 
 class Counting(nn.Module):
-    """As transformers' models count."""
+    """Counts as transformers' models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,5 +80,5 @@ def parts_count() -> list[int]:
 
 
 @ranks(2)
-def test_parts_that_are_no_units_count_full_parameters(pool: RankPool) -> None:
+def test_non_unit_submodules_count_full_parameters(pool: RankPool) -> None:
     assert pool.run(parts_count) == [[56, 56]] * 2

@@ -1,6 +1,6 @@
-"""What a forward may return: anything. zshard looks into no result.
+"""A forward may return anything: zshard does not inspect results.
 
-A result object may hold itself, its parent or the same thing many times.
+A result object may refer to itself, its parent or the same object many times.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zshard.units.units import state_of
 
 
 class Result:
-    """A node of a graph that counts how often somebody asks what is in it."""
+    """A node of a graph that counts accesses to its content."""
 
     looks = 0
 
@@ -30,7 +30,7 @@ class Result:
 
 
 class Linked(nn.Module):
-    """Returns results that all hold each other and themselves."""
+    """Returns results that all refer to each other and themselves."""
 
     def __init__(self):
         super().__init__()
@@ -53,14 +53,14 @@ def learn(model, rank):
 
 
 def wrong_after(model, build, run):
-    """The gradients of `model` that are not those of a plain one after `run`."""
+    """Return the gradients of `model` that differ from a plain one's after `run`."""
     expected = mean_grads(build, run)
     ours = {name: near(grad, expected.get(name)) for name, grad in whole_grads(model).items()}
     return wrong_grads(ours, expected)
 
 
 def linked(combination):
-    """(looks at a forward's 12 results, the gradients that are wrong)."""
+    """Return (accesses to a forward's 12 results, the wrong gradients)."""
     model = wrapped(Linked, combination)
     Result.looks = 0
     learn(model, torch.distributed.get_rank())
@@ -68,7 +68,7 @@ def linked(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_results_that_hold_each_other(pool2, combination):
+def test_results_with_reference_cycles(pool2, combination):
     for looks, wrong in pool2.run(linked, combination):
         assert wrong == []
         assert looks == 0, "somebody has searched a result"
@@ -90,7 +90,7 @@ class Recursive(nn.Module):
 
 
 def after_a_call_that_was_left(combination):
-    """The gradients that are wrong after a forward by way of .module was interrupted."""
+    """Return the wrong gradients after a forward through .module was interrupted."""
     model = wrapped(Recursive, combination)
     model.stop = True
     for call in (model.module, model, model.module):
@@ -103,5 +103,5 @@ def after_a_call_that_was_left(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_a_call_that_was_left_is_ended_by_the_next(pool2, combination):
+def test_next_call_ends_an_interrupted_forward(pool2, combination):
     assert pool2.run(after_a_call_that_was_left, combination) == [[], []]

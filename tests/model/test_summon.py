@@ -1,4 +1,4 @@
-"""summon_full_params and apply: whole parameters to read and to write."""
+"""summon_full_params and apply: full parameters to read and to write."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zshard import FSDP, MixedPrecision
 
 
 def whole(model):
-    """Copies of the parameters as they are now, by name."""
+    """Return copies of the parameters as they are now, by name."""
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
@@ -36,7 +36,7 @@ def reading(name, combination):
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @pytest.mark.parametrize("name", ["net", "odds", "tied", "frozen"])
-def test_parameters_are_whole_within(pool2, name, combination):
+def test_parameters_are_full_inside(pool2, name, combination):
     assert pool2.run(reading, name, combination) == [([], [], [])] * 2
 
 
@@ -44,7 +44,7 @@ def scale(model):
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(2).add_(1)
-            param.data.add_(param.detach())  # which no version counter sees
+            param.data.add_(param.detach())  # no version counter sees this
 
 
 def writing(combination, writeback, precision):
@@ -66,12 +66,12 @@ def writing(combination, writeback, precision):
 @pytest.mark.parametrize("precision", [None, MixedPrecision(param_dtype=torch.bfloat16)])
 @pytest.mark.parametrize("writeback", [True, False])
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_what_is_written_counts_or_is_dropped(pool2, combination, writeback, precision):
+def test_writes_are_kept_or_discarded(pool2, combination, writeback, precision):
     assert pool2.run(writing, combination, writeback, precision) == [[], []]
 
 
 def own_unit_only(transport):
-    """The units that are whole."""
+    """Return the units that are unsharded."""
     model = wrapped(Stack, ("full_shard", transport))
     units = [module._zshard_state.unit for module in FSDP.fsdp_modules(model)]
     with FSDP.summon_full_params(model.blocks[0], recurse=False):
@@ -79,12 +79,12 @@ def own_unit_only(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_of_one_unit(pool2, transport):
+def test_recurse_false_unshards_one_unit(pool2, transport):
     assert pool2.run(own_unit_only, transport) == [["blocks.0"]] * 2
 
 
 def forward_within():
-    """A forward within uses what was written; in another dtype it is an error."""
+    """A forward inside uses what was written; in another dtype it is an error."""
     model, plain = wrapped(Stack, ("full_shard", "shm")), make(Stack)
     x = torch.ones(2, WIDTH)
     with torch.no_grad(), FSDP.summon_full_params(model):
@@ -99,7 +99,7 @@ def forward_within():
     return differences(inside, plain(x)), message
 
 
-def test_a_forward_within(pool2):
+def test_forward_inside(pool2):
     for wrong, message in pool2.run(forward_within):
         assert wrong == []
         assert "summon_full_params" in message and "original dtype" in message
@@ -125,7 +125,7 @@ def an_error_within(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_errors_within_leave_the_model_as_it_was(pool2, combination):
+def test_errors_inside_leave_the_model_unchanged(pool2, combination):
     for wrong, said in pool2.run(an_error_within, combination):
         assert wrong == [] and "copies" in said
 
@@ -157,7 +157,7 @@ def initialise(module):
 
 
 def applied(combination, seed_of_rank):
-    """What differs from a plain model that rank 0 initialises; apply gives the model back."""
+    """Return what differs from a plain model that rank 0 initializes; apply returns the model."""
     plain = make(Stack)
     model = wrapped(Stack, combination)
     torch.manual_seed(3)
@@ -169,7 +169,7 @@ def applied(combination, seed_of_rank):
 
 @pytest.mark.parametrize("seed_of_rank", [0, 1])
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_apply_initialises_as_in_a_plain_model(pool2, combination, seed_of_rank):
+def test_apply_initializes_as_in_a_plain_model(pool2, combination, seed_of_rank):
     assert pool2.run(applied, combination, seed_of_rank) == [[], []]
 
 

@@ -1,7 +1,7 @@
-"""summon_full_params(with_grads=True): whole gradients to read and to write.
+"""summon_full_params(with_grads=True): full gradients to read and to write.
 
-Inside, a `.grad` is what whole_grads() puts together from the ranks' slices; outside,
-what was written inside is what the slices are of.
+Inside, `.grad` equals the result of whole_grads() from the ranks' shards; outside, the shards are
+those of what was written inside.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOW = MixedPrecision(param_dtype=torch.bfloat16)
 
 
 def grads_of(model):
-    """Copies of the gradients as they are now, by name, without those that are None."""
+    """Return copies of the gradients as they are now, by name, without those that are None."""
     found = {name: param.grad for name, param in model.named_parameters()}
     return {name: grad.clone() for name, grad in found.items() if grad is not None}
 
@@ -35,7 +35,7 @@ def present(grads):
 
 
 def reading(name, combination):
-    """What differs inside from the whole gradients, and after it; on rank 0 alone, too."""
+    """Return what differs inside from the full gradients, and afterwards; on rank 0 alone, too."""
     case, model = CASES[name], sharded(name, combination)
     loss_of(model(case.batch(0, dist.get_rank()))).backward()
     loss_of(model(case.batch(1, dist.get_rank()))).backward()
@@ -60,14 +60,15 @@ def reading(name, combination):
 @pytest.mark.sampled(2)
 @ranks(2, 3)
 @pytest.mark.parametrize("name", ["net", "odds", "tied", "frozen", "unused", "dtypes"])
-def test_gradients_are_whole_within(pool, name):
+def test_gradients_are_full_inside(pool, name):
     for combination in COMBINATIONS:
         found = pool.run(reading, name, combination)
         assert found == [([], [], True, [])] * pool.world, combination
 
 
 def caught(combination):
-    """Gradients that a script keeps: plain full tensors, also of what this rank has wholly."""
+    """Gradients that a script keeps: plain full tensors, also of parameters that this rank has in
+    full."""
     model = wrapped(Stack, combination)
     forward_backward(model, dist.get_rank())
     expected = whole_grads(model)
@@ -85,7 +86,7 @@ def caught(combination):
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @ranks(2, 3)
-def test_a_gradient_that_is_caught_is_full_on_all_ranks(pool, combination):
+def test_captured_gradient_is_full_on_all_ranks(pool, combination):
     between = {"Tensor"} if combination[0] == "no_shard" else {"ShardTensor"}
     assert pool.run(caught, combination) == [([], {"Tensor"}, between)] * pool.world
 
@@ -99,12 +100,12 @@ def in_groups(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
-def test_in_groups(pool4, strategy):
+def test_shard_groups(pool4, strategy):
     assert pool4.run(in_groups, strategy) == [[]] * 4
 
 
 def writing(combination, writeback, precision):
-    """What differs after a step with what was written inside from what it should be."""
+    """Return what differs after a step with what was written inside from the expected result."""
     model = wrapped(Stack, combination, mixed_precision=precision)
     optimizer = zshard.SGD(model.parameters(), 0.1)
     forward_backward(model, dist.get_rank())
@@ -140,12 +141,12 @@ def writing(combination, writeback, precision):
 @pytest.mark.parametrize("precision", [None, LOW])
 @pytest.mark.parametrize("writeback", [True, False])
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_what_is_written_counts_or_is_dropped(pool2, combination, writeback, precision):
+def test_writes_are_kept_or_discarded(pool2, combination, writeback, precision):
     assert pool2.run(writing, combination, writeback, precision) == [([], [], True)] * 2
 
 
 def some_ranks_only(combination):
-    """A rank that dropped its slices counts as zero; a gradient that is made inside stays."""
+    """A rank that dropped its shards counts as zero; a gradient that is created inside stays."""
     model, rank = wrapped(Stack, combination), dist.get_rank()
     forward_backward(model, rank)
     expected = whole_grads(model)
@@ -167,12 +168,13 @@ def some_ranks_only(combination):
 
 
 @pytest.mark.parametrize("combination", SHARDED)
-def test_gradients_that_some_ranks_have(pool2, combination):
+def test_gradients_on_some_ranks(pool2, combination):
     assert pool2.run(some_ranks_only, combination) == [([], [], [("head.weight", True)])] * 2
 
 
 def local(combination):
-    """In no_sync() a .grad is whole and this rank's own: it stays so, and what is written counts."""
+    """In no_sync() a .grad is full and local to its rank: it stays so, and writes to it are
+    kept."""
     model, plain = wrapped(Stack, combination), make(Stack)
     rank = dist.get_rank()
     with model.no_sync():
@@ -192,12 +194,12 @@ def local(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_gradients_of_no_sync_stay_the_ranks_own(pool2, combination):
+def test_no_sync_gradients_stay_local(pool2, combination):
     assert pool2.run(local, combination) == [([], [], [])] * 2
 
 
 def local_on_one_rank():
-    """One rank keeps its gradients, by its own switch, and the other has dropped its."""
+    """One rank keeps its gradients, by its own setting, and the other has dropped its."""
     model = wrapped(Stack, ("full_shard", "shm"))
     with model.no_sync():
         forward_backward(model, dist.get_rank())
@@ -212,7 +214,7 @@ def local_on_one_rank():
     return message_of(enter, RuntimeError), differences(grads_of(model), before)
 
 
-def test_gradients_that_one_rank_has_kept_are_refused(pool2):
+def test_local_gradients_on_one_rank_are_refused(pool2):
     for said, changed in pool2.run(local_on_one_rank):
         assert "some ranks, but not all, have an unreduced gradient" in said
         assert changed == []
@@ -234,11 +236,11 @@ def stumbling(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_an_error_within(pool2, combination):
+def test_error_inside(pool2, combination):
     assert pool2.run(stumbling, combination) == [[], []]
 
 
-def test_alone():
+def test_single_rank():
     model = FSDP(make(Stack))
     forward_backward(model, 0)
     before = grads_of(model)

@@ -1,7 +1,7 @@
 """Units with a process group of their own (experts) within a model: norms, memory and the summary.
 
-Such a unit is a model of its own. What sums over a model's ranks has no one answer
-for it and the rest, and must say so; what counts bytes on this rank must count both.
+Such a unit is a separate model. A sum over a model's ranks has no single value for it and the rest,
+so it is refused; counts of bytes on this rank include both.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Experts(nn.Module):
 
 
 def groups_of(size: int) -> Any:
-    """This rank's group of so many neighbours."""
+    """Return this rank's group of so many neighbors."""
     rank, world = dist.get_rank(), dist.get_world_size()
     made = [dist.new_group([*range(n, n + size)]) for n in range(0, world, size)]
     return made[rank // size]
@@ -58,7 +58,7 @@ def sharded(transport: str, strategy: str, size: int) -> Any:
 
 
 def parted(model: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Its parameters: shared by all, and of experts."""
+    """Return its parameters: shared by all, and of experts."""
     named = list(model.named_parameters())
     return [p for n, p in named if "experts" not in n], [p for n, p in named if "experts" in n]
 
@@ -72,7 +72,7 @@ def norms(transport: str, strategy: str, size: int) -> Any:
     for order in (grads, grads[::-1], [p.grad for p in [*shared[:1], *own[:1]]]):
         said = message_of(lambda order=order: total_norm(order), NotImplementedError)
         assert "process group" in said and "once for the parameters of each" in said, said
-    if strategy == "no_shard":  # the parameters are whole, but not the same on each rank
+    if strategy == "no_shard":  # unsharded, but not the same on each rank
         message_of(lambda: total_norm(model.parameters()), NotImplementedError)
     found = [float(total_norm([p.grad for p in each])) for each in (shared, own)]
     squares = [n * n for n in zshard.named_norms(model, grads=True).values()]
@@ -83,7 +83,7 @@ def norms(transport: str, strategy: str, size: int) -> Any:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_norm_over_experts_and_the_rest_is_refused(
+def test_norm_across_experts_and_shared_parameters_is_refused(
     pool2: RankPool, transport: str, strategy: str
 ) -> None:
     (shared, own), (other_shared, other) = pool2.run(norms, transport, strategy, 1)
@@ -92,7 +92,7 @@ def test_a_norm_over_experts_and_the_rest_is_refused(
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_norm_over_experts_of_pairs_of_ranks_is_refused(pool4: RankPool, transport: str) -> None:
+def test_norm_across_experts_of_pairs_is_refused(pool4: RankPool, transport: str) -> None:
     found = pool4.run(norms, transport, "full_shard", 2)
     assert len({shared for shared, _ in found}) == 1
     assert found[0] == found[1] and found[2] == found[3] != found[1]
@@ -103,7 +103,7 @@ def test_a_norm_over_experts_of_pairs_of_ranks_is_refused(pool4: RankPool, trans
 
 @passing_groups()
 def bytes_held(transport: str, strategy: str, size: int) -> Any:
-    """What memory() of the model and of its parts counts, after a step and before it."""
+    """Return memory() of the model and of its submodules, after a step and before it."""
     model = sharded(transport, strategy, size)
     predicted = model.memory("predicted")
     optimizer = torch.optim.Adam(model.parameters())
@@ -149,7 +149,7 @@ def test_memory_counts_experts_of_pairs(pool4: RankPool, transport: str) -> None
 
 @passing_groups()
 def limits() -> Any:
-    """How much memory FSDP() asks for around experts that are there: nothing for them."""
+    """Check the memory that FSDP() requires around existing experts: nothing for them."""
     own, model = groups_of(1), nn.Sequential(nn.Linear(8, 8), nn.Linear(1024, 1024))
     model[1] = FSDP(model[1], process_group=own)
     FSDP(model, memory_limit="3MiB", auto_wrap_policy=None)
@@ -157,7 +157,7 @@ def limits() -> Any:
         FSDP(nn.Sequential(nn.Linear(1024, 1024)), memory_limit="3MiB")
 
 
-def test_the_check_of_memory_counts_the_model_without_its_experts(pool2: RankPool) -> None:
+def test_memory_check_excludes_existing_experts(pool2: RankPool) -> None:
     pool2.run(limits)
 
 

@@ -1,4 +1,4 @@
-"""Gradient norms and clipping over shards: the norm of the whole, the same bits on every rank."""
+"""Gradient norms and clipping over shards: the full model's norm, bit-identical on every rank."""
 
 import math
 
@@ -19,7 +19,7 @@ def make_model():
 
 
 def backward(model, rank, scale=1.0):
-    """The same loss for all ranks, so that the average is what one process gets."""
+    """The same loss for all ranks, so that the average equals one process's result."""
     inputs = torch.randn(5, 70, generator=torch.Generator().manual_seed(1))
     (model(inputs).square().sum() * scale).backward()
 
@@ -28,8 +28,8 @@ def whole_grads(model):
     return [p.grad.clone() for p in model.parameters()]
 
 
-def slices_equal(model, expected):
-    """Are this rank's gradients the slices of `expected` that it owns, to the last few bits?"""
+def shards_equal(model, expected):
+    """Check that this rank's gradients are its shards of `expected`, up to the last few bits."""
     for param, whole in zip(model.parameters(), expected, strict=True):
         info = zshard.shard_info(param)
         part = whole.flatten()
@@ -56,7 +56,7 @@ def test_power_sum(dtype):
 
 @pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_power_sum_lets_bad_numbers_through(p, bad):
+def test_power_sum_propagates_nan_and_inf(p, bad):
     for at in (0, 31, 32, 99):
         tensor = torch.ones(100)
         tensor[at] = bad
@@ -64,7 +64,7 @@ def test_power_sum_lets_bad_numbers_through(p, bad):
         assert math.isnan(total) if math.isnan(bad) else total == math.inf
 
 
-def test_power_sum_has_the_same_bits_for_any_number_of_threads():
+def test_power_sum_is_independent_of_threads():
     tensor = torch.randn(1_000_003)
     before = torch.get_num_threads()
     totals = set()
@@ -75,7 +75,7 @@ def test_power_sum_has_the_same_bits_for_any_number_of_threads():
     assert len(totals) == 1
 
 
-def test_power_sum_refuses_what_it_cannot_read():
+def test_power_sum_refuses_unsupported_tensors():
     with pytest.raises(TypeError, match="contiguous floating-point tensors"):
         _core.power_sum([torch.ones(4, 4).t()[:2]], 2.0)
     with pytest.raises(TypeError, match="contiguous floating-point tensors"):
@@ -87,7 +87,7 @@ def test_power_sum_refuses_what_it_cannot_read():
 # --- clipping -----------------------------------------------------------------------------------
 
 
-def test_without_shards_it_is_torchs():
+def test_without_shards_torch_clips():
     params = [nn.Parameter(torch.randn(9)) for _ in range(3)]
     for param in params:
         param.grad = torch.randn(9)
@@ -100,7 +100,7 @@ def test_without_shards_it_is_torchs():
 
 
 def clip_and_compare(strategy, norm_type, how):
-    """Clips the sharded model one way and a plain one by torch; returns the norm's bits."""
+    """Clip the sharded model one way and a plain one by torch; return the norm's bits."""
     rank = torch.distributed.get_rank()
     plain = make_model()
     backward(plain, rank)
@@ -113,10 +113,10 @@ def clip_and_compare(strategy, norm_type, how):
     else:
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type)
     torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
-    slices_equal(model, whole_grads(plain))
+    shards_equal(model, whole_grads(plain))
 
     again = model.clip_grad_norm_(1e9, norm_type)  # below the limit: nothing is scaled
-    slices_equal(model, whole_grads(plain))
+    shards_equal(model, whole_grads(plain))
     assert again <= 0.5 * 1.0001
     return norm.view(torch.int32).item(), norm.dtype
 
@@ -124,7 +124,7 @@ def clip_and_compare(strategy, norm_type, how):
 @ranks(2, 3)
 @pytest.mark.parametrize("how", ["model", "torch"])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-def test_the_norm_is_that_of_the_whole_model(pool, strategy, how):
+def test_norm_equals_the_full_models(pool, strategy, how):
     for norm_type in NORMS:
         results = pool.run(clip_and_compare, strategy, norm_type, how)
         assert set(results) == {(results[0][0], torch.float32)}
@@ -141,11 +141,11 @@ def clip_beside_whole_parameters():
     extra.grad = torch.full((4,), 3.0)
     norm = torch.nn.utils.clip_grad_norm_([*model.parameters(), extra], 1.0)
     torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
-    slices_equal(model, whole_grads(plain))
+    shards_equal(model, whole_grads(plain))
     torch.testing.assert_close(extra.grad, torch.full((4,), 3.0) / expected)
 
 
-def test_whole_parameters_count_once(pool2):
+def test_unsharded_parameters_count_once(pool2):
     pool2.run(clip_beside_whole_parameters)
 
 
@@ -172,7 +172,7 @@ def clip_with_a_bad_number_on_one_rank(bad):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_bad_number_on_one_rank_is_seen_by_all(pool2, bad):
+def test_nonfinite_gradient_on_one_rank_reaches_all(pool2, bad):
     pool2.run(clip_with_a_bad_number_on_one_rank, bad)
 
 
@@ -197,5 +197,5 @@ def scale_by_torch(model):
     return lambda limit: torch.nn.utils.clip_grads_with_norm_(model.parameters(), limit, one)
 
 
-def test_what_cannot_be_clipped_rightly_is_refused(pool2):
+def test_gradients_without_a_global_norm_are_refused(pool2):
     pool2.run(clip_wrongly)

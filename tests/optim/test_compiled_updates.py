@@ -1,7 +1,6 @@
-"""Updates that torch.compile compiles per parameter, and kernels of libraries.
+"""Updates that torch.compile compiles per parameter, and library kernels.
 
-An elementwise one trains as on the plain model; any other is refused, with what an optimizer
-can do instead.
+An elementwise one trains as on the plain model; any other is refused with a remedy for optimizers.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def by_norm(param: Tensor, grad: Tensor, momentum: Tensor) -> None:
 
 
 class PerParameter(torch.optim.Optimizer):
-    """An optimizer in torchao's way: an update of one parameter at a time."""
+    """An optimizer in torchao's style: one parameter at a time."""
 
     def __init__(self, params: Any, update: Callable[..., None]) -> None:
         super().__init__(params, {})
@@ -76,7 +75,7 @@ def trained(combination: tuple[str, str]) -> list[str]:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_an_elementwise_update_that_is_compiled_trains(pool2, combination):
+def test_compiled_elementwise_update_trains(pool2, combination):
     assert pool2.run(trained, combination) == [[], []]
 
 
@@ -89,13 +88,13 @@ def refused(transport: str) -> str:
 
 
 @pytest.mark.parametrize("transport", ("shm", "c10d"))
-def test_an_update_by_a_norm_is_refused_as_an_optimizers(pool2, transport):
+def test_compiled_update_with_a_norm_is_refused(pool2, transport):
     for said in pool2.run(refused, transport):
         assert "norm()" in said and "elementwise one" in said and "no_shard" in said
 
 
 def compiled_before() -> None:
-    """Functions that were compiled before the first FSDP(...) of the process."""
+    """Functions that were compiled before the process's first FSDP(...)."""
     loose, strict = compiled(elementwise), compiled(elementwise, fullgraph=True)
     plain = make(Wide)
     train(plain, PerParameter(plain.parameters(), loose), True)
@@ -107,7 +106,7 @@ def compiled_before() -> None:
     assert "omit fullgraph=True" in said
 
 
-def test_what_was_compiled_before_the_model_was_sharded():
+def test_functions_compiled_before_sharding():
     fork_ranks(compiled_before, 2)
 
 
@@ -134,7 +133,7 @@ def test_32_bit_optimizers_of_bitsandbytes_train(pool2, combination, name):
 
 
 class Kernel:
-    """A library's operation, as torch calls the guard with it."""
+    """A library's operation, as torch passes it to the guard."""
 
     _qualified_op_name = "bitsandbytes::optimizer_update_32bit"
     __name__ = "optimizer_update_32bit"
@@ -158,7 +157,7 @@ def by_kernel(combination: tuple[str, str]) -> Any:
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_a_librarys_elementwise_kernel_gets_slices_of_the_same_elements(pool2, combination):
+def test_library_kernel_gets_matching_shards(pool2, combination):
     assert pool2.run(by_kernel, combination) == [[], []]
 
 

@@ -1,7 +1,7 @@
-"""Optimizers that have state when their parameters are sharded: of a snapshot that a script loads before
-it wraps the model, or of steps of the plain model.
+"""Optimizers that have state when their parameters are sharded: from a snapshot that a script loads
+before it wraps the model, or from steps of the plain model.
 
-The plain model, trained on all ranks' batches, goes on without being wrapped.
+The reference is a plain model, trained on all ranks' batches, that is never wrapped.
 """
 
 import copy
@@ -35,12 +35,12 @@ def own_steps(model, optimizer, steps):
         optimizer.step()
 
 
-def goes_on(combination, name, loads):
+def state_survives(combination, name, loads):
     strategy, transport = combination
     plain = make(Wide)
     theirs = make_optimizer(name, plain)
     plain_steps(plain, theirs, range(3))
-    if loads:  # as a script that resumes
+    if loads:  # as a resuming script
         model = make(Wide, seed=2)
         optimizer = make_optimizer(name, model)
         model.load_state_dict(copy.deepcopy(plain.state_dict()))
@@ -67,7 +67,7 @@ def state_of(optimizer):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_state_from_before_sharding(pool, combination, name, loads):
-    assert pool.run(goes_on, combination, name, loads) == [[]] * pool.world
+    assert pool.run(state_survives, combination, name, loads) == [[]] * pool.world
 
 
 def by_layers():

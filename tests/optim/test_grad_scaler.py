@@ -1,4 +1,4 @@
-"""Loss scaling: all ranks skip a step or none does, and the scale is that of DDP with torch's."""
+"""Loss scaling: either all ranks skip a step or none, and the scale equals torch's under DDP."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def scaler_of(name, **options):
 
 
 def poison(model, rank, bad=math.inf):
-    """Puts a bad number into a gradient that `rank` holds a part of; elsewhere there is none. (Over
-    shm small units lie on rank 0 alone.)"""
+    """Put NaN or inf into a gradient that has a shard on `rank`; elsewhere there is none. (Over shm
+    small units are on rank 0 alone.)"""
     if dist.get_rank() == rank:
         grad = next(p.grad for p in model.parameters() if p.grad is not None and p.grad.numel())
         zshard.to_local(grad).view(-1)[0] = bad
@@ -38,7 +38,8 @@ def victim(transport):
 
 
 def one_step(combination, library, bad, early):
-    """(was the step skipped, scale after, found by torch's own look at this rank's gradients)."""
+    """Return (was the step skipped, scale afterwards, inf found by torch's own check of this rank's
+    gradients)."""
     model = wrapped(Stack, combination)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -59,7 +60,7 @@ def one_step(combination, library, bad, early):
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("library", SCALERS)
 @pytest.mark.parametrize("combination", SHARDED)
-def test_all_ranks_skip_what_one_must(pool, combination, library, early):
+def test_all_ranks_skip_together(pool, combination, library, early):
     for bad in (math.inf, -math.inf, math.nan):
         found = pool.run(one_step, combination, library, bad, early)
         assert sorted(finite for *_, finite in found) == [False] + [True] * (pool.world - 1)
@@ -71,7 +72,7 @@ def test_all_ranks_skip_what_one_must(pool, combination, library, early):
 
 
 def fused_step(bad):
-    """torch's fused optimizers get what was found as a tensor, and skip by themselves."""
+    """torch's fused optimizers get the result as a tensor, and skip by themselves."""
     model = wrapped(Stack, ("full_shard", "shm"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -93,7 +94,7 @@ def test_fused_optimizers_skip_as_well(pool2):
 
 
 def trained(parallel, model, case, scaler, library):
-    """(state, scales, losses) of training with two optimizers and overflows on one rank."""
+    """Return (state, scales, losses) of training with two optimizers and overflows on one rank."""
     named = list(model.named_parameters())
     cls = zshard.SGD if library == "zshard" else torch.optim.SGD
     groups = ([p for i, (_, p) in enumerate(named) if i % 2 == half] for half in (0, 1))
@@ -103,7 +104,7 @@ def trained(parallel, model, case, scaler, library):
         for optimizer in optimizers:
             optimizer.zero_grad()
         loss = loss_of(parallel(case.batch(step, dist.get_rank())))
-        # Too large a loss on one rank: after the mean over ranks some gradients are inf.
+        # One rank's loss is too large: after the mean over ranks some gradients are inf.
         huge = math.inf if step in (2, 5) and dist.get_rank() == 1 else 1.0
         scaler.scale(loss * huge).backward()
         for optimizer in optimizers[: 1 + step % 2]:
@@ -130,14 +131,14 @@ def compare(name, combination, library):
 @pytest.mark.parametrize("library", SCALERS)
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @pytest.mark.parametrize("name", ["mlp", "net", "odds"])
-def test_training_has_the_bits_and_scales_of_ddp(pool2, name, combination, library):
+def test_training_and_scales_are_bit_identical_to_ddp(pool2, name, combination, library):
     for wrong, same_scales, same_losses, scales in pool2.run(compare, name, combination, library):
         assert wrong == [] and same_scales and same_losses
-        assert scales[2] == scales[1] / 2 and max(scales) > 1024.0  # it went both ways
+        assert scales[2] == scales[1] / 2 and max(scales) > 1024.0  # it changed in both directions
 
 
 def clipped(combination):
-    """unscale_, clip, step, update; one rank's inf in the middle."""
+    """unscale_, clip, step, update; one rank has an inf in the middle."""
     model, other = wrapped(Stack, combination), wrapped(Stack, combination)
     scaler, scales, norms = scaler_of("zshard"), [], []
     for step in range(4):
@@ -170,8 +171,8 @@ def test_unscale_clip_step_update(pool2, combination):
 
 
 def only_one_optimizer():
-    """An inf that one optimizer's gradients have does not keep the other from stepping; the scale
-    is for both."""
+    """An inf in one optimizer's gradients does not stop the other from stepping; they share the
+    scale."""
     model = wrapped(Stack, ("full_shard", "shm"))
     first = torch.optim.SGD(model.blocks.parameters(), 0.1)
     second = torch.optim.SGD(model.head.parameters(), 0.1)
@@ -186,11 +187,11 @@ def only_one_optimizer():
     return changed, scaler.get_scale()
 
 
-def test_each_optimizer_is_looked_at_by_itself(pool2):
+def test_each_optimizer_is_checked_separately(pool2):
     assert pool2.run(only_one_optimizer) == [({"head.weight", "head.bias"}, 512.0)] * 2
 
 
-# --- what is left alone ----------------------------------------------------------------------------
+# --- unsharded models ------------------------------------------------------------------------------
 
 
 def beside_whole_parameters():
@@ -207,12 +208,12 @@ def beside_whole_parameters():
     return differences(model.state_dict(), before), scaler.get_scale()
 
 
-def test_whole_parameters_in_the_same_optimizer_count_too(pool2):
+def test_unsharded_parameters_of_the_optimizer_count(pool2):
     assert pool2.run(beside_whole_parameters) == [([], 512.0)] * 2
 
 
 def not_sharded():
-    """Each rank for itself: nothing here is zshard's."""
+    """Every rank is independent: zshard has no part in this model."""
     plain = make(Stack)
     optimizer = torch.optim.SGD(plain.parameters(), 0.1)
     scaler = scaler_of("torch")
@@ -223,13 +224,13 @@ def not_sharded():
     return scaler.get_scale()
 
 
-def test_models_that_are_not_sharded_are_left_alone(pool2):
+def test_unsharded_models_use_torchs_scaler(pool2):
     assert pool2.run(not_sharded) == [1024.0, 512.0]
 
 
 @pytest.mark.parametrize("bad", [math.inf, None])
 @pytest.mark.parametrize("library", SCALERS)
-def test_a_world_of_one_is_torchs(library, bad):
+def test_single_rank_uses_torchs_scaler(library, bad):
     found = []
     for net in (make(Stack), zshard.FSDP(make(Stack))):
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -261,13 +262,13 @@ def too_early():
     return message, differences([p.grad for p in model.parameters()], grads)
 
 
-def test_gradients_that_are_not_reduced_are_refused_as_they_are(pool2):
+def test_unreduced_gradients_are_refused_unchanged(pool2):
     for message, wrong in pool2.run(too_early):
         assert "no_sync()" in message and wrong == []
 
 
 def test_devices():
-    assert zshard.GradScaler().is_enabled()  # torch's default would be a device that is not here
+    assert zshard.GradScaler().is_enabled()  # torch's default device is missing here
     with pytest.raises(ValueError, match="'cpu' or 'cuda', got 'tpu'"):
         zshard.GradScaler("tpu")
     assert issubclass(zshard.GradScaler, torch.amp.GradScaler)

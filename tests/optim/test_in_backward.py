@@ -1,6 +1,7 @@
-"""optimizer_in_backward(): the bits of step() after backward, one unit's gradients at a time.
+"""optimizer_in_backward(): bit-identical to step() after backward, with one unit's gradients at a
+time.
 
-What differs is asked of every model, strategy and way of calling it.
+The comparison covers every model, strategy and way of calling it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from torch import nn
 import zshard
 from zshard import FSDP
 
-# --- the bits of step() after backward --------------------------------------------------------------
+# --- bit-identical to step() after backward ---------------------------------------------------------
 
 
 def train_case(name, model, optimizer):
@@ -80,7 +81,7 @@ def test_hybrid(pool4, transport):
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_every_way_of_checkpointing(pool2, way, reentrant):
     if reentrant and way in OF_THE_ROOT:
-        pytest.skip("an error: see test_a_weight_that_is_recomputed_after_its_step")
+        pytest.skip("an error: see test_weight_recomputed_after_its_step")
     build = functools.partial(Stack, way, reentrant)
     assert pool2.run(wrong, three_steps, build) == [{}, {}]
 
@@ -92,14 +93,14 @@ def recomputed_after_its_step(way):
 
 
 @pytest.mark.parametrize("way", OF_THE_ROOT)
-def test_a_weight_that_is_recomputed_after_its_step(pool2, way):
+def test_weight_recomputed_after_its_step(pool2, way):
     words = ("unit '(root)' again after", "got a shard of 'shift'")
     for said in pool2.run(recomputed_after_its_step, way):
         assert any(word in said for word in words), said
 
 
 class Passing(nn.Module):
-    """What T5 does: a tensor that the first block makes goes through all, out of each as well."""
+    """As T5 does: a tensor that the first block creates passes through all, and out of each."""
 
     class Part(Block):
         def forward(self, x, bias):
@@ -118,7 +119,7 @@ class Passing(nn.Module):
 
 
 class Repeated(nn.Module):
-    """Blocks that are called twice, and one that every second batch leaves out."""
+    """Blocks that are called twice, and one that every second batch skips."""
 
     def __init__(self):
         super().__init__()
@@ -133,7 +134,7 @@ class Repeated(nn.Module):
 
 
 def more_forwards(by_turns, model, optimizer):
-    """Evaluations (`by_turns`: on one rank), graphs that are dropped, two losses for a backward."""
+    """Evaluations (`by_turns`: on one rank), dropped graphs, two losses for one backward."""
     rank = dist.get_rank()
     for step in range(4):
         if rank == step % 2 or not by_turns:
@@ -147,7 +148,7 @@ def more_forwards(by_turns, model, optimizer):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("build", [Passing, Repeated, Blocks])
-def test_modules_called_otherwise_than_once(pool2, build):
+def test_modules_not_called_exactly_once(pool2, build):
     if build is not Blocks:
         assert pool2.run(wrong, three_steps, build) == [{}, {}]
     assert pool2.run(wrong, functools.partial(more_forwards, False), build) == [{}, {}]
@@ -157,7 +158,7 @@ def test_modules_called_otherwise_than_once(pool2, build):
 
 
 def accumulating(synced, model, optimizer):
-    """Three batches to a step, the first two in no_sync() unless `synced`."""
+    """Three batches per step, the first two in no_sync() unless `synced`."""
     for step in range(6):
         last = step % 3 == 2
         model.set_requires_gradient_sync(last)
@@ -167,7 +168,7 @@ def accumulating(synced, model, optimizer):
 
 
 def grads_while_accumulating(combination):
-    """Parameters with a .grad: in no_sync(), and after the synced backward."""
+    """Return the parameters with a .grad: in no_sync(), and after the synced backward."""
     model = wrapped(Blocks, combination)
     model.optimizer_in_backward(zshard.AdamW(model.parameters()))
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -234,7 +235,7 @@ def test_gradients_of_one_unit_at_a_time(pool2, combination):
     ):
         assert len(seen) == len(most) == 3 * 24
         assert max(held for held, _ in most) == 24
-        assert max(held for held, _ in seen) <= 3  # one is autograd's, of the unit after
+        assert max(held for held, _ in seen) <= 3  # autograd holds one, of the next unit
         whole = before["grads"]
         page = 4096
         largest = -(-max(unit["grad"] for unit in units) // page) * page
@@ -246,7 +247,7 @@ def test_gradients_of_one_unit_at_a_time(pool2, combination):
 
 
 def stepped_within(combination, forwards):
-    """Whether the last block has been stepped when backward reaches the first."""
+    """Return whether the last block has been stepped when backward reaches the first."""
     model = wrapped(deep, combination, auto_wrap_policy={nn.Linear})
     model.optimizer_in_backward(zshard.SGD(model.parameters(), 0.1))
     last, seen = model[-1].weight, []
@@ -259,6 +260,6 @@ def stepped_within(combination, forwards):
 
 
 @pytest.mark.parametrize("combination", SHARDED)
-def test_a_unit_that_was_called_twice_is_stepped_at_the_end(pool2, combination):
+def test_unit_called_twice_is_stepped_at_the_end(pool2, combination):
     assert pool2.run(stepped_within, combination, 1) == [[True]] * 2
     assert pool2.run(stepped_within, combination, 2) == [[False]] * 2

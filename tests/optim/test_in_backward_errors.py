@@ -1,6 +1,6 @@
-"""optimizer_in_backward(): what is refused, and failures.
+"""optimizer_in_backward(): refusals and failures.
 
-A step that would be wrong is an error with a way out, and training goes on after it.
+A step that would be wrong is an error with a remedy, and training continues after it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch.utils.checkpoint import checkpoint
 
 import zshard
 
-# --- what is refused, and failures ------------------------------------------------------------------------
+# --- refusals and failures --------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_stepped_in_backward():
+def test_unsupported_steps_in_backward():
     model, optimizer, handle = alone(True)
     torchs = torch.optim.AdamW(model.parameters())
     text = message_of(lambda: model.optimizer_in_backward(torchs), TypeError)
@@ -93,14 +93,14 @@ def within_a_checkpoint(reentrant):
     return message_of(loss.backward, NotImplementedError)
 
 
-def test_a_reentrant_checkpoint_around_the_model_is_refused(pool2):
+def test_reentrant_checkpoint_around_the_model_is_refused(pool2):
     assert pool2.run(within_a_checkpoint, False) == [[], []]
     for text in pool2.run(within_a_checkpoint, True):
         assert "use_reentrant=False" in text
 
 
 class Broken(torch.autograd.Function):
-    """Raises in backward, at the place of the model where it stands, if told to."""
+    """Raises in backward at its place in the model, if enabled."""
 
     raises = False
 
@@ -122,8 +122,8 @@ class Fragile(Blocks):
         return self.head(x)
 
 
-def goes_on(combination):
-    """After a backward that raised on all ranks: do the ranks go on together?"""
+def continues(combination):
+    """After a backward that raised on all ranks: do the ranks continue together?"""
     model = wrapped(Fragile, combination)
     optimizer = make_optimizer(ADAMW, model)
     model.optimizer_in_backward(optimizer)
@@ -141,14 +141,14 @@ def goes_on(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_training_goes_on_after_a_backward_that_raised(pool2, combination):
-    first, second = pool2.run(goes_on, combination)
+def test_training_continues_after_a_failed_backward(pool2, combination):
+    first, second = pool2.run(continues, combination)
     assert differences_of(first, second) == []
     assert [name for name, value in first.items() if not value.isfinite().all()] == []
 
 
 def failing_step(combination):
-    """An exception out of the optimizer leaves backward as it is."""
+    """An exception of the optimizer propagates out of backward unchanged."""
     model = wrapped(Blocks, combination)
     optimizer = make_optimizer(ADAMW, model)
     model.optimizer_in_backward(optimizer)
@@ -163,5 +163,5 @@ def failing_step(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_an_error_of_the_optimizer_comes_out_of_backward(pool2, combination):
+def test_optimizer_error_propagates_from_backward(pool2, combination):
     assert pool2.run(failing_step, combination) == ["\"param group lacks 'lr'\""] * 2

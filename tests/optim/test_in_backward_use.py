@@ -1,6 +1,6 @@
 """optimizer_in_backward() in scripts: a world of one, schedulers, several optimizers, hooks.
 
-What a script does around a step() after backward, it may do around steps within.
+Everything that a script does around a step() after backward also works around steps in backward.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from zshard import FSDP
 
 
 @pytest.mark.parametrize("optimizer", [zshard.AdamW, zshard.Adam, zshard.SGD])
-def test_alone(optimizer):
+def test_single_rank(optimizer):
     states = []
     for in_backward in (False, True):
         model, made, _ = alone(in_backward, optimizer)
@@ -53,8 +53,8 @@ def test_alone(optimizer):
     assert differences_of(*states) == []
 
 
-def test_alone_in_mixed_precision():
-    """Where gradients are cast, and so reduced, in a world of one too."""
+def test_single_rank_in_mixed_precision():
+    """Gradients are cast there, and so reduced even in a world of one."""
     states = []
     for in_backward in (False, True):
         torch.manual_seed(0)
@@ -71,7 +71,7 @@ def test_alone_in_mixed_precision():
     assert differences_of(*states) == []
 
 
-def test_alone_a_removed_handle_leaves_nothing():
+def test_single_rank_removed_handle_leaves_nothing():
     model, optimizer, handle = alone(True)
     loss_of(model(batch(0))).backward()
     copied = copy.deepcopy(model)
@@ -106,14 +106,14 @@ def scheduled(call_step, model, optimizer):
 
 
 @pytest.mark.parametrize("call_step", [True, False])
-def test_schedulers_go_on_with_and_without_calls_of_step(pool2, call_step):
+def test_schedulers_advance_with_and_without_step_calls(pool2, call_step):
     run = functools.partial(scheduled, call_step)
     assert pool2.run(wrong, run, Blocks, [("full_shard", "shm")]) == [{}, {}]
 
 
 def shares(combination, split):
-    """Two optimizers, over parameters that lie in the same units: what differs from steps after
-    backward. split: only one of them steps in backward."""
+    """Two optimizers over parameters of the same units: what differs from steps after backward.
+    split: only one of them steps in backward."""
     states, kept = [], []
     for in_backward in (False, True):
         model = wrapped(Blocks, combination)
@@ -141,7 +141,7 @@ def test_two_optimizers(pool2, combination, split):
 
 
 def hooked(model, optimizer):
-    """Users' hooks see the reduced gradient once, and what they change is stepped with."""
+    """Users' hooks see the reduced gradient once, and the step uses their changes."""
     calls = []
 
     def clamp(param):
@@ -160,7 +160,8 @@ def test_users_hooks_run_before_the_step(pool2):
 
 
 def removed(combination):
-    """What differs after two steps in backward, remove() and two usual steps; memory as before."""
+    """Return what differs after two steps in backward, remove() and two usual steps; memory as
+    before."""
     states, memories = [], []
     for in_backward in (False, True):
         model = wrapped(Blocks, combination)
@@ -179,7 +180,7 @@ def removed(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_a_removed_handle_leaves_the_model_as_it_was(pool2, combination):
+def test_removed_handle_leaves_the_model_unchanged(pool2, combination):
     for found, (usual, after) in pool2.run(removed, combination):
         assert found == []
         assert usual == after > 0
@@ -202,18 +203,18 @@ def freed_at_once(combination):
         assert [reference() for reference in alive[:2]] == [None, None]
         deadline = time.monotonic() + 20
         while alive[2]() is not None and time.monotonic() < deadline:
-            time.sleep(0.01)  # with its state, until the other rank has dropped its own
+            time.sleep(0.01)  # freed with its state once the other rank has dropped its own
         return [reference() is not None for reference in alive]
     finally:
         gc.enable()
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_a_dropped_model_is_freed_without_a_collector_with_its_optimizer(pool2, combination):
+def test_dropped_model_and_optimizer_are_freed_without_gc(pool2, combination):
     assert pool2.run(freed_at_once, combination) == [[False] * 3] * 2
 
 
-def test_alone_a_dropped_model_is_freed_at_once():
+def test_single_rank_dropped_model_is_freed_at_once():
     gc.collect()
     gc.disable()
     try:

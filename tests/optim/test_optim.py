@@ -1,7 +1,7 @@
-"""zshard.AdamW, Adam and SGD against torch.optim: the numbers, and when a plan is out of date.
+"""zshard.AdamW, Adam and SGD against torch.optim: results, and when a plan must be rebuilt.
 
-The yardstick is torch's own: SGD must have the bits of torch.optim.SGD, Adam and AdamW those of
-torch's fused step, and stay within 3e-7 of its default step, whose square root is less exact.
+The reference is torch's own: SGD must be bit-identical to torch.optim.SGD, Adam and AdamW to
+torch's fused step, and within 3e-7 of its default step, whose square root is less exact.
 """
 
 import os
@@ -28,9 +28,9 @@ import zshard
 
 @pytest.mark.parametrize(("ours", "torchs", "options"), PAIRS, ids=IDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_bits_of_torch(ours, torchs, options, dtype):
+def test_bit_identical_to_torch(ours, torchs, options, dtype):
     mine, theirs = make_params(dtype), make_params(dtype)
-    if torchs is not torch.optim.SGD:  # the scalar tail of torch's loop may round otherwise
+    if torchs is not torch.optim.SGD:  # the scalar tail of torch's loop may round differently
         mine, theirs = mine[4:6], theirs[4:6]
         mine[0], theirs[0] = (
             nn.Parameter(p.detach()[:128, :64].clone()) for p in (mine[0], theirs[0])
@@ -46,7 +46,7 @@ def test_bits_of_torch(ours, torchs, options, dtype):
 @pytest.mark.parametrize(("ours", "torchs", "options"), PAIRS, ids=IDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_one_float_step_rounded(ours, torchs, options, dtype):
-    """Parameter and state go to float, through torch's step, and back rounded."""
+    """Parameter and state are converted to float, stepped by torch, and rounded back."""
     mine = make_params(dtype)
     optimizer = ours(mine, **options)
     floats = [nn.Parameter(p.detach().float()) for p in mine]
@@ -70,8 +70,9 @@ def test_half_precision_is_one_float_step_rounded(ours, torchs, options, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", ["base", "avx2", "avx512"])
 def test_every_instruction_set(isa):
-    """Each set's loops, in a process that may use no better one, beside torch limited likewise."""
-    tests = "test_bits_of_torch or test_half_precision"
+    """Each instruction set's loops, in a process limited to it, beside torch with the same
+    limit."""
+    tests = "test_bit_identical_to_torch or test_half_precision"
     capability = {"base": "default"}.get(isa, isa)
     env = {**os.environ, "ZSHARD_ISA": isa, "ATEN_CPU_CAPABILITY": capability}
     command = [
@@ -104,8 +105,8 @@ def test_threads_do_not_change_bits():
     assert_same_bits(results[0], results[2])
 
 
-def test_neighbours_of_one_flat_buffer_are_not_mixed_up():
-    """Slices with and without gaps, some without gradients: as separate tensors."""
+def test_neighbors_in_a_flat_buffer_stay_separate():
+    """Shards with and without gaps, some without gradients, equal separate tensors."""
     flat = torch.randn(4096)
     pieces = [(0, 100), (100, 300), (304, 304), (304, 1000), (1010, 1011), (2048, 4096)]
     mine = [nn.Parameter(flat[a:b].unsqueeze(1)) for a, b in pieces]
@@ -122,7 +123,7 @@ def test_neighbours_of_one_flat_buffer_are_not_mixed_up():
     assert_same(after, gaps, "what lies between the slices")
 
 
-def test_state_lies_side_by_side_like_the_parameters():
+def test_state_is_adjacent_like_the_parameters():
     flat = torch.randn(1000)
     params = [nn.Parameter(flat[:300]), nn.Parameter(flat[304:500]), nn.Parameter(flat[500:])]
     optimizer = zshard.AdamW(params)
@@ -133,10 +134,10 @@ def test_state_lies_side_by_side_like_the_parameters():
         assert offsets == [p.data_ptr() - params[0].data_ptr() for p in params]
 
 
-# --- parameters that come, go and change -------------------------------------------------------
+# --- changing parameters -----------------------------------------------------------------------
 
 
-def test_parameters_without_gradients_are_left_alone():
+def test_parameters_without_gradients_stay_unchanged():
     params = make_params()
     optimizer = zshard.AdamW(params)
     give_grads(params)
@@ -148,7 +149,7 @@ def test_parameters_without_gradients_are_left_alone():
     assert [optimizer.state[p]["step"].item() for p in params[1:]] == [1.0] * (len(params) - 1)
 
 
-def test_gradients_that_come_later():
+def test_late_gradients():
     mine, theirs = make_params(), make_params()
     a, b = (
         zshard.SGD(mine, 0.1, momentum=0.9, dampening=0.5),
@@ -163,8 +164,8 @@ def test_gradients_that_come_later():
     assert_same_bits(mine, theirs)
 
 
-def test_each_step_counts_for_its_own_parameter():
-    """Unequal step counts give unequal bias corrections, in one call."""
+def test_step_counts_are_per_parameter():
+    """Different step counts give different bias corrections, in one call."""
     mine, theirs = make_params(sizes=[(64,)] * 4), make_params(sizes=[(64,)] * 4)
     a, b = zshard.AdamW(mine), torch.optim.AdamW(theirs, fused=True)
     for step in range(4):
@@ -177,7 +178,7 @@ def test_each_step_counts_for_its_own_parameter():
     assert [a.state[p]["step"].item() for p in mine] == [1.0, 2.0, 3.0, 4.0]
 
 
-def test_add_param_group_and_groups_of_their_own():
+def test_add_param_group_and_group_options():
     mine, theirs = make_params(), make_params()
     a, b = zshard.SGD(mine[:3], 0.1, momentum=0.9), torch.optim.SGD(theirs[:3], 0.1, momentum=0.9)
     train([(a, mine), (b, theirs)], steps=2)
@@ -196,7 +197,7 @@ def test_replaced_parameter_list():
     assert_same_bits(mine, theirs)
 
 
-def test_moved_memory_is_found():
+def test_moved_memory_is_detected():
     """`p.data = ...` for a parameter and for its state, between steps."""
     mine, theirs = make_params(), make_params()
     a, b = zshard.SGD(mine, 0.1, momentum=0.9), torch.optim.SGD(theirs, 0.1, momentum=0.9)
@@ -209,7 +210,7 @@ def test_moved_memory_is_found():
 
 
 @pytest.mark.parametrize("how", ["tensor", "entry", "clear", "delete"])
-def test_replaced_state_is_found(how):
+def test_replaced_state_is_detected(how):
     mine, theirs = make_params(), make_params()
     a, b = zshard.SGD(mine, 0.1, momentum=0.9), torch.optim.SGD(theirs, 0.1, momentum=0.9)
     train([(a, mine), (b, theirs)], steps=2)
@@ -228,7 +229,8 @@ def test_replaced_state_is_found(how):
 
 
 def test_options_changed_between_steps():
-    """A scheduler's lr, and amsgrad and momentum turned on: state that was not needed is made."""
+    """A scheduler's lr, and amsgrad and momentum turned on: state that was not needed is
+    created."""
     mine, theirs = make_params(), make_params()
     a, b = zshard.SGD(mine, 0.1), torch.optim.SGD(theirs, 0.1)
     schedules = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in (a, b)]

@@ -1,7 +1,7 @@
-"""Optimizers that keep state in a dtype of their own, as AnyPrecisionAdamW does, in checkpoints.
+"""Optimizers that keep state in their own dtype, as AnyPrecisionAdamW does, in checkpoints.
 
-What such an optimizer gets back is what it had, so training goes on with the same bits;
-torch's load_state_dict() would have made it of the parameters' dtype.
+Such an optimizer gets back exactly the state that it had, so training continues bit-identically;
+torch's load_state_dict() would have cast it to the parameters' dtype.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import zshard
 
 
 class Halved(torch.optim.Optimizer):
-    """SGD with momentum that is kept in bfloat16."""
+    """SGD with bfloat16 momentum."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr, "momentum_dtype": torch.bfloat16})
@@ -41,8 +41,9 @@ def built(combination, seed):
     return model, Halved(model.parameters())
 
 
-def goes_on(folder, combination):
-    """The state's dtypes, and what differs in the end between a run and one that was resumed."""
+def save_and_resume(folder, combination):
+    """Return the state's dtypes, and what differs at the end between an uninterrupted and a resumed
+    run."""
     model, optimizer = built(combination, 1)
     train(model, CASES["net"], optimizer, rank(), 2)
     zshard.save(folder / "x", model, optimizer)
@@ -59,11 +60,11 @@ def goes_on(folder, combination):
 @pytest.mark.parametrize("combination", [FULL, ("zero1", "c10d")], ids=str)
 def test_state_keeps_its_dtype(pool2, combination, tmp_path):
     expected = {torch.bfloat16}, torch.bfloat16, []
-    assert pool2.run(goes_on, tmp_path, combination) == [expected] * 2
+    assert pool2.run(save_and_resume, tmp_path, combination) == [expected] * 2
 
 
-def test_a_plain_model(tmp_path):
-    assert goes_on(tmp_path, None) == ({torch.bfloat16}, torch.bfloat16, [])
+def test_plain_model(tmp_path):
+    assert save_and_resume(tmp_path, None) == ({torch.bfloat16}, torch.bfloat16, [])
 
 
 def into_another_dtype(folder):
@@ -77,5 +78,5 @@ def into_another_dtype(folder):
     return len(theirs.state)
 
 
-def test_parameters_of_another_dtype(pool2, tmp_path):
+def test_parameters_of_a_different_dtype(pool2, tmp_path):
     assert pool2.run(into_another_dtype, tmp_path) == [0, 0]

@@ -1,4 +1,5 @@
-"""zshard's optimizers as torch.optim's: what C does not take, options, state_dict, copies."""
+"""The torch.optim interface of zshard's optimizers: what C does not support, options, state_dict,
+copies."""
 
 import copy
 import gc
@@ -14,11 +15,11 @@ from torch import nn
 
 import zshard
 
-# --- what the C loop does not take ---------------------------------------------------------------
+# --- tensors that the C loop does not support ----------------------------------------------------
 
 
 @pytest.mark.parametrize(("ours", "torchs", "options"), PAIRS, ids=IDS)
-def test_what_is_not_plain_memory_goes_to_torch(ours, torchs, options):
+def test_unusual_memory_layouts_go_to_torch(ours, torchs, options):
     """channels_last, a strided view, a transposed gradient, complex, beside plain parameters."""
 
     def make():
@@ -63,7 +64,7 @@ def test_sparse_gradients():
 
 @pytest.mark.parametrize("ours", [zshard.AdamW, zshard.Adam])
 @pytest.mark.parametrize("option", ["capturable", "differentiable"])
-def test_options_that_cannot_be_honoured_are_refused(ours, option):
+def test_unsupported_options_are_refused(ours, option):
     params = make_params()
     with pytest.raises(NotImplementedError, match=f"zshard.{ours.__name__}: {option}=True"):
         ours(params, **{option: True})
@@ -97,7 +98,7 @@ def test_foreach_and_fused_make_no_difference():
         assert_same_bits(results[0], other)
 
 
-def test_a_group_without_an_option_names_it():
+def test_missing_group_option_is_named():
     params = make_params()
     optimizer = zshard.AdamW(params)
     give_grads(params)
@@ -107,11 +108,11 @@ def test_a_group_without_an_option_names_it():
         optimizer.step()
 
 
-# --- the rest of torch's face --------------------------------------------------------------------
+# --- the rest of torch's interface ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("ours", "torchs", "options"), PAIRS, ids=IDS)
-def test_state_dict_there_and_back(ours, torchs, options):
+def test_state_dict_round_trip_through_torch(ours, torchs, options):
     """Three steps with ours, two with torch's on the saved state, two with ours again."""
     mine, theirs = make_params(sizes=[(64,), (16, 4)]), make_params(sizes=[(64,), (16, 4)])
     a, b = ours(mine, **options), reference(torchs, theirs, **options)
@@ -149,7 +150,7 @@ def test_old_state_with_a_number_for_step():
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_go_on_by_themselves(how):
+def test_copies_are_independent(how):
     params = make_params()
     optimizer = zshard.SGD(params, 0.1, momentum=0.9)
     train([(optimizer, params)], steps=2)
@@ -184,7 +185,7 @@ def test_closure_hooks_and_profiler_name():
     assert "Optimizer.step#AdamW.step" in {event.name for event in profile.events()}
 
 
-def test_a_step_between_forward_and_backward_is_found():
+def test_step_between_forward_and_backward_is_detected():
     params = [nn.Parameter(torch.ones(3))]
     optimizer = zshard.SGD(params, 0.1)
     loss = (params[0] * params[0]).sum()
@@ -194,7 +195,7 @@ def test_a_step_between_forward_and_backward_is_found():
         loss.backward()
 
 
-def test_nan_and_inf_go_where_torch_puts_them():
+def test_nan_and_inf_propagate_as_in_torch():
     values = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, 3e38, 1.0] * 4
     for ours, torchs, options in PAIRS:
         mine, theirs = make_params(sizes=[(32,)]), make_params(sizes=[(32,)])
@@ -226,7 +227,7 @@ def test_nothing_is_kept_alive():
     assert [ref() for ref in refs] == [None, None, None]
 
 
-def test_plan_refuses_what_it_cannot_use():
+def test_plan_refuses_unsupported_tensors():
     from zshard import _core
 
     params = make_params()

@@ -1,11 +1,12 @@
-"""Optimizers on shards are judged by what they do: the slice of the whole's step, or ShardError."""
+"""Optimizers on shards are judged by their operations: the shard of the full step, or
+ShardError."""
 
 import sys
 
 import pytest
 import torch
 from compare import assert_same
-from guarded import equal_to_slice, part_like, part_of, same, sharded_parameter, slice_of
+from guarded import equal_to_shard, part_like, part_of, same, shard_of, sharded_parameter
 from torch import nn
 
 import zshard
@@ -25,7 +26,7 @@ def wholes(seed):
 
 
 class LARS(torch.optim.Optimizer):
-    """With a norm, as people write it."""
+    """With a norm, in the usual implementation."""
 
     def __init__(self, params):
         super().__init__(params, {})
@@ -38,7 +39,7 @@ class LARS(torch.optim.Optimizer):
 
 
 class Renamed(LARS):
-    """Nobody sees by its name what it does."""
+    """Its name does not reveal what it does."""
 
 
 class Lambda(torch.optim.Optimizer):
@@ -57,7 +58,7 @@ class Lambda(torch.optim.Optimizer):
 
 
 def step_twice(make, params, grads):
-    """The optimizer after two steps with these gradients."""
+    """Return the optimizer after two steps with these gradients."""
     optimizer = make(params)
     for _ in range(2):
         for param, grad in zip(params, grads, strict=True):
@@ -67,27 +68,27 @@ def step_twice(make, params, grads):
 
 
 def three(make):
-    """(params, optimizer) of whole parameters, of their shards, and of plain tensors with the shards'
-    elements, after the same two steps."""
+    """Return (params, optimizer) for full parameters, for their shards, and for plain tensors with
+    the shards' elements, after the same two steps."""
     whole = [nn.Parameter(w.clone()) for w in wholes(0)]
     shards = [sharded_parameter(w) for w in wholes(0)]
     plain = [nn.Parameter(shard.to_local().clone()) for shard in shards]
     grads = wholes(1)
-    mine = [slice_of(g, p._zshard_part) for g, p in zip(grads, shards, strict=True)]
+    mine = [shard_of(g, p._zshard_part) for g, p in zip(grads, shards, strict=True)]
     local = [grad.to_local() for grad in mine]
     pairs = ((whole, grads), (shards, mine), (plain, local))
     return [(params, step_twice(make, params, their)) for params, their in pairs]
 
 
 def check_equal(shard, whole, plain):
-    """To the bit the plain elements; and those of the whole but for the last bit, in which torch's
-    kernels differ by where in a tensor an element is."""
+    """Compare bit for bit with the plain elements; with the full ones except for the last bit,
+    where torch's kernels depend on an element's place in the tensor."""
     assert same(shard, plain)
     torch.testing.assert_close(shard.to_local(), part_of(shard).of(whole.detach()))
 
 
 def cases():
-    """Each optimizer in each way that it has."""
+    """Yield each optimizer in each of its variants."""
     for name in ELEMENTWISE:
         for way in WAYS:
             if "fused" not in way or name in HAVE_FUSED:
@@ -95,7 +96,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("name", "way"), [*cases()])
-def test_torchs_elementwise_ones_step_slices_bit_for_bit(name, way):
+def test_torchs_elementwise_optimizers_step_shards_bit_identically(name, way):
     make = getattr(torch.optim, name)
     by_params = three(lambda params: make(params, lr=0.1, **way))
     optimizers = [optimizer for _, optimizer in by_params]
@@ -110,23 +111,23 @@ def test_torchs_elementwise_ones_step_slices_bit_for_bit(name, way):
 
 
 @pytest.mark.parametrize("cls", [zshard.AdamW, zshard.Adam, zshard.SGD])
-def test_zshards_own_step_slices(cls):
+def test_zshards_optimizers_step_shards(cls):
     found = [params for params, _ in three(lambda params: cls(params, lr=0.1))]
     for whole, shard, plain in zip(*found, strict=True):
         check_equal(shard, whole, plain)
 
 
-def test_one_of_the_users_own_that_is_elementwise():
+def test_custom_elementwise_optimizer():
     found = [params for params, _ in three(Lambda)]
     for whole, shard, plain in zip(*found, strict=True):
         check_equal(shard, whole, plain)
-        assert equal_to_slice(shard, whole)
+        assert equal_to_shard(shard, whole)
 
 
-def test_a_closure_is_guarded_within_the_step():
-    """The step itself runs as on plain tensors, what the user passes to it does not."""
+def test_closure_is_guarded_within_the_step():
+    """The step itself runs on plain tensors, but the user's closure does not."""
     shard = sharded_parameter(torch.randn(6, 4))
-    shard.grad = slice_of(torch.randn(6, 4), shard._zshard_part)
+    shard.grad = shard_of(torch.randn(6, 4), shard._zshard_part)
     with pytest.raises(ShardError):
         torch.optim.SGD([shard], lr=0.1).step(lambda: shard.norm())
 
@@ -141,10 +142,10 @@ def refused():
 
 
 @pytest.mark.parametrize("make", [*refused()])
-def test_others_raise_and_change_no_parameter(make):
+def test_other_optimizers_raise_and_change_nothing(make):
     shards = [sharded_parameter(w) for w in wholes(0)]
     for shard, grad in zip(shards, wholes(1), strict=True):
-        shard.grad = slice_of(grad, shard._zshard_part)
+        shard.grad = shard_of(grad, shard._zshard_part)
     with pytest.raises(ShardError, match=r"called on a shard.*of 'weight'"):
         make(shards).step(lambda: torch.tensor(0.0))
     for shard, whole in zip(shards, wholes(0), strict=True):
@@ -152,14 +153,14 @@ def test_others_raise_and_change_no_parameter(make):
 
 
 @pytest.mark.parametrize("make", [*refused()])
-def test_whole_parameters_pass_everything(make):
+def test_unsharded_parameters_allow_everything(make):
     params = [nn.Parameter(w) for w in wholes(0)]
     for param, grad in zip(params, wholes(1), strict=True):
         param.grad = grad
     make(params).step(lambda: torch.tensor(0.0))
 
 
-def test_kernels_that_the_guard_cannot_see_are_refused_by_name(monkeypatch):
+def test_unguarded_kernels_are_refused_by_name(monkeypatch):
     """apex.optimizers.FusedLAMB gets the tensors in C++."""
     shard = sharded_parameter(torch.randn(6, 4))
     monkeypatch.setattr(hooks._core, "is_shard", lambda p: p is shard)
@@ -170,7 +171,7 @@ def test_kernels_that_the_guard_cannot_see_are_refused_by_name(monkeypatch):
 
 
 def calls_before_a_step(params: int) -> int:
-    """How many calls the hook makes before a step of an optimizer that it knows already."""
+    """Return how many calls the hook makes before a step of a known optimizer."""
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1)) for _ in range(params)])
     hooks._before_step(optimizer, (), {})
     made = []
@@ -182,24 +183,24 @@ def calls_before_a_step(params: int) -> int:
     return len(made)
 
 
-def test_costs_no_more_with_more_parameters():
+def test_overhead_is_independent_of_parameter_count():
     assert calls_before_a_step(1000) == calls_before_a_step(1) > 1
 
 
-def test_what_is_one_number_of_a_scalar_parameter_is_no_slice():
+def test_scalar_state_stays_unsharded():
     shard = sharded_parameter(torch.tensor(2.0))
-    shard.grad = slice_of(torch.tensor(1.0), shard._zshard_part)
+    shard.grad = shard_of(torch.tensor(1.0), shard._zshard_part)
     optimizer = torch.optim.NAdam([shard], lr=0.1)
     optimizer.step()
     assert optimizer.state[shard]["step"].item() == 1.0
     assert optimizer.state[shard]["mu_product"].item() < 1.0
 
 
-def test_state_made_by_new_zeros_goes_with_the_shard():
+def test_new_zeros_state_is_sharded():
     for numel in (5, 6, 7):
         whole = torch.randn(6, 3)
         part = part_like(whole, numel=numel)
-        shard = slice_of(whole, part)
+        shard = shard_of(whole, part)
         state = shard.new_zeros(shard.shape)
         assert type(state) is ShardTensor
         assert same(state.add_(shard), shard)

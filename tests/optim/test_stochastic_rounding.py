@@ -1,7 +1,7 @@
-"""Stochastic rounding of bfloat16 parameters: right on average, and the same bits wherever computed.
+"""Stochastic rounding of bfloat16 parameters: unbiased, and bit-identical wherever it is computed.
 
-Bounds on averages are 5 standard deviations of what independent random bits give; seeds are fixed,
-so a test that passes once passes always.
+Bounds on averages are 5 standard deviations for independent random bits; seeds are fixed, so a test
+that passes once always passes.
 """
 
 import math
@@ -31,7 +31,7 @@ def bf16_param(values):
 
 
 def moved(start, change, steps=1, seed=0):
-    """N elements of `start` after steps of plain SGD that add `change`, as float64."""
+    """Return N elements of `start` after steps of plain SGD that add `change`, as float64."""
     param = bf16_param(torch.full((N,), start))
     optimizer = zshard.SGD([param], lr=1.0, stochastic_rounding=True, rounding_seed=seed)
     for _ in range(steps):
@@ -40,19 +40,19 @@ def moved(start, change, steps=1, seed=0):
     return param.detach().double()
 
 
-# --- right on average ----------------------------------------------------------------------------
+# --- unbiased rounding ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("part", [1 / 64, 0.25, 0.5, 0.875])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_the_mean_is_the_exact_value_and_results_are_its_neighbours(sign, part):
+def test_rounding_is_unbiased_to_neighboring_values(sign, part):
     got = sign * moved(sign * 1.0, sign * part * ULP)
     assert set(got.tolist()) == {1.0, 1.0 + ULP}
     error = ULP * math.sqrt(part * (1 - part) / N)
     assert abs(got.mean().item() - (1 + part * ULP)) < 5 * error
 
 
-def test_values_that_bfloat16_has_stay_exact():
+def test_representable_values_stay_exact():
     params = make_params(BF16)
     before = [p.detach().clone() for p in params]
     optimizer = zshard.SGD(params, lr=1.0, stochastic_rounding=True)
@@ -64,7 +64,7 @@ def test_values_that_bfloat16_has_stay_exact():
     assert_same(moved(1.0, 3 * ULP), torch.full((N,), 1.0 + 3 * ULP).double(), "the exact step")
 
 
-def test_infinite_and_undefined_values_and_zeros_survive():
+def test_inf_nan_and_zeros_survive():
     inf, nan = math.inf, math.nan
     largest, smallest = torch.finfo(BF16).max, 2.0**-133
     start = [inf, -inf, nan, 0.0, -0.0, 1.0, 1.0, largest, -largest, smallest]
@@ -88,7 +88,7 @@ def correlation(a, b):
     return abs((a * b).mean().item()) * math.sqrt(a.numel())  # in standard deviations
 
 
-def test_bits_of_elements_steps_and_seeds_have_nothing_in_common():
+def test_random_bits_are_independent():
     coins = ups()
     for lag in (1, 2, 3, 4, 8, 16, 32, 64, 4096):
         assert correlation(coins[lag:], coins[:-lag]) < 5, lag
@@ -109,8 +109,8 @@ def test_bits_of_elements_steps_and_seeds_have_nothing_in_common():
             assert correlation(a, b) < 5, f"steps {i} and {j}"
 
 
-def test_state_decays_where_rounding_to_nearest_keeps_it():
-    """0.999 of a bfloat16 is nearest to itself, so a second moment would never shrink."""
+def test_state_decays_unlike_rounding_to_nearest():
+    """0.999 of a bfloat16 rounds back to itself, so a second moment would never shrink."""
     steps = 200
     left = {}
     for stochastic in (True, False):
@@ -126,12 +126,12 @@ def test_state_decays_where_rounding_to_nearest_keeps_it():
             optimizer.step()
         left[stochastic] = state["exp_avg_sq"].double().mean().item()
     assert left[False] == 1.0
-    spread = ULP * math.sqrt(steps / (1 << 14))  # generous: a coin of at most an ulp at each step
+    spread = ULP * math.sqrt(steps / (1 << 14))  # generous: a coin of at most an ulp per step
     assert abs(left[True] - 0.999**steps) < 5 * spread
 
 
 @pytest.mark.parametrize("cls", [zshard.AdamW, zshard.SGD])
-def test_training_goes_on_where_rounding_to_nearest_stalls(cls):
+def test_training_continues_where_rounding_to_nearest_stalls(cls):
     """Steps of a tenth of a unit in the last place, towards a target."""
     target = torch.linspace(-1.0, 1.0, 512)
     ends = {}
@@ -146,11 +146,11 @@ def test_training_goes_on_where_rounding_to_nearest_stalls(cls):
     assert ends[True] < 0.02
 
 
-# --- the same bits, whoever computes them --------------------------------------------------------
+# --- bit-identical results on any layout ---------------------------------------------------------
 
 
 def trained(pieces, cls=zshard.AdamW, lr=1e-3, **options):
-    """The elements after five steps, cut into parameters of `pieces` elements."""
+    """Return the elements after five steps, split into parameters of `pieces` elements."""
     generator = torch.Generator().manual_seed(3)
     total = sum(pieces)
     params = [
@@ -167,7 +167,7 @@ def trained(pieces, cls=zshard.AdamW, lr=1e-3, **options):
     return torch.cat([p.detach() for p in params])
 
 
-def test_how_elements_are_grouped_does_not_matter():
+def test_results_are_independent_of_grouping():
     whole = trained([10_000])
     assert_same(trained([1, 4_999, 0, 5_000]), whole, "what four parameters become")
     assert_same(trained([31, 9_969]), whole, "what two parameters become")
@@ -175,7 +175,7 @@ def test_how_elements_are_grouped_does_not_matter():
 
 
 def test_numbers_beyond_32_bits():
-    """Where the lower half begins anew, the keys change: in the middle of a run as at its start."""
+    """Keys change where the lower half wraps around, in the middle of a run as at its start."""
     first = 2**32 - 50
 
     def step(numbers, pieces):
@@ -217,7 +217,7 @@ def digest(tensor):
         pytest.param("t.zshard.AdamW", {}, ("avx2", "avx512"), marks=pytest.mark.thorough),
     ],
 )
-def test_vector_width_does_not_matter(cls, options, sets):
+def test_results_are_independent_of_vector_width(cls, options, sets):
     here = Path(__file__).resolve()
     tests = [str(here.parent), str(here.parents[1] / "lib")]
     found = set()
@@ -240,7 +240,7 @@ def bf16_mlp():
 
 
 def batch(step):
-    """The same on all ranks: then the mean of gradients is each rank's, to the bit."""
+    """The same on all ranks, so the mean of gradients is bit-identical to each rank's."""
     generator = torch.Generator().manual_seed(step)
     return torch.randn(5, 7, generator=generator).to(BF16)
 
@@ -270,14 +270,14 @@ def weights_of_sharded(combination, cls):
 @ranks(2, 3)
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @pytest.mark.parametrize("cls", [zshard.AdamW, zshard.SGD], ids=lambda cls: cls.__name__)
-def test_ranks_and_strategy_do_not_matter(pool, combination, cls):
+def test_results_are_independent_of_ranks_and_strategy(pool, combination, cls):
     expected = weights_of_plain(cls)
     for weights in pool.run(weights_of_sharded, combination, cls):
         assert_same(weights, expected, "the weights")
 
 
 def wrapped_after_a_step():
-    """The plain model's first step, then the others on slices: the optimizer stays the same."""
+    """The plain model makes the first step, shards the others: the optimizer stays the same."""
     model = make(bf16_mlp)
     optimizer = zshard.SGD(model.parameters(), lr=1e-2, stochastic_rounding=True)
     steps_of(model, optimizer, 0, 1)
@@ -286,14 +286,15 @@ def wrapped_after_a_step():
     return model.state_dict()
 
 
-def test_a_model_that_is_wrapped_later_keeps_its_numbers(pool2):
+def test_late_wrapping_keeps_the_random_numbers(pool2):
     expected = weights_of_plain(zshard.SGD)
     for weights in pool2.run(wrapped_after_a_step):
         assert_same(weights, expected, "the weights")
 
 
 def resumed(transport, keep_rounding):
-    """What differs between a run that is saved and loaded after 3 of 6 steps and one that is not."""
+    """Return what differs between an uninterrupted run and one that is saved and loaded after 3 of
+    6 steps."""
 
     def new():
         model = FSDP(make(bf16_mlp), transport=transport, auto_wrap_policy={nn.Linear})
@@ -317,18 +318,18 @@ def resumed(transport, keep_rounding):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_resumed_run_goes_on_with_the_same_bits(pool2, transport):
+def test_resumed_run_is_bit_identical(pool2, transport):
     assert pool2.run(resumed, transport, True) == [[], []]
     for wrong in pool2.run(resumed, transport, False):
-        assert wrong != []  # which the number of the step is needed for
+        assert wrong != []  # the step number matters
 
 
-# --- what is rounded, and options ----------------------------------------------------------------
+# --- scope and options ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("cls", [zshard.AdamW, zshard.Adam, zshard.SGD])
-def test_other_dtypes_are_not_touched(cls, dtype):
+def test_other_dtypes_are_unaffected(cls, dtype):
     mine, theirs = make_params(dtype), make_params(dtype)
     mixed = [*mine, *make_params(BF16)]
     a, b = cls(mixed, lr=0.1, stochastic_rounding=True), cls(theirs, lr=0.1)
@@ -340,7 +341,7 @@ def test_other_dtypes_are_not_touched(cls, dtype):
     assert_same_bits(mine, theirs)
 
 
-def test_groups_have_the_options_only_where_wanted():
+def test_groups_have_the_options_only_if_enabled():
     bf16, other = make_params(BF16), make_params(BF16)
     plain = zshard.AdamW([{"params": bf16[:2]}, {"params": other, "stochastic_rounding": True}])
     assert "stochastic_rounding" not in plain.state_dict()["param_groups"][0]
@@ -362,7 +363,7 @@ def test_groups_have_the_options_only_where_wanted():
     assert_same_bits(bf16[:2], nearest)
 
 
-def test_an_older_or_torchs_state_dict_leaves_rounding_on():
+def test_foreign_state_dict_keeps_rounding_enabled():
     params = make_params(BF16)
     optimizer = zshard.AdamW(params, stochastic_rounding=True, rounding_seed=4)
     optimizer.load_state_dict(torch.optim.AdamW(make_params(BF16)).state_dict())
@@ -374,7 +375,7 @@ def test_an_older_or_torchs_state_dict_leaves_rounding_on():
     )
 
 
-def test_a_step_without_gradients_does_not_count():
+def test_step_without_gradients_does_not_count():
     params = make_params(BF16)
     optimizer = zshard.AdamW(params, stochastic_rounding=True)
     optimizer.step()
@@ -383,7 +384,7 @@ def test_a_step_without_gradients_does_not_count():
     assert optimizer.param_groups[0]["rounding_step"] == 2
 
 
-def test_what_cannot_be_rounded_so_is_refused():
+def test_unsupported_dtypes_are_refused():
     half = make_params(torch.float16)
     with pytest.raises(NotImplementedError, match=r"of shape \(16,\) is float16"):
         zshard.AdamW(half, stochastic_rounding=True)
@@ -397,13 +398,13 @@ def test_what_cannot_be_rounded_so_is_refused():
 
 
 @pytest.mark.parametrize("cls", [zshard.AdamW, zshard.SGD])
-def test_nothing_is_rounded_to_nearest_in_silence(cls):
+def test_unsupported_parameters_raise(cls):
     across = nn.Parameter(torch.randn(6, 5).to(BF16).t())
     usual = bf16_param(torch.ones(4))
     optimizer = cls([usual, across], stochastic_rounding=True)
     give_grads([usual, across])
     with pytest.raises(NotImplementedError, match=r"contiguous bfloat16 parameters.*of 30"):
         optimizer.step()
-    assert_same(usual, torch.ones(4).to(BF16), "the other parameter")  # nothing was done before
+    assert_same(usual, torch.ones(4).to(BF16), "the other parameter")  # nothing was changed before
     optimizer.param_groups[0]["stochastic_rounding"] = False
     optimizer.step()

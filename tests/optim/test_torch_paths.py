@@ -1,8 +1,9 @@
-"""Which of torch's three ways to step Adam zshard's equals: each claim of zshard/optim/__init__.py.
+"""Which of torch's three implementations of Adam zshard's equals: each claim of
+zshard/optim/__init__.py.
 
-One step from equal states, so that a difference is of that step. A tensor's tail is its last
-numel % 16 elements (float32 in AVX-512's vectors; 8 in AVX2's): torch's fused loop steps them one by one, in code
-for which the compiler has chosen other multiply-adds.
+One step from equal states, so that a difference comes from that step. A tensor's tail is its last
+numel % 16 elements (float32 in AVX-512's vectors; 8 in AVX2's): torch's fused loop steps them one
+by one, in code for which the compiler has chosen different multiply-adds.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import nn
 import zshard
 from zshard import FSDP
 
-WIDEST = 16  # float32 elements of a vector, where it is widest
+WIDEST = 16  # float32 elements of the widest vector
 SIZES = [*range(1, 50), 64, 1000, 1001, 4099, 70001]
 WAYS = {
     "fused": {"fused": True},
@@ -32,7 +33,7 @@ CLASSES = [(zshard.AdamW, torch.optim.AdamW), (zshard.Adam, torch.optim.Adam)]
 
 
 def one_step_from_the_same(ours, theirs, size, options):
-    """(parameter, state) of both after a step from the state that `ours` has after three."""
+    """Return (parameter, state) of both after a step from the state that `ours` has after three."""
     random = torch.Generator().manual_seed(size)
     mine = nn.Parameter(torch.randn(size, generator=random))
     optimizer = ours([mine], lr=1e-2, **options)
@@ -56,7 +57,7 @@ def one_step_from_the_same(ours, theirs, size, options):
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(("ours", "torchs"), CLASSES, ids=["AdamW", "Adam"])
-def test_all_but_the_tail_has_the_bits_of_torchs_fused_step(ours, torchs, options):
+def test_all_but_the_tail_is_bit_identical_to_torchs_fused_step(ours, torchs, options):
     for size in SIZES:
         (p, state), (q, other) = one_step_from_the_same(
             ours, lambda each: torchs(each, lr=1e-2, fused=True, **options), size, options
@@ -69,8 +70,8 @@ def test_all_but_the_tail_has_the_bits_of_torchs_fused_step(ours, torchs, option
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(("ours", "torchs"), CLASSES, ids=["AdamW", "Adam"])
-def test_the_tail_differs_in_the_last_bits(ours, torchs, options):
-    """Most elements of tails are equal; the moments of none differ by more than a few roundings."""
+def test_tail_differs_in_the_last_bits(ours, torchs, options):
+    """Most elements of tails are equal; their moments never differ by more than a few roundings."""
     differ = total = 0
     for size in range(1, WIDEST):
         (p, state), (q, other) = one_step_from_the_same(
@@ -87,7 +88,7 @@ def test_the_tail_differs_in_the_last_bits(ours, torchs, options):
 @pytest.mark.parametrize("way", ["foreach", "single tensor"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(("ours", "torchs"), CLASSES, ids=["AdamW", "Adam"])
-def test_the_unfused_steps_have_the_same_moments_and_near_parameters(ours, torchs, options, way):
+def test_unfused_steps_have_equal_moments_and_close_parameters(ours, torchs, options, way):
     for size in SIZES:
         (p, state), (q, other) = one_step_from_the_same(
             ours, lambda each: torchs(each, lr=1e-2, **WAYS[way], **options), size, options
@@ -113,7 +114,8 @@ def trained(model, optimizer, width):
 
 
 def beside_ddp(width):
-    """What differs after six steps from DDP with torch's fused AdamW, and by how much at most."""
+    """Return what differs after six steps from DDP with torch's fused AdamW, and the largest
+    difference."""
     plain, model = make(mlp(width)), FSDP(make(mlp(width)))
     parallel = ddp(plain)
     trained(parallel, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True), width)
@@ -124,5 +126,5 @@ def beside_ddp(width):
 
 
 @ranks(2)
-def test_a_model_without_tails_has_the_bits_of_ddp_with_the_fused_step(pool):
+def test_model_without_tails_is_bit_identical_to_ddp_fused(pool):
     assert pool.run(beside_ddp, 32) == [([], 0.0)] * 2

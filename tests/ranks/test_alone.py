@@ -1,7 +1,8 @@
-"""Forwards that not all ranks run: right, or an error, never a mixture of two ranks' weights.
+"""Forwards that only some ranks run: correct, or an error, but never a mixture of two ranks'
+weights.
 
-Each script trains between what it tries, and its losses and evaluations are compared
-with a plain model that has seen the same batches.
+Each script trains in between, and its losses and evaluations are compared with a plain model that
+has seen the same batches.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from zshard import FSDP
 SHARDED = [c for c in COMBINATIONS if c[0] != "no_shard"]
 OVER_SHM = [c for c in SHARDED if c[1] == "shm"]
 OVER_C10D = [c for c in SHARDED if c[1] == "c10d"]
-GATHERED = [c for c in OVER_C10D if c[0] != "zero1"]  # whose forwards need no meeting as such
+GATHERED = [c for c in OVER_C10D if c[0] != "zero1"]  # its forwards need no exchange
 STEPS = 3
 LR = 0.1
 
@@ -52,7 +53,7 @@ def by_hand(model):
 
 @contextlib.contextmanager
 def swapped(model, factor=0.5):
-    """Other weights, as those of a moving average, without a trace."""
+    """Swapped weights, as those of a moving average, without a trace."""
     kept = [param.detach().clone() for param in model.parameters()]
     for param in model.parameters():
         param.data.copy_(factor * param.data)
@@ -96,15 +97,16 @@ class Plain:
         return evaluate(model)
 
     def difference(self, i, loss):
-        """Of a model's loss of a step: a list with the step and both losses, or an empty one."""
+        """Return the difference of a model's loss of a step: a list with the step and both losses,
+        or an empty one."""
         own = loss_of(self.models[dist.get_rank()](floats(dist.get_rank(), i))).item()
         return [(i, loss.item(), own)] if abs(loss.item() - own) > 1e-5 else []
 
 
 @passing_groups()
 def rehearse(combination, between, step=None):
-    """Trains; between(model, plain, i) runs after each step. Returns what it returned, and the losses
-    that differ from the plain model's."""
+    """Train; between(model, plain, i) runs after each step. Return its results, and the losses that
+    differ from the plain model's."""
     model, optimizer = built(combination)
     plain, found, wrong = Plain(), [], []
     for i in range(STEPS):
@@ -122,7 +124,7 @@ def assert_close(ours, expected):
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 
-# --- right ----------------------------------------------------------------------------------------
+# --- correct --------------------------------------------------------------------------------------
 
 
 def rank_0_evaluates(model, plain, i):
@@ -144,7 +146,7 @@ def all_evaluate_with_others_weights(model, plain, i):
 
 
 def rank_0_evaluates_after_known_writes(model, plain, i):
-    """Full parameters that were written to, and a load, are no changes by hand."""
+    """Writes to full parameters, and a load, are not unknown changes."""
     state = whole(model)
     with FSDP.summon_full_params(model):
         for param in model.parameters():
@@ -165,29 +167,29 @@ RIGHT = [
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("combination", [*OVER_SHM, *GATHERED])
 @pytest.mark.parametrize("between", RIGHT, ids=lambda f: f.__name__)
-def test_right_where_the_others_train_on(pool2, combination, between):
+def test_lone_evaluation_while_others_train(pool2, combination, between):
     for _, wrong in pool2.run(rehearse, combination, between):
         assert wrong == []
 
 
 @pytest.mark.parametrize("combination", SHARDED)
-def test_other_weights_on_all_ranks(pool2, combination):
+def test_swapped_weights_on_all_ranks(pool2, combination):
     for _, wrong in pool2.run(rehearse, combination, all_evaluate_with_others_weights):
         assert wrong == []
 
 
 @pytest.mark.parametrize("combination", SHARDED)
-def test_steps_by_hand_on_all_ranks(pool2, combination):
+def test_manual_steps_on_all_ranks(pool2, combination):
     results = pool2.run(rehearse, combination, all_evaluate_with_others_weights, by_hand)
     for _, wrong in results:
         assert wrong == []
 
 
-# --- an error -------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
-def is_told(text):
-    """Do words say that ranks have other weights?"""
+def names_other_weights(text):
+    """Return whether the text reports that ranks have other weights."""
     unlike = (
         "changed since its last optimizer step or load",
         "have not made the same in-place writes",
@@ -196,7 +198,7 @@ def is_told(text):
 
 
 def rank_1_swaps_longer(model, plain, i, wait=False):
-    """Validation loaders of unequal length, with other weights on all ranks."""
+    """Validation loaders of unequal length, with swapped weights on all ranks."""
     with swapped(model):
         for _ in range(2):
             assert_close(evaluate(model), plain.evaluate(0.5))
@@ -216,21 +218,23 @@ def rank_1_swaps_longer_and_all_wait(model, plain, i):
 
 
 @pytest.mark.parametrize("combination", OVER_SHM)
-def test_one_evaluation_more_with_other_weights(pool2, combination):
+def test_extra_evaluation_with_swapped_weights(pool2, combination):
     for found, wrong in pool2.run(rehearse, combination, rank_1_swaps_longer):
-        assert wrong == [] and [text for text in found if text and not is_told(text)] == []
+        assert (
+            wrong == [] and [text for text in found if text and not names_other_weights(text)] == []
+        )
 
 
 @pytest.mark.parametrize("combination", OVER_SHM)
-def test_one_evaluation_more_while_the_others_keep_other_weights(pool2, combination):
+def test_extra_evaluation_while_others_keep_swapped_weights(pool2, combination):
     for found, wrong in pool2.run(rehearse, combination, rank_1_swaps_longer_and_all_wait):
         assert wrong == [] and found == [""] * STEPS
 
 
 @passing_groups()
 def rank_0_swaps(combination):
-    """Only rank 0 has other weights; the others train on, with theirs. Returns both errors;
-    a load makes good what was written."""
+    """Only rank 0 has swapped weights; the others continue to train with theirs. Return both
+    errors; a load repairs what was written."""
     model, optimizer = built(combination)
     state = whole(model)
     found = []
@@ -252,17 +256,17 @@ def rank_0_swaps(combination):
 
 
 @pytest.mark.parametrize("combination", OVER_SHM)
-def test_other_weights_on_one_rank(pool2, combination):
+def test_swapped_weights_on_one_rank(pool2, combination):
     first, second = pool2.run(rank_0_swaps, combination)
-    assert is_told(first[0]) and "alike" in first[0]
+    assert names_other_weights(first[0]) and "alike" in first[0]
     for said in (first[1], second[0]):
         assert "rank 0's last was copy_() on 'second.bias'; rank 1 made none" in said
 
 
 @passing_groups()
 def modes_differ(combination):
-    """Rank 0 has forgotten model.train(), and the script has a collective of its own between forward
-    and backward. Returns the losses that differ from the plain model's."""
+    """Rank 0 has forgotten model.train(), and the script has a collective of its own between
+    forward and backward. Return the losses that differ from the plain model's."""
     model, optimizer = built(combination)
     plain, wrong = Plain(), []
     for i in range(STEPS):
@@ -284,8 +288,8 @@ def test_ranks_in_different_modes(pool2, combination):
 
 @passing_groups()
 def eval_mode_and_other_weights(combination):
-    """All train in evaluation mode; rank 0 evaluates alone, with other weights, recording or not.
-    Returns the errors."""
+    """All train in evaluation mode; rank 0 evaluates alone, with swapped weights, with or without
+    gradients. Return the errors."""
     found = []
     for grad in (False, True):
         model, optimizer = built(combination, timeout=2)  # rank 1 waits for rank 0, which has ended
@@ -305,16 +309,16 @@ def eval_mode_and_other_weights(combination):
 
 
 @pytest.mark.parametrize("combination", OVER_SHM)
-def test_evaluation_mode_and_other_weights(pool2, combination):
+def test_evaluation_mode_and_swapped_weights(pool2, combination):
     first, second = pool2.run(eval_mode_and_other_weights, combination)
     for text in first:
-        assert is_told(text), text
+        assert names_other_weights(text), text
     assert second[0] != "" and second[1] != ""
 
 
 @passing_groups()
 def skips_a_batch(combination):
-    """All ranks write by hand, which zshard cannot see; rank 0 skips a batch. Returns the wrong
+    """All ranks write directly, which zshard cannot see; rank 0 skips a batch. Return the wrong
     losses."""
     model, optimizer = built(combination)
     plain, wrong = Plain(), []
@@ -334,7 +338,7 @@ def skips_a_batch(combination):
 
 
 @pytest.mark.parametrize("combination", OVER_SHM)
-def test_a_skipped_batch_and_steps_by_hand(pool2, combination):
+def test_skipped_batch_and_manual_steps(pool2, combination):
     assert pool2.run(skips_a_batch, combination) == [[], []]
 
 
@@ -362,13 +366,13 @@ def two_backwards_of_one_forward(combination):
 
 
 @pytest.mark.parametrize("combination", OVER_SHM)
-def test_two_backwards_with_a_step_between(pool2, combination):
+def test_step_between_two_backwards(pool2, combination):
     pool2.run(two_backwards_of_one_forward, combination)
 
 
 @passing_groups()
 def skips_a_backward_within_no_sync(combination):
-    """Rank 1 leaves out a micro-batch. Returns the error."""
+    """Rank 1 skips a micro-batch. Return the error."""
     model, _ = built(combination)
     try:
         with model.no_sync():
@@ -382,20 +386,21 @@ def skips_a_backward_within_no_sync(combination):
 
 
 @pytest.mark.parametrize("combination", OVER_SHM)
-def test_a_backward_that_one_rank_skips_within_no_sync(pool2, combination):
+def test_backward_skipped_on_one_rank_within_no_sync(pool2, combination):
     for said in pool2.run(skips_a_backward_within_no_sync, combination):
         assert said != ""
 
 
 @pytest.mark.parametrize("combination", GATHERED)
-def test_a_backward_that_one_rank_skips_within_no_sync_over_c10d(pool2, combination):
+def test_backward_skipped_on_one_rank_within_no_sync_over_c10d(pool2, combination):
     """As under DDP: that rank has no gradients of that batch."""
     assert pool2.run(skips_a_backward_within_no_sync, combination) == ["", ""]
 
 
 @passing_groups()
 def error_of_a_lone_evaluation(combination, swaps):
-    """(what this rank raises, whether it has taken a step) where rank 0 evaluates, and then all train."""
+    """Return (this rank's error, whether it has made a step) where rank 0 evaluates, and then all
+    train."""
     model, optimizer = built(combination)
     before = [param.detach().clone() for param in model.parameters()]
     try:
@@ -413,7 +418,7 @@ ERRORS = [*((c, True) for c in OVER_C10D), (("zero1", "c10d"), False)]
 
 
 @pytest.mark.parametrize(("combination", "swaps"), ERRORS)
-def test_alone_over_c10d(pool2, combination, swaps):
+def test_lone_evaluation_over_c10d(pool2, combination, swaps):
     for text, stepped in pool2.run(error_of_a_lone_evaluation, combination, swaps):
         assert text and not stepped
         if swaps:

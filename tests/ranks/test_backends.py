@@ -1,9 +1,8 @@
-"""Training over NCCL, with stand-ins for CUDA's driver and libnccl: the numbers,
-and a rank that dies.
+"""Training over NCCL, with fakes of CUDA's driver and libnccl: results, and a rank that dies.
 
-The stand-ins work late and on threads of their own, and their GPUs add as the CPU does;
-so training over them gives the CPU's bits only if every wait is where it has to be. What runs over
-all of the GPU's transports alike is in test_cuda_path.py.
+The fakes delay their work and run it on threads of their own, and their GPUs add as the CPU does;
+so results are bit-identical to the CPU's only if every wait is in the right place.
+test_cuda_path.py has the tests that run over all GPU transports.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def wrapped(transport: str, **options):
 
 
 def steps(model, optimizer, count):
-    """The losses of that many steps; each rank has batches of its own."""
+    """Return the losses of that many steps; each rank has batches of its own."""
     rank, losses = torch.distributed.get_rank(), []
     for step in range(count):
         torch.manual_seed(100 * step + rank)
@@ -56,10 +55,10 @@ def steps(model, optimizer, count):
 
 
 def train(env, transport, strategy):
-    """Losses, whole parameters, and the transports, of two models one after the other."""
+    """Return losses, full parameters, and the transports, of two models one after the other."""
     os.environ.update(env)
     losses = []
-    for _ in range(2):  # the first one's memory goes while the second is trained
+    for _ in range(2):  # the first one's memory is freed while the second trains
         model = wrapped(transport, sharding_strategy=strategy)
         losses += steps(model, zshard.AdamW(model.parameters(), lr=0.01), 3)
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -70,7 +69,7 @@ def train(env, transport, strategy):
 @pytest.mark.needs_fma
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("backend", "world", "transport"), WORLDS)
-def test_training_has_the_bits_of_the_cpu(backend, world, transport, strategy):
+def test_training_is_bit_identical_to_the_cpu(backend, world, transport, strategy):
     plain = fork_ranks(train, world, {}, transport, strategy, check=True)
     ours = fork_ranks(train, world, environment(backend), transport, strategy, check=True)
     for mine, cpu in zip(ours, plain, strict=True):
@@ -81,7 +80,7 @@ def test_training_has_the_bits_of_the_cpu(backend, world, transport, strategy):
 
 
 def die_in_training(env, transport):
-    """The last rank is killed between forward and backward; how the others end, and when."""
+    """The last rank is killed between forward and backward; return how the others end, and when."""
     os.environ.update(env)
     model = wrapped(transport)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()

@@ -1,7 +1,8 @@
-"""Ranks that die, raise, leave, stop or go astray: the others hear of it, by rank; nobody hangs.
+"""Ranks that die, raise, leave, stop or diverge: the others get an error that names the rank; none
+hangs.
 
-The training loop of misdeeds.py, on fresh processes, over both transports. Ranks
-that fork are in test_forks.py.
+The training loop of misdeeds.py, on fresh processes, over both transports. For ranks that fork, see
+test_forks.py.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ from zshard import FSDP
 
 
 def processes_of(session):
-    """Pids of the living processes of a session (each rank is the leader of its own)."""
+    """Return the pids of the living processes of a session (each rank leads its own)."""
     pids = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -46,7 +47,7 @@ def processes_of(session):
     return pids
 
 
-# --- a rank that is gone --------------------------------------------------------------------------
+# --- a dead rank ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -134,20 +135,20 @@ def test_rank_killed_before_wrapping_is_named(transport, tmp_path):
 
 
 def just_train(transport):
-    """A script that knows nothing of process groups."""
+    """A script without any use of process groups."""
     model = wrap(make_model(Misdeed("", "", ".")), transport)
     model(batch(0)).sum().backward()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("attempt", range(3))
-def test_script_that_just_ends_ends_well(transport, attempt):
+def test_script_without_cleanup_exits_normally(transport, attempt):
     for result in fork_ranks(just_train, 2, transport):
-        said = result.stderr  # Triton's nanobind counts leaks at exit: lines that are not ours
+        said = result.stderr  # Triton's nanobind prints leaks at exit: not zshard's lines
         assert result.returncode == 0 and (not said or said.startswith("nanobind:")), result
 
 
-# --- a rank that is late --------------------------------------------------------------------------
+# --- a late rank ----------------------------------------------------------------------------------
 
 
 def train_and_wake(folder, transport):
@@ -189,12 +190,12 @@ def test_slow_rank_is_waited_for(pool2, place, transport, tmp_path):
     assert pool2.run(train_beside_a_slow_one, transport, place, tmp_path) == [[], []]
 
 
-# --- a rank that goes astray ----------------------------------------------------------------------
+# --- a diverging rank -----------------------------------------------------------------------------
 
 
-def catch_and_go_on(transport, place, folder):
-    """Every rank catches what its step raises, and goes on. What was raised, and how the model then
-    differs from one without the step in which it happened."""
+def catch_and_continue(transport, place, folder):
+    """Every rank catches the error of its step and continues. Return the errors, and how the model
+    then differs from one without that step."""
     misdeed = Misdeed("raise", place, folder)
     plain = make_model(Misdeed("", "", folder))
     model = wrap(make_model(misdeed), transport)
@@ -212,9 +213,9 @@ def catch_and_go_on(transport, place, folder):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_backward_that_fails_on_one_rank_diverges_and_can_be_survived(pool2, transport, tmp_path):
+def test_caught_backward_failure_on_one_rank_diverges(pool2, transport, tmp_path):
     (others, own), wrong = zip(
-        *pool2.run(catch_and_go_on, transport, "backward", tmp_path), strict=True
+        *pool2.run(catch_and_continue, transport, "backward", tmp_path), strict=True
     )
     assert [end.kind for end in own] == ["ValueError"] and own[0].message == PLANTED
     assert [end.kind for end in others] == ["DivergenceError"]
@@ -224,7 +225,7 @@ def test_backward_that_fails_on_one_rank_diverges_and_can_be_survived(pool2, tra
 
 
 def skip_a_backward(folder, transport):
-    """Rank 1 catches an exception of its forward and so runs one backward less."""
+    """Rank 1 catches an exception of its forward and so runs one backward fewer."""
     misdeed = Misdeed("raise", "forward", folder)
 
     def loop():
@@ -243,13 +244,13 @@ def test_skipped_backward_is_an_error_not_a_hang(transport, tmp_path):
     results = fork_ranks(skip_a_backward, 2, tmp_path, transport)
     kinds = ("DivergenceError", "PeerError", "PeerTimeoutError")
     check_survivors(results, kinds, "rank 1", within=8.0)
-    # Rank 1 did nothing wrong but to leave first: its third backward met rank 0's second.
+    # Rank 1's only mistake was to leave first: its third backward met rank 0's second.
     assert results[1].returncode == 0
     assert results[1].value.kind == ""
 
 
 def diverge(folder, transport):
-    """Rank 1 wraps another model where rank 0 runs a backward."""
+    """Rank 1 wraps another model while rank 0 runs a backward."""
     (Path(folder) / "time").write_text(str(time.monotonic()))
     misdeed = Misdeed("", "", folder)
     model = wrap(make_model(misdeed), transport, 60.0)
@@ -265,7 +266,7 @@ def diverge(folder, transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ranks_that_wait_for_each_other_are_told_at_once(transport, tmp_path):
+def test_deadlock_is_reported_at_once(transport, tmp_path):
     for result in fork_ranks(diverge, 2, tmp_path, transport):
         assert result.returncode == 0, result.stderr
         assert result.value.kind == "DivergenceError", result.value
@@ -274,7 +275,7 @@ def test_ranks_that_wait_for_each_other_are_told_at_once(transport, tmp_path):
 
 
 def interrupt(folder, transport):
-    """Rank 0 waits for rank 1, which sleeps; a signal's handler raises KeyboardInterrupt there, as
+    """Rank 0 waits for rank 1, which sleeps; a signal handler raises KeyboardInterrupt there, as
     Ctrl-C does."""
     model = wrap(make_model(Misdeed("", "", folder)), transport, 60.0)
     interrupted = Path(folder) / "interrupted"

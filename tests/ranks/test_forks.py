@@ -1,4 +1,4 @@
-"""Ranks that fork: a DataLoader's workers and other children do no harm to the training."""
+"""Ranks that fork: DataLoader workers and other children do not affect training."""
 
 import copy
 import gc
@@ -29,7 +29,8 @@ class Numbers(torch.utils.data.Dataset):
 
 
 def train_from_workers(transport, folder):
-    """Two epochs with two forked workers each: what differs from a plain model without any."""
+    """Two epochs with two forked workers each: return what differs from a plain model without
+    any."""
     model = wrap(make_model(Misdeed("", "", folder)), transport)
     plain = make_model(Misdeed("", "", folder))
     for net, workers in ((model, 2), (plain, 0)):
@@ -44,7 +45,7 @@ def train_from_workers(transport, folder):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_forked_dataloader_workers_do_no_harm(pool2, transport, tmp_path):
+def test_forked_dataloader_workers_are_harmless(pool2, transport, tmp_path):
     assert pool2.run(train_from_workers, transport, tmp_path) == [[], []]
 
 
@@ -56,15 +57,15 @@ def kill_beside_workers(folder):
     return train("kill", "forward", folder, "shm")
 
 
-def test_rank_killed_beside_its_workers_is_named(tmp_path):
+def test_rank_killed_with_workers_is_named(tmp_path):
     results = fork_ranks(kill_beside_workers, 2, tmp_path)
     assert results[-1].returncode == -signal.SIGKILL
     check_survivors(results, ("PeerError",), "rank 1")
 
 
 def fork_and_free(folder, transport):
-    """A forked child tries to use the model, frees all it inherited, and ends; then training goes
-    on. What the child said, and what is wrong in the model."""
+    """A forked child tries to use the model, frees all it inherited, and exits; then training
+    continues. Return the child's messages, and what is wrong in the model."""
     plain = make_model(Misdeed("", "", folder))
     model = wrap(make_model(Misdeed("", "", folder)), transport)
     optimizers = [zshard.SGD(m.parameters(), lr=0.01) for m in (model, plain)]
@@ -78,7 +79,7 @@ def fork_and_free(folder, transport):
 
 
 def in_child(function):
-    """What `function` returns in a forked child that ends without cleaning up."""
+    """Return the result of `function` in a forked child that exits without cleaning up."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -107,14 +108,14 @@ def use_and_free(model):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_forked_child_is_kept_out_and_frees_nothing_of_its_parents(pool2, tmp_path, transport):
+def test_forked_child_is_refused_and_frees_nothing(pool2, tmp_path, transport):
     for rank, (said, wrong) in enumerate(pool2.run(fork_and_free, tmp_path, transport)):
         assert f"forked from rank {rank} cannot use its process group" in said
         assert wrong == []
 
 
 def die(model, loss):
-    """As the end of a process that nothing catches: an exit hook runs, and objects are freed."""
+    """Exit as after an uncaught exception: an exit hook runs, and objects are freed."""
     try:
         loss.backward()
         said = "nothing was raised"
@@ -126,8 +127,8 @@ def die(model, loss):
 
 
 def child_dies_midway(transport):
-    """A child dies between forward and backward; then the ranks wait for each other for so long that they
-    look for what others have left in the store. What the child said."""
+    """A child dies between forward and backward; then the ranks wait for each other so long that
+    they check the store for messages. Return the child's messages."""
     model = wrap(make_model(Misdeed("", "", "")), transport, 30.0)
     loss = model(batch(0)).square().sum()
     said = in_child(lambda: die(model, loss))
@@ -140,14 +141,15 @@ def child_dies_midway(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_child_that_dies_does_not_speak_for_its_parent(pool2, transport):
+def test_dying_child_does_not_report_for_its_parent(pool2, transport):
     for rank, said in enumerate(pool2.run(child_dies_midway, transport)):
         assert f"forked from rank {rank} cannot use its process group" in said
 
 
 def fork_in_backward(steps):
-    """Each layer's backward forks a child that frees the model, while a thread of the parent's sums what
-    the layers before have left. How many children have ended, and what is wrong in the model."""
+    """Each layer's backward forks a child that frees the model, while a thread of the parent sums
+    the earlier layers' gradients. Return how many children have exited, and what is wrong in the
+    model."""
     layers = [torch.nn.Linear(1024, 1024) for _ in range(4)]
     plain, ended = torch.nn.Sequential(*copy.deepcopy(layers)), []
     with hosts_of(2, 2) as group:
@@ -178,5 +180,5 @@ def free(model):
     return "freed"
 
 
-def test_children_forked_while_a_thread_of_the_parents_works(pool4):
+def test_fork_while_a_parents_thread_works(pool4):
     assert pool4.run(fork_in_backward, 3) == [(12, [])] * 4

@@ -1,6 +1,6 @@
 """One rank alone freezes or unfreezes: an error on all ranks, until all train the same parameters.
 
-After the error the script sets requires_grad alike, and trains on as under DDP.
+After the error the script sets requires_grad the same on all ranks, and trains on as under DDP.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def model() -> Any:
 
 
 def of_ddp() -> tuple[Any, Any]:
-    """DDP reduces no gradients of what was frozen when it was wrapped."""
+    """DDP reduces no gradients of parameters that were frozen when it was wrapped."""
     plain = model().requires_grad_(True)
     parallel = ddp(plain, find_unused_parameters=True)
     plain[2].requires_grad_(False)
@@ -104,7 +104,7 @@ def alone(combination: tuple[str, str], freeze: Freeze, within: str) -> list[str
 @pytest.mark.parametrize("freeze", [one_parameter, a_unit, unfrozen])
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @ranks(2)
-def test_one_rank_alone_is_told_and_goes_on(
+def test_freezing_on_one_rank_is_an_error_and_training_continues(
     pool: RankPool, combination: tuple[str, str], freeze: Freeze, within: str
 ) -> None:
     if combination[0] == "no_shard" and freeze is unfrozen:

@@ -1,4 +1,4 @@
-"""Which transport a model on GPUs gets: NCCL, or c10d where ranks share a GPU."""
+"""The transport of a model on GPUs: NCCL, or c10d where ranks share a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from zshard.ranks import transports
 
 
 class Control:
-    """What connect_gpu asks of the transport between hosts: rank 0's, whose peers have these ids."""
+    """What connect_gpu requires of the transport between hosts: rank 0's, whose peers have these
+    ids."""
 
     rank = 1
 
@@ -30,7 +31,7 @@ class Control:
 
 
 def gpu_at(monkeypatch, bus: int, host: str = "a") -> bytes:
-    """The id of a GPU there, as transports make it of what torch says."""
+    """Return the id of a GPU, as transports derive it from torch's facts."""
     facts = SimpleNamespace(pci_domain_id=0, pci_bus_id=bus, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
     monkeypatch.setattr(transports.meeting, "host_id", lambda: host)
@@ -41,14 +42,14 @@ def gpu_at(monkeypatch, bus: int, host: str = "a") -> bytes:
     ("peers", "wanted", "kind"),
     [
         ([("a", 2)], "auto", "nccl"),
-        ([("a", 1)], "auto", "c10d gloo"),  # two MIG instances, too
+        ([("a", 1)], "auto", "c10d gloo"),  # also two MIG instances
         ([("a", 2), ("a", 2)], "auto", "c10d gloo"),
-        ([("b", 1)], "auto", "nccl"),  # of another host
+        ([("b", 1)], "auto", "nccl"),  # on another host
         ([("b", 2), ("b", 2)], "auto", "c10d gloo"),
         ([("a", 1)], "nccl", "nccl"),
     ],
 )
-def test_transport_that_is_chosen(monkeypatch, peers, wanted, kind):
+def test_chosen_transport(monkeypatch, peers, wanted, kind):
     chosen = []
     control = Control([gpu_at(monkeypatch, bus, host) for host, bus in peers])
     gpu_at(monkeypatch, 1)
@@ -66,8 +67,8 @@ def test_transport_that_is_chosen(monkeypatch, peers, wanted, kind):
 
 
 def on_gpus(env, visible, backend):
-    """The transport of ranks that each see some GPUs of the machine, of which the first is theirs, and
-    what they train there; or what is raised, and warned of."""
+    """Return the transport of ranks that each see some GPUs of the machine and use the first, and
+    the result of training; or the error, and the warnings."""
     rank = int(os.environ["RANK"])
     os.environ.update(env, ZSHARD_BACKEND=backend, FAKE_CUDA_VISIBLE=visible[rank])
     with warnings.catch_warnings(record=True) as warned:
@@ -97,6 +98,6 @@ def test_ranks_with_a_gpu_each_use_nccl_by_default():
         assert result.value == ("nccl", "", "")
 
 
-def test_unknown_transport_is_refused_by_naming_the_others():
+def test_unknown_transport_error_lists_the_valid_ones():
     with pytest.raises(ValueError, match="'peer' for a model on cuda: expected one of auto, nccl"):
         transports.check_settings("peer", None, "cuda:0")

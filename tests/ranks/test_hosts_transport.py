@@ -1,7 +1,7 @@
-"""transport="hosts": the same numbers as c10d's over the same hosts, whatever ranks do.
+"""transport="hosts": the same results as c10d over the same hosts, whatever ranks do.
 
-ZSHARD_HOST makes hosts out of one machine. c10d, told of the same hosts, sums in the
-same order, so both transports must have the same bits after every kind of step.
+ZSHARD_HOST simulates hosts on one machine. c10d sums in the same order on the same hosts, so both
+transports must be bit-identical after every kind of step.
 """
 
 import contextlib
@@ -38,12 +38,13 @@ def wrap(case, group, transport, strategy="full_shard", **options):
 
 
 def numbers_of(model):
-    """All parameters and buffers as one tensor; collective."""
+    """Return all parameters and buffers as one tensor; collective."""
     return torch.cat([value.detach().double().flatten() for value in model.state_dict().values()])
 
 
 def train(model, case, steps=STEPS, alone=None):
-    """Losses of steps with accumulation and clipping; `alone(model, step)` comes before each."""
+    """Return losses of steps with accumulation and clipping; `alone(model, step)` runs before
+    each."""
     optimizer, losses, rank = make_optimizer("torch.AdamW", model), [], dist.get_rank()
     for step in range(steps):
         if alone is not None:
@@ -74,7 +75,7 @@ def trained(name, strategy, low, sizes):
 
 @pytest.mark.parametrize("low", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_bits_are_those_of_c10d(pool4, strategy, low):
+def test_bit_identical_to_c10d(pool4, strategy, low):
     assert pool4.run(trained, "mlp", strategy, low, (2, 2)) == [(True, True)] * 4
 
 
@@ -83,8 +84,8 @@ def test_models_of_all_kinds(pool4, name):
     assert pool4.run(trained, name, "full_shard", False, (2, 2)) == [(True, True)] * 4
 
 
-def test_copies_of_replicated_units_are_the_ranks_own(pool4):
-    """Each rank casts when it likes: memory that a host's ranks share would hold another unit's."""
+def test_replicated_copies_are_private_to_each_rank(pool4):
+    """Each rank casts at any time: memory that a host's ranks share would hold another unit's."""
     assert pool4.run(trained, "net", "no_shard", True, (2, 2)) == [(True, True)] * 4
 
 
@@ -99,12 +100,13 @@ def test_several_hosts_with_one_rank_each(pool4):
 
 @ranks(6)
 def test_several_hosts_with_several_ranks(pool):
-    """The first ranks of hosts carry the turns between some of these, the second between others."""
+    """The first ranks of hosts carry the turns between some of these, the second ranks between
+    others."""
     assert pool.run(trained, "mlp", "full_shard", False, (2, 2, 2)) == [(True, True)] * 6
 
 
 def evaluate_alone(model, step):
-    """One rank evaluates where the others go on to train."""
+    """One rank evaluates while the others continue to train."""
     if dist.get_rank() == step:
         with torch.no_grad():
             model(CASES["mlp"].batch(9, 0))
@@ -121,12 +123,12 @@ def trained_beside_lone_evaluations():
 
 
 def test_rank_evaluates_alone_while_others_train(pool4):
-    """Its gathers are served by ranks that have other units in the slots that the host shares."""
+    """Ranks that have other units in the host's shared slots serve its gathers."""
     assert pool4.run(trained_beside_lone_evaluations) == [(True, True)] * 4
 
 
 def caught():
-    """How steps end of which rank 3 abandons two: its backward raises where rounds are under way."""
+    """Return how steps end if rank 3 abandons two of them: its backward raises during rounds."""
     found, rank = [], dist.get_rank()
     with hosts_of(2, 2) as group:
         for transport in BOTH:
@@ -157,8 +159,8 @@ def caught():
     return found[0][0], found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
 
 
-def test_backward_that_fails_on_one_rank_is_told_once(pool4):
-    """Rounds that were said before anybody knew of it are over as well."""
+def test_failed_backward_on_one_rank_is_reported_once(pool4):
+    """Rounds that were announced before the failure was known are over as well."""
     for rank, (ends, same) in enumerate(pool4.run(caught)):
         error = "ValueError" if rank == 3 else "DivergenceError"
         assert (ends, same) == (["", error, "", error, ""], True)
@@ -196,12 +198,12 @@ def stepped_in_backward():
     return torch.equal(*found)
 
 
-def test_gradients_that_are_lent_are_the_ranks_own(pool4):
+def test_lent_gradients_are_private_to_each_rank(pool4):
     assert pool4.run(stepped_in_backward) == [True] * 4
 
 
 def written_by_hand():
-    """Each rank writes what no other does: does it read that, once all have written?"""
+    """Each rank writes different values: does it read its own, once all have written?"""
     case, rank, kept = CASES["net"], dist.get_rank(), []
     with hosts_of(2, 2) as group:
         model = wrap(case, group, "hosts")
@@ -217,7 +219,7 @@ def written_by_hand():
     return all(kept) and len(kept) > 0
 
 
-def test_what_a_script_writes_to_full_parameters_is_the_ranks_own(pool4):
+def test_writes_to_full_parameters_are_private_to_each_rank(pool4):
     assert pool4.run(written_by_hand) == [True] * 4
 
 
@@ -258,7 +260,7 @@ def refusal(sizes):
 @pytest.mark.parametrize(
     ("sizes", "reason"), [((4,), "all ranks are on one host"), ((1, 3), "same number of ranks")]
 )
-def test_hosts_by_name_where_it_cannot_be(pool4, sizes, reason):
+def test_explicit_hosts_transport_where_unavailable(pool4, sizes, reason):
     for text in pool4.run(refusal, sizes):
         assert reason in text
         assert "transport='auto'" in text

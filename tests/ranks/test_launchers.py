@@ -1,7 +1,7 @@
-"""Ranks that nobody has introduced to each other do not train alone without a word.
+"""Ranks without a process group do not silently train alone.
 
-SLURM and MPI tell a process how many there are, and a process group that comes after
-FSDP(...) does, too; mp.spawn tells nothing.
+SLURM and MPI publish the number of processes, and so does a process group that is created after
+FSDP(...); mp.spawn publishes nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ WRAPS: dict[str, Any] = {
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("launcher", VARIABLES)
-def test_a_rank_of_another_launcher_is_told(
+def test_rank_of_an_unsupported_launcher_is_an_error(
     launcher: str, wrap: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in VARIABLES[launcher].items():
@@ -62,12 +62,12 @@ def test_a_rank_of_another_launcher_is_told(
     monkeypatch.delenv(name)
     for other in ("SLURM_NTASKS", "SLURM_PROCID"):
         monkeypatch.delenv(other, raising=False)
-    if wrap != "initialize":  # which makes a process group of one
+    if wrap != "initialize":  # it creates a group of one
         WRAPS[wrap](model())(torch.ones(1, 4))
 
 
 @pytest.mark.parametrize("size", ["1", None])
-def test_a_single_task_is_alone(size: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_task_trains_alone(size: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_PROCID", "0")
     if size is not None:
         monkeypatch.setenv("SLURM_STEP_NUM_TASKS", size)
@@ -76,8 +76,8 @@ def test_a_single_task_is_alone(size: str | None, monkeypatch: pytest.MonkeyPatc
 
 
 def group_comes_late(how: str) -> list[str]:
-    """What a model says that was wrapped before init_process_group(), again and again; and one that
-    was wrapped after it."""
+    """Return the errors of a model that was wrapped before init_process_group(), repeatedly; and of
+    one that was wrapped after it."""
     variables = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE")}
     options = {"mixed_precision": MixedPrecision(torch.bfloat16)} if how == "mixed" else {}
     early: Any = FSDP(model(), auto_wrap_policy={nn.Linear}, **options)
@@ -101,7 +101,7 @@ def group_comes_late(how: str) -> list[str]:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["plain", "mixed"])
-def test_a_group_that_comes_late_is_an_error_in_the_first_forward(how: str) -> None:
+def test_late_process_group_is_an_error_in_the_first_forward(how: str) -> None:
     for result in fork_ranks(group_comes_late, 2, how, check=True):
         for text in result.value:
             assert "this Sequential was called before init_process_group()" in text

@@ -1,7 +1,7 @@
-"""What scripts for DDP do on rank 0 alone: evaluate, save the model and the optimizer, look at values.
+"""What scripts for DDP do on rank 0 alone: evaluate, save the model and the optimizer, read values.
 
-Over shm nothing of it needs the other ranks, wherever their scripts are: in torch's own
-barrier, asleep, or training on. Each step is compared with a plain model that has seen the same batches.
+Over shm none of it needs the other ranks, wherever their scripts are: in torch's own barrier,
+asleep, or training. Each step is compared with a plain model that has seen the same batches.
 """
 
 import copy
@@ -74,7 +74,7 @@ def assert_near(ours, theirs):
 
 
 def looks(model, optimizer, plain):
-    """What rank 0 finds of the model that is not so of the plain one."""
+    """Return what rank 0 reads from the model that differs from the plain one."""
     wrong = [] if near(evaluated(model), evaluated(plain.model)) else ["evaluation"]
     values = plain.model.state_dict()
     for name, ours in (("state_dict", model.state_dict()), ("module", model.module.state_dict())):
@@ -110,20 +110,21 @@ def rank_0_looks(combination, kind, place):
             wrong += looks(model, optimizer, plain)
         if dist.get_rank() != 0 or place == "in a barrier":
             ELSEWHERE[place]()
-    dist.barrier()  # optimizer state goes with the optimizer
+    dist.barrier()  # optimizer state is freed with the optimizer
     return wrong
 
 
 @pytest.mark.parametrize("place", ELSEWHERE)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("combination", OVER_SHM)
-def test_rank_0_alone(pool2, combination, kind, place):
+def test_rank_0_calls_alone(pool2, combination, kind, place):
     assert pool2.run(rank_0_looks, combination, kind, place) == [[], []]
 
 
 @passing_groups()
 def rank_0_looks_in_low_precision(place):
-    """Others read copies in bf16, which each rank makes of its own; what differs, by step."""
+    """Others read copies in bf16, which each rank makes separately; return what differs, by
+    step."""
     model = built(("full_shard", "shm"), mixed_precision=zshard.MixedPrecision(torch.bfloat16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
@@ -139,7 +140,7 @@ def rank_0_looks_in_low_precision(place):
 
 
 @pytest.mark.parametrize("place", ["in a barrier", "asleep"])
-def test_rank_0_alone_in_low_precision(pool2, place):
+def test_rank_0_calls_alone_in_low_precision(pool2, place):
     assert pool2.run(rank_0_looks_in_low_precision, place) == [[[]] * STEPS] * 2
 
 
@@ -178,13 +179,13 @@ def one_is_ahead():
     del optimizer
 
 
-def test_a_rank_that_is_ahead_waits_before_it_writes(pool2):
+def test_leading_rank_waits_before_writing(pool2):
     pool2.run(one_is_ahead)
 
 
 @passing_groups()
 def rank_0_evaluates_replaced_data():
-    """All ranks put averages in place by `p.data = t`, and back; rank 0 evaluates in between."""
+    """All ranks swap in averages by `p.data = t`, and back; rank 0 evaluates in between."""
     model, plain = built(("full_shard", "shm")), make(Wide)
     for factor in (0.5, 0.25):
         halved = copy.deepcopy(plain)
@@ -212,7 +213,7 @@ def test_rank_0_evaluates_replaced_data(pool2):
 
 @passing_groups()
 def rank_0_evaluates_averages(precision, twice):
-    """All ranks swap in other weights by hand, and back; rank 0 evaluates in between."""
+    """All ranks swap in other weights directly, and back; rank 0 evaluates in between."""
     options = {} if precision is None else {"mixed_precision": precision}
     model = built(("full_shard", "shm"), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -250,7 +251,7 @@ def test_rank_0_evaluates_averages(pool2, precision, twice):
 
 @passing_groups()
 def one_frees_its_model_early():
-    """The last evaluations of a function: its model dies on each rank when that rank is done."""
+    """The last evaluations of a function: each rank frees its model when that rank is done."""
     plain = make(Wide)
 
     def rounds():
@@ -265,14 +266,14 @@ def one_frees_its_model_early():
     rounds()
 
 
-def test_a_model_lives_until_all_have_looked(pool2):
+def test_model_lives_until_all_ranks_have_read(pool2):
     pool2.run(one_frees_its_model_early)
 
 
-# --- after the others have ended ------------------------------------------------------------------
+# --- after the others have exited -----------------------------------------------------------------
 
 
-KEPT = []  # as a script's global variables are
+KEPT = []  # like a script's global variables
 
 
 def saves_late(path, how):
@@ -302,7 +303,7 @@ def saves_late(path, how):
 
 
 @pytest.mark.parametrize("how", ["at the end", "after a function", "without the group"])
-def test_rank_0_saves_when_the_others_have_ended(tmp_path, how):
+def test_rank_0_saves_after_the_others_have_exited(tmp_path, how):
     path = tmp_path / "optimizer.pt"
     for result in fork_ranks(saves_late, 2, path, how):
         assert result.returncode == 0, result.stderr
@@ -311,8 +312,9 @@ def test_rank_0_saves_when_the_others_have_ended(tmp_path, how):
 
 
 def frees_at_the_end():
-    """The thread that is told of what a script drops is slow. It must not go on while Python ends."""
-    tell = state_registry._tell
+    """The thread that receives what a script drops is slow. It must not continue while Python shuts
+    down."""
+    tell = state_registry._send_drop
 
     def slow(*news):
         time.sleep(0.5)
@@ -321,7 +323,7 @@ def frees_at_the_end():
     def names(timeout):
         print("threads:", *(thread.name for thread in threading.enumerate()), flush=True)
 
-    state_registry._tell = slow
+    state_registry._send_drop = slow
     model = FSDP(make(Wide), timeout=60)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     loss_of(model(floats(dist.get_rank()))).backward()
@@ -329,7 +331,7 @@ def frees_at_the_end():
     ends.add_exit_callback(names)
 
 
-def test_no_thread_frees_tensors_while_python_ends():
+def test_no_thread_frees_tensors_at_shutdown():
     for result in fork_ranks(frees_at_the_end, 2):
         assert result.returncode == 0, result.stderr
         assert "threads: MainThread" in result.stdout
@@ -337,7 +339,7 @@ def test_no_thread_frees_tensors_while_python_ends():
         assert [name for name in names if name.startswith("zshard-")] in ([], ["zshard-where"])
 
 
-def test_a_rank_that_raises_keeps_nobody_waiting(tmp_path):
+def test_failed_rank_does_not_block_others(tmp_path):
     start = time.monotonic()
     results = fork_ranks(saves_late, 2, tmp_path / "optimizer.pt", "after an exception")
     assert [result.returncode for result in results] == [1, 1]
@@ -358,7 +360,7 @@ def ends_while_rank_0_is_in_a_barrier(code):
 
 
 @pytest.mark.parametrize("code", [0, 1])
-def test_an_ended_rank_does_not_wait_for_one_that_waits_for_it(code):
+def test_exiting_rank_does_not_wait_for_a_waiting_one(code):
     start = time.monotonic()
     waiting, ended = fork_ranks(ends_while_rank_0_is_in_a_barrier, 2, code)
     assert time.monotonic() - start < 50
@@ -369,7 +371,7 @@ def test_an_ended_rank_does_not_wait_for_one_that_waits_for_it(code):
 
 @passing_groups()
 def frees_when_all_have_dropped():
-    """Memory of an optimizer that all ranks delete is free soon after."""
+    """The memory of an optimizer that all ranks delete is soon freed."""
 
     def train():
         model = built(("full_shard", "shm"))
@@ -392,7 +394,7 @@ def test_dropped_state_is_freed(pool2):
     assert pool2.run(frees_when_all_have_dropped) == [True, True]
 
 
-# --- DDP's habits ---------------------------------------------------------------------------------
+# --- idioms of DDP scripts ------------------------------------------------------------------------
 
 
 @passing_groups()
@@ -420,7 +422,7 @@ def wrapped_by_torch(combination):
     before = whole(model)
     texts = [message_of(lambda: nn.parallel.DistributedDataParallel(model), TypeError)]
     outer = nn.Sequential(model)
-    if not model.summary().count("no_shard"):  # else all of it is there
+    if not model.summary().count("no_shard"):  # otherwise the rank has all of it
         sync = torch.distributed.utils._sync_module_states
         texts.append(message_of(lambda: sync(outer, dist.group.WORLD, 1 << 20, 0, []), TypeError))
     return texts, differences(whole(model), before)

@@ -1,7 +1,7 @@
-"""Limits that ranks meet as they grow in number, and sandboxes that deny what shm needs.
+"""Limits that many ranks reach, and sandboxes that deny what shm needs.
 
-Whatever one rank lacks, all ranks get the same answer at once: shm, one warning and
-c10d, or an error that names the rank, the limit and the numbers. Then training and saving work.
+Whatever one rank lacks, all ranks get the same result at once: shm, one warning and c10d, or an
+error that names the rank, the limit and the numbers. Then training and saving work.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Told = tuple[str, list[str], float]  # a transport or an error, warnings, second
 
 
 def attempt(act: Callable[[], str]) -> Told:
-    """What `act` returns or raises, and the warnings of zshard's meanwhile."""
+    """Return what `act` returns or raises, and zshard's warnings meanwhile."""
     start = time.monotonic()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -67,7 +67,7 @@ def attempt(act: Callable[[], str]) -> Told:
 
 
 def start() -> int:
-    """All ranks are there; what comes after is zshard's."""
+    """Wait for all ranks; what follows is zshard's."""
     dist.init_process_group("gloo")
     dist.barrier()
     return dist.get_rank()
@@ -94,12 +94,12 @@ def values_of(results: list[Any]) -> list[Any]:
 
 
 def crowded(folder: Path, files: int | None) -> tuple[Told, int, int]:
-    """Ranks without capabilities, with `files` open files each; None: as few as will do."""
+    """Ranks without capabilities, with `files` open files each; None: as few as possible."""
     rank = start()
     world = dist.get_world_size()
     if files is None:
         needs = _core.Comm.shm_needs(world)
-        # Saving has a transport of its own, and files; others may open one for a moment.
+        # Saving has a transport of its own, and files; other code may open one for a moment.
         limit_files(needs["meeting"] + needs["descriptors"] + 6)
     else:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
@@ -112,8 +112,8 @@ def crowded(folder: Path, files: int | None) -> tuple[Told, int, int]:
 @pytest.mark.parametrize(
     ("world", "files"), [(10, None), pytest.param(32, 1024, marks=pytest.mark.thorough)]
 )
-def test_ranks_without_privileges_meet(tmp_path: Path, world: int, files: int | None) -> None:
-    """All at a time, 10 ranks would have 180 descriptors under way, more than the limit here."""
+def test_ranks_without_privileges_connect(tmp_path: Path, world: int, files: int | None) -> None:
+    """All at once, 10 ranks would have 180 descriptors in flight, more than the limit here."""
     found = values_of(fork_ranks(crowded, world, tmp_path, files, timeout=300))
     assert [told[:2] for told, _, _ in found] == [("shm", [])] * world
     assert {path.name for path in tmp_path.iterdir()} == {"first", "second"}
@@ -129,12 +129,12 @@ def mapped(units: int) -> tuple[int, int]:
     )
     made(torch.ones(2, 8)).sum().backward()
     lines = Path("/proc/self/maps").read_text().splitlines()
-    # Libraries may lie in a folder "zshard".
+    # Libraries may be in a folder "zshard".
     ours = [line for line in lines if "/memfd:zshard-" in line]
     return sum("zshard-flats" in line for line in ours), len(ours)
 
 
-def test_mappings_do_not_grow_with_ranks_times_flats() -> None:
+def test_mappings_grow_linearly_with_ranks() -> None:
     flats = 2 * 20  # each unit's shard, and its copy in bfloat16
     for world in (2, 6):
         for in_flats, all_of_them in values_of(fork_ranks(mapped, world, 20)):
@@ -142,7 +142,7 @@ def test_mappings_do_not_grow_with_ranks_times_flats() -> None:
             assert 0 < all_of_them - in_flats <= 8 * world  # control blocks; buckets of each rank
 
 
-# --- one rank lacks something --------------------------------------------------------------------
+# --- one rank lacks a resource -------------------------------------------------------------------
 
 
 def lacking(folder: Path, what: str, where: int | None, transport: str) -> Told:
@@ -192,7 +192,7 @@ def test_auto_falls_back_with_one_warning(
 
 
 @needs_x86
-def test_forced_shm_says_why_not(tmp_path: Path) -> None:
+def test_forced_shm_error_names_the_reason(tmp_path: Path) -> None:
     found = values_of(fork_ranks(lacking, 3, tmp_path, "pidfd", 2, "shm"))
     for said, texts, seconds in found:
         assert said.startswith("RuntimeError: transport='shm' is not available: rank 2: cannot ")
@@ -201,7 +201,7 @@ def test_forced_shm_says_why_not(tmp_path: Path) -> None:
 
 @needs_x86
 @pytest.mark.parametrize("what", ["executable memfd", "memfd's flag"])
-def test_memory_that_nobody_can_execute(tmp_path: Path, what: str) -> None:
+def test_non_executable_memory(tmp_path: Path, what: str) -> None:
     """vm.memfd_noexec=2 allows no other; kernels before 6.3 do not know the flag."""
     found = values_of(fork_ranks(lacking, 2, tmp_path, what, None, "auto"))
     assert [told[:2] for told in found] == [("shm", [])] * 2
@@ -225,11 +225,11 @@ def test_too_little_address_space_to_connect(tmp_path: Path) -> None:
         assert "ulimit -v" in said and seconds < 10
 
 
-# --- in the middle of it -------------------------------------------------------------------------
+# --- failures while connecting -------------------------------------------------------------------
 
 
 def lacking_later(folder: Path, when: str, transport: str) -> Told:
-    """From the moment `when` on, rank 1 can map nothing shared."""
+    """From `when` on, rank 1 cannot map shared memory."""
     rank = start()
     from zshard.model import shard_model
 
@@ -250,7 +250,7 @@ def lacking_later(folder: Path, when: str, transport: str) -> Told:
 
 @needs_x86
 @pytest.mark.parametrize("when", ["core_unit", "calls_of"])
-def test_what_cannot_be_mapped_on_one_rank_fails_on_all(tmp_path: Path, when: str) -> None:
+def test_failed_mapping_on_one_rank_fails_on_all(tmp_path: Path, when: str) -> None:
     found = values_of(fork_ranks(lacking_later, 3, tmp_path, when, "shm"))
     for rank, (said, _, seconds) in enumerate(found):
         assert said.startswith("MemoryError: " + ("" if rank == 1 else "rank 1: ")), said
@@ -258,7 +258,7 @@ def test_what_cannot_be_mapped_on_one_rank_fails_on_all(tmp_path: Path, when: st
 
 
 def fails_in_between(folder: Path) -> Told:
-    """Rank 1 runs out of memory between two meetings."""
+    """Rank 1 runs out of memory between two exchanges."""
     rank = start()
     from zshard.wrap.initial_values import InitialValues
 
@@ -273,7 +273,7 @@ def fails_in_between(folder: Path) -> Told:
     return attempt(lambda: wrap_train_save(folder))
 
 
-def test_an_exception_between_meetings_reaches_all(tmp_path: Path) -> None:
+def test_exception_between_exchanges_reaches_all_ranks(tmp_path: Path) -> None:
     found = values_of(fork_ranks(fails_in_between, 3, tmp_path))
     for rank, (said, _, seconds) in enumerate(found):
         kind = "MemoryError: " if rank == 1 else "PeerError: rank 1 "
@@ -284,7 +284,7 @@ def test_an_exception_between_meetings_reaches_all(tmp_path: Path) -> None:
 
 
 def saves_without(folder: Path, transport: str) -> tuple[str, Told]:
-    """The model has shm; what it takes is gone when a checkpoint is saved."""
+    """The model has shm; its resources are unavailable when a checkpoint is saved."""
     rank = start()
     import zshard
     from zshard import FSDP
@@ -306,7 +306,7 @@ def saves_without(folder: Path, transport: str) -> tuple[str, Told]:
 
 @needs_x86
 @pytest.mark.parametrize("transport", ["auto", "shm"])
-def test_saving_falls_back_by_itself(tmp_path: Path, transport: str) -> None:
+def test_saving_falls_back_independently(tmp_path: Path, transport: str) -> None:
     found = values_of(fork_ranks(saves_without, 3, tmp_path, transport))
     assert [(kind, told[0]) for kind, told in found] == [("shm", "saved")] * 3
     assert [len(told[1]) for _, told in found] == [1, 0, 0]
@@ -334,7 +334,7 @@ def second_model() -> tuple[str, Told]:
     return transport_of(first), told
 
 
-def test_a_second_group_is_told_of_its_own_lack() -> None:
+def test_second_group_reports_its_own_shortage() -> None:
     found = values_of(fork_ranks(second_model, 4))
     for kind, (said, _, seconds) in found:
         assert kind == "shm" and seconds < 20
@@ -363,6 +363,6 @@ def hybrid() -> tuple[str, str, list[str]]:
 def test_shard_groups_fall_back_together() -> None:
     found = values_of(fork_ranks(hybrid, 4))
     assert [each[0] for each in found] == ["c10d"] * 4
-    assert [each[1] for each in found] == ["c10d"] * 4  # the first two could, but all are alike
+    assert [each[1] for each in found] == ["c10d"] * 4  # all use the same kind
     assert [len(each[2]) for each in found] == [2, 0, 1, 0]
     assert "that of rank 2: see its own warning" in found[0][2][1]

@@ -1,4 +1,5 @@
-"""Ranks whose parameters are of different steps: an error on all of them, and a load makes it good."""
+"""Ranks whose parameters come from different steps: an error on all of them, which a load
+repairs."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ SHARDED = [c for c in COMBINATIONS if c[0] != "no_shard"]
 
 
 def built(combination):
-    """A model on transports of its own: a test may leave them in ruins."""
+    """Return a model on transports of its own: a test may leave them broken."""
     strategy, transport = combination
     return FSDP(
         make(Stack), process_group=own_group(), strategy=strategy, transport=transport, timeout=10
@@ -27,7 +28,8 @@ def built(combination):
 
 @passing_groups()
 def one_rank_does(combination, what):
-    """The error of the next forward, after rank 0 alone has done something; then all load."""
+    """Return the error of the next forward, after rank 0 alone has done something; then all
+    load."""
     model = built(combination)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     learn(model, optimizer, 0)
@@ -71,7 +73,7 @@ class Failing:
 
         if dist.get_rank() == 0:
             register = self.inner.register_step_pre_hook
-            if self.after:  # what it has written, zshard is not told of
+            if self.after:  # zshard does not learn what it has written
                 register = self.inner.register_step_post_hook
             register(fail)
         try:
@@ -82,7 +84,7 @@ class Failing:
 
 
 def after_a_load(saved):
-    """What a plain model has after loading, and a step with both ranks' batches."""
+    """Return a plain model's state after loading, and after a step with both ranks' batches."""
     models = [make(Stack) for _ in range(2)]
     for rank, model in enumerate(models):
         model.load_state_dict(saved)
@@ -99,7 +101,7 @@ def after_a_load(saved):
     ["load", "load something else", "leave out a step", "fail in a step", "fail after a step"],
 )
 @pytest.mark.parametrize("combination", SHARDED)
-def test_what_one_rank_does_alone_is_an_error_on_all(pool2, combination, what):
+def test_action_of_one_rank_is_an_error_on_all(pool2, combination, what):
     for found, ours, expected in pool2.run(one_rank_does, combination, what):
         for text in found:
             assert "out of step" in text and "load a checkpoint on all ranks" in text
@@ -109,7 +111,7 @@ def test_what_one_rank_does_alone_is_an_error_on_all(pool2, combination, what):
 
 @passing_groups()
 def all_do(combination):
-    """Loads, steps left out, and several optimizers, alike on all ranks."""
+    """Loads, skipped steps, and several optimizers, the same on all ranks."""
     model = built(combination)
     first = torch.optim.SGD(list(model.parameters())[:3], lr=0.1)
     second = torch.optim.SGD(list(model.parameters())[3:], lr=0.1)
@@ -119,12 +121,12 @@ def all_do(combination):
     saved = whole(model)
     if dist.get_rank() == 0:
         model.load_state_dict(make(Stack, seed=3).state_dict())
-    model.load_state_dict(saved)  # and all is well again
+    model.load_state_dict(saved)  # valid again
     learn(model, first, 3)
-    second.step()  # once more after the same backward
+    second.step()  # a second time after the same backward
     learn(model, second, 4)
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_what_all_ranks_do_is_none(pool2, combination):
+def test_same_action_on_all_ranks_is_allowed(pool2, combination):
     pool2.run(all_do, combination)

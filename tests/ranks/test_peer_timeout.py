@@ -1,7 +1,7 @@
-"""PeerTimeoutError is a TimeoutError, and so an OSError: it stays whole, and nobody takes it for one.
+"""PeerTimeoutError is a TimeoutError, and so an OSError: it must not be mistaken for one.
 
-Much of zshard catches OSError, for files; what waits for ranks must not be among what
-is caught there, and an error that waits has raised gets to the script as it is.
+Much of zshard catches OSError, for files; waits for ranks must not be inside such code, and their
+errors must reach the script unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TEXT = "rank 0 waited 2.0 s for rank 1's part in exchange"
 # --- the exception ---------------------------------------------------------------------------------
 
 
-def test_it_is_what_scripts_catch() -> None:
+def test_bases_that_scripts_catch() -> None:
     assert PeerTimeoutError.__bases__ == (zshard.PeerError, TimeoutError)
     for kind in (TimeoutError, OSError, zshard.PeerError, RuntimeError):
         assert isinstance(PeerTimeoutError(TEXT), kind)
@@ -42,8 +42,8 @@ def test_it_is_what_scripts_catch() -> None:
 @pytest.mark.parametrize(
     "args", [(), (TEXT,), (TEXT, 2), (110, TEXT), (110, TEXT, "file"), (1,) * 5]
 )
-def test_arguments_are_kept_as_they_are(args: tuple[Any, ...]) -> None:
-    """OSError would make errno, strerror and a file name of two arguments or more."""
+def test_arguments_are_kept_unchanged(args: tuple[Any, ...]) -> None:
+    """OSError would turn two or more arguments into errno, strerror and a file name."""
     error = PeerTimeoutError(*args)
     plain = RuntimeError(*args)
     copies = [pickle.loads(pickle.dumps(error, protocol)) for protocol in range(6)]
@@ -53,11 +53,11 @@ def test_arguments_are_kept_as_they_are(args: tuple[Any, ...]) -> None:
         assert (each.errno, each.strerror, each.filename, each.filename2) == (None,) * 4
 
 
-# --- a wait that lasts too long --------------------------------------------------------------------
+# --- a wait that times out -------------------------------------------------------------------------
 
 
 def late(transport: str) -> tuple[str, str, tuple[Any, ...], Any]:
-    """What rank 0 catches as a TimeoutError while rank 1 sleeps."""
+    """Return what rank 0 catches as a TimeoutError while rank 1 sleeps."""
     model = FSDP(make(Mlp), transport=transport, timeout=2.0)
     if os.environ["RANK"] == "1":
         time.sleep(6)
@@ -71,7 +71,7 @@ def late(transport: str) -> tuple[str, str, tuple[Any, ...], Any]:
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_a_wait_for_a_late_rank_is_caught_as_a_timeout(transport: str) -> None:
+def test_late_rank_raises_a_timeout_error(transport: str) -> None:
     result = fork_ranks(late, 2, transport)[0]
     assert result.value is not None, result.stderr
     kind, text, args, number = result.value
@@ -79,7 +79,7 @@ def test_a_wait_for_a_late_rank_is_caught_as_a_timeout(transport: str) -> None:
     assert "rank 1" in text or "2000ms" in text
 
 
-# --- nobody takes it for an error of a file --------------------------------------------------------
+# --- not mistaken for a file error -----------------------------------------------------------------
 
 
 class Waits:
@@ -100,7 +100,7 @@ def passes(action: Callable[[], Any]) -> None:
     assert str(caught.value) == TEXT and caught.value.__cause__ is None
 
 
-def test_an_outcome_that_is_shared_lets_it_pass() -> None:
+def test_shared_outcome_propagates_it() -> None:
     def inside() -> None:
         with _agree.on_all_ranks(Waits()):  # type: ignore[arg-type]
             raise PeerTimeoutError(TEXT)
@@ -114,7 +114,7 @@ def test_an_outcome_that_is_shared_lets_it_pass() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_save_lets_it_pass(tmp_path: Path, monkeypatch: Any, asynchronous: bool) -> None:
+def test_save_propagates_it(tmp_path: Path, monkeypatch: Any, asynchronous: bool) -> None:
     from zshard.checkpoint import save as module
 
     def fails(*_: Any, **__: Any) -> None:
@@ -129,7 +129,7 @@ def test_a_save_lets_it_pass(tmp_path: Path, monkeypatch: Any, asynchronous: boo
         assert not path.exists()
 
 
-def test_a_load_lets_it_pass(tmp_path: Path, monkeypatch: Any) -> None:
+def test_load_propagates_it(tmp_path: Path, monkeypatch: Any) -> None:
     from zshard.checkpoint import load as module
 
     def fails(*_: Any, **__: Any) -> None:
@@ -144,8 +144,8 @@ def test_a_load_lets_it_pass(tmp_path: Path, monkeypatch: Any) -> None:
 
 
 WAITS = {name for name in dir(_core.Comm) if not name.startswith("_")} - {
-    *("rank", "world", "transport", "timeout", "lost", "address"),  # what it knows
-    *("shm", "shm_needs", "alone", "c10d", "gpu", "dry_run"),  # makes one, and meets nobody
+    *("rank", "world", "transport", "timeout", "lost", "address"),  # its known facts
+    *("shm", "shm_needs", "alone", "c10d", "gpu", "dry_run"),  # creates one, without communication
     *("close", "abort", "set_timeout"),
 } | {"on_all_ranks", "check_agreement", "gather_bytes", "comm_for", "comm_beside", "comms_for"}
 CATCHES = {"OSError", "IOError", "EnvironmentError", "TimeoutError", "Exception"}
@@ -154,13 +154,13 @@ ALLOWED = {
         "ranks/agreement.py:on_all_ranks",
         "ranks/agreement.py:told_to_all_ranks",
     ),  # have a clause for PeerError
-    "ranks/meeting.py:meet",  # tells the other ranks that shm is not available, and why
+    "ranks/meeting.py:meet",  # reports to the other ranks why shm is not available
     "checkpoint/torch_file.py:_opened",  # within it, bytes of a file are read
 }
 
 
 def waits_within(source: str, file: str) -> set[str]:
-    """The functions that call what waits for ranks where an OSError would be caught."""
+    """Return the functions that wait for ranks where an OSError would be caught."""
     found = set()
     for function in ast.walk(ast.parse(source)):
         if not isinstance(function, ast.FunctionDef):
@@ -189,7 +189,7 @@ def waits_within(source: str, file: str) -> set[str]:
     return found
 
 
-def test_no_other_place_catches_what_a_wait_raises() -> None:
+def test_no_other_code_catches_wait_errors() -> None:
     found = set()
     package = ROOT / "zshard"
     for path in sorted(package.rglob("*.py")):
@@ -214,5 +214,5 @@ def good(path):
 """
 
 
-def test_such_places_are_found() -> None:
+def test_checker_finds_such_code() -> None:
     assert waits_within(BAD, "x") == {"x:one", "x:two"}

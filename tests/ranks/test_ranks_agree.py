@@ -1,7 +1,7 @@
-"""Ranks that step, set or write something else than the others: an error that names both, or right.
+"""Ranks that step, set or write different things: an error that names both, or correct.
 
-One rank does something alone after a step that all have made; the next round, a
-checkpoint or the end of the process says so on all ranks. What may differ between ranks does not.
+One rank does something alone after a step that all have made; the next round, a checkpoint or the
+end of the process reports it on all ranks. Differences that are allowed cause no error.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ WRITES = {
 
 @passing_groups()
 def rank_1_alone(combination, what):
-    """Whether a round finds what rank 1 has done, with which words; then all load, and go on."""
+    """Return whether a round detects what rank 1 has done, and the message; then all load, and
+    continue."""
     model = built(combination)
     optimizer = adamw(model)
     learn(model, optimizer, 0)
@@ -149,7 +150,7 @@ def rank_1_alone(combination, what):
     return str(caught.value), whole(model)
 
 
-def all_alike(states, tolerance=0.0):
+def all_equal(states, tolerance=0.0):
     first, *others = states
     return all(
         torch.allclose(first[name], other[name], rtol=0, atol=tolerance)
@@ -162,11 +163,11 @@ def check(pool, combination, what, words):
     results = pool.run(rank_1_alone, combination, what)
     for said, _ in results:
         assert "out of step" in said and re.search(words, said), said
-    assert all_alike([state for _, state in results])
+    assert all_equal([state for _, state in results])
 
 
 def cases(changes, combinations, everywhere):
-    """(combination, change): `everywhere` in all combinations, the others in a few."""
+    """Return (combination, change): `everywhere` in all combinations, the others in a few."""
     few = [c for c in FEW if c in combinations]
     return [(c, what) for what in changes for c in (combinations if what in everywhere else few)]
 
@@ -174,14 +175,14 @@ def cases(changes, combinations, everywhere):
 @pytest.mark.parametrize(
     ("combination", "what"), cases([*SETTINGS, *COUNTS], COMBINATIONS, (lr, one_step_more))
 )
-def test_steps_of_one_rank_alone_are_an_error(pool2, combination, what):
+def test_step_on_one_rank_only_is_an_error(pool2, combination, what):
     check(pool2, combination, what, {**SETTINGS, **COUNTS}[what])
 
 
 @pytest.mark.parametrize(
     ("combination", "what"), cases(WRITES, SHARDED, (write_data, write_gradient))
 )
-def test_in_place_writes_of_one_rank_alone_are_an_error(pool2, combination, what):
+def test_in_place_write_on_one_rank_only_is_an_error(pool2, combination, what):
     check(pool2, combination, what, WRITES[what])
 
 
@@ -200,17 +201,17 @@ def steps_in_backward(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_settings_are_compared_where_backward_steps(pool2, combination):
+def test_settings_are_compared_in_optimizer_in_backward(pool2, combination):
     for said in pool2.run(steps_in_backward, combination):
         assert re.search(SETTINGS[lr], said), said
 
 
-# --- right ----------------------------------------------------------------------------------------
+# --- allowed differences --------------------------------------------------------------------------
 
 
 @passing_groups()
 def trained(combination, act):
-    """Trains with `act` after each step; the state at the end."""
+    """Train with `act` after each step; return the final state."""
     model = built(combination)
     optimizer = adamw(model)
     for step in range(STEPS):
@@ -236,7 +237,7 @@ def last_digits_of_many_differ(model, optimizer):
 
 
 def rank_0_averages(model, optimizer):
-    """A moving average that only rank 0 keeps up: its copies are no parameters."""
+    """A moving average that only rank 0 maintains: its copies are not parameters."""
     if not hasattr(optimizer, "average"):
         optimizer.average = [param.detach().clone() for param in model.parameters()]
     for average, param in zip(optimizer.average, model.parameters(), strict=True):
@@ -272,16 +273,17 @@ RIGHT = [
 
 @pytest.mark.parametrize("act", RIGHT, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("combination", FEW)
-def test_what_may_differ_is_no_error(pool2, combination, act):
+def test_allowed_differences_are_accepted(pool2, combination, act):
     digits = (last_digits_differ, last_digits_of_many_differ)
     replicas_drift = act in digits and combination[0] == "no_shard"
     results = pool2.run(trained, combination, act)
-    assert all_alike(results, tolerance=1e-6 if replicas_drift else 0.0)
+    assert all_equal(results, tolerance=1e-6 if replicas_drift else 0.0)
 
 
 @passing_groups()
 def evaluate_alone_between(strategy):
-    """Rank 0 evaluates while the others go on to the next batch, whose gradients they zero in place."""
+    """Rank 0 evaluates while the others continue with the next batch, whose gradients they zero in
+    place."""
     model = built((strategy, "shm"))
     optimizer = adamw(model)
     for step in range(STEPS):
@@ -295,13 +297,13 @@ def evaluate_alone_between(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
-def test_a_lone_evaluation_compares_no_gradients(pool2, strategy):
-    assert all_alike(pool2.run(evaluate_alone_between, strategy))
+def test_lone_evaluation_compares_no_gradients(pool2, strategy):
+    assert all_equal(pool2.run(evaluate_alone_between, strategy))
 
 
 @passing_groups()
 def load_and_broadcast(transport):
-    """As under DDP, where every rank has the whole model."""
+    """As under DDP, where every rank has the full model."""
     model = built(("no_shard", transport))
     optimizer = adamw(model)
     for step in range(STEPS):
@@ -314,13 +316,14 @@ def load_and_broadcast(transport):
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_a_script_may_load_and_broadcast_whole_models(pool2, transport):
-    assert all_alike(pool2.run(load_and_broadcast, transport))
+def test_script_may_load_and_broadcast_full_models(pool2, transport):
+    assert all_equal(pool2.run(load_and_broadcast, transport))
 
 
 @passing_groups()
 def micro_batches(transport):
-    """Under DDP ranks may run different numbers of backwards within no_sync(), which meet nobody."""
+    """Under DDP ranks may run different numbers of backwards within no_sync(), which do not
+    communicate."""
     model = built(("no_shard", transport))
     optimizer = adamw(model)
     for step in range(STEPS):
@@ -335,12 +338,12 @@ def micro_batches(transport):
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 def test_backwards_within_no_sync_may_differ(pool2, transport):
-    assert all_alike(pool2.run(micro_batches, transport))
+    assert all_equal(pool2.run(micro_batches, transport))
 
 
 @passing_groups()
 def skipped_before_no_sync(combination):
-    """Rank 1 leaves out a step; the next backward meets nobody. A load makes it good."""
+    """Rank 1 skips a step; the next backward does not communicate. A load repairs that."""
     model = built(combination)
     optimizer = adamw(model)
     learn(model, optimizer, 0)
@@ -358,16 +361,17 @@ def skipped_before_no_sync(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_a_backward_that_meets_nobody_agrees_on_nothing(pool2, combination):
+def test_backward_without_exchange_compares_nothing(pool2, combination):
     results = pool2.run(skipped_before_no_sync, combination)
     for said, _ in results:
         assert "rank 0 has made 2 optimizer steps" in said
-    assert all_alike([state for _, state in results])
+    assert all_equal([state for _, state in results])
 
 
 @passing_groups()
 def two_models(combination):
-    """A generator and a discriminator with an optimizer each, on one transport; one steps more often."""
+    """A generator and a discriminator with an optimizer each, on one transport; one steps more
+    often."""
     group = own_group()
     models = [built(combination, group), built(combination, group)]
     optimizers = [adamw(model) for model in models]
@@ -415,12 +419,12 @@ def zero_redundancy(transport):
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 def test_zero_redundancy_optimizer(pool2, transport):
-    assert all_alike(pool2.run(zero_redundancy, transport))
+    assert all_equal(pool2.run(zero_redundancy, transport))
 
 
 @passing_groups()
 def ignored_on_rank_0(combination):
-    """A parameter that is not sharded has an optimizer of its own on rank 0 alone."""
+    """An unsharded parameter has an optimizer of its own on rank 0 alone."""
     torch.manual_seed(0)
     body = make(Wide)
     body.extra = nn.Parameter(torch.ones(3))
@@ -451,7 +455,7 @@ def test_optimizers_of_ignored_parameters_may_differ(pool2, combination):
 
 @passing_groups()
 def experts(transport):
-    """Each rank has an expert that it steps by itself, with a rate of its own."""
+    """Each rank has an expert that it steps independently, with its own rate."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     rank = dist.get_rank()
     shared = built(("full_shard", transport))
@@ -475,8 +479,8 @@ def experts(transport):
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_experts_step_as_they_like(pool2, transport):
-    assert all_alike(pool2.run(experts, transport))
+def test_experts_may_step_independently(pool2, transport):
+    assert all_equal(pool2.run(experts, transport))
 
 
 @passing_groups()
@@ -497,9 +501,9 @@ def scaled(combination):
 
 
 @pytest.mark.parametrize("combination", FEW)
-def test_a_scaler_may_skip(pool2, combination):
+def test_scaler_may_skip(pool2, combination):
     results = pool2.run(scaled, combination)
-    assert all_alike(results)
+    assert all_equal(results)
     assert [name for name, value in results[0].items() if not value.isfinite().all()] == []
 
 
@@ -575,7 +579,7 @@ ENDS = [("full_shard", "shm"), ("no_shard", "shm"), ("full_shard", "c10d")]
     ("what", "words"),
     [("lr", SETTINGS[lr]), ("skip", "rank 0 has made 2 optimizer steps, but rank 1 has made 1")],
 )
-def test_the_last_step_is_compared_at_the_end(tmp_path, combination, what, words):
+def test_last_step_is_compared_at_exit(tmp_path, combination, what, words):
     ended = run_to_the_end(tmp_path, combination, what)
     assert [rank.stdout.count("trained") for rank in ended] == [1, 1]
     assert any(rank.returncode != 0 for rank in ended)
@@ -592,8 +596,8 @@ QUIET = [
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("combination", "what"), QUIET)
-def test_an_end_without_news_is_quiet(tmp_path, combination, what):
-    """All went well, or the script has caught the error already."""
+def test_normal_exit_is_silent(tmp_path, combination, what):
+    """Everything succeeded, or the script has caught the error already."""
     for rank in run_to_the_end(tmp_path, combination, what):
         assert rank.returncode == 0 and "zshard:" not in rank.stderr
         assert rank.stdout.count("caught") == (1 if what == "told" else 0)

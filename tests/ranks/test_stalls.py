@@ -1,7 +1,7 @@
-"""A rank that waits alone over c10d: it learns that the others are elsewhere, and what to write.
+"""A rank that waits alone over c10d learns that the others are elsewhere, and what to write.
 
-The others are in a collective of the script's own, of which zshard knows nothing; each
-script must end, with an error that names the call.
+The others are in a collective of the script's own, which zshard does not see; each script must end,
+with an error that names the call.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ CALLS[looks_at_the_optimizer] = "state_dict()"
 
 
 def lone(call, folder, timeout):
-    """(the kind and text of the error, seconds until it, stderr) of the last rank, which is alone."""
+    """Return (the kind and text of the error, seconds until it, stderr) of the last rank, which is
+    alone."""
     model = FSDP(make(Wide), transport="c10d", timeout=timeout)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     loss_of(model(floats(dist.get_rank()))).backward()
@@ -62,7 +63,7 @@ def lone(call, folder, timeout):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
-def test_the_error_says_that_the_others_are_elsewhere(tmp_path, call, world):
+def test_error_reports_that_other_ranks_are_elsewhere(tmp_path, call, world):
     result = fork_ranks(lone, world, call, str(tmp_path / "saved"), 4.0)[-1]
     assert result.value is not None, result.stderr
     kind, text, seconds = result.value
@@ -71,10 +72,10 @@ def test_the_error_says_that_the_others_are_elsewhere(tmp_path, call, world):
     for rank in range(world - 1):
         assert f"rank {rank} is not in a zshard collective" in text
     assert "call it on all of them" in text and "transport='shm'" in text
-    assert "has been waiting" not in result.stderr  # it was told by the error
+    assert "has been waiting" not in result.stderr  # the error replaced it
 
 
-def test_one_line_says_so_after_ten_seconds(tmp_path):
+def test_one_line_is_printed_after_ten_seconds(tmp_path):
     first, last = fork_ranks(lone, 2, sums_up, str(tmp_path), 12.0)
     lines = [line for line in last.stderr.splitlines() if "has been waiting" in line]
     assert len(lines) == 1 and "has been waiting" not in first.stderr
@@ -83,7 +84,7 @@ def test_one_line_says_so_after_ten_seconds(tmp_path):
 
 @passing_groups()
 def elsewhere():
-    """The error, and seconds until it, where the ranks call different things of zshard's."""
+    """Return the error, and seconds until it, where the ranks make different calls to zshard."""
     model = FSDP(make(Wide), transport="c10d", timeout=60, process_group=own_group())
     start = time.monotonic()
     try:
@@ -103,7 +104,7 @@ def test_another_collective_of_zshards_is_an_error_at_once(pool):
 
 
 def late():
-    """A rank that is only late, and says nothing: no line, no error."""
+    """A rank that is only late: no line, no error."""
     model = FSDP(make(Wide), transport="c10d", timeout=4)
     if os.environ["RANK"] == "1":
         time.sleep(2.5)
@@ -111,7 +112,7 @@ def late():
     return True
 
 
-def test_a_rank_that_is_late_is_waited_for():
+def test_late_rank_is_waited_for():
     for result in fork_ranks(late, 2):
         assert result.value is True, result.stderr
         assert "zshard:" not in result.stderr

@@ -1,4 +1,4 @@
-"""Models on some of the ranks: their groups meet, whatever other groups there are or were."""
+"""Models on some of the ranks: their groups connect, whatever other groups exist or existed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zshard import FSDP
 
 
 def norm_on(group, transport="c10d"):
-    """The norm of the gradients of a model over ranks of `group`."""
+    """Return the norm of the gradients of a model over ranks of `group`."""
     model = FSDP(make(Stack), process_group=group, transport=transport)
     forward_backward(model, dist.get_rank())
     return float(model.clip_grad_norm_(1.0))
@@ -51,7 +51,7 @@ def test_groups_may_have_been_destroyed(pool3):
 
 @passing_groups()
 def left_of_three_groups(transport: str) -> int:
-    """How many groups are left of three that models were trained on."""
+    """Return how many groups are left of three that models were trained on."""
     known = set(dist.distributed_c10d._world.pg_map)
     for _ in range(3):
         group = dist.new_group()
@@ -63,6 +63,6 @@ def left_of_three_groups(transport: str) -> int:
 
 @ranks(2)
 @pytest.mark.parametrize(("transport", "own"), [("shm", 0), ("c10d", 1)])
-def test_groups_of_zshard_end_with_the_scripts(pool, transport, own):
-    """Those of the last one are there until zshard looks again."""
+def test_internal_groups_end_with_the_scripts_groups(pool, transport, own):
+    """Those of the last one exist until zshard checks again."""
     assert pool.run(left_of_three_groups, transport) == [own, own]

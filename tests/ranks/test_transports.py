@@ -1,7 +1,7 @@
-"""The transports as Python gets them: the same bytes, the same errors, over shm and over gloo.
+"""The transports from Python: the same bytes and errors over shm and over gloo.
 
-What a transport does by itself is tested in C (test_c_comm.py). Here it meets torch:
-process groups by name, their exceptions, dispatch modes, and the choice between the two.
+test_c_comm.py tests transports in C. Here they interact with torch: process groups by name,
+exceptions, dispatch modes, and the choice between the two.
 """
 
 import os
@@ -30,7 +30,7 @@ def connect(transport: str, timeout: float | None = None) -> Any:
     return comm_for(groups.world, transport, timeout)
 
 
-# --- what arrives --------------------------------------------------------------------------------
+# --- received data -------------------------------------------------------------------------------
 
 
 def exchange(transport: str) -> list[list[bytes]]:
@@ -81,12 +81,12 @@ def refuse(transport: str) -> None:
 
 
 @both
-def test_bad_arguments_leave_it_usable(pool2: RankPool, transport: str) -> None:
+def test_invalid_arguments_leave_the_transport_usable(pool2: RankPool, transport: str) -> None:
     pool2.run(refuse, transport)
 
 
 class Deny(TorchDispatchMode):
-    """A mode that no operation gets through."""
+    """A mode that refuses every operation."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise AssertionError(f"{func} was dispatched")
@@ -101,7 +101,7 @@ def exchange_under_a_mode(transport: str) -> list[bytes]:
 
 
 @both
-def test_dispatch_modes_do_not_see_our_bytes(pool2: RankPool, transport: str) -> None:
+def test_dispatch_modes_do_not_see_messages(pool2: RankPool, transport: str) -> None:
     assert pool2.run(exchange_under_a_mode, transport) == [[b"x", b"x"]] * 2
 
 
@@ -116,11 +116,11 @@ def test_unknown_group(pool2: RankPool) -> None:
     pool2.run(c10d_without_a_group)
 
 
-# --- peers that do not come ----------------------------------------------------------------------
+# --- missing peers -------------------------------------------------------------------------------
 
 
 def wait_in_vain(transport: str, fault: str) -> tuple[str, str, float]:
-    """Rank 1 fails in the way of `fault`; what rank 0 gets, and after how long."""
+    """Rank 1 fails as `fault` describes; return rank 0's error, and the time until it."""
     comm = connect(transport, timeout=3.0 if fault == "late" else 60.0)
     comm.exchange(b"all are there")
     if comm.rank == 1:
@@ -145,21 +145,21 @@ def outcome(transport: str, fault: str) -> tuple[str, str, float]:
 
 
 @both
-def test_a_dead_peer_is_an_error_soon(transport: str) -> None:
+def test_dead_peer_is_an_error_soon(transport: str) -> None:
     kind, words, seconds = outcome(transport, "dies")
     assert kind == "PeerError" and seconds < 5
     assert words.startswith("rank 1 (pid ") and "rank 0 was" in words
 
 
 @both
-def test_a_peer_that_gives_up_is_quoted(transport: str) -> None:
+def test_error_quotes_a_failed_peer(transport: str) -> None:
     kind, words, seconds = outcome(transport, "gives up")
     assert kind == "PeerError" and seconds < 5
     assert "rank 1" in words and "failed: LookupError: batch 7 is gone" in words
 
 
 @both
-def test_a_late_peer_is_a_timeout(transport: str) -> None:
+def test_late_peer_is_a_timeout(transport: str) -> None:
     kind, words, seconds = outcome(transport, "late")
     assert kind == "PeerTimeoutError" and 2.5 < seconds < 6
     assert ("rank 1 to all-gather message" if transport == "shm" else "all-gathering") in words
@@ -194,7 +194,7 @@ def test_waiting_can_be_interrupted(transport: str) -> None:
 
 
 def losses(transport: str, strategy: str, dtype: str) -> list[float]:
-    """A few steps of a small model; every rank its own batches."""
+    """Return the losses of a few steps of a small model; every rank has its own batches."""
     from zshard import FSDP
 
     torch.manual_seed(0)
@@ -224,7 +224,7 @@ def losses(transport: str, strategy: str, dtype: str) -> list[float]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @ranks(2, 3)
-def test_same_bits(pool: RankPool, strategy: str, dtype: str) -> None:
+def test_transports_are_bit_identical(pool: RankPool, strategy: str, dtype: str) -> None:
     shm, c10d = (pool.run(losses, transport, strategy, dtype) for transport in ("shm", "c10d"))
     assert shm == c10d
     for values in shm:

@@ -1,7 +1,8 @@
-"""Training on two hosts: losses as DDP's, and errors instead of hangs if a rank dies or the wire is cut.
+"""Training on two hosts: losses equal DDP's, and errors instead of hangs if a rank dies or the wire
+is cut.
 
-Hosts are namespaces of this machine with a wire between them (benchmarks/hosts_net.py),
-so ranks of different hosts share nothing but TCP, and a test can pull the plug.
+Hosts are namespaces of this machine with a wire between them (benchmarks/hosts_net.py), so ranks of
+different hosts share only TCP, and a test can cut the connection.
 """
 
 import os
@@ -44,7 +45,7 @@ def hosted() -> Iterator[HostedRanks]:
 
 
 def losses_of_all(name):
-    """Each side's losses of a few steps on this rank."""
+    """Return both libraries' losses of a few steps on this rank."""
     dist.init_process_group("gloo")
     case, rank = CASES[name], dist.get_rank()
     sides = {"ddp": DistributedDataParallel(make(case.make))}
@@ -60,7 +61,7 @@ def losses_of_all(name):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_losses_are_those_of_ddp(hosted, ranks):
+def test_losses_match_ddp(hosted, ranks):
     results = hosted.run(losses_of_all, ranks, "net")
     for result in results:
         assert result.returncode == 0, f"rank {result.rank}\n{result.stderr}"
@@ -81,7 +82,7 @@ def test_rank_killed_on_one_host_is_named_on_both(hosted, strategy, tmp_path):
 
 
 def train_until_cut(folder, strategy):
-    """Trains for ever; the `End` of that. Tells when the wire may be cut."""
+    """Train until an error; return the resulting `End`. Reports when the wire may be cut."""
     misdeed = Misdeed("", "", folder)
     ready = Path(folder) / f"ready{os.environ['RANK']}"
 
@@ -94,14 +95,14 @@ def train_until_cut(folder, strategy):
                 ready.touch()
 
     end = misdeed.end_of(loop)
-    # A rank that exits earlier would be what its neighbour names, instead of the other host.
+    # Otherwise its neighbor would report a rank that exited earlier, instead of the other host.
     Path(folder, f"ended{os.environ['RANK']}").touch()
     wait_for(Path(folder), "ended")
     return end
 
 
 def wait_for(folder, what):
-    """Waits until all four ranks have told it, for 20 seconds at most. Returns how many have."""
+    """Wait until all four ranks have reported, for 20 seconds at most. Return how many have."""
     limit = time.monotonic() + 20
     while (count := len(list(folder.glob(f"{what}*")))) < 4 and time.monotonic() < limit:
         time.sleep(0.02)

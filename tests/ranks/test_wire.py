@@ -1,7 +1,8 @@
-"""FSDP(wire=...): gradients that cross hosts in fewer bytes, beside the same arithmetic in torch.
+"""FSDP(wire=...): gradients that cross hosts in fewer bytes, compared with the same arithmetic in
+torch.
 
-A loss that is a sum of products has gradients that a test chooses, so all that happens
-to them on their way can be computed beside it, bit by bit.
+If a loss is a sum of products, a test chooses its gradients, so it can compute the entire encoding
+separately, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from zshard import FSDP
 
 WIRES = ("bf16", "int8")
 BLOCK, LEVELS = 256, 127
-NUMEL = 29_000  # of the only parameter: slices of many blocks, the last one shorter, and padding
+NUMEL = 29_000  # of the only parameter: shards of many blocks, the last one shorter, and padding
 
 
 class Products(nn.Module):
-    """The gradient of the parameter is what it is called with."""
+    """The parameter's gradient equals the argument of the call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +51,7 @@ def wrap(group, wire, strategy="full_shard", **options):
 
 
 def reduced(model, gradients):
-    """All of the reduced gradient; collective."""
+    """Return the full reduced gradient; collective."""
     model.zero_grad()
     model(gradients).backward()
     local = zshard.to_local(model.weight.grad).flatten()
@@ -62,11 +63,11 @@ def reduced(model, gradients):
     return whole
 
 
-# --- the same in torch ----------------------------------------------------------------------------
+# --- reference in torch ---------------------------------------------------------------------------
 
 
 def decoded(wire: str, numbers: Tensor) -> Tensor:
-    """What is left of float32 numbers behind the wire."""
+    """Return the values of float32 numbers after the wire."""
     if wire == "bf16":
         return numbers.bfloat16().float()
     found = [part * 0 for part in numbers.split(BLOCK)]
@@ -79,7 +80,7 @@ def decoded(wire: str, numbers: Tensor) -> Tensor:
 
 
 class Model:
-    """Hosts of `per_host` ranks each, that cut the parameter into `parts` slices."""
+    """Hosts of `per_host` ranks each, which split the parameter into `parts` shards."""
 
     def __init__(self, wire: str, hosts: int, per_host: int, parts: int) -> None:
         self.wire, self.hosts, self.per_host = wire, hosts, per_host
@@ -107,7 +108,7 @@ class Model:
 
 
 def arithmetic(sizes, strategy, wire, parts=None):
-    """Which of several steps have the bits of the model's."""
+    """Return which of several steps are bit-identical to the model's."""
     world, found = dist.get_world_size(), []
     with hosts_of(*sizes) as group:
         model = wrap(group, wire, strategy)
@@ -127,7 +128,7 @@ def arithmetic(sizes, strategy, wire, parts=None):
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "zero1", "no_shard"])
-def test_bits_are_those_of_the_same_arithmetic(pool4, strategy, wire):
+def test_bit_identical_to_reference_arithmetic(pool4, strategy, wire):
     assert pool4.run(arithmetic, (2, 2), strategy, wire) == [[True] * 4] * 4
 
 
@@ -145,7 +146,7 @@ def test_four_hosts(pool4, wire):
 
 
 def replicas(wire, strategy):
-    """Whether ranks that have the same slice still have the same numbers, and the losses."""
+    """Return whether ranks with the same shard still have the same values, and the losses."""
     case = CASES["net"]
     with on_two_hosts():
         model = FSDP(
@@ -178,11 +179,12 @@ def test_replicas_stay_the_same(pool4, wire, strategy):
     assert pool4.run(replicas, wire, strategy) == [(True, True)] * 4
 
 
-# --- what codes lose ------------------------------------------------------------------------------
+# --- rounding errors ------------------------------------------------------------------------------
 
 
 def mean_of_many(wire, steps):
-    """The largest errors of one step's gradient and of the mean of many, and what one may be."""
+    """Return the largest errors of one step's gradient and of the mean of many, and their
+    bounds."""
     with hosts_of(2, 2) as group:
         model = wrap(group, wire)
         exact = sum(gradient(rank) for rank in range(4)) / 4
@@ -192,7 +194,7 @@ def mean_of_many(wire, steps):
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_nothing_is_lost_over_many_steps(pool4, wire):
+def test_rounding_errors_do_not_accumulate(pool4, wire):
     steps = 64
     for first, mean in pool4.run(mean_of_many, wire, steps):
         assert first > 1e-4
@@ -220,12 +222,12 @@ def scaled(wire):
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_what_is_lost_follows_the_loss_scale(pool4, wire):
+def test_residuals_follow_the_loss_scale(pool4, wire):
     assert pool4.run(scaled, wire) == [[True] * 4] * 4
 
 
 def skipped(wire, bad):
-    """After one rank's bad number: is the step skipped, and is the next one finite again?"""
+    """After inf on one rank: is the step skipped, and is the next one finite again?"""
     with hosts_of(2, 2) as group:
         model = wrap(group, wire)
         optimizer = torch.optim.SGD(model.parameters(), 1.0)
@@ -246,12 +248,12 @@ def skipped(wire, bad):
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("wire", WIRES)
-def test_all_ranks_skip_what_one_must(pool4, wire, bad):
+def test_all_ranks_skip_together(pool4, wire, bad):
     assert pool4.run(skipped, wire, bad) == [([2.0, 2.0], True, True)] * 4
 
 
 def accumulated(wire):
-    """no_sync() and a rank that has nothing: the same as the sum in one round."""
+    """no_sync(), and a rank without gradients, give the same as the sum in one round."""
     with hosts_of(2, 2) as group:
         model, beside = wrap(group, wire), Model(wire, 2, 2, 4)
         rank = dist.get_rank()
@@ -265,14 +267,14 @@ def accumulated(wire):
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_gradients_of_no_sync_cross_once(pool4, wire):
+def test_no_sync_gradients_are_sent_once(pool4, wire):
     assert pool4.run(accumulated, wire) == [True] * 4
 
 
 # --- training -------------------------------------------------------------------------------------
 
 
-def test_loss_falls_as_in_float32(pool4):
+def test_loss_decreases_as_in_float32(pool4):
     exact = pool4.run(curve, None, 40, 1.0)[0]
     for wire in WIRES:
         coded = pool4.run(curve, wire, 40, 1.0)[0]
@@ -291,7 +293,7 @@ def test_gradients_in_bfloat16_are_summed_before_they_are_coded(pool4):
 
 
 def sizes(wire, strategy):
-    """Where prediction, model and what it holds after two steps differ."""
+    """Return where the prediction, the model's report and the memory after two steps differ."""
     told = zshard.predict_memory(
         Products(),
         4,
@@ -321,7 +323,7 @@ def test_memory_is_as_predicted(pool4, strategy):
     assert found["bf16"][0] > found["int8"][0] > found[None][0]
 
 
-# --- where it cannot be ---------------------------------------------------------------------------
+# --- unsupported cases ----------------------------------------------------------------------------
 
 
 def differing():
@@ -330,7 +332,7 @@ def differing():
         return message_of(lambda: wrap(group, wire), zshard.DivergenceError)
 
 
-def test_ranks_that_differ_are_told(pool4):
+def test_different_settings_are_an_error(pool4):
     for message in pool4.run(differing):
         assert "wire" in message
         assert "int8" in message
@@ -344,7 +346,7 @@ def refusals():
         )
 
 
-def test_what_is_not_supported_is_refused(pool4):
+def test_unsupported_cases_are_refused(pool4):
     for name, transport in pool4.run(refusals):
         assert "'bf16', 'int8'" in name
         assert "transport='hosts'" in transport
@@ -357,7 +359,7 @@ def on_one_host():
     return "wire='int8' has no effect" in model.summary(), torch.equal(grads, exact)
 
 
-def test_on_one_host_nothing_is_coded(pool2):
+def test_nothing_is_encoded_on_one_host(pool2):
     assert pool2.run(on_one_host) == [(True, True)] * 2
 
 
@@ -371,5 +373,5 @@ def copied():
         return torch.equal(reduced(twin, gradient(dist.get_rank())), expected)
 
 
-def test_copies_are_coded_too(pool4):
+def test_copies_are_encoded(pool4):
     assert pool4.run(copied) == [True] * 4

@@ -1,7 +1,8 @@
-"""FSDP(wire=...): parameters that cross hosts in fewer bytes, beside the same arithmetic in torch.
+"""FSDP(wire=...): parameters that cross hosts in fewer bytes, compared with the same arithmetic in
+torch.
 
-Shards stay exact, and what forward and backward compute with is a function of them: so
-a plain model of rounded parameters has the same bits, on all ranks, whatever is done in between.
+Shards stay exact, and forward and backward compute with a function of them: so a plain model of
+rounded parameters is bit-identical, on all ranks, whatever happens in between.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import zshard
 from zshard import FSDP, Wire
 
 LOW = zshard.MixedPrecision(torch.bfloat16)
-ROUNDED = Wire(parameters="bf16")  # elementwise, so a reference needs to know of no shards
+ROUNDED = Wire(parameters="bf16")  # elementwise, so a reference needs no shards
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -37,7 +38,7 @@ def weights(seed=0):
 
 
 class Seen(Products):
-    """Keeps what its forwards compute with."""
+    """Records the parameters of its forwards."""
 
     def __init__(self, dtype=torch.float32):
         super().__init__()
@@ -50,7 +51,7 @@ class Seen(Products):
 
 
 def expected(wire, parts, values):
-    """What codes of the shards of `parts` ranks say."""
+    """Return the decoded shards of `parts` ranks."""
     align = 64 // values.itemsize
     numel = math.ceil(NUMEL / parts / align) * align
     padded = torch.zeros(parts * numel)
@@ -60,7 +61,8 @@ def expected(wire, parts, values):
 
 
 def seen(sizes, wire, dtype=torch.float32, options=None):
-    """Differences of what a forward computes with, of the shards, and of what a script may read."""
+    """Return differences in the parameters of a forward, in the shards, and in what a script may
+    read."""
     world, options = dist.get_world_size(), options or {}
     with hosts_of(*sizes) as group:
         model = FSDP(
@@ -95,7 +97,7 @@ def seen(sizes, wire, dtype=torch.float32, options=None):
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 1, 1, 1)])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-def test_forward_computes_with_what_codes_say(pool4, wire, sizes, strategy):
+def test_forward_computes_with_decoded_parameters(pool4, wire, sizes, strategy):
     assert pool4.run(seen, sizes, wire, torch.float32, {"strategy": strategy}) == [[]] * 4
 
 
@@ -112,7 +114,7 @@ def test_parameters_of_other_dtypes(pool4, wire, dtype):
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_what_param_dtype_casts_is_coded(pool4, wire):
+def test_cast_parameters_are_encoded(pool4, wire):
     assert pool4.run(seen, (2, 2), wire, torch.float32, {"mixed_precision": LOW}) == [[]] * 4
 
 
@@ -128,7 +130,7 @@ STEPS = 3
 
 
 def in_plain_torch(case, rounds=True):
-    """This rank's losses, and the parameters in the end, of a plain model that computes with
+    """Return this rank's losses, and the final parameters, of a plain model that computes with
     rounded parameters."""
     exact, low = make(case.make), make(case.make)
     optimizer = torch.optim.SGD(exact.parameters(), 0.1, momentum=0.9)
@@ -153,7 +155,7 @@ def in_plain_torch(case, rounds=True):
 
 
 def recompute(model):
-    """Checkpoints what its children compute."""
+    """Checkpoint what its children compute."""
     for child in model.modules():
         if isinstance(child, nn.Linear):
             inner = child.forward
@@ -161,7 +163,7 @@ def recompute(model):
 
 
 def trained(name, strategy, options, variant=""):
-    """Differences from the plain model."""
+    """Return differences from the plain model."""
     case = CASES[name]
     with hosts_of(2, 2) as group:
         made = make(case.make)
@@ -198,7 +200,7 @@ def trained(name, strategy, options, variant=""):
 @pytest.mark.parametrize("keep", [False, True, "auto"])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
 @pytest.mark.parametrize("name", ["mlp", "net", "tied", "frozen"])
-def test_training_is_that_of_rounded_parameters(pool4, name, strategy, keep):
+def test_training_matches_rounded_parameters(pool4, name, strategy, keep):
     options = {"keep_gathered": keep}
     assert pool4.run(trained, name, strategy, options) == [[]] * 4
 
@@ -217,7 +219,7 @@ def test_prefetch(pool4):
 
 
 def uncoded(strategy, options):
-    """Whether wire changes nothing where no gather crosses hosts."""
+    """Return whether wire changes nothing where no gather crosses hosts."""
     case, found = CASES["mlp"], []
     with on_two_hosts():
         for wire in (None, Wire(parameters="int8")):
@@ -241,13 +243,13 @@ def uncoded(strategy, options):
 
 
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full", "zero1", "no_shard"])
-def test_where_gathers_do_not_cross_all_is_exact(pool4, strategy):
+def test_gathers_within_a_host_are_exact(pool4, strategy):
     assert pool4.run(uncoded, strategy, {"timeout": 60}) == [[]] * 4
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("wire", ["int8", Wire(parameters="int8")])
-def test_loss_falls_as_in_float32(pool4, wire):
+def test_loss_decreases_as_in_float32(pool4, wire):
     exact, coded = (pool4.run(curve, each, 120)[0] for each in (None, wire))
     assert coded != exact
     assert coded[-1] < exact[0] - 0.9 * (exact[0] - exact[-1])
@@ -255,7 +257,7 @@ def test_loss_falls_as_in_float32(pool4, wire):
 
 
 def shard_fully(wire):
-    """What a unit of fully_shard() computes with, and what summary() says."""
+    """Return the parameters in the forward of a fully_shard() unit, and summary()'s text."""
     with on_two_hosts():
         model = zshard.fully_shard(Seen(), wire=wire)
         model(torch.ones(NUMEL)).backward()
@@ -268,11 +270,11 @@ def test_fully_shard_takes_it(pool4):
     assert pool4.run(shard_fully, Wire(parameters="int8")) == [([], True)] * 4
 
 
-# --- ranks that go different ways -----------------------------------------------------------------
+# --- diverging ranks ------------------------------------------------------------------------------
 
 
 def evaluated(wire):
-    """Differences of what a rank's evaluation computes beside others' training from that of all."""
+    """Return differences between a rank's evaluation while others train, and one of all ranks."""
     case = CASES["mlp"]
     with hosts_of(2, 2) as group:
         model = case_of(group, "mlp", wire=wire)
@@ -290,7 +292,7 @@ def evaluated(wire):
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_rank_that_evaluates_alone_computes_with_the_same(pool4, wire):
+def test_lone_evaluation_uses_the_same_values(pool4, wire):
     assert pool4.run(evaluated, wire) == [[]] * 4
 
 
@@ -304,14 +306,14 @@ def differing(first, second):
 
 
 @pytest.mark.parametrize("first, second", [(ROUNDED, None), ("int8", Wire("int8"))])
-def test_ranks_that_differ_are_told(pool4, first, second):
+def test_different_settings_are_an_error(pool4, first, second):
     for message in pool4.run(differing, first, second):
         assert "wire" in message
         assert "parameters=" in message
 
 
 def refused():
-    """Messages where full parameters are asked for otherwise than they are there."""
+    """Return messages where full parameters are requested in conflicting ways."""
     with hosts_of(2, 2) as group:
         model = FSDP(Seen(), process_group=group, auto_wrap_policy=None, timeout=60, wire=ROUNDED)
         model.unshard()
@@ -326,7 +328,7 @@ def refused():
         return messages, same + differences(model.state_dict(), {"weight": weights()})
 
 
-def test_what_is_unsharded_otherwise_is_refused(pool4):
+def test_conflicting_unsharding_is_refused(pool4):
     for messages, differ in pool4.run(refused):
         assert not differ
         for message in messages:
@@ -337,7 +339,7 @@ def test_what_is_unsharded_otherwise_is_refused(pool4):
 
 
 def sent(wire):
-    """Bytes of the broadcasts by which a step gathers."""
+    """Return the bytes of a step's broadcasts for gathers."""
     with hosts_of(2, 2) as group:
         model = FSDP(
             nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3))),
@@ -350,12 +352,12 @@ def sent(wire):
         recording = torch.profiler.profile(record_shapes=True, experimental_config=config)
         with recording as profile, torch.no_grad():
             model(torch.ones(2, 64))
-            time.sleep(0.3)  # torch's thread ends what it records after those who wait for it go on
+            time.sleep(0.3)  # torch's thread finishes recording after its waiters continue
     moved = [e.input_shapes for e in profile.events() if e.name == "gloo:broadcast"]
     return sum(math.prod(shape) for shapes in moved for shape in shapes)
 
 
-def test_bytes_that_cross(pool4):
+def test_bytes_between_hosts(pool4):
     exact, low, least = (pool4.run(sent, wire)[0] for wire in (None, "bf16", "int8"))
     assert exact == 2 * low > 0
     assert least == exact // 4 * (256 + 4) // 256
@@ -401,7 +403,7 @@ def test_unknown_names(arguments):
         Wire(*arguments)
 
 
-def test_of_what_it_may_be():
+def test_accepted_values():
     with pytest.raises(ValueError, match=r"'bf16', 'int8', a zshard\.Wire or None, got 8"):
         zshard.predict_memory(Products(), 4, wire=8)
     both = zshard.predict_memory(Products(), 4, local_world_size=2, wire="int8")

@@ -1,7 +1,7 @@
-"""One rank alone in a call of all ranks: the error names the call and what to do.
+"""One rank alone in a collective call: the error names the call and the remedy.
 
-On both transports, whatever the other rank does meanwhile; and where all ranks catch
-the error, a model that they make later works.
+On both transports, whatever the other rank does meanwhile; if all ranks catch the error, a model
+that they create later works.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ CALLS = {
 
 
 def alone(transport, call, other, folder):
-    """The error of a rank, of which rank 0 makes one call and rank 1 another; both make a model
-    after that, and train and save it."""
+    """Return a rank's error where rank 0 makes one call and rank 1 another; both then create, train
+    and save a model."""
     model = FSDP(make(Wide), transport=transport)
     loss_of(model(floats(dist.get_rank()))).backward()
     try:
@@ -70,14 +70,14 @@ def alone(transport, call, other, folder):
 @both
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.sampled(3)
-def test_a_call_of_one_rank_is_named(transport, call, tmp_path):
+def test_error_names_the_call_of_a_lone_rank(transport, call, tmp_path):
     ranks = fork_ranks(alone, 2, transport, call, None, str(tmp_path), check=True)
     for each in ranks:
         assert CALLS[call] in each.value and "on all ranks" in each.value
 
 
 @both
-def test_two_calls_are_not_taken_for_one(transport, tmp_path):
+def test_different_calls_are_distinguished(transport, tmp_path):
     ranks = fork_ranks(alone, 2, transport, takes_norms, clips, str(tmp_path), check=True)
     for each in ranks:
         assert "named_norms()" in each.value and "clip_grad_norm_()" in each.value
@@ -91,7 +91,7 @@ def runs_longer(transport):
 
 
 @both
-def test_uneven_batches_name_join(transport):
+def test_error_of_uneven_batches_names_join(transport):
     result = fork_ranks(runs_longer, 2, transport)[1]
     assert "PeerError" in result.stderr and "model.join(optimizer)" in result.stderr
 
@@ -111,7 +111,7 @@ def generates(transport):
 
 
 @both
-def test_a_forward_with_gradients_names_no_grad(transport):
+def test_error_of_a_lone_forward_names_no_grad(transport):
     words = fork_ranks(generates, 2, transport)[0].value
     assert "torch.no_grad()" in words
     assert "not in a zshard collective" in words
@@ -128,7 +128,7 @@ def expanded(transport):
 
 
 @both
-def test_a_failure_to_wrap_that_all_catch_poisons_no_later_model(transport):
+def test_caught_wrapping_failure_does_not_affect_later_models(transport):
     values = [each.value for each in fork_ranks(expanded, 2, transport, check=True)]
     assert values == [True, True]
 
@@ -143,6 +143,6 @@ def no_group(rank):
     assert len(found) == 1 and "init_process_group()" in found[0], found
 
 
-def test_a_spawned_process_without_a_group_says_that_it_is_alone():
+def test_spawned_process_without_a_group_warns():
     context = mp.spawn(no_group, nprocs=1, join=False)
     assert context.join(60), sys.version

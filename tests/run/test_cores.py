@@ -1,4 +1,4 @@
-"""A host's cores, each rank's share of them, and the warning where ranks leave some idle.
+"""A host's cores, each rank's share of them, and the warning if ranks leave some idle.
 
 The kernel's files are written to a folder (fake_hosts.py), so each host is a few lines.
 """
@@ -26,7 +26,7 @@ from zshard.run.cores import as_list, parse_list, read_host, shares_of
 
 
 def shares(root: Path, ranks: int, cpus: Iterable[int], binding: str = "core") -> list[tuple]:
-    """(CPUs, threads, memory's nodes) of each rank; that all are bound is checked."""
+    """Return (CPUs, threads, memory's nodes) of each rank; checks that all are bound."""
     found, threads, why = shares_of(read_host(root, cpus), ranks, binding)
     assert why == ""
     return [(as_list(each.cpus), threads, each.nodes) for each in found]
@@ -38,7 +38,7 @@ SHARES = {
     "a rest is left out": ({}, 3, [("0-1", 2, []), ("2-3", 2, []), ("5-6", 2, [])]),
     "two sockets": ({"sockets": 2}, 2, [("0-7", 8, [0]), ("8-15", 8, [1])]),
     "one rank": ({"sockets": 2}, 1, [("0-15", 16, [0, 1])]),
-    # four cores each: a fifth would lie on the other socket
+    # four cores each: a fifth would be on the other socket
     "three": ({"sockets": 2}, 3, [("0-3", 4, [0]), ("4-7", 4, [0]), ("8-11", 4, [1])]),
     "clusters": ({"sockets": 2, "nodes": 2}, 4, EACH),
     "two clusters each": (
@@ -73,7 +73,7 @@ def test_other_bindings(tmp_path: Path) -> None:
     assert shares(tmp_path, 4, range(16), "none") == [("", 4, [])] * 4
 
 
-def test_what_doctor_says_of_cores(tmp_path: Path) -> None:
+def test_doctor_report_of_cores(tmp_path: Path) -> None:
     host(tmp_path, sockets=2, threads=2)
     assert describe(read_host(tmp_path, range(32))) == (
         "usable: 16 cores of 2 NUMA nodes (CPUs 0-15)"
@@ -87,7 +87,7 @@ def test_offline_cpus_and_second_threads(tmp_path: Path) -> None:
     assert [core.cpu for core in found.cores] == [1, 2, 4, 5, 6, 7, 8]  # 8 is of core 0
 
 
-def test_an_affinity_with_holes(tmp_path: Path) -> None:
+def test_affinity_with_gaps(tmp_path: Path) -> None:
     """taskset or a container's cpuset: half of a core counts as one, and nodes are uneven."""
     host(tmp_path, sockets=2, threads=2)
     allowed = {1, 2, 17, 5, 22, 23, 8, 9}  # 17 is the second thread of core 1
@@ -99,7 +99,7 @@ def test_an_affinity_with_holes(tmp_path: Path) -> None:
     assert shares(tmp_path, 2, uneven) == [("0-2", 3, [0]), ("3-4,6", 3, [1, 2])]
 
 
-def test_a_cpuset_may_leave_out_a_nodes_memory(tmp_path: Path) -> None:
+def test_cpuset_without_a_nodes_memory(tmp_path: Path) -> None:
     host(tmp_path, sockets=2, nodes=2)
     write(tmp_path / "proc/self/status", "Mems_allowed_list:\t0,2-3")
     assert [nodes for _, _, nodes in shares(tmp_path, 4, range(16))] == [[0], [], [2], [3]]
@@ -114,7 +114,7 @@ def test_a_cpuset_may_leave_out_a_nodes_memory(tmp_path: Path) -> None:
         ("50000 100000", 1, "1 core(s)"),
     ],
 )
-def test_a_quota(tmp_path: Path, limit: str, usable: int, words: str | None) -> None:
+def test_quota(tmp_path: Path, limit: str, usable: int, words: str | None) -> None:
     quota(host(tmp_path), limit, "/kubepods/pod1")
     assert read_host(tmp_path, range(8)).usable == usable
     found, threads, why = shares_of(read_host(tmp_path, range(8)), 2, "core")
@@ -122,7 +122,7 @@ def test_a_quota(tmp_path: Path, limit: str, usable: int, words: str | None) -> 
     assert threads == max(1, usable // 2) and bool(found[0].cpus) == (words is None)
 
 
-def test_a_quota_of_version_1_and_of_a_parent(tmp_path: Path) -> None:
+def test_quota_of_version_1_and_of_a_parent(tmp_path: Path) -> None:
     group = host(tmp_path) / "sys/fs/cgroup/cpu/docker"
     write(tmp_path / "proc/self/cgroup", "4:memory:/a\n3:cpu,cpuacct:/docker/b")
     for folder, limit in ((group / "b", "-1"), (group, "200000")):
@@ -139,8 +139,8 @@ def test_more_ranks_than_cores(tmp_path: Path) -> None:
     assert "9 ranks share 8 core(s), so they are not bound" in why
 
 
-def test_files_that_are_missing(tmp_path: Path) -> None:
-    found = read_host(tmp_path, {0, 1, 5})  # nothing there at all, as in some sandboxes
+def test_missing_files(tmp_path: Path) -> None:
+    found = read_host(tmp_path, {0, 1, 5})  # no files at all, as in some sandboxes
     assert [core.cpu for core in found.cores] == [0, 1, 5]
     assert found.nodes == 1 and found.memory == set()
     host(tmp_path, sockets=2, threads=2)
@@ -175,18 +175,18 @@ def test_bf16(cpuinfo: str, words: str) -> None:
 
 
 def started_by(folder: Path, environ: str | None) -> bool:
-    """Whether the 1 counts as torchrun's own if it was started with that environment."""
+    """Return whether the 1 counts as torchrun's own if it was started with that environment."""
     if environ is not None:
         write(folder / "proc/7/environ", environ)
     return cores.is_torchruns_choice(7, folder)
 
 
-def test_a_choice_of_the_user_is_told_from_torchruns(
+def test_user_setting_is_distinguished_from_torchruns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert not started_by(tmp_path, "HOME=/\0")  # no torchrun: as in the ranks of tests
+    assert not started_by(tmp_path, "HOME=/\0")  # no torchrun, as in the tests' ranks
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert started_by(tmp_path, "HOME=/\0MY_OMP_NUM_THREADS=1\0")
     assert not started_by(tmp_path, "HOME=/\0OMP_NUM_THREADS=1\0")
@@ -198,7 +198,8 @@ def test_a_choice_of_the_user_is_told_from_torchruns(
 
 
 def wrap(usable: int) -> list[str]:
-    """The warnings of three models on a rank of a host with that many cores, with their files."""
+    """Return the warnings of three models on a rank of a host with that many cores, with their
+    files."""
     os.environ.update(TORCHELASTIC_RUN_ID="none", OMP_NUM_THREADS="1")
     cores.is_torchruns_choice = lambda parent: True
     cores.read_host = lambda: cores.Host([cores.Core(0, cpu) for cpu in range(usable)], set(), None)
@@ -210,7 +211,7 @@ def wrap(usable: int) -> list[str]:
     return [f"{Path(each.filename).name}: {each.message}" for each in found]
 
 
-def test_one_warning_on_the_first_rank_of_a_host_with_cores_to_spare() -> None:
+def test_first_rank_of_a_host_warns_of_idle_cores() -> None:
     first, second = fork_ranks(wrap, 2, 9, check=True)
     assert second.value == [] and len(first.value) == 1
     assert first.value[0].startswith(
@@ -222,7 +223,7 @@ def test_one_warning_on_the_first_rank_of_a_host_with_cores_to_spare() -> None:
     assert [each.value for each in fork_ranks(wrap, 2, 3, check=True)] == [[], []]
 
 
-def test_torchrun_sets_what_is_taken_for_its_choice(tmp_path: Path) -> None:
+def test_torchrun_setting_is_recognized(tmp_path: Path) -> None:
     """A torchrun of the installed torch, without the user's own OMP_NUM_THREADS."""
     script = tmp_path / "rank.py"
     script.write_text(

@@ -1,8 +1,8 @@
-"""Memory that ranks share lies on its owner's NUMA node: the owner is the first to touch its pages.
+"""Shared memory is on its owner's NUMA node: the owner is the first to touch its pages.
 
-Linux gives memory to a page of a shared file when it is first read or written, from
-the node of the one who does (or by that one's policy, which `python -m zshard run` sets). Which
-pages have memory can be seen on a machine with one node too: all others are holes of the file.
+Linux allocates a page of a shared file when it is first read or written, on the node of the process
+that does it (or by its policy, which `python -m zshard run` sets). Allocated pages are visible even
+on a machine with one node: all others are holes of the file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
 def files(name: str) -> Iterator[int]:
-    """New descriptors of this process's files of memory of that name."""
+    """Yield new descriptors of this process's memory files of that name."""
     for each in Path("/proc/self/fd").iterdir():
         try:
             if os.readlink(each).startswith(f"/memfd:{name}"):
@@ -35,7 +35,7 @@ def files(name: str) -> Iterator[int]:
 
 
 def pages_of(name: str) -> list[int]:
-    """For each such file, the pages that have memory: one bit of a number each."""
+    """Return the pages that have memory, for each such file: one bit of a number each."""
     found = []
     for file in files(name):
         bits, at = 0, 0
@@ -53,7 +53,7 @@ def pages_of(name: str) -> list[int]:
 
 
 def added(name: str, before: list[int]) -> list[int]:
-    """The pages that now have memory and had none before."""
+    """Return the pages that now have memory and had none before."""
     after = pages_of(name)
     old = 0
     for bits in before:
@@ -69,8 +69,8 @@ def added(name: str, before: list[int]) -> list[int]:
 
 
 def first_touches(first: int) -> tuple[list[int], list[int], int]:
-    """Rank `first` makes its unit's memory while the others wait, then these do: which pages of the
-    flats' file each of both brings, and how many pages a shard has."""
+    """Rank `first` creates its unit's memory while the others wait, then these do: return which
+    pages of the flats' file each of them adds, and how many pages a shard has."""
     make = shard_model.core_unit
     seen: list[list[int]] = []
 

@@ -1,7 +1,7 @@
-"""`python -m zshard run`: what torchrun is given, and what a rank is before its program starts.
+"""`python -m zshard run`: torchrun's arguments, and a rank's state before its program starts.
 
-A launch costs seconds of torch's import, so what is decided before that is tried in this process,
-the command of a rank without torchrun, and two launches show the rest.
+A launch costs seconds of torch's import, so decisions before it are tested in this process, the
+command of a rank without torchrun, and two launches test the rest.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zshard.run.cores import Share
 
 Done = subprocess.CompletedProcess[str]
 
-# --- what is refused --------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ Done = subprocess.CompletedProcess[str]
         ("-n 2", "the following arguments are required"),
     ],
 )
-def test_what_cannot_work_is_refused_first(
+def test_invalid_options_are_refused_early(
     words: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(launch.torchrun, "run", lambda args: pytest.fail("it was started"))
@@ -47,14 +47,14 @@ def test_what_cannot_work_is_refused_first(
     assert end.value.code == 2 and said in capsys.readouterr().err
 
 
-# --- what torchrun is given -------------------------------------------------------------------------
+# --- torchrun's arguments ---------------------------------------------------------------------------
 
 
 @pytest.fixture
 def given(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple]:
-    """(arguments that torchrun runs with, its OMP_NUM_THREADS, what was said) of a command line."""
+    """Return (torchrun's arguments, its OMP_NUM_THREADS, the output) for a command line."""
     for name in ("TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     runs: list = []
@@ -72,7 +72,7 @@ def given(
     return main
 
 
-def test_the_defaults(given: Callable[..., tuple]) -> None:
+def test_defaults(given: Callable[..., tuple]) -> None:
     if torch.accelerator.is_available():
         pytest.skip("with GPUs there is a rank for each")
     args, threads, said = given("train.py", "-n", "7")
@@ -81,7 +81,7 @@ def test_the_defaults(given: Callable[..., tuple]) -> None:
     assert said.startswith(f"python -m zshard run: {args.nproc_per_node} rank")
 
 
-def test_options_of_torchrun_pass(given: Callable[..., tuple]) -> None:
+def test_torchrun_options_pass_through(given: Callable[..., tuple]) -> None:
     words = "--nnodes=2 --rdzv-backend c10d --rdzv_endpoint h:1 --nproc_per_node 1 --max-restarts 3"
     args, _, _ = given(*words.split(), "train.py")
     assert args.nproc_per_node == "1" and args.max_restarts == 3
@@ -102,7 +102,7 @@ def test_more_ranks_than_cores_run_unbound(given: Callable[..., tuple]) -> None:
     assert threads == "1" and (args.training_script, args.no_python) == ("train.py", False)
 
 
-def test_threads_of_the_user_win(
+def test_user_thread_count_takes_precedence(
     given: Callable[..., tuple], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "11")
@@ -110,7 +110,7 @@ def test_threads_of_the_user_win(
     assert threads == "11" and "OMP_NUM_THREADS=11" in said
 
 
-def test_the_summary() -> None:
+def test_summary() -> None:
     shares = [Share([0, 1], [0]), Share([2, 3], [1])]
     line = "2 ranks, OMP_NUM_THREADS=2, on CPUs 0-1 | 2-3, memory on NUMA nodes 0 | 1"
     assert launch.summary(shares, "2") == line
@@ -128,7 +128,7 @@ print(json.dumps([sys.argv[1:], sorted(os.sched_getaffinity(0)), __name__,
 
 @pytest.fixture
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
-    """What the command of a rank does in tmp_path, where "a script.py" reports."""
+    """Run a rank's command in tmp_path, where "a script.py" reports."""
     (tmp_path / "a script.py").write_text(REPORT)
 
     def start(*words: str, shares: tuple = (Share([0], []),), of: int = 0, **how: bool) -> Done:
@@ -145,7 +145,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Do
     return start
 
 
-def test_a_script_gets_its_share_and_its_arguments(
+def test_script_gets_its_share_and_its_arguments(
     started: Callable[..., Done], tmp_path: Path
 ) -> None:
     last = max(os.sched_getaffinity(0))
@@ -154,12 +154,12 @@ def test_a_script_gets_its_share_and_its_arguments(
     assert (done.returncode, done.stderr) == (0, "")
     report = json.loads(done.stdout)
     assert report[:3] == [words, [last], "__main__"]
-    assert report[3] == ["-u", "a script.py"]  # nothing tells that it was started in another way
+    assert report[3] == ["-u", "a script.py"]  # looks like a direct start
     assert Path(report[4]) == tmp_path or report[4] == ""
     assert report[5] is False
 
 
-def test_a_module_and_a_program(started: Callable[..., Done], tmp_path: Path) -> None:
+def test_module_and_a_program(started: Callable[..., Done], tmp_path: Path) -> None:
     package = tmp_path / "pkg"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -167,7 +167,7 @@ def test_a_module_and_a_program(started: Callable[..., Done], tmp_path: Path) ->
     report = json.loads(started("pkg", "-x", module=True).stdout)
     assert report[0] == ["-x"] and report[2:4] == ["__main__", ["-u", "-m", "pkg"]]
     done = started("sh", "-c", 'echo "$1"; kill -PIPE $$', "sh", "a  b", no_python=True)
-    assert done.stdout == "a  b\n" and done.returncode == -13  # Python alone ignores SIGPIPE
+    assert done.stdout == "a  b\n" and done.returncode == -13  # only Python ignores SIGPIPE
 
 
 def test_exit_statuses_and_tracebacks_are_the_programs(
@@ -183,7 +183,7 @@ def test_exit_statuses_and_tracebacks_are_the_programs(
     assert done.returncode == 1 and done.stderr.strip() == words
 
 
-def test_modules_of_the_users_folder_do_not_come_first(
+def test_modules_in_the_working_directory_do_not_shadow(
     started: Callable[..., Done], tmp_path: Path
 ) -> None:
     for name in ("rank", "signal", "contextlib", "json"):
@@ -204,7 +204,7 @@ def test_memory_is_preferred_on_one_node_or_interleaved(
     assert calls == [(mode, mask.to_bytes((bits - 1) // 8, sys.byteorder), bits)]
 
 
-def test_the_kernel_takes_the_policy_and_a_second_one_is_not_set() -> None:
+def test_memory_policy_is_set_once() -> None:
     code = f"""
 import sys; sys.path.insert(0, {str(Path(rank.__file__).parent)!r})
 import rank
@@ -219,7 +219,7 @@ print(before, rank.may_place_memory(), "prefer" in open("/proc/self/numa_maps").
     assert done.stdout.split() == ["True", "False", "True"], done.stderr
 
 
-def test_an_unknown_machine_has_no_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_machine_has_no_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "uname", lambda: os.uname_result(("Linux", "x", "6", "v", "vax")))
     assert rank.may_place_memory() is False
     with pytest.raises(OSError, match="not known for vax"):
@@ -230,7 +230,7 @@ def test_an_unknown_machine_has_no_policy(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def run(folder: Path, *words: str, **more: str) -> Done:
-    """`python -m zshard run` in a folder, without an OMP_NUM_THREADS of this process."""
+    """Run `python -m zshard run` in a folder, without this process's OMP_NUM_THREADS."""
     env = {**os.environ, "PYTHONPATH": _python_path(), **more}
     if "OMP_NUM_THREADS" not in more:
         env.pop("OMP_NUM_THREADS", None)
@@ -254,10 +254,10 @@ def test_two_ranks_see_their_shares_and_arguments(tmp_path: Path) -> None:
         return
     assert not cores[0] & cores[1]
     assert [len(each) for each in cores] == [int(report[1]) for report in reports]
-    assert "Setting OMP_NUM_THREADS" not in done.stderr  # torchrun's own words
+    assert "Setting OMP_NUM_THREADS" not in done.stderr  # torchrun's message
 
 
-def test_a_module_that_fails_on_one_rank(tmp_path: Path) -> None:
+def test_module_that_fails_on_one_rank(tmp_path: Path) -> None:
     package = tmp_path / "pkg"
     package.mkdir()
     (package / "__init__.py").touch()

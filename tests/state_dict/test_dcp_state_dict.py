@@ -1,7 +1,7 @@
 """torch.distributed.checkpoint.state_dict on sharded models: its functions and options.
 
-These functions ask model and optimizer for their state dicts, which are whole; what
-they give and take of a sharded model is what they do of the plain one.
+These functions read and set the state dicts of model and optimizer, which are full, so they must do
+the same for a sharded model as for the plain one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ SAVING = {
 
 
 def saved(name, kind):
-    """{options: what differs between what is got of a sharded model and of a DDP model}."""
+    """Return {options: what differs between the results for a sharded model and for a DDP
+    model}."""
     plain, theirs = reference(name, kind)
     model, optimizer = trained(name, FULL, kind)
     found = {}
@@ -51,7 +52,7 @@ def saved(name, kind):
 
 
 @pytest.mark.parametrize("name", ["tied", "frozen", "conv"])
-def test_what_is_got_is_that_of_the_plain_model(pool2, name):
+def test_state_equals_the_plain_models(pool2, name):
     for found in pool2.run(saved, name, "zshard.AdamW"):
         assert not any(found.values()), found
 
@@ -65,7 +66,7 @@ LOADING = {
 
 
 def resumed(name, kind, combination, options):
-    """What differs between training on and training on after a load into another model."""
+    """Return what differs between continuing and continuing after a load into another model."""
     model, optimizer = trained(name, FULL, kind)
     state = copy.deepcopy(dcp.get_state_dict(model, optimizer))
     expected = go_on(name, model, optimizer)
@@ -74,7 +75,7 @@ def resumed(name, kind, combination, options):
     other = wrap(name, combination, seed=3)
     theirs = make_optimizer(kind, other)
     chosen = StateDictOptions(**options)
-    # Not set_state_dict(), which takes a rank without a dict for one that loads no model.
+    # Not set_state_dict(), which mistakes a rank without a dict for one that loads no model.
     result = dcp.set_model_state_dict(other, state[0], options=chosen)
     dcp.set_optimizer_state_dict(other, theirs, state[1], options=chosen)
     found = [str(each) for each in result if each]
@@ -86,7 +87,7 @@ WAYS += [("conv", "as it is"), ("conv", "full")]  # from rank 0, buffers would b
 
 
 @pytest.mark.parametrize(("name", "what"), WAYS)
-def test_a_resumed_run_has_the_bits_of_one_that_went_on(pool2, name, what):
+def test_resumed_run_is_bit_identical(pool2, name, what):
     for kind, combination in (("zshard.AdamW", C10D), ("torch.SGD", FULL)):
         assert pool2.run(resumed, name, kind, combination, LOADING[what]) == [[], []]
 
@@ -108,26 +109,26 @@ def test_both_at_once_and_flat(pool2):
 
 
 def without_frozen(options):
-    """Frozen parameters are not in the dict, and stay as they are when it is loaded."""
+    """Frozen parameters are not in the dict, and stay unchanged when it is loaded."""
     model, _ = trained("frozen", FULL, "zshard.AdamW")
     state = dcp.get_model_state_dict(model, options=StateDictOptions(**options))
     frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
     other = wrap("frozen", C10D, seed=3)
     before = other.state_dict()
     expected = {**before, **state}
-    left_out = set(frozen).isdisjoint(state)  # asked now: torch may add to the dict that it loads
+    left_out = set(frozen).isdisjoint(state)  # checked now: torch may add to the dict that it loads
     dcp.set_model_state_dict(other, state, options=StateDictOptions(**options))
     return left_out, differences(other.state_dict(), expected)
 
 
 @pytest.mark.parametrize("full", [True, False])
-def test_frozen_parameters_may_be_left_out(pool2, full):
+def test_frozen_parameters_may_be_omitted(pool2, full):
     options = {"ignore_frozen_params": True, "full_state_dict": full, "strict": full}
     assert pool2.run(without_frozen, options) == [(True, [])] * 2
 
 
 def misuse(what, options):
-    """What a load says of a state dict in which something is missing or of another shape."""
+    """Return the errors of a load of state dicts with missing or misshapen entries."""
     model, optimizer = trained("mlp", FULL, "zshard.AdamW")
     model_state, optim_state = dcp.get_state_dict(model, optimizer)
     before = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
@@ -149,7 +150,7 @@ def misuse(what, options):
     return texts, differ([model.state_dict(), optimizer.state_dict()], before)
 
 
-def test_what_does_not_fit_is_an_error(pool2):
+def test_mismatches_are_errors(pool2):
     for (of_model, of_optimizer), changed in pool2.run(misuse, "missing", {}):
         assert 'Missing key(s) in state_dict: "first.weight"' in of_model
         assert "Missing optimizer state for parameter 'first.weight'" in of_optimizer
@@ -161,7 +162,7 @@ def test_what_does_not_fit_is_an_error(pool2):
             assert changed == []
 
 
-def test_world_of_one():
+def test_single_rank():
     for name in ("tied", "frozen"):
         model = wrap(name, FULL)
         optimizer = zshard.AdamW(model.parameters())
@@ -179,7 +180,7 @@ def test_world_of_one():
 
 
 def saved_by_fsdp2(path):
-    """A script with FSDP2 saves in both ways; what there was."""
+    """A script with FSDP2 saves in both ways; return its state."""
     model = make(CASES["mlp"].make)
     for layer in model.children():
         fully_shard(layer)
@@ -194,7 +195,8 @@ def saved_by_fsdp2(path):
 
 
 def resumed_by_zshard(path, how, transport):
-    """What differs after the same script, with zshard's import, has loaded that."""
+    """Return what differs after the same script, with zshard's import, has loaded that
+    checkpoint."""
     expected = saved_by_fsdp2(path)
     model = wrap("mlp", ("full_shard", transport), seed=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
@@ -204,20 +206,20 @@ def resumed_by_zshard(path, how, transport):
         both = {"model_state_dict": states[0], "optim_state_dict": states[1]}
         dcp.set_state_dict(model, optimizer, **both)
     else:
-        train(model, CASES["mlp"], optimizer, rank(), 1)  # dcp.load() reads into what is there
+        train(model, CASES["mlp"], optimizer, rank(), 1)  # dcp.load() reads into existing state
         files.load({"model": model, "optim": optimizer}, checkpoint_id=path / how)
     return differ(dcp.get_state_dict(model, optimizer), expected)
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("how", ["by name", "by number"])
-def test_what_fsdp2_has_saved_is_resumed(pool2, tmp_path, how, transport):
+def test_fsdp2_checkpoint_is_resumed(pool2, tmp_path, how, transport):
     for found in pool2.run(resumed_by_zshard, tmp_path, how, transport):
         assert found == []
 
 
 def names_of_ddp():
-    """DDP's state dict has `module.` before each name; what differs once it is loaded."""
+    """DDP's state dict has `module.` before each name; return what differs after loading it."""
     theirs = ddp(make(CASES["conv"].make))
     train(theirs, CASES["conv"], torch.optim.SGD(theirs.parameters(), lr=0.1), rank(), 2)
     found = []
@@ -237,5 +239,5 @@ def names_of_ddp():
     return found
 
 
-def test_names_that_begin_with_module_are_loaded(pool2):
+def test_names_with_module_prefix_are_loaded(pool2):
     assert pool2.run(names_of_ddp) == [[], []]

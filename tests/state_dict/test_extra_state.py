@@ -1,7 +1,7 @@
-"""Tensors that modules keep by get_extra_state(), as those of 8-bit training do, in checkpoints.
+"""Tensors that modules save by get_extra_state(), as in 8-bit training, in checkpoints.
 
-set_extra_state() may do with a tensor what it likes, so it gets one that has its values,
-when all that is loaded has been checked.
+set_extra_state() may do anything with a tensor, so it gets one with its values, after everything
+that is loaded has been checked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zshard import FSDP
 
 
 class Scaled(nn.Linear):
-    """Its extra state is a tensor of bytes, of which it computes something when it is loaded."""
+    """Its extra state is a tensor of bytes, from which it computes something on loading."""
 
     def __init__(self):
         super().__init__(3, 3)
@@ -48,7 +48,7 @@ def there_and_back(folder):
     return loaded
 
 
-def test_a_tensor_comes_back(pool2, tmp_path):
+def test_tensor_round_trips(pool2, tmp_path):
     assert pool2.run(there_and_back, tmp_path) == [[[5, 5], [5, 5]]] * 2
     assert "0._extra_state" not in tensors_in(tmp_path / "x")
     assert list(manifest_in(tmp_path / "x").model["extra_state"]) == ["0._extra_state"]
@@ -65,7 +65,7 @@ def by_torch(folder, state):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed")
 @pytest.mark.parametrize("write", [by_safetensors, by_torch])
-def test_a_tensor_that_others_have_written(write, tmp_path):
+def test_tensor_written_by_other_tools(write, tmp_path):
     write(tmp_path / "x", made(5, False).state_dict())
     model = made(7)
     zshard.load(tmp_path / "x", model)

@@ -1,7 +1,7 @@
 """zshard.load_state_dict: from every rank's state, or from rank 0's alone.
 
-The model is then what plain torch makes of the same state, to the bit, and goes on as
-one that was loaded so; what does not fit is one error on all ranks, and nothing has changed.
+The result is bit-identical to plain torch's with the same state, and training continues in the same
+way. Mismatches are the same error on all ranks, and change nothing.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def given_to(rank, state):
-    """What `rank` passes to load_state_dict(from_rank0=True)."""
+    """Return the argument of `rank` for load_state_dict(from_rank0=True)."""
     return state if rank == 0 else None
 
 
 def state_of(build, seed=7):
-    """A plain model's state; its whole numbers are none that a model begins with."""
+    """Return a plain model's state; its integers differ from a new model's."""
     state = make(build, seed).state_dict()
     return type(state)((k, v + 3 if not v.is_floating_point() else v) for k, v in state.items())
 
 
 def loaded(name, combination, from_rank0):
-    """What differs from the state that was loaded; a second load gives the same."""
+    """Return what differs from the state that was loaded; a second load gives the same."""
     model, rank = sharded(name, combination), dist.get_rank()
     state = state_of(CASES[name].make)
     given = given_to(rank, state) if from_rank0 else state
@@ -50,14 +50,14 @@ def loaded(name, combination, from_rank0):
 @ranks(2, 3)
 @pytest.mark.parametrize("from_rank0", [True, False])
 @pytest.mark.parametrize("name", ["net", "odds", "tied", "frozen", "dtypes", "conv", "recurrent"])
-def test_the_values_are_those_of_the_state(pool, name, from_rank0):
+def test_values_equal_the_state(pool, name, from_rank0):
     for combination in COMBINATIONS:
         found = pool.run(loaded, name, combination, from_rank0)
         assert found == [[]] * pool.world, combination
 
 
-def goes_on(strategy, options, in_backward):
-    """What differs, after some training, from a model that was loaded by nn.Module's method."""
+def continued(strategy, options, in_backward):
+    """Return what differs, after some training, from a model that nn.Module's method loaded."""
     states, state, case = [], state_of(Net), CASES["net"]
     for streamed in (False, True):
         model = FSDP(make(Net), strategy=strategy, auto_wrap_policy=case.policy, **options())
@@ -102,17 +102,17 @@ def on_a_mesh():
         ("zero1", over_c10d_low),
     ],
 )
-def test_training_goes_on(pool2, strategy, options, in_backward):
-    assert pool2.run(goes_on, strategy, options, in_backward) == [[], []]
+def test_training_continues(pool2, strategy, options, in_backward):
+    assert pool2.run(continued, strategy, options, in_backward) == [[], []]
 
 
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
-def test_training_goes_on_in_groups(pool4, strategy):
-    assert pool4.run(goes_on, strategy, on_a_mesh, False) == [[]] * 4
+def test_training_continues_in_groups(pool4, strategy):
+    assert pool4.run(continued, strategy, on_a_mesh, False) == [[]] * 4
 
 
 def parts():
-    """Units by hand below a module that is none; and a model whose outer part is wrapped later."""
+    """Units by hand below a plain module; and a model whose outer part is wrapped later."""
     state = state_of(Stack)
     model = make(Stack)
     for block in model.blocks:
@@ -145,7 +145,7 @@ def test_dtypes_are_cast(pool2):
     assert pool2.run(in_other_dtypes) == [([], [])] * 2
 
 
-def test_in_a_world_of_one():
+def test_single_rank():
     model, state = FSDP(make(Net)), state_of(Net)
     zshard.load_state_dict(model, state, from_rank0=True)
     assert differences(model.state_dict(), state) == []
@@ -159,10 +159,10 @@ def test_in_a_world_of_one():
 
 
 def bytes_of_loading(transport):
-    """(most extra bytes on this rank, bytes of the whole model)"""
+    """Return (most extra bytes on this rank, bytes of the full model)."""
     model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(8)])
     model = FSDP(model, transport=transport, auto_wrap_policy={nn.Linear})
-    model.load_state_dict(model.state_dict())  # so that all its pages are there
+    model.load_state_dict(model.state_dict())  # touch all its pages
     state = given_to(dist.get_rank(), model.state_dict())
     zshard.load_state_dict(model, state, from_rank0=True)
     trim()
@@ -173,16 +173,16 @@ def bytes_of_loading(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_no_more_than_some_chunks_are_held(pool2, transport):
+def test_peak_memory_is_a_few_chunks(pool2, transport):
     for extra, whole in pool2.run(bytes_of_loading, transport):
         assert extra < 48 * 2**20 < whole / 2
 
 
-# --- what does not fit ----------------------------------------------------------------------------
+# --- mismatches -----------------------------------------------------------------------------------
 
 
 def spoiled(what):
-    """(the state that rank 0 passes, what rank 1 passes, names that have to be missed)."""
+    """Return (rank 0's state, rank 1's, names that must be missing)."""
     state = state_of(Stack)
     other = None
     if what == "missing":
@@ -238,7 +238,7 @@ WRONG = {
 
 
 def refused(what, combination):
-    """(message, what has changed, can it be loaded afterwards?)"""
+    """Return (message, what has changed, can it be loaded afterwards?)."""
     model, rank = wrapped(Stack, combination), dist.get_rank()
     before = copy.deepcopy(model.state_dict())
     state, other = spoiled(what)
@@ -251,7 +251,7 @@ def refused(what, combination):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", WRONG)
-def test_what_does_not_fit_is_an_error_on_all_ranks(pool2, what):
+def test_mismatches_are_errors_on_all_ranks(pool2, what):
     for combination in COMBINATIONS:
         for said, changed, after in pool2.run(refused, what, combination):
             assert WRONG[what][1] in said
@@ -259,7 +259,7 @@ def test_what_does_not_fit_is_an_error_on_all_ranks(pool2, what):
 
 
 def all_at_once():
-    """All that is wrong is listed, where one rank alone has it too."""
+    """All problems are listed, including those on one rank alone."""
     model, rank = wrapped(Stack, ("full_shard", "shm")), dist.get_rank()
     before = copy.deepcopy(model.state_dict())
     state = state_of(Stack)
@@ -277,7 +277,7 @@ def all_at_once():
     return said, wrong, len(keys.missing_keys), keys.unexpected_keys
 
 
-def test_everything_that_is_wrong_is_listed_on_every_rank(pool2):
+def test_all_problems_are_listed_on_every_rank(pool2):
     for rank, (said, wrong, missing, unexpected) in enumerate(pool2.run(all_at_once)):
         assert said.startswith(
             "Error(s) in loading" if rank == 1 else "rank 1: Error(s) in loading"
@@ -288,13 +288,13 @@ def test_everything_that_is_wrong_is_listed_on_every_rank(pool2):
         assert wrong == [] and missing == len(state_of(Stack)) - 1 and unexpected == ["x"]
 
 
-def test_a_model_without_units_is_refused():
+def test_model_without_units_is_refused():
     with pytest.raises(ValueError, match="this Net has no sharded module"):
         zshard.load_state_dict(make(Net), {})
 
 
 def other_tensors():
-    """A load hook that takes another tensor on one rank."""
+    """A load hook replaces a tensor on one rank."""
     model = wrapped(Stack, ("full_shard", "shm"))
 
     def other(state, prefix, *_):
@@ -318,7 +318,7 @@ def test_ranks_that_would_load_different_tensors(pool2):
 
 
 class Extra(nn.Linear):
-    """It has extra state, an old name, and something to do after it was loaded."""
+    """It has extra state, an old name, and a post hook."""
 
     def __init__(self):
         super().__init__(5, 3)
@@ -377,14 +377,14 @@ def asking_for_values(from_rank0):
     return differences(model.state_dict()["head.weight"], state["head.weight"] * 2)
 
 
-def test_a_hook_that_asks_for_values(pool2):
+def test_hook_that_reads_values(pool2):
     assert pool2.run(asking_for_values, False) == [[], []]
     for said in pool2.run(asking_for_values, True):
         assert "cannot call mul() on 'head.weight', whose values are read only after all" in said
 
 
 def old_batch_norm():
-    """nn.Module's own old versions: no counter, and no `_metadata` that says so."""
+    """nn.Module's own old versions: no counter, and no `_metadata` with a version."""
     state = state_of(CASES["conv"].make)
     old = {k: v for k, v in state.items() if not k.endswith("num_batches_tracked")}
     model = sharded("conv", ("full_shard", "shm"))

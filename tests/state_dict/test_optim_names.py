@@ -1,7 +1,7 @@
-"""An optimizer's state by the names of parameters: zshard.optim_state_dict, and FSDP1's spellings.
+"""An optimizer's state by parameter name: zshard.optim_state_dict, and FSDP1's functions.
 
-What is given by name is what torch.distributed.checkpoint gives of the plain model;
-with rank0_only and from_rank0 it is in one place only, and the others hold a tensor at a time.
+The state by name equals that of torch.distributed.checkpoint for the plain model. With rank0_only
+and from_rank0 only one rank has it, and the others hold one tensor at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COMBINATIONS = [FULL, ("shard_grad_op", "c10d"), ("no_shard", "shm"), ("zero1", 
 
 
 def against_torch(name, kind):
-    """What differs from torch's dict of a DDP model, by strategy."""
+    """Return what differs from torch's dict of a DDP model, by strategy."""
     plain = get_optimizer_state_dict(*reference(name, kind))
     found = {}
     for combination in COMBINATIONS:
@@ -45,13 +45,13 @@ def against_torch(name, kind):
 @pytest.mark.parametrize(
     ("name", "kind"), [("tied", "zshard.AdamW"), ("odds", "torch.SGD"), ("frozen", "torch.AdamW")]
 )
-def test_the_dict_is_that_of_torch_for_the_plain_model(pool2, name, kind):
+def test_dict_equals_torchs_for_the_plain_model(pool2, name, kind):
     for found in pool2.run(against_torch, name, kind):
         assert not any(found.values()), found
 
 
 def through_rank_0(name, source, target):
-    """Saves on rank 0 alone, loads from it into another model, and trains both on."""
+    """Save on rank 0 alone, load from it into another model, and continue training both."""
     model, optimizer = trained(name, source, "zshard.AdamW")
     expected = optim_state_dict(model, optimizer)
     state = optim_state_dict(model, optimizer, rank0_only=True)
@@ -82,7 +82,8 @@ def test_more_ranks(pool):
 
 
 def peak_of(function):
-    """The most bytes of tensors that a call has at a time, beside what was there; and its result."""
+    """Return the most bytes of tensors that a call holds at a time, beyond existing ones; and its
+    result."""
     with profile(profile_memory=True) as seen:
         result = function()
     events = [e for e in seen.kineto_results.events() if e.name() == "[memory]"]
@@ -91,8 +92,8 @@ def peak_of(function):
 
 
 def memory():
-    """Bytes that a save and a load take at most on a rank; of the largest parameter, of all of them,
-    and of the state that this rank has of its part of them."""
+    """Return the peak bytes of a save and of a load on a rank; of the largest parameter, of all of
+    them, and of this rank's share of the state."""
     model = FSDP(nn.Sequential(*(nn.Linear(128, 128) for _ in range(12))))
     optimizer = zshard.AdamW(model.parameters())
     model(torch.randn(2, 128)).sum().backward()
@@ -104,20 +105,20 @@ def memory():
     return saving, loading, max(sizes), sum(sizes), own
 
 
-def test_other_ranks_hold_one_whole_tensor(pool2):
+def test_other_ranks_hold_one_full_tensor(pool2):
     of_rank_0, of_rank_1 = pool2.run(memory)
     saving, loading, largest, whole, own = of_rank_1
-    slack = largest // 4  # scalars, what ranks tell each other, gaps between slices
-    assert whole > 8 * largest and own > 8 * largest  # else nothing would be shown
+    slack = largest // 4  # scalars, messages between ranks, gaps between shards
+    assert whole > 8 * largest and own > 8 * largest  # otherwise the test would show nothing
     assert saving <= largest + slack
     assert largest + own <= loading <= largest + own + slack
     saving, loading, _, _, own = of_rank_0
     assert 2 * whole <= saving <= 2 * whole + slack
-    assert own <= loading <= own + slack  # it has the whole tensors already
+    assert own <= loading <= own + slack  # it has the full tensors already
 
 
 def refusals():
-    """What a load says of by-name dicts in which one thing is wrong; and what has changed."""
+    """Return the errors of a load of by-name dicts with one problem each; and what has changed."""
     model, optimizer = trained("tied", FULL, "zshard.AdamW")
     good = optim_state_dict(model, optimizer)
     found = {}
@@ -179,7 +180,7 @@ SPOILS = {
 }
 
 
-def test_what_does_not_fit_is_named_on_all_ranks_and_changes_nothing(pool2):
+def test_mismatches_are_named_on_all_ranks_and_change_nothing(pool2):
     for found, changed in pool2.run(refusals):
         assert len(found) == 2 * len(SPOILS) and changed == []
         for (what, _), text in found.items():
@@ -187,7 +188,7 @@ def test_what_does_not_fit_is_named_on_all_ranks_and_changes_nothing(pool2):
 
 
 def one_rank_is_wrong():
-    """Only rank 1's dict does not fit, or its optimizer: all ranks are told."""
+    """Only rank 1's dict or optimizer has a problem: all ranks raise."""
     model, optimizer = trained("mlp", FULL, "zshard.AdamW")
     state = optim_state_dict(model, optimizer)
     bad = copy.deepcopy(state)
@@ -205,13 +206,13 @@ def one_rank_is_wrong():
 
 
 def split_optimizer(model):
-    """On rank 1, one of two groups."""
+    """On rank 1, only one of two groups."""
     params = list(model.parameters())
     groups = [params] if rank() == 0 else [params[:2], params[2:]]
     return zshard.AdamW([{"params": group} for group in groups])
 
 
-def test_what_is_wrong_on_one_rank_is_told_on_all(pool2):
+def test_problem_on_one_rank_is_an_error_on_all(pool2):
     first, second = pool2.run(one_rank_is_wrong)
     assert first == second and len(first) == 2
     assert "on rank 1" in first[0] and "(2,)" in first[0]
@@ -219,7 +220,8 @@ def test_what_is_wrong_on_one_rank_is_told_on_all(pool2):
 
 
 def nothing_to_send():
-    """What ranks say where rank 0 has no dict, or one that cannot be sent; and what has changed."""
+    """Return the ranks' errors where rank 0 has no dict, or one that cannot be sent; and what has
+    changed."""
     model, optimizer = trained("tied", FULL, "zshard.AdamW")
     good = optim_state_dict(model, optimizer)
     odd = copy.deepcopy(good)
@@ -233,7 +235,7 @@ def nothing_to_send():
     return said, differ(optim_state_dict(model, optimizer), good)
 
 
-def test_what_rank_0_cannot_send_is_an_error_on_all_ranks(pool2):
+def test_unsendable_state_is_an_error_on_all_ranks(pool2):
     (first, changed), (second, changed_too) = pool2.run(nothing_to_send)
     assert changed == changed_too == []
     assert first[0] == second[0]
@@ -244,7 +246,7 @@ def test_what_rank_0_cannot_send_is_an_error_on_all_ranks(pool2):
 
 
 def another_name():
-    """A tied parameter by its other name; and a parameter that has no state."""
+    """A tied parameter by its other name; and a parameter without state."""
     model, optimizer = trained("tied", FULL, "zshard.AdamW")
     good = optim_state_dict(model, optimizer)
     state = copy.deepcopy(good)
@@ -269,7 +271,7 @@ def a_strangers_optimizer():
         optim_state_dict(model, other)
 
 
-def test_an_optimizer_of_another_model_is_refused(pool2):
+def test_optimizer_of_another_model_is_refused(pool2):
     pool2.run(a_strangers_optimizer)
 
 
@@ -296,11 +298,11 @@ def in_fsdp1s_words():
     return found + differ(again.state_dict(), theirs.state_dict())
 
 
-def test_fsdp1s_spellings(pool2):
+def test_fsdp1_functions(pool2):
     assert pool2.run(in_fsdp1s_words) == [[], []]
 
 
-def test_world_of_one():
+def test_single_rank():
     model = wrap("tied", FULL)
     optimizer = zshard.AdamW(model.parameters())
     train(model, CASES["tied"], optimizer, 0, 1)

@@ -1,8 +1,8 @@
-"""state_dict() and load_state_dict() of optimizers over sharded parameters: whole, both ways.
+"""state_dict() and load_state_dict() of optimizers over sharded parameters: full state both ways.
 
-What a sharded model's optimizer saves is what the plain model's saves, to the bit,
-and whoever loads it trains on as if nothing had happened. What does not fit is in
-test_optim_state_errors.py, states by name in test_optim_names.py.
+A sharded model's optimizer saves the same state as the plain model's, bit for bit, and any
+optimizer that loads it continues identically. For mismatches see test_optim_state_errors.py, for
+states by name test_optim_names.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ NAMES = ["mlp", "tied", "odds", "dtypes", "frozen", "conv", "unused"]
 
 
 def against_plain(name, kind):
-    """{combination: what differs between the states of a sharded and a DDP model's optimizer}."""
+    """Return {combination: what differs between the states of a sharded and a DDP model's
+    optimizer}."""
     expected = reference(name, kind)[1].state_dict()
     found = {}
     for combination in COMBINATIONS:
@@ -50,13 +51,13 @@ def against_plain(name, kind):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["zshard.AdamW", "torch.SGD"])
 @pytest.mark.parametrize("name", NAMES)
-def test_state_is_that_of_the_plain_models_optimizer(pool2, name, kind):
+def test_state_equals_the_plain_models_optimizer(pool2, name, kind):
     for found in pool2.run(against_plain, name, kind):
         assert not any(found.values()), found
 
 
 def of_a_kind(name, kind):
-    """What differs after a load into another model, for parameters of no dimension, too."""
+    """Return what differs after a load into another model, including 0-dimensional parameters."""
     case, build = CASES["odds"], KINDS[kind]
     model = wrap("odds", FULL)
     optimizer = build(model.parameters())
@@ -75,8 +76,8 @@ def test_elementwise_optimizers(pool2, kind):
 
 
 def resumed(name, kind, source, target):
-    """What differs between a run of four steps and one that goes through files after two: into a
-    plain model's torch optimizer, and from that into another sharded model."""
+    """Return what differs between a run of four steps and one that goes through files after two:
+    into a plain model's torch optimizer, and from that into another sharded model."""
     model, optimizer = trained(name, source, kind)
     saved = through_a_file([model.state_dict(), optimizer.state_dict()])
     plain = make(CASES[name].make, seed=2)
@@ -104,7 +105,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("name", "kind", "source", "target"), WAYS)
-def test_a_resumed_run_has_the_bits_of_one_that_went_on(pool2, name, kind, source, target):
+def test_resumed_run_is_bit_identical(pool2, name, kind, source, target):
     assert pool2.run(resumed, name, kind, source, target) == [[], []]
 
 
@@ -123,7 +124,7 @@ def save(name, combination, kind):
 
 
 def load(name, combination, kind, saved):
-    """What an optimizer has after a load, and that it steps."""
+    """Return an optimizer's state after a load, and whether it steps."""
     model = wrap(name, combination, seed=5)
     optimizer = make_optimizer(kind, model)
     model.load_state_dict(saved[0])
@@ -144,8 +145,8 @@ def test_from_three_ranks_to_two_to_one_and_back(pool3, pool2, name, kind):
 
 
 def lies_in_memory(combination):
-    """Distances between state tensors that are neighbours: of a fresh optimizer, and of one that
-    has loaded; and whether training changes the dict that was loaded."""
+    """Return distances between adjacent state tensors, for a fresh optimizer and for one that has
+    loaded; and whether training changes the dict that was loaded."""
     model, optimizer = trained("one unit", combination, "zshard.AdamW")
     saved = optimizer.state_dict()
     kept = copy.deepcopy(saved)
@@ -157,20 +158,21 @@ def lies_in_memory(combination):
 
 
 def distances(model, optimizer):
-    """Of parameters that this rank has a part of: from the state of each to that of the next."""
+    """For parameters with a shard on this rank: from the state of each to that of the next."""
     held = [p for p in model.parameters() if p.numel()]
     starts = [optimizer.state[p]["exp_avg"].data_ptr() for p in held]
     return [b - a for a, b in itertools.pairwise(starts)]
 
 
 @pytest.mark.parametrize("combination", [FULL, ("no_shard", "c10d")])
-def test_loaded_state_lies_side_by_side_and_is_the_optimizers_own(pool2, combination):
+def test_loaded_state_is_adjacent_and_not_shared(pool2, combination):
     for same, count, changed in pool2.run(lies_in_memory, combination):
         assert same and count > 0 and changed == []
 
 
 def on_disk(folder, kind):
-    """What differs after a load where state lies on a disk; and its bytes there, before and after."""
+    """Return what differs after a load where state is on a disk; and its bytes there, before and
+    after."""
     model = wrapped(CASES["net"].make, FULL, offload=folder)
     optimizer = make_optimizer(kind, model)
     train(model, CASES["net"], optimizer, rank(), steps=2)
@@ -186,13 +188,13 @@ def on_disk(folder, kind):
     )
 
 
-def test_loaded_state_goes_back_to_the_disk(pool2, tmp_path):
+def test_loaded_state_returns_to_disk(pool2, tmp_path):
     for found, before, after in pool2.run(on_disk, str(tmp_path), "zshard.AdamW"):
         assert found == [] and before == after > 0
 
 
 def in_backward():
-    """What differs between training by step() and in backward, which both begin with a load."""
+    """Return what differs between training by step() and in backward, both after a load."""
     model, optimizer = trained("mlp", FULL, "zshard.AdamW")
     saved = model.state_dict(), optimizer.state_dict()
     expected = go_on("mlp", model, optimizer)
@@ -205,12 +207,12 @@ def in_backward():
     return found
 
 
-def test_optimizer_in_backward_goes_on_after_a_load(pool2):
+def test_optimizer_in_backward_continues_after_a_load(pool2):
     assert pool2.run(in_backward) == [[], []]
 
 
 def options():
-    """Stochastic rounding's options, a schedule's and a group's own go through a state dict."""
+    """Options of stochastic rounding, of a schedule and of a group survive a state dict."""
     model = FSDP(make(Mlp).to(torch.bfloat16))
     params = list(model.parameters())
     groups = [{"params": params[:2], "lr": 0.5, "tag": "a"}, {"params": params[2:]}]
@@ -240,7 +242,8 @@ def test_options_of_groups_and_schedules(pool2):
 
 
 def after_an_evaluation(combination, precision):
-    """What differs where a forward without backward has left parameters whole, in another dtype."""
+    """Return what differs where a forward without backward has left parameters unsharded, in
+    another dtype."""
     model = wrapped(Mlp, combination, mixed_precision=precision)
     optimizer = zshard.AdamW(model.parameters())
     train(model, CASES["mlp"], optimizer, rank(), steps=1)
@@ -279,7 +282,7 @@ def test_copies(pool2):
 
 
 class PerElement(torch.optim.SGD):
-    """An optimizer of the user's, whose numbers have names that torch has for single ones."""
+    """A custom optimizer, whose per-element state has names that torch uses for single numbers."""
 
     def step(self, closure=None):
         for param in self.param_groups[0]["params"]:
@@ -290,7 +293,8 @@ class PerElement(torch.optim.SGD):
 
 
 def of_the_users():
-    """What differs from the plain model's after a step, and after a load in inference mode."""
+    """Return what differs from the plain model's after a step, and after a load in inference
+    mode."""
     model, plain = wrap("tied", FULL), make(CASES["tied"].make)
     ours, theirs = PerElement(model.parameters()), PerElement(plain.parameters())
     for optimizer in (ours, theirs):
@@ -303,12 +307,12 @@ def of_the_users():
     return found + differ(ours.state_dict(), state), any(t.is_inference() for t in tensors)
 
 
-def test_an_optimizer_of_the_users(pool2):
+def test_custom_optimizer(pool2):
     assert pool2.run(of_the_users) == [([], False)] * 2
 
 
 def hooks():
-    """The shapes that hooks of the user's meet: whole ones, saving and loading."""
+    """Return the shapes that user hooks see: full ones, in saving and loading."""
     _, optimizer = trained("mlp", FULL, "zshard.AdamW")
     seen = []
 
@@ -321,5 +325,5 @@ def hooks():
     return seen
 
 
-def test_hooks_of_the_user_meet_whole_tensors(pool2):
+def test_user_hooks_see_full_tensors(pool2):
     assert pool2.run(hooks) == [[(13, 7), (13, 7)]] * 2

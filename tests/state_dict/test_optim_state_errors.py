@@ -1,7 +1,7 @@
-"""State dicts that do not fit a sharded model's optimizer, and states that cannot be made whole.
+"""State dicts that do not match a sharded model's optimizer, and states that cannot be gathered.
 
-Each is an exception that names the parameter and both sides, on all ranks, and the
-optimizer is as it was.
+Each is an exception that names the parameter and both sides, on all ranks, and leaves the optimizer
+unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zshard import FSDP
 
 
 def loads(optimizer, state):
-    """What load_state_dict says, and whether it has left all as it was where it says something."""
+    """Return the error of load_state_dict, and whether it has left everything unchanged."""
     before = copy.deepcopy([dict(e) for e in optimizer.state.values()])
     groups = optimizer.param_groups
     try:
@@ -35,7 +35,7 @@ def loads(optimizer, state):
 
 
 def damaged(what):
-    """What a load says of a state dict in which one thing is wrong."""
+    """Return the error of a load of a state dict with one problem."""
     _, optimizer = trained("mlp", FULL, "zshard.AdamW")
     state = copy.deepcopy(optimizer.state_dict())
     first = state["state"][0]
@@ -65,14 +65,15 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("what", DAMAGES)
-def test_what_does_not_fit_is_named_and_changes_nothing(pool2, what):
+def test_mismatches_are_named_and_change_nothing(pool2, what):
     for text in pool2.run(damaged, what):
         for part in DAMAGES[what]:
             assert part in text
 
 
 def diverged(what, transport):
-    """What state_dict() says where ranks have other state, and whether they can go on."""
+    """Return the error of state_dict() where ranks have different state, and whether they can
+    continue."""
     model, optimizer = trained("mlp", ("full_shard", transport), "zshard.AdamW")
     param = model.third.bias
     if rank() == 1:
@@ -84,7 +85,7 @@ def diverged(what, transport):
             optimizer.state[param]["exp_avg"] = optimizer.state[param]["exp_avg"].double()
         else:
             del optimizer.param_groups[0]["params"][-1], optimizer.state[param]
-    dist.barrier()  # over shm, rank 0 would read what is there yet
+    dist.barrier()  # over shm, rank 0 would read the current state
     try:
         optimizer.state_dict()
     except zshard.DivergenceError as error:
@@ -96,7 +97,7 @@ def diverged(what, transport):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("what", ["missing", "another key", "dtype", "fewer parameters"])
-def test_ranks_with_other_state_are_named(pool2, what, transport):
+def test_ranks_with_different_state_are_named(pool2, what, transport):
     texts = pool2.run(diverged, what, transport)
     assert len(set(texts)) == 1
     assert "the optimizers differ between ranks" in texts[0]
@@ -118,7 +119,7 @@ def test_saving_on_one_rank_is_an_error_at_once():
 
 
 def nested():
-    """An optimizer of the user's that keeps tensors in a list."""
+    """A custom optimizer that keeps tensors in a list."""
     model = FSDP(make(Mlp))
     optimizer = torch.optim.SGD(model.parameters())
     for param in model.parameters():
@@ -127,12 +128,12 @@ def nested():
         optimizer.state_dict()
 
 
-def test_slices_within_lists_are_refused(pool2):
+def test_shards_within_lists_are_refused(pool2):
     pool2.run(nested)
 
 
 def held():
-    """Parameters that unshard() has made whole: state cannot be cut as they are."""
+    """Parameters that unshard() has gathered: state cannot be sharded like them."""
     model, optimizer = trained("mlp", FULL, "zshard.AdamW")
     state = optimizer.state_dict()
     model.first.unshard()
@@ -144,12 +145,12 @@ def held():
     return found
 
 
-def test_a_load_while_a_unit_is_held_is_refused(pool2):
+def test_load_while_a_unit_is_unsharded_is_refused(pool2):
     assert pool2.run(held) == [[], []]
 
 
-def test_optimizers_of_plain_models_are_left_to_torch():
-    """Torch's own: nothing is copied, checked or named."""
+def test_optimizers_of_plain_models_use_torch():
+    """Torch's behavior: nothing is copied, checked or named."""
     model = make(Mlp)
     optimizer = make_optimizer("torch.AdamW", model)
     train(model, CASES["mlp"], optimizer, 0, 1)
@@ -161,7 +162,7 @@ def test_optimizers_of_plain_models_are_left_to_torch():
     assert optimizer.state[param]["exp_avg"] is state["state"][0]["exp_avg"]
 
 
-def test_world_of_one():
+def test_single_rank():
     """A wrapped model without peers: checks, and no copies on saving."""
     model = wrap("mlp", FULL)
     optimizer = zshard.AdamW(model.parameters())

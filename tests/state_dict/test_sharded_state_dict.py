@@ -1,7 +1,7 @@
-"""State dicts of slices: SHARDED_STATE_DICT and LOCAL_STATE_DICT.
+"""State dicts of shards: SHARDED_STATE_DICT and LOCAL_STATE_DICT.
 
-What one rank saved is right on the rank that has the same slices, and an error that
-changes nothing anywhere else.
+A rank's state dict loads on the rank that has the same shards; anywhere else it is an error that
+changes nothing.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ TYPES = [
 SHARDED = [c for c in COMBINATIONS if c[0] != "no_shard"]
 
 
-def slices(model, kind="SHARDED_STATE_DICT", config=None):
-    """This rank's state dict, and how many collectives that took."""
+def local_state(model, kind="SHARDED_STATE_DICT", config=None):
+    """Return this rank's state dict, and how many collectives that took."""
     with FSDP.state_dict_type(model, kind, config), Collectives() as seen:
         state = model.state_dict()
     return state, seen.gathers
 
 
-def load_slices(model, state):
+def load_shards(model, state):
     with FSDP.state_dict_type(model, "SHARDED_STATE_DICT"):
         return model.load_state_dict(state)
 
 
 def saved_and_loaded(name, combination, folder):
-    """By torch.save on each rank; what differs after loading into a model with other values."""
+    """torch.save on each rank; return what differs after loading into a model with other values."""
     case, rank = CASES[name], dist.get_rank()
     model = wrapped(case.make, combination, auto_wrap_policy=case.policy)
     expected = model.state_dict()
     for kind, config in TYPES:
-        state, gathers = slices(model, kind, config)
+        state, gathers = local_state(model, kind, config)
         assert gathers == 0
         for key, param in model.named_parameters():
             info = zshard.shard_info(param)
-            if info is None:  # no_shard: this rank has it whole
+            if info is None:  # no_shard: this rank has it in full
                 assert_same(state[key], expected[key], key)
                 continue
             begin, end = info["begin"], info["begin"] + info["numel"]
@@ -65,18 +65,18 @@ def saved_and_loaded(name, combination, folder):
         torch.save(state, f"{folder}/{name}-{rank}.pt")
         train(model, case, torch.optim.SGD(model.parameters(), 0.1), rank)
         loaded = torch.load(f"{folder}/{name}-{rank}.pt", weights_only=True)
-        keys = load_slices(model, loaded)
+        keys = load_shards(model, loaded)
         assert not keys.missing_keys and not keys.unexpected_keys
         assert differences(model.state_dict(), expected) == []
     other = wrapped(case.make, combination, seed=9, auto_wrap_policy=case.policy)
-    load_slices(other, torch.load(f"{folder}/{name}-{rank}.pt", weights_only=True))
+    load_shards(other, torch.load(f"{folder}/{name}-{rank}.pt", weights_only=True))
     return differences(other.state_dict(), expected)
 
 
 @pytest.mark.sampled(2)
 @ranks(2, 3)
 @pytest.mark.parametrize("name", ["net", "odds", "tied", "frozen", "dtypes"])
-def test_what_each_rank_saves_it_loads(pool, name, tmp_path):
+def test_each_rank_loads_its_own_shards(pool, name, tmp_path):
     for combination in COMBINATIONS:
         found = pool.run(saved_and_loaded, name, combination, str(tmp_path))
         assert found == [[]] * pool.world, combination
@@ -85,15 +85,15 @@ def test_what_each_rank_saves_it_loads(pool, name, tmp_path):
 def on_a_mesh(strategy, shape):
     model = FSDP(make(Stack), strategy=strategy, transport="c10d", device_mesh=mesh_of(*shape))
     expected = copy.deepcopy(model.state_dict())
-    state, _ = slices(model)
+    state, _ = local_state(model)
     forward_backward(model, dist.get_rank())
     zshard.SGD(model.parameters(), 0.1).step()
-    load_slices(model, state)
+    load_shards(model, state)
     return differences(model.state_dict(), expected), sum(v.numel() for v in state.values())
 
 
 @pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
-def test_in_groups(pool4, strategy):
+def test_shard_groups(pool4, strategy):
     whole = sum(p.numel() for p in Stack().parameters())
     parts = 2 if strategy == "hybrid_shard" else 4
     found = pool4.run(on_a_mesh, strategy, (2, 2))
@@ -102,21 +102,22 @@ def test_in_groups(pool4, strategy):
 
 
 def left_whole():
-    """After a forward that leaves units whole, in another dtype; and where a script holds them."""
+    """After a forward that leaves units unsharded, in another dtype; and where a script has called
+    unshard()."""
     precision = MixedPrecision(param_dtype=torch.bfloat16)
     model = wrapped(Stack, ("shard_grad_op", "c10d"), mixed_precision=precision)
     expected = model.state_dict()
     loss = model(torch.ones(2, model.head.in_features)).sum()
-    state, _ = slices(model)
+    state, _ = local_state(model)
     loss.backward()
     wrong = [k for k, v in state.items() if v.dtype != expected[k].dtype or v.dim() != 1]
     with FSDP.summon_full_params(model):
-        said = message_of(lambda: slices(model), RuntimeError)
-    load_slices(model, state)
+        said = message_of(lambda: local_state(model), RuntimeError)
+    load_shards(model, state)
     return wrong, differences(model.state_dict(), expected), said
 
 
-def test_units_that_are_whole(pool2):
+def test_unsharded_units(pool2):
     for wrong, after, said in pool2.run(left_whole):
         assert wrong == after == []
         assert "is unsharded: call state_dict() after reshard()" in said
@@ -132,25 +133,25 @@ class Buffered(nn.Sequential):
 def ignoring():
     model = make(Buffered)
     model = FSDP(model, ignored_modules=[model[2]])
-    state, _ = slices(model)
+    state, _ = local_state(model)
     whole = {k: v for k, v in model.state_dict().items() if "running" in k or k.startswith("2.")}
     with FSDP.state_dict_type(model, "LOCAL_STATE_DICT"):
         below = model[0].state_dict()
     return differences({k: state[k] for k in whole}, whole), len(whole), below["weight"]
 
 
-def test_buffers_and_ignored_parameters_are_whole_and_parts_have_slices(pool2):
+def test_buffers_and_ignored_parameters_are_full(pool2):
     found = pool2.run(ignoring)
     for wrong, count, weight in found:
         assert wrong == [] and count == 4 and weight.dim() == 1
     assert sum(weight.numel() for *_, weight in found) == 35
 
 
-# --- what is not this rank's ----------------------------------------------------------------------
+# --- shards of other ranks ------------------------------------------------------------------------
 
 
 class Even(nn.Module):
-    """Its cut gives both ranks slices of one size, each unit some pages long."""
+    """Both ranks get shards of one size; each unit has several pages."""
 
     def __init__(self, width=64):
         super().__init__()
@@ -162,9 +163,9 @@ class Even(nn.Module):
 
 
 def refused(what):
-    """(message, has anything changed) of loading slices that are not this rank's."""
+    """Return (message, has anything changed) of loading shards of another rank."""
     rank, model = dist.get_rank(), wrapped(Even, ("full_shard", "shm"), auto_wrap_policy=None)
-    state, _ = slices(model)
+    state, _ = local_state(model)
     before = copy.deepcopy(model.state_dict())
     if what == "of the other rank":
         states = [None, None]
@@ -172,7 +173,7 @@ def refused(what):
         state = states[1 - rank]
     elif what == "of other units":
         other = wrapped(Even, ("full_shard", "shm"), auto_wrap_policy={nn.Linear})
-        state, _ = slices(other)
+        state, _ = local_state(other)
     elif what == "without a record":
         state = dict(state)
     elif what == "with a broken record":
@@ -182,12 +183,12 @@ def refused(what):
             state[name] = torch.cat([state[name], torch.zeros(1)])
     elif what == "of a sharded model":
         plain = FSDP(make(Even), strategy="no_shard")
-        said = message_of(lambda: load_slices(plain, state), RuntimeError)
+        said = message_of(lambda: load_shards(plain, state), RuntimeError)
         return said, differences(plain.state_dict(), make(Even).state_dict())
     if what == "outside":
         said = message_of(lambda: model.load_state_dict(state), RuntimeError)
     else:
-        said = message_of(lambda: load_slices(model, state), RuntimeError)
+        said = message_of(lambda: load_shards(model, state), RuntimeError)
     return said, differences(model.state_dict(), before)
 
 
@@ -203,7 +204,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("what", EXPECTED)
-def test_what_is_not_this_ranks_is_refused(pool2, what):
+def test_shards_of_other_ranks_are_refused(pool2, what):
     found = pool2.run(refused, what)
     assert [changed for _, changed in found] == [[], []]
     for said, _ in found:
@@ -212,7 +213,7 @@ def test_what_is_not_this_ranks_is_refused(pool2, what):
 
 
 def from_below():
-    """A load that begins at a module that is no unit asks its owners alone."""
+    """A load that starts at a plain module only calls the owners below it."""
     model = wrapped(Even, ("full_shard", "shm"), auto_wrap_policy=None)
     with FSDP.state_dict_type(model, "LOCAL_STATE_DICT"):
         state = model.first.state_dict()
@@ -220,7 +221,7 @@ def from_below():
     return message_of(lambda: model.first.load_state_dict(state), RuntimeError)
 
 
-def test_parts_refuse_slices_too(pool2):
+def test_submodules_refuse_foreign_shards(pool2):
     for said in pool2.run(from_below):
         assert "weight: got shard" in said and "load it within" in said
 
@@ -231,33 +232,33 @@ def without_metadata():
         return message_of(lambda: model.state_dict(destination={}), TypeError)
 
 
-def test_a_destination_has_to_take_the_records(pool2):
+def test_destination_must_accept_the_records(pool2):
     for said in pool2.run(without_metadata):
         assert "needs a destination with a `_metadata` dict" in said
 
 
 def whole_within():
-    """Whole tensors are taken in the context as well."""
+    """Full tensors are accepted in the context as well."""
     model, other = wrapped(Stack, ("full_shard", "shm")), make(Stack, seed=3)
-    load_slices(model, other.state_dict())
+    load_shards(model, other.state_dict())
     return differences(model.state_dict(), other.state_dict())
 
 
-def test_whole_tensors_are_loaded_within(pool2):
+def test_full_tensors_load_inside_the_context(pool2):
     assert pool2.run(whole_within) == [[], []]
 
 
-def test_alone_everything_is_whole():
+def test_single_rank_saves_full_tensors():
     model = FSDP(make(Stack))
-    state, _ = slices(model)
+    state, _ = local_state(model)
     assert differences(state, model.state_dict()) == []
-    load_slices(model, state)
+    load_shards(model, state)
 
 
 def saved_by_dcp(folder):
-    """Each rank's shards are plain tensors of the same names, of which dcp would keep one rank's."""
+    """Each rank's shards are plain tensors under the same names; dcp would keep one rank's."""
     model = wrapped(Stack, ("full_shard", "shm"))
-    state, _ = slices(model)
+    state, _ = local_state(model)
     with pytest.raises(CheckpointException, match=r"given this rank's shard of 'model\."):
         dcp.save({"model": state}, checkpoint_id=folder / "shards")
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "full")

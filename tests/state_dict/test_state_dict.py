@@ -1,7 +1,6 @@
-"""state_dict() and load_state_dict() of whole models: plain tensors under plain names, both ways.
+"""state_dict() and load_state_dict() of entire models: plain tensors under plain names, both ways.
 
-Parts of a model are in test_state_dict_parts.py, hooks and methods of the user in
-test_state_dict_hooks.py.
+For submodules see test_state_dict_parts.py, for user hooks and methods test_state_dict_hooks.py.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ FULL = ("full_shard", "shm")
 
 
 def against_plain(name):
-    """{combination: what differs between the state dict of a sharded and of a plain model}."""
+    """Return {combination: what differs between the state dict of a sharded and of a plain
+    model}."""
     plain = make(CASES[name].make).state_dict()
     found = {}
     for combination in COMBINATIONS:
@@ -52,7 +52,7 @@ def against_plain(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_names_and_values_are_those_of_the_plain_model(pool2, name):
+def test_names_and_values_equal_the_plain_model(pool2, name):
     for found in pool2.run(against_plain, name):
         assert not any(found.values()), found
 
@@ -64,8 +64,8 @@ def test_more_ranks(pool):
 
 
 def round_trip(name, source, target):
-    """Trains under one combination, carries the state through a file into a plain model and into
-    another combination, and back: everything that differs."""
+    """Train under one combination, move the state through a file into a plain model and into
+    another combination, and back; return everything that differs."""
     case, rank = CASES[name], dist.get_rank()
     model = sharded(name, source)
     train(model, case, torch.optim.SGD(model.parameters(), 0.1), rank, steps=2)
@@ -99,13 +99,13 @@ ROUND_TRIPS = [
 
 
 @pytest.mark.parametrize(("name", "source", "target"), ROUND_TRIPS)
-def test_states_pass_between_strategies_and_plain_models(pool2, name, source, target):
+def test_state_dicts_load_across_strategies_and_plain_models(pool2, name, source, target):
     matched = "<All keys matched successfully>"
     assert pool2.run(round_trip, name, source, target) == [([matched, matched], [])] * 2
 
 
 def loads(state, strict=True, model=None):
-    """What load_state_dict returns or raises, in a comparable form."""
+    """Return what load_state_dict returns or raises, in a comparable form."""
     try:
         result = (model or make(Net)).load_state_dict(state, strict=strict)
         return sorted(result.missing_keys), sorted(result.unexpected_keys)
@@ -114,7 +114,7 @@ def loads(state, strict=True, model=None):
 
 
 def damaged_states():
-    """State dicts that do not fit, by what is wrong with them."""
+    """State dicts that do not match, by their problem."""
     whole = make(Net, seed=2).state_dict()
     missing, extra, both = dict(whole), dict(whole), dict(whole)
     del missing["blocks.1.inner.0.up.weight"], missing["norm.bias"]
@@ -126,7 +126,7 @@ def damaged_states():
 
 
 def loading_errors(combination):
-    """{what is wrong: (as sharded, as plain)}, strictly and not."""
+    """Return {problem: (as sharded, as plain)}, strictly and not."""
     found = {}
     for what, state in damaged_states().items():
         for strict in (True, False):
@@ -137,7 +137,7 @@ def loading_errors(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_missing_and_unexpected_names_are_told_as_by_torch(pool2, combination):
+def test_missing_and_unexpected_names_are_reported_as_by_torch(pool2, combination):
     for found in pool2.run(loading_errors, combination):
         for what, (ours, theirs) in found.items():
             assert ours == theirs, what
@@ -145,20 +145,20 @@ def test_missing_and_unexpected_names_are_told_as_by_torch(pool2, combination):
 
 
 def partial_load():
-    """After a load that is not strict, what was given is there and the rest is as before."""
+    """After a load with strict=False, given entries are loaded and the others are unchanged."""
     model, state = wrapped(Net, FULL), make(Net, seed=2).state_dict()
     part = {key: value for key, value in state.items() if key.startswith("blocks.1")}
     model.load_state_dict(part, strict=False)
     return differences(model.state_dict(), {**make(Net).state_dict(), **part})
 
 
-def test_a_part_can_be_loaded(pool2):
+def test_partial_state_can_be_loaded(pool2):
     assert pool2.run(partial_load) == [[], []]
 
 
 def misshapen(combination):
-    """The errors for a state with two misshapen tensors and a missing one, ours and torch's; and
-    whether training goes on."""
+    """Return the errors for a state with two misshapen tensors and a missing one, zshard's and
+    torch's; and whether training continues."""
     state = make(Net, seed=2).state_dict()
     state["blocks.1.inner.0.up.weight"] = torch.zeros(22, 12)
     state["norm.bias"] = torch.zeros(12)
@@ -171,7 +171,7 @@ def misshapen(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_shape_errors_say_what_torchs_say(pool2, combination):
+def test_shape_errors_match_torch(pool2, combination):
     for ours, theirs, trains in pool2.run(misshapen, combination):
         for line in theirs.splitlines()[1:]:
             name = line.split(":")[0]  # "size mismatch for NAME", "Missing key(s) in state_dict"
@@ -183,7 +183,7 @@ def test_shape_errors_say_what_torchs_say(pool2, combination):
 
 
 def tied_aliases():
-    """Tied names: both in the state, equal; and loadable with either one alone."""
+    """Tied names: both are in the state and equal, and either one alone can be loaded."""
     model = wrapped(Tied, FULL)
     state = model.state_dict()
     assert_same(state["embed.weight"], state["head.weight"], "the tied head")
@@ -205,7 +205,7 @@ def test_tied_weights_have_all_their_names(pool2):
 
 
 class WithBuffers(Net):
-    """Buffers, of which one is not saved, and extra state."""
+    """Buffers, one of them not saved, and extra state."""
 
     def __init__(self):
         super().__init__()
@@ -242,7 +242,7 @@ def test_buffers_and_extra_state(pool2):
 
 
 def copies():
-    """A state dict is a copy: training on does not change it, nor does it change the model."""
+    """A state dict is a copy: training does not change it, and it does not change the model."""
     model = wrapped(Net, FULL)
     state = model.state_dict()
     before = copy.deepcopy(state)
@@ -271,7 +271,7 @@ def test_assigning_is_refused(pool2, combination):
     assert pool2.run(assign, combination) == [[], []]
 
 
-# --- at odd times ---------------------------------------------------------------------------------
+# --- unusual moments ------------------------------------------------------------------------------
 
 
 def load_after_forward(combination):
@@ -290,7 +290,7 @@ def test_loading_between_a_forward_and_a_backward(pool2, combination):
 
 
 def saved_in_forward(combination):
-    """A state dict that a hook takes within a forward; the forward goes on with its weights."""
+    """A hook calls state_dict() in a forward; the forward continues with its weights."""
     model, plain = wrapped(Net, combination), make(Net)
     states = []
     model.blocks[1].register_forward_pre_hook(lambda *_: states.append(model.state_dict()))
@@ -313,7 +313,7 @@ def saved_in_inference_mode():
     return [name for name, value in state.items() if value.is_inference()]
 
 
-def test_saving_in_inference_mode_gives_usual_tensors(pool2):
+def test_saving_in_inference_mode_returns_normal_tensors(pool2):
     assert pool2.run(saved_in_inference_mode) == [[], []]
 
 
@@ -323,7 +323,7 @@ def scalars_of_old_files():
     return differences(model.state_dict(), state)
 
 
-def test_scalars_of_old_files_are_taken(pool2):
+def test_scalars_of_old_files_are_accepted(pool2):
     assert pool2.run(scalars_of_old_files) == [[], []]
 
 
@@ -332,7 +332,7 @@ def what_is_put_on_modules(combination):
     return [name for module in model.modules() for name in vars(module) if "state_dict" in name]
 
 
-def test_what_is_not_sharded_is_left_alone(pool2):
+def test_plain_modules_keep_torchs_behavior(pool2):
     plain = [
         name for module in make(Net).modules() for name in vars(module) if "state_dict" in name
     ]
@@ -341,7 +341,7 @@ def test_what_is_not_sharded_is_left_alone(pool2):
     assert [n for module in model.modules() for n in vars(module) if "state_dict" in n] == plain
 
 
-def test_world_of_one():
+def test_single_rank():
     plain = make(WithBuffers)
     model = FSDP(copy.deepcopy(plain))
     assert differences(model.state_dict(), plain.state_dict()) == []

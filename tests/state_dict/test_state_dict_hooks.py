@@ -1,6 +1,7 @@
-"""What the user puts into saving and loading: hooks and methods see whole tensors, or an error.
+"""User code in saving and loading: hooks and methods see full tensors, or raise.
 
-A hook works on a sharded model as on its plain twin, put there before or after it.
+A hook works on a sharded model as on its plain twin, whether it was registered before or after
+wrapping.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ EARLY = pytest.mark.parametrize("early", [True, False], ids=["before wrapping", 
 
 
 def with_hooks(register, early, policy):
-    """A sharded Net with the hooks that `register(model)` puts on it, before or after wrapping."""
+    """Return a sharded Net with the hooks that `register(model)` adds, before or after wrapping."""
     model = make(Net)
     if early:
         register(model)
@@ -28,7 +29,7 @@ def with_hooks(register, early, policy):
 
 
 class Own(nn.Module):
-    """Saves and loads in its own way: transposed, under another name, if it is of that shape."""
+    """Saves and loads in its own format: transposed, under another name."""
 
     def __init__(self):
         super().__init__()
@@ -63,14 +64,14 @@ def methods_of_the_users_class(combination, policy):
 
 
 @pytest.mark.parametrize("policy", [None, {Own}], ids=["one unit", "units"])
-def test_methods_of_the_users_classes_work_on_whole_tensors(pool2, policy):
+def test_user_defined_methods_see_full_tensors(pool2, policy):
     for combination in [FULL, ("full_shard", "c10d")]:
         assert pool2.run(methods_of_the_users_class, combination, policy) == [[], []]
 
 
 def shapes_in_hooks(early):
-    """{kind: {name: shape}} that hooks on each module see of its own entries; and a load, of which
-    the hooks double each value."""
+    """Return {kind: {name: shape}} that hooks on each module see of its own entries; also load with
+    hooks that double each value."""
     seen = {"save": {}, "load": {}, "self": {}}
 
     def on_save(module, state, prefix, local_metadata):
@@ -96,7 +97,7 @@ def shapes_in_hooks(early):
 
 
 @EARLY
-def test_hooks_on_all_modules_see_whole_shapes(pool2, early):
+def test_hooks_on_all_modules_see_full_shapes(pool2, early):
     shapes = {name: tuple(value.shape) for name, value in make(Net).state_dict().items()}
     for seen, found in pool2.run(shapes_in_hooks, early):
         assert seen == {"save": shapes, "load": shapes, "self": shapes}
@@ -104,7 +105,7 @@ def test_hooks_on_all_modules_see_whole_shapes(pool2, early):
 
 
 class Positions(nn.Module):
-    """Takes positions of another number, as vision models do."""
+    """Accepts a different number of positions, as vision models do."""
 
     def __init__(self, n=12):
         super().__init__()
@@ -118,7 +119,7 @@ class Positions(nn.Module):
         if given.shape != module.table.shape:
             n = module.table.size(0)
             state[prefix + "table"] = given[:n] if len(given) > n else given.repeat(2, 1)[:n]
-        if prefix + "more" not in state:  # an older file: it keeps what it has
+        if prefix + "more" not in state:  # an older file: it keeps its values
             state[prefix + "more"] = module.more.data
 
     def forward(self, x):
@@ -138,12 +139,13 @@ def resized():
     return found
 
 
-def test_a_load_hook_may_ask_for_shapes(pool2):
+def test_load_hook_may_read_shapes(pool2):
     assert pool2.run(resized) == [[], []]
 
 
 def values_in_a_load_hook(ask):
-    """The error of a load hook that asks for what is not there, and that nothing has changed."""
+    """Return the error of a load hook that reads missing values, and whether nothing has
+    changed."""
     asks = {
         "clone": lambda param, given: param.clone(),
         "copy_": lambda param, given: param.data.copy_(given),
@@ -167,7 +169,7 @@ def values_in_a_load_hook(ask):
 
 
 @pytest.mark.parametrize("ask", ["clone", "copy_", "fill_", "cat", "data"])
-def test_a_load_hook_that_asks_for_values_gets_an_error(pool2, ask):
+def test_load_hook_that_reads_values_is_an_error(pool2, ask):
     for message, tidy, found in pool2.run(values_in_a_load_hook, ask):
         assert "state_dict()" in message
         assert tidy
@@ -175,7 +177,7 @@ def test_a_load_hook_that_asks_for_values_gets_an_error(pool2, ask):
 
 
 def patched_methods():
-    """Methods that the user put on instances, and which call the old ones, as PEFT does."""
+    """Methods that the user replaced on instances, and which call the old ones, as PEFT does."""
     model, plain = make(Net), make(Net)
     for each in (model, plain):
         old, blocks, save = each.state_dict, each.blocks.state_dict, each.norm._save_to_state_dict
@@ -193,12 +195,12 @@ def patched_methods():
     return found if model.blocks.state_dict() is None else [*found, "not the user's"]
 
 
-def test_patched_methods_get_whole_tensors(pool2):
+def test_patched_methods_get_full_tensors(pool2):
     assert pool2.run(patched_methods) == [[], []]
 
 
 class OwnLoad(nn.Linear):
-    """A load_state_dict of its own, of fewer arguments."""
+    """A load_state_dict of its own, with fewer arguments."""
 
     def load_state_dict(self, state_dict, strict=True):
         return super().load_state_dict({k.removeprefix("own."): v for k, v in state_dict.items()})
@@ -210,5 +212,5 @@ def loads_by_its_own_method():
     return differences(model.state_dict(), plain.state_dict())
 
 
-def test_a_load_state_dict_of_the_models_own(pool2):
+def test_custom_load_state_dict(pool2):
     assert pool2.run(loads_by_its_own_method) == [[], []]

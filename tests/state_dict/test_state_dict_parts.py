@@ -1,4 +1,4 @@
-"""state_dict() and load_state_dict() of parts of a model: those of the plain model's parts."""
+"""state_dict() and load_state_dict() of submodules equal those of the plain model's submodules."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ FULL = ("full_shard", "shm")
 
 
 def every_part(name, combination):
-    """What differs between the state of each module and that of its plain twin; and after each was
-    loaded with other values, the whole model from its twin."""
+    """Return what differs between the state of each module and that of its plain twin; and after
+    each was loaded with other values, what differs between the models."""
     model, (plain, other) = sharded(name, combination), [make(CASES[name].make, s) for s in (1, 2)]
     found = []
     for (where, part), twin in zip(model.named_modules(), plain.modules(), strict=True):
@@ -43,18 +43,19 @@ PARTS = ["one unit", "tied", "odds", "dtypes", "frozen", "attention", "recurrent
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_every_part_saves_and_loads_as_that_of_a_plain_model(pool2, name):
+def test_every_submodule_saves_and_loads_as_in_a_plain_model(pool2, name):
     for combination in [FULL, ("shard_grad_op", "c10d")]:
         assert pool2.run(every_part, name, combination) == [[], []]
 
 
 @ranks(3, 4)
-def test_parts_on_more_ranks(pool):
+def test_submodules_on_more_ranks(pool):
     assert pool.run(every_part, "odds", FULL) == [[]] * pool.world
 
 
 def gathers(name, policy):
-    """How often a unit is gathered for the state of the model, of a list in it, and of one layer."""
+    """Return how often a unit is gathered for the state of the model, of a list in it, and of one
+    layer."""
     model, counts = FSDP(make(CASES[name].make), auto_wrap_policy=policy), []
     method = stand_ins.UnitParams.copies
 
@@ -73,7 +74,7 @@ def gathers(name, policy):
     return counts
 
 
-def test_a_unit_is_gathered_once_for_what_is_asked(pool2):
+def test_unit_is_gathered_once_per_call(pool2):
     each = len(list(Nested(11).parameters()))
     for counts in pool2.run(gathers, "net", {Nested}):
         blocks = [(f"blocks.{i}", each) for i in range(3)]
@@ -83,7 +84,7 @@ def test_a_unit_is_gathered_once_for_what_is_asked(pool2):
 
 
 def copies_of_a_part():
-    """A copied part is a plain module, with what it has; its shards are not pickled."""
+    """A copied submodule is plain, with its attributes; its shards are not pickled."""
     model = wrapped(Net, FULL, auto_wrap_policy=None)
     found = []
     for part in (model.norm, model.blocks[0], model.blocks):
@@ -97,12 +98,12 @@ def copies_of_a_part():
     return found + differences(model.state_dict(), make(Net).state_dict())
 
 
-def test_copies_of_parts_are_plain_modules(pool2):
+def test_copied_submodules_are_plain(pool2):
     assert pool2.run(copies_of_a_part) == [[], []]
 
 
 def tied_too_late(how):
-    """What state_dict() raises after a parameter got another place."""
+    """Return the error of state_dict() after a parameter got another place."""
     model = wrapped(Net, FULL, auto_wrap_policy={Nested})
     if how == "tied":
         model.head.weight = model.embed.weight
@@ -114,7 +115,7 @@ def tied_too_late(how):
 
 
 @pytest.mark.parametrize("how", ["tied", "given away"])
-def test_a_slice_in_a_state_dict_is_an_error(pool2, how):
+def test_shard_in_a_state_dict_is_an_error(pool2, how):
     name = {"tied": "head.weight", "given away": "other"}[how]
     for message in pool2.run(tied_too_late, how):
         assert f"'{name}'" in message and "before FSDP" in message

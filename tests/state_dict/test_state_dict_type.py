@@ -1,4 +1,4 @@
-"""FSDP1's state_dict_type: who gets the whole state dict."""
+"""FSDP1's state_dict_type: which ranks get the full state dict."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_rank_0_only(pool2):
 
 
 def of_a_part():
-    """A unit within: its dict is cut as well; that of the module above, which is none, is not."""
+    """An inner unit's dict follows the setting; that of the plain module above does not."""
     model = make(Mlp)
     FSDP(model.first)
     config = FullStateDictConfig(rank0_only=True)
@@ -65,8 +65,8 @@ def deep():
 
 
 def bytes_of_whole_copies(combination):
-    """At most, of copies and of slots beyond those that steps have reserved while state_dict() ran;
-    of all parameters; of a unit."""
+    """Return the peak, while state_dict() ran, of copies and of slots beyond those that steps have
+    reserved; the bytes of all parameters; of a unit."""
     model = wrapped(deep, combination, auto_wrap_policy={nn.Linear})
     reserved = model.memory()["slots"]
     whole = sum(p.numel() * p.element_size() for p in deep().parameters())
@@ -90,7 +90,7 @@ def bytes_of_whole_copies(combination):
 
 
 @pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[0] != "no_shard"])
-def test_other_ranks_have_no_copy_of_the_whole(pool2, combination):
+def test_other_ranks_hold_no_full_copy(pool2, combination):
     (most, whole, _), (most_elsewhere, _, unit) = pool2.run(bytes_of_whole_copies, combination)
     assert most >= whole
     assert most_elsewhere <= unit + 4096 < whole / 3

@@ -1,6 +1,6 @@
 """zshard under Accelerate: the same training as with its own DDP, saved, resumed and misused.
 
-Each test runs the real package on two ranks, once as it is and once with
+Each test runs the real package on two ranks, once unchanged and once with
 `zshard.accelerate.shard`, and compares.
 """
 
@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def compare(kind: str, strategy: str) -> tuple[bool, float]:
-    """Whether losses are bit-identical to DDP's; how far parameters are apart at the end."""
+    """Return whether losses are bit-identical to DDP's, and the final difference of parameters."""
     arguments, options = KINDS[kind]
     found = []
     for each in (None, strategy):
@@ -59,7 +59,7 @@ def compare(kind: str, strategy: str) -> tuple[bool, float]:
 @pytest.mark.parametrize("strategy", ["full_shard", "zero2", "no_shard"])
 @pytest.mark.parametrize("kind", KINDS)
 @ranks(2)
-def test_training_is_that_of_ddp(pool: RankPool, kind: str, strategy: str) -> None:
+def test_training_matches_ddp(pool: RankPool, kind: str, strategy: str) -> None:
     for same, apart in pool.run(compare, kind, strategy):
         # The norm for clipping is summed shard by shard: its last bit may differ from DDP's.
         assert same or kind == "clipped"
@@ -76,12 +76,12 @@ def compiled() -> float:
 
 
 @ranks(2)
-def test_a_dynamo_backend_compiles_the_sharded_model(pool: RankPool) -> None:
+def test_dynamo_backend_compiles_the_sharded_model(pool: RankPool) -> None:
     assert pool.run(compiled) == [0.0, 0.0]
 
 
 def uneven() -> tuple[int, bool]:
-    """Batches of this rank, and whether all ranks have the same parameters at the end."""
+    """Return this rank's batches, and whether all ranks have the same parameters at the end."""
     forget_accelerate()
     accelerator = zshard.accelerate.shard(accelerate.Accelerator(cpu=True))
     model = small_model()
@@ -123,7 +123,7 @@ def resume(folder: str, strategy: str) -> tuple[bool, set[str]]:
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @ranks(2)
-def test_a_run_resumes_with_the_same_losses(pool: RankPool, tmp_path: Path, strategy: str) -> None:
+def test_resumed_run_has_the_same_losses(pool: RankPool, tmp_path: Path, strategy: str) -> None:
     for same, files in pool.run(resume, str(tmp_path), strategy):
         assert same
         own = {"model.safetensors", "optimizer.safetensors", "zshard.json"}
@@ -165,13 +165,13 @@ def save_pickled(folder: str) -> dict[str, torch.Tensor]:
 
 
 @ranks(2)
-def test_a_pickled_checkpoint_of_ddp_loads(pool: RankPool, tmp_path: Path) -> None:
+def test_pickled_checkpoint_of_ddp_loads(pool: RankPool, tmp_path: Path) -> None:
     expected = pool.run(save_pickled, str(tmp_path))[0]
     assert equal(pool.run(load, str(tmp_path), "full_shard")[0][0], expected)
 
 
 def hooked(folder: str) -> tuple[list[str], bool]:
-    """The names that a hook of the script was given, and whether its checkpoint loads."""
+    """Return the names that a script's hook got, and whether its checkpoint loads."""
     run = Run()
     run.epoch()
     seen: list[str] = []
@@ -189,7 +189,7 @@ def hooked(folder: str) -> tuple[list[str], bool]:
 
 
 @ranks(2)
-def test_hooks_of_the_script_are_given_models_and_weights(pool: RankPool, tmp_path: Path) -> None:
+def test_script_hooks_get_models_and_weights(pool: RankPool, tmp_path: Path) -> None:
     for seen, loads in pool.run(hooked, str(tmp_path)):
         assert seen == list(small_model().state_dict()) and loads
 
@@ -251,7 +251,7 @@ def pretrained(folder: str) -> None:
 
 
 @ranks(2)
-def test_a_model_is_saved_for_from_pretrained(pool: RankPool, tmp_path: Path) -> None:
+def test_model_is_saved_for_from_pretrained(pool: RankPool, tmp_path: Path) -> None:
     pool.run(pretrained, str(tmp_path))
     assert "saved/model.safetensors" in names_in(tmp_path)
 
@@ -339,7 +339,7 @@ def test_misuse_names_the_remedy(pool2: RankPool, name: str) -> None:
 
 
 def prepared_by_hand() -> str:
-    """FSDP() by the script, with its own strategy, before prepare()."""
+    """The script calls FSDP() with its own strategy, before prepare()."""
     forget_accelerate()
     accelerator = zshard.accelerate.shard(accelerate.Accelerator(cpu=True))
     model = FSDP(small_model(), strategy="zero2")
@@ -352,12 +352,13 @@ def prepared_by_hand() -> str:
 
 
 @ranks(2)
-def test_a_model_sharded_before_prepare_stays_as_it_is(pool: RankPool) -> None:
+def test_model_sharded_before_prepare_stays_unchanged(pool: RankPool) -> None:
     assert pool.run(prepared_by_hand) == ["True", "True"]
 
 
 def frozen() -> list[list[float]]:
-    """Losses with a frozen layer, and with an optimizer that is prepared before the model."""
+    """Return losses with a frozen layer, and with an optimizer that is prepared before the
+    model."""
     found = []
     for strategy in (None, "full_shard"):
         forget_accelerate()
@@ -393,8 +394,9 @@ ACCUMULATED = ["test_gradient_accumulation", "test_gradient_accumulation_with_op
 
 
 def own_script(name: str, strategy: str) -> None:
-    """Run a script of accelerate.test_utils with every Accelerator that it makes sharding."""
-    # test_ops does not ask for CPUs, and would run on one rank. No rank may end before all have met.
+    """Run a script of accelerate.test_utils with sharding in every Accelerator that it creates."""
+    # test_ops does not request CPUs, and would run on one rank. No rank may exit before all have
+    # connected.
     assert accelerate.PartialState(cpu=True).num_processes == 2
     torch.distributed.barrier()
     initialize = accelerate.Accelerator.__init__
@@ -406,11 +408,11 @@ def own_script(name: str, strategy: str) -> None:
             zshard.accelerate.shard(self, strategy=strategy)
 
     accelerate.Accelerator.__init__ = sharding
-    if strategy != "no_shard":  # it compares parameters and gradients with those of a plain model
+    if strategy != "no_shard":  # it compares parameters and gradients with a plain model's
         torch.allclose = of_full_tensors(torch.allclose)
         torch.testing.assert_close = of_full_tensors(torch.testing.assert_close)
     module = importlib.import_module(f"accelerate.test_utils.scripts.{name}")
-    if name == "test_sync":  # what its main() runs on GPUs alone
+    if name == "test_sync":  # its main() runs this on GPUs only
         for function in ACCUMULATED:
             for asked in range(8):
                 split, dispatched, each = (bool(asked & bit) for bit in (1, 2, 4))
@@ -428,7 +430,7 @@ def of_full_tensors(function: Any) -> Any:
 
 @pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
 @pytest.mark.parametrize("name", OWN)
-def test_accelerates_own_tests_pass(name: str, strategy: str) -> None:
+def test_accelerate_test_scripts_pass(name: str, strategy: str) -> None:
     if name == "test_distributed_data_loop":
         pytest.importorskip("torchdata", reason="Accelerate's script needs it")
     env = {"ACCELERATE_USE_CPU": "true"}
@@ -449,7 +451,7 @@ print(f"trained under {accelerator.distributed_type.value}\\n", end="")
 """
 
 
-LAUNCHES = {  # `accelerate launch --cpu` starts one process, whatever --num_processes says
+LAUNCHES = {  # `accelerate launch --cpu` starts one process, whatever --num_processes is
     "accelerate launch": (["accelerate.commands.launch", "--cpu"], "NO", 1),
     "torchrun": (["torch.distributed.run", "--standalone", "--nproc-per-node=2"], "MULTI_CPU", 2),
 }
@@ -472,7 +474,7 @@ def test_launches(tmp_path: Path, name: str) -> None:
     assert done.stdout.count(f"trained under {kind}") == processes
 
 
-def test_a_variable_that_is_left_behind_is_named(monkeypatch):
+def test_leftover_environment_variable_is_named(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match=r"TrainingArguments\(fsdp=...\).*del os.environ"):
         zshard.accelerate.shard(accelerate.Accelerator(cpu=True))

@@ -1,4 +1,5 @@
-"""Accelerate's LocalSGD: it averages parameters, so replicas train as under DDP and shards refuse."""
+"""Accelerate's LocalSGD averages parameters, so replicas train as under DDP and shards are
+refused."""
 
 from __future__ import annotations
 

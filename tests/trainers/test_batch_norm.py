@@ -1,7 +1,7 @@
-"""Batch norms under trainers' adapters: each rank evaluates with the statistics that DDP would have.
+"""Batch norms under trainers' adapters: each rank evaluates with the same statistics as under DDP.
 
-The same run with the trainer's own DDP and with zshard, with metrics of evaluations
-in between on each rank; and rank 0 evaluates alone.
+The same run with the trainer's own DDP and with zshard, with evaluation metrics on each rank in
+between; and rank 0 evaluates alone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def rows(step: int, rank: int, n: int = 6) -> Any:
 
 
 def loop(model: Any, optimizer: Any, backward: Any, accumulate: Any, alone: Any) -> list[float]:
-    """Metrics of this rank's evaluations, each after two batches."""
+    """Return metrics of this rank's evaluations, each after two batches."""
     found, rank = [], dist.get_rank()
     for step in range(8):
         with accumulate(step):
@@ -195,7 +195,7 @@ def run(name: str, strategy: str | None, within: bool, folder: str) -> Any:
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("name", RUNS)
-def test_metrics_and_weights_are_those_of_ddp(
+def test_metrics_and_weights_match_ddp(
     name: str, strategy: str, transport: str, within: bool, tmp_path: Path
 ) -> None:
     package = {"fabric": "lightning", "transformers": "accelerate"}.get(name, name)

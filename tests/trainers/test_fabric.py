@@ -1,7 +1,7 @@
 """Lightning's Fabric with strategy="zshard" trains as with its own strategy="ddp".
 
-As in test_lightning.py, the same loop runs with both strategies, and its losses,
-weights and optimizer states are compared.
+As in test_lightning.py, the same loop runs with both strategies, and its losses, weights and
+optimizer states are compared.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Net(nn.Module):
 
 
 def train(world: int, strategy: Any, options: dict[str, Any]) -> Any:
-    """Losses, weights and optimizer state of eight batches, in windows of three; options: precision,
-    together (set up the optimizer with the module), clip, save, load, meta."""
+    """Return losses, weights and optimizer state of eight batches, in windows of three; options:
+    precision, together (set up the optimizer with the module), clip, save, load, meta."""
     seed_everything(3, verbose=False)
     if isinstance(strategy, dict):
         strategy = ZShardFabricStrategy(**strategy)
@@ -91,7 +91,7 @@ def train(world: int, strategy: Any, options: dict[str, Any]) -> Any:
     ],
     ids=str,
 )
-def test_a_loop_is_that_of_ddp_to_the_bit(options: dict[str, Any]) -> None:
+def test_loop_is_bit_identical_to_ddp(options: dict[str, Any]) -> None:
     assert equal(on_ranks(train, 2, "zshard", options), on_ranks(train, 2, "ddp", options))
 
 
@@ -104,7 +104,7 @@ def test_clipping_by_norm() -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of the same run: DDP's, and zshard's of both kinds."""
+    """Checkpoints of the same run: DDP's, and both kinds of zshard's."""
     folder = tmp_path_factory.mktemp("fabric")
     kinds = (("ddp", "ddp"), ("full", "zshard"), ("sharded", SHARDED))
     runs = [on_ranks(train, 2, each, {"save": str(folder / name)}) for name, each in kinds]
@@ -120,13 +120,13 @@ def test_checkpoints_of_any_kind_load(saved: Path, kind: str, world: int) -> Non
     assert equal(ours, theirs)
 
 
-def test_a_module_from_the_meta_device_loads(saved: Path) -> None:
+def test_module_from_the_meta_device_loads(saved: Path) -> None:
     theirs = on_ranks(train, 2, "ddp", {"load": str(saved / "ddp")})
     options = {"load": str(saved / "sharded"), "meta": True, "together": False}
     assert equal(on_ranks(train, 2, META, options), theirs)
 
 
-def test_ddp_loads_what_zshard_has_saved(saved: Path) -> None:
+def test_ddp_loads_zshards_checkpoints(saved: Path) -> None:
     ours, theirs = (on_ranks(train, 2, "ddp", {"load": str(saved / k)}) for k in ("full", "ddp"))
     assert equal(ours, theirs)
 

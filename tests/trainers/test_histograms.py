@@ -26,7 +26,7 @@ def model() -> nn.Module:
 
 
 def in_tensorboard(folder: str) -> list[str]:
-    """Which histograms have other numbers of elements than the full parameters."""
+    """Return the histograms whose number of elements differs from the full parameters'."""
     os.chdir(folder)
     sharded = model()
     names: dict[str, object] = {"model": sharded}
@@ -53,7 +53,7 @@ def test_tensorboard(pool2: RankPool, tmp_path: Path) -> None:
 
 
 def in_wandb(folder: str) -> list[str]:
-    """Which histograms have other numbers of elements than the full parameters."""
+    """Return the histograms whose number of elements differs from the full parameters'."""
     os.environ["WANDB_SILENT"] = "true"
     import wandb
 
@@ -78,7 +78,7 @@ def test_wandb(pool2: RankPool, tmp_path: Path) -> None:
 
 
 def watched(folder: str) -> str:
-    """What wandb.watch() raises on the rank that logs, once gradients come."""
+    """Return the error of wandb.watch() on the rank that logs, once gradients come."""
     os.environ["WANDB_SILENT"] = "true"
     import wandb
 
@@ -94,7 +94,7 @@ def watched(folder: str) -> str:
     return "no error"
 
 
-def test_watching_names_the_remedy(pool2: RankPool, tmp_path: Path) -> None:
+def test_wandb_watch_error_names_the_remedy(pool2: RankPool, tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="needs wandb")
     for message in pool2.run(watched, str(tmp_path)):
         assert "zshard.full_tensor" in message

@@ -1,8 +1,8 @@
 """Lightning's Trainer with strategy="zshard" trains as with its own strategy="ddp".
 
-Each test runs a function on ranks twice, with each of the two strategies, and compares
-what a user could see of them: losses, logged values, weights, checkpoints. They are equal to the
-bit, but for the norm that gradients are clipped by.
+Each test runs a function on ranks twice, with each of the two strategies, and compares what a user
+could see: losses, logged values, weights, checkpoints. They are bit-identical, except for the norm
+for gradient clipping.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ def equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-# --- what ranks run ---------------------------------------------------------------------------------
+# --- functions on ranks -----------------------------------------------------------------------------
 
 
 def fit(world: int, strategy: Any, model: str, options: dict[str, Any], *args: Any) -> Any:
-    """Losses, metrics, test results, predictions and weights."""
+    """Return losses, metrics, test results, predictions and weights."""
     net = MODELS[model](*args)
     made = trainer(strategy, world, **options)
     made.fit(net, data(), data(16))
@@ -81,7 +81,7 @@ def fit(world: int, strategy: Any, model: str, options: dict[str, Any], *args: A
 
 
 def fit_and_save(world: int, strategy: Any, folder: str) -> Any:
-    """Losses and weights of two epochs, with a checkpoint after each second step."""
+    """Return losses and weights of two epochs, with a checkpoint after every second step."""
     net = Net()
     kept = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1, filename="{step}")
     made = trainer(
@@ -92,7 +92,7 @@ def fit_and_save(world: int, strategy: Any, folder: str) -> Any:
 
 
 class Kill(Callback):
-    """The second rank is killed in the second epoch."""
+    """Kills the second rank in the second epoch."""
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         if trainer.global_rank == 1 and trainer.global_step == 10:
@@ -155,7 +155,7 @@ def watched(world: int, strategy: Any, folder: str) -> Any:
 
 
 class Table(ModelSummary):
-    """Keeps what it would print."""
+    """Keeps its output instead of printing it."""
 
     printed: tuple[Any, ...] = ()
 
@@ -173,7 +173,7 @@ def table(world: int, strategy: Any) -> Any:
 
 
 def summarized(world: int, strategy: Any) -> Any:
-    """What summarize() says before and after fit()."""
+    """Return summarize()'s output before and after fit()."""
     net, found = Net(), []
     net.blocks[1].requires_grad_(False)
     for fits in (False, True):
@@ -200,7 +200,7 @@ def own_adamw(world: int, strategy: Any, accumulate: int) -> Any:
 
 
 def early_optimizer(world: int, strategy: Any) -> Any:
-    """Two groups, of parameters as they are before anything is sharded."""
+    """Return an optimizer with two groups, of parameters before sharding."""
     net = Net()
     groups = [[p for p in net.parameters() if (p.ndim > 1) is big] for big in (True, False)]
     made = torch.optim.AdamW([{"params": group} for group in groups], lr=0.05)
@@ -227,7 +227,7 @@ def save_alone(world: int, strategy: Any, path: str) -> Any:
 
 
 def message_of(world: int, strategy: Any, model: str, options: dict[str, Any], *args: Any) -> str:
-    """The text of the error that fit() raises."""
+    """Return the text of fit()'s error."""
     made = trainer(strategy, world, **options)
     try:
         made.fit(MODELS[model](*args), data())
@@ -240,7 +240,7 @@ def average_message(world: int) -> str:
     return message_of(world, SHARDED, "Net", {"callbacks": [EMAWeightAveraging()]})
 
 
-# --- as under DDP -----------------------------------------------------------------------------------
+# --- comparison with DDP ----------------------------------------------------------------------------
 
 OPTIONS = {
     "plain": {},
@@ -254,7 +254,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_run_is_that_of_ddp_to_the_bit(name: str) -> None:
+def test_run_is_bit_identical_to_ddp(name: str) -> None:
     ours, theirs = (on_ranks(fit, 2, each, "Net", OPTIONS[name]) for each in ("zshard", DDP))
     assert equal(ours, theirs)
 
@@ -307,17 +307,17 @@ def test_own_units_in_configure_model() -> None:
     assert equal(ours, on_ranks(fit, 2, DDP, "OwnUnit", {}, "nowhere"))
 
 
-def test_a_second_fit_goes_on() -> None:
+def test_second_fit_continues() -> None:
     assert equal(on_ranks(fit_twice, 2, "zshard"), on_ranks(fit_twice, 2, DDP))
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_zshards_own_optimizer(accumulate: int) -> None:
+def test_zshard_optimizer(accumulate: int) -> None:
     ours, theirs = (on_ranks(own_adamw, 2, each, accumulate) for each in ("zshard", DDP))
     assert equal(ours, theirs)
 
 
-def test_an_optimizer_from_before_sharding() -> None:
+def test_optimizer_created_before_sharding() -> None:
     assert equal(on_ranks(early_optimizer, 2, "zshard"), on_ranks(early_optimizer, 2, DDP))
 
 
@@ -332,7 +332,7 @@ def test_monitors_and_logs(tmp_path: Path) -> None:
     assert "lr-AdamW" in ours[0][2]
 
 
-def test_the_summary_counts_full_parameters() -> None:
+def test_summary_counts_full_parameters() -> None:
     assert equal(on_ranks(table, 2, "zshard"), on_ranks(table, 2, DDP))
 
 
@@ -341,7 +341,7 @@ def test_the_summary_counts_full_parameters() -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of checkpoints of the same run: DDP's, and zshard's of both kinds."""
+    """Checkpoint folders of the same run: DDP's, and both kinds of zshard's."""
     folder = tmp_path_factory.mktemp("saved")
     runs = [
         on_ranks(fit_and_save, 2, each, str(folder / name))
@@ -365,7 +365,7 @@ def test_resuming_with_any_number_of_ranks(saved: Path, kind: str, world: int) -
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
-def test_resuming_after_a_kill_goes_on_as_if_nothing_had_been(saved: Path, tmp_path: Path) -> None:
+def test_resuming_after_a_kill_is_bit_identical(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(RankFailure):
         on_ranks(killed, 2, "zshard", str(tmp_path))
     path = tmp_path / "epoch=0.ckpt"
@@ -382,7 +382,7 @@ def test_ddp_resumes_from_a_checkpoint_of_zshard(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_a_module_on_the_meta_device_resumes(saved: Path, kind: str) -> None:
+def test_module_on_the_meta_device_resumes(saved: Path, kind: str) -> None:
     ours = on_ranks(resume, 2, "zshard", str(saved / kind / "step=4.ckpt"), "Late")
     assert equal(ours, on_ranks(resume, 2, DDP, str(saved / "ddp" / "step=4.ckpt")))
 
@@ -408,7 +408,7 @@ def test_rank_0_saves_alone(tmp_path: Path) -> None:
     assert equal(torch.load(tmp_path / "zshard.pt"), torch.load(tmp_path / "ddp.pt"))
 
 
-# --- ranks that Lightning starts -----------------------------------------------------------------------
+# --- ranks started by Lightning ------------------------------------------------------------------------
 
 SCRIPT = """
 import sys
@@ -427,7 +427,7 @@ if __name__ == "__main__":
 
 
 def launched(folder: Path, strategy: Any, model: str = "Net()", devices: int = 2) -> Any:
-    """Run a script that starts its ranks itself: (returncode, stderr, what it saved)."""
+    """Run a script that starts its ranks itself; return (returncode, stderr, what it saved)."""
     lib, out = str(Path(__file__).parents[1] / "lib"), folder / "out.pt"
     (folder / "script.py").write_text(
         SCRIPT.format(lib=lib, strategy=strategy, model=model, devices=devices, out=str(out))
@@ -453,19 +453,19 @@ def test_lightning_starts_the_ranks(tmp_path: Path, devices: int) -> None:
     assert equal(*runs)
 
 
-def test_an_exception_on_one_rank_ends_all(tmp_path: Path) -> None:
+def test_exception_on_one_rank_ends_all(tmp_path: Path) -> None:
     code, errors, _ = launched(tmp_path, "zshard", "FailsOnRank1()")
     assert code != 0
     assert "boom on rank 1" in errors
 
 
-def test_a_unit_from_before_the_ranks_is_refused(tmp_path: Path) -> None:
+def test_unit_created_before_the_ranks_is_refused(tmp_path: Path) -> None:
     code, errors, _ = launched(tmp_path, "zshard", "OwnUnit('init')")
     assert code != 0
     assert "is sharded over 1 rank(s), but Lightning runs 2: call zshard.FSDP in" in errors
 
 
-# --- what is refused --------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------------------
 
 
 def test_unknown_arguments_are_refused() -> None:
@@ -509,7 +509,7 @@ def test_strategies_by_arguments() -> None:
     assert isinstance(strategy_of(SHARDED), ZShardStrategy)
 
 
-def test_a_notebook_forks_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notebook_forks_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning.pytorch.trainer.connectors import accelerator_connector
 
     monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)

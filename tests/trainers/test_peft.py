@@ -1,7 +1,7 @@
-"""zshard under PEFT: adapters of a sharded model train, are saved whole, load and merge.
+"""zshard under PEFT: adapters of a sharded model train, are saved in full, load and merge.
 
-A small trainable part beside a large frozen one, in the same units. Each test runs
-the real packages on two ranks and compares with DDP, or with PEFT in one process.
+A small trainable part beside a large frozen one, in the same units. Each test runs the real
+packages on two ranks and compares with DDP, or with PEFT in one process.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ CONFIGS: dict[str, Any] = {
 def adapted(kind: str) -> Any:
     model = get_peft_model(tiny_llama(), CONFIGS[kind]())
     generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():  # LoRA's B begins with zeros, which a test could not tell from no adapter
+    with torch.no_grad():  # LoRA's B starts at zero, which is indistinguishable from no adapter
         for name, param in model.named_parameters():
             if "lora_B" in name:
                 param.copy_(torch.randn(param.shape, generator=generator) * 0.1)
@@ -93,12 +93,12 @@ def compare(kind: str, strategy: str, folder: str) -> tuple[bool, bool]:
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 @pytest.mark.parametrize("kind", CONFIGS)
 @ranks(2)
-def test_training_is_that_of_ddp(pool: RankPool, tmp_path: Path, kind: str, strategy: str) -> None:
+def test_training_matches_ddp(pool: RankPool, tmp_path: Path, kind: str, strategy: str) -> None:
     assert pool.run(compare, kind, strategy, str(tmp_path)) == [(True, True)] * 2
 
 
 def resume(kind: str, transport: str, folder: str) -> bool:
-    """Adapters are saved whole, and resumed."""
+    """Adapters are saved in full, and resumed."""
     first = make(folder, kind, "full_shard", transport, save_strategy="steps", save_steps=2)
     first.train()
     first.save_model(f"{folder}/saved")
@@ -108,7 +108,7 @@ def resume(kind: str, transport: str, folder: str) -> bool:
     adapter = get_peft_model_state_dict(first.model)
     plain = PeftModel.from_pretrained(tiny_llama(), f"{folder}/saved")
     assert equal(adapter, get_peft_model_state_dict(plain))
-    if kind == "p-tuning":  # PEFT saves the prompts that its encoder makes, but not the encoder
+    if kind == "p-tuning":  # PEFT saves the prompts of its encoder, but not the encoder
         return True
     assert losses_of(first) == losses_of(second)
     return equal(weights_of(first), weights_of(second))
@@ -118,7 +118,7 @@ def resume(kind: str, transport: str, folder: str) -> bool:
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("kind", CONFIGS)
 @ranks(2)
-def test_adapters_are_saved_whole_and_resumed(
+def test_adapters_are_saved_in_full_and_resumed(
     pool: RankPool, tmp_path: Path, kind: str, transport: str
 ) -> None:
     assert pool.run(resume, kind, transport, str(tmp_path)) == [True, True]
@@ -141,7 +141,7 @@ def best(folder: str) -> bool:
 
 
 @ranks(2)
-def test_the_best_adapter_is_loaded_at_the_end(pool: RankPool, tmp_path: Path) -> None:
+def test_best_adapter_is_loaded_at_the_end(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(best, str(tmp_path)) == [True, True]
 
 
@@ -164,7 +164,7 @@ def test_adapters_merge_into_a_plain_model(pool: RankPool, tmp_path: Path, kind:
 
 
 def states() -> int:
-    """Elements of Adam's state on this rank, of adapters of some pages."""
+    """Return the elements of Adam's state on this rank, for adapters of some pages."""
     config = LoraConfig(task_type="CAUSAL_LM", r=64, target_modules=TARGETS)
     model = FSDP(get_peft_model(tiny_llama(), config))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
@@ -176,7 +176,7 @@ def states() -> int:
 
 @ranks(2)
 def test_ranks_share_the_state_of_an_adapter(pool: RankPool) -> None:
-    """To the page: each unit's shards begin at pages, so one smaller than that is on one rank."""
+    """In pages: each unit's shards start at page boundaries, so a smaller one is on one rank."""
     first, second = pool.run(states)
     assert max(first, second) < 0.6 * (first + second)
 
@@ -197,13 +197,13 @@ def late(step: str) -> str:
 
 
 @pytest.mark.parametrize("step", ["first", "second"])
-def test_an_adapter_comes_before_sharding(pool2: RankPool, step: str) -> None:
+def test_adapter_must_be_added_before_sharding(pool2: RankPool, step: str) -> None:
     for text in pool2.run(late, step):
         assert "after FSDP(...)" in text and "add it before wrapping the model" in text
 
 
 def saved_by_zshard(how: str, folder: str) -> bool:
-    """A whole PEFT model in a folder of zshard's: from_pretrained() of it would draw all weights."""
+    """A full PEFT model in a zshard folder: from_pretrained() of it would draw all weights."""
     model = adapted("lora") if how != "injected" else tiny_llama()
     if how == "injected":
         inject_adapter_in_model(CONFIGS["lora"](), model)
@@ -232,6 +232,6 @@ def saved_by_zshard(how: str, folder: str) -> bool:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", ["save", "injected", "accelerate"])
 @ranks(2)
-def test_a_folder_of_adapters_has_no_config_json(pool: RankPool, tmp_path: Path, how: str) -> None:
+def test_folder_of_adapters_has_no_config_json(pool: RankPool, tmp_path: Path, how: str) -> None:
     assert pool.run(saved_by_zshard, how, str(tmp_path / "x")) == [True, True]
     assert "config.json" not in {path.name for path in (tmp_path / "x").rglob("*")}

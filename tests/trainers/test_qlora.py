@@ -1,7 +1,8 @@
-"""QLoRA: adapters of a body in bitsandbytes' 4 bits, which is sharded bit for bit or refused by name.
+"""QLoRA: adapters of a base model in bitsandbytes' 4 bits, which is sharded bit for bit or refused
+by name.
 
-The dtype of a quantized parameter says nothing about its bits, so each storage dtype
-must train alike. Runs are compared with DDP, on two ranks that have the same base model.
+The dtype of a quantized parameter does not describe its bits, so each storage dtype must train in
+the same way. Runs are compared with DDP, on two ranks with the same base model.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def qlora(folder: str, **more: Any) -> Any:
 
 
 def exact(model: Any) -> Any:
-    """Without bitsandbytes' repacking in an evaluation, after which no gradients flow on some CPUs."""
+    """Turn off bitsandbytes' repacking in an evaluation, after which no gradients flow on some
+    CPUs."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
@@ -71,7 +73,7 @@ def exact(model: Any) -> Any:
 
 
 def train(model: Any) -> list[float]:
-    """Losses of five steps, with an evaluation after each."""
+    """Return the losses of five steps, with an evaluation after each."""
     rank = torch.distributed.get_rank()
     generator = torch.Generator().manual_seed(10 + rank)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -90,7 +92,7 @@ def train(model: Any) -> list[float]:
 
 
 def bits(state: Any) -> dict[str, torch.Tensor]:
-    """A state dict's tensors as bytes: what lies in a float32 may be a NaN."""
+    """Return a state dict's tensors as bytes: the content of a float32 may be a NaN."""
     return {name: value.reshape(-1).view(torch.uint8) for name, value in state.items()}
 
 
@@ -108,14 +110,14 @@ def parity(folder: str, strategy: str, transport: str) -> bool:
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "zero2", "no_shard"])
 @ranks(2)
-def test_training_is_that_of_ddp(
+def test_training_matches_ddp(
     pool: RankPool, tmp_path: Path, strategy: str, transport: str
 ) -> None:
     assert pool.run(parity, str(tmp_path), strategy, transport) == [True, True]
 
 
 def in_16_bits(folder: str, storage: torch.dtype, transport: str) -> bool:
-    """Bits in a float dtype, under mixed precision, train as bits in bytes do."""
+    """Bits in a float dtype train under mixed precision as bits in bytes do."""
     half = MixedPrecision(param_dtype=BF16)
     options: dict[str, Any] = {"mixed_precision": half, "transport": transport}
     expected = train(FSDP(qlora(folder), **options))
@@ -136,7 +138,8 @@ def test_mixed_precision_does_not_cast_bits(
 
 
 def with_bias(half: bool, dtype: torch.dtype) -> bool:
-    """A frozen bias has the dtype that its 4-bit layer computes in, which would convert it."""
+    """A frozen bias gets the dtype that its 4-bit layer computes in, since the layer would convert
+    it."""
     torch.manual_seed(0)
     layer = bnb.nn.Linear4bit(64, 64, compute_dtype=dtype).to("cpu")
     layer.bias.requires_grad_(False)
@@ -213,12 +216,12 @@ def in_trainer(folder: str, options: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @ranks(2)
-def test_a_trainer_trains_saves_and_resumes(pool: RankPool, tmp_path: Path, transport: str) -> None:
+def test_trainer_trains_saves_and_resumes(pool: RankPool, tmp_path: Path, transport: str) -> None:
     assert pool.run(in_trainer, str(tmp_path), {"transport": transport}) == [True, True]
 
 
 def off(folder: str) -> Any:
-    """The same bits with other scales."""
+    """Return the same bits with other scales."""
     model = qlora(folder)
     for module in model.modules():
         if isinstance(module, bnb.nn.Linear4bit):
@@ -227,7 +230,7 @@ def off(folder: str) -> Any:
 
 
 def loaded(folder: str, how: str) -> bool:
-    """A checkpoint's scales are loaded with its bits, which bitsandbytes does not do."""
+    """A checkpoint's scales are loaded with its bits; bitsandbytes does not do that."""
     from safetensors.torch import load_file
 
     first, second = FSDP(qlora(folder)), FSDP(off(folder))
@@ -274,7 +277,7 @@ def test_bits_without_their_scales_are_not_loaded(pool: RankPool, tmp_path: Path
 
 
 def of_rank_0() -> bool:
-    """Ranks that quantized other numbers: rank 0's bits and scales count."""
+    """Ranks have quantized different numbers: all take rank 0's bits and scales."""
     torch.manual_seed(torch.distributed.get_rank())
     model = exact(nn.Sequential(bnb.nn.Linear4bit(64, 64).to("cpu")))
     expected = model(torch.ones(1, 64)).detach()
@@ -289,7 +292,7 @@ def of_rank_0() -> bool:
     return True
 
 
-def test_scales_are_those_of_rank_0(pool2: RankPool) -> None:
+def test_scales_come_from_rank_0(pool2: RankPool) -> None:
     assert pool2.run(of_rank_0) == [True, True]
 
 
@@ -334,7 +337,7 @@ def refused(kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_what_cannot_be_sharded_is_named(pool2: RankPool, kind: str) -> None:
+def test_unsupported_parameters_are_named(pool2: RankPool, kind: str) -> None:
     for text in pool2.run(refused, kind):
         assert WRONG[kind][2] in text and "parameter '" in text, text
 
@@ -348,9 +351,7 @@ def in_8_bits(folder: str, transport: str) -> bool:
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @ranks(2)
-def test_8_bits_train_where_each_rank_keeps_them(
-    pool: RankPool, tmp_path: Path, transport: str
-) -> None:
+def test_ignored_8_bit_parameters_train(pool: RankPool, tmp_path: Path, transport: str) -> None:
     assert pool.run(in_8_bits, str(tmp_path), transport) == [True, True]
 
 

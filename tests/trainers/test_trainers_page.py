@@ -1,7 +1,7 @@
 """docs/trainers.md: the code of each section runs on two ranks, with the real packages.
 
-A section is one script. It finds a model, data and the like under the names that a
-reader has them under, and is skipped where its package is missing.
+A section is one script. The test provides a model, data and the like under the section's names, and
+skips sections whose package is missing.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ SECTIONS = {
     part.splitlines()[0]: "\n".join(re.findall(r"```python\n(.*?)```", part, re.S))
     for part in PAGE.read_text().split("\n## ")[1:]
 }
-SECTIONS["Lightning"] += "\n" + SECTIONS.pop("Fabric")  # which has its imports from there
+SECTIONS["Lightning"] += "\n" + SECTIONS.pop("Fabric")  # Fabric's section uses Lightning's imports
 LLAMA = "from hf_trainers import *\nmodel, dataset = tiny_llama(), sentences(8)\n"
-GIVEN = {  # what comes before the code of a section
+GIVEN = {  # code before that of a section
     "Accelerate": (
         "import torch\nfrom accelerated import small_model\n"
         "model = small_model()\noptimizer = torch.optim.AdamW(model.parameters())\n"
@@ -40,7 +40,7 @@ PACKAGES = {
     "PEFT": "peft",
     "Lightning": "lightning",
 }
-ENVIRONMENT = {  # Accelerate's choice of CPUs; and what tells Lightning that torchrun started the ranks
+ENVIRONMENT = {  # Accelerate on CPUs; Lightning under torchrun
     "ACCELERATE_USE_CPU": "true",
     "TORCHELASTIC_RUN_ID": "docs",
     "GROUP_RANK": "0",
@@ -54,7 +54,7 @@ def run_in(folder: str, code: str) -> None:
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("section", GIVEN)
-def test_the_code_of_a_section_runs_on_two_ranks(section: str, tmp_path: Path) -> None:
+def test_documented_code_runs_on_two_ranks(section: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(PACKAGES[section]) is None:
         pytest.skip("needs zshard[trainers]: make test-trainers")
     code = GIVEN[section] + SECTIONS[section]

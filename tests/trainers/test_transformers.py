@@ -1,6 +1,6 @@
 """zshard under the Trainer of transformers: the same training as with its own DDP.
 
-Each test runs the real Trainer on two ranks, once as it is and once as
+Each test runs the real Trainer on two ranks, once unchanged and once as
 `zshard.transformers.shard(Trainer)`, and compares.
 """
 
@@ -32,7 +32,7 @@ from zshard import FSDP
 
 
 def make(folder: str, strategy: str | None, model: Any = None, **more: Any) -> Any:
-    """A Trainer, of transformers as it is if `strategy` is None."""
+    """Return a Trainer, unchanged if `strategy` is None."""
     new_run()
     kind = Trainer if strategy is None else zshard.transformers.shard(Trainer, strategy=strategy)
     trainer = kind(
@@ -54,14 +54,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "clipped": {"max_grad_norm": 0.1},
     "compiled": {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 3},
     "recomputed": {"gradient_checkpointing": True},
-    "smoothed": {"label_smoothing_factor": 0.1},  # it looks the model's class up by its name
+    "smoothed": {"label_smoothing_factor": 0.1},  # it checks the model's class by name
 }
 
 
 def compare(kind: str, strategy: str, folder: str) -> tuple[bool, float, int]:
     found = []
     for each in (None, strategy):
-        torch._dynamo.reset()  # of sizes seen before, compiled code has other kernels
+        torch._dynamo.reset()  # after other sizes, compiled code has other kernels
         trainer = make(folder, each, **KINDS[kind])
         trainer.train()
         metrics = trainer.evaluate()
@@ -79,7 +79,7 @@ def compare(kind: str, strategy: str, folder: str) -> tuple[bool, float, int]:
 @pytest.mark.parametrize("strategy", ["full_shard", "zero2", "no_shard"])
 @pytest.mark.parametrize("kind", KINDS)
 @ranks(2)
-def test_training_is_that_of_ddp(pool: RankPool, tmp_path: Path, kind: str, strategy: str) -> None:
+def test_training_matches_ddp(pool: RankPool, tmp_path: Path, kind: str, strategy: str) -> None:
     for same, apart, steps in pool.run(compare, kind, strategy, str(tmp_path)):
         assert steps == KINDS[kind].get("max_steps", 6)
         if kind == "clipped":
@@ -120,7 +120,8 @@ def frozen(folder: str) -> bool:
 
 
 def uneven(folder: str) -> bool:
-    """An epoch whose last window and last batch are smaller, of a model that the Trainer makes."""
+    """An epoch whose last window and last batch are smaller, of a model that the Trainer
+    creates."""
     found = []
     for strategy in (None, "full_shard"):
         new_run()
@@ -144,7 +145,7 @@ def test_smaller_last_batches_and_a_model_init(pool: RankPool, tmp_path: Path) -
 
 
 def on_rank_0(folder: str) -> bool:
-    """Rank 0 saves and generates alone; then all train on, from a checkpoint."""
+    """Rank 0 saves and generates alone; then all continue training from a checkpoint."""
     trainer = make(folder, "full_shard", max_steps=2, save_strategy="steps", save_steps=1)
     trainer.train()
     if trainer.is_world_process_zero():
@@ -164,7 +165,7 @@ def test_rank_0_may_save_alone_on_one_host(pool: RankPool, tmp_path: Path) -> No
 
 
 def saving(folder: str, strategy: str | None, **more: Any) -> Any:
-    """A Trainer that saves after its second of three steps with more than one batch each."""
+    """Return a Trainer that saves after its second of three steps with more than one batch each."""
     save = {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 2}
     return make(folder, strategy, **{"max_steps": 3, **save, **more})
 
@@ -190,10 +191,10 @@ FILES |= {"training_args.bin"}
 @pytest.mark.parametrize("saved", ["full_shard", None], ids=["sharded", "ddp"])
 @pytest.mark.parametrize("loaded", ["full_shard", None], ids=["sharded", "ddp"])
 @ranks(2)
-def test_a_run_resumes_with_the_same_losses(
+def test_resumed_run_has_the_same_losses(
     pool: RankPool, tmp_path: Path, saved: str | None, loaded: str | None, transport: str
 ) -> None:
-    """Each reads the other's checkpoints."""
+    """Each loads the other's checkpoints."""
     before = pool.run(over, transport, save, str(tmp_path), saved)
     assert names_in(tmp_path / "checkpoint-2") == FILES
     after = pool.run(over, transport, resume, str(tmp_path), loaded)
@@ -202,7 +203,7 @@ def test_a_run_resumes_with_the_same_losses(
 
 
 def over(transport: str, function: Any, *args: Any) -> Any:
-    """What `function` returns with this transport."""
+    """Return the result of `function` with this transport."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ZSHARD_TRANSPORT", transport)
         return function(*args)
@@ -234,7 +235,7 @@ def killed(folder: str) -> None:
     trainer.train()
 
 
-def test_a_killed_run_is_resumed(pool2: RankPool, tmp_path: Path) -> None:
+def test_killed_run_is_resumed(pool2: RankPool, tmp_path: Path) -> None:
     results = fork_ranks(killed, 2, str(tmp_path), timeout=120)
     assert results[1].returncode == -signal.SIGKILL
     assert results[0].returncode == 1 and "PeerError: rank 1" in results[0].stderr
@@ -256,7 +257,7 @@ def best(folder: str) -> bool:
 
 
 @ranks(2)
-def test_the_best_model_is_loaded_at_the_end(pool: RankPool, tmp_path: Path) -> None:
+def test_best_model_is_loaded_at_the_end(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(best, str(tmp_path)) == [True, True]
 
 
@@ -283,7 +284,7 @@ def test_save_model_is_for_from_pretrained(pool: RankPool, tmp_path: Path, trans
 
 
 def evaluated_first(folder: str) -> bool:
-    """An evaluation before training shards the model, too; losses are as without it."""
+    """An evaluation before training shards the model, too; losses are the same as without it."""
     trainer = make(folder, "full_shard", max_steps=3)
     first = trainer.evaluate()["eval_loss"]
     assert isinstance(trainer.model, FSDP)
@@ -296,12 +297,12 @@ def evaluated_first(folder: str) -> bool:
 
 
 @ranks(2)
-def test_an_evaluation_shards_the_model(pool: RankPool, tmp_path: Path) -> None:
+def test_evaluation_shards_the_model(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(evaluated_first, str(tmp_path)) == [True, True]
 
 
 def predicted(folder: str) -> bool:
-    """predict_with_generate; on each rank prompts end after other numbers of tokens."""
+    """predict_with_generate; prompts on each rank end after different numbers of tokens."""
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config
     from transformers import T5ForConditionalGeneration as T5
 

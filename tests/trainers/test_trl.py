@@ -1,7 +1,7 @@
 """zshard under TRL's trainers: fine-tuning and preferences, as with their own DDP.
 
-TRL's trainers are Trainers that replace a model's forward by one that uses the
-weights of `lm_head` without calling it: what is sharded has to be chosen accordingly.
+TRL's trainers are Trainers that replace a model's forward by one that uses the weights of `lm_head`
+without calling it: the choice of units must allow for that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from zshard import FSDP
 
 
 def make(kind: str, folder: str, strategy: str | None, model: Any = None, **more: Any) -> Any:
-    """An SFTTrainer or DPOTrainer, of TRL as it is if `strategy` is None."""
+    """Return an SFTTrainer or DPOTrainer, unchanged if `strategy` is None."""
     new_run()
     trainer, config = {"sft": (SFTTrainer, SFTConfig), "dpo": (DPOTrainer, DPOConfig)}[kind]
     if strategy is not None:
@@ -76,7 +76,7 @@ def compare(trainer: str, kind: str, strategy: str, folder: str) -> tuple[list[f
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("trainer", ["sft", "dpo"])
 @ranks(2)
-def test_training_is_that_of_ddp(
+def test_training_matches_ddp(
     pool: RankPool, tmp_path: Path, trainer: str, kind: str, strategy: str
 ) -> None:
     for apart, same in pool.run(compare, trainer, kind, strategy, str(tmp_path)):
@@ -84,7 +84,7 @@ def test_training_is_that_of_ddp(
 
 
 def references(folder: str) -> tuple[bool, bool]:
-    """The reference model is sharded, and follows the model where it is synchronized."""
+    """The reference model is sharded, and follows the model when it is synchronized."""
     found = []
     for strategy in (None, "full_shard"):
         sync = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
@@ -96,7 +96,7 @@ def references(folder: str) -> tuple[bool, bool]:
 
 
 @ranks(2)
-def test_a_reference_model_is_sharded_and_synchronized(pool: RankPool, tmp_path: Path) -> None:
+def test_reference_model_is_sharded_and_synchronized(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(references, str(tmp_path)) == [(True, True)] * 2
 
 
@@ -112,13 +112,13 @@ def resume(trainer: str, folder: str) -> bool:
 
 @pytest.mark.parametrize("trainer", ["sft", "dpo"])
 @ranks(2)
-def test_a_run_resumes_with_the_same_losses(pool: RankPool, tmp_path: Path, trainer: str) -> None:
+def test_resumed_run_has_the_same_losses(pool: RankPool, tmp_path: Path, trainer: str) -> None:
     assert pool.run(resume, trainer, str(tmp_path)) == [True, True]
     assert "checkpoint-2/model.safetensors" in names_in(tmp_path)
 
 
 def adapted(trainer: str, folder: str) -> bool:
-    """With a LoRA config of PEFT; the reference of DPO is then the model without the adapter."""
+    """With a LoRA config of PEFT; DPO's reference is then the model without the adapter."""
     from peft import LoraConfig
 
     found = []
@@ -133,6 +133,6 @@ def adapted(trainer: str, folder: str) -> bool:
 
 @pytest.mark.parametrize("trainer", ["sft", "dpo"])
 @ranks(2)
-def test_an_adapter_trains_as_under_ddp(pool: RankPool, tmp_path: Path, trainer: str) -> None:
+def test_adapter_trains_as_under_ddp(pool: RankPool, tmp_path: Path, trainer: str) -> None:
     pytest.importorskip("peft", reason="needs zshard[trainers]: make test-trainers")
     assert pool.run(adapted, trainer, str(tmp_path)) == [True, True]

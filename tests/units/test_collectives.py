@@ -1,7 +1,6 @@
-"""How many collectives a step takes, and when the gathers begin.
+"""The number of collectives per step, and when gathers start.
 
-Over c10d each collective is an operation of torch that its profiler sees. (Over shm
-there are none.)
+Over c10d each collective is a torch operation that the profiler records. (Over shm there are none.)
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ WIDTH = 64
 
 
 class Rooted(nn.Module):
-    """Blocks, and parameters of the root's own: as many units as the stack below has."""
+    """Blocks, and parameters of the root's own: as many units as the stack below."""
 
     def __init__(self):
         super().__init__()
@@ -56,7 +55,8 @@ def step(model, x):
 
 
 def counts(build, strategy):
-    """(gathers in forward, gathers in backward, exchanges of gradients) in one of the later steps."""
+    """Return (gathers in forward, gathers in backward, exchanges of gradients) in one of the later
+    steps."""
     model, x = wrap(build, strategy), batch()
     step(model, x)
     with Collectives() as forward:
@@ -91,18 +91,18 @@ def without_sync():
     return seen.gathers, seen.scatters, after.scatters
 
 
-def test_none_is_reduced_in_no_sync(pool2):
+def test_no_sync_reduces_nothing(pool2):
     assert pool2.run(without_sync) == [(2 * UNITS - 1, 0, UNITS)] * 2
 
 
-# --- when gathers begin ---------------------------------------------------------------------------
+# --- when gathers start ---------------------------------------------------------------------------
 
 LINEAR = "aten::addmm"  # of a block's forward
 BACKWARD = "AddmmBackward0"  # of its backward
 
 
 def order_of(options, by_hand=None):
-    """The order of gathers and computations in forward and in backward."""
+    """Return the order of gathers and computations in forward and in backward."""
     model, x = wrap(stack, **options), batch()
     if by_hand is not None:
         forward, backward = by_hand
@@ -127,11 +127,11 @@ def order_of(options, by_hand=None):
         ({"forward_prefetch": True, "limit_all_gathers": False}, "GGGfGfff", "GGbGbbb"),
     ],
 )
-def test_gathers_begin_when_asked(pool2, options, forward, backward):
+def test_prefetch_settings_determine_when_gathers_start(pool2, options, forward, backward):
     assert pool2.run(order_of, options) == [(forward, backward)] * 2
 
 
-def test_gathers_begin_by_hand(pool2):
+def test_manual_prefetch_starts_gathers(pool2):
     found = pool2.run(order_of, {"backward_prefetch": None}, ((1, 2, 3), (1, 0)))
     assert found == [("GGGGffff", "GGbGbbb")] * 2
 
@@ -144,7 +144,7 @@ OPTIONS = [
 
 
 class Winding(nn.Module):
-    """Blocks in another order at each step, one of them twice: no guess is right."""
+    """Blocks in a different order at each step, one of them twice: no prediction is right."""
 
     def __init__(self):
         super().__init__()
@@ -179,7 +179,7 @@ def compare(build, options):
 
 @pytest.mark.parametrize("build", [stack, Rooted, Winding])
 @pytest.mark.parametrize("options", [{}, *OPTIONS])
-def test_no_prefetch_changes_a_number(pool2, build, options):
+def test_prefetch_does_not_change_results(pool2, build, options):
     assert [wrong for wrong, _ in pool2.run(compare, build, options)] == [[], []]
 
 
@@ -190,13 +190,13 @@ SLOT = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of a block's full buffer
     ("options", "ahead"),
     [({"backward_prefetch": None}, 0), ({}, 1), (OPTIONS[0], 1), (OPTIONS[1], 2), (OPTIONS[2], 0)],
 )
-def test_what_goes_ahead_is_limited(pool2, options, ahead):
+def test_prefetch_is_limited(pool2, options, ahead):
     for _, slots in pool2.run(trained, stack, options):
         assert slots == (1 + ahead) * SLOT
 
 
 def after_an_error():
-    """A backward that fails while a gather is under way: the next step has the right numbers."""
+    """A backward fails while a gather is in flight: the next step has correct results."""
     model, x = wrap(stack), batch()
     step(model, x)
     expected = [p.grad.clone() for p in model.parameters()]
@@ -213,7 +213,7 @@ def after_an_error():
     return message, differences([p.grad for p in model.parameters()], expected)
 
 
-def test_a_gather_that_nobody_wants_any_more_is_dropped(pool2):
+def test_unneeded_gather_is_dropped(pool2):
     assert pool2.run(after_an_error) == [("stumbled", [])] * 2
 
 

@@ -1,7 +1,7 @@
-"""Parameters whose dimensions lie in another order in memory: channels_last, transposed.
+"""Parameters with another dimension order in memory: channels_last, transposed.
 
-The forward's kernels see strides, so a forward has the bits of DDP's if it finds those that
-the parameter had when it was wrapped. Shards, state dicts and files are row-major, whatever these are.
+Forward kernels see strides, so a forward is bit-identical to DDP's if it sees the strides from
+before wrapping. Shards, state dicts and files are row-major in any case.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ SEEN: dict[str, tuple[int, ...]] = {}
 
 
 class Seeing(nn.Module):
-    """Notes the strides that a forward finds; transposed weights, and a convolution of one pixel."""
+    """Records the strides that a forward sees; transposed weights, and a convolution of one
+    pixel."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +46,7 @@ def last():
 
 
 def run(model, optimizer):
-    """Losses of steps, of which one accumulates, and what an evaluation gives."""
+    """Return losses of steps, one of them with accumulation, and an evaluation's result."""
     rank, found = dist.get_rank(), []
     for step in range(3):
         optimizer.zero_grad()
@@ -61,7 +62,7 @@ def run(model, optimizer):
 
 
 def against_ddp(strategy, transport):
-    """What differs from DDP, in numbers and in strides, with a policy and without."""
+    """Return what differs from DDP, in numbers and in strides, with a policy and without."""
     plain = last()
     reference = ddp(plain)
     theirs = torch.optim.AdamW(reference.parameters(), lr=0.1)
@@ -91,7 +92,7 @@ STRATEGIES = ("full_shard", "shard_grad_op", "zero1", "no_shard", "hybrid_shard"
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_forward_finds_the_strides_of_the_plain_model(pool2, strategy, transport):
+def test_forward_sees_the_plain_models_strides(pool2, strategy, transport):
     assert pool2.run(against_ddp, strategy, transport) == [[], []]
 
 
@@ -108,5 +109,5 @@ def planned(transport, precision):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("precision", [None, zshard.MixedPrecision(torch.bfloat16)], ids=str)
-def test_slots_for_it_are_planned(pool2, transport, precision):
+def test_predicted_slots(pool2, transport, precision):
     assert pool2.run(planned, transport, precision) == [[], []]

@@ -1,4 +1,4 @@
-"""Hybrid strategies: sharded within groups of ranks, each group a copy of the model."""
+"""Hybrid strategies: sharded within groups of ranks, with one replica of the model per group."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ TRANSPORTS = ("shm", "c10d")
 
 
 def compare(name, strategy, transport, shape):
-    """(what differs in bits from no_shard over all ranks, largest difference of a parameter from DDP,
-    summed over its elements)."""
+    """Return (what differs in bits from no_shard over all ranks, largest difference of a parameter
+    from DDP, summed over its elements)."""
     case = CASES[name]
     plain = make(case.make, seed=1 + dist.get_rank())
     _, expected = trained_by_ddp(plain, case)
@@ -54,7 +54,7 @@ def trained_by_ddp(plain, case):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("strategy", HYBRIDS)
 @pytest.mark.parametrize("name", ["mlp", "net", "odds"])
-def test_two_by_two_has_the_bits_of_the_other_strategies(pool4, name, strategy, transport):
+def test_two_by_two_is_bit_identical_to_other_strategies(pool4, name, strategy, transport):
     for wrong, gap in pool4.run(compare, name, strategy, transport, (2, 2)):
         assert wrong == [] and gap < 1e-5
 
@@ -63,14 +63,14 @@ def test_two_by_two_has_the_bits_of_the_other_strategies(pool4, name, strategy, 
 @ranks(2, 3)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("strategy", HYBRIDS)
-def test_a_mesh_of_one_row_or_column(pool, strategy, transport):
+def test_mesh_of_one_row_or_column(pool, strategy, transport):
     for shape in ((pool.world, 1), (1, pool.world)):
         for wrong, gap in pool.run(compare, "net", strategy, transport, shape):
             assert wrong == [] and gap < 1e-5, shape
 
 
 def wrong_on_a_mesh(build, run, shape):
-    """{(strategy, transport): gradients that are not near the mean of the ranks'}."""
+    """Return {(strategy, transport): gradients that are not near the mean of the ranks'}."""
     expected = mean_grads(build, run)
     found = {}
     for combination in itertools.product((*HYBRIDS, "hybrid_full"), TRANSPORTS):
@@ -83,14 +83,14 @@ def wrong_on_a_mesh(build, run, shape):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("run", [run for run, _ in SCENARIOS])
-def test_whatever_a_script_does_gradients_are_the_mean(pool4, run):
+def test_gradients_are_the_mean_in_all_scenarios(pool4, run):
     assert pool4.run(wrong_on_a_mesh, Stack, run, (2, 2)) == [{}] * 4
 
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
 @pytest.mark.parametrize("run", [run for run, _ in SCENARIOS])
-def test_and_on_meshes_of_one_row_or_column(pool2, run, shape):
+def test_gradients_are_the_mean_on_one_row_or_column(pool2, run, shape):
     assert pool2.run(wrong_on_a_mesh, Stack, run, shape) == [{}] * 2
 
 
@@ -100,7 +100,7 @@ def bytes_held(shape):
     return model.memory()["shards"], model.summary().splitlines()[0]
 
 
-def test_memory_is_that_of_the_shard_group(pool4):
+def test_memory_depends_on_the_shard_group(pool4):
     (held, head), *_ = pool4.run(bytes_held, (2, 2))
     (whole, _), *_ = pool4.run(bytes_held, (4, 1))
     assert 0.45 < held / whole < 0.6
@@ -108,7 +108,7 @@ def test_memory_is_that_of_the_shard_group(pool4):
 
 
 def by_groups():
-    """The same mesh as a pair of groups, as FSDP1 takes it."""
+    """The same mesh as a pair of groups, as in FSDP1."""
     shard, _ = dist.new_subgroups(2)
     rank = dist.get_rank()
     for column in ([0, 2], [1, 3]):
@@ -120,7 +120,7 @@ def by_groups():
     return differences(trained(model, "net")[1], trained(mesh, "net")[1])
 
 
-def test_a_pair_of_groups_is_a_mesh(pool4):
+def test_pair_of_groups_acts_as_a_mesh(pool4):
     assert pool4.run(by_groups) == [[]] * 4
 
 
@@ -130,14 +130,14 @@ def clipped(strategy, shape):
     return float(model.clip_grad_norm_(1.0))
 
 
-def test_the_norm_counts_each_gradient_once(pool4):
+def test_norm_counts_each_gradient_once(pool4):
     first, *others = pool4.run(clipped, "hybrid_shard", (2, 2))
     assert set(others) == {first}
     assert first == pytest.approx(pool4.run(clipped, "full_shard", None)[0], rel=1e-6)
 
 
 def copies_within_hosts():
-    """Copies are made by shm, sums over c10d."""
+    """Shm makes copies, c10d sums."""
     with on_two_hosts():
         shard, _ = dist.new_subgroups(2)
         columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -162,7 +162,7 @@ def by_local_world_size(size):
         os.environ["LOCAL_WORLD_SIZE"] = usual
 
 
-def test_without_groups_each_host_has_a_copy(pool4):
+def test_default_is_one_replica_per_host(pool4):
     assert "2 replicas of 2 rank(s) each" in pool4.run(by_local_world_size, 2)[0]
     assert "copies" not in pool4.run(by_local_world_size, 4)[0]
     assert "4 replicas of 1 rank(s) each" in pool4.run(by_local_world_size, 1)[0]
@@ -181,7 +181,7 @@ def mistakes():
     ]
 
 
-def test_what_is_no_mesh_is_refused(pool2):
+def test_invalid_meshes_are_refused(pool2):
     expected = ["two groups", "hybrid", "a mesh", "pair", "hybrid", "not both"]
     for messages in pool2.run(mistakes):
         for word, message in zip(expected, messages, strict=True):
@@ -197,11 +197,11 @@ def one_dimension():
     return differences(all_grads(model), all_grads(other))
 
 
-def test_a_mesh_of_one_dimension_is_sharded_over(pool2):
+def test_one_dimensional_mesh_is_sharded_over(pool2):
     assert pool2.run(one_dimension) == [[], []]
 
 
-def test_strategies_know_what_they_are_in_a_group():
+def test_strategies_within_a_shard_group():
     strategy = zshard.ShardingStrategy.HYBRID_SHARD
     assert strategy.is_hybrid and strategy.in_group is zshard.ShardingStrategy.FULL_SHARD
     assert not zshard.ShardingStrategy.NO_SHARD.is_hybrid

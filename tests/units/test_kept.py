@@ -1,7 +1,8 @@
-"""zero1, hybrid_full, a number of ranks to reshard to: a copy of the parameters stays between steps.
+"""zero1, hybrid_full, a number of ranks to reshard to: a copy of the parameters stays between
+steps.
 
-Whoever keeps what, the bits are those of full_shard; and how often a copy is renewed
-is counted by watching the collectives of the ranks that have the same part of it.
+Whatever is kept, results are bit-identical to full_shard. The collectives of the ranks that have
+the same secondary shard show how often it is refreshed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def groups_for(strategy, shape):
 
 
 def compare(name, strategy, shape, precision=None):
-    """What differs in bits from full_shard over shm."""
+    """Return what differs in bits from full_shard over shm."""
     options = {"mixed_precision": precision}
     losses, state = trained(wrap(name, "full_shard", transport="shm", **options), name)
     model = wrap(name, strategy, **groups_for(strategy, shape), **options)
@@ -43,13 +44,13 @@ def compare(name, strategy, shape, precision=None):
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_zero1_has_the_bits_of_full_shard(pool2, name):
+def test_zero1_is_bit_identical_to_full_shard(pool2, name):
     assert pool2.run(compare, name, "zero1", None) == [[], []]
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", list(CASES))
-def test_hybrid_full_has_the_bits_of_full_shard(pool4, name):
+def test_hybrid_full_is_bit_identical_to_full_shard(pool4, name):
     assert pool4.run(compare, name, "hybrid_full", (2, 2)) == [[]] * 4
 
 
@@ -61,7 +62,7 @@ def test_meshes_of_one_row_or_column(pool, strategy):
 
 
 @pytest.mark.parametrize("strategy", KEEPING)
-def test_in_bfloat16_too(pool4, strategy):
+def test_bfloat16(pool4, strategy):
     low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     assert pool4.run(compare, "net", strategy, (2, 2), low) == [[]] * 4
 
@@ -78,11 +79,11 @@ def against_ddp(name):
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_zero1_has_the_bits_of_ddp(pool2, name):
+def test_zero1_is_bit_identical_to_ddp(pool2, name):
     assert pool2.run(against_ddp, name) == [[], []]
 
 
-# --- when the copy is renewed ---------------------------------------------------------------------
+# --- when the copy is refreshed -------------------------------------------------------------------
 
 
 def step(model, optimizer, x):
@@ -92,8 +93,8 @@ def step(model, optimizer, x):
 
 
 def renewals(strategy, shape):
-    """How many gathers a step takes, an accumulation's second backward, an evaluation, and a forward
-    after a change that no counter of torch sees; what the last one gives."""
+    """Return how many gathers these take: a step, an accumulation's second backward, an evaluation,
+    and a forward after a change that no counter of torch records; and the last one's result."""
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
     options = {"transport": "c10d", "auto_wrap_policy": {nn.Linear}, **groups_for(strategy, shape)}
     model = FSDP(model, strategy=strategy, **options)
@@ -115,15 +116,15 @@ def renewals(strategy, shape):
     with torch.no_grad():
         before = model(x)
         for param in model.parameters():
-            param.data.mul_(2)  # no version is counted
+            param.data.mul_(2)  # no version counter records this
         after = counted(lambda: model(x))
     return counts, torch.equal(before, after)
 
 
 @pytest.mark.parametrize("strategy", KEEPING)
-def test_the_copy_is_renewed_once_for_each_change(pool4, strategy):
-    # zero1 has everything; with hybrid_full forward gathers the 4 units within the group, backward
-    # all but the last.
+def test_copy_is_refreshed_once_per_change(pool4, strategy):
+    # zero1 keeps everything; with hybrid_full forward gathers the 4 units within the group,
+    # backward all but the last.
     forward, backward = (0, 0) if strategy == "zero1" else (4, 3)
     passes = forward + backward
     for counts, same in pool4.run(renewals, strategy, (2, 2)):
@@ -141,12 +142,12 @@ def frozen_body():
     return seen.gathers
 
 
-def test_what_is_frozen_is_gathered_once_for_all(pool2):
+def test_frozen_parameters_are_gathered_once(pool2):
     assert pool2.run(frozen_body) == [1, 1]
 
 
 def changed_in_place():
-    """A forward that writes to whole parameters is an error; the values are then those before."""
+    """A forward that writes to full parameters is an error; their values are then restored."""
 
     class Writer(nn.Linear):
         write = True
@@ -168,7 +169,7 @@ def changed_in_place():
     return differences(after, wanted)
 
 
-def test_a_write_to_the_copy_is_an_error_and_undone(pool2):
+def test_write_to_the_copy_is_an_error_and_undone(pool2):
     assert pool2.run(changed_in_place) == [[], []]
 
 
@@ -186,7 +187,7 @@ def held(strategy, shape, transport="c10d"):
 
 
 @pytest.mark.parametrize("strategy", KEEPING)
-def test_memory_is_a_slice_of_state_and_the_part_that_is_kept(pool4, strategy):
+def test_memory_is_the_state_shard_and_the_secondary_shard(pool4, strategy):
     whole = 4 * 4 * (128 * 128 + 128)
     for memory, state, head in pool4.run(held, strategy, (2, 2)):
         kept = whole if strategy == "zero1" else whole / 2
@@ -205,7 +206,7 @@ def test_over_shm_nothing_is_kept(pool4, strategy):
 
 
 def kept_on_hosts(precision):
-    """The copy is read by shm."""
+    """Shm reads the copy."""
     with on_two_hosts():
         options = {"transport": None, "mixed_precision": precision}
         model = wrap("net", "hybrid_full", device_mesh=mesh_of(2, 2), **options)
@@ -216,7 +217,7 @@ def kept_on_hosts(precision):
 
 
 @pytest.mark.parametrize("precision", [None, MixedPrecision(param_dtype=torch.bfloat16)])
-def test_the_copy_is_read_by_shm_where_the_ranks_of_a_host_keep_it(pool4, precision):
+def test_copy_within_a_host_is_read_over_shm(pool4, precision):
     for head, wrong, slots in pool4.run(kept_on_hosts, precision):
         assert wrong == []
         assert "transport hosts; secondary shards over 2 rank(s), transport shm" in head
@@ -224,7 +225,8 @@ def test_the_copy_is_read_by_shm_where_the_ranks_of_a_host_keep_it(pool4, precis
 
 
 def by_number(number):
-    """fully_shard(reshard_after_forward=number) of the layers alone: what differs from True."""
+    """fully_shard(reshard_after_forward=number) of the layers alone: return what differs from
+    True."""
     found = []
     for given in (True, number):
         model = make(Stack)
@@ -237,7 +239,7 @@ def by_number(number):
     return differences(ours, expected), head
 
 
-def test_a_number_of_ranks_to_reshard_to(pool4):
+def test_reshard_to_a_number_of_ranks(pool4):
     for wrong, head in pool4.run(with_environment, by_number, 2):
         assert wrong == [] and "secondary shards over 2 rank(s)" in head
     for wrong, head in pool4.run(with_environment, by_number, 4):
@@ -289,5 +291,5 @@ def copied():
     return differences(average.state_dict(), model.state_dict())
 
 
-def test_a_copied_model_keeps_too(pool2):
+def test_copied_model_keeps_secondary_shards(pool2):
     assert pool2.run(copied) == [[], []]

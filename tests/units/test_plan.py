@@ -1,7 +1,8 @@
-"""What is reserved before the first step is what steps take: slots, buckets, the transport's areas.
+"""The memory reserved before the first step is what steps use: slots, buckets, the transport's
+areas.
 
-The plan (csrc/engine/plan.h) goes through a step without taking one, and the step is the
-judge: afterwards as many bytes lie in slots and buckets as before, and nothing has been mapped.
+The plan (csrc/engine/plan.h) simulates a step, and the real step verifies it: afterwards slots and
+buckets have as many bytes as before, and nothing has been mapped.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def step(model, case, number, optimizer=None):
 
 
 def differences(model, case, steps=5):
-    """Where what is predicted, held after wrapping, and held after each step are not equal; and how
-    often memory was mapped in these steps."""
+    """Return where the prediction, the memory after wrapping, and the memory after each step are
+    not equal; and how often memory was mapped in these steps."""
     engine = engine_of(model)
     wanted, before = parts_of(engine.predict(False)), _core.mappings()
     found = [f"after wrapping: {parts_of(engine.memory())}, not {wanted}"]
@@ -65,8 +66,8 @@ def differences(model, case, steps=5):
 
 
 def spare_of(model):
-    """Bytes of one bucket over shm, where a rank takes a third one when all wait for each other: on
-    a loaded machine that happens now and then."""
+    """Return the bytes of one bucket over shm, where a rank takes a third one when all wait for
+    each other, which happens occasionally on a loaded machine."""
     state = model._zshard_state
     if state.comms.all.transport != "shm":
         return 0
@@ -97,7 +98,7 @@ def all_differences(name, precision):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
 @pytest.mark.parametrize("name", ["net", "tied", "conv", "frozen", "attention", "one unit"])
-def test_steps_take_what_is_reserved(pool2, name, precision):
+def test_steps_use_exactly_the_reserved_memory(pool2, name, precision):
     """Nested units, tied weights, frozen ones; each strategy, transport and kind of prefetch."""
     assert pool2.run(all_differences, name, precision) == [{}, {}]
 
@@ -114,12 +115,12 @@ def test_three_ranks(pool):
 
 
 def stepped_in_backward(name, combination, precision):
-    """The same where gradients borrow slots, and what is held once the handle is removed."""
+    """The same where gradients borrow slots, and the memory once the handle is removed."""
     case = CASES[name]
     model = wrapped(case.make, combination, auto_wrap_policy=case.policy, mixed_precision=precision)
     usual = parts_of(engine_of(model).memory())
     handle = model.optimizer_in_backward(zshard.SGD(model.parameters(), lr=0.01))
-    step(model, case, 0)  # what is reserved follows when a pass begins
+    step(model, case, 0)  # the reservation is updated at the start of a pass
     found = differences(model, case)
     borrowed = engine_of(model).memory()["grads"]
     handle.remove()
@@ -171,7 +172,7 @@ def shared(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_a_module_that_runs_twice(pool2, combination):
+def test_module_that_runs_twice(pool2, combination):
     assert pool2.run(shared, combination) == [[], []]
 
 
@@ -195,7 +196,8 @@ def test_hybrids(pool, strategy, transport):
 
 
 def after_a_change(transport):
-    """Differences where reshard_after_forward changes; bytes in slots before, after, and back."""
+    """Return differences where reshard_after_forward changes; bytes in slots before, after, and
+    after changing it back."""
     case, found, slots = CASES["net"], [], []
     model = wrapped(case.make, ("full_shard", transport), auto_wrap_policy=case.policy)
     for whole in (True, False, True):
@@ -206,16 +208,16 @@ def after_a_change(transport):
     return found, slots
 
 
-def test_settings_that_change(pool2):
+def test_changing_settings(pool2):
     for found, (before, during, after) in pool2.run(after_a_change, "c10d"):
         assert found == []
-        assert before == after < during  # what is no longer wanted is given back
+        assert before == after < during  # memory that is no longer needed is freed
     for found, slots in pool2.run(after_a_change, "shm"):
         assert (found, slots) == ([], [0, 0, 0])
 
 
 class Backwards(Net):
-    """Runs its blocks in another order than they have."""
+    """Runs its blocks in a different order than they are registered."""
 
     def forward(self, ids):
         x = self.embed(ids)
@@ -225,8 +227,8 @@ class Backwards(Net):
 
 
 def in_another_order(combination):
-    """A model whose forward is not in the order of its modules has the loss of the plain one, and
-    holds the same after each step."""
+    """A model whose forward is not in the order of its modules has the plain one's loss, and the
+    same memory after each step."""
     losses = []
     plain = make(Backwards)
     model = wrapped(Backwards, combination, auto_wrap_policy={Block, nn.Embedding})
@@ -243,7 +245,7 @@ def in_another_order(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_another_order_works_as_well(pool2, combination):
+def test_different_forward_order(pool2, combination):
     pool2.run(in_another_order, combination)
 
 
@@ -258,7 +260,7 @@ def alone(precision):
 
 
 @pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
-def test_a_world_of_one(precision):
+def test_single_rank(precision):
     wanted, held, mapped = alone(precision)
     assert wanted == held
     assert mapped == 0
@@ -266,7 +268,7 @@ def test_a_world_of_one(precision):
 
 
 def mapped_by_evaluation(combination):
-    """How often memory is mapped by forwards without gradients, in no particular place."""
+    """Return how often forwards without gradients, in no particular place, map memory."""
     case = CASES["net"]
     model = wrapped(case.make, combination, auto_wrap_policy=case.policy)
     before = _core.mappings()
@@ -280,5 +282,5 @@ def mapped_by_evaluation(combination):
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_evaluation_takes_no_more(pool2, combination):
+def test_evaluation_needs_no_more_memory(pool2, combination):
     assert pool2.run(mapped_by_evaluation, combination) == [0, 0]

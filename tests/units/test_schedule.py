@@ -1,7 +1,7 @@
 """When units are gathered, resharded and reduced: csrc/schedule/, without memory, ranks or torch.
 
-The schedule is events in, actions out, so a C program (tests/c/test_schedule.c) plays
-both autograd and the engine, and random passes with failures in them are judged in a second.
+The schedule takes events and returns actions, so a C program (tests/c/test_schedule.c) plays both
+autograd and the engine, and checks random passes with failures in a second.
 """
 
 import re
@@ -24,7 +24,7 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_in_c(program: Path, name: str) -> None:
+def test_c_program(program: Path, name: str) -> None:
     command, env = [str(program), name], program_environment()
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
     assert done.returncode == 0, done.stderr

@@ -1,7 +1,8 @@
-"""Units that not all ranks run, or not in one order: over every transport the bits of DDP.
+"""Units that not all ranks run, or not in the same order: bit-identical to DDP over every
+transport.
 
-Which units a rank runs in a step is drawn at random, for each rank by itself, so that any
-two ranks meet at any two places of a forward and a backward.
+Each rank draws at random which units it runs in a step, so any two places of a forward and a
+backward can coincide on two ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ OVER_C10D = [c for c in SHARDED if c[1] == "c10d"]
 
 
 class Paths(nn.Module):
-    """Layers, of which each call runs those of `path` in that order; the root has a weight of its own."""
+    """Layers; each call runs those of `path` in that order. The root has a weight of its own."""
 
     def __init__(self, how: str = "plain") -> None:
         super().__init__()
@@ -50,7 +51,7 @@ class Paths(nn.Module):
 
 
 def path_of(rank: int, step: int) -> list[int]:
-    """Some of the layers, most often in their order, sometimes one of them twice."""
+    """Return some of the layers, most often in order, sometimes one of them twice."""
     draw = random.Random(1000 * step + rank)
     path = [i for i in range(DEPTH) if draw.random() < 0.6]
     if draw.random() < 0.3:
@@ -81,7 +82,7 @@ def accumulating(model, step):
 
 
 def evaluating(model, step):
-    """Ranks evaluate other units than each other, and one more often."""
+    """Ranks evaluate different units, and one evaluates more often."""
     with torch.no_grad():
         for i in range(1 + dist.get_rank()):
             output_of(model, step + 90 + i)
@@ -138,7 +139,7 @@ def compare(combination, run, how, options):
 
 @pytest.mark.parametrize("combination", SHARDED, ids=str)
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
-def test_training_has_the_bits_of_ddp(pool2, combination, run):
+def test_training_is_bit_identical_to_ddp(pool2, combination, run):
     if combination == ("zero1", "c10d") and run in MEETS:
         pytest.skip("a forward of all ranks")
     assert pool2.run(compare, combination, run, "plain", {}) == [[], []]
@@ -147,7 +148,7 @@ def test_training_has_the_bits_of_ddp(pool2, combination, run):
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("how", ["plain", "checkpointed"])
 @pytest.mark.parametrize("combination", OVER_C10D, ids=str)
-def test_whatever_is_gathered_ahead_or_again(pool2, combination, how, options):
+def test_prefetch_and_regathering(pool2, combination, how, options):
     assert pool2.run(compare, combination, usual, how, OPTIONS[options]) == [[], []]
 
 
@@ -172,12 +173,12 @@ def test_gradients_are_the_mean_of_the_ranks(pool, run):
     assert pool.run(wrong_in, Paths, run, exact, SHARDED, {nn.Linear}) == [{}] * pool.world
 
 
-# --- what else depends on it ------------------------------------------------------------------------
+# --- related features -------------------------------------------------------------------------------
 
 
 @passing_groups()
 def stepped_in_backward(combination):
-    """What differs between steps in backward and after it."""
+    """Return what differs between steps in backward and after it."""
     states = []
     for early in (False, True):
         model = wrapped(combination)
@@ -200,7 +201,7 @@ def test_steps_in_backward(pool2, combination):
 
 @passing_groups()
 def in_low_precision(combination):
-    """What differs from the same over shm."""
+    """Return what differs from the same over shm."""
     states = []
     policy = zshard.MixedPrecision(param_dtype=torch.bfloat16)
     for transport in ("shm", combination[1]):
@@ -216,7 +217,7 @@ def test_low_precision(pool2, combination):
 
 @passing_groups()
 def two_models(combination):
-    """(the error, what differs from DDP) where two models are trained through each other."""
+    """Return (the error, what differs from DDP) where the training of two models is interleaved."""
     results = []
     for sharded in (False, True):
         models = [make(Paths), make(Paths, seed=2)]
@@ -244,8 +245,8 @@ def two_models(combination):
 
 
 @pytest.mark.parametrize("combination", OVER_C10D, ids=str)
-def test_two_models_trained_through_each_other_are_right_or_an_error(pool2, combination):
-    """One backward of two models has no one order of rounds where ranks leave out units of both."""
+def test_interleaved_models_are_correct_or_an_error(pool2, combination):
+    """A backward of two models has no single order of rounds where ranks skip units of both."""
     (text, wrong), (other, wrong_there) = pool2.run(two_models, combination)
     assert wrong == wrong_there == [] and bool(text) == bool(other)
     assert not text or all(word in text for word in ("model 1 (Paths)", "model 2 (Paths)"))
@@ -253,7 +254,7 @@ def test_two_models_trained_through_each_other_are_right_or_an_error(pool2, comb
 
 @passing_groups()
 def then_the_state(combination):
-    """The state dict of all ranks, right behind a forward of other units."""
+    """Return the state dict of all ranks, right after a forward of different units."""
     model = wrapped(combination)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     usual(model, 0)
@@ -266,24 +267,25 @@ def then_the_state(combination):
 
 @ranks(2, 3)
 @pytest.mark.parametrize("combination", SHARDED, ids=str)
-def test_a_state_dict_right_behind(pool, combination):
+def test_state_dict_right_after_a_forward(pool, combination):
     assert pool.run(then_the_state, combination) == [[]] * pool.world
 
 
-# --- no right answer --------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------
 
 
 @passing_groups()
 def stepping_while_another_looks():
-    """(the error, seconds until it) where rank 1 has stepped, and rank 0 evaluates with more units."""
+    """Return (the error, seconds until it) where rank 1 has stepped, and rank 0 evaluates with more
+    units."""
     model = wrapped(("full_shard", "c10d"), timeout=60)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     usual(model, 0)
     with torch.no_grad():
-        model(batch(0, 0), [0])  # all together: here ranks are as far as each other
+        model(batch(0, 0), [0])  # all together: otherwise ranks would not be equally far
     start = time.monotonic()
 
-    def go_on():
+    def train_further():
         rank = dist.get_rank()
         if rank == 1:
             optimizer.step()
@@ -291,7 +293,7 @@ def stepping_while_another_looks():
             model(batch(rank, 0), [0, 1] if rank == 0 else [0])
         loss_of(model(batch(rank, 0), [0])).backward()
 
-    return message_of(go_on, zshard.DivergenceError), time.monotonic() - start
+    return message_of(train_further, zshard.DivergenceError), time.monotonic() - start
 
 
 def test_parameters_of_another_step_are_an_error_at_once(pool2):
@@ -302,20 +304,20 @@ def test_parameters_of_another_step_are_an_error_at_once(pool2):
 
 @passing_groups()
 def another_model_each():
-    """The errors where rank 0 runs a backward of a model, and rank 1 of its copy."""
+    """Return the errors where rank 0 runs a backward of a model, and rank 1 of its copy."""
     model = wrapped(("full_shard", "c10d"))
     twin = copy.deepcopy(model)
     mine = [model, twin][dist.get_rank()]
     return message_of(lambda: usual(mine, 0), zshard.DivergenceError)
 
 
-def test_an_error_names_the_models(pool2):
+def test_error_names_the_models(pool2):
     for text in pool2.run(another_model_each):
         assert "model 1 (Paths)" in text and "model 2 (Paths)" in text
 
 
 def hybrid():
-    """The error where the ranks of a shard group run other units than each other."""
+    """Return the error where the ranks of a shard group run different units."""
     model = FSDP(
         make(Paths),
         device_mesh=mesh_of(2, 2),
@@ -326,13 +328,13 @@ def hybrid():
     )
     try:
         loss_of(model(batch(0, 0), [0] if dist.get_rank() == 1 else range(DEPTH))).backward()
-    except zshard.PeerError as error:  # a timeout, or another rank has given up first
+    except zshard.PeerError as error:  # a timeout, or another rank has failed first
         return type(error).__name__, str(error)
     return "", ""
 
 
-def test_a_skipped_unit_with_a_hybrid_strategy_is_an_error():
-    """Gathers meet in the shard group and rounds meet in the world: neither hears of the other."""
+def test_skipped_unit_with_a_hybrid_strategy_is_an_error():
+    """Gathers run in the shard group and rounds in the world: neither learns of the other."""
     results = fork_ranks(hybrid, 4)
     for result in results:
         assert result.value and result.value[0], result

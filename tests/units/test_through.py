@@ -1,5 +1,5 @@
-"""Over c10d, units are given back and reduced as soon as a backward is through with them: frozen ones,
-those that are used in part, those that are not used at all, whatever each rank uses of them.
+"""Over c10d, units are freed and reduced as soon as a backward has passed them: frozen, partly used
+and unused ones, whatever each rank uses of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SLOT = -(-4 * (WIDTH * WIDTH + WIDTH) // PAGE) * PAGE  # bytes of a layer's full
 
 
 class Adapted(nn.Module):
-    """A frozen layer, which is the unit, and a trainable adapter beside it that the root holds."""
+    """A frozen layer, which is the unit, beside a trainable adapter in the root."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ class Inside(nn.Module):
 
 
 class Partly(nn.Module):
-    """Uses one of its layers, which one depends on the rank."""
+    """Uses one of its layers, which depends on the rank."""
 
     def __init__(self):
         super().__init__()
@@ -62,7 +62,7 @@ class Partly(nn.Module):
 
 
 class Passing(nn.Module):
-    """Gives back, beside its own output, what the first block made, as T5 does with its bias."""
+    """Returns, beside its own output, a tensor of the first block, as T5 does with its bias."""
 
     def __init__(self):
         super().__init__()
@@ -127,7 +127,7 @@ def trained(model, parallel):
 
 
 def compare(name):
-    """(what differs from DDP, bytes of the slots, of the buckets)."""
+    """Return (what differs from DDP, bytes of the slots, of the buckets)."""
     build, policy = MODELS[name]
     plain = make(build)
     expected = trained(plain, ddp(plain, find_unused_parameters=True))
@@ -138,14 +138,14 @@ def compare(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_two_ranks_have_the_bits_of_ddp(pool2, name):
+def test_two_ranks_are_bit_identical_to_ddp(pool2, name):
     assert [wrong for wrong, *_ in pool2.run(compare, name)] == [[], []]
 
 
 @ranks(2, 3)
 @pytest.mark.parametrize("name", MODELS)
-def test_full_buffers_and_buckets_are_those_of_two_units(pool, name):
-    """Of DEPTH that pass: the peak of an all-frozen body with adapters, among others."""
+def test_at_most_two_full_buffers_and_buckets(pool, name):
+    """DEPTH units pass: the peak of an all-frozen body with adapters, among others."""
     params = {"adapters inside": 2, "used in part": 2}.get(name, 1)  # of a layer's size, in a unit
     root = SLOT if name == "adapters in the root" else 0
     for _, slots, buckets in pool.run(compare, name):
@@ -154,7 +154,7 @@ def test_full_buffers_and_buckets_are_those_of_two_units(pool, name):
 
 
 def gathers_of(name):
-    """Gathers in forward and in backward, and exchanges of gradients."""
+    """Return gathers in forward and in backward, and exchanges of gradients."""
     build, policy = MODELS[name]
     model = FSDP(make(build), transport="c10d", auto_wrap_policy=policy)
     loss_of(model(batch())).backward()
@@ -165,10 +165,10 @@ def gathers_of(name):
     return forward.gathers, backward.gathers, backward.scatters
 
 
-def test_what_is_passed_on_is_not_gathered_for(pool2):
+def test_passed_through_results_cause_no_gather(pool2):
     assert pool2.run(gathers_of, "passing on") == [(DEPTH, DEPTH - 1, DEPTH)] * 2
 
 
-def test_what_is_used_in_part_takes_one_round(pool2):
+def test_partly_used_unit_takes_one_round(pool2):
     expected = (DEPTH, DEPTH - 1, DEPTH)
     assert pool2.run(gathers_of, "used in part") == [expected] * 2

@@ -1,7 +1,7 @@
-"""How many bytes a rank gets from others in a step: the formulas of docs/gpus.md.
+"""The bytes that a rank receives in a step: the formulas of docs/gpus.md.
 
-What moves is decided by the engine, not by what moves it, so the bytes that torch's
-profiler sees over c10d are those of a GPU's backends as well.
+The engine determines the traffic, whatever transport carries it, so the bytes that torch's profiler
+records over c10d apply to a GPU's backends as well.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from zshard import FSDP
 
 UNITS, WIDTH = 5, 128
 P = UNITS * WIDTH * WIDTH  # elements of all parameters; no unit is padded for 2 or 4 ranks
-U = WIDTH * WIDTH  # of the last unit, which is not gathered for backward: it is whole still
-R = 4  # bytes of an element at rest, in which the gradients of what is whole on all ranks travel
+U = WIDTH * WIDTH  # of the last unit, which is not gathered for backward: it is still unsharded
+R = 4  # bytes of an element at rest, and of a gradient of an unsharded parameter
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2", "hybrid_full")
 
 Formula = Callable[[int, int, int, int], tuple[float, float]]
@@ -44,7 +44,8 @@ FORMULAS: dict[str, Formula] = {
 
 
 def traffic(strategy: str, precision: Any) -> tuple[int, int]:
-    """Bytes of parameters and of gradients that come to this rank in the second step."""
+    """Return the bytes of parameters and of gradients that this rank receives in the second
+    step."""
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(UNITS)]
     options: dict[str, Any] = {"device_mesh": mesh_of(2, 2)} if strategy in HYBRID else {}
@@ -73,14 +74,14 @@ BF16 = zshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bflo
 @ranks(2, 4)
 @pytest.mark.parametrize(("precision", "bytes_"), [(None, 4), (BF16, 2)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", FORMULAS)
-def test_bytes_of_a_step_are_those_of_the_formulas(
+def test_bytes_of_a_step_match_the_formulas(
     pool: Any, strategy: str, precision: Any, bytes_: int
 ) -> None:
     if strategy in HYBRID and pool.world != 4:
         pytest.skip("a mesh of two by two")
     copy = 2 if strategy in HYBRID else pool.world
     params, grads = FORMULAS[strategy](pool.world, copy, bytes_, bytes_)
-    # Over c10d which parameters were used, and what the rank has done, go along: 128 bytes to each
-    # rank. (On GPUs the hosts say it.)
+    # Over c10d the used parameters and the rank's state travel along: 128 bytes to each rank. (On
+    # GPUs the hosts exchange them.)
     expected = params, grads + UNITS * 128 * (pool.world - 1)
     assert pool.run(traffic, strategy, precision) == [expected] * pool.world

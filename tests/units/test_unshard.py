@@ -1,4 +1,4 @@
-"""unshard() and reshard(): a unit stays whole for as long as it is held, and the gradients are right."""
+"""unshard() and reshard(): a unit stays unsharded in between, and the gradients are correct."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from zshard import _core
 
 @contextlib.contextmanager
 def in_backward(model, action):
-    """Has the forwards within run `action(grad)` in the midst of their backwards."""
+    """Make forwards inside run `action(grad)` during their backwards."""
     first = model.blocks[0]
     handle = first.norm.register_forward_hook(
         lambda m, args, out: (out.register_hook(action), out)[1]
@@ -39,19 +39,20 @@ def in_backward(model, action):
 
 
 def wrong_in_a_step(model, other):
-    """The gradients of a forward and a backward of `model` that are not those of `other`."""
+    """Return the gradients of a forward and a backward of `model` that differ from those of
+    `other`."""
     for net in (model, other):
         forward_backward(net, dist.get_rank())
     return wrong_grads(whole_grads(model), whole_grads(other))
 
 
 def hold(*modules):
-    """unshard() of sharded modules; a plain one is whole anyway."""
+    """unshard() of sharded modules; a plain one always has full parameters."""
     for module in modules:
         getattr(module, "unshard", lambda: None)()
 
 
-def let_go(*modules):
+def reshard_all(*modules):
     for module in modules:
         getattr(module, "reshard", lambda: None)()
 
@@ -84,18 +85,18 @@ def held_for_the_second_of_two(model, rank):
     forward_backward(model, rank)
 
 
-def held_and_let_go_again(model, rank):
+def unsharded_and_resharded(model, rank):
     hold(model, *model.blocks)
     with torch.no_grad():
         model(floats(rank))
         model(floats(rank, 1))
-    let_go(model, model.blocks[1])
+    reshard_all(model, model.blocks[1])
     forward_backward(model, rank)
 
 
 def resharded_before_the_backward(model, rank):
     out = model(floats(rank))
-    let_go(model, *model.blocks)
+    reshard_all(model, *model.blocks)
     loss_of(out).backward()
 
 
@@ -108,7 +109,7 @@ def held_in_no_sync(model, rank):
 
 
 def held_in_a_forward(model, rank):
-    """A block holds another for the time of its forward, and reads its weights."""
+    """A block unshards another during its forward, and reads its weights."""
 
     def hook(module, args, output):
         hold(model.blocks[2])
@@ -127,23 +128,24 @@ def held_in_a_forward(model, rank):
         (held_between_forward_and_backward, True),
         (only_outside_of_forward, True),
         (held_for_the_second_of_two, False),
-        (held_and_let_go_again, True),
+        (unsharded_and_resharded, True),
         (resharded_before_the_backward, True),
         (held_in_no_sync, True),
         (held_in_a_forward, True),
     ],
 )
-def test_gradients_are_right_around_unshard(pool2, run, exact):
+def test_gradients_are_correct_around_unshard(pool2, run, exact):
     assert pool2.run(wrong_in, Stack, run, exact) == [{}, {}]
 
 
 @ranks(3, 4)
-def test_gradients_are_right_on_more_ranks(pool):
+def test_gradients_are_correct_on_more_ranks(pool):
     assert pool.run(wrong_in, Stack, penalty_of_a_held_weight, False) == [{}] * pool.world
 
 
 def shapes_over_time(transport):
-    """Whose parameters are whole: before, held, over forwards, after; and what differs in their values."""
+    """Return whose parameters are unsharded: before, in between, over forwards, afterwards; and
+    what differs in their values."""
     plain = dict(make(Stack).named_parameters())
     with over(transport):
         model = stack()
@@ -177,12 +179,13 @@ def shapes_over_time(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_unit_is_whole_until_reshard_or_the_end_of_a_backward(pool2, transport):
+def test_unit_stays_unsharded_until_reshard_or_the_end_of_backward(pool2, transport):
     assert pool2.run(shapes_over_time, transport) == [([], False)] * 2
 
 
 def step_while_held(transport):
-    """(messages of steps that would be lost, what differs from a model that was not held)."""
+    """Return (messages of steps that would be lost, what differs from a model without
+    unshard())."""
     with over(transport):
         model, other = stack(), stack()
     rank, messages = dist.get_rank(), []
@@ -200,7 +203,7 @@ def step_while_held(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_step_of_held_parameters_is_refused(pool2, transport):
+def test_step_of_unsharded_parameters_is_refused(pool2, transport):
     for messages, wrong in pool2.run(step_while_held, transport):
         assert wrong == []
         for message in messages:
@@ -223,7 +226,7 @@ def change_while_held(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_changes_while_held_are_errors(pool2, transport):
+def test_changes_while_unsharded_are_errors(pool2, transport):
     for messages, wrong in pool2.run(change_while_held, transport):
         assert wrong == []
         for message in messages:
@@ -232,8 +235,8 @@ def test_changes_while_held_are_errors(pool2, transport):
 
 
 def wrong_moments(transport):
-    """reshard() in the unit's own forward, both in a backward, and a state_dict there: errors, after
-    which everything goes on."""
+    """reshard() in the unit's own forward, both in a backward, and a state_dict there: errors,
+    after which training continues."""
     with over(transport):
         model, other = stack(), stack()
     rank, messages = dist.get_rank(), []
@@ -249,7 +252,7 @@ def wrong_moments(transport):
     inside.remove()
     loss_of(out).backward()
     forward_backward(other, rank)
-    for number in range(3):  # what the others write has to be seen: sessions are opened as before
+    for number in range(3):  # the others' writes must be visible: sessions are opened as before
         for net in (model, other):
             torch.optim.SGD(net.parameters(), lr=0.1).step()
             net.zero_grad()
@@ -277,11 +280,11 @@ def bytes_while_held(transport):
     return before, during, model.memory()["slots"], unit_of(model.blocks[0]).bytes["full"]
 
 
-def test_a_held_unit_takes_its_whole_size(pool2):
+def test_unsharded_unit_takes_its_full_size(pool2):
     for before, during, after, full in pool2.run(bytes_while_held, "shm"):
         assert before == after == 0 and during == full
     for before, during, after, full in pool2.run(bytes_while_held, "c10d"):
-        assert before == during == after >= full  # a slot that forwards had made
+        assert before == during == after >= full  # a slot from earlier forwards
 
 
 def load_and_drop_while_held(transport):
@@ -299,12 +302,12 @@ def load_and_drop_while_held(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_state_dicts_and_death_of_a_held_unit(pool2, transport):
+def test_state_dict_and_freeing_of_an_unsharded_unit(pool2, transport):
     assert pool2.run(load_and_drop_while_held, transport) == [([], [], True, False)] * 2
 
 
 def raise_while_held(transport):
-    """A backward that raises on all ranks lets go as well."""
+    """A backward that raises on all ranks reshards as well."""
     with over(transport):
         model, other = stack(), stack()
     rank = dist.get_rank()
@@ -319,5 +322,5 @@ def raise_while_held(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_failed_backward_lets_go(pool2, transport):
+def test_failed_backward_reshards(pool2, transport):
     assert pool2.run(raise_while_held, transport) == [(False, [])] * 2

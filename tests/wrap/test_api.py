@@ -1,5 +1,5 @@
-"""The face of FSDP(model): what it takes (test_errors.py has what it refuses), what the model is
-afterwards, and what it tells about itself."""
+"""The interface of FSDP(model): its arguments (test_errors.py has the refusals), the wrapped model,
+and what it reports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FULL = ("full_shard", "shm")
 
 
 def units(model):
-    """{name: strategy} of a model's units, parents first."""
+    """Return {name: strategy} of a model's units, parents first."""
     return {
         m._zshard_state.unit.name: m._zshard_state.unit.strategy for m in FSDP.fsdp_modules(model)
     }
@@ -31,7 +31,7 @@ def units(model):
 # --- arguments -------------------------------------------------------------------------------------
 
 
-def test_arguments_have_the_names_order_and_defaults_of_fsdp1():
+def test_arguments_match_fsdp1():
     ours = inspect.signature(FSDP).parameters
     theirs = inspect.signature(torch_fsdp.FullyShardedDataParallel).parameters
     positional = [name for name, p in ours.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -65,11 +65,11 @@ def test_arguments_have_the_names_order_and_defaults_of_fsdp1():
     ],
 )
 @pytest.mark.parametrize("argument", ["sharding_strategy", "strategy"])
-def test_spellings_of_a_strategy(argument, value, expected):
+def test_names_of_a_strategy(argument, value, expected):
     assert units(FSDP(Mlp(), auto_wrap_policy=None, **{argument: value})) == {"": expected}
 
 
-def test_torchs_argument_objects_are_taken():
+def test_torch_argument_objects_are_accepted():
     FSDP(
         Mlp(),
         None,
@@ -85,7 +85,7 @@ def test_torchs_argument_objects_are_taken():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("device_id", [0, "cuda", torch.device("cuda", 1)])
-def test_a_device_that_is_none_here(device_id):
+def test_missing_device(device_id):
     model = Mlp()
     with pytest.raises(
         RuntimeError, match=r"device_id=.*sees no GPU: run `python -m zshard doctor`"
@@ -102,12 +102,12 @@ def test_a_device_that_is_none_here(device_id):
         (True, TypeError, "index"),
     ],
 )
-def test_what_is_no_device(device_id, error, text):
+def test_invalid_devices(device_id, error, text):
     with pytest.raises(error, match=text):
         FSDP(Mlp(), device_id=device_id)
 
 
-def test_the_cpu_by_name():
+def test_cpu_by_name():
     assert FSDP(Mlp(), device_id="cpu").state_dict().keys() == Mlp().state_dict().keys()
 
 
@@ -120,7 +120,8 @@ def test_one_unit_may_differ_in_its_strategy():
 
 
 def ignored(how):
-    """(infos, units) where a module or a parameter is left alone, and its gradient after a pass."""
+    """Return (infos, units) where a module or a parameter is ignored, and its gradient after a
+    pass."""
     model = make(Net)
     ignored = {
         "modules": {"ignored_modules": [model.blocks[1]]},
@@ -149,7 +150,7 @@ def ignored(how):
 
 
 @pytest.mark.parametrize("how", ["modules", "states", "modules as states"])
-def test_what_is_ignored_is_left_alone(pool2, how):
+def test_ignored_modules_stay_unchanged(pool2, how):
     first, second = pool2.run(ignored, how)
     for untouched, _, _, infos, names, keys in (first, second):
         assert untouched and set(infos) == {None}
@@ -159,11 +160,11 @@ def test_what_is_ignored_is_left_alone(pool2, how):
     assert first[2] != second[2], "gradients of ignored parameters are not reduced"
 
 
-# --- what the model is -----------------------------------------------------------------------------
+# --- the wrapped model -----------------------------------------------------------------------------
 
 
 class WithExtras(Net):
-    """A class with things of its own."""
+    """A class with attributes and methods of its own."""
 
     kind = "extra"
 
@@ -179,7 +180,7 @@ class WithExtras(Net):
         return f"{type(self).__name__} of {len(self.blocks)}"
 
 
-def test_the_model_stays_itself():
+def test_model_keeps_its_identity():
     plain = make(WithExtras)
     before = [*map(id, plain.parameters()), *map(id, plain.modules())]
     names = [name for name, _ in plain.named_parameters()]
@@ -214,14 +215,14 @@ def test_module_is_the_model_itself():
     assert_same(plain(ids), model(ids), "the output")
 
 
-def test_code_that_unwraps_models_comes_to_an_end():
+def test_unwrapping_loops_terminate():
     model = FSDP(make(Net))
     while hasattr(model, "module"):
         model = model.module
     assert type(model) is Net
 
 
-def test_a_child_called_module_wins():
+def test_child_named_module_takes_precedence():
     class Holder(nn.Module):
         def __init__(self):
             super().__init__()
@@ -249,7 +250,7 @@ def test_train_eval_apply_and_attributes_work():
         _ = model.nothing
 
 
-def test_hooks_of_the_user_surround_the_forward():
+def test_user_hooks_surround_the_forward():
     order = []
     model = make(Mlp)
     model.register_forward_pre_hook(lambda *_: order.append("before 1"))
@@ -264,7 +265,7 @@ def test_hooks_of_the_user_surround_the_forward():
 
 
 def whole_in_hooks():
-    """The weight's shape in users' forward hooks, set before or after wrapping."""
+    """Return the weight's shape in users' forward hooks, set before or after wrapping."""
     shapes = []
 
     def look(module, *_):
@@ -280,7 +281,7 @@ def whole_in_hooks():
     return shapes, inner.up.weight.ndim, inner.up.weight.shape[1:]
 
 
-def test_hooks_of_the_user_see_whole_weights(pool2):
+def test_user_hooks_see_full_weights(pool2):
     assert pool2.run(whole_in_hooks) == [([(22, 11)] * 3, 2, (1,))] * 2
 
 
@@ -301,7 +302,7 @@ def test_each_module_is_wrapped_once():
     assert list(FSDP.fsdp_modules(outer))[1] is model
 
 
-# --- what it tells ---------------------------------------------------------------------------------
+# --- reports ---------------------------------------------------------------------------------------
 
 
 def test_fsdp_modules():
@@ -365,20 +366,20 @@ def test_summary_lists_the_units(pool2):
 
 
 def units_table(model):
-    """The first table of a summary; that of memory follows."""
+    """Return the first table of a summary; the table of memory follows it."""
     return model.summary().split("\n\n")[0]
 
 
-def sizes_told():
-    """The last line of a summary, and what it should say."""
+def summary_sizes():
+    """Return the last line of a summary, and the expected one."""
     model = wrapped(lambda: nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), FULL,
                     auto_wrap_policy={nn.Linear})  # fmt: skip
     return units_table(model).splitlines()[-1]
 
 
-def test_summary_tells_sizes_whole_and_per_rank(pool2):
+def test_summary_shows_full_and_per_rank_sizes(pool2):
     # 4 x (1 MiB of weight and 2 KiB of bias, rounded up to whole pages for each of two ranks)
-    for line in pool2.run(sizes_told):
+    for line in pool2.run(summary_sizes):
         assert re.split(r"\s{2,}", line.strip()) == ["5 units", "1,050,624", "4.0 MiB", "2.0 MiB"]
 
 
@@ -390,7 +391,7 @@ def test_printing_shows_the_units(pool2):
         assert "(norm): LayerNorm((11,), eps=1e-05, elementwise_affine=True" in text
 
 
-def test_printing_keeps_the_modules_own_words():
+def test_printing_keeps_the_modules_extra_repr():
     text = repr(FSDP(nn.Linear(3, 5)))
     assert (
         text == "Linear(in_features=3, out_features=5, bias=True, unit='(root)', full_shard, self)"
@@ -403,14 +404,14 @@ def test_tied_weights_count_once():
     assert f" {count:,} " in units_table(model).splitlines()[-1]
 
 
-def test_memory_has_its_keys():
+def test_memory_keys():
     held = FSDP(make(Mlp)).memory()
     parts = {"shards", "kept", "grads", "slots", "buckets", "transport", "optimizer"}
     assert set(held) == {*parts, "offloaded", "total"}
     assert held["total"] == sum(held[part] for part in parts)
 
 
-def test_a_model_without_parameters():
+def test_model_without_parameters():
     model = FSDP(nn.Sequential(nn.ReLU(), nn.Flatten()))
     assert_same(model(torch.tensor([[-1.0, 2.0]])), torch.tensor([[0.0, 2.0]]), "the output")
     assert units_table(model).splitlines()[-1].startswith("1 unit")
@@ -424,5 +425,5 @@ def without_parameters():
     return dict(model.state_dict()), model.memory()["shards"]
 
 
-def test_a_model_without_parameters_on_two_ranks(pool2):
+def test_model_without_parameters_on_two_ranks(pool2):
     assert pool2.run(without_parameters) == [({}, 0)] * 2

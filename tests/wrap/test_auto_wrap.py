@@ -1,4 +1,4 @@
-"""auto_wrap_policy="auto": the units that it finds, and the modules that it must not make units."""
+"""auto_wrap_policy="auto": the units that it finds, and the modules that it must not choose."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def numbered(pattern: str, count: int) -> list[str]:
 
 
 class Block(nn.Module):
-    """A transformer block as people write it, with its MLP in a Sequential."""
+    """A typical transformer block, with its MLP in a Sequential."""
 
     def __init__(self, width: int = 16, hidden: int = 64) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class OtherBlock(Block):
-    """As big, of another class."""
+    """The same size, a different class."""
 
 
 class OtherLinear(nn.Linear):
@@ -61,7 +61,7 @@ class Stack(nn.Module):
 
 
 class Parts(nn.Module):
-    """Named parts, called in the order they are given."""
+    """Named submodules, called in the order of registration."""
 
     def __init__(self, **parts: nn.Module) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def gpt(blocks: int = 6, vocabulary: int = 256, width: int = 16) -> nn.Module:
 
 
 def resnet(layers: tuple[int, ...] = (3, 4, 6, 3)) -> nn.Module:
-    """The shape of torchvision's ResNet-50, 16 times narrower: stages are named attributes."""
+    """Like torchvision's ResNet-50, 16 times narrower: stages are named attributes."""
 
     def conv(inputs: int, outputs: int, size: int = 1) -> nn.Module:
         return nn.Conv2d(inputs, outputs, size, padding=size // 2, bias=False)
@@ -140,7 +140,7 @@ class Mixture(nn.Module):
 
 
 def unet() -> nn.Module:
-    """Blocks of one class under their own names, as U-Nets have them."""
+    """Blocks of one class under their own names, as in U-Nets."""
     return Parts(
         inc=nn.Linear(8, 8),
         down1=Residual(nn.Linear(8, 64), nn.Linear(64, 8)),
@@ -262,12 +262,12 @@ def test_auto_finds_the_blocks(case: str) -> None:
 
 
 @pytest.mark.parametrize("factor", [1, 4])
-def test_a_tiny_copy_gets_the_same_units(factor: int) -> None:
+def test_tiny_copy_gets_the_same_units(factor: int) -> None:
     units = plan_units(gpt(width=8 * factor))
     assert names(units) == ["embed", *numbered("blocks.layers.#", 6), "head", ""]
 
 
-def test_a_layer_of_a_million_elements_is_no_dust_in_a_giant() -> None:
+def test_large_layer_of_a_huge_model_is_a_unit() -> None:
     def layer(width: int) -> nn.Module:
         return Residual(nn.Linear(width, width), nn.Linear(width, width))
 
@@ -303,8 +303,8 @@ def test_wrapped_and_ignored_blocks_do_not_count() -> None:
     assert names(units) == ["embed", *numbered("blocks.layers.#", 6)[2:], ""]
 
 
-def test_a_traced_model_keeps_its_units() -> None:
-    """fx calls the leaves by themselves: the traced blocks are holders that nobody calls."""
+def test_traced_model_keeps_its_units() -> None:
+    """fx calls the leaves directly: the traced blocks are containers that are never called."""
     traced = fx.symbolic_trace(Stack(*(Block() for _ in range(4))))
     units = plan_units(traced)
     assert {type(unit.module) for unit in units[:-1]} == {nn.Linear}

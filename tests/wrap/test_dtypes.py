@@ -1,8 +1,8 @@
 """Dtypes of parameters: frozen ones of any dtype, complex ones, and gradients of another dtype.
 
-Frozen parameters of integer and 8-bit float dtypes, of which a quantized body is made, are sharded
-bit for bit and never cast: in forward, where mixed precision casts other parameters, in state
-dicts, and in a checkpoint on another number of ranks.
+Frozen parameters of integer and 8-bit float dtypes, as in a quantized model, are sharded bit for
+bit and never cast: in forward, where mixed precision casts other parameters, in state dicts, and in
+a checkpoint on another number of ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DTYPES = (torch.int8, torch.uint8, torch.int32, torch.bool, torch.float8_e4m3fn)
 
 
 class Body(nn.Module):
-    """A linear layer beside frozen parameters; `seen` is what a forward has of them."""
+    """A linear layer beside frozen parameters; `seen` has their values in a forward."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -73,14 +73,16 @@ def kept(half: bool, transport: str, folder: str) -> list[str]:
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("half", [False, True])
 @ranks(2)
-def test_bits_are_kept(pool: RankPool, tmp_path: Path, half: bool, transport: str) -> None:
+def test_frozen_parameters_keep_their_bits(
+    pool: RankPool, tmp_path: Path, half: bool, transport: str
+) -> None:
     assert pool.run(kept, half, transport, str(tmp_path)) == [[], []]
     result = fork_ranks(read, 3, str(tmp_path), check=True)
     assert [each.value for each in result] == [[]] * 3
 
 
 def read(folder: str) -> list[str]:
-    """On another number of ranks."""
+    """Load on another number of ranks."""
     model, expected = FSDP(Body(seed=1)), frozen(Body())
     zshard.load(f"{folder}/saved", model)
     state = model.state_dict()
@@ -88,7 +90,7 @@ def read(folder: str) -> list[str]:
 
 
 class Own(nn.Parameter):
-    """A parameter of a class of its own, which is not guarded."""
+    """A parameter with a custom class, which is not guarded."""
 
 
 def values(transport: str) -> list[str]:
@@ -119,7 +121,7 @@ def test_full_values_of_parameters_of_other_classes(pool2: RankPool, transport: 
     assert pool2.run(values, transport) == [[], []]
 
 
-# --- gradients of another dtype -------------------------------------------------------------------
+# --- gradients of a different dtype ---------------------------------------------------------------
 
 
 def two_layers(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
@@ -128,7 +130,7 @@ def two_layers(dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
 
 
 def refusals(combination: tuple[str, str], dtype: Any) -> list[str]:
-    """What is said before wrapping, and after it: at once, or in the next training forward."""
+    """Return the errors before wrapping, and after it: at once, or in the next training forward."""
     strategy, transport = combination
 
     def wrap(made: nn.Module, **options: Any) -> Any:
@@ -152,13 +154,13 @@ def refusals(combination: tuple[str, str], dtype: Any) -> list[str]:
     found = [message(lambda: wrap(early))]
     late = wrap(two_layers())
     found += [message(lambda: later(late))]
-    if late[1].weight.grad_dtype == dtype:  # whole: nothing was asked when it was set
+    if late[1].weight.grad_dtype == dtype:  # unsharded: it was not checked when it was set
         found += [message(lambda: step(late))]
         set_it_back = late[1].weight
         set_it_back.grad_dtype = torch.bfloat16
     step(late)
     remedy = wrap(two_layers(torch.float32), mixed_precision=MixedPrecision(torch.bfloat16))
-    remedy[1].weight.grad_dtype = torch.float32  # its own: says nothing new
+    remedy[1].weight.grad_dtype = torch.float32  # its own dtype: no change
     step(remedy)
     assert {p.grad.dtype for p in remedy.parameters()} == {torch.float32}
     return found
@@ -168,7 +170,7 @@ def refusals(combination: tuple[str, str], dtype: Any) -> list[str]:
 @pytest.mark.parametrize("dtype", [torch.float32, None])
 @pytest.mark.parametrize("combination", COMBINATIONS)
 @ranks(2)
-def test_another_dtype_of_gradients_is_refused_by_name(
+def test_different_gradient_dtype_is_refused_by_name(
     pool: RankPool, combination: tuple[str, str], dtype: Any
 ) -> None:
     for found in pool.run(refusals, combination, dtype):
@@ -206,10 +208,10 @@ def refused_complex(strategy: str) -> str:
 
 @pytest.mark.parametrize("strategy", ("full_shard", "no_shard"))
 @ranks(2)
-def test_a_complex_parameter_that_trains_is_refused(pool: RankPool, strategy: str) -> None:
+def test_complex_parameter_that_trains_is_refused(pool: RankPool, strategy: str) -> None:
     for said in pool.run(refused_complex, strategy):
         assert "'weight'" in said and "nn.Parameter(torch.view_as_real(w))" in said
 
 
-def test_the_real_view_of_a_complex_parameter_trains(pool2):
+def test_real_view_of_a_complex_parameter_trains(pool2):
     assert pool2.run(wrong_in, MixingAsReal, forward_backward, True) == [{}, {}]

@@ -1,8 +1,9 @@
-"""Bad input: each mistake is a Python exception of the right type that names the thing and the fix.
+"""Invalid input: each mistake raises a Python exception of the right type that names the argument
+and the remedy.
 
-A message is part of the interface, so each test names the words that must be in it.
-What concerns one process is tried in a world of one; what concerns ranks that differ must be the
-same error on every rank, since a rank that goes on alone would hang.
+A message is part of the interface, so each test checks for its words. Errors of one process are
+tested in a world of one; where ranks differ, the error must be the same on every rank, since a rank
+that continued alone would hang.
 """
 
 import os
@@ -20,7 +21,7 @@ from zshard import FSDP, DivergenceError
 
 
 def error_of(function, *args, **kwargs):
-    """(name of the exception's type, its message) of a call that must fail."""
+    """Return (name of the exception's type, its message) of a call that must fail."""
     try:
         function(*args, **kwargs)
     except Exception as error:
@@ -29,14 +30,15 @@ def error_of(function, *args, **kwargs):
 
 
 def check(outcome, kind, *words):
-    """`outcome` is of `error_of`: the type is `kind`, and all `words` are in the message."""
+    """Check that the `outcome` of `error_of` has type `kind`, and that the message contains all
+    `words`."""
     name, message = outcome
     assert name == kind.__name__, f"{name}: {message}"
     missing = [word for word in words if word not in message]
     assert not missing, f"{missing} not in: {message}"
 
 
-# --- what cannot be wrapped -----------------------------------------------------------------------
+# --- unsupported models ---------------------------------------------------------------------------
 
 
 def two_linears():
@@ -66,7 +68,7 @@ def many_kinds():
 
 
 @pytest.mark.parametrize("thing", [None, "model", torch.ones(2), [nn.Linear(1, 1)], nn.Linear])
-def test_no_module(thing):
+def test_argument_that_is_not_a_module(thing):
     check(error_of(FSDP, thing), TypeError, "nn.Module", type(thing).__name__)
 
 
@@ -91,8 +93,8 @@ def test_too_many_kinds_of_parameters():
     check(error_of(FSDP, many_kinds()), NotImplementedError, "more than 8 combinations", "dtype")
 
 
-def test_a_wrapped_class_makes_plain_modules():
-    """As containers do for a slice of themselves; the children stay the units that they are."""
+def test_wrapped_class_constructs_plain_modules():
+    """Containers do this when they are sliced; the children stay units."""
     model = FSDP(two_linears(), auto_wrap_policy={nn.Linear})
     assert type(type(model[0])(2, 2)) is nn.Linear
     part = model[:1]
@@ -108,7 +110,7 @@ def test_parameter_shared_with_a_wrapped_module():
     check(error_of(FSDP, outer), ValueError, *words)
 
 
-def test_a_refused_model_is_left_as_it_was():
+def test_refused_model_stays_unchanged():
     model = nn.Sequential(nn.Linear(2, 2), Holder(torch.ones(2, dtype=torch.complex64)))
     before = {name: (param, param.clone()) for name, param in model.named_parameters()}
     check(error_of(FSDP, model, auto_wrap_policy={nn.Linear}), ValueError, "'1.odd'")
@@ -145,7 +147,7 @@ def test_unknown_transport():
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), "soon"])
-def test_timeouts_that_are_none(timeout):
+def test_invalid_timeouts(timeout):
     name, message = error_of(FSDP, two_linears(), timeout=timeout)
     assert name in ("ValueError", "TypeError") and "timeout" in message and repr(timeout) in message
 
@@ -156,7 +158,7 @@ def test_timeouts_that_are_none(timeout):
         ("use_orig_params", False),
     ],
 )
-def test_what_comes_later_is_refused_not_ignored(argument, value):
+def test_unsupported_features_are_refused(argument, value):
     outcome = error_of(FSDP, two_linears(), **{argument: value})
     assert outcome[0] == "NotImplementedError", outcome
     assert argument in outcome[1]
@@ -200,7 +202,7 @@ NONE_SET = dict.fromkeys(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "Z
         ({"RANK": "0", "WORLD_SIZE": "2"}, ("MASTER_ADDR",)),
     ],
 )
-def test_environment_that_does_not_fit_together(monkeypatch, variables, words):
+def test_inconsistent_environment(monkeypatch, variables, words):
     for name, value in {**NONE_SET, **variables}.items():
         monkeypatch.delenv(name, raising=False)
         if value is not None:
@@ -208,14 +210,14 @@ def test_environment_that_does_not_fit_together(monkeypatch, variables, words):
     check(error_of(FSDP, two_linears()), ValueError, *words)
 
 
-def test_world_of_one_by_the_environment(monkeypatch):
+def test_environment_of_a_single_rank(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert "rank 0 of 1, transport self" in FSDP(two_linears()).summary()
 
 
 def wrap_here(**kwargs):
-    """Whatever comes of wrapping on this rank."""
+    """Return the outcome of wrapping on this rank."""
     model = two_linears()
     return error_of(lambda: FSDP(model, **kwargs))
 
@@ -237,7 +239,7 @@ def test_bad_settings_are_errors_on_every_rank(variables, words):
 
 
 def different(what, model):
-    """Changes `model` on the rank that is to be the odd one."""
+    """Change `model` on the rank that should differ."""
     if what == "shape":
         model[1] = nn.Linear(3, 5)
     elif what == "dtype":
@@ -262,7 +264,7 @@ def different(what, model):
 
 
 def wrap_different(what, transport):
-    """Wraps a model that is another one on the last rank; then an equal one, which must work."""
+    """Wrap a model that differs on the last rank; then an equal one, which must work."""
     torch.manual_seed(0)
     model, kwargs = two_linears(), {"auto_wrap_policy": {nn.Linear}, "transport": transport}
     if dist.get_rank() == dist.get_world_size() - 1:
@@ -303,7 +305,7 @@ def test_models_that_differ_are_an_error_on_every_rank(pool, what, transport):
 
 
 @ranks(3)
-def test_the_odd_one_of_three_ranks_is_named(pool):
+def test_differing_rank_is_named(pool):
     for outcome in pool.run(wrap_different, "shape", "shm"):
         check(outcome, DivergenceError, "on rank 0", "on rank 2", *DIFFERENCES["shape"])
 
@@ -314,7 +316,8 @@ STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 
 
 def change_and_use(what, strategy):
-    """What a wrapped model's next forward says to a change; and the output after it is undone."""
+    """Return the next forward's error about a change to a wrapped model; and the output after the
+    change is undone."""
     torch.manual_seed(0)
     x = torch.ones(1, 2)
     model = two_linears()
@@ -347,7 +350,7 @@ def change_and_use(what, strategy):
         ("parameter", ValueError, ("'1.weight'", "replaced")),
     ],
 )
-def test_changed_parameters_are_named_and_can_be_put_back(pool2, what, kind, words, strategy):
+def test_changed_parameters_are_named_and_can_be_restored(pool2, what, kind, words, strategy):
     for outcome, wrong in pool2.run(change_and_use, what, strategy):
         check(outcome, kind, *words)
         assert wrong == []

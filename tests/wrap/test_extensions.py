@@ -1,4 +1,4 @@
-"""An integration adds to sharding what it registers, without a word of it in the core."""
+"""An integration adds to sharding through the registry, without changes to the core."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zshard.wrap.tree import ParamRef
 
 
 class Scaled(nn.Linear):
-    """A layer of a library: its weight has a scale that is no parameter."""
+    """A library's layer: its weight has a scale that is not a parameter."""
 
     def __init__(self, scale: float = 2.0) -> None:
         super().__init__(4, 4, bias=False)
@@ -30,7 +30,7 @@ class Scaled(nn.Linear):
 
 
 class Fake(Extension):
-    """What such a library needs."""
+    """The extension that such a library needs."""
 
     def methods(self, original: type[nn.Module]) -> dict[str, Any]:
         return {"describe": lambda model: "sharded"} if issubclass(original, Scaled) else {}
@@ -57,7 +57,7 @@ def registered() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("registered")
-def test_methods_dtypes_and_what_is_due_at_the_end() -> None:
+def test_methods_dtypes_and_finish() -> None:
     model: Any = FSDP(Scaled(), mixed_precision=MixedPrecision(torch.bfloat16))
     assert model.describe() == "sharded" and model.finished
     model(torch.ones(1, 4))
@@ -65,7 +65,7 @@ def test_methods_dtypes_and_what_is_due_at_the_end() -> None:
 
 
 @pytest.mark.usefixtures("registered")
-def test_a_parameter_that_it_refuses() -> None:
+def test_refused_parameter() -> None:
     assert message_of(lambda: FSDP(Scaled(0.0)), ValueError) == "parameter 'weight' has no scale"
 
 
@@ -78,5 +78,5 @@ def scale_of_a_weight() -> float:
         EXTENSIONS.pop()
 
 
-def test_what_belongs_to_a_parameter_comes_from_rank_0(pool2: RankPool) -> None:
+def test_attached_tensors_come_from_rank_0(pool2: RankPool) -> None:
     assert pool2.run(scale_of_a_weight) == [1.0] * 2

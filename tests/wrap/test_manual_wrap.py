@@ -28,7 +28,7 @@ def test_wrap_outside_of_the_context_does_nothing() -> None:
     assert wrap(layer, strategy="no_shard") is layer
 
 
-def test_wrap_takes_the_contexts_arguments_and_its_own() -> None:
+def test_wrap_merges_the_contexts_arguments_with_its_own() -> None:
     with enable_wrap(wrapper_cls=Wrapped, strategy="full_shard", timeout=3):
         first = wrap(nn.Linear(2, 2))
         second = wrap(nn.Linear(2, 2), strategy="no_shard")
@@ -43,13 +43,13 @@ def test_wrap_takes_the_contexts_arguments_and_its_own() -> None:
     ]
 
 
-def test_the_context_ends_with_an_exception() -> None:
+def test_context_ends_with_an_exception() -> None:
     with pytest.raises(RuntimeError), enable_wrap(wrapper_cls=Wrapped):
         raise RuntimeError
     assert isinstance(wrap(nn.Linear(2, 2)), nn.Linear)
 
 
-def test_the_context_is_its_threads_own() -> None:
+def test_context_is_per_thread() -> None:
     inside, seen = threading.Event(), []
 
     def other() -> None:
@@ -66,7 +66,7 @@ def test_the_context_is_its_threads_own() -> None:
 
 
 def wait_for_a_rank_that_does_not_come(transport: str) -> str:
-    """Rank 0's backward waits for rank 1, which sleeps: the message, or "" on rank 1."""
+    """Rank 0's backward waits for rank 1, which sleeps: return the message, or "" on rank 1."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for i, layer in enumerate(model):
         model[i] = FSDP(layer, transport=transport, timeout=1.0)
@@ -83,6 +83,6 @@ def wait_for_a_rank_that_does_not_come(transport: str) -> str:
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_a_timeout_names_a_unit_that_was_made_before_its_parent(transport: str) -> None:
+def test_timeout_names_a_unit_wrapped_before_its_parent(transport: str) -> None:
     first, _ = fork_ranks(wait_for_a_rank_that_does_not_come, 2, transport)
     assert "unit '1'" in (first.value or ""), first

@@ -1,4 +1,4 @@
-"""Models on the meta device: made real, initialised and sharded a unit at a time."""
+"""Models on the meta device: materialized, initialized and sharded one unit at a time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Embedding, blocks, a head that is tied to the embedding and comes before a last layer."""
+    """Embedding, blocks, a head that is tied to the embedding and precedes the last layer."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,8 @@ def plain_state(build, seed=5):
 
 
 def values(combination, seed_of_rank):
-    """(what differs from a plain model of rank 0's seed; is the tie still one; what differs after)."""
+    """Return (what differs from a plain model of rank 0's seed; whether the tie still exists; what
+    differs afterwards)."""
     strategy, transport = combination
     expected = plain_state(Model)
     model = on_meta(Model)
@@ -77,12 +78,12 @@ def values(combination, seed_of_rank):
 
 @pytest.mark.parametrize("seed_of_rank", [0, 1])
 @pytest.mark.parametrize("combination", COMBINATIONS)
-def test_values_are_those_of_the_plain_model(pool2, combination, seed_of_rank):
+def test_values_equal_the_plain_model(pool2, combination, seed_of_rank):
     found = pool2.run(values, combination, seed_of_rank)
     assert found == [([], True, True, [])] * 2
 
 
-def test_in_a_world_of_one():
+def test_single_rank():
     expected = plain_state(Model)
     model = on_meta(Model)
     torch.manual_seed(5)
@@ -90,7 +91,7 @@ def test_in_a_world_of_one():
 
 
 @pytest.mark.parametrize("name", ["mlp", "conv"])
-def test_training_is_that_of_the_plain_model(name):
+def test_training_matches_the_plain_model(name):
     case = CASES[name]
     plain = make(case.make)
     model = on_meta(case.make)
@@ -115,7 +116,8 @@ def by_hand():
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    # Each call initialises what it wraps: other numbers than the plain model's, none forgotten.
+    # Each call initializes what it wraps: other numbers than the plain model's, but none is
+    # missing.
     state = model.state_dict()
     assert state.keys() == expected.keys()
     return [name for name, value in state.items() if not value.isfinite().all()]
@@ -141,7 +143,7 @@ def test_only_rank_0_has_values(pool2):
 
 
 class Odd(nn.Module):
-    """A parameter and a buffer that no reset_parameters knows."""
+    """A parameter and a buffer that no reset_parameters covers."""
 
     def __init__(self):
         super().__init__()
@@ -190,7 +192,7 @@ class Flagged(nn.Module):
 
 
 def init_if_on_meta(module):
-    """FSDP1's usual one: it asks, and gives the memory itself."""
+    """FSDP1's usual one: it checks for the meta device, and allocates memory itself."""
     tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     if any(each.is_meta for each in tensors):
         module.to_empty(device="cpu", recurse=False)
@@ -211,11 +213,11 @@ def asks_first(build, transport):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("build", [Odd, Stack, Flagged])
-def test_a_param_init_fn_that_asks_what_is_on_the_meta_device(pool2, build, transport):
+def test_param_init_fn_that_checks_for_the_meta_device(pool2, build, transport):
     assert pool2.run(asks_first, build, transport) == [[], []]
 
 
-def test_a_param_init_fn_that_does_nothing_is_named():
+def test_param_init_fn_that_does_nothing_is_named():
     for function in (lambda module: None, lambda module: [p.is_meta for p in module.parameters()]):
         with pytest.raises(ValueError, match=r"'layer.weight' .*param_init_fn does not initialize"):
             FSDP(on_meta(Odd), param_init_fn=function)
@@ -242,13 +244,13 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("action", "kind", "match"), MISTAKES, ids=[m for *_, m in MISTAKES])
-def test_what_would_train_on_garbage_is_named(action, kind, match):
+def test_uninitialized_tensors_are_named(action, kind, match):
     with pytest.raises(kind, match=match):
         action()
 
 
 def mixed():
-    """Adapters that are there on a body that is not."""
+    """Adapters with values on a body without."""
     model = nn.Sequential(on_meta(lambda: nn.Linear(4, 4)), nn.Linear(4, 4))
     before = model[1].weight.detach().clone()
     model = FSDP(model)
@@ -256,16 +258,16 @@ def mixed():
     return wrong, message_of(lambda: FSDP(on_meta(Odd)), ValueError)
 
 
-def test_meta_beside_real(pool2):
+def test_meta_and_real_parameters(pool2):
     for wrong, message in pool2.run(mixed):
         assert wrong == [] and "'gain'" in message
 
 
-# --- what it costs --------------------------------------------------------------------------------
+# --- cost -----------------------------------------------------------------------------------------
 
 
 def drawn(how, transport):
-    """(how many values were sent, what differs from rank 0's)."""
+    """Return (how many values were sent, what differs from rank 0's)."""
     torch.manual_seed(5 + (dist.get_rank() if how == "other seeds" else 0))
     rank = 0.0 if how == "alike" else float(dist.get_rank())
 
@@ -295,7 +297,7 @@ def drawn(how, transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_values_are_sent_where_ranks_have_drawn_others(pool2, transport):
+def test_values_are_sent_only_if_ranks_drew_differently(pool2, transport):
     everything = len(list(Stack().parameters()))
     assert pool2.run(drawn, "alike", transport) == [(0, [])] * 2
     assert pool2.run(drawn, "other seeds", transport) == [(everything, [])] * 2
@@ -307,7 +309,7 @@ def wide():
 
 
 def bytes_of_setup(transport):
-    """Most bytes beyond those before, and those kept."""
+    """Return the most bytes beyond existing ones, and those kept."""
     FSDP(on_meta(Stack), transport=transport)
     model = on_meta(wide)
     trim()
@@ -319,13 +321,13 @@ def bytes_of_setup(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_little_is_whole_at_a_time(pool2, transport):
+def test_peak_memory_of_setup(pool2, transport):
     unit = 8 * 2**20
     for most, shards in pool2.run(bytes_of_setup, transport):
         assert shards == 6 * unit and most <= shards + 1.5 * unit + 2**20
 
 
-def test_memory_goes_from_one_tensor_to_the_next_like_it():
+def test_memory_is_reused_for_equal_tensors():
     areas, like = MemoryCache(), torch.empty(512, 512, device="meta", dtype=torch.bfloat16)
     first = areas.empty_like(like).fill_(3)
     assert first.shape == (512, 512) and first.dtype == torch.bfloat16

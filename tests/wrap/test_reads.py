@@ -1,7 +1,7 @@
-"""Weights that are read in another module's forward: the operation gathers their unit.
+"""Weights that another module's forward reads: the operation gathers their unit.
 
-Whoever's the weights are and whatever the policy, a model trains as the plain one. Each
-case is a forward that reaches past a module: it reads a weight, or calls a part of a unit.
+Whichever module owns the weights and whatever the policy, a model trains as the plain one. Each
+case is a forward that bypasses a module: it reads a weight, or calls a submodule of a unit.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Times(torch.autograd.Function):
 
 
 class Reader(nn.Module):
-    """Four blocks, two Linears and an attention that its forward reaches past."""
+    """Four blocks, two Linears and an attention, whose forward bypasses modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ def calls_parts(self: Any, x: Tensor) -> Tensor:
     return self.side(x)  # type: ignore[no-any-return]
 
 
-def calls_a_slice(self: Any, x: Tensor) -> Tensor:
+def calls_sliced_container(self: Any, x: Tensor) -> Tensor:
     return self.side(self.layers[:2](x))  # type: ignore[no-any-return]
 
 
@@ -199,7 +199,7 @@ READS = [
     *(reads_in_a_closure, reads_in_a_loop, reads_many_at_once, reads_while_a_view_lives),
     *(reads_in_a_function, reads_an_attention, reads_in_a_checkpoint),
     *(reads_in_a_reentrant_checkpoint, calls_forward, calls_another_method, calls_parts),
-    *(calls_a_slice, checkpoints_parts, takes_a_gradient_between),
+    *(calls_sliced_container, checkpoints_parts, takes_a_gradient_between),
 ]
 POLICIES = {
     "auto": "auto",
@@ -213,7 +213,7 @@ def build(forward: Any) -> nn.Module:
 
 
 def train(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
-    """The losses of two steps, an evaluation after each, and a backward that comes twice."""
+    """Return the losses of two steps, an evaluation after each, and a backward that runs twice."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.05)
     found = []
     for batch in batches:
@@ -230,8 +230,9 @@ def train(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
 
 
 def wrong_in(forward: Any, policy: str, combination: tuple[str, str], frozen: bool = False) -> Any:
-    """What differs from the plain model: losses, outputs in evaluation, and weights after training.
-    All ranks have the same batches, so that the mean of the gradients is each rank's, to the bit."""
+    """Return what differs from the plain model: losses, outputs in evaluation, and weights after
+    training. All ranks have the same batches, so that the mean of the gradients is bit-identical to
+    each rank's."""
     strategy, transport = combination
     plain = make(functools.partial(build, forward))
     plain.side.requires_grad_(not frozen)  # type: ignore[union-attr]
@@ -252,20 +253,20 @@ def wrong_in(forward: Any, policy: str, combination: tuple[str, str], frozen: bo
 @pytest.mark.parametrize("combination", [*COMBINATIONS, ("hybrid_full", "c10d")])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("forward", READS)
-def test_a_forward_that_reaches_past_a_module(pool2: Any, forward, policy, combination) -> None:
+def test_forward_that_bypasses_a_module(pool2: Any, forward, policy, combination) -> None:
     assert pool2.run(wrong_in, forward, policy, combination) == [[], []]
 
 
 @pytest.mark.parametrize("combination", [("full_shard", "c10d"), ("shard_grad_op", "shm")])
-def test_frozen_weights_that_are_read(pool2: Any, combination) -> None:
+def test_reads_of_frozen_weights(pool2: Any, combination) -> None:
     assert pool2.run(wrong_in, reads_after_the_call, "parts", combination, True) == [[], []]
 
 
-# --- for how long ----------------------------------------------------------------------------------
+# --- how long weights stay gathered ----------------------------------------------------------------
 
 
 class Watching(nn.Module):
-    """Reads the weights of all blocks, and notes which of them are gathered after each read."""
+    """Reads the weights of all blocks, and records which of them are gathered after each read."""
 
     def __init__(self, holds: bool) -> None:
         super().__init__()
@@ -297,7 +298,7 @@ def gathered_at_a_time(holds: bool, transport: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_a_loop_over_weights_gathers_one_at_a_time(pool2: Any, transport) -> None:
+def test_loop_over_weights_gathers_one_at_a_time(pool2: Any, transport) -> None:
     """Where autograd needs them in backward, it refers to them, and they stay."""
     assert pool2.run(gathered_at_a_time, False, transport) == [[[1] * 4] * 3] * 2
     for training, again, evaluation in pool2.run(gathered_at_a_time, True, transport):
@@ -321,8 +322,8 @@ class Tied(nn.Module):
 
 
 def facts_of_a_tied_model(transport: str) -> tuple[str, bool, list[int], list[int]]:
-    """The embedding's line of the summary, whether one spoke of reads before, and the bytes of slots
-    that are predicted and have been there, after each step."""
+    """Return the embedding's line of the summary, whether it mentioned reads before, and the
+    predicted and actual bytes of slots after each step."""
     model = FSDP(make(Tied), transport=transport, auto_wrap_policy={nn.Embedding, Pair})
     before = "read by" in model.summary()
     predicted, peaks = [], []
@@ -336,14 +337,14 @@ def facts_of_a_tied_model(transport: str) -> tuple[str, bool, list[int], list[in
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_a_tied_head_is_seen_and_counted(pool2: Any, transport) -> None:
+def test_tied_head_is_reported_and_counted(pool2: Any, transport) -> None:
     for line, before, predicted, peaks in pool2.run(facts_of_a_tied_model, transport):
         assert "read by (root)" in line and not before
         assert len(set(predicted[1:])) == len(set(peaks[1:])) == 1, "memory grows after a step"
         assert peaks[-1] <= predicted[-1]
 
 
-# --- writes, and what no forward runs --------------------------------------------------------------
+# --- writes, and reads outside of forwards ---------------------------------------------------------
 
 
 def outside_of_forwards() -> str:
@@ -352,7 +353,7 @@ def outside_of_forwards() -> str:
     return message_of(lambda: F.linear(torch.ones(2, WIDTH), side.weight), zshard.ShardError)
 
 
-def test_outside_of_forwards_no_operation_gathers(pool2: Any) -> None:
+def test_no_gather_outside_of_forwards(pool2: Any) -> None:
     for message in pool2.run(outside_of_forwards):
         assert "linear() was called on a shard" in message
 
@@ -375,7 +376,7 @@ def test_one_rank_may_evaluate_alone(pool2: Any) -> None:
 
 
 class Raising(nn.Module):
-    """Raises after a read, once."""
+    """Raises once, after a read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -404,5 +405,5 @@ def after_a_raise(transport: str) -> list[str]:
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_a_forward_that_raises_after_a_read(pool2: Any, transport) -> None:
+def test_forward_that_raises_after_a_read(pool2: Any, transport) -> None:
     assert pool2.run(after_a_raise, transport) == [[], []]

@@ -1,7 +1,9 @@
-"""The units of FSDP(model) beside the FSDP instances of torch's FSDP1: all policies, many models.
+"""The units of FSDP(model) compared with the FSDP instances of torch's FSDP1: all policies, many
+models.
 
-Torch wraps one copy of a model, zshard shards another, and the two lists of names must be equal but for
-what docs/wrapping.md says: `expected()` is that text as code, and each of its exceptions has a test of its own.
+Torch wraps one copy of a model, zshard shards another, and the two lists of names must be equal
+except for the differences in docs/wrapping.md: `expected()` is that text as code, and each
+exception has a test of its own.
 """
 
 from __future__ import annotations
@@ -120,7 +122,7 @@ def random_tree(rng: random.Random, shared: list[nn.Module], depth: int = 0) -> 
 
 
 def instances(model: nn.Module, policy: Any, ignored: list[str]) -> set[str]:
-    """The names of the FSDP instances that torch makes of `model`."""
+    """Return the names of the FSDP instances that torch creates for `model`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wrapped = torchs.FullyShardedDataParallel(
@@ -140,7 +142,7 @@ def instances(model: nn.Module, policy: Any, ignored: list[str]) -> set[str]:
 
 
 def units(model: nn.Module, policy: Any, ignored: list[str]) -> set[str]:
-    """The names of zshard's units, of which the root is one."""
+    """Return the names of zshard's units, including the root."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         left_out = [model.get_submodule(name) for name in ignored]
@@ -150,8 +152,9 @@ def units(model: nn.Module, policy: Any, ignored: list[str]) -> set[str]:
 
 
 def expected(model: nn.Module, theirs: set[str], ignored: list[str]) -> set[str]:
-    """What docs/wrapping.md leaves of FSDP1's instances: modules with a forward, not below those that use their
-    children's weights by themselves, and innermost around all uses of some parameter. The root always stays."""
+    """Return the subset of FSDP1's instances that docs/wrapping.md describes: modules with a
+    forward, not below those that use their children's weights directly, and innermost around all
+    uses of some parameter. The root always stays."""
     name_of = {module: name for name, module in model.named_modules()}
     left_out = {model.get_submodule(name) for name in ignored}
     ways: dict[nn.Parameter, list[list[nn.Module]]] = {}
@@ -173,11 +176,11 @@ def expected(model: nn.Module, theirs: set[str], ignored: list[str]) -> set[str]
 
 
 def compare(model: nn.Module, policy: str, ignored: list[str]) -> str:
-    """What differs, as text."""
+    """Describe what differs."""
     make, copied = POLICIES[policy], copy.deepcopy(model)
     theirs = instances(copied, make(torch_wrap), ignored)
     wanted = expected(model, theirs, ignored)
-    for lib in (zwrap, torch_wrap):  # torch's own policies are taken, too
+    for lib in (zwrap, torch_wrap):  # torch's own policies are accepted, too
         ours = units(copy.deepcopy(model), make(lib), ignored)
         if ours != wanted:
             return f"{policy}: {sorted(ours)}, not {sorted(wanted)} of {sorted(theirs)} in {model}"
@@ -185,7 +188,7 @@ def compare(model: nn.Module, policy: str, ignored: list[str]) -> str:
 
 
 def random_models(shares: bool) -> Iterator[tuple[nn.Module, list[str]]]:
-    """Models, and what is ignored of them."""
+    """Yield models, and the ignored parts of them."""
     for seed in range(50):
         rng = random.Random(seed)
         shared: list[nn.Module] = [Block(nn.Linear(3, 3), own=5), nn.Linear(4, 4)] if shares else []
@@ -198,7 +201,7 @@ def random_models(shares: bool) -> Iterator[tuple[nn.Module, list[str]]]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_random_models_have_the_units_of_fsdp1(policy: str) -> None:
+def test_random_models_match_fsdp1(policy: str) -> None:
     compared = 0
     for model, ignored in random_models(shares=False):
         assert not (problem := compare(model, policy, ignored)), f"{ignored}: {problem}"
@@ -213,7 +216,7 @@ def test_shared_modules_are_units_where_fsdp1_wraps_them(policy: str) -> None:
         try:
             problem = compare(model, policy, ignored)
         except AssertionError as error:
-            if "is already wrapped" in str(error):  # torch's recursion meets its own wrapper
+            if "is already wrapped" in str(error):  # torch's recursion finds its own wrapper
                 continue
             raise
         assert not problem, f"{ignored}: {problem}"
@@ -221,23 +224,23 @@ def test_shared_modules_are_units_where_fsdp1_wraps_them(policy: str) -> None:
     assert compared > 10
 
 
-# --- what differs, as docs/wrapping.md says ------------------------------------------------------
+# --- differences documented in docs/wrapping.md --------------------------------------------------
 
 
 def both(model: nn.Module, policy: str | Callable[[Any], Any]) -> tuple[list[str], list[str]]:
-    """The names of torch's instances and of zshard's units but for the root, sorted."""
+    """Return the names of torch's instances and of zshard's units without the root, sorted."""
     make = POLICIES[policy] if isinstance(policy, str) else policy
     theirs = instances(copy.deepcopy(model), make(torch_wrap), [])
     return sorted(theirs - {""}), sorted(units(model, make(zwrap), []) - {""})
 
 
-def test_a_module_without_parameters_of_its_own_is_no_unit() -> None:
+def test_module_without_own_parameters_is_not_a_unit() -> None:
     model = nn.Sequential(Plain(nn.Linear(3, 3), nn.ReLU()), Quiet())
     theirs, ours = both(model, "always")
     assert theirs == ["0", "0.inner", "0.inner.0", "0.inner.1", "1"] and ours == ["0.inner.0"]
 
 
-def test_what_fsdp1_would_wrap_of_a_container_counts_for_the_modules_above() -> None:
+def test_parameters_of_containers_belong_to_the_parent_unit() -> None:
     model = nn.Sequential(
         nn.Sequential(nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)]), nn.Linear(1, 1))
     )
@@ -253,13 +256,13 @@ def test_what_fsdp1_would_wrap_of_a_container_counts_for_the_modules_above() -> 
 
 
 @pytest.mark.parametrize("layer", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
-def test_nothing_below_a_transformer_layer_of_torch_is_a_unit(layer: Any) -> None:
+def test_no_unit_below_torchs_transformer_layers(layer: Any) -> None:
     theirs, ours = both(nn.Sequential(layer(4, 2, 8), nn.Linear(4, 4)), "lambda")
     assert [name for name in theirs if name.startswith("0.linear")] and ours == ["1"]
 
 
-def test_a_weight_that_two_modules_share_is_in_the_unit_around_both() -> None:
-    """FSDP1 counts it in each of them, and has each gather a copy of its own."""
+def test_shared_weight_belongs_to_the_enclosing_unit() -> None:
+    """FSDP1 counts it in each of them, and each gathers a copy of its own."""
     model = Plain(Plain(nn.Linear(3, 3)), Plain(nn.Linear(3, 3)))
     first, second = model.inner
     second.inner[0].weight = first.inner[0].weight
@@ -270,7 +273,7 @@ def test_a_weight_that_two_modules_share_is_in_the_unit_around_both() -> None:
     assert counts == [1, 1, 1]  # the root has the weight, the two units their bias
 
 
-def test_a_batch_norm_is_no_unit_with_mixed_precision() -> None:
+def test_batch_norm_is_not_a_unit_under_mixed_precision() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     low = torchs.MixedPrecision(torch.bfloat16)
     policy = functools.partial(
@@ -289,12 +292,12 @@ def test_a_batch_norm_is_no_unit_with_mixed_precision() -> None:
     assert ours == [model, model[0]]
 
 
-# --- by hand -------------------------------------------------------------------------------------
+# --- manual wrapping -----------------------------------------------------------------------------
 
 
 def by_hand(lib: Any, cls: Any) -> nn.Module:
     """enable_wrap() and wrap(), nested, with overrides and below modules that are not wrapped."""
-    options: dict[str, Any] = {"auto_wrap_policy": None}  # which is not zshard's default
+    options: dict[str, Any] = {"auto_wrap_policy": None}  # not zshard's default
     if cls is not FSDP:
         options |= {"device_id": torch.device("cpu"), "use_orig_params": True}
     with lib.enable_wrap(wrapper_cls=cls, **options):
@@ -306,7 +309,7 @@ def by_hand(lib: Any, cls: Any) -> nn.Module:
     return model
 
 
-def test_wrapping_by_hand_makes_the_units_of_fsdp1() -> None:
+def test_manual_wrapping_matches_fsdp1() -> None:
     theirs = {
         f".{name}".replace("._fsdp_wrapped_module", "")[1:]
         for name, module in by_hand(torch_wrap, torchs.FullyShardedDataParallel).named_modules()
@@ -319,8 +322,8 @@ def test_wrapping_by_hand_makes_the_units_of_fsdp1() -> None:
 
 
 @pytest.mark.parametrize("policy", ["classes", "size 30"])
-def test_a_policy_leaves_units_made_by_hand_alone(policy: str) -> None:
-    """FSDP1 refuses a policy over modules that are wrapped already."""
+def test_policy_keeps_manually_wrapped_units(policy: str) -> None:
+    """FSDP1 refuses a policy over modules that are already wrapped."""
 
     def make(cls: Any) -> nn.Module:
         options: dict[str, Any] = {"auto_wrap_policy": None}
@@ -334,8 +337,8 @@ def test_a_policy_leaves_units_made_by_hand_alone(policy: str) -> None:
     assert units(make(FSDP), POLICIES[policy](zwrap), []) == {"", "0", *inner}
 
 
-def test_wrapping_by_hand_keeps_a_unit_without_parameters() -> None:
-    """The outermost module of a call is one even if there is nothing to gather, as in FSDP1."""
+def test_manual_wrapping_keeps_a_unit_without_parameters() -> None:
+    """The outermost module of a call is a unit even if there is nothing to gather, as in FSDP1."""
     model = nn.Sequential(FSDP(nn.ReLU()), FSDP(nn.Sequential(FSDP(nn.Linear(3, 3)))))
     FSDP(model, auto_wrap_policy=None)
     assert FSDP.fsdp_modules(model) == [model, model[0], model[1], model[1][0]]

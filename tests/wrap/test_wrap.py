@@ -1,4 +1,4 @@
-"""The wrap policies, and which unit gets which parameter."""
+"""The wrap policies, and the unit of each parameter."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def names(units: list[UnitSpec]) -> list[str]:
 
 
 def check_partition(root: nn.Module, units: list[UnitSpec]) -> None:
-    """Each parameter is in one unit, under the names that the unit's module knows it by."""
+    """Check that each parameter is in one unit, under the names in the unit's module."""
     held = [id(ref.param) for unit in units for ref in unit.params]
     assert sorted(held) == sorted(id(param) for param in root.parameters())
     assert units[-1].module is root
@@ -83,7 +83,7 @@ def is_block(module: nn.Module) -> bool:
 
 
 def kind_of(policy: Any) -> str:
-    """A name that is the same in each process."""
+    """Return a name that is the same in each process."""
     return getattr(getattr(policy, "func", policy), "__name__", type(policy).__name__)
 
 
@@ -123,7 +123,7 @@ def positional(m: nn.Module, r: bool, unwrapped: int) -> bool:
     ],
     ids=kind_of,
 )
-def test_every_spelling_of_a_policy_finds_the_blocks(policy: Any) -> None:
+def test_every_form_of_a_policy_finds_the_blocks(policy: Any) -> None:
     model = Net()
     units = plan_units(model, policy)
     wanted = ["embed", *BLOCKS[:3], "head", ""] if policy == "auto" else BLOCKS
@@ -149,7 +149,7 @@ def test_always_wrap_policy_makes_a_unit_of_each_module_with_parameters() -> Non
 
 @pytest.mark.parametrize("least", [1, 30, 100, 300, 600, 2000])
 @pytest.mark.parametrize("make", [Net, lambda: nn.Transformer(8, 2, 2, 2, 16)])
-def test_size_based_policy_chooses_what_fsdp1_does(make: Any, least: int) -> None:
+def test_size_based_policy_matches_fsdp1(make: Any, least: int) -> None:
     theirs: set[str] = set()
     model = make()
     name_of = {module: name for name, module in model.named_modules()}
@@ -212,7 +212,7 @@ def test_custom_policy_carries_overrides() -> None:
         (CustomPolicy(lambda module: "yes"), TypeError, "'yes'"),  # type: ignore[arg-type, return-value]
     ],
 )
-def test_what_is_no_policy_is_named(policy: Any, error: type[Exception], words: str) -> None:
+def test_invalid_policies_are_named(policy: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         plan_units(Net(), policy)
 
@@ -278,7 +278,7 @@ def random_graph(rng: random.Random) -> nn.Module:
 
 
 def innermost_unit(root: nn.Module, units: list[nn.Module], param: nn.Parameter) -> nn.Module:
-    """The rule itself: of the units on every way from the root to `param`, the last."""
+    """The rule itself: of the units on every path from the root to `param`, the last."""
     ways = []
     for name, found in root.named_parameters(remove_duplicate=False):
         if found is param:
@@ -289,7 +289,7 @@ def innermost_unit(root: nn.Module, units: list[nn.Module], param: nn.Parameter)
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_a_parameter_belongs_to_the_innermost_unit_around_all_its_places(seed: int) -> None:
+def test_parameter_belongs_to_the_innermost_unit_around_all_its_places(seed: int) -> None:
     rng = random.Random(seed)
     root = random_graph(rng)
     inner = list(root.modules())[1:]
@@ -322,7 +322,7 @@ def test_tied_weights_go_to_the_unit_around_them() -> None:
     check_partition(model, units)
 
 
-def test_a_shared_module_is_one_unit() -> None:
+def test_shared_module_is_one_unit() -> None:
     model = Net()
     model.blocks[2] = model.blocks[0]
     units = plan_units(model, {Block})
@@ -331,13 +331,13 @@ def test_a_shared_module_is_one_unit() -> None:
     check_partition(model, units)
 
 
-def test_a_module_that_contains_itself_is_walked_once() -> None:
+def test_module_that_contains_itself_is_walked_once() -> None:
     model = Net()
     model.blocks[0].parent = model.blocks
     assert names(plan_units(model, {Block})) == BLOCKS
 
 
-def test_ignored_modules_and_parameters_are_left_out() -> None:
+def test_ignored_modules_and_parameters_are_excluded() -> None:
     model = Net()
     model.head.weight = model.embed.weight  # ignored in one place, ignored in all
     units = plan_units(
@@ -353,7 +353,7 @@ def mark_wrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def test_wrapped_modules_are_left_alone() -> None:
+def test_wrapped_modules_stay_unchanged() -> None:
     model = Net()
     mark_wrapped(model.blocks[0])
     with warnings.catch_warnings():
@@ -367,7 +367,7 @@ def test_wrapped_modules_are_left_alone() -> None:
         plan_units(model.blocks[0])
 
 
-def test_a_lazy_parameter_is_refused() -> None:
+def test_lazy_parameter_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'1.weight' of a lazy module"):
         plan_units(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)))
 
@@ -397,7 +397,7 @@ def calls_to_plan(blocks: int) -> int:
     return calls
 
 
-def test_the_work_grows_with_the_number_of_modules_only() -> None:
+def test_planning_time_is_linear_in_modules() -> None:
     few, many = calls_to_plan(100), calls_to_plan(500)
     assert many < 5.5 * few
     assert many < 110 * 4 * 500  # calls per module

@@ -1,4 +1,4 @@
-"""FSDP() fails on one rank: all ranks hear why, and can try again."""
+"""FSDP() fails on one rank: all ranks get the reason, and can try again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def options(transport):
 
 
 def attempt(model, how):
-    """The text of what FSDP() raises; None if it does not."""
+    """Return the text of FSDP()'s error; None if it succeeds."""
     try:
         FSDP(model, **how)
     except Exception as error:
@@ -52,7 +52,7 @@ def with_a_strange_parameter(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_cannot_be_sharded_on_one_rank(pool2, transport):
+def test_unsupported_parameter_on_one_rank(pool2, transport):
     for first, second, trained in pool2.run(with_a_strange_parameter, transport):
         assert "head.weight" in first and "not a dense tensor" in first
         assert second is None and trained
@@ -68,7 +68,7 @@ def fake(weight):
 
 
 class Doubled(TwoTensor):
-    """As torchao's quantized tensors are: what it is made of are attributes."""
+    """Like torchao's quantized tensors: attributes hold its components."""
 
 
 STRANGE = {
@@ -97,7 +97,8 @@ def with_memory_elsewhere(kind, transport):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("kind", STRANGE)
 def test_parameters_without_memory_of_their_own(pool2, kind, transport):
-    """On all ranks alike: an error that names parameter and class, where the core would read memory."""
+    """The same on all ranks: an error that names parameter and class, where the core would read
+    memory."""
     said = f"is of class {kind}" if kind[0].isupper() else "not a dense tensor"
     said, remedy = ("is a DTensor", "Omit them") if kind == "DTensor" else (said, "ignored_")
     for first, kept, second, trained in pool2.run(with_memory_elsewhere, kind, transport):
@@ -114,7 +115,7 @@ def with_a_missing_directory(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_fails_before_anything_has_changed(pool2, transport):
+def test_failure_before_any_change(pool2, transport):
     for first, second, trained in pool2.run(with_a_missing_directory, transport):
         assert "/nowhere/at/all" in first
         assert second is None and trained
@@ -122,7 +123,7 @@ def test_what_fails_before_anything_has_changed(pool2, transport):
 
 @passing_groups()
 def with_a_unit_on_one_rank(transport):
-    """Rank 1 fails in its second unit, which rank 0 makes; then all train another model."""
+    """Rank 1 fails in its second unit, which rank 0 creates; then all train another model."""
     made, real, how = [], shard_model.core_unit, options(transport)
 
     def make_unit(*args):
@@ -149,7 +150,7 @@ def with_a_unit_on_one_rank(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_unit_that_one_rank_could_not_make(pool2, transport):
+def test_failed_unit_on_one_rank(pool2, transport):
     for first, found in pool2.run(with_a_unit_on_one_rank, transport):
         assert first.startswith("MemoryError") and "planted" in first
         assert found == [[], []]
@@ -174,7 +175,7 @@ def with_a_failing_initialization(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_initialization_that_fails_on_one_rank(pool2, transport):
+def test_failed_initialization_on_one_rank(pool2, transport):
     results = pool2.run(with_a_failing_initialization, transport)
     assert results[1][0][0] == "LookupError: planted"
     assert results[0][0][0] == "RuntimeError: rank 1: planted"

@@ -1,7 +1,7 @@
-"""auto_wrap_policy="auto" on real models: tiny copies of what transformers has.
+"""auto_wrap_policy="auto" on real models: tiny copies of transformers' models.
 
-Each is planned and run once; no parameter may be used outside of its unit, and the units must be
-neither the whole model nor dust. Skipped where transformers is not installed.
+Each is planned and run once; no parameter may be used outside of its unit, and units must be
+neither the entire model nor tiny. Skipped if transformers is not installed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ IMAGE = {"pixel_values": torch.randn(2, 3, 64, 64)}
 
 
 def sizes(width: int = 16, layers: int = 6, inner: int = 32, heads: int = 2) -> dict[str, Any]:
-    """The names by which most configurations call these."""
+    """Names that most configurations use for these sizes."""
     return {
         "vocab_size": 64,
         "hidden_size": width,
@@ -70,7 +70,7 @@ CONVNEXT = {"hidden_sizes": [8, 16, 32, 64], "depths": [2, 2, 6, 2]}
 RESNET = {"embedding_size": 8, "hidden_sizes": [16, 32, 64, 128]}
 SEGFORMER = {"hidden_sizes": [8, 16, 24, 32], "decoder_hidden_size": 16}
 WHISPER = {**BART, "num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16}
-LLAVA = {  # its forward takes the embedding out of the language model by a getter
+LLAVA = {  # its forward gets the embedding from the language model by a getter
     "text_config": {"model_type": "llama", **sizes()},
     "vision_config": {"model_type": "clip_vision_model", **VISION, "projection_dim": 16},
 }
@@ -78,8 +78,8 @@ LLAVA = {  # its forward takes the embedding out of the language model by a gett
 
 @dataclass(frozen=True)
 class Case:
-    """What to build and run, the class of the units in the middle, how many, and the largest share
-    of the model that one unit may have."""
+    """A model to build and run, the class of the units in the middle, how many there are, and the
+    largest share of the model that one unit may have."""
 
     model: str
     config: str
@@ -130,7 +130,7 @@ def build(case: Case) -> nn.Module:
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.model)
-def test_auto_cuts_the_model_into_its_blocks(case: Case) -> None:
+def test_auto_splits_the_model_into_its_blocks(case: Case) -> None:
     model = build(case)
     units = plan_units(model)
     total = sum(param.numel() for param in model.parameters())

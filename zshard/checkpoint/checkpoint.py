@@ -1,8 +1,8 @@
 """The content of a checkpoint, whatever its format: tensors by name, and where to read each one.
 
-Code that loads does not see the format. zshard checkpoints, safetensors files,
-Hugging Face folders and torch.distributed.checkpoint folders all become a Checkpoint. Formats
-describe the state of an optimizer in several ways, which all become an OptimizerState.
+Code that loads does not see the format. zshard checkpoints, safetensors files, Hugging Face folders
+and torch.distributed.checkpoint folders all become a Checkpoint. Formats describe the state of an
+optimizer in several ways, which all become an OptimizerState.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Readable(Protocol):
 
     @property
     def files(self) -> list[str]:
-        """The names of the files that contain it."""
+        """Return the names of the files that contain the tensor."""
 
     def check(self) -> None:
-        """Check what opening has not checked and what does not need the values. Raise
-        CheckpointError if something is wrong."""
+        """Check what opening has not checked and what does not need values. Raise CheckpointError
+        if something is wrong."""
 
     def read_into(self, memory: memoryview, offset: int) -> None:
-        """Fill `memory` with the tensor's bytes, in row-major order, from byte `offset` on."""
+        """Fill `memory` with the tensor's bytes, in row-major order, starting at byte `offset`."""
 
 
 @dataclass
@@ -56,12 +56,12 @@ class Checkpoint:
     model: Mapping[str, Readable] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)  # alias: name in `model`
     others: Mapping[str, Any] = field(default_factory=dict)  # state dict entries without tensors
-    versions: Mapping[str, int] | None = None  # of modules, by prefix, where the version is not 1
+    versions: Mapping[str, int] | None = None  # versions other than 1 of modules, by prefix
     optimizer: OptimizerState | None = None
-    no_optimizer: str = ""  # why there is none, where that needs an explanation
+    no_optimizer: str = ""  # why there is none, if that needs an explanation
     manifest: Manifest | None = None
     files: dict[str, OpenFile] = field(default_factory=dict)  # open files by name
-    shared: Mapping[str, Callable[[], Any]] = field(default_factory=dict)  # extra of all ranks
+    shared: Mapping[str, Callable[[], Any]] = field(default_factory=dict)  # every rank's extra
 
     def extra_of(self, rank: int, strict: bool = True) -> dict[str, Any]:
         """Return the `extra` that `rank` saved. Raise CheckpointError if it is not a dict or, with
@@ -102,7 +102,7 @@ def decode(value: object, path: str) -> Any:
 
 def is_extra_state(name: str) -> bool:
     """Return whether it names the result of a module's get_extra_state(). set_extra_state() needs
-    values, so a tensor of that name is read at once, unlike others."""
+    values, so a tensor of that name, unlike others, is read at once."""
     return name.rpartition(".")[2] == "_extra_state"
 
 
@@ -111,7 +111,7 @@ def is_extra_state(name: str) -> bool:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """The state of an optimizer, keyed by parameter name; by number, where a file has no names."""
+    """The state of an optimizer, keyed by parameter name, or by number if the file has no names."""
 
     kind: str | None  # the qualified name of its class
     groups: list[dict[str, Any]]  # options, and parameter names under "params"
@@ -122,9 +122,9 @@ class OptimizerState:
     def fitted(
         self, optimizer: Optimizer, names: Mapping[int, str]
     ) -> tuple[OptimizerState, list[str]]:
-        """Return the state by names and in param groups, and a list of what does not fit.
+        """Return the state by name and in param groups, and a list of mismatches.
 
-        names: of the optimizer's parameters, by id.
+        names: names of the optimizer's parameters, by id.
         """
         told = self
         problems: list[str] = []
@@ -137,8 +137,8 @@ class OptimizerState:
     def _by_place(
         self, optimizer: Optimizer, names: Mapping[int, str]
     ) -> tuple[OptimizerState, list[str]]:
-        """Return the state by names where it has numbers: as in torch, the parameter is the one
-        with the same place in the param groups. And a list of what does not fit."""
+        """Return the state by name where the file has numbers, and a list of mismatches. As in
+        torch, the parameter is the one at the same place in the param groups."""
         listed = [number for group in self.groups for number in group["params"]]
         if not listed or not all(type(number) is int for number in listed):
             return self, []
@@ -220,10 +220,10 @@ def _names(value: object) -> list[str]:
 def optimizer_of_paths(
     tensors: Mapping[KeyPath, Readable], values: Mapping[KeyPath, Any], params: Sequence[str]
 ) -> OptimizerState:
-    """Accept the forms of torch.distributed.checkpoint.state_dict: ("state", name, key) and
-    ("param_groups", i, option); or flat, ("state.name.key",) and ("param_groups.name.option",); and
-    that of optimizer.state_dict(), with numbers, for which the groups may give the names. Otherwise
-    raise KeyError or TypeError."""
+    """Accept the formats of torch.distributed.checkpoint.state_dict: ("state", name, key) and
+    ("param_groups", i, option), or flat, ("state.name.key",) and ("param_groups.name.option",).
+    Also accept that of optimizer.state_dict(), with numbers, for which the groups may give the
+    names. Otherwise raise KeyError or TypeError."""
     if all(len(path) == 1 for path in (*tensors, *values)):
         return _flat_optimizer(tensors, values, set(params))
     groups: dict[int, dict[str, Any]] = {}
@@ -253,7 +253,7 @@ def optimizer_of_paths(
 def _flat_optimizer(
     tensors: Mapping[KeyPath, Readable], values: Mapping[KeyPath, Any], params: set[str]
 ) -> OptimizerState:
-    """The flat form, in which each parameter has its own options."""
+    """Return the state of the flat format, in which each parameter has its own options."""
     state: dict[str, dict[str, Readable]] = {}
     others: dict[str, dict[str, Any]] = {}
     options: dict[str, dict[str, Any]] = {}
@@ -293,12 +293,12 @@ def _is_list(value: object) -> bool:
 
 
 def _named(key: object, names: Mapping[str, str]) -> Any:
-    """A parameter's name; its number, where the file has no names (and numbers as text)."""
+    """Return a parameter's name, or its number as text if the file has no names."""
     return int(str(key)) if not names and str(key).isdecimal() else names[str(key)]
 
 
 def _names_by_number(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """{key of a parameter in the state, as text: name of the parameter}"""
+    """Return {key of a parameter in the state, as text: name of the parameter}."""
     names: dict[str, str] = {}
     for group in groups:
         params = group.get("params", [])

@@ -1,10 +1,10 @@
-"""What a model and an optimizer have to save: names, and which rank holds which elements.
+"""What to save of a model and an optimizer: names, and which rank holds which elements.
 
-state_dict() tells what a model saves and under which names, including all hooks and
-overrides. It runs with placeholders without values instead of parameters, so the result is a plan,
-in which each placeholder means "the elements that this rank holds". No value moves.
+state_dict() determines what a model saves and under which names, including all hooks and overrides.
+It runs with placeholders without values instead of parameters, so the result is a plan, in which
+each placeholder means "the elements that this rank holds". No value moves.
 
-The entry of an optimizer in the manifest (`optimizer`). Its tensors are in files as
+The manifest's entry for an optimizer (`optimizer`). Its tensors are in files as
 `<parameter>.<key>`, under the first name that named_parameters() gives the parameter:
 
     {"class": "torch.optim.adamw.AdamW",
@@ -49,13 +49,13 @@ _KINDS = (Tensor, nn.Parameter, nn.Buffer)  # subclasses may hold anything
 
 
 class HeldElements(NamedTuple):
-    """The elements of a tensor that this rank holds, and how many ranks hold the same."""
+    """The elements of a tensor that this rank holds, and how many ranks hold the same ones."""
 
     values: Tensor  # of any shape, in row-major order
     begin: int  # the index of its first element in the full tensor
     copies: int  # the number of ranks that hold these elements
     copy: int  # the index of this rank among them
-    group: int  # items with the same number are held by the same ranks
+    group: int  # the same ranks hold items with the same number
 
 
 class Item(NamedTuple):
@@ -78,8 +78,8 @@ class Contents(NamedTuple):
 
 
 def ranks_of(model: nn.Module) -> _core.Comm:
-    """The ranks that save a model together: those of its units or, without units, those of the
-    default process group. Raises ValueError if units span different ranks."""
+    """Return the ranks that save a model together: those of its units or, without units, those of
+    the default process group. Raises ValueError if units span different ranks."""
     if next(units_of(model), None) is not None:
         return comm_of(model)
     together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -104,18 +104,18 @@ class Replicas:
             self._known[key] = (*row, i)
 
     def held(self, part: Part, values: Tensor) -> HeldElements:
-        """This rank's elements of a tensor that is sharded like a parameter."""
+        """Return this rank's elements of a tensor that is sharded like a parameter."""
         if not part.is_cut:
             return HeldElements(values, 0, self._comm.world, self._comm.rank, _EVERYONE)
         return HeldElements(to_local(values), part.begin, *self._known[id(part.shards)])
 
     def from_rank_0(self, values: Tensor) -> HeldElements | None:
-        """The elements of a tensor that rank 0 saves."""
+        """Return the elements of a tensor that rank 0 saves."""
         return HeldElements(values, 0, 1, 0, _RANK_0) if self._comm.rank == 0 else None
 
 
 def facts_of(contents: Contents, what: str) -> list[Fact]:
-    """The facts that must agree between ranks."""
+    """Return the facts that must agree between ranks."""
     facts = [
         (f"{what} '{each.name}'", f"shape {each.shape}, {each.dtype}") for each in contents.items
     ]
@@ -136,7 +136,7 @@ def of_model(model: nn.Module, copies: Replicas, dtype: torch.dtype | None) -> C
     which name the entry, for what cannot be saved.
     """
     state, parts = _state_of(model)
-    # Placeholders are slow: take everything but the shape from the parameter.
+    # Placeholders are slow: take everything except the shape from the parameter.
     tensors = {
         name: value.origin if isinstance(value, Saved) else value
         for name, value in _checked_names(state)
@@ -167,7 +167,7 @@ def of_model(model: nn.Module, copies: Replicas, dtype: torch.dtype | None) -> C
 
 def settle(model: nn.Module) -> None:
     """Bring all parameters to their state between steps. Raise RuntimeError during forward or
-    backward, and while unshard() or summon_full_params() keeps them unsharded."""
+    backward, and while unshard() or summon_full_params() keeps parameters unsharded."""
     for _, state in units_of(model):
         held = [name for p in state.unit.params if (name := _core.held_unit(p)) is not None]
         if held:
@@ -182,7 +182,7 @@ def settle(model: nn.Module) -> None:
 
 
 def _state_of(model: nn.Module) -> tuple[Any, dict[int, Part]]:
-    """Return state_dict() with placeholders for the units' parameters, and {id: part} of these
+    """Return state_dict() with placeholders for the units' parameters, and {id: shard} of these
     parameters."""
     made: dict[int, Saved] = {}
     parts: dict[int, Part] = {}
@@ -209,7 +209,7 @@ def _state_of(model: nn.Module) -> tuple[Any, dict[int, Part]]:
 
 
 def _at_rest(param: Tensor, part: Part) -> Tensor:
-    """This rank's elements of a parameter."""
+    """Return this rank's elements of a parameter."""
     values = to_local(param).detach()
     if tuple(values.shape) != part.local_shape:
         if tuple(values.shape) != part.shape:
@@ -252,8 +252,8 @@ def _check_tensor(name: str, value: Tensor, is_param: bool = False) -> None:
 def _tied_names(
     tensors: Mapping[str, Tensor], params: Container[int], is_other: Callable[[str], bool]
 ) -> dict[str, str]:
-    """{alias: name} of tensors with several names. A tensor is saved under its first name that the
-    model does not list as tied."""
+    """Return {alias: name} of tensors with several names. A tensor is saved under its first name
+    that the model does not list as tied."""
     names: dict[Any, list[str]] = {}
     for name, value in tensors.items():
         key = id(value) if id(value) in params else _identity(value)
@@ -266,15 +266,15 @@ def _tied_names(
 
 
 def _identity(value: Tensor) -> Any:
-    """A key that is equal for two names of one tensor; None if it has no elements."""
+    """Return a key that is equal for two names of one tensor; None if it has no elements."""
     if value.numel() == 0:
         return None
     return value.data_ptr(), value.device, value.dtype, tuple(value.shape), value.stride()
 
 
 def _tied_patterns(model: nn.Module) -> Callable[[str], bool]:
-    """Return a function that tells whether Hugging Face's `_tied_weights_keys` list a name. A
-    module's keys are names or regular expressions, relative to that module."""
+    """Return a predicate: do Hugging Face's `_tied_weights_keys` list a name? A module's keys are
+    names or regular expressions, relative to that module."""
     listed = [
         (f"{plain_name(prefix)}." if plain_name(prefix) else "", key)
         for prefix, module in model.named_modules()
@@ -300,7 +300,7 @@ def _matches(key: Any, name: str) -> bool:
 
 
 def of_optimizer(model: nn.Module, optimizer: Optimizer, copies: Replicas) -> Contents:
-    """Return what an optimizer over parameters of the model has to save, ordered by state key.
+    """Return the state to save for an optimizer over parameters of the model, ordered by state key.
 
     Raises TypeError for an object that is not a torch optimizer, and for state that cannot be
     saved, naming it; ValueError for a parameter that is not the model's.

@@ -1,14 +1,15 @@
-"""Folders that torch.distributed.checkpoint wrote, and those of its Hugging Face writer.
+"""Folders written by torch.distributed.checkpoint, including its Hugging Face writer.
 
 Such a folder stores a tensor in chunks. In torch's own format, each chunk is a torch.save() file
 within a larger file. `.metadata` lists the tensors, their chunks, and the keys that led to each
-tensor in the nested dict that was saved; these keys tell the model from its optimizer. All pickles
-are read as data (torch_file.py). Then any range of elements can be read straight into place.
+tensor in the nested dict that was saved; these keys distinguish the model from its optimizer. All
+pickles are read as data (torch_file.py). Then any range of elements can be read straight into
+place.
 
 HuggingFaceStorageWriter with save_distributed=True, if it does not consolidate, writes safetensors
 files with each rank's parts of the tensors. Their headers give the offsets of the parts in the full
-tensors. Nothing tells how many parts there should be: gaps and overlaps are errors, and a tensor
-whose last part is missing has another shape.
+tensors. No header lists how many parts there should be: gaps and overlaps are errors, and a tensor
+without its last part has another shape.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def read_metadata(found: Checkpoint, text: bytes, where: str, with_optimizer: bo
     _sort_out(found, tensors, values, with_optimizer)
 
 
-# --- which is the model's, and which the optimizer's ----------------------------------------------
+# --- splitting model and optimizer ----------------------------------------------------------------
 
 
 def _sort_out(found: Checkpoint, tensors: Tensors, values: Values, with_optimizer: bool) -> None:
@@ -118,7 +119,7 @@ def _sort_out(found: Checkpoint, tensors: Tensors, values: Values, with_optimize
         of_model, others = _within(tensors, model), _within(values, model)
     found.model = {_dotted(path): entry for path, entry in of_model.items()}
     found.others = {_dotted(path): read() for path, read in others.items()}
-    extra |= {path: functools.partial(_whole, entry) for path, entry in rest.items()}
+    extra |= {path: functools.partial(_read_all, entry) for path, entry in rest.items()}
     found.shared = {_dotted(path): read for path, read in extra.items()}
     if optimizer is not None and with_optimizer:
         told = {path: read() for path, read in _within(values, optimizer).items()}
@@ -137,7 +138,7 @@ def _outside(things: Mapping[KeyPath, _T], roots: Sequence[KeyPath]) -> dict[Key
     return {p: each for p, each in things.items() if not any(p[: len(r)] == r for r in roots)}
 
 
-def _whole(entry: Readable) -> torch.Tensor:
+def _read_all(entry: Readable) -> torch.Tensor:
     made = torch.empty(entry.shape, dtype=entry.dtype)
     if made.numel() > 0:
         entry.read_into(bytes_of(made), 0)
@@ -145,7 +146,7 @@ def _whole(entry: Readable) -> torch.Tensor:
 
 
 def _under(names: Sequence[str], paths: Sequence[KeyPath]) -> KeyPath | None:
-    """The shortest path of keys that ends with one of the names and has keys below it."""
+    """Return the shortest path of keys that ends with one of the names and has keys below it."""
     found = {
         path[: i + 1] for path in paths for i in range(min(2, len(path) - 1)) if path[i] in names
     }
@@ -177,7 +178,7 @@ def _contents(found: Checkpoint, where: str, metadata: Record) -> tuple[Tensors,
 
 
 def _storage(found: Checkpoint, where: str, metadata: Record) -> dict[tuple[str, object], Stored]:
-    """The location of each chunk, by name and the chunk's first index."""
+    """Return the location of each chunk, by name and the chunk's first index."""
     made = {}
     for index, info in metadata.field("storage_data").items():
         name, offset = index.field("fqn"), index.state.get("offset")
@@ -263,7 +264,7 @@ def open_shards_into(found: Checkpoint) -> None:
 def _joined(
     folder: str, name: str, parts: Sequence[tuple[tuple[int, ...], TensorEntry]]
 ) -> Chunked:
-    """The tensor that consists of these parts, given with their first indices."""
+    """Return the tensor that consists of these parts, given with their first indices."""
     dims, dtypes = {len(begin) for begin, _ in parts}, {entry.dtype for _, entry in parts}
     if len(dims) > 1 or len(dtypes) > 1:
         raise CheckpointError(
@@ -287,7 +288,7 @@ def _joined(
 
 
 class Chunk:
-    """A box of a tensor: its first index, its shape, and where its values are."""
+    """A box of a tensor: its first index, its shape, and the location of its values."""
 
     def __init__(
         self,
@@ -297,22 +298,22 @@ class Chunk:
         locate: Callable[[], tuple[int, tuple[int, ...] | None]],
     ) -> None:
         """locate: returns the offset of the first value in the file, and the strides as from
-        values_at(); it checks what is around the values."""
+        values_at(); it checks the data around the values."""
         self.offsets, self.sizes, self.file, self._locate = offsets, sizes, file, locate
 
     @functools.cached_property
     def place(self) -> tuple[int, tuple[int, ...] | None]:
-        """The offset of the first value in the file, and the strides; None: row-major."""
+        """Return the offset of the first value in the file, and the strides; None: row-major."""
         return self._locate()
 
     def runs(self, shape: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
-        """Runs of elements that are contiguous in the chunk and in the full tensor of that shape:
-        (first element in the tensor, first element in the chunk, number of elements)."""
+        """Yield runs of elements that are contiguous in the chunk and in the full tensor of that
+        shape: (first element in the tensor, first element in the chunk, number of elements)."""
         dims = len(shape)
-        inner = dims  # all dimensions from here on are whole in the chunk
+        inner = dims  # the chunk covers all dimensions from here on in full
         while inner > 0 and self.sizes[inner - 1] == shape[inner - 1]:
             inner -= 1
-        outer = max(inner - 1, 0)  # of this one the chunk has a part, in one piece
+        outer = max(inner - 1, 0)  # the chunk covers part of this one, in one piece
         strides = [math.prod(shape[i + 1 :]) for i in range(dims)]
         length = math.prod(self.sizes[outer:])
         base = sum(o * s for o, s in zip(self.offsets, strides, strict=True))
@@ -329,7 +330,7 @@ class Chunk:
         row, count = math.prod(self.sizes[1:]), len(memory) // item
         top, bottom = first // row, -(-(first + count) // row)
         rows = (bottom - top, *self.sizes[1:])
-        held = torch.empty(extent(rows, strides), dtype=dtype)  # and what lies between them
+        held = torch.empty(extent(rows, strides), dtype=dtype)  # and elements between them
         self.file.read_into(bytes_of(held), begin + top * strides[0] * item)
         found = held.as_strided(rows, strides).reshape(-1)[first - top * row :]
         found = found[:count].contiguous()  # it may be a view
@@ -370,7 +371,7 @@ def covered(chunks: Sequence[Chunk]) -> int:
     for i, one in enumerate(ordered):
         for other in ordered[i + 1 :]:
             if one.offsets and other.offsets[0] >= one.offsets[0] + one.sizes[0]:
-                break  # and so are all that come later
+                break  # as are all later ones
             spans = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
             if all(a < d + e and d < a + b for a, b, d, e in spans):
                 return -1

@@ -64,7 +64,7 @@ class Target(NamedTuple):
         return os.path.join(self.parent, self.name)
 
     def hidden(self, id: str) -> str:
-        """Its temporary path, until it is finished."""
+        """Return its temporary path, until it is finished."""
         return os.path.join(self.parent, f".{self.name}.{id}.tmp")
 
 
@@ -72,12 +72,12 @@ class Target(NamedTuple):
 
 
 def name_of(step: int) -> str:
-    """The name of the checkpoint of a step."""
+    """Return the name of the checkpoint of a step."""
     return f"step-{step:08}"
 
 
 def step_of(name: str) -> int | None:
-    """The step in the name of a checkpoint; None for all other names."""
+    """Return the step in the name of a checkpoint; None for all other names."""
     if re.fullmatch(_STEP, name) is None:
         return None
     step = int(name.removeprefix("step-"))
@@ -97,7 +97,7 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
 
 
 def finished(directory: str | os.PathLike[str]) -> list[int]:
-    """The steps of all finished checkpoints in a directory, in ascending order."""
+    """Return the steps of all finished checkpoints in a directory, in ascending order."""
     try:
         names = os.listdir(directory)
     except FileNotFoundError:
@@ -111,7 +111,7 @@ def finished(directory: str | os.PathLike[str]) -> list[int]:
 
 
 class Staging:
-    """The temporary folder of a save, and its lock; on one rank.
+    """The temporary folder of a save and its lock, on one rank.
 
     Call open() and then commit(), or discard() at any time; call close() at the end.
     """
@@ -153,7 +153,7 @@ class Staging:
             raise
 
     def discard(self) -> None:
-        """Delete what is left. The next save deletes what cannot be deleted now."""
+        """Delete leftovers. The next save deletes what cannot be deleted now."""
         if self._there:
             self._there = False
             with contextlib.suppress(OSError):
@@ -165,7 +165,7 @@ class Staging:
             lock, self._lock = self._lock, None
             with contextlib.suppress(OSError):
                 _core.remove_file(_lock_path(self._target))
-            with contextlib.suppress(OSError):  # it is closed in any case
+            with contextlib.suppress(OSError):  # the folder is closed in any case
                 _core.unlock(lock)
 
     def _check_free(self) -> None:
@@ -196,7 +196,7 @@ def retain(target: Target, keep_last: int, id: str) -> None:
     for step in old_ones:
         old = Target(target.parent, name_of(step), True)
         try:
-            _core.rename(old.path, old.hidden(id))  # so that nobody finds half of it
+            _core.rename(old.path, old.hidden(id))  # so that no process finds half of it
             remove(old.hidden(id))
         except OSError as error:
             warnings.warn(f"could not delete the checkpoint '{old.path}': {error}", stacklevel=2)
@@ -218,7 +218,7 @@ def _path(target: Target, step: int) -> str:
 
 
 def _is_finite(path: str) -> bool:
-    """Return whether the manifest there says that no parameter is NaN or infinite."""
+    """Return whether the manifest there states that all parameters are finite."""
     manifest = os.path.join(path, MANIFEST)
     try:
         with open(manifest, "rb") as file:
@@ -273,7 +273,7 @@ def _clean(target: Target) -> None:
     for entry in os.listdir(target.parent):
         path = os.path.join(target.parent, entry)
         if pattern.fullmatch(entry) and os.path.isdir(path) and not os.path.islink(path):
-            with contextlib.suppress(OSError):  # it does no harm
+            with contextlib.suppress(OSError):  # the leftover is harmless
                 remove(path)
 
 
@@ -298,7 +298,7 @@ def _locked(target: Target) -> int | None:
             if error.errno in _NO_LOCKS:
                 return None
             raise
-        # The previous holder deletes the file at the end: then this locks a file that is gone.
+        # The previous holder deletes the file at the end: then this locks a deleted file.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock), os.stat(path)):
                 os.ftruncate(lock, 0)

@@ -1,10 +1,10 @@
 """zshard.load(): load a model, an optimizer and a script's own state from a checkpoint.
 
-Three steps, and no rank begins a step before all ranks have completed the previous
-one. First, check everything that needs no values: files, names, shapes, dtypes, the optimizer.
-Second, verify the checksums of the blocks to be read; each rank verifies its share. Third, each
-rank reads its own shards, directly into place. So a checkpoint that is damaged, or that belongs to
-another model, changes nothing on any rank.
+Loading has three steps, and no rank begins a step before all ranks have completed the previous one.
+First, check everything that needs no values: files, names, shapes, dtypes, the optimizer. Second,
+verify the checksums of the blocks to be read; each rank verifies its share. Third, each rank reads
+its own shards, directly into place. So a checkpoint that is damaged, or that belongs to another
+model, changes nothing on any rank.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def load(
         found = _open(stack, comm, path, optimizer is not None)
         if found.manifest is not None:
             heads = blocks.head_runs(found.files, found.manifest.files)
-            with _whole_checkpoint(comm, found):
+            with _checking_files(comm, found):
                 blocks.check_blocks(blocks.share(heads, comm.rank, comm.world))
         plans = _plan(comm, found, model, optimizer, strict)
         with slices.plain():
@@ -165,15 +165,16 @@ def _open(
 
 
 def _facts(found: Checkpoint) -> list[Fact]:
-    """The facts that must agree between ranks."""
+    """Return the facts that must agree between ranks."""
     facts = [("the checkpoint id", found.manifest.id)] if found.manifest is not None else []
     tensors = sorted(found.model.items())
     return facts + [(f"tensor '{n}'", f"shape {e.shape}, {e.dtype}") for n, e in tensors]
 
 
 @contextlib.contextmanager
-def _whole_checkpoint(comm: _core.Comm, found: Checkpoint) -> Iterator[None]:
-    """Context for checking files: on_all_ranks(), and errors name an older checkpoint."""
+def _checking_files(comm: _core.Comm, found: Checkpoint) -> Iterator[None]:
+    """Context manager for checking files: on_all_ranks(), with errors that name an older
+    checkpoint."""
     with on_all_ranks(comm):
         try:
             yield
@@ -205,7 +206,7 @@ def _plan(
 
 
 def _state_of(found: Checkpoint, model: nn.Module) -> OrderedDict[str, Any]:
-    """A state dict of tensors that are not yet read."""
+    """Return a state dict of tensors that are not read yet."""
     state: OrderedDict[str, Any] = OrderedDict(
         (plain_name(name), Reader().whole(e) if is_extra_state(name) else Pending.of(name, e))
         for name, e in found.model.items()
@@ -227,7 +228,7 @@ def _state_of(found: Checkpoint, model: nn.Module) -> OrderedDict[str, Any]:
 
 
 def _add_tied(model: nn.Module, state: OrderedDict[str, Any]) -> None:
-    """Give all names of a tied tensor the entry of one of them: files contain it once."""
+    """Give all names of a tied tensor the same entry: files contain it once."""
     names: dict[int, list[str]] = {}
     for kind in (model.named_parameters, model.named_buffers):
         for name, tensor in kind(remove_duplicate=False):
@@ -268,7 +269,7 @@ def _check(comm: _core.Comm, found: Checkpoint, pending: Sequence[Pending], veri
     )
     mine = blocks.own_runs(comm, files, found.manifest.files, wanted, meeting.host_id())
     total = sum(run.size for run in mine)
-    with progress(total, "verifying", comm.rank) as done, _whole_checkpoint(comm, found):
+    with progress(total, "verifying", comm.rank) as done, _checking_files(comm, found):
         blocks.check_blocks(mine, done)
 
 
@@ -288,9 +289,9 @@ class OptimizerLoad:
     """Loads an optimizer, in steps.
 
     optimizer.load_state_dict() receives memory instead of values: new memory for this rank's
-    shards, or the state that the optimizer already has. So torch and its hooks work as always, and
-    if they fail on any rank, the optimizer gets its previous state back. Values are read
-    afterwards, into the state as it is then.
+    shards, or the optimizer's existing state. So torch and its hooks work as always, and if they
+    fail on any rank, the optimizer gets its previous state back. Values are read afterwards, into
+    the state as it is then.
 
     Creating it changes nothing. It raises RuntimeError, which lists what does not fit, and
     ValueError for parameters that are not the model's.
@@ -318,12 +319,13 @@ class OptimizerLoad:
         self._hooks: Mapping[int, Callable[[Optimizer], object]] = {}
 
     def pending(self) -> list[Pending]:
-        """What this rank will read."""
+        """Return the tensors that this rank will read."""
         return self._plan.pending()
 
     def install(self, comm: _core.Comm, reader: Reader) -> None:
-        """Make the optimizer load all but its shards, for which it gets memory. Collective: raises
-        on all ranks, with the optimizer as it was, what its load_state_dict() raises on any."""
+        """Make the optimizer load everything except its shards, for which it gets memory.
+        Collective: if its load_state_dict() raises on any rank, this raises on all ranks and leaves
+        the optimizer unchanged."""
         optimizer = self._optimizer
         with on_all_ranks(comm):
             state = taken(optimizer, self._plan.take(reader, optimizer.state))
@@ -350,7 +352,7 @@ class OptimizerLoad:
 
 def _other_class(told: OptimizerState, optimizer: Optimizer) -> list[str]:
     name = type(optimizer).__name__
-    if told.kind is None or told.kind.rpartition(".")[2] == name:  # torch's is as good as zshard's
+    if told.kind is None or told.kind.rpartition(".")[2] == name:  # torch's or zshard's
         return []
     return [
         f"the checkpoint has the state of {told.kind}, but the optimizer is {name}; pass "
@@ -359,7 +361,7 @@ def _other_class(told: OptimizerState, optimizer: Optimizer) -> list[str]:
 
 
 def _pending_state(model: nn.Module, contents: Checkpoint, told: OptimizerState) -> dict[str, Any]:
-    """The state dict by names, with tensors that have no values yet."""
+    """Return the state dict by name, with tensors that have no values yet."""
     state: dict[str, dict[str, Any]] = {
         name: {
             key: Pending.of(f"{name}.{key}", entry)
@@ -376,8 +378,8 @@ def _pending_state(model: nn.Module, contents: Checkpoint, told: OptimizerState)
 def _keep_dtypes(
     model: nn.Module, contents: Checkpoint, state: Mapping[str, Mapping[str, Pending]]
 ) -> None:
-    """Mark state that was saved in another floating-point dtype than its parameter, where the
-    parameter has the same dtype here: the optimizer keeps it, while torch would cast it."""
+    """Mark state that was saved in a floating-point dtype other than its parameter's, where the
+    parameter has the same dtype here: the optimizer keeps that dtype, while torch would cast."""
     saved = {plain_name(name): entry for name, entry in contents.model.items()}
     for full, param in model.named_parameters(remove_duplicate=False):
         name = plain_name(full)
@@ -393,7 +395,7 @@ def _keep_dtypes(
 
 
 class Reader:
-    """The source of what is in files. Calls `done` with the number of bytes of each read.
+    """The source of values in files. Calls `done` with the number of bytes of each read.
 
     A shard of a tensor is one run of bytes in the checkpoint, and one in memory. If dtype and
     device match, the run is read directly into place; otherwise it is read a chunk at a time and

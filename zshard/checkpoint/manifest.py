@@ -1,19 +1,18 @@
 """zshard.json: the files of a checkpoint, their sizes and their checksums; and verifying them.
 
-It is written when all other files are synced, and before the folder is renamed into
-place. So a folder with a valid manifest is finished, and a file that does not match it has been
-damaged since. CRC-32C checksums of 4 MiB blocks cover every byte of every file, and one checksum
-covers the manifest itself.
+It is written after all other files are synced, and before the folder is renamed into place. So a
+folder with a valid manifest is finished, and a file that does not match it has been damaged since.
+CRC-32C checksums of 4 MiB blocks cover every byte of every file, and one checksum covers the
+manifest itself.
 
     {"crc32c": "89abcdef", "checkpoint": {"format": "zshard", "version": 1, "id": ..., ...}}
 
 The checksum covers the object under "checkpoint", as json.dumps() writes it with sorted keys and
 without spaces: reformatting the text does no damage.
 
-Each block has its own checksum, so the ranks can divide the blocks among them, and an error can
-name the file, the bytes and the tensors. If only one host will read a block, that host verifies it:
-then the block is in its page cache when it is read, and comes from the disk or over the network
-only once.
+Each block has its own checksum, so the ranks can divide the blocks, and an error can name the file,
+the bytes and the tensors. If only one host will read a block, that host verifies it: the block is
+then in its page cache when it is read, and crosses the disk or network only once.
 """
 
 from __future__ import annotations
@@ -146,7 +145,7 @@ def _record_of(name: str, told: Mapping[str, Any]) -> FileRecord:
 
 
 def _plain(name: str) -> str:
-    """Check that a file name does not lead out of the folder."""
+    """Return a file name, if it does not lead out of the folder."""
     if not name or name in (".", "..", NAME) or set(name) & set("/\\\0") or len(name) > 255:
         raise ValueError(f"{name!r:.80} is not the name of a file in the same folder")
     return name
@@ -184,7 +183,7 @@ class BlockRun(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """Return its bytes."""
         return min(self.end * BLOCK, self.record.size) - self.first * BLOCK
 
 
@@ -233,7 +232,7 @@ def own_runs(
     wanted: Iterable[tuple[OpenFile, int, int]],
     host: str,
 ) -> list[BlockRun]:
-    """Return the part of data_runs() that this rank verifies. Collective. The ranks of a host
+    """Return the blocks of data_runs() that this rank verifies. Collective. The ranks of a host
     divide the blocks that only this host wants, in contiguous stretches, which suit disks; all
     ranks divide the rest.
 
@@ -263,7 +262,7 @@ def own_runs(
 def _marks(
     blocks: Sequence[tuple[OpenFile, FileRecord, int]], wanted: Iterable[tuple[OpenFile, int, int]]
 ) -> bytes:
-    """A byte for each block: 1 if one of the ranges touches it."""
+    """Return a byte for each block: 1 if one of the ranges touches it."""
     marks = bytearray(len(blocks))
     number = {(id(file), block): i for i, (file, _, block) in enumerate(blocks)}
     for file, begin, end in wanted:

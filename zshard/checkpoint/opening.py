@@ -1,7 +1,7 @@
 """Open a checkpoint of any supported format.
 
-Opening checks everything that a checkpoint says about itself: sizes, headers,
-indices, the manifest. It reads no values. A file that would have to be executed is refused.
+Opening checks everything that a checkpoint states about itself: sizes, headers, indices, the
+manifest. It reads no values. It refuses files that would have to be executed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _File = TypeVar("_File", bound=OpenFile)
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str], with_optimizer: bool = False) -> Iterator[Checkpoint]:
-    """Context in which the checkpoint at `path` is open.
+    """Context manager in which the checkpoint at `path` is open.
 
     path: a .safetensors file, a folder, or a checkpoint directory, whose newest finished checkpoint
         is opened.
@@ -100,7 +100,8 @@ def _open_newest(found: Checkpoint, with_optimizer: bool) -> None:
 
 
 def _tagged_in(path: str) -> str | None:
-    """The checkpoint that the file `latest` names, as an engine's save_checkpoint() writes it."""
+    """Return the checkpoint that the file `latest` names, as an engine's save_checkpoint() writes
+    it."""
     try:
         with open(os.path.join(path, "latest"), encoding="utf-8") as file:
             tag = file.read(_LONGEST_TAG).strip()
@@ -113,7 +114,7 @@ def _tagged_in(path: str) -> str | None:
 
 def _point_inside(path: str) -> None:
     """Raise FileNotFoundError for a folder without tensors whose subfolders have some, as trainers
-    create them: which one is meant is unknown."""
+    create them: the intended one is unknown."""
     marks = (NAME, dcp.METADATA, f"{MODEL}.safetensors", f"{MODEL}.safetensors.index.json")
     with os.scandir(path) as entries:
         folders = sorted(entry.name for entry in entries if entry.is_dir())
@@ -175,7 +176,7 @@ def _is_folder(path: str, names: list[str]) -> bool:
 
 
 def _of_huggingface(path: str, prefix: str) -> str | None:
-    """The file in a folder that has the tensors or their index, if there is one."""
+    """Return the file in a folder that has the tensors or their index, if there is one."""
     for name in (f"{prefix}.safetensors", f"{prefix}.safetensors.index.json"):
         if os.path.exists(os.path.join(path, name)):
             return name
@@ -246,7 +247,7 @@ def read_manifest(path: str) -> Manifest:
 
 def _add_own(found: Checkpoint, manifest: Manifest, prefix: str) -> dict[str, Readable]:
     """Open the files of the model or the optimizer that the manifest lists, and no others: other
-    files in the folder belong to no save, or to another one."""
+    files in the folder belong to another save or to none."""
     one, index = f"{prefix}.safetensors", f"{prefix}.safetensors.index.json"
     homes = None
     if one in manifest.files:
@@ -268,7 +269,7 @@ def _add_own(found: Checkpoint, manifest: Manifest, prefix: str) -> dict[str, Re
 
 
 def _own(found: Checkpoint, manifest: Manifest, name: str, kind: type[_File]) -> _File:
-    """Open a file of the manifest as a `kind` of OpenFile; its size must be that of the save."""
+    """Open a file of the manifest as a `kind` of OpenFile; its size must match the manifest."""
     path = os.path.join(found.path, name)
     if name not in manifest.files:
         raise CheckpointError(f"'{path}' is listed in an index, but not in {NAME}")

@@ -147,13 +147,13 @@ def save(
 def _checked_step(step: object) -> int | None:
     if step is None:
         return None
-    number = _whole("step", step)
+    number = _int_of("step", step)
     if not 0 <= number < 2**63 or isinstance(step, bool):
         raise ValueError(f"step must be an integer from 0 to 2**63 - 1, got {step!r}")
     return number
 
 
-def _whole(name: str, value: Any) -> int:
+def _int_of(name: str, value: Any) -> int:
     try:
         return operator.index(value)
     except TypeError as error:
@@ -173,12 +173,12 @@ def _check_arguments(kept: Kept, extra: object, dtype: object) -> None:
     if kept.keep_last is not None:
         if kept.step is None:
             raise ValueError("keep_last needs numbered checkpoints: pass step as well")
-        if _whole("keep_last", kept.keep_last) < 1:
+        if _int_of("keep_last", kept.keep_last) < 1:
             raise ValueError(f"keep_last must be at least 1, got {kept.keep_last}")
 
 
 def _check_steps(model: nn.Module) -> None:
-    """Raise DivergenceError if the ranks' shards are of different steps. Collective."""
+    """Raise DivergenceError if the ranks' shards come from different steps. Collective."""
     for engine in {
         state.unit.engine_id: state.unit.engine for _, state in units_of(model)
     }.values():
@@ -186,7 +186,7 @@ def _check_steps(model: nn.Module) -> None:
 
 
 def _check_nested(comm: _core.Comm, found: str) -> None:
-    """Refuse shards within lists and dicts of an optimizer's state if all ranks found some: on one
+    """Refuse shards inside lists and dicts of an optimizer's state if all ranks found some: on one
     rank alone, a shape may match by chance."""
     if all(told == b"\1" for told in comm.exchange(b"\1" if found else b"\0")):
         raise RuntimeError(
@@ -200,7 +200,8 @@ def _check_nested(comm: _core.Comm, found: str) -> None:
 
 @PublicCall("save()")
 def _write(plan: SavePlan, comm: _core.Comm, watched: bool = True) -> None:
-    """Execute the plan. Collective; `comm` belongs to this thread. watched: the script waits."""
+    """Execute the plan. Collective; `comm` belongs to this thread. watched: the script waits for
+    the save."""
     rank_0 = comm.rank == 0
     staging = Staging(plan.target, plan.id, plan.kept.overwrite)
     try:
@@ -267,7 +268,7 @@ def _write_pieces(
 
 
 def _bytes_of(plan: SavePlan) -> int:
-    """The bytes of tensors that this rank writes."""
+    """Return the bytes of tensors that this rank writes."""
     return sum(piece.size for piece in plan.pieces)
 
 
@@ -282,7 +283,7 @@ def _open(path: str) -> _core.File:
 
 
 def _gather(comm: _core.Comm, rows: Sequence[tuple[int, Written]]) -> dict[int, list[Written]]:
-    """What all ranks wrote, by file."""
+    """Return what all ranks wrote, by file."""
     mine = array("Q", [number for file, row in rows for number in (file, *row)])
     found: dict[int, list[Written]] = {}
     for data in gather_bytes(comm, mine.tobytes()):

@@ -1,9 +1,8 @@
-"""The plan of a save: what to save, into which bytes of which files, agreed on by all ranks.
+"""The plan of a save: the bytes and files that each rank writes, agreed between all ranks.
 
-A plan is made without reading a value, and writing needs nothing else, so any thread
-can write while the model trains on. The layout of all files follows from names, shapes and dtypes,
-on which the ranks have agreed, so each rank computes it, and no rank needs to be told where to
-write.
+A plan is made without reading a value, and writing needs nothing else, so any thread can write
+while the model trains. The layout of all files follows from names, shapes and dtypes, on which the
+ranks have agreed, so each rank computes it by itself.
 
 Files are split as Hugging Face's tools split them: tensors in order, and a new file when the next
 tensor would exceed the limit. Within a file, larger dtypes come first, so that the offset of each
@@ -77,7 +76,7 @@ class Kept(NamedTuple):
 
 
 class SaveRequest(NamedTuple):
-    """What this rank was asked to save; ranks may disagree."""
+    """The request to save, as this rank got it; ranks may disagree."""
 
     target: Target
     kept: Kept
@@ -146,7 +145,7 @@ def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module) -> SavePlan:
 
 
 def _from_all(comm: _core.Comm, mine: object) -> list[object]:
-    """The JSON values of all ranks, or only one if all are equal."""
+    """Return the JSON values of all ranks, or only one if all are equal."""
     text = json.dumps(mine).encode()
     if len(set(comm.exchange(hashlib.sha256(text).digest()))) == 1:
         return [mine]
@@ -158,9 +157,9 @@ def _software() -> dict[str, str]:
 
 
 def _texts(model: nn.Module, files: Sequence[PlannedFile]) -> dict[str, bytes]:
-    """Hugging Face's configuration files, if from_pretrained() finds all weights by them: not of a
-    module around a model whose configuration it has, nor of a model with PEFT's adapters, whose
-    weights have other names."""
+    """Return Hugging Face's configuration files if they let from_pretrained() find all weights: not
+    for a module around a model that has the configuration, nor for a model with PEFT's adapters,
+    whose weights have other names."""
     config: Any = getattr(model, "config", None)
     if not hasattr(type(model), "config_class") or _has_adapters(model):
         return {}
@@ -169,7 +168,7 @@ def _texts(model: nn.Module, files: Sequence[PlannedFile]) -> dict[str, bytes]:
     told = json.loads(config.to_json_string())
     dtypes = [item.dtype for file in files for item, _ in file.places]
     stored = next((dtype for dtype in dtypes if dtype.is_floating_point), None)
-    if stored is not None:  # like save_pretrained(): from_pretrained() uses this dtype
+    if stored is not None:  # as in save_pretrained(): from_pretrained() uses this dtype
         told["torch_dtype" if "torch_dtype" in told else "dtype"] = str(stored)[len("torch.") :]
     if not told.get("architectures"):
         told["architectures"] = [_own_class(model).__name__]
@@ -185,7 +184,7 @@ def _has_adapters(model: nn.Module) -> bool:
 
 
 def _own_class(model: nn.Module) -> type:
-    """The class of the model before it was wrapped."""
+    """Return the class of the model before it was wrapped."""
     kinds = (kind for kind in type(model).__mro__ if MADE not in vars(kind))
     return next(kind for kind in kinds if not kind.__module__.startswith("zshard."))
 
@@ -260,7 +259,7 @@ def pieces_of(files: Sequence[PlannedFile]) -> list[Piece]:
             continue
         values, first, copies, copy, group = item.held
         size = item.dtype.itemsize
-        # Both neighbors round alike, so there is no gap between what they write.
+        # Both neighbors round in the same way, so there is no gap between what they write.
         cuts = (totals[group] * i // copies - done[group] for i in (copy, copy + 1))
         begin, end = (min(max(0, cut // size), values.numel()) for cut in cuts)
         if begin < end:

@@ -1,12 +1,12 @@
-"""Pickles and torch.save() files as data: plain values, and where a tensor's values are in a file.
+"""Read pickles and torch.save() files as data: plain values, and the location of a tensor's values.
 
 The standard library's unpickler reads a pickle, with the opcodes that data needs and an
 allow-list of names. It imports and calls nothing that a pickle names: a name becomes an inert
 Record, or plain data by a constructor of this module. So a malicious pickle is only an error.
 
 A torch.save() file is a zip archive with one uncompressed member per storage, and a pickle that
-describes them. Tensors are read directly from their place in the file: such files lie one behind
-the other in the files of torch.distributed.checkpoint, so torch.load() could not map them.
+describes them. Tensors are read directly from their place in the file. torch.load() could not map
+them: the files of torch.distributed.checkpoint contain many such files in a row.
 """
 
 from __future__ import annotations
@@ -31,23 +31,24 @@ DTYPES = {str(dtype): dtype for dtype in CODES}
 """By their names in pickles."""
 
 _DEPTH = 400  # levels; Python's own functions recurse to less than 1000
-_SHARED = 100_000  # values beyond those that the bytes have room for
+_SHARED = 100_000  # values beyond the number that fits in the bytes
 _KEY = 100  # values of a tuple that is a key of a dict, and keys with one hash
 
 
 class NotPlainError(ValueError):
-    """A pickle is valid, but its content is not plain data of a size that fits its length."""
+    """A pickle is valid, but its content is not plain data of a size in proportion to its
+    length."""
 
 
 class NoDataError(CheckpointError):
-    """A value is not plain data; nothing else is wrong."""
+    """A value is not plain data; everything else is valid."""
 
 
 # --- pickles --------------------------------------------------------------------------------------
 
 
 class Record:
-    """A class or function that a pickle names, or the result that calling it would have."""
+    """A class or function that a pickle names, or the result of calling it."""
 
     __slots__ = ("_make", "args", "name", "state")
 
@@ -84,13 +85,13 @@ class Record:
 
 
 class _Dict(dict[Any, Any]):
-    """A dict that checks a key before it hashes it: the hash of a tuple takes time and stack for
-    all that the tuple contains, and keys that share a hash are compared one by one."""
+    """A dict that checks a key before hashing it: hashing a tuple takes time and stack for
+    everything in it, and keys that share a hash are compared one by one."""
 
     __slots__ = ("_hashes",)
 
     def __setitem__(self, key: object, value: object) -> None:
-        if type(key) in (int, float, tuple):  # Python does not salt their hashes
+        if type(key) in (int, float, tuple):  # Python does not salt the hashes of these
             self._check(key)
         super().__setitem__(key, value)
 
@@ -118,7 +119,7 @@ _OPCODES = (
     *("BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET"),
     *("GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD", "BINPERSID"),
 )
-_ALIKE = {  # opcodes that make the same of data: sets become lists
+_ALIKE = {  # opcodes that are equivalent for data: sets become lists
     **{"NEWOBJ": "REDUCE", "EMPTY_SET": "EMPTY_LIST", "ADDITEMS": "APPENDS", "FROZENSET": "LIST"},
     **{name: name for name in _OPCODES},
 }
@@ -129,8 +130,7 @@ def _code(name: str) -> int:
 
 
 class _Unpickler(pickle._Unpickler):
-    """The standard library's unpickler in Python, of which a subclass can choose the opcodes and
-    the dicts."""
+    """The standard library's unpickler in Python: a subclass can choose its opcodes and dicts."""
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
         _code(name): pickle._Unpickler.dispatch[_code(same)] for name, same in _ALIKE.items()
@@ -142,7 +142,7 @@ class _Unpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Record:
         full = f"{module}.{name}"
-        if full == "_codecs.encode":  # how protocol 2 writes bytes
+        if full == "_codecs.encode":  # protocol 2 writes bytes like this
             return Record(full, make=self._encode)
         if full not in _PLAIN and module.partition(".")[0] not in ("torch", "pathlib"):
             raise NotPlainError(f"it contains {full:.200}")
@@ -177,8 +177,8 @@ def parse(data: bytes) -> object:
 
 
 def _is_tree(value: object, most: int) -> bool:
-    """Return whether it has at most `most` values, where those that it repeats count each time, on
-    at most _DEPTH levels. So whoever walks, prints or hashes it takes no longer than that."""
+    """Return whether it has at most `most` values, counting repeated values each time, on at most
+    _DEPTH levels. That bounds the time to walk, print or hash it."""
     level = [value]
     for _ in range(_DEPTH):
         inner: list[Collection[object]] = []
@@ -244,14 +244,14 @@ def _size(values: object) -> object:
 
 _BUILTINS = ("builtins", "__builtin__")  # the latter in protocol 2
 
-# What a pickle may name beside torch's classes; None: only as a Record.
+# Names that a pickle may use beside torch's classes; None: only as a Record.
 _PLAIN: dict[str, Callable[..., object] | None] = {
     "torch.Size": _size,
     **{f"collections.{name}": _dict for name in ("OrderedDict", "defaultdict", "Counter")},
     "collections.deque": _list,
     **{f"{b}.{name}": _list for b in _BUILTINS for name in ("set", "frozenset")},
     **{f"{b}.{name}": None for b in _BUILTINS for name in ("int", "long", "float", "list", "dict")},
-    "builtins.getattr": None,  # how some versions of Python write members of an Enum
+    "builtins.getattr": None,  # some versions of Python write members of an Enum like this
     **{f"numpy.{core}.multiarray.scalar": _number for core in ("_core", "core")},
     "numpy.dtype": None,
 }
@@ -298,7 +298,7 @@ class _FileRange(io.RawIOBase):
 
 @contextlib.contextmanager
 def _opened(stored: Stored, name: str) -> Iterator[zipfile.ZipFile]:
-    """Context with an open archive. Whatever is wrong with it becomes a CheckpointError."""
+    """Context manager with an open archive. Any error in the archive becomes a CheckpointError."""
     try:
         with zipfile.ZipFile(io.BufferedReader(_FileRange(stored), 4096)) as archive:
             yield archive
@@ -319,8 +319,8 @@ def _damaged(stored: Stored, name: str, why: object) -> CheckpointError:
 
 
 def _member(archive: zipfile.ZipFile, stored: Stored, end: str) -> zipfile.ZipInfo:
-    """The member whose name ends with `end`. Raise KeyError if there is none, and ValueError if it
-    is compressed, which torch's members never are: decompressed data could have any size."""
+    """Return the member whose name ends with `end`. Raise KeyError if there is none, and ValueError
+    if it is compressed, which torch's members never are: decompressed data could have any size."""
     for info in archive.infolist():
         if info.filename.endswith(end):
             if info.compress_type != zipfile.ZIP_STORED or info.file_size > stored.length:
@@ -374,7 +374,7 @@ def are_sizes(values: object) -> bool:
 
 
 def extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Return how many elements lie from a tensor's first to its last one in memory."""
+    """Return how many elements the tensor spans in memory, from its first to its last one."""
     if math.prod(shape) == 0:
         return 0
     return 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
@@ -389,7 +389,8 @@ _STORAGES = {
 
 
 def _tensor_of(told: object) -> tuple[str, int, tuple[int, ...], tuple[int, ...], torch.dtype]:
-    """(name of the storage, first element there, shape, strides, dtype) of a saved tensor."""
+    """Return (name of the storage, first element there, shape, strides, dtype) of a saved
+    tensor."""
     while isinstance(told, Record) and told.name == "torch._utils._rebuild_parameter":
         told = (told.args or ())[0]
     if not isinstance(told, Record) or not told.name.startswith("torch._utils._rebuild_tensor_v"):

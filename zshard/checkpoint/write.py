@@ -59,7 +59,7 @@ class CastBuffer:
 class Writer:
     """Writes pieces to one file, without copying what can be written directly.
 
-    strange: the names of `watched` tensors that have had NaN or infinite values.
+    strange: the names of `watched` tensors that had NaN or infinite values.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Writer:
         self._waiting = 0  # bytes in `_ranges`
         self._ranges: list[Any] = []  # the argument of _core.File.write()
         self._names: dict[int, str] = {}  # index of a watched range: its tensor
-        self._copied: list[tuple[int, int, int]] = []  # offset in the file, from .. to in the chunk
+        self._copied: list[tuple[int, int, int]] = []  # offset in the file; begin, end in the chunk
         self._watched_copies: list[tuple[str, Tensor]] = []  # of watched tensors, in the chunk
         self._written: list[Written] = []
 
@@ -152,7 +152,7 @@ class Writer:
 
 
 def _not_finite(named: Sequence[tuple[str, Tensor]]) -> list[str]:
-    """The names of tensors with NaN or infinite values."""
+    """Return the names of tensors with NaN or infinite values."""
     # The core cannot sum float8.
     known = [(name, v if v.dtype in _NUMBERS else v.float()) for name, v in named]
     if _are_finite([values for _, values in known]):  # one call for all
@@ -203,7 +203,7 @@ def snapshot(model: nn.Module, pieces: Sequence[Piece]) -> list[Piece]:
     buffer = _buffers.get(model)
     if buffer is None or buffer.numel() < sum(sizes):
         del buffer
-        _buffers.pop(model, None)  # not both at a time
+        _buffers.pop(model, None)  # free the old copy first: never hold both
         pinned = any(piece.values.is_cuda for piece in pieces)
         buffer = _buffers[model] = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
     made, at = [], 0

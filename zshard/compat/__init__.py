@@ -1,10 +1,10 @@
-"""The dialects of FSDP1, FSDP2 and DDP: their arguments and names, thin faces over zshard's own.
+"""The APIs of FSDP1, FSDP2 and DDP: their arguments and names, as thin layers over zshard's own.
 
     from zshard.compat import MixedPrecisionPolicy, fully_shard
 
 All names are torch's, for scripts that change only their imports; `from zshard import ...` finds
-them as well. FSDP is made of some modules of this package and others are made of FSDP, so they are
-imported when a script first uses a name.
+them as well. FSDP uses some modules of this package and others use FSDP, so they are imported when
+a script first uses a name.
 """
 
 from __future__ import annotations

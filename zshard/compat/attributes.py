@@ -1,8 +1,8 @@
-"""What torch's wrappers have that zshard needs no more than to answer: `model.rank`, no-op setters.
+"""Attributes of torch's wrappers that zshard only answers: `model.rank`, no-op setters.
 
-A module keeps what it has. The attributes are looked up only where neither the module nor its class
-has them, since many models have a `rank` or a `device` of their own. Any other name is an
-AttributeError, so hasattr() is False; the message names the page that says what to use.
+A module's own attributes win: many models have a `rank` or a `device`, so these are looked up only
+where neither the module nor its class has one. Any other name is an AttributeError, so hasattr() is
+False; the message names the page that lists the alternatives.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _sharding_strategy(state: State) -> ShardingStrategy:
 
 
 def _process_group(state: State) -> object:
-    """The group that the model is sharded over; None, as for torch, is the default group."""
+    """Return the group that the model is sharded over; as in torch, None is the default group."""
     return group_of(state.comms.shards) if state.group_given is None else state.group_given
 
 
@@ -109,7 +109,7 @@ _PAGE = "docs/migration.md says what to use instead of names of torch's FSDP and
 
 
 class _NotHere:
-    """A function of FSDP1's class that zshard's lacks."""
+    """A function of FSDP1's class that zshard lacks."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -119,11 +119,11 @@ class _NotHere:
 
 
 class TorchNames(nn.Module):
-    """The names of torch's wrappers that are one line each."""
+    """The names of torch's wrappers that take one line each."""
 
     def __getattr__(self, name: str) -> Any:
         try:
-            return super().__getattr__(name)  # a parameter, buffer or child; or the model's way
+            return super().__getattr__(name)  # a parameter, buffer or child, or the model's own
         except AttributeError as error:
             if not is_unit(self):
                 raise
@@ -166,8 +166,8 @@ class TorchNames(nn.Module):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether backward reduces gradients, as scripts for DDP set it instead of using no_sync():
-        False is set_requires_gradient_sync(False)."""
+        """Whether backward reduces gradients. Scripts for DDP set it instead of using no_sync():
+        setting False means set_requires_gradient_sync(False)."""
         return bool(state_of(self).unit.sync)
 
     @require_backward_grad_sync.setter
@@ -185,7 +185,7 @@ class TorchNames(nn.Module):
         )
 
     def _set_static_graph(self) -> None:
-        """Accepted for compatibility with DDP; no effect: graphs may change or not."""
+        """Accepted for compatibility with DDP; no effect: graphs may change."""
 
 
 for _name in _OF_CLASS:
@@ -197,8 +197,8 @@ _PREFIX = "module."
 
 
 def names_without_module(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state dict of DDP's, whose names all begin with "module.", under the model's own
-    names; any other as it is."""
+    """Return a state dict of DDP, whose names all begin with "module.", under the model's own
+    names; any other one unchanged."""
     names = list(state) if isinstance(state, Mapping) else []
     is_ddps = all(isinstance(name, str) and name.startswith(_PREFIX) for name in names)
     if not names or not is_ddps or "module" in model._modules:

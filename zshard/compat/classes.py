@@ -1,4 +1,4 @@
-"""The classes of arguments that scripts for FSDP1 and FSDP2 make, under torch's names.
+"""The argument classes of FSDP1 and FSDP2 scripts, under torch's names.
 
 They only carry values. FSDP() recognizes them by their names and fields, so it takes torch's own
 objects as well.
@@ -41,8 +41,8 @@ __all__ = [
 class TorchEnum(enum.Enum):
     """An enum that torch has as well: its members equal torch's of the same name.
 
-    A script may compare what zshard returns with either. torch's are not imported for it: what has
-    the name of the class and of the member is the same.
+    A script may compare what zshard returns with either enum. Names of the class and the member
+    decide, so torch's enum need not be imported.
     """
 
     def __eq__(self, other: object) -> bool:

@@ -1,4 +1,4 @@
-"""DDP's dialect: `DistributedDataParallel(module)` is FSDP(module, strategy="no_shard").
+"""DDP's API: `DistributedDataParallel(module)` is FSDP(module, strategy="no_shard").
 
 This file translates arguments. Every rank keeps all parameters, as under DDP, unless the script
 chooses another strategy.
@@ -35,8 +35,8 @@ _UNSUPPORTED = {
 
 
 class _FoundByInstance(type):
-    """Has isinstance(model, DistributedDataParallel) find models that zshard has wrapped, which are
-    instances of FSDP and of their own class."""
+    """Make isinstance(model, DistributedDataParallel) true for models that zshard has wrapped,
+    which are instances of FSDP and of their own class."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, FSDP) and is_unit(instance)
@@ -131,10 +131,11 @@ class DistributedDataParallel(FSDP, metaclass=_FoundByInstance):
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
     ) -> None:
-        """Choose parameters, by name, that DistributedDataParallel(module) leaves alone, as DDP's
-        method of this name. FSDP(ignored_states=...) takes the parameters themselves.
+        """Choose parameters, by name, for DistributedDataParallel(module) to ignore, as DDP's
+        method of this name does. FSDP(ignored_states=...) takes the parameters themselves.
 
-        Raises ValueError for a name that the module lacks, NotImplementedError for a buffer's.
+        Raises ValueError for a name that the module lacks, NotImplementedError for the name of a
+        buffer.
         """
         names = list(params_and_buffers_to_ignore)
         params = {name for name, _ in module.named_parameters(remove_duplicate=False)}

@@ -1,8 +1,8 @@
-"""FSDP2's dialect: `fully_shard(module)` is its spelling of FSDP(module).
+"""FSDP2's API: `fully_shard(module)` is its name for FSDP(module).
 
-Nothing is done here that FSDP(...) could not do; this file translates FSDP2's
-arguments. One call makes one unit, of the parameters that no earlier call on an inner module has
-taken, so a script calls it from the leaves up:
+This file only translates FSDP2's arguments: FSDP(...) could do everything here. One call makes one
+unit, of the parameters that no earlier call on an inner module has taken, so a script calls it from
+the leaves up:
 
     for layer in model.layers:
         fully_shard(layer)
@@ -223,7 +223,7 @@ def fully_shard(
         param_init_fn=reset_or_leave,
         wire=wire,
     )
-    if reshard_after_forward is True:  # and not by default: memory to spare does not change it
+    if reshard_after_forward is True:  # not by default: spare memory does not change this
         unit = state_of(module).unit
         unit.strategy = unit.strategy
     return sharded
@@ -240,7 +240,7 @@ def _check_module(module: object) -> None:
 
 
 def _dimensions(mesh: DeviceMesh | None) -> int:
-    """The number of dimensions of the mesh; 1 without one."""
+    """Return the number of dimensions of the mesh; 1 without one."""
     if mesh is None:
         return 1
     if not (hasattr(mesh, "ndim") and hasattr(mesh, "get_group")):
@@ -261,8 +261,8 @@ def _dimensions(mesh: DeviceMesh | None) -> int:
 def _groups_to_keep_in(
     reshard_after_forward: bool | int | None, mesh: DeviceMesh | None, hybrid: bool
 ) -> tuple[ProcessGroup, ProcessGroup] | None:
-    """The shard group and the replica group for `reshard_after_forward` as a number of ranks; None
-    if it is not a number, or one rank, or all ranks."""
+    """Return the shard group and the replica group for `reshard_after_forward` as a number of
+    ranks; None if it is not a number, or is one rank or all ranks."""
     number = reshard_after_forward
     if not isinstance(number, int) or isinstance(number, bool):
         return None
@@ -317,7 +317,7 @@ def _params(ignored: Iterable[nn.Parameter] | None) -> list[nn.Parameter]:
 def share_comm_ctx(modules: Iterable[nn.Module]) -> None:
     """Accepted for compatibility with FSDP2; no effect.
 
-    There, several models share streams. In zshard all models over the same ranks share a transport
+    In FSDP2, several models share streams. In zshard, models over the same ranks share a transport
     anyway.
 
     Args:

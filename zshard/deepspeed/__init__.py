@@ -6,7 +6,7 @@
         engine.backward(loss)
         engine.step()
 
-Names that work do what they do in DeepSpeed; any other is an AttributeError that points to
+Supported names work as in DeepSpeed; any other name is an AttributeError that points to
 docs/deepspeed.md.
 """
 

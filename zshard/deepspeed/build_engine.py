@@ -1,7 +1,7 @@
-"""`zshard.initialize`: from a model and a DeepSpeed config to an engine; `init_distributed`.
+"""`zshard.initialize`: make an engine from a model and a DeepSpeed config; `init_distributed`.
 
-The order of DeepSpeed: check everything that needs no other rank, shard the model,
-make the optimizer of its parameters, the scheduler of the optimizer, the loader of the data.
+As in DeepSpeed: check everything that needs no other rank, shard the model, then make the optimizer
+of its parameters, the scheduler of the optimizer and the loader of the data.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def initialize(
     mesh_param: object = None,
     config_params: Config | None = None,
 ) -> Result:
-    """Shard a model as a DeepSpeed config says, and return DeepSpeed's engine, optimizer, data
+    """Shard a model according to a DeepSpeed config, and return DeepSpeed's engine, optimizer, data
     loader and scheduler. docs/deepspeed.md lists the keys.
 
     Collective: call it on all ranks, with the same model and config.
@@ -205,7 +205,7 @@ def _config_of(args: object, config: Config | None, config_params: Config | None
 
 
 def _check_optimizer(optimizer: object, module: nn.Module) -> Optimizer | None:
-    """Return the optimizer if it is one, None if there is none yet."""
+    """Return the optimizer if it is one, None if it does not exist yet."""
     if optimizer is None or (callable(optimizer) and not isinstance(optimizer, Optimizer)):
         return None
     if not isinstance(optimizer, Optimizer):
@@ -258,7 +258,7 @@ def _check_scheduler(scheduler: object, optimizer: Optimizer | None) -> None:
 def _try_sections(
     settings: Settings, client: Optimizer | None, groups: list[Any] | None, schedules: bool
 ) -> None:
-    """Make the config's optimizer and scheduler of other parameters: what is wrong with them shows
+    """Build the config's optimizer and scheduler for dummy parameters, so that errors surface
     before the model is sharded."""
     count = sum(isinstance(each, dict) for each in groups or ()) or 1
     if client is not None:
@@ -279,7 +279,7 @@ def _try_sections(
 
 def _shard(module: nn.Module, settings: Settings) -> None:
     make_folder(settings.offload)
-    if settings.dtype is not None:  # between steps parameters are DeepSpeed's float32 copies
+    if settings.dtype is not None:  # between steps, parameters are DeepSpeed's float32 copies
         for param in module.parameters():
             if param.dtype in _HALF:
                 param.data = param.data.float()

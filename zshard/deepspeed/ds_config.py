@@ -1,7 +1,7 @@
-"""A DeepSpeed config, read and checked: from a file or a dict to `Settings`.
+"""Read and check a DeepSpeed config: from a file or a dict to `Settings`.
 
-All checks that need no model happen here, before ranks communicate, and each error
-names the key, the value and what to write.
+All checks that need no model happen here, before ranks communicate. Each error names the key, the
+value and the remedy.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class BatchSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """What a DeepSpeed config asks for, in zshard's terms.
+    """The settings of a DeepSpeed config, in zshard's terms.
 
     values: the config with defaults for "auto". sizes: the batch sizes. stage: of ZeRO. dtype: that
     of forward and backward; None: the model's. autocast: that of torch.autocast around the forward.
@@ -89,7 +89,7 @@ class Settings:
 
 
 def read(config: object) -> dict[str, Any]:
-    """Return the dict that `config` is, or that is in the JSON file of that path."""
+    """Return the config as a dict, from a dict or from the path of a JSON file."""
     if isinstance(config, Mapping):
         return json.loads(json.dumps(config)) if _is_plain(config) else dict(config)
     if not isinstance(config, str | os.PathLike):
@@ -118,8 +118,8 @@ def read(config: object) -> dict[str, Any]:
 def settings_of(config: Mapping[str, Any], args: object, world: int, rank: int) -> Settings:
     """Return the settings of a config that read() returned.
 
-    args: tells what "auto" means. world: the number of ranks. Rank 0 warns of keys in use that have
-    no meaning here.
+    args: resolves "auto". world: the number of ranks. Rank 0 warns of keys in use that have no
+    effect here.
 
     Raises ValueError for an unknown key or an invalid value, TypeError for a value of the wrong
     type, NotImplementedError for what zshard does not support.
@@ -172,7 +172,7 @@ def _settings(values: ConfigValues, world: int) -> Settings:
 
 
 def complete(train: int | None, micro: int | None, steps: int | None, world: int) -> BatchSizes:
-    """Return all three batch sizes, of which two give the third: train is micro * steps * world.
+    """Return all three batch sizes, given two of them: train is micro * steps * world.
 
     None: not in the config. world: the number of ranks. Raises ValueError if the sizes contradict
     each other, are too few, or a division leaves a rest.
@@ -208,7 +208,7 @@ def _divided(train: int, name: str, size: int, world: int) -> int:
 
 
 def _dtypes(values: ConfigValues) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """The dtypes of forward and backward, and of torch.autocast."""
+    """Return the dtypes of forward and backward, and of torch.autocast."""
     half, brain = values.get("fp16.enabled", False), values.get("bf16.enabled", False)
     cast = values.get("torch_autocast.enabled", False)
     names = ("fp16", "bf16", "torch_autocast")
@@ -255,7 +255,7 @@ def _loss_scale(values: ConfigValues) -> LossScale:
 
 
 def _offload(values: ConfigValues, stage: int) -> Offload | None:
-    """What is offloaded, and where to; None: nothing is."""
+    """Return the Offload of the config; None: nothing is offloaded."""
     place = {
         part: _place(values, f"zero_optimization.offload_{part}") for part in ("param", "optimizer")
     }
@@ -271,7 +271,7 @@ def _offload(values: ConfigValues, stage: int) -> Offload | None:
             f"differ: zshard offloads to one folder, not to {' and '.join(sorted(folders))}"
         )
     directory = folders.pop() if folders else None
-    to_disk = directory is not None  # on CPUs, "cpu" is where everything is
+    to_disk = directory is not None  # on CPUs, "cpu" already holds everything
     param, optimizer = (
         folder is not None and (bool(folder) or not to_disk) for folder in place.values()
     )
@@ -281,7 +281,7 @@ def _offload(values: ConfigValues, stage: int) -> Offload | None:
 
 
 def make_folder(offload: Offload | None) -> None:
-    """Create the folder that is offloaded to, as DeepSpeed does. Raises OSError if it cannot."""
+    """Create the offload folder, as DeepSpeed does. Raises OSError on failure."""
     if offload is None or offload.directory is None:
         return
     try:
@@ -294,7 +294,8 @@ def make_folder(offload: Offload | None) -> None:
 
 
 def _place(values: ConfigValues, name: str) -> str | None:
-    """Where a part is offloaded to: a folder, "" for the host's memory; None: it is not."""
+    """Return the target of an offloaded part: a folder, or "" for host memory; None: not
+    offloaded."""
     device: str = values.get(f"{name}.device", "none")
     if device == "none":
         return None
@@ -320,7 +321,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _is_plain(config: Mapping[str, Any]) -> bool:
-    """Whether JSON can hold the config; it may have tensors as learning rates."""
+    """Return whether JSON can represent the config; it may have tensors as learning rates."""
     try:
         json.dumps(config)
     except (TypeError, ValueError):
@@ -329,6 +330,7 @@ def _is_plain(config: Mapping[str, Any]) -> bool:
 
 
 def _blank(token: re.Match[str]) -> str:
-    """Blanks for a comment or comma, so that a parser's errors name the right line and column."""
+    """Replace a comment or comma by blanks, so that a parser's errors name the right line and
+    column."""
     is_string = token[0].startswith('"')
     return token[0] if is_string else re.sub(r"[^\n]", " ", token[0])

@@ -1,9 +1,9 @@
-"""DeepSpeed's engine over a sharded model: forward, backward, step, and what scripts ask it.
+"""DeepSpeed's engine over a sharded model: forward, backward, step, and the queries of scripts.
 
 The engine only counts and calls. A round is gradient_accumulation_steps forwards, backwards and
-steps; the last step() of a round clips, steps the optimizer, zeroes the gradients and steps the
-scheduler, and the others do nothing. All else is the work of FSDP, GradScaler and the optimizer.
-Answers are values of the config or counts of the engine: nothing communicates.
+steps. Only the last step() of a round clips, steps the optimizer, zeroes the gradients and steps
+the scheduler. FSDP, GradScaler and the optimizer do the rest. Queries return values of the config
+or counts of the engine, without communication.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _ACCUMULATES = (ShardingStrategy.NO_SHARD, ShardingStrategy.ZERO1)
 
 
 class DeepSpeedEngine(EngineCheckpoints, nn.Module):
-    """What zshard.initialize() returns first: a sharded model with DeepSpeed's engine around it.
+    """The engine that zshard.initialize() returns: a sharded model with DeepSpeed's methods.
 
     Call it as the model. Then call backward(loss) and step(), once each per micro-batch, on all
-    ranks. Attributes that it lacks are the model's.
+    ranks. Other attributes are the model's.
 
     module: the sharded model. optimizer, lr_scheduler, training_dataloader: those of initialize(),
     or None. config: the DeepSpeed config as a dict, with values for "auto". global_steps: rounds
@@ -57,7 +57,7 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
         self.world_size = self.dp_world_size = state_of(model).comms.all.world
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._settings, self._sizes = settings, settings.sizes
-        self._backwards = self._forwards = self._micro = 0  # since step(); of the round
+        self._backwards = self._forwards = self._micro = 0  # since the last step(); in this round
         is_managed = settings.values.get("managed_gradient_accumulation", True) is not False
         self._boundary: bool | None = None if is_managed else True
         self._in_no_sync = self._step_applied = False
@@ -123,7 +123,7 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
         return loss
 
     def _drop_round(self) -> None:
-        """Begin a new round: unreduced gradients may have a part of a failed backward."""
+        """Begin a new round: unreduced gradients may contain part of a failed backward."""
         self.module.zero_grad()
         self._micro = self._backwards = self._forwards = 0
 
@@ -151,7 +151,7 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
         return self._micro + 1 >= self._sizes.steps
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say whether the current micro-batch is the last of its round, from now on.
+        """Set whether the current micro-batch is the last of its round, from now on.
 
         Call it before the forward. None: count again.
         """
@@ -227,14 +227,14 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
         return overflow
 
     def _new_scaler(self) -> None:
-        """Scale losses by the loss scale that the settings have now."""
+        """Scale losses by the loss scale of the current settings."""
         scale = self._settings.loss_scale
         if scale is not None:
             self._scaler = OverflowScaler(self.device.type, scale.scale)
             self._show_scale(False)
 
     def _show_scale(self, overflow: bool) -> None:
-        """Tell the scale where scripts look for it: at the optimizer."""
+        """Publish the loss scale on the optimizer, where scripts read it."""
         if self.optimizer is not None and self._settings.loss_scale is not None:
             scale = self._settings.loss_scale.scale
             vars(self.optimizer).update(cur_scale=scale, loss_scale=scale, overflow=overflow)
@@ -260,7 +260,7 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
         """Drop the gradients of the model."""
         self.module.zero_grad(set_to_none)
 
-    # --- what scripts ask -------------------------------------------------------------------------
+    # --- queries ----------------------------------------------------------------------------------
 
     def train_batch_size(self) -> int:
         """Return the samples of an optimizer step, over all ranks."""
@@ -329,7 +329,8 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
         return 1.0 if scale is None else scale.scale
 
     def loss_scale(self) -> float:
-        """Return "loss_scale" of the config: 0 for a dynamic one. cur_scale is the current one."""
+        """Return "loss_scale" of the config: 0 for a dynamic scale. See cur_scale for the current
+        one."""
         scale = self._settings.loss_scale
         return 0.0 if scale is None or scale.is_dynamic else scale.scale
 
@@ -365,8 +366,8 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
         return self.train(False)
 
     def compile(self, *args: object, **kwargs: object) -> None:
-        """Compile the model by torch.compile, in place, with its arguments. Not the engine, which
-        counts in its forward."""
+        """Compile the model in place with torch.compile() and its arguments, but not the engine,
+        which counts in its forward."""
         self.module.compile(*args, **kwargs)
 
     def deepspeed_io(
@@ -377,7 +378,7 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
         data_sampler: Sampler[Any] | Iterable[Any] | None = None,
         num_local_io_workers: int = 0,
     ) -> DataLoader[Any]:
-        """Return a DataLoader of micro-batches, in which each rank has its own part of the data.
+        """Return a DataLoader of micro-batches, in which each rank gets its own part of the data.
 
         batch_size: samples per batch; None: train_micro_batch_size_per_gpu(). The sampler of a
         dataset with a length shuffles: call loader.sampler.set_epoch(epoch) in each epoch.

@@ -1,8 +1,8 @@
-"""DeepSpeed's checkpoints, as folders of zshard: `<save_dir>/<tag>`, and a file `latest`.
+"""DeepSpeed's checkpoints, as zshard folders: `<save_dir>/<tag>`, and a file `latest`.
 
-zshard.save() and zshard.load() do the work; what the engine counts is in `extra`,
-beside the script's client_state. The file `latest` is renamed into place after its checkpoint, so
-it never names an unfinished one.
+zshard.save() and zshard.load() do the work; the engine's counts are in `extra`, beside the script's
+client_state. The file `latest` is renamed into place after its checkpoint, so it never names an
+unfinished one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CLIENT = "client_state"
 
 
 class EngineCheckpoints:
-    """The part of the engine that saves and loads."""
+    """The methods of the engine that save and load."""
 
     module: Any
     optimizer: Optimizer | None

@@ -1,8 +1,8 @@
-"""The keys of a DeepSpeed config: which work, which have no meaning here, which are refused.
+"""The keys of a DeepSpeed config: supported, without effect, or refused.
 
-Every key that DeepSpeed knows is in one of three tables, under its full name with dots. A key in
-none of them is an error that names the nearest one: nothing is lost in silence. All values are
-checked as soon as the config is read, whether or not they have an effect.
+Every key that DeepSpeed knows is in one of three tables, under its full name with dots. Any other
+key is an error that names the nearest one, so no key is silently dropped. All values are checked as
+soon as the config is read, whether or not they have an effect.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
 }
 
-# --- what a value must be -------------------------------------------------------------------------
+# --- checks of values -----------------------------------------------------------------------------
 
 
 def must_be(name: str, what: str, value: object) -> str:
@@ -211,9 +211,9 @@ _OFF: tuple[object, ...] = (None, False, 0, 1, {}, [], AUTO, "none", "")
 
 
 def cleaned(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return a copy of the config under today's names, without what says nothing: a key that is
-    null counts as absent, and one that begins with no letter is a comment ("_comment", "//"). The
-    full names of comments come second."""
+    """Return a copy of the config under current names, without entries that have no content: a null
+    value counts as absent, and a key that does not begin with a letter is a comment ("_comment",
+    "//"). The second result lists the full names of comments."""
     found = {_OLD_NAMES.get(key, key): value for key, value in config.items()}
     if isinstance(found.get("zero_optimization"), bool):  # DeepSpeed 0.1
         found["zero_optimization"] = {"stage": int(found["zero_optimization"])}
@@ -235,7 +235,7 @@ def _cleaned(section: Mapping[str, Any], path: str, comments: list[str]) -> dict
 
 
 def check_keys(config: Mapping[str, Any]) -> list[str]:
-    """Return the names of the keys in use that have no meaning here.
+    """Return the names of the keys in use that have no effect here.
 
     Raises ValueError for an unknown key, TypeError for a section that is not a dict,
     NotImplementedError for a key that would change numbers and is not supported.
@@ -267,7 +267,8 @@ def _items(section: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _is_off(value: object) -> bool:
-    """Whether a value asks for nothing: false, a section that is not enabled, a size of 1."""
+    """Return whether a value requests nothing: false, a section that is not enabled, a size of
+    1."""
     if isinstance(value, Mapping):
         inner = value.get("enabled", value.get("autotp_size"))
         return not value or (inner is not None and _is_off(inner))
@@ -316,8 +317,8 @@ class ConfigValues:
 
 
 def check_params(path: str, kind: type, params: Mapping[str, Any]) -> None:
-    """Check the values in `path`, the arguments of the class `kind`: numbers must be finite, and
-    what has a number by default must be one, or several.
+    """Check the values in `path`, the arguments of the class `kind`: numbers must be finite, and an
+    argument whose default is a number must be a number, or several.
 
     Raises TypeError or ValueError, which names the key.
     """
@@ -362,16 +363,16 @@ SOURCES = {
 """What the Trainer of transformers fills in for "auto", from its TrainingArguments."""
 
 
-_MAX_LR = "scheduler.params.warmup_max_lr"  # whose "auto" is the optimizer's learning rate
+_MAX_LR = "scheduler.params.warmup_max_lr"  # its "auto" is the optimizer's learning rate
 
 
 def fill(config: Mapping[str, Any], args: object) -> tuple[dict[str, Any], list[str]]:
-    """Return a copy of a config with values in the place of "auto", and in words those that `args`
-    does not tell: "optimizer.params.lr is 5e-05".
+    """Return a copy of a config with values in place of "auto", and a description of those that
+    `args` does not give: "optimizer.params.lr is 5e-05".
 
     args: the Trainer's TrainingArguments, or a script's own with the same names. What it lacks has
     TrainingArguments' default. Keys that have no effect keep "auto". Raises ValueError for an
-    "auto" that nothing tells.
+    "auto" without a value.
     """
     assumed: list[str] = []
     found = _filled(config, "", args, assumed)
@@ -410,7 +411,7 @@ def _filled(
 
 
 def _follows(name: str, config: Mapping[str, Any], args: object) -> bool:
-    """Whether a batch size that `args` does not tell follows from others in the config."""
+    """Return whether a batch size that `args` does not give follows from others in the config."""
     if name not in (MICRO, STEPS) or config.get(TRAIN, AUTO) == AUTO:
         return False
     told = _given(args, SOURCES[MICRO].attributes[0])

@@ -1,10 +1,10 @@
-"""The optimizer that a DeepSpeed config names, zshard's or one of torch's elementwise ones; and the
-loss scale of fp16, with DeepSpeed's rules for when it grows and shrinks.
+"""The optimizer that a DeepSpeed config names, from zshard or one of torch's elementwise ones; and
+the loss scale of fp16, with DeepSpeed's rules for when it grows and shrinks.
 
-Names and defaults mean what they mean in DeepSpeed. So "Adam" decouples the weight decay as AdamW
-does, unless adam_w_mode is false, and the weight decay is 0 unless it is set. The loss scale only
-counts: scaling, unscaling and the search for infinities, on all ranks, are zshard.GradScaler's,
-which is told the scale after each step.
+Names and defaults have DeepSpeed's meaning. So "Adam" decouples the weight decay as AdamW does,
+unless adam_w_mode is false, and the weight decay is 0 unless it is set. The loss scale only counts:
+zshard.GradScaler scales, unscales and searches for infinities on all ranks, and gets the scale
+after each step.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def optimizer_of(section: dict[str, Any], parameters: object) -> Optimizer:
 
 
 def _class_of(name: str, params: dict[str, Any]) -> type[Any]:
-    """The class; what is DeepSpeed's alone is taken out of `params`, and its defaults put in."""
+    """Return the class; removes DeepSpeed's own options from `params` and fills in its defaults."""
     key = name.lower()
     if key in ("adam", "adamw"):
         return _adam(key == "adamw", params)
@@ -105,7 +105,7 @@ def _adam(is_adamw: bool, params: dict[str, Any]) -> type[Any]:
 # --- the loss scale -------------------------------------------------------------------------------
 
 _FACTOR = 2.0
-_COUNTS = ("scale", "left", "steps", "last_overflow")  # what changes
+_COUNTS = ("scale", "left", "steps", "last_overflow")  # the state that changes
 
 
 @dataclass
@@ -164,7 +164,7 @@ class LossScale:
 
 
 class OverflowScaler(GradScaler):
-    """zshard.GradScaler that tells whether the gradients that it unscaled last overflowed."""
+    """A zshard.GradScaler that reports whether the gradients that it last unscaled overflowed."""
 
     overflow = False
 

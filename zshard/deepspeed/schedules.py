@@ -1,8 +1,8 @@
 """DeepSpeed's learning rate schedules.
 
-A schedule is a function from the number of the step to the learning rate (and for OneCycle to the
-momentum) of each param group; stepping counts and writes. Before the first step the number is -1,
-for which each schedule has a value of its own.
+A schedule is a function from the step number to the learning rate (for OneCycle, also the momentum)
+of each param group; stepping counts and writes. Before the first step the number is -1, for which
+each schedule has its own value.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 
 from zshard.deepspeed.keys import check_params
 
-_SECOND_BETA = 0.99  # that OneCycle gives Adam
+_SECOND_BETA = 0.99  # OneCycle gives this to Adam
 
 
 class Schedule:
-    """What the schedules share: counting steps, and writing to the optimizer's param groups.
+    """Base of the schedules: counts steps and writes to the optimizer's param groups.
 
     Args:
         optimizer: the optimizer whose learning rates are set.
@@ -42,7 +42,7 @@ class Schedule:
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Go to the next step, or to the one of that number."""
+        """Advance to the next step, or to the one of that number."""
         self.last_batch_iteration = (
             self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         )
@@ -90,7 +90,7 @@ class WarmupLR(Schedule):
         return _between(self._low, self._high, self._part(self.last_batch_iteration))
 
     def _part(self, step: int) -> float:
-        """The part of the way from the lowest to the highest learning rate."""
+        """Return the position between the lowest and the highest learning rate, from 0 to 1."""
         return self._ramp.at(step)
 
 
@@ -220,7 +220,7 @@ class OneCycle(Schedule):
             group["betas"] = betas
 
     def _height(self) -> float:
-        """How high the cycle is at the current step, from 0 to 1."""
+        """Return the height of the cycle at the current step, from 0 to 1."""
         total = self._up + self._down
         place = (self.last_batch_iteration + 1) % total
         rises = place <= self._up
@@ -236,7 +236,7 @@ class OneCycle(Schedule):
 
 
 class _Ramp:
-    """The way from 0 to 1 in a number of steps."""
+    """A ramp from 0 to 1 over a number of steps."""
 
     def __init__(self, steps: int, kind: str) -> None:
         self.steps = max(2, _steps("warmup_num_steps", steps, 0))

@@ -1,9 +1,8 @@
 """`deepspeed.zero`: Init and GatheredParameters, over zshard's meta device and full parameters.
 
-A script that uses them keeps its lines. Init builds on the meta device, and
-initialize() then creates the values one unit at a time; GatheredParameters unshards the units of
-the parameters. An engine's parameters have DeepSpeed's attributes, by which scripts that save
-weights tell that they have to gather.
+Scripts keep the lines that use them. Init builds on the meta device, and initialize() then creates
+the values one unit at a time; GatheredParameters unshards the units of the parameters. An engine's
+parameters have DeepSpeed's attributes, so scripts that save weights see that they must gather.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ __all__ = [
 
 
 class ZeroParamStatus(enum.Enum):
-    """DeepSpeed's: whether this rank has the full parameter right now. Nothing is in flight."""
+    """DeepSpeed's enum: whether this rank has the full parameter now. No gather is ever in
+    flight."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -46,7 +46,7 @@ class _OfEngine:
         self._name = name
 
     def __get__(self, param: Tensor | None, owner: type) -> Any:
-        if param is None:  # torch.overrides lists what the class has, and skips what is None
+        if param is None:  # torch.overrides skips attributes that are None
             return None
         if "ds_id" not in vars(param):
             raise AttributeError(f"'{owner.__name__}' object has no attribute '{self._name}'")
@@ -64,7 +64,7 @@ _ids = itertools.count()
 
 def describe(params: Iterable[nn.Parameter]) -> None:
     """Give an engine's parameters DeepSpeed's attributes: ds_id, ds_shape, ds_numel, ds_status and
-    ds_tensor. Those that every rank has in full get none, as in DeepSpeed."""
+    ds_tensor. As in DeepSpeed, parameters that every rank has in full get none."""
     for cls, name in itertools.product(
         (ShardParameter, WholeParameter), ("ds_status", "ds_tensor")
     ):
@@ -117,7 +117,7 @@ class ZeroInit(contextlib.AbstractContextManager[None]):
             self._device.__exit__(*error)
 
 
-Init = ZeroInit  # DeepSpeed's name; zshard has another type of that name
+Init = ZeroInit  # DeepSpeed's name; zshard has a different type of that name
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -135,7 +135,7 @@ def GatheredParameters(
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Context manager in which these parameters are full, on all ranks.
+    """Context manager that unshards these parameters on all ranks.
 
     Collective: call it on all ranks, outside forward and backward. The units that have the
     parameters are unsharded.
@@ -156,13 +156,14 @@ def GatheredParameters(
 
 
 def _states_of(params: list[Tensor]) -> list[State]:
-    """The states of the units that have one of the parameters, in the order of those."""
+    """Return the states of the units that have one of the parameters, in the order of the
+    parameters."""
     parts = filter(None, map(part_of, params))
     return list(dict.fromkeys(state for part in parts if (state := part.state) is not None))
 
 
 def _take_from(state: State, rank: int) -> None:
-    """Give all ranks the values that the unit's full parameters have on a rank. Collective."""
+    """Give all ranks one rank's values of the unit's full parameters. Collective."""
     comm = state.comms.all
     if not 0 <= rank < comm.world:
         raise ValueError(f"modifier_rank={rank} is out of range for world size {comm.world}")

@@ -1,1 +1,1 @@
-"""python -m zshard doctor: what this machine has, and which limits ranks meet."""
+"""python -m zshard doctor: what this machine has, and the limits that ranks will hit."""

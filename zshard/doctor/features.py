@@ -1,7 +1,8 @@
-"""What this machine has: torch, the driver, GPUs, kernels, NCCL, shared memory; what is missing.
+"""The features of this machine: torch, the driver, GPUs, kernels, NCCL, shared memory; and what is
+missing.
 
-Each fact comes from the component that training will use, never from a guess by
-version, and each missing one comes with a remedy.
+Each fact comes from the component that training will use, never from a version number, and each
+missing one comes with a remedy.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ def _nccl_version(missing: dict[str, str]) -> str | None:
 
 
 def _shm(missing: dict[str, str]) -> bool:
-    """Whether this process can make what shm needs: memory files, a pidfd, an abstract socket."""
+    """Return whether this process can create what shm needs: memory files, a pidfd, an abstract
+    socket."""
     try:
         _core.Comm.shm(0, 1, 1.0)
     except Exception as error:
@@ -104,7 +106,7 @@ def _shm(missing: dict[str, str]) -> bool:
 
 
 def _judge_kernels(machine: dict[str, Any], missing: dict[str, str]) -> None:
-    """Whether this build has kernels that run on this driver and these GPUs."""
+    """Report whether this build has kernels that run on this driver and these GPUs."""
     built, driver = machine["built"], machine["version"]
     old = [gpu for gpu in machine["gpus"] if tuple(gpu["capability"]) < OLDEST_GPU]
     if not built:
@@ -126,7 +128,8 @@ def _judge_kernels(machine: dict[str, Any], missing: dict[str, str]) -> None:
 
 
 def _judge_torch(machine: dict[str, Any], missing: dict[str, str]) -> None:
-    """Whether torch uses the GPUs that the driver has; if it has none, torch is not to blame."""
+    """Report whether torch uses the GPUs that the driver has; without GPUs, torch is not at
+    fault."""
     if torch.version.cuda is None:
         missing["torch_cuda"] = (
             f"torch {torch.__version__} is built without CUDA: install a CUDA build (see "
@@ -140,7 +143,8 @@ def _judge_torch(machine: dict[str, Any], missing: dict[str, str]) -> None:
 
 
 def report() -> tuple[str, int]:
-    """What `python -m zshard doctor` prints, and its exit status: 1 if a GPU cannot be used."""
+    """Return what `python -m zshard doctor` prints, and its exit status: 1 if a GPU cannot be
+    used."""
     found = available_features()
     kernels = f"{' '.join(found['kernels'])} (nvcc {found['kernels_cuda']})"
     gpus = [f"{gpu['name']} ({'.'.join(map(str, gpu['capability']))})" for gpu in found["gpus"]]
@@ -170,7 +174,7 @@ def report() -> tuple[str, int]:
 
 
 def describe(host: Host) -> str:
-    """Return in words what `python -m zshard run` divides among ranks."""
+    """Describe what `python -m zshard run` divides among ranks."""
     nodes, cores = (
         f"{count} {what}{'s' if count != 1 else ''}"
         for count, what in ((host.nodes, "NUMA node"), (host.usable, "core"))
@@ -186,7 +190,7 @@ def bf16(cpuinfo: str) -> str:
 
 
 def _what_is_used(found: dict[str, Any]) -> list[str]:
-    """Whether training works on CPUs and on GPUs, and the transports that ranks will use."""
+    """Describe whether training works on CPUs and on GPUs, and the transports of ranks."""
     host = "shm on one host, hosts (shm and c10d) on several" if found["shm"] else "c10d"
     cpu = f"CPU training is available; ranks communicate over {host}."
     if not found["c10d"]:

@@ -1,7 +1,8 @@
-"""What a rank takes of its process's limits as ranks grow in number, for `python -m zshard doctor`.
+"""How much of its process's limits a rank takes as the number of ranks grows, for `python -m zshard
+doctor`.
 
-The numbers come from the code that allocates: the transport's own count of what it needs, and a dry
-run of a model of UNITS units.
+The numbers come from the code that allocates: the transport's own count, and a dry run of a model
+of UNITS units.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from zshard.wrap import plan_units
 
 UNITS = 100
 RANKS = (8, 16, 32, 64, 128)
-_CONNECTIONS = 2  # a model's, and that of checkpoints
+_CONNECTIONS = 2  # the model's, and that of checkpoints
 
 
 def _mappings(ranks: int, precision: Precision) -> int:
@@ -36,7 +37,7 @@ def _mappings(ranks: int, precision: Precision) -> int:
 
 
 def lines() -> Iterator[str]:
-    """Yield the lines of a table, with this process's limits below."""
+    """Yield the lines of a table, with this process's limits at the end."""
     yield (
         f"Each rank of one host takes, over shm, with a model of {UNITS} units and its checkpoints:"
     )

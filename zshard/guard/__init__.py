@@ -1,1 +1,1 @@
-"""Guarded slices: what a script may do with a shard of a parameter, and what it is told."""
+"""Guarded shards: what a script may do with a shard of a parameter, and the errors for the rest."""

@@ -1,12 +1,13 @@
-"""Random numbers for shards in place: torch.nn.init, and `p.normal_()`.
+"""Random numbers for shards, in place: torch.nn.init and `p.normal_()`.
 
-Each rank draws for the full tensor, as the plain model does, and keeps its part: the
-values of the plain model under the same seed, of one tensor at a time, without communication. What
-was drawn is noted; ranks whose random numbers differ find out where they meet next.
+Each rank draws for the full tensor, as the plain model does, and keeps its shard. So it gets the
+plain model's values under the same seed, holds one full tensor at a time, and does not communicate.
+Each draw is noted: ranks whose random numbers differ get an error in their next collective.
 
-Where the ranks' generators differ when a model is sharded, as they do in a script that sets no
-seed, the ranks keep a copy of rank 0's, and draw from it for parameters: rank 0's values, as of a
-model that is initialized before it is sharded. A script that seeds later decides for itself.
+In a script that sets no seed, the ranks' generators differ when the model is sharded. Then every
+rank keeps a copy of rank 0's generator and draws from it for parameters, which gives rank 0's
+values, as if the model had been initialized before sharding. A seed that the script sets later
+takes precedence.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _ASKING = (nn.init.kaiming_uniform_, nn.init.normal_, nn.init.uniform_)
 
 
 def install() -> None:
-    """Have torch.nn.init initialize shards. Idempotent."""
+    """Make torch.nn.init initialize shards. Idempotent."""
     for name, change in (*((name, _for_shards) for name in INITS), (_FANS, _of_full_size)):
         func = getattr(nn.init, name)
         if not hasattr(func, "__wrapped__"):
@@ -59,7 +60,7 @@ def _for_shards(func: Operation) -> Operation:
 
 
 def _of_full_size(fans: Operation) -> Operation:
-    """Fans of the full parameter; what is drawn after that is drawn from their range."""
+    """Return the fans of the full parameter; the next draws use a range that derives from them."""
 
     @functools.wraps(fans)
     def computed(tensor: Tensor) -> Any:
@@ -74,7 +75,7 @@ def _of_full_size(fans: Operation) -> Operation:
 
 
 def _asked(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """A function of torch.nn.init."""
+    """Run a function of torch.nn.init."""
     others = dict(kwargs)
     tensor, *rest = args or (others.pop("tensor"),)
     part = _core.slice_part(tensor)
@@ -86,12 +87,12 @@ def _asked(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 
 def _draw(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """A method such as normal_()."""
+    """Run a method such as normal_()."""
     target, *rest = args
     part = _core.slice_part(target)
     others = (*rest, *kwargs.values())
     if part is None or (torch.is_grad_enabled() and target.requires_grad and target.is_leaf):
-        return run_plain(func, args, kwargs)  # the latter is torch's own error
+        return run_plain(func, args, kwargs)  # the latter raises torch's own error
     is_recorded = torch.is_grad_enabled() and target.requires_grad
     if is_recorded or slices_among(others) or any(map(_has_many, others)):
         return refuse(func, args, kwargs)
@@ -104,7 +105,7 @@ def _has_many(value: object) -> bool:
 
 
 def _refuse_numbers_of_shards(func: Operation, part: Part, given: Iterable[Any]) -> None:
-    """They may have been computed from the size of the shard."""
+    """Refuse numbers that may derive from the size of the shard."""
     has_numbers = any(isinstance(each, int | float | Tensor) for each in given)
     if has_numbers and part.root in asked_for_size:
         raise ShardError(refused_draw(func, part))
@@ -113,7 +114,7 @@ def _refuse_numbers_of_shards(func: Operation, part: Part, given: Iterable[Any])
 def _fill(
     func: Operation, target: Tensor, part: Part, args: Iterable[Any], kwargs: Mapping[str, Any]
 ) -> Tensor:
-    """Run the function on a full tensor, and keep this rank's part of it."""
+    """Run the function on a full tensor, and keep this rank's shard of it."""
     with plain(), _shared_draws(part.comm, target.device):
         full = torch.empty(part.shape, dtype=target.dtype, device=target.device)
         given = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)]
@@ -130,7 +131,7 @@ def _fill(
 
 
 def _digest(func: Operation, states: Iterable[Tensor]) -> int:
-    """A number that is the same on ranks whose generators were in the same state."""
+    """Return a number that is the same on ranks whose generators were in the same state."""
     digest = hashlib.blake2b(func.__name__.encode(), digest_size=8)
     for state in states:
         digest.update(bytes_of(state))
@@ -140,8 +141,8 @@ def _digest(func: Operation, states: Iterable[Tensor]) -> int:
 class _OfRank0(NamedTuple):
     """A copy of rank 0's generators.
 
-    seed: this rank's own, while the copy is in use. is_fresh: nothing had been drawn after that.
-    first: rank 0's. copies: by device.
+    seed: this rank's own, while the copy is in use. is_fresh: the script had drawn nothing after
+    seeding. first: rank 0's. copies: by device.
     """
 
     seed: int
@@ -166,7 +167,7 @@ def keep_generator(comm: _core.Comm) -> None:
     said = comm.exchange(is_known + hashlib.sha256(bytes_of(state)).digest())
     if len({each[1:] for each in said}) == 1:
         _kept.pop(id(comm), None)
-    elif not all(each[0] for each in said):  # else it goes on, for the next unit of a model
+    elif not all(each[0] for each in said):  # otherwise the copy serves the model's next unit, too
         comm.broadcast(state, 0)
         copy = torch.Generator()
         copy.set_state(state)
@@ -175,19 +176,20 @@ def keep_generator(comm: _core.Comm) -> None:
 
 
 def _is_fresh() -> bool:
-    """Has nothing been drawn since the seed was set?"""
+    """Return whether the script has drawn nothing since it set the seed."""
     fresh = torch.Generator().manual_seed(torch.initial_seed())
     return torch.equal(fresh.get_state(), torch.get_rng_state())
 
 
 def _is_seeded_since(kept: _OfRank0) -> bool:
-    """Has the script set a seed, which may be the one that it had?"""
+    """Return whether the script has set a seed since, possibly the same one."""
     return kept.seed != torch.initial_seed() or (not kept.is_fresh and _is_fresh())
 
 
 @contextlib.contextmanager
 def _shared_draws(comm: _core.Comm, device: torch.device) -> Iterator[None]:
-    """Context manager in which the default generators give rank 0's numbers, if these are kept."""
+    """Context manager in which the default generators give rank 0's numbers, if zshard keeps a
+    copy."""
     kept = _kept.get(id(comm)) if _kept else None
     if kept is None or _is_seeded_since(kept):
         _kept.pop(id(comm), None)
@@ -212,7 +214,7 @@ def _copy_for(kept: _OfRank0, device: torch.device) -> torch.Generator:
 
 
 def _default_generators(device: torch.device) -> list[torch.Generator]:
-    """Return those that a function may draw from for a tensor of that device."""
+    """Return the generators that a function may draw from for a tensor of that device."""
     found = [torch.default_generator]
     if device.type == "cuda":
         found.append(torch.cuda.default_generators[device.index])

@@ -1,7 +1,7 @@
-"""What Python does with operations on shards that are neither elementwise nor facts.
+"""Python handlers for operations on shards that are neither elementwise nor queries of facts.
 
-Each handler gets an operation with its arguments. The list of guard/rules.py says which operations
-come here; what no handler knows is refused.
+A handler gets an operation with its arguments. The list in guard/rules.py chooses the operations
+that get here; an operation without a handler is refused.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 
 
-def _whole_draw(func: Operation, args: Args, kwargs: Kwargs) -> Any:
-    """What a whole tensor's draw has for this rank: the values that DDP would have."""
+def _full_draw(func: Operation, args: Args, kwargs: Kwargs) -> Any:
+    """Return this rank's shard of a draw for the full tensor: the values that DDP would have."""
     others = dict(kwargs)
     given = args[0] if args else others.pop("input")
     part = _core.slice_part(given)
@@ -52,12 +52,12 @@ def _whole_draw(func: Operation, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _new(func: Operation, args: Args, kwargs: Kwargs) -> Any:
-    """`p.new_zeros(p.shape)` goes with the shard; of another shape, it is no part of one."""
+    """`p.new_zeros(p.shape)` is sharded like p; a tensor of another shape is not."""
     return guard_like(run_plain(func, args, kwargs), args[0])
 
 
 def _get_data(func: Operation, args: Args, kwargs: Kwargs) -> Any:
-    """`p.data`, also of a parameter that is whole right now, as in hooks of a backward."""
+    """`p.data`, also of a parameter that is unsharded right now, as in hooks of a backward."""
     param = args[0]
     whole = part_of(param) if _core.slice_part(param) is None else None
     if whole is not None:
@@ -66,13 +66,13 @@ def _get_data(func: Operation, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _type(func: Operation, args: Args, kwargs: Kwargs) -> Any:
-    """`t.type()` asks for a name, `t.type(dtype)` is a cast."""
+    """`t.type()` returns a name; `t.type(dtype)` is a cast."""
     result = run_plain(func, args, kwargs)
     return result if isinstance(result, str) else guard_like(result, args[0])
 
 
 def _set(func: Operation, args: Args, kwargs: Kwargs) -> Any:
-    """`p.set_(p)`, which changes nothing; all others are refused."""
+    """`p.set_(p)`, which changes nothing; any other call is refused."""
     if len(args) > 1 and has_memory_of(args[0], args[1]):
         return args[0]
     return refuse(func, args, kwargs)
@@ -87,7 +87,7 @@ def _set_grad_dtype(func: Operation, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _gradients(func: Operation, args: Args, kwargs: Kwargs) -> Any:
-    """Gradients of something for parameters, which are whole in backward. Not of a slice."""
+    """Gradients with respect to parameters, which are unsharded in backward; not of a shard."""
     outputs = args[0] if args else kwargs.get("outputs", kwargs.get("tensors"))
     if slices_among([outputs]):
         return refuse(func, args, kwargs)
@@ -95,8 +95,8 @@ def _gradients(func: Operation, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _update(func: Operation, args: Args, kwargs: Kwargs) -> Any:
-    """A library's kernel that updates one parameter element by element: right on shards of the same
-    elements."""
+    """A library's kernel that updates one parameter element by element, which is correct on shards
+    of the same elements."""
     slices = [each for each in (*args, *kwargs.values()) if slices_among([each])]
     parts = slices_among(slices)
     if len({id(part.geometry) for part in parts}) > 1:
@@ -108,11 +108,12 @@ def _update(func: Operation, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _size(func: Operation, args: Args, kwargs: Kwargs) -> Any:
-    """The size of this rank's shard; within a forward of the model, that of the full parameter.
+    """Return the size of this rank's shard; within a forward of the model, that of the full
+    parameter.
 
-    That the script has asked is remembered: numbers which it computes from the shard's size would
-    be wrong, so random numbers of such a range are refused (draws.py). Nobody computes a range from
-    the number of elements."""
+    Notes that the script has read the size. Numbers that a script computes from a shard's size
+    would be wrong, so draws.py refuses random numbers of such a range. Scripts do not compute a
+    range from numel(), so that is not noted."""
     part = _core.slice_part(args[0])
     if part is None:
         return run_plain(func, args, kwargs)
@@ -130,7 +131,7 @@ _COUNTS = (Tensor.numel, Tensor.nelement)
 _Handler = Callable[[Operation, Args, Kwargs], Any]
 
 _HANDLERS: dict[Any, _Handler] = {
-    **dict.fromkeys(LIKE_AT_RANDOM, _whole_draw),
+    **dict.fromkeys(LIKE_AT_RANDOM, _full_draw),
     Tensor.type: _type,
     Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
     **{getattr(Tensor, name): _new for name in NEW},
@@ -139,7 +140,7 @@ _HANDLERS: dict[Any, _Handler] = {
     **dict.fromkeys((torch.autograd.grad, torch.autograd.backward), _gradients),
     Tensor.set_: _set,
     getattr(getattr(Tensor, "grad_dtype", None), "__set__", None): _set_grad_dtype,
-    "bitsandbytes::optimizer_update_32bit": _update,  # 8-bit ones have a scale for each block
+    "bitsandbytes::optimizer_update_32bit": _update,  # 8-bit updates have a scale per block
     **views.HANDLERS,
     **draws.HANDLERS,
 }
@@ -147,13 +148,13 @@ _HANDLERS: dict[Any, _Handler] = {
 
 
 def _handle(func: Operation, types: object, args: Args, kwargs: Kwargs) -> Any:
-    """What py_guard.c does not do itself: an operation that is not on the list, or shards that do
-    not fit each other."""
+    """Handle what py_guard.c does not: an operation that is not on the list, or shards that do not
+    match."""
     known = _HANDLERS.get(func) or _HANDLERS.get(getattr(func, "_qualified_op_name", None))
     return (known or refuse)(func, args, kwargs)
 
 
 def set_guard() -> None:
-    """Tell the core what it guards with."""
+    """Give the core its guard functions."""
     types = (Tensor, nn.Parameter, ShardTensor, ShardParameter, WholeParameter)
     _core.set_guard(types, RULES, _parts, _handle)

@@ -1,12 +1,12 @@
-"""What would take shards for full tensors without an operation that the guard sees.
+"""Code that would take shards for full tensors without an operation that the guard sees.
 
-Collectives, DistributedDataParallel, ZeroRedundancyOptimizer and safetensors use a tensor's memory.
-The ranks' shards of a parameter are different elements, often of one shape, so they would mix or
-overwrite them, or write one rank's to a file, without a word.
+Collectives, DistributedDataParallel, ZeroRedundancyOptimizer and safetensors use a tensor's memory
+directly. The ranks' shards of a parameter are different elements, often of one shape, so such code
+would silently mix or overwrite them, or write one rank's shard to a file.
 
-And a sign that what the script has written in place is complete. One rank alone may evaluate
-weights that all ranks have written so (a moving average), once the others have written theirs. They
-say so in the barrier in which they wait for it.
+Barriers also matter here. One rank may evaluate alone weights that all ranks have written in place
+(a moving average), but only once the other ranks have written theirs. The script's own barrier
+marks that point.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ __all__ = [
 
 
 def install_check() -> None:
-    """Have torch's collectives refuse shards, in the function by which they check a tensor."""
+    """Make torch's collectives refuse shards, in the function that they all use to check a
+    tensor."""
     check = distributed_c10d._check_single_tensor
 
     @functools.wraps(check)
@@ -61,17 +62,17 @@ threads (of an asynchronous checkpoint, say) have barriers of their own, at any 
 
 
 def tell_of_barriers(state: State) -> None:
-    """Have a new model told of the script's own barriers of all ranks. `state`: of its root."""
+    """Notify a new model of the script's own barriers over all ranks. `state`: the root's."""
     if state.comms.shard_group.transport == "shm":
         _models[state] = threading.get_ident()
 
 
 def install_barrier() -> None:
-    """Have models told of barriers."""
+    """Notify models of barriers."""
     barrier = dist.barrier
 
     @functools.wraps(barrier)
-    def told(
+    def notifying_barrier(
         group: dist.ProcessGroup | None = None, async_op: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
         if not async_op and (group is None or dist.get_world_size(group) == dist.get_world_size()):
@@ -80,7 +81,7 @@ def install_barrier() -> None:
                     state.unit.engine.meet()
         return barrier(group, async_op, *args, **kwargs)
 
-    dist.barrier = told
+    dist.barrier = notifying_barrier
 
 
 # --- DistributedDataParallel, ZeroRedundancyOptimizer ---------------------------------------------
@@ -97,8 +98,8 @@ def _refuse_ddp() -> NoReturn:
 
 
 class NoDdp:
-    """In place of the names that DDP is to ignore, which it and Lightning ask a model for before
-    they broadcast its parameters."""
+    """Replaces the names that DDP must ignore. DDP and Lightning read them from a model before they
+    broadcast its parameters."""
 
     def __iter__(self) -> Iterator[str]:
         _refuse_ddp()
@@ -121,7 +122,7 @@ def install_sync() -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise TypeError if it is a ZeroRedundancyOptimizer over sharded parameters."""
+    """Raise TypeError for a ZeroRedundancyOptimizer over sharded parameters."""
     if type(optimizer).__name__ != "ZeroRedundancyOptimizer":
         return
     if any(_core.is_shard(param) for group in optimizer.param_groups for param in group["params"]):
@@ -139,7 +140,7 @@ FLATTENING = ("_flatten_as_ptr", "_flatten")
 
 
 def install_safetensors() -> None:
-    """Have safetensors refuse shards, if it is installed. Idempotent."""
+    """Make safetensors refuse shards, if it is installed. Idempotent."""
     try:
         library = importlib.import_module("safetensors.torch")
     except ImportError:
@@ -165,15 +166,15 @@ def _refusing(flatten: Callable[..., Any]) -> Callable[..., Any]:
 
 _NAMES = ("FSDPModule", "register_fsdp_forward_method")
 _FROM = "torch.distributed.fsdp._fully_shard._fully_shard"
-# These ask torch's class about models of their own making, or have an adapter of zshard's.
+# These check torch's class on models that they make themselves, or zshard has an adapter for them.
 _KNOWN = frozenset({"torch", "accelerate", "transformers", "peft", "trl", "lightning"})
 _warned = {"__mp_main__"}  # another name of __main__
 
 
 def warn_of_torchs_names() -> None:
-    """Warn of each module of the script that has imported torch's FSDPModule, once. Torch's class
-    cannot know zshard's modules, so isinstance() is False, and a script leaves out what it does for
-    them, without a word."""
+    """Warn once of each module of the script that has imported torch's FSDPModule. Torch's class
+    does not recognize zshard's modules, so isinstance() is False and the script silently skips its
+    FSDP code."""
     torchs = sys.modules.get(_FROM)
     if torchs is None:
         return

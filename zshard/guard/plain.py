@@ -1,6 +1,6 @@
-"""Shards as plain tensors: for zshard's own code, which knows what it has.
+"""Shards as plain tensors, for zshard's own code, which knows what it holds.
 
-All that stands above uses this, so it imports nothing of the guard but its list.
+The rest of the guard builds on this file, so it imports only the guard's list of rules.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = [
 
 
 class GuardedTensor(Tensor):
-    """The base of the classes of tensors that torch asks about each operation."""
+    """Base of the tensor classes whose operations torch dispatches to zshard."""
 
 
 class plain(contextlib.ContextDecorator):
-    """Context manager, or decorator, in which no operation on a shard is refused, and no result is
-    guarded."""
+    """Context manager or decorator that turns the guard off: no operation on a shard is refused,
+    and no result is guarded."""
 
     def __enter__(self) -> None:
         self._switch = torch._C.DisableTorchFunctionSubclass()
@@ -45,11 +45,11 @@ class plain(contextlib.ContextDecorator):
         self._switch.__exit__(*error)
 
     def _recreate_cm(self) -> plain:
-        return plain()  # a decorated function that calls itself, or a thread: each has its own
+        return plain()  # recursive calls and threads each need their own
 
 
 def guarded(call: Operation) -> Operation:
-    """Return a script's function such that it is guarded although plain() calls it."""
+    """Return a script's function with the guard on, although code within plain() calls it."""
 
     @functools.wraps(call)
     def called() -> object:
@@ -60,7 +60,7 @@ def guarded(call: Operation) -> Operation:
 
 
 def run_plain(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run an operation on this rank's elements, as they are; the result is not guarded."""
+    """Run an operation on this rank's elements; the result is not guarded."""
     with plain():
         return func(*args, **kwargs)
 
@@ -75,7 +75,7 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def guard_like(made: Tensor, tensor: Tensor) -> Any:
-    """Have a plain tensor guarded as `tensor` is, if it has the shape of its shard; return it."""
+    """Guard a plain tensor as `tensor` is, if it has the shape of its shard; return it."""
     part = _core.slice_part(tensor)
     return made if part is None else _core.mark_slice(made, part)
 

@@ -1,8 +1,8 @@
-"""Which of torch's operations give, on slices, the slice of the result on whole tensors.
+"""The torch operations whose result on shards is the shard of the result on full tensors.
 
-It is a list of what is allowed. An operation that is not on it is refused, so one
-that torch adds later is an error until somebody has looked at it. tests/guard/test_guard_ops.py
-compares each with the whole tensor, and finds those that do not belong here.
+The list names what is allowed; any other operation is refused. So an operation that a later torch
+adds is an error until it has been reviewed. tests/guard/test_guard_ops.py compares each with the
+full tensor and finds those that do not belong on the list.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ Operation = Callable[..., Any]
 
 
 def rules() -> dict[Operation, int]:
-    """Return what is done with each operation that is allowed."""
+    """Return the rule for each operation that is allowed."""
     found: dict[Operation, int] = {}
     found.update(dict.fromkeys(_facts(), FACT))
     found.update(dict.fromkeys(_each(), EACH))
@@ -135,12 +135,12 @@ def rules() -> dict[Operation, int]:
 
 
 def kind_of(rule: int) -> int:
-    """Return FACT, EACH, LISTS, GRAD or NONE, without what is added to it."""
+    """Return FACT, EACH, LISTS, GRAD or NONE, without the flags."""
     return rule & 7
 
 
 def _writes(func: Operation, rule: int) -> bool:
-    """Return whether an operation is an in-place one, by torch's way to name them."""
+    """Return whether an operation works in place, by torch's naming convention."""
     name = func.__name__
     if func == Tensor.data.__set__:  # type: ignore[attr-defined]
         return True
@@ -152,7 +152,7 @@ def _writes(func: Operation, rule: int) -> bool:
 
 
 def _special() -> Iterator[Operation]:
-    """Those that Python handles without the elements, or writes by."""
+    """Yield the operations that Python handles without the elements, or uses to write."""
     yield from _named(Tensor, (*SIZES, *NEW, *DRAWN_IN_PLACE, "type"))
     yield from (_getter(name) for name in ("shape", "data"))
     yield from (torch.autograd.grad, torch.autograd.backward)
@@ -187,7 +187,7 @@ def _lists() -> Iterator[Operation]:
 
 
 def _named(home: object, names: Iterable[str]) -> Iterator[Operation]:
-    """Those that this torch has."""
+    """Return those operations that this torch has."""
     return (getattr(home, name) for name in names if callable(getattr(home, name, None)))
 
 

@@ -1,12 +1,12 @@
-"""Guarded shards: a sharded parameter, and what is computed from it element by element.
+"""Guarded shards: a sharded parameter, and the results of elementwise operations on it.
 
-Between steps a parameter is a shard of shape (k, 1, ..., 1), and code that takes it
-for the matrix would compute something else without a word. So its class is a subclass that torch
-asks about each operation. Elementwise ones run, and their results are guarded in turn (py_guard.c
-with the list of guard/rules.py); all others raise ShardError, which says what to write. In forward
-and backward parameters are whole: their class (WholeParameter) is not asked about operations.
+Between steps a parameter is a shard of shape (k, 1, ..., 1). Code that took it for the full matrix
+would silently compute something else, so its class is a subclass whose operations torch dispatches
+to zshard. Elementwise operations run, and their results are guarded in turn (py_guard.c with the
+list of guard/rules.py). All others raise ShardError, which names the remedy. In forward and
+backward parameters are unsharded, and their class (WholeParameter) does not intercept operations.
 
-No operation communicates; full_tensor() does, on all ranks.
+Operations never communicate, except full_tensor(), which is collective.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Guarded(GuardedTensor):
         return to_local(self)
 
     def full_tensor(self) -> Tensor:
-        """Return the whole tensor, of the parameter's shape, as a new plain tensor.
+        """Return the full tensor, of the parameter's shape, as a new plain tensor.
 
         Collective: call it on all ranks. Raises what zshard.full_tensor() does."""
         return full_tensor(self)
@@ -73,7 +73,7 @@ class _Guarded(GuardedTensor):
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         part = _core.slice_part(self)
         with plain():
-            if part is None:  # a parameter while it is whole
+            if part is None:  # a parameter while it is unsharded
                 return f"{type(self).__name__}({to_local(self)!r})"
             return f"{type(self).__name__}({to_local(self)!r}, {part.elements} of {part.name!r})"
 
@@ -99,11 +99,11 @@ class _Guarded(GuardedTensor):
         return made if part is None else _guard_copy(made, part)
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        """Raise ShardError: who pickles a tensor, or has torch.save() do so, wants all of it."""
+        """Raise ShardError: pickling, as in torch.save(), needs the full tensor."""
         part = _core.slice_part(self)
         if part is not None:
             raise ShardError(written_to_file("a pickle (torch.save())", part))
-        with plain():  # a parameter while it is whole: as torch's own class
+        with plain():  # a parameter while it is unsharded: as torch's own class
             return _as_torchs(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     @classmethod
@@ -114,7 +114,7 @@ class _Guarded(GuardedTensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if torch.compiler.is_dynamo_compiling():  # which then runs the function uncompiled
+        if torch.compiler.is_dynamo_compiling():  # the compiler then runs the function uncompiled
             raise ShardError(COMPILED)
         return _core.guarded(func, types, args, kwargs)
 
@@ -122,7 +122,7 @@ class _Guarded(GuardedTensor):
 class ShardTensor(_Guarded):
     """This rank's elements of a tensor of a sharded parameter's shape, such as its gradient.
 
-    Elementwise operations work and give another ShardTensor. All others raise ShardError: they
+    Elementwise operations work and return another ShardTensor. All others raise ShardError: they
     would see this rank's elements only. `shape` and `numel()` are those of this rank's elements.
     """
 
@@ -137,13 +137,13 @@ class ShardParameter(_Guarded, nn.Parameter):
 
 
 class WholeParameter(nn.Parameter):
-    """A sharded parameter while its unit is unsharded. It differs from nn.Parameter in `data`: what
-    a script writes there leaves no trace, so from then on zshard looks whether it has; and in
-    `grad`, of which this rank has a shard."""
+    """A sharded parameter while its unit is unsharded. It differs from nn.Parameter in `data`,
+    because writes there leave no trace: once a script has read it, zshard checks for changes. It
+    also differs in `grad`, which is this rank's shard."""
 
     @property
     def data(self) -> Tensor:
-        """The whole parameter, outside of autograd."""
+        """The full parameter, outside of autograd."""
         part = part_of(self)
         if part is not None:
             part.watch_data()
@@ -156,8 +156,8 @@ class WholeParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient, which between passes is this rank's shard, and guarded; within
-        summon_full_params(with_grads=True) it is the full one. None for torch's compiler
+        """The gradient: between passes this rank's shard, guarded; within
+        summon_full_params(with_grads=True) the full one. None for torch's compiler
         (autograd.py)."""
         if is_tracing():
             return None
@@ -177,8 +177,8 @@ class WholeParameter(nn.Parameter):
         _grad.__delete__(self)
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As torch's, but memory that the parameter has already is no write: torch's parametrize
-        sets a parameter to itself."""
+        """As torch's, but setting the parameter's current memory is not a write: torch's
+        parametrize sets a parameter to itself."""
         return self if has_memory_of(self, source) else super().set_(source, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -195,7 +195,7 @@ _grad: Any = Tensor.grad
 
 
 def _own_copy(tensor: Tensor) -> Tensor:
-    """A copy of torch's own class."""
+    """Return a copy of torch's own class."""
     values = tensor.detach().clone(memory_format=torch.preserve_format)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(values, tensor.requires_grad)
@@ -203,14 +203,14 @@ def _own_copy(tensor: Tensor) -> Tensor:
 
 
 def _guard_copy(made: Tensor, part: object) -> Tensor:
-    """Have a copy guarded."""
+    """Guard a copy."""
     made._zshard_part = part  # type: ignore[attr-defined]
     made.__class__ = ShardParameter if isinstance(made, nn.Parameter) else ShardTensor
     return made
 
 
 def _as_torchs(tensor: Tensor) -> Tensor:
-    """The same elements in torch's own class, with a script's attributes."""
+    """Return the same elements in torch's own class, with a script's attributes."""
     made = tensor.detach()
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, tensor.requires_grad)
@@ -222,7 +222,7 @@ def _as_torchs(tensor: Tensor) -> Tensor:
 
 
 def has_memory_of(tensor: Tensor, source: object) -> bool:
-    """Whether `tensor.set_(source)` would change nothing."""
+    """Return whether `tensor.set_(source)` would change nothing."""
     if not isinstance(source, Tensor) or source.dtype != tensor.dtype:
         return False
     with plain():
@@ -230,9 +230,9 @@ def has_memory_of(tensor: Tensor, source: object) -> bool:
 
 
 def refuse(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Raise ShardError. Runs the operation if no argument is a slice right now."""
+    """Raise ShardError. Runs the operation if no argument is a shard right now."""
     parts = slices_among((*args, *kwargs.values()))
-    if not parts:  # parameters that are whole right now
+    if not parts:  # parameters that are unsharded right now
         return run_plain(func, args, kwargs)
     fitting = _fitting(func, parts[0], args)
     if fitting is not None:
@@ -246,8 +246,8 @@ def refuse(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 
 def _fitting(func: Operation, part: Part, args: tuple[Any, ...]) -> list[Any] | None:
-    """The arguments of a write to a slice within a forward, where other operations have made full
-    tensors: of those, this rank's elements. None: it is something else."""
+    """Return the arguments of a write to a shard within a forward, where other operations have made
+    full tensors; those are cut to this rank's elements. None if they do not fit."""
     if RULES.get(func, NONE) != EACH | WRITES or _core.slice_part(args[0]) is not part:
         return None
     if part.shape == part.local_shape or not part.is_in_forward():
@@ -263,8 +263,8 @@ def _fitting(func: Operation, part: Part, args: tuple[Any, ...]) -> list[Any] | 
 
 
 def _param_at(value: Any) -> Tensor | None:
-    """The parameter of which this is the own memory by another name, as `.data` and detach() give
-    it; None: it is something else."""
+    """Return the parameter whose own memory this is, as from `.data` and detach(); None if there is
+    none."""
     part: Part | None = _core.slice_part(value) if type(value) is ShardTensor else None
     if part is None or part.root is not part:
         return None
@@ -274,7 +274,7 @@ def _param_at(value: Any) -> Tensor | None:
 
 
 def _full_of(value: object) -> Any:
-    """Of a parameter's own memory, within a forward, the full parameter's."""
+    """Return the full parameter's memory within a forward, given the parameter's own."""
     param = _param_at(value)
     if param is None:
         return value

@@ -1,8 +1,8 @@
-"""Views of guarded slices: `p[row]`, `p[2:4]`, `p.chunk(4)`, and numbers that are put there.
+"""Views of guarded shards: `p[row]`, `p[2:4]`, `p.chunk(4)`, and assignments to them.
 
-A slice is a run of the parameter's elements in memory order, and so are rows of it.
-What a rank has of such a view is a slice, too, with a Part of its own, which may have no elements.
-A view that is no run, such as a column, is refused.
+A shard is a run of the parameter's elements in memory order, and so are its rows. This rank's share
+of such a view is also a shard, with its own Part, and may be empty. A view that is not a run, such
+as a column, is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["HANDLERS"]
 
 
 def _view(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """One view, or a tuple of them."""
+    """Return one view, or a tuple of them."""
     target = args[0]
     part = _core.slice_part(target)
     if part is None:
@@ -46,8 +46,8 @@ def _views_of(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> list[tuple[tuple[int, ...], int]] | None:
-    """Shapes of the views of the full tensor, and where they begin in it; None if one of them is
-    no run of elements. Raises what torch does for an index that is out of range."""
+    """Return the shapes of the views of the full tensor and their offsets in it; None if one of
+    them is not a run of elements. Raises torch's error for an index that is out of range."""
     if slices_among(others):
         return None
     with plain():
@@ -61,12 +61,13 @@ def _views_of(
 
 
 def _is_recorded(target: Tensor) -> bool:
-    """Does autograd record what is done with it? Then it is for a loss, which needs all of it."""
+    """Return whether autograd records operations on it. Then it is used in a loss, which needs all
+    elements."""
     return torch.is_grad_enabled() and target.requires_grad
 
 
 def _share_of(target: Tensor, part: Part, shape: tuple[int, ...], offset: int) -> Tensor:
-    """What this rank has of a view."""
+    """Return this rank's share of a view."""
     own = part.of_view(shape, offset)
     with plain():
         first = own.begin + offset - part.begin if own.numel else 0
@@ -76,7 +77,7 @@ def _share_of(target: Tensor, part: Part, shape: tuple[int, ...], offset: int) -
 
 
 def _set(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """`t[mask] = number` with a mask like the slice (torch.optim.Rprop), and `t[2:4] = number`."""
+    """`t[mask] = number` with a mask like the shard (torch.optim.Rprop), and `t[2:4] = number`."""
     target, key, value = args
     part = _core.slice_part(target)
     if part is None or (isinstance(value, Tensor) and value.numel() != 1):

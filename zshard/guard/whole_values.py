@@ -1,8 +1,8 @@
-"""Whole values of sharded tensors, and norms over all ranks, by name.
+"""Full values of sharded tensors, and norms over all ranks, by name.
 
-A slice knows which elements it has (its Part), so ranks exchange those numbers, and
-then each sends its elements in turn. All of it is collective: all ranks call it for the same
-tensors in the same order.
+A shard knows its elements (its Part), so ranks exchange these ranges, and then each sends its
+elements in turn. All calls are collective: all ranks make them for the same tensors in the same
+order.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ __all__ = ["full_numel", "full_tensor", "join", "named_norms", "whole_named_para
 
 
 def full_numel(param: Tensor) -> int:
-    """Return the number of elements of a parameter, of all of it if it is sharded."""
+    """Return the number of elements of the full parameter."""
     info = _core.shard_info(param)
     return param.numel() if info is None else math.prod(info["shape"])
 
 
 @PublicCall("full_tensor()")
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the whole of a sharded parameter, gradient or optimizer state, on its device.
+    """Return the full tensor of a sharded parameter, gradient or optimizer state, on its device.
 
     Args:
-        tensor: a sharded parameter (`p`, `p.data`), its `.grad`, or what elementwise operations
-            have made of them. Of any other tensor, a detached copy is returned.
+        tensor: a sharded parameter (`p`, `p.data`), its `.grad`, or the result of elementwise
+            operations on them. For any other tensor, a detached copy is returned.
 
     Returns a new plain tensor of the parameter's full shape, without autograd history. Collective:
     call it on all ranks, for the same tensors in the same order. But over shm, any rank may call it
     alone for a parameter.
 
-    Raises ShardError within a forward with gradients, for a parameter that is to get one, also
+    Raises ShardError within a forward with gradients, for a parameter that needs a gradient, also
     where it is not sharded; DivergenceError if the ranks call it for different tensors, PeerError
     if a rank exited.
     """
@@ -56,7 +56,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def _refuse_in_forward(tensor: Tensor) -> None:
-    """Raise ShardError where a result without autograd history would silently be no part of a
+    """Raise ShardError where a result without autograd history would silently drop out of a
     loss."""
     part = part_of(tensor) if torch.is_grad_enabled() and tensor.requires_grad else None
     unit = None if part is None else part.unit
@@ -65,8 +65,8 @@ def _refuse_in_forward(tensor: Tensor) -> None:
 
 
 def _part_of(tensor: Tensor, param: Tensor | None = None) -> Part | None:
-    """The Part of a shard; also of a parameter of another class than torch's, which is not guarded.
-    param: the parameter whose gradient `tensor` is."""
+    """Return the Part of a shard, also of a parameter whose class is not torch's, which is not
+    guarded. param: the parameter whose gradient `tensor` is."""
     part: Part | None = _core.slice_part(tensor)
     own = part_of(tensor if param is None else param) if part is None else None
     if own is None or not own.is_cut or own.shards.world == 1 or own.is_whole_now():
@@ -93,9 +93,9 @@ def _joined(tensor: Tensor, part: Part) -> Tensor:
 
 @plain()
 def join(part: Part, value: Tensor, ranges: list[tuple[int, int]], keep: bool = True) -> Tensor:
-    """Return one full tensor, in host memory, from its shards, of which rank r has ranges[r], that
-    is, `numel` elements from `begin` on; the first rank that has a shard sends it. Without `keep`
-    it is empty. Collective."""
+    """Return one full tensor, in host memory, from its shards. Rank r has ranges[r], that is,
+    `numel` elements from `begin` on; the first rank that has a shard sends it. Without `keep` the
+    result is empty. Collective."""
     numels = dict(reversed([(begin, numel) for begin, numel in ranges if numel > 0]))
     if sum(numels.values()) != part.whole_numel:
         raise RuntimeError(
@@ -115,7 +115,7 @@ def join(part: Part, value: Tensor, ranges: list[tuple[int, int]], keep: bool = 
 def whole_named_parameters(
     model: nn.Module, grads: bool = False
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield the name and the whole value of each parameter, one at a time: for histograms and logs.
+    """Yield the name and the full value of each parameter, one at a time: for histograms and logs.
 
     Args:
         model: a model, sharded or not.
@@ -141,7 +141,7 @@ def whole_named_parameters(
 
 @PublicCall("named_norms()")
 def named_norms(model: nn.Module, norm_type: float = 2.0, grads: bool = False) -> dict[str, float]:
-    """Return the norm of each whole parameter, by name. No whole tensor is made.
+    """Return the norm of each full parameter, by name, without unsharding any.
 
     Args:
         model: a model, sharded or not.
@@ -172,7 +172,7 @@ def named_norms(model: nn.Module, norm_type: float = 2.0, grads: bool = False) -
 
 
 def _numbers_of(comm: _core.Comm, mine: bytes) -> list[array[float]]:
-    """All ranks' numbers, in rank order."""
+    """Return all ranks' numbers, in rank order."""
     return [array("d", data) for data in gather_bytes(comm, mine)]
 
 

@@ -1,7 +1,7 @@
-"""What ShardError says: which operation, on a shard of what, and what to write in its place.
+"""The text of ShardError: the operation, whose shard it got, and what to write instead.
 
-The remedy depends on what the operation is after (a norm, a view, random values), so
-names of operations are grouped by it. It is never to_local(): what is refused needs all elements.
+The remedy depends on the purpose of the operation (a norm, a view, random values), so this file
+groups operations by it. The remedy is never to_local(): a refused operation needs all elements.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ COMPILED = (
 
 
 def name_of(func: Callable[..., Any]) -> str:
-    """Return what scripts call an operation: "norm()", ".T"."""
+    """Return a script's name for an operation: "norm()", ".T"."""
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__", "__delete__"):
         return "." + str(getattr(getattr(func, "__self__", None), "__name__", "attribute"))
@@ -95,8 +95,8 @@ def complaint(
 ) -> str:
     """Return the message of a refusal.
 
-    parts: of the slices among the arguments. listed: the operation is elementwise, so its arguments
-        do not fit each other.
+    parts: Parts of the shards among the arguments. listed: the operation is elementwise, so its
+        arguments do not match each other.
     """
     part, name = parts[0], name_of(func)
     if listed:
@@ -165,7 +165,7 @@ def _misfit(name: str, parts: Sequence[Any], args: Sequence[Any]) -> str:
 
 
 def refused_draw(func: Callable[..., Any], part: Part) -> str:
-    """Return the message for random numbers whose range may come of a shard's size."""
+    """Return the message for random numbers whose range may derive from a shard's size."""
     name = func.__name__.removeprefix("_no_grad_")
     return (
         f"{name}() got numbers for a shard of '{part.name}', after the script asked for its size, "
@@ -176,7 +176,7 @@ def refused_draw(func: Callable[..., Any], part: Part) -> str:
 
 
 def refused_index(part: Part) -> str:
-    """Return the message for the index of one element, which may come of a shard's size."""
+    """Return the message for the index of one element, which may derive from a shard's size."""
     return (
         f"one element of a shard of '{part.name}' was set by its index after the script asked "
         f"for the shard's size, which is {part.root.local_shape} on this rank. An index computed "
@@ -195,7 +195,8 @@ def refused_collective(part: Part) -> str:
 
 
 def no_history(name: str) -> str:
-    """Return the message for a full tensor in a forward, which would be a constant to autograd."""
+    """Return the message for a full tensor in a forward, which autograd would treat as a
+    constant."""
     return (
         f"the full tensor of '{name}' was asked for within a forward: it has no autograd history, "
         "so the parameter would get no gradient from what is computed with it. Use the parameter "
@@ -214,7 +215,7 @@ def refused_grad_dtype(name: str, dtype: object) -> str:
 
 
 def written_to_file(what: str, part: Part) -> str:
-    """Return the message for a shard that would get into a file, or to another process."""
+    """Return the message for a shard that would be written to a file or sent to another process."""
     return (
         f"{what} was to contain a shard of '{part.name}' ({part.elements}), which is not the full "
         "tensor. Save model.state_dict(), which has full tensors, or call zshard.save(directory, "

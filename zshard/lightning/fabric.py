@@ -1,7 +1,7 @@
 """The strategy for Lightning's Fabric.
 
-Fabric's DDP strategy with a sharded module in place of DDP's wrapper. Fabric sends
-marked methods through the forward of what it takes for the wrapper, so there is a plain one.
+Fabric's DDP strategy with a sharded module in place of DDP's wrapper. Fabric routes marked methods
+through the forward of its wrapper, so this file provides a plain one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ZShardFabricStrategy(Sharding, fabric_package.strategies.DDPStrategy):  # 
         super().__init__(**arguments)
         self._backward_sync_control = _BackwardSync()
         self._is_saving = False
-        self._sharded: WeakIdKeyDictionary = WeakIdKeyDictionary()  # in their order
+        self._sharded: WeakIdKeyDictionary = WeakIdKeyDictionary()  # in setup order
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         if not is_unit(module):
@@ -59,14 +59,14 @@ class ZShardFabricStrategy(Sharding, fabric_package.strategies.DDPStrategy):  # 
         return _Wrapper(module)
 
     def backward(self, *args: object, **kwargs: object) -> None:
-        """Run a backward, then broadcast buffers: under DDP an evaluation would begin with that,
-        but here one rank may evaluate alone."""
+        """Run a backward, then broadcast buffers: an evaluation under DDP would start with that
+        broadcast, but here one rank may evaluate alone."""
         super().backward(*args, **kwargs)
         for module in list(self._sharded):
             broadcast_buffers(module)
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Move a module that is not to be sharded; FSDP moves others, one unit at a time."""
+        """Move a module that will not be sharded; FSDP moves the others, one unit at a time."""
         if not any(param.is_meta for param in module.parameters()) and not is_unit(module):
             module.to(self.root_device)
 
@@ -102,7 +102,7 @@ class ZShardFabricStrategy(Sharding, fabric_package.strategies.DDPStrategy):  # 
         filter: object = None,
     ) -> None:
         if not self._is_sharded_save:
-            self._is_saving = True  # rank 0 alone needs the state
+            self._is_saving = True  # only rank 0 needs the state
             try:
                 super().save_checkpoint(path, state, storage_options, filter)
             finally:
@@ -147,7 +147,8 @@ class _BackwardSync:
 
 
 class _Wrapper(nn.Module):
-    """What Fabric takes for a wrapped module, so that it sends marked methods through forward."""
+    """The module that Fabric takes for its wrapper, so that it routes marked methods through
+    forward."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -162,7 +163,7 @@ def _unwrapped(module: nn.Module) -> Any:
 
 
 def _split(state: dict[str, Any]) -> tuple[tuple[nn.Module, Optimizer | None], dict[str, Any]]:
-    """Return the one module and the optimizer of what is to be saved, and the other entries."""
+    """Return the one module and the optimizer to save, and the other entries."""
     modules = [each for each in state.values() if isinstance(each, nn.Module)]
     optimizers = [each for each in state.values() if isinstance(each, Optimizer)]
     if len(modules) != 1 or len(optimizers) > 1:

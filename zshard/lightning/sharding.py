@@ -1,7 +1,6 @@
-"""What the strategies for the Trainer and for Fabric have in common.
+"""Code that the strategies for the Trainer and for Fabric share.
 
-FSDP shards a module in place, so nothing is wrapped, and what Lightning takes for the
-model stays the object that the user made.
+FSDP shards a module in place, so there is no wrapper: Lightning's model stays the user's object.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ __all__ = [
 ]
 
 _PACKAGES = (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric"))
-_LIGHTNINGS = frozenset(  # of the arguments of its DDPStrategy; in Fabric `precision`
+_LIGHTNINGS = frozenset(  # arguments of its DDPStrategy; in Fabric `precision`
     {
         *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "timeout"),
         *("precision", "precision_plugin", "process_group_backend", "start_method"),
@@ -45,7 +44,7 @@ _CHUNK = 8 << 20  # bytes; one value of a checkpoint's `extra` may have twice as
 
 
 def _imported() -> tuple[Any, Any]:
-    """Return Lightning's packages for the Trainer and for Fabric: those that the script uses."""
+    """Return the Lightning packages that the script uses, for the Trainer and for Fabric."""
     used = [pair for pair in _PACKAGES if any(name in sys.modules for name in pair)]
     for trainer, fabric in (*used, *_PACKAGES):
         try:
@@ -63,7 +62,7 @@ RecomputePolicy = Collection[type[nn.Module]] | Callable[..., bool]
 
 
 class Sharding:
-    """What both strategies do: shard modules, and save and load what is sharded."""
+    """Base of both strategies: shards modules, and saves and loads sharded ones."""
 
     root_device: torch.device
     broadcast: Callable[[Any], Any]
@@ -93,7 +92,7 @@ class Sharding:
         self._recomputed = activation_checkpointing_policy
 
     def _shard(self, module: nn.Module, world: int, parts_too: bool = False) -> None:
-        """Shard a module over all ranks; with `parts_too`, its children can be called alone."""
+        """Shard a module over all ranks; with `parts_too`, its children can be called directly."""
         for each, state in units_of(module):
             if state.comms.all.world != world:
                 raise ValueError(
@@ -118,7 +117,7 @@ class Sharding:
     def _save_folder(
         self, given: object, module: nn.Module, optimizer: Optimizer | None, rest: dict[str, Any]
     ) -> None:
-        """Save a folder of zshard.save(), with rank 0's `rest` in it."""
+        """Save a folder with zshard.save(), including rank 0's `rest`."""
         path: str = os.fspath(self.broadcast(given))
         chunks: list[bytes] = []
         if torch.distributed.get_rank() == 0:
@@ -153,7 +152,7 @@ class Sharding:
 
 
 def _callable_parts(module: nn.Module) -> list[nn.Module]:
-    """Return the modules below `module` that a training_step() may call; a ModuleList is none."""
+    """Return the modules below `module` that a training_step() may call, without ModuleLists."""
     found: list[nn.Module] = []
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
@@ -164,7 +163,7 @@ def _callable_parts(module: nn.Module) -> list[nn.Module]:
 
 
 def _recompute(module: nn.Module, policy: RecomputePolicy) -> None:
-    """Have activations of some submodules be recomputed in backward."""
+    """Recompute activations of some submodules in backward."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
         apply_activation_checkpointing,
     )

@@ -1,8 +1,7 @@
 """The strategy for Lightning's Trainer.
 
-Lightning's DDP strategy, which knows how ranks start and meet, with a sharded module
-in place of a wrapped one. Steps are called as the module's forward, so that they see full
-parameters.
+Lightning's DDP strategy, which starts and connects ranks, with a sharded module in place of a
+wrapped one. It calls steps as the module's forward, so that they see full parameters.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
     """
 
     strategy_name = "zshard"
-    model: Any  # what is trained: the LightningModule itself
+    model: Any  # the model to train: the LightningModule itself
 
     _restores_late: bool | None = None
 
@@ -87,7 +86,7 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
     def setup(self, trainer: Any) -> None:
         self.accelerator.setup(trainer)
         is_fitting = trainer.state.fn == "fit"
-        if not is_unit(self.lightning_module):  # it is after an earlier run
+        if not is_unit(self.lightning_module):  # an earlier run has already sharded it
             if is_fitting and self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)
             self.model = self.precision_plugin.convert_module(self.model)
@@ -104,7 +103,7 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
         return model
 
     def _share_averages(self, trainer: Any) -> None:
-        """Shard the copies that callbacks for averages of the weights have made of the module."""
+        """Shard the copies of the module that weight-averaging callbacks have made."""
         for callback in trainer.callbacks:
             average: Any = getattr(callback, "_average_model", None)
             if not isinstance(average, nn.Module):
@@ -135,7 +134,7 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
             yield
 
     def teardown(self) -> None:
-        # Not DDPStrategy's, which moves the module and its optimizers' state to the CPU.
+        # DDPStrategy's own would move the module and its optimizers' state to the CPU.
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -149,14 +148,14 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
         return call_as_forward(module, getattr(module, name), args, kwargs)
 
     def training_step(self, *args: object, **kwargs: object) -> Any:
-        if not self.lightning_module.automatic_optimization:  # the step runs whole backwards
+        if not self.lightning_module.automatic_optimization:  # the step runs entire backwards
             return super().training_step(*args, **kwargs)
         with self.precision_plugin.train_step_context():
             return self._call("training_step", args, kwargs)
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
-        """Broadcast buffers: under DDP a validation would begin with that, but here one rank may
-        evaluate alone."""
+        """Broadcast buffers: a validation under DDP would start with that broadcast, but here one
+        rank may evaluate alone."""
         super().post_backward(closure_loss)
         broadcast_buffers(self.lightning_module)
 
@@ -181,9 +180,9 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether a checkpoint is loaded into the sharded module; under DDP it is loaded before
-        setup(), which a module on the meta device does not allow."""
-        if self._restores_late is None:  # setup() lies between two questions
+        """Whether a checkpoint is loaded into the sharded module. DDP loads it before setup(),
+        which does not work for a module on the meta device."""
+        if self._restores_late is None:  # setup() runs between two queries
             module = self.lightning_module
             on_meta = any(param.is_meta for param in module.parameters())
             self._restores_late = on_meta or is_unit(module)
@@ -225,7 +224,7 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
         return {**rest, "state_dict": {}, "optimizer_states": []}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._folder is None:  # else load_checkpoint() has loaded it
+        if self._folder is None:  # otherwise load_checkpoint() has loaded it
             super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -239,7 +238,7 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
 
 
 def _count_full_parameters() -> None:
-    """Have Lightning's tables, and its summarize(), count full parameters, and name the user's
+    """Make Lightning's tables, and its summarize(), count full parameters and name the user's
     classes. Idempotent."""
     name = f"{trainer_package.__name__}.utilities.model_summary.model_summary"
     tables: Any = importlib.import_module(name)
@@ -257,7 +256,7 @@ def _count(params: Iterable[nn.Parameter]) -> int:
 
 
 def _layer_type(self: Any) -> str:
-    """The name of the class that the user wrote."""
+    """Return the name of the class that the user wrote."""
     kind = type(self._module)
     return (kind.__bases__[1] if is_unit(self._module) else kind).__name__
 

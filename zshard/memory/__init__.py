@@ -1,1 +1,1 @@
-"""Memory: what a model takes, whether it fits, and what needs less."""
+"""Memory: how much a model takes, whether it fits, and which settings take less."""

@@ -1,7 +1,8 @@
-"""The error text for a model that does not fit in memory: what it needs, and what needs less.
+"""The error text for a model that does not fit in memory: what it needs, and which settings need
+less.
 
-Each alternative is listed with the bytes it would take, from the same estimates as
-the check itself, so that nobody has to try them.
+Each alternative is listed with the bytes that it would take, from the same estimates as the check
+itself, so users need not try them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Shortage(NamedTuple):
     """A rank that lacks memory.
 
     missing: bytes short, that is, `needed` - `limit`. source: which limit, for the message.
-    optimizer: bytes of Adam's state on that rank. is_with_optimizer: `needed` has them.
+    optimizer: bytes of Adam's state on that rank. is_with_optimizer: `needed` includes them.
     """
 
     missing: int
@@ -131,7 +132,7 @@ def _total(
     stepped: bool = False,
     dtype: torch.dtype | None = None,
 ) -> tuple[int, int]:
-    """Return the bytes per rank under other settings, and those of Adam's state."""
+    """Return the bytes per rank under other settings, and the bytes of Adam's state."""
     world = model.world if ranks is None else model.world._replace(size=ranks, shard_group=ranks)
     comms = dry_comms(world, planned[-1][1].strategy)
     made = DryRun(model.module, planned, comms, dtype=dtype)

@@ -1,11 +1,11 @@
 """Dry runs: units with layouts and no memory, on transports without peers, to estimate memory.
 
-The estimate does not come from separate formulas but from the same code that
-allocates (csrc/engine/unit_life.c, csrc/engine/plan.h). A dry run is made from parameters on any
-device, the meta device included; it changes nothing and needs no process group.
+The estimate comes from the code that allocates (csrc/engine/unit_life.c, csrc/engine/plan.h), not
+from separate formulas. A dry run takes parameters on any device, including the meta device; it
+changes nothing and needs no process group.
 
-How much memory a step takes depends on which unit is unsharded when, and so on the order in which
-modules are entered and left and parameters are used. Before the first forward, the order of
+How much memory a step takes depends on which units are unsharded at the same time, and so on the
+order in which modules run and parameters are used. Before the first forward, the order of
 registration is the best guess.
 """
 
@@ -28,7 +28,7 @@ Planned = tuple[UnitSpec, Options]
 Call = tuple[_core.Unit, int]
 
 _ENTER, _EXIT = -1, -2  # csrc/engine/plan.h has the same
-_MOST_VISITS = 2  # more of a shared module tell nothing new
+_MOST_VISITS = 2  # further visits of a shared module add no information
 
 
 class World(NamedTuple):
@@ -54,7 +54,7 @@ def world_of(comms: Comms) -> World:
 
 
 def dry_comms(world: World, strategy: ShardingStrategy, rank: int = 0) -> Comms:
-    """Return what zshard.ranks.transports.comms_for would in such a world, without peers."""
+    """Return what zshard.ranks.transports.comms_for would return in such a world, without peers."""
 
     def comm(transport: str, size: int) -> _core.Comm:
         per_host = world.per_host if size == world.size else 0
@@ -109,7 +109,7 @@ class DryRun:
         self.engine.set_calls(calls_of(module, pairs, stands_in))
 
     def _make_again(self, module: nn.Module, state: State) -> tuple[UnitSpec, _core.Unit]:
-        """Return the unit that stands for one of an earlier call, with its spec."""
+        """Return the dry-run counterpart of a unit of an earlier call, with its spec."""
         unit, spec = state.unit, _spec_of(module, state)
         self.engine.set_offload(None, *unit.offloads, 1.0)
         self.engine.set_codes(*state.options.wire.codes)
@@ -137,8 +137,9 @@ class DryRun:
         return self.engine.predict(stepped)
 
     def trained_bytes(self, offloaded: bool = False) -> int:
-        """Return the bytes of this rank's shards of trainable parameters, the size of one tensor of
-        optimizer state; of those whose state is in memory, or (`offloaded`) on disk."""
+        """Return the bytes of this rank's shards of trainable parameters, which is the size of one
+        tensor of optimizer state; only of those whose state is in memory, or (`offloaded`) on
+        disk."""
         total = 0
         for unit in [*self.units, *self.inner]:
             if unit.offloads[2] is not offloaded:
@@ -173,8 +174,8 @@ def calls_of(
 ) -> list[Call]:
     """Return the calls of a model with these units, for Engine.set_calls.
 
-    planned: new units. inner: units of earlier calls, each with the unit that stands for it. Those
-    over other ranks are in neither.
+    planned: new units. inner: units of earlier calls, each with its dry-run counterpart. Neither
+    includes units over other ranks.
     """
     hooked = {at: inner[unit] for at, unit in _hooked(model).items() if unit in inner}
     used = {
@@ -193,7 +194,7 @@ def calls_of(
 
 
 def _hooked(model: nn.Module) -> dict[int, _core.Unit]:
-    """Return the units by the id of the modules whose hooks unshard them."""
+    """Return the units by the ids of the modules whose hooks unshard them."""
     found = {}
     for module in model.modules():
         owners = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
@@ -202,12 +203,12 @@ def _hooked(model: nn.Module) -> dict[int, _core.Unit]:
 
 
 def parts_to_guard(spec: UnitSpec, root: nn.Module | None) -> Iterator[nn.Module]:
-    """Yield the submodules of a unit whose calls unshard it as well: scripts call submodules
+    """Yield the submodules of a unit whose direct calls also unshard it. Scripts call submodules
     directly, as generate() calls `model.encoder(ids)` with a shared embedding in the root's unit.
 
-    They are those that own parameters of a `root` with several units, usually few, and all
-    embeddings: most modules fail on weights of a shard's shape, but an embedding would silently
-    look up in it.
+    These are the modules that own parameters of a `root` with several units, usually few, and all
+    embeddings. Most modules fail on weights of a shard's shape, but an embedding would silently
+    read wrong rows.
     """
     owners = {id(owner): owner for ref in spec.params for owner, _ in ref.owners}
     for owner in owners.values():
@@ -217,8 +218,8 @@ def parts_to_guard(spec: UnitSpec, root: nn.Module | None) -> Iterator[nn.Module
 
 
 class _Walk:
-    """One walk over a model's modules. hooked: units by the id of the modules that make them whole;
-    used: (unit, index) by the id of parameters."""
+    """One walk over a model's modules. hooked: units by the ids of the modules that unshard them;
+    used: (unit, index) by parameter id."""
 
     def __init__(
         self, hooked: Mapping[int, _core.Unit], used: Mapping[int, tuple[_core.Unit, int]]

@@ -1,9 +1,9 @@
 """Check at wrap time, before anything changes, whether a model fits in memory.
 
-Layouts tell what zshard will allocate, so a model that cannot fit is an error on all
+Layouts determine how much zshard will allocate, so a model that cannot fit is an error on all
 ranks, with numbers and alternatives, instead of a process that the kernel kills some steps later.
 Only certain allocations count. A module's parameters are in memory already and are freed as their
-units are made, so that memory is not needed a second time.
+units are made, so that memory is not needed twice.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _MESSAGE = struct.Struct("8s8s9q")
 
 
 class _Need(NamedTuple):
-    """Bytes that a rank still has to allocate: in all, private to the process, and of address
-    space; what the optimizer adds later; and how many memory mappings it will have to make."""
+    """Bytes that a rank still has to allocate: in total, private to the process, and of address
+    space; the optimizer's later share; and the number of memory mappings that it needs."""
 
     found: int
     private: int
@@ -54,14 +54,14 @@ class _Need(NamedTuple):
 
 
 class Sharing(NamedTuple):
-    """How many ranks share the memory of a host, and that of a control group."""
+    """The number of ranks that share the memory of a host and of a control group."""
 
     host: int = 1
     cgroup: int = 1
 
 
 class _Rank(NamedTuple):
-    """What a rank sends to the others; -1: no limit."""
+    """The numbers that a rank sends to the others; -1: no limit."""
 
     host: bytes
     cgroup: bytes
@@ -73,7 +73,7 @@ class _Rank(NamedTuple):
     need: int
     optimizer: int
     mappings: int  # needed
-    unmapped: int  # that are left
+    unmapped: int  # still available
 
 
 _OWN = ("memory_limit", "RLIMIT_DATA", "RLIMIT_AS", "GPU memory")
@@ -119,23 +119,23 @@ def check_fits(
     device: str,
 ) -> Sharing:
     """Raise MemoryError on all ranks if `module` does not fit in the memory of one of them; warn on
-    rank 0 if it will not fit once the optimizer has its state. Collective: one exchange.
+    rank 0 if it will not fit with the optimizer's state. Collective: one exchange.
 
     inner: units of earlier calls that become part of the model. limit: bytes that a rank may use;
         "auto": what the hosts and the limits of the processes leave, or on a GPU its free memory.
 
-    Returns how many ranks there are to share what this one's host and control group leave.
+    Returns how many ranks share what this rank's host and control group leave.
     """
     world, strategy = world_of(comms), planned[-1][1].strategy
     dry = dry_comms(world, strategy, comms.all.rank)
     dry_run = DryRun(module, planned, dry, inner)
     offload = planned[-1][1].offload
-    # Gradients that are stepped in backward are not held, which is how such models train.
+    # Steps in backward do not hold gradients, and such models train like that.
     parts = dry_run.predict(stepped=offload is not None)
     need = _need_of(planned, dry_run, parts, comms, torch_device(device))
     if isinstance(limit, int):
         need = need._replace(found=parts["total"])
-    mine = _MESSAGE.pack(*_tell(limit, need, device))
+    mine = _MESSAGE.pack(*_rank_limits(limit, need, device))
     ranks = [_Rank(*_MESSAGE.unpack(each)) for each in comms.all.exchange(mine)]
     _check_mappings(module, ranks)
     model = Model(module, planned, world, dry_run, bool(inner))
@@ -149,7 +149,7 @@ def check_fits(
     return _sharing(ranks, ranks[comms.all.rank])
 
 
-# --- what a rank has to find ----------------------------------------------------------------------
+# --- what a rank needs ----------------------------------------------------------------------------
 
 
 def _need_of(
@@ -159,7 +159,7 @@ def _need_of(
     comms: Comms,
     device: torch.device,
 ) -> _Need:
-    """Return what must be allocated beyond what exists: parameters and inner units do."""
+    """Return the bytes to allocate beyond existing parameters and inner units."""
     there = sum(_held_by(unit) for unit in dry_run.inner)
     given_back = 0
     within = peak = 0  # while units are made one after the other
@@ -181,7 +181,7 @@ def _need_of(
     rounding = -parts["grads"] % _CHUNK
     private = max(needed + rounding - shared - in_buckets, 0)
     addresses = needed + rounding + shared * (comms.shard_group.world - 1)
-    addresses += in_buckets * (comms.all.world - 1)  # those of all ranks are mapped
+    addresses += in_buckets * (comms.all.world - 1)  # this rank maps those of all ranks
     addresses += parts["offloaded"] * (comms.shard_group.world if mapped else 1)
     mappings = dry_run.engine.predict_mappings()
     return _Need(needed, private, addresses, 2 * dry_run.trained_bytes(), mappings)
@@ -196,7 +196,7 @@ def _held_by(unit: _core.Unit) -> int:
     return _in_memory(unit) + (0 if unit.offloads[1] else unit.bytes["grad"])
 
 
-def _tell(limit: MemoryLimit, need: _Need, device: str) -> _Rank:
+def _rank_limits(limit: MemoryLimit, need: _Need, device: str) -> _Rank:
     left = room_of_mappings()
     maps = need.mappings, -1 if left is None else left
     none = _Rank(b"", b"", -1, -1, -1, 0, 0, need.found, need.optimizer, *maps)
@@ -218,13 +218,14 @@ def _tell(limit: MemoryLimit, need: _Need, device: str) -> _Rank:
 
 
 def _room_of_gpu(device: str) -> int:
-    """Return the bytes that torch can still allocate: free ones, and those that it caches."""
+    """Return the bytes that torch can still allocate: free and cached ones."""
     free, _ = torch.cuda.mem_get_info(device)
     return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
 def _own_limit(need: _Need) -> tuple[int, int, int]:
-    """(bytes left, index into _OWN, bytes needed) of the process's tightest limit; -1: none."""
+    """Return (bytes left, index into _OWN, bytes needed) of the process's tightest limit; -1:
+    none."""
     found = []
     for kind, needed in ((1, need.private), (2, need.addresses)):
         left = room_of_process(_OWN[kind])
@@ -238,7 +239,7 @@ def _digest(text: str) -> bytes:
 
 
 def _check_mappings(module: nn.Module, ranks: list[_Rank]) -> None:
-    """Raise MemoryError if a rank may not make as many memory mappings as it will need."""
+    """Raise MemoryError if a rank may not create as many memory mappings as it will need."""
     missing, rank = max((each.mappings - each.unmapped, rank) for rank, each in enumerate(ranks))
     short = ranks[rank]
     if missing > 0 and short.unmapped >= 0:
@@ -250,11 +251,11 @@ def _check_mappings(module: nn.Module, ranks: list[_Rank]) -> None:
         )
 
 
-# --- the verdict ----------------------------------------------------------------------------------
+# --- result ---------------------------------------------------------------------------------------
 
 
 def _worst(ranks: list[_Rank], with_optimizer: bool) -> Shortage | None:
-    """Return the rank that lacks most, the same on all ranks; None if all have enough."""
+    """Return the rank with the largest shortage, the same on all ranks; None if all have enough."""
     found = []
     for rank, each in enumerate(ranks):
         later = each.optimizer if with_optimizer else 0

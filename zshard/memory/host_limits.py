@@ -1,8 +1,8 @@
 """How much more memory this process can allocate under the limits of the host, its cgroups and the
 process itself.
 
-Reclaimable page cache counts as free, as in the kernel's MemAvailable; a limit that
-is not set, or cannot be read, does not count.
+Reclaimable page cache counts as free, as in the kernel's MemAvailable. A limit that is not set or
+cannot be read does not count.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 from zshard.run.cgroups import ROOT, groups, read_text
 
-_UNLIMITED = 1 << 60  # bytes; version 1 has no word for it, and gives a number beyond
+_UNLIMITED = 1 << 60  # bytes; version 1 has no word for "unlimited" and reports a number above this
 
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file")
 _V2 = ("memory.max", "memory.current", "inactive_file", "active_file")
 
 
 def shared_by(ranks: int) -> str:
-    """Return the words for a limit that so many ranks share; "" for one."""
+    """Return the phrase for a limit that several ranks share; "" for one."""
     return f", divided among its {ranks} ranks" if ranks > 1 else ""
 
 
@@ -37,7 +37,8 @@ class Allowance(NamedTuple):
 
 
 def room_of_host(root: Path = ROOT) -> Allowance | None:
-    """Return the host's available memory, without swapping; None if the kernel does not say."""
+    """Return the host's available memory, without swapping; None if the kernel does not report
+    it."""
     text = read_text(root / "proc/meminfo")
     found = re.search(r"^MemAvailable:\s+(\d+) kB", text or "", re.MULTILINE)
     return (
@@ -46,7 +47,7 @@ def room_of_host(root: Path = ROOT) -> Allowance | None:
 
 
 def room_of_cgroup(root: Path = ROOT) -> Allowance | None:
-    """Return what the tightest of this process's cgroups leaves; None: no limit."""
+    """Return the memory that the tightest of this process's cgroups leaves; None: no limit."""
     found = [_room_of(folder, _V1 if first else _V2) for folder, first in groups("memory", root)]
     rooms = [room for room in found if room]
     return min(rooms, default=None)
@@ -63,14 +64,14 @@ def room_of_process(name: str) -> int | None:
 
 
 class Resident(NamedTuple):
-    """Bytes of a process's memory that are in RAM: now, and the most that ever were."""
+    """Bytes of a process's memory that are in RAM: current and peak."""
 
     now: int
     peak: int
 
 
 def resident(root: Path = ROOT) -> Resident | None:
-    """Return what this process has in RAM; None if the kernel does not say."""
+    """Return this process's bytes in RAM; None if the kernel does not report them."""
     text = read_text(root / "proc/self/status") or ""
     found = dict(re.findall(r"^(VmRSS|VmHWM):\s+(\d+) kB", text, re.MULTILINE))
     if len(found) < 2:
@@ -80,12 +81,12 @@ def resident(root: Path = ROOT) -> Resident | None:
 
 
 def max_map_count(root: Path = ROOT) -> int | None:
-    """Return how many memory mappings a process may have; None if not known."""
+    """Return how many memory mappings a process may have; None if unknown."""
     return _number(root / "proc/sys/vm/max_map_count")
 
 
 def room_of_mappings(root: Path = ROOT) -> int | None:
-    """Return how many more memory mappings this process may have; None if not known."""
+    """Return how many more memory mappings this process may have; None if unknown."""
     limit = max_map_count(root)
     maps = read_text(root / "proc/self/maps")
     return None if limit is None or maps is None else max(limit - maps.count("\n"), 0)

@@ -1,7 +1,7 @@
 """A model in numbers: its memory (now, peak, predicted), its parameters, and the tables of both.
 
 The C core counts and predicts memory (csrc/engine/reserve.c); this file adds the state of the
-optimizers that have stepped the model's parameters, which belongs to the optimizers.
+optimizers that have stepped the model's parameters.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def memory_of(module: nn.Module, what: str) -> dict[str, int]:
 def _of_engines(
     states: Iterable[State], count: Callable[[_core.Engine], dict[str, int]]
 ) -> dict[str, int]:
-    """Return the sums over the models of these units, which are several if some have a process
-    group of other ranks; each transport counts once."""
+    """Return the sums over the models of these units: several models if some units have a process
+    group of other ranks. Each transport counts once."""
     models = {state.unit.engine_id: state for state in states}
     parts: dict[str, int] = {}
     transports: dict[int, int] = {}
@@ -73,7 +73,7 @@ def with_optimizer(parts: dict[str, int], optimizer: int, elsewhere: int = 0) ->
 
 
 def _optimizer_bytes(states: Iterable[State]) -> int:
-    """Return the bytes of state that the optimizers seen so far keep for these units."""
+    """Return the bytes of state that known optimizers keep for these units."""
     params = [
         param for state in states for param in state.unit.params if not _core.offloads_state(param)
     ]
@@ -87,8 +87,8 @@ def _optimizer_bytes(states: Iterable[State]) -> int:
 
 
 def _trained_bytes(states: Iterable[State], offloaded: bool) -> int:
-    """Return the bytes of this rank's shards of the trainable parameters whose optimizer state is,
-    or is not, offloaded."""
+    """Return the bytes of this rank's shards of the trainable parameters whose optimizer state is
+    offloaded, or is not."""
     return sum(
         state.unit.param(i)["numel"] * param.itemsize
         for state in states
@@ -100,8 +100,8 @@ def _trained_bytes(states: Iterable[State], offloaded: bool) -> int:
 def predict(
     module: nn.Module, planned: list[Planned], world: World, state_tensors: int
 ) -> dict[str, int]:
-    """Return what `module` takes on rank 0, in bytes by part, with that number of parameter-sized
-    state tensors per parameter."""
+    """Return the memory of `module` on rank 0, in bytes by part, with that number of
+    parameter-sized state tensors per parameter."""
     made = dry_run_of(module, planned, world)
     in_memory, elsewhere = (state_tensors * made.trained_bytes(where) for where in (False, True))
     return with_optimizer(made.predict(), in_memory, elsewhere)

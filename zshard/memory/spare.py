@@ -1,14 +1,13 @@
-"""What is left to a rank once it steps: for an optimizer's state, and for units that stay gathered.
+"""Memory left to a rank once it steps: for an optimizer's state, and for units that stay gathered.
 
-FSDP(...) cannot know the optimizer, so it refuses what the model alone takes, and warns of what
-Adam's state adds. Before its first step the optimizer is known: one whose state the host, the
-control groups and the process's limits do not allow, whatever memory_limit says, is an error with
-numbers, in place of a process that the kernel kills.
+FSDP(...) does not know the optimizer, so it refuses only what the model alone exceeds, and warns of
+what Adam's state adds. The first step knows the optimizer: state that exceeds what the host, the
+control groups and the process's limits leave is an error with numbers, whatever memory_limit is,
+instead of a process that the kernel kills.
 
-Nobody knows before a step how much the activations take. So with keep_gathered="auto" a rank
-measures after its first steps, and offers what is left; the core takes the least that all ranks
-offer, at the end of a backward in which all have met (csrc/engine/keep_gathered.h). A later
-measurement can only lower it.
+The memory of activations is unknown before a step. So with keep_gathered="auto" a rank measures its
+first steps and offers what is left. The core takes the least offer of all ranks, at the end of a
+backward that all ranks ran (csrc/engine/keep_gathered.h). Later measurements can only lower it.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ from zshard.units.units import Keep, state_of, units_of
 
 KeepGathered = bool | int | str
 
-_FIRST = 2  # steps that are always measured: optimizers may make state in the second as well
-_EACH = 100  # and of later ones, each so many
-_MARGIN = 10  # a tenth of what the rank may have is left for longer batches
+_FIRST = 2  # always measure these steps: optimizers may create state in the second one, too
+_EACH = 100  # then measure one step in so many
+_MARGIN = 10  # leave a tenth of the rank's limit for longer batches
 
 _ALL = sys.maxsize
 _MIB = 1 << 20
@@ -54,8 +53,8 @@ _TENSORS = {
 
 
 def parse_keep(keep_gathered: KeepGathered, limit: MemoryLimit, device: str) -> Keep:
-    """Translate FSDP()'s argument. "auto" keeps nothing where there is no limit to go by, and on
-    GPUs, where nothing has been measured yet.
+    """Translate FSDP()'s argument. "auto" keeps nothing without a limit, and on GPUs, where this is
+    unmeasured.
 
     Raises TypeError for an argument of another type, ValueError for a malformed size.
     """
@@ -72,13 +71,13 @@ def crosses_hosts(comm: _core.Comm) -> bool:
 
 
 def keep_between(keep: Keep, comm: _core.Comm) -> Keep:
-    """Return what `keep` comes to between these ranks: "auto" keeps nothing within one host,
-    where a gather is cheap."""
+    """Resolve `keep` between these ranks: "auto" keeps nothing within one host, where a gather is
+    cheap."""
     return keep if not keep.measured or crosses_hosts(comm) else Keep()
 
 
 def words_of(keep: Keep) -> str:
-    """Return what ranks must agree on, as a script would write it."""
+    """Return the value that ranks must agree on, as a script would write it."""
     if keep.measured:
         return "'auto'"
     return str(keep.most > 0) if keep.most in (0, _ALL) else f"{keep.most} bytes"
@@ -92,7 +91,7 @@ class _Measured(NamedTuple):
 
 
 class Spare:
-    """Measures a model's steps on this rank. Kept by the root's State."""
+    """Measures a model's steps on this rank. The root's State holds it."""
 
     def __init__(self, module: nn.Module, limit: MemoryLimit, sharing: Sharing) -> None:
         self._module = weakref.ref(module)
@@ -106,13 +105,14 @@ class Spare:
         return Spare(module, self._limit, self._sharing)
 
     def note_step(self) -> None:
-        """An optimizer has stepped the model. Offers what is left, after some of the steps."""
+        """Note a step of the model by an optimizer. After some of the steps, offer the remaining
+        memory."""
         module = self._module()
         if module is None:
             return
         _, reserved, _, costs = state_of(module).unit.engine.kept()
         self._steps += 1
-        known = reserved == self._reserved  # the first step with what stays is measured, too
+        known = reserved == self._reserved  # measure the first step after a change, too
         if not costs or (self._steps > _FIRST and self._steps % _EACH and known):
             return
         self._reserved = reserved
@@ -124,7 +124,7 @@ class Spare:
         state_of(module).unit.engine.offer_memory(self._offered)
 
     def _measured(self, module: nn.Module) -> _Measured:
-        if isinstance(self._limit, int):  # of what zshard allocates: no activations, no margin
+        if isinstance(self._limit, int):  # no activations, no margin
             return _Measured(self._limit, memory_of(module, "peak")["total"])
         found = resident()
         rooms = _rooms(self._sharing)
@@ -134,13 +134,13 @@ class Spare:
         return _Measured(limit - limit // _MARGIN, found.peak)
 
     def _promised_to_others(self) -> int:
-        """Return what other models of this process will take of the same memory."""
+        """Return the bytes of the same memory that other models of this process will take."""
         if isinstance(self._limit, int):
             return 0
         return sum(each._promised() for each in _spares if each is not self)
 
     def _promised(self) -> int:
-        """Return the bytes that are offered or kept, and not in this process's memory yet."""
+        """Return the bytes that are offered or kept, but not in this process's memory yet."""
         module = self._module()
         if module is None or isinstance(self._limit, int):
             return 0
@@ -157,8 +157,8 @@ _spares: weakref.WeakSet[Spare] = weakref.WeakSet()
 
 
 def watch_first_steps(module: nn.Module, limit: MemoryLimit, sharing: Sharing, device: str) -> None:
-    """Refuse the first step of an optimizer of this model whose state will not fit into what is
-    left to this rank; not with limit=None."""
+    """Refuse the first step of an optimizer of this model if its state will not fit into this
+    rank's remaining memory; not with limit=None."""
     if limit is None or device != CPU:
         return
     model = weakref.ref(module)
@@ -190,7 +190,7 @@ def _check(module: nn.Module, optimizer: torch.optim.Optimizer, sharing: Sharing
 
 
 def _bytes_of_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """What the first step will allocate for this model's parameters."""
+    """Return the bytes that the first step will allocate for this model's parameters."""
     each = _TENSORS.get(type(optimizer).__name__, 0)
     if type(optimizer).__name__ == "SGD":
         each = int(any(group.get("momentum") for group in optimizer.param_groups))

@@ -1,1 +1,1 @@
-"""What a sharded model can do besides a step: copies, summon, join, generate, its methods."""
+"""Features of a sharded model besides a step: copies, summon, join, generate, its methods."""

@@ -1,4 +1,4 @@
-"""What the modules of a sharded model get: units, classes, buffers from rank 0.
+"""What sharding adds to the modules of a model: units, classes, buffers from rank 0.
 
 A unit's module stays the same object with the same parameters and names; its class becomes a
 subclass of (FSDP, its class).
@@ -26,7 +26,7 @@ MADE = "_zshard_made"
 
 
 def core_unit(engine: _core.Engine, spec: UnitSpec, options: Options) -> _core.Unit:
-    """Make the unit, of which its module knows nothing yet."""
+    """Make the unit; its module does not refer to it yet."""
     params = [ref.param for ref in spec.params]
     places = [
         (i, owner._parameters, attribute)
@@ -43,11 +43,12 @@ _classes: dict[tuple[type[nn.Module], type[nn.Module]], type[Any]] = {}
 
 def class_for(base: type[nn.Module], original: type[nn.Module]) -> type[Any]:
     """Return the class of a unit whose module is of class `original`; base: FSDP. Raises TypeError
-    if there can be none."""
+    if no such class can exist."""
     if (base, original) not in _classes:
 
         def make_plain(cls: type, *args: object, **kwargs: object) -> Any:
-            """What type(model)(...) makes, as a container does of itself for a slice."""
+            """Return the result of type(model)(...), as a container creates it when it is
+            sliced."""
             return original(*args, **kwargs)
 
         # Libraries look classes up by __name__ (transformers: is this a causal language model?).
@@ -62,7 +63,8 @@ def class_for(base: type[nn.Module], original: type[nn.Module]) -> type[Any]:
 
 @contextlib.contextmanager
 def last_writes(module: nn.Module) -> Iterator[None]:
-    """Within it, a new model is written to; after it, other ranks may evaluate with its shards."""
+    """Context manager for the last writes to a new model; afterwards other ranks may evaluate with
+    its shards."""
     state = state_of(module)
     meet(module, state.comms.shards)
     tell_of_barriers(state)
@@ -71,8 +73,8 @@ def last_writes(module: nn.Module) -> Iterator[None]:
 
 
 def sync_buffers(module: nn.Module, when: BufferSync) -> None:
-    """Have a model's buffers broadcast from rank 0 as its forwards begin. A script may replace
-    them, so each pass takes those that the modules have then."""
+    """Broadcast a model's buffers from rank 0 at the start of its forwards. A script may replace
+    buffers, so each pass broadcasts the modules' current ones."""
     state = state_of(module)
     state.sync_buffers = when
     if state.comms.all.world == 1:
@@ -80,7 +82,7 @@ def sync_buffers(module: nn.Module, when: BufferSync) -> None:
     root, engine = weakref.ref(module), state.unit.engine
     comms, in_training = state.comms, when == "training"
 
-    def tell() -> None:
+    def set_buffers() -> None:
         model = root()
         if model is not None:
             inner = [unit for unit, each in units_of(model) if is_apart(each, comms)]
@@ -89,11 +91,12 @@ def sync_buffers(module: nn.Module, when: BufferSync) -> None:
 
     for _, each in units_of(module):
         if not is_apart(each, comms):
-            each.unit.buffers = tell
+            each.unit.buffers = set_buffers
 
 
 def broadcast_buffers(module: nn.Module) -> None:
-    """What the next training forward would do first, for evaluations before it. Collective."""
+    """Broadcast buffers as the next training forward would, for evaluations before it.
+    Collective."""
     state = state_of(module)
     if state.sync_buffers and state.comms.all.world > 1:
         state.unit.engine.broadcast_buffers()

@@ -1,8 +1,8 @@
-"""copy.deepcopy of a sharded model: another sharded model, for a moving average of weights, say.
+"""copy.deepcopy of a sharded model: another sharded model, for example for a moving average of
+weights.
 
-Nothing is gathered. The modules are copied with parameters of full shape and no
-memory; the copy is wrapped with the same units over the same ranks; and each rank copies its own
-shards.
+Nothing is gathered. The modules are copied with parameters of full shape and no memory; the copy is
+wrapped with the same units over the same ranks; then each rank copies its own shards.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
                 "ranks: build and wrap a second model, and load model.state_dict() into it on each "
                 "rank"
             )
-    own.unit.engine.open()  # what a forward has left whole, in the compute dtype, is resharded
+    own.unit.engine.open()  # reshard what a forward has left unsharded in the compute dtype
     own.unit.engine.close()
     with without([hook for _, state in units for hook in state.hooks]):
         copied = copy_plain(model, [(module, state.unit) for module, state in units], memo)
@@ -84,7 +84,8 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _shard_copy(copied: Copied, model: nn.Module) -> ShardingPlan:
-    """Shard a plain copy like `model`. Not collective over shm: ranks need not do it together."""
+    """Shard a plain copy like `model`. Not collective over shm: ranks may do it at different
+    times."""
     own = state_of(model)
     states = [state for _, state in units_of(model)]
     options = {
@@ -125,7 +126,7 @@ def copy_plain(
     """Copy the modules; parameters of `units` get their full shape and no values."""
     held = set()
     for _, unit in units:
-        # As they were when the unit was made, which gives the copy's unit the same layout.
+        # As they were when the unit was made, so the copy's unit has the same layout.
         for index, (param, trainable) in enumerate(
             zip(unit.params, unit.was_trainable, strict=True)
         ):
@@ -138,7 +139,7 @@ def copy_plain(
     finally:
         _within.reset(token)
     for unit in (unit for _, unit in units):
-        for param in unit.params:  # their attributes may refer to modules, which are copied by now
+        for param in unit.params:  # their attributes may refer to modules: copy last
             if type(memo[id(param)]) is not nn.Parameter:
                 vars(memo[id(param)]).update(copy.deepcopy(vars(param), memo))
     pairs = [(unit, memo[id(module)]) for module, unit in units]

@@ -1,9 +1,9 @@
-"""model.join(...): training on when some ranks have fewer batches than others.
+"""model.join(...): continue to train when some ranks have fewer batches than others.
 
-A rank whose data has ended stays in the with block's end and follows the others: the core runs
-their passes without modules (csrc/engine/join_follow.h), and here it does what they do between
-passes, with their values. So its shard, its optimizers' state and its settings are at any time what
-they would be if it had had data that gives no gradients.
+A rank whose data has ended stays at the end of the with block and follows the others: the core runs
+their passes without modules (csrc/engine/join_follow.h), and this file repeats what they do between
+passes, with their values. So its shard, its optimizers' state and its settings are always as if it
+had data whose gradients are zero.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def join(model: nn.Module, objects: Sequence[Any], by_all: bool, throws: bool) -
             yield
             follower.follow()
         except (_core.PeerError, _core.PeerTimeoutError):
-            raise  # nobody can be told
+            raise  # no rank can receive it
         except BaseException as error:
             if not follower.is_over:
                 follower.engine.join_leave(f"{type(error).__name__}: {error}"[:_LONGEST])
@@ -67,7 +67,7 @@ def join(model: nn.Module, objects: Sequence[Any], by_all: bool, throws: bool) -
 def _sorted(
     model: nn.Module, objects: Sequence[Any]
 ) -> tuple[list[torch.optim.Optimizer], list[Any]]:
-    """The optimizers, and what else has a state that follows."""
+    """Return the optimizers, and the other objects whose state follows."""
     optimizers: list[torch.optim.Optimizer] = []
     others: list[Any] = []
     engine = state_of(model).unit.engine
@@ -133,7 +133,7 @@ def _facts(
 
 
 class _Follower(Joined):
-    """A rank of a model within join(), and what it does once its data has ended."""
+    """A rank of a model within join(), and its work once its data has ended."""
 
     def __init__(
         self, model: nn.Module, optimizers: list[torch.optim.Optimizer], others: list[Any]
@@ -151,13 +151,14 @@ class _Follower(Joined):
         }
 
     def follow(self) -> None:
-        """Do as the ranks with data do, until none has any; then all are alike."""
+        """Do as the ranks with data do, until none has any; then all ranks are in the same
+        state."""
         self.follows = True
         while self.engine.join_follow():
             act, values = self.share(None)
             self._acts[act](*values)
         self.is_over = True
-        self._become_alike()
+        self._take_final_state()
 
     def _align(self, held: Sequence[bool]) -> None:
         """Drop gradients that the leading rank has dropped since the last backward, and those of
@@ -173,8 +174,8 @@ class _Follower(Joined):
                 )
 
     def _without_others(self, number: int) -> torch.optim.Optimizer:
-        """An optimizer, whose parameters of other modules have no gradients here: they are no
-        other rank's either."""
+        """Return the optimizer without parameters of other modules, which have no gradients here:
+        no other rank shares them."""
         optimizer = self.optimizers[number]
         for group in optimizer.param_groups:
             for param in group["params"]:
@@ -229,10 +230,10 @@ class _Follower(Joined):
         self._align(held)
         unscale(self._without_others(number), inv_scale, allow_fp16)
 
-    # --- the end ----------------------------------------------------------------------------------
+    # --- end --------------------------------------------------------------------------------------
 
-    def _become_alike(self) -> None:
-        """Take what the ranks have that had data last, if some followed them."""
+    def _take_final_state(self) -> None:
+        """Take the state of the ranks that had data last, if some ranks followed them."""
         news = self.engine.join_news()
         if news is None or not news[3]:
             return
@@ -245,7 +246,7 @@ class _Follower(Joined):
             )
         )
         self._copy_replicated(comm, leader)
-        if state_of(self.model).sync_buffers:  # as DDP: the highest of them
+        if state_of(self.model).sync_buffers:  # as DDP does: the highest rank of them
             for buffer in self.model.buffers():
                 _copy(comm, buffer, latest)
         if comm.rank != leader:
@@ -258,8 +259,8 @@ class _Follower(Joined):
             other.load_state_dict(state)
 
     def _copy_replicated(self, comm: _core.Comm, leader: int) -> None:
-        """Where every rank has all of it, a script may have written to it unseen; as DDP does, the
-        ranks end with the values of one."""
+        """Copy what every rank has in full. A script may have written to it unnoticed; as in DDP,
+        the ranks end with the values of one."""
         whole = [p for _, s in units_of(self.model) if s.unit.replicated for p in s.unit.params]
         if comm.world == 1 or not whole:
             return
@@ -292,12 +293,12 @@ class _Follower(Joined):
 
 
 def _shape_or_value(value: object) -> object:
-    """A tensor's shape and dtype, as a tuple; any other value in a list."""
+    """Return a tensor's shape and dtype as a tuple, any other value in a list."""
     return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else [value]
 
 
 def _copy(comm: _core.Comm, tensor: Tensor, leader: int) -> None:
-    """Give a tensor the leading rank's values."""
+    """Set a tensor to the leading rank's values."""
     values = tensor.detach().cpu().contiguous().clone()
     comm.broadcast(values, leader)
     if comm.rank != leader:

@@ -1,7 +1,7 @@
-"""What a sharded model has besides a module's methods: clipping, steps in backward, its memory; and
-methods that are treated like its forward.
+"""Methods that sharding adds to a module: clipping, steps in backward, its memory; and methods that
+are treated like its forward.
 
-Each method looks up the model's units and hands them to the part that knows how.
+Each method collects the model's units and passes them to the module that implements it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class ModelMethods(nn.Module):
     def to_empty(self, *, device: torch.device | str | int | None, recurse: bool = True) -> Any:
         """Give memory to tensors on the meta device; all others keep their values.
 
-        A sharded model has no parameters on the meta device: they were initialized on sharding. So
-        scripts for FSDP2 may call it, but need not. As they initialize next, random numbers that
-        sharding drew are taken back: what they draw then is what a plain model would.
+        A sharded model has no parameters on the meta device: sharding initialized them. Scripts for
+        FSDP2 may call this, but need not. Such scripts initialize next, so this takes back the
+        random numbers that sharding drew: the script then draws what a plain model would.
 
         Args:
             device: the device that the model is on.
@@ -73,7 +73,7 @@ class ModelMethods(nn.Module):
     def optimizer_in_backward(self, *optimizers: torch.optim.Optimizer) -> OptimizerInBackward:
         """Step each unit's parameters during backward, as soon as its gradients are reduced.
 
-        Call it on all ranks, once the whole model is wrapped, and not between a forward and its
+        Call it on all ranks, once the entire model is wrapped, and not between a forward and its
         backward.
 
         Args:

@@ -1,7 +1,7 @@
-"""A model is sharded: one object that knows its units and parameters, and five calls over it.
+"""Shard a model: one object that knows its units and parameters, and five calls on it.
 
-Plan, agree, check memory, build, publish. Nothing changes before every rank has found that it can
-go on, so an error leaves the module as it was.
+Plan, agree, check memory, build, publish. Nothing changes until every rank has found that it can
+continue, so an error leaves the module unchanged.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from zshard.wrap.late_parameters import watch
 from zshard.wrap.meta import Init, Materializer, check_in_forward
 from zshard.wrap.tree import UnitSpec
 
-_HALF = "_zshard_half"  # attribute of a model that is being sharded, or that has failed to be
+_HALF = "_zshard_half"  # marks a model while it is being sharded, or after that failed
 
 
 class Ranks(NamedTuple):
@@ -63,7 +63,7 @@ class Ranks(NamedTuple):
 
     @property
     def group_given(self) -> dist.ProcessGroup | None:
-        """The process group to shard over, as the script passed it; None: the default."""
+        """the process group to shard over, as the script passed it; None: the default."""
         if self.device_mesh is not None:
             return self.device_mesh.get_group(-1 if self.device_mesh.ndim > 1 else None)
         pair = self.process_group
@@ -71,11 +71,11 @@ class Ranks(NamedTuple):
 
 
 class Initialization(NamedTuple):
-    """Where the values of parameters and buffers come from.
+    """The source of values of parameters and buffers.
 
     init: initializes a module on the meta device; None: its reset_parameters(). from_rank_0: take
-    those of rank 0. buffers_in_forward: and its buffers in forwards again. ignored: modules whose
-    values are left alone.
+    rank 0's values. buffers_in_forward: also broadcast its buffers in forwards. ignored: modules
+    whose values stay as they are.
     """
 
     init: Init | None
@@ -85,7 +85,7 @@ class Initialization(NamedTuple):
 
 
 class FsdpSettings(NamedTuple):
-    """What FSDP() was asked for, besides units and their options."""
+    """FSDP()'s arguments, besides units and their options."""
 
     ranks: Ranks
     values: Initialization
@@ -131,7 +131,7 @@ class ShardingPlan:
 
     @property
     def options(self) -> Options:
-        """Those of the root, which apply to the model."""
+        """The options of the root, which apply to the model."""
         return self.planned[-1][1]
 
     @property
@@ -148,7 +148,7 @@ class ShardingPlan:
     # --- agree ------------------------------------------------------------------------------------
 
     def agree(self, settings: FsdpSettings) -> None:
-        """Choose how the ranks communicate, once all agree on the model and can shard it."""
+        """Choose the transports, once all ranks agree on the model and can shard it."""
         ranks, values, limit = settings
         given = ranks.transport, ranks.timeout, ranks.device
         check_settings(*given)
@@ -162,7 +162,7 @@ class ShardingPlan:
         check_wire_over(comm, self.options.wire)
         self.comms = self._kept_comms(comms_for(groups, self.options.strategy, comm, given))
         with on_all_ranks(comm):
-            for spec in specs:  # what cannot be sharded at all has its own words
+            for spec in specs:  # these have their own error
                 check_unit(spec)
                 class_for(self.base, type(spec.module))
         keep = keep_between(self.options.keep, self.comms.shard_group)
@@ -173,7 +173,8 @@ class ShardingPlan:
         keep_generator(self.comms.all)
 
     def _kept_comms(self, comms: Comms) -> Comms:
-        """What is kept between steps is so for a whole model: inner units that keep decide."""
+        """Whether to keep copies between steps is one choice for the entire model: inner units that
+        keep them decide."""
         for _, state in self.inner if comms.replica_group is None else ():
             if state.comms.replica_group is not None and state.comms.all is comms.all:
                 return state.comms
@@ -232,7 +233,7 @@ class ShardingPlan:
         return engine
 
     def make_unit(self, engine: _core.Engine, spec: UnitSpec, options: Options) -> _core.Unit:
-        """Make a module a unit: hook and guard it, and give it another class."""
+        """Turn a module into a unit: hook it, guard it and change its class."""
         module, unit = spec.module, core_unit(engine, spec, options)
         state = State(unit, self.comms, options, self.group_given, self.is_alone)
         remember_parts(state)
@@ -255,8 +256,8 @@ class ShardingPlan:
         return unit
 
     def take_in(self, engine: _core.Engine) -> None:
-        """Make earlier outermost units inner ones. They are named from this root from now on, FSDP1
-        casts their arguments by another option, and their steps are measured with the root's."""
+        """Turn earlier outermost units into inner ones. From now on their names start at this root,
+        FSDP1's root option no longer casts their arguments, and the root measures their steps."""
         for _, state in self.joined:
             engine.adopt(state.unit)
         for module, state in self.inner:
@@ -266,7 +267,7 @@ class ShardingPlan:
             state.rename(self.names[module])
 
     def plan_step(self, engine: _core.Engine, made: Sequence[_core.Unit]) -> None:
-        """Tell the engine in which order its units run, and reserve the memory of a step."""
+        """Report the order of the units to the engine, and reserve the memory of a step."""
         specs = [spec for spec, _ in self.planned]
         units = {spec.module: unit for spec, unit in zip(specs, made, strict=True)}
         joined = {module: state.unit for module, state in self.joined}
@@ -279,7 +280,7 @@ class ShardingPlan:
     # --- publish ----------------------------------------------------------------------------------
 
     def publish(self, settings: FsdpSettings) -> None:
-        """Install what watches the model from now on, and let other ranks use its shards."""
+        """Install the watchers of the model, and let other ranks use its shards."""
         (ranks, values, limit), module = settings, self.module
         if self.comms.all.world > 1:
             watch(module, values.ignored)
@@ -292,12 +293,12 @@ class ShardingPlan:
         if self.options.keep.measured:
             state_of(module).spare = Spare(module, limit, self.sharing)
         with last_writes(module):
-            pass  # the units have their values: only their end is to be published
+            pass  # the units have their values: only publish that they are complete
 
 
 @contextlib.contextmanager
 def _begun(module: nn.Module) -> Iterator[None]:
-    """Context manager that marks a model whose parameters FSDP() leaves half-way."""
+    """Context manager that marks a model while FSDP() takes its parameters apart."""
     module.__dict__[_HALF] = True
     yield
     del module.__dict__[_HALF]

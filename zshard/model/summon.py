@@ -4,9 +4,9 @@ Each rank gets a copy of the units' full parameters, and optionally of their
 gradients; on exit it keeps its shard of the modified copy. So all ranks must write the same values,
 as they do to the parameters of a plain model under DDP.
 
-For gradients, ranks first exchange which they have and which shards of them, and then each sends
-its shards in turn. A parameter's own `.grad`, a view of the grad shard, is set aside meanwhile and
-restored with this rank's shard of the modified full gradient.
+For gradients, ranks first exchange which gradients they have and which shards of them, and then
+each sends its shards in turn. A parameter's own `.grad`, a view of the grad shard, is set aside and
+later restored with this rank's shard of the modified full gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zshard.units.units import State, state_of, units_of
 from zshard.wrap.initial_values import take_from_rank_0
 
 _NONE, _SLICE, _LOCAL = range(3)
-_FACT = struct.Struct("<Bqq")  # kind, begin and numel of the slice
+_FACT = struct.Struct("<Bqq")  # kind, begin and numel of the shard
 _FACTS = 4096 // _FACT.size  # in one exchange
 
 
@@ -43,10 +43,10 @@ def full_params(
     before = [] if writeback else _values(states)
     versions = [] if writeback else _versions(states)
     held: list[State] = []
-    grads: list[_WholeGrads] = []
+    grads: list[_FullGrads] = []
     try:
         if with_grads:
-            grads += [_WholeGrads(state) for state in states]
+            grads += [_FullGrads(state) for state in states]
             for each in grads:
                 each.gather()
         for state in states:
@@ -68,16 +68,16 @@ def full_params(
             state.unit.unpin(writeback)
         with torch.no_grad():
             for each in grads:
-                each.give_back(writeback)
+                each.restore_own(writeback)
             for param, value in before:
                 param.copy_(value)
         _set_versions(versions)
 
 
 def _note_values(state: State) -> None:
-    """Note a digest of the unit's full parameters, which ranks compare where they meet next. Each
-    rank keeps its shard of what it has written itself: other values on one rank would leave a
-    mixture of both, and replicas that differ."""
+    """Note a digest of the unit's full parameters; ranks compare it in their next collective. Each
+    rank keeps its shard of what it wrote itself, so different values on one rank would leave a
+    mixture, and replicas that differ."""
     if state.unit.is_full and state.comms.all.world > 1:
         for index, param in enumerate(state.unit.params):
             state.unit.note_draw(index, sum_of_bits(param))
@@ -99,8 +99,8 @@ def _is_pinned(state: State) -> bool:
 
 
 def _versions(states: list[State]) -> list[tuple[Tensor, int]]:
-    """Return the parameters with autograd's counters of in-place writes: what is written and undone
-    before a backward is no write to it."""
+    """Return the parameters with autograd's counters of in-place writes. A write that is undone
+    before a backward does not count."""
     params = [param for state in states for param in state.unit.params]
     return [(param, param._version) for param in params if not param.is_inference()]
 
@@ -161,15 +161,15 @@ def summon_full_params(
 
 
 class _GradShare(NamedTuple):
-    """A rank's share of a parameter's gradient."""
+    """This rank's share of a parameter's gradient."""
 
     kind: int
     begin: int
     numel: int
 
 
-class _WholeGrads:
-    """The gradients of one unit: gather(), then show(); finally take(), then give_back()."""
+class _FullGrads:
+    """The full gradients of one unit: gather(), then show(); finally take(), then restore_own()."""
 
     @plain()
     def __init__(self, state: State) -> None:
@@ -178,14 +178,14 @@ class _WholeGrads:
         self._comm = state.comms.shards
         self._params = list(self._unit.params)
         self._own = [param.grad for param in self._params]
-        self._before: dict[int, Tensor] = {}  # of those that are whole anyway: values to restore
+        self._before: dict[int, Tensor] = {}  # values to restore, of gradients that are full anyway
         self._whole: dict[int, Tensor | None] = {}
         self._shown = False
 
     @plain()
     def gather(self) -> None:
-        """Gather full copies; nothing is changed yet. Collective. Raises RuntimeError on all ranks
-        if a gradient is local on some of them only."""
+        """Gather full copies without changing anything yet. Collective. Raises RuntimeError on all
+        ranks if a gradient is local on some of them only."""
         if self._state.whole_grads:  # within another such context
             return
         kinds = [self._kind(grad) for grad in self._own]
@@ -233,7 +233,7 @@ class _WholeGrads:
 
     @plain()
     @torch.no_grad()
-    def give_back(self, writeback: bool) -> None:
+    def restore_own(self, writeback: bool) -> None:
         """Restore the parameters' own gradients, with this rank's shards if `writeback`."""
         if self._shown:
             self._state.whole_grads = False
@@ -260,7 +260,7 @@ class _WholeGrads:
         return _SLICE
 
     def _exchange(self, kinds: list[int]) -> list[list[_GradShare]]:
-        """Return what each rank has of each parameter's gradient."""
+        """Return which part of each parameter's gradient each rank has."""
         facts = [self._unit.param(index) for index in range(len(self._params))]
         mine = [
             _FACT.pack(kind, fact["begin"], fact["numel"])

@@ -1,7 +1,7 @@
-"""What a sharded model does with its units by hand: unshard, reshard, no_sync(), join(), and their
-settings; and the module as it was before.
+"""Manual control of a sharded model's units: unshard, reshard, no_sync(), join() and their
+settings; and the original module.
 
-A method applies to the unit of the module that it is called on, or to that and all below it.
+A method applies to the unit of its module, or to that unit and all below it.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class UnitMethods(nn.Module):
     def module(self) -> Any:
         """The model as an instance of its original class, for scripts written for DDP or FSDP1.
 
-        It shares all state with this module, but has no attribute `module` itself, so that code
-        which unwraps a model in a loop terminates. If the model has a child named "module",
-        returns that child.
+        It shares all state with this module, but has no attribute `module` of its own, so that code
+        which unwraps a model in a loop terminates. If the model has a child named "module", returns
+        that child.
         """
         if "module" in self._modules:
             return self._modules["module"]
@@ -98,9 +98,9 @@ class UnitMethods(nn.Module):
         """Context manager for training with uneven numbers of batches, as DDP's join().
 
         A rank that has no more batches leaves the loop, and waits at the end of the with block
-        until no rank has any. Meanwhile it does its part of what the others do: it contributes
-        zeros to gradients, and steps its shard with the param groups of the lowest rank that still
-        has data. Afterwards the optimizers' options are those of that rank on all ranks.
+        until no rank has any. Meanwhile it contributes zeros to the others' gradients, and steps
+        its shard with the param groups of the lowest rank that still has data. Afterwards the
+        optimizers' options are those of that rank on all ranks.
 
         Collective: use it on all ranks, with the same arguments, on the outermost sharded module.
 
@@ -187,8 +187,8 @@ class UnitMethods(nn.Module):
     def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
         """Prefetch these modules in forward: start their all-gathers once this unit is unsharded.
 
-        Call it on all ranks alike, after the outermost module is wrapped. Over shm it has no
-        effect, as gathers there move no data.
+        Call it on all ranks with the same modules, after the outermost module is wrapped. Over shm
+        it has no effect, as gathers there move no data.
 
         Args:
             modules: sharded modules of this model, any number; an empty list restores the default.

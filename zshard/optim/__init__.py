@@ -1,7 +1,7 @@
 """AdamW, Adam and SGD with torch.optim's interface, stepping a param group in one C call.
 
-Arguments, numerics and state are torch's, so a script only changes an import;
-optim/step.py has the step, and this file what the three differ in.
+Arguments, numerics and state are torch's, so a script only changes an import. optim/step.py has the
+step; this file has the differences between the three.
 
 Numerics, of equal gradients in float32 and float64 (tests/optim/test_torch_paths.py): SGD is
 bit-identical to torch.optim.SGD. Adam and AdamW are bit-identical to the vectors of torch's
@@ -37,7 +37,7 @@ __all__ = ["SGD", "Adam", "AdamW"]
 
 
 class _AdamInOneCall(InOneCall):
-    """Adam and AdamW, which differ in an option of the group, decoupled_weight_decay."""
+    """Adam and AdamW, which differ in one option of the group, decoupled_weight_decay."""
 
     _rule = "adam"
     _state: ClassVar = {"exp_avg": None, "exp_avg_sq": None, "max_exp_avg_sq": "amsgrad"}
@@ -79,7 +79,7 @@ class Adam(_AdamInOneCall, torch.optim.Adam):
     Args:
         decoupled_weight_decay: as in torch.optim.Adam.
 
-    All else is as in zshard.AdamW.
+    Everything else is as in zshard.AdamW.
     """
 
     def __init__(

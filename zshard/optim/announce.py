@@ -1,8 +1,8 @@
-"""What a rank with data tells the ranks without, within join(), of calls that are not passes.
+"""Within join(), send calls other than passes from the ranks with data to those without.
 
-Passes are announced by the core (csrc/engine/join.h); what Python does between them (an optimizer's
-step, clipping, unscaling) is announced here, before it happens. Only a rank that has no more data
-is told the values, to do the same on its shard.
+The core announces passes (csrc/engine/join.h); this file announces what Python does between them
+(an optimizer's step, clipping, unscaling) before it happens. Only a rank without data receives the
+values, to do the same on its shard.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = [
 
 
 class Act(IntEnum):
-    """What is announced."""
+    """The kind of call."""
 
     STEP = 1
     ZERO = 2
@@ -59,7 +59,7 @@ class Joined:
         optimizers: Sequence[torch.optim.Optimizer],
         others: Sequence[Any],
     ) -> None:
-        """others: what else was passed to join(): schedulers, grad scalers."""
+        """others: other objects passed to join(): schedulers, grad scalers."""
         self.engine = engine
         self.params = params
         self.optimizers = optimizers
@@ -67,21 +67,21 @@ class Joined:
         self.follows = False  # this rank has no more data
 
     def begin(self) -> None:
-        """Announce from now on."""
+        """Start announcing."""
         _live[self.engine] = self
         for optimizer in self.optimizers:
             optimizer.zero_grad = functools.partial(_zero_grad, optimizer)  # type: ignore[method-assign]
 
     def end(self) -> None:
-        """Announce no more."""
+        """Stop announcing."""
         _live.pop(self.engine, None)
         for optimizer in self.optimizers:
             vars(optimizer).pop("zero_grad", None)
 
     def say(self, act: Act, what: int | list[int], *values: object, meetings: int = 0) -> None:
-        """Announce an act; ranks without data get the values of the lowest rank with data.
+        """Announce a call; ranks without data get the values of the lowest rank with data.
 
-        what: which optimizer does it, or to which parameters it is done.
+        what: the index of the optimizer that makes the call, or the parameters that it changes.
         """
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
@@ -99,7 +99,7 @@ class Joined:
         return pickle.loads(self.engine.join_share(pickle.dumps(mine)))
 
     def number_of(self, optimizer: torch.optim.Optimizer) -> int:
-        """Return which of the optimizers this is. Raises RuntimeError if it is none of them."""
+        """Return the index of this optimizer. Raises RuntimeError for one that was not passed."""
         for number, each in enumerate(self.optimizers):
             if each is optimizer:
                 return number
@@ -111,7 +111,7 @@ class Joined:
 
 
 def _speaking(engines: Iterable[_core.Engine]) -> Iterator[Joined]:
-    """The models within join() of which this rank has data."""
+    """Return the models within join() for which this rank has data."""
     found = (_live.get(engine) for engine in engines) if _live else ()
     return (joined for joined in found if joined is not None and not joined.follows)
 
@@ -129,21 +129,22 @@ def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def say_step(optimizer: torch.optim.Optimizer) -> None:
-    """A step is about to change parameters."""
+    """Announce a step that is about to change parameters."""
     for joined in _speaking_of(optimizer):
         extra = {name: getattr(optimizer, name, None) for name in _STEP_ATTRIBUTES}
         joined.say(Act.STEP, joined.number_of(optimizer), options_of(optimizer), extra)
 
 
 def _zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-    """An optimizer's zero_grad() within join(): gradients are about to be set to zero in place."""
+    """Announce an optimizer's zero_grad() within join(), before gradients are set to zero in
+    place."""
     for joined in [] if set_to_none else _speaking_of(optimizer):
         joined.say(Act.ZERO, joined.number_of(optimizer))
     type(optimizer).zero_grad(optimizer, set_to_none)
 
 
 def say_norm(engine: _core.Engine, grads: list[Tensor], norm_type: float) -> None:
-    """All ranks' parts of a norm of these gradients of a model are about to be exchanged."""
+    """Announce that all ranks are about to exchange their shares of a norm of these gradients."""
     for joined in _speaking([engine]):
         numbers = {id(param.grad): i for i, param in enumerate(joined.params)}
         if any(id(grad) not in numbers for grad in grads):
@@ -155,7 +156,7 @@ def say_norm(engine: _core.Engine, grads: list[Tensor], norm_type: float) -> Non
 
 
 def say_clip(params: list[Tensor], max_norm: float, total: Tensor) -> None:
-    """The gradients of these parameters are about to be scaled down to a norm."""
+    """Announce that the gradients of these parameters are about to be scaled down to a norm."""
     for joined in _speaking(list(_live)):
         numbers = {id(param): i for i, param in enumerate(joined.params)}
         chosen = [numbers[id(param)] for param in params if id(param) in numbers]
@@ -170,7 +171,8 @@ def say_unscale(
     inv_scale: Tensor,
     allow_fp16: bool,
 ) -> None:
-    """The gradients of an optimizer are about to be unscaled; their `owners` meet once each.
+    """Announce that an optimizer's gradients are about to be unscaled; each of their `owners` has
+    one exchange.
 
     Raises RuntimeError for a scaler that was not passed to join(): ranks without data would
     continue with another scale.

@@ -1,10 +1,10 @@
 """The global gradient norm, for model.clip_grad_norm_ and for torch.nn.utils.clip_grad_norm_.
 
-A rank holds shards of the gradients, so a norm over them alone is meaningless.
-Gradients that lie on a shard are known by their storage (`_core.grad_owner`); their power sums are
-exchanged and added in rank order, so that every rank scales by the same bits. All torch.nn.utils
-functions that need a total norm get it from `clip_grad._get_total_norm`, which is replaced here;
-without sharded gradients in its list it is torch's own.
+A rank holds shards of the gradients, so a norm over them alone is meaningless. `_core.grad_owner`
+recognizes gradients on a shard by their storage; ranks exchange the power sums and add them in rank
+order, so every rank scales by the same bits. All torch.nn.utils functions that need a total norm
+call `clip_grad._get_total_norm`, which this file replaces; for a list without sharded gradients it
+is torch's own.
 
 The other gradients in a list (of ignored modules, or with strategy "no_shard") are the same on all
 ranks and counted once.
@@ -33,7 +33,7 @@ from zshard.units.shards import parts_of_all
 
 __all__ = ["clip_by", "clip_grad_norm", "install", "norm_over_ranks"]
 
-# What torch has within wrappers that turn gradients off.
+# torch's functions within the wrappers that turn gradients off.
 _wrappers: object = clip_grad
 _torchs_total_norm: Callable[..., Tensor] = getattr(
     getattr(_wrappers, "_get_total_norm", None), "__wrapped__", nn_utils.get_total_norm
@@ -59,8 +59,8 @@ def install() -> None:
 
 
 def _teach(wrapper: Any, torchs: Callable[..., Any], ours: Callable[..., Any]) -> None:
-    """Have torch's wrapper call `ours`. A new function under its name would not be found by scripts
-    that imported the name before zshard."""
+    """Make torch's wrapper call `ours`. Scripts that imported the name before zshard would not see
+    a new function."""
     for cell in wrapper.__closure__:
         if cell.cell_contents is torchs:
             cell.cell_contents = ours
@@ -93,7 +93,7 @@ def clip_grad_norm(
     _refuse_foreign(held)
     grads = [p.grad for p in held if p.grad is not None]
     total = _get_total_norm(grads, norm_type, error_if_nonfinite)
-    # To look would wait for a GPU. Not < 1: NaN reaches the gradients, as in torch.
+    # Reading the norm would wait for a GPU. Not < 1: NaN reaches the gradients, as in torch.
     if total.is_cuda or _core.on_gpu(grads) or not max_norm / (total + 1e-6) >= 1:
         clip_grad._clip_grads_with_norm_(held, max_norm, total)
     return total
@@ -123,8 +123,8 @@ def _refuse_foreign(params: Iterable[Tensor]) -> None:
 
 
 def _refuse_other_ranks(tensors: Iterable[Tensor]) -> None:
-    """Raise if these are parameters or gradients of units that are sharded over different ranks:
-    each rank would know another norm, and scale what they share by another factor."""
+    """Raise if units over different ranks hold these parameters or gradients: each rank would
+    compute another norm, and scale what they share by another factor."""
     by_comm = {id(part.comm): part for part in parts_of_all(tensors)}
     if len(by_comm) < 2:
         return
@@ -148,7 +148,7 @@ def _clip_grads_with_norm_(
     foreach: bool | None = None,
 ) -> None:
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    _refuse_foreign(params)  # torch's clip_grad_norm_ comes here before it scales anything
+    _refuse_foreign(params)  # torch's clip_grad_norm_ calls this before it scales anything
     _refuse_other_ranks(params)
     say_clip(params, max_norm, total_norm)
     clip_by(params, max_norm, total_norm, foreach)
@@ -162,7 +162,7 @@ def clip_by(
     grads = [param.grad for param in params if param.grad is not None]
     if any(g.dtype == torch.float64 for g in grads) or not _core.on_gpu(grads):
         _torchs_scale(params, max_norm, total_norm, foreach)
-    else:  # slices that are neighbours in one go, by a factor that stays on the GPU
+    else:  # adjacent shards at once, by a factor that stays on the GPU
         factor = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
         _core.scale_by(grads, factor.to(grads[0].device, torch.float32))
 
@@ -185,7 +185,7 @@ def _get_total_norm(
         owner = _core.grad_owner(grad)
         (whole if owner is None else sharded.setdefault(owner, [])).append(grad)
     _refuse_other_shards(whole)
-    if not sharded:  # torch's own waits nowhere but for error_if_nonfinite
+    if not sharded:  # torch's own waits only for error_if_nonfinite
         return _torchs_total_norm(grads, norm_type, error_if_nonfinite, foreach)
     with plain():
         return _norm_over_ranks(sharded, whole, norm_type, error_if_nonfinite)
@@ -221,23 +221,24 @@ def _check_norm_type(norm_type: float) -> None:
 def _norm_on_gpu(
     sharded: dict[_core.Engine, list[Tensor]], whole: Sequence[Tensor], norm_type: float
 ) -> Tensor:
-    """The same without waiting for the GPU: a float64 number there, which may not be there yet."""
+    """As _norm(), without waiting for the GPU: returns a float64 number there, which may not be
+    computed yet."""
     _check_norm_type(norm_type)
-    exponent = norm_type if math.isinf(norm_type) else 2.0  # how parts are joined
+    exponent = norm_type if math.isinf(norm_type) else 2.0  # how ranks' shares are combined
     parts = [_power_sum_on_gpu(whole, norm_type, 0)[0]] if whole else []
-    for engine, grads in sharded.items():  # in the order of the list, which is that of all ranks
+    for engine, grads in sharded.items():  # in list order, the same on all ranks
         room = _power_sum_on_gpu(grads, norm_type, _core.gpu_ranks(engine))
         _core.queue_over_ranks(engine, exponent, room)
         parts.append(room[0])
-    total = parts[0].clone()  # and not all of the room for as long as the norm is kept
+    total = parts[0].clone()  # a clone, to free the larger buffer while the norm lives
     for part in parts[1:]:
         total = torch.maximum(total, part) if math.isinf(norm_type) else total + part
     return total if math.isinf(norm_type) else total.pow(1 / norm_type)
 
 
 def _power_sum_on_gpu(tensors: Sequence[Tensor], norm_type: float, more: int) -> Tensor:
-    """Float64 memory whose first number becomes the sum of |x|**norm_type, or the largest |x|, and
-    which has room for `more` numbers behind it."""
+    """Return float64 memory: its first number becomes the sum of |x|**norm_type, or the largest
+    |x|, and `more` numbers fit behind it."""
     there = tensors[0].device
     if norm_type in (1.0, 2.0, math.inf):
         size = max(_core.norm_room() + 2 * len(tensors), 1 + more)
@@ -253,10 +254,11 @@ def _power_sum_on_gpu(tensors: Sequence[Tensor], norm_type: float, more: int) ->
 def _norm(
     sharded: dict[_core.Engine, list[Tensor]], whole: Sequence[Tensor], norm_type: float
 ) -> float:
-    """The norm over all ranks' parts of the sharded gradients, and the whole ones once."""
+    """Return the norm over all ranks' shares of the sharded gradients, plus the unsharded ones
+    once."""
     _check_norm_type(norm_type)
     total = _power_sum(whole, norm_type)
-    for engine, grads in sharded.items():  # in the order of the list, which is that of all ranks
+    for engine, grads in sharded.items():  # in list order, the same on all ranks
         say_norm(engine, grads, norm_type)
         part = norm_over_ranks(engine, grads, norm_type)
         total = _larger(total, part) if math.isinf(norm_type) else total + part
@@ -265,15 +267,16 @@ def _norm(
 
 @PublicCall("clip_grad_norm_()")
 def norm_over_ranks(engine: _core.Engine, grads: Sequence[Tensor], norm_type: float) -> float:
-    """Return all ranks' sum of |x|**norm_type, or for inf the largest |x|, of gradients of one
-    model. Collective."""
+    """Return the sum over all ranks of |x|**norm_type, or for inf the largest |x|, of gradients of
+    one model. Collective."""
     part = _power_sum(grads, norm_type)
     over_ranks = engine.max_over_ranks if math.isinf(norm_type) else engine.sum_over_ranks
     return over_ranks([part])[0]
 
 
 def _power_sum(tensors: Sequence[Tensor], norm_type: float) -> float:
-    """Sum of |x|**norm_type, in double; for inf the largest |x|. NaN and inf come through."""
+    """Return the sum of |x|**norm_type in double precision; for inf the largest |x|. NaN and inf
+    propagate."""
     plain = [t for t in tensors if t.layout == torch.strided and t.device.type in ("cpu", "cuda")]
     if len(plain) == len(tensors) and norm_type in (1.0, 2.0, math.inf):
         return float(_core.power_sum([t.contiguous() for t in tensors], norm_type))
@@ -288,5 +291,5 @@ def _power_sum(tensors: Sequence[Tensor], norm_type: float) -> float:
 
 
 def _larger(a: float, b: float) -> float:
-    """The larger of two numbers; NaN if either is."""
+    """Return the larger of two numbers; NaN if either is NaN."""
     return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)

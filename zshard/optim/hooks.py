@@ -1,13 +1,13 @@
-"""Before and after each optimizer's step: what its models must know, and what it must not find.
+"""Hooks around each optimizer's step: they notify its models, and refuse what would go wrong.
 
-Torch runs two hooks around the step of every optimizer. They tell the models, as a step that one
-rank leaves out is an error, and refuse gradients that are not reduced and parameters that unshard()
-has gathered. Here zshard also meets an optimizer that is older than its sharded model.
+Torch runs two hooks around the step of every optimizer. They notify the models, since a step that
+one rank leaves out is an error, and refuse gradients that are not reduced and parameters that
+unshard() has gathered. Here zshard also first sees an optimizer that is older than its sharded
+model.
 
-Whether an optimizer is right on shards is judged by what it does: its operations are guarded
-(guard/slices.py). What is known of an optimizer by its class stands at the head of this file:
-torch's elementwise ones, which need no guard, and those of libraries whose steps run in kernels of
-their own, which the guard cannot see.
+Whether an optimizer is correct on shards depends on its operations, which are guarded. The top of
+this file lists the known classes: torch's elementwise ones, which need no guard, and those of
+libraries whose steps run in kernels of their own, which the guard cannot see.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def install() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
-# --- optimizers that zshard knows -----------------------------------------------------------------
+# --- known optimizers -----------------------------------------------------------------------------
 
 _seen: weakref.WeakKeyDictionary[Optimizer, list[Stepped]] = weakref.WeakKeyDictionary()
 """With what each had of sharded models when its state was looked at."""
@@ -84,7 +84,7 @@ def _check_first_step(optimizer: Optimizer) -> None:
 
 def know(optimizer: Optimizer) -> None:
     """Count an optimizer as seen even if its step() is never called. If it is older than one of its
-    sharded models, it may have full state, of which this rank keeps its shard."""
+    sharded models, it may have full state; then this rank keeps its shard of that."""
     models = stepped_by(optimizer)
     if _seen.get(optimizer) is not models:
         shard_state_of(optimizer)
@@ -96,18 +96,19 @@ def know(optimizer: Optimizer) -> None:
 
 def seen_optimizers() -> list[Optimizer]:
     """Return all living optimizers that have stepped, that step in backward, or whose state has
-    been saved or loaded, in the order in which they did so first."""
+    been saved or loaded, in order of first use."""
     return list(_seen)
 
 
-# --- around a step --------------------------------------------------------------------------------
+# --- hooks around a step --------------------------------------------------------------------------
 
 
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Torch's pre-hook. Raises RuntimeError for gradients that have not been reduced, and for
-    parameters that unshard() has gathered: with a closure, which makes the gradients, after it."""
+    parameters that unshard() has gathered. With a closure, which computes the gradients, the check
+    runs after it."""
     if optimizer not in _checked:
         _check_first_step(optimizer)
     know(optimizer)
@@ -131,13 +132,14 @@ def _before_step(
 
 
 def _begin_to_write(optimizer: Optimizer) -> None:
-    """Refuse what must not be, and tell the models that their parameters are to be written."""
+    """Refuse invalid gradients, and notify the models that their parameters are about to be
+    written."""
     if optimizer not in _inner:
         say_step(optimizer)
     if _core.has_local_grads():
         for param in params_of(optimizer):
             if param.grad is not None:
-                _core.grad_owner(param.grad)  # which refuses those that are not reduced
+                _core.grad_owner(param.grad)  # raises for gradients that are not reduced
     if _core.has_held_units():
         _refuse_held_units(optimizer)
     note_values(stepped_by(optimizer))
@@ -146,21 +148,21 @@ def _begin_to_write(optimizer: Optimizer) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Torch's post-hook, which it runs only if the step has not raised."""
+    """Torch's post-hook, which runs only if the step has not raised."""
     try:
         if optimizer not in _inner:
             _note_step(optimizer)
-        know(optimizer)  # it has its state now
+        know(optimizer)  # its state exists now
     finally:
         for unit in units_stepped_by(optimizer):
             unit.engine.end_write()
 
 
-# The compiler would trace what it cannot.
+# The compiler would trace code that it does not support.
 _note_step = torch._disable_dynamo(note_step)  # type: ignore[attr-defined]
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 _inner: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Those that another one calls on the ranks that have something for them to step."""
@@ -206,9 +208,10 @@ def _refuse_held_units(optimizer: Optimizer) -> None:
 
 
 def install_steps() -> None:
-    """Have steps that are known to be elementwise run as on plain tensors: asking about each of
-    their operations would take as long as the operations. Torch wraps the step of a class when its
-    first optimizer is constructed; of classes that have some, the inner function is replaced."""
+    """Run steps that are known to be elementwise on plain tensors: dispatching each of their
+    operations would take as long as the operations. Torch wraps the step of a class when its first
+    optimizer is constructed; for classes that already have optimizers, replace the inner
+    function."""
     wrap = Optimizer.profile_hook_step
 
     @functools.wraps(wrap)
@@ -235,13 +238,13 @@ def _plainly(step: Callable[..., Any]) -> Callable[..., Any]:
             _guard_state(self)
         return result
 
-    # The compiler would trace through classes that ask about operations, which it cannot.
+    # The compiler would trace through classes that intercept operations, which it does not support.
     return torch._disable_dynamo(stepped)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
 def _with_foreach(optimizer: Optimizer) -> Iterator[None]:
-    """Context manager in which an optimizer steps shards on GPUs by operations on lists, where it
+    """Context manager in which an optimizer steps shards on GPUs with foreach operations, where it
     would do so with torch's own classes."""
     groups = [group for group in optimizer.param_groups if _takes_foreach(group)]
     for group in groups:
@@ -263,7 +266,7 @@ def _takes_foreach(group: dict[str, Any]) -> bool:
 
 
 def _guard_state(optimizer: Optimizer) -> None:
-    """State that was made within plain() is guarded as its parameter is."""
+    """Guard state that was created within plain(), as its parameter is guarded."""
     for param, entries in optimizer.state.items():
         part = _core.slice_part(param)
         for key, value in entries.items() if part is not None else ():

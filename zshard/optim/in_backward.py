@@ -38,7 +38,7 @@ _handles: weakref.WeakKeyDictionary[nn.Module, list[OptimizerInBackward]] = (
 _scaled_backward: int | None = None
 """Torch's graph task id of the last backward that started at a scaled loss."""
 
-_OVER, _BEGIN = -1, -2  # csrc/python/py_in_backward.c has the same
+_OVER, _BEGIN = -1, -2  # must match csrc/python/py_in_backward.c
 
 
 class OptimizerInBackward:
@@ -53,7 +53,7 @@ class OptimizerInBackward:
         self._parts: list[list[tuple[Any, int, list[Tensor]]]] = []
         """For each unit: (optimizer, index of its param group, parameters)."""
         self._hooks: list[tuple[State, Hook, RemovableHandle]] = []
-        self._stepped: dict[Any, set[int]] = {}  # in this backward: the groups of each optimizer
+        self._stepped: dict[Any, set[int]] = {}  # groups of each optimizer stepped in this backward
         self._ids: set[int] = set()
         groups = _groups_of(self._optimizers)
         try:
@@ -100,14 +100,14 @@ class OptimizerInBackward:
         self._units.append(unit)
         self._parts.append(list(parts.values()))
         self._ids.update(id(unit.params[i]) for i in known)
-        if not unit.is_hooked:  # on a single rank nothing else happens in forward
+        if not unit.is_hooked:  # on a single rank, forward needs nothing else
             made = hook_forward(module, unit)
             hooks = known_hooks(module, made)
             state.hooks += hooks
             self._hooks += [(state, *pair) for pair in zip(hooks, made, strict=True)]
 
     def _step(self, index: int) -> None:
-        """C's call, from within backward: step the unit `index`, or _BEGIN, or _OVER."""
+        """Called by C within backward: step the unit `index`, or handle _BEGIN or _OVER."""
         if index == _BEGIN:
             _refuse_scaled()
         elif index == _OVER:

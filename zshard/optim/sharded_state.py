@@ -1,13 +1,13 @@
-"""An optimizer's state over shards: which of it is sharded, and how it lies in memory.
+"""An optimizer's state over shards: which tensors are sharded, and their layout in memory.
 
-Shapes tell what is sharded: what has the shape of a parameter's shard is a shard of something that
-has the parameter's shape.
+Shapes determine what is sharded: a tensor with the shape of a parameter's shard is a shard of a
+tensor with the parameter's shape.
 
 State tensors of one name are adjacent in one block, spaced like the parameters. Where parameters
 are adjacent in a shard, so is their state, and the C loop updates all of them as one run.
 
-An optimizer may be older than its sharded model, and have full state: of a snapshot, or of steps of
-the plain model. When zshard meets it, each rank keeps its shard of that.
+An optimizer may be older than its sharded model and have full state, from a snapshot or from steps
+of the plain model. When zshard first sees it, each rank keeps its shard of that state.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def params_of(optimizer: Optimizer) -> Iterable[Tensor]:
 
 
 def scalar_keys(states: Iterable[tuple[tuple[int, ...], Mapping[Any, Any]]]) -> set[Any]:
-    """The names of what an optimizer keeps as one number for each parameter, from the shape and the
-    state of its parameters. They tell what a 0-dimensional tensor of a 0-dimensional one is."""
+    """Return the names of state that is one number per parameter, from the shapes of the parameters
+    and their state. They resolve 0-dimensional state of a 0-dimensional parameter."""
     found: set[Any] = set(SCALARS)
     for shape, entries in states:
         for key, value in entries.items():
@@ -67,7 +67,8 @@ class HeldState:
 
     @property
     def nested(self) -> str | None:
-        """The first entry that has sharded tensors within a list or dict; None if none has."""
+        """Return the first entry with sharded tensors inside a list or dict; None if there is
+        none."""
         for key, value, _ in self.entries:
             leaves = [] if isinstance(value, Tensor) else tree_leaves(value)
             if self.part.shape != () and any(_is_cut(leaf, self.part) for leaf in leaves):
@@ -75,8 +76,8 @@ class HeldState:
         return None
 
     def refuse_nested(self) -> None:
-        """Raise RuntimeError if there is one. To be called if the other ranks have one, too: a rank
-        alone could be misled by a shape."""
+        """Raise RuntimeError if there is one. Call it if the other ranks also have one: on one rank
+        alone, a shape may match by chance."""
         if self.nested is not None:
             raise RuntimeError(
                 f"{self.nested} in the optimizer's state of '{self.part.name}' contains sharded "
@@ -91,7 +92,7 @@ def held_by(optimizer: Optimizer) -> list[HeldState]:
 
 
 def held_in(params: Iterable[Tensor], state: Mapping[Any, Any]) -> list[HeldState]:
-    """The same of parameters and of an optimizer's state."""
+    """As held_by(), from parameters and an optimizer's state."""
     cut = [(param, part) for param in params if (part := part_of(param)) and part.is_cut]
     states = [(param, part, _now(state.get(param, {}))) for param, part in cut]
     scalars = scalar_keys((part.shape, entries) for _, part, entries in states)
@@ -107,7 +108,7 @@ def held_in(params: Iterable[Tensor], state: Mapping[Any, Any]) -> list[HeldStat
 
 
 def _now(entries: object) -> Any:
-    """A parameter's state; a copy, since the optimizer's thread may be making it."""
+    """Return a parameter's state as a copy, since the optimizer's thread may be creating it."""
     return dict(entries) if type(entries) is dict else entries
 
 
@@ -134,7 +135,7 @@ def zeros_side_by_side(params: Sequence[Tensor]) -> list[Tensor]:
     """Return a tensor of zeros for each of `params`, of its shape, dtype, device and memory format.
 
     Those for contiguous tensors are views of one block per dtype and device, in the parameters'
-    order, and with their gaps where they are within a cache line of each other.
+    order, with the same gaps where parameters are within a cache line of each other.
     """
     made: dict[int, Tensor] = {}
     blocks: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}  # ..., is it offloaded
@@ -156,9 +157,9 @@ def zeros_side_by_side(params: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _places(params: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Where each tensor starts in a block that is spaced as they are; the block's length.
+    """Return where each tensor starts in a block with the same spacing, and the block's length.
 
-    In elements. Tensors that are not neighbours in memory start at a multiple of _ALIGN bytes.
+    In elements. Tensors that are not adjacent in memory start at a multiple of _ALIGN bytes.
     """
     starts: list[int] = []
     at, end = 0, None
@@ -182,8 +183,8 @@ def _places(params: Sequence[Tensor]) -> tuple[list[int], int]:
 @torch.no_grad()
 @plain()
 def shard_state_of(optimizer: Optimizer) -> None:
-    """Shard the state of sharded parameters that has their full shape. Not collective: each rank
-    takes its shard of its own state, with which it would continue under DDP."""
+    """Shard full state of sharded parameters. Not collective: each rank takes its shard of its own
+    state, with which it would continue under DDP."""
     full: dict[Any, list[tuple[Tensor, Part]]] = {}
     for param in params_of(optimizer):
         part = part_of(param) if param in optimizer.state else None
@@ -199,6 +200,6 @@ def shard_state_of(optimizer: Optimizer) -> None:
         places = dict(zip(alike, zeros_side_by_side(alike), strict=True))
         for param, value in old:
             place = places.get(param)
-            if place is None:  # a dtype of its own
+            if place is None:  # state of another dtype
                 place = guard_like(torch.empty_like(value, device=param.device), param)
             optimizer.state[param][key] = place.copy_(value)

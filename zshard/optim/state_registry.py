@@ -1,14 +1,12 @@
 """Full optimizer state on one rank alone: it asks the others for their shards, over shm.
 
-The rank that wants full state opens a reader session, so that nobody steps, and asks each peer's
-thread (ranks/responder.py) for what that rank has of the same optimizer. Optimizers have numbers:
-the first of its class, with the same parameters, that steps a model on one rank is the first on
-all.
+The rank that wants full state opens a reader session, so that no rank steps, and asks each peer's
+thread (ranks/responder.py) for its share of the same optimizer. Optimizers are numbered: the first
+of its class, with the same parameters, that steps a model on one rank is the first on all ranks.
 
-As the others may be asked late, what a rank has of an optimizer outlives the rank's optimizer, its
-model and its script: until each other rank has dropped its own optimizer, or has ended. Ranks tell
-each other what they drop, on a thread of their own, so that no `del optimizer` waits. A script that
-ends waits for the others.
+A rank may ask late, so a rank's share outlives its optimizer, model and script, until every other
+rank has dropped its own optimizer or exited. Ranks send each other what they drop from a separate
+thread, so that `del optimizer` never waits. A script that ends waits for the others.
 """
 
 from __future__ import annotations
@@ -41,14 +39,14 @@ from zshard.units.units import State, session, units_of
 
 __all__ = ["FullState", "ModelRecord", "ask_for_full", "finish", "meet"]
 
-_HANDSHAKE = 64  # bytes: what ranks exchange to meet
-_TOKEN = 8  # of them, what tells models apart
-_LATE = 5.0  # seconds that a rank may be behind another one that already has the optimizer's state
-_AGAIN = 0.05  # seconds between two questions for it
-_LOOK = 0.5  # seconds between two looks at ranks that are waited for
-_SOON = 5.0  # seconds that a living rank takes at most to note what it is told
-_STUCK = 5.0  # seconds in collectives after which a rank that is waited for waits for this one
-_TELL_AFTER = 10.0  # seconds of waiting at the end, after which the user is told
+_HANDSHAKE = 64  # bytes that ranks exchange to connect
+_TOKEN = 8  # of them, the token that identifies the model
+_LATE = 5.0  # seconds that a rank may lag behind one that already has the optimizer's state
+_AGAIN = 0.05  # seconds between two requests for it
+_LOOK = 0.5  # seconds between two checks of ranks that this one waits for
+_SOON = 5.0  # seconds that a living rank takes at most to process a message
+_STUCK = 5.0  # seconds in collectives after which an awaited rank counts as waiting for this one
+_TELL_AFTER = 10.0  # seconds of waiting at the end, after which a message informs the user
 
 FullState = list[tuple[Tensor, dict[Any, Tensor]]]
 """Parameters, each with the full tensors of its sharded state."""
@@ -63,8 +61,8 @@ _kept: set[ModelRecord] = set()
 
 @dataclass(eq=False)
 class OptimizerRecord:
-    """What this rank has of one optimizer and one model. It does not keep the optimizer alive, but
-    what that refers to."""
+    """This rank's share of one optimizer and one model. It keeps alive what the optimizer refers
+    to, but not the optimizer."""
 
     state: MutableMapping[Any, Any] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
@@ -79,13 +77,14 @@ class OptimizerRecord:
 
 
 class ModelRecord:
-    """One model on this rank, with its optimizers, as the ranks that hold its shards may ask."""
+    """One model on this rank with its optimizers, for requests of the ranks that hold its
+    shards."""
 
     def __init__(self, token: str, addresses: list[str], rank: int, params: list[Tensor]) -> None:
         self.token = token
         self.addresses = addresses
         self.rank = rank
-        self.done: set[int] = set()  # ranks that will not ask any more
+        self.done: set[int] = set()  # ranks that will not ask again
         self._optimizers: dict[str, OptimizerRecord] = {}
         self._keys: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
         self._counts: Counter[str] = Counter()
@@ -96,18 +95,18 @@ class ModelRecord:
         return [rank for rank in range(len(self.addresses)) if rank != self.rank]
 
     def note(self, optimizer: Optimizer) -> str:
-        """An optimizer steps parameters of the model, has loaded state, or is to be saved. Returns
-        what it is called on all ranks."""
+        """Note an optimizer that steps parameters of the model, has loaded state, or will be saved.
+        Returns its name, the same on all ranks."""
         key = self._keys.get(optimizer)
         if key is None:
             key = self._number(optimizer)
         record = self._optimizers.get(key)
-        if record is not None and optimizer.state:  # else nothing need be kept
+        if record is not None and optimizer.state:  # otherwise there is nothing to keep
             record.state, record.groups = optimizer.state, optimizer.param_groups
         return key
 
     def _number(self, optimizer: Optimizer) -> str:
-        """Its class, which of the model's parameters it has, and a number."""
+        """Return its class, which of the model's parameters it has, and a number."""
         places = {id(ref()): i for i, ref in enumerate(self._params)}
         numbers = [places[id(p)] for p in params_of(optimizer) if id(p) in places]
         kind = f"{type(optimizer).__name__}:{zlib.crc32(repr(numbers).encode()):x}"
@@ -121,8 +120,8 @@ class ModelRecord:
         return key
 
     def find(self, key: str) -> tuple[list[Tensor], MutableMapping[Any, Any]] | None:
-        """The parameters of the model that an optimizer has, and its state; None if it has none, or
-        has not stepped, loaded or been saved on this rank."""
+        """Return an optimizer's parameters of the model and its state; None if it has none, or has
+        not stepped, loaded or been saved on this rank."""
         with _lock:
             record = self._optimizers.get(key)
             if record is None or record.reference is None:
@@ -130,18 +129,18 @@ class ModelRecord:
             optimizer = record.reference()
             groups = record.groups if optimizer is None else optimizer.param_groups
             state = record.state if optimizer is None else optimizer.state
-            if not groups:  # it is gone, and had no state
+            if not groups:  # it was freed without state
                 return None
             ids = {id(ref()) for ref in self._params}
             params = [p for group in groups for p in group["params"] if id(p) in ids]
             return params, state
 
     def release(self, key: str | None, rank: int) -> None:
-        """A rank has dropped an optimizer; None: it will not ask for anything any more."""
+        """Note that a rank has dropped an optimizer; None: it will not ask for anything again."""
         with _lock:
             if key is None:
                 self.done.add(rank)
-            else:  # which may have no record here yet
+            else:  # this rank may have no record of it yet
                 self._optimizers.setdefault(key, OptimizerRecord()).released.add(rank)
             for each in [k for k, r in self._optimizers.items() if not self._awaited(r)]:
                 del self._optimizers[each]
@@ -153,7 +152,7 @@ class ModelRecord:
         return set(range(len(self.addresses))) - self.done - record.released
 
     def awaited(self) -> set[int]:
-        """The ranks that may yet ask for state that is here."""
+        """Return the ranks that may still ask for state of this rank."""
         with _lock:
             found = (self._awaited(each) for each in self._optimizers.values() if each.has_state)
             return set().union(*found) - {self.rank}
@@ -176,20 +175,20 @@ def meet(module: nn.Module, shards: _core.Comm) -> None:
     record = ModelRecord(cards[0][:_TOKEN].hex(), addresses, shards.rank, params)
     with _lock:
         _records[record.token] = record
-    _start_teller()
+    _start_sender()
     for state in states:
         state.meet(record)
 
 
-# --- asking ---------------------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------
 
 
 def ask_for_full(optimizer: Optimizer, model: ModelRecord, held: Sequence[HeldState]) -> FullState:
     """Return the parameters of one model with the full tensors of their sharded state.
 
     Raises DivergenceError if another rank's state differs in parameters, names, shapes or dtypes;
-    RuntimeError for shards within a list or dict, and if a rank cannot tell; PeerError if a rank
-    has ended, PeerTimeoutError if it does not answer in time.
+    RuntimeError for shards within a list or dict, and if a rank cannot answer; PeerError if a rank
+    has exited, PeerTimeoutError if it does not answer in time.
     """
     question = {"ask": [model.token, model.note(optimizer)]}
     timeout = held[0].part.comm.timeout
@@ -211,7 +210,7 @@ def ask_for_full(optimizer: Optimizer, model: ModelRecord, held: Sequence[HeldSt
 def _answer_of(
     rank: int, address: str, question: object, late: float, timeout: float
 ) -> Iterator[responder.Reply]:
-    """A rank's answer, once it has the optimizer: it may be `late` by so many seconds."""
+    """Yield a rank's answer, once it has the optimizer; it may be `late` by so many seconds."""
     end = time.monotonic() + late
     try:
         while True:
@@ -237,7 +236,7 @@ def _answer_of(
 
 
 class _FullTensors:
-    """Full tensors that are being put together."""
+    """Full tensors while they are being assembled."""
 
     def __init__(self, held: Sequence[HeldState]) -> None:
         self._held = held
@@ -246,10 +245,10 @@ class _FullTensors:
         self._filled: Counter[tuple[int, str]] = Counter()
 
     def check(self, told: dict[str, Any], own_rank: int, rank: int) -> None:
-        """Raise if another rank's state is not like this rank's."""
+        """Raise if another rank's state does not match this rank's."""
         ours = list(map(fact_of, self._held))
         theirs = told["facts"]
-        if theirs is None:  # there, it has neither stepped nor loaded
+        if theirs is None:  # that rank's optimizer has neither stepped nor loaded
             theirs = [(about, "none") for about, _ in ours]
         facts = {own_rank: ours, rank: [(about, said) for about, said in theirs]}
         low, high = sorted(facts)
@@ -323,33 +322,33 @@ def _shards(held: Sequence[HeldState]) -> responder.Answer:
     return {"facts": facts, "nested": nested, "shards": shards}, tensors
 
 
-# --- what is dropped ------------------------------------------------------------------------------
+# --- drops ----------------------------------------------------------------------------------------
 
 _jobs: queue.SimpleQueue[tuple[ModelRecord, str] | None] = queue.SimpleQueue()
 """Optimizers that have died, as their finalizers put them here: in the midst of anything."""
-_teller: threading.Thread | None = None
+_sender: threading.Thread | None = None
 
 
-def _start_teller() -> None:
-    global _teller
-    if _teller is None:
-        _teller = threading.Thread(target=_tell_of_drops, name="zshard-drops", daemon=True)
-        _teller.start()
+def _start_sender() -> None:
+    global _sender
+    if _sender is None:
+        _sender = threading.Thread(target=_send_drops, name="zshard-drops", daemon=True)
+        _sender.start()
 
 
-def _tell_of_drops() -> None:
+def _send_drops() -> None:
     while (job := _jobs.get()) is not None:
         model, key = job
         model.release(key, model.rank)
-        _tell(model, key)
-        del model, job  # else the thread keeps the model's record
+        _send_drop(model, key)
+        del model, job  # otherwise the thread keeps the model's record alive
 
 
-def _tell(model: ModelRecord, key: str | None) -> None:
-    """Tell the others what this rank has dropped; None: that it will not ask any more."""
+def _send_drop(model: ModelRecord, key: str | None) -> None:
+    """Send the others what this rank has dropped; None: that it will not ask again."""
     for rank in model.others:
         question = {"tell": [model.token, key], "rank": model.rank}
-        for _ in range(2):  # it may keep Python's lock for long, or be about to end
+        for _ in range(2):  # the peer may hold Python's lock for long, or be about to exit
             try:
                 with responder.ask(model.addresses[rank], question, _SOON):
                     break
@@ -360,24 +359,24 @@ def _tell(model: ModelRecord, key: str | None) -> None:
                 time.sleep(_LOOK)
 
 
-# --- the end of the script ------------------------------------------------------------------------
+# --- exit -----------------------------------------------------------------------------------------
 
 
 def finish(timeout: float) -> None:
     """Keep this rank's state until the others are done with it, for `timeout` seconds at most."""
-    global _teller
+    global _sender
     with _lock:
         models = list(_records.values())
     for model in models:
         model.release(None, model.rank)
-        _tell(model, None)
+        _send_drop(model, None)
     _wait_for_others(timeout)
-    if _teller is not None:
-        # A thread that frees tensors while Python ends aborts the process, as torch gives up
-        # Python's lock for that, and does not get it back.
+    if _sender is not None:
+        # A thread that frees tensors while Python shuts down aborts the process: torch releases
+        # Python's lock for that and cannot take it again.
         _jobs.put(None)
-        _teller.join(_SOON)
-        _teller = None
+        _sender.join(_SOON)
+        _sender = None
     responder.stop()
 
 
@@ -407,8 +406,8 @@ def _wait_for_others(timeout: float) -> None:
 
 
 def _awaited() -> dict[int, bool]:
-    """The ranks that may yet ask, and whether each waits for this one in a process group: it has
-    begun more of its collectives."""
+    """Return the ranks that may still ask, and whether each waits for this one in a process group:
+    it has started more of its collectives."""
     with _lock:
         awaited = [(model, rank) for model in _kept for rank in model.awaited()]
     own, found = collectives_begun(), {}
@@ -421,7 +420,7 @@ def _awaited() -> dict[int, bool]:
         except responder.ENDED:
             del found[rank]
             model.release(None, rank)
-        except Exception:  # it is busy, or about to end
+        except Exception:  # it is busy, or about to exit
             continue
     return found
 
@@ -431,11 +430,12 @@ def _print(words: str) -> None:
 
 
 def _in_child() -> None:
-    """A forked child is no rank: it has none of the threads, and the lock may be held for ever."""
-    global _lock, _changed, _teller
+    """A forked child is not a rank: it has none of the threads, and the lock may never be
+    released."""
+    global _lock, _changed, _sender
     _lock = threading.RLock()
     _changed = threading.Condition(_lock)
-    _teller = None
+    _sender = None
     _records.clear()
     _kept.clear()
 

@@ -29,8 +29,8 @@ from zshard.optim.sharded_state import zeros_side_by_side
 class InOneCall(torch.optim.Optimizer):
     """Base class of zshard's optimizers: step() in C, and the options that zshard adds.
 
-    A subclass says what the optimizer is to zshard: its rule and its state. All rules are
-    elementwise, so the step is right on shards.
+    A subclass declares its rule and its state. All rules are elementwise, so the step is correct on
+    shards.
     """
 
     _rule: str  # the rule in C (csrc/update/update_rules.h) that the plan applies
@@ -40,7 +40,7 @@ class InOneCall(torch.optim.Optimizer):
     _counts_steps = False  # whether its state has a "step" per parameter
     _begins_as_grad: str | None = None  # the state tensor whose first value is the gradient
 
-    _plans: dict[Any, _core.OptimPlan]  # by index of the param group; for a part, with the unit's
+    _plans: dict[Any, _core.OptimPlan]  # by group index; for a part, also its unit
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient.
@@ -62,7 +62,7 @@ class InOneCall(torch.optim.Optimizer):
         return loss
 
     def _step_part(self, index: int, unit: int, params: list[Tensor]) -> None:
-        """The step of some parameters of group `index`, those of a unit; for optimizer_in_backward.
+        """Step some parameters of group `index`, those of one unit; for optimizer_in_backward.
 
         Does not count as a step of stochastic rounding: `_end_parts` does, once for all parts.
         """
@@ -71,14 +71,15 @@ class InOneCall(torch.optim.Optimizer):
         self._step_params((index, unit), group, state)
 
     def _end_parts(self, groups: Iterable[int]) -> None:
-        """All parts of these groups have been stepped."""
-        self._opt_called = True  # what torch's schedulers look at, to warn of a missing step()
+        """Note that all parts of these groups have been stepped."""
+        self._opt_called = True  # torch's schedulers check it, to warn of a missing step()
         for index in groups:
             if "rounding_step" in self.param_groups[index]:
                 self.param_groups[index]["rounding_step"] += 1
 
     def _step_params(self, key: object, group: dict[str, Any], state: dict[Any, Any]) -> None:
-        """Step a group by its plan, which is known by `key`. state: of its parameters at least."""
+        """Step a group by its plan, which is cached under `key`. state: at least that of its
+        parameters."""
         plan = self._plans.get(key)
         foreign = None if plan is None else plan.step(group, state, self._live(group))
         if foreign is None:
@@ -98,24 +99,25 @@ class InOneCall(torch.optim.Optimizer):
         super().add_param_group(param_group)
         self._take_group(self.param_groups[-1])
         self._plans = {}
-        self._tell_scaler()
+        self._set_scaler_flag()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
             self._take_group(group)
         self._plans = {}
-        self._tell_scaler()
+        self._set_scaler_flag()
 
-    def _tell_scaler(self) -> None:
-        """Whether torch's GradScaler may leave it to the step to look at `found_inf`, on the GPU.
+    def _set_scaler_flag(self) -> None:
+        """Whether torch's GradScaler may leave checking `found_inf` to the step, on the GPU.
 
         It then sets `grad_scale` and `found_inf` while it calls step().
         """
         self._step_supports_amp_scaling = all(g.get("capturable") for g in self.param_groups)
 
     def _live(self, group: dict[str, Any]) -> tuple[Tensor | None, ...] | None:
-        """(Capturable) What a step reads on the GPU: new tensors, so that a graph has its own."""
+        """(Capturable) Return what a step reads on the GPU: new tensors, so that each graph has its
+        own."""
         if not group.get("capturable"):
             return None
         device = group["params"][0].device
@@ -129,7 +131,7 @@ class InOneCall(torch.optim.Optimizer):
         )
 
     def _set_rounding(self, stochastic: bool, seed: int) -> None:
-        """The end of the constructor: defaults for its groups and for later ones."""
+        """Finish the constructor: set defaults for its groups and for later ones."""
         if stochastic:
             self.defaults.update(stochastic_rounding=True, rounding_seed=operator.index(seed))
             for group in self.param_groups:
@@ -139,12 +141,12 @@ class InOneCall(torch.optim.Optimizer):
                 "rounding_seed requires stochastic_rounding=True: pass both to the optimizer, or "
                 "set both on a param group"
             )
-        self._tell_scaler()  # with fused, torch has said so already
+        self._set_scaler_flag()  # with fused, torch has set it already
 
     def _take_group(self, group: dict[str, Any]) -> None:
-        """Check a group's options, and complete those of stochastic rounding if it is wanted.
+        """Check a group's options, and complete those of stochastic rounding if it is enabled.
 
-        Where nobody asks for it, a group has no such options: its state dict is torch's.
+        Otherwise a group has no such options: its state dict is torch's.
         """
         for option in ("capturable", "stochastic_rounding"):
             if option in self.defaults:
@@ -157,8 +159,8 @@ class InOneCall(torch.optim.Optimizer):
             group.setdefault("rounding_step", 0)
 
     def _numbers(self, params: Sequence[Tensor]) -> list[int]:
-        """Of each parameter, the number of its first element on this rank, where all elements of
-        all groups' whole parameters are counted one after another."""
+        """Return, for each parameter, the number of its first element on this rank, counting all
+        elements of all groups' full parameters one after another."""
         begins: dict[Tensor, int] = {}
         start = 0
         for group in self.param_groups:
@@ -171,7 +173,8 @@ class InOneCall(torch.optim.Optimizer):
     def _step_with_new_plan(
         self, key: object, group: dict[str, Any], state: dict[Any, Any]
     ) -> tuple[int, ...]:
-        """Give state to the parameters that lack it, and step; the indices not taken by C."""
+        """Give state to the parameters that lack it, and step; return the indices that C did not
+        take."""
         params: list[Tensor] = group["params"]
         if _core.capturing(params):
             raise RuntimeError(
@@ -192,12 +195,11 @@ class InOneCall(torch.optim.Optimizer):
             )
         for i in foreign if self._begins_as_grad else ():
             if params[i] in fresh:
-                self.state[params[i]][self._begins_as_grad] = None  # torch makes its own
+                self.state[params[i]][self._begins_as_grad] = None  # torch creates its own
         return foreign
 
     def _make_state(self, group: dict[str, Any], params: Sequence[Tensor]) -> set[Tensor]:
-        """Add the missing state of `params`; returns those whose state is to begin as a
-        gradient."""
+        """Create the missing state of `params`; return those whose state starts as a gradient."""
         for param in params:
             if is_traceable_wrapper_subclass(param):
                 raise TypeError(
@@ -218,16 +220,16 @@ class InOneCall(torch.optim.Optimizer):
         return fresh
 
     def _state_names(self, group: dict[str, Any]) -> list[str]:
-        """The tensors that the group's rule keeps for each parameter."""
+        """Return the names of the tensors that the group's rule keeps for each parameter."""
         return [name for name, option in self._state.items() if option is None or group[option]]
 
     def _step_by_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        """Update parameters that the C loop does not take, with torch's own function."""
+        """Update parameters that the C loop does not support, with torch's own function."""
         raise NotImplementedError
 
 
 def _unsupported(name: str, group: dict[str, Any]) -> str:
-    """Return what the step in C does not support of a group's options; "" if all is well."""
+    """Return the options of a group that the step in C does not support; "" if there are none."""
     params = group["params"]
     if group.get("differentiable"):
         return f"differentiable=True is not supported: use torch.optim.{name}"
@@ -270,6 +272,6 @@ def _read_steps(params: Iterable[Tensor], state: dict[Any, Any]) -> list[float]:
 
 
 def _count_rounding(group: dict[str, Any]) -> None:
-    """Count a step, so that the next one uses other random bits; not if no gradients exist."""
+    """Count a step, so that the next one uses other random bits; not if there are no gradients."""
     if "rounding_step" in group and any(p.grad is not None for p in group["params"]):
         group["rounding_step"] += 1

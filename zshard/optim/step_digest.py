@@ -1,12 +1,12 @@
-"""What an optimizer steps with, as ranks compare it: its param groups, and how often it stepped.
+"""A digest of what an optimizer steps with, for ranks to compare: param groups and number of steps.
 
-A scheduler that one rank calls alone leaves shards that were stepped with different
-learning rates. So each step notes a digest, which travels with what ranks exchange anyway
-(csrc/engine/history.h), and keeps the values at hand as text. Only where digests differ are texts
-compared (csrc/comm/fingerprint.c): numbers may differ in their last digits between hosts.
+A scheduler that only one rank calls leaves shards that were stepped with different learning rates.
+So each step notes a digest, which travels with what ranks exchange anyway (csrc/engine/history.h),
+and keeps the values as text. Ranks compare texts only where digests differ
+(csrc/comm/fingerprint.c): numbers may differ in their last digits between hosts.
 
 Before its first step, ranks also compare the parameters that every rank has in full, as with
-no_shard. Nothing guards them, so a script may have initialized them with other random numbers on
+no_shard. Nothing guards these, so a script may have initialized them with other random numbers on
 each rank, and would train different models.
 """
 
@@ -39,24 +39,25 @@ _ROOM = 3072
 
 
 class _Account:
-    """What is known of an optimizer that steps a model: digested anew only where it has changed."""
+    """The known state of an optimizer that steps a model; its digest is recomputed only where it
+    changed."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, label: str) -> None:
         self.label = label
         self.keys = [key for key in getattr(optimizer, "defaults", {}) if key not in _HOW]
         self.digest = 0
         self.lines = ""
-        # "params" twice, since of a single key it gives no tuple.
+        # "params" twice, since itemgetter returns no tuple for a single key.
         self._get: Callable[[Any], tuple[Any, ...]]
         self._get = operator.itemgetter("params", "params", *self.keys)
         self._groups: tuple[tuple[int, int, int], ...] = ()  # the model's, see Stepped
-        self._options: list[tuple[Any, ...]] = []  # of each group, as they were
+        self._options: list[tuple[Any, ...]] = []  # each group's options at the last digest
         self._counted: tuple[int, int] | None = None
         """(param group, parameter) whose step count is looked at: none on GPUs, where it depends on
         the implementation whether the count is there too."""
 
     def take(self, optimizer: torch.optim.Optimizer, model: Stepped) -> bool:
-        """Look at what the optimizer has stepped with; return whether it is new."""
+        """Check what the optimizer has stepped with; return whether it is new."""
         groups = optimizer.param_groups
         options = [self._options_of(groups[number]) for number, _, _ in model.groups]
         if model.groups is self._groups and _are_same(options, self._options):
@@ -72,7 +73,7 @@ class _Account:
         return True
 
     def count(self, optimizer: torch.optim.Optimizer) -> int:
-        """Return the step count in the optimizer's state; 0: none is known."""
+        """Return the step count in the optimizer's state; 0 if unknown."""
         if self._counted is None:
             return 0
         number, first = self._counted
@@ -87,7 +88,7 @@ class _Account:
             return tuple(group.get(key) for key in self.keys)
 
     def _digest_anew(self, values: list[list[Any]], model: Stepped) -> None:
-        """values: of each group, in the order of the keys."""
+        """values: each group's, in the order of the keys."""
         counts = [0 if model.replicated else n for _, _, n in model.groups]
         self.digest = _folded(0, [*(_number(each) for row in values for each in row), *counts])
         columns: list[tuple[str, Sequence[Any]]] = [
@@ -112,12 +113,12 @@ _watchers: weakref.WeakValueDictionary[int, _Watcher] = weakref.WeakValueDiction
 
 
 def watch_steps(engine_id: int, watcher: _Watcher) -> None:
-    """Have `watcher.note_step()` called after each step of that model, while `watcher` lives."""
+    """Call `watcher.note_step()` after each step of that model, while `watcher` lives."""
     _watchers[engine_id] = watcher
 
 
 def note_step(optimizer: torch.optim.Optimizer, engine_id: int | None = None) -> None:
-    """Tell the models (or one of them) that the optimizer has stepped, and with what."""
+    """Notify the models (or one of them) that the optimizer has stepped, and with what."""
     for model in stepped_by(optimizer):
         unit = model.unit
         if unit is None or model.is_alone or engine_id not in (None, unit.engine_id):
@@ -151,7 +152,7 @@ def _account_of(optimizer: torch.optim.Optimizer, comm_id: int) -> _Account:
 
 
 def _all_texts(comm_id: int) -> str:
-    """As much as peers are told."""
+    """Return all texts, up to the length that peers receive."""
     texts, room = [], _ROOM
     for accounts in _accounts.values():
         if comm_id in accounts and room > 0:
@@ -183,8 +184,8 @@ def note_values(models: list[Stepped]) -> None:
 
 
 def sum_of_bits(param: Tensor) -> int:
-    """Of the elements as integers: fast, and other values have another sum but by accident. 0 for
-    elements that do not lie one after another."""
+    """Return the sum of the elements' bits as integers: a fast digest. 0 for elements that are not
+    contiguous."""
     if param.is_complex():
         param = torch.view_as_real(param)
     kind = _INTEGERS.get(param.element_size())
@@ -193,15 +194,15 @@ def sum_of_bits(param: Tensor) -> int:
     bits = param.detach().view(-1).view(kind)
     per_word = 8 // bits.element_size()
     in_words = bits.numel() // per_word * per_word if bits.storage_offset() % per_word == 0 else 0
-    words, rest = bits[:in_words].view(torch.int64), bits[in_words:]  # words: 25 times as fast
+    words, rest = bits[:in_words].view(torch.int64), bits[in_words:]  # in words: 25 times as fast
     return int(words.sum() + rest.sum(dtype=torch.int64)) & _MASK
 
 
-# --- what there is --------------------------------------------------------------------------------
+# --- comparable values ----------------------------------------------------------------------------
 
 
 def _are_same(rows: list[tuple[Any, ...]], before: list[tuple[Any, ...]]) -> bool:
-    """Are these the same objects, none of which can change? (Tensors and lists can.)"""
+    """Return whether these are the same immutable objects. (Tensors and lists can change.)"""
     if len(rows) != len(before):
         return False
     for row, known in zip(rows, before, strict=True):
@@ -213,7 +214,8 @@ def _are_same(rows: list[tuple[Any, ...]], before: list[tuple[Any, ...]]) -> boo
 
 
 def _value(value: object) -> object:
-    """A number, text or tuple; None for what is not compared, such as tensors on GPUs."""
+    """Return a number, text or tuple; None for values that are not compared, such as tensors on
+    GPUs."""
     if isinstance(value, Tensor):
         return value.item() if value.device.type == "cpu" and value.numel() == 1 else None
     if isinstance(value, list | tuple):
@@ -232,22 +234,22 @@ def _folded(digest: int, numbers: Iterable[int]) -> int:
 
 @functools.lru_cache(maxsize=4096, typed=True)
 def _number(value: object) -> int:
-    """A number that stands for a value."""
+    """Return a number that represents a value."""
     return zlib.crc32(repr(value).encode())
 
 
-# --- words ----------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 
 
 def _lines(label: str, columns: Iterable[tuple[str, Sequence[Any]]]) -> Iterator[str]:
-    """A line for each option, with its values in all groups."""
+    """Yield a line for each option, with its values in all groups."""
     for key, values in columns:
         if any(value is not None for value in values):
             yield f"{label} {key}\t{_listed(values)}\n"
 
 
 def _listed(values: Sequence[Any]) -> str:
-    """One value if all are the same, else the values of all groups."""
+    """Return one value if all are the same, else the values of all groups."""
     texts = [_text(value) for value in values]
     return texts[0] if len(set(texts)) == 1 else ", ".join(texts)
 

@@ -1,1 +1,1 @@
-"""Ranks: groups of them, the transports between them, and how they agree."""
+"""Ranks: process groups, the transports between ranks, and how ranks agree."""

@@ -1,9 +1,9 @@
 """Check that ranks agree: on a model at wrap time, before anything is shared, and on an optimizer
-before its state is gathered. Also: gather what ranks have, share the outcome of an operation, so
-that all ranks fail alike, and name the public call that they are in.
+before its state is gathered. Also: gather the ranks' values, share the outcome of an operation, so
+that all ranks fail in the same way, and name the public call that they are in.
 
-Ranks exchange one short hash; only if it differs do they exchange the full description, find the
-first difference and all raise the same error. An outcome is as short.
+Ranks exchange one short hash. Only if it differs do they exchange the full description, find the
+first difference and all raise the same error. An outcome is equally short.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from torch.distributed import distributed_c10d
 from zshard import _core
 from zshard._errors import CheckpointError
 
-Fact = tuple[str, str]  # (what it is about, what it says)
+Fact = tuple[str, str]  # (subject, value)
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
 class PublicCall:
-    """Context manager, or decorator: what is exchanged within it is part of this public call, such
-    as "save()", for messages, and other ranks may not be in another one. The outermost one counts.
+    """Context manager or decorator: exchanges within it are part of this public call, such as
+    "save()", for messages, and other ranks must be in the same call. The outermost one counts.
     """
 
     def __init__(self, name: str) -> None:
@@ -56,7 +56,7 @@ class PublicCall:
 
 
 def check_agreement(comm: _core.Comm, facts: Sequence[Fact], what: str = "models") -> None:
-    """Raise DivergenceError on all ranks if the facts differ, naming the first that does.
+    """Raise DivergenceError on all ranks if the facts differ, naming the first difference.
 
     what: what the facts describe, in the plural. Collective.
     """
@@ -116,7 +116,7 @@ _KINDS: dict[str, type[Exception]] = {
 
 @contextlib.contextmanager
 def on_all_ranks(comm: _core.Comm, fact: Callable[[], object] | None = None) -> Iterator[None]:
-    """Context manager that fails on all ranks if its body raises on any. Collective.
+    """Context manager that raises on all ranks if its body raises on any. Collective.
 
     fact: its value must be equal on all ranks on exit.
 
@@ -129,12 +129,12 @@ def on_all_ranks(comm: _core.Comm, fact: Callable[[], object] | None = None) -> 
         yield
         digest = hashlib.sha256(repr(fact()).encode()).digest() if fact is not None else b""
     except (_core.PeerError, _core.DivergenceError):
-        raise  # the others have heard
+        raise  # the others have the error
     except Exception as caught:
         error = caught
     outcomes = comm.exchange(bytes([error is not None]) + digest.ljust(32, b"\0"))
     if any(outcome[0] for outcome in outcomes):
-        _raise_alike(comm, error)
+        _raise_on_all(comm, error)
     for rank, outcome in enumerate(outcomes):
         if outcome != outcomes[0]:
             raise _core.DivergenceError(
@@ -146,19 +146,19 @@ def on_all_ranks(comm: _core.Comm, fact: Callable[[], object] | None = None) -> 
 @contextlib.contextmanager
 def told_to_all_ranks(comm: _core.Comm) -> Iterator[None]:
     """Context manager for a body that communicates: if it raises on this rank alone, the others,
-    which may be waiting for it in there, get a PeerError with the text at once. No transport of
-    theirs can follow."""
+    which may be waiting for this rank inside the body, get a PeerError with the text at once. Their
+    transport cannot be used afterwards."""
     try:
         yield
     except (_core.PeerError, _core.DivergenceError):
-        raise  # the others have heard
+        raise  # the others have the error
     except Exception as error:
         comm.abort(f"{type(error).__name__}: {error}")
         raise
 
 
-def _raise_alike(comm: _core.Comm, error: Exception | None) -> None:
-    """Raise this rank's error, or where it has none, the first of the others'. Collective."""
+def _raise_on_all(comm: _core.Comm, error: Exception | None) -> None:
+    """Raise this rank's error, or without one, the first of the other ranks' errors. Collective."""
     said = f"{_kind_of(error)}\n{error}".encode(errors="replace")[:_TEXT] if error else b""
     texts = comm.exchange(said.ljust(_TEXT, b"\0"))
     if error is not None:
@@ -176,7 +176,7 @@ def _kind_of(error: Exception | None) -> str:
 def first_difference(
     ours: Sequence[Fact], theirs: Sequence[Fact], ranks: tuple[int, int]
 ) -> str | None:
-    """Return in words where the facts of two ranks differ first; None if they do not."""
+    """Describe the first difference between the facts of two ranks; None if they are equal."""
     first, rank = ranks
     for mine, other in zip(ours, theirs, strict=False):
         if mine == other:
@@ -193,7 +193,7 @@ def first_difference(
 
 
 def tensor_fact(kind: str, name: str, tensor: torch.Tensor) -> Fact:
-    """Return what ranks must agree on about a parameter or buffer."""
+    """Return the fact that ranks must agree on about a parameter or buffer."""
     grad = ", trainable" if tensor.requires_grad else ""
     return f"{kind} '{name}'", f"shape {tuple(tensor.shape)}, {tensor.dtype}{grad}"
 
@@ -205,7 +205,7 @@ def value_fact(name: str, tensor: torch.Tensor) -> Fact:
 
 def checksum(tensor: torch.Tensor) -> int:
     """Return the CRC-32 of a tensor's values."""
-    plain = tensor.detach().cpu().contiguous()  # it may be a copy, and has to outlive its bytes
+    plain = tensor.detach().cpu().contiguous()  # possibly a copy, which must outlive its bytes
     return zlib.crc32(bytes_of(plain))
 
 

@@ -74,7 +74,7 @@ def _parse(device_id: int | str | torch.device) -> torch.device:
 
 
 def is_stand_in(device: str) -> bool:
-    """Return whether this is a GPU whose memory is the host's: one that stands in for another."""
+    """Return whether this is a fake GPU, whose memory is the host's."""
     return device.endswith("/host")
 
 

@@ -1,8 +1,8 @@
-"""How this rank ends: in order, or by an exception, whose text its peers get.
+"""The end of this rank: a normal exit, or an exception, whose text its peers get.
 
-What has to be done then is registered here by those who know how, so that this file stands below
-them. A forked child is no rank, and reports nothing. Python prints what an exit handler raises and
-exits with status 0 all the same, so errors that no call is left to raise have fail().
+Modules register here what must be done then, so this file imports none of them. A forked child is
+not a rank and reports nothing. Python prints what an exit handler raises but still exits with
+status 0, so errors that no later call can raise go to fail().
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import sys
 from collections.abc import Callable
 from types import TracebackType
 
-_reported_pid = 0  # whose end is reported; 0: nobody's yet
+_reported_pid = 0  # the process whose end is reported; 0: none yet
 _failed = False  # an exception ends this program, or a peer was lost,
-_exit_text = ""  # and this is what the exception says
+_exit_text = ""  # the exception's text
 _exit_callbacks: list[Callable[[float], None]] = []
 _status_failed = False  # fail() was called
 
@@ -42,7 +42,7 @@ def watch(on_failure: Callable[[str], None], on_exit: Callable[[], None]) -> Non
 
 
 def is_reported() -> bool:
-    """Return whether this process is the rank, and not a forked child of it."""
+    """Return whether this process is the rank, not a forked child of it."""
     return os.getpid() == _reported_pid
 
 
@@ -52,7 +52,7 @@ def has_failed() -> bool:
 
 
 def note_failure() -> None:
-    """From now on, has_failed()."""
+    """Make has_failed() return True from now on."""
     global _failed
     _failed = True
 
@@ -63,13 +63,13 @@ def exit_text() -> str:
 
 
 def add_exit_callback(call: Callable[[float], None]) -> None:
-    """Have a rank that ends in order call this, with the seconds that it may take."""
+    """Call this at a normal exit, with the seconds that it may take."""
     if call not in _exit_callbacks:
         _exit_callbacks.append(call)
 
 
 def call_exit_callbacks(timeout: float) -> None:
-    """Call what add_exit_callback() was given."""
+    """Run the callbacks of add_exit_callback()."""
     for call in _exit_callbacks:
         call(timeout)
 

@@ -1,7 +1,7 @@
-"""Process groups: those of a model, from the arguments of FSDP(...).
+"""The process groups of a model, from the arguments of FSDP(...).
 
-Without torchrun the world size is 1 and there is no process group at all; with it, groups that have
-the same ranks are the same object. A rank has None for the group of a single rank.
+Without torchrun the world size is 1 and there is no process group; with it, groups of the same
+ranks are the same object. The group of a single rank is None.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _resolve_pair(pair: tuple[Group, ...], hybrid: bool) -> Groups:
 
 
 def _union(shard: Group, replicate: Group) -> Group | None:
-    """Return the group of all ranks of a mesh, given this rank's two groups of it. Collective."""
+    """Return the group of all ranks of a mesh, from this rank's two groups of it. Collective."""
     rows = gather_objects(dist.get_process_group_ranks(shard), replicate)
     ranks = tuple(sorted(rank for row in rows for rank in row))
     if len(set(ranks)) < len(ranks) or any(len(row) != len(rows[0]) for row in rows):
@@ -122,7 +122,7 @@ def _union(shard: Group, replicate: Group) -> Group | None:
     return _part(list(ranks))
 
 
-_parts: dict[tuple[int, ...], Group] = {}  # groups of some of a group's ranks, by these
+_parts: dict[tuple[int, ...], Group] = {}  # groups of some of a group's ranks, by these ranks
 
 
 def block_of(group: Group | None, size: int) -> Group:
@@ -134,7 +134,8 @@ def block_of(group: Group | None, size: int) -> Group:
 
 
 def column_of(group: Group | None, size: int) -> Group:
-    """Return the ranks at this rank's position in all such blocks. Collective likewise."""
+    """Return the ranks at this rank's position in all such blocks. Collective over them on first
+    use."""
     return _part(dist.get_process_group_ranks(group)[dist.get_rank(group) % size :: size])
 
 
@@ -170,17 +171,18 @@ def _resolve_one(process_group: Group | None) -> Group | None:
     return dist.group.WORLD if dist.get_world_size() > 1 else None
 
 
-_created: Counter[tuple[int, ...]] = Counter()  # by their ranks
+_created: Counter[tuple[int, ...]] = Counter()  # by ranks
 
 
 def new_subgroup(ranks: Sequence[int], backend: str | None = None) -> Group:
     """Return a new process group of these ranks of the world. Collective over them alone.
 
-    backend: such as "gloo". None: that of the world.
+    backend: such as "gloo". None: the world's.
 
-    Its ranks must choose alike a name that no group has had, not even one that is destroyed: the
-    store keeps its ranks' addresses. torch derives the name from the number of groups that a rank
-    is in, which differs among ranks and falls; the number that these ranks have created only rises.
+    Its ranks must choose the same name, one that no group has ever had, not even a destroyed one:
+    the store keeps its ranks' addresses. torch derives the name from the number of groups that a
+    rank is in, which differs between ranks and can fall; the number of groups that these ranks have
+    created only rises.
     """
     key = tuple(sorted(ranks))
     _created[key] += 1
@@ -192,7 +194,7 @@ def new_subgroup(ranks: Sequence[int], backend: str | None = None) -> Group:
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Within it, torch gives `name` to a group that only its own ranks create."""
+    """Context manager in which torch gives `name` to a group that only its own ranks create."""
     usual = distributed_c10d._hash_ranks_to_str
     distributed_c10d._hash_ranks_to_str = lambda ranks: name
     try:
@@ -202,7 +204,7 @@ def _named(name: str) -> Iterator[None]:
 
 
 def collectives_begun() -> dict[str, int]:
-    """Return how many collectives this rank has begun in each process group, by its name."""
+    """Return how many collectives this rank has started in each process group, by group name."""
     groups: dict[Any, Any] = dict(distributed_c10d._world.pg_names)
     return {name: group._get_sequence_number_for_group() for group, name in groups.items()}
 
@@ -210,13 +212,13 @@ def collectives_begun() -> dict[str, int]:
 def make_default_group(backend: str, **arguments: Any) -> None:
     """Create the default process group, which ends with the process. Collective."""
     dist.init_process_group(backend, **arguments)
-    # Runs after the transports' end, which is registered later.
+    # Runs after the end of the transports, which is registered later.
     atexit.register(_destroy_own_group, os.getpid())
 
 
 def _launched() -> bool:
     """Return whether torchrun, or a similar launcher, started more than one rank. Raises
-    RuntimeError where another one did, whose ranks would each train alone."""
+    RuntimeError under any other launcher, whose ranks would each train alone."""
     world = _env_int("WORLD_SIZE")
     rank = _env_int("RANK")
     if world is None or rank is None:
@@ -230,7 +232,7 @@ def _launched() -> bool:
     return world > 1
 
 
-_LAUNCHERS = (  # the variables of a rank and of how many there are
+_LAUNCHERS = (  # the variables of the rank and the number of ranks
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
     ("SLURM_PROCID", "SLURM_NTASKS"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -241,8 +243,8 @@ _LAUNCHERS = (  # the variables of a rank and of how many there are
 
 
 def check_launcher() -> None:
-    """Raise RuntimeError if SLURM or MPI started this process as one of several ranks, and nothing
-    says how they meet."""
+    """Raise RuntimeError if SLURM or MPI started this process as one of several ranks, but no
+    variable says how they connect."""
     for rank, world in _LAUNCHERS:
         size = _env_int(world)
         if size is None or (os.environ.get(rank) is None and world != "WORLD_SIZE"):
@@ -257,10 +259,10 @@ def check_launcher() -> None:
         return
 
 
-@functools.cache  # once
+@functools.cache  # warn once
 def _warn_of_lone_child() -> None:
-    """Warn in a process that mp.spawn or another multiprocessing call has started: nothing tells
-    whether it is one of several ranks."""
+    """Warn in a process that mp.spawn or another multiprocessing call has started: it may be one of
+    several ranks."""
     if multiprocessing.parent_process() is None:
         return
     warnings.warn(
@@ -273,7 +275,7 @@ def _warn_of_lone_child() -> None:
 
 
 def check_still_alone(name: str) -> None:
-    """Raise RuntimeError if there are other ranks by now, of which a model knows nothing."""
+    """Raise RuntimeError if there are other ranks by now that a model does not know."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(
             f"FSDP() of this {name} was called before init_process_group(), so each of the "
@@ -294,7 +296,7 @@ def _env_int(name: str) -> int | None:
 def _destroy_own_group(pid: int) -> None:
     """Destroy the process group before the interpreter exits: its threads may need Python.
 
-    Skipped if a collective may still be running, for which this would wait, and in a forked child
-    of the process `pid`, which has neither the threads nor sockets of its own."""
+    Skipped if a collective may still be running, since this would wait for it, and in a forked
+    child of the process `pid`, which has neither its threads nor its sockets."""
     if not ends.has_failed() and dist.is_initialized() and os.getpid() == pid:
         dist.destroy_process_group()

@@ -1,8 +1,8 @@
-"""Ranks of one host connect over shared memory, those of several in two levels, or learn why not.
+"""Connect ranks: over shared memory on one host, in two levels on several, or find out why not.
 
-A rank that fails tells the others in the exchange that they are in anyway, so all ranks get the
-same answer: each has a transport, or none has, with one reason, causes first. Two levels need hosts
-that are alike: equally many ranks each, neighbors in rank order, that can connect over shm.
+A rank that fails reports that in the exchange that all ranks make anyway, so all ranks get the same
+result: either each has a transport, or none has, with one reason, causes first. Two levels need
+hosts of the same kind: equally many ranks each, neighbors in rank order, that can connect over shm.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from zshard import _core
 from zshard.ranks.agreement import gather_objects
 from zshard.ranks.groups import Group, new_subgroup
 
-_SHOWN = 2  # reasons of so many ranks
+_SHOWN = 2  # show the reasons of so many ranks
 _SPARE = 16  # file descriptors besides those of a group's connections
 
 
 class Refusal(NamedTuple):
-    """Why shm is not available; the same on all ranks.
+    """The reason why shm is not available; the same on all ranks.
 
-    hosts: the host of each rank. shortage: why c10d would fail as well; "" if nothing speaks
-    against it.
+    hosts: the host of each rank. shortage: why c10d would fail as well; "" if it would not.
     """
 
     reason: str
@@ -37,17 +36,17 @@ class Refusal(NamedTuple):
 
 
 class _Offer(NamedTuple):
-    """What a rank tells the others before they connect."""
+    """The message of a rank to the others before they connect."""
 
     host: str
     address: str
     token: bytes
     problem: _Problem | None
-    free: int | None  # file descriptors; None: not known
+    free: int | None  # file descriptors; None: unknown
 
 
 class _Problem(NamedTuple):
-    """own: on this rank, and not that a peer did not answer, which is a consequence."""
+    """own: a problem of this rank, not a consequence, such as a peer that did not answer."""
 
     text: str
     own: bool
@@ -110,17 +109,17 @@ def _shortage(free: Sequence[int | None]) -> str:
 
 
 def free_descriptors() -> int | None:
-    """Return how many more file descriptors this process may open; None if not known."""
+    """Return how many more file descriptors this process may open; None if unknown."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        count = len(os.listdir("/proc/self/fd")) - 1  # the directory's own
+        count = len(os.listdir("/proc/self/fd")) - 1  # minus the directory's own
     except OSError:
         return None
     return None if limit == resource.RLIM_INFINITY else max(limit - count, 0)
 
 
 def host_id() -> str:
-    """Return a text that is equal for processes of one host: ZSHARD_HOST if it is set."""
+    """Return a text that is equal for processes on one host: ZSHARD_HOST if it is set."""
     named = os.environ.get("ZSHARD_HOST")
     if named:
         return named
@@ -149,7 +148,7 @@ def ranks_per_host(hosts: Sequence[str]) -> int:
 def connect_hosts(
     group: Group, own: Group, hosts: Sequence[str], timeout: float
 ) -> _core.Comm | str:
-    """Return the transport in two levels, or why there is none. Collective.
+    """Return the transport in two levels, or the reason why there is none. Collective.
 
     own: zshard's process group of the same ranks.
     """

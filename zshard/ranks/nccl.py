@@ -1,7 +1,7 @@
-"""libnccl: finding, configuring and shutting it down.
+"""libnccl: find it, configure it and shut it down.
 
-Torch's CUDA wheels install NCCL as a package of its own (nvidia.nccl). torch has
-usually loaded it; if not, that package tells where the file is. Everything else is in C.
+Torch's CUDA wheels install NCCL as a package of its own (nvidia.nccl). torch has usually loaded it;
+if not, that package has the path. Everything else is in C.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class NcclOptions:
             )
 
     def _numbers(self) -> tuple[int, int, int, int]:
-        """As zshard._core.Comm.gpu takes them."""
+        """Return the arguments for zshard._core.Comm.gpu."""
         policy = POLICIES.index(self.ctas)
         least, most = self.min_ctas or 0, self.max_ctas or 0
         return policy, least, most, self.communicators
@@ -84,7 +84,7 @@ def library() -> tuple[str, str]:
     global _known
     if _known is None:
         _known = _core.nccl_library(_packaged())
-        # Never from a destructor: what NCCL itself needs may be gone by then.
+        # Never in a destructor: NCCL's own dependencies may be unloaded by then.
         atexit.register(_core.nccl_abort, "the Python interpreter is exiting")
     return _known
 
@@ -93,7 +93,7 @@ def _packaged() -> str | None:
     """Return the library of the Python package nvidia.nccl, or None."""
     try:
         spec = importlib.util.find_spec("nvidia.nccl")
-    except ModuleNotFoundError:  # no nvidia at all
+    except ModuleNotFoundError:  # no nvidia package at all
         return None
     folders = spec.submodule_search_locations if spec is not None else None
     for folder in folders or ():

@@ -1,9 +1,9 @@
-"""What ranks tell each other while their scripts are elsewhere: threads that answer.
+"""Threads that answer other ranks while this rank's script is busy elsewhere.
 
-Over shm the ranks' parameters lie in memory that all of them map, so one rank alone can read them;
-all else is each rank's own. So each process has threads with a socket, which call what has been
-registered for a question (optim/state_registry.py: slices of optimizer state) and send the answer.
-Over c10d a thread answers, by the process group's store, whether this rank waits as others do.
+Over shm all ranks map each other's parameters, so one rank alone can read them; everything else is
+private to its rank. So each process has threads with a socket, which call the function registered
+for a request (optim/state_registry.py: shards of optimizer state) and send its answer. Over c10d a
+thread answers, through the process group's store, whether this rank waits as the others do.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Answer = tuple[dict[str, Any], Sequence[torch.Tensor]]
 """What can be told in JSON, and contiguous tensors in host memory."""
 
 _SLOWEST = 300.0  # seconds that a rank may take to read one tensor
-_THREADS = 4  # questions that are answered at a time; others wait
+_THREADS = 4  # requests at a time; others wait
 _QUEUE = 128
 
 ENDED = (ConnectionRefusedError, FileNotFoundError)
@@ -47,14 +47,14 @@ _server: _Server | None = None
 
 
 def answer_with(answerer: Callable[[Any], Answer]) -> None:
-    """Set what answers questions, on threads of its own."""
+    """Set the function that answers requests, on threads of its own."""
     global _answerer
     _answerer = answerer
 
 
 def address() -> str:
-    """Return where this process answers, and start its threads if they do not run. "" where that is
-    not possible."""
+    """Return this process's address for requests, and start its threads if necessary. "" where that
+    is not possible."""
     global _server
     if _server is None:
         try:
@@ -65,7 +65,7 @@ def address() -> str:
 
 
 def stop() -> None:
-    """End the threads, as before the interpreter ends, which may not happen while they answer."""
+    """Stop the threads, so that the interpreter does not exit while they answer."""
     global _server
     own, _server = _server, None
     if own is not None:
@@ -76,7 +76,7 @@ def stop() -> None:
 def ask(address: str, question: object, timeout: float) -> Iterator[Reply]:
     """Context manager: another process's answer, to be read tensor by tensor.
 
-    Raises OSError if the process has ended, TimeoutError (one of them) if it does not answer in
+    Raises OSError if the process has ended, TimeoutError (a subclass) if it does not answer in
     time, RuntimeError with its text if it cannot answer.
     """
     with socket.socket(socket.AF_UNIX) as line:
@@ -100,7 +100,7 @@ def _connect(line: socket.socket, address: str, timeout: float) -> None:
 
 
 class Reply:
-    """An answer. `facts` is what was told in JSON."""
+    """An answer. `facts` is its JSON content."""
 
     def __init__(self, line: socket.socket) -> None:
         self._file = line.makefile("rb")
@@ -122,14 +122,15 @@ class Reply:
 
 
 def _is_own_user(line: socket.socket) -> bool:
-    """Whether a process of this user is at the other end: anybody may know the socket's name."""
+    """Return whether a process of this user is at the other end: other users may find the socket's
+    name."""
     raw = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     return bool(struct.unpack("3i", raw)[1] == os.geteuid())
 
 
 class _Server:
-    """The threads of this process that wait for questions. All are started at once: at the end of a
-    script, when others may ask, Python starts no thread any more."""
+    """The threads of this process that wait for requests. All start at once: at the end of a
+    script, when others may ask, Python starts no threads any more."""
 
     def __init__(self) -> None:
         self.name = f"zshard-answers-{secrets.token_hex(12)}"
@@ -158,7 +159,7 @@ class _Server:
             return
         with line.makefile("rb") as file:
             question = file.readline()
-        if not question:  # it has ended since
+        if not question:  # the asking process has exited
             return
         try:
             assert _answerer is not None
@@ -172,7 +173,7 @@ class _Server:
 
     def stop(self) -> None:
         with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)  # accept() returns
+            self.socket.shutdown(socket.SHUT_RDWR)  # makes accept() return
         for thread in self.threads:
             thread.join(1.0)
         self.socket.close()
@@ -180,16 +181,17 @@ class _Server:
 
 # --- ranks that wait over c10d --------------------------------------------------------------------
 
-_EVERY = 1.0  # seconds between two looks for a question
-_ASKED, _ANSWER = "zshard/asked", "zshard/at/{}/{}"  # as in torch_c10d.cpp
+_EVERY = 1.0  # seconds between two checks for a request
+_ASKED, _ANSWER = "zshard/asked", "zshard/at/{}/{}"  # must match torch_c10d.cpp
 _ending = threading.Event()
 
 
 def answer_stalls(comm: _core.Comm, group: dist.ProcessGroup, own: dist.ProcessGroup) -> None:
-    """Answer ranks of `comm`, the c10d transport of `group` over zshard's group `own`, which ask
-    why this one does not come, until one of these groups is destroyed: c10d_stall.c prints it."""
+    """Answer ranks of `comm`, the c10d transport of `group` over zshard's group `own`, when they
+    ask why this rank is late, until one of these groups is destroyed. c10d_stall.c prints the
+    answer."""
     try:
-        # A connection of its own, as the script may wait for the store as well.
+        # A separate connection, as the script may also be waiting for the store.
         store: Any = distributed_c10d._world.pg_map[own][1]
         store = store.clone()
         store.set_timeout(timedelta(seconds=5))
@@ -212,7 +214,7 @@ def _answer_stalls(
     comm: _core.Comm, store: Any, groups: list[weakref.ref[dist.ProcessGroup]]
 ) -> None:
     answered = 0
-    with contextlib.suppress(Exception):  # the process that has the store has ended
+    with contextlib.suppress(Exception):  # the process with the store has exited
         while not _ending.wait(_EVERY):
             if any(group() not in distributed_c10d._world.pg_map for group in groups):
                 return
@@ -224,7 +226,7 @@ def _answer_stalls(
 
 
 def _in_child() -> None:
-    """In a forked child, which is no rank."""
+    """Reset the state in a forked child, which is not a rank."""
     global _server, _ending
     if _server is not None:
         _server.socket.close()

@@ -1,7 +1,7 @@
 """Transports between the ranks of a group.
 
-One transport per process group and process, made on first use by all members together
-and kept.
+Each process has one transport per process group. All members create it together on first use, and
+it stays.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 @dataclass
 class _Connection:
-    group: Group  # the process group: kept, so that its id stays its own
+    group: Group  # the process group, kept so that its id is not reused
     comm: _core.Comm
-    made: set[Group] = field(default_factory=set)  # zshard's own groups, which end with that one
+    made: set[Group] = field(default_factory=set)  # zshard's own groups, which end with it
 
 
 _FLAT = "flat"  # shm, or c10d alone
-_BESIDE = "beside"  # in place of a transport: one for a thread of its own
-_OUTLIVE = 5.0  # seconds that a rank whose wait has failed leaves to the one that is to blame
-_PATIENCE = 1800.0  # seconds: least timeout of a wait for a rank that may be waiting for a disk
+_BESIDE = "beside"  # a second transport, for another thread
+_OUTLIVE = 5.0  # seconds that a rank whose wait failed leaves for the rank that caused it
+_PATIENCE = 1800.0  # seconds: the least timeout of a wait for a rank that may be waiting for a disk
 
-Asked = str | NcclOptions  # a transport, by its name or by NCCL's options
+Asked = str | NcclOptions  # a transport, by name or by NCCL's options
 CommSettings = tuple[Asked | None, float | None, str]  # comm_for's transport, timeout and device
 
-_entries: dict[tuple[int, Asked, str], _Connection] = {}  # by group, transport asked for, device
-_stopped: list[_Connection] = []  # others have taken their places; their models are lost
+_entries: dict[tuple[int, Asked, str], _Connection] = {}  # by group, requested transport, device
+_stopped: list[_Connection] = []  # replaced by new ones; their models are unusable
 _alone: dict[str, _core.Comm] = {}  # by device
 
 
@@ -63,9 +63,9 @@ class Comms(NamedTuple):
     """The transports of a model, in the order of Engine's arguments."""
 
     all: _core.Comm  # all ranks, which reduce gradients
-    shards: _core.Comm  # of them, those that one replica of the model is sharded over
+    shards: _core.Comm  # those ranks that one replica of the model is sharded over
     shard_group: _core.Comm  # ranks that gather from each other
-    replica_group: _core.Comm | None  # ranks that have the same secondary shard
+    replica_group: _core.Comm | None  # ranks with the same secondary shard
 
 
 def comms_for(
@@ -90,8 +90,8 @@ def comms_for(
 
 
 def group_of(comm: _core.Comm) -> Group | None:
-    """Return the process group of a transport. None, torch's word for the default group, for a
-    single rank."""
+    """Return the process group of a transport. None, torch's word for the default group, also means
+    a single rank."""
     known = [*_entries.values(), *_stopped]
     return next((each.group for each in known if each.comm is comm), None)
 
@@ -103,7 +103,7 @@ def ranks_of(comm: _core.Comm) -> list[int]:
 
 
 def _within(groups: Groups, comm: _core.Comm, settings: CommSettings) -> _core.Comm:
-    """Return the transport of a shard group, of the same kind in all shard groups: shards are laid
+    """Return the transport of a shard group. All shard groups use the same kind: shards are laid
     out for it, and all ranks reduce together."""
     if groups.shard_group is None or settings[2] != CPU:
         return comm_for(groups.shard_group, *settings)
@@ -126,7 +126,7 @@ def check_settings(
 ) -> tuple[Asked, float | None]:
     """Return the transport and the timeout in seconds that the arguments or the environment set.
 
-    Raises ValueError for invalid ones. Call it before ranks connect, so that no rank sees another's
+    Raises ValueError for invalid ones. Call it before ranks connect, so that no rank sees a
     connection break.
     """
     wanted = transport or os.environ.get("ZSHARD_TRANSPORT") or "auto"
@@ -168,7 +168,7 @@ def comm_for(
         limit = _timeout_of(group, seconds)
         entry = _connection(group, lambda: connect(group, wanted, limit))
         _entries[(id(group), wanted, device)] = entry
-        if entry.comm.transport != wanted:  # "auto": the forced name means the same from now on
+        if entry.comm.transport != wanted:  # "auto": from now on the explicit name means the same
             _entries.setdefault((id(group), entry.comm.transport, device), entry)
         elif (id(group), "auto", device) not in _entries:
             _entries[(id(group), "auto", device)] = entry
@@ -193,7 +193,7 @@ def comm_beside(comm: _core.Comm) -> _core.Comm:
     _set_stopped_aside()
     key = (id(group), _BESIDE, CPU)
     if key not in _entries:
-        # What the model has, if it can be.
+        # The model's kind of transport, where possible.
         kind = "c10d" if comm.transport in ("c10d", "hosts") else "auto"
         patience = max(comm.timeout, _PATIENCE)
         _entries[key] = _connection(group, lambda: _connect(group, kind, patience, True))
@@ -207,7 +207,7 @@ def _comm_alone(device: str) -> _core.Comm:
 
 
 def _connection(group: Group, connect: Callable[[], _core.Comm]) -> _Connection:
-    """Return what `connect` makes, with the process groups that it creates on the way."""
+    """Return the result of `connect`, with the process groups that it creates."""
     known = set(dist.distributed_c10d._world.pg_map)
     comm = connect()
     others = set().union(*(entry.made for entry in _entries.values()))
@@ -215,8 +215,9 @@ def _connection(group: Group, connect: Callable[[], _core.Comm]) -> _Connection:
 
 
 def _set_stopped_aside() -> None:
-    """Have models that are made from now on meet over new transports where an error that the script
-    has caught ended one: on all ranks, as each has told it, or was told."""
+    """Replace transports that an error has stopped, if the script caught it, so that new models
+    connect over new ones. All ranks do: a stopped transport has reported its error to every
+    rank."""
     for key in [key for key, entry in _entries.items() if _core.is_stopped(entry.comm)]:
         entry = _entries.pop(key)
         if entry not in _stopped:
@@ -254,12 +255,12 @@ def _check_timeout(timeout: float | None) -> float | None:
 
 
 def _timeout_of(group: Group, timeout: float | None) -> float:
-    """Return the seconds asked for, or the group's own."""
+    """Return the requested seconds, or the group's own timeout."""
     if timeout is not None:
         return timeout
     try:
         backend = group._get_backend(torch.device("cpu"))
-    except RuntimeError:  # a group for GPUs alone
+    except RuntimeError:  # a group for GPUs only
         backend = group._get_backend(torch.device("cuda"))
     options = getattr(backend, "options", None)
     limit = getattr(options, "_timeout", None)
@@ -267,7 +268,7 @@ def _timeout_of(group: Group, timeout: float | None) -> float:
 
 
 def _connect(group: Group, wanted: Asked, timeout: float, beside: bool = False) -> _core.Comm:
-    ends.watch(_tell_peers, _leave)
+    ends.watch(_notify_peers, _leave)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     if wanted in ("c10d", "hosts"):
         hosts = gather_objects(meeting.host_id(), group)
@@ -293,14 +294,14 @@ def _connect(group: Group, wanted: Asked, timeout: float, beside: bool = False) 
             f"available: {comm}. Pass transport='c10d' to silence this warning",
         )
     comm = _core.Comm.c10d(own.group_name, rank, world, timeout, ranks_per_host(hosts))
-    if not beside:  # whose waits are for another thread
+    if not beside:  # the other one's waits are on another thread
         answer_stalls(comm, group, own)
     return comm
 
 
 def _fall_back(refusal: Refusal, wanted: Asked, rank: int) -> None:
-    """Say on one rank that c10d takes the place of shm. Raises RuntimeError on all ranks if shm was
-    asked for, or c10d would fail too."""
+    """Warn on one rank that c10d replaces shm. Raises RuntimeError on all ranks if shm was
+    requested, or c10d would fail too."""
     if wanted == "shm":
         raise RuntimeError(
             f"transport='shm' is not available: {refusal.reason}. Or pass transport='c10d'"
@@ -354,23 +355,24 @@ def connect_gpu(device: str, group: Group, wanted: Asked, timeout: float) -> _co
             "ranks use transport='c10d' with gloo, which copies through the host. Give each rank a "
             "GPU of its own, or pass transport='c10d' to silence this warning",
         )
-        own = new_group(group, device, "gloo")  # torch's NCCL refuses them as ours does
+        own = new_group(group, device, "gloo")  # torch's NCCL refuses the same GPUs as zshard's
         return _core.Comm.gpu(control, "c10d", device, own.group_name)
     if kind in ("auto", "nccl"):
-        with contextlib.suppress(NotImplementedError):  # the ranks agree on it below
+        with contextlib.suppress(NotImplementedError):  # ranks agree on it below
             library()
         try:
             numbers = (options or NcclOptions())._numbers()
             return _core.Comm.gpu(control, "nccl", device, "", numbers)
-        except NotImplementedError:  # on all ranks: one of them has no NCCL
+        except NotImplementedError:  # on all ranks: one of them lacks NCCL
             if kind != "auto":
                 raise
     return _core.Comm.gpu(control, "c10d", device, new_group(group, device).group_name)
 
 
 def _gpu_id(device: str) -> bytes:
-    """Return a digest of this GPU's host and place on it, by which NCCL tells GPUs apart: neither
-    depends on the index in this process, and two MIG instances of a GPU have the same."""
+    """Return a digest of this GPU's host and its place there, which NCCL uses to distinguish GPUs.
+    It does not depend on the index in this process, and two MIG instances of a GPU have the same
+    digest."""
     facts: Any = torch.cuda.get_device_properties(device)
     place = f"{facts.pci_domain_id}:{facts.pci_bus_id}:{facts.pci_device_id}"
     return hashlib.sha256(f"{meeting.host_id()} {place}".encode()).digest()
@@ -384,37 +386,37 @@ def _sharing_a_gpu(control: _core.Comm, device: str) -> tuple[int, int] | None:
 
 
 def _comms(beside: bool) -> list[_core.Comm]:
-    """Return the transports that threads of their own use, or all others."""
+    """Return the transports that other threads use, or all others."""
     found = (entry.comm for key, entry in _entries.items() if (key[1] == _BESIDE) is beside)
     return list(dict.fromkeys(found))
 
 
-def _tell_peers(text: str) -> None:
-    """Tell them that an exception ends this rank."""
-    for comm in _comms(beside=False):  # a thread may be writing yet, and the process waits for it
+def _notify_peers(text: str) -> None:
+    """Notify peers that an exception ends this rank."""
+    for comm in _comms(beside=False):  # a thread may still be writing, and the process waits for it
         comm.abort(text)
         comm.close()
 
 
 def _leave() -> None:
-    """Exit in order: tell the peers that this rank left, so that they do not find it dead."""
+    """Exit normally: notify the peers that this rank left, so that they do not report it dead."""
     comms = _comms(beside=False)
     if any(comm.lost for comm in comms):
         ends.note_failure()
     is_orderly = ends.is_reported() and not ends.has_failed()
     for comm in comms if is_orderly else ():
         try:
-            comm.end()  # compares what ranks did after the last round
+            comm.end()  # compares the ranks' calls after the last round
         except _core.DivergenceError as error:
             ends.fail(f"zshard: DivergenceError at the end of rank {comm.rank}: {error}")
     for comm in comms:
-        _core.outlive(comm, _OUTLIVE)  # launchers name the first process that ends
+        _core.outlive(comm, _OUTLIVE)  # launchers report the first process that exits
     for comm in _comms(beside=True):
         if ends.exit_text():
             comm.abort(ends.exit_text())
         comm.close()
     for comm in [*comms, *(entry.comm for entry in _stopped)]:
-        comm.close()  # from here on nobody waits for this rank
+        comm.close()  # from here on, no rank waits for this one
     _entries.clear()
     if is_orderly:
         ends.call_exit_callbacks(max((comm.timeout for comm in comms), default=0.0))

@@ -1,7 +1,7 @@
-"""`wire`: how gradients and parameters cross hosts, in fewer bytes than they have.
+"""`wire`: how gradients and parameters cross hosts in fewer bytes.
 
-It is a property of units, which the core hands to the transport between hosts; all
-that is here is its names, and where it cannot be had.
+It is a property of units, which the core hands to the transport between hosts. This file has only
+its names, and the cases where it is not available.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Wire:
             numbers that share a scale. What that rounds off one step's gradients goes into the next
             step's. None: exact.
         parameters: the same of parameters that are all-gathered. Forward and backward compute with
-            the rounded values, alike on all ranks; the optimizer and checkpoints have the exact
+            the rounded values, equal on all ranks; the optimizer and checkpoints have the exact
             ones. None: exact.
 
     Raises ValueError for other names.
@@ -44,7 +44,7 @@ class Wire:
 
     @property
     def codes(self) -> tuple[int, int]:
-        """The arguments of Engine.set_codes."""
+        """Return the arguments of Engine.set_codes."""
         return CODES[self.gradients], CODES[self.parameters]
 
 
@@ -53,8 +53,8 @@ def _is_code(value: object) -> bool:
 
 
 def check_wire(given: str | Wire | None, device: str) -> Wire:
-    """Return what the argument of FSDP() means. Raises ValueError for an unknown name,
-    NotImplementedError for a model on a GPU."""
+    """Parse FSDP()'s argument. Raises ValueError for an unknown name, NotImplementedError for a
+    model on a GPU."""
     if not isinstance(given, Wire) and not _is_code(given):
         raise ValueError(f"wire must be 'bf16', 'int8', a zshard.Wire or None, got {given!r}")
     wire = given if isinstance(given, Wire) else Wire(given, given)
@@ -68,8 +68,8 @@ def check_wire(given: str | Wire | None, device: str) -> Wire:
 
 
 def check_wire_over(comm: _core.Comm, wire: Wire) -> None:
-    """Raise NotImplementedError if the transport would leave numbers as they are between hosts: the
-    same on all ranks."""
+    """Raise NotImplementedError, the same on all ranks, if the transport would not encode numbers
+    between hosts."""
     if wire != Wire() and comm.transport == "c10d":
         raise NotImplementedError(
             f"wire={_spelled(wire)} is not supported by transport='c10d': between hosts with the "
@@ -78,7 +78,7 @@ def check_wire_over(comm: _core.Comm, wire: Wire) -> None:
 
 
 def wire_words(comm: _core.Comm, wire: Wire, units: list[_core.Unit]) -> str:
-    """Return what summary() says of it; '' if there is nothing to say."""
+    """Return summary()'s text about it; '' if there is none."""
     if wire == Wire():
         return ""
     if comm.transport != "hosts":
@@ -94,5 +94,5 @@ def wire_words(comm: _core.Comm, wire: Wire, units: list[_core.Unit]) -> str:
 
 
 def _spelled(wire: Wire) -> str:
-    """As a script would write it."""
+    """Return it as a script would write it."""
     return repr(wire.gradients if wire.gradients == wire.parameters else wire)

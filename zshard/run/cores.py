@@ -1,9 +1,10 @@
 """The cores that this process may use, and each rank's share of them.
 
-The kernel's files in /sys say what is there; the affinity mask, which taskset and the cpuset of a
-container narrow, says what may be used. Without these files all is one NUMA node, each CPU a core.
-All ranks get equally many cores, since each step waits for the slowest, and a rank stays within a
-node unless that would leave more than a quarter of its cores idle.
+The kernel's files in /sys list the hardware; the affinity mask, which taskset and a container's
+cpuset narrow, lists what this process may use. Without these files, the host counts as one NUMA
+node, and each CPU as a core. All ranks get equally many cores, since each step waits for the
+slowest rank, and a rank stays within a node unless that would leave more than a quarter of its
+cores idle.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Core(NamedTuple):
 
 
 class Host(NamedTuple):
-    """What this process may use of its host: cores, by node and number; the NUMA nodes that it may
-    allocate from; the CPUs' time that its control groups allow, None for all."""
+    """The part of its host that this process may use: cores, by node and number; the NUMA nodes
+    that it may allocate from; the CPU time that its control groups allow, None for all."""
 
     cores: list[Core]
     memory: set[int]
@@ -48,24 +49,26 @@ class Host(NamedTuple):
 
     @property
     def usable(self) -> int:
-        """How many threads may compute at once, a core each."""
+        """How many threads may compute at once, one per core."""
         return max(1, int(self.quota or 0)) if self.is_throttled else len(self.cores)
 
     @property
     def nodes(self) -> int:
-        """On how many NUMA nodes the cores are."""
+        """The number of NUMA nodes with cores."""
         return len({core.node for core in self.cores})
 
 
 class Share(NamedTuple):
-    """Where one rank computes and allocates: CPUs and NUMA nodes. [] leaves them as they are."""
+    """The CPUs and NUMA nodes on which one rank computes and allocates. [] leaves them as they
+    are."""
 
     cpus: list[int]
     nodes: list[int]
 
 
 def read_host(root: Path = ROOT, affinity: Iterable[int] | None = None) -> Host:
-    """Return what this process may use. affinity: its CPUs; by default, what the kernel says."""
+    """Return what this process may use of its host. affinity: its CPUs; by default, from the
+    kernel."""
     allowed = set(os.sched_getaffinity(0) if affinity is None else affinity)
     node_of = {}
     for folder in (root / _NODES).glob("node[0-9]*"):
@@ -84,8 +87,8 @@ def read_host(root: Path = ROOT, affinity: Iterable[int] | None = None) -> Host:
 
 
 def shares_of(host: Host, ranks: int, binding: str) -> tuple[list[Share], int, str]:
-    """Return a share for each rank, how many threads each computes on, and why they are not bound
-    as asked, or ""."""
+    """Return a share for each rank, the number of threads that each computes on, and why they are
+    not bound as requested, or ""."""
     unbound, threads = [Share([], [])] * ranks, max(1, host.usable // ranks)
     if binding == "none":
         return unbound, threads, ""
@@ -119,10 +122,10 @@ def shares_of(host: Host, ranks: int, binding: str) -> tuple[list[Share], int, s
 
 
 def _divide(cores: list[Core], ranks: int) -> list[list[Core]]:
-    """Return equally many cores for each rank, of which there are at most as many as cores."""
+    """Return equally many cores for each rank; there are at most as many ranks as cores."""
     sizes = Counter(core.node for core in cores)
     guests = dict.fromkeys(sizes, 0)
-    for _ in range(ranks):  # each to where the least that a rank gets is largest
+    for _ in range(ranks):  # put each rank where the smallest share stays largest
         guests[max(sizes, key=lambda node: sizes[node] // (guests[node] + 1))] += 1
     within = min(sizes[node] // count for node, count in guests.items() if count)
     across = len(cores) // ranks
@@ -136,7 +139,7 @@ def _divide(cores: list[Core], ranks: int) -> list[list[Core]]:
 
 
 def parse_list(text: str) -> set[int]:
-    """Return the numbers of a list such as "0-3,8"; none if the text is another one."""
+    """Return the numbers of a list such as "0-3,8"; an empty list for any other text."""
     found: set[int] = set()
     try:
         for part in text.strip().split(","):
@@ -167,7 +170,7 @@ def _numbers(file: Path) -> set[int]:
 _THREADS = "OMP_NUM_THREADS"
 
 
-@functools.cache  # once
+@functools.cache  # warn once
 def warn_of_idle_cores() -> None:
     """Warn on the first rank of a host if torchrun's OMP_NUM_THREADS=1 leaves cores idle."""
     if os.environ.get("LOCAL_RANK") != "0" or not is_torchruns_choice(os.getppid()):
@@ -187,8 +190,8 @@ def warn_of_idle_cores() -> None:
 
 
 def is_torchruns_choice(parent: int, root: Path = ROOT) -> bool:
-    """Return whether OMP_NUM_THREADS=1 comes from torchrun, this process's parent, which sets it
-    where its own environment, which the kernel keeps, has none."""
+    """Return whether torchrun, this process's parent, set OMP_NUM_THREADS=1: its own environment,
+    as the kernel keeps it, then lacks the variable."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get(_THREADS) != "1":
         return False
     started_with = read_text(root / f"proc/{parent}/environ")

@@ -1,7 +1,7 @@
 """python -m zshard run: torchrun, with cores, OMP_NUM_THREADS and memory set for each rank.
 
-torchrun does everything, with its own options; only what it starts is another program, which binds
-itself to the rank's share (`rank.py`) and then becomes the one that was asked for.
+torchrun does everything, with its own options. It only starts a different program, which binds
+itself to the rank's share (`rank.py`) and then becomes the requested one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Example: {NAME} -n 2 train.py --lr 1e-3
 
 
 def main(words: list[str]) -> int:
-    """Run what the command line asks for. Returns, or raises what torchrun raises."""
+    """Run the command line's program. Returns, or raises what torchrun raises."""
     parser = _parser()
     args = parser.parse_args(words)
     if args.numa_binding and args.bind not in (None, "none"):
@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         "-n",
         dest="nproc_per_node",
         metavar="N",
-        default=os.environ.get("PET_NPROC_PER_NODE", "auto"),  # torchrun's way to set its options
+        default=os.environ.get("PET_NPROC_PER_NODE", "auto"),  # torchrun's variable
         help="ranks on this host, as --nproc-per-node. 'auto' (the default): the number of GPUs; "
         "without GPUs, of NUMA nodes with cores that this process may use",
     )
@@ -106,8 +106,9 @@ def summary(shares: list[Share], threads: str) -> str:
 
 
 def bind(args: argparse.Namespace, shares: list[Share]) -> None:
-    """Have torchrun start interpreters that bind themselves, and then become what it would have
-    started. It names a job by the first argument without a dash, which is the script as before."""
+    """Make torchrun start interpreters that bind themselves and then become the program that it
+    would have started. torchrun names a job after the first argument without a dash, which is still
+    the script."""
     head = [] if args.no_python else [os.getenv("PYTHON_EXEC", sys.executable), "-u"]
     head += ["-m"] if args.module else []
     os.environ[rank.VARIABLE] = json.dumps([head, shares])

@@ -1,8 +1,8 @@
-"""In a rank, before its program starts: bind it to its cores, and its memory to their NUMA nodes.
+"""Before a rank's program starts: bind the rank to its cores, and its memory to their NUMA nodes.
 
-Both outlive exec, so a bare interpreter sets them and becomes what torchrun would have started: no
+Both survive exec, so a bare interpreter sets them and becomes what torchrun would have started: no
 thread of torch exists yet, and signals, exit codes and tracebacks are the program's own. This file
-imports nothing of zshard, which would import torch.
+imports nothing from zshard, which would import torch.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ _PREFERRED, _INTERLEAVE = 1, 3
 
 
 def _call(numbers: dict[str, int], *arguments: object) -> None:
-    """Make the system call that has that number on this machine. Raises OSError."""
+    """Make the system call with this machine's number for it. Raises OSError."""
     number = numbers.get(os.uname().machine)
     if number is None:
         raise OSError(f"memory policies are not known for {os.uname().machine}")
@@ -30,16 +30,16 @@ def _call(numbers: dict[str, int], *arguments: object) -> None:
 
 
 def may_place_memory() -> bool:
-    """Return whether the kernel takes memory policies and none is set, by numactl say."""
+    """Return whether the kernel accepts memory policies and none is set, for example by numactl."""
     mode = ctypes.c_int()
-    with contextlib.suppress(OSError):  # a container forbids it
+    with contextlib.suppress(OSError):  # a container may forbid it
         _call(_GET_MEMPOLICY, ctypes.byref(mode), None, 0, None, 0)
         return mode.value == 0
     return False
 
 
 def place_memory(nodes: list[int]) -> None:
-    """Allocate on a NUMA node while that has free memory, or on several in turn. Raises OSError."""
+    """Allocate on a NUMA node while it has free memory, or on several in turn. Raises OSError."""
     bits = 64 * (max(nodes) // 64 + 1)
     mask = sum(1 << node for node in nodes).to_bytes(bits // 8, sys.byteorder)
     mode = _PREFERRED if len(nodes) == 1 else _INTERLEAVE
@@ -50,12 +50,12 @@ def start() -> None:
     """Bind this process as that rank of its host, and become the program in sys.argv."""
     head, shares = json.loads(os.environ.pop(VARIABLE))
     cpus, nodes = shares[int(os.environ["LOCAL_RANK"])]
-    with contextlib.suppress(OSError):  # the cores went offline
+    with contextlib.suppress(OSError):  # the cores may be offline
         os.sched_setaffinity(0, cpus)
     with contextlib.suppress(OSError):
         if nodes:
             place_memory(nodes)
-    for each in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and exec would keep so
+    for each in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these, and exec would keep that
         signal.signal(each, signal.SIG_DFL)
     command = [*head, *sys.argv[1:]]
     try:

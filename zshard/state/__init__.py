@@ -1,7 +1,7 @@
 """State dicts: of modules and of optimizers, full and sharded, and how they are loaded.
 
-Every rank gets full tensors unless something else is chosen (state_dict_form), for a with block or
-until the next choice. Units remember the choice, as state_dict() may be called on any module.
+Every rank gets full tensors unless the script chooses another form (state_dict_form), for a with
+block or until the next choice. Units store the choice, as state_dict() may be called on any module.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Load a sharded model in two steps: first check everything, then read values one chunk at a time.
 
-nn.Module loads as always, with its hooks and errors, but its copies are recorded
-instead of done. The result is a plan, which lists each of this rank's shards with the value to load
-into it. Once all ranks have a plan, values go directly into the shards, from wherever they are
+nn.Module loads as always, with its hooks and errors, but its copies are recorded instead of
+executed. The result is a plan, which lists each of this rank's shards with the value to load into
+it. Once all ranks have a plan, values go from their source directly into the shards
 (state/source.py).
 
-Ranks that load alone, or something else than the others, are an error, which the model finds
-(csrc/engine/history.h). It is told a number for each loaded parameter, which ranks that load the
-same have in common.
+It is an error if ranks load alone, or load different values; the model detects that
+(csrc/engine/history.h). It gets a number for each loaded parameter, which is the same on ranks that
+load the same.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from zshard.state.stand_ins import Pending
 from zshard.units.units import units_of, writing
 
 _SETTER, _HOOKS = "set_extra_state", "_load_state_dict_post_hooks"
-_SAMPLES = 16  # elements of a loaded tensor that tell it from another
+_SAMPLES = 16  # elements of a loaded tensor that identify it
 
-NotedLoad = tuple[_core.Unit, int, int]  # a parameter that is loaded: its index; content_of() it
+NotedLoad = tuple[_core.Unit, int, int]  # a parameter that is loaded: its index; its content_of()
 
 planned_loads: ContextVar[list[NotedLoad] | None] = ContextVar("planned_loads", default=None)
 """Set while a load is only planned: collects what it would load."""
@@ -57,7 +57,7 @@ def load_state_dict(
         floating-point, complex and integer dtypes.
     strict: raise an error for missing and unexpected names.
     from_rank0: only rank 0 passes a state, and the other ranks pass None. Rank 0 sends the values
-        in chunks of 16 MiB, of which each rank keeps its shards. Otherwise each rank passes the
+        in chunks of 16 MiB; each rank keeps its shards. Otherwise each rank passes the
         same state.
 
     Returns missing and unexpected keys, like nn.Module.load_state_dict(). Load hooks and
@@ -122,11 +122,11 @@ class LoadPlan(NamedTuple):
     loads: list[NotedLoad]
 
     def fact(self) -> list[tuple[str, Any]]:
-        """The facts that must agree between ranks."""
+        """Return the facts that must agree between ranks."""
         return [(value.label, value.dtype) for value in self.pending()]
 
     def pending(self) -> list[Pending]:
-        """What is to be read."""
+        """Return the tensors that this rank will read."""
         return [copy.value for copy in self.copies if isinstance(copy.value, Pending)]
 
 
@@ -153,7 +153,7 @@ def carry_out(plan: LoadPlan, source: Source | None) -> None:
             copy.carry_out(source)
         for call in plan.calls:
             call()
-        # All ranks carry out the same plan, and some of them know no contents.
+        # All ranks execute the same plan, but some of them do not know the contents.
         note_loads([(unit, index, 0) for unit, index, _ in plan.loads])
 
 
@@ -179,8 +179,8 @@ def plan(model: nn.Module, state: Mapping[str, Any], strict: bool) -> LoadPlan:
 
 
 class _Recorder(TorchFunctionMode):
-    """Context that records copies to the tensors of a model instead of doing them, and copies that
-    would change the kind of dtype."""
+    """Context manager that records copies to the tensors of a model instead of executing them, and
+    copies that would change the kind of dtype."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class _Recorder(TorchFunctionMode):
                 f"dtype mismatch for {self._names[id(target)]}: cannot cast {value.dtype} from "
                 f"checkpoint to {target.dtype} in current model."
             )
-        self.copies.pop(id(target), None)  # tied: the last one counts, as for nn.Module
+        self.copies.pop(id(target), None)  # tied: the last one counts, as in nn.Module
         self.copies[id(target)] = Copy(to_local(target).detach(), to_local(value))
         return target
 
@@ -214,7 +214,8 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 class _Later(contextlib.AbstractContextManager["_Later"]):
-    """Context that delays set_extra_state() and load post hooks of the modules of `model`."""
+    """Context manager that delays set_extra_state() and load post hooks of the modules of
+    `model`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.modules())
@@ -250,11 +251,11 @@ class _Later(contextlib.AbstractContextManager["_Later"]):
         ]
 
 
-# --- what the model is told -----------------------------------------------------------------------
+# --- report loads to the models -------------------------------------------------------------------
 
 
 def note_loads(loads: Iterable[NotedLoad]) -> None:
-    """Tell the models what has been loaded, as ranks that load alone are an error."""
+    """Report to the models what has been loaded, since ranks that load alone are an error."""
     planned = planned_loads.get()
     if planned is not None:
         planned += loads
@@ -264,7 +265,7 @@ def note_loads(loads: Iterable[NotedLoad]) -> None:
 
 
 def content_of(value: Tensor, is_slice: bool) -> int:
-    """Return a number that ranks which load the same have in common, from a few of its elements."""
+    """Return a number that is the same on ranks that load the same, from a few elements."""
     plain = type(value) in (Tensor, nn.Parameter) and not is_slice
     if not plain or value.numel() == 0 or value.is_meta:
         return 0

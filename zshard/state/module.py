@@ -1,17 +1,17 @@
 """state_dict() and load_state_dict() of sharded modules: plain tensors under plain names.
 
-nn.Module walks the modules, names their tensors and reports errors; on each module it
-calls two methods, `_save_to_state_dict` and `_load_from_state_dict`. On the modules that own
-sharded parameters these are replaced, on the instance, and while they run, placeholders of full
-shape replace the parameters. So the module's own code and users' hooks see full tensors only,
-whichever module the call starts at. In saving, the placeholders are full copies, one unit gathered
-at a time. In loading, they are shapes without memory, and what nn.Module copies in the end is this
-rank's shard of each given tensor: loading needs no gather, and no rank waits for another.
+nn.Module walks the modules, names their tensors and reports errors; on each module it calls two
+methods, `_save_to_state_dict` and `_load_from_state_dict`. On modules that own sharded parameters,
+zshard replaces these methods on the instance, and while they run, placeholders of full shape
+replace the parameters. So the module's own code and users' hooks see full tensors only, wherever
+the call starts. In saving, the placeholders are full copies, gathered one unit at a time. In
+loading, they are shapes without memory, and what nn.Module finally copies is this rank's shard of
+each tensor: loading needs no gather, and no rank waits for another.
 
-Why methods and not hooks: a load hook of ours would have to run after all others, also those that
-are registered later, and a dict of hooks may not be reordered while nn.Module runs them. Nor is
-there a hook around a whole call, which is what lets a unit be gathered once for all its owners. Why
-instances and not classes: an owner may be any module below a unit, and its class stays.
+Why methods and not hooks: a load hook of zshard would have to run after all others, including those
+registered later, and a dict of hooks must not be reordered while nn.Module runs them. Nor is there
+a hook around an entire call, which lets a unit be gathered once for all its owners. Why instances
+and not classes: an owner may be any module below a unit, and its class must stay.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def attach(state: State, spec: UnitSpec) -> None:
     """Make a sharded unit save and load full parameters, whichever module at or below the unit's
     the call starts at."""
     params = UnitParams(state, [ref.param for ref in spec.params])
-    # The unit's module too where it owns none: it is asked first, so it refuses before a change.
+    # The unit's module too, even if it owns none: it runs first, so it refuses before a change.
     _places_of(spec.module)
     for index, ref in enumerate(spec.params):
         for owner, attribute in ref.owners:
             _places_of(owner)[attribute] = Place(params, index)
     for module in spec.module.modules():
         is_top = module is spec.module or is_unit(module)
-        is_leaf = not module._modules  # one call asks it alone
+        is_leaf = not module._modules  # a single call covers it
         if not (
             is_top
             or is_leaf
@@ -66,7 +66,7 @@ def attach(state: State, spec: UnitSpec) -> None:
 
 
 def attach_replicated(spec: UnitSpec) -> None:
-    """Make a unit that every rank has whole note what is loaded into it."""
+    """Make a replicated unit note what is loaded into it."""
     for owner in {owner for ref in spec.params for owner, _ in ref.owners}:
         if _note_replicated not in owner._load_state_dict_post_hooks.values():
             owner.register_load_state_dict_post_hook(_note_replicated)  # type: ignore[no-untyped-call]
@@ -76,7 +76,7 @@ def attach_replicated(spec: UnitSpec) -> None:
 def _before_replicated(
     module: nn.Module, state: object, prefix: str, metadata: dict[str, Any], *lists: object
 ) -> None:
-    """A hook of nn.Module's."""
+    """A pre-hook of nn.Module's loading."""
     _refuse_assignment(metadata)
 
 
@@ -90,8 +90,8 @@ def _refuse_assignment(metadata: dict[str, Any]) -> None:
 
 
 def _note_replicated(module: nn.Module, _keys: object) -> None:
-    """A hook of nn.Module's, which does not tell which parameters were loaded: those that were not
-    are as they have been."""
+    """A post-hook of nn.Module's loading. It does not get the loaded parameters, so it notes all of
+    them: the others are unchanged."""
     for param in module._parameters.values():
         part = None if param is None else part_of(param)
         if param is not None and part is not None and not part.is_cut and part.unit is not None:
@@ -105,12 +105,12 @@ def whole_state_dict(
     kwargs: dict[str, Any],
     keep: bool = True,
 ) -> Any:
-    """Return what `state_dict`, the method of `module`, returns, gathering each unit once.
+    """Return the result of `state_dict`, the method of `module`, gathering each unit once.
 
     keep: if False, this rank only takes part: the result has shapes but no values.
 
-    Over shm any rank may call it alone; else it is collective. Raises RuntimeError if a shard would
-    get into the result.
+    Over shm any rank may call it alone; otherwise it is collective. Raises RuntimeError if a shard
+    would get into the result.
     """
     if current_copies.get() is not None:
         return state_dict(*args, **kwargs)
@@ -123,14 +123,13 @@ def whole_state_dict(
             state = state_dict(*args, **kwargs)
         finally:
             current_copies.reset(token)
-    _refuse_slices(state)
+    _refuse_shards(state)
     return state
 
 
 def _settle_replicas(module: nn.Module) -> None:
-    """Restore the dtype that unsharded parameters have between steps, where a forward has left a
-    cast copy for its backward, which then makes another one. Raises RuntimeError within that
-    forward."""
+    """Restore the between-steps dtype of unsharded parameters where a forward has left a cast copy
+    for its backward, which then makes another one. Raises RuntimeError within that forward."""
     for _, state in units_of(module):
         unit = state.unit
         if unit.replicated and any(_is_cast(param) for param in unit.params):
@@ -142,8 +141,8 @@ def _is_cast(param: nn.Parameter) -> bool:
     return part is not None and param.dtype != part.dtype and _core.held_unit(param) is None
 
 
-def _refuse_slices(state: object) -> None:
-    """Raise RuntimeError for an entry that lies on a shard."""
+def _refuse_shards(state: object) -> None:
+    """Raise RuntimeError for an entry whose memory is a shard."""
     for key, value in state.items() if isinstance(state, Mapping) else ():
         if isinstance(value, torch.Tensor) and _core.is_shard(value):
             raise RuntimeError(
@@ -162,8 +161,8 @@ class _Override:
     name: str
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)  # which holds this: no cycle to be collected
-        self._patch = module.__dict__.get(self.name)  # somebody else's, from before
+        self._module = weakref.ref(module)  # the module holds this: avoid a cycle
+        self._patch = module.__dict__.get(self.name)  # an earlier replacement by other code
 
     @property
     def module(self) -> nn.Module:
@@ -179,12 +178,13 @@ class _Override:
         return types.MethodType(getattr(type(self.module), self.name), self.module)
 
     def __reduce__(self) -> Any:
-        """A copy of a part, or a part from a pickle, is of no unit: it gets its own method back."""
+        """Restore the original method in a copy or pickle of the module, which belongs to no
+        unit."""
         return operator.getitem, ((self.original(),), 0)
 
 
 class _StateDictMethod(_Override):
-    """state_dict() of a module that is no unit."""
+    """state_dict() of a module that is not a unit."""
 
     name = "state_dict"
 
@@ -193,7 +193,7 @@ class _StateDictMethod(_Override):
 
 
 class _OwnersMethod(_Override):
-    """A method of an owner; `places` are those of its attributes that units hold."""
+    """A method of an owner; `places` are its attributes that units hold."""
 
     def __init__(self, module: nn.Module, places: dict[str, Place]) -> None:
         super().__init__(module)
@@ -206,7 +206,7 @@ class _OwnersMethod(_Override):
 
 
 class _SaveMethod(_OwnersMethod):
-    """nn.Module's `_save_to_state_dict`, with whole copies in the places (collective) or slices."""
+    """nn.Module's `_save_to_state_dict`, with full copies in the places (collective) or shards."""
 
     name = "_save_to_state_dict"
 
@@ -227,8 +227,8 @@ class _SaveMethod(_OwnersMethod):
 
 
 class _LoadMethod(_OwnersMethod):
-    """nn.Module's `_load_from_state_dict` for whole tensors. Raises ValueError for assign=True;
-    wrong shapes are nn.Module's errors, with whole shapes."""
+    """nn.Module's `_load_from_state_dict` for full tensors. Raises ValueError for assign=True;
+    wrong shapes are nn.Module's errors, with full shapes."""
 
     name = "_load_from_state_dict"
 
@@ -245,14 +245,14 @@ class _LoadMethod(_OwnersMethod):
         loads: list[NotedLoad] = []
         with writing(place.unit for place in used.values() if planned_loads.get() is None):
             for place in used.values():
-                if place.unit.is_full:  # kept by a forward for its backward, which gathers it again
+                if place.unit.is_full:  # a forward kept it for its backward, which gathers it again
                     place.unit.reshard()
             placeholders = {
                 n: StandIn.of(place.param, place.shape, place.name) for n, place in used.items()
             }
             with StandIns(self.module, placeholders) as stand_ins:
-                # Registered now, so it runs behind all others: they are to see whole shapes, and
-                # nn.Module, which goes on behind this one, the slices.
+                # Registered now, to run after all other hooks: those see full shapes, and
+                # nn.Module, which continues after this hook, sees the shards.
                 last = functools.partial(self._cut, stand_ins, local_metadata.get(KEY, {}), loads)
                 handle = self.module._register_load_state_dict_pre_hook(last)  # type: ignore[no-untyped-call]
                 try:
@@ -270,20 +270,20 @@ class _LoadMethod(_OwnersMethod):
         prefix: str,
         *rest: Any,
     ) -> None:
-        """The last load hook: restores the module's shards, and cuts what they are to copy."""
+        """The last load hook: restore the module's shards, and cut the values to copy into them."""
         stand_ins.end()
         for name, place in self.in_use().items():
             key = prefix + name
             if key in state:
                 value, errors = state[key], len(rest[-1])
-                state[key] = _slice(place, key, value, records.get(name), rest[-1])
+                state[key] = _shard_to_copy(place, key, value, records.get(name), rest[-1])
                 own = value is place.param or isinstance(value, StandIn)
                 if not own and len(rest[-1]) == errors:
                     loads.append((place.unit, place.index, content_of(value, name in records)))
 
 
 def _places_of(module: nn.Module) -> dict[str, Place]:
-    """Return the places of an owner, to be added to; replaces its methods on the first call."""
+    """Return the mutable places of an owner; on the first call, replace its methods."""
     known = module.__dict__.get(_SaveMethod.name)
     if isinstance(known, _SaveMethod):
         return known.places
@@ -293,12 +293,12 @@ def _places_of(module: nn.Module) -> dict[str, Place]:
     return places
 
 
-# --- slices ---------------------------------------------------------------------------------------
+# --- shards ---------------------------------------------------------------------------------------
 
 
 def refuse_strange_slices(module: nn.Module, state: object) -> None:
-    """Raise RuntimeError, before anything changes, if `state` has shards other than this rank's of
-    the parameters below `module`, or if shards are not to be loaded now."""
+    """Raise RuntimeError, before anything changes, if `state` has shards of parameters below
+    `module` that are not this rank's, or if shards must not be loaded now."""
     modules = dict(module.named_modules(remove_duplicate=False))
     wrong = []
     for prefix, facts in (getattr(state, "_metadata", None) or {}).items():
@@ -328,17 +328,17 @@ def _metadata_of(destination: Any) -> Any:
         ) from None
 
 
-def _slice(
+def _shard_to_copy(
     place: Place, key: str, value: Any, record: ShardRecord | None, error_msgs: list[str]
 ) -> Any:
-    """Return what nn.Module is to copy into this rank's shard, given a full tensor, or with
-    `record` this rank's shard."""
+    """Return what nn.Module must copy into this rank's shard, given a full tensor, or with `record`
+    this rank's shard."""
     if not torch.overrides.is_tensor_like(value):  # type: ignore[no-untyped-call]
-        return value  # nn.Module's error
+        return value  # raises nn.Module's own error
     local, whole = place.param.detach(), place.shape
     if isinstance(value, StandIn) and value.origin is place.param:
         return local
-    if value is place.param:  # torch.distributed.checkpoint fills in what a state dict leaves out
+    if value is place.param:  # torch.distributed.checkpoint's filler for a missing entry
         return local
     if record is not None:
         wrong = misfit(record, place.record, place.wants_slices)
@@ -348,7 +348,7 @@ def _slice(
             error_msgs.append(f"{key}: {wrong}")
         return local if wrong else guard_like(value.reshape(local.shape), place.param)
     if whole == () and tuple(value.shape) == (1,):
-        value = value[0]  # nn.Module takes scalars from old files so
+        value = value[0]  # nn.Module accepts scalars from old files like this
     if tuple(value.shape) != whole:
         error_msgs.append(
             f"size mismatch for {key}: copying a param with shape {value.shape} from checkpoint, "

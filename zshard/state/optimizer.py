@@ -1,17 +1,17 @@
 """state_dict() and load_state_dict() of optimizers over sharded parameters: full tensors.
 
 The optimizer state of a sharded parameter is sharded like the parameter. Two torch hooks convert
-between that and the state dict: one, after torch's packing and before any hook of the user's,
-gathers the shards, a tensor at a time; the other, before torch's loading and after any hook of the
+between that and the state dict. One, after torch's packing and before any hook of the user's,
+gathers the shards, a tensor at a time. The other, before torch's loading and after any hook of the
 user's, takes this rank's shard of each full tensor. So the result is what the same optimizer over
 the unsharded model would save, and it loads under any strategy, at any world size, and into the
 unsharded model's optimizer.
 
-Saving is collective; ranks agree first on what to gather. But over shm, the rank that saves asks
-the others (optim/state_registry.py). Loading is not collective: each rank has all it needs. Here is
-also the plan of a load from any source (OptimizerPlan).
+Saving is collective; ranks agree first on what to gather. Over shm, however, the saving rank asks
+the others (optim/state_registry.py). Loading is not collective: each rank has all it needs. This
+file also plans a load from any source (OptimizerPlan).
 
-Optimizers without parameters of a wrapped model are left to torch.
+Optimizers without parameters of a wrapped model keep torch's behavior.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def install() -> None:
 def _save(self: Optimizer) -> dict[str, Any]:
     if not _has_parts(self):
         return _torchs_save(self)
-    handle = self.register_state_dict_post_hook(_make_whole, prepend=True)
+    handle = self.register_state_dict_post_hook(_gather_state, prepend=True)
     try:
         return _torchs_save(self)
     finally:
@@ -91,7 +91,7 @@ def _has_parts(optimizer: Optimizer) -> bool:
 
 
 def _numbers(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[int, Any]:
-    """What a state dict's groups call each parameter, by the parameter's id."""
+    """Return what a state dict's groups call each parameter, by the parameter's id."""
     listed = (number for group in state_dict["param_groups"] for number in group["params"])
     return {id(p): number for p, number in zip(params_of(optimizer), listed, strict=True)}
 
@@ -99,33 +99,33 @@ def _numbers(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[int, A
 # --- saving ---------------------------------------------------------------------------------------
 
 
-def _make_whole(optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
-    """Torch's post-hook of state_dict(). See gather() for which ranks call it."""
+def _gather_state(optimizer: Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
+    """Torch's post-hook of state_dict(). gather() documents which ranks call it."""
     numbers = _numbers(optimizer, packed)
     whole = {numbers[id(param)]: entries for param, entries in gather(optimizer)}
     state = packed["state"]
-    if whole:  # copies of the rest, too: else it would be of the next step when this is of the last
+    if whole:  # copy the rest, too: otherwise it could be one step newer
         state = {number: _snapshot(e, whole.get(number, {})) for number, e in state.items()}
     return {**packed, "state": state}
 
 
 def _snapshot(entries: object, whole: Mapping[Any, Tensor]) -> object:
-    """A parameter's state with what is `whole` in place of shards; nothing is the optimizer's."""
+    """Return a parameter's state with `whole` in place of shards; all values are copies."""
     if not isinstance(entries, Mapping):
         return entries
     return {k: whole[k] if k in whole else filled(v, None) for k, v in entries.items()}
 
 
 @PublicCall("optimizer.state_dict()")
-@torch.inference_mode(False)  # what is made is to be written to later
+@torch.inference_mode(False)  # later steps write to the result
 def gather(optimizer: Optimizer, keep: bool = True) -> FullState:
     """Return the sharded parameters, each with the full tensors of its sharded state.
 
-    keep: return the state; else this rank only sends its shards, holds one full tensor at a time,
-        and returns empty dicts.
+    keep: return the state; otherwise this rank only sends its shards, holds one full tensor at a
+        time, and returns empty dicts.
 
-    Collective over the ranks of the parameters' models, but over shm, where a rank asks the others.
-    Raises DivergenceError if their states differ in parameters, names, shapes or dtypes;
+    Collective over the ranks of the parameters' models, except over shm, where a rank asks the
+    others. Raises DivergenceError if their states differ in parameters, names, shapes or dtypes;
     RuntimeError for shards within a list or dict.
     """
     know(optimizer)
@@ -171,7 +171,7 @@ def _take_parts(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] |
     state that does not match, before anything changes."""
     sizes = [len(group["params"]) for group in given["param_groups"]]
     if sizes != [len(group["params"]) for group in optimizer.param_groups]:
-        return None  # torch's own error
+        return None  # raises torch's own error
     numbers = _numbers(optimizer, given)
     params = {numbers[id(param)]: param for param in params_of(optimizer)}
     rows = {number: given["state"].get(number) for number in params}
@@ -188,8 +188,8 @@ def _take_parts(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] |
 def problems_with(
     params: Mapping[Any, Tensor], state: Numbered, same_dtypes: bool = False
 ) -> list[str]:
-    """Return what is wrong with the state of each parameter: its tensors must be full, or have no
-    dimensions.
+    """Return what is wrong with the state of each parameter: its tensors must be full or
+    0-dimensional.
 
     same_dtypes: full ones must have the parameter's dtype, to which torch would silently cast them.
     """
@@ -213,14 +213,14 @@ def problems_with(
 
 @dataclass(frozen=True)
 class Taken:
-    """In a state dict, in place of a full tensor: what this rank loads of it."""
+    """Replaces a full tensor in a state dict: the part of it that this rank loads."""
 
     value: Any
 
 
 def taken(optimizer: Optimizer, state: Numbered) -> Numbered:
-    """Return the result of take() as the optimizer's load_state_dict() accepts it, which would else
-    look for full tensors."""
+    """Return the result of take() in a form that the optimizer's load_state_dict() accepts without
+    looking for full tensors."""
     if not _has_parts(optimizer):
         return state
     return {n: {key: Taken(value) for key, value in own.items()} for n, own in state.items()}
@@ -233,32 +233,32 @@ class _Entry(NamedTuple):
     param: Tensor
     key: Hashable
     full: Any
-    part: Part | None  # this rank's of a full tensor; None: it loads the value as it is
+    part: Part | None  # this rank's shard of a full tensor; None: it loads the value as it is
 
     @property
     def own(self) -> Any:
-        """What this rank loads of it."""
+        """Return the part that this rank loads."""
         return self.full if self.part is None else shard_of(self.part, self.full)
 
     @property
     def has_place(self) -> bool:
-        """Whether it is read into memory like the parameter's, which is of the same dtype."""
+        """Return whether it is read into memory like the parameter's, with the same dtype."""
         return self.part is not None and self.key != "step" and not _keeps_dtype(self.full)
 
 
 class OptimizerPlan:
     """What loading `state` into parameters will do on this rank.
 
-    A full tensor of the state is loaded as its parameter is sharded, so the parameter tells which
-    elements this rank reads, and into what memory. The plan is made of shapes alone and changes
-    nothing. take() then makes the memory and reads what is small or of a dtype of its own; read()
-    reads the shards into place, at once or after the optimizer has accepted the memory. No tensor
-    of the state becomes the optimizer's, since later steps would write to it.
+    The optimizer loads a full tensor as its parameter is sharded, so the parameter determines which
+    elements this rank reads, and into what memory. The plan is made from shapes alone and changes
+    nothing. take() then allocates the memory and reads what is small or has its own dtype; read()
+    reads the shards into place, at once or after the optimizer has accepted the memory. The
+    optimizer never gets a tensor of the given state, since later steps would write to it.
     """
 
     def __init__(self, params: Mapping[Any, Tensor], state: Numbered) -> None:
-        """params: all of the optimizer's, in its order. They are resharded, as between steps; see
-        Part.settle() for what it raises."""
+        """params: all of the optimizer's, in its order. They are resharded, as between steps;
+        Part.settle() documents what it raises."""
         for param in params.values():
             part = part_of(param)
             if part is not None:
@@ -285,7 +285,7 @@ class OptimizerPlan:
         """Values in a dtype that the optimizer's load_state_dict() would cast."""
 
     def pending(self) -> list[Pending]:
-        """What this rank will read."""
+        """Return the tensors that this rank will read."""
         return [each.own for each in self._entries if isinstance(each.full, Pending)]
 
     @plain()
@@ -312,8 +312,8 @@ class OptimizerPlan:
         return state
 
     def _places(self, live: Mapping[Any, Any]) -> dict[int, Tensor]:
-        """Memory for shards, by the entry's index: adjacent for each key, so that a step runs
-        through it at once, or what there is, if it is right for all parameters."""
+        """Return memory for shards, by the entry's index: adjacent for each key, so that a step
+        updates it as one run, or the existing memory if it suits all parameters."""
         members: dict[Any, list[int]] = {}
         for at, entry in enumerate(self._entries):
             if entry.has_place:
@@ -328,8 +328,8 @@ class OptimizerPlan:
         return found
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Have read() fill what the optimizer has made of the result of take(). Raises RuntimeError
-        if it has no place for a shard."""
+        """Make read() fill the tensors that the optimizer has made from the result of take().
+        Raises RuntimeError if it has no place for a shard."""
         for entry, value in self._kept:
             if entry.key in optimizer.state[entry.param]:  # torch has cast it
                 optimizer.state[entry.param][entry.key] = value

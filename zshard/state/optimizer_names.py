@@ -1,8 +1,8 @@
 """Optimizer state by parameter name.
 
-optimizer.state_dict() is full already (state/optimizer.py); here numbers become
-names and names numbers. What is added is which rank has it: with `rank0_only` other ranks only send
-their shards, and with `from_rank0` they receive theirs.
+optimizer.state_dict() is already full (state/optimizer.py); this file converts between numbers and
+names. It also controls which rank has the state: with `rank0_only` other ranks only send their
+shards, and with `from_rank0` they receive theirs.
 
     {"state": {name: {"step": ..., "exp_avg": ...}}, "param_groups": [{"params": [name], ...}]}
 """
@@ -89,7 +89,7 @@ def load_optim_state_dict(
             A tied parameter may have any of its names. Parameters without an entry lose their
             state.
         from_rank0: only rank 0 has `state`; the others pass None or {}. Rank 0 sends the values in
-            chunks of 16 MiB, of which each rank keeps its shards.
+            chunks of 16 MiB; each rank keeps its shards.
 
     Raises ValueError on all ranks, before anything changes, that lists unknown, missing or
     misplaced parameters and wrong shapes and dtypes.
@@ -129,8 +129,8 @@ def names_of(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
 def by_name(
     names: Mapping[int, str], optimizer: Optimizer, numbered: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a state dict of torch's format with names for numbers, without the optimizer's own
-    tensors."""
+    """Return a state dict of torch's format with names instead of numbers, without the optimizer's
+    own tensors."""
     state: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
     for ours, given in zip(optimizer.param_groups, numbered["param_groups"], strict=True):
@@ -145,13 +145,13 @@ def by_name(
 
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a group without its parameters."""
+    """Return a copy of a group without its parameters."""
     options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
     return copy.deepcopy(options)
 
 
 def _copy(value: object, live: object) -> Any:
-    """A value on the CPU; of what the optimizer has itself, a copy."""
+    """Return a value on the CPU; a copy if the optimizer owns it."""
     if isinstance(value, Tensor):
         return value.detach().clone().cpu() if value is live else value.detach().cpu()
     return copy.deepcopy(value)
@@ -163,8 +163,8 @@ def _copy(value: object, live: object) -> Any:
 def to_load(
     model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any] | None, from_rank0: bool
 ) -> dict[str, Any]:
-    """Return what optimizer.load_state_dict() takes, numbers for names. Raises ValueError on all
-    ranks alike."""
+    """Return the argument of optimizer.load_state_dict(), with numbers instead of names. Raises
+    ValueError, the same on all ranks."""
     names_of(model, optimizer)
     comm = outermost_comm(model)
     problems: list[str] = []
@@ -177,8 +177,8 @@ def to_load(
 
 @torch.inference_mode(False)
 def _from_rank0(comm: _core.Comm, optimizer: Optimizer, made: dict[str, Any]) -> dict[str, Any]:
-    """Return rank 0's state dict by number, of which this rank's shards are already taken."""
-    # Numbers travel at once: to send each by itself would take longer.
+    """Return rank 0's state dict by number, with this rank's shards already cut out."""
+    # Numbers travel together: one message each would take longer.
     outline = {n: pending(entries, dims=1) for n, entries in made.get("state", {}).items()}
     told = told_by_rank_0(comm, {**made, "state": outline})
     sizes = [len(group["params"]) for group in optimizer.param_groups]
@@ -196,7 +196,7 @@ def _from_rank0(comm: _core.Comm, optimizer: Optimizer, made: dict[str, Any]) ->
 
 
 def _raise_together(comm: _core.Comm, problems: Sequence[str]) -> None:
-    """Raise ValueError on all ranks if there are problems on any."""
+    """Raise ValueError on all ranks if any rank has problems."""
     text = "\n".join(problems)
     everyone = [each.decode() for each in gather_bytes(comm, text.encode())]
     for rank, each in enumerate(everyone):
@@ -208,7 +208,7 @@ def _raise_together(comm: _core.Comm, problems: Sequence[str]) -> None:
 def by_number(
     model: nn.Module, optimizer: Optimizer, given: Mapping[str, Any] | None
 ) -> tuple[list[str], dict[str, Any]]:
-    """Return what is wrong with a dict by name, and the same dict by number if nothing is."""
+    """Return the problems with a dict by name, and the same dict by number if there are none."""
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
         return [f"it lacks 'state' or 'param_groups': pass the result of {_HOW}"], {}
     states = {_plain(name): entries for name, entries in given["state"].items()}
@@ -239,7 +239,7 @@ def by_number(
 
 
 def _plain(name: object) -> Any:
-    """A name without the prefixes of wrappers; a number as it is."""
+    """Return a name without the prefixes of wrappers; a number unchanged."""
     return plain_name(name) if isinstance(name, str) else name
 
 

@@ -1,12 +1,12 @@
-"""State dicts of shards: a record of what each shard contains, and whether it fits this rank.
+"""State dicts of shards: a record of the content of each shard, and whether it fits this rank.
 
-Shards of different ranks may have the same shape, so each state dict of shards
-records in its `_metadata`, which also has nn.Module's versions and which torch.save keeps, which
-elements of which full parameter each shard contains. Loading compares that with this rank's shard.
+Shards of different ranks may have the same shape. So each state dict of shards records in its
+`_metadata`, which also has nn.Module's versions and survives torch.save, the full parameter and
+elements that each shard contains. Loading compares that with this rank's shard.
 
-The shards of a parameter are plain tensors under one name on all ranks, which
-torch.distributed.checkpoint takes for copies of each other: it would save one rank's. So dcp.save()
-is told which tensors are shards, where it decides what to write, and refuses them.
+The shards of a parameter are plain tensors under one name on all ranks.
+torch.distributed.checkpoint takes these for copies of each other, and would save one rank's. So
+dcp.save() learns which tensors are shards, where it decides what to write, and refuses them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def record_of(state: State, index: int) -> ShardRecord:
 def misfit(record: ShardRecord, own: ShardRecord | None, wanted: bool) -> str:
     """Return why the shard of `record` cannot be loaded into this rank's `own`; "" if it can.
 
-    own: None if the parameter is not sharded on this rank. wanted: whether shards are to be loaded.
+    own: None if the parameter is not sharded on this rank. wanted: whether the load expects shards.
     """
     if own is None:
         return f"got {_text(record)}, but the parameter is not sharded here: {_OTHERWISE}"
@@ -81,7 +81,7 @@ _shards: MutableMapping[Tensor, None] = WeakIdKeyDictionary()
 
 
 def note_shards(tensors: Iterable[Any]) -> None:
-    """Have dcp.save() refuse these tensors of a state dict."""
+    """Make dcp.save() refuse these tensors of a state dict."""
     _install()
     for tensor in tensors:
         if isinstance(tensor, Tensor):
@@ -89,7 +89,7 @@ def note_shards(tensors: Iterable[Any]) -> None:
 
 
 def _install() -> None:
-    from torch.distributed.checkpoint import default_planner, planner_helpers  # takes long
+    from torch.distributed.checkpoint import default_planner, planner_helpers  # slow to import
 
     if not hasattr(default_planner, "_create_write_items"):
         warnings.warn(

@@ -1,8 +1,8 @@
 """Where loaded values come from: a dict, rank 0, or files.
 
-A plan knows each value as a tensor, so planning does not depend on where values are.
-A tensor of a dict has them, and is its own source. Others are Pending: they refer to an origin, of
-which a Source reads the range that this rank needs. There are two, FromRank0 here and Reader of
+A plan represents each value as a tensor, so planning does not depend on where values are. A tensor
+of a dict is its own source. Others are Pending: they refer to an origin, from which a Source reads
+the range that this rank needs. There are two sources, FromRank0 here and Reader in
 checkpoint/load.py; with them, no rank holds more than its shards and one chunk.
 """
 
@@ -32,7 +32,7 @@ CHUNK = 2**24  # bytes
 
 
 class Source(Protocol):
-    """Where the values of Pending tensors come from."""
+    """Reads the values of Pending tensors."""
 
     def read(self, origin: Any, begin: int, target: Tensor) -> None:
         """Fill `target` with row-major elements of the tensor `origin` from `begin` on, cast to its
@@ -46,7 +46,7 @@ class Copy(NamedTuple):
     value: Tensor
 
     def carry_out(self, source: Source | None) -> None:
-        """Load the value. source: of Pending values; a dict needs none."""
+        """Load the value. source: for Pending values; a dict needs none."""
         if isinstance(self.value, Pending):
             assert source is not None, "only a source makes them"
             source.read(self.value.origin, self.value.begin, self.target)
@@ -55,8 +55,8 @@ class Copy(NamedTuple):
 
 
 def filled(value: object, source: Source | None) -> Any:
-    """Return a value of a state dict in new memory, for a Pending one on the CPU; what is no tensor
-    as it is."""
+    """Return a value of a state dict in new memory, for a Pending one on the CPU; anything but a
+    tensor unchanged."""
     if isinstance(value, Pending):
         made = torch.empty(tuple(value.shape), dtype=value.dtype)
         Copy(made, value).carry_out(source)
@@ -75,8 +75,8 @@ def shard_of(part: Part, value: Tensor) -> Tensor:
 
 
 class FromRank0:
-    """The source of what told_by_rank_0() has told: rank 0 has all values and sends them in chunks,
-    of which each rank keeps its elements."""
+    """The source for the result of told_by_rank_0(): rank 0 has all values and sends them in
+    chunks; each rank keeps its elements."""
 
     def __init__(self, comm: _core.Comm) -> None:
         self._comm = comm
@@ -98,7 +98,7 @@ class FromRank0:
 
 
 def pending(state: Mapping[Any, Any], dims: int = 0) -> dict[Any, Any]:
-    """Return `state` with Pending tensors for those that have so many dimensions or more."""
+    """Return `state` with Pending tensors for those that have at least so many dimensions."""
     return {
         key: Pending.of(str(key), v) if isinstance(v, Tensor) and v.dim() >= dims else v
         for key, v in state.items()
@@ -106,8 +106,8 @@ def pending(state: Mapping[Any, Any], dims: int = 0) -> dict[Any, Any]:
 
 
 def told_by_rank_0(comm: _core.Comm, state: object) -> Any:
-    """Return rank 0's `state` on all ranks; on others, its Pending tensors are of tensors on the
-    meta device. Collective. Ranks trust one another, as in torch.distributed's object collectives.
+    """Return rank 0's `state` on all ranks; on others, its Pending tensors have origins on the meta
+    device. Collective. Ranks trust one another, as in torch.distributed's object collectives.
     """
     written = io.BytesIO()
     with on_all_ranks(comm):
@@ -118,7 +118,7 @@ def told_by_rank_0(comm: _core.Comm, state: object) -> Any:
 
 
 class _WithoutValues(pickle.Pickler):
-    """Writes all but the values of Pending tensors."""
+    """Pickles everything except the values of Pending tensors."""
 
     def reducer_override(self, value: object) -> Any:
         if not isinstance(value, Pending):
@@ -134,7 +134,7 @@ def _likeness(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
 
 
 class ChunkMemory:
-    """Memory on the CPU for one chunk at a time, as large as the largest yet."""
+    """CPU memory for one chunk at a time, as large as the largest one so far."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
@@ -142,15 +142,15 @@ class ChunkMemory:
     def of(self, numel: int, dtype: torch.dtype) -> Tensor:
         size = numel * dtype.itemsize
         if self._bytes.numel() < size:
-            self._bytes = torch.empty(0, dtype=torch.uint8)  # first give back the old one
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # free the old one first
             self._bytes = torch.empty(size, dtype=torch.uint8)
         return self._bytes[:size].view(dtype)
 
 
 @contextlib.contextmanager
 def flat_of(target: Tensor) -> Iterator[Tensor]:
-    """Yield a 1-dimensional view of a tensor to write to; without such a view, a temporary tensor
-    that is copied to `target` at the end."""
+    """Yield a 1-dimensional view of a tensor to write to; if there is no such view, a temporary
+    tensor that is copied to `target` at the end."""
     target = to_local(target)
     if target.is_contiguous():
         yield target.view(-1)

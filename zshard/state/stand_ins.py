@@ -1,14 +1,14 @@
-"""Placeholder tensors with shape, dtype and device but no values: what load hooks see before values
-are copied, and save hooks in place of what is written.
+"""Placeholder tensors with shape, dtype and device but no values. Load hooks see them before values
+are copied, save hooks see them instead of the saved values.
 
-Code that runs while a model is loaded (nn.Module's, a user's hook) may ask such a
-tensor for its shape, dtype and device. Any use of its values is an error that names it, so nobody
-computes with values that do not exist. zshard's own code reads many shapes and dtypes, so it does
-in `with plain():` (guard/slices.py), where that is fast and not checked.
+Code that runs while a model is loaded (nn.Module's, a user's hook) may read such a tensor's shape,
+dtype and device. Any use of its values is an error that names the tensor, so no code computes with
+values that do not exist. zshard's own code reads many shapes and dtypes, so it runs within `with
+plain():`, where that is fast and unchecked.
 
-Where state_dict() needs values, full copies take their place. What an owner's attribute refers to
-is a Place, of which a copy or this rank's shard can be had. The first copy of a unit gathers the
-unit, for all places that the call is about.
+Where state_dict() needs values, full copies replace the placeholders. An owner's attribute refers
+to a Place, which provides a full copy or this rank's shard. The first copy of a unit gathers the
+unit, for all places in the call.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zshard.units.units import State, unsharded, without_memory
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# What may be asked: facts, and other tensors of its shape and dtype.
+# Allowed queries: facts, and other tensors of its shape and dtype.
 _FACTS = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device")),
     *(getattr(Tensor, name).__get__ for name in ("layout", "requires_grad", "is_meta")),
@@ -39,7 +39,7 @@ _FACTS = {
     *(getattr(Tensor, f"new_{what}") for what in ("empty", "zeros", "ones", "full")),
     *(getattr(torch, f"{what}_like") for what in ("empty", "zeros", "ones", "full")),
 }
-# What may be done after its example to another tensor, which comes first.
+# Allowed operations that modify another tensor, which comes first.
 _LIKENESSES = {getattr(Tensor, n) for n in ("expand_as", "reshape_as", "view_as", "type_as", "to")}
 _COPIES = {getattr(Tensor, name) for name in ("clone", "contiguous", "cpu")}
 _ITSELF = {Tensor.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
@@ -95,8 +95,8 @@ class StandIn(_Valueless, nn.Parameter):
 
 
 class Saved(StandIn):
-    """The same for code that builds a state dict to be saved. Its values go to the file unchanged,
-    so a copy of it is itself."""
+    """The same for code that builds a state dict to save. Its values go to the file unchanged, so a
+    copy of it is itself."""
 
     @classmethod
     def __torch_function__(
@@ -119,12 +119,12 @@ class Saved(StandIn):
 
 
 class Pending(_Valueless, Tensor):
-    """What a load hook sees of a tensor that is not read yet: elements of `origin`, as which its
-    source knows it (state/source.py), from `begin` on, in row-major order."""
+    """What a load hook sees of a tensor that is not read yet: elements of `origin`, its key in the
+    source (state/source.py), from `begin` on, in row-major order."""
 
     origin: Any
     begin: int
-    keeps_dtype = False  # in an optimizer's state, whatever the parameter's dtype is
+    keeps_dtype = False  # in an optimizer's state, even if the parameter's dtype differs
 
     @staticmethod
     def of(name: str, origin: Any, shape: tuple[int, ...] | None = None, begin: int = 0) -> Pending:
@@ -180,8 +180,8 @@ class StandIns:
 
 
 class UnitParams:
-    """The parameters of one sharded unit. It holds no module: a part of a model that lives on
-    keeps the unit whose memory it lies on, and no other modules."""
+    """The parameters of one sharded unit. It holds no module: a submodule that outlives the model
+    keeps the unit whose memory it uses alive, and no other modules."""
 
     def __init__(self, state: State, params: list[nn.Parameter]) -> None:
         self.state = state
@@ -190,7 +190,7 @@ class UnitParams:
 
     def copies(self, wanted: Collection[int], keep: bool) -> dict[int, nn.Parameter]:
         """Return full copies of the parameters whose id is wanted, by id. Collective: one gather.
-        keep: else they have shapes only."""
+        keep: otherwise they have shapes only."""
         with unsharded(self.unit):
             chosen = [(i, p) for i, p in enumerate(self.params) if id(p) in wanted]
             return {id(param): self._copy(i, param, keep) for i, param in chosen}
@@ -199,7 +199,7 @@ class UnitParams:
         shape = self.unit.param(index)["shape"]
         if not keep:
             return without_memory(param, shape, param.device)
-        with torch.inference_mode(False):  # whoever gets it may write to it
+        with torch.inference_mode(False):  # callers may write to it
             data = torch.empty(shape, dtype=param.dtype, device=param.device)
             self.unit.read_param(index, data)
             return like(param, data)
@@ -207,7 +207,7 @@ class UnitParams:
 
 @dataclass(eq=False, frozen=True)
 class Place:
-    """What one attribute of an owner refers to: the parameter `index` of a unit."""
+    """The target of one owner's attribute: the parameter `index` of a unit."""
 
     params: UnitParams
     index: int
@@ -226,7 +226,7 @@ class Place:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The full shape."""
+        """Return the full shape."""
         return tuple(self.unit.param(self.index)["shape"])
 
     @property
@@ -253,16 +253,16 @@ class Place:
 
 
 class FullCopies:
-    """The full copies that one call of state_dict() has made. Tied parameters share theirs.
+    """The full copies of one call of state_dict(). Tied parameters share theirs.
 
-    All are of one step, also where other ranks train on: the first one begins a session. A call
-    that makes none, such as that of zshard.save(), waits for nobody.
+    All are of one step, also where other ranks continue to train: the first one begins a session. A
+    call without copies, such as that of zshard.save(), waits for no rank.
     """
 
     def __init__(
         self, params: Iterator[nn.Parameter], begin: Callable[[], object], keep: bool = True
     ) -> None:
-        self._below = {id(param) for param in params}  # of a unit, what the call is about
+        self._below = {id(param) for param in params}  # a unit's, in this call
         self._begin = begin
         self._keep = keep
         self._made: dict[int, nn.Parameter] = {}

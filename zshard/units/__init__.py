@@ -1,1 +1,1 @@
-"""Units: what is stored about each, and this rank's shards of their parameters."""
+"""Units: the state of each, and this rank's shards of their parameters."""

@@ -1,9 +1,9 @@
 """Names of parameters and modules without the prefixes that wrappers add.
 
-A checkpoint is of a model, not of how it is run. torch.compile(), activation
-checkpointing and DDP each wrap a module in another one, which adds a component to its names, though
-not always in state_dict(). So saved names are without these components, and loading restores those
-that load_state_dict() expects.
+A checkpoint describes a model, not how it is run. torch.compile(), activation checkpointing and DDP
+each wrap a module in another one, which adds a component to its names, though not always in
+state_dict(). So saved names omit these components, and loading restores those that
+load_state_dict() expects.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zshard.units.units import ATTRIBUTE
 
-_COMPILED = "_orig_mod"  # within torch.compile(module)
-_PARTS = (_COMPILED, "_checkpoint_wrapped_module")  # the latter load_state_dict() puts in by itself
+_COMPILED = "_orig_mod"  # in torch.compile(module)
+_PARTS = (_COMPILED, "_checkpoint_wrapped_module")  # load_state_dict() inserts the latter itself
 
 
 def plain_name(name: str) -> str:
@@ -40,7 +40,7 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def wanted_by(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict of plain names with the names that `model`.load_state_dict() expects."""
+    """Return a state dict of plain names under the names that `model`.load_state_dict() expects."""
     wanted = dict(state)
     for path, module in model.named_modules(remove_duplicate=False):  # from outside to inside
         if _COMPILED in module._modules:

@@ -1,9 +1,9 @@
 """End a forward that an exception has left.
 
-Torch runs a module's forward hooks after an Exception, but not after a
-KeyboardInterrupt or SystemExit. So whoever calls a unit's forward notes how many forwards are open
-before, and on any exception ends those that have been opened since: a script that catches it can go
-on, and the other ranks are not kept waiting.
+Torch runs a module's forward hooks after an Exception, but not after a KeyboardInterrupt or
+SystemExit. So a caller of a unit's forward notes how many forwards are open before, and on any
+exception ends those that were opened since: a script that catches it can continue, and other ranks
+do not wait.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def call_guarded(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Return call(*args, **kwargs), a forward of the unit's module; if that raises, end what is
-    open of the model."""
+    """Return call(*args, **kwargs), a forward of the unit's module; if that raises, end the model's
+    open forwards."""
     state = state_of(module)
     if state.is_alone:
         check_still_alone(type(module).__bases__[1].__name__)
     n_open = unit.n_open
     if n_open and unit.is_running and state.n_calls == 0:
-        unit.unwind(0, "")  # left by a call that went another way, such as model.module(x)
+        unit.unwind(0, "")  # left by another kind of call, such as model.module(x)
         n_open = 0
     state.n_calls += 1
     try:
@@ -87,8 +87,8 @@ def is_forward_open(unit: _core.Unit) -> bool:
 
 
 def _note_unit(error: BaseException, unit: _core.Unit) -> None:
-    """Add to torch's error about shapes in which unit it was raised, the innermost, and what the
-    shapes of its parameters are."""
+    """Add to torch's error about shapes the innermost unit that it was raised in, and the shapes of
+    its parameters."""
     if type(error) is not RuntimeError or _SHAPES.search(str(error)) is None:
         return
     if any(_NOTE in note for note in getattr(error, "__notes__", ())):
@@ -101,7 +101,8 @@ def _note_unit(error: BaseException, unit: _core.Unit) -> None:
 
 
 def _what(error: BaseException) -> str:
-    """What the other ranks' errors say of this one; "" if it comes from another rank."""
+    """Return the text about this error for the other ranks' errors; "" if it comes from another
+    rank."""
     if isinstance(error, (_core.PeerError, _core.PeerTimeoutError, _core.DivergenceError)):
         return ""
     try:

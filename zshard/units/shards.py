@@ -1,8 +1,8 @@
 """Look up this rank's shard of a parameter by the parameter itself.
 
-An optimizer knows parameters but no modules, and a parameter's memory identifies it
-only while its unit is sharded. So each parameter of a unit is registered here when it is wrapped,
-for as long as it lives; an entry refers to no module and no parameter.
+An optimizer knows parameters but no modules, and a parameter's memory identifies it only while its
+unit is sharded. So wrapping registers each parameter of a unit here, for as long as it lives; an
+entry refers to no module and no parameter.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ def _unit_of(reference: weakref.ref[State]) -> _core.Unit | None:
 class Part:
     """This rank's shard of a parameter: of its row-major elements, `numel` from `begin` on."""
 
-    comm: _core.Comm  # of the ranks that hold all shards
-    shards: _core.Comm  # of them, those that one replica is sharded over
+    comm: _core.Comm  # the ranks that hold all shards
+    shards: _core.Comm  # those of them that one replica is sharded over
     shape: tuple[int, ...]  # of the full parameter
     begin: int
     numel: int
     dtype: torch.dtype  # between steps
-    is_cut: bool  # sharded; else every rank has the full parameter
-    _names: list[str]  # of the unit's parameters; known when the unit is gone, too
-    _peers: list[weakref.ref[Any]]  # those of its model, which may have others
+    is_cut: bool  # sharded; otherwise every rank has the full parameter
+    _names: list[str]  # the unit's parameters, also known after the unit was freed
+    _peers: list[weakref.ref[Any]]  # the ModelRecord of its model, if any
     _state: weakref.ref[State]
     _index: int
-    _of: Part | None = None  # the parameter's, if this is of a view of it
+    _of: Part | None = None  # for a view: the parameter's Part
 
     @property
     def name(self) -> str:
-        """The parameter's dotted name, relative to the outermost wrapped module."""
+        """Return the parameter's dotted name, relative to the outermost wrapped module."""
         return self._names[self._index]
 
     @functools.cached_property
     def geometry(self) -> Geometry:
-        """Which elements these are of what: one object for all Parts for which it is the same."""
+        """Identifies elements and shape: Parts for which these are equal share one object."""
         local = self.shape
         if self.is_cut and not (self.shape == () and self.numel == 1):
             local = (self.numel, *(1 for _ in self.shape[1:]))
@@ -72,24 +72,24 @@ class Part:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape on this rank of a tensor that is sharded like the parameter."""
+        """Return the shape on this rank of a tensor that is sharded like the parameter."""
         return self.geometry[1]
 
     @property
     def elements(self) -> str:
-        """For messages."""
+        """Describe the elements, for messages."""
         if self.numel == 0:
             return f"no elements of shape {self.shape}"
         return f"elements {self.begin} to {self.begin + self.numel - 1} of shape {self.shape}"
 
     @property
     def root(self) -> Part:
-        """The Part of the full parameter."""
+        """Return the Part of the full parameter."""
         return self if self._of is None else self._of
 
     def of_view(self, shape: tuple[int, ...], offset: int) -> Part:
-        """Return the Part of this rank's share of a view: of the elements from `offset` on, as many
-        as `shape` has, in that shape."""
+        """Return the Part of this rank's share of a view: the elements from `offset` on, as many as
+        `shape` has, in that shape."""
         numel = math.prod(shape)
         begin = min(max(self.begin - offset, 0), numel)
         end = min(max(self.begin + self.numel - offset, begin), numel)
@@ -97,22 +97,23 @@ class Part:
 
     @property
     def unit(self) -> _core.Unit | None:
-        """The parameter's unit; None if it is gone."""
+        """Return the parameter's unit; None if it was freed."""
         return _unit_of(self._state)
 
     @property
     def state(self) -> State | None:
-        """That of its unit; None if it is gone."""
+        """Return its unit's state; None if the unit was freed."""
         return self._state()
 
     @property
     def index(self) -> int:
-        """The parameter's number in it."""
+        """Return the parameter's index in the unit."""
         return self._index
 
     @property
     def peers(self) -> Any:
-        """state_registry.ModelRecord of the parameter's model; None: it has none, or is gone."""
+        """Return the state_registry.ModelRecord of the parameter's model; None if it has none or
+        was freed."""
         return self._peers[0]() if self._peers else None
 
     def is_whole_now(self) -> bool:
@@ -137,36 +138,37 @@ class Part:
         return elements.reshape(self.local_shape)
 
     def takes(self, tensor: Tensor) -> bool:
-        """Return whether a plain tensor of the shard's shape may go with the shard. If the script
-        has asked for that shape, it may have filled the tensor with numbers that are the same on
-        each rank, such as random ones; then only one value throughout is right. A tensor of all
-        elements can mean nothing else."""
+        """Return whether a plain tensor of the shard's shape may be combined with the shard. If the
+        script has read that shape, it may have filled the tensor with numbers that are the same on
+        each rank, such as random ones; then only a constant tensor is safe. A tensor of the full
+        shape is unambiguous."""
         if self.root not in asked_for_size or tensor.numel() in (0, math.prod(self.shape)):
             return True
         values = tensor.detach().reshape(-1)
         return bool((values == values[0]).all())
 
     def watch_data(self) -> None:
-        """A script is about to get the whole parameter's `.data`; see Unit.watch()."""
+        """Note that a script is about to get the full parameter's `.data`; see Unit.watch()."""
         unit = self.unit
         if unit is not None:
             unit.watch(self._index)
 
     def begin_write(self, tensor: Tensor) -> bool:
-        """A script is about to write to a slice of these elements in place. Waits until no other
-        rank reads it. Returns whether end_write() is due: not for a copy, and not within a step."""
+        """Note that a script is about to write to a shard of these elements in place. Waits until
+        no other rank reads it. Returns whether end_write() must follow: not for a copy, and not
+        within a step."""
         unit = self.unit
         return unit is not None and unit.begin_write(self._index, tensor)
 
     def end_write(self) -> None:
-        """The script's operation is over, whether it has raised or not."""
+        """Note the end of the script's operation, whether it has raised or not."""
         unit = self.unit
         if unit is not None:
             unit.end_write()
 
     @contextlib.contextmanager
     def writing(self, tensor: Tensor, operation: Callable[..., Any]) -> Iterator[None]:
-        """Context manager in which a script's operation writes to a slice of these elements: no
+        """Context manager in which a script's operation writes to a shard of these elements: no
         other rank reads it there, and the write is noted unless it raises."""
         is_due = self.begin_write(tensor)
         try:
@@ -177,7 +179,8 @@ class Part:
                 self.end_write()
 
     def note_write(self, tensor: Tensor, operation: Callable[..., Any]) -> None:
-        """A script has written to a slice of these elements in place, as all ranks must."""
+        """Note that a script has written to a shard of these elements in place, as all ranks
+        must."""
         unit = self.unit
         if unit is not None:
             name = operation.__name__
@@ -185,19 +188,19 @@ class Part:
             unit.note_write(self._index, tensor, said)
 
     def note_draw(self, tensor: Tensor, drawn: int) -> None:
-        """A script has drawn random numbers for these elements in place. drawn: the same number on
-        ranks that drew the same. No-op for a copy."""
+        """Note that a script has drawn random numbers for these elements in place. drawn: the same
+        number on ranks that drew the same. No-op for a copy."""
         unit = self.unit
         if unit is None:
             return
         own = unit.params[self._index].untyped_storage()
-        if own._cdata == tensor.untyped_storage()._cdata:  # also where p.data = t has put it
+        if own._cdata == tensor.untyped_storage()._cdata:  # also after p.data = t
             unit.note_draw(self._index, drawn)
 
     def settle(self, param: Tensor) -> None:
-        """Reshard a parameter that a forward has kept, so that `param` has the shape and dtype that
-        it has between steps. Raises RuntimeError if unshard() has gathered it, and during a forward
-        or backward."""
+        """Reshard a parameter that a forward has kept, so that `param` has its between-steps shape
+        and dtype. Raises RuntimeError if unshard() has gathered it, and during a forward or
+        backward."""
         held = _core.held_unit(param)
         if held is not None:
             raise RuntimeError(
@@ -215,8 +218,8 @@ asked_for_size: weakref.WeakSet[Part] = weakref.WeakSet()
 
 @contextlib.contextmanager
 def sizes_for_torch() -> Iterator[None]:
-    """Context manager in which torch asks for the sizes of shards, and computes nothing from them:
-    afterwards the script has asked for no more of them than before."""
+    """Context manager in which torch reads the sizes of shards, but computes nothing from them:
+    these reads do not count as the script's."""
     before = set(asked_for_size)
     try:
         yield
@@ -275,8 +278,8 @@ def part_of(param: Tensor) -> Part | None:
 
 
 def parts_of_all(tensors: Iterable[Tensor]) -> list[Part]:
-    """Return the entries of those tensors that are parameters, or that lie where the gradients of
-    some do; [] if all entries there are have the same ranks."""
+    """Return the entries of those tensors that are parameters or gradients of parameters; [] if all
+    entries there have the same ranks."""
     known = [(reference(), part) for reference, part in list(_parts.values())]
     if len({id(part.comm) for _, part in known}) < 2:
         return []
@@ -286,17 +289,17 @@ def parts_of_all(tensors: Iterable[Tensor]) -> list[Part]:
 
 
 def _memory_of(tensor: Tensor) -> int:
-    """A number for the tensor's memory; of a sparse one, for the tensor."""
+    """Return a number for the tensor's memory; for a sparse one, for the tensor."""
     strided = tensor.layout == torch.strided
     return tensor.untyped_storage()._cdata if strided else id(tensor)
 
 
 @dataclass(eq=False)
 class Stepped:
-    """What an optimizer has of one sharded model."""
+    """An optimizer's share of one sharded model."""
 
-    _state: weakref.ref[State]  # of one of its units
-    replicated: bool  # every rank has the whole model
+    _state: weakref.ref[State]  # one of its units
+    replicated: bool  # every rank has the full model
     groups: tuple[tuple[int, int, int], ...]
     """(index of the param group, index in it of the model's first parameter, number of those).
     Groups without any are left out, but for replicated models: their optimizers may share out the
@@ -306,12 +309,12 @@ class Stepped:
 
     @property
     def state(self) -> State | None:
-        """That of one unit of the model; None if it is gone."""
+        """Return the state of one unit of the model; None if it was freed."""
         return self._state()
 
     @property
     def unit(self) -> _core.Unit | None:
-        """One unit of the model; None if it is gone."""
+        """Return one unit of the model; None if it was freed."""
         return _unit_of(self._state)
 
     @property
@@ -322,13 +325,13 @@ class Stepped:
 
     @property
     def comm_id(self) -> int:
-        """A number for the model's ranks, while the model lives."""
+        """Return a number for the model's ranks, while the model lives."""
         state = self._state()
         return 0 if state is None else id(state.comms.all)
 
     @property
     def is_alone(self) -> bool:
-        """Whether there are no other ranks."""
+        """Return whether there are no other ranks."""
         state = self._state()
         return state is None or state.comms.all.world == 1
 
@@ -339,23 +342,23 @@ _stepped = weakref.WeakKeyDictionary()
 
 
 def stepped_by(optimizer: torch.optim.Optimizer) -> list[Stepped]:
-    """Return what the optimizer has of each sharded model."""
+    """Return the optimizer's share of each sharded model."""
     counts = [len(group["params"]) for group in optimizer.param_groups]
     known = _stepped.get(optimizer)
-    # A unit may be gone that its model has outlived.
+    # A model may outlive one of its units.
     if known is None or known[0] != counts or any(each.state is None for each in known[1]):
         known = _stepped[optimizer] = counts, _models_of(optimizer)
     return known[1]
 
 
 def units_stepped_by(optimizer: torch.optim.Optimizer) -> list[_core.Unit]:
-    """Return one unit of each sharded model of which the optimizer has parameters."""
+    """Return one unit of each sharded model that has parameters in the optimizer."""
     units = (each.unit for each in stepped_by(optimizer))
     return [unit for unit in units if unit is not None]
 
 
 def _models_of(optimizer: torch.optim.Optimizer) -> list[Stepped]:
-    """By the root of the ranks, as inner units may be adopted."""
+    """By the root's ranks, as inner units may be adopted."""
     states: dict[int, weakref.ref[State]] = {}
     cut: set[int] = set()
     groups: dict[int, dict[int, tuple[int, int]]] = {}

@@ -1,7 +1,7 @@
-"""What zshard stores about a module that is a unit.
+"""The state that zshard stores about a module that is a unit.
 
-It is in the module's __dict__, under one name, and a model's units are found by
-walking its modules; there is no other list of them.
+It is in the module's __dict__, under one name. Walking the modules finds a model's units; there is
+no other list of them.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ BufferSync = Literal[False, True, "training"]
 """In which forwards buffers are broadcast from rank 0: in none, in all, or in those with gradients,
 which all ranks run."""
 
-# A module that one of our hooks is on, and the hook's id.
+# A module with one of zshard's hooks, and the hook's id.
 Hook = tuple["weakref.ref[nn.Module]", int]
 
 
 class Prefetch(NamedTuple):
     """How many units to prefetch in forward and in backward.
 
-    forward_asked: the script asked for forward's; else it goes as far as backward's.
+    forward_asked: the script set forward's; otherwise it goes as far as backward's.
     """
 
     forward: int = 1
@@ -53,10 +53,10 @@ class Prefetch(NamedTuple):
 
 
 class Keep(NamedTuple):
-    """What stays gathered from forward to backward where a gather costs, in the order of
+    """What stays gathered from forward to backward where a gather is expensive, in the order of
     Engine.keep_gathered's arguments.
 
-    most: bytes of full parameters. measured: instead, as many as every rank has to spare.
+    most: bytes of full parameters. measured: instead, as many bytes as every rank can spare.
     """
 
     most: int = 0
@@ -75,14 +75,14 @@ class Options(NamedTuple):
 
 
 class Measurement(Protocol):
-    """What measures a model's steps: memory/spare.py's Spare."""
+    """Measures a model's steps: memory/spare.py's Spare."""
 
     def like(self, module: nn.Module) -> Measurement:
         """Return the same for a copy of the model."""
 
 
 class StateDictForm(NamedTuple):
-    """What state_dict() of units returns.
+    """The form of state_dict() of units.
 
     slices: this rank's shards, and nothing is gathered. rank0_only: other ranks get an empty dict.
     optim_rank0_only: the same for state dicts of the model's optimizers. settings: what the script
@@ -97,7 +97,7 @@ class StateDictForm(NamedTuple):
 
 @dataclass(eq=False)
 class State:
-    """What a unit's module stores.
+    """The state of a unit, stored on its module.
 
     Nothing in it refers back to the module: a dropped model frees its memory at once, not at the
     next garbage collection.
@@ -106,28 +106,28 @@ class State:
     unit: _core.Unit
     comms: Comms
     options: Options
-    group_given: dist.ProcessGroup | None = None  # of the shards, as the script passed it
+    group_given: dist.ProcessGroup | None = None  # the shard group, as the script passed it
     is_alone: bool = False  # there was no process group
-    hooks: list[Hook] = field(default_factory=list)  # on the module, and on parts of it
+    hooks: list[Hook] = field(default_factory=list)  # on the module, and on its submodules
     form: StateDictForm = field(default=StateDictForm())
     whole_grads: bool = False  # within summon_full_params(with_grads=True)
     optimizer_peak: int = 0  # bytes, as memory() has seen them
     names: list[str] = field(init=False)  # of the parameters
     peers: object = None  # state_registry.ModelRecord: whom to ask for optimizer state
     peers_seen: list[weakref.ref[Any]] = field(default_factory=list)  # for Parts, which live longer
-    sync_buffers: BufferSync = False  # the root's: from rank 0, as a forward begins
-    n_calls: int = 0  # forwards of the module that are running and end in any case
-    spare: Measurement | None = None  # the root's; None: nothing is measured
+    sync_buffers: BufferSync = False  # the root's: broadcast from rank 0 at the start of a forward
+    n_calls: int = 0  # running forwards of the module, which end even after an exception
+    spare: Measurement | None = None  # the root's; None: not measured
 
     def __post_init__(self) -> None:
         self.names = [str(self.unit.param(i)["name"]) for i in range(self.unit.n_params)]
 
     def meet(self, peers: object) -> None:
-        """The ranks of the unit's model, of whom this one may ask."""
+        """Let the ranks of the unit's model ask each other."""
         self.peers, self.peers_seen[:] = peers, [weakref.ref(peers)]
 
     def rename(self, name: str) -> None:
-        """The unit's name from now on, and those of its parameters, which outlive it in Parts."""
+        """Rename the unit and its parameters, which outlive it in Parts."""
         if self.unit.name == name:
             return
         self.unit.name = name
@@ -136,8 +136,8 @@ class State:
 
 @contextlib.contextmanager
 def session(units: Iterable[_core.Unit]) -> Iterator[None]:
-    """Context manager in which no rank writes what the units' models have: all that is read in it
-    is of one step. As a forward without gradients: over c10d all ranks run it together."""
+    """Context manager in which no rank writes to the units' models, so that all reads are of one
+    step. As a forward without gradients: over c10d all ranks run it together."""
     with contextlib.ExitStack() as opened:
         for engine in {unit.engine_id: unit.engine for unit in units}.values():
             engine.open()
@@ -163,7 +163,7 @@ def unsharded(unit: _core.Unit) -> Iterator[None]:
     """Context manager in which a unit's full parameters can be read, in their own dtype. As a
     forward without gradients: over c10d all ranks run it together."""
     with session([unit]):
-        held = unit.is_full  # by a forward that is running and goes on with it
+        held = unit.is_full  # by a running forward, which continues with it
         unit.unshard(True)
         try:
             yield
@@ -192,14 +192,15 @@ def units_of(module: nn.Module) -> Iterator[tuple[nn.Module, State]]:
 
 def is_apart(state: State, comms: Comms) -> bool:
     """Return whether a nested unit was sharded over other ranks than the model around it, such as
-    an expert that each rank has for itself. It remains a model of its own."""
+    an expert that each rank has for itself. It remains a separate model."""
     return ranks_of(state.comms.all) != ranks_of(comms.all)
 
 
 def without_memory(
     param: nn.Parameter, shape: tuple[int, ...], device: torch.device | str
 ) -> nn.Parameter:
-    """Return a parameter like `param` with another shape and device, of zeros without memory."""
+    """Return a parameter like `param` with another shape and device, with zeros that take no
+    memory."""
     data = torch.zeros((), dtype=param.dtype, device=device).expand(shape)
     return like(param, data)
 

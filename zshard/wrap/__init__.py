@@ -1,9 +1,9 @@
 """Which modules become units: wrap policies, manual wrapping, and `plan_units`.
 
-Every policy, in whatever form, comes down to a choice of nodes in the module tree
-(`wrap/tree.py`), and one function assigns the parameters to them. "auto" (`wrap/auto.py`) chooses
-from the model's structure. Names and signatures are those of torch.distributed.fsdp.wrap, so that
-scripts migrate by changing the import; torch's own policy objects are accepted as well.
+Every policy, in whatever form, becomes a choice of nodes in the module tree (`wrap/tree.py`), and
+one function assigns the parameters to them. "auto" (`wrap/auto.py`) chooses from the model's
+structure. Names and signatures are those of torch.distributed.fsdp.wrap, so that scripts migrate by
+changing the import; torch's own policy objects are accepted as well.
 
 No policy can make a unit of a container without a forward, nor of anything below a module that uses
 its children's weights without calling the children (such as nn.MultiheadAttention): the parameters
@@ -213,9 +213,9 @@ def plan_units(
     ignored_modules, ignored_params: left out, with all parameters of ignored modules.
     with_empty: keep units without parameters of their own, as earlier outermost ones may be.
 
-    Returns the units children first, in module order; the last is `root` itself, which has what no
-    other unit has (possibly nothing). Every other unit has parameters. Modules that are units of an
-    earlier FSDP call are left alone, with their parameters.
+    Returns the units children first, in module order; the last is `root` itself, which has the
+    remaining parameters (possibly none). Every other unit has parameters. Modules that are units of
+    an earlier FSDP call keep their parameters.
 
     Raises TypeError or ValueError for an invalid policy; ValueError if the root is already wrapped,
     if a parameter is shared with a nested unit, and if a lazy parameter has no shape yet.
@@ -284,8 +284,8 @@ def _by_torch_policy(tree: ModuleTree, policy: Any, ignored: Collection[nn.Modul
 
 
 def _by_recursion(tree: ModuleTree, ask: Callable[[nn.Module, bool, int], bool]) -> _Choice:
-    """FSDP1's recursion: `ask(module, True, numel)` tells whether to look below a module, then
-    `ask(module, False, rest)` whether to make a unit of what is in none yet."""
+    """FSDP1's recursion: `ask(module, True, numel)` decides whether to descend below a module, then
+    `ask(module, False, rest)` whether to make a unit of the parameters that have none yet."""
     choice: _Choice = {}
     _descend(tree.root, ask, choice)
     return choice

@@ -1,9 +1,9 @@
 """auto_wrap_policy="auto": find the units of a model from its structure alone.
 
-Big models repeat themselves. Children of one container that share a class are the
-model's blocks, and the outermost level of them whose blocks are small enough becomes the units;
-what is left (embeddings, heads, whole models without repetition) is cut by size. All limits are
-shares of the model, so that a model and its tiny copy in a test get the same units.
+Big models repeat themselves. Children of one container that share a class are the model's blocks.
+The outermost level whose blocks are small enough becomes the units; the remainder (embeddings,
+heads, models without repetition) is cut by size. All limits are fractions of the model, so a model
+and its tiny copy in a test get the same units.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from torch.nn.utils import parametrize
 
 from zshard.wrap.tree import ModuleTree, Node
 
-# A block above this share is opened if it has blocks inside: two gathered units, what a step holds
-# at a time, would be half the model.
+# Open a block above this share if it has blocks inside: two gathered units, what a step holds at a
+# time, would be half the model.
 _LARGE = 1 / 4
-# Blocks that are less than this share together are not worth opening what holds them.
+# Do not open a container for blocks that together hold less than this share.
 _WORTHWHILE = 1 / 20
 # Left-over modules from this share on become units, or from this share of the largest block if that
-# is less: next to two gathered blocks smaller ones do not matter.
+# is less: next to two gathered blocks, smaller modules do not matter.
 _LEFTOVER = 1 / 100
 _LEFTOVER_TO_BLOCK = 1 / 4
-# A block is tiny, and no unit, if it has less than this share and this number of elements; unless
-# such blocks hold most of a large share of the model: then only with less than a handful.
+# A block is tiny, and not a unit, if it has less than this share and this number of elements. If
+# such blocks hold most of a large share of the model, they must also be fewer than a handful.
 _TINY = 1 / 1000
 _TINY_AT_MOST = 1 << 20
 _HANDFUL = 256
-# Blocks inside a block stand for it if they hold this share of it.
+# Inner blocks replace a block if they hold this share of it.
 _MOST = 1 / 2
-# A module with children that holds this share of the model is the whole, not a part of it.
+# A module with children that holds this share of the model is the entire model, not a part of it.
 _WHOLE = 9 / 10
 
 
@@ -47,7 +47,7 @@ class _AutoWrap:
         self._total = tree.root.numel
         self._units: dict[Node, None] = {}  # an ordered set
         self._leftover = 0.0  # the elements from which a left-over module becomes a unit
-        self._above: set[Node] = set()  # the nodes with a block below
+        self._above: set[Node] = set()  # nodes with a block below
 
     def run(self) -> list[Node]:
         blocks = self._blocks(self._root)
@@ -64,7 +64,7 @@ class _AutoWrap:
         return node is not self._root and node.numel > 0 and node.may_be_unit
 
     def _blocks(self, node: Node) -> list[Node]:
-        """The repeated blocks below `node`, at the outermost level that is fine enough."""
+        """Return the repeated blocks below `node`, at the outermost level that is fine enough."""
         repeated = self._repeated(node)
         found: list[Node] = []
         for child in node.children:
@@ -72,16 +72,17 @@ class _AutoWrap:
             if child not in repeated:
                 found += inner
                 continue
-            # A block's single layers (the Linears of its MLP) are not blocks in their turn.
+            # A block's single layers (the Linears of its MLP) are not blocks themselves.
             inner = [block for block in inner if not block.is_leaf]
             found += inner if self._is_opened(node, child, inner) else [child]
         return found
 
     def _repeated(self, node: Node) -> set[Node]:
-        """The children of `node` that are blocks: they share a class and are worth being units.
+        """Return the children of `node` that are blocks: they share a class and are large enough
+        for units.
 
-        In a list that may be any layer (a stack of Linear); among named attributes only modules
-        with children, else the q, k and v of an attention would be blocks.
+        In a list, any layer may be a block (a stack of Linear). Among named attributes, only
+        modules with children may: otherwise the q, k and v of an attention would be blocks.
         """
         is_list = _is_list(node)
         candidates = [
@@ -102,7 +103,8 @@ class _AutoWrap:
         return repeated
 
     def _worthwhile(self, group: list[Node]) -> list[Node]:
-        """Those modules of one class that are big enough to be blocks, in number or in size."""
+        """Return those modules of one class that are big enough to be blocks, in number or in
+        size."""
         together = sum(node.numel for node in group)
         if len(group) < 2 or together < _WORTHWHILE * self._total:
             return []
@@ -115,10 +117,10 @@ class _AutoWrap:
         return [node for node in group if node.numel >= _HANDFUL]
 
     def _is_opened(self, holder: Node, block: Node, inner: list[Node]) -> bool:
-        """Whether `block` gives way to the blocks inside it.
+        """Return whether the blocks inside `block` replace it.
 
-        One of a list does if it is large (the stages of a Swin, not the layers of a mixture of
-        experts); one of some named attributes always (encoder and decoder, a ResNet's layer1 to
+        In a list, they replace a large block (the stages of a Swin, not the layers of a mixture of
+        experts). Among named attributes they always do (encoder and decoder, a ResNet's layer1 to
         layer4): those are the model's parts rather than its blocks.
         """
         if sum(child.numel for child in inner) < _MOST * block.numel:
@@ -126,10 +128,10 @@ class _AutoWrap:
         return block.numel > _LARGE * self._total or not _is_list(holder)
 
     def _take_leftovers(self, node: Node) -> None:
-        """Adds the large modules outside the blocks: those that are not worth cutting further.
+        """Add the large modules outside the blocks that are not worth splitting further.
 
-        A module around blocks is none of them: its own rest is small as a rule, and such wrappers
-        are what other code reaches through (`model.language_model.get_input_embeddings()`).
+        A module around blocks is never one: its own parameters are usually few, and other code
+        reaches through such wrappers (`model.language_model.get_input_embeddings()`).
         """
         if node in self._units or node.numel < self._leftover:
             return

@@ -1,7 +1,7 @@
-"""What parts of other libraries need in a model that is sharded: a registry.
+"""A registry of other libraries' requirements in a sharded model.
 
-The core knows no library but torch. An integration (zshard/peft.py, say) derives a class from
-Extension and registers an object of it; the core asks each of them.
+The core knows only torch. An integration (zshard/peft.py, say) derives a class from Extension and
+registers an instance; the core asks each of them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["EXTENSIONS", "Extension"]
 
 
 class Extension:
-    """What an integration adds to sharding; by default nothing."""
+    """An integration's additions to sharding; by default nothing."""
 
     def methods(self, original: type[nn.Module]) -> dict[str, Any]:
-        """Return what the class of a unit has in place of attributes of `original`, by name."""
+        """Return replacements for attributes of `original` on a unit's class, by name."""
         return {}
 
     def check(self, name: str, ref: ParamRef) -> None:
@@ -49,7 +49,7 @@ class Extension:
         """Move these tensors to the device of the parameter."""
 
     def finish(self, model: nn.Module) -> None:
-        """Do what is due once the model is sharded."""
+        """Finish once the model is sharded."""
 
 
 EXTENSIONS: list[Extension] = []

@@ -1,7 +1,7 @@
-"""The model before it is sharded: its checks, what ranks must agree on, where values come from.
+"""The model before it is sharded: checks, facts that ranks must agree on, sources of values.
 
-Ranks agree on names, shapes and dtypes before anything changes; values then come a unit at a time,
-from the model itself, from an initialization, or from rank 0.
+Ranks agree on names, shapes and dtypes before anything changes. Values then come one unit at a
+time, from the model itself, from an initialization, or from rank 0.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def check_module(module: object) -> None:
 
 
 def check_values(init: object, sync_buffers: object) -> None:
-    """Raise TypeError or ValueError for values that FSDP()'s param_init_fn and forward_sync_buffers
-    do not have."""
+    """Raise TypeError or ValueError for invalid values of FSDP()'s param_init_fn and
+    forward_sync_buffers."""
     if init is not None and not callable(init):
         raise TypeError(f"param_init_fn must be a callable that takes a module, got {init!r}")
     if sync_buffers not in (False, True, "training"):
@@ -57,7 +57,8 @@ def split_ignored(
     modules: Iterable[nn.Module] | None,
     states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
 ) -> tuple[set[nn.Module], set[nn.Parameter]]:
-    """Return what FSDP()'s ignored_modules and ignored_states leave alone."""
+    """Return the modules and parameters that FSDP()'s ignored_modules and ignored_states
+    exclude."""
     ignored_modules, ignored_params = set(modules or ()), set()
     for item in states or ():
         if isinstance(item, nn.Module):
@@ -95,7 +96,7 @@ def dtypes_of(spec: UnitSpec, options: Options) -> tuple[str | None, str | None,
 def facts_of(
     module: nn.Module, specs: list[UnitSpec], options: Options, values: bool
 ) -> list[Fact]:
-    """Return all that the ranks must agree on; with `values`, the parameters' values as well."""
+    """Return all facts that the ranks must agree on; with `values`, also the parameters' values."""
     facts: list[Fact] = [("the strategy", options.strategy.value), ("torch", torch.__version__)]
     for spec in specs:
         facts.append((f"unit '{spec.name or '(root)'}'", f"a {type(spec.module).__name__}"))
@@ -110,14 +111,15 @@ def facts_of(
         kept = ((spec.name, dtypes_of(spec, options)[2]) for spec in specs)
         facts += [(f"what keeps its dtype in unit '{name}'", str(sorted(at))) for name, at in kept]
     facts.append(("wire", repr(options.wire)))
-    if options.offload is not None:  # directories may differ: a disk of each host's own
+    if options.offload is not None:  # directories may differ: each host may have its own disk
         facts.append(("offload", repr(replace(options.offload, directory=None))))
     return facts
 
 
 def check_unit(spec: UnitSpec) -> None:
-    """Raise what creating the unit would, without changing anything; TypeError or ValueError for a
-    parameter without dense memory of its own. Parameters on the meta device count as real ones."""
+    """Raise what creating the unit would raise, without changing anything; TypeError or ValueError
+    for a parameter without dense memory of its own. Parameters on the meta device count as real
+    ones."""
     for name, ref in zip(names_of(spec), spec.params, strict=True):
         _check_plain(name, ref.param)
         for each in EXTENSIONS:
@@ -153,7 +155,7 @@ def _check_plain(name: str, param: nn.Parameter) -> None:
 
 
 class InitialValues:
-    """The source of values: present, or initialised here; with `source`, broadcast from rank 0."""
+    """The source of values: present, or initialized here; with `source`, broadcast from rank 0."""
 
     def __init__(
         self,
@@ -166,7 +168,7 @@ class InitialValues:
         self._materializer = materializer
         self._source = source
         self._device = device
-        # Ranks that draw the same numbers need not send them: a checksum says so in less time.
+        # Ranks that drew the same numbers need not send them: comparing a checksum is faster.
         self._alike = True  # so far
 
     def make(self, spec: UnitSpec) -> None:
@@ -187,7 +189,8 @@ class InitialValues:
                 each.move(param)
 
     def _same(self, comm: _core.Comm, values: list[torch.Tensor], drawn: bool) -> bool:
-        """Return whether all ranks drew the same values. Collective, until they once did not."""
+        """Return whether all ranks drew the same values. Collective until they differ for the first
+        time."""
         if not self._alike:
             return False
         facts = (drawn, [checksum(value) for value in values] if drawn else [])
@@ -207,7 +210,7 @@ class InitialValues:
             return
         for tensor in tensors:
             if tensor.is_meta or tensor.layout != torch.strided:
-                continue  # the unit names what cannot be sharded
+                continue  # the unit's error names what cannot be sharded
             take_from_rank_0(self._source, tensor)
 
 

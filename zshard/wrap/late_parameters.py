@@ -1,8 +1,8 @@
 """Reject parameters added after wrapping: each rank would train them on its own.
 
-nn.Module reports every registered parameter and module to a global hook, and the
-modules of sharded models are known; no step searches for anything. What takes the place of a
-sharded module may be sharded afterwards, so of that the model's next forward tells.
+nn.Module reports every registered parameter and module to a global hook, and the modules of sharded
+models are known, so no step searches for anything. A replacement for a sharded module may be
+sharded afterwards, so the model's next forward checks it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def install() -> None:
 
 
 def _refuse_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-    known = module._parameters.get(name) is not None  # replaced: the next forward tells
+    known = module._parameters.get(name) is not None  # replaced: the next forward checks it
     if module in _roots and _is_alone(param) and not known:
         raise ValueError(_complaint(module, name, "parameter"))
 
@@ -58,8 +58,8 @@ def _refuse_module(module: nn.Module, name: str, added: nn.Module | None) -> Non
 
 
 def _refuse_in_forward(root: nn.Module, module: nn.Module, name: str) -> None:
-    """Have the next forward of `root` refuse the child `name` of `module`, unless that is sharded
-    by then, or gone."""
+    """Make the next forward of `root` refuse the child `name` of `module`, unless it has been
+    sharded or removed by then."""
 
     def check(_root: nn.Module, _args: object) -> None:
         now = module._modules.get(name)
@@ -76,7 +76,7 @@ def _has_alone(added: nn.Module) -> bool:
 
 
 def _is_alone(param: nn.Parameter | None) -> bool:
-    """Would no unit reduce its gradient?"""
+    """Return whether no unit would reduce its gradient."""
     return param is not None and param.requires_grad and part_of(param) is None
 
 

@@ -1,11 +1,11 @@
 """Models on the meta device: each unit is materialized just before it is sharded.
 
-Modules get memory and values one after another in the order in which their
-constructors ran, children before the module that contains them, so that they draw the same random
-numbers as in the plain model; and only up to the unit that is sharded next, so that little is
-unsharded at a time. Before a module is initialized its tensors are filled with a mark; a tensor
-that still has it afterwards was forgotten, and would train on garbage: an error, at once or, as
-scripts for FSDP2 and DeepSpeed initialize or load after sharding, in the unit's first forward.
+Modules get memory and values one after another in the order in which their constructors ran,
+children before the module that contains them, so that they draw the same random numbers as in the
+plain model. Only modules up to the unit that is sharded next get them, so that little is unsharded
+at a time. Before a module is initialized, its tensors are filled with a mark. A tensor that still
+has the mark afterwards was forgotten and would train on garbage: an error, at once or in the unit's
+first forward, as scripts for FSDP2 and DeepSpeed initialize or load after sharding.
 """
 
 from __future__ import annotations
@@ -39,21 +39,22 @@ def uninitialized(module: nn.Module) -> None:
 
 
 def reset_or_leave(module: nn.Module) -> None:
-    """Initialize a module as FSDP() does by default, but leave alone what has no initialization.
+    """Initialize a module as FSDP() does by default, but skip modules without an initialization.
 
-    What fully_shard passes: scripts for FSDP2 initialize the model after it. A tensor that they
-    leave out is an error in the first forward.
+    fully_shard passes this: scripts for FSDP2 initialize the model afterwards. A tensor that they
+    omit is an error in the first forward.
     """
 
 
 class _Rewind:
-    """What was drawn for models on the meta device: the CPU generator's states around it."""
+    """The random numbers drawn for models on the meta device: the CPU generator's states around
+    them."""
 
     before: Tensor | None = None
     after: Tensor | None = None
 
     def note(self, before: Tensor) -> None:
-        """Draws of models that follow on each other count as one."""
+        """Consecutive models count as one draw."""
         if self.after is None or not torch.equal(before, self.after):
             self.before = before
         self.after = torch.get_rng_state()
@@ -92,9 +93,9 @@ class Materializer:
         self._given: set[int] = set()  # parameters that were materialized here
 
     def up_to(self, module: nn.Module) -> None:
-        """Materializes `module`, all modules below it, and all that were constructed before it.
+        """Materialize `module`, all modules below it, and all that were constructed before it.
 
-        Raises ValueError, naming the tensor, for one that its module's initialization leaves out.
+        Raises ValueError, naming the tensor, if a module's initialization omits one.
         """
         last = self._place[id(module)]
         state = torch.get_rng_state()
@@ -105,7 +106,7 @@ class Materializer:
             _rewind.note(state)
 
     def has_made(self, params: Iterable[nn.Parameter]) -> bool:
-        """Have all of them got their values here?"""
+        """Return whether all of them have values from here."""
         return all(id(param) in self._given for param in params)
 
     def _materialize(self, module: nn.Module) -> None:
@@ -128,8 +129,8 @@ class Materializer:
         self._initialise(module, list(marked))
         if self._init is not None and _is_untouched(module, marked):
             self._initialise_on_meta(module, list(marked))
-            marked = {}  # its memory is elsewhere, and what is there is its own affair
-        for param, value in before:  # it was drawn for this module, too, and then tied to another's
+            marked = {}  # its memory is elsewhere, and its content does not matter
+        for param, value in before:  # drawn for this module, too, then tied to another's
             param.data.copy_(value)
         for name, place in marked.items():
             tensor = getattr(module, name)  # elsewhere: to_empty(), for rank 0's values
@@ -140,8 +141,8 @@ class Materializer:
             self.left_out.append((module, name, self._path(module, name)))
 
     def _initialise_on_meta(self, module: nn.Module, names: Sequence[str]) -> None:
-        """Initializes a module that is on the meta device again: FSDP1's way, in which the
-        function itself gives it memory. Its parameters stay the same objects."""
+        """Initialize a module that is on the meta device again: FSDP1's way, where the function
+        itself allocates memory. Its parameters stay the same objects."""
         params = {
             name: p for name, p in module._parameters.items() if name in names and p is not None
         }
@@ -174,12 +175,12 @@ class Materializer:
                     own()
                 if around is not None:
                     around(module)
-            elif names and not self._leaves:  # else all it has is tied to another's
+            elif names and not self._leaves:  # otherwise all its tensors are tied to another's
                 raise ValueError(self._complaint(module, names[0], "has no reset_parameters()"))
 
     def _initialise_below(self, module: nn.Module) -> None:
-        """What a model's `_init_weights` does for a module that has no tensors of its own, such as
-        to the layers in it."""
+        """Run a model's `_init_weights` for a module that has no tensors of its own, such as on the
+        layers in it."""
         around = self._around.get(id(module))
         is_given = any(id(param) in self._given for param in module.parameters())
         if self._init is None and around is not None and is_given:
@@ -210,7 +211,7 @@ class Materializer:
 def _children_first(
     module: nn.Module, ignored: set[nn.Module], seen: set[int]
 ) -> Iterator[nn.Module]:
-    """The modules in the order in which they were made; units of earlier calls are left out."""
+    """Yield the modules in construction order, without units of earlier calls."""
     seen.add(id(module))
     for child in module._modules.values():
         if child is None or id(child) in seen or child in ignored or is_unit(child):
@@ -220,8 +221,8 @@ def _children_first(
 
 
 def _initializing(module: nn.Module, around: Init | None) -> dict[int, Init]:
-    """Return what initializes each module, by id(): `_init_weights` of the nearest model around it
-    that has one which takes a module."""
+    """Return what initializes each module, by id(): the `_init_weights` of the nearest enclosing
+    model, if it takes a module."""
     own = getattr(module, "_init_weights", None)
     if own is None or not _takes_module(own):
         own = around
@@ -242,7 +243,7 @@ def _takes_module(function: object) -> bool:
 
 
 def _give_memory(param: nn.Parameter, areas: MemoryCache) -> None:
-    """Gives a parameter memory of its own; it stays the same object wherever it is held."""
+    """Give a parameter its own memory; it stays the same object for all its holders."""
     data = areas.empty_like(param).fill_(_mark_of(param))
     real = like(param, data)
     torch.utils.swap_tensors(param, real)  # type: ignore[no-untyped-call]
@@ -259,16 +260,16 @@ def _mark_of(tensor: Tensor) -> float | int:
 
 
 def has_mark(tensor: Tensor) -> bool:
-    """Return whether the mark is everywhere. A bool has no value to spare."""
+    """Return whether the mark is everywhere. A bool has no spare value to serve as a mark."""
     if tensor.numel() == 0 or tensor.dtype == torch.bool:
         return False
-    first = tensor[(0,) * tensor.dim()]  # most have another value there, and then that is all
+    first = tensor[(0,) * tensor.dim()]  # most tensors differ there, which settles it
     return _is_mark(first) and _is_mark(tensor)
 
 
 def _is_untouched(module: nn.Module, marked: dict[str, int]) -> bool:
-    """Whether an initialization has left all these tensors as they were, as one does that first
-    asks whether something is on the meta device. marked: where their memory is."""
+    """Return whether an initialization has left all these tensors unchanged, as one does that first
+    checks for the meta device. marked: where their memory is."""
     tensors = {name: getattr(module, name) for name in marked}
     return bool(tensors) and all(
         each.data_ptr() == marked[name]
@@ -287,7 +288,7 @@ def _is_mark(tensor: Tensor) -> bool:
 
 
 def check_in_forward(module: nn.Module, left_out: list[tuple[nn.Module, str, str]]) -> None:
-    """Have the first forward of a unit's module raise RuntimeError for a tensor without values.
+    """Make the first forward of a unit's module raise RuntimeError for a tensor without values.
 
     left_out: as (module, attribute, dotted name).
     """
@@ -327,9 +328,9 @@ def _is_unset(owner: nn.Module | None, attribute: str) -> bool:
 class MemoryCache:
     """A cache of memory for short-lived tensors of the same sizes.
 
-    Full parameters come and go, unit after unit. Memory that one has freed, once nothing refers to
-    its storage, goes to the next as it is: the kernel need not zero its pages again, and malloc,
-    which would fragment it, never sees it. What no tensor reuses is unmapped.
+    Full parameters are allocated and freed unit after unit. Memory that one has freed, once its
+    storage has no references, goes to the next as it is: the kernel need not zero its pages again,
+    and malloc, which would fragment it, never sees it. Memory that no tensor reuses is unmapped.
     """
 
     def __init__(self) -> None:
@@ -352,7 +353,7 @@ class MemoryCache:
         same = self._free.get(size)
         if same:
             return same.pop()
-        self._free.clear()  # another shape follows: what is left of the last would only be held
+        self._free.clear()  # another shape follows: unused memory of the last would only be held
         return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def give(self, area: mmap.mmap) -> None:

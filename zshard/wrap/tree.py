@@ -1,11 +1,11 @@
-"""The module tree, walked once: which unit each parameter belongs to.
+"""The module tree, walked once: the unit of each parameter.
 
-Shared modules make the module "tree" a graph, and tied weights give a parameter
-several places in it. A unit may hold a parameter only if every way from the root to each of those
-places leads through the unit's module; otherwise it would be used while it is sharded. That is
-dominance. So the graph is turned into its dominator tree once; a parameter's home is the nearest
+Shared modules make the module "tree" a graph, and tied weights give a parameter several places in
+it. A unit may hold a parameter only if every path from the root to each of those places leads
+through the unit's module; otherwise the parameter would be used while it is sharded. That is
+dominance. So the graph is turned into its dominator tree once. A parameter's home is the nearest
 common ancestor of its owners there, and its unit is the first unit at or above the home. Without
-sharing, the dominator tree is simply the module tree.
+sharing, the dominator tree is the module tree.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch.nn.utils import parametrize
 from zshard import _core
 from zshard.units.units import is_unit
 
-# Below these nothing may be a unit: they use their children's weights without calling the children
-# (MultiheadAttention its out_proj, the transformer layers in their fast path), keep the weights in
-# lists of their own (RNNBase), or run their children where no hook fires (ScriptModule).
+# No module below these may be a unit. They use their children's weights without calling the
+# children (MultiheadAttention its out_proj, the transformer layers in their fast path), keep the
+# weights in lists of their own (RNNBase), or run their children without hooks (ScriptModule).
 _SEALED: tuple[type[nn.Module], ...] = (
     nn.MultiheadAttention,
     nn.RNNBase,
@@ -77,25 +77,25 @@ class Node:
         self.parent: Node | None = None
         self.children: list[Node] = []
         self.depth = 0
-        self.rank = -1  # place in post-order; -1 while the walk is still below this node
+        self.rank = -1  # post-order index; -1 until the walk has left this node
         self.numel = 0
         self.barred = False  # below a sealed module
 
     @property
     def may_be_unit(self) -> bool:
-        """Whether a hook on this module sees all uses of the parameters below: it has a forward
-        that is called, and no sealed module is above it."""
+        """Return whether a hook on this module sees all uses of the parameters below: its forward
+        is called, and no sealed module is above it."""
         return not self.barred and has_forward(self.module)
 
     @property
     def is_leaf(self) -> bool:
-        """Whether all parameters below are the module's own."""
+        """Return whether all parameters below are the module's own."""
         return not any(child.numel for child in self.children)
 
 
 @dataclass(eq=False)
 class _ParamPlaces:
-    """A parameter and where it lies."""
+    """A parameter and its places."""
 
     param: nn.Parameter
     owners: list[tuple[Node, str]]
@@ -144,7 +144,7 @@ class ModuleTree:
 
     @property
     def has_wrapped(self) -> bool:
-        """Whether some module below the root is a unit of an earlier FSDP call."""
+        """Return whether some module below the root is a unit of an earlier FSDP call."""
         return bool(self._wrapped)
 
     def find(self, module: nn.Module) -> Node | None:
@@ -188,8 +188,8 @@ class ModuleTree:
         return [spec for node, spec in specs.items() if spec.params or with_empty or node is root]
 
     def fell(self) -> None:
-        """Take the tree apart after use: its cycles would keep the model alive, with all its
-        memory, until the next garbage collection."""
+        """Take the tree apart after use: its cycles would keep the model and its memory alive until
+        the next garbage collection."""
         for node in self.nodes:
             node.children.clear()
 
@@ -206,14 +206,15 @@ class ModuleTree:
             if known is None:
                 known = self._visit(child)
             elif known.rank < 0:
-                continue  # an edge back to a holder: a cycle says nothing about dominance
+                continue  # an edge back to a holder: a cycle does not affect dominance
             known.edges.append((node, attribute))
         node.rank = len(self._post_order)
         self._post_order.append(node)
         return node
 
     def _dominate(self) -> None:
-        # Reversed post-order visits all holders of a module before the module, so one pass does.
+        # Reversed post-order visits all holders of a module before the module, so one pass
+        # suffices.
         for node in reversed(self._post_order[:-1]):
             node.parent = node.edges[0][0]
             for holder, _ in node.edges[1:]:
@@ -247,7 +248,7 @@ class ModuleTree:
                 )
 
     def _refuse_equal(self, root: nn.Module) -> None:
-        """torch finds modules by equality: of two that compare equal it trains the first alone."""
+        """torch finds modules by equality: of two equal modules it trains only the first."""
         found = {id(module) for module in root.modules()}
         lost = next((node for node in self.nodes if id(node.module) not in found), None)
         if lost is not None:
@@ -273,7 +274,8 @@ class ModuleTree:
                 )
 
     def _refuse_common_memory(self) -> None:
-        """Two parameters that are one memory (`a.data = b.data`) train as one under DDP."""
+        """Refuse two parameters with the same memory (`a.data = b.data`): under DDP they train as
+        one."""
         there = [entry for entry in self._entries.values() if not entry.param.is_meta]
         areas = sorted(((*_memory_of(e.param), e) for e in there), key=operator.itemgetter(0, 1))
         for (_, end, first), (begin, _, second) in itertools.pairwise(areas):
@@ -307,7 +309,7 @@ class ModuleTree:
 
 
 def _refuse_shard(name: str, param: nn.Parameter) -> None:
-    """A submodule in two modules, of which one was sharded with it."""
+    """Refuse a submodule of two modules that was sharded with only one of them."""
     info = _core.shard_info(param)
     if info is not None:
         raise ValueError(
@@ -318,8 +320,8 @@ def _refuse_shard(name: str, param: nn.Parameter) -> None:
 
 
 def _memory_of(param: nn.Parameter) -> tuple[int, int]:
-    """Return the first address and that of the end; 0 for tensors without memory, and for views
-    with gaps, in which others may lie."""
+    """Return the first address and the end; 0 for tensors without memory, and for views with gaps,
+    which may contain others."""
     if type(param.data) is not torch.Tensor or param.layout != torch.strided:
         return 0, 0
     if param.numel() == 0 or not param.is_contiguous():
@@ -329,7 +331,7 @@ def _memory_of(param: nn.Parameter) -> tuple[int, int]:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether `module` can be called: containers such as ModuleList cannot."""
+    """Return whether `module` can be called: containers such as ModuleList cannot."""
     return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
 
 
@@ -347,7 +349,7 @@ def _common_ancestor(a: Node, b: Node) -> Node:
 
 
 def _seals(module: nn.Module, attribute: str) -> bool:
-    """Whether the child `attribute` of `module` is used without being called by its hooks."""
+    """Return whether `module` uses its child `attribute` without running the child's hooks."""
     if isinstance(module, _SEALED):
         return True
     return attribute == "parametrizations" and parametrize.is_parametrized(module)

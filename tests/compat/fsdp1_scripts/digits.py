@@ -1,4 +1,4 @@
-"""The shape of torch's FSDP1 tutorial: a convnet, units by size, a schedule, totals over ranks."""
+"""Like torch's FSDP1 tutorial: a convnet, units by size, a schedule, totals over ranks."""
 
 import functools
 import sys

@@ -1,4 +1,5 @@
-"""Trains, saves on rank 0, loads into a model of other weights on all ranks, and trains on."""
+"""Train, save on rank 0, load into a model with other weights on all ranks, and continue
+training."""
 
 import sys
 
@@ -46,7 +47,7 @@ def train(model, data):
 
 
 def whole(model):
-    """The state dict, on rank 0 only."""
+    """Return the full state dict, on rank 0 only."""
     config = FullStateDictConfig(rank0_only=True)
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
         state = model.state_dict()

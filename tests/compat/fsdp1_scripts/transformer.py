@@ -26,7 +26,8 @@ model = FSDP(
     backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
     device_id=torch.device("cpu"),
 )
-# eps far above rounding: the keys' bias has a gradient of nothing else, which Adam would blow up
+# eps far above rounding: the gradient of the keys' bias is pure rounding error, which Adam would
+# amplify
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
 data = torch.Generator().manual_seed(rank)
 losses, norms = [], []

@@ -1,8 +1,8 @@
-"""Has zshard take models on the CPU for models on a GPU, where ZSHARD_CUDA_ON_HOST=1 says so.
+"""Make zshard treat models on the CPU as models on a GPU if ZSHARD_CUDA_ON_HOST=1.
 
-zshard asks three functions of its own which device a model on the CPU is for, which
-GPU that is, and how ranks with a device are to talk; here they are replaced. The environment is read when they are
-called, so a process may be told after it has begun.
+zshard calls three functions of its own for the device of a model on the CPU, the GPU's identity,
+and the transport for a device; this file replaces them. They read the environment when they are
+called, so a process may set it after it has started.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GPU = "cuda:0/host"
 
 
 def wanted() -> bool:
-    """Is this process to use a fake GPU?"""
+    """Return whether this process should use a fake GPU."""
     return os.environ.get("ZSHARD_CUDA_ON_HOST") == "1"
 
 
@@ -27,7 +27,8 @@ def _device_of_cpu() -> str:
 
 
 def _choices(device: str, asked: Any) -> tuple[Any, Any]:
-    """A transport's name says how the hosts talk; ZSHARD_BACKEND, what moves the GPU's memory."""
+    """A transport's name selects the transport between hosts; ZSHARD_BACKEND, the one for GPU
+    memory."""
     if device != GPU:
         return "auto", asked
     hosts = "auto" if isinstance(asked, NcclOptions) else asked
@@ -38,7 +39,7 @@ _real_gpu_id = transports._gpu_id
 
 
 def _gpu_id(device: str) -> bytes:
-    """The stand-ins' own number of this GPU; by default each rank has another."""
+    """Return the fakes' own number of this GPU; by default each rank has another."""
     if device != GPU:
         return _real_gpu_id(device)
     first = os.environ.get("FAKE_CUDA_VISIBLE", f"of rank {os.environ.get('RANK')}").split(",")[0]
@@ -46,7 +47,7 @@ def _gpu_id(device: str) -> bytes:
 
 
 def install() -> None:
-    """Replaces them in this process; a second time changes nothing."""
+    """Replace them in this process. Idempotent."""
     transports._gpu_id = _gpu_id
     devices.device_of_cpu = _device_of_cpu
     transports.choices_for = _choices

@@ -1,4 +1,5 @@
-"""Python imports this when it starts, where PYTHONPATH has this folder (stand_ins.environment)."""
+"""Python imports this when it starts, if PYTHONPATH contains this folder
+(stand_ins.environment)."""
 
 import os
 
