@@ -176,6 +176,12 @@ def functions_are_short(name: str, text: str) -> list[str]:
     return [f"line {line}: {lines} lines" for line, lines in sizes if lines > MAX_FUNCTION_LINES]
 
 
+def lines_are_short(name: str, text: str) -> list[str]:
+    """At most 120 columns, comments too, which clang-format leaves as they are."""
+    lines = enumerate(text.splitlines(), 1)
+    return [f"line {number}: {len(line)} columns" for number, line in lines if len(line) > 120]
+
+
 def files_are_short(name: str, text: str) -> list[str]:
     """At most 450 lines."""
     lines = len(text.splitlines())
@@ -234,6 +240,7 @@ RULES: list[Rule] = [
     folders_keep_their_order,
     gil_regions_are_clean,
     functions_are_short,
+    lines_are_short,
     files_are_short,
     files_say_what_they_are,
     headers_are_commented,
@@ -296,6 +303,7 @@ BAD: list[tuple[Rule, str, str, str]] = [
     (gil_regions_are_clean, "py_a.c", MACRO, "PyLong_AsLong without the GIL"),
     (functions_are_short, "torch_a.cpp", LONG, "line 2: 61 lines"),
     (functions_are_short, "sum.cuh", "// a }\n" + LONG, "line 3: 61 lines"),
+    (lines_are_short, "unit.c", "/* " + "x" * 118, "line 1: 121 columns"),
     (files_are_short, "unit.c", "\n" * (MAX_FILE_LINES + 1), "has 451 lines"),
     (files_say_what_they_are, "unit.c", "#include <stdio.h>\n", "does not open"),
     (files_say_what_they_are, "unit.c", "/* arena.c - memory. */\n", "does not open"),

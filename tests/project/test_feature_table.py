@@ -1,4 +1,7 @@
-"""The feature tables of docs/features.md: what they say of zshard names its test."""
+"""The feature tables of docs/features.md: what they say of zshard has a test.
+
+docs/contributing/feature_tests.md names it, by feature.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from typing import NamedTuple
 import pytest
 from named import problem_with
 
-ROOT = Path(__file__).resolve().parents[2]
-COLUMNS = ["feature", "zshard", "DDP", "FSDP1", "FSDP2", "DeepSpeed", "test"]
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+COLUMNS = ["feature", "zshard", "DDP", "FSDP1", "FSDP2", "DeepSpeed"]
 WITHOUT_TEST = ("no", "-")  # what zshard's cell says where there is nothing to show
 
 
@@ -17,63 +20,75 @@ class Row(NamedTuple):
     feature: str
     zshard: str
     others: tuple[str, ...]
-    test: str
 
 
 def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip().strip("|").split("|")]
 
 
-def rows(text: str) -> list[Row]:
-    """The rows of all feature tables in a text, in their order."""
+def tables(text: str, columns: list[str]) -> list[list[str]]:
+    """The rows of all tables with these columns in a text, in their order."""
     found, inside = [], False
     for line in text.splitlines():
         row = cells(line) if line.startswith("|") else []
-        inside = row == COLUMNS or (inside and bool(row))
-        if inside and row != COLUMNS and not row[0].startswith("---"):
-            found.append(Row(row[0], row[1], tuple(row[2:-1]), row[-1]))
+        inside = row == columns or (inside and bool(row))
+        if inside and row != columns and not row[0].startswith("---"):
+            found.append(row)
     return found
 
 
-def problem_of(row: Row) -> str:
-    texts = (row.feature, row.zshard, *row.others, row.test)
+def rows(text: str) -> list[Row]:
+    return [Row(row[0], row[1], tuple(row[2:])) for row in tables(text, COLUMNS)]
+
+
+def by_feature(text: str) -> dict[str, str]:
+    """The test of each feature."""
+    return {feature: test for feature, test in tables(text, ["feature", "test"])}
+
+
+def problem_of(row: Row, found: dict[str, str]) -> str:
+    texts = (row.feature, row.zshard, *row.others)
     if len(texts) != len(COLUMNS) or not all(texts):
         return f"{row.feature}: cells are missing"
-    if row.zshard in WITHOUT_TEST:
-        return "" if row.test == "-" else problem_with(row.test)
-    return problem_with(row.test)
+    test = found.get(row.feature)
+    if test is None:
+        return "" if row.zshard in WITHOUT_TEST else f"{row.feature}: no test"
+    return problem_with(test)
 
 
-TABLE = rows((ROOT / "docs" / "features.md").read_text())
+TABLE = rows((DOCS / "features.md").read_text())
+TESTS = by_feature((DOCS / "contributing" / "feature_tests.md").read_text())
 
 
-def test_each_claim_names_its_test():
+def test_each_claim_has_a_test():
     assert len(TABLE) >= 80
-    assert [problem for row in TABLE if (problem := problem_of(row))] == []
+    assert [problem for row in TABLE if (problem := problem_of(row, TESTS))] == []
 
 
-def test_features_are_unique():
+def test_features_are_unique_and_tests_have_one():
     features = [row.feature for row in TABLE]
     assert len(set(features)) == len(features)
+    assert set(TESTS) <= set(features)
 
 
 @pytest.mark.parametrize(
-    ("line", "complaint"),
+    ("line", "test", "complaint"),
     [
-        ("| a | yes | no | no | no | no | - |", "no such file"),
-        ("| a | over shm | no | no | no | no | tests/optim/test_no.py |", "no such file"),
+        ("| a | yes | no | no | no | no |", None, "no test"),
+        ("| a | over shm | no | no | no | no |", "tests/optim/test_no.py", "no such file"),
         (
-            "| a | yes | no | no | no | no | tests/optim/test_clip.py::test_no |",
+            "| a | yes | no | no | no | no |",
+            "tests/optim/test_clip.py::test_no",
             "no test of that name",
         ),
-        ("| a | yes | no | no | no | tests/optim/test_clip.py |", "cells are missing"),
-        ("| a | yes | no | no |  | no | tests/optim/test_clip.py |", "cells are missing"),
-        ("| a | yes | no | no | no | no | - |", "no such file"),
-        ("| a | yes | no | no | no | no | tests/optim/test_clip.py |", ""),
-        ("| a | no | no | no | no | no | - |", ""),
+        ("| a | yes | no | no | no |", "tests/optim/test_clip.py", "cells are missing"),
+        ("| a | yes | no | no |  | no |", "tests/optim/test_clip.py", "cells are missing"),
+        ("| a | yes | no | no | no | no |", "tests/optim/test_clip.py", ""),
+        ("| a | no | no | no | no | no |", None, ""),
     ],
 )
-def test_rows_without_a_test_are_found(line, complaint):
+def test_claims_without_a_test_are_found(line, test, complaint):
     header = "| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|\n"
     (row,) = rows(f"{header}{line}\n\n| b | yes |\n")
-    assert complaint in problem_of(row) and bool(complaint) == bool(problem_of(row))
+    problem = problem_of(row, {} if test is None else {"a": test})
+    assert complaint in problem and bool(complaint) == bool(problem)

