@@ -23,7 +23,7 @@ PROGRESS = re.compile(r"\[\d+/\d+\] Processing|\d+ (warning|error)s? |Suppressed
 def compile_flags() -> list[str]:
     """How setup.py compiles C."""
     setup = runpy.run_path(str(ROOT / "setup.py"))
-    flags = [*setup["C"], "-pthread", f"-iquote{ROOT / setup['CSRC']}"]
+    flags = [*setup["C"], "-pthread", f"-iquote{ROOT / 'csrc'}"]
     return [*flags, "-isystem", sysconfig.get_path("include")]
 
 

@@ -16,12 +16,13 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.autograd.variable import Variable
 from torch.distributed import distributed_c10d
+from torch.distributed import utils as dist_utils
 from torch.nn.utils import clip_grad
 
 from zshard import grad_scaler
@@ -37,7 +38,7 @@ __all__ = ["install"]
 class _TorchPlace(NamedTuple):
     """An attribute of an object in torch."""
 
-    owner: Any
+    owner: object
     name: str
     takes: tuple[str, ...] | None = None  # the first parameters of a function; None: not a function
 
@@ -81,6 +82,7 @@ _PATCHES = (
             _TorchPlace(torch.nn.init, "_calculate_fan_in_and_fan_out", ("tensor",)),
             _TorchPlace(torch.nn.init, "_no_grad_trunc_normal_", ("tensor",)),
             _TorchPlace(torch.nn.init, "kaiming_normal_", ("tensor",)),
+            _TorchPlace(torch.nn.init, "orthogonal_", ("tensor",)),
         ),
     ),
     _Patch(
@@ -88,6 +90,12 @@ _PATCHES = (
         outside.install_check,
         # torch's collectives do not dispatch to tensor subclasses; all of them check a tensor here.
         (_TorchPlace(distributed_c10d, "_check_single_tensor", ("param", "param_name")),),
+    ),
+    _Patch(
+        "DistributedDataParallel around a module that contains a sharded model mixes its shards",
+        outside.install_sync,
+        # DDP asks no module but its own, and Lightning calls this before it validates.
+        (_TorchPlace(dist_utils, "_sync_module_states", ("module",)),),
     ),
     _Patch(
         "a rank that evaluates alone weights that all ranks have written in place waits for ranks "

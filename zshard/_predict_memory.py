@@ -6,15 +6,13 @@ nothing (`memory/dry_run.py`).
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from zshard.memory.dry_run import World
 from zshard.memory.report import predict
 from zshard.memory.spare import parse_keep
 from zshard.offload import offload_on, parse_offload
-from zshard.options import unit_options
+from zshard.options import OffloadLike, PrecisionLike, StrategyLike, WrapPolicyLike, unit_options
 from zshard.precision import precision_of
 from zshard.ranks.devices import CPU
 from zshard.ranks.wire import Wire, check_wire
@@ -30,13 +28,13 @@ def predict_memory(
     module: nn.Module,
     world_size: int,
     *,
-    strategy: Any = "full_shard",
-    auto_wrap_policy: Any = "auto",
-    mixed_precision: Any = None,
+    strategy: StrategyLike = "full_shard",
+    auto_wrap_policy: WrapPolicyLike | None = "auto",
+    mixed_precision: PrecisionLike | None = None,
     transport: str = "auto",
     optimizer: str | int | None = "adamw",
     local_world_size: int | None = None,
-    offload: Any = None,
+    offload: OffloadLike | None = None,
     keep_gathered: bool | int | str = "auto",
     wire: str | Wire | None = None,
 ) -> dict[str, int]:

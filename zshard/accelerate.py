@@ -18,7 +18,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ _WEIGHTS = ("model{}.safetensors", "pytorch_model{}.bin")  # what Accelerate wri
 _KINDS = ("NO", "MULTI_CPU", "MULTI_GPU")  # kinds of training for which prepare() wraps DDP
 
 
-def shard(accelerator: Any, **arguments: Any) -> Any:
+def shard(accelerator: Any, **arguments: object) -> Any:
     """Make an Accelerator shard the models that it prepares from now on, instead of wrapping DDP.
 
     Models that are already sharded stay as they are. Call it on all ranks, before `prepare()`.
@@ -63,7 +63,7 @@ def shard(accelerator: Any, **arguments: Any) -> Any:
     return _sharding(accelerator)
 
 
-def _sharding(accelerator: Any) -> Any:
+def _sharding(accelerator: object) -> Any:
     kind = type(accelerator)
     accelerator.__class__ = type(
         kind.__name__, (_ShardingAccelerator, kind), {"__module__": kind.__module__}
@@ -72,7 +72,7 @@ def _sharding(accelerator: Any) -> Any:
 
 
 def _unpickled(kind: type[Any], state: dict[str, Any]) -> Any:
-    accelerator: Any = object.__new__(kind)
+    accelerator: object = object.__new__(kind)
     accelerator.__dict__.update(state)
     return _sharding(accelerator)
 
@@ -125,6 +125,13 @@ def _other_plugin(accelerator: Any) -> str:
 
 if TYPE_CHECKING:
     _Accelerator = Any
+
+    class _Prepared(Protocol):
+        """An Accelerator's models and optimizers."""
+
+        _models: list[nn.Module]
+        _optimizers: list[Any]
+
 else:  # the accelerator's class follows this one in the MRO
     _Accelerator = object
 
@@ -259,7 +266,7 @@ def _steps(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
     return all(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
 
-def _pairs(accelerator: Any) -> list[tuple[nn.Module, torch.optim.Optimizer | None]]:
+def _pairs(accelerator: _Prepared) -> list[tuple[nn.Module, torch.optim.Optimizer | None]]:
     """Return each sharded model with its optimizer, or None if it has no or several optimizers."""
     pairs = []
     for model in filter(_is_sharded, accelerator._models):
@@ -273,7 +280,7 @@ def _remove(optimizers: list[Any], optimizer: torch.optim.Optimizer | None) -> N
 
 
 @contextlib.contextmanager
-def _hidden(accelerator: Any, pairs: list[tuple[Any, Any]]) -> Iterator[None]:
+def _hidden(accelerator: _Prepared, pairs: list[tuple[Any, Any]]) -> Iterator[None]:
     """Context manager that hides these models and optimizers from the Accelerator."""
     models, optimizers = accelerator._models, accelerator._optimizers
     accelerator._models = [each for each in models if not _is_sharded(each)]

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zshard import _core, _patches
 from zshard.compat.attributes import TorchNames, names_without_module
 from zshard.compat.fsdp1 import Fsdp1Methods
-from zshard.guard.outside import NoDdp, refuse_in_ddp
+from zshard.guard.outside import NoDdp
 from zshard.memory.fits import parse_limit
 from zshard.memory.spare import parse_keep
 from zshard.model.build import MADE
@@ -251,7 +251,7 @@ class FSDP(Fsdp1Methods, UnitMethods, ModelMethods, TorchNames):
         shard_model(FSDP, module, planned, FsdpSettings(ranks, values, limit))
         return cast("Wrapped[_M]", module)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         """Call the method of the model's class, which may register subclasses, but not for a
         sharded module's class."""
         if MADE not in vars(cls):
@@ -270,7 +270,6 @@ class FSDP(Fsdp1Methods, UnitMethods, ModelMethods, TorchNames):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward. After any exception the model is ready for the next forward."""
-        refuse_in_ddp()
         return call_guarded(self, state_of(self).unit, super().__call__, args, kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -343,7 +342,7 @@ class FSDP(Fsdp1Methods, UnitMethods, ModelMethods, TorchNames):
         Collective: call it on all ranks."""
         return copy_model(self, memo)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError("a sharded model cannot be pickled; save model.state_dict() instead")
 
 

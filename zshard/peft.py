@@ -51,7 +51,7 @@ def _num_parameters(self: nn.Module) -> Callable[..., Any]:
 
 
 def _of_copy(name: str) -> Callable[..., Any]:
-    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def method(self: nn.Module, *args: object, **kwargs: object) -> Any:
         """Call the method on a plain copy with full parameters, and return the copy's plain base
         model.
 

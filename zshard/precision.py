@@ -145,7 +145,7 @@ def in_dtype(dtype: torch.dtype) -> Precision:
     return Precision(compute=dtype, cast_root_inputs=True, keep=BATCH_NORMS)
 
 
-def check_dtype(name: str, dtype: Any) -> None:
+def check_dtype(name: str, dtype: object) -> None:
     """Raise ValueError if the argument `name` is neither None nor a dtype to compute in."""
     if dtype is not None and dtype not in _FLOATS:
         known = ", ".join(str(each) for each in _FLOATS)
@@ -184,7 +184,7 @@ def drop_root_casts(module: nn.Module, precision: Precision) -> set[int]:
     return dropped
 
 
-def cast_arguments(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def cast_arguments(module: nn.Module, args: object, kwargs: object) -> tuple[Any, Any]:
     """Return the arguments as the forward of a unit's module would get them."""
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, _CastInputs):
@@ -230,7 +230,9 @@ class _SaveBuffers:
     before: dict[str, torch.dtype]
     low: torch.dtype
 
-    def __call__(self, module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
+    def __call__(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object
+    ) -> None:
         for name, dtype in self.before.items():
             value = state.get(prefix + name)
             if isinstance(value, Tensor) and value.dtype == self.low:
@@ -241,7 +243,7 @@ class _SaveBuffers:
 class _CastInputs:
     dtype: torch.dtype
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def __call__(self, module: nn.Module, args: object, kwargs: object) -> Any:
         return _cast(args, self.dtype), _cast(kwargs, self.dtype)
 
 
@@ -249,25 +251,25 @@ class _CastInputs:
 class _CastOutputs:
     dtype: torch.dtype
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def __call__(self, module: nn.Module, args: object, output: object) -> Any:
         return _cast(output, self.dtype)
 
 
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
+def _cast(tree: object, dtype: torch.dtype) -> Any:
     def one(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return map_tensors(one, tree)
 
 
-def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
+def map_tensors(change: Callable[[Tensor], Tensor], tree: object) -> Any:
     """Return arguments or results of a forward with changed tensors, also inside lists, tuples,
     sets, dicts, dataclasses and their subclasses. A container without changed tensors stays the
     same object; any other one is copied."""
     return _map(change, tree, {})
 
 
-def _map(change: Callable[[Tensor], Tensor], tree: Any, known: dict[int, Any]) -> Any:
+def _map(change: Callable[[Tensor], Tensor], tree: object, known: dict[int, Any]) -> Any:
     """known: results of containers by id; a container that contains itself maps to itself."""
     if isinstance(tree, Tensor):
         return change(tree)

@@ -44,7 +44,7 @@ _COUNT = "num_parameters"
 _COUNTS_FULL = "_zshard_counts_full"  # marks a method
 
 
-def shard(trainer: type[_T], **arguments: Any) -> type[_T]:
+def shard(trainer: type[_T], **arguments: object) -> type[_T]:
     """Return a subclass of a Trainer that shards its models, instead of wrapping DDP around them.
 
     It shards the model when training or an evaluation begins, and reference models (of DPO) when
@@ -86,7 +86,7 @@ def _count_full_parameters() -> None:
         return
 
     @functools.wraps(count)
-    def counted(model: Any, trainable_only: bool = False) -> int:
+    def counted(model: nn.Module, trainable_only: bool = False) -> int:
         model = bare(model)
         if not is_unit(model):
             return int(count(model, trainable_only))
@@ -143,7 +143,7 @@ class _ShardingTrainer(_Trainer):  # type: ignore[misc]
             _follow_saving(bare(self.model))
         super().save_model(output_dir, _internal_call)
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: object = None) -> None:
         if state_dict is None and self.args.should_save:
             state_dict = self._zshard_state_dict()
         with torch.no_grad():  # one rank may run a forward here: that of PEFT's prompts
@@ -154,7 +154,7 @@ class _ShardingTrainer(_Trainer):  # type: ignore[misc]
             self.optimizer.state_dict()
         super()._save_optimizer_and_scheduler(output_dir)
 
-    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    def _load_from_checkpoint(self, *args: object, **kwargs: object) -> None:
         self.accelerator.wait_for_everyone()  # one rank may still be saving what is overwritten now
         super()._load_from_checkpoint(*args, **kwargs)
 
@@ -162,7 +162,7 @@ class _ShardingTrainer(_Trainer):  # type: ignore[misc]
         self.accelerator.wait_for_everyone()
         super()._load_best_model()
 
-    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+    def prediction_step(self, *args: object, **kwargs: object) -> Any:
         if self._zshard_needs_all() and hasattr(self, "_gen_kwargs"):  # without it, False is passed
             self._gen_kwargs.setdefault(_SYNCED, True)
         return super().prediction_step(*args, **kwargs)
@@ -221,7 +221,7 @@ def count_full_in(model: nn.Module, name: str) -> None:
 
 def _counting(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def counted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def counted(self: nn.Module, *args: object, **kwargs: object) -> Any:
         if "named_parameters" in vars(self):
             return method(self, *args, **kwargs)
         vars(self)["named_parameters"] = functools.partial(full_named_parameters, self)
@@ -242,7 +242,7 @@ def _generate_of(original: type[nn.Module]) -> dict[str, Any]:
     generate: Callable[..., Any] = method
 
     @functools.wraps(generate)
-    def synced(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def synced(self: nn.Module, *args: object, **kwargs: object) -> Any:
         if _needs_all(self) and _takes(self, generate) and not _is_given(generate, args, kwargs):
             kwargs[_SYNCED] = True
         return generate(self, *args, **kwargs)

@@ -1,4 +1,4 @@
-/* comm.c - what is common to all transports: references, numbers, passes, private memory. */
+/* comm.c - common to all transports: references, numbers, passes, private memory. */
 #include "comm/comm_local.h"
 
 #include <stdatomic.h>
@@ -88,7 +88,8 @@ zs_status zs_comm_align(zs_comm *comm)
     return ZS_OK;
 }
 
-/* --- words for messages, and of passes ---------------------------------------------------------------------------- */
+/* --- texts for messages, and passes as numbers
+ * ---------------------------------------------------------------------------- */
 
 const char *zs_unit_label(const char *name)
 {
@@ -99,7 +100,7 @@ void zs_comm_publish_fingerprint(zs_comm *comm, zs_reader *reader, const zs_fing
                                  const zs_fingerprint *now)
 {
     zs_fingerprint_replace(&comm->fingerprint, before, now);
-    zs_comm_set_others(comm, NULL); /* words of another time */
+    zs_comm_set_others(comm, NULL); /* these texts are outdated */
     const zs_reader_ops *readers = comm->ops->readers;
     if (readers->publish_fingerprint != NULL && reader != NULL) readers->publish_fingerprint(comm, reader, now);
 }
@@ -108,7 +109,7 @@ enum { PASS = 3, CHANGED = 4, EVAL_MODE = 8 };
 
 uint64_t zs_reading_encode(const zs_reading *reading)
 {
-    if (reading->pass == ZS_PASS_BACKWARD) return ZS_PASS_BACKWARD; /* of what its forward was */
+    if (reading->pass == ZS_PASS_BACKWARD) return ZS_PASS_BACKWARD; /* it keeps what its forward was */
     return (uint64_t)reading->pass | (reading->changed ? CHANGED : 0) | (reading->eval_mode ? EVAL_MODE : 0);
 }
 
@@ -152,7 +153,7 @@ zs_status zs_comm_gather(zs_comm *comm, const zs_flat_mem *flat, const char *uni
 
 /* --- private memory, and readers where nothing is mapped ---------------------------------------------------------- */
 
-/* Nothing to remember: no peer can read this rank's memory. */
+/* No state: no peer can read this rank's memory. */
 struct zs_reader {
     char unused;
 };
@@ -202,7 +203,7 @@ void zs_local_reader_free(zs_comm *comm, zs_reader *reader)
 zs_status zs_local_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *reading)
 {
     (void)reader;
-    /* A backward is of the weights of its forward. */
+    /* A backward uses the weights of its forward. */
     uint64_t kept = reading->pass == ZS_PASS_BACKWARD ? comm->reading & CHANGED : 0;
     comm->reading = zs_reading_encode(reading) | kept;
     return ZS_OK;

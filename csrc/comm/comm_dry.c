@@ -1,9 +1,8 @@
-/* comm_dry.c - transports that stand for others where only sizes are asked for.
+/* comm_dry.c - fakes of transports, for plans that only need sizes.
  *
- * A model's memory follows from its layout and from what its transport rounds and holds for itself. So the
- * dry-run transport is the real one's table with all that would meet peers or take memory left out; engines and units
- * that are made on it (zs_unit_spec.dry_run) are measured as real ones are.
- */
+ * A model's memory follows from its layout, from its transport's rounding and from the transport's own memory. So
+ * the dry-run transport is the real one's table without all that would contact peers or allocate memory; engines and
+ * units on it (zs_unit_spec.dry_run) are measured as real ones are. */
 #include "comm/comm_local.h"
 
 #include <stdlib.h>
@@ -11,7 +10,7 @@
 
 typedef struct dry_comm {
     zs_comm base;
-    zs_comm_ops ops; /* of its own: another transport's name and sizes */
+    zs_comm_ops ops; /* its own: another transport's name and sizes */
     zs_round_ops rounds;
 } dry_comm;
 
@@ -24,7 +23,7 @@ const zs_comm_ops *zs_comm_ops_of(const char *name)
     return NULL;
 }
 
-/* The others would say what this rank says: all of them are alike. */
+/* The peers would send what this rank sends: all are the same. */
 static zs_status dry_exchange(zs_comm *comm, const void *mine, size_t bytes, void *all)
 {
     for (int r = 0; r < comm->world; r++)

@@ -10,7 +10,7 @@
 
 enum { CLAUSE = 1024, SHOWN = 3 };
 
-/* Numbers in param groups that differ by less, relative to themselves, are the same: hosts may round differently. */
+/* Numbers in param groups whose relative difference is smaller are equal: hosts may round differently. */
 static const double near = 1e-6;
 
 void zs_fingerprint_replace(zs_fingerprint *fingerprint, const zs_fingerprint *before, const zs_fingerprint *now)
@@ -60,7 +60,7 @@ void zs_comm_publish(zs_comm *comm, zs_topic topic, const char *text)
     if (comm->ops->talk->tell != NULL) comm->ops->talk->tell(comm, topic, text);
 }
 
-/* NULL: not known. */
+/* NULL: unknown. */
 static const char *said(const zs_comm *comm, int rank, zs_topic topic)
 {
     if (rank == comm->rank) return zs_diagnostics_on(&comm->words, topic);
@@ -84,11 +84,11 @@ void zs_comm_set_others(zs_comm *comm, zs_diagnostics *others)
     comm->others = others;
 }
 
-/* Has all ranks know each other's words, if they do not. */
+/* Makes all ranks exchange their texts, unless they have them. */
 static zs_status learn(zs_comm *comm)
 {
     int peer = comm->rank == 0 ? comm->world - 1 : 0;
-    if (zs_comm_published(comm, peer, ZS_ON_SETTINGS) != NULL) return ZS_OK; /* as on all ranks */
+    if (zs_comm_published(comm, peer, ZS_ON_SETTINGS) != NULL) return ZS_OK; /* so do all ranks */
     zs_diagnostics *others = calloc((size_t)comm->world, sizeof *others);
     if (others == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory asking what the ranks have done");
     zs_status status = zs_comm_exchange(comm, &comm->words, sizeof *others, others);
@@ -107,7 +107,7 @@ typedef struct line {
     size_t name_length, length; /* of the name, of the values */
 } line;
 
-/* The line that begins at `at`; false at the end. A line that was cut off has no values. */
+/* The line that begins at `at`; false at the end. A truncated line has no values. */
 static bool read_line(const char *at, line *out)
 {
     if (*at == 0) return false;
@@ -123,7 +123,7 @@ static const char *after(const char *at)
     return *at == '\n' ? at + 1 : at;
 }
 
-/* The line of `text` of the same name. */
+/* The line of `text` with the same name. */
 static bool find_line(const char *text, const line *like, line *out)
 {
     for (; read_line(text, out); text = after(text))
@@ -137,7 +137,7 @@ static bool is_separator(char c)
     return c == ',' || c == ' ' || c == '(' || c == ')';
 }
 
-/* The next word of `text` up to `end`, of which *length characters. */
+/* The next word of `text` before `end`, of *length characters. */
 static const char *next_word(const char *text, const char *end, size_t *length)
 {
     while (text < end && is_separator(*text))
@@ -180,7 +180,7 @@ static bool was_cut_off(const char *settings)
     return strlen(settings) == sizeof((zs_diagnostics){0}).settings - 1;
 }
 
-/* Are the settings of two ranks the same but for rounding, as far as their words tell? */
+/* Are the settings of two ranks the same up to rounding, according to their texts? */
 static bool are_near(const char *a, const char *b)
 {
     line one, other;
@@ -194,8 +194,8 @@ static bool are_near(const char *a, const char *b)
 
 /* --- what differs, as a clause ------------------------------------------------------------------------------------ */
 
-/* Appends "AdamW lr is 0.1 on rank 0 and 0.2 on rank 1" for each setting that differs; nothing if the words do not
- * tell. */
+/* Appends "AdamW lr is 0.1 on rank 0 and 0.2 on rank 1" for each setting that differs; nothing if the texts do not
+ * show it. */
 static void list_settings(const zs_comm *comm, int other, char *text, size_t size)
 {
     const char *first = said(comm, 0, ZS_ON_SETTINGS), *second = said(comm, other, ZS_ON_SETTINGS);
@@ -228,7 +228,7 @@ static void list_writes(const zs_comm *comm, int other, char *text, size_t size)
     if (used < size) snprintf(text + used, size - used, ")");
 }
 
-/* What a rank has done otherwise than rank 0. */
+/* In what a rank differs from rank 0. */
 typedef struct difference {
     const zs_fingerprint *first, *second;
     int other; /* the rank */
@@ -301,8 +301,7 @@ static zs_status fail(zs_comm *comm, const difference *d)
     return ZS_FAIL(ZS_ERR_DIVERGED, "the parameters are out of step: %s%s; %s", clause, failures, remedy(d));
 }
 
-/* Once settings have differed in earnest, digests alone count until they are the same: words tell of the last step
- * only. */
+/* Once settings have really differed, only digests count until they are equal again: texts cover only the last step. */
 static bool is_tolerable(const zs_comm *comm, const difference *d)
 {
     if (!only_settings_differ(d) || comm->apart) return false;

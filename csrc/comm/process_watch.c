@@ -17,7 +17,7 @@
 
 /* One rank's process. */
 typedef struct process {
-    int fd; /* -1: not looked at */
+    int fd; /* -1: not watched */
     long pid;
 } process;
 
@@ -39,7 +39,7 @@ void zs_process_own_id(zs_process_id *out)
     out->pid = getpid();
 }
 
-/* Are they processes of one kernel that can look at each other? */
+/* Are they processes of one kernel that can see each other? */
 static bool near(const zs_process_id *a, const zs_process_id *b)
 {
     return a->boot[0] != 0 && strcmp(a->boot, b->boot) == 0 && a->pids == b->pids;

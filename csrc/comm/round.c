@@ -1,4 +1,4 @@
-/* round.c - see round.h: a round's states, what each call needs, and the failure of one out of order. */
+/* round.c - see round.h: a round's states, what each call requires, and the errors of calls out of order. */
 #define _GNU_SOURCE 1 /* strdup */
 #include "comm/comm_local.h"
 
@@ -63,7 +63,7 @@ static zs_status check_spec(const zs_cunit_spec *spec, int world)
     return ZS_OK;
 }
 
-/* Which shard each rank sums. */
+/* The shard that each rank sums. */
 static int *shards_of_ranks(const zs_cunit_spec *spec, int world)
 {
     int *shard_of = calloc((size_t)world, sizeof *shard_of);
@@ -130,7 +130,7 @@ static void drop(zs_comm *comm, zs_cunit *unit)
 void zs_cunit_free(zs_comm *comm, zs_cunit *unit)
 {
     if (unit == NULL) return;
-    bool failed = zs_last_status() != ZS_OK; /* of the caller, who is on the way out */
+    bool failed = zs_last_status() != ZS_OK; /* of the caller, which is failing */
     const zs_round_ops *ops = comm->ops->rounds;
     if (ops->finish != NULL) ops->finish(comm, unit);
     if (!failed) zs_clear_error();
@@ -151,7 +151,7 @@ zs_status zs_cunit_rename(zs_comm *comm, zs_cunit *unit, const char *name)
 
 /* --- a round ------------------------------------------------------------------------------------------------------ */
 
-/* Ranks post and end their rounds in one order, and what fails has failed on all. */
+/* Ranks post and end their rounds in one order, and a failure is one on all ranks. */
 static bool is_collective(const zs_comm *comm)
 {
     return !comm->ops->mapped;
@@ -176,7 +176,7 @@ static zs_status check_post(const zs_cunit *unit, const zs_bucket *bucket)
     return ZS_OK;
 }
 
-/* ZS_ERR_STATE, naming `call` and the unit, unless the round stands at `state`. */
+/* ZS_ERR_STATE, with `call` and the unit, unless the round is in `state`. */
 static zs_status expect(const zs_cunit *unit, zs_round_state state, const char *call)
 {
     static const char *const standing[] = {"not posted", "posted", "collected", "shared", "collected and shared"};
@@ -224,7 +224,7 @@ zs_status zs_cunit_post(zs_comm *comm, zs_cunit *unit, const zs_bucket *bucket)
     return status;
 }
 
-/* Has the round that was posted begun? Its failure to do so is told here. */
+/* Has the posted round begun? A failure to begin is reported here. */
 static zs_status begun(zs_comm *comm, zs_cunit *unit, zs_wait wait, bool *done)
 {
     *done = true;
@@ -233,7 +233,7 @@ static zs_status begun(zs_comm *comm, zs_cunit *unit, zs_wait wait, bool *done)
 
 zs_status zs_cunit_collect(zs_comm *comm, zs_cunit *unit, zs_wait wait, bool *ready, zs_sources *out)
 {
-    /* Where another collective follows, all ranks come through here in one order: no looking first. */
+    /* If another collective follows, all ranks reach this in one order: no check first. */
     bool follows = is_collective(comm) && unit->spec.mode == ZS_REDUCE_ALL;
     zs_wait how = follows ? ZS_WAIT : wait;
     *ready = false;
@@ -290,7 +290,7 @@ zs_status zs_cunit_release(zs_comm *comm, zs_cunit *unit)
 
 zs_status zs_cunit_reusable(zs_comm *comm, zs_cunit *unit, zs_wait wait, bool *ready)
 {
-    /* Where peers have copies of their own, only the sum that share() gathers lands in the bucket. */
+    /* If peers have their own copies, only the sum that share() gathers arrives in the bucket. */
     *ready = unit->spec.mode == ZS_REDUCE_SCATTER || unit->state == ZS_ROUND_NONE;
     return comm->ops->rounds->reusable != NULL ? comm->ops->rounds->reusable(comm, unit, wait, ready) : ZS_OK;
 }

@@ -1,38 +1,37 @@
 /* round.h - the life of one bucket: posted, collected, (shared, collected again,) released.
  *
- * The order of these calls, the unit's state and what a round out of order fails with are the same on every
- * transport, so they are here; a transport moves bytes and says when they are there (zs_round_ops).
- */
+ * The order of these calls, the unit's state and the errors of calls out of order are the same on every transport,
+ * so they are here; a transport moves bytes and reports their arrival (zs_round_ops). */
 #ifndef ZS_ROUND_H
 #define ZS_ROUND_H
 
 #include "comm/comm_types.h"
 #include "comm/fingerprint.h"
 
-/* What a rank says of its round, beside the parameters that it used. */
+/* What a rank reports with its round, beside the parameters that it used. */
 enum {
-    ZS_ROUND_BUCKET = 1,  /* it brings a bucket; set by zs_cunit_post */
+    ZS_ROUND_BUCKET = 1,  /* it has a bucket; set by zs_cunit_post */
     ZS_ROUND_GAVE_UP = 2, /* its backward has failed */
-    ZS_ROUND_OVER = 4,    /* its backward will not want the unit again */
-    ZS_ROUND_HELD = 8,    /* gradients were there before, which the sum goes on top of */
+    ZS_ROUND_OVER = 4,    /* its backward will not need the unit again */
+    ZS_ROUND_HELD = 8,    /* it has earlier gradients, to which the sum is added */
 };
 
 /* What travels with a rank's gradients. */
 typedef struct zs_round_header {
     uint64_t flags;
-    uint64_t offer;             /* bytes of memory that the rank can spare; see unit/context.h */
+    uint64_t offer;             /* memory that the rank can spare, in bytes; see unit/context.h */
     zs_fingerprint fingerprint; /* what the rank has done to the model */
     uint64_t used[];            /* bitmap of the parameters that had a gradient */
 } zs_round_header;
 
-/* Bytes of one for so many parameters. */
+/* Its size in bytes for so many parameters. */
 size_t zs_round_header_bytes(size_t n_params);
 
-/* What collect() hands out, valid until release(). Arrays of length world are in rank order. */
+/* The result of collect(), valid until release(). Arrays of length world are in rank order. */
 typedef struct zs_sources {
-    bool partial;      /* each is a host's sum, of zs_dtype_of_partial_sum of what was posted, under its first rank */
-    const char **data; /* [world] rank r's part of this rank's shard of trainable flat f begins at data[r] + at[f];
-                        * NULL: nothing posted */
+    bool partial; /* each entry is a host's sum, of zs_dtype_of_partial_sum of what was posted, under its first rank */
+    const char **data; /* [world] rank r's gradients of this rank's shard of trainable flat f begin at data[r] + at[f];
+                          NULL: nothing posted */
     const size_t *at;  /* [n_flats] */
     const zs_round_header **headers; /* [world] never NULL */
 } zs_sources;
@@ -40,7 +39,7 @@ typedef struct zs_sources {
 /* How gradients of a unit are reduced. */
 typedef enum zs_reduce_mode {
     ZS_REDUCE_SCATTER, /* each rank gets its shard of the sum */
-    ZS_REDUCE_ALL,     /* each rank gets all of it: after collect, share() the own shard, then collect_shared() */
+    ZS_REDUCE_ALL, /* each rank gets the full sum: after collect, share() this rank's shard, then collect_shared() */
 } zs_reduce_mode;
 
 /* What is reduced together.
@@ -50,13 +49,13 @@ typedef enum zs_reduce_mode {
 typedef struct zs_cunit_spec {
     const char *name; /* for messages; copied */
     size_t n_params;
-    int n_flats;                      /* trainable ones, <= ZS_MAX_FLATS; 0: nothing to reduce */
+    int n_flats;                      /* trainable flats, <= ZS_MAX_FLATS; 0: nothing to reduce */
     size_t shard_bytes[ZS_MAX_FLATS]; /* of trainable flat f in the bucket (wire dtype), multiples of 64 */
     zs_dtype wire[ZS_MAX_FLATS];      /* of its numbers */
-    zs_wire code;                     /* how sums of them cross hosts, where a transport sums within hosts first */
+    zs_wire code;                     /* how their sums cross hosts, if a transport sums within hosts first */
     zs_reduce_mode mode;
-    int n_shards; /* that a bucket is cut into; 0: one for each rank */
-    /* [world] which shard a rank sums, where several ranks sum the same (hybrid); copied; NULL: rank r sums shard r.
+    int n_shards; /* in a bucket; 0: one for each rank */
+    /* [world] which shard a rank sums, if several ranks sum the same (hybrid); copied; NULL: rank r sums shard r.
      * ZS_REDUCE_SCATTER only. */
     const int *shard_of;
 } zs_cunit_spec;
@@ -64,24 +63,25 @@ typedef struct zs_cunit_spec {
 /* Bytes of one rank's shards of all flats. */
 size_t zs_spec_shards_bytes(const zs_cunit_spec *spec);
 
-/* Numbers units in creation order; all ranks create the same ones in the same order. */
+/* Creates a unit. Units are numbered in creation order; all ranks create the same ones in the same order. */
 zs_status zs_cunit_new(zs_comm *comm, const zs_cunit_spec *spec, zs_cunit **out);
 
-/* Waits for what is under way. NULL allowed. */
+/* Waits for outstanding work, and frees the unit. NULL allowed. */
 void zs_cunit_free(zs_comm *comm, zs_cunit *unit);
 
-/* Gives the unit the name that it has in an outer model. All ranks do so before its first round, or none. */
+/* Sets the unit's name to that in an outer model. All ranks do so before its first round, or none. */
 zs_status zs_cunit_rename(zs_comm *comm, zs_cunit *unit, const char *name);
 
-/* The header of the next round: fill it before each post, and leave it alone until that is released. Borrowed. */
+/* The header of the next round: fill it before each post, and do not touch it until that round is released.
+ * Borrowed. */
 zs_round_header *zs_cunit_header(zs_cunit *unit);
 
-/* Hands the header and the packed `bucket` (NULL if no parameter had a gradient here) to the peers. Never waits on
- * shm; collective on c10d. The bucket must not be touched until reusable() says so. In ZS_REDUCE_ALL it is never
- * NULL: there must be room for the sum. */
+/* Posts the header and the packed `bucket` (NULL if no parameter had a gradient here) to the peers. Never waits on
+ * shm; collective on c10d. The bucket must not be touched until reusable() allows it. In ZS_REDUCE_ALL it is never
+ * NULL: the sum needs room. */
 zs_status zs_cunit_post(zs_comm *comm, zs_cunit *unit, const zs_bucket *bucket);
 
-/* Once all ranks have posted this round, *ready and `out`; see zs_wait for how long to wait for that. */
+/* Sets *ready and `out` once all ranks have posted this round; see zs_wait for how long to wait for that. */
 zs_status zs_cunit_collect(zs_comm *comm, zs_cunit *unit, zs_wait wait, bool *ready, zs_sources *out);
 
 /* (ZS_REDUCE_ALL) The caller has written the sum of its own shards into its own bucket, in place. */
@@ -91,16 +91,16 @@ zs_status zs_cunit_share(zs_comm *comm, zs_cunit *unit);
  * finished sum. */
 zs_status zs_cunit_collect_shared(zs_comm *comm, zs_cunit *unit, zs_wait wait, bool *ready, zs_sources *out);
 
-/* This rank has read all it needs of the round. */
+/* This rank has read the round. */
 zs_status zs_cunit_release(zs_comm *comm, zs_cunit *unit);
 
-/* *ready once every peer has released the round this rank posted last (true if none is out). */
+/* Sets *ready once every peer has released the round that this rank posted last (true if none is out). */
 zs_status zs_cunit_reusable(zs_comm *comm, zs_cunit *unit, zs_wait wait, bool *ready);
 
-/* (between rounds) Gradients are `factor` times as large from now on. */
+/* (between rounds) Gradients are multiplied by `factor` from now on. */
 void zs_cunit_rescale(zs_comm *comm, zs_cunit *unit, double factor);
 
-/* Is a round out? Not after a failure on all ranks alike, with which it has not been one. */
+/* Is a round out? Not after a failure on all ranks, which undoes it. */
 bool zs_cunit_is_out(const zs_cunit *unit);
 
 #endif

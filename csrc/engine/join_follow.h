@@ -3,8 +3,8 @@
  * It runs the passes that the others announce, with the same sessions, gathers and rounds, but without modules and
  * gradients. So its shard takes part in everything, and its gradient shard gets the same sums.
  */
-#ifndef ZS_FOLLOW_H
-#define ZS_FOLLOW_H
+#ifndef ZS_JOIN_FOLLOW_H
+#define ZS_JOIN_FOLLOW_H
 
 #include "engine/engine.h"
 

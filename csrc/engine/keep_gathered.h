@@ -8,8 +8,8 @@
  * can spare, and all take the minimum at the end of that backward. So ranks decide the same at the same backward,
  * whatever else they run. The budget is never raised: what was once too much stays too much.
  */
-#ifndef ZS_SPARE_H
-#define ZS_SPARE_H
+#ifndef ZS_KEEP_GATHERED_H
+#define ZS_KEEP_GATHERED_H
 
 #include "engine/engine.h"
 

@@ -1,9 +1,8 @@
 /* counters.h - which counters on a device hold the same number, without reading them.
  *
- * Counters that began equal and have always been counted together are equal. Members of a plan are *counters* as long
- * as every step has taken all of them or none; one that leaves some out parts them, for ever. That holds for the steps
- * that CUDA graphs repeat as well, unseen by the host: a graph repeats what was found when it was captured, so it
- * separates no counters anew.
+ * Counters that began equal, and that every step has counted all together or not at all, are equal. A step that leaves
+ * some out separates them for good. CUDA graphs repeat steps unseen by the host, but a graph repeats what was found
+ * when it was captured, so it separates no counters anew.
  */
 #ifndef ZS_COUNTERS_H
 #define ZS_COUNTERS_H
@@ -21,7 +20,7 @@ void zs_counters_free(zs_counters *counters);
 /* Before a step of the members in `taken` [n]: separates those that are related to others. */
 void zs_counters_part(zs_counters *counters, const bool *taken);
 
-/* The number of a member's kin, below n: equal for those that are kin. */
+/* The number of a member's set of equal counters, below n. */
 int64_t zs_counters_of(const zs_counters *counters, int64_t member);
 
 #endif

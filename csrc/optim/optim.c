@@ -52,7 +52,7 @@ void zs_optim_free(zs_optim *plan)
     free(plan->taken);
     free(plan->counters);
     free(plan->slots);
-    zs_counters_free(plan->processes);
+    zs_counters_free(plan->shared_counts);
     free(plan);
 }
 

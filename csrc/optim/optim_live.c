@@ -48,13 +48,13 @@ zs_status zs_live_refuse_capture(const zs_optim *plan)
 }
 
 /* Counters of another dtype are no kin. */
-static zs_status make_kin(zs_optim *plan)
+static zs_status make_shared_counts(zs_optim *plan)
 {
     double *key = calloc((size_t)plan->n_members + 1, sizeof *key);
     if (key == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an optimizer plan");
     for (int64_t i = 0; i < plan->n_members; i++)
         key[i] = plan->members[i].step_wide ? -1 - plan->members[i].steps : plan->members[i].steps;
-    zs_status status = zs_counters_new(plan->n_members, key, &plan->processes);
+    zs_status status = zs_counters_new(plan->n_members, key, &plan->shared_counts);
     free(key);
     return status;
 }
@@ -77,15 +77,15 @@ zs_status zs_live_check(zs_optim *plan)
                        "to a param group with capturable=False",
                        (long long)i, (long long)found->run.numel);
     }
-    if (plan->processes == NULL) ZS_TRY(make_kin(plan));
-    zs_counters_part(plan->processes, plan->taken);
+    if (plan->shared_counts == NULL) ZS_TRY(make_shared_counts(plan));
+    zs_counters_part(plan->shared_counts, plan->taken);
     return refuse_first(plan);
 }
 
 const zs_constants *zs_live_constants(zs_optim *plan, int64_t member)
 {
     bool first = plan->members[member].first;
-    int64_t *slot = &plan->slots[plan->rule == ZS_RULE_ADAM ? zs_counters_of(plan->processes, member) : first];
+    int64_t *slot = &plan->slots[plan->rule == ZS_RULE_ADAM ? zs_counters_of(plan->shared_counts, member) : first];
     if (*slot < 0) {
         *slot = plan->n_constants++;
         plan->constants[*slot] = (zs_constants){.first = first, .live = plan->live->room + *slot * ZS_CONSTANTS_BYTES};

@@ -29,9 +29,9 @@ struct zs_optim {
     zs_constants *constants; /* [capacity] owned; runs point into it */
     int64_t n_runs, n_queued;
     int64_t n_constants;
-    zs_counters *processes; /* of members whose counters are on a device, owned; NULL: not asked for yet */
-    bool *taken;            /* [capacity] owned: which members take part in this step */
-    void **counters;        /* [capacity] owned: their step_data, of some of them */
+    zs_counters *shared_counts; /* which counters on a device are equal; owned; NULL: not known yet */
+    bool *taken;                /* [capacity] owned: which members take part in this step */
+    void **counters;            /* [capacity] owned: their step_data, of some of them */
     int64_t *slots;      /* [capacity + 1] owned: which constants kin (SGD: old and new momentum) have now; -1: none */
     zs_hyper hyper;      /* of this step, if it is capturable */
     const zs_live *live; /* likewise, borrowed; NULL: it is not */

@@ -43,19 +43,19 @@ static struct {
         size_t room;
     } of[SPARE];
     int n;
-} keep_gathered = {.lock = PTHREAD_MUTEX_INITIALIZER};
+} idle = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 char *zs_pager_buffer_take(const char *ptr, size_t bytes)
 {
     size_t room = room_for(ptr, bytes);
     char *found = NULL;
-    pthread_mutex_lock(&keep_gathered.lock);
-    for (int i = 0; i < keep_gathered.n && found == NULL; i++) {
-        if (keep_gathered.of[i].room != room) continue;
-        found = keep_gathered.of[i].ptr;
-        keep_gathered.of[i] = keep_gathered.of[--keep_gathered.n];
+    pthread_mutex_lock(&idle.lock);
+    for (int i = 0; i < idle.n && found == NULL; i++) {
+        if (idle.of[i].room != room) continue;
+        found = idle.of[i].ptr;
+        idle.of[i] = idle.of[--idle.n];
     }
-    pthread_mutex_unlock(&keep_gathered.lock);
+    pthread_mutex_unlock(&idle.lock);
     if (found != NULL) return found;
     found = mmap(NULL, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (found == MAP_FAILED) return NULL;
@@ -68,24 +68,24 @@ void zs_pager_buffer_give(char *buffer, const char *ptr, size_t bytes)
 {
     if (buffer == NULL) return;
     size_t room = room_for(ptr, bytes);
-    pthread_mutex_lock(&keep_gathered.lock);
-    bool kept = keep_gathered.n < SPARE;
+    pthread_mutex_lock(&idle.lock);
+    bool kept = idle.n < SPARE;
     if (kept) {
-        keep_gathered.of[keep_gathered.n].ptr = buffer;
-        keep_gathered.of[keep_gathered.n++].room = room;
+        idle.of[idle.n].ptr = buffer;
+        idle.of[idle.n++].room = room;
     }
-    pthread_mutex_unlock(&keep_gathered.lock);
+    pthread_mutex_unlock(&idle.lock);
     if (!kept) munmap(buffer, room);
 }
 
 void zs_pager_buffers_free(void)
 {
-    pthread_mutex_lock(&keep_gathered.lock);
-    while (keep_gathered.n > 0) {
-        keep_gathered.n--;
-        munmap(keep_gathered.of[keep_gathered.n].ptr, keep_gathered.of[keep_gathered.n].room);
+    pthread_mutex_lock(&idle.lock);
+    while (idle.n > 0) {
+        idle.n--;
+        munmap(idle.of[idle.n].ptr, idle.of[idle.n].room);
     }
-    pthread_mutex_unlock(&keep_gathered.lock);
+    pthread_mutex_unlock(&idle.lock);
 }
 
 /* --- moving ------------------------------------------------------------------------------------------------------- */

@@ -1,7 +1,7 @@
 /* py_buffers.c - buffers that are broadcast from rank 0.
  *
- * A script may replace a module's buffers, so the engine keeps no list of them: Python lists them as a pass begins.
- */
+ * A script may replace a module's buffers, so the engine keeps no list of them: Python lists them when a pass
+ * begins. */
 #include "python/py_engine.h"
 #include "python/py_unit.h"
 

@@ -7,7 +7,7 @@
 
 #include <errno.h>
 
-/* --- what the bindings share -------------------------------------------------------------------------------------- */
+/* --- shared by the bindings --------------------------------------------------------------------------------------- */
 
 PyObject *zs_py_raise_at(PyObject *path, PyObject *to)
 {
@@ -16,7 +16,7 @@ PyObject *zs_py_raise_at(PyObject *path, PyObject *to)
         zs_clear_error();
         return PyErr_SetFromErrnoWithFilenameObjects(PyExc_OSError, path, to);
     }
-    if (!PyErr_Occurred() && zs_last_status() == ZS_ERR_VALUE) { /* has a path in it, which need not be UTF-8 */
+    if (!PyErr_Occurred() && zs_last_status() == ZS_ERR_VALUE) { /* contains a path, which need not be UTF-8 */
         PyObject *text = PyUnicode_DecodeFSDefault(zs_last_message());
         if (text != NULL) PyErr_SetObject(PyExc_ValueError, text);
         Py_XDECREF(text);
@@ -35,7 +35,7 @@ static int get_numbers(PyObject *code, zs_floats *out)
     return -1;
 }
 
-/* One (offset, memory); where it is not to be written to, also (offset, memory, format of numbers). */
+/* One (offset, memory); for memory that is only read, also (offset, memory, format of numbers). */
 static int get_range(PyObject *item, bool writable, zs_ckpt_range *range, Py_buffer *view)
 {
     Py_ssize_t size = PyTuple_Check(item) ? PyTuple_GET_SIZE(item) : 0;
@@ -65,7 +65,7 @@ int zs_py_ranges_get(PyObject *list, bool writable, zs_py_ranges *out)
         PyErr_Format(PyExc_TypeError, "expected a list of ranges, got %.100s", Py_TYPE(list)->tp_name);
         return -1;
     }
-    out->items = PySequence_Tuple(list); /* of our own: to get at memory may run any code */
+    out->items = PySequence_Tuple(list); /* our own: to access memory may run any code */
     if (out->items == NULL) return -1;
     size_t n = (size_t)PyTuple_GET_SIZE(out->items);
     out->ranges = PyMem_Calloc(n, sizeof *out->ranges);
@@ -254,7 +254,7 @@ static PyObject *unlock(PyObject *module, PyObject *object)
 
 /* --- watching ----------------------------------------------------------------------------------------------------- */
 
-/* The way to zs_fs_watch for a module that is not part of this one. */
+/* Gives zs_fs_watch to a module that is not part of this one. */
 static const zs_fs_watching watching = {zs_fs_watch};
 
 static PyMethodDef functions[] = {

@@ -28,7 +28,7 @@ static PyObject *wrap(PyTypeObject *type, zs_comm *comm, const char *address)
         return NULL;
     }
     self->comm = comm;
-    memcpy(self->address, address, strlen(address) + 1); /* callers bring at most as much */
+    memcpy(self->address, address, strlen(address) + 1); /* callers pass no more */
     return (PyObject *)self;
 }
 
@@ -73,7 +73,7 @@ static PyObject *comm_alone(PyObject *type, PyObject *args)
     return status == ZS_OK ? wrap((PyTypeObject *)type, comm, "") : zs_py_raise(NULL);
 }
 
-/* What moves the bytes, as Python asks for it. */
+/* The backend that Python asks for. */
 typedef struct backend_request {
     const char *kind, *group;
     zs_nccl_choices nccl;
@@ -323,7 +323,7 @@ PyDoc_STRVAR(comm_close_doc,
 static PyObject *comm_close(comm_object *self, PyObject *unused)
 {
     (void)unused;
-    Py_BEGIN_ALLOW_THREADS /* peers may need another thread of this rank to come to their end */
+    Py_BEGIN_ALLOW_THREADS /* peers may need another thread of this rank to finish */
     zs_comm_close(self->comm);
     Py_END_ALLOW_THREADS
     Py_RETURN_NONE;
@@ -341,7 +341,7 @@ static PyObject *comm_set_timeout(comm_object *self, PyObject *seconds)
     Py_RETURN_NONE;
 }
 
-/* What Python may ask of a transport. */
+/* The facts of a transport for Python. */
 typedef enum fact { RANK, WORLD, PER_HOST, TRANSPORT, ADDRESS, TIMEOUT, IS_WAITING, LOST } fact;
 
 static PyObject *comm_fact(comm_object *self, void *which)

@@ -1,5 +1,4 @@
-/* py_cuda.c - what Python may know of this machine: the loops that were chosen, the kernels, the CUDA driver and its
- * GPUs. */
+/* py_cuda.c - facts of this machine for Python: the chosen loops, the kernels, the CUDA driver and its GPUs. */
 #include "python/py_util.h"
 
 #include "base/simd.h"

@@ -9,7 +9,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-enum { MAX_NUMBERS = 256 }; /* doubles that fit into one exchange, with room to spare */
+enum { MAX_NUMBERS = 256 }; /* doubles that fit in one exchange, with room to spare */
 
 zs_engine *zs_py_engine(PyObject *object)
 {
@@ -154,7 +154,7 @@ static PyObject *engine_set_offload(engine_object *self, PyObject *args)
     return zs_py_none(status);
 }
 
-/* Runs what may wait for other ranks. */
+/* Runs a call that may wait for other ranks. */
 static PyObject *without_gil(engine_object *self, zs_status (*call)(zs_engine *))
 {
     zs_status status;

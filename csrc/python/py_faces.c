@@ -1,9 +1,8 @@
 /* py_faces.c - the class of a sharded parameter: guarded while it is sharded, nearly torch's own while it is unsharded.
  *
- * Forward and backward should see plain parameters, as each operation on a guarded one costs a detour. So the class
- * follows what the parameter is bound to: at once where Python runs anyway (hooks, methods), otherwise when the
- * backward ends. In between, the guard checks whether a parameter is unsharded (py_guard.c).
- */
+ * Forward and backward should see plain parameters, as each operation on a guarded one takes a detour. So the class
+ * follows the parameter's state: at once where Python runs anyway (hooks, methods), otherwise when the backward
+ * ends. In between, the guard checks whether a parameter is unsharded (py_guard.c). */
 #include "python/py_faces.h"
 
 #include "engine/forward_writes.h"
@@ -13,7 +12,7 @@
 
 #include <string.h>
 
-/* The class of each object was checked for the change when it was made for the first time; see guard_param. */
+/* The first change of each object's class was checked; see guard_param. */
 static void set_class(PyObject *object, PyTypeObject *from, PyTypeObject *to)
 {
     if (Py_TYPE(object) != from) return;
@@ -63,11 +62,11 @@ void zs_py_hide(unit_object *self)
     if (self->unit->py_owner == self) zs_unit_set_py_owner(self->unit, NULL);
 }
 
-/* torch asks each tensor that an operation gets for this attribute, unless it is of one of torch's own classes. */
+/* torch looks up this attribute of each tensor argument, unless the tensor is of one of torch's own classes. */
 static const char asked[] = "__torch_function__";
-static PyObject *answer; /* of nn.Parameter: nothing is to be asked */
+static PyObject *answer; /* of nn.Parameter: torch calls nothing */
 
-/* tp_getattr of unsharded parameters, which torch tries first, and which saves the look-up. */
+/* tp_getattr of unsharded parameters, which torch tries first; it saves the lookup. */
 static PyObject *getattr_of_whole(PyObject *object, char *name)
 {
     if (strcmp(name, asked) == 0) return Py_NewRef(answer);
@@ -78,7 +77,7 @@ static PyObject *getattr_of_whole(PyObject *object, char *name)
     return value;
 }
 
-/* Makes an operation on an unsharded parameter cost what it costs on nn.Parameter. */
+/* Makes an operation on an unsharded parameter as cheap as on nn.Parameter. */
 static int spare_questions(PyTypeObject *whole)
 {
     if (whole->tp_getattr != NULL) return 0;
@@ -88,8 +87,8 @@ static int spare_questions(PyTypeObject *whole)
     return 0;
 }
 
-/* Python's own way for the first time: it refuses what cannot be, and gives the object a dict that does not depend
- * on its class. Parameters of another class than torch's (quantised ones, for example) stay what they are. */
+/* Python's own way for the first change: it refuses invalid ones, and gives the object a dict that does not depend
+ * on its class. Parameters of other classes than torch's (quantized ones, for example) stay unchanged. */
 static int guard_param(PyObject *param)
 {
     const zs_guard_types *types = &zs_py_guard_types;
@@ -129,7 +128,7 @@ const char zs_py_unit_note_write_doc[] = PyDoc_STR(
     "note_write($self, index, tensor, operation, /)\n--\n\nA script has written to `tensor`, this rank's slice of a "
     "parameter, of its gradient, or a copy of one, by an in-place operation of this name.");
 
-/* The arguments of a method about a tensor of parameter *i; 0 with an exception. `operation` may be NULL. */
+/* Parses the arguments of a method about a tensor of parameter *i; 0 with an exception. `operation` may be NULL. */
 static int parse_tensor(const unit_object *self, PyObject *args, Py_ssize_t *i, zs_tensor **tensor,
                         const char **operation)
 {

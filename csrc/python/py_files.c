@@ -10,7 +10,7 @@ typedef struct file_object {
     zs_ckpt_file file; /* its path is borrowed from `raw` */
     PyObject *path;    /* str */
     PyObject *raw;     /* the same, bytes */
-    int users;         /* calls under way */
+    int users;         /* calls in progress */
 } file_object;
 
 /* --- make and close ----------------------------------------------------------------------------------------------- */
@@ -20,7 +20,7 @@ static void file_dealloc(file_object *self)
     PyTypeObject *type = Py_TYPE(self);
     zs_status status;
     ZS_PY_NOGIL(status, zs_ckpt_file_close(&self->file));
-    (void)status; /* no caller to report to; call close() for the error */
+    (void)status; /* no caller to report to; call close() to get the error */
     zs_clear_error();
     Py_XDECREF(self->path);
     Py_XDECREF(self->raw);
@@ -28,7 +28,7 @@ static void file_dealloc(file_object *self)
     Py_DECREF(type);
 }
 
-/* A closed one, with its path. */
+/* *new* closed file, with its path. */
 static file_object *new_file(PyObject *type, PyObject *path)
 {
     file_object *self = (file_object *)((PyTypeObject *)type)->tp_alloc((PyTypeObject *)type, 0);
@@ -40,7 +40,7 @@ static file_object *new_file(PyObject *type, PyObject *path)
     return self;
 }
 
-/* What is to be returned, where opening has come to `status`. Steals `self`. */
+/* The result of an attempt to open. Steals `self`. */
 static PyObject *opened(file_object *self, zs_status status)
 {
     if (status == ZS_OK) return (PyObject *)self;
@@ -135,7 +135,7 @@ static bool begin(file_object *self)
     return true;
 }
 
-/* What is to be returned, where a call has come to `status`. Steals `result`. */
+/* The result of a call that returned `status`. Steals `result`. */
 static PyObject *done(file_object *self, zs_status status, PyObject *result)
 {
     self->users--;
@@ -189,14 +189,14 @@ static PyObject *file_read(file_object *self, PyObject *list)
     return result;
 }
 
-/* Bytes for so many sums; NULL with an exception set. */
+/* *new* bytes for so many sums; NULL with an exception set. */
 static PyObject *room_for(size_t sums)
 {
     if (sums > PY_SSIZE_T_MAX / sizeof(zs_ckpt_sum)) return PyErr_NoMemory();
     return PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(sums * sizeof(zs_ckpt_sum)));
 }
 
-/* Appends the places of ranges with numbers that are not finite; -1 with an exception set. */
+/* Appends the places of ranges with non-finite numbers; -1 with an exception set. */
 static int tell_strange(PyObject *list, const zs_py_ranges *ranges)
 {
     for (size_t i = 0; i < ranges->n; i++) {
@@ -249,7 +249,7 @@ static PyObject *file_write(file_object *self, PyObject *args)
     return result;
 }
 
-/* The sums of one range: into new bytes. */
+/* Computes the sums of one range into new bytes. */
 static PyObject *check_range(file_object *self, const zs_ckpt_range *range, int64_t block)
 {
     size_t n = 0;

@@ -1,13 +1,12 @@
-/* py_forward.c - the two hooks that nn.Module calls around a unit's forward, and what comes before a backward.
+/* py_forward.c - the two hooks that nn.Module calls around a unit's forward, and the preparation of a backward.
  *
- * They are plain C methods bound to the unit, so a module's forward pays two C calls and no Python frame.
- * A backward is announced once, with its roots; its hooks are C all the way.
- */
+ * They are plain C methods bound to the unit, so a module's forward costs two C calls and no Python frame. A
+ * backward is announced once, with its roots; its hooks are C all the way. */
 #include "engine/entries.h"
 #include "python/py_faces.h"
 #include "python/py_slices.h"
 
-/* Notes which parameters are no more where they were, in any module (`linear.bias = None`). */
+/* Records which parameters are no longer at their places, in any module (`linear.bias = None`). */
 static void note_removed(const unit_object *self)
 {
     for (Py_ssize_t i = 0; i < self->n_places; i++)
@@ -19,15 +18,15 @@ static void note_removed(const unit_object *self)
     }
 }
 
-/* Does torch.func.functional_call() lend this in a parameter's place, for as long as it runs? Nothing else puts a
- * tensor there that is no nn.Parameter. -1 with an exception. */
+/* Does torch.func.functional_call() temporarily put this tensor in a parameter's place? Nothing else puts a tensor
+ * there that is not an nn.Parameter. -1 with an exception. */
 static int is_lent(PyObject *now)
 {
     int is_parameter = PyObject_IsInstance(now, (PyObject *)zs_py_guard_types.parameter);
     return is_parameter < 0 ? -1 : !is_parameter;
 }
 
-/* A module's parameter that was replaced by another object would train alone on each rank. */
+/* Checks places: a module's parameter that was replaced by another object would train alone on each rank. */
 static int check_places(unit_object *self)
 {
     bool lacks = false;
@@ -67,7 +66,7 @@ static bool is_training(PyObject *module)
     return result;
 }
 
-/* A module that calls itself has one range, which ends with the call within. */
+/* A module that calls itself has one range, which ends with the inner call. */
 static void begin_range(unit_object *self)
 {
     if (self->forward == NULL) self->forward = zs_unit_profile(self->unit, "forward");
@@ -82,7 +81,7 @@ static void end_range(unit_object *self)
 PyObject *zs_py_pre_forward(unit_object *self, PyObject *const *args, Py_ssize_t n)
 {
     begin_range(self);
-    bool begins = zs_engine_n_open(zs_engine_of(self->unit)) == 0; /* a session, whose pass is of one kind */
+    bool begins = zs_engine_n_open(zs_engine_of(self->unit)) == 0; /* a session, whose pass has one kind */
     bool training = begins && n > 0 && is_training(args[0]);
     if (begins && zs_py_list_buffers(self) < 0) return NULL;
     zs_status status;

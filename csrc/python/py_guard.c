@@ -1,38 +1,38 @@
 /* py_guard.c - what torch calls in place of an operation on a guarded shard: the operation, or Python's refusal.
  *
- * An elementwise operation on shards of the same elements gives the shard of the full result, so it runs as it is, and
- * its result is guarded in turn. zshard/guard/rules.py lists these operations, and those that only ask for facts; all
- * others, and shards that do not match, go to Python (zshard/guard/slices.py), which raises or handles them.
- */
+ * An elementwise operation on shards of the same elements gives the shard of the full result, so it runs unchanged,
+ * and its result is guarded in turn. zshard/guard/rules.py lists these operations, and those that only ask for
+ * facts; all others, and shards that do not match, go to Python (zshard/guard/slices.py), which raises or handles
+ * them. */
 #include "python/py_reads.h"
 #include "python/py_util.h"
 #include "python/py_writes.h"
 
 #include <string.h>
 
-/* What is done with an operation; zshard/guard/rules.py has the same. */
+/* How an operation is handled; zshard/guard/rules.py has the same. */
 typedef enum rule {
-    RULE_FACT,             /* runs; the result is as torch gives it */
+    RULE_FACT,             /* runs; its result is torch's */
     RULE_EACH,             /* elementwise, on tensors */
     RULE_LISTS,            /* elementwise, on lists of tensors: torch._foreach_*, fused optimizers */
     RULE_GRAD,             /* the getter of .grad */
-    RULE_NONE,             /* Python knows */
-    RULE_WRITES = 8,       /* added: writes to the first argument */
-    RULE_STAYS = 16,       /* added: makes no value of the parameter's elements */
-    RULE_STAYS_ALONE = 32, /* added: makes none where autograd does not record */
+    RULE_NONE,             /* Python decides */
+    RULE_WRITES = 8,       /* flag: writes to the first argument */
+    RULE_STAYS = 16,       /* flag: computes no value from the parameter's elements */
+    RULE_STAYS_ALONE = 32, /* flag: computes none unless autograd records */
     RULE_KINDS = 7,
 } rule;
 
 static struct {
     PyObject *rules;                       /* {operation: rule} */
     PyObject *handler;                     /* (operation, types, args, kwargs) -> result */
-    PyObject *grad;                        /* torch's own attribute of that name */
+    PyObject *grad;                        /* torch's attribute of that name */
     PyObject *part, *dunder_class, *takes; /* names */
 } guard;
 
-/* --- do they fit each other? -------------------------------------------------------------------------------------- */
+/* --- do they match? ----------------------------------------------------------------------------------------------- */
 
-/* Could a plain tensor of the shard's shape also apply to the full parameter, such as a number for each row? */
+/* Could a plain tensor of the shard's shape also apply to the full parameter, such as one number for each row? */
 static bool is_ambiguous(const zs_operand *slice)
 {
     PyObject *whole = zs_py_whole_shape(slice), *own = zs_py_own_shape(slice);
@@ -51,7 +51,7 @@ static int64_t count(const int64_t *sizes, int ndim)
     return numel;
 }
 
-/* May a plain tensor of the shard's shape hold its elements? See Part.takes(); -1 with an exception. */
+/* May a plain tensor of the shard's shape hold the shard's elements? See Part.takes(); -1 with an exception. */
 static int takes(const zs_operand *slice, PyObject *tensor)
 {
     PyObject *answer = PyObject_CallMethodOneArg(slice->part, guard.takes, tensor);
@@ -60,8 +60,8 @@ static int takes(const zs_operand *slice, PyObject *tensor)
     return result;
 }
 
-/* Does a tensor match the shard, element by element? Numbers, shards of the same elements, and plain tensors that can
- * mean nothing else. -1 with an exception. */
+/* Does a tensor match the shard, element by element? Numbers, shards of the same elements, and unambiguous plain
+ * tensors. -1 with an exception. */
 static int fits(const zs_operand *other, const zs_operand *slice)
 {
     if (other->part != NULL) return other->shape == slice->shape;
@@ -74,11 +74,11 @@ static int fits(const zs_operand *other, const zs_operand *slice)
 
 /* The tensors of one elementwise operation. */
 typedef struct operands {
-    zs_operand slice; /* the first shard; its part is NULL without one */
+    zs_operand slice; /* the first shard; its part is NULL if there is none */
     bool misfit;
 } operands;
 
-/* Adds one operand; the caller checks those before the first shard again. */
+/* Adds one operand; the caller checks again those before the first shard. */
 static int add_operand(operands *all, PyObject *object)
 {
     zs_operand next;
@@ -111,7 +111,7 @@ static int add_arguments(operands *all, const arguments *given)
     return 0;
 }
 
-/* Is an argument a sequence, which an operation on single tensors may read values from? */
+/* Is an argument a sequence, from which an operation on single tensors may read values? */
 static bool has_sequence(const arguments *given)
 {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(given->args); i++) {
@@ -148,7 +148,7 @@ static PyObject *hand_over(PyObject *operation, PyObject *types, const arguments
     return result;
 }
 
-/* What the operation writes to; NULL: to nothing. Borrowed. */
+/* The tensors that the operation writes to; NULL: none. Borrowed. */
 static PyObject *written_by(const arguments *given)
 {
     if (given->writes && PyTuple_GET_SIZE(given->args) > 0) return PyTuple_GET_ITEM(given->args, 0);
@@ -160,7 +160,7 @@ static PyObject *run_each(PyObject *operation, PyObject *types, const arguments 
     operands all = {0};
     if (add_arguments(&all, given) < 0) return NULL;
     zs_operand slice = all.slice;
-    if (slice.part != NULL) { /* again: what stood before it */
+    if (slice.part != NULL) { /* again: those before it */
         all = (operands){.slice = slice};
         if (add_arguments(&all, given) < 0) return NULL;
         if (all.misfit || has_sequence(given)) return hand_over(operation, types, given);
@@ -182,8 +182,7 @@ static PyObject *run_grad(PyObject *operation, const arguments *given)
     return marked(grad, &param);
 }
 
-/* `p.grad` of a guarded parameter, which loops over all parameters read: what run_grad does, but without torch's
- * detour. */
+/* `p.grad` of a guarded parameter, which loops over all parameters read: as run_grad, but without torch's detour. */
 static PyObject *get_grad(PyObject *param, void *unused)
 {
     (void)unused;
@@ -204,7 +203,7 @@ static int set_grad(PyObject *param, PyObject *value, void *unused)
 
 static PyGetSetDef grad_attribute = {"grad", get_grad, set_grad, NULL, NULL};
 
-/* Has `param.grad` be the above. */
+/* Makes the above the getter of `param.grad`. */
 static int answer_for_grad(PyTypeObject *shard_parameter)
 {
     Py_XSETREF(guard.grad, PyObject_GetAttrString((PyObject *)zs_py_guard_types.tensor, "grad"));
@@ -214,7 +213,7 @@ static int answer_for_grad(PyTypeObject *shard_parameter)
     return status;
 }
 
-/* `p.data = t`, after which the parameter is elsewhere. */
+/* `p.data = t`, which moves the parameter. */
 static PyObject *run_assignment(PyObject *operation, PyObject *types, const arguments *given)
 {
     PyObject *target = written_by(given),
@@ -250,7 +249,7 @@ static int add_elements(operands *all, const arguments *given, Py_ssize_t i)
     return 0;
 }
 
-/* The i-th tensors of all lists; false with `misfit` or an exception. */
+/* Checks the i-th tensors of all lists; false with `misfit` or an exception. */
 static bool check_elements(operands *all, const arguments *given, Py_ssize_t i)
 {
     *all = (operands){0};
@@ -290,7 +289,7 @@ PyDoc_STRVAR(guarded_doc,
              "guarded($module, operation, types, args, kwargs, /)\n--\n\nRun an operation on guarded slices if it is "
              "elementwise or asks for facts, else call the handler. What __torch_function__ is.");
 
-/* Is it called like what writes to its first argument? `add_`, `__setitem__`, `__set__`. */
+/* Is it named like an operation that writes to its first argument? `add_`, `__setitem__`, `__set__`. */
 static bool is_named_as_writing(PyObject *operation)
 {
     PyObject *name = PyObject_GetAttrString(operation, "__name__");
@@ -306,11 +305,12 @@ static unsigned rule_of(PyObject *operation)
 {
     PyObject *found = PyDict_GetItemWithError(guard.rules, operation);
     if (found != NULL) return (unsigned)PyLong_AsLong(found);
-    PyErr_Clear(); /* an operation that has no hash is not in the table */
+    PyErr_Clear(); /* an unhashable operation is not in the table */
     return RULE_NONE | (is_named_as_writing(operation) ? RULE_STAYS : 0);
 }
 
-/* Within a forward a sharded parameter is gathered for what makes values of it, and not for what writes to it. */
+/* Within a forward, gathers a sharded parameter for an operation that computes with its values, but not for one that
+ * writes to it. */
 static int gather_operands(unsigned found, const arguments *given)
 {
     unsigned kind = found & RULE_KINDS;

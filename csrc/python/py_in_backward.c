@@ -1,8 +1,8 @@
 /* py_in_backward.c - the stepper of a unit (in_backward.h) that calls Python.
  *
- * A unit lives as long as its parameters, and Python's optimizer refers to those: the unit may hold nothing that leads
- * back to it, or none would ever be freed. So it holds a weak reference, which is called to get at the method.
- */
+ * A unit lives as long as its parameters, and Python's optimizer refers to those: the unit must not hold anything
+ * that leads back to it, or neither would ever be freed. So it holds a weak reference, which is called to get the
+ * method. */
 #include "python/py_unit.h"
 
 #include "reduce/in_backward.h"
@@ -11,7 +11,7 @@
 
 typedef struct python_stepper {
     PyObject *weak;   /* weakref.WeakMethod of a method (index); owned reference */
-    Py_ssize_t index; /* what it is called with: which unit this is */
+    Py_ssize_t index; /* its argument: this unit's number */
 } python_stepper;
 
 static zs_status call(const python_stepper *stepper, Py_ssize_t index)
@@ -37,7 +37,7 @@ static zs_status step(void *ctx)
     return call(stepper, stepper->index);
 }
 
-/* In place of an index; zshard/optim/in_backward.py has the same. */
+/* Special values of the index; zshard/optim/in_backward.py has the same. */
 enum { OVER = -1, BEGIN = -2 };
 
 static zs_status begin(void *ctx)

@@ -1,12 +1,11 @@
 /* py_module.c - the module zshard._core: multi-phase init, exception classes, and how errors become exceptions.
  *
- * Python exceptions are made here and nowhere else, from the thread's zs_status record.
- */
+ * Only this file creates Python exceptions, from the thread's zs_status record. */
 #include "checkpoint/ckpt_file.h"
 #include "python/py_util.h"
 #include "shim/torch_profile.h"
 
-/* Hooks that fail on an autograd thread have no module at hand. Borrowed; set while the module lives. */
+/* For hooks that fail on an autograd thread, where no module is at hand. Borrowed; set while the module lives. */
 static zs_py_state *live_state;
 
 zs_py_state *zs_py_get_state(void)
@@ -14,7 +13,7 @@ zs_py_state *zs_py_get_state(void)
     return live_state;
 }
 
-/* zshard.ShardError, which Python defines; RuntimeError, its base, if that fails. Borrowed. */
+/* zshard.ShardError, which Python defines; if that fails its base, RuntimeError. Borrowed. */
 static PyObject *shard_error(void)
 {
     static PyObject *found;
@@ -182,7 +181,7 @@ static struct PyModuleDef module_def = {
     .m_free = module_free,
 };
 
-PyMODINIT_FUNC PyInit__core(void); /* the only function that no header declares: Python finds it by its name */
+PyMODINIT_FUNC PyInit__core(void); /* the only function without a header: Python finds it by its name */
 PyMODINIT_FUNC PyInit__core(void)
 {
     return PyModuleDef_Init(&module_def);

@@ -1,4 +1,4 @@
-/* py_nccl.c - libnccl for Python: sets where to look for it, and ends what uses it before the interpreter exits. */
+/* py_nccl.c - libnccl for Python: sets where to find it, and ends all its uses before the interpreter exits. */
 #include "python/py_util.h"
 
 #include "comm/nccl/nccl_comm.h"

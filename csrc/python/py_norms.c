@@ -1,8 +1,7 @@
 /* py_norms.c - norms of gradients, their reduction over the ranks, and scaling, for Python.
  *
- * Each exists twice. On the CPU a norm is a number; on a GPU it is a queued one-element tensor that later kernels read,
- * so the host does not wait in a step.
- */
+ * Each exists twice. On the CPU a norm is a number; on a GPU it is a queued one-element tensor that later kernels
+ * read, so the host does not wait during a step. */
 #include "python/py_util.h"
 
 #include <math.h>
@@ -14,7 +13,7 @@
 
 /* --- norms on the host -------------------------------------------------------------------------------------------- */
 
-/* Arrays of one device whose norm is yet to be taken. */
+/* Arrays of one device, to compute their norm. */
 typedef struct norm_batch {
     const zs_device *device;
     zs_numbers *numbers; /* [n] */
@@ -22,7 +21,7 @@ typedef struct norm_batch {
     double p, total;
 } norm_batch;
 
-/* Takes the norm of the arrays so far. */
+/* Computes the norm of the arrays so far. */
 static zs_status flush(norm_batch *batch)
 {
     double part = 0;
@@ -33,7 +32,7 @@ static zs_status flush(norm_batch *batch)
     return ZS_OK;
 }
 
-/* Memory on a disk is there only from a want to its done; everything else can wait for more. */
+/* Memory on a disk is valid only between `want` and `done`; everything else can wait for more. */
 static zs_status add_numbers(norm_batch *batch, const zs_device *device, zs_numbers numbers)
 {
     if (batch->device != device) ZS_TRY(flush(batch));
@@ -97,7 +96,7 @@ static PyObject *power_sum(PyObject *module, PyObject *args)
 /* A tensor of the list on the GPU; its handle is owned. */
 typedef struct on_gpu {
     zs_tensor *tensor;
-    const zs_device *device; /* NULL: it lies elsewhere, or is no dense floating memory */
+    const zs_device *device; /* NULL: it is elsewhere, or is not dense floating-point memory */
     zs_numbers numbers;
 } on_gpu;
 
@@ -159,7 +158,7 @@ static PyObject *any_capturing(PyObject *module, PyObject *list)
     return PyBool_FromLong(captured);
 }
 
-/* Room for numbers of a GPU. */
+/* Allocates numbers on a GPU. */
 static zs_status find_room(PyObject *object, int64_t numel, double **out)
 {
     zs_tensor *tensor;
@@ -227,7 +226,7 @@ static PyObject *norm_room(PyObject *module, PyObject *unused)
     return PyLong_FromLong(ZS_NORM_ROOM + 1);
 }
 
-/* Gathers one number from each rank behind numbers[0], and joins them into it. */
+/* Gathers one number from each rank behind numbers[0], and combines them into it. */
 static zs_status join_ranks(zs_comm *comm, double *numbers, double p)
 {
     zs_norm_job job = {.parts = numbers + 1, .n = (size_t)comm->world, .p = p, .result = numbers};
@@ -273,7 +272,7 @@ static PyObject *queue_over_ranks(PyObject *module, PyObject *args)
 
 /* --- scaling ------------------------------------------------------------------------------------------------------ */
 
-/* Scales neighbours together: `run` is what has not been queued yet. */
+/* Scales neighbors together: `run` is not queued yet. */
 static zs_status scale_next(const zs_device *device, zs_numbers *run, const zs_numbers *next, const float *factor)
 {
     const char *end = (const char *)run->data + (size_t)run->numel * zs_dtype_size(run->dtype);

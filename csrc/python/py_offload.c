@@ -1,9 +1,9 @@
-/* py_offload.c - memory on a disk as Python sees it: tensors there for optimizers, and what the pager does. */
+/* py_offload.c - memory on a disk for Python: tensors there for optimizers, and the pager's statistics. */
 #include "pager/pager.h"
 #include "python/py_util.h"
 #include "unit/offload.h"
 
-/* The unit of a sharded model's parameter, if the state of its optimizer goes to a disk; else NULL. */
+/* The unit of a sharded model's parameter, if its optimizer's state goes to a disk; else NULL. */
 static const zs_unit *offloader_of(const zs_tensor *param)
 {
     const zs_mem *mem = zs_tensor_mem(param);

@@ -1,12 +1,11 @@
-/* py_optim.c - _core.OptimPlan, the optimizers' plan as Python sees it.
+/* py_optim.c - _core.OptimPlan, the optimizers' plan for Python.
  *
- * A plan must notice when the user changes a group's parameters or puts other tensors into the state.
- * It keeps every object it saw when it was made, in the order of a walk over the parameter list and the state, and
- * walks again at each step: pointers compared, nothing hashed, some 10 ns per parameter.
+ * A plan must notice when the user changes a group's parameters or puts other tensors into the state. It keeps every
+ * object that it saw when it was created, in the order of a walk over the parameter list and the state, and walks again
+ * at each step: it compares pointers, hashes nothing, and takes some 10 ns per parameter.
  *
- * These references are also what keeps the tensors alive: the handles in the plan are weak, so that the garbage
- * collector sees all there is (a hook of a parameter may well refer to the optimizer).
- */
+ * These references also keep the tensors alive: the handles in the plan are weak, so that the garbage collector sees
+ * all references (a hook of a parameter may well refer to the optimizer). */
 #include "python/py_util.h"
 
 #include "device/device.h"
@@ -44,7 +43,7 @@ static int compare(plan_object *self, PyObject *object, Py_ssize_t at)
     return at < self->n_seen && self->seen[at] == object;
 }
 
-/* Visits the parameters, then each key, value and value's value of the state. On success *count is how many. */
+/* Visits the parameters, then each key, value and value's value of the state. On success *count is their number. */
 static int walk(plan_object *self, PyObject *params, PyObject *state, visitor *visit, Py_ssize_t *count)
 {
     Py_ssize_t at = 0;
@@ -72,7 +71,7 @@ static const char *const state_names[][ZS_OPTIM_STATES] = {
     [ZS_RULE_SGD] = {"momentum_buffer", NULL, NULL},
 };
 
-/* Weak handle to the tensor `object`, which `seen` keeps alive; NULL for what is no tensor. */
+/* Weak handle to the tensor `object`, which `seen` keeps alive; NULL if it is not a tensor. */
 static zs_status weak_handle(PyObject *object, zs_tensor **out)
 {
     *out = NULL;
@@ -84,14 +83,14 @@ static zs_status weak_handle(PyObject *object, zs_tensor **out)
     return ZS_OK;
 }
 
-/* Item `name` of the dict `entry`; NULL where either is missing. Borrowed. */
+/* Item `name` of the dict `entry`; NULL if either is missing. Borrowed. */
 static PyObject *item_of(PyObject *entry, const char *name)
 {
     if (entry == NULL || name == NULL || !PyDict_Check(entry)) return NULL;
     return PyDict_GetItemString(entry, name);
 }
 
-/* `facts`: what does not come from tensors. */
+/* `facts`: values that do not come from tensors. */
 static int add_member(plan_object *self, PyObject *param, PyObject *entry, zs_member facts)
 {
     zs_member member = facts;
@@ -129,7 +128,7 @@ static double steps_of(PyObject *steps, Py_ssize_t i)
     return value;
 }
 
-/* What a plan is made of besides parameters and state. */
+/* The parts of a plan besides parameters and state. */
 typedef struct plan_facts {
     PyObject *fresh, *numbers, *steps; /* borrowed */
 } plan_facts;
@@ -138,7 +137,7 @@ static int add_members(plan_object *self, PyObject *params, PyObject *state, con
 {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(params); i++) {
         PyObject *param = PyList_GET_ITEM(params, i);
-        PyObject *entry = PyDict_GetItemWithError(state, param); /* a defaultdict is not asked to make one */
+        PyObject *entry = PyDict_GetItemWithError(state, param); /* not an access that makes a defaultdict create one */
         if (entry == NULL && PyErr_Occurred()) return -1;
         int first = PySequence_Contains(facts->fresh, param);
         zs_member member = {.first = first > 0, .number = number_of(facts->numbers, i)};
@@ -221,7 +220,7 @@ static int read_betas(PyObject *betas, zs_hyper *hyper)
     return bad ? -1 : 0;
 }
 
-/* Whether and how bfloat16 is rounded stochastically: options that only zshard's groups have, if they want it. */
+/* Reads whether and how to round bfloat16 stochastically: only zshard's groups may have these options. */
 static int read_rounding(PyObject *group, zs_hyper *hyper)
 {
     PyObject *wanted = PyDict_GetItemString(group, "stochastic_rounding");
@@ -253,7 +252,7 @@ static int read_hyper(zs_rule rule, PyObject *group, bool lr_is_live, zs_hyper *
     return read_flag(option(group, "amsgrad"), &hyper->amsgrad);
 }
 
-/* Where the elements of a contiguous tensor of `dtype` are, at least `numel` of them; NULL for None. */
+/* The address of the elements of a contiguous tensor of `dtype`, at least `numel` of them; NULL for None. */
 static zs_status elements_of(PyObject *object, zs_dtype dtype, int64_t numel, void **out)
 {
     zs_tensor *tensor;
@@ -270,7 +269,7 @@ static zs_status elements_of(PyObject *object, zs_dtype dtype, int64_t numel, vo
     return status;
 }
 
-/* What a capturable step reads on the device: (room, lr, grad_factor, found_inf), tensors that the caller keeps. */
+/* Reads a capturable step's inputs on the device: (room, lr, grad_factor, found_inf), tensors that the caller keeps. */
 static zs_status read_live(PyObject *tuple, Py_ssize_t n_members, zs_live *live)
 {
     void *room, *lr, *grad_factor, *found_inf;
@@ -310,7 +309,7 @@ PyDoc_STRVAR(step_doc,
              "to use the group's;\ngrad_factor, found_inf: float32 or None. Raises NotImplementedError, with nothing "
              "done, for parameters that\na capturable step does not support.");
 
-/* Looks, steps; what is left to the caller, None, or an exception. */
+/* Checks, then steps; returns what is left to the caller, None, or an exception. */
 static PyObject *step_with(plan_object *self, Py_ssize_t n, const zs_hyper *hyper, const zs_live *live)
 {
     zs_clear_error();

@@ -1,4 +1,4 @@
-/* py_plan.c - _core.Engine: the memory that it has, and what a step is predicted to take. */
+/* py_plan.c - _core.Engine: its memory, and the predicted memory of a step. */
 #include "engine/keep_gathered.h"
 #include "engine/plan.h"
 #include "python/py_engine.h"

@@ -1,8 +1,7 @@
 /* py_reads.c - see py_reads.h.
  *
  * Code in a forward means the full parameter, whichever module owns it. So an operation that would read this rank's
- * shard first gathers the unit, like a call of its module; one that writes to the parameter itself uses the shard.
- */
+ * shard first gathers the unit, like a call of its module; one that writes to the parameter itself uses the shard. */
 #include "python/py_reads.h"
 
 static struct {

@@ -5,12 +5,12 @@
 
 #include "python/py_slices.h"
 
-/* An operation makes values of its arguments: within a forward of their model, the units of those that are sharded
- * parameters, also in lists, are unsharded. `kwargs` may be NULL. -1 with an exception. */
+/* An operation computes with its arguments: within a forward of their model, unshards the units of those that are
+ * sharded parameters, also in lists. `kwargs` may be NULL. -1 with an exception. */
 int zs_py_read_operands(PyObject *args, PyObject *kwargs);
 
-/* An operation writes to `target` in place: within a forward, a unit that is unsharded for reads is sharded again.
- * -1 with an exception. */
+/* An operation writes to `target` in place: within a forward, reshards a unit that was unsharded for reads. -1 with
+ * an exception. */
 int zs_py_before_write(PyObject *target);
 
 /* -1 with an exception. */

@@ -1,4 +1,4 @@
-/* py_script.c - the public call that a script is in, for messages; and how a rank that cannot continue ends. */
+/* py_script.c - the public call that a script is in, for messages; and how a rank that cannot continue exits. */
 #include "comm/script.h"
 #include "python/py_util.h"
 

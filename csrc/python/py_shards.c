@@ -1,7 +1,6 @@
 /* py_shards.c - questions about tensors: is this a shard, whose gradient is that?
  *
- * A tensor is known by the block of memory it lies on, which names its unit; no registry has to be kept.
- */
+ * The block of memory under a tensor identifies it, by naming its unit; no registry is needed. */
 #include "engine/pin.h"
 #include "python/py_unit.h"
 #include "reduce/local_grads.h"

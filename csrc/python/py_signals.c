@@ -1,11 +1,9 @@
-/* py_signals.c - Ctrl-C while a wait for other ranks runs: on the main thread, and on one of torch's.
+/* py_signals.c - Ctrl-C during a wait for other ranks: on the main thread, and on one of torch's.
  *
- * Python handles signals on the main thread alone, which during a backward on a GPU waits in torch for the thread that
- * waits here. So SIGINT's handler in C is wrapped once: ours counts and calls Python's. A wait on another thread that
- * sees the count grow ends with an error; that takes the main thread out of torch, where Python raises
- * KeyboardInterrupt itself. A handler of the script's may want the backward to end in order, so it is left to see the
- * signal afterwards.
- */
+ * Python handles signals only on the main thread, which during a backward on a GPU waits in torch for the thread
+ * that waits here. So SIGINT's handler in C is wrapped once: ours counts and calls Python's. A wait on another
+ * thread that sees the count grow fails; then the main thread leaves torch, and Python raises KeyboardInterrupt
+ * itself. A handler of the script may want the backward to end normally, so it sees the signal only afterwards. */
 #define _GNU_SOURCE 1 /* gettid */
 #include "python/py_util.h"
 
@@ -27,7 +25,7 @@ static void count_and_pass_on(int number)
     if (next != NULL) next(number);
 }
 
-/* signal.signal() puts Python's handler back, so this is called again. A third one may call ours: it is left alone. */
+/* signal.signal() restores Python's handler, so this is called again. A third handler may call ours: it stays. */
 void zs_py_signals_watch(void)
 {
     struct sigaction now;
@@ -40,7 +38,7 @@ void zs_py_signals_watch(void)
     (void)sigaction(SIGINT, &now, NULL);
 }
 
-/* Is Ctrl-C to raise KeyboardInterrupt? */
+/* Does Ctrl-C raise KeyboardInterrupt? */
 static bool raises(void)
 {
     PyObject *module = PyImport_ImportModule("signal");
@@ -59,7 +57,7 @@ void zs_py_signals_seen(void)
     atomic_store(&seen, atomic_load(&pressed));
 }
 
-/* Has it been pressed since the last forward? What came before that Python has raised. */
+/* Was it pressed since the last forward? Python has raised for earlier ones. */
 static bool pressed_meanwhile(void)
 {
     unsigned count = atomic_load(&pressed);

@@ -37,7 +37,7 @@ PyObject *zs_py_part_of_param(PyObject *object)
     return Py_TYPE(object) == zs_py_guard_types.shard_parameter ? part_in_table(object) : NULL;
 }
 
-/* Borrowed: the table or the object keeps it. */
+/* Borrowed: the table or the object owns it. */
 static PyObject *part_of(PyObject *object)
 {
     PyObject *part = zs_py_part_of_param(object);
@@ -57,7 +57,7 @@ bool zs_py_has_shape(PyObject *tensor, PyObject *shape)
     return true;
 }
 
-/* Is this guarded parameter unsharded now, as while a backward recomputes? -1 with an exception. */
+/* Is this guarded parameter now unsharded, as while a backward recomputes? -1 with an exception. */
 static int is_whole(PyObject *object, const zs_operand *slice)
 {
     if (Py_TYPE(object) != zs_py_guard_types.shard_parameter) return 0;
@@ -71,7 +71,7 @@ static int is_whole(PyObject *object, const zs_operand *slice)
 PyObject *zs_py_geometry(PyObject *part)
 {
     PyObject *shape = PyObject_GetAttr(part, names.geometry);
-    Py_XDECREF(shape); /* the Part keeps it */
+    Py_XDECREF(shape); /* the Part owns it */
     return shape;
 }
 

@@ -1,4 +1,4 @@
-/* py_unit.c - _core.Unit: one unit as Python sees it. Its forward hooks are in py_forward.c. */
+/* py_unit.c - _core.Unit: one unit, for Python. Its forward hooks are in py_forward.c. */
 #include "engine/history.h"
 #include "engine/pin.h"
 #include "engine/recording.h"
@@ -38,7 +38,7 @@ zs_unit **zs_py_units(PyObject *list, size_t *n)
 
 /* --- making one --------------------------------------------------------------------------------------------------- */
 
-/* A dtype by torch's name for it; None: ZS_BYTES. */
+/* A dtype by its name in torch; None: ZS_BYTES. */
 static int parse_dtype(PyObject *name, zs_dtype *out)
 {
     static const char *const names[] = {
@@ -72,7 +72,7 @@ static void free_lists(param_lists *lists)
     free(lists->keep);
 }
 
-/* Which parameters keep their dtype: a set of indices, or NULL for none. */
+/* Reads which parameters keep their dtype: a set of indices, or NULL for none. */
 static int read_keep(PyObject *indices, param_lists *lists)
 {
     lists->keep = calloc((size_t)lists->n + 1, sizeof *lists->keep);
@@ -123,7 +123,7 @@ static void fill_spec(zs_unit_spec *spec, const param_lists *lists)
     spec->keep = lists->keep;
 }
 
-/* Keeps the places (index, dict, key) of a list; -1 with an exception. */
+/* Stores the places (index, dict, key) of a list; -1 with an exception. */
 static int take_places(unit_object *self, PyObject *list)
 {
     self->places = calloc((size_t)PyList_GET_SIZE(list) + 1, sizeof *self->places);
@@ -203,7 +203,7 @@ static PyObject *unit_check(PyObject *type, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* Modules hold their unit, and the places hold what a module keeps: a hook on a parameter closes the circle. */
+/* Modules hold their unit, and the places hold the contents of modules: a hook on a parameter closes the circle. */
 static int unit_traverse(unit_object *self, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(self));

@@ -9,8 +9,8 @@
 typedef struct param_place {
     PyObject *dict;  /* the module's _parameters; owned reference */
     PyObject *key;   /* owned reference */
-    PyObject *param; /* what stood there at wrap time; owned reference */
-    int64_t index;   /* which parameter of the unit */
+    PyObject *param; /* the parameter at wrap time; owned reference */
+    int64_t index;   /* of the parameter in the unit */
 } param_place;
 
 typedef struct unit_object {
@@ -19,8 +19,8 @@ typedef struct unit_object {
     param_place *places; /* [n_places] owned */
     Py_ssize_t n_places;
     bool lacks;        /* a place was empty when a forward last began */
-    PyObject *buffers; /* called as a pass begins, to tell the engine which buffers it broadcasts; NULL: none; owned */
-    zs_profile *forward; /* what a profiler shows of the one that runs; NULL: nothing; owned */
+    PyObject *buffers; /* called when a pass begins, to set the buffers that the engine broadcasts; NULL: none; owned */
+    zs_profile *forward; /* the range that a profiler shows for the running one; NULL: none; owned */
 } unit_object;
 
 /* Methods of _core.Unit that nn.Module calls around a forward (METH_FASTCALL). */
@@ -34,7 +34,7 @@ PyObject *zs_py_unread(unit_object *self, PyObject *unused);
 /* Their docstrings. */
 extern const char zs_py_pre_forward_doc[], zs_py_post_forward_doc[], zs_py_read_doc[], zs_py_unread_doc[];
 
-/* Methods of _core.Unit that have it stepped in backward (METH_VARARGS), or no more (METH_NOARGS). */
+/* Methods of _core.Unit that turn its step in backward on (METH_VARARGS) or off (METH_NOARGS). */
 PyObject *zs_py_step_in_backward(unit_object *self, PyObject *args);
 PyObject *zs_py_step_by_hand(unit_object *self, PyObject *unused);
 
@@ -42,7 +42,7 @@ PyObject *zs_py_step_by_hand(unit_object *self, PyObject *unused);
 extern const char zs_py_step_in_backward_doc[];
 extern const char zs_py_step_by_hand_doc[];
 
-/* New dict of facts of a parameter: name, unit, whole shape, begin and numel of what this rank owns. */
+/* *new* dict that describes a parameter: name, unit, full shape, begin and numel of this rank's shard. */
 PyObject *zs_py_describe_param(const zs_unit *unit, const zs_param *param);
 
 /* Method of _core.Unit (METH_VARARGS) that sets what to prefetch, and its docstring. */

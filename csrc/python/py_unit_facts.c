@@ -152,7 +152,7 @@ static PyObject *were_trainable(const zs_unit *unit)
     return list;
 }
 
-/* What Python may ask of a unit. */
+/* The facts of a unit for Python. */
 typedef enum fact {
     NAME,
     STRATEGY,

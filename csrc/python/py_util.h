@@ -1,4 +1,5 @@
-/* py_util.h - what the binding files share: errors into exceptions, types into the module, handles out of objects. */
+/* py_util.h - shared by the binding files: turns errors into exceptions, adds types to the module, gets handles of
+ * objects. */
 #ifndef ZS_PY_UTIL_H
 #define ZS_PY_UTIL_H
 
@@ -11,7 +12,7 @@
 #include "shim/tensor_py.h"
 #include "unit/unit.h"
 
-/* What the module keeps: its exception classes and types. All references are owned by the module. */
+/* The module's state: its exception classes and types. The module owns all references. */
 typedef struct zs_py_state {
     PyObject *peer_error, *peer_timeout_error, *divergence_error, *cuda_error, *nccl_error;
     PyTypeObject *comm_type, *engine_type, *unit_type;
@@ -20,14 +21,14 @@ typedef struct zs_py_state {
 /* Borrowed state of the one module of this process (torch is process-global, so is zshard). */
 zs_py_state *zs_py_get_state(void);
 
-/* Turns this thread's record into a Python exception; returns NULL. An exception that is already set is kept.
- * `module` may be NULL. */
+/* Turns this thread's record into a Python exception; returns NULL. Keeps an exception that is already set. `module`
+ * may be NULL. */
 PyObject *zs_py_raise(PyObject *module);
 
-/* None; or NULL, with this thread's record as an exception. */
+/* Returns None; or NULL, with this thread's record as an exception. */
 PyObject *zs_py_none(zs_status status);
 
-/* Adds a heap type to `module` and keeps it in *slot; -1 with an exception on failure. */
+/* Adds a heap type to `module` and stores it in *slot; -1 with an exception on failure. */
 int zs_py_add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **slot);
 
 /* Each binding file adds its own; -1 with an exception on failure. */
@@ -45,14 +46,13 @@ int zs_py_cuda_init(PyObject *module);
 int zs_py_files_init(PyObject *module);
 int zs_py_script_init(PyObject *module);
 
-/* Asked by waits, which run without the GIL: has Ctrl-C been pressed? On the main thread its exception is set then. */
+/* Called by waits, which run without the GIL: has Ctrl-C been pressed? On the main thread this sets its exception. */
 bool zs_py_interrupted(void);
 
-/* Has waits on other threads learn of Ctrl-C too. By the main thread, or with the GIL. */
+/* Makes waits on other threads notice Ctrl-C too. Call it on the main thread, or with the GIL. */
 void zs_py_signals_watch(void);
 
-/* A forward ends on this thread, which runs Python: what has been pressed so far is no business of the backward that
- * follows. */
+/* A forward ends on this thread, which runs Python: the following backward ignores Ctrl-C pressed until now. */
 void zs_py_signals_seen(void);
 
 /* Borrowed handle behind a _core.Comm / Engine / Unit; NULL with TypeError. */
@@ -63,7 +63,7 @@ zs_unit *zs_py_unit(PyObject *object);
 /* The units (borrowed) of a Python list, in an array of `*n` that the caller frees; NULL with an exception set. */
 zs_unit **zs_py_units(PyObject *list, size_t *n);
 
-/* New _core.Engine around `engine` (adds a reference). */
+/* *new* _core.Engine around `engine` (adds a reference). */
 PyObject *zs_py_engine_wrap(zs_engine *engine);
 
 /* Runs `call` (an expression of type zs_status) without the GIL, into `status`. */

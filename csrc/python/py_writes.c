@@ -1,8 +1,7 @@
 /* py_writes.c - see py_writes.h: other ranks may read a parameter's shard, so a write to it waits for them.
  *
- * A Part knows whether a tensor is the parameter's own memory or a copy; here its methods are called around the
- * operation, whatever comes of that.
- */
+ * A Part knows whether a tensor is the parameter's own memory or a copy; this calls its methods around the
+ * operation, also if that fails. */
 #include "python/py_writes.h"
 #include "python/py_util.h"
 #include "shim/tensor_py.h"
@@ -11,7 +10,7 @@ static struct {
     PyObject *begin_write, *note_write, *end_write;
 } names; /* of Part's methods */
 
-/* Waits until no other rank reads what is to be written. *begun: a list of the Parts whose write is to be ended;
+/* Waits until no other rank reads what is to be written. *begun: a list of the Parts whose write must be ended;
  * NULL: none. */
 static int begin_write(PyObject *object, PyObject **begun)
 {
@@ -37,7 +36,7 @@ int zs_py_note_written(PyObject *operation, PyObject *object)
     return done != NULL ? 0 : -1;
 }
 
-/* Ends what has begun, also with an exception, which stays. */
+/* Ends the writes that have begun, also with an exception, which stays. */
 static int end_writes(PyObject *begun)
 {
     PyObject *type, *value, *trace;

@@ -1,11 +1,10 @@
-/* py_writes.h - a script's in-place operations on slices, for the guard.
- */
+/* py_writes.h - a script's in-place operations on shards, for the guard. */
 #ifndef ZS_PY_WRITES_H
 #define ZS_PY_WRITES_H
 
 #include "python/py_slices.h"
 
-/* Notes that an operation writes to `object`, if that is a slice; NULL allowed. -1 with an exception. */
+/* Records that an operation writes to `object`, if that is a shard; NULL allowed. -1 with an exception. */
 int zs_py_note_written(PyObject *operation, PyObject *object);
 
 /* Runs an operation that writes to `targets`: NULL, an object, or a list or tuple of them. `kwargs` may be NULL. */

@@ -55,7 +55,7 @@ size_t zs_buckets_bytes(const zs_schedule *schedule)
     return total;
 }
 
-/* Gives back the idle buckets that are not wanted; `met` [n] says which of `bytes` have one. */
+/* Frees idle buckets that are not needed; sets `met` [n]: which of `bytes` have a bucket. */
 static void match(zs_schedule *schedule, zs_comm *comm, const size_t *bytes, size_t n, bool *met)
 {
     for (size_t i = 0; i < schedule->n_leases;) {

@@ -37,7 +37,7 @@ static zs_status set_aside(zs_unit *unit, zs_param *param)
     return zs_grad_set(param->tensor, NULL);
 }
 
-/* Readies one parameter for a new gradient: .grad becomes None, what it was is kept. */
+/* Prepares one parameter for a new gradient: .grad becomes None, and the old one is kept. */
 static zs_status put_away(zs_unit *unit, int64_t i)
 {
     zs_param *param = &unit->params[i];
@@ -46,11 +46,11 @@ static zs_status put_away(zs_unit *unit, int64_t i)
     param->has_grad = param->below;
     param->below = false;
     if (hidden) return ZS_OK;
-    if (unit->local != NULL) zs_clear_bit(unit->used, i); /* zero_grad() since: what was summed up here is not wanted */
+    if (unit->local != NULL) zs_clear_bit(unit->used, i); /* zero_grad() since: the local sum is dropped */
     return set_aside(unit, param);
 }
 
-/* Readies parameter `i`; `expected` counts it. */
+/* Prepares parameter `i`; `expected` counts it. */
 static zs_status ready_param(zs_unit *unit, int64_t i, int64_t arriving, zs_expected *expected)
 {
     zs_param *param = &unit->params[i];
@@ -60,7 +60,7 @@ static zs_status ready_param(zs_unit *unit, int64_t i, int64_t arriving, zs_expe
     expected->has_frozen |= !wanted;
     if (param->grad == NULL) return ZS_OK;
     expected->n_wanted += wanted;
-    /* Replicated gradients accumulate in place, as under DDP: shapes agree. */
+    /* Replicated gradients accumulate in place, as with DDP: shapes match. */
     if (!unit->record.is.replicated && i != arriving) ZS_TRY(put_away(unit, i));
     zs_grad_info grad = {0};
     if (unit->record.is.replicated) ZS_TRY(zs_grad_describe(param->tensor, &grad));
@@ -99,7 +99,7 @@ zs_status zs_grads_held(const zs_unit *unit, unsigned char *held)
     return ZS_OK;
 }
 
-/* What no_sync() has left of one parameter goes, and what is below it is shown again. */
+/* Drops what no_sync() has left of one parameter, and shows the gradient below it again. */
 static zs_status drop_local(zs_unit *unit, int64_t i)
 {
     zs_param *param = &unit->params[i];
@@ -132,7 +132,7 @@ zs_status zs_grads_hand_out(zs_unit *unit)
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
         if (!zs_tensor_alive(param->tensor)) continue;
-        /* Of a unit that took no part its user may have dropped them meanwhile. */
+        /* If the unit took no part, the user may have dropped them meanwhile. */
         bool local = unit->in_backward && param->local != NULL && zs_get_bit(unit->used, i);
         if (param->has_grad) unit->grads_held = true;
         zs_status one = ZS_OK;
@@ -155,7 +155,7 @@ bool zs_grads_undo(zs_unit *unit)
         zs_param *param = &unit->params[i];
         bool packed = unit->record.is.replicated && param->grad != NULL && zs_get_bit(unit->used, i);
         if (!param->reduced && !packed) continue;
-        spoiled |= param->held; /* what it held is not there without what came on top */
+        spoiled |= param->held; /* the earlier gradient is incomplete without what was added to it */
         param->has_grad = param->held;
         param->reduced = false;
     }
@@ -178,8 +178,7 @@ zs_status zs_grads_deliver(zs_record *record)
     return status;
 }
 
-/* Is any of the flat's gradients still somebody's? Besides its own handle and its parameters' views nobody should
- * be. */
+/* Is any of the flat's gradients still in use? Only its own handle and its parameters' views should hold it. */
 static bool flat_wanted(const zs_unit *unit, int f)
 {
     int64_t own = 1;

@@ -9,10 +9,10 @@
 
 struct zs_in_backward_state {
     zs_stepper stepper;
-    bool *stepped;             /* [n_params] which parameters it updates; in the memory of this struct */
-    zs_mem *own[ZS_MAX_FLATS]; /* the gradients' memory that is out of use meanwhile; owned references */
-    bool lends;                /* in a backward: what is on a disk is lent to its steps (pager.h) */
-    bool *arrived;             /* [n_params] (alone) which gradients are there in this backward; likewise */
+    bool *stepped;             /* [n_params] which parameters it updates; in this struct's memory */
+    zs_mem *own[ZS_MAX_FLATS]; /* the gradients' memory, unused meanwhile; owned references */
+    bool lends;                /* in a backward: disk memory is lent to its steps (pager.h) */
+    bool *arrived;             /* [n_params] (alone) which gradients have arrived in this backward; likewise */
 };
 
 static const char GIVEN_BACK[] = "this gradient was freed: optimizer_in_backward() stepped with it and released its "
@@ -44,12 +44,12 @@ zs_status zs_in_backward_lend(zs_unit *unit)
         slot->role = unit->record.is.replicated ? ZS_MEM_PLAIN : ZS_MEM_GRAD_SHARD;
         slot->user = unit;
     }
-    /* What forward and backward did in the slots comes before the sums. */
+    /* The work of forward and backward in the slots precedes the sums. */
     const zs_comm *comm = unit->context->ranks.all;
     return lent ? zs_device_fork(comm->device, comm->ops->stream) : ZS_OK;
 }
 
-/* Has any parameter its view of the grad shard as .grad? One that the stepper does not know may. */
+/* Is any parameter's .grad its view of the grad shard? One that the stepper does not know may be. */
 static bool grads_shown(const zs_unit *unit)
 {
     for (int64_t i = 0; i < unit->n_params; i++) {
@@ -67,7 +67,7 @@ static void give_back(zs_unit *unit)
     for (int f = 0; f < unit->n_flats; f++) {
         zs_flat *flat = &unit->flats[f];
         if (flat->grad_mem == NULL) continue;
-        (void)zs_storage_clear(flat->grads, GIVEN_BACK); /* can fail on memory for the message alone */
+        (void)zs_storage_clear(flat->grads, GIVEN_BACK); /* can only fail on memory for the message */
         flat->grad_mem->role = ZS_MEM_PLAIN;
         flat->grad_mem->user = NULL;
         zs_arena_give(unit->context->arena, flat->grad_mem);
@@ -96,7 +96,8 @@ static void take_memory_back(zs_unit *unit)
         zs_flat *flat = &unit->flats[f];
         zs_mem *own = unit->stepping->own[f];
         if (own == NULL) continue;
-        if (flat->grad_mem != NULL) { /* shown still: the slot stays with the gradients, and what was theirs goes */
+        if (flat->grad_mem !=
+            NULL) { /* still shown: the slot stays with the gradients, and their own memory is freed */
             zs_mem_release(own);
         } else {
             flat->grad_mem = own;
@@ -196,7 +197,7 @@ void zs_in_backward_open(zs_unit *unit)
     zs_pager_open();
 }
 
-/* Before anybody else looks at the unit's parameters. */
+/* Call it before anything else uses the unit's parameters. */
 static zs_status close_lending(zs_unit *unit)
 {
     if (!unit->stepping->lends) return ZS_OK;
@@ -274,6 +275,6 @@ zs_status zs_in_backward_finish(zs_unit *unit, bool good)
 void zs_in_backward_abandon(zs_unit *unit)
 {
     if (unit->stepping == NULL) return;
-    (void)close_lending(unit); /* what failed now fails again with the next that is read */
+    (void)close_lending(unit); /* what failed now fails again with the next read */
     memset(unit->stepping->arrived, 0, (size_t)unit->n_params * sizeof *unit->stepping->arrived);
 }

@@ -20,7 +20,7 @@ static const zs_storage *storage_of(const zs_flat *flat, zs_view view)
 {
     switch (view) {
     case ZS_VIEW_GRAD: return flat->grads;
-    case ZS_VIEW_SPARE: return flat->keep_gathered;
+    case ZS_VIEW_SPARE: return flat->spare_grads;
     case ZS_VIEW_LOCAL: return flat->local;
     }
     return NULL;
@@ -57,14 +57,14 @@ void zs_kept_grads_free(zs_flat *flat, zs_unit *unit)
         zs_tensor_free(param->spare_grad);
         param->spare_grad = NULL;
     }
-    zs_storage_free(flat->keep_gathered);
+    zs_storage_free(flat->spare_grads);
     if (flat->spare_mem != NULL) flat->spare_mem->user = NULL;
     zs_mem_release(flat->spare_mem);
-    flat->keep_gathered = NULL;
+    flat->spare_grads = NULL;
     flat->spare_mem = NULL;
 }
 
-/* Of its own, not of the pool: its place is free again once the script lets go. */
+/* Allocated separately, not from the pool: it is freed when the script drops its references. */
 static zs_status make_spare(zs_unit *unit, int f)
 {
     zs_flat *flat = &unit->flats[f];
@@ -78,12 +78,12 @@ static zs_status make_spare(zs_unit *unit, int f)
     mem->role = flat->grad_mem->role;
     mem->user = unit;
     flat->spare_mem = mem;
-    ZS_TRY(zs_storage_new(device->where, bytes, "", &flat->keep_gathered));
-    ZS_TRY(zs_storage_fill(flat->keep_gathered, flat->spare_mem, flat->spare_mem->ptr));
+    ZS_TRY(zs_storage_new(device->where, bytes, "", &flat->spare_grads));
+    ZS_TRY(zs_storage_fill(flat->spare_grads, flat->spare_mem, flat->spare_mem->ptr));
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
         if (param->flat == f && param->grad != NULL)
-            ZS_TRY(zs_unit_new_grad_view(unit, param, flat->keep_gathered, &param->spare_grad));
+            ZS_TRY(zs_unit_new_grad_view(unit, param, flat->spare_grads, &param->spare_grad));
     }
     return ZS_OK;
 }
@@ -94,9 +94,9 @@ static void take_turns(zs_unit *unit, int f)
     zs_mem *mem = flat->grad_mem;
     zs_storage *storage = flat->grads;
     flat->grad_mem = flat->spare_mem;
-    flat->grads = flat->keep_gathered;
+    flat->grads = flat->spare_grads;
     flat->spare_mem = mem;
-    flat->keep_gathered = storage;
+    flat->spare_grads = storage;
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
         if (param->flat != f) continue;
@@ -106,7 +106,7 @@ static void take_turns(zs_unit *unit, int f)
     }
 }
 
-/* Reduced gradients that lie under unreduced ones of no_sync() are nobody's .grad now, but count. */
+/* Reduced gradients below unreduced ones of no_sync() are no parameter's .grad now, but count. */
 static bool has_below(const zs_unit *unit, int f)
 {
     for (int64_t i = 0; i < unit->n_params; i++)
@@ -119,7 +119,7 @@ static zs_status renew_flat(zs_unit *unit, int f)
     zs_flat *flat = &unit->flats[f];
     unit->context->keeps_grads = true;
     if (zs_grads_are_kept(unit, f, ZS_VIEW_SPARE)) zs_kept_grads_free(flat, unit);
-    if (flat->keep_gathered == NULL) {
+    if (flat->spare_grads == NULL) {
         zs_status status = make_spare(unit, f);
         if (status != ZS_OK) {
             zs_kept_grads_free(flat, unit);
@@ -135,7 +135,7 @@ static zs_status renew_flat(zs_unit *unit, int f)
 
 zs_status zs_kept_grads_renew(zs_unit *unit)
 {
-    if (unit->stepping != NULL || unit->borrows) return ZS_OK; /* what is stepped in backward is nobody's .grad */
+    if (unit->stepping != NULL || unit->borrows) return ZS_OK; /* a unit that is stepped in backward shows no .grad */
     for (int f = 0; f < unit->n_flats; f++)
         if (zs_grads_are_kept(unit, f, ZS_VIEW_GRAD)) ZS_TRY(renew_flat(unit, f));
     return ZS_OK;

@@ -62,7 +62,7 @@ void zs_local_grads_free(zs_unit *unit)
     atomic_fetch_sub(&holders, 1);
 }
 
-/* Of a parameter's local gradient: is it `.grad`, and has the user left it as it was shown? */
+/* A parameter's local gradient: is it `.grad`, and unchanged by the user since it was shown? */
 typedef struct seen {
     bool shown, same;
 } seen;
@@ -76,7 +76,7 @@ static seen look_at(const zs_param *param)
     return found;
 }
 
-/* Those that are shown go on in the new memory. */
+/* Moves those that are shown to the new memory. */
 static zs_status take_over(zs_unit *unit, const seen *before)
 {
     for (int64_t i = 0; i < unit->n_params; i++) {

@@ -29,7 +29,7 @@ static char *packing(const zs_unit *unit)
     return zs_bucket_of(unit->record.round.packing)->ptr;
 }
 
-/* Where the round that is being packed has its gradient. */
+/* The gradient's place in the round that is being packed. */
 static char *in_round(const zs_unit *unit, const zs_param *param)
 {
     const zs_flat *flat = &unit->flats[param->flat];
@@ -42,7 +42,7 @@ void zs_reduce_keep(zs_unit *unit, int64_t i)
     zs_set_bit(unit->kept, i);
 }
 
-/* Copies a new gradient into the round: on a device that queues by one call of its own, where torch would take
+/* Copies a new gradient into the round: on a device that queues with one call of our own, where torch would take
  * several. */
 static zs_status pack_grad(const zs_unit *unit, const zs_param *param, bool again)
 {
@@ -73,8 +73,8 @@ zs_status zs_reduce_pack(zs_record *record, int64_t i, bool anew, bool *first)
     return ZS_OK;
 }
 
-/* Fills what nobody packed, so that owners may sum whole shards: unused parameters count as zero, and padding must not
- * carry another unit's bytes into the grad shard. */
+/* Fills what was not packed, so that owners can sum full shards: unused parameters count as zero, and padding must
+ * not carry another unit's bytes into the grad shard. */
 static zs_status fill_rest(zs_unit *unit)
 {
     const zs_device *device = zs_context_device(unit->context);
@@ -93,9 +93,9 @@ static zs_status fill_rest(zs_unit *unit)
             if (zs_get_bit(unit->used, i)) continue;
             zs_grad_info grad = {0};
             bool first = unit->record.is.replicated &&
-                         !unit->record.round.posted; /* later rounds of a backward carry only what is new */
+                         !unit->record.round.posted; /* later rounds of a backward have only new gradients */
             if (first && zs_tensor_alive(param->tensor)) ZS_TRY(zs_grad_describe(param->tensor, &grad));
-            if (grad.defined) { /* DDP's rule: what has been accumulated before takes part in the mean */
+            if (grad.defined) { /* DDP's rule: gradients accumulated before take part in the mean */
                 ZS_TRY(zs_grad_copy(param->tensor, base + begin, flat->wire, false));
             } else {
                 ZS_TRY(zs_device_zero(device, ZS_STREAM_COMPUTE, base + begin, end - begin));
@@ -115,7 +115,7 @@ zs_status zs_reduce_send_local(zs_record *record)
     return ZS_OK;
 }
 
-/* A replicated unit's .grad has them: it counts as used, if the user has left it there. */
+/* A replicated unit's .grad contains them: it counts as used, if the user has left it there. */
 static zs_status count_kept(zs_unit *unit)
 {
     for (int64_t i = 0; i < unit->n_params; i++) {
@@ -128,7 +128,7 @@ static zs_status count_kept(zs_unit *unit)
     return ZS_OK;
 }
 
-/* Posts a bucket, or NULL, with what this rank says of the round. */
+/* Posts a bucket, or NULL, with this rank's header of the round. */
 static zs_status post(zs_unit *unit, const zs_bucket *bucket)
 {
     const zs_context *context = unit->context;
@@ -150,7 +150,7 @@ static zs_status post(zs_unit *unit, const zs_bucket *bucket)
 zs_status zs_reduce_post(zs_unit *unit)
 {
     zs_lease *lease = unit->record.round.packing;
-    if (lease == NULL) { /* what stayed local stays so */
+    if (lease == NULL) { /* local gradients stay local */
         clear_bits(unit, unit->local != NULL ? unit->arrived : unit->used);
         return post(unit, NULL);
     }

@@ -10,10 +10,10 @@
 
 #include <string.h>
 
-typedef enum run_class { SKIP, SET, ADD } run_class; /* unused everywhere; first gradient; on top of one */
+typedef enum run_class { SKIP, SET, ADD } run_class; /* unused everywhere; first gradient; added to an earlier one */
 
 typedef struct shard_run {
-    int64_t begin, end; /* elements, counted in this rank's shard, or in the whole gradient where that is fetched */
+    int64_t begin, end; /* elements, counted in this rank's shard, or in the full gradient when that is fetched */
     run_class class;
 } shard_run;
 
@@ -24,7 +24,7 @@ typedef struct summing {
     zs_stream stream;
     int rank, world;
     double scale;
-    double again; /* for what is there before: all ranks' sources are added to it, and scaled with it */
+    double again; /* for earlier gradients: all ranks' sources are added to them, and scaled together */
 } summing;
 
 static zs_status sum_run(const summing *s, const zs_flat *flat, shard_run run)
@@ -69,12 +69,12 @@ static run_class classify(const summing *s, int64_t i)
     return s->unit->params[i].has_grad && !s->unit->record.is.replicated ? ADD : SET;
 }
 
-/* Sums the runs of neighbouring parameters that are treated alike, padding between them included. */
+/* Sums the runs of neighboring parameters that are treated the same, and the padding between them. */
 static zs_status sum_flat(const summing *s, int f)
 {
     const zs_flat *flat = &s->unit->flats[f];
     shard_run run = {0, 0, SKIP};
-    if (s->unit->record.is.replicated) { /* shards cut across parameters; all of it is summed, unused ones are zeros */
+    if (s->unit->record.is.replicated) { /* shards split parameters; all of it is summed, unused ones are zeros */
         run = (shard_run){0, flat->layout.shard_numel, SET};
     } else {
         for (int64_t i = 0; i < s->unit->n_params; i++) {
@@ -91,7 +91,7 @@ static zs_status sum_flat(const summing *s, int f)
     return sum_run(s, flat, run);
 }
 
-/* Does rank `r` say this of the round? */
+/* Does rank `r` report this flag of the round? */
 static bool says(const summing *s, int r, uint64_t flag)
 {
     return (s->sources->headers[r]->flags & flag) != 0;
@@ -101,7 +101,7 @@ static zs_status check_gave_up(const summing *s)
 {
     for (int r = 0; r < s->world; r++) {
         if (r == s->rank || !says(s, r, ZS_ROUND_GAVE_UP)) continue;
-        if (s->unit->context->schedule.gave_up) continue; /* this rank did so too: nothing is lost */
+        if (s->unit->context->schedule.gave_up) continue; /* this rank abandoned it too: nothing is lost */
         char failures[ZS_FAILURES];
         zs_comm_failures(s->unit->context->ranks.all, failures, sizeof failures);
         return ZS_FAIL(ZS_ERR_DIVERGED,
@@ -113,7 +113,7 @@ static zs_status check_gave_up(const summing *s)
     return ZS_OK;
 }
 
-/* Shards that hold sums of different backwards would be no gradient. (Full gradients are averaged as DDP does.) */
+/* Shards with sums of different backwards would not be a gradient. (Full gradients are averaged as DDP does.) */
 static zs_status check_held(const summing *s)
 {
     bool mine = says(s, s->rank, ZS_ROUND_HELD);
@@ -127,7 +127,7 @@ static zs_status check_held(const summing *s)
     return ZS_OK;
 }
 
-/* Gradients of parameters of different steps are no sum. */
+/* Gradients of parameters of different steps must not be summed. */
 static zs_status check_fingerprints(const summing *s)
 {
     zs_context *context = s->unit->context;
@@ -140,7 +140,7 @@ static zs_status check_fingerprints(const summing *s)
     return status;
 }
 
-/* What all ranks can spare, if all have said so in this round. */
+/* Records what all ranks can spare, if all have reported it in this round. */
 static void note_offers(const summing *s)
 {
     zs_context *context = s->unit->context;
@@ -153,7 +153,7 @@ static void note_offers(const summing *s)
     if (least < context->least_offer) context->least_offer = least;
 }
 
-/* Takes bytes [begin, stop) of a flat's whole sum from the rank that owns them; on top of an earlier round's, if
+/* Copies bytes [begin, stop) of a flat's full sum from the rank that owns them; adds them to an earlier round's, if
  * any. */
 static zs_status fetch_piece(const summing *s, const zs_flat *flat, size_t begin, size_t stop, bool add)
 {
@@ -167,7 +167,7 @@ static zs_status fetch_piece(const summing *s, const zs_flat *flat, size_t begin
     return zs_device_sum(s->device, s->stream, &sum);
 }
 
-/* Fetches a run of the whole gradient, shard by shard. */
+/* Fetches a run of the full gradient, shard by shard. */
 static zs_status fetch_run(const summing *s, const zs_flat *flat, shard_run run)
 {
     if (run.class == SKIP) return ZS_OK;
@@ -182,7 +182,7 @@ static zs_status fetch_run(const summing *s, const zs_flat *flat, shard_run run)
     return ZS_OK;
 }
 
-/* Fetches the runs of neighbouring parameters that are treated alike, padding between them included: on a GPU each
+/* Fetches the runs of neighboring parameters that are treated the same, and the padding between them: on a GPU each
  * costs a call of the driver. */
 static zs_status fetch_flat(const summing *s, int f)
 {
@@ -201,7 +201,7 @@ static zs_status fetch_flat(const summing *s, int f)
     return fetch_run(s, flat, run);
 }
 
-/* (no_shard) Fetches every rank's finished shard into the whole gradient. */
+/* (no_shard) Fetches every rank's finished shard into the full gradient. */
 static zs_status fetch_shared(const summing *s)
 {
     for (int f = 0; f < s->unit->n_flats; f++)
@@ -219,7 +219,7 @@ static summing summing_of(zs_unit *unit, zs_sources *sources)
     return s;
 }
 
-/* Do all ranks say that nothing of their backward will want the unit again? */
+/* Do all ranks report that their backward will not need the unit again? */
 static bool over_everywhere(const summing *s)
 {
     bool everywhere = s->unit->record.early.over;
@@ -228,8 +228,9 @@ static bool over_everywhere(const summing *s)
     return everywhere;
 }
 
-/* Do the sums of this round count? Not where this rank gave up: .grad is the user's again. But what is over on all
- * ranks is stepped on all, or the ranks would not have one model any more. Asked once the round has been collected. */
+/* Do the sums of this round count? Not if this rank abandoned the backward: .grad belongs to the user again. But a
+ * unit that is over on all ranks is stepped on all, or the ranks would no longer have one model. Check it once the
+ * round has been collected. */
 static bool counts(const summing *s)
 {
     return !s->unit->context->schedule.gave_up || over_everywhere(s);
@@ -242,7 +243,7 @@ static zs_status sum_flats(const summing *s)
     return ZS_OK;
 }
 
-/* The grad shard, or where gradients are whole, those, have memory and are in it. */
+/* Makes sure that the grad shard, or the full gradients, have memory. */
 static zs_status want_grads(zs_unit *unit)
 {
     ZS_TRY(zs_in_backward_lend(unit));
@@ -262,7 +263,7 @@ zs_status zs_reduce_share(zs_unit *unit, zs_wait wait, bool *ready)
     return status == ZS_OK ? zs_cunit_share(comm, unit->cunit) : status;
 }
 
-/* Collects the round and puts this rank's part of the sum, or of a replicated unit all of it, where gradients lie. */
+/* Collects the round and stores this rank's shard of the sum, or all of it for a replicated unit, in the gradients. */
 static zs_status take_sum(const summing *s, zs_wait wait, bool *ready)
 {
     zs_unit *unit = s->unit;
@@ -281,7 +282,7 @@ static zs_status take_sum(const summing *s, zs_wait wait, bool *ready)
     return ZS_OK;
 }
 
-/* The round has failed on all ranks alike: it is over. To a rank that has given up its backward nothing is lost. */
+/* The round has failed on all ranks: it is over. A rank that has abandoned its backward loses nothing. */
 static zs_status end_failed(const zs_unit *unit, zs_status status)
 {
     if (!unit->context->schedule.gave_up) return status;
@@ -301,8 +302,7 @@ zs_status zs_reduce_sum(zs_record *record, zs_wait wait, bool *done, bool *over)
     if (taken != ZS_OK) return *done ? end_failed(unit, taken) : taken;
     if (!ready) return ZS_OK;
     zs_offload_done_grads(unit);
-    /* Who has models on a disk is short of memory; that of the gradients which have been packed lies idle on the
-     * heap. */
+    /* A user with models on a disk is short of memory, while that of the packed gradients lies idle on the heap. */
     if (unit->offloads.disk != NULL) zs_mem_heap_freed(zs_unit_bucket_bytes(unit));
     zs_status status = check_gave_up(&s);
     if (!unit->context->schedule.gave_up) {

@@ -31,7 +31,8 @@ static bool is_held(const zs_schedule *schedule, const zs_record *record)
     return schedule->act->held == NULL || schedule->act->held(record);
 }
 
-/* Shards what was read and is not held, but for what the operation reads that `next` is read by. */
+/* Reshards units that were read and whose full buffers are not in use; not those that the same operation reads as
+ * `next`. */
 static zs_status give_back_unheld(zs_schedule *schedule, const zs_record *next)
 {
     for (size_t i = 0; schedule->n_read > 0 && i < schedule->n; i++) {

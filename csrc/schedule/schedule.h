@@ -43,8 +43,7 @@ typedef struct zs_expected {
 /* An executor's actions. All may be NULL except gather, bind, cancel, reshard, bucket_new, pack, post, sum and
  * reusable. */
 typedef struct zs_actions {
-    /* --- a pass
-     * -------------------------------------------------------------------------------------------------------- */
+    /* --- a pass ---------------------------------------------------------------------------------------------- */
 
     /* A pass is about to begin; an error refuses it. No other session of its kind is open. */
     zs_status (*ready)(zs_schedule *, zs_phase);
@@ -54,8 +53,7 @@ typedef struct zs_actions {
      * `ready`. */
     zs_status (*close)(zs_schedule *, zs_phase);
 
-    /* --- parameters
-     * ---------------------------------------------------------------------------------------------------- */
+    /* --- parameters ----------------------------------------------------------------------------------------------- */
 
     /* Starts to gather. If it fails, nothing is in flight. */
     zs_status (*gather)(zs_record *);
@@ -74,8 +72,7 @@ typedef struct zs_actions {
     /* The set of units that other units' forwards read has changed. */
     void (*reads_changed)(zs_schedule *);
 
-    /* --- gradients
-     * ----------------------------------------------------------------------------------------------------- */
+    /* --- gradients ------------------------------------------------------------------------------------------------ */
 
     /* Prepares the unit for gradients, once in a backward. `arriving`: a parameter that already has its new gradient,
      * or -1. */
@@ -103,8 +100,7 @@ typedef struct zs_actions {
     /* (stepped in backward) Steps the unit with the sums. */
     zs_status (*step)(zs_record *);
 
-    /* --- the end of a backward
-     * ------------------------------------------------------------------------------------------ */
+    /* --- the end of a backward ------------------------------------------------------------------------------------ */
 
     /* This rank has posted all rounds. */
     zs_status (*posted)(zs_schedule *);
@@ -140,10 +136,11 @@ struct zs_schedule {
     bool gave_up;           /* this rank abandoned the backward that is being closed */
     size_t next_post;       /* (in order) how many units have posted in this backward */
     /* --- unshard.c --- */
-    zs_record *latest;               /* unsharded last in this pass; borrowed */
-    zs_record *before;               /* unsharded before that one; borrowed */
-    zs_record *last;                 /* unsharded last in the last forward; borrowed */
-                                     /* --- rounds.c --- */
+    zs_record *latest; /* unsharded last in this pass; borrowed */
+    zs_record *before; /* unsharded before that one; borrowed */
+    zs_record *last;   /* unsharded last in the last forward; borrowed */
+
+    /* --- rounds.c --- */
     zs_record *first_out, *last_out; /* units with a posted round, in the order of posting; borrowed */
     zs_lease **leases;               /* [n_leases] borrowed; the array is owned */
     size_t n_leases;

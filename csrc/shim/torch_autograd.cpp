@@ -1,8 +1,8 @@
-// torch_autograd.cpp - gradients and hooks: the part of tensor.h that is autograd's.
+// torch_autograd.cpp - gradients and hooks: autograd's part of tensor.h.
 //
-// Hooks run on autograd's threads without the GIL and keep a counted reference to their context. When one fails, the
-// raiser that the binding registered makes the Python exception, and it leaves through autograd as a python_error, so
-// that backward() raises it unchanged.
+// Hooks run on autograd's threads without the GIL and hold a reference to their context. When one fails, the raiser
+// that the binding registered sets the Python exception, which passes through autograd as a python_error, so that
+// backward() raises it unchanged.
 #include "shim/torch_internal.hpp"
 
 #include <ATen/SequenceNumber.h>
@@ -53,7 +53,7 @@ class HookRef {
         throw error;
     }
 
-    // For where nothing may be raised.
+    // For places that must not raise.
     void run_quietly(int64_t arg) const
     {
         zs_clear_error();
@@ -75,7 +75,7 @@ struct BeforeBackward final : ag::FunctionPreHook {
     HookRef ref;
 };
 
-// torch has one slot per tensor for this kind of hook; the user's own hook is kept in `users`.
+// torch has one slot per tensor for this kind of hook; `users` keeps the user's own hook.
 struct GradReady final : ag::PostAccumulateGradHook {
     GradReady(const zs_hook &hook, std::unique_ptr<ag::PostAccumulateGradHook> users_)
         : ref(hook), users(std::move(users_))
@@ -86,7 +86,7 @@ struct GradReady final : ag::PostAccumulateGradHook {
     std::unique_ptr<ag::PostAccumulateGradHook> users;
 };
 
-// What the backward that was given up last on this thread had raised; "" if that is not known.
+// What the last abandoned backward on this thread raised; "" if unknown.
 thread_local char failure[160];
 
 void write_failure(const char *kind, const char *text)
@@ -94,7 +94,7 @@ void write_failure(const char *kind, const char *text)
     std::snprintf(failure, sizeof failure, "%s%s%s", kind, *text != 0 ? ": " : "", text);
 }
 
-// A Python exception, as the last line of its traceback has it.
+// A Python exception, as in the last line of its traceback.
 void describe_python(const python_error &error)
 {
     PyGILState_STATE gil = PyGILState_Ensure();
@@ -126,11 +126,11 @@ void describe_failure(std::exception_ptr pointer)
     }
 }
 
-// The pass that is running on this thread. torch exposes only a part of it; this is the full object.
+// The backward that is running on this thread. torch exposes only a part of it; this is the full object.
 ag::GraphTask *running_task()
 {
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Winvalid-offsetof" // without virtual bases it is what one thinks
+#pragma GCC diagnostic ignored "-Winvalid-offsetof" // well defined without virtual bases
     constexpr std::size_t offset = offsetof(ag::GraphTask, exec_info_);
 #pragma GCC diagnostic pop
     const auto *part = ag::get_current_graph_task_exec_info();
@@ -138,7 +138,7 @@ ag::GraphTask *running_task()
     return reinterpret_cast<ag::GraphTask *>(reinterpret_cast<std::uintptr_t>(part) - offset);
 }
 
-// A backward that raises never runs its callbacks, it only drops them: that is when this one learns of it.
+// torch drops the callbacks of a backward that raises and never runs them: this notices when it is dropped.
 class BackwardEnd {
   public:
     explicit BackwardEnd(const zs_hook &hook) : ref(hook)
@@ -163,11 +163,11 @@ class BackwardEnd {
 
   private:
     HookRef ref;
-    c10::intrusive_ptr<at::ivalue::Future> outcome; // of the pass; holds what it has raised
+    c10::intrusive_ptr<at::ivalue::Future> outcome; // of the backward; holds what it raised
     bool ran = false;
 };
 
-// torch 2.13 counts nodes by itself, earlier ones with std::shared_ptr: the type of a weak reference is the setter's.
+// The setter takes a weak reference: torch 2.13 counts nodes itself, earlier versions use std::shared_ptr.
 template <typename Weak> void forget_node(const at::Tensor &tensor, void (*set)(const ag::Variable &, Weak))
 {
     decltype(ag::impl::try_get_grad_accumulator(tensor)) none;
@@ -176,8 +176,8 @@ template <typename Weak> void forget_node(const at::Tensor &tensor, void (*set)(
 
 thread_local bool keep_nodes = false; // see zs_grad_keep_nodes
 
-// The node that accumulates into a leaf is made once and remembers the leaf's shape and dtype. One that was made while
-// a parameter was sharded (a statistic that somebody keeps with its graph) would refuse every full gradient after that.
+// The node that accumulates into a leaf is created once and keeps the leaf's shape and dtype. One created while a
+// parameter was sharded (by a statistic that is kept with its graph) would refuse all later full gradients.
 void forget_node_of_other_form(const at::Tensor &tensor)
 {
     if (ag::impl::get_autograd_meta(tensor) == nullptr) return;
@@ -213,7 +213,7 @@ void copy_elements(void *dst, const at::Tensor &src, at::IntArrayRef sizes, at::
     }
 }
 
-// Goes through a graph from its roots, without recursion: a graph may be as deep as it is large.
+// Walks a graph from its roots, without recursion, as a graph may be as deep as it is large.
 class GraphWalk {
   public:
     explicit GraphWalk(const zs_graph_visitor &visitor) : visitor_(visitor) { places_.reserve(1024); }
@@ -253,11 +253,11 @@ class GraphWalk {
     }
 
     const zs_graph_visitor &visitor_;
-    ska::flat_hash_map<ag::Node *, int64_t> places_; // of all nodes visited
+    ska::flat_hash_map<ag::Node *, int64_t> places_; // of all visited nodes
     std::vector<ag::Node *> waiting_;                // whose edges are still to be followed
 };
 
-// torch 2.13 holds nodes from Python by counted references, earlier ones hold some by weak ones.
+// torch 2.13 holds nodes from Python by counted references, earlier versions hold some by weak ones.
 template <typename Held> ag::Node *held_node(const Held &held)
 {
     return held.get();
@@ -268,7 +268,7 @@ template <typename T> ag::Node *held_node(const std::weak_ptr<T> &held)
     return held.lock().get();
 }
 
-// The node at which a backward begins: of a tensor, or of the first element of a GradientEdge; nullptr: none.
+// The node where a backward begins: of a tensor, or of the first element of a GradientEdge; nullptr: none.
 ag::Node *root_node(PyObject *root)
 {
     if (THPVariable_Check(root)) return THPVariable_Unpack(root).grad_fn().get();
@@ -406,7 +406,7 @@ bool zs_grad_mode(void)
     return at::GradMode::is_enabled();
 }
 
-// That autocast is off does not say that there are no casts: its context may be within one that has it on.
+// There may be casts even if autocast is off: its context may be inside one that has it on.
 void zs_autocast_forget(void)
 {
     (void)guarded("zs_autocast_forget", [] {

@@ -1,7 +1,7 @@
-// torch_c10d.cpp - torch's process groups behind the plain-C interface of tensor.h; the only file that sees c10d.
+// torch_c10d.cpp - torch's process groups behind the plain-C interface of tensor.h; the only file that includes c10d.
 //
-// A process group moves bytes. Every call wraps its pointers as byte tensors and runs one collective; no dtype,
-// no sum (sums are ours, in rank order, so that all transports give the same bits).
+// A process group moves bytes. Every call wraps its pointers as byte tensors and runs one collective; no dtype, no sum
+// (we sum ourselves, in rank order, so that all transports are bit-identical).
 //
 // Nothing here needs the GIL. A Python process group takes it by itself, so callers must not hold it.
 #include <ATen/record_function.h>
@@ -44,7 +44,7 @@ at::Tensor bytes_at(const zs_group *group, const void *data, size_t bytes)
     return maker.options(options).target_device(group->device).make_tensor();
 }
 
-// Process groups have no error codes: the kind of a failure is in its words (gloo's, MPI's, the store's).
+// Process groups have no error codes: the message shows the kind of a failure (gloo's, MPI's, the store's).
 zs_status kind_of(const std::string &words)
 {
     for (const char *late : {"Timed out", "timed out", "timeout", "Timeout"})
@@ -60,8 +60,8 @@ zs_status fail(const char *where, const std::string &words)
     return zs_fail_at(__FILE__, __LINE__, kind_of(words), "%s: %s", where, words.c_str());
 }
 
-// Runs `body` with no exception getting out. Python's dispatch modes (a FLOP counter, a fake mode) of the user are kept
-// out too: these are our bytes, not the user's tensors.
+// Runs `body`; no exception escapes. Disables the user's Python dispatch modes (a FLOP counter, a fake mode): these
+// are our bytes, not the user's tensors.
 template <typename Body> zs_status guarded(const char *where, Body body)
 {
     try {
@@ -91,14 +91,14 @@ auto all_gather_bytes(Group &group, at::Tensor &out, at::Tensor &in, const c10d:
 template <typename Group>
 auto all_to_all_bytes(Group &group, at::Tensor &out, at::Tensor &in, const c10d::AllToAllOptions &options)
 {
-    std::vector<int64_t> equal; // no sizes: pieces of one size
+    std::vector<int64_t> equal; // no sizes: pieces of equal size
     if constexpr (requires { group.all_to_all_single(out, in, equal, equal, options); })
         return group.all_to_all_single(out, in, equal, equal, options);
     else
         return group.alltoall_base(out, in, equal, equal, options);
 }
 
-// Keeps what body(tensors) has started, with the tensors.
+// Keeps the work that body(tensors) started, with the tensors.
 template <typename Body>
 zs_status start(const char *where, const zs_group *group, std::vector<at::Tensor> tensors, zs_work **work, Body body)
 {
@@ -112,7 +112,7 @@ zs_status start(const char *where, const zs_group *group, std::vector<at::Tensor
     });
 }
 
-// The same for a message of ours. Torch's profiler does not see it: a message may be out for longer than a profiler
+// The same for a message of ours, hidden from torch's profiler: a message may be out for longer than a profiler
 // records, and torch would write its end to memory that the profiler has freed.
 template <typename Body>
 zs_status start_message(const char *where, const zs_group *group, const void *data, size_t bytes, zs_work **work,
@@ -122,7 +122,7 @@ zs_status start_message(const char *where, const zs_group *group, const void *da
     return start(where, group, {bytes_at(group, data, bytes)}, work, body);
 }
 
-// The store of a process group, where its class gives it away.
+// The store of a process group, if its class exposes it.
 template <typename Group> c10::intrusive_ptr<c10d::Store> store_of(const Group &group)
 {
     if constexpr (requires { group.getStore(); })
@@ -131,13 +131,13 @@ template <typename Group> c10::intrusive_ptr<c10d::Store> store_of(const Group &
         return {};
 }
 
-// Questions to a store that it has not answered in time.
+// Requests that a store has not answered in time.
 std::atomic<int> unanswered;
 
-// What body(store) returns; a default value if there is no store, or it does not answer within `patience`. On a thread
-// of its own: if the store's host cannot be reached, a TCPStore waits in recv for as long as TCP tries, a quarter of an
-// hour, and keeps its other callers waiting, too. So nothing more is asked meanwhile. `body` must not refer to the
-// caller's variables.
+// The result of body(store); a default value if there is no store, or if it does not answer within `patience`. Runs
+// on a separate thread: if the store's host cannot be reached, a TCPStore waits in recv for as long as TCP tries, a
+// quarter of an hour, and blocks its other callers, too. So nothing more is requested meanwhile. `body` must not
+// refer to the caller's variables.
 template <typename Answer, typename Body> Answer ask_store(const zs_group *group, Body body)
 {
     constexpr std::chrono::seconds patience{5};
@@ -154,16 +154,16 @@ template <typename Answer, typename Body> Answer ask_store(const zs_group *group
         std::thread([=] {
             try {
                 asked->answer.set_value(body(*store));
-            } catch (...) {   // the process that has the store has ended, and
-                *gone = true; // torch prints a stack trace for each further question
+            } catch (...) {   // the process with the store has exited, and
+                *gone = true; // torch prints a stack trace for each further request
                 asked->answer.set_value(Answer{});
             }
             if (asked->ends++ > 0) unanswered--;
         }).detach();
         if (answer.wait_for(patience) == std::future_status::ready) return answer.get();
         unanswered++;
-        if (asked->ends++ > 0) unanswered--; // it has come since
-    } catch (...) {                          // no thread can be had
+        if (asked->ends++ > 0) unanswered--; // it has arrived since
+    } catch (...) {                          // no thread is available
     }
     return {};
 }
@@ -209,7 +209,7 @@ void zs_group_on(zs_group *group, zs_where where)
 
 void zs_group_set_timeout(zs_group *group, double seconds)
 {
-    // -1 is the process group's own timeout; longer than a month is as good as that
+    // -1 is the process group's own timeout; longer than a month is equivalent
     group->timeout = std::chrono::milliseconds(seconds < 3e6 ? static_cast<int64_t>(seconds * 1e3) : -1);
 }
 
@@ -281,7 +281,7 @@ zs_status zs_group_receive(zs_group *group, void *data, size_t bytes, int from, 
 
 bool zs_work_await(zs_work *work)
 {
-    constexpr std::chrono::hours a_year{24 * 365}; // gloo ends the group's connections at a timeout
+    constexpr std::chrono::hours a_year{24 * 365}; // gloo closes the group's connections at a timeout
     bool came = false;
     const zs_status status = guarded(work->where, [&] { came = work->work->wait(a_year); });
     return status == ZS_OK && came;
@@ -298,7 +298,7 @@ void zs_work_abort(zs_work *work)
 void zs_work_hang_up(zs_work *work)
 {
     try {
-        work->work->wait(std::chrono::milliseconds(1)); // too late: gloo ends the group's connections
+        work->work->wait(std::chrono::milliseconds(1)); // too late: gloo closes the group's connections
     } catch (...) {
     }
 }
@@ -346,7 +346,7 @@ void zs_work_free(zs_work *work)
 void zs_group_publish_text(zs_group *group, int rank, const char *words)
 {
     const std::string key = words_key(rank), text = words;
-    // Neither makes nor clears a record: the caller reports.
+    // Neither sets nor clears a record: the caller reports.
     (void)ask_store<bool>(group, [=](c10d::Store &store) {
         store.set(key, text);
         return true;

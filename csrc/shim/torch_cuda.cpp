@@ -18,7 +18,7 @@ c10::Device gpu(int index)
     return {at::kCUDA, static_cast<c10::DeviceIndex>(index)};
 }
 
-// As torch's own operators would raise it.
+// As torch's own operators raise it.
 zs_status out_of_memory(const char *text)
 {
     PyGILState_STATE gil = PyGILState_Ensure();
@@ -34,15 +34,6 @@ zs_status out_of_memory(const char *text)
 } // namespace
 
 extern "C" {
-
-bool zs_torch_has_cuda(void)
-{
-    try {
-        return c10::impl::hasDeviceGuardImpl(at::kCUDA) && c10::impl::VirtualGuardImpl(at::kCUDA).deviceCount() > 0;
-    } catch (...) {
-        return false;
-    }
-}
 
 zs_status zs_torch_cuda_alloc(int index, size_t bytes, void **ptr, void **owner)
 {
@@ -63,7 +54,7 @@ void zs_torch_cuda_free(void *owner)
 {
     try {
         delete static_cast<c10::DataPtr *>(owner);
-    } catch (...) { // the driver has shut down: the process is ending
+    } catch (...) { // the driver has shut down: the process is exiting
     }
 }
 

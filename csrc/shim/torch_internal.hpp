@@ -1,8 +1,8 @@
-// torch_internal.hpp - what the C++ files of the shim share: the handles, and how an exception becomes a status.
+// torch_internal.hpp - shared by the C++ files of the shim: the handles, and how an exception becomes a status.
 #ifndef ZS_TORCH_INTERNAL_HPP
 #define ZS_TORCH_INTERNAL_HPP
 
-// ATen's headers then include the operators they use, not all of them: a file compiles in half the time.
+// ATen's headers then include only the operators that they use: a file compiles in half the time.
 #define AT_PER_OPERATOR_HEADERS
 #include <torch/csrc/python_headers.h>
 
@@ -19,7 +19,8 @@ extern "C" {
 #include "shim/tensor_py.h"
 }
 
-// A weak handle keeps only torch's weak count; its `tensor` is a borrowed pointer, given up uncounted at the end.
+// A weak handle holds only torch's weak count; its `tensor` is a borrowed pointer, released without a count at the
+// end.
 struct zs_tensor {
     explicit zs_tensor(at::Tensor strong) : tensor(std::move(strong)) {}
     explicit zs_tensor(c10::weak_intrusive_ptr<at::TensorImpl> target)
@@ -40,7 +41,7 @@ struct zs_tensor {
 
 struct zs_storage {
     c10::Storage storage;
-    c10::Device device; // of the bytes that come and go
+    c10::Device device; // of the bytes, which may change
 };
 
 namespace zs {
@@ -51,7 +52,7 @@ inline zs_status fail_torch(const char *where, const char *what)
     return zs_fail_at(where, 0, ZS_ERR_TORCH, "%s", what);
 }
 
-// Runs `body`, turning any exception into a status. A python_error is left set as the current Python exception.
+// Runs `body`, and turns any exception into a status. A python_error stays set as the current Python exception.
 template <typename Body> zs_status guarded(const char *where, Body body) noexcept
 {
     try {
@@ -82,7 +83,7 @@ inline zs_dtype dtype_of(at::ScalarType type)
     }
 }
 
-// Its opposite; `otherwise` for ZS_BYTES, which is no type.
+// Its inverse; `otherwise` for ZS_BYTES, which is not a type.
 inline at::ScalarType scalar_type_of(zs_dtype dtype, at::ScalarType otherwise)
 {
     switch (dtype) {
@@ -102,21 +103,21 @@ inline zs_where where_of(const c10::Device &device)
     return {device.is_cuda() ? ZS_ON_CUDA : ZS_ON_OTHER, device.has_index() ? device.index() : 0};
 }
 
-// Its opposite, for the kinds that have memory of ours.
+// Its inverse, for the kinds that have memory of ours.
 inline c10::Device device_of(zs_where where)
 {
     if (where.type != ZS_ON_CUDA) return at::kCPU;
     return {at::kCUDA, static_cast<c10::DeviceIndex>(where.index)};
 }
 
-// A row-major tensor on memory that somebody else owns.
+// A row-major tensor on memory with another owner.
 inline at::Tensor view_of(void *data, at::IntArrayRef sizes, at::ScalarType type, c10::Device device)
 {
     const auto options = at::TensorOptions().dtype(type).device(device);
     return at::for_blob(data, sizes).options(options).target_device(device).make_tensor();
 }
 
-// Row-major memory?
+// Is the memory row-major?
 inline bool plain_dense(const at::Tensor &tensor)
 {
     return tensor.layout() == at::kStrided && tensor.is_contiguous();

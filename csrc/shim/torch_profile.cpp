@@ -24,7 +24,7 @@ bool records()
     return at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE).has_value();
 }
 
-// A range that a profiler misses is no reason to end a training.
+// A range that a profiler misses must not end a training run.
 zs_profile *begin(const char *name)
 {
     auto observers = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);

@@ -1,7 +1,8 @@
-// torch_shim.cpp - tensors and storages: the part of tensor.h that is ATen's.
+// torch_shim.cpp - tensors and storages: ATen's part of tensor.h.
 //
-// C++ ends here. Every function is extern "C", catches everything, and turns it into a zs_status with torch's own text;
-// every object it hands out is a counted handle. The shim (torch_*.cpp) owns no flat memory and does not know units.
+// C++ ends here. Every function is extern "C", catches all exceptions, and turns them into a zs_status with torch's
+// text; every object that it returns is a counted handle. The shim (torch_*.cpp) owns no flat memory and does not
+// know units.
 #include "shim/torch_internal.hpp"
 
 #include <ATen/PythonTorchFunctionTLS.h>
@@ -14,8 +15,8 @@
 
 namespace {
 
-// torch 2.11 can mark a storage as having no bytes, but has no call that takes the mark away. Naming a private member
-// as a template argument is the one way that the language leaves to it.
+// torch 2.11 can mark a storage as having no bytes, but has no call that removes the mark. To name a private member
+// as a template argument is the only way that the language leaves.
 template <auto Flag, auto Refresh> struct StorageMark {
     friend void take_mark_away(c10::StorageImpl &impl)
     {
@@ -87,9 +88,9 @@ c10::weak_intrusive_ptr<at::TensorImpl> weak_to(const at::Tensor &tensor)
     return c10::weak_intrusive_ptr<at::TensorImpl>(c10::intrusive_ptr<at::TensorImpl>::reclaim(impl));
 }
 
-// Is there more than one reference from C++, or any from Python? A tensor that Python has seen keeps its object, which
-// then has one reference of its own: torch 2.12 and later count it both ways, earlier ones record which owns which. So
-// does a storage.
+// Is there more than one reference from C++, or any from Python? A tensor that Python has used keeps its object,
+// which then holds one reference itself: torch 2.12 and later count it both ways, earlier versions record which owns
+// which. The same holds for a storage.
 template <typename Slot> bool held_by_python(Slot *slot, size_t uses)
 {
     if constexpr (requires { slot->load_pyobj(); }) {
@@ -100,7 +101,7 @@ template <typename Slot> bool held_by_python(Slot *slot, size_t uses)
     }
 }
 
-// Has Python seen it, and holds it no more? Its object then has one of the references from C++.
+// Did Python use it, and does Python no longer hold it? Its object then has one of the references from C++.
 template <typename Slot> bool has_idle_object(Slot *slot)
 {
     if constexpr (requires { slot->load_pyobj(); }) {
@@ -111,7 +112,7 @@ template <typename Slot> bool has_idle_object(Slot *slot)
     }
 }
 
-// While it lives, torch asks no subclass for its __torch_function__ on this thread.
+// While it lives, torch does not call __torch_function__ of subclasses on this thread.
 class Plain {
     using TLS = at::impl::PythonTorchFunctionTLS;
 
@@ -133,11 +134,6 @@ class Plain {
 extern "C" {
 
 // --- tensors ---------------------------------------------------------------------------------------------------------
-
-zs_tensor *zs_tensor_retain(const zs_tensor *tensor)
-{
-    return new zs_tensor(tensor->tensor);
-}
 
 zs_tensor *zs_tensor_new_weak(const zs_tensor *tensor)
 {
@@ -208,7 +204,7 @@ zs_status zs_tensor_read(const zs_tensor *handle, int64_t begin, int64_t numel, 
 zs_status zs_tensor_write(const zs_tensor *handle, const void *src)
 {
     return guarded("zs_tensor_write", [&] {
-        const c10::impl::ExcludeDispatchKeyGuard no_modes(c10::python_ks); // no script has asked for it
+        const c10::impl::ExcludeDispatchKeyGuard no_modes(c10::python_ks); // no script has asked for this
         const at::Tensor target = handle->tensor.variable_data();
         target.copy_(zs::view_of(const_cast<void *>(src), target.sizes(), target.scalar_type(), target.device()));
         return ZS_OK;

@@ -3,8 +3,8 @@
  * This is all that a unit needs of its model's engine (engine/), which begins with it; a unit knows nothing of passes.
  * Threads: as for units (unit.h).
  */
-#ifndef ZS_HOME_H
-#define ZS_HOME_H
+#ifndef ZS_CONTEXT_H
+#define ZS_CONTEXT_H
 
 #include "comm/comm.h"
 #include "device/arena.h"

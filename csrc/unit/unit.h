@@ -78,23 +78,23 @@ typedef struct zs_flat {
     bool thawed;    /* unfrozen after wrapping */
     bool reordered; /* some are not row-major unsharded; shards and gathered bytes are */
     zs_layout layout;
-    zs_flat_mem mem;           /* shard, and full if the transport maps it; unused in units that are always unsharded */
-    zs_flat_mem low;           /* the same in `compute`, if that is another dtype; unused in replicated units */
-    zs_flat_mem secondary;     /* the secondary shard, gathered from instead; see secondary.h */
-    bool spoiled;              /* `secondary` is invalid */
-    zs_mem *full_mem;          /* bytes under the full storage now: mapped, private or a slot; NULL while sharded */
-    zs_gathering *gathering;   /* the gather in flight; owned */
-    zs_storage *full;          /* owned */
-    zs_storage *shard;         /* of parameters at rest; owned; NULL if they are always unsharded */
-    zs_mem *grad_mem;          /* grad shard (full gradient if replicated); NULL if frozen; owned reference */
-    zs_storage *grads;         /* storage on grad_mem; owned */
-    zs_mem *spare_mem;         /* alternates with grad_mem, see kept_grads.h; NULL: none; owned reference */
-    zs_storage *keep_gathered; /* storage on spare_mem; owned */
-    int trainable_index;       /* its index among the trainable flats */
-    size_t wire_shard_bytes;   /* bytes of one rank's shard in the bucket; 0 if frozen */
-    size_t bucket_offset;      /* where this flat begins in the bucket */
-    zs_storage *local;         /* storage on the unit's local gradients; NULL without them; owned */
-    char *in_use;              /* (on disk) what the pager keeps resident; NULL: nothing; borrowed */
+    zs_flat_mem mem;         /* shard, and full if the transport maps it; unused in units that are always unsharded */
+    zs_flat_mem low;         /* the same in `compute`, if that is another dtype; unused in replicated units */
+    zs_flat_mem secondary;   /* the secondary shard, gathered from instead; see secondary.h */
+    bool spoiled;            /* `secondary` is invalid */
+    zs_mem *full_mem;        /* bytes under the full storage now: mapped, private or a slot; NULL while sharded */
+    zs_gathering *gathering; /* the gather in flight; owned */
+    zs_storage *full;        /* owned */
+    zs_storage *shard;       /* of parameters at rest; owned; NULL if they are always unsharded */
+    zs_mem *grad_mem;        /* grad shard (full gradient if replicated); NULL if frozen; owned reference */
+    zs_storage *grads;       /* storage on grad_mem; owned */
+    zs_mem *spare_mem;       /* alternates with grad_mem, see kept_grads.h; NULL: none; owned reference */
+    zs_storage *spare_grads; /* storage on spare_mem; owned */
+    int trainable_index;     /* its index among the trainable flats */
+    size_t wire_shard_bytes; /* bytes of one rank's shard in the bucket; 0 if frozen */
+    size_t bucket_offset;    /* where this flat begins in the bucket */
+    zs_storage *local;       /* storage on the unit's local gradients; NULL without them; owned */
+    char *in_use;            /* (on disk) what the pager keeps resident; NULL: nothing; borrowed */
     size_t in_use_bytes;
 } zs_flat;
 
@@ -145,9 +145,7 @@ struct zs_unit {
     zs_in_backward_state *stepping; /* its step in backward; NULL: none; owned; see in_backward.h */
     bool reshard_by_hand;           /* users have set whether it reshards after forward */
     bool borrows;                   /* (stepped in backward) its gradients have memory only from the sum to the step */
-    void *
-        /* the Python object that updates the parameters' classes; NULL: none; borrowed; see zs_unit_set_py_owner */
-        py_owner;
+    void *py_owner;  /* updates the parameters' Python classes; NULL: none; borrowed; see zs_unit_set_py_owner */
     bool bound_full; /* (with an owner) the parameters' class is to be that of the full buffer */
     bool shown_full; /* (with an owner) it is */
 };

@@ -265,16 +265,3 @@ def test_import_of_torchs_class_warns():
         [sys.executable, "-c", HALF_CHANGED], capture_output=True, text=True, timeout=120
     )
     assert done.stdout == "right\n", done.stderr
-
-
-def test_full_tensor_of_a_state_dict_names_the_remedy():
-    model = stack()
-    value = next(iter(model.state_dict().values()))
-    text = message_of(lambda: value.full_tensor(), AttributeError)
-    assert "'Tensor' object has no attribute 'full_tensor'" in text and "zshard.save" in text
-    assert "zshard.load_state_dict" in message_of(lambda: value.placements, AttributeError)
-    assert "zshard.shard_info" in message_of(lambda: value.device_mesh, AttributeError)
-    for each in (value, next(model.parameters())):
-        assert not hasattr(each, "device_mesh")
-    assert torch.Tensor.full_tensor is None, "torch.overrides lists operations by dir(torch.Tensor)"
-    assert not hasattr(value, "full_tensor")

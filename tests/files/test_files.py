@@ -465,5 +465,5 @@ def test_file_truncated_during_a_read_is_an_error(
 ) -> None:
     """Truncated during a read, after its size was checked: no signal, no invented bytes."""
     alarm(lambda: os.truncate(large.path, 1000))
-    with pytest.raises(ValueError, match=f"'{large.path}' ends at or before byte 1000"):
+    with pytest.raises(ValueError, match=f"'{large.path}' ends at (or before )?byte 1000"):
         large.read([(0, bytearray(4 << 20))] * ENDLESS)

@@ -422,11 +422,9 @@ def wrapped_by_torch(combination):
     before = whole(model)
     texts = [message_of(lambda: nn.parallel.DistributedDataParallel(model), TypeError)]
     outer = nn.Sequential(model)
-    texts.append(message_of(lambda: nn.parallel.DistributedDataParallel(outer), TypeError))
     if not model.summary().count("no_shard"):  # otherwise the rank has all of it
         sync = torch.distributed.utils._sync_module_states
-        text = message_of(lambda: sync(outer, dist.group.WORLD, 1 << 20, 0, []), TypeError)
-        assert 'pass strategy="zshard"' in text
+        texts.append(message_of(lambda: sync(outer, dist.group.WORLD, 1 << 20, 0, []), TypeError))
     return texts, differences(whole(model), before)
 
 

@@ -324,7 +324,7 @@ def change_and_use(what, strategy):
     expected = model(x).detach()
     FSDP(model, strategy=strategy, auto_wrap_policy={nn.Linear})
     param = model[1].weight
-    old = param.data
+    old = param.data.clone()
     if what == "shape":
         param.data = torch.zeros(100)
     elif what == "double":

@@ -44,7 +44,7 @@ _COPIED = ("config.json", "generation_config.json")
 _DELAY = 1.0  # seconds before a progress bar appears
 
 
-def add_commands(commands: Any) -> None:
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `ckpt` to the subparsers of `python -m zshard`; run() takes the parsed arguments."""
     ckpt = commands.add_parser("ckpt", help="inspect, verify or export a checkpoint")
     words = ckpt.add_subparsers(required=True, metavar="command", dest="word")

@@ -16,7 +16,7 @@ import os
 import re
 import socket
 import warnings
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zshard import _core
 from zshard._errors import CheckpointError
@@ -29,7 +29,7 @@ _NO_SWAPS = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
-def path_of(path: Any) -> str:
+def path_of(path: str | os.PathLike[str] | None) -> str:
     """Return a path as text. Raise TypeError or ValueError for an invalid path."""
     text = path if path is None else os.fspath(path)
     if not isinstance(text, str):

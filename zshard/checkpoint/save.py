@@ -144,7 +144,7 @@ def save(
 # --- checks ---------------------------------------------------------------------------------------
 
 
-def _checked_step(step: Any) -> int | None:
+def _checked_step(step: object) -> int | None:
     if step is None:
         return None
     number = _int_of("step", step)

@@ -27,7 +27,7 @@ _PLAIN = (str, bool, type(None))
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*CODES, torch.complex128)}
 
 
-def encode(value: Any, where: str = "extra") -> Any:
+def encode(value: object, where: str = "extra") -> Any:
     """Return `value` as JSON values. Supported are numbers, strings, None, lists, tuples, dicts,
     sets, bytes, torch dtypes, and tensors and NumPy arrays of at most 16 MiB. For anything else,
     raise TypeError or ValueError, which names the entry as `where['key'][0]`."""
@@ -61,7 +61,7 @@ def encode(value: Any, where: str = "extra") -> Any:
     return _encode_numpy(value, where)
 
 
-def decode(value: Any) -> Any:
+def decode(value: object) -> Any:
     """Return the value that encode() was given. Raise ValueError for any other JSON."""
     if isinstance(value, list):
         return [decode(each) for each in value]
@@ -141,7 +141,7 @@ def _encode_tensor(value: torch.Tensor, where: str) -> dict[str, Any]:
     return {"dtype": name, "shape": list(value.shape), "data": _text(data, where)}
 
 
-def _encode_numpy(value: Any, where: str) -> Any:
+def _encode_numpy(value: object, where: str) -> Any:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in "biuf":
         return encode(value.item(), where)
@@ -160,14 +160,14 @@ def _numpy() -> Any:
     return importlib.import_module("numpy")
 
 
-def _make_tensor(told: Any) -> torch.Tensor:
+def _make_tensor(told: dict[str, Any]) -> torch.Tensor:
     dtype, data = _DTYPES[told["dtype"]], bytearray(base64.b64decode(told["data"], validate=True))
     if not data:
         return torch.empty(told["shape"], dtype=dtype)
     return torch.frombuffer(data, dtype=dtype).reshape(told["shape"])
 
 
-def _make_array(told: Any) -> Any:
+def _make_array(told: dict[str, Any]) -> Any:
     numpy = _numpy()
     dtype = numpy.dtype(told["dtype"])
     if dtype.kind not in "biufc":

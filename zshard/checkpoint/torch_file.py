@@ -388,7 +388,7 @@ _STORAGES = {
 }
 
 
-def _tensor_of(told: Any) -> tuple[str, int, tuple[int, ...], tuple[int, ...], torch.dtype]:
+def _tensor_of(told: object) -> tuple[str, int, tuple[int, ...], tuple[int, ...], torch.dtype]:
     """Return (name of the storage, first element there, shape, strides, dtype) of a saved
     tensor."""
     while isinstance(told, Record) and told.name == "torch._utils._rebuild_parameter":

@@ -196,7 +196,7 @@ for _name in _OF_CLASS:
 _PREFIX = "module."
 
 
-def names_without_module(model: nn.Module, state: Any) -> Any:
+def names_without_module(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a state dict of DDP, whose names all begin with "module.", under the model's own
     names; any other one unchanged."""
     names = list(state) if isinstance(state, Mapping) else []

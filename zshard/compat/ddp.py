@@ -180,7 +180,8 @@ def _either(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -
 
 
 def _ignored(module: nn.Module) -> list[nn.Parameter]:
-    names = set(getattr(module, _IGNORED, ()))
+    own = getattr(module, "__dict__", {})  # a sharded model's class refuses to be asked
+    names = set(own.get(_IGNORED, ()))
     if not names:
         return []
     named = module.named_parameters(remove_duplicate=False)

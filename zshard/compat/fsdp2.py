@@ -239,7 +239,7 @@ def _check_module(module: object) -> None:
         )
 
 
-def _dimensions(mesh: Any) -> int:
+def _dimensions(mesh: DeviceMesh | None) -> int:
     """Return the number of dimensions of the mesh; 1 without one."""
     if mesh is None:
         return 1

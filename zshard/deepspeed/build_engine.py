@@ -43,12 +43,12 @@ Result = tuple[DeepSpeedEngine, Optimizer | None, DataLoader[Any] | None, Any]
 
 
 def initialize(
-    args: Any = None,
+    args: object = None,
     model: nn.Module | None = None,
     optimizer: Optimizer | Callable[[Any], Optimizer] | None = None,
     model_parameters: Iterable[Any] | None = None,
-    training_data: Any = None,
-    lr_scheduler: Any = None,
+    training_data: object = None,
+    lr_scheduler: object = None,
     distributed_port: int | None = None,
     mpu: object = None,
     dist_init_required: bool | None = None,
@@ -228,7 +228,7 @@ def _check_parameters(parameters: Iterable[Any], module: nn.Module) -> list[Any]
     return groups
 
 
-def _listed(params: Any) -> list[Any]:
+def _listed(params: Tensor | Iterable[Any]) -> list[Any]:
     return [params] if isinstance(params, Tensor) else list(params)
 
 

@@ -12,14 +12,14 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from zshard.deepspeed.ds_config import BatchSizes, Settings
 from zshard.deepspeed.engine_checkpoints import EngineCheckpoints
@@ -365,7 +365,7 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
         """Set the model to evaluation."""
         return self.train(False)
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
+    def compile(self, *args: object, **kwargs: object) -> None:
         """Compile the model in place with torch.compile() and its arguments, but not the engine,
         which counts in its forward."""
         self.module.compile(*args, **kwargs)
@@ -375,7 +375,7 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
         dataset: Any,
         batch_size: int | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        data_sampler: Any = None,
+        data_sampler: Sampler[Any] | Iterable[Any] | None = None,
         num_local_io_workers: int = 0,
     ) -> DataLoader[Any]:
         """Return a DataLoader of micro-batches, in which each rank gets its own part of the data.

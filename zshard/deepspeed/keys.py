@@ -303,9 +303,9 @@ class ConfigValues:
             if value is not None:
                 check(name, value)
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: object = None) -> Any:
         """Return the value of a key, or `default` where it is absent or "auto"."""
-        value: Any = self.config
+        value: object = self.config
         for key in name.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
         return default if value is None or value == AUTO else value
@@ -344,7 +344,7 @@ def check_params(path: str, kind: type, params: Mapping[str, Any]) -> None:
 
 class _ArgumentSource(NamedTuple):
     attributes: Sequence[str]  # of `args`; several make a list
-    default: Any
+    default: object
 
 
 SOURCES = {

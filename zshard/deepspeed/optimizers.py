@@ -40,7 +40,7 @@ _ABSENT = {
 _PREFIX = "'optimizer.type' in the DeepSpeed config"
 
 
-def optimizer_of(section: dict[str, Any], parameters: Any) -> Optimizer:
+def optimizer_of(section: dict[str, Any], parameters: object) -> Optimizer:
     """Return the optimizer that the section "optimizer" of a config describes.
 
     Raises NotImplementedError for a type that zshard lacks, ValueError for an unknown one,

@@ -45,7 +45,7 @@ class _OfEngine:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __get__(self, param: Any, owner: type) -> Any:
+    def __get__(self, param: Tensor | None, owner: type) -> Any:
         if param is None:  # torch.overrides skips attributes that are None
             return None
         if "ds_id" not in vars(param):
@@ -112,7 +112,7 @@ class ZeroInit(contextlib.AbstractContextManager[None]):
         )
         self._device.__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._enabled:
             self._device.__exit__(*error)
 

@@ -191,7 +191,7 @@ def bf16(cpuinfo: str) -> str:
 
 def _what_is_used(found: dict[str, Any]) -> list[str]:
     """Describe whether training works on CPUs and on GPUs, and the transports of ranks."""
-    host = "shm on one host, c10d between hosts" if found["shm"] else "c10d"
+    host = "shm on one host, hosts (shm and c10d) on several" if found["shm"] else "c10d"
     cpu = f"CPU training is available; ranks communicate over {host}."
     if not found["c10d"]:
         cpu = "CPU training is available, on a single rank only."

@@ -31,7 +31,7 @@ from zshard.units.shards import Part, asked_for_size
 
 __all__ = ["HANDLERS", "INITS", "install", "keep_generator"]
 
-INITS = ("_no_grad_trunc_normal_", "kaiming_normal_")
+INITS = ("_no_grad_trunc_normal_", "kaiming_normal_", "orthogonal_")
 """Functions of torch.nn.init that run on full tensors, and do not ask the class of a tensor."""
 
 _FANS = "_calculate_fan_in_and_fan_out"
@@ -51,7 +51,7 @@ def install() -> None:
 
 def _for_shards(func: Operation) -> Operation:
     @functools.wraps(func)
-    def initialize(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def initialize(tensor: Tensor, *args: object, **kwargs: object) -> Any:
         if _core.slice_part(tensor) is None:
             return func(tensor, *args, **kwargs)
         return _asked(func, (tensor, *args), kwargs)
@@ -81,7 +81,7 @@ def _asked(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     part = _core.slice_part(tensor)
     if part is None:
         return run_plain(func, args, kwargs)
-    if "kaiming" not in func.__name__:  # these get the slope of leaky_relu
+    if not any(word in func.__name__ for word in ("kaiming", "orthogonal")):  # a slope, a factor
         _refuse_numbers_of_shards(func, part, (*rest, *others.values()))
     return _fill(func, tensor, part, rest, others)
 
@@ -100,7 +100,7 @@ def _draw(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     return _fill(func, target, part, rest, kwargs)
 
 
-def _has_many(value: Any) -> bool:
+def _has_many(value: object) -> bool:
     return isinstance(value, Tensor) and value.numel() != 1
 
 
@@ -112,7 +112,7 @@ def _refuse_numbers_of_shards(func: Operation, part: Part, given: Iterable[Any])
 
 
 def _fill(
-    func: Operation, target: Tensor, part: Part, args: Any, kwargs: Mapping[str, Any]
+    func: Operation, target: Tensor, part: Part, args: Iterable[Any], kwargs: Mapping[str, Any]
 ) -> Tensor:
     """Run the function on a full tensor, and keep this rank's shard of it."""
     with plain(), _shared_draws(part.comm, target.device):

@@ -22,8 +22,9 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed import utils as dist_utils
 
 from zshard import _core
 from zshard._errors import ShardError, stacklevel
@@ -33,7 +34,7 @@ from zshard.units.units import State
 
 __all__ = [
     *("FLATTENING", "NoDdp", "check_optimizer", "install_barrier", "install_check"),
-    *("install_safetensors", "refuse_in_ddp", "tell_of_barriers", "warn_of_torchs_names"),
+    *("install_safetensors", "install_sync", "tell_of_barriers", "warn_of_torchs_names"),
 ]
 
 
@@ -46,7 +47,7 @@ def install_check() -> None:
     check = distributed_c10d._check_single_tensor
 
     @functools.wraps(check)
-    def checked(param: Any, param_name: str) -> None:
+    def checked(param: object, param_name: str) -> None:
         check(param, param_name)
         parts = slices_among([param])
         if parts:
@@ -72,7 +73,7 @@ def install_barrier() -> None:
 
     @functools.wraps(barrier)
     def notifying_barrier(
-        group: Any = None, async_op: bool = False, *args: Any, **kwargs: Any
+        group: dist.ProcessGroup | None = None, async_op: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
         if not async_op and (group is None or dist.get_world_size(group) == dist.get_world_size()):
             for state, thread in list(_models.items()):
@@ -107,10 +108,17 @@ class NoDdp:
         _refuse_ddp()
 
 
-def refuse_in_ddp() -> None:
-    """Raise TypeError within a forward of DDP, which has wrapped a module around a unit."""
-    if DistributedDataParallel._active_ddp_module is not None:
-        _refuse_ddp()
+def install_sync() -> None:
+    """Make DDP refuse a module around a unit before it broadcasts parameters."""
+    sync = dist_utils._sync_module_states
+
+    @functools.wraps(sync)
+    def refusing(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if any(_core.is_shard(param) for param in module.parameters()):
+            _refuse_ddp()
+        sync(module, *args, **kwargs)
+
+    dist_utils._sync_module_states = refusing
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -145,7 +153,7 @@ def install_safetensors() -> None:
 
 def _refusing(flatten: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(flatten)
-    def checked(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    def checked(tensors: object, *args: object, **kwargs: object) -> Any:
         parts = slices_among([tensors])
         if parts:
             raise ShardError(written_to_file("a safetensors file", parts[0]))

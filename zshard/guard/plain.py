@@ -74,7 +74,7 @@ def to_local(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
-def guard_like(made: Any, tensor: Tensor) -> Any:
+def guard_like(made: Tensor, tensor: Tensor) -> Any:
     """Guard a plain tensor as `tensor` is, if it has the shape of its shard; return it."""
     part = _core.slice_part(tensor)
     return made if part is None else _core.mark_slice(made, part)

@@ -186,7 +186,7 @@ def _lists() -> Iterator[Operation]:
     yield from _named(torch, _FUSED)
 
 
-def _named(home: Any, names: Iterable[str]) -> Iterator[Operation]:
+def _named(home: object, names: Iterable[str]) -> Iterator[Operation]:
     """Return those operations that this torch has."""
     return (getattr(home, name) for name in names if callable(getattr(home, name, None)))
 

@@ -12,7 +12,7 @@ Operations never communicate, except full_tensor(), which is collective.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -70,7 +70,7 @@ class _Guarded(GuardedTensor):
         Collective: call it on all ranks. Raises what zshard.full_tensor() does."""
         return full_tensor(self)
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
         part = _core.slice_part(self)
         with plain():
             if part is None:  # a parameter while it is unsharded
@@ -98,7 +98,7 @@ class _Guarded(GuardedTensor):
             made = _as_torchs(self)
         return made if part is None else _guard_copy(made, part)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         """Raise ShardError: pickling, as in torch.save(), needs the full tensor."""
         part = _core.slice_part(self)
         if part is not None:
@@ -108,7 +108,11 @@ class _Guarded(GuardedTensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if torch.compiler.is_dynamo_compiling():  # the compiler then runs the function uncompiled
             raise ShardError(COMPILED)
@@ -122,14 +126,14 @@ class ShardTensor(_Guarded):
     would see this rank's elements only. `shape` and `numel()` are those of this rank's elements.
     """
 
-    _zshard_part: Any
+    _zshard_part: object
 
 
 class ShardParameter(_Guarded, nn.Parameter):
     """A sharded parameter between steps: see ShardTensor. While its unit is unsharded it is a plain
     nn.Parameter."""
 
-    _zshard_part: Any = None  # set on a copy; _parts has those of a model
+    _zshard_part: object = None  # set on a copy; _parts has those of a model
 
 
 class WholeParameter(nn.Parameter):
@@ -182,7 +186,7 @@ class WholeParameter(nn.Parameter):
             memo[id(self)] = _own_copy(self)
         return memo[id(self)]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         return _as_torchs(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
@@ -198,7 +202,7 @@ def _own_copy(tensor: Tensor) -> Tensor:
     return values.requires_grad_(tensor.requires_grad)
 
 
-def _guard_copy(made: Tensor, part: Any) -> Tensor:
+def _guard_copy(made: Tensor, part: object) -> Tensor:
     """Guard a copy."""
     made._zshard_part = part  # type: ignore[attr-defined]
     made.__class__ = ShardParameter if isinstance(made, nn.Parameter) else ShardTensor
@@ -217,7 +221,7 @@ def _as_torchs(tensor: Tensor) -> Tensor:
     return made
 
 
-def has_memory_of(tensor: Tensor, source: Any) -> bool:
+def has_memory_of(tensor: Tensor, source: object) -> bool:
     """Return whether `tensor.set_(source)` would change nothing."""
     if not isinstance(source, Tensor) or source.dtype != tensor.dtype:
         return False
@@ -269,7 +273,7 @@ def _param_at(value: Any) -> Tensor | None:
     return unit.params[part.index] if unit is not None and own else None
 
 
-def _full_of(value: Any) -> Any:
+def _full_of(value: object) -> Any:
     """Return the full parameter's memory within a forward, given the parameter's own."""
     param = _param_at(value)
     if param is None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zshard.units.shards import asked_for_size
+from zshard.units.shards import Part, asked_for_size
 
 __all__ = [
     *("COMPILED", "complaint", "name_of", "no_history", "refused_collective", "refused_draw"),
@@ -164,7 +164,7 @@ def _misfit(name: str, parts: Sequence[Any], args: Sequence[Any]) -> str:
     )
 
 
-def refused_draw(func: Callable[..., Any], part: Any) -> str:
+def refused_draw(func: Callable[..., Any], part: Part) -> str:
     """Return the message for random numbers whose range may derive from a shard's size."""
     name = func.__name__.removeprefix("_no_grad_")
     return (
@@ -175,7 +175,7 @@ def refused_draw(func: Callable[..., Any], part: Any) -> str:
     )
 
 
-def refused_index(part: Any) -> str:
+def refused_index(part: Part) -> str:
     """Return the message for the index of one element, which may derive from a shard's size."""
     return (
         f"one element of a shard of '{part.name}' was set by its index after the script asked "
@@ -185,7 +185,7 @@ def refused_index(part: Any) -> str:
     )
 
 
-def refused_collective(part: Any) -> str:
+def refused_collective(part: Part) -> str:
     """Return the message for a shard in a collective of torch.distributed."""
     return (
         f"a collective was called on a shard of '{part.name}' ({part.elements}). The ranks' shards "
@@ -205,7 +205,7 @@ def no_history(name: str) -> str:
     )
 
 
-def refused_grad_dtype(name: str, dtype: Any) -> str:
+def refused_grad_dtype(name: str, dtype: object) -> str:
     """Return the message for `p.grad_dtype = dtype`."""
     return (
         f"parameter '{name}' has grad_dtype={dtype}, other than its own dtype, which zshard does "
@@ -214,7 +214,7 @@ def refused_grad_dtype(name: str, dtype: Any) -> str:
     )
 
 
-def written_to_file(what: str, part: Any) -> str:
+def written_to_file(what: str, part: Part) -> str:
     """Return the message for a shard that would be written to a file or sent to another process."""
     return (
         f"{what} was to contain a shard of '{part.name}' ({part.elements}), which is not the full "

@@ -115,7 +115,11 @@ class ZShardFabricStrategy(Sharding, fabric_package.strategies.DDPStrategy):  # 
         self._save_folder(path, module, optimizer, rest)
 
     def load_checkpoint(
-        self, path: Any, state: Any = None, strict: bool = True, weights_only: Any = None
+        self,
+        path: str | os.PathLike[str],
+        state: Any = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
     ) -> dict[str, Any]:
         path = self.broadcast(path)
         if not os.path.isdir(path):

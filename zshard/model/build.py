@@ -46,7 +46,7 @@ def class_for(base: type[nn.Module], original: type[nn.Module]) -> type[Any]:
     if no such class can exist."""
     if (base, original) not in _classes:
 
-        def make_plain(cls: type, *args: Any, **kwargs: Any) -> Any:
+        def make_plain(cls: type, *args: object, **kwargs: object) -> Any:
             """Return the result of type(model)(...), as a container creates it when it is
             sliced."""
             return original(*args, **kwargs)

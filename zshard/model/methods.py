@@ -167,7 +167,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         return
 
     @functools.wraps(original)
-    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def method(self: nn.Module, *args: object, **kwargs: object) -> Any:
         return call_as_forward(self, functools.partial(original, self), args, kwargs)
 
     method._zshard_original = original  # type: ignore[attr-defined]

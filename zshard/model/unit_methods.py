@@ -90,7 +90,7 @@ class UnitMethods(nn.Module):
 
     def join(
         self,
-        *optimizers: Any,
+        *optimizers: object,
         divide_by_initial_world_size: bool = True,
         enable: bool = True,
         throw_on_early_termination: bool = False,

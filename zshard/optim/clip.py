@@ -34,7 +34,7 @@ from zshard.units.shards import parts_of_all
 __all__ = ["clip_by", "clip_grad_norm", "install", "norm_over_ranks"]
 
 # torch's functions within the wrappers that turn gradients off.
-_wrappers: Any = clip_grad
+_wrappers: object = clip_grad
 _torchs_total_norm: Callable[..., Tensor] = getattr(
     getattr(_wrappers, "_get_total_norm", None), "__wrapped__", nn_utils.get_total_norm
 )

@@ -121,7 +121,7 @@ def _before_step(
         unit.engine.begin_write()
 
     @functools.wraps(closure)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: object, **kwargs: object) -> Any:
         result = closure(*args, **kwargs)
         _begin_to_write(optimizer)
         return result
@@ -230,7 +230,7 @@ def install_steps() -> None:
 
 def _plainly(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
-    def stepped(self: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    def stepped(self: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: object) -> Any:
         known = len(self.state)
         with plain(), _with_foreach(self):
             result = step(self, None if closure is None else guarded(closure), **kwargs)

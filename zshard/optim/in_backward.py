@@ -131,7 +131,7 @@ def refuse_clipping(params: Iterable[Tensor] | None = None) -> None:
         )
 
 
-def watch_scaled(outputs: Any) -> Any:
+def watch_scaled(outputs: Tensor | Iterable[Any]) -> Any:
     """Make a backward from `outputs`, one or more scaled losses, an error if it steps a model."""
     if isinstance(outputs, Tensor):
         if _handles and outputs.requires_grad:

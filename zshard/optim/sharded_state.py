@@ -107,7 +107,7 @@ def held_in(params: Iterable[Tensor], state: Mapping[Any, Any]) -> list[HeldStat
     return held
 
 
-def _now(entries: Any) -> Any:
+def _now(entries: object) -> Any:
     """Return a parameter's state as a copy, since the optimizer's thread may be creating it."""
     return dict(entries) if type(entries) is dict else entries
 

@@ -77,7 +77,7 @@ class InOneCall(torch.optim.Optimizer):
             if "rounding_step" in self.param_groups[index]:
                 self.param_groups[index]["rounding_step"] += 1
 
-    def _step_params(self, key: Any, group: dict[str, Any], state: dict[Any, Any]) -> None:
+    def _step_params(self, key: object, group: dict[str, Any], state: dict[Any, Any]) -> None:
         """Step a group by its plan, which is cached under `key`. state: at least that of its
         parameters."""
         plan = self._plans.get(key)
@@ -171,7 +171,7 @@ class InOneCall(torch.optim.Optimizer):
         return [begins[param] for param in params]
 
     def _step_with_new_plan(
-        self, key: Any, group: dict[str, Any], state: dict[Any, Any]
+        self, key: object, group: dict[str, Any], state: dict[Any, Any]
     ) -> tuple[int, ...]:
         """Give state to the parameters that lack it, and step; return the indices that C did not
         take."""

@@ -18,7 +18,7 @@ import operator
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -103,10 +103,16 @@ _accounts = weakref.WeakKeyDictionary()
 """For each optimizer, by the ranks of the models that it steps."""
 
 
-_watchers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+class _Watcher(Protocol):
+    """What is told of the steps of a model."""
+
+    def note_step(self) -> None: ...
 
 
-def watch_steps(engine_id: int, watcher: Any) -> None:
+_watchers: weakref.WeakValueDictionary[int, _Watcher] = weakref.WeakValueDictionary()
+
+
+def watch_steps(engine_id: int, watcher: _Watcher) -> None:
     """Call `watcher.note_step()` after each step of that model, while `watcher` lives."""
     _watchers[engine_id] = watcher
 

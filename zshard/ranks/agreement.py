@@ -83,7 +83,7 @@ def gather_bytes(comm: _core.Comm, mine: bytes) -> list[bytes]:
     return gathered
 
 
-def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+def gather_objects(mine: object, group: dist.ProcessGroup) -> list[Any]:
     """Return the object of each rank of `group`, of any size, in rank order. Collective.
 
     For ranks without a transport yet. torch's all_gather_object() needs NumPy; this does not.

@@ -7,7 +7,6 @@ a unit at a time, so that the unsharded model need not fit on a GPU.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 CPU = "cpu"
 
 
-def device_of(module: nn.Module, device_id: Any) -> str:
+def device_of(module: nn.Module, device_id: int | str | torch.device | None) -> str:
     """Return "cpu" or "cuda:<index>", as zshard._core.Comm takes it.
 
     device_id: as FSDP's. None: the device of the parameters that are not on the meta device, or
@@ -48,7 +47,7 @@ def device_of_cpu() -> str:
     return CPU
 
 
-def _parse(device_id: Any) -> torch.device:
+def _parse(device_id: int | str | torch.device) -> torch.device:
     if isinstance(device_id, bool):
         raise TypeError(f"device_id must be a GPU index or a torch.device, got {device_id!r}")
     try:

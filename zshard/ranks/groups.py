@@ -39,7 +39,9 @@ class Groups:
     replica_group: Group | None  # with secondary shards: ranks that have the same one
 
 
-def resolve_groups(process_group: Any, device_mesh: Any, strategy: ShardingStrategy) -> Groups:
+def resolve_groups(
+    process_group: Group | tuple[Group, ...] | None, device_mesh: object, strategy: ShardingStrategy
+) -> Groups:
     """Return the process groups that FSDP's arguments specify.
 
     process_group: one group; for a hybrid strategy a pair (shard group, replica group).

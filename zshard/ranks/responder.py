@@ -73,7 +73,7 @@ def stop() -> None:
 
 
 @contextlib.contextmanager
-def ask(address: str, question: Any, timeout: float) -> Iterator[Reply]:
+def ask(address: str, question: object, timeout: float) -> Iterator[Reply]:
     """Context manager: another process's answer, to be read tensor by tensor.
 
     Raises OSError if the process has ended, TimeoutError (a subclass) if it does not answer in

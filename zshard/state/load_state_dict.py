@@ -16,7 +16,7 @@ import contextlib
 import functools
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -190,7 +190,11 @@ class _Recorder(TorchFunctionMode):
         self.wrong: list[str] = []
 
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is not Tensor.copy_ or id(args[0]) not in self._names:
             return func(*args, **(kwargs or {}))

@@ -150,7 +150,7 @@ def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return copy.deepcopy(options)
 
 
-def _copy(value: Any, live: Any) -> Any:
+def _copy(value: object, live: object) -> Any:
     """Return a value on the CPU; a copy if the optimizer owns it."""
     if isinstance(value, Tensor):
         return value.detach().clone().cpu() if value is live else value.detach().cpu()
@@ -238,7 +238,7 @@ def by_number(
     return problems, {"state": state, "param_groups": groups}
 
 
-def _plain(name: Any) -> Any:
+def _plain(name: object) -> Any:
     """Return a name without the prefixes of wrappers; a number unchanged."""
     return plain_name(name) if isinstance(name, str) else name
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -76,7 +76,7 @@ def _text(record: ShardRecord) -> str:
 
 # --- dcp.save() -----------------------------------------------------------------------------------
 
-_shards: Any = WeakIdKeyDictionary()
+_shards: MutableMapping[Tensor, None] = WeakIdKeyDictionary()
 """Tensors of state dicts that are shards."""
 
 

@@ -54,7 +54,7 @@ class Copy(NamedTuple):
             self.target.copy_(self.value)
 
 
-def filled(value: Any, source: Source | None) -> Any:
+def filled(value: object, source: Source | None) -> Any:
     """Return a value of a state dict in new memory, for a Pending one on the CPU; anything but a
     tensor unchanged."""
     if isinstance(value, Pending):

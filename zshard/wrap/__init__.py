@@ -58,7 +58,7 @@ class ModuleWrapPolicy:
     def __init__(self, module_classes: ModuleClasses) -> None:
         self._classes = _checked_classes(module_classes)
 
-    def __call__(self, module: nn.Module, recurse: bool = False, *_: Any, **__: Any) -> bool:
+    def __call__(self, module: nn.Module, recurse: bool = False, *_: object, **__: object) -> bool:
         return recurse or isinstance(module, self._classes)
 
     def __repr__(self) -> str:
@@ -89,7 +89,7 @@ class CustomPolicy:
         return dict(answer) if isinstance(answer, dict) else {}
 
 
-def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
+def always_wrap_policy(*args: object, **kwargs: object) -> bool:
     """A policy that makes every module with parameters of its own a unit."""
     return True
 
@@ -174,7 +174,9 @@ _manual: ContextVar[tuple[Callable[..., nn.Module], Mapping[str, Any]] | None] =
 
 
 @contextlib.contextmanager
-def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
+def enable_wrap(
+    *, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: object
+) -> Iterator[None]:
     """Context manager in which `wrap(module)` returns `wrapper_cls(module, **wrapper_kwargs)`.
 
     Applies to the current thread (or asyncio task); the innermost context wins.
@@ -186,7 +188,7 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
         _manual.reset(token)
 
 
-def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+def wrap(module: nn.Module, **wrap_overrides: object) -> nn.Module:
     """Wrap `module` with the surrounding `enable_wrap(...)`; outside of one, return it unchanged.
 
     wrap_overrides: arguments that replace those of the context.
@@ -310,7 +312,7 @@ def _fsdp1_signature(policy: Callable[..., Any]) -> Callable[[nn.Module, bool, i
     except (TypeError, ValueError):
         raise TypeError(f"auto_wrap_policy={policy!r} has no signature: {_ACCEPTED}") from None
 
-    def takes(*args: Any, **kwargs: Any) -> bool:
+    def takes(*args: object, **kwargs: object) -> bool:
         try:
             signature.bind(*args, **kwargs)
         except TypeError:

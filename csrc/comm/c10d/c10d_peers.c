@@ -1,9 +1,8 @@
-/* c10d_peers.c - who is gone, and why. See c10d.h.
+/* c10d_peers.c - which ranks have exited, and why. See c10d.h.
  *
- * A process group only says that a connection broke. Two other sources know more: the kernel, for ranks on this host (a
- * pidfd becomes readable when its process ends), and the process group's store, in which a rank that gives up leaves
- * its last words, and a rank that saw another's process end leaves them for it.
- */
+ * A process group only reports that a connection broke. Two other sources know more: the kernel, for ranks on this
+ * host (a pidfd becomes readable when its process exits), and the process group's store, in which a rank that fails
+ * leaves its reason, and a rank that saw another's process exit leaves one for it. */
 #define _GNU_SOURCE /* syscall */
 #include "comm/c10d/c10d.h"
 
@@ -21,10 +20,10 @@
 
 enum { WORDS = 384 };
 
-/* How ranks find out which of them are processes of one kernel. */
+/* How ranks find out which of them are processes of the same kernel. */
 typedef struct card {
     char boot[40]; /* the kernel's boot id */
-    uint64_t pids; /* its namespace of pids */
+    uint64_t pids; /* its pid namespace */
     int64_t pid;
 } card;
 
@@ -78,10 +77,10 @@ static bool has_ended(const zs_c10d_peer *peer)
     return peer->pidfd >= 0 && poll(&look, 1, 0) > 0 && (look.revents & POLLIN) != 0;
 }
 
-/* Last words of a rank that had none, left by one that saw its process end. */
+/* The reason for a rank that left none, written by one that saw its process exit. */
 static const char seen_to_end[] = "exited (see its output for the cause)";
 
-/* Writes the sentence about rank `r`, which is gone. Only ranks of its host can look at its process: they tell the
+/* Writes the sentence about rank `r`, which has exited. Only ranks of its host can see its process: they inform the
  * others. */
 static void tell_of(const zs_c10d_comm *comm, int r, char *sentence, size_t size)
 {
@@ -95,8 +94,8 @@ static void tell_of(const zs_c10d_comm *comm, int r, char *sentence, size_t size
     snprintf(sentence, size, "rank %d (pid %d) %s%s", r, comm->peers[r].pid, how, words);
 }
 
-/* The rank that is gone; -1: none was found. One that others saw end comes first: more ranks may have ended because
- * of it. */
+/* The rank that has exited; -1: none was found. One whose exit others saw comes first: more ranks may have exited
+ * because of it. */
 static int find_first(const zs_c10d_comm *comm, bool ask_store)
 {
     int found = -1;

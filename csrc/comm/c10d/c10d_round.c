@@ -1,12 +1,11 @@
 /* c10d_round.c - reducing over a process group.
  *
- * A reduction is one all_to_all. Every rank gets all ranks' pieces of its own shard and sums them itself, in
- * rank order and in fp32, so the bits are those of shm.
+ * A reduction is one all_to_all. Every rank gets all ranks' pieces of its own shard and sums them itself, in rank order
+ * and in fp32, so the result is bit-identical to that of shm.
  *
  *   piece for rank d:  its shard of flat 0 | its shard of flat 1 | ... | this rank's header
  *
- * post starts it and collect ends it, so bytes travel while the backward computes.
- */
+ * post starts it and collect ends it, so bytes travel while the backward computes. */
 #include "comm/c10d/c10d.h"
 
 #include <string.h>
@@ -55,7 +54,7 @@ static zs_c10d_turn turn_of(const zs_c10d_unit *unit, zs_c10d_kind kind)
     return turn;
 }
 
-/* Starts the collective of one round: own pieces out, everybody's pieces of the own shard in. */
+/* Starts the collective of one round: sends this rank's pieces, and receives all ranks' pieces of its shard. */
 zs_status zs_c10d_send(zs_comm *comm, zs_cunit *cunit)
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
@@ -97,7 +96,7 @@ zs_status zs_c10d_arrive(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *rea
     return ZS_OK;
 }
 
-/* The rank's own shard is its place in the bucket already. */
+/* This rank's shard already is at its place in the bucket. */
 static zs_status share_flat(zs_c10d_comm *comm, const zs_c10d_unit *unit, const zs_c10d_turn *turn, int f)
 {
     const zs_cunit *base = &unit->base;
@@ -131,7 +130,7 @@ void zs_c10d_drop(zs_comm *comm, zs_cunit *cunit)
 void zs_c10d_finish_round(zs_comm *comm, zs_cunit *cunit)
 {
     zs_c10d_unit *unit = (zs_c10d_unit *)cunit;
-    if (unit->work != NULL) (void)end_swap((zs_c10d_comm *)comm, unit); /* it writes into our memory until then */
+    if (unit->work != NULL) (void)end_swap((zs_c10d_comm *)comm, unit); /* it writes to our memory until then */
 }
 
 void zs_c10d_unit_clear(zs_comm *comm, zs_cunit *cunit)

@@ -1,14 +1,12 @@
-/* c10d_serve.c - gathers of which one rank knows nothing, and that it takes part in. See c10d.h.
+/* c10d_serve.c - gathers that this rank does not need, but takes part in. See c10d.h.
  *
- * Ranks say what comes next before each collective, so a rank that leaves a unit out hears from the others that they
- * are gathering it. It needs nothing of its own for that but its shard: it takes part, throws away what comes, and says
- * again what it was about to do. All ranks choose among what they have said by one rule, so they choose the same. As
- * long as any rank wants to gather, that comes first; what a rank can not do for another (a round of gradients) waits
- * until all have come to it, in an order that is the same on all ranks. Each gather brings one rank further, so this
- * ends.
+ * Ranks exchange their turns before each collective, so a rank that leaves a unit out learns that the others gather it.
+ * It needs only its shard for that: it takes part, discards the result, and sends its own turn again. All ranks choose
+ * among the turns by one rule, so they choose the same. While any rank wants to gather, that comes first; what a rank
+ * cannot do for another (a round of gradients) waits until all have reached it, in an order that is the same on all
+ * ranks. Each gather lets one rank proceed, so this ends.
  *
- * A shard is brought only as the session of its model has begun with it: see `serves`.
- */
+ * A rank contributes a shard only as it was when its model's session began: see `serves`. */
 #include "comm/c10d/c10d.h"
 
 #include <stdlib.h>
@@ -16,7 +14,7 @@
 
 /* --- what can be brought ------------------------------------------------------------------------------------------ */
 
-/* A flat that this transport has made, and not freed. */
+/* A flat that this transport has created, and not freed. */
 struct zs_c10d_flat {
     uint64_t key;
     const char *shard;
@@ -24,14 +22,14 @@ struct zs_c10d_flat {
     struct zs_c10d_flat *next;
 };
 
-/* A model, and whether its shards are as its last forward has found them. */
+/* A model, and whether its shards have not changed since its last forward. */
 struct zs_reader {
     uint64_t number;
     bool current;
     zs_reader *next;
 };
 
-/* Where the list begins that a flat of this number is in: each gather looks. */
+/* The start of the list for a flat of this number: each gather searches it. */
 static zs_c10d_flat **list_of(zs_c10d_comm *comm, uint64_t key)
 {
     return &comm->made[key % ZS_C10D_LISTS];
@@ -92,7 +90,7 @@ void zs_c10d_go_on_from(zs_comm *comm, const uint64_t *numbers)
     self->units = numbers[1];
 }
 
-/* Flats on a disk, or of another transport, are not to be found by their numbers. */
+/* Flats on a disk, or of another transport, cannot be found by their numbers. */
 bool zs_c10d_is_own(zs_c10d_comm *comm, const zs_flat_mem *flat)
 {
     const zs_c10d_flat *found = find_flat(comm, flat->key);
@@ -166,7 +164,7 @@ void zs_c10d_served(const zs_c10d_comm *comm, uint32_t out[ZS_C10D_SERVES])
         if (reader->current) out[n++] = (uint32_t)reader->number;
 }
 
-/* Will all ranks bring their shards of the model? */
+/* Will all ranks contribute their shards of the model? */
 static bool is_served(const zs_c10d_comm *comm, const zs_c10d_turn *turns, uint64_t model)
 {
     for (int r = 0; r < comm->base.world; r++) {
@@ -180,7 +178,7 @@ static bool is_served(const zs_c10d_comm *comm, const zs_c10d_turn *turns, uint6
 
 /* --- what is gathered next ---------------------------------------------------------------------------------------- */
 
-/* A rank that left a unit out is met soonest where the others gather in the order of its own pass. */
+/* A rank that left a unit out catches up soonest if the others gather in the order of its own pass. */
 static bool is_before(const zs_c10d_turn *a, const zs_c10d_turn *b)
 {
     bool back = zs_reading_is_backward(a->reading), other_back = zs_reading_is_backward(b->reading);
@@ -203,7 +201,7 @@ int zs_c10d_choose(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
 
 /* --- taking part -------------------------------------------------------------------------------------------------- */
 
-/* Memory for what comes, which is thrown away. */
+/* Allocates memory for the result, which is discarded. */
 static zs_status prepare(zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_flat *flat, zs_mem **area)
 {
     if (flat == NULL || flat->shard_bytes != turn->bytes)
@@ -219,7 +217,7 @@ zs_status zs_c10d_serve(zs_c10d_comm *comm, const zs_c10d_turn *turn)
     zs_work *work = NULL;
     int world = comm->base.world;
     zs_status status = prepare(comm, turn, flat, &area);
-    if (status != ZS_OK) return zs_c10d_fail(comm, turn, status); /* the others are in it already */
+    if (status != ZS_OK) return zs_c10d_fail(comm, turn, status); /* the others have already begun it */
     status = zs_group_all_gather(comm->group, flat->shard, area->ptr, flat->shard_bytes, world, &work);
     status = status == ZS_OK ? zs_c10d_finish(comm, turn, work, NULL) : zs_c10d_fail(comm, turn, status);
     zs_c10d_return_area(comm, &area);

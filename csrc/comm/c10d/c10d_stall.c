@@ -1,17 +1,16 @@
-/* c10d_stall.c - a rank that waits for others for long finds out where their scripts are. See c10d.h.
+/* c10d_stall.c - a rank that waits long for others finds out where their scripts are. See c10d.h.
  *
- * A process group tells nothing of ranks that have not come. They may be in a collective of the script's, say in
- * torch's barrier while this rank evaluates alone. So it asks by the group's store, a thread of theirs answers
- * (ranks/script_position.py), and what it says goes into one line on stderr, and into the error at the end.
- */
+ * A process group reports nothing about ranks that have not come. They may be in a collective of the script, such as
+ * torch's barrier while this rank evaluates alone. So this rank asks through the group's store, a thread of theirs
+ * answers (ranks/responder.py), and the answer goes into one line on stderr, and into the error at the end. */
 #include "comm/c10d/c10d.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* Seconds of waiting: the first question, the line on stderr; a last question so long before the end; between two
- * looks for answers. */
+/* Seconds of waiting: before the first question; before the line on stderr; from a last question to the end; between
+ * two reads of answers. */
 static const double ask_after = 7.0, tell_after = 10.0, ask_again = 4.0, look_every = 0.4;
 
 enum { ANSWER = 160, SHOWN = 4, PLACES = 1024 };
@@ -34,7 +33,7 @@ static void ask(zs_c10d_comm *comm, zs_c10d_stall *stall)
     stall->looked = 0;
 }
 
-/* Keeps what was known of a rank until it answers anew. */
+/* Keeps an old answer of a rank until it answers again. */
 static void read_answers(zs_c10d_comm *comm, zs_c10d_stall *stall)
 {
     size_t world = (size_t)comm->base.world;
@@ -44,7 +43,7 @@ static void read_answers(zs_c10d_comm *comm, zs_c10d_stall *stall)
         zs_group_read_answer(comm->group, stall->question, (int)r, answers[r].text, sizeof answers[r].text);
 }
 
-/* What is known, as "; rank 1 is in barrier() at train.py:44 (main)"; false: nothing. */
+/* The known places, as "; rank 1 is in barrier() at train.py:44 (main)"; false: none. */
 static bool list_places(const zs_c10d_comm *comm, const answer *answers, char *text, size_t size)
 {
     int shown = 0, more = 0;
@@ -61,7 +60,7 @@ static bool list_places(const zs_c10d_comm *comm, const answer *answers, char *t
     return shown > 0;
 }
 
-/* What to write instead. */
+/* What the script should do instead. */
 static const char *remedy_of(const zs_c10d_comm *comm, const zs_c10d_turn *turn)
 {
     bool looks = turn->kind == ZS_C10D_GATHER && zs_reading_is_look(comm->base.reading);

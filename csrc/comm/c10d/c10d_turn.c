@@ -1,10 +1,9 @@
-/* c10d_turn.c - before each collective: do all ranks mean the same one? See c10d.h.
+/* c10d_turn.c - before each collective: do all ranks run the same one? See c10d.h.
  *
- * A process group pairs collectives up by their order alone. So each is preceded by a small gather, always of one size,
- * in which every rank says what comes next. A unit that some ranks leave out is gathered all the same (c10d_serve.c).
- * Ranks that went different ways (a backward skipped, another model) get an error that says which; without it they
- * would sum what does not belong together, or gloo, finding a message of another length, would end the process.
- */
+ * A process group pairs collectives up by order alone. So a small gather of fixed size precedes each, in which every
+ * rank sends what comes next. A unit that some ranks leave out is gathered all the same (c10d_serve.c). Ranks that
+ * diverged (a skipped backward, another model) get an error that says how; without it they would sum unrelated data,
+ * or gloo would abort the process on a message of another length. */
 #include "comm/c10d/c10d.h"
 
 #include <stdio.h>
@@ -33,7 +32,7 @@ static void describe(const zs_c10d_turn *turn, char *text, size_t size)
 
 typedef void words_of(const zs_c10d_turn *, const char *owner, char *text, size_t size);
 
-/* The same, with the model where two are to be told apart. */
+/* The same, with the model if two must be told apart. */
 static void describe_beside(const zs_c10d_turn *turn, const zs_c10d_turn *other, words_of *say, char *text, size_t size)
 {
     char owner[OWNER] = "";
@@ -42,7 +41,7 @@ static void describe_beside(const zs_c10d_turn *turn, const zs_c10d_turn *other,
     say(turn, owner, text, size);
 }
 
-/* Has a rank given up the backward in which this one is? */
+/* Has a rank abandoned the backward that this rank is in? */
 static zs_status check_gave_up(zs_c10d_comm *comm, const zs_c10d_turn *turns)
 {
     const zs_c10d_turn *own = &turns[comm->base.rank];
@@ -61,14 +60,14 @@ static zs_status check_gave_up(zs_c10d_comm *comm, const zs_c10d_turn *turns)
     return ZS_OK;
 }
 
-/* Of the same unit, or of calls that may meet? */
+/* Of the same unit, or of calls that match? */
 static bool same_name(const zs_c10d_turn *a, const zs_c10d_turn *b)
 {
     if (a->kind == ZS_C10D_EXCHANGE || a->kind == ZS_C10D_BROADCAST) return zs_calls_match(a->name, b->name);
     return memcmp(a->name, b->name, sizeof a->name) == 0;
 }
 
-/* Do two ranks mean the same, for whichever pass, and with whichever past? */
+/* Do two ranks have the same turn, for any pass and any fingerprint? */
 static bool alike(const zs_c10d_turn *a, const zs_c10d_turn *b)
 {
     return a->kind == b->kind && a->number == b->number && a->round == b->round && a->bytes == b->bytes &&
@@ -85,7 +84,7 @@ static bool same_past(const zs_c10d_turn *a, const zs_c10d_turn *b)
 {
     zs_fingerprint other = b->fingerprint;
     if (a->kind != ZS_C10D_POST || b->kind != ZS_C10D_POST)
-        other.grads = a->fingerprint.grads; /* a gather reads none */
+        other.grads = a->fingerprint.grads; /* a gather needs none */
     return memcmp(&other, &a->fingerprint, sizeof other) == 0;
 }
 
@@ -96,9 +95,9 @@ static bool all_alike(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
     return true;
 }
 
-/* The rank that has changed its parameters, where ranks cannot gather together for that; -1: they can.
+/* The rank that has changed its parameters, if ranks cannot gather together because of that; -1: they can.
  *
- * A rank that evaluates may gather with others that train, but only if none has other weights swapped in. Where all
+ * A rank that evaluates may gather with others that train, but only if none has swapped other weights in. If all
  * have, by hand, one may be ahead of another in their step, and in its backward. */
 static int find_apart(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
 {
@@ -125,7 +124,7 @@ bool zs_c10d_all_agree(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
     return all_alike(comm, turns) && (turns->kind != ZS_C10D_GATHER || find_apart(comm, turns) < 0);
 }
 
-/* All ranks have seen that turns differ: they tell each other what they have words for, before they say so. */
+/* All ranks have seen that turns differ: they exchange their texts before they report it. */
 static void learn_words(zs_c10d_comm *comm, const zs_c10d_turn *turn)
 {
     zs_diagnostics *others = calloc((size_t)comm->base.world, sizeof *others);
@@ -146,8 +145,8 @@ static void learn_words(zs_c10d_comm *comm, const zs_c10d_turn *turn)
     zs_clear_error();
 }
 
-/* Have the ranks parameters of different steps, where these travel? `joined`: whatever each is about to do. Not on
- * the stack: of thousands of ranks it would fill that of a script's thread. */
+/* If parameters travel: do all ranks have those of the same step? `joined`: whatever each is about to do. Not on the
+ * stack: with thousands of ranks it would fill that of a script's thread. */
 static zs_status compare_fingerprints(zs_c10d_comm *comm, const zs_c10d_turn *turns, bool joined)
 {
     zs_fingerprint *fingerprints = calloc((unsigned)comm->base.world, sizeof *fingerprints);
@@ -162,7 +161,7 @@ static zs_status compare_fingerprints(zs_c10d_comm *comm, const zs_c10d_turn *tu
     return status;
 }
 
-/* What else to do where ranks are at these. */
+/* What else to do if ranks are at these. */
 static const char *remedy_of(const zs_c10d_turn *a, const zs_c10d_turn *b)
 {
     bool trains = is_of_parameters(a) || is_of_parameters(b);
@@ -193,8 +192,8 @@ bool zs_c10d_same_slots(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
     return true;
 }
 
-/* What all ranks see in `turns`, and conclude alike: *next is the rank whose gather all take part in before they say
- * again what they want, or -1: what this rank wants comes next. */
+/* What all ranks find in `turns`, with the same conclusion: *next is the rank whose gather all take part in before
+ * they send their turns again, or -1: this rank's turn comes next. */
 static zs_status compare(zs_c10d_comm *comm, const zs_c10d_turn *turns, int *next)
 {
     int own = comm->base.rank;
@@ -208,13 +207,13 @@ static zs_status compare(zs_c10d_comm *comm, const zs_c10d_turn *turns, int *nex
     int chosen = meant ? -1 : zs_c10d_choose(comm, turns);
     if (chosen < 0 || !joined) {
         learn_words(comm, &turns[own]);
-        if (turns[own].kind == ZS_C10D_GIVE_UP) return ZS_OK; /* whatever the others are at, they hear of it */
+        if (turns[own].kind == ZS_C10D_GIVE_UP) return ZS_OK; /* the others receive it whatever they are at */
         ZS_TRY(check_gave_up(comm, turns));
         ZS_TRY(compare_fingerprints(comm, turns, chosen >= 0));
     }
     if (chosen < 0 && !meant) return fail_apart(comm, turns);
     *next = chosen;
-    /* If all mean the same, they differ in what words have made good. */
+    /* If all have the same turn, they differ in what the texts have settled. */
     return chosen >= 0 || turns->kind == ZS_C10D_GATHER ? check_readings(comm, turns) : ZS_OK;
 }
 
@@ -239,7 +238,7 @@ zs_c10d_turn zs_c10d_turn_to_send(const zs_c10d_comm *comm, const zs_c10d_turn *
     return mine;
 }
 
-/* Says what this rank is about to do, and hears the others. */
+/* Sends this rank's turn, and receives the others'. */
 static zs_status say(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_c10d_turn *turns)
 {
     zs_c10d_turn *mine = turns + comm->base.world;

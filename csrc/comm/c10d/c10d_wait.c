@@ -1,8 +1,8 @@
-/* c10d_wait.c - waiting for a collective: its end, its failure in words, and the memory that it writes to. See c10d.h.
+/* c10d_wait.c - waits for a collective: its end, the message of its failure, and the memory that it writes to. See
+ * c10d.h.
  *
- * A process group waits for a peer until its timeout, whatever becomes of the peer. So waits look about between, and
- * one that is broken off leaves everything that torch's threads may still write to where it is, for ever.
- */
+ * A process group waits for a peer until its timeout, even if the peer has exited. So waits check on peers in
+ * between, and an interrupted wait leaves all memory that torch's threads may still write to in place, forever. */
 #define _GNU_SOURCE /* strdup */
 #include "base/file.h"
 #include "base/profile.h"
@@ -13,8 +13,8 @@
 #include <string.h>
 #include <time.h>
 
-/* Seconds: one look at the peers' lives and for Ctrl-C; between two looks for last words; that the end of a process may
- * come later than the end of its connections; from finding a peer gone until a wait that goes on is given up. */
+/* Seconds: one check for dead peers and Ctrl-C; between two checks for reasons in the store; by which a process may
+ * exit after its connections close; from finding that a peer has exited until the wait fails. */
 static const double slice = 0.1, ask_every = 2.0, straggle = 2.0, grace = 1.0;
 
 enum { WORDS = 512 };
@@ -28,7 +28,7 @@ static double now(void)
 
 /* --- failures ----------------------------------------------------------------------------------------------------- */
 
-/* Looks for who is gone; the end of a process may show a little later than the end of its connections. */
+/* Looks for an exited rank; a process may exit a little after its connections close. */
 static bool look_for_gone(zs_c10d_comm *comm, double patience, char *sentence, size_t size)
 {
     double end = now() + patience;
@@ -40,7 +40,7 @@ static bool look_for_gone(zs_c10d_comm *comm, double patience, char *sentence, s
     }
 }
 
-/* zs_c10d_fail, with what a stall has found; NULL: there was none. */
+/* zs_c10d_fail, with the findings of a stall; NULL: there was none. */
 static zs_status fail_after(zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_stall *stall, zs_status status)
 {
     char places[ZS_C10D_WORDS] = "";
@@ -83,11 +83,11 @@ bool zs_c10d_is_forked(const zs_c10d_comm *comm)
 
 /* What a wait has seen so far, in seconds of now(). */
 typedef struct patience {
-    double asked; /* the store, last */
-    double gone;  /* a peer was first seen to be gone; 0: none */
+    double asked; /* the store, last time */
+    double gone;  /* when a peer was first seen to have exited; 0: none */
 } patience;
 
-/* Fails if the wait is to be broken off. */
+/* Fails if the wait must end early. */
 static zs_status check_wait(zs_c10d_comm *comm, patience *seen)
 {
     char who[WORDS];
@@ -97,11 +97,11 @@ static zs_status check_wait(zs_c10d_comm *comm, patience *seen)
     if (ask) seen->asked = time;
     if (!zs_c10d_find_gone(comm, ask, who, sizeof who)) return ZS_OK;
     if (seen->gone == 0) seen->gone = time;
-    if (time - seen->gone < grace) return ZS_OK; /* what it has sent before may be enough for us */
+    if (time - seen->gone < grace) return ZS_OK; /* what it sent before may be enough for us */
     return ZS_FAIL(ZS_ERR_PEER, "the collective cannot complete without that rank");
 }
 
-/* The failure of a wait whose collective goes on without it: Ctrl-C (ZS_ERR_TORCH) needs no words. */
+/* The failure of a wait whose collective continues without it: Ctrl-C (ZS_ERR_TORCH) needs no message. */
 static zs_status break_off(zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_stall *stall, zs_status status)
 {
     if (status != ZS_ERR_TORCH) return fail_after(comm, turn, stall, status);
@@ -114,12 +114,12 @@ static zs_status break_off(zs_c10d_comm *comm, const zs_c10d_turn *turn, const z
 void zs_c10d_leave_behind(zs_c10d_comm *comm, zs_work *work, zs_mem *memory)
 {
     zs_c10d_stray *stray = malloc(sizeof *stray);
-    if (stray == NULL) return; /* lost without a trace is as good */
+    if (stray == NULL) return; /* a leak is as good */
     *stray = (zs_c10d_stray){work, memory != NULL ? zs_mem_retain(memory) : NULL, comm->strays};
     comm->strays = stray;
 }
 
-/* `stall`: NULL where a wait may last, as the bytes are many. */
+/* `stall`: NULL if a wait may be long because of its size. */
 static zs_status wait_for(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *work, zs_mem *memory,
                           zs_c10d_stall *stall)
 {
@@ -143,7 +143,8 @@ static zs_status wait_for(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work 
     }
 }
 
-/* Begins the range that a profiler shows of it. A small message is late with its sender; of others, bytes travel. */
+/* Begins the range that a profiler shows of it. A small message is late because its sender is; others because bytes
+ * travel. */
 static zs_profile *begin_range(const zs_c10d_turn *turn, bool small)
 {
     if (!zs_profile_records()) return NULL;

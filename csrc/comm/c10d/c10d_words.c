@@ -1,10 +1,10 @@
-/* c10d_words.c - what messages call a collective, and the other ranks. See c10d.h. */
+/* c10d_words.c - how messages name a collective, and the other ranks. See c10d.h. */
 #include "comm/c10d/c10d.h"
 
 #include <stdio.h>
 #include <string.h>
 
-/* What is done to a unit; NULL: the turn is of none. */
+/* What a turn does to a unit; NULL: it has none. */
 static const char *unit_verb(zs_c10d_kind kind)
 {
     switch (kind) {
@@ -15,7 +15,7 @@ static const char *unit_verb(zs_c10d_kind kind)
     }
 }
 
-/* How the parameters cross hosts, where that is not as they are. */
+/* How the parameters cross hosts, if they are coded. */
 static const char *coded_as(const zs_c10d_turn *turn)
 {
     if (turn->round == ZS_WIRE_EXACT) return "";
@@ -71,7 +71,7 @@ void zs_c10d_describe_here(const zs_c10d_turn *turn, const char *owner, char *te
     char place[ZS_PLACE];
     bool talks = turn->kind == ZS_C10D_EXCHANGE || turn->kind == ZS_C10D_BROADCAST;
     zs_script_place(place, sizeof place);
-    if (place[0] != 0 && talks && turn->name[0] != 0) { /* which has its name */
+    if (place[0] != 0 && talks && turn->name[0] != 0) { /* which contains its name */
         snprintf(text, size, "%s", place);
         return;
     }

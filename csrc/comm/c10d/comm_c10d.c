@@ -1,8 +1,7 @@
 /* comm_c10d.c - the transport over a process group of torch.distributed: anything that gloo or MPI reaches.
  *
- * Everything is a collective, and collectives pair up by order. The schedule sees to it that all ranks
- * gather and reduce their units in one order; c10d_turn.c makes sure before each.
- */
+ * Everything is a collective, and collectives pair up by order. The schedule makes all ranks gather and reduce their
+ * units in one order; c10d_turn.c checks it before each. */
 #include "base/file.h"
 #include "comm/c10d/c10d.h"
 
@@ -13,7 +12,7 @@
 
 /* --- flats -------------------------------------------------------------------------------------------------------- */
 
-/* A gather that is under way. */
+/* A gather in flight. */
 struct zs_gathering {
     zs_c10d_turn turn;
     zs_work *work;
@@ -73,9 +72,10 @@ zs_status zs_c10d_reserve(zs_comm *comm, const zs_arena *plan)
     return zs_arena_cover(self->areas, plan);
 }
 
-/* --- small collectives, birth and end ----------------------------------------------------------------------------- */
+/* --- small collectives, creation and end
+ * ----------------------------------------------------------------------------- */
 
-/* The turn of an exchange or a broadcast, with the call that it is part of. */
+/* The turn of an exchange or a broadcast, with the call that it belongs to. */
 static zs_c10d_turn talk_turn(const zs_c10d_comm *self, zs_c10d_kind kind, size_t bytes)
 {
     zs_c10d_turn turn = zs_c10d_turn_of(kind, self->messages, bytes, NULL);
@@ -83,8 +83,8 @@ static zs_c10d_turn talk_turn(const zs_c10d_comm *self, zs_c10d_kind kind, size_
     return turn;
 }
 
-/* The bytes go through an area: the caller's memory may be gone when a wait was broken off and the collective was
- * not. */
+/* The bytes go through an area: the caller may free its memory when a wait was interrupted, while the collective
+ * continues. */
 static zs_status exchange_in(zs_c10d_comm *self, const zs_c10d_turn *turn, const void *mine, zs_mem *area)
 {
     char *all = area->ptr, *own = all + (size_t)self->base.world * turn->bytes;
@@ -147,7 +147,8 @@ zs_status zs_c10d_give_up(zs_comm *comm)
     return zs_c10d_agree((zs_c10d_comm *)comm, &turn);
 }
 
-/* A process group has no way to tell, its store has: the peers look there when they wait for long or find us gone. */
+/* A process group cannot send a reason, but its store can: the peers look there after a long wait, or when we have
+ * exited. */
 void zs_c10d_abort(zs_comm *comm, const char *reason)
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;

@@ -1,13 +1,12 @@
-/* backend.h - what carries device memory from rank to rank: NCCL, or torch's process group.
+/* backend.h - moves device memory between ranks: NCCL, or torch's process group.
  *
- * A transport for GPUs (comm_gpu.c) is two things. A transport between the ranks' hosts says who takes part, in which
- * order, and who is gone; a backend only moves bytes, in streams, in an order that all ranks have agreed on. So each
- * way of moving is one small table.
+ * A transport for GPUs (comm_gpu.c) has two parts. A transport between the ranks' hosts decides who takes part and in
+ * which order, and notices ranks that exit; a backend only moves bytes, in streams, in an order that all ranks have
+ * agreed on. So each backend is one small table.
  *
- * Rules: all ranks make the same calls in the same order. A call may return before anything has moved; what is queued
- * in its stream afterwards comes after the move, on this rank. What is read has been queued in that stream before (or
- * forked to it).
- */
+ * Rules: all ranks make the same calls in the same order. A call may return before anything has moved; work queued
+ * in its stream afterwards runs after the move, on this rank. The move reads what was queued in that stream before
+ * (or forked to it). */
 #ifndef ZS_BACKEND_H
 #define ZS_BACKEND_H
 
@@ -16,33 +15,33 @@
 
 typedef struct zs_backend zs_backend;
 
-/* Each rank's shards go to the ranks that sum them. */
+/* Sends each rank's shards to the ranks that sum them. */
 typedef struct zs_swap {
     const char *name;           /* of the unit, for messages */
-    int n;                      /* flats */
-    size_t bytes[ZS_MAX_FLATS]; /* of a shard of each */
-    /* Slice p of flat f is at send[f] + p * bytes[f]; NULL: this rank brings nothing, and what arrives from it is never
-     * looked at. */
+    int n;                      /* number of flats */
+    size_t bytes[ZS_MAX_FLATS]; /* of one shard of each */
+    /* Shard p of flat f is at send[f] + p * bytes[f]; NULL: this rank sends nothing, and what it delivers is never
+     * read. */
     const char *send[ZS_MAX_FLATS];
-    const int *shard_of; /* [world] which shard a rank gets */
-    char *receive;       /* rank r's part of flat f arrives at receive + r * stride + at[f] */
+    const int *shard_of; /* [world] the shard that each rank gets */
+    char *receive;       /* rank r's shard of flat f arrives at receive + r * stride + at[f] */
     size_t stride;       /* of all flats together */
     const size_t *at;    /* [n] */
-    char *keep_gathered; /* `stride` bytes to send where there is nothing to bring; NULL where there is */
+    char *filler;        /* `stride` bytes to send for a rank without gradients; otherwise NULL */
 } zs_swap;
 
 typedef struct zs_backend_ops {
     const zs_comm_ops *table; /* the transport's */
-    bool blocks; /* moves wait on the host for the peers: it has to be sure before each that they will come */
+    bool blocks;              /* moves wait on the host for the peers: before each, be sure that they will come */
     /* full[r * bytes ...] = shard of rank r, in `stream`. `shard` may be its own place in `full`. */
     zs_status (*gather)(zs_backend *, zs_stream stream, const void *shard, char *full, size_t bytes);
     /* In the reduce stream. */
     zs_status (*swap)(zs_backend *, const zs_swap *);
-    /* `data` of `root` to all, in the compute stream. */
+    /* Broadcasts `data` of `root`, in the compute stream. */
     zs_status (*broadcast)(zs_backend *, void *data, size_t bytes, int root);
-    /* ZS_OK, or why nothing can be moved any more. NULL where nobody but the calls themselves can know. */
+    /* ZS_OK, or why nothing can be moved any more. NULL if only the calls themselves can find out. */
     zs_status (*check)(zs_backend *);
-    /* What is under way ends, wherever it stands; every later call fails with `why`. */
+    /* Ends outstanding moves, wherever they are; every later call fails with `why`. */
     void (*abort)(zs_backend *, const char *why);
     void (*destroy)(zs_backend *);
 } zs_backend_ops;
@@ -54,24 +53,22 @@ struct zs_backend {
     int rank, world;
 };
 
-/* Over the process group of torch that is registered under `group_name`: NCCL there, or anything that takes tensors
- * of the device. The reference for the others, and for where they cannot be had. */
+/* Uses the process group that torch registered under `group_name`: NCCL, or any that takes the device's tensors. The
+ * reference for other backends, and the fallback where they are not available. */
 zs_status zs_backend_c10d_new(const zs_comm *control, const zs_device *device, const char *group_name,
                               zs_backend **out);
 
-/* How NCCL is to be used: equal on all ranks. */
+/* How to use NCCL: equal on all ranks. */
 typedef struct zs_nccl_choices {
-    int32_t ctas; /* zs_nccl_ctas (nccl_comm.h) */
-    int32_t min_ctas,
-        max_ctas;          /* of each communicator, 1 to 64; 0: as NCCL likes, up to what keeps the ranks from waiting
-                                 * for each other for ever */
-    int32_t communicators; /* 2: gathers and reductions at a time; 1: in turn, with half of NCCL's own memory */
+    int32_t ctas;               /* zs_nccl_ctas (nccl_comm.h) */
+    int32_t min_ctas, max_ctas; /* of each communicator, 1 to 64; 0: NCCL's choice, but without deadlocks */
+    int32_t communicators;      /* 2: gathers and reductions overlap; 1: in turn, with half of NCCL's own memory */
 } zs_nccl_choices;
 
-/* Over communicators of our own of NCCL, which the ranks of `control` make now, together, within its timeout. A
- * thread looks after them: where a peer on this host dies, or work makes no end for the timeout, what is under way
- * is aborted. Besides what zs_nccl_comm_new fails with: ZS_ERR_VALUE for more CTAs than the GPUs have room for,
- * ZS_ERR_DIVERGED for choices that differ. */
+/* Uses its own NCCL communicators, which the ranks of `control` create now, together, within its timeout. A thread
+ * monitors them: if a peer on this host dies, or work makes no progress for the timeout, it aborts outstanding work.
+ * Besides the errors of zs_nccl_comm_new: ZS_ERR_VALUE for more CTAs than the GPUs have room for, ZS_ERR_DIVERGED
+ * for choices that differ. */
 zs_status zs_backend_nccl_new(zs_comm *control, const zs_device *device, const zs_nccl_choices *choices,
                               zs_backend **out);
 

@@ -1,9 +1,8 @@
-/* backend_c10d.c - device memory by torch's own process group.
+/* backend_c10d.c - moves device memory by torch's own process group.
  *
- * Torch puts its collectives in order with its current stream, which is the compute stream. So each call makes the
- * compute stream wait for the stream that it was asked for, lets torch work there, and makes that stream wait in turn:
- * right everywhere, and never beside computation.
- */
+ * Torch orders its collectives with its current stream, which is the compute stream. So each call makes the compute
+ * stream wait for the requested stream, lets torch work there, and makes that stream wait in turn: always correct,
+ * and never concurrent with computation. */
 #define _GNU_SOURCE /* strdup */
 #include "comm/comm_local.h"
 #include "comm/gpu/backend.h"
@@ -16,8 +15,8 @@ typedef struct c10d_backend {
     zs_backend base;
     zs_group *group;
     double timeout;
-    zs_mem *sent; /* owned: pieces that are on their way; NULL: none yet */
-    char *why;    /* it was aborted; owned */
+    zs_mem *sent; /* owned: pieces in flight; NULL: none yet */
+    char *why;    /* why it was aborted; owned */
 } c10d_backend;
 
 static zs_status usable(const c10d_backend *self)
@@ -25,7 +24,7 @@ static zs_status usable(const c10d_backend *self)
     return self->why == NULL ? ZS_OK : ZS_FAIL(ZS_ERR_STATE, "%s", self->why);
 }
 
-/* (NCCL) Has the compute stream wait; (gloo) waits. */
+/* (NCCL) Makes the compute stream wait; (gloo) waits. */
 static zs_status finish(c10d_backend *self, zs_work *work)
 {
     bool done = false;
@@ -55,7 +54,7 @@ static zs_status make_room(c10d_backend *self, size_t bytes)
     return zs_device_mem_new(self->base.device, bytes, &self->sent);
 }
 
-/* Lays this rank's shards out as they are to go: a piece for each rank. */
+/* Arranges this rank's shards for sending: a piece for each rank. */
 static zs_status pack(c10d_backend *self, const zs_swap *swap)
 {
     ZS_TRY(make_room(self, swap->stride * (size_t)self->base.world));

@@ -1,17 +1,16 @@
-/* backend_nccl.c - device memory by NCCL, on communicators of our own. See backend.h and nccl_comm.h.
+/* backend_nccl.c - moves device memory by NCCL, on our own communicators. See backend.h and nccl_comm.h.
  *
- * NCCL does the operations of one communicator one after another, so gathers have one and all else has another:
- * parameters are on their way while gradients are. Operations are queued straight in the stream that asks.
+ * NCCL runs the operations of one communicator one after another, so gathers have one and everything else has another:
+ * parameters move while gradients do. Operations are queued directly in the stream that asks.
  *
- * Two operations at a time could wait for each other for ever: on rank 0 the kernel of the one has all multiprocessors
- * that there are and waits for its peers, on rank 1 that of the other. Here they cannot. Each of the device's three
- * streams is one stream of the GPU for all communicators of the process, so there is a kernel of NCCL's in each of them
- * at most; each may have a third of the multiprocessors (limit_ctas), on which nothing else stays for ever. All ranks
- * queue all operations in one order. Take the first of these that has not ended: all before it in its stream have, its
- * peers have queued it too or are about to (their hosts wait for nothing that comes later), and there is room for it:
- * so it ends. NCCL_LAUNCH_ORDER_IMPLICIT=1 (2.26) would do the same by starting kernels in the order of the calls; it
- * is not needed, and does no harm.
- */
+ * Two concurrent operations could deadlock: on rank 0 the kernel of one has all multiprocessors and waits for its
+ * peers, on rank 1 that of the other. Here they cannot. Each of the device's three streams is one stream of the GPU
+ * for all communicators of the process, so each has at most one kernel of NCCL; each may have a third of the
+ * multiprocessors (limit_ctas), on which nothing else stays forever. All ranks queue all operations in one order.
+ * Take the first of these that has not ended: all before it in its stream have, its peers have queued it too or are
+ * about to (their hosts wait for nothing that comes later), and there is room for it: so it ends.
+ * NCCL_LAUNCH_ORDER_IMPLICIT=1 (2.26) would also ensure this, by starting kernels in the order of the calls; it is
+ * unnecessary, and harmless. */
 #include "comm/comm_local.h"
 #include "comm/gpu/backend.h"
 #include "comm/nccl/nccl_comm.h"
@@ -25,11 +24,11 @@
 #include <string.h>
 
 enum {
-    EVENTS = 16,            /* operations of a communicator that the monitor is asked to look after at a time */
-    LANES_WITH_KERNELS = 3, /* of NCCL's: all */
+    EVENTS = 16,            /* operations of a communicator that the monitor watches at the same time */
+    LANES_WITH_KERNELS = 3, /* all that NCCL uses */
 };
 
-/* One operation that the monitor looks after. */
+/* One operation that the monitor watches. */
 typedef struct watched_move {
     zs_cu_event event;
     const zs_device *device;
@@ -38,18 +37,18 @@ typedef struct watched_move {
 
 typedef struct nccl_backend nccl_backend;
 
-/* A communicator, and what is under way on it. */
+/* A communicator, and its operations in flight. */
 typedef struct nccl_line {
     nccl_backend *backend;
-    zs_nccl_comm *comm; /* owned; NULL: not made, or gone */
+    zs_nccl_comm *comm; /* owned; NULL: not created, or freed */
     watched_move moves[EVENTS];
-    size_t count; /* of moves so far */
+    size_t count; /* moves so far */
 } nccl_line;
 
 struct nccl_backend {
     zs_backend base;
     zs_nccl_choices choices;
-    nccl_line lines[2];          /* gathers ahead of use, all else; with one communicator the first is for all */
+    nccl_line lines[2];          /* gathers, everything else; with one communicator the first is for all */
     pthread_mutex_t ends;        /* guards lines[].comm against the monitor's thread */
     zs_process_watch *processes; /* owned */
     zs_nccl_message *messages;   /* [world * ZS_MAX_FLATS] room for those of one swap; owned */
@@ -62,21 +61,21 @@ static nccl_line *line_of(nccl_backend *self, zs_stream stream)
 
 /* --- peers -------------------------------------------------------------------------------------------------------- */
 
-/* What the ranks say to each other: whether they can, what they want, and (for the monitor) what processes they are. */
+/* What the ranks exchange: whether they can proceed, what they chose, and (for the monitor) their processes. */
 typedef struct card {
     int32_t status;
-    char why[256]; /* where that is no ZS_OK */
+    char why[256]; /* if that is not ZS_OK */
     zs_nccl_choices choices;
     int32_t multiprocessors;
     zs_process_id processes;
 } card;
 
-/* NCCL makes a communicator of the device that is current on the thread. */
+/* NCCL creates a communicator on the thread's current device. */
 static zs_status check_device(const zs_device *device)
 {
     zs_cu_stream unused;
     zs_cu_device current = 0;
-    ZS_TRY(zs_device_cuda_stream(device, ZS_STREAM_GATHER, &unused)); /* sees to a context */
+    ZS_TRY(zs_device_cuda_stream(device, ZS_STREAM_GATHER, &unused)); /* ensures a context */
     ZS_TRY(ZS_CU(cuCtxGetDevice, &current));
     if (device->where.type != ZS_ON_CUDA || current == device->where.index) return ZS_OK;
     return ZS_FAIL(ZS_ERR_VALUE,
@@ -84,7 +83,7 @@ static zs_status check_device(const zs_device *device)
                    device->where.index, (int)current, device->where.index);
 }
 
-/* All that a step will need. */
+/* Creates all events that a step will need. */
 static zs_status make_events(nccl_line *line)
 {
     const zs_device *device = line->backend->base.device;
@@ -95,7 +94,7 @@ static zs_status make_events(nccl_line *line)
     return ZS_OK;
 }
 
-/* What can be wrong on one rank alone. */
+/* Checks that can fail on one rank alone. */
 static zs_status prepare(nccl_backend *self, card *own)
 {
     const zs_device *device = self->base.device;
@@ -123,8 +122,8 @@ static zs_status check_cards(const card *all, int world)
     return ZS_OK;
 }
 
-/* A kernel for each stream has to find room on every rank's GPU beside those of the others: see above. A power of
- * two, because NCCL rounds the number of channels for swaps up to one. */
+/* A kernel for each stream must find room on every rank's GPU beside those of the others: see above. A power of two,
+ * because NCCL rounds the number of channels for swaps up to one. */
 static zs_status limit_ctas(nccl_backend *self, const card *all)
 {
     int fewest = all[0].multiprocessors, most = 1;
@@ -159,13 +158,13 @@ static zs_status meet_peers(nccl_backend *self, zs_comm *control)
     return limit_ctas(self, all);
 }
 
-/* By the monitor's thread. */
+/* On the monitor's thread. */
 static bool find_gone(void *arg, char *sentence, size_t size)
 {
     return zs_process_any_ended(((const nccl_line *)arg)->backend->processes, sentence, size);
 }
 
-/* By any thread: where one communicator is lost, the other one's kernels wait for nothing that comes. */
+/* On any thread: if one communicator is lost, the other one's kernels wait for something that never comes. */
 static void lose_other(void *arg, zs_status failure, const char *why)
 {
     nccl_line *lost = arg, *other = &lost->backend->lines[lost == &lost->backend->lines[0]];
@@ -176,20 +175,20 @@ static void lose_other(void *arg, zs_status failure, const char *why)
 
 /* --- moves -------------------------------------------------------------------------------------------------------- */
 
-/* By the monitor's thread. */
+/* On the monitor's thread. */
 static bool has_ended(void *arg)
 {
     const watched_move *move = arg;
     return zs_device_cuda_passed(move->device, move->event);
 }
 
-/* Has the monitor look after what has just been queued in `stream`. Where more are out than it is told of, the
- * oldest are forgotten: a communicator's operations end in order, so the later ones speak for them. */
+/* Makes the monitor watch what was just queued in `stream`. If more are out than it can watch, the oldest are
+ * dropped: a communicator's operations end in order, so the later ones represent them. */
 static zs_status watch(nccl_backend *self, zs_stream stream, const char *what, const char *name)
 {
     bool capturing = false;
     ZS_TRY(zs_device_capturing(self->base.device, &capturing));
-    if (capturing) return ZS_OK; /* it is not done now, and its event could not be asked about */
+    if (capturing) return ZS_OK; /* it does not run now, and its event could not be queried */
     nccl_line *line = line_of(self, stream);
     watched_move *move = &line->moves[line->count++ % EVENTS];
     zs_nccl_comm_forget(line->comm, move);
@@ -207,15 +206,15 @@ static zs_status nccl_gather(zs_backend *backend, zs_stream stream, const void *
     return watch(self, stream, "all-gather", "");
 }
 
-/* The messages of a swap; how many. */
+/* Lists the messages of a swap; returns how many. */
 static size_t list_messages(nccl_backend *self, const zs_swap *swap)
 {
     size_t n = 0;
     for (int r = 0; r < self->base.world; r++)
         for (int f = 0; f < swap->n; f++) {
             if (swap->bytes[f] == 0) continue;
-            const char *send = swap->send[f] != NULL ? swap->send[f] + (size_t)swap->shard_of[r] * swap->bytes[f]
-                                                     : swap->keep_gathered;
+            const char *send =
+                swap->send[f] != NULL ? swap->send[f] + (size_t)swap->shard_of[r] * swap->bytes[f] : swap->filler;
             char *receive = swap->receive + (size_t)r * swap->stride + swap->at[f];
             self->messages[n++] = (zs_nccl_message){send, receive, swap->bytes[f], r};
         }
@@ -258,7 +257,7 @@ static void nccl_abort(zs_backend *backend, const char *why)
 
 /* --- making and ending -------------------------------------------------------------------------------------------- */
 
-/* Before the events, which its monitor asks about. */
+/* Call it before the events are freed, which its monitor queries. */
 static void end_line(nccl_line *line)
 {
     pthread_mutex_lock(&line->backend->ends);
@@ -314,7 +313,7 @@ static zs_status make_comms(nccl_backend *self, zs_comm *control)
     return ZS_OK;
 }
 
-/* Room for what is known of the peers. */
+/* Allocates memory for what is known of the peers. */
 static zs_status make_room(nccl_backend *self)
 {
     size_t world = (size_t)self->base.world;

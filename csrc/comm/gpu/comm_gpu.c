@@ -1,10 +1,9 @@
-/* comm_gpu.c - the transports for GPUs: a transport between the hosts, and a backend for what lies on the devices.
+/* comm_gpu.c - the transports for GPUs: a transport between the hosts, and a backend for device memory.
  *
- * No host waits for a GPU, so hosts meet early, and what they find out (other bitmaps, another order, a peer that is
- * gone) they find out as on the CPU, in the control transport's words. What moves on the devices must be asked for in
- * one order on all ranks. Asking is checked when a session ends, before the script can wait for results that never
- * come.
- */
+ * No host waits for a GPU, so hosts communicate early, and what they find (other bitmaps, another order, a peer that
+ * exited) they report as on the CPU, with the control transport's messages. Moves on the devices must be requested
+ * in one order on all ranks. This is checked when a session ends, before the script can wait for results that never
+ * come. */
 #define _GNU_SOURCE /* strdup */
 #include "comm/gpu/gpu.h"
 #include "device/device_cuda.h"
@@ -29,7 +28,7 @@ zs_status zs_gpu_after_wait(zs_gpu_comm *comm, zs_status status)
     return status == ZS_ERR_TORCH ? zs_gpu_fail(comm, status) : status;
 }
 
-/* Backends know no units. */
+/* Backends have no units. */
 static zs_status name_last(const zs_gpu_comm *comm, zs_status status)
 {
     char why[600];
@@ -59,8 +58,8 @@ static zs_status compare_fingerprints(zs_gpu_comm *comm)
     return zs_comm_compare_fingerprints(&comm->base, comm->fingerprints);
 }
 
-/* Have all ranks asked for the same, and where a session has `ended`, of parameters of the same steps? Peers that
- * have not would be waited for by a GPU, where no deadline is looked at. */
+/* Have all ranks asked for the same moves, and if a session has `ended`, with parameters of the same steps? A GPU
+ * would wait for peers that have not, without a deadline. */
 static zs_status check_order(zs_gpu_comm *comm, bool ended)
 {
     comm->order.fingerprint = comm->base.fingerprint;
@@ -142,8 +141,8 @@ static zs_status start_gather(zs_gpu_comm *comm, const zs_flat_mem *flat, zs_tar
     const zs_device *device = comm->base.device;
     ZS_TRY(zs_gpu_event_take(comm, &gathering->done));
     const char *shard = flat->shard;
-    ZS_TRY(zs_device_fork(device, ZS_STREAM_GATHER)); /* behind the optimizer's step, and the slot's last use */
-    if (flat->mem->on_host) {                         /* backends are for the device's memory */
+    ZS_TRY(zs_device_fork(device, ZS_STREAM_GATHER)); /* after the optimizer's step, and the slot's last use */
+    if (flat->mem->on_host) {                         /* backends only handle device memory */
         char *own = to.full + (size_t)comm->base.rank * flat->shard_bytes;
         ZS_TRY(zs_device_copy(device, ZS_STREAM_GATHER, own, shard, flat->shard_bytes));
         shard = own;
@@ -228,7 +227,7 @@ zs_status zs_gpu_broadcast_device(zs_comm *comm, void *data, size_t bytes, int r
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(self, status);
 }
 
-/* Asks about the order at once: what is gathered here is looked at by the script, outside of any session. */
+/* Compares the order at once: the script uses the result, outside of any session. */
 zs_status zs_gpu_gather_device(zs_comm *comm, const void *mine, size_t bytes, void *all)
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
@@ -239,7 +238,7 @@ zs_status zs_gpu_gather_device(zs_comm *comm, const void *mine, size_t bytes, vo
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(self, status);
 }
 
-/* Where all ranks do so at the same move, nothing is left that a GPU could wait for. */
+/* If all ranks abandon at the same move, a GPU has nothing left to wait for. */
 zs_status zs_gpu_give_up(zs_comm *comm)
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
@@ -257,7 +256,7 @@ void zs_gpu_abort(zs_comm *comm, const char *reason)
     self->backend->ops->abort(self->backend, reason);
 }
 
-/* The control transport is closed by its owner. */
+/* The control transport's owner closes it. */
 void zs_gpu_close(zs_comm *comm)
 {
     (void)comm;
@@ -271,7 +270,7 @@ static void free_rooms(zs_gpu_comm *self)
     free(self);
 }
 
-/* A head of zeros, with its arrays: hundreds of bytes for each rank are too much for a thread's stack. NULL: out of
+/* A zeroed head, with its arrays: hundreds of bytes for each rank are too much for a thread's stack. NULL: out of
  * memory. */
 static zs_gpu_comm *alloc_rooms(int world)
 {

@@ -1,10 +1,10 @@
-/* gpu.h - the inside of the transports for GPUs.
+/* gpu.h - the internals of the transports for GPUs.
  *
- *   comm_gpu.c    flats and gathers, small exchanges, the check of order
- *   gpu_order.c   which move differs, where ranks have gone apart
- *   gpu_round.c   reducing
- *   gpu_transports.c   the tables
- *   backend.h       what moves the bytes
+ *   comm_gpu.c        flats and gathers, small exchanges, the check of order
+ *   gpu_order.c       which move differs if ranks diverged
+ *   gpu_round.c       reducing
+ *   gpu_transports.c  the tables
+ *   backend.h         what moves the bytes
  */
 #ifndef ZS_GPU_H
 #define ZS_GPU_H
@@ -14,74 +14,74 @@
 #include "device/arena.h"
 #include "device/cuda_api.h"
 
-/* What ranks compare to know that they have asked their backends for the same things in the same order. */
+/* What ranks compare to verify that they asked their backends for the same moves in the same order. */
 typedef struct zs_gpu_order {
-    uint64_t gave_up;           /* this rank has given up its backward here */
-    uint64_t count;             /* of moves */
-    uint64_t hash;              /* of what each was */
-    zs_fingerprint fingerprint; /* compared where a session ends */
+    uint64_t gave_up;           /* this rank has abandoned its backward here */
+    uint64_t count;             /* number of moves */
+    uint64_t hash;              /* of all moves */
+    zs_fingerprint fingerprint; /* compared when a session ends */
 } zs_gpu_order;
 
-enum { ZS_GPU_MOVES = 256 }; /* that are remembered, from where all ranks agreed last */
+enum { ZS_GPU_MOVES = 256 }; /* moves that are remembered, since all ranks last agreed */
 
 /* A move that was asked for. */
 typedef struct zs_gpu_move {
-    uint64_t hash;  /* of all up to it */
-    char what[112]; /* in words; cut off */
+    uint64_t hash;  /* of all moves up to it */
+    char what[112]; /* in words; truncated */
 } zs_gpu_move;
 
 typedef struct zs_gpu_comm {
     zs_comm base;
     zs_comm *control;    /* between the hosts; counted reference */
     zs_backend *backend; /* owned */
-    uint64_t flats;      /* so many so far */
-    size_t living;       /* units that are not freed */
+    uint64_t flats;      /* number so far */
+    size_t living;       /* live units */
     zs_arena *areas;     /* owned; what rounds receive into; NULL: none yet */
     zs_gpu_order order;
-    uint64_t agreed;              /* so many moves, of all, were the same on all ranks when they compared */
-    zs_gpu_move *moves;           /* [ZS_GPU_MOVES + 1] those since; at the end, the last of more; owned */
+    uint64_t agreed;              /* how many moves, of all, were the same on all ranks at the last comparison */
+    zs_gpu_move *moves;           /* [ZS_GPU_MOVES + 1] those since; then the last of more; owned */
     zs_gpu_move *last;            /* of them; NULL: none yet */
-    zs_gpu_order *orders;         /* [world] what the ranks have asked for, as last compared; owned */
+    zs_gpu_order *orders;         /* [world] the ranks' orders, as last compared; owned */
     zs_fingerprint *fingerprints; /* [world] room for the fingerprints among them; owned */
-    zs_cu_event *idle;            /* [n_idle] events that nobody uses; owned */
+    zs_cu_event *idle;            /* [n_idle] unused events; owned */
     size_t n_idle, idle_room;
 } zs_gpu_comm;
 
-/* The transport's own state is good, and nothing has been found to be wrong meanwhile. */
+/* ZS_OK if the transport works and has found no error meanwhile. */
 zs_status zs_gpu_usable(zs_gpu_comm *comm);
 
-/* Notes a move, before it is made; where moves block, asks whether all ranks are about to make it: ZS_ERR_DIVERGED. */
+/* Records a move before it is made; if moves block, asks whether all ranks are about to make it: ZS_ERR_DIVERGED. */
 zs_status zs_gpu_note(zs_gpu_comm *comm, const char *what, const char *unit, size_t bytes);
 
-/* A move has failed: tells the peers why, stops the backend, and returns `status`. */
+/* A move has failed: reports the reason to the peers, stops the backend, and returns `status`. */
 zs_status zs_gpu_fail(zs_gpu_comm *comm, zs_status status);
 
-/* What came of a wait for the peers' hosts. One that was interrupted (Ctrl-C) fails as a move does: the GPUs here
- * may wait for peers that this rank will not meet, and whatever waits for these hosts next would wait again. */
+/* Handles the result of a wait for the peers' hosts. An interrupted one (Ctrl-C) fails as a move does: the GPUs here
+ * may wait for peers that this rank will not reach, and the next wait for these hosts would block again. */
 zs_status zs_gpu_after_wait(zs_gpu_comm *comm, zs_status status);
 
-/* Sees to it that there is an arena of what rounds receive into. */
+/* Creates the arena that rounds receive into, unless it exists. */
 zs_status zs_gpu_make_areas(zs_gpu_comm *comm);
 
-/* An event, for order alone / gives it back. */
+/* Takes an event, for ordering only / returns it. */
 zs_status zs_gpu_event_take(zs_gpu_comm *comm, zs_cu_event *out);
 void zs_gpu_event_give(zs_gpu_comm *comm, zs_cu_event event);
 
 /* --- gpu_order.c -------------------------------------------------------------------------------------------------- */
 
-/* This rank asks for a move. */
+/* Records that this rank asks for a move. */
 void zs_gpu_order_add(zs_gpu_comm *comm, const char *what, const char *unit, size_t bytes);
 
-/* What it asked for last, in words. */
+/* This rank's last move, in words. */
 const char *zs_gpu_order_last(const zs_gpu_comm *comm);
 
-/* Is any rank's order, of those just exchanged, another than rank 0's? Then the first such rank's. */
+/* Does any rank's order, of those just exchanged, differ from rank 0's? Sets *rank to the first such rank. */
 bool zs_gpu_order_differs(const zs_gpu_comm *comm, int *rank);
 
-/* ZS_ERR_DIVERGED, in words that name the first move where rank `other` and rank 0 differ. Collective. */
+/* Fails with ZS_ERR_DIVERGED, and names the first move in which rank `other` and rank 0 differ. Collective. */
 zs_status zs_gpu_order_fail(zs_gpu_comm *comm, int other);
 
-/* --- comm_gpu.c: the rest of the table, as comm_ops.h has it ------------------------------------------------------ */
+/* --- comm_gpu.c: the rest of the table, see comm_ops.h ------------------------------------------------------------ */
 
 /* By the field's name. */
 void zs_gpu_abort(zs_comm *comm, const char *reason);
@@ -100,9 +100,9 @@ zs_status zs_gpu_give_up(zs_comm *comm);
 zs_status zs_gpu_read_end(zs_comm *comm, zs_reader *reader, zs_phase phase);
 zs_status zs_gpu_reserve(zs_comm *comm, const zs_arena *plan);
 
-/* --- gpu_round.c: units' part of the table, as comm_ops.h has it -------------------------------------------------- */
+/* --- gpu_round.c: units' part of the table, see comm_ops.h -------------------------------------------------------- */
 
-/* room: of the device's memory. */
+/* room: device memory. */
 zs_room zs_gpu_room(const zs_comm *comm, const zs_cunit_spec *spec);
 
 typedef struct zs_gpu_unit {
@@ -110,7 +110,7 @@ typedef struct zs_gpu_unit {
     zs_cunit *control; /* its round between the hosts, without a bucket; owned */
     zs_mem *received;  /* area of that round, NULL: none */
     zs_cu_event read;  /* the bucket of the last round has been read */
-    uint64_t session;  /* in which that was recorded last */
+    uint64_t session;  /* the session in which that was last recorded */
 } zs_gpu_unit;
 
 /* zs_round_ops, by the field's name. */
@@ -125,7 +125,7 @@ zs_status zs_gpu_release(zs_comm *comm, zs_cunit *cunit);
 void zs_gpu_drop(zs_comm *comm, zs_cunit *cunit);
 zs_status zs_gpu_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready);
 
-/* tell, said and end: the hosts' matter. */
+/* tell, said and end: forwarded to the transport between hosts. */
 void zs_gpu_publish(zs_comm *comm, zs_topic topic, const char *text);
 const char *zs_gpu_published(const zs_comm *comm, int rank, zs_topic topic);
 zs_status zs_gpu_end(zs_comm *comm, zs_fingerprint *fingerprints, bool *all);

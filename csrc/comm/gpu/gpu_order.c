@@ -1,21 +1,20 @@
-/* gpu_order.c - what ranks ask their backends for, in one order on all of them. See gpu.h.
+/* gpu_order.c - the order of ranks' moves, which must be the same on all. See gpu.h.
  *
- * Ranks compare a count and a hash of what they have asked for. Only where those differ do they look for the
- * first move that does, of those since they last agreed: the last ones are often alike again.
- */
+ * Ranks compare a count and a hash of their moves. Only if those differ do they look for the first move that
+ * differs, among those since they last agreed: the last ones are often the same again. */
 #include "comm/gpu/gpu.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* Hashes of all moves up to each of those that are remembered. */
+/* Hashes of all moves up to each remembered one. */
 typedef struct trace {
     uint64_t count; /* of moves */
     uint64_t hashes[ZS_GPU_MOVES];
 } trace;
 
-/* In words, as ranks exchange them. */
+/* A move in words, as ranks exchange it. */
 typedef struct words {
     char text[sizeof((zs_gpu_move){0}).what];
 } words;
@@ -60,7 +59,7 @@ bool zs_gpu_order_differs(const zs_gpu_comm *comm, int *rank)
     return r < world;
 }
 
-/* The first of the moves since ranks agreed that is not the same on both; ZS_GPU_MOVES: it is not remembered. */
+/* The first move since ranks agreed that differs between the two; ZS_GPU_MOVES: it is no longer remembered. */
 static uint64_t first_to_differ(const zs_gpu_comm *comm, const trace *a, const trace *b)
 {
     uint64_t fewer = (a->count < b->count ? a->count : b->count) - comm->agreed, i = 0;
@@ -69,7 +68,7 @@ static uint64_t first_to_differ(const zs_gpu_comm *comm, const trace *a, const t
     return i;
 }
 
-/* Ranks tell each other what they asked for at that place; of one that is not remembered, what they asked for last. */
+/* Ranks exchange their moves at that place; a rank that no longer remembers it sends its last move. */
 static zs_status describe(zs_gpu_comm *comm, const trace *a, const trace *b, int other, words *all)
 {
     words mine = {{0}};

@@ -1,9 +1,8 @@
 /* gpu_round.c - reducing over GPUs.
  *
- * Two things travel. Which parameters had gradients goes from host to host, over the control transport, in a round of
- * its own without a bucket; so everything that the engine decides, and every error, is as on the CPU. The gradients go
- * from GPU to GPU, in the reduce stream, and no host waits for them: the sum is queued behind their arrival.
- */
+ * Two things travel. Which parameters had gradients goes from host to host, over the control transport, in a
+ * separate round without a bucket; so every decision of the engine, and every error, is as on the CPU. The gradients
+ * go from GPU to GPU, in the reduce stream, and no host waits for them: the sum is queued after their arrival. */
 #include "comm/gpu/gpu.h"
 #include "device/device_cuda.h"
 
@@ -61,14 +60,14 @@ static zs_status take_area(zs_gpu_comm *comm, size_t bytes, zs_mem **area)
     return zs_arena_take(comm->areas, bytes, area);
 }
 
-static zs_swap swap_of(const zs_gpu_unit *unit, const zs_mem *keep_gathered)
+static zs_swap swap_of(const zs_gpu_unit *unit, const zs_mem *filler)
 {
     const zs_cunit *base = &unit->base;
     zs_swap swap = {.name = base->spec.name, .n = base->spec.n_flats, .shard_of = base->spec.shard_of};
     swap.receive = unit->received->ptr;
     swap.stride = base->shards_bytes;
     swap.at = base->at;
-    swap.keep_gathered = keep_gathered != NULL ? keep_gathered->ptr : NULL;
+    swap.filler = filler != NULL ? filler->ptr : NULL;
     for (int f = 0; f < swap.n; f++) {
         swap.bytes[f] = base->spec.shard_bytes[f];
         swap.send[f] = base->bucket != NULL ? base->bucket->ptr + zs_cunit_shard_at(base, f, 0) : NULL;
@@ -78,17 +77,17 @@ static zs_swap swap_of(const zs_gpu_unit *unit, const zs_mem *keep_gathered)
 
 static zs_status move_shards(zs_gpu_comm *comm, zs_gpu_unit *unit)
 {
-    zs_mem *keep_gathered = NULL;
+    zs_mem *filler = NULL;
     const zs_cunit *base = &unit->base;
     ZS_TRY(take_area(comm, base->shards_bytes * (size_t)comm->base.world, &unit->received));
-    if (base->bucket == NULL) ZS_TRY(take_area(comm, base->shards_bytes, &keep_gathered));
-    zs_swap swap = swap_of(unit, keep_gathered);
+    if (base->bucket == NULL) ZS_TRY(take_area(comm, base->shards_bytes, &filler));
+    zs_swap swap = swap_of(unit, filler);
     zs_status status = zs_gpu_note(comm, "gradients", base->spec.name, base->shards_bytes);
-    ZS_THEN(status, zs_device_fork(comm->base.device, ZS_STREAM_REDUCE)); /* behind the packing */
+    ZS_THEN(status, zs_device_fork(comm->base.device, ZS_STREAM_REDUCE)); /* after the packing */
     ZS_THEN(status, comm->backend->ops->swap(comm->backend, &swap));
     ZS_THEN(status, zs_device_cuda_record(comm->base.device, ZS_STREAM_REDUCE, unit->read));
     unit->session = comm->base.sessions;
-    return_area(comm, &keep_gathered);
+    return_area(comm, &filler);
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(comm, status);
 }
 
@@ -123,7 +122,7 @@ zs_status zs_gpu_arrive(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *read
     return ZS_OK;
 }
 
-/* Each rank's sum to all, in place. */
+/* Sends each rank's sum to all, in place. */
 zs_status zs_gpu_share(zs_comm *comm, zs_cunit *cunit)
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
@@ -140,18 +139,18 @@ zs_status zs_gpu_share(zs_comm *comm, zs_cunit *cunit)
 zs_status zs_gpu_release(zs_comm *comm, zs_cunit *cunit)
 {
     zs_gpu_unit *unit = (zs_gpu_unit *)cunit;
-    /* What was shared is read from the bucket. */
+    /* The shared sums are read from the bucket. */
     if (cunit->spec.mode == ZS_REDUCE_ALL) ZS_TRY(zs_device_cuda_record(comm->device, ZS_STREAM_REDUCE, unit->read));
     return zs_cunit_release(((zs_gpu_comm *)comm)->control, unit->control);
 }
 
-/* The next one to receive there does so in the same stream. */
+/* The next user receives there in the same stream. */
 void zs_gpu_drop(zs_comm *comm, zs_cunit *cunit)
 {
     return_area((zs_gpu_comm *)comm, &((zs_gpu_unit *)cunit)->received);
 }
 
-/* At once: the compute stream waits for what is still read. */
+/* Immediately: the compute stream waits for outstanding reads. */
 zs_status zs_gpu_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready)
 {
     (void)wait;
@@ -173,7 +172,7 @@ const char *zs_gpu_published(const zs_comm *comm, int rank, zs_topic topic)
     return zs_comm_published(control, rank, topic);
 }
 
-/* The control is never told of fingerprints but here. */
+/* Only here does the control transport get fingerprints. */
 zs_status zs_gpu_end(zs_comm *comm, zs_fingerprint *fingerprints, bool *all)
 {
     zs_comm *control = ((const zs_gpu_comm *)comm)->control;

@@ -1,4 +1,4 @@
-/* comm_hosts.c - the table of the transport in two levels, its birth and its end. See hosts.h. */
+/* comm_hosts.c - the table of the two-level transport, its creation and its end. See hosts.h. */
 #include "comm/hosts/hosts_unit.h"
 
 #include "base/file.h"
@@ -7,7 +7,7 @@
 
 /* --- numbers ------------------------------------------------------------------------------------------------------ */
 
-enum { SLOTS = ZS_NUMBERS - 1 }; /* behind those of c10d */
+enum { SLOTS = ZS_NUMBERS - 1 }; /* after those of c10d */
 
 static void hosts_numbers(const zs_comm *comm, uint64_t *out)
 {
@@ -20,7 +20,7 @@ static void hosts_go_on_from(zs_comm *comm, const uint64_t *numbers)
     zs_hosts_comm *self = (zs_hosts_comm *)comm;
     zs_c10d_go_on_from(comm, numbers);
     self->slots = numbers[SLOTS];
-    if (zs_comm_align(self->local) != ZS_OK) zs_clear_error(); /* what comes next over it fails too */
+    if (zs_comm_align(self->local) != ZS_OK) zs_clear_error(); /* its next collective fails too */
 }
 
 /* --- birth and end ------------------------------------------------------------------------------------------------ */

@@ -1,22 +1,22 @@
 /* hosts.h - the transport for several hosts with the same number of ranks each, in two levels.
  *
- * Ranks of one host meet over `local` (shm), and each rank meets its counterparts, those at its place on the other
- * hosts, over process groups of their own (`across`). So what a host lacks crosses the wire once a host, not once a
- * rank: shards go straight into memory that the host's ranks share, and gradients are summed within the host first.
+ * Ranks of one host communicate over `local` (shm), and each rank with its counterparts, those at its place on the
+ * other hosts, over separate process groups (`across`). So data crosses the wire once per host, not once per rank:
+ * shards go straight into memory that the host's ranks share, and gradients are summed within the host first.
  *
- * Its head is a c10d transport over all ranks. That says what comes next before each collective (c10d_turn.c), so all
- * know that the others have come as far, and does whatever the two levels cannot: gathers that some ranks have no use
- * for, for example.
+ * Its head is a c10d transport over all ranks. That agrees on each collective before it starts (c10d_turn.c), so all
+ * ranks know that the others have reached it, and does whatever the two levels cannot, such as gathers that some ranks
+ * do not need.
  *
- *   comm_hosts.c    the table, birth and end
- *   hosts_queue.c    gathers and rounds that have been said
- *   hosts_gather.c  memory that a host's ranks share, and gathering into it
- *   hosts_signals.c   telling the ranks of the host what has been said and what has come
- *   hosts_turns.c   what ranks say before each collective, in two levels
- *   hosts_round.c   reducing; hosts_pieces.c, what of that crosses hosts
- *   hosts_coded.c   sums that cross hosts in fewer bytes
- *   hosts_params.c  parameters that do
- *   hosts_wait.c    waiting for the counterparts, and failures
+ *   comm_hosts.c     the table, creation and end
+ *   hosts_queue.c    queued gathers and rounds
+ *   hosts_gather.c   memory that a host's ranks share, and gathering into it
+ *   hosts_signals.c  signals to the host's ranks: turns and arrivals
+ *   hosts_turns.c    ranks' turns before each collective, in two levels
+ *   hosts_round.c    reducing; hosts_pieces.c: the part that crosses hosts
+ *   hosts_coded.c    sums that cross hosts in fewer bytes
+ *   hosts_params.c   parameters that cross in fewer bytes
+ *   hosts_wait.c     waiting for the counterparts, and failures
  */
 #ifndef ZS_HOSTS_H
 #define ZS_HOSTS_H
@@ -30,16 +30,16 @@ typedef struct zs_hosts_op zs_hosts_op;
 
 typedef struct zs_hosts_comm {
     zs_c10d_comm c10d;          /* of all ranks */
-    zs_comm *local;             /* of this host's; counted reference; used by nobody else */
+    zs_comm *local;             /* of this host's ranks; counted reference; used only here */
     zs_group *across[2];        /* of the counterparts, in the order of hosts; see zs_hosts_across; owned */
-    int hosts, host;            /* how many, and which is this */
+    int hosts, host;            /* number of hosts, and this one's index */
     int lane;                   /* this rank's place on its host */
-    zs_flat_mem bells;          /* of `local`: a page of each of the host's ranks */
+    zs_flat_mem bells;          /* of `local`: a page for each of the host's ranks */
     uint64_t gathers;           /* in two levels, so far; the same on all ranks */
-    uint64_t slots;             /* a digest of the slots made so far, in order */
+    uint64_t slots;             /* a digest of the slots created so far, in order */
     size_t lost_bytes;          /* of all its units, see zs_hosts_sums */
     zs_hosts_turns *turns;      /* owned; NULL: they go over the group of all ranks */
-    zs_hosts_op *said;          /* the first that has been said and not been heard yet; borrowed */
+    zs_hosts_op *said;          /* the first that was sent and has not been received yet; borrowed */
     pthread_mutex_t local_lock; /* of `local`, while the thread may use it */
 } zs_hosts_comm;
 
@@ -49,7 +49,7 @@ static inline int zs_hosts_per_host(const zs_hosts_comm *self)
     return self->c10d.base.per_host;
 }
 
-/* The rank of place `lane` on host `host`. */
+/* The rank at place `lane` on host `host`. */
 static inline int zs_hosts_rank(const zs_hosts_comm *self, int host, int lane)
 {
     return host * zs_hosts_per_host(self) + lane;
@@ -57,44 +57,44 @@ static inline int zs_hosts_rank(const zs_hosts_comm *self, int host, int lane)
 
 /* --- hosts_wait.c ------------------------------------------------------------------------------------------------- */
 
-/* The group for what host `host` sends, with the timeout set. There are two, so that two hosts of unlike parity send
- * to each other over connections, and threads, of their own: 10 MB both ways take a seventh less time. */
+/* The group for what host `host` sends, with the timeout set. There are two, so that two hosts of different parity
+ * send to each other over separate connections and threads: 10 MB both ways take a seventh less time. */
 zs_group *zs_hosts_across(zs_hosts_comm *self, int host);
 
-/* Passes `status` on. If the transport can do nothing any more, the host's other ranks learn it at once, and why. */
+/* Returns `status`. If the transport is now unusable, reports this and the reason to the host's other ranks at once. */
 zs_status zs_hosts_pass(zs_hosts_comm *self, zs_status status);
 
-/* None of `works` [n] (NULL: none there) is waited for any more; all are NULL after that. */
+/* Abandons all `works` [n] (NULL: none there), and sets them to NULL. */
 void zs_hosts_leave(zs_hosts_comm *self, zs_work **works, size_t n, zs_mem *memory);
 
-/* Waits for all `works` [n] (NULL: done, or never begun), which are NULL after that; what a failure leaves may write
- * to `memory` for ever. */
+/* Waits for all `works` [n] (NULL: done, or never begun), and sets them to NULL; after a failure, abandoned work may
+ * write to `memory` forever. */
 zs_status zs_hosts_finish(zs_hosts_comm *self, const zs_c10d_turn *turn, zs_work **works, size_t n, zs_mem *memory);
 
 /* --- hosts_signals.c ---------------------------------------------------------------------------------------------- */
 
-/* Makes the pages; collective over the host. */
+/* Creates the pages; collective over the host. */
 zs_status zs_hosts_signals_new(zs_hosts_comm *self);
 
-/* What a gather's collectives tell when they end; made for `n` of them. */
+/* What a gather's collectives signal when they end; created for `n` of them. */
 typedef struct zs_hosts_arrival zs_hosts_arrival;
 zs_status zs_hosts_arrival_new(zs_hosts_comm *self, uint64_t gather, int n, zs_hosts_arrival **out);
 
-/* One of them has ended, on any thread; the last frees it. If all went well, this rank's part of the gather is
+/* One of them has ended, on any thread; the last frees it. If all succeeded, this rank's shards of the gather are
  * there. */
 void zs_hosts_arrived(void *arrival, bool good);
 
-/* What ranks of a host look for on each other's pages. */
+/* The events that ranks of a host watch for on each other's pages. */
 typedef enum zs_hosts_event {
-    ZS_HOSTS_ARRIVED, /* its part of gather `number` */
+    ZS_HOSTS_ARRIVED, /* its shards of gather `number` */
     ZS_HOSTS_SAID,    /* its turn `number` */
-    ZS_HOSTS_HEARD,   /* turn `number` of the hosts that it hears for the host */
+    ZS_HOSTS_HEARD,   /* turn `number` of the hosts that it receives for its host */
 } zs_hosts_event;
 
-/* This rank has said, or heard, turns up to `number`. Any thread. */
+/* This rank has sent, or received, turns up to `number`. Any thread. */
 void zs_hosts_mark(zs_hosts_comm *self, zs_hosts_event event, uint64_t number);
 
-/* It will hear none any more. */
+/* It will receive no more. */
 void zs_hosts_mark_failed(zs_hosts_comm *self, const char *why);
 
 /* One event of all ranks of the host. */
@@ -102,58 +102,58 @@ typedef struct zs_hosts_awaited {
     zs_hosts_comm *self;
     zs_hosts_event event;
     uint64_t number;
-    const char *why; /* why it will never be; NULL: nothing is known; borrowed */
+    const char *why; /* why it will never happen; NULL: unknown; borrowed */
 } zs_hosts_awaited;
 
-/* Has it been, or is there a `why`? Waits for a change for so long at most. */
+/* Has it happened, or is there a `why`? Waits for a change, for at most `seconds`. */
 bool zs_hosts_poll(zs_hosts_awaited *it, double seconds);
 
-/* Waits until the parts of all ranks of the host are there, this one's too. */
+/* Waits until the shards of all ranks of the host are there, this rank's too. */
 zs_status zs_hosts_await(zs_hosts_comm *self, const zs_c10d_turn *turn, uint64_t gather);
 
-/* Tells the host's other ranks that nothing will come from this one any more: their waits fail at once. */
+/* Reports to the host's other ranks that this rank sends no more: their waits fail at once. */
 void zs_hosts_break_off(zs_hosts_comm *self, const char *why);
 
 /* --- hosts_turns.c ------------------------------------------------------------------------------------------------ */
 
 typedef enum zs_hosts_ticket_state {
-    ZS_HOSTS_QUEUED,  /* it is the thread's */
-    ZS_HOSTS_BEGUN,   /* all ranks mean the same, and that has begun here */
-    ZS_HOSTS_STOPPED, /* the turns are there, and the thread says no others but urgent ones until zs_hosts_go_on */
+    ZS_HOSTS_QUEUED,  /* it belongs to the thread */
+    ZS_HOSTS_BEGUN,   /* all ranks have the same turn, and it has begun here */
+    ZS_HOSTS_STOPPED, /* the turns are there; the thread sends only urgent ones until zs_hosts_go_on */
 } zs_hosts_ticket_state;
 
-/* What this rank is about to do, and what comes of it. */
+/* This rank's next collective, and its progress. */
 typedef struct zs_hosts_ticket {
     zs_c10d_turn mine;
     zs_c10d_turn *turns; /* [world] of all ranks, once they are there; borrowed */
-    /* Where all mean the same: begins that, on the thread. False: it is left to the script's thread. NULL: so is
-     * all. */
+    /* If all ranks have the same turn: begins it, on the thread. False: leaves it to the script's thread. NULL: all
+     * are left to it. */
     bool (*begin)(zs_hosts_comm *, struct zs_hosts_ticket *);
-    bool urgent;                 /* it comes before all others */
+    bool urgent;                 /* it precedes all others */
     zs_hosts_ticket_state state; /* read it after zs_hosts_wait_ticket */
     struct zs_hosts_ticket *next;
 } zs_hosts_ticket;
 
-/* Queues it, and does not wait. The ticket stays where it is until zs_hosts_wait_ticket, or zs_hosts_take_back. */
+/* Queues it, and does not wait. The ticket must stay in place until zs_hosts_wait_ticket, or zs_hosts_take_back. */
 void zs_hosts_enqueue(zs_hosts_comm *self, zs_hosts_ticket *ticket);
 
-/* Waits for all ranks' turns. After a failure the ticket is gone, and so is its turn. */
+/* Waits for all ranks' turns. After a failure the ticket is not queued, and its turn is lost. */
 zs_status zs_hosts_wait_ticket(zs_hosts_comm *self, zs_hosts_ticket *ticket);
 
 /* Is there nothing to wait for? */
 bool zs_hosts_has_turned(zs_hosts_comm *self, const zs_hosts_ticket *ticket);
 
-/* After a ticket that is STOPPED: the next ones are said; or they are the caller's again, as none of them has been. */
+/* After a STOPPED ticket: sends the next ones / returns them to the caller, as none of them was sent. */
 void zs_hosts_go_on(zs_hosts_comm *self);
 void zs_hosts_take_back(zs_hosts_comm *self);
 
-/* From now on ranks say their turns in two levels, if the process group can; collective. */
+/* From now on ranks send their turns in two levels, if the process group can; collective. */
 zs_status zs_hosts_turns_new(zs_hosts_comm *self);
 
-/* No turn can be heard any more, on other hosts neither; passes `status` on. */
+/* Turns can no longer be received, on other hosts either; returns `status`. */
 zs_status zs_hosts_turns_fail(zs_hosts_comm *self, zs_status status);
 
-/* No turn is heard any more. Idempotent. */
+/* Stops receiving turns. Idempotent. */
 void zs_hosts_turns_stop(zs_hosts_comm *self);
 
 /* Stops and frees them. NULL allowed. */
@@ -161,26 +161,26 @@ void zs_hosts_turns_free(zs_hosts_comm *self);
 
 /* --- hosts_queue.c ------------------------------------------------------------------------------------------------ */
 
-/* What becomes of an op. */
+/* What happens to an op. */
 typedef struct zs_hosts_acts {
     bool (*can)(const zs_hosts_comm *, const zs_hosts_op *); /* may the thread begin it? NULL: always */
-    zs_status (*begin)(zs_hosts_comm *, zs_hosts_op *);      /* on the thread, once all ranks mean the same */
+    zs_status (*begin)(zs_hosts_comm *, zs_hosts_op *);      /* on the thread, once all ranks have the same turn */
     zs_status (*begin_here)(zs_hosts_comm *, zs_hosts_op *); /* on the script's thread, once all ranks agree */
     void (*undo)(zs_hosts_comm *, zs_hosts_op *);            /* after a failure; NULL: nothing */
 } zs_hosts_acts;
 
-/* A gather or a round. Its owner has it stay where it is while it is `said`. */
+/* A gather or a round. Its owner must keep it in place while it is `said`. */
 struct zs_hosts_op {
-    zs_hosts_ticket ticket; /* the first member; its turns, [zs_hosts_op_turns], are the owner's */
+    zs_hosts_ticket ticket; /* the first member; the owner provides its turns, [zs_hosts_op_turns] */
     const zs_hosts_acts *acts;
     zs_model model;
     zs_status status;
     char words[ZS_C10D_WORDS]; /* of its failure */
-    bool said;                 /* and not heard yet */
+    bool said;                 /* and not received yet */
     zs_hosts_op *next;
 };
 
-/* Turns that it has room for: all ranks', and this rank's next one. */
+/* How many turns it has room for: all ranks', and this rank's next one. */
 static inline size_t zs_hosts_op_turns(const zs_hosts_comm *self)
 {
     return (size_t)self->c10d.base.world + 1;
@@ -189,8 +189,8 @@ static inline size_t zs_hosts_op_turns(const zs_hosts_comm *self)
 /* Queues it; it begins as soon as all ranks have queued it. After a failure it is not queued. */
 zs_status zs_hosts_op_enqueue(zs_hosts_comm *self, zs_hosts_op *op, const zs_c10d_turn *turn);
 
-/* Waits until `end`, and all that was queued before it, has begun; NULL: all. A failure of any of these may surface
- * here or in zs_hosts_op_failure. */
+/* Waits until `end`, and all that was queued before it, has begun; NULL: all. A failure of any of these is reported
+ * here or by zs_hosts_op_failure. */
 zs_status zs_hosts_wait_until(zs_hosts_comm *self, const zs_hosts_op *end);
 zs_status zs_hosts_wait_queued(zs_c10d_comm *comm);
 zs_status zs_hosts_op_failure(const zs_hosts_op *op);
@@ -198,7 +198,7 @@ zs_status zs_hosts_op_failure(const zs_hosts_op *op);
 /* Would zs_hosts_wait_until return at once? (It may still wait for what was queued before.) */
 bool zs_hosts_has_begun(zs_hosts_comm *self, const zs_hosts_op *op);
 
-/* --- hosts_gather.c: as comm_ops.h has it ------------------------------------------------------------------------- */
+/* --- hosts_gather.c: see comm_ops.h ------------------------------------------------------------------------------- */
 
 /* slot_new. */
 zs_status zs_hosts_slot_new(zs_comm *comm, size_t bytes, zs_mem **out);
@@ -212,15 +212,15 @@ zs_status zs_hosts_gather_finish(zs_comm *comm, zs_gathering *gathering);
 
 /* --- hosts_params.c ----------------------------------------------------------------------------------------------- */
 
-/* A shard of parameters, as it crosses. */
+/* A shard of parameters, as it crosses hosts. */
 typedef struct zs_hosts_code {
-    zs_wire wire;   /* exact: as it is; the rest is 0 then */
+    zs_wire wire;   /* exact: uncoded, and the other fields are 0 */
     zs_dtype dtype; /* of its numbers */
     int64_t numel;
     size_t bytes, stride; /* of its code; from one code to the next */
 } zs_hosts_code;
 
-/* What a shard of numbers of `dtype` is coded as where `wire` is asked for; exact where that would save nothing. */
+/* The code of a shard of numbers of `dtype` for `wire`; exact if a code would save nothing. */
 zs_hosts_code zs_hosts_code_of(zs_wire wire, zs_dtype dtype, size_t shard_bytes);
 
 /* code_room: of all hosts' codes. */
@@ -229,58 +229,59 @@ size_t zs_hosts_code_room(const zs_comm *comm, zs_wire wire, zs_dtype dtype, siz
 /* Codes a shard. */
 void zs_hosts_encode_shard(const zs_hosts_code *code, const char *shard, char *out);
 
-/* Makes of a shard what its code says. */
+/* Replaces a shard by the values that its code decodes to. */
 void zs_hosts_round_shard(const zs_hosts_code *code, char *shard);
 
-/* A gather's codes, which are decoded into their places as they come. It frees itself. */
+/* A gather's codes, which are decoded into their places as they arrive. It frees itself. */
 typedef struct zs_hosts_decoding zs_hosts_decoding;
 zs_status zs_hosts_decoding_new(zs_hosts_comm *self, const zs_hosts_code *code, zs_mem *codes, zs_target to,
                                 zs_hosts_arrival *arrival, zs_hosts_decoding **out);
 
-/* The collective from `host` has ended, on any thread: zs_hosts_code_arrived of this; `arrival` is told after it. */
+/* The argument of zs_hosts_code_arrived, to call when the collective from `host` has ended, on any thread; that
+ * signals `arrival` last. */
 void *zs_hosts_decoding_part(zs_hosts_decoding *decoding, int host);
 void zs_hosts_code_arrived(void *part, bool good);
 
 /* --- hosts_coded.c ------------------------------------------------------------------------------------------------ */
 
-/* A unit's sums for one host, as they cross. */
+/* A unit's sums for one host, as they cross hosts. */
 typedef struct zs_hosts_sums {
     zs_wire code;
     size_t bytes;  /* of the sums themselves */
-    size_t travel; /* that cross: `bytes`, or of the code, rounded up */
-    size_t room;   /* that a host's decoded sums take where they are read; 0: they are read as they came */
-    /* (coded) [hosts] of `bytes`: what the codes have lost so far of the sums for each host; owned; NULL: exact. */
+    size_t travel; /* that cross: `bytes`, or those of the code, rounded up */
+    size_t room;   /* memory for a host's decoded sums; 0: they are read as they came */
+    /* (coded) [hosts] of `bytes`: what codes have lost so far of the sums for each host; owned; NULL: exact. */
     float *lost;
 } zs_hosts_sums;
 
 /* The dtype of the sum of numbers of dtype `wire`. */
 zs_dtype zs_hosts_sum_dtype(const zs_comm *comm, const zs_cunit_spec *spec, zs_dtype wire);
 
-/* What a unit's sums take, without `lost`. */
+/* The memory of a unit's sums, without `lost`. */
 zs_hosts_sums zs_hosts_sums_of(const zs_comm *comm, const zs_cunit_spec *spec);
 
 /* Bytes of `lost`. */
 size_t zs_hosts_residual_bytes(const zs_hosts_sums *sums, int hosts);
 
-/* Makes `lost`, of zeros, and counts it. */
+/* Creates `lost`, zeroed, and counts it. */
 zs_status zs_hosts_residual_new(zs_hosts_comm *self, zs_hosts_sums *sums);
 
 /* Frees it. */
 void zs_hosts_residual_free(zs_hosts_comm *self, zs_hosts_sums *sums);
 
-/* Forgets it. */
+/* Zeroes it. */
 void zs_hosts_residual_drop(const zs_hosts_comm *self, const zs_hosts_sums *sums);
 
-/* Multiplies it; what is finite no more is 0. */
+/* Multiplies it; values that become infinite or NaN are set to 0. */
 void zs_hosts_residual_scale(const zs_hosts_comm *self, const zs_hosts_sums *sums, double factor);
 
-/* Codes the sums for host `h`, and keeps what that loses for the next round. */
+/* Encodes the sums for host `h`, and keeps the residual for the next round. */
 void zs_hosts_encode(const zs_hosts_sums *sums, int h, const float *values, void *out);
 
 /* The sums that a host has sent. */
 void zs_hosts_decode(const zs_hosts_sums *sums, const void *piece, float *out);
 
-/* --- hosts_round.c: as comm_ops.h has it -------------------------------------------------------------------------- */
+/* --- hosts_round.c: see comm_ops.h -------------------------------------------------------------------------------- */
 
 /* room. */
 zs_room zs_hosts_room(const zs_comm *comm, const zs_cunit_spec *spec);
@@ -297,7 +298,7 @@ void zs_hosts_unit_clear(zs_comm *comm, zs_cunit *cunit);
 void zs_hosts_renamed(zs_comm *comm, zs_cunit *cunit);
 void zs_hosts_finish_round(zs_comm *comm, zs_cunit *cunit);
 
-/* Of rounds. Once all ranks have come to it, the round begins: it is summed within the host, and the sums start to
+/* Of rounds. Once all ranks have reached it, the round begins: it is summed within the host, and the sums start to
  * cross. */
 zs_status zs_hosts_send(zs_comm *comm, zs_cunit *cunit);
 zs_status zs_hosts_begun(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *done);

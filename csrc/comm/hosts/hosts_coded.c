@@ -1,8 +1,8 @@
 /* hosts_coded.c - sums of gradients that cross hosts in fewer bytes. See hosts.h, wire_code.h.
  *
- * All hosts decode the same bytes, a host its own too, so ranks that sum the same shard have the same sum. What a code
- * has lost of one round's sums goes into those of the next for the same host, so over many rounds nothing is lost.
- */
+ * All hosts decode the same bytes, a host its own too, so ranks that sum the same shard have the same sum. What a
+ * code loses of one round's sums is added to those of the next for the same host, so over many rounds nothing is
+ * lost. */
 #include "comm/hosts/hosts.h"
 #include "comm/hosts/wire_code.h"
 
@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Numbers in double precision go as they are: fewer bytes were not meant for them. */
+/* Double precision crosses uncoded: it was not chosen to save bytes. */
 static zs_wire code_of(const zs_cunit_spec *spec)
 {
     for (int f = 0; f < spec->n_flats; f++)

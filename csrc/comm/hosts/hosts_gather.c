@@ -1,11 +1,10 @@
 /* hosts_gather.c - gathering in two levels. See hosts.h.
  *
- * A slot is memory that the ranks of a host share, so what one of them receives is there for all. Before a gather all
- * ranks say which slot they mean. Ranks of one host that mean the same have all taken it for this gather, so nobody
- * uses what was in it. Ranks that mean different ones have gone different ways (one evaluates alone, say): then each
- * gathers for itself, over all ranks, into memory of its own that takes the slot's place in its address space. Where
- * shards cross as codes (hosts_params.c), it makes of these what their codes say.
- */
+ * A slot is memory that the ranks of a host share, so what one of them receives is there for all. Before a gather
+ * all ranks send their slot. Ranks of one host with the same slot have all taken it for this gather, so its old
+ * content is unused. Ranks with different slots have diverged (one evaluates alone, for example): then each gathers
+ * for itself, over all ranks, into private memory that replaces the slot in its address space. If shards cross as
+ * codes (hosts_params.c), it then replaces them by what their codes decode to. */
 #include "comm/hosts/hosts.h"
 
 #include "base/file.h"
@@ -17,10 +16,10 @@
 /* --- slots -------------------------------------------------------------------------------------------------------- */
 
 typedef struct hosts_slot {
-    zs_flat_mem shared; /* of the host's ranks' transport */
-    uint64_t id;        /* equal on two ranks only if they have made the same slots up to this one */
+    zs_flat_mem shared; /* of the transport of the host's ranks */
+    uint64_t id;        /* equal on two ranks only if they created the same slots up to this one */
     int lane;
-    bool apart; /* this rank has memory of its own in its place */
+    bool apart; /* this rank has private memory in its place */
 } hosts_slot;
 
 static void release_slot(zs_mem *mem)
@@ -50,21 +49,21 @@ zs_status zs_hosts_slot_new(zs_comm *comm, size_t bytes, zs_mem **out)
     return status;
 }
 
-/* The slot that begins at the target; NULL: it is other memory. */
+/* The slot that begins at the target; NULL: other memory. */
 static hosts_slot *slot_of(zs_target to)
 {
     if (to.mem->destroy != release_slot || to.full != to.mem->ptr) return NULL;
     return to.mem->owner;
 }
 
-/* What the turn says of it. A host with one rank shares with nobody. */
+/* Its number in the turn. A host with one rank shares it with none. */
 static uint64_t id_of(const zs_hosts_comm *self, const hosts_slot *slot)
 {
     if (zs_hosts_per_host(self) == 1) return 1;
     return slot != NULL ? slot->id : 0;
 }
 
-/* From here on the slot is this rank's alone, or the host's again. */
+/* From here on the slot belongs to this rank alone / to the host again. */
 static zs_status set_apart(hosts_slot *slot, bool apart)
 {
     if (slot == NULL || slot->apart == apart) return ZS_OK;
@@ -82,8 +81,8 @@ typedef struct hosts_gathering {
     zs_gathering *flat; /* over all ranks; NULL: in two levels */
     uint64_t number;    /* in two levels */
     zs_hosts_code code;
-    zs_mem *codes;   /* (coded) an area, [hosts] of them; NULL: none, or given back */
-    zs_work **works; /* [hosts] a broadcast from each; behind the turns */
+    zs_mem *codes;   /* (coded) an area, [hosts] of them; NULL: none, or returned */
+    zs_work **works; /* [hosts] a broadcast from each; after the turns */
     zs_c10d_turn turns[];
 } hosts_gathering;
 
@@ -101,14 +100,14 @@ static hosts_gathering *gathering_new(const zs_hosts_comm *self, const zs_flat_m
     return made;
 }
 
-/* What the broadcast from a host moves, and who is told of its end. */
+/* What the broadcast from a host moves, and where it signals its end. */
 typedef struct leg {
     char *data;
     void (*arrived)(void *arg, bool good);
     void *arg;
 } leg;
 
-/* Begins the broadcast from host `h`. */
+/* Starts the broadcast from host `h`. */
 static zs_status start_leg(zs_hosts_comm *self, hosts_gathering *gathering, int h, leg it, zs_status status)
 {
     bool coded = gathering->code.wire != ZS_WIRE_EXACT;
@@ -121,7 +120,7 @@ static zs_status start_leg(zs_hosts_comm *self, hosts_gathering *gathering, int 
     return status;
 }
 
-/* Begins the broadcasts by which each counterpart gets this rank's shard, and this rank theirs, each into its place. */
+/* Starts the broadcasts by which each counterpart gets this rank's shard, and this rank theirs, each in its place. */
 static zs_status start_exact(zs_hosts_comm *self, hosts_gathering *gathering, zs_hosts_arrival *arrival)
 {
     const zs_flat_mem *flat = &gathering->source;
@@ -136,7 +135,7 @@ static zs_status start_exact(zs_hosts_comm *self, hosts_gathering *gathering, zs
     return status;
 }
 
-/* The same of codes, which are decoded into their places. */
+/* The same for codes, which are decoded into their places. */
 static zs_status start_coded(zs_hosts_comm *self, hosts_gathering *gathering, zs_hosts_arrival *arrival)
 {
     const zs_hosts_code *code = &gathering->code;
@@ -165,7 +164,7 @@ static zs_status start_across(zs_hosts_comm *self, hosts_gathering *gathering)
     return (coded ? start_coded : start_exact)(self, gathering, arrival);
 }
 
-/* Codes are in an area until the gather has ended: as units do, they keep the areas. */
+/* Codes stay in an area until the gather has ended: as units do, they keep the areas alive. */
 static zs_status borrow_codes(zs_hosts_comm *self, hosts_gathering *gathering)
 {
     if (gathering->code.wire == ZS_WIRE_EXACT) return ZS_OK;
@@ -174,7 +173,7 @@ static zs_status borrow_codes(zs_hosts_comm *self, hosts_gathering *gathering)
     return ZS_OK;
 }
 
-/* Where a collective was broken off, torch's threads may still write to the codes. */
+/* If a collective was abandoned, torch's threads may still write to the codes. */
 static void end(zs_hosts_comm *self, hosts_gathering *gathering)
 {
     zs_hosts_leave(self, gathering->works, (size_t)self->hosts, gathering->to.mem);
@@ -197,7 +196,7 @@ static zs_status begin(zs_hosts_comm *self, zs_hosts_op *op)
     return start_across(self, (hosts_gathering *)op);
 }
 
-/* Whatever the ranks' slots are. */
+/* With any slots on the ranks. */
 static zs_status begin_here(zs_hosts_comm *self, zs_hosts_op *op)
 {
     zs_c10d_comm *c10d = &self->c10d;
@@ -232,7 +231,7 @@ zs_status zs_hosts_gather_start(zs_comm *comm, const zs_flat_mem *flat, const ch
     return zs_hosts_pass(self, status);
 }
 
-/* All ranks' shards have come as they are: makes of them what their codes say. */
+/* All ranks' shards have arrived uncoded: replaces them by what their codes decode to. */
 static void round_all(const zs_hosts_comm *self, const hosts_gathering *gathering)
 {
     for (int r = 0; r < self->c10d.base.world && gathering->code.wire != ZS_WIRE_EXACT; r++)

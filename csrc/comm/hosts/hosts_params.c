@@ -1,9 +1,8 @@
 /* hosts_params.c - parameters that cross hosts in fewer bytes. See hosts.h, wire_code.h.
  *
- * All ranks compute with what the codes say, the one that has made a code too, so full parameters are the same
- * everywhere. The thread of torch's that has received a code decodes it into its place, beside whatever the script
- * computes, and only then does the part count as arrived.
- */
+ * All ranks compute with the decoded values, the rank that encoded them too, so full parameters are the same
+ * everywhere. The thread of torch that receives a code decodes it into its place, while the script computes, and
+ * only then does the shard count as arrived. */
 #include "base/half.h"
 #include "comm/hosts/hosts.h"
 #include "comm/hosts/wire_code.h"
@@ -34,7 +33,7 @@ size_t zs_hosts_code_room(const zs_comm *comm, zs_wire wire, zs_dtype dtype, siz
 
 /* --- to codes and back -------------------------------------------------------------------------------------------- */
 
-/* `n` numbers in fp32, at `scratch` unless they are that already. */
+/* `n` numbers in fp32, at `scratch` unless they already are. */
 static const float *widened(zs_dtype dtype, const char *from, int n, float *scratch)
 {
     if (dtype == ZS_F32) return (const float *)(const void *)from;
@@ -146,7 +145,7 @@ void zs_hosts_code_arrived(void *arg, bool good)
     zs_hosts_decoding *all = it->all;
     zs_hosts_arrival *arrival = all->arrival;
     if (good) decode_shard(&all->code, it->code, it->place);
-    if (atomic_fetch_sub(&all->left, 1) == 1) { /* before the bell: from then on the memory is others' */
+    if (atomic_fetch_sub(&all->left, 1) == 1) { /* before the signal: after it, others use the memory */
         zs_mem_release(all->codes);
         zs_mem_release(all->full);
         free(all);

@@ -1,8 +1,7 @@
-/* hosts_pieces.c - what of a round crosses hosts. See hosts_unit.h.
+/* hosts_pieces.c - the part of a round that crosses hosts. See hosts_unit.h.
  *
- * A piece is the host's sum of what one counterpart wants. With one rank per host that is what this rank has packed, in
- * its own dtype. Sums may be coded (hosts_coded.c): they are then decoded behind the pieces that were received.
- */
+ * A piece is the host's sum of the shards of one counterpart. With one rank per host that is what this rank has
+ * packed, in its own dtype. Sums may be coded (hosts_coded.c): they are then decoded after the received pieces. */
 #include "comm/hosts/hosts_unit.h"
 
 #include <string.h>
@@ -27,7 +26,8 @@ static zs_status sum_shard(const zs_hosts_comm *self, const hosts_unit *unit, co
     return zs_device_sum(comm->device, ZS_STREAM_REDUCE, &sum);
 }
 
-/* (coded) Where the sums of host `h` are decoded, once they have come; until then, where those for it are made. */
+/* (coded) Where the sums of host `h` are decoded once they have arrived; until then, where those for it are
+ * computed. */
 static char *decoded_of(const zs_hosts_comm *self, const hosts_unit *unit, int h)
 {
     return (char *)unit->received->ptr + (size_t)self->hosts * unit->stride + (size_t)h * unit->sums.room;
@@ -58,11 +58,11 @@ zs_status zs_hosts_sum_local(zs_hosts_comm *self, hosts_unit *unit)
     zs_sources local = {0};
     memcpy(zs_cunit_header(unit->local), unit->base.header, unit->base.header_bytes);
     ZS_TRY(zs_cunit_post(self->local, unit->local, unit->base.bucket));
-    /* All are about to post, if they have not. */
+    /* All have posted, or are about to. */
     ZS_TRY(zs_cunit_collect(self->local, unit->local, ZS_WAIT, &ready, &local));
     for (int h = 0; h < self->hosts; h++)
         ZS_TRY(fill_piece(self, unit, &local, h));
-    if (unit->base.spec.mode == ZS_REDUCE_ALL) return ZS_OK; /* until the sum has been shared */
+    if (unit->base.spec.mode == ZS_REDUCE_ALL) return ZS_OK; /* until the sum is shared */
     return zs_cunit_release(self->local, unit->local);
 }
 
@@ -76,7 +76,7 @@ zs_status zs_hosts_start_pieces(zs_hosts_comm *self, hosts_unit *unit)
     return ZS_OK;
 }
 
-/* What the rank at place `lane` of a piece's host says. */
+/* The header of the rank at place `lane` of a piece's host. */
 static const zs_round_header *header_of(const hosts_unit *unit, const char *piece, int lane)
 {
     const char *headers = piece + unit->sums.travel;

@@ -1,9 +1,8 @@
-/* hosts_queue.c - gathers and rounds that this rank has said, and that begin when their turn has come. See hosts.h.
+/* hosts_queue.c - queued gathers and rounds, which begin when their turn comes. See hosts.h.
  *
- * To say something and to find out what all ranks say are two calls. Between them the script computes, while the thread
- * of hosts_turns.c says one after the other and begins what all mean. A failure is told by whichever call first finds
- * it; with that, all that was said after it has failed on all ranks, as none of it has been heard.
- */
+ * Two calls queue a collective and find out whether all ranks agree on it. Between them the script computes, while
+ * the thread of hosts_turns.c sends one turn after the other and begins what all agree on. The first call that finds
+ * a failure reports it; then everything queued later has failed on all ranks, as none of it was received. */
 #include "comm/hosts/hosts.h"
 
 #include <stdio.h>
@@ -15,7 +14,7 @@ static void fail(zs_hosts_op *op, zs_status status)
     snprintf(op->words, sizeof op->words, "%s", zs_last_message());
 }
 
-/* A ticket's `begin`. What fails here is for the script's thread to tell. */
+/* A ticket's `begin`. The script's thread reports a failure here. */
 static bool begin(zs_hosts_comm *self, zs_hosts_ticket *ticket)
 {
     zs_hosts_op *op = (zs_hosts_op *)(void *)ticket;
@@ -26,7 +25,7 @@ static bool begin(zs_hosts_comm *self, zs_hosts_ticket *ticket)
     return true;
 }
 
-/* All ranks see that they do not mean the same, or that the thread cannot begin it. */
+/* All ranks see that their turns differ, or that the thread cannot begin it. */
 static zs_status agree(zs_hosts_comm *self, zs_hosts_op *op)
 {
     zs_comm *base = &self->c10d.base;
@@ -40,7 +39,7 @@ static zs_status agree(zs_hosts_comm *self, zs_hosts_op *op)
     return status;
 }
 
-/* Ranks of which one cannot begin what all mean are lost to each other. */
+/* If one rank cannot start an agreed operation, the group is unusable. */
 static zs_status lose(zs_hosts_comm *self, const zs_hosts_op *op, zs_status status)
 {
     return zs_hosts_turns_fail(self, zs_c10d_fail(&self->c10d, &op->ticket.mine, status));
@@ -52,7 +51,7 @@ static zs_status begin_here(zs_hosts_comm *self, zs_hosts_op *op)
     return status == ZS_OK ? ZS_OK : lose(self, op, status);
 }
 
-/* Waits until all ranks have said the first of what was said, and sees to it that it has begun. */
+/* Waits until all ranks have sent the turn of the first queued op, and makes sure that it has begun. */
 static zs_status hear_first(zs_hosts_comm *self)
 {
     zs_hosts_op *op = self->said;
@@ -67,7 +66,7 @@ static zs_status hear_first(zs_hosts_comm *self)
     return ZS_OK;
 }
 
-/* None of what was said comes about. */
+/* No queued op takes place. */
 static void fail_all(zs_hosts_comm *self, zs_status status)
 {
     zs_hosts_take_back(self);
@@ -75,7 +74,7 @@ static void fail_all(zs_hosts_comm *self, zs_status status)
         zs_hosts_op *op = self->said;
         self->said = op->next;
         op->said = false;
-        fail(op, status == ZS_ERR_TORCH ? ZS_ERR_PEER : status); /* a Python exception is told once */
+        fail(op, status == ZS_ERR_TORCH ? ZS_ERR_PEER : status); /* a Python exception is reported once */
         if (op->acts->undo != NULL) op->acts->undo(self, op);
     }
 }
@@ -83,7 +82,7 @@ static void fail_all(zs_hosts_comm *self, zs_status status)
 zs_status zs_hosts_wait_until(zs_hosts_comm *self, const zs_hosts_op *end)
 {
     if (zs_c10d_is_forked(&self->c10d))
-        return zs_c10d_check_usable(&self->c10d); /* the thread is the parent's, and its locks */
+        return zs_c10d_check_usable(&self->c10d); /* the thread and its locks belong to the parent */
     while (self->said != NULL && (end == NULL || end->said)) {
         zs_status status = hear_first(self);
         if (status != ZS_OK) {

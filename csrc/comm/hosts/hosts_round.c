@@ -1,9 +1,8 @@
 /* hosts_round.c - reducing in two levels. See hosts.h, hosts_unit.h.
  *
- * Once all ranks have said that they bring a round, their buckets are packed. So each reads those of its host at once,
- * and sums what its counterparts and it itself want of them (hosts_pieces.c); the sums cross the wire. An owner then
- * adds the hosts' sums, in the order of hosts.
- */
+ * Once all ranks have announced a round, their buckets are packed. So each rank immediately reads those of its host,
+ * and sums the shards of its counterparts and its own (hosts_pieces.c); the sums cross the wire. An owner then adds
+ * the hosts' sums, in the order of hosts. */
 #include "comm/hosts/hosts_unit.h"
 
 #include "base/file.h"
@@ -19,7 +18,7 @@ static size_t stride_of(const zs_comm *comm, const zs_cunit_spec *spec, const zs
     return sums->travel + zs_round_up((size_t)comm->per_host * zs_round_header_bytes(spec->n_params), 64);
 }
 
-/* The unit as the host's ranks' transport knows it. Nothing is said there of who sums what. */
+/* The unit's spec on the transport of the host's ranks. That does not decide which rank sums what. */
 static zs_cunit_spec local_spec(const zs_comm *comm, const zs_cunit_spec *spec, const int *nowhere)
 {
     zs_cunit_spec local = *spec;
@@ -58,7 +57,7 @@ zs_room zs_hosts_room(const zs_comm *comm, const zs_cunit_spec *spec)
 
 /* --- the host's own transport, which the thread of turns uses too ------------------------------------------------- */
 
-/* In a forked child there is no such thread, and it may have held the lock: there, no lock is taken. */
+/* A forked child lacks that thread, which may have held the lock: it takes no lock. */
 static void lock_local(zs_hosts_comm *self)
 {
     if (!zs_c10d_is_forked(&self->c10d)) pthread_mutex_lock(&self->local_lock);
@@ -97,7 +96,7 @@ static zs_c10d_turn turn_of(const hosts_unit *unit, zs_c10d_kind kind)
     return turn;
 }
 
-/* None of a round's collectives is waited for any more; `memory` as in zs_c10d_finish. */
+/* Abandons all of a round's collectives; `memory` as in zs_c10d_finish. */
 static void leave_works(zs_hosts_comm *self, hosts_unit *unit, zs_mem *memory)
 {
     zs_hosts_leave(self, unit->works, unit->n_works, memory);
@@ -118,7 +117,7 @@ static zs_status begin(zs_hosts_comm *self, zs_hosts_op *op)
 static void undo(zs_hosts_comm *self, zs_hosts_op *op)
 {
     hosts_unit *unit = ((const hosts_post *)op)->unit;
-    zs_hosts_residual_drop(self, &unit->sums); /* some of it may have gone into this round */
+    zs_hosts_residual_drop(self, &unit->sums); /* some of it may have entered this round */
     leave_works(self, unit, NULL);
     zs_cunit_undo_post(&self->c10d.base, &unit->base);
 }
@@ -144,7 +143,7 @@ static zs_status post_new(const zs_hosts_comm *self, hosts_unit *unit)
     return ZS_OK;
 }
 
-/* Waits until the round that was said has begun. */
+/* Waits until the queued round has begun. */
 static zs_status begun(zs_hosts_comm *self, hosts_unit *unit)
 {
     if (unit->post == NULL) return ZS_OK;
@@ -170,7 +169,7 @@ zs_status zs_hosts_send(zs_comm *comm, zs_cunit *cunit)
     zs_hosts_comm *self = (zs_hosts_comm *)comm;
     hosts_unit *unit = (hosts_unit *)cunit;
     zs_status status = enqueue(self, unit);
-    if (status == ZS_OK) /* in ZS_REDUCE_ALL another collective follows at once */
+    if (status == ZS_OK) /* in ZS_REDUCE_ALL another collective follows immediately */
         return cunit->spec.mode == ZS_REDUCE_SCATTER ? ZS_OK : zs_hosts_pass(self, begun(self, unit));
     if (unit->post != NULL) undo(self, &unit->post->op);
     post_free(unit);
@@ -192,7 +191,7 @@ static bool is_done(const hosts_unit *unit)
     return true;
 }
 
-/* Waits for what is under way. */
+/* Waits for outstanding collectives. */
 static zs_status finish(zs_hosts_comm *self, hosts_unit *unit, zs_c10d_kind kind, zs_mem *memory)
 {
     zs_c10d_turn turn = turn_of(unit, kind);
@@ -216,7 +215,7 @@ zs_status zs_hosts_arrive(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *re
 
 /* --- sharing the sums --------------------------------------------------------------------------------------------- */
 
-/* Each counterpart's finished shards come into their places in the bucket. */
+/* Receives each counterpart's finished shards into their places in the bucket. */
 static zs_status start_shares(zs_hosts_comm *self, hosts_unit *unit)
 {
     const zs_cunit *base = &unit->base;
@@ -303,7 +302,7 @@ void zs_hosts_finish_round(zs_comm *comm, zs_cunit *cunit)
     zs_hosts_comm *self = (zs_hosts_comm *)comm;
     hosts_unit *unit = (hosts_unit *)cunit;
     (void)begun(self, unit);
-    if (unit->n_works > 0) (void)finish(self, unit, ZS_C10D_POST, NULL); /* it writes into our memory until then */
+    if (unit->n_works > 0) (void)finish(self, unit, ZS_C10D_POST, NULL); /* it writes to our memory until then */
 }
 
 void zs_hosts_unit_clear(zs_comm *comm, zs_cunit *cunit)

@@ -1,9 +1,8 @@
-/* hosts_signals.c - telling the ranks of one host what has been said and what has come. See hosts.h.
+/* hosts_signals.c - signals between the ranks of one host: turns and arrivals. See hosts.h.
  *
- * Each rank has a page where the host's other ranks look, and one counter there that they sleep on. Threads write there
- * as well: the one of torch's that ends a rank's last collective of a gather writes the gather's number. So a rank need
- * not come to the end of a gather itself for others to use what it has brought.
- */
+ * Each rank has a page that the host's other ranks read, with one counter that they sleep on. Threads write there as
+ * well: torch's thread that ends a rank's last collective of a gather writes the gather's number. So others can use
+ * what a rank has received before that rank itself finishes the gather. */
 #define _GNU_SOURCE 1 /* syscall */
 #include "comm/hosts/hosts.h"
 
@@ -20,15 +19,15 @@
 #include <unistd.h>
 
 enum {
-    RING = 256, /* more gathers than are ever under way: each has a slot of its own */
+    RING = 256, /* more gathers than are ever in flight: each has its own slot */
     WHY = 768,
 };
 
-/* A rank's page: its owner alone writes it. */
+/* A rank's page: only its owner writes it. */
 typedef struct bell {
     _Atomic uint32_t rung; /* raised with each change */
-    _Atomic uint32_t off;  /* nothing comes any more; set after `why` */
-    _Atomic uint32_t deaf; /* no turns of other hosts come any more; set after `why_deaf` */
+    _Atomic uint32_t off;  /* nothing more will come; set after `why` */
+    _Atomic uint32_t deaf; /* no more turns of other hosts will come; set after `why_deaf` */
     _Atomic uint64_t said, heard;
     _Atomic uint64_t arrived[RING];
     char why[WHY], why_deaf[WHY];
@@ -121,7 +120,7 @@ static bool has(const zs_hosts_awaited *it, const bell *each)
     return atomic_load(&each->arrived[it->number % RING]) >= it->number;
 }
 
-/* The bell of a rank that has not; NULL: all have. */
+/* The bell of a rank that is missing; NULL: none is. */
 static bell *find_missing(zs_hosts_awaited *it)
 {
     for (int lane = 0; lane < zs_hosts_per_host(it->self); lane++) {
@@ -143,7 +142,7 @@ bool zs_hosts_poll(zs_hosts_awaited *it, double seconds)
     uint32_t seen = atomic_load(&missing->rung);
     if (seconds > 0 && find_missing(it) == missing && it->why == NULL) {
         struct timespec t = {.tv_nsec = (long)(seconds * 1e9)};
-        syscall(SYS_futex, &missing->rung, FUTEX_WAIT, seen, &t, NULL, 0); /* every outcome means: look again */
+        syscall(SYS_futex, &missing->rung, FUTEX_WAIT, seen, &t, NULL, 0); /* after any result, check again */
     }
     return find_missing(it) == NULL || it->why != NULL;
 }

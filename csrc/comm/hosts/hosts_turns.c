@@ -1,18 +1,17 @@
-/* hosts_turns.c - what ranks say before each collective, in two levels. See hosts.h, c10d_turn.c.
+/* hosts_turns.c - ranks' turns before each collective, in two levels. See hosts.h, c10d_turn.c.
  *
- * The ranks of a host read each other's turns in memory that they share, and one of them sends all of these to another
- * host as one message. For each pair of hosts that is the rank at one place, so places share the work. The message is
- * received by a thread of ours that always waits for the next one: it passes through none of torch's threads on its
- * way, where a collective of all ranks would pass through several on each, and be as slow as a megabyte.
+ * The ranks of a host read each other's turns in shared memory, and one of them sends all of these to another host as
+ * one message. For each pair of hosts that is the rank at one place, so places share the work. A thread of ours
+ * receives the message, and always waits for the next one: it passes through none of torch's threads, while a
+ * collective of all ranks would pass through several on each, and be as slow as a megabyte.
  *
- * So turns go on while the script computes, one after the other in the order in which this rank has said them: a ticket
- * each. Where all ranks mean the same, the thread begins what they mean, too. Where they do not, it stops on all ranks
- * alike, and the script's thread sees to it.
+ * So turns proceed while the script computes, one after the other in the order in which this rank queued them: a ticket
+ * each. If all ranks have the same turn, the thread begins the collective, too. Otherwise it stops on all ranks, and
+ * the script's thread handles it.
  *
- * Turns are held twice, of even and of odd numbers. A rank says turn n+1 once it has read turn n of all, so when all of
- * a host have said n+1, what there was of turn n-1 has been read. A host sends n+1 then, so no host hears n+1 before
- * its own ranks are done with n-1.
- */
+ * There are two buffers for turns, for even and odd numbers. A rank sends turn n+1 once it has read turn n of all,
+ * so when all of a host have sent n+1, turn n-1 has been read. Only then does a host send n+1, so no host receives
+ * n+1 before its own ranks are done with n-1. */
 #define _GNU_SOURCE 1 /* pthread_condattr_setclock */
 #include "comm/hosts/hosts.h"
 
@@ -33,23 +32,23 @@ typedef struct wire {
 } wire;
 
 struct zs_hosts_turns {
-    uint64_t number;   /* of the turn that is said next, less one; the thread's */
+    uint64_t number;   /* of the next turn to send, less one; the thread's */
     size_t host_bytes; /* of all turns of a host */
     zs_flat_mem board; /* of `local`: see own_turn and host_turns */
     char *memory;      /* of messages; owned */
-    char *out[2];      /* even and odd; parts of it */
+    char *out[2];      /* even and odd; within it */
     pthread_t thread;
     pthread_mutex_t lock;   /* of all that follows */
     pthread_cond_t changed; /* on the monotonic clock */
-    bool runs;              /* the thread has been started */
-    bool ends;              /* it is to end */
-    bool stopped;           /* it says urgent tickets only */
-    bool deaf;              /* it will hear no more; set after `why` */
+    bool runs;              /* the thread was started */
+    bool ends;              /* it must end */
+    bool stopped;           /* it sends only urgent tickets */
+    bool deaf;              /* it will receive no more; set after `why` */
     char why[ZS_C10D_WORDS];
-    zs_work *awaited;              /* NULL: nothing now; borrowed */
-    zs_hosts_ticket *first, *last; /* to be said; borrowed */
+    zs_work *awaited;              /* NULL: none now; borrowed */
+    zs_hosts_ticket *first, *last; /* to be sent; borrowed */
     int n_wires;
-    wire wires[]; /* [n_wires] the hosts that this rank hears and tells */
+    wire wires[]; /* [n_wires] the hosts that this rank sends to and receives from */
 };
 
 /* --- where turns lie ---------------------------------------------------------------------------------------------- */
@@ -60,14 +59,15 @@ static int carrier(const zs_hosts_comm *self, int host)
     return (self->host + host) % zs_hosts_per_host(self);
 }
 
-/* Hosts that one place carries, at most. */
+/* The number of hosts that one place serves, at most. */
 static size_t hosts_a_lane(const zs_hosts_comm *self)
 {
     size_t per_host = (size_t)zs_hosts_per_host(self);
     return ((size_t)self->hosts + per_host - 1) / per_host;
 }
 
-/* A rank's part of the board has its own turns, even and odd, then those of the hosts that it hears, even and odd. */
+/* A rank's part of the board has its own turns, even and odd, then those of the hosts that it receives, even and
+ * odd. */
 static char *part_of(const zs_hosts_comm *self, int lane)
 {
     return self->turns->board.full + (size_t)lane * self->turns->board.shard_bytes;
@@ -87,7 +87,7 @@ static char *host_turns(const zs_hosts_comm *self, int host, uint64_t number)
 
 /* --- one turn, on the thread -------------------------------------------------------------------------------------- */
 
-/* The message that is waited for next; false: the thread is to end. */
+/* Sets the message to wait for; false: the thread must end. */
 static bool set_awaited(zs_hosts_turns *turns, zs_work *work)
 {
     pthread_mutex_lock(&turns->lock);
@@ -109,7 +109,7 @@ static zs_status receive(zs_hosts_comm *self, wire *from)
     return zs_group_receive(self->c10d.group, from->in, self->turns->host_bytes, from->rank, &from->receiving);
 }
 
-/* Waits until all ranks of the host have said or heard the turn; false: they will not, or the thread is to end. */
+/* Waits until all ranks of the host have sent or received the turn; false: they will not, or the thread must end. */
 static bool await_host(zs_hosts_comm *self, zs_hosts_event event)
 {
     static const double slice = 0.1; /* seconds */
@@ -123,7 +123,7 @@ static bool await_host(zs_hosts_comm *self, zs_hosts_event event)
     return false;
 }
 
-/* Sends the host's turns to the hosts that this rank tells. What was sent two turns ago has been heard. */
+/* Sends the host's turns to this rank's hosts. What was sent two turns ago has been received. */
 static zs_status tell_hosts(zs_hosts_comm *self)
 {
     zs_hosts_turns *turns = self->turns;
@@ -140,7 +140,7 @@ static zs_status tell_hosts(zs_hosts_comm *self)
     return ZS_OK;
 }
 
-/* Hears the turn of all hosts that this rank hears. */
+/* Receives the turn of all this rank's hosts. */
 static bool hear(zs_hosts_comm *self)
 {
     zs_hosts_turns *turns = self->turns;
@@ -184,7 +184,7 @@ static bool take_turn(zs_hosts_comm *self, zs_hosts_ticket *ticket)
 
 /* --- one after the other ------------------------------------------------------------------------------------------ */
 
-/* The ticket that is said next; NULL: the thread is to end. */
+/* The next ticket to send; NULL: the thread must end. */
 static zs_hosts_ticket *next_ticket(zs_hosts_turns *turns)
 {
     pthread_mutex_lock(&turns->lock);
@@ -195,7 +195,7 @@ static zs_hosts_ticket *next_ticket(zs_hosts_turns *turns)
     return ticket;
 }
 
-/* The ticket, which is the first, is the script's thread's again. */
+/* Returns the ticket, which is the first, to the script's thread. */
 static void hand_back(zs_hosts_turns *turns, zs_hosts_ticket *ticket, bool begun)
 {
     pthread_mutex_lock(&turns->lock);
@@ -227,7 +227,7 @@ static void *run(void *arg)
     return NULL;
 }
 
-/* Ends the thread, and if this rank can go on no more, the connections. */
+/* Ends the thread, and if this rank cannot continue, the connections. */
 static void end_thread(zs_hosts_turns *turns, bool hangs_up)
 {
     if (!turns->runs) return;

@@ -1,4 +1,4 @@
-/* hosts_unit.h - what the transport in two levels knows of a unit, and of its round that is out. See hosts_round.c.
+/* hosts_unit.h - the two-level transport's state of a unit, and of its outstanding round. See hosts_round.c.
  *
  *   piece for a counterpart:  the host's sum of its shard of flat 0 | of flat 1 | ... (or the code of all these) |
  *                             headers of the host's ranks
@@ -10,7 +10,7 @@
 
 typedef struct hosts_unit hosts_unit;
 
-/* A round that was said. */
+/* A queued round. */
 typedef struct hosts_post {
     zs_hosts_op op;
     hosts_unit *unit;
@@ -20,22 +20,22 @@ typedef struct hosts_post {
 struct hosts_unit {
     zs_cunit base;
     hosts_post *post; /* of the round that is out, or has failed; owned; NULL: none */
-    zs_cunit *local;  /* the same of the host's ranks' transport */
+    zs_cunit *local;  /* the unit on the transport of the host's ranks */
     uint64_t number;
     zs_hosts_sums sums; /* which begin at `base.at` */
     size_t stride;      /* from one piece to the next */
-    zs_work **works;    /* [hosts * n_flats, at least hosts] under way; NULL: none */
+    zs_work **works;    /* [hosts * n_flats, at least hosts] in flight; NULL: none */
     size_t n_works;
     zs_mem *sent, *received; /* areas of that round, NULL: none */
 };
 
-/* Sums what this rank's host has for each counterpart, into `sent`. On either thread, with the lock of `local`. */
+/* Sums this host's gradients for each counterpart, into `sent`. On either thread, with the lock of `local`. */
 zs_status zs_hosts_sum_local(zs_hosts_comm *self, hosts_unit *unit);
 
-/* Each host's piece for this rank comes, and those for its counterparts go. */
+/* Starts to receive each host's piece for this rank, and to send those for its counterparts. */
 zs_status zs_hosts_start_pieces(zs_hosts_comm *self, hosts_unit *unit);
 
-/* Fills the unit's sources from what was received. */
+/* Sets the unit's sources to what was received. */
 void zs_hosts_find_sources(const zs_hosts_comm *self, hosts_unit *unit);
 
 #endif

@@ -1,8 +1,7 @@
-/* hosts_wait.c - waiting for a rank's collectives with its counterparts, and telling the host's ranks of failures. See
+/* hosts_wait.c - waits for a rank's collectives with its counterparts, and reports failures to the host's ranks. See
  * hosts.h.
  *
- * If one rank of a host can do nothing any more, the others need not wait for their deadline.
- */
+ * If one rank of a host is unusable, the others need not wait for their deadline. */
 #include "comm/hosts/hosts.h"
 
 zs_group *zs_hosts_across(zs_hosts_comm *self, int host)

@@ -1,8 +1,7 @@
 /* wire_code.c - bfloat16 and int8 for the wire. See wire_code.h.
  *
- * A block at a time, through a copy that stays in the cache: sums, code and what is lost are then loops without
- * branches, which compilers vectorise.
- */
+ * It works on one block at a time, through a copy that stays in the cache: sums, code and residual are then loops
+ * without branches, which compilers vectorize. */
 #include "comm/hosts/wire_code.h"
 
 #include "base/half.h"
@@ -27,7 +26,7 @@ size_t zs_wire_bytes(zs_wire wire, int64_t numel)
 
 /* --- one block ---------------------------------------------------------------------------------------------------- */
 
-/* As bits, magnitudes have the order of integers, with infinity and NaN on top. */
+/* As bits, magnitudes are ordered like integers, with infinity and NaN on top. */
 static uint32_t largest_magnitude(const float *values, int n)
 {
     uint32_t largest = 0;
@@ -44,7 +43,7 @@ static float scale_of(const float *values, int n)
     uint32_t largest = largest_magnitude(values, n);
     if (largest >= infinity_bits) return zs_bits_float(quiet_nan_bits);
     float scale = zs_bits_float(largest) / levels_a_side;
-    if (zs_float_bits(scale * levels_a_side) >= infinity_bits) /* rounded up: what is finite would decode as infinity */
+    if (zs_float_bits(scale * levels_a_side) >= infinity_bits) /* rounded up: a finite value would decode as infinity */
         scale = zs_bits_float(zs_float_bits(scale) - 1);
     return scale;
 }
@@ -104,7 +103,7 @@ typedef struct coder {
     const char *code;
 } coder;
 
-/* Where the numbers of a block begin; of its scale, see decode_block. */
+/* Offset of the numbers of a block; of its scale, see decode_block. */
 static size_t offset_of(const coder *it, int64_t block)
 {
     size_t before = (size_t)block * ZS_WIRE_BLOCK;
@@ -138,7 +137,7 @@ static void decode_block(const coder *it, int64_t block, int n, float *out)
         decode_int8(it->code + (size_t)block * sizeof(float), (const int8_t *)at, n, out);
 }
 
-/* What the code has lost of `sums`; 0 where that is no number. */
+/* What the code has lost of `sums`; 0 if that is not finite. */
 static void keep_lost(const float *sums, const float *decoded, int n, float *residual)
 {
     for (int i = 0; i < n; i++) {

@@ -1,7 +1,7 @@
-/* wire_code.h - numbers in fewer bytes, for what crosses hosts: bfloat16, or int8 in blocks that share a scale.
+/* wire_code.h - numbers in fewer bytes, to cross hosts: bfloat16, or int8 in blocks that share a scale.
  *
- * A code is a function of the numbers alone, in integer arithmetic and single roundings (to nearest, ties to even), so
- * all machines agree on its bits. What is not finite stays visible: with int8 the block that it is in decodes as NaN.
+ * A code depends on the numbers alone, and uses integer arithmetic and single roundings (to nearest, ties to even), so
+ * all machines agree on its bits. Non-finite values stay visible: with int8 their block decodes as NaN.
  *
  *   int8:  the scale of block 0 | of block 1 | ... | all numbers, a byte each; the last block may be shorter
  */
@@ -19,11 +19,11 @@ enum { ZS_WIRE_BLOCK = 256 }; /* numbers that share a scale */
 size_t zs_wire_bytes(zs_wire wire, int64_t numel);
 
 /* Encodes `numel` numbers to `out`, at any address. With `residual` [numel], which is 0 at first (NULL: none), it
- * encodes their sums with it, and leaves there what the code has lost of these; 0 for what is not finite, which
- * would stay for ever. */
+ * encodes their sums with it, and sets it to what the code loses of these; to 0 for non-finite values, which would
+ * stay forever. */
 void zs_wire_encode(zs_wire wire, const float *values, int64_t numel, float *residual, void *out);
 
-/* Decodes them. Within a block of int8, an error is at most half of the largest magnitude / 127, and roundings. */
+/* Decodes them. Within a block of int8, the error is at most half of the largest magnitude / 127, plus rounding. */
 void zs_wire_decode(zs_wire wire, const void *code, int64_t numel, float *out);
 
 #endif

@@ -1,8 +1,7 @@
-/* nccl_comm.c - see nccl_comm.h: making and ending.
+/* nccl_comm.c - see nccl_comm.h: creation and end.
  *
- * The ranks agree before they make a communicator, and let each other know afterwards: it is made everywhere, or
- * nowhere.
- */
+ * The ranks agree before they create a communicator, and exchange the result afterwards: it is created on all ranks,
+ * or on none. */
 #include "comm/nccl/nccl_local.h"
 
 #include "base/file.h"
@@ -12,21 +11,21 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const double last_patience = 10.0; /* seconds for what is under way when the communicator ends */
+static const double last_patience = 10.0; /* seconds for outstanding work when the communicator is freed */
 
 enum { MAX_CTAS = 64 }; /* NCCL's own limit */
 
 /* --- what the ranks agree on -------------------------------------------------------------------------------------- */
 
-/* What each rank says before NCCL is called. */
+/* What each rank sends before NCCL is called. */
 typedef struct card {
     zs_nccl_id id;          /* of rank 0 */
-    int32_t status, result; /* how it went here */
+    int32_t status, result; /* the result here */
     int32_t version, ctas, min_ctas, max_ctas;
-    char why[256]; /* where status is no ZS_OK */
+    char why[256]; /* if status is not ZS_OK */
 } card;
 
-/* Puts this thread's failure on the card, and forgets it: it is reported when all have heard. */
+/* Moves this thread's failure to the card: it is reported once all ranks have it. */
 static void put_failure(card *own, const zs_nccl_comm *comm, zs_status status)
 {
     own->result = comm->result;
@@ -41,10 +40,10 @@ static int weight(const card *of)
     if (of->status == ZS_OK) return 0;
     bool waited = of->status == ZS_ERR_TIMEOUT || of->status == ZS_ERR_PEER || of->result == ZS_NCCL_REMOTE_ERROR;
     if (waited) return 1;
-    return of->result == ZS_NCCL_SYSTEM_ERROR ? 2 : 3; /* a connection that was closed, perhaps */
+    return of->result == ZS_NCCL_SYSTEM_ERROR ? 2 : 3; /* perhaps a closed connection */
 }
 
-/* All ranks' cards; fails alike on all ranks where one could not go on. New array. */
+/* All ranks' cards; fails on all ranks if one could not proceed. *new* array. */
 static zs_status exchange_cards(zs_comm *control, const card *own, card **out)
 {
     card *all = calloc((size_t)control->world, sizeof *all);
@@ -95,7 +94,7 @@ static zs_status check_options(const zs_nccl_options *options)
     return ZS_OK;
 }
 
-/* What can fail on one rank alone before NCCL makes anything. */
+/* All that can fail on one rank alone before NCCL creates anything. */
 static zs_status prepare(zs_nccl_comm *comm, card *own)
 {
     ZS_TRY(check_options(&comm->options));
@@ -110,7 +109,7 @@ static zs_status prepare(zs_nccl_comm *comm, card *own)
             text, comm->nccl->where);
     ZS_TRY(zs_nccl_monitor_add(comm));
     if (comm->rank != 0) return ZS_OK;
-    pthread_mutex_lock(&comm->lock); /* the monitor looks at it already */
+    pthread_mutex_lock(&comm->lock); /* the monitor already watches it */
     zs_nccl_result result = comm->nccl->GetUniqueId(&own->id);
     zs_status status = zs_nccl_settle(comm, "GetUniqueId", result);
     return zs_nccl_leave(comm, status);
@@ -148,7 +147,7 @@ static zs_nccl_config config_for(const zs_nccl_options *options)
                              .cta_policy = options->ctas == ZS_NCCL_CTAS_EFFICIENCY ? 1 : ZS_NCCL_CONFIG_UNSET,
                              .shrink_share = ZS_NCCL_CONFIG_UNSET,
                              .nvls_ctas = ZS_NCCL_CONFIG_UNSET};
-    if (options->min_ctas > 0) { /* it compares the two even where one is unset, and refuses */
+    if (options->min_ctas > 0) { /* it compares the two even if one is unset, and refuses */
         config.min_ctas = options->min_ctas;
         config.max_ctas = MAX_CTAS;
     }
@@ -156,22 +155,22 @@ static zs_nccl_config config_for(const zs_nccl_options *options)
     return config;
 }
 
-/* With the lock held. The monitor looks on: where a peer dies while the ranks meet, it breaks the wait off. */
+/* With the lock held. The monitor keeps watching: if a peer dies while the ranks connect, it ends the wait. */
 static zs_status make(zs_nccl_comm *comm, zs_nccl_id id)
 {
     zs_nccl_config config = config_for(&comm->options);
     zs_nccl_result result = comm->nccl->CommInitRankConfig(&comm->handle, comm->world, id, comm->rank, &config);
-    double patience = comm->options.timeout / 2; /* a rank that has failed waits to tell its reason */
+    double patience = comm->options.timeout / 2; /* a rank that has failed waits to report its reason */
     return zs_nccl_settle_within(comm, "CommInitRankConfig", result, patience);
 }
 
-/* Makes the handle, and lets all ranks know whether that went well everywhere. */
+/* Creates the handle, and exchanges the result with all ranks. */
 static zs_status make_on_all(zs_nccl_comm *comm, zs_comm *control, zs_nccl_id id)
 {
     card own = {0}, *all = NULL;
     ZS_TRY(zs_nccl_enter(comm));
     zs_status status = zs_nccl_leave(comm, make(comm, id));
-    if (status == ZS_ERR_TORCH) zs_nccl_comm_abort(comm, "interrupted"); /* the peers see a rank that gave up */
+    if (status == ZS_ERR_TORCH) zs_nccl_comm_abort(comm, "interrupted"); /* the peers see a rank that aborted */
     if (status != ZS_OK) put_failure(&own, comm, status);
     ZS_TRY(exchange_cards(control, &own, &all));
     free(all);
@@ -206,7 +205,7 @@ zs_status zs_nccl_comm_new(zs_comm *control, const zs_nccl_options *options, zs_
     return ZS_OK;
 }
 
-/* The usual end. What is under way may still need its peers, so the monitor looks on until it is through. */
+/* The normal end. Outstanding work may still need its peers, so the monitor watches until it has ended. */
 static void finish(zs_nccl_comm *comm)
 {
     comm->ending = true;
@@ -225,8 +224,8 @@ static void finish(zs_nccl_comm *comm)
 void zs_nccl_comm_free(zs_nccl_comm *comm)
 {
     if (comm == NULL) return;
-    if (comm->lifetime != zs_lifetime()) return; /* a forked child: its copy of the lock may be held for ever */
-    bool failed = zs_last_status() != ZS_OK;     /* of the caller, who is on the way out */
+    if (comm->lifetime != zs_lifetime()) return; /* a forked child: its copy of the lock may be held forever */
+    bool failed = zs_last_status() != ZS_OK;     /* of the caller, which is failing */
     finish(comm);
     if (!failed) zs_clear_error();
     zs_nccl_monitor_remove(comm);

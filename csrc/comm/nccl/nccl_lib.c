@@ -1,8 +1,7 @@
 /* nccl_lib.c - see nccl_lib.h.
  *
- * A process has one NCCL. A second copy beside torch's would have its own threads and connections, and its own view of
- * which GPU has which rank; so the one that is loaded already goes before any path, except one that the user names.
- */
+ * A process has one NCCL. A second copy beside torch's would have its own threads and connections, and its own view
+ * of which GPU has which rank; so the one that is already loaded precedes any path, except one that the user sets. */
 #define _GNU_SOURCE 1 /* RTLD_NOLOAD, dladdr */
 #include "comm/nccl/nccl_lib.h"
 
@@ -44,7 +43,7 @@ static const char *dl_words(void)
     return words != NULL ? words : "dlopen gave no reason";
 }
 
-/* dlopen, of a name that is kept for messages. */
+/* dlopen; keeps the name for messages. */
 static void *open_as(const char *name, int flags)
 {
     snprintf(table.where, sizeof table.where, "%s", name);
@@ -71,7 +70,7 @@ static zs_status open_library(void **out)
     return ZS_OK;
 }
 
-/* Puts the file that was found in place of the name that was asked for. */
+/* Replaces the requested name by the file that was found. */
 static void note_file(void)
 {
     void *symbol = NULL;
@@ -81,7 +80,7 @@ static void note_file(void)
         snprintf(table.where, sizeof table.where, "%s", info.dli_fname);
 }
 
-/* Fills the table's pointers; the name of the first required one that is missing, NULL where all are there. */
+/* Fills the table's pointers; returns the name of the first required one that is missing, or NULL. */
 static const char *find_functions(void *library)
 {
     const char *missing = NULL;

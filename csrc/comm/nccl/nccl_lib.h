@@ -1,17 +1,16 @@
-/* nccl_lib.h - NVIDIA's libnccl as a table of functions that is filled when it is first asked for.
+/* nccl_lib.h - NVIDIA's libnccl as a table of functions, filled on first use.
  *
- * No header and no link. The library is opened at run time, so one build serves a machine with any NCCL and
- * one with none; what is declared here is the stable part of its ABI, which a test holds against a real nccl.h, both
- * types and numbers. Entries that older versions lack are optional: NULL, and whoever needs them asks.
- */
+ * No header and no link. The library is opened at run time, so one build serves machines with any NCCL and with
+ * none; the declarations here are the stable part of its ABI, and a test compares their types and numbers with a
+ * real nccl.h. Entries that older versions lack are optional: NULL; check before use. */
 #ifndef ZS_NCCL_LIB_H
 #define ZS_NCCL_LIB_H
 
 #include "base/status.h"
 
-/* The types in the functions below. (The test that compares them with nccl.h puts the real ones in their place.) */
+/* The types in the functions below. (The test that compares them with nccl.h substitutes the real ones.) */
 #ifndef ZS_NCCL_REAL_TYPES
-typedef int zs_nccl_result; /* one of the numbers below, or one that is newer */
+typedef int zs_nccl_result; /* one of the numbers below, or a newer one */
 typedef int zs_nccl_type;
 typedef void *zs_nccl_handle; /* ncclComm_t */
 typedef void *zs_nccl_stream; /* cudaStream_t, which is a CUstream */
@@ -21,8 +20,8 @@ typedef struct zs_nccl_id {
     char bytes[128];
 } zs_nccl_id;
 
-/* ncclConfig_t as 2.27 has it. A library reads as much as it knows of `size` bytes, and takes what comes after as
- * unset, so this one serves older and newer ones. */
+/* ncclConfig_t of 2.27. A library reads as much of `size` bytes as it knows, and takes the rest as unset, so this
+ * works with older and newer ones. */
 typedef struct zs_nccl_config {
     size_t size;
     unsigned magic, version;
@@ -56,7 +55,7 @@ enum { ZS_NCCL_CONFIG_VERSION = 22700 }; /* of the struct above */
 #define ZS_NCCL_CONFIG_MAGIC 0xcafebeefU
 #define ZS_NCCL_CONFIG_UNSET INT32_MIN /* of an int in the config; of a pointer: NULL */
 
-/* X(result, name without "nccl", parameters): what 2.14, the first with all of it, has. */
+/* X(result, name without "nccl", parameters): available since 2.14, the first version with all of these. */
 #define ZS_NCCL_REQUIRED(X)                                                                                         \
     X(zs_nccl_result, GetVersion, (int *))                                                                          \
     X(zs_nccl_result, GetUniqueId, (zs_nccl_id *))                                                                  \
@@ -73,7 +72,7 @@ enum { ZS_NCCL_CONFIG_VERSION = 22700 }; /* of the struct above */
     X(zs_nccl_result, GroupStart, (void))                                                                           \
     X(zs_nccl_result, GroupEnd, (void))
 
-/* What some libraries lack. */
+/* Entries that some libraries lack. */
 #define ZS_NCCL_OPTIONAL(X) X(const char *, GetLastError, (zs_nccl_handle))
 
 #define ZS_NCCL_FIELD(result, name, parameters) result(*name) parameters;
@@ -81,22 +80,21 @@ enum { ZS_NCCL_CONFIG_VERSION = 22700 }; /* of the struct above */
 /* The table. */
 typedef struct zs_nccl {
     int version;     /* 22809 is 2.28.9 */
-    char where[512]; /* what was opened, for messages */
+    char where[512]; /* the file that was opened, for messages */
     ZS_NCCL_REQUIRED(ZS_NCCL_FIELD)
     ZS_NCCL_OPTIONAL(ZS_NCCL_FIELD)
 } zs_nccl;
 
-/* Where to look after the library that torch has loaded and before the system's: the file of Python's nvidia.nccl
- * package. Copied; NULL or "" for none. ZS_ERR_VALUE where it is too long. */
+/* Sets where to look after the library that torch has loaded and before the system's: the file of Python's
+ * nvidia.nccl package. Copied; NULL or "" for none. ZS_ERR_VALUE if it is too long. */
 zs_status zs_nccl_set_path(const char *path);
 
-/* The table; opens the library the first time. Looks at ZSHARD_NCCL_LIB (a path; then nowhere else), at the
- * libnccl.so.2 that is loaded already (torch's), at the path that was set, at the system's. The library stays open
- * for ever. ZS_ERR_UNSUPPORTED where there is none, or one that lacks a required function; the next call looks
- * again. Any thread. */
+/* The table; opens the library the first time. Tries ZSHARD_NCCL_LIB (a path; then nothing else), the libnccl.so.2
+ * that is already loaded (torch's), the path that was set, then the system's. The library stays open forever.
+ * ZS_ERR_UNSUPPORTED if there is none, or one that lacks a required function; the next call tries again. Any thread. */
 zs_status zs_nccl_load(const zs_nccl **out);
 
-/* "2.28.9" into `text` (16 bytes or more). */
+/* Writes "2.28.9" to `text` (16 bytes or more). */
 void zs_nccl_version_text(int version, char *text, size_t size);
 
 #endif

@@ -1,8 +1,7 @@
-/* nccl_local.h - what nccl_comm.c, nccl_lock.c, nccl_ops.c and nccl_monitor.c share; nobody else includes it.
+/* nccl_local.h - what nccl_comm.c, nccl_lock.c, nccl_ops.c and nccl_monitor.c share; for these files only.
  *
- * Whoever calls NCCL about a communicator holds its lock, and has seen under that lock that it is not
- * poisoned. So an abort, which frees what NCCL has behind the handle, never meets another call.
- */
+ * A thread that calls NCCL on a communicator holds its lock, and has checked under that lock that it is not
+ * poisoned. So an abort, which frees NCCL's state behind the handle, never runs during another call. */
 #ifndef ZS_NCCL_LOCAL_H
 #define ZS_NCCL_LOCAL_H
 
@@ -11,7 +10,7 @@
 
 #include <pthread.h>
 
-/* Work that the monitor asks about. */
+/* Work that the monitor checks. */
 typedef struct zs_nccl_watched {
     zs_nccl_work *ring; /* oldest at `first` */
     size_t room, first, count;
@@ -24,34 +23,34 @@ struct zs_nccl_comm {
     char name[64];
     int rank, world;
     zs_nccl_options options;
-    unsigned lifetime;    /* zs_lifetime() at birth: differs in forked children */
+    unsigned lifetime;    /* zs_lifetime() at creation: differs in forked children */
     pthread_mutex_t lock; /* guards what follows, and NCCL */
     zs_nccl_handle handle;
-    const char *launching; /* a call that NCCL is still at work on in the background; NULL: none */
+    const char *launching; /* a call that NCCL still runs in the background; NULL: none */
     zs_status failure;     /* ZS_OK, or poisoned */
-    zs_nccl_result result; /* NCCL's, where it was that */
-    char why[1024];        /* the words of that */
-    bool tell;             /* `lost` has still to be called */
-    bool ending;           /* it is being freed: nobody is there for Ctrl-C */
+    zs_nccl_result result; /* NCCL's, if NCCL failed */
+    char why[1024];        /* its message */
+    bool tell;             /* `lost` is still to be called */
+    bool ending;           /* it is being freed: nothing handles Ctrl-C */
     zs_nccl_watched watched;
-    double gone_since; /* when a peer was first seen gone while work was outstanding, 0: never */
+    double gone_since; /* when a peer was first seen to have exited while work was outstanding, 0: never */
 };
 
-/* Takes the lock for a call of NCCL: not in a forked child, not poisoned, nothing left in the background. On failure
- * the lock is not held. */
+/* Takes the lock for a call of NCCL: not in a forked child, not poisoned, no call in the background. On failure the
+ * lock is not held. */
 zs_status zs_nccl_enter(zs_nccl_comm *comm);
 
-/* Gives the lock back, and calls `lost` where that has to be. Returns `status`. */
+/* Releases the lock, and calls `lost` if necessary. Returns `status`. */
 zs_status zs_nccl_leave(zs_nccl_comm *comm, zs_status status);
 
-/* What `result` of `call` means, with the lock held: waits for what NCCL does in the background; poisons by what is
- * no bad argument; fails with the record. The lock is open now and then meanwhile. */
+/* Handles `result` of `call`, with the lock held: waits for NCCL's call in the background; poisons unless it was a
+ * bad argument; fails with the record. Releases the lock from time to time. */
 zs_status zs_nccl_settle(zs_nccl_comm *comm, const char *call, zs_nccl_result result);
 
-/* The same, but looks at least once, and waits for so many seconds at most. */
+/* The same, but checks at least once, and waits at most `seconds`. */
 zs_status zs_nccl_settle_within(zs_nccl_comm *comm, const char *call, zs_nccl_result result, double patience);
 
-/* With the lock held: keeps the record, aborts; the first wins. */
+/* With the lock held: keeps the record, and aborts; the first failure wins. */
 void zs_nccl_poison(zs_nccl_comm *comm, zs_status failure, const char *why);
 
 /* Likewise, by `result` of `call`. */
@@ -61,8 +60,8 @@ void zs_nccl_poison_by(zs_nccl_comm *comm, const char *call, zs_nccl_result resu
  * process that was forked from one where it runs. */
 zs_status zs_nccl_monitor_add(zs_nccl_comm *comm);
 
-/* It is monitored no more when this returns; the thread ends with the last one. Unknown ones are allowed. Not with
- * the lock of a communicator held. */
+/* Stops monitoring it before this returns; the thread ends with the last one. Unknown ones are allowed. Call it
+ * without the lock of any communicator. */
 void zs_nccl_monitor_remove(zs_nccl_comm *comm);
 
 /* Seconds on the monotonic clock. */

@@ -1,13 +1,11 @@
 /* nccl_lock.c - see nccl_local.h: the lock, and what NCCL's results mean.
  *
- * Communicators are non-blocking, so no call of NCCL's waits for a peer, and an abort can always get in. The
- * price is that a call may return before its kernel is on the stream; zs_nccl_settle waits for that, and only that.
+ * Communicators are non-blocking, so no call of NCCL waits for a peer, and an abort is always possible. The price is
+ * that a call may return before its kernel is on the stream; zs_nccl_settle waits for that, and only that.
  *
- * Known of 2.28.9 (init.cc, group.cc, enqueue.cc): a non-blocking communicator that has refused an argument refuses all
- * later calls too (its state stays at "invalid argument"), so arguments are checked here first, and a refusal poisons
- * unless NCCL's state says that all is well. The handle is gone with CommAbort and CommDestroy, which end in the
- * background.
- */
+ * Known of 2.28.9 (init.cc, group.cc, enqueue.cc): a non-blocking communicator that has refused an argument refuses
+ * all later calls too (its state stays at "invalid argument"), so arguments are checked here first, and a refusal
+ * poisons unless NCCL's state is good. CommAbort and CommDestroy consume the handle, and end in the background. */
 #define _GNU_SOURCE 1 /* clock_gettime */
 #include "comm/nccl/nccl_local.h"
 
@@ -18,11 +16,11 @@
 #include <stdio.h>
 #include <time.h>
 
-static const double ask_every = 0.1; /* seconds between two looks for Ctrl-C */
+static const double ask_every = 0.1; /* seconds between two checks for Ctrl-C */
 
 /* --- failures ----------------------------------------------------------------------------------------------------- */
 
-/* Fills `text` with the call, its result, NCCL's own words. */
+/* Fills `text` with the call, its result and NCCL's message. */
 static void describe(const zs_nccl_comm *comm, const char *call, zs_nccl_result result, char *text, size_t size)
 {
     const char *more = comm->nccl->GetLastError != NULL ? comm->nccl->GetLastError(comm->handle) : NULL;
@@ -40,7 +38,7 @@ void zs_nccl_poison(zs_nccl_comm *comm, zs_status failure, const char *why)
     zs_nccl_handle handle = comm->handle;
     comm->handle = NULL;
     comm->launching = NULL;
-    if (handle != NULL) comm->nccl->CommAbort(handle); /* whatever it says, the handle is not ours any more */
+    if (handle != NULL) comm->nccl->CommAbort(handle); /* whatever it returns, the handle is no longer ours */
 }
 
 void zs_nccl_poison_by(zs_nccl_comm *comm, const char *call, zs_nccl_result result)
@@ -51,7 +49,7 @@ void zs_nccl_poison_by(zs_nccl_comm *comm, const char *call, zs_nccl_result resu
     zs_nccl_poison(comm, ZS_ERR_NCCL, text);
 }
 
-/* The record as this thread's failure. */
+/* Fails with the record on this thread. */
 static zs_status fail_as_recorded(const zs_nccl_comm *comm)
 {
     return ZS_FAIL(comm->failure, "%s", comm->why);
@@ -89,13 +87,13 @@ static void nap(int looks)
         nanosleep(&(struct timespec){.tv_nsec = looks < 500 ? 20000 : 1000000}, NULL);
 }
 
-/* Waits with the lock open; ZS_OK: look again. */
+/* Waits with the lock released; ZS_OK: check again. */
 static zs_status wait_a_little(zs_nccl_comm *comm, int looks, double *asked)
 {
     pthread_mutex_unlock(&comm->lock);
     nap(looks);
     bool stop = false;
-    if (!comm->ending && zs_nccl_now() > *asked + ask_every) { /* takes the GIL, so not below the lock */
+    if (!comm->ending && zs_nccl_now() > *asked + ask_every) { /* takes the GIL, so not under the lock */
         *asked = zs_nccl_now();
         stop = zs_comm_interrupted();
     }
@@ -105,7 +103,7 @@ static zs_status wait_a_little(zs_nccl_comm *comm, int looks, double *asked)
     return ZS_OK;
 }
 
-/* Waits until NCCL is no more at work in the background; the lock is held before and after. */
+/* Waits until NCCL no longer works in the background; the lock is held before and after. */
 static zs_status wait_until_settled(zs_nccl_comm *comm, double patience)
 {
     double start = zs_nccl_now(), asked = start;
@@ -133,7 +131,7 @@ static zs_status wait_until_settled(zs_nccl_comm *comm, double patience)
 zs_status zs_nccl_settle_within(zs_nccl_comm *comm, const char *call, zs_nccl_result result, double patience)
 {
     if (result != ZS_NCCL_SUCCESS && result != ZS_NCCL_IN_PROGRESS) return fail_by(comm, call, result);
-    comm->launching = call; /* stays where the wait is broken off by Ctrl-C: the next call goes on with it */
+    comm->launching = call; /* stays if Ctrl-C interrupts the wait: the next call continues it */
     return wait_until_settled(comm, patience);
 }
 

@@ -1,11 +1,10 @@
 /* nccl_monitor.c - the process's thread that monitors its communicators ten times a second. See nccl_comm.h.
  *
- * It asks three questions of each: has NCCL met an error, is a peer gone, has the GPU's work not ended for
- * too long? A yes is recorded, and the communicator aborted, which ends its kernels.
+ * It makes three checks of each: has NCCL failed, has a peer exited, has the GPU's work not ended for too long? If so
+ * it records that, and aborts the communicator, which ends its kernels.
  *
- * The list's lock is held while a communicator is looked at, so removing one waits for that. It is taken before the
- * communicators' locks, never after.
- */
+ * It holds the list's lock while it checks a communicator, so removing one waits for that. This lock is taken before
+ * the communicators' locks, never after. */
 #define _GNU_SOURCE 1 /* pthread_condattr_setclock */
 #include "comm/nccl/nccl_local.h"
 
@@ -18,9 +17,9 @@
 #include <string.h>
 #include <time.h>
 
-static const double grace = 1.0; /* seconds that outstanding work still has when a peer is gone */
+static const double grace = 1.0; /* seconds for outstanding work once a peer has exited */
 
-/* --- the three questions ------------------------------------------------------------------------------------------ */
+/* --- the three checks --------------------------------------------------------------------------------------------- */
 
 static void ask_nccl(zs_nccl_comm *comm)
 {
@@ -30,7 +29,7 @@ static void ask_nccl(zs_nccl_comm *comm)
     zs_nccl_poison_by(comm, comm->launching != NULL ? comm->launching : "CommGetAsyncError", result);
 }
 
-/* The oldest work that has not ended; NULL: none. Those that have ended are forgotten. */
+/* The oldest work that has not ended; NULL: none. Forgets work that has ended. */
 static const zs_nccl_work *oldest(zs_nccl_comm *comm)
 {
     zs_nccl_watched *watched = &comm->watched;
@@ -56,13 +55,13 @@ static void ask_work(zs_nccl_comm *comm)
     zs_nccl_poison(comm, ZS_ERR_TIMEOUT, text);
 }
 
-/* Not below the communicator's lock: it may look at processes and files. */
+/* Not under the communicator's lock: it may check processes and files. */
 static bool ask_peers(const zs_nccl_comm *comm, char *sentence, size_t size)
 {
     return comm->options.gone != NULL && comm->options.gone(comm->options.arg, sentence, size);
 }
 
-/* A peer that has come to its orderly end has done its part of what is outstanding here: that may come to its own. */
+/* A peer that ended in an orderly way has done its part of what is outstanding here, which may still end well. */
 static bool may_end_well(zs_nccl_comm *comm)
 {
     if (oldest(comm) == NULL && comm->launching == NULL) return false;
@@ -146,7 +145,7 @@ static zs_status start(void)
     return ZS_OK;
 }
 
-/* A forked child has the list, but not the thread, and may find the lock held for ever. */
+/* A forked child has the list, but not the thread, and its lock may be held forever. */
 static bool forked(void)
 {
     unsigned started = monitor.started;
@@ -193,7 +192,7 @@ void zs_nccl_abort_all(const char *why)
 
 /* --- what it is to ask about -------------------------------------------------------------------------------------- */
 
-/* Room for one more, with the oldest first. */
+/* Makes room for one more, with the oldest first. */
 static zs_status make_room(zs_nccl_watched *watched)
 {
     if (watched->count < watched->room) return ZS_OK;

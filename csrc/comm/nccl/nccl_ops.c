@@ -1,22 +1,21 @@
 /* nccl_ops.c - the operations of nccl_comm.h.
  *
- * Each is one call of NCCL between enter and leave, and is on the stream when it returns. Bytes travel as int8:
- * what only moves them, NCCL treats so anyway.
- */
+ * Each is one call of NCCL between enter and leave, and is on the stream when it returns. Bytes travel as int8: for
+ * operations that only move them, NCCL treats them so anyway. */
 #include "comm/nccl/nccl_local.h"
 
 #include "base/file.h"
 
-static const size_t most_bytes = SIZE_MAX / 4; /* beyond, counts and ends would overflow */
+static const size_t most_bytes = SIZE_MAX / 4; /* above this, counts and ends would overflow */
 
-/* Do [a, a + a_bytes) and [b, b + b_bytes) touch? */
+/* Do [a, a + a_bytes) and [b, b + b_bytes) overlap? */
 static bool overlap(const void *a, size_t a_bytes, const void *b, size_t b_bytes)
 {
     uintptr_t first = (uintptr_t)a, second = (uintptr_t)b;
     return first < second + b_bytes && second < first + a_bytes;
 }
 
-/* What every operation asks of its memory: `parts` pieces of `bytes`, all there. */
+/* What every operation requires of its memory: not NULL, and not too large. */
 static zs_status check_memory(const zs_nccl_comm *comm, const char *call, const void *send, const void *receive,
                               size_t bytes)
 {
@@ -58,8 +57,7 @@ static zs_status in_one_launch(zs_nccl_comm *comm, const zs_nccl_message *messag
         call = "Recv";
         result = nccl->Recv(m->receive, m->bytes, ZS_NCCL_INT8, m->peer, comm->handle, stream);
     }
-    zs_nccl_result end =
-        nccl->GroupEnd(); /* also after a failure: a group that stays open would swallow what follows */
+    zs_nccl_result end = nccl->GroupEnd(); /* also after a failure: an open group would swallow later calls */
     bool failed = result != ZS_NCCL_SUCCESS && result != ZS_NCCL_IN_PROGRESS;
     return failed ? zs_nccl_settle(comm, call, result) : zs_nccl_settle(comm, "GroupEnd", end);
 }

@@ -1,13 +1,13 @@
-/* comm_shm.c - the transport for ranks on one host: everybody's memory is mapped everywhere.
+/* comm_shm.c - the transport for ranks on one host: all ranks map all ranks' memory.
  *
- * A gather moves nothing. In one file of memory that all ranks have, the shards of a flat lie side by side, and that
- * file's mapping is the full buffer. A reduction reads the peers' buckets where they lie. What remains to be said is
- * when one may look: shm_reader.c (shards), shm_round.c (gradients).
+ * A gather moves nothing. In one file of memory that all ranks share, the shards of a flat are side by side, and the
+ * mapping of that file is the full buffer. A reduction reads the peers' buckets in place. Only the time of reading must
+ * be agreed on: shm_reader.c (shards), shm_round.c (gradients).
  *
- *   shm_needs.c  what a rank needs of the system    shm_missing.c  who has not done what somebody waits for
+ *   shm_needs.c  what a rank needs of the system    shm_missing.c  which ranks a wait still misses
  *   shm_link.c   how ranks find each other          shm_wake.c     sleeping, and waking others
- *   shm.c        what they tell each other          shm_wait.c     deadlines, dead peers
- *   shm_place.c  where the ranks' scripts are       shm_report.c   the words of messages
+ *   shm.c        what they publish                  shm_wait.c     deadlines, dead peers
+ *   shm_place.c  where the ranks' scripts are       shm_report.c   the texts of messages
  */
 #define _GNU_SOURCE 1 /* sched_getaffinity, syscall */
 #include "comm/shm/shm_flats.h"
@@ -33,10 +33,10 @@
 #define SYS_pidfd_open 434 /* the same on all architectures; older kernel headers lack it */
 #endif
 
-/* Raised when zs_shm_control or its protocol changes: ranks of different builds must not meet. */
+/* Raised when zs_shm_control or its protocol changes: ranks of different builds must not connect. */
 static const uint64_t protocol = 6;
 
-/* How long a rank waits for the next of its peers, of which each meets one after the other. */
+/* How long a rank waits for each next peer; it connects to them one after the other. */
 static const double meeting_seconds = 10.0, meeting_seconds_per_rank = 0.1;
 
 /* --- memory ------------------------------------------------------------------------------------------------------- */
@@ -58,7 +58,7 @@ static zs_status shm_usable(zs_comm *comm)
     return zs_shm_usable((zs_shm *)comm);
 }
 
-/* The control block, of its heap the records. (What maps the peers' counts as theirs.) */
+/* The control block, including the records in its heap. (Mappings of the peers' memory count as theirs.) */
 static size_t shm_bytes(const zs_comm *comm)
 {
     return offsetof(zs_shm_control, heap) + ((const zs_shm *)comm)->heap_used;
@@ -87,7 +87,7 @@ static zs_status shm_exchange(zs_comm *comm, const void *mine, size_t bytes, voi
     zs_shm *shm = (zs_shm *)comm;
     ZS_TRY(zs_shm_usable(shm));
     ZS_TRY(zs_check_exchange(bytes));
-    /* Two boxes do: to reach exchange n + 2 a peer needs our n + 1, which we give after reading its n. */
+    /* Two boxes suffice: to reach exchange n + 2 a peer needs our n + 1, which we send after reading its n. */
     zs_shm_act act = zs_shm_act_make(ZS_SHM_EXCHANGED, 0, ++shm->exchanges);
     zs_shm_mailbox *box = &shm->own->mail[act.number % 2];
     box->bytes = bytes;
@@ -105,7 +105,7 @@ static zs_status shm_exchange(zs_comm *comm, const void *mine, size_t bytes, voi
     return ZS_OK;
 }
 
-/* The root's part of one piece: a free half of its stage is filled while the peers empty the other. */
+/* The root's part of one piece: fills a free half of its stage while the peers empty the other. */
 static zs_status send_piece(zs_shm *shm, const char *data, size_t bytes, size_t left)
 {
     uint64_t piece = shm->pieces;
@@ -114,7 +114,7 @@ static zs_status send_piece(zs_shm *shm, const char *data, size_t bytes, size_t 
     shm->own->sent_bytes[piece % 2] = left;
     zs_shm_note(shm, zs_shm_act_make(ZS_SHM_SENT, (uint32_t)shm->base.rank, piece));
     zs_shm_set(shm, &shm->own->sent, piece);
-    zs_shm_set(shm, &shm->own->taken, piece); /* so that the next root, whoever it is, does not miss us */
+    zs_shm_set(shm, &shm->own->taken, piece); /* so that the next root, whichever it is, does not miss us */
     return ZS_OK;
 }
 
@@ -190,7 +190,7 @@ static zs_status shm_end(zs_comm *comm, zs_fingerprint *fingerprints, bool *all)
 static void shm_close(zs_comm *comm)
 {
     zs_shm *shm = (zs_shm *)comm;
-    if (shm->closed || shm->lifetime != zs_lifetime()) return; /* a forked child leaves nobody */
+    if (shm->closed || shm->lifetime != zs_lifetime()) return; /* a forked child leaves no group */
     shm->closed = true;
     zs_shm_flats_end(shm);
     if (!shm->connected) return;
@@ -216,7 +216,7 @@ static void forget_peer(zs_shm_peer *peer)
 static void shm_destroy(zs_comm *comm)
 {
     zs_shm *shm = (zs_shm *)comm;
-    zs_shm_flats_end(shm); /* a flat that is freed on another thread meanwhile reads what peers tell */
+    zs_shm_flats_end(shm); /* a flat that another thread frees meanwhile reads what peers publish */
     for (int r = 0; r < comm->world && shm->peers != NULL; r++)
         forget_peer(&shm->peers[r]);
     close_fd(shm->listener);
@@ -291,7 +291,7 @@ const zs_comm_ops zs_shm_ops = {
     .destroy = shm_destroy,
 };
 
-/* Looks before a wait sleeps: none where ranks share cores, since then looking keeps the other from working. */
+/* Checks before a wait sleeps: none if ranks share cores, since checking would keep the other rank from working. */
 static int choose_spins(int world)
 {
     cpu_set_t cpus;
@@ -367,7 +367,7 @@ zs_status zs_comm_shm_new(int rank, int world, double timeout, char *address, si
     return ZS_OK;
 }
 
-/* Takes over the descriptors of a party that was met, and maps its control block. */
+/* Takes the descriptors of a connected party, and maps its control block. */
 static zs_status adopt(void *arg, int r, const zs_link_party *party)
 {
     zs_shm *shm = arg;
@@ -381,11 +381,11 @@ static zs_status adopt(void *arg, int r, const zs_link_party *party)
     return status;
 }
 
-/* All have been met: what they have in common. */
+/* All are connected: opens what they share. */
 static zs_status open_flats(zs_shm *shm)
 {
     int flats = shm->flats_fd;
-    shm->flats_fd = -1; /* the handle takes it over */
+    shm->flats_fd = -1; /* the handle now owns it */
     return zs_file_common(flats, &shm->flats);
 }
 

@@ -1,4 +1,4 @@
-/* shm.c - see shm.h: whether the transport can be used, and telling the peers what does not wake them. */
+/* shm.c - see shm.h: whether the transport is usable, and publishing what does not wake peers. */
 #include "comm/shm/shm.h"
 
 #include <stdio.h>

@@ -11,7 +11,7 @@ static bool freed_by_all(const zs_shm *shm, size_t index)
     return true;
 }
 
-/* The flat whose own part begins at this offset of the file; they were made in this order. */
+/* The flat whose shard of this rank begins at this offset of the file; they were created in this order. */
 static size_t index_of(const zs_shm *shm, uint64_t offset)
 {
     size_t low = 0, high = atomic_load(&shm->n_flats);
@@ -25,7 +25,7 @@ static size_t index_of(const zs_shm *shm, uint64_t offset)
     return low;
 }
 
-/* A flat of this rank is freed, on any thread, under the file's lock. */
+/* Frees a flat of this rank, on any thread, under the file's lock. */
 static bool give_back(void *pointer, uint64_t offset, uint64_t bytes)
 {
     zs_shm *shm = pointer;
@@ -47,7 +47,7 @@ zs_status zs_shm_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out)
     out->shard = out->full + (size_t)comm->rank * shard_bytes;
     out->shard_bytes = shard_bytes;
     size_t n = atomic_load(&shm->n_flats);
-    if (n >= ZS_SHM_FLATS) return ZS_OK; /* then it goes with its model */
+    if (n >= ZS_SHM_FLATS) return ZS_OK; /* then it is freed with its model */
     shm->flat_offsets[n] = zs_file_offset_of(out->mem);
     atomic_store(&shm->n_flats, n + 1);
     zs_file_on_free(shm->flats, give_back, shm);
@@ -70,7 +70,7 @@ void zs_shm_go_on_from(zs_comm *comm, const uint64_t *numbers)
     if (shm->flats == NULL) return;
     uint64_t end = zs_file_end(shm->flats);
     for (size_t i = atomic_load(&shm->n_flats); i < numbers[FLATS];
-         i++) { /* others have these: of this rank they need nothing */
+         i++) { /* other ranks allocated these: they need nothing of this one */
         shm->flat_offsets[i] = end;
         atomic_store(&shm->n_flats, i + 1);
         atomic_fetch_or(&shm->own->freed[i / 64], UINT64_C(1) << i % 64);

@@ -15,7 +15,7 @@
 
 static const char magic[8] = "zshard2";
 
-/* The message; the descriptors ride beside it. */
+/* The message; it carries the descriptors. */
 typedef struct hello {
     char magic[8];
     uint64_t layout;
@@ -23,10 +23,10 @@ typedef struct hello {
     unsigned char token[ZS_LINK_TOKEN];
 } hello;
 
-/* One rank's meeting with all others. */
+/* One rank's connections to all others. */
 typedef struct meeting {
     const zs_link *link;
-    bool *known;     /* [world] has been met */
+    bool *known;     /* [world] is connected */
     double deadline; /* for the next of them */
 } meeting;
 
@@ -47,7 +47,8 @@ static socklen_t abstract_name(const char *address, struct sockaddr_un *name)
 {
     size_t length = strnlen(address, sizeof name->sun_path - 1);
     *name = (struct sockaddr_un){.sun_family = AF_UNIX};
-    memcpy(name->sun_path + 1, address, length); /* a leading zero byte makes it abstract: no file, gone with us */
+    memcpy(name->sun_path + 1, address,
+           length); /* a leading zero byte makes it abstract: no file, freed with the process */
     return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + length);
 }
 
@@ -86,7 +87,7 @@ static bool readable(int fd, double deadline)
     }
 }
 
-/* Only processes of our own user are let in: they get descriptors of our memory. */
+/* Accepts only processes of our own user: they get descriptors of our memory. */
 static bool same_user(int fd)
 {
     struct ucred peer;
@@ -94,13 +95,13 @@ static bool same_user(int fd)
     return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && peer.uid == geteuid();
 }
 
-/* How many descriptors rank `rank` gives. */
+/* How many descriptors rank `rank` sends. */
 static size_t given_by(int rank)
 {
     return rank == 0 ? ZS_LINK_FDS : ZS_LINK_FLATS;
 }
 
-/* Sends; waits while the user has too many descriptors under way. errno says why it failed. */
+/* Sends; waits while the user has too many descriptors in flight. errno: why it failed. */
 static bool send_out(int fd, const struct msghdr *header, double deadline)
 {
     while (sendmsg(fd, header, MSG_NOSIGNAL) < 0) {
@@ -131,7 +132,7 @@ static zs_status fail_to_send(const zs_link *link)
         link->rank, strerror(errno));
 }
 
-/* Says who this rank is; with its descriptors, or as a greeting without. */
+/* Identifies this rank; with its descriptors, or as a greeting without. */
 static zs_status send_hello(const meeting *here, bool with_descriptors, int fd)
 {
     const zs_link *link = here->link;
@@ -164,7 +165,7 @@ static void close_party(zs_link_party *party)
     }
 }
 
-/* Takes the descriptors out of a received message; how many there were. */
+/* Takes the descriptors out of a received message; returns how many there were. */
 static size_t take_descriptors(struct msghdr *header, zs_link_party *party)
 {
     for (int i = 0; i < ZS_LINK_FDS; i++)
@@ -172,12 +173,12 @@ static size_t take_descriptors(struct msghdr *header, zs_link_party *party)
     struct cmsghdr *rights = CMSG_FIRSTHDR(header);
     if (rights == NULL || rights->cmsg_level != SOL_SOCKET || rights->cmsg_type != SCM_RIGHTS) return 0;
     size_t count = (rights->cmsg_len - CMSG_LEN(0)) / sizeof(int);
-    if (count > ZS_LINK_FDS) count = ZS_LINK_FDS; /* the buffer holds no more: the kernel has dropped the rest */
+    if (count > ZS_LINK_FDS) count = ZS_LINK_FDS; /* the buffer holds no more: the kernel dropped the rest */
     memcpy(party->fds, CMSG_DATA(rights), count * sizeof(int));
     return count;
 }
 
-/* What came over a line. */
+/* What arrived on a line. */
 typedef enum heard { STRANGER, CUT_SHORT, GREETING, PARTY } heard;
 
 static bool is_ours(const zs_link *link, const hello *message)
@@ -187,8 +188,7 @@ static bool is_ours(const zs_link *link, const hello *message)
            message->layout == link->layout && message->rank >= 0 && message->rank < link->world;
 }
 
-/* Receives one hello. Only with a PARTY is anything left open. CUT_SHORT: this process cannot have so many
- * descriptors. */
+/* Receives one hello. Only a PARTY leaves anything open. CUT_SHORT: this process cannot have that many descriptors. */
 static heard receive_hello(const zs_link *link, int fd, int *rank, zs_link_party *party)
 {
     hello message = {.rank = -1};
@@ -211,7 +211,7 @@ static heard receive_hello(const zs_link *link, int fd, int *rank, zs_link_party
 
 /* --- the meeting -------------------------------------------------------------------------------------------------- */
 
-/* One more has been met: the others have as long again. */
+/* One more is connected: restarts the deadline for the others. */
 static zs_status met(meeting *here, int rank, const zs_link_party *party)
 {
     here->known[rank] = true;
@@ -236,7 +236,7 @@ static zs_status call_rank(const meeting *here, int rank, int *fd)
     struct sockaddr_un name;
     socklen_t bytes = abstract_name(link->addresses[rank], &name);
     while (connect(line, (struct sockaddr *)&name, bytes) != 0) {
-        bool busy = errno == EAGAIN || errno == EINTR; /* the other's queue is full: it will get to us */
+        bool busy = errno == EAGAIN || errno == EINTR; /* the other's queue is full: it will reach us */
         if (busy && now() < here->deadline) {
             nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
             continue;
@@ -273,12 +273,12 @@ static zs_status introduce(meeting *here, int line, int rank)
             "runs as another user, or uses another build of zshard",
             link->rank, rank, link->seconds, rank);
     }
-    zs_status status = send_hello(here, true, line); /* first of all: the other waits for it */
+    zs_status status = send_hello(here, true, line); /* first: the other waits for it */
     zs_status adopted = met(here, rank, &party);
     return status == ZS_OK ? adopted : status;
 }
 
-/* The answerer's part, on a line that somebody has opened; strangers are hung up on. */
+/* The answerer's part, on a line that another process has opened; closes it for strangers. */
 static zs_status answer(meeting *here, int line, int *answered)
 {
     const zs_link *link = here->link;

@@ -1,8 +1,7 @@
-/* shm_missing.c - see shm.h: looking at what ranks tell: where they are, and what one still needs of the others.
+/* shm_missing.c - see shm.h: reads what ranks publish: where they are, and what one still needs of the others.
  *
- * The answer is a function of shared memory, for any rank: who waits asks for itself; who has changed something
- * asks for those that sleep, and who suspects a circle asks for all.
- */
+ * The answer is a function of shared memory, for any rank: a rank that waits evaluates it for itself; one that has
+ * changed something, for those that sleep; one that suspects a circle, for all. */
 #include "comm/shm/shm.h"
 #include "comm/shm/shm_word.h"
 
@@ -23,9 +22,8 @@ static uint64_t word_of(const zs_shm *shm, int r, uint32_t record)
     return atomic_load(&zs_shm_reader_at(shm, r, record)->word);
 }
 
-/* Does rank `r` lag behind rank `who`? Its word is read before its looks, so these are of that version, or of a
- * later one. A rank that has come to one more of the script's collectives waits there for `who`: it will make no
- * looks before. */
+/* Does rank `r` lag behind rank `who`? Its word is read before its looks, so these are of that version or of a later
+ * one. A rank that has reached one more of the script's collectives waits there for `who`: it makes no looks before. */
 static bool lags(const zs_shm *shm, int who, int r, uint32_t record)
 {
     uint64_t word = word_of(shm, r, record), looks = atomic_load(&zs_shm_reader_at(shm, r, record)->looks);

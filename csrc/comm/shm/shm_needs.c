@@ -12,8 +12,8 @@
 
 enum {
     PER_PEER = 2, /* descriptors: its pidfd, its buckets */
-    OWN = 2,      /* the flats, the own buckets */
-    /* While ranks meet: the listener, a line, the own control block and pidfd, and what has just been received. */
+    OWN = 2,      /* the flats, this rank's buckets */
+    /* While ranks connect: the listener, a line, this rank's control block and pidfd, and what was just received. */
     MEETING = 4 + ZS_LINK_FDS,
     PROC = 1, /* to read the limits */
 };
@@ -48,7 +48,7 @@ static long long open_descriptors(void)
 {
     DIR *folder = opendir("/proc/self/fd");
     if (folder == NULL) return UNKNOWN;
-    long long count = -1; /* the folder's own */
+    long long count = -1; /* the folder itself */
     for (const struct dirent *entry = readdir(folder); entry != NULL; entry = readdir(folder))
         count += entry->d_name[0] != '.';
     closedir(folder);

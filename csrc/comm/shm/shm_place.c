@@ -3,7 +3,7 @@
 
 #include <stdio.h>
 
-enum { SHOWN = 4 }; /* places of so many ranks in one message */
+enum { SHOWN = 4 }; /* ranks whose places fit in one message */
 
 void zs_shm_publish_place(zs_shm *shm)
 {

@@ -1,22 +1,21 @@
-/* shm_reader.c - who may read whose shards when: the one protocol of the shm transport that is not a plain count.
+/* shm_reader.c - which ranks may read which shards when: the one protocol of the shm transport that is not a plain
+ * count.
  *
- * Shards change in user code (an optimizer, load_state_dict, an EMA swap), that is between passes: root forwards and
+ * Shards change in user code (an optimizer, load_state_dict, an EMA swap), that is, between passes: root forwards and
  * root backwards. Whatever changes them takes the right to write first: an optimizer's step, a load, an in-place
- * operation of the script's. Four promises follow, without a meeting of all ranks for each layer:
+ * operation of the script. This gives four guarantees, without a barrier of all ranks for each layer:
  *   1. what a pass reads of a peer that takes part in it was written before the peer began it (never an older version);
- *   2. a rank returns from a pass that others run too only when nobody reads in that pass any more;
- *   3. while a rank has the right to write, nobody reads its shards;
- *   4. a rank that evaluates reads the version that it has itself of all shards, or is told that it cannot, wherever
- *      the others stand.
+ *   2. a rank returns from a pass that others run too only when no rank reads in that pass any more;
+ *   3. while a rank has the right to write, no rank reads its shards;
+ *   4. a rank that evaluates reads its own version of all shards, or fails, wherever the others are.
  *
- * The one idea is in shm_word.h: a rank's state is one word, and who waits for whom is a function of two of them.
+ * The central idea is in shm_word.h: a rank's state is one word, and which rank waits for which is a function of two.
  *
- * A forward that is admitted compares fingerprints (fingerprint.h) with all owners: theirs stand still, since none
- * writes. Where they differ it reads nothing, and ends as any other before that is told: then all have compared.
+ * A forward that is admitted compares fingerprints (fingerprint.h) with all owners: theirs do not change, since none
+ * writes. If they differ it reads nothing, and ends normally before it reports that: then all have compared.
  *
- * A pass that fails halfway leaves its word standing (peers that end a pass wait for it) until the next forward begins:
- * that raises a count and so lets them go.
- */
+ * A pass that fails halfway leaves its word in place (peers that end a pass wait for it) until the next forward
+ * begins: that raises a count, which releases them. */
 #include "comm/shm/shm_reader.h"
 
 #include "base/fold.h"
@@ -53,7 +52,7 @@ void zs_shm_reader_free(zs_comm *comm, zs_reader *reader)
 {
     if (reader == NULL) return;
     zs_shm *shm = (zs_shm *)comm;
-    if (zs_shm_live(shm)) { /* a freed model reads no more: let the others go */
+    if (zs_shm_live(shm)) { /* a freed model reads no more: release the others */
         _Atomic uint64_t *word = own_word(shm, reader);
         zs_shm_set(shm, word, zs_word_free(atomic_load(word)));
     }
@@ -84,14 +83,14 @@ static zs_fingerprint fingerprint_of(const zs_shm *shm, const zs_reader *reader,
 
 /* --- passes ------------------------------------------------------------------------------------------------------- */
 
-/* No owner writes, and each has told of what it has done before that which this pass reads. */
+/* No owner writes, and each has published what it did before the state that this pass reads. */
 static zs_status compare_fingerprints(zs_shm *shm, const zs_reader *reader, zs_pass pass)
 {
     zs_fingerprint fingerprints[shm->base.world];
     for (int r = 0; r < shm->base.world; r++) {
         fingerprints[r] = fingerprint_of(shm, reader, r);
-        fingerprints[r].grads = 0;                                /* a forward reads none */
-        if (pass == ZS_PASS_EVALUATE) fingerprints[r].frozen = 0; /* which training forwards tell of */
+        fingerprints[r].grads = 0;                                /* a forward needs none */
+        if (pass == ZS_PASS_EVALUATE) fingerprints[r].frozen = 0; /* which training forwards report */
     }
     return zs_comm_check_fingerprints(&shm->base, fingerprints);
 }
@@ -106,7 +105,7 @@ static void set_work(zs_shm *shm, const zs_reader *reader, uint64_t work)
     atomic_store(&zs_shm_reader_at(shm, shm->base.rank, reader->record)->work, work);
 }
 
-/* Operations of before are not those that follow. */
+/* Earlier operations do not count with later ones. */
 static void settle_work(zs_shm *shm, const zs_reader *reader, zs_pass pass)
 {
     set_work(shm, reader, zs_fold(work_of(shm, reader, shm->base.rank), (uint64_t)pass));
@@ -117,7 +116,7 @@ static _Atomic uint64_t *own_looks(const zs_shm *shm, const zs_reader *reader)
     return &zs_shm_reader_at(shm, shm->base.rank, reader->record)->looks;
 }
 
-/* Stores the own word, and tells. */
+/* Stores this rank's word, and wakes peers. */
 static void set_word(zs_shm *shm, const zs_reader *reader, uint64_t next)
 {
     _Atomic uint64_t *word = own_word(shm, reader), *looks = own_looks(shm, reader);
@@ -125,7 +124,7 @@ static void set_word(zs_shm *shm, const zs_reader *reader, uint64_t next)
     zs_shm_set(shm, word, next);
 }
 
-/* Reads no more, and comes back when nobody reads what is this rank's. */
+/* Stops reading, and returns when no rank reads this rank's shards. */
 static zs_status leave(zs_shm *shm, const zs_reader *reader, uint64_t next)
 {
     set_word(shm, reader, next);
@@ -134,7 +133,7 @@ static zs_status leave(zs_shm *shm, const zs_reader *reader, uint64_t next)
     return zs_shm_wait(shm, act);
 }
 
-/* Is it true of all ranks, as seen by this one in `mine`? */
+/* Does it hold for all ranks, as seen by this one in `mine`? */
 static bool all(const zs_shm *shm, const zs_reader *reader, bool (*question)(uint64_t, uint64_t), uint64_t mine)
 {
     for (int r = 0; r < shm->base.world; r++)
@@ -148,7 +147,7 @@ static uint64_t word_of(const zs_shm *shm, const zs_reader *reader, int r)
     return atomic_load(&zs_shm_reader_at(shm, r, reader->record)->word);
 }
 
-/* Fails if the weights of a rank, as its word tells, are not those of this rank, which reads them in `mine`. */
+/* Fails if a rank's weights, according to its word, differ from those of this rank, which reads them in `mine`. */
 static zs_status check_weights(const zs_shm *shm, const zs_reader *reader, uint64_t mine)
 {
     uint64_t work = work_of(shm, reader, shm->base.rank);
@@ -162,7 +161,7 @@ static zs_status check_weights(const zs_shm *shm, const zs_reader *reader, uint6
     return ZS_OK;
 }
 
-/* Waits for all to admit the pass that is wanted, and reads. */
+/* Waits until all admit the pass, and reads. */
 static zs_status enter(zs_shm *shm, const zs_reader *reader, zs_shm_act act)
 {
     _Atomic uint64_t *word = own_word(shm, reader);
@@ -175,17 +174,17 @@ static zs_status enter(zs_shm *shm, const zs_reader *reader, zs_shm_act act)
     }
 }
 
-/* The pass has come to nothing. Others may have been admitted, and are to compare before this rank goes on. */
+/* Abandons the pass. Others may have been admitted, and must compare before this rank continues. */
 static void come_to_nothing(zs_shm *shm, const zs_reader *reader)
 {
     uint64_t now = atomic_load(own_word(shm, reader));
     if (zs_word_reads(now))
         (void)leave(shm, reader, zs_word_stop(now));
     else
-        zs_shm_set(shm, own_word(shm, reader), zs_word_stop(now)); /* nobody should wait for its end */
+        zs_shm_set(shm, own_word(shm, reader), zs_word_stop(now)); /* no rank should wait for its end */
 }
 
-/* A forward reads: is it of what this rank has? */
+/* A forward reads: do all ranks have what this rank has? */
 static zs_status check_forward(zs_shm *shm, const zs_reader *reader, zs_pass pass)
 {
     uint64_t mine = atomic_load(own_word(shm, reader));
@@ -259,7 +258,8 @@ void zs_shm_write_complete(zs_comm *comm, zs_reader *reader, bool changed)
     if (!zs_shm_live(shm)) return;
     uint64_t word = atomic_load(own_word(shm, reader)), next = zs_word_complete(word, changed);
     if (next == word) return;
-    if (!zs_word_same_version(word, next)) settle_work(shm, reader, ZS_PASS_EVALUATE); /* as one that looks now */
+    if (!zs_word_same_version(word, next))
+        settle_work(shm, reader, ZS_PASS_EVALUATE); /* as a rank does that looks now */
     set_word(shm, reader, next);
 }
 

@@ -1,4 +1,4 @@
-/* shm_reader.h - readers' part of the transport's table, as comm_ops.h has it. */
+/* shm_reader.h - readers' part of the transport's table, see comm_ops.h. */
 #ifndef ZS_SHM_READER_H
 #define ZS_SHM_READER_H
 
@@ -10,7 +10,7 @@ zs_status zs_shm_reader_new(zs_comm *comm, const char *name, zs_reader **out);
 /* reader_free; NULL allowed. */
 void zs_shm_reader_free(zs_comm *comm, zs_reader *reader);
 
-/* read_begin. A forward that begins inside another pass means that the pass before has failed, and ends it. */
+/* read_begin. A forward that begins inside another pass ends that pass, which must have failed. */
 zs_status zs_shm_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *reading);
 
 /* read_end; ZS_ERR_STATE if no such pass has begun. */

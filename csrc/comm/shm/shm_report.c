@@ -1,8 +1,7 @@
-/* shm_report.c - messages of the shm transport: what a rank is waiting for, and why a wait failed.
+/* shm_report.c - messages of the shm transport: what a rank waits for, and why a wait failed.
  *
- * Every act has one verb phrase, in the infinitive, that fits behind "waiting for rank 1 to" and behind "last
- * operation:". So it serves for the missing peer, for what a peer itself is waiting for, and for what it did last.
- */
+ * Every act has one verb phrase, in the infinitive, that fits after "waiting for rank 1 to" and after "last
+ * operation:". So it serves for the missing peer, for what a peer itself waits for, and for what it did last. */
 #include "comm/shm/shm_report.h"
 
 #include "comm/shm/shm_place.h"
@@ -12,7 +11,7 @@
 
 enum { SENTENCE = 320, PLACES = 4 * (ZS_PLACE + 24) };
 
-/* What is done to a unit's gradients in a round; NULL: `what` is of no round. */
+/* What a round does to a unit's gradients; NULL: `what` belongs to no round. */
 static const char *round_verb(zs_shm_what what)
 {
     switch (what) {
@@ -29,13 +28,13 @@ static bool is_talk(zs_shm_what what)
     return what == ZS_SHM_EXCHANGED || what == ZS_SHM_SENT || what == ZS_SHM_TAKEN;
 }
 
-/* The call that an exchange or broadcast of rank `who` is part of; "": it is none, or of none with a name. */
+/* The call that an exchange or broadcast of rank `who` belongs to; "": none, or none with a name. */
 static const char *call_of(const zs_shm *shm, int who, zs_shm_act act)
 {
     return is_talk(act.what) ? shm->peers[who].control->doing : "";
 }
 
-/* What a peer has to give for `act` of rank `who`, as in "rank 1's ...": "gradients of unit 'a' (round 2)". */
+/* What a peer has to deliver for `act` of rank `who`, as in "rank 1's ...": "gradients of unit 'a' (round 2)". */
 static void describe(const zs_shm *shm, int who, zs_shm_act act, char *text, size_t size)
 {
     const char *name = shm->peers[who].control->heap + act.record; /* a record starts with its name */
@@ -89,8 +88,8 @@ void zs_shm_describe(const zs_shm *shm, zs_shm_act act, char *text, size_t size)
     }
 }
 
-/* What rank `r` was doing at that moment: "rank 1 (pid 7) waits for rank 0's ..." or "... has done nothing here since
- * its ...". */
+/* What rank `r` did at that moment: "rank 1 (pid 7) waits for rank 0's ..." or "... has done nothing here since its
+ * ...". */
 static void describe_rank(const zs_shm *shm, int r, const zs_shm_moment *moment, char *text, size_t size)
 {
     char phrase[ZS_SHM_PHRASE];
@@ -104,7 +103,7 @@ static void describe_rank(const zs_shm *shm, int r, const zs_shm_moment *moment,
                  call[0] != 0 ? call : phrase);
 }
 
-/* What to do where ranks wait for `act`. */
+/* The remedy if ranks wait for `act`. */
 static const char *remedy_of(zs_shm_act act)
 {
     if (is_talk(act.what)) return "call it on all ranks";
@@ -162,7 +161,7 @@ zs_status zs_shm_fail_timeout(const zs_shm *shm, zs_shm_act act, int missing, do
                    shm->base.rank, waited, missing, phrase, others, places, remedy_of(act), missing);
 }
 
-/* What to do where ranks wait for each other: one is in a call of zshard's, or at a forward. */
+/* The remedy if ranks wait for each other: one is in a call of zshard, or at a forward. */
 static void remedy_of_circle(const zs_shm *shm, const zs_shm_moment *moments, char *text, size_t size)
 {
     const char *call = "";

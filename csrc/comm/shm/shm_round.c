@@ -1,8 +1,7 @@
-/* shm_round.c - reducing over shm: ranks tell where their buckets lie, and read each other's.
+/* shm_round.c - reducing over shm: ranks publish where their buckets are, and read each other's.
  *
- * A round is three counters per unit and rank (posted, shared, released), each raised by its owner alone.
- * Gradients are never copied: the peers map a bucket when they first meet it and read their shard where it lies.
- */
+ * A round is three counters per unit and rank (posted, shared, released), each raised by its owner alone. Gradients
+ * are never copied: peers map a bucket when they first use it, and read their shard in place. */
 #define _GNU_SOURCE 1 /* MAP_NORESERVE */
 #include "comm/shm/shm_round.h"
 
@@ -19,7 +18,7 @@ static zs_shm_act act_of(const zs_shm_unit *unit, zs_shm_what what)
     return zs_shm_act_make(what, unit->record, unit->base.round);
 }
 
-/* What rank `r` says of the current round. */
+/* Rank `r`'s header of the current round. */
 static zs_round_header *header_at(zs_shm_unit_record *record, const zs_cunit *unit)
 {
     return (zs_round_header *)(void *)(record->headers + (unit->round % 2) * unit->header_bytes);
@@ -43,7 +42,7 @@ void zs_shm_renamed(zs_comm *comm, zs_cunit *cunit)
     snprintf(own->name, sizeof own->name, "%s", cunit->spec.name);
 }
 
-/* Tells the peers that this rank has done `what`, of which `word` counts the rounds. */
+/* Publishes that this rank has done `what`, of which `word` counts the rounds. */
 static zs_status tell(zs_shm *shm, const zs_shm_unit *unit, zs_shm_what what, _Atomic uint64_t *word)
 {
     zs_shm_note(shm, act_of(unit, what));
@@ -70,7 +69,7 @@ zs_status zs_shm_send(zs_comm *comm, zs_cunit *cunit)
 
 /* --- collect ------------------------------------------------------------------------------------------------------ */
 
-/* Address here of the bucket that rank `r` posted; mapped once per bucket, for good. */
+/* Address here of the bucket that rank `r` posted; mapped once per bucket, and kept. */
 static zs_status view_bucket(zs_shm *shm, int r, const zs_shm_post *post, const char **out)
 {
     zs_shm_peer *peer = &shm->peers[r];
@@ -93,7 +92,7 @@ static zs_status view_bucket(zs_shm *shm, int r, const zs_shm_post *post, const 
     return ZS_OK;
 }
 
-/* Before the first reading of a unit: do all ranks mean the same unit by its number? */
+/* Before a unit is first read: does its number mean the same unit on all ranks? */
 static zs_status compare_records(const zs_shm *shm, const zs_shm_unit *unit)
 {
     const zs_shm_unit_record *mine = zs_shm_unit_at(shm, shm->base.rank, unit->record);
@@ -129,7 +128,7 @@ static zs_status fill_sources(zs_shm *shm, zs_shm_unit *unit)
     return ZS_OK;
 }
 
-/* Sets *ready if nobody is missing for `act`, after waiting for that as `wait` says. */
+/* Sets *ready if no rank is missing for `act`, after waiting for that according to `wait`. */
 static zs_status reach(zs_shm *shm, zs_shm_act act, zs_wait wait, bool *ready)
 {
     *ready = zs_shm_missing(shm, shm->base.rank, act) < 0;

@@ -1,10 +1,10 @@
-/* shm_round.h - the transport's part of a round, as zs_round_ops has it, by the field's name. */
+/* shm_round.h - the transport's part of a round, see zs_round_ops; named after its fields. */
 #ifndef ZS_SHM_ROUND_H
 #define ZS_SHM_ROUND_H
 
 #include "comm/shm/shm.h"
 
-/* A unit. When it is freed its record stays: peers may still look at it. */
+/* A unit. Its record stays after it is freed: peers may still read it. */
 typedef struct zs_shm_unit {
     zs_cunit base;
     uint32_t record; /* offset in the heap */

@@ -1,10 +1,9 @@
 /* shm_wait.c - see shm_wait.h.
  *
  * Proof of a circle: while a rank waits, none of its words changes. If all ranks are found in a wait, then each with
- * somebody missing, and after that all in the very same wait (wait_id), then all stood still while it was asked who is
- * missing: the answers are of one moment, and no rank can ever go on. (To ask about a rank before the next one is known
- * to wait would prove nothing: that one may just be doing what the first waits for.)
- */
+ * a missing rank, and after that all in the very same wait (wait_id), then no rank moved while the missing ones were
+ * determined: the answers are of one moment, and no rank can ever continue. (Checking a rank before the next one is
+ * known to wait would prove nothing: that one may just be doing what the first waits for.) */
 #include "comm/shm/shm_wait.h"
 
 #include "base/profile.h"
@@ -18,19 +17,19 @@
 #include <stdlib.h>
 #include <time.h>
 
-static const double slice = 0.1;         /* longest sleep, seconds: dead peers are noticed after that */
-static const double check_every = 0.05;  /* between two looks at the peers' lives */
+static const double slice = 0.1;         /* longest sleep, seconds: dead peers are noticed after it */
+static const double check_every = 0.05;  /* between two checks for dead peers */
 static const double circle_after = 0.5;  /* a circle is rare and its proof costs W^2 reads */
-static const double yield_slice = 0.002; /* of a wait that yields: everybody stands still until it does */
+static const double yield_slice = 0.002; /* of a wait that yields: all ranks are blocked until it does */
 static const double grace = 1.0;         /* for others to finish when a rank died that was not missed */
 static const double place_after = 0.25;  /* then this rank publishes its script's call */
-static const double stall_after = 10.0;  /* then the user is told, once */
+static const double stall_after = 10.0;  /* then the user is warned, once */
 
 /* One wait that has gone to sleep. */
 typedef struct sleep_state {
     double start, checked; /* seconds on the monotonic clock */
     double died;           /* when a peer was seen dead that is not missed, 0: none */
-    bool told;             /* of the stall */
+    bool told;             /* a stall was reported */
     bool placed;
     bool yielded;
 } sleep_state;
@@ -56,7 +55,7 @@ static inline void pause_cpu(void)
 /* Asks the system which peers have died since. */
 static void look_at_lives(zs_shm *shm)
 {
-    for (int r = 0; r < shm->base.world; r++) /* a negative descriptor is skipped by poll */
+    for (int r = 0; r < shm->base.world; r++) /* poll skips a negative descriptor */
         shm->polls[r] = (struct pollfd){.fd = shm->peers[r].dead ? -1 : shm->peers[r].pidfd, .events = POLLIN};
     if (poll(shm->polls, (nfds_t)shm->base.world, 0) <= 0) return;
     for (int r = 0; r < shm->base.world; r++)
@@ -80,18 +79,19 @@ void zs_shm_outlive(zs_comm *comm, double seconds)
     }
 }
 
-/* Fails if the wait can no longer succeed because a peer is gone. */
+/* Fails if the wait can no longer succeed because a peer has exited. */
 static zs_status check_lives(zs_shm *shm, zs_shm_act act, sleep_state *state, double time)
 {
     look_at_lives(shm);
-    int missing = zs_shm_missing(shm, shm->base.rank, act); /* after the look: a peer may have served us, then gone */
+    int missing =
+        zs_shm_missing(shm, shm->base.rank, act); /* after the check: a peer may have served us, then exited */
     if (missing < 0) return ZS_OK;
     for (int r = 0; r < shm->base.world; r++) {
         if (r == shm->base.rank) continue;
         bool left = atomic_load(&shm->peers[r].control->left) != 0;
         bool needed = zs_shm_is_missing(shm, r, act);
         if (!left && !shm->peers[r].dead) continue;
-        ZS_TRY(zs_shm_check_stop(shm)); /* it may have said why since we looked */
+        ZS_TRY(zs_shm_check_stop(shm)); /* it may have published why since the check */
         if (left && needed) return zs_shm_fail_left(shm, act, r);
         if (left) continue;
         if (needed) return zs_shm_fail_dead(shm, act, r, r);
@@ -103,7 +103,7 @@ static zs_status check_lives(zs_shm *shm, zs_shm_act act, sleep_state *state, do
 
 typedef enum circle { NO_CIRCLE, CIRCLE, CIRCLE_THAT_YIELDS } circle;
 
-/* Are all ranks waiting for each other, and if so, does one of them yield? */
+/* Do all ranks wait for each other, and if so, does one of them yield? */
 static circle find_circle(const zs_shm *shm, zs_shm_moment *moments)
 {
     circle found = CIRCLE;
@@ -119,12 +119,12 @@ static circle find_circle(const zs_shm *shm, zs_shm_moment *moments)
     for (int r = 0; r < shm->base.world; r++)
         if (atomic_load(&shm->peers[r].control->wait_id) != moments[r].wait_id) return NO_CIRCLE;
     for (int r = 0; r < shm->base.world && found == CIRCLE; r++)
-        if (!zs_shm_has_place(shm, r)) return NO_CIRCLE; /* it is about to say, for the message */
+        if (!zs_shm_has_place(shm, r)) return NO_CIRCLE; /* it is about to publish it, for the message */
     return found;
 }
 
-/* Ends the wait if it is part of a circle that nobody else will open. Then all are told, as the first to fail hides the
- * circle from the others. */
+/* Ends the wait if it is part of a circle that no other rank will open. Then all ranks are informed, as the first to
+ * fail hides the circle from the others. */
 static zs_status check_circle(zs_shm *shm, zs_shm_act act, sleep_state *state)
 {
     zs_shm_moment *moments = malloc((size_t)shm->base.world * sizeof *moments);
@@ -140,7 +140,7 @@ static zs_status check_circle(zs_shm *shm, zs_shm_act act, sleep_state *state)
     return status;
 }
 
-/* Everything that can end a wait but success. */
+/* All that can end a wait except success. */
 static zs_status check_trouble(zs_shm *shm, zs_shm_act act, sleep_state *state)
 {
     ZS_TRY(zs_shm_check_stop(shm));

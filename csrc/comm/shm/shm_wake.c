@@ -1,14 +1,14 @@
 /* shm_wake.c - see shm_wake.h.
  *
- * No wake-up is lost. Whoever gives a turn (the sleeper, or a rank that hands it on) stores it in the sleeper's
- * `asleep` and then looks whether that rank is still missing. A rank that changes something stores that and then looks
- * at `asleep`. All sequentially consistent: either it sees that it is its turn, or the giver sees the change, and goes
- * on to the next. A turn is handed on by compare-and-swap; who fails has been overtaken by another giver, which looks
- * after its own store.
+ * No wake-up is lost. A rank that gives a turn (the sleeper, or one that passes it on) stores it in the sleeper's
+ * `asleep` and then checks whether the chosen rank is still missing. A rank that changes something stores that and then
+ * reads `asleep`. All sequentially consistent: either it sees that it is its turn, or the giver sees the change, and
+ * continues with the next rank. A turn is passed on by compare-and-swap; a rank that fails has been overtaken by
+ * another giver, which checks after its own store.
  *
- * `asleep` has the number of the wait in it. So a turn that is handed on late, when the sleeper is in another wait,
- * changes nothing, and what was read of the wait (zs_shm_state_of) before a successful exchange is of that very wait.
- */
+ * `asleep` contains the number of the wait. So a turn that is passed on late, when the sleeper is in another wait,
+ * changes nothing, and what was read of the wait (zs_shm_state_of) before a successful exchange belongs to that very
+ * wait. */
 #define _GNU_SOURCE 1 /* syscall */
 #include "comm/shm/shm_wake.h"
 
@@ -36,18 +36,18 @@ static void wake(zs_shm_control *peer)
     syscall(SYS_futex, &peer->wake, FUTEX_WAKE, 1, NULL, NULL, 0);
 }
 
-/* This rank has changed something, and peer `r` sleeps: if it is this rank's turn, wakes it or hands the turn on. */
+/* This rank has changed something, and peer `r` sleeps: if it is this rank's turn, wakes it or passes the turn on. */
 static void take_turn(zs_shm *shm, int r)
 {
     zs_shm_control *peer = shm->peers[r].control;
     int turn = shm->base.rank;
     for (uint64_t asleep = atomic_load(&peer->asleep); has_turn(asleep, turn);) {
         int missing = zs_shm_missing_from(shm, r, zs_shm_state_of(shm, r).act, turn);
-        if (missing == turn) return; /* not yet: its next change will tell */
+        if (missing == turn) return; /* not yet: its next change continues */
         uint64_t next = missing < 0 ? 0 : with_turn(asleep, missing);
         if (!atomic_compare_exchange_strong(&peer->asleep, &asleep, next)) return;
         if (missing < 0) {
-            wake(peer); /* once: it is asleep no more */
+            wake(peer); /* once: it is no longer asleep */
             return;
         }
         turn = missing;
@@ -82,7 +82,7 @@ bool zs_shm_prepare_sleep(zs_shm *shm, zs_shm_act act, uint32_t *seen)
 {
     zs_shm_control *own = shm->own;
     int rank = shm->base.rank, missing = zs_shm_missing_from(shm, rank, act, rank);
-    *seen = atomic_load(&own->wake); /* before anybody has the turn */
+    *seen = atomic_load(&own->wake); /* before any rank has the turn */
     while (missing >= 0) {
         atomic_store(&own->asleep, with_turn(atomic_load(&own->wait_id) << TURN_BITS, missing));
         int now = zs_shm_missing_from(shm, rank, act, missing);
@@ -95,7 +95,7 @@ bool zs_shm_prepare_sleep(zs_shm *shm, zs_shm_act act, uint32_t *seen)
 void zs_shm_sleep(zs_shm *shm, uint32_t seen, double seconds)
 {
     struct timespec t = {.tv_sec = (time_t)seconds, .tv_nsec = (long)((seconds - (double)(time_t)seconds) * 1e9)};
-    syscall(SYS_futex, &shm->own->wake, FUTEX_WAIT, seen, &t, NULL, 0); /* every outcome means: look again */
+    syscall(SYS_futex, &shm->own->wake, FUTEX_WAIT, seen, &t, NULL, 0); /* after any result, check again */
 }
 
 void zs_shm_get_up(zs_shm *shm)

@@ -1,71 +1,73 @@
 /* shm_word.c - see shm_word.h.
  *
- * Why a pass may read an owner (zs_word_admits), and that no circle of waits comes of it:
+ * Why a pass may read an owner (zs_word_admits), and why no circle of waits results:
  *
  * wanted   | the owner                                          | why
- * TRAIN    | has begun as many training forwards                | it takes part: what it did before, it has done
- *          | is in a backward with as many reductions           | it does not write before this rank lets it go
- * EVAL     | has this rank's version and reductions, and is not | they have made the same writes, and the next
+ * TRAIN    | has begun as many training forwards                | it takes part: all its earlier writes are done
+ *          | is in a backward with as many reductions           | it does not write before this rank releases it
+ * EVAL     | has this rank's version and reductions, and is not | they have done the same writes, and the next
  *          | dirty                                              | one waits for this look
- *          | has a later version; or another one, and is in a   | it will not come to this rank's version before
- *          | backward or in a later training forward            | this rank trains too: the caller makes it an error
+ *          | has a later version; or another one, and is in a   | it will not reach this rank's version before
+ *          | backward or in a later training forward            | this rank trains too: the caller fails
  * BACKWARD | has begun as many training forwards, or is in a    | it is past the same forward, and does not write
  *          | backward, with as many reductions                  | before the backward
  * any      | has made more reductions                           | they needed nothing of this rank
  * none     | WRITES                                             | half-written
  *
  * A training forward and an evaluation never admit each other as the same pass. So others' training forwards wait until
- * a rank that evaluates alone, with other weights swapped in or not, begins its own.
+ * a rank that evaluates alone, with or without other weights swapped in, begins its own.
  *
- * Who holds up a rank O that has ended a pass (zs_word_holds_up); O is IDLE by then, and will return to user code:
- * peer P is    | holds up?              | why, and why no circle comes of it
+ * Which ranks hold up a rank O that has ended a pass (zs_word_holds_up); O is IDLE by then, and will return to user
+ * code:
+ * peer P is    | holds up?              | why, and why no circle results
  * behind in    | yes                    | it reads O's shards in a backward that O has finished, with all its rounds:
  * reductions   |                        | it needs nothing more from O. Or it is on its way there: within no_sync
- *              |                        | nothing else has O wait for that.
+ *              |                        | nothing else makes O wait for that.
  * IDLE, WRITES | no                     | it reads nothing
  * FREED        | no, even if behind     | it never will
  * WANTS_TRAIN  | if O admits it         | it may start at any moment. It waits only for ranks that have not begun its
  *              |                        | pass.
- *              | no, if O does not      | it waits for O's next pass, and cannot slip in: O is IDLE, and admits nobody
- *              |                        | new.
- * WANTS_EVAL   | no                     | it needs O's version, and O has no write that would not wait for it
- * TRAINS       | yes                    | it reads. It waits for nobody but the user's own collectives, in which O has
- *              |                        | taken part, as it is past the same forward.
+ *              | no, if O does not      | it waits for O's next pass, and cannot start before: O is IDLE, and admits
+ *              |                        | no new rank.
+ * WANTS_EVAL   | no                     | it needs O's version, and each write of O would wait for it
+ * TRAINS       | yes                    | it reads. It waits only for the user's own collectives, in which O has taken
+ *              |                        | part, as it is past the same forward.
  * EVALUATES    | if O is not open to it | it is about to fail. Otherwise O's next write waits for it, and O itself must
- *              |                        | not: P's forward may have collectives of the user's, to which O has yet to
- *              |                        | come.
+ *              |                        | not: P's forward may have collectives of the user, which O has not reached
+ *              |                        | yet.
  * BACKWARD,    | no                     | it waits for gradients of O's own coming backward.
  * WANTS_       |                        |
  * BACKWARD     |                        |
  *
- * Whom a rank O waits for before it writes (zs_word_lags), if it has made more looks at its version than P: P has
- * either yet to make them, or never will, since O has looked alone. The first shows when P has made as many; the second
- * when P begins the same write, is past it, or past a backward. A rank that has looked alone therefore writes after the
- * others; it never waits where all have trained since. P itself waits for O only in passes that O has begun before.
+ * Which rank P a rank O waits for before it writes (zs_word_lags), if O has made more looks at its version than P: P
+ * either has yet to make them, or never will, since O has looked alone. The wait ends in the first case when P has made
+ * as many; in the second when P begins the same write, is past it, or past a backward. So a rank that has looked alone
+ * writes after the others; it never waits if all have trained since. P itself waits for O only in passes that O has
+ * begun before.
  *
- * Who may come in while O changes its word? Both sides "write mine, then look at yours" (sequentially consistent):
- *   - P is WANTS_*, finds itself admitted, stores that it reads, and looks once more; if somebody does not stand still
- *     any more (it has taken the right to write, or has left the pass in which P was to read it alone), P goes back to
- *     WANTS_*. So either that rank sees P read, and waits, or P sees its new word.
- *   - P counts a look only after that: whoever sees the look sees P read, or P is through.
+ * Which ranks may enter while O changes its word? Both sides "write mine, then read yours" (sequentially consistent):
+ *   - P is WANTS_*, finds itself admitted, stores that it reads, and checks once more; if a rank no longer stands still
+ *     (it has taken the right to write, or has left the pass in which P was to read it alone), P returns to WANTS_*.
+ *     So either that rank sees P read, and waits, or P sees its new word.
+ *   - P counts a look only after that: a rank that sees the look sees P read, or P is through.
  *   - P begins the forward of some count, O ends its own of that count. O ran it because P had begun it: P was WANTS_*,
  *     reads, or is through when O ended, never "not yet": no gap.
- *   - P wants to read alone, admitted by O's backward, and O ends that. If P stored WANTS_* before O looked, O waits
+ *   - P wants to read alone, admitted by O's backward, and O ends that. If P stored WANTS_* before O checked, O waits
  *     for it, as O has made more reductions. If after, P sees an O that has made more reductions than P: P's gradients
  *     were not needed.
- *   - P begins a backward while O, past its forward, is in user code: admitted. Writing parameters that it needs
- *     between a forward and its backward breaks autograd in plain PyTorch too. A step on one rank alone is found at the
- *     next forward, by the histories.
+ *   - P begins a backward while O, past its forward, is in user code: admitted. To write parameters between a forward
+ *     and the backward that needs them breaks autograd in plain PyTorch too. The next forward detects a step on one
+ *     rank alone, by the fingerprints.
  *
- * A step with a closure writes after the closure's passes, which have ended its right to write. Nobody reads there all
- * the same, but a backward that needs this rank's own.
+ * A step with a closure writes after the closure's passes, which have ended its right to write. Still no rank reads
+ * then, except in a backward that needs this rank's own.
  *
- * Chains of waits end: WANTS_TRAIN waits for counts below its own only, WANTS_EVAL for versions below its own or for
+ * Chains of waits end: WANTS_TRAIN waits only for counts below its own, WANTS_EVAL for versions below its own or for
  * writes to end, a write for looks of ranks that have not begun it, an ended pass for WANTS_TRAIN of no larger counts,
  * for readers, and for backwards of fewer reductions; none waits for its equal in the same state.
  *
- * A rank that skipped a forward, or ran extra ones, is level with the others again after the next reduction, because
- * that sets the other counts to zero. Looks are compared before writes only.
+ * A rank that skipped a forward, or ran extra ones, agrees with the others again after the next reduction, because
+ * that sets the other counts to zero. Looks are compared only before writes.
  */
 #include "comm/shm/shm_word.h"
 
@@ -164,7 +166,7 @@ uint64_t zs_word_mark_dirty(uint64_t word)
     return with(word, DIRTY_AT, DIRTY, 1);
 }
 
-/* What was written by hand is complete. */
+/* The writes by hand are complete. */
 static uint64_t settled(uint64_t word)
 {
     return is_dirty(word) ? with(plus(word, VERSION_AT, VERSION, 1), DIRTY_AT, DIRTY, 0) : word;
@@ -173,7 +175,7 @@ static uint64_t settled(uint64_t word)
 uint64_t zs_word_want(uint64_t word, const zs_reading *reading)
 {
     if (reading->pass == ZS_PASS_BACKWARD) return in_state(word, ZS_READER_WANTS_BACKWARD);
-    bool unfinished = zs_word_state(word) == ZS_READER_WRITES; /* a step that has raised */
+    bool unfinished = zs_word_state(word) == ZS_READER_WRITES; /* a step that raised */
     word = settled(unfinished ? zs_word_mark_dirty(word) : word);
     word = with(word, CHANGED_AT, CHANGED, reading->changed);
     word = with(word, MODE_AT, MODE, reading->eval_mode);
@@ -203,7 +205,7 @@ uint64_t zs_word_stop(uint64_t word)
 
 uint64_t zs_word_free(uint64_t word)
 {
-    bool unfinished = zs_word_state(word) == ZS_READER_WRITES; /* a step that has raised */
+    bool unfinished = zs_word_state(word) == ZS_READER_WRITES; /* a step that raised */
     return in_state(unfinished ? zs_word_mark_dirty(word) : word, ZS_READER_FREED);
 }
 
@@ -256,9 +258,9 @@ static bool has_version(uint64_t owner, uint64_t mine)
     return zs_word_same_version(owner, mine) && !is_dirty(owner);
 }
 
-/* As many writes by hand may have left other weights, if one rank alone has made some: it has then made more
- * operations, and as a rule the weights of one of the two are as the last known write has left them. (Code may spare
- * operations on shards without elements; these are never changed.) */
+/* Equal numbers of writes by hand may have left different weights, if one rank alone has made some: it has then made
+ * more operations, and normally one of the two has the weights of the last known write. (Code may skip operations on
+ * shards without elements; these never change.) */
 bool zs_word_is_alike(uint64_t owner, uint64_t mine, bool same_work)
 {
     if (has_version(owner, mine)) return same_work || zs_word_changed(owner) == zs_word_changed(mine);
@@ -277,13 +279,13 @@ static bool is_open(uint64_t owner, uint64_t mine)
     return zs_word_state(owner) != ZS_READER_WRITES && has_version(owner, mine);
 }
 
-/* Will `owner` not come to the version of an evaluation in `mine` before that rank trains too? */
+/* Will `owner` not reach the version of an evaluation in `mine` before that rank trains too? */
 static bool is_past(uint64_t owner, uint64_t mine)
 {
     return versions_ahead(owner, mine) > 0 || (in_pass(owner) && trains_ahead(owner, mine) > 0);
 }
 
-/* Does `owner` stand where a rank in `mine` may read it although it takes no part? */
+/* Is `owner` where a rank in `mine` may read it although it takes no part? */
 static bool may_be_read_alone(uint64_t owner, uint64_t mine)
 {
     int64_t apart = reductions_ahead(owner, mine);

@@ -1,44 +1,44 @@
-/* shm_word.h - a rank's state as a reader of shards: one word, what becomes of it, and who waits for whom.
+/* shm_word.h - a rank's state as a reader of shards: one word, its transitions, and the waits between ranks.
  *
- * A rank's whole state is one word that only it writes. So every transition is one store, whoever looks sees a
+ * A rank's whole state is one word that only this rank writes. So every transition is one store, every reader sees a
  * consistent state, and each question between two ranks is a pure function of two words. shm_reader.c stores and waits;
- * tests/c/check_reader.c goes through all interleavings of the same functions.
+ * tests/c/check_reader.c checks all interleavings of the same functions.
  *
  *   reductions (25 bits) | version (20) | training forwards since (12) | mode (1) | dirty (1) | changed (1) | state (4)
  *
  * The counts are compared modulo their size: ranks are never more than a few apart.
  *
- * state    | the rank                                              | may it be read now?
+ * state    | the rank                                              | may other ranks read it now?
  * IDLE     | is in user code                                       | by passes that it has begun too; by evaluations
  * WRITES   | writes its shards: a step, a load, by hand            | no
  * WANTS_*  | has begun a pass, and waits to be admitted by all     | by those that it admits; by evaluations
  * TRAINS   | reads, in a forward that a backward may follow        | likewise
  * EVALUATES| reads, in any other forward                           | likewise
  * BACKWARD | reads, in a backward                                  | likewise
- * FREED    | has no such model any more, but left it as it was     | like IDLE
+ * FREED    | has freed the model, with the shards as they were     | like IDLE
  *
  * event                   | from     | to                                       | then waits until
  * a training forward      | any      | WANTS_TRAIN; its count + 1               | all admit it (zs_word_admits)
  * ... admitted            | WANTS_*  | TRAINS                                   |
  * another forward         | any      | WANTS_EVAL                               | all admit it
  * ... admitted            | WANTS_*  | EVALUATES; its looks + 1                 |
- * either, if dirty or     |          | version + 1, and not dirty any more      |
+ * either, if dirty or     |          | version + 1, and not dirty               |
  * from WRITES             |          |                                          |
- * a forward ends          | these    | IDLE                                     | nobody holds it up (zs_word_holds_up)
- * a backward begins       | any      | WANTS_BACKWARD                           | all admit it
+ * a forward ends          | these    | IDLE                                     | no rank holds it up
+ * (zs_word_holds_up) a backward begins       | any      | WANTS_BACKWARD                           | all admit it
  * ... admitted            |          | BACKWARD                                 |
- * a backward ends         | BACKWARD | IDLE; reductions + 1, the counts 0       | nobody holds it up
- * a write is wanted       | IDLE     | IDLE                                     | nobody lags behind (zs_word_lags)
- * it begins               | IDLE     | WRITES                                   | nobody reads (zs_word_delays_write)
+ * a backward ends         | BACKWARD | IDLE; reductions + 1, the counts 0       | no rank holds it up
+ * a write is wanted       | IDLE     | IDLE                                     | no rank lags behind (zs_word_lags)
+ * it begins               | IDLE     | WRITES                                   | no rank reads (zs_word_delays_write)
  * a known write ends      | WRITES   | IDLE; version + 1, not dirty             |
  * a write by hand ends    | WRITES   | IDLE; dirty                              |
  * a pass fails halfway    | as it is, until the next one begins                 |
  *
- * A training forward is a meeting: all ranks run it, so its count tells who has begun it. An evaluation is a look:
- * ranks may run as many as they like. What it may read is told by the version: how many writes a rank has made since
- * the last backward. Those that a script makes by hand, one parameter after the other, count as one write once a pass
- * or a known write follows; until then the rank is dirty, and nobody looks at it. So that a rank that is late finds the
- * version that it has itself, those that have made more looks wait before they write.
+ * A training forward is collective: all ranks run it, so its count shows which ranks have begun it. An evaluation is a
+ * look: ranks may make any number of them. The version decides what it may read: how many writes a rank has done since
+ * the last backward. Writes that a script does by hand, one parameter after the other, count as one write once a pass
+ * or a known write follows; until then the rank is dirty, and no rank looks at it. A late rank must find its own
+ * version at its peers, so those that have made more looks wait before they write.
  */
 #ifndef ZS_SHM_WORD_H
 #define ZS_SHM_WORD_H
@@ -58,16 +58,16 @@ typedef enum zs_reader_state {
     ZS_READER_FREED,
 } zs_reader_state;
 
-/* The state of a word. */
+/* The state in a word. */
 zs_reader_state zs_word_state(uint64_t word);
 
 /* How many training forwards the rank has begun since its last backward; for messages. */
 uint64_t zs_word_trains(uint64_t word);
 
-/* How many writes it has made since then; for messages. */
+/* How many writes it has done since then; for messages. */
 uint64_t zs_word_version(uint64_t word);
 
-/* Had the parameters been changed by other means than a known write since the last of those, when this pass began? */
+/* Had the parameters changed since the last known write when this pass began? */
 bool zs_word_changed(uint64_t word);
 
 /* Do two words have the same reductions and version? */
@@ -75,19 +75,19 @@ bool zs_word_same_version(uint64_t a, uint64_t b);
 
 /* --- transitions -------------------------------------------------------------------------------------------------- */
 
-/* The word of a rank that has just made the model: nobody may look at it before its first known write. */
+/* The word of a rank that has just created the model: no rank may read it before its first known write. */
 uint64_t zs_word_new(void);
 
-/* A pass begins; a backward keeps what its forward says of changes and mode. */
+/* A pass begins; a backward keeps its forward's mode and changes. */
 uint64_t zs_word_want(uint64_t word, const zs_reading *reading);
 
 /* The wanted pass has been admitted. */
 uint64_t zs_word_enter(uint64_t word);
 
-/* The pass that `word` reads in has ended. */
+/* The pass in which `word` reads has ended. */
 uint64_t zs_word_leave(uint64_t word);
 
-/* Whatever `word` wanted or did will not go on; its counts stay, so that nobody waits for what has been begun. */
+/* Whatever `word` wanted or did is abandoned; its counts stay, so that no rank waits for what has already begun. */
 uint64_t zs_word_stop(uint64_t word);
 
 /* The model is freed. */
@@ -96,48 +96,48 @@ uint64_t zs_word_free(uint64_t word);
 /* A write begins; only from IDLE, else `word` stays as it is. */
 uint64_t zs_word_write(uint64_t word);
 
-/* It ends. `known`: all ranks make it, and at one blow. */
+/* It ends. `known`: the write is collective and atomic. */
 uint64_t zs_word_wrote(uint64_t word, bool known);
 
-/* What was written by hand is complete, as a rank says that comes to a collective of the script's; `changed`: see
- * zs_reading. Only from IDLE and WRITES, else `word` stays as it is. */
+/* The script's writes by hand are complete, as the rank reports when it reaches a collective of the script;
+ * `changed`: see zs_reading. Only from IDLE and WRITES, else `word` stays as it is. */
 uint64_t zs_word_complete(uint64_t word, bool changed);
 
-/* Nobody may look at this rank before its next pass or known write. */
+/* No rank may read this one before its next pass or known write. */
 uint64_t zs_word_mark_dirty(uint64_t word);
 
 /* --- questions ---------------------------------------------------------------------------------------------------- */
 
-/* Has `owner` begun the training forward that `mine` wants, or is in or past, too? Then its shards are of that
+/* Has `owner` also begun the training forward that `mine` wants, is in, or has passed? Then its shards are of that
  * moment. */
 bool zs_word_takes_part(uint64_t owner, uint64_t mine);
 
 /* May a rank in `mine` (WANTS_*) read the shards of `owner`? */
 bool zs_word_admits(uint64_t owner, uint64_t mine);
 
-/* Does that still hold, now that the rank has stored that it reads? `wanted` is what it has wanted. */
+/* Does that still hold, now that the rank has stored that it reads? `wanted` is its word before. */
 bool zs_word_stands_still(uint64_t owner, uint64_t wanted);
 
-/* Does an evaluation in `mine`, which `owner` has admitted, find there what its own rank has? `same_work`: scripts
- * have made as many operations by hand on both since their last known writes, before the same passes. */
+/* Does an evaluation in `mine`, which `owner` has admitted, find the same there as on its own rank? `same_work`:
+ * scripts have made the same operations by hand on both since their last known writes, before the same passes. */
 bool zs_word_is_alike(uint64_t owner, uint64_t mine, bool same_work);
 
-/* Are the weights of `owner`, which has admitted a training forward in `mine`, others than its own rank has? Asked
- * only where the two do not run the same forward in the same mode. */
+/* Do the weights of `owner`, which has admitted a training forward in `mine`, differ from this rank's? Checked only
+ * if the two do not run the same forward in the same mode. */
 bool zs_word_clashes(uint64_t owner, uint64_t mine, bool same_work);
 
-/* Must a rank that has ended a pass, and is IDLE in `mine` now, wait for `peer` before it returns to user code? */
+/* Must a rank that has ended a pass, and is now IDLE in `mine`, wait for `peer` before it returns to user code? */
 bool zs_word_holds_up(uint64_t peer, uint64_t mine);
 
 /* Is `peer` in a pass in which it reads? */
 bool zs_word_reads(uint64_t peer);
 
 /* Must a rank in `mine` (IDLE), which has looked at its version, wait before it writes, so that `peer` can make the
- * same looks? `fewer`: it has made fewer, if it has that version. */
+ * same looks? `fewer`: `peer` has made fewer, if it has that version. */
 bool zs_word_lags(uint64_t peer, uint64_t mine, bool fewer);
 
 /* Must a rank in `mine` (WRITES) wait for `peer` before it writes? Not for a backward that needs this rank's own to
- * end: two backwards of one forward, of different parts of a model, may have the step of the first between them. */
+ * end: if a forward has two backwards, of different parts of a model, the step of the first may run between them. */
 bool zs_word_delays_write(uint64_t peer, uint64_t mine);
 
 #endif
