@@ -132,7 +132,7 @@ if TYPE_CHECKING:
         _models: list[nn.Module]
         _optimizers: list[Any]
 
-else:  # the class of the accelerator comes after this one
+else:  # the accelerator's class follows this one in the MRO
     _Accelerator = object
 
 

@@ -1,6 +1,6 @@
 """FSDP1's API: state dict types, optimizer state as methods, and its gradient scaler.
 
-A type and its two configs are one form of zshard's (`state/__init__.py`), which remembers what the
+A type and its two configs map to one form of zshard's (`state/__init__.py`), which keeps what the
 script passed, so that the script can query it. Optimizer state is full, by parameter name, and
 loads under any strategy. The arguments of FSDP() are also FSDP1's (`zshard/options.py`).
 """

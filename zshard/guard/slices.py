@@ -133,7 +133,7 @@ class ShardParameter(_Guarded, nn.Parameter):
     """A sharded parameter between steps: see ShardTensor. While its unit is unsharded it is a plain
     nn.Parameter."""
 
-    _zshard_part: object = None  # of a copy; those of a model are in _parts
+    _zshard_part: object = None  # set on a copy; _parts has those of a model
 
 
 class WholeParameter(nn.Parameter):

@@ -104,7 +104,7 @@ _accounts = weakref.WeakKeyDictionary()
 
 
 class _Watcher(Protocol):
-    """What is told of the steps of a model."""
+    """An object that is notified of the steps of a model."""
 
     def note_step(self) -> None: ...
 
