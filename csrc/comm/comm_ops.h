@@ -147,7 +147,7 @@ typedef struct zs_talk_ops {
 
 /* A kind of transport. */
 typedef struct zs_comm_ops {
-    const char *name;         /* "self", "shm", "c10d" */
+    const char *name;         /* as in transport=: "self", "shm", "hosts", "c10d", ... */
     size_t shard_align;       /* shard_bytes of flats must be a multiple of this */
     bool mapped;              /* flats come with `full` */
     bool shares_slots;        /* the ranks of a host share a slot's memory */
