@@ -39,7 +39,7 @@ def saves(model, optimizer, folder):
     zshard.save(folder, model)
 
 
-CALLS = {evaluates: "forward", sums_up: "state_dict()", saves: "save()"}
+CALLS = {evaluates: "all-gathering parameters", sums_up: "state_dict()", saves: "save()"}
 CALLS[looks_at_the_optimizer] = "state_dict()"
 
 

@@ -92,6 +92,7 @@ def sync_buffers(module: nn.Module, when: BufferSync) -> None:
     for _, each in units_of(module):
         if not is_apart(each, comms):
             each.unit.buffers = set_buffers
+    set_buffers()  # a rank without data takes part in join() before a forward of its own
 
 
 def broadcast_buffers(module: nn.Module) -> None:
