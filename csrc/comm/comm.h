@@ -70,9 +70,6 @@ bool zs_reading_is_look(uint64_t told);
 /* Fails because ranks do not run the same forward, and rank `changed` has changed its parameters by hand. */
 zs_status zs_comm_fail_apart(const zs_comm *comm, int changed);
 
-/* The table of the transport `name` (zs_comm_ops.name); NULL if there is none. */
-const zs_comm_ops *zs_comm_ops_of(const char *name);
-
 /* This rank's number, and how the ranks are spread over hosts. */
 typedef struct zs_ranks_of_hosts {
     int rank, world, per_host; /* see zs_comm */

@@ -14,7 +14,8 @@ typedef struct dry_comm {
     zs_round_ops rounds;
 } dry_comm;
 
-const zs_comm_ops *zs_comm_ops_of(const char *name)
+/* The table of the transport `name` (zs_comm_ops.name); NULL if there is none. */
+static const zs_comm_ops *ops_of(const char *name)
 {
     const zs_comm_ops *tables[] = {&zs_self_ops,  &zs_shm_ops,  &zs_c10d_ops,
                                    &zs_hosts_ops, &zs_nccl_ops, &zs_c10d_gpu_ops};
@@ -51,7 +52,7 @@ static const zs_talk_ops dry_talk = {.exchange = dry_exchange};
 
 zs_status zs_comm_dry_new(const char *name, const zs_ranks_of_hosts *ranks, zs_comm **out)
 {
-    const zs_comm_ops *real = zs_comm_ops_of(name);
+    const zs_comm_ops *real = ops_of(name);
     if (real == NULL) return ZS_FAIL(ZS_ERR_VALUE, "unknown transport '%s'", name);
     ZS_TRY(zs_check_ranks_of_hosts(ranks));
     dry_comm *comm = calloc(1, sizeof *comm);

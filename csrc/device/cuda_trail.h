@@ -1,4 +1,4 @@
-/* cuda_trail.h - zs_device_follow and its kin on a GPU: see device.h. */
+/* cuda_trail.h - zs_device_follow and the like on a GPU: see device.h. */
 #ifndef ZS_CUDA_TRAIL_H
 #define ZS_CUDA_TRAIL_H
 

@@ -86,7 +86,8 @@ static bool has_casts(const zs_engine *engine)
     return false;
 }
 
-zs_status zs_writing_complete(zs_engine *engine)
+/* Publishes the script's writes, which all ranks have finished. */
+static zs_status complete(zs_engine *engine)
 {
     if (!zs_comm_shares_memory(engine->context.ranks.shard_group) || engine->writing || engine->reading) return ZS_OK;
     ZS_TRY(zs_writing_back(engine));
@@ -107,7 +108,7 @@ zs_status zs_writing_complete(zs_engine *engine)
 
 zs_status zs_writing_barrier(zs_engine *engine)
 {
-    ZS_TRY(zs_writing_complete(engine));
+    ZS_TRY(complete(engine));
     if (!engine->reading && !engine->writing)
         zs_comm_readers_barrier(engine->context.ranks.shard_group, engine->reader);
     return ZS_OK;

@@ -19,11 +19,8 @@ void zs_writing_by_hand_end(zs_engine *engine);
 /* Copies tensors that scripts assigned (`p.data = t`) into the shards, which peers may be reading. */
 zs_status zs_writing_back(zs_engine *engine);
 
-/* All ranks have finished their scripts' writes: peers may evaluate with the values. No-op within a pass and a write.
- */
-zs_status zs_writing_complete(zs_engine *engine);
-
-/* The same, with a barrier of all ranks: earlier reads by a lone rank no longer count. */
+/* A barrier of all ranks: their scripts' writes are complete, so peers may evaluate with the values, and earlier reads
+ * by a lone rank no longer count. No-op within a pass and a write. */
 zs_status zs_writing_barrier(zs_engine *engine);
 
 /* Casts the shards to the compute dtype. */

@@ -326,8 +326,7 @@ size_t zs_unit_shard_bytes(const zs_unit *unit);
 size_t zs_unit_full_bytes(const zs_unit *unit);
 size_t zs_unit_bucket_bytes(const zs_unit *unit);
 
-/* Bytes of the copy in the compute dtype (0: none); of the secondary shard. */
-size_t zs_unit_low_bytes(const zs_unit *unit);
+/* Bytes of the secondary shard. */
 size_t zs_unit_secondary_bytes(const zs_unit *unit);
 
 /* Do the unit's gradients leave autograd's memory? With world size 1 they stay there, unless they have to be cast. */

@@ -59,19 +59,20 @@ zs_status zs_unit_rename(zs_unit *unit, const char *name)
 
 /* --- sizes -------------------------------------------------------------------------------------------------------- */
 
-size_t zs_unit_shard_bytes(const zs_unit *unit)
-{
-    size_t total = zs_unit_low_bytes(unit);
-    for (int f = 0; f < unit->n_flats; f++)
-        total += zs_flat_own_bytes(unit, &unit->flats[f]);
-    return total;
-}
-
-size_t zs_unit_low_bytes(const zs_unit *unit)
+/* Bytes of the copy in the compute dtype; 0: none. */
+static size_t low_bytes(const zs_unit *unit)
 {
     size_t total = 0;
     for (int f = 0; f < unit->n_flats && !unit->record.is.replicated; f++)
         if (unit->flats[f].compute != unit->flats[f].dtype) total += zs_flat_low_bytes(&unit->flats[f]);
+    return total;
+}
+
+size_t zs_unit_shard_bytes(const zs_unit *unit)
+{
+    size_t total = low_bytes(unit);
+    for (int f = 0; f < unit->n_flats; f++)
+        total += zs_flat_own_bytes(unit, &unit->flats[f]);
     return total;
 }
 

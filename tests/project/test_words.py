@@ -25,7 +25,7 @@ WORDS = [
     ("(?:gives?|gave|given) (?:it )?back", 20, "free, return, drop"),
     ("hears?|heard", 12, "receive, learn"),
     ("tells?|told", 76, "report, publish, show"),
-    ("mishaps?|kin|deaf|soil|last words?", 11, "failure, process, failed, mark dirty, message"),
+    ("mishaps?|kin|deaf|soil|last words?", 10, "failure, process, failed, mark dirty, message"),
     ("alike", 12, "the same, equal"),
     ("lets? go|letting go", 0, "release, unpin"),
     ("of which|by which", 19, "whose, that; or two sentences"),

@@ -363,9 +363,6 @@ SOURCES = {
 """What the Trainer of transformers fills in for "auto", from its TrainingArguments."""
 
 
-_MAX_LR = "scheduler.params.warmup_max_lr"  # its "auto" is the optimizer's learning rate
-
-
 def fill(config: Mapping[str, Any], args: object) -> tuple[dict[str, Any], list[str]]:
     """Return a copy of a config with values in place of "auto", and a description of those that
     `args` does not give: "optimizer.params.lr is 5e-05".
