@@ -24,12 +24,10 @@ from zshard.model.build import class_for, core_unit, last_writes, sync_buffers
 from zshard.offload import set_offload
 from zshard.precision import cast_buffers, drop_root_casts, install_casts, install_kept
 from zshard.ranks.agreement import PublicCall, check_agreement, on_all_ranks, told_to_all_ranks
-from zshard.ranks.devices import CPU
 from zshard.ranks.groups import resolve_groups
 from zshard.ranks.nccl import NcclOptions
 from zshard.ranks.transports import Comms, check_settings, comm_for, comms_for
 from zshard.ranks.wire import check_wire_over
-from zshard.run.cores import warn_of_idle_cores
 from zshard.state.module import attach, attach_replicated
 from zshard.units.shards import remember_parts
 from zshard.units.units import (
@@ -192,8 +190,6 @@ class ShardingPlan:
             self.sharing = check_fits(
                 self.module, self.planned, self.comms, self.joined, limit, device
             )
-        if device == CPU and self.comms.all.world > 1:
-            warn_of_idle_cores()
 
     # --- build ------------------------------------------------------------------------------------
 
