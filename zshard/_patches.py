@@ -14,7 +14,6 @@ to a model (wrap/late_parameters.py). One more change comes with the first state
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -22,11 +21,10 @@ import torch
 import torch.distributed as dist
 from torch.autograd.variable import Variable
 from torch.distributed import distributed_c10d
-from torch.distributed import utils as dist_utils
 from torch.nn.utils import clip_grad
 
 from zshard import grad_scaler
-from zshard._errors import stacklevel
+from zshard._errors import warn
 from zshard.guard import autograd, draws, handlers, outside
 from zshard.optim import clip, hooks
 from zshard.state import optimizer
@@ -82,7 +80,6 @@ _PATCHES = (
             _TorchPlace(torch.nn.init, "_calculate_fan_in_and_fan_out", ("tensor",)),
             _TorchPlace(torch.nn.init, "_no_grad_trunc_normal_", ("tensor",)),
             _TorchPlace(torch.nn.init, "kaiming_normal_", ("tensor",)),
-            _TorchPlace(torch.nn.init, "orthogonal_", ("tensor",)),
         ),
     ),
     _Patch(
@@ -90,12 +87,6 @@ _PATCHES = (
         outside.install_check,
         # torch's collectives do not dispatch to tensor subclasses; all of them check a tensor here.
         (_TorchPlace(distributed_c10d, "_check_single_tensor", ("param", "param_name")),),
-    ),
-    _Patch(
-        "DistributedDataParallel around a module that contains a sharded model mixes its shards",
-        outside.install_sync,
-        # DDP asks no module but its own, and Lightning calls this before it validates.
-        (_TorchPlace(dist_utils, "_sync_module_states", ("module",)),),
     ),
     _Patch(
         "a rank that evaluates alone weights that all ranks have written in place waits for ranks "
@@ -152,7 +143,6 @@ _installed = False
 def install() -> None:
     """Change torch, once per process."""
     global _installed
-    outside.warn_of_torchs_names()
     if _installed:
         return
     _installed = True
@@ -165,9 +155,8 @@ def install() -> None:
         if not strange:
             patch.install()
             continue
-        warnings.warn(
+        warn(
             f"zshard does not know {' and '.join(strange)} of torch {torch.__version__}, so "
             f"{patch.lost}. Use a version of torch for which zshard was built",
             RuntimeWarning,
-            stacklevel=stacklevel(),
         )

@@ -17,15 +17,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from zshard import _core, _patches
 from zshard.compat.attributes import TorchNames, names_without_module
 from zshard.compat.fsdp1 import Fsdp1Methods
-from zshard.guard.outside import NoDdp
+from zshard.guard.outside import NoDdp, refuse_ddp_around
 from zshard.memory.fits import parse_limit
 from zshard.memory.spare import parse_keep
-from zshard.model.build import MADE
 from zshard.model.copy import copy_model
 from zshard.model.methods import ModelMethods
-from zshard.model.shard_model import FsdpSettings, Initialization, Ranks, refuse_half, shard_model
+from zshard.model.shard_model import (
+    MADE,
+    FsdpSettings,
+    Initialization,
+    Ranks,
+    refuse_half,
+    shard_model,
+)
 from zshard.model.summon import own_unit_as_on_rank_0
-from zshard.model.unit_methods import UnitMethods
 from zshard.offload import offload_on
 from zshard.options import (
     CPUOffloadLike,
@@ -62,7 +67,7 @@ if TYPE_CHECKING:
 _M = TypeVar("_M", bound=nn.Module)
 
 
-class FSDP(Fsdp1Methods, UnitMethods, ModelMethods, TorchNames):
+class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
     """Wrap a module for sharded data-parallel training, in place, and return it.
 
     Each rank keeps a shard of the parameters, gradients and optimizer state. The module stays the
@@ -270,6 +275,7 @@ class FSDP(Fsdp1Methods, UnitMethods, ModelMethods, TorchNames):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward. After any exception the model is ready for the next forward."""
+        refuse_ddp_around()
         return call_guarded(self, state_of(self).unit, super().__call__, args, kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

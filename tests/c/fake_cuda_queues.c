@@ -119,6 +119,7 @@ static const struct {
 #define ENTRY(name, version, parameters) {#name, (any_function *)fake_##name, version},
     ZS_CU_CALLS(ENTRY) ZS_CU_OPTIONAL_CALLS(ENTRY)
 #undef ENTRY
+        {"fakeHostStream", (any_function *)fake_host_stream, 0},
         {"cuLaunchHostFunc", (any_function *)fake_cuLaunchHostFunc, 10000},
 };
 

@@ -8,13 +8,13 @@ the leaves up:
         fully_shard(layer)
     fully_shard(model)
 
-Its methods are those of all sharded models (`model/unit_methods.py`).
+Its methods are those of all sharded models (`model/methods.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, overload
 
 import torch.distributed as dist
 from torch import nn
@@ -22,8 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from zshard.fsdp import FSDP
-from zshard.model.methods import register_forward_method
-from zshard.model.unit_methods import UnshardHandle, sharded_modules
+from zshard.model.methods import UnshardHandle, register_forward_method, sharded_modules
 from zshard.offload import Offload, OffloadPolicy, is_offload_policy, offload_of
 from zshard.options import OffloadPolicyLike, PrecisionLike
 from zshard.precision import MixedPrecisionPolicy
@@ -56,48 +55,30 @@ _NO_CASTS = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
 
 
-@overload
-def fully_shard(
-    module: _M,
-    *,
-    mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: PrecisionLike | None = _NO_CASTS,
-    offload_policy: OffloadPolicyLike | None = _NO_OFFLOAD,
-    ignored_params: Iterable[nn.Parameter] | None = None,
-    dp_mesh_dims: object = None,
-    wire: str | Wire | None = None,
-) -> Wrapped[_M]: ...
+class _Arguments(TypedDict, total=False):
+    """The arguments of fully_shard() besides the module, for type checkers."""
+
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None
+    mp_policy: PrecisionLike | None
+    offload_policy: OffloadPolicyLike | None
+    ignored_params: Iterable[nn.Parameter] | None
+    dp_mesh_dims: object
+    wire: str | Wire | None
 
 
 @overload
-def fully_shard(
-    module: list[_M],
-    *,
-    mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: PrecisionLike | None = _NO_CASTS,
-    offload_policy: OffloadPolicyLike | None = _NO_OFFLOAD,
-    ignored_params: Iterable[nn.Parameter] | None = None,
-    dp_mesh_dims: object = None,
-    wire: str | Wire | None = None,
-) -> list[Wrapped[_M]]: ...
+def fully_shard(module: _M, **arguments: Unpack[_Arguments]) -> Wrapped[_M]: ...
+
+
+@overload
+def fully_shard(module: list[_M], **arguments: Unpack[_Arguments]) -> list[Wrapped[_M]]: ...
 
 
 @overload
 def fully_shard(
-    module: tuple[_M, ...],
-    *,
-    mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: PrecisionLike | None = _NO_CASTS,
-    offload_policy: OffloadPolicyLike | None = _NO_OFFLOAD,
-    ignored_params: Iterable[nn.Parameter] | None = None,
-    dp_mesh_dims: object = None,
-    wire: str | Wire | None = None,
+    module: tuple[_M, ...], **arguments: Unpack[_Arguments]
 ) -> tuple[Wrapped[_M], ...]: ...
 
 

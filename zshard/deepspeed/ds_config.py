@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from zshard._errors import stacklevel
+from zshard._errors import warn
 from zshard.deepspeed.keys import (
     MICRO,
     STEPS,
@@ -137,10 +136,9 @@ def settings_of(config: Mapping[str, Any], args: object, world: int, rank: int) 
         )
     for what, names in (("keys", ignored), ("comments", comments)):
         if names and rank == 0:
-            warnings.warn(
+            warn(
                 f"zshard ignores these {what} of the DeepSpeed config, which change no numbers: "
                 + ", ".join(names),
-                stacklevel=stacklevel(),
             )
     return settings
 

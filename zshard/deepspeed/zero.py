@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zshard import _core
-from zshard._errors import stacklevel
+from zshard._errors import warn
 from zshard.guard.slices import ShardParameter, WholeParameter, to_local
 from zshard.model.summon import full_params
 from zshard.units.shards import part_of
@@ -104,11 +103,10 @@ class ZeroInit(contextlib.AbstractContextManager[None]):
     def __enter__(self) -> None:
         if not self._enabled:
             return
-        warnings.warn(
+        warn(
             "zero.Init() builds the model on the meta device: zshard.initialize() calls each "
             "module's reset_parameters() and the model's _init_weights(module), and values that "
             "constructors set otherwise are lost",
-            stacklevel=stacklevel(),
         )
         self._device.__enter__()
 

@@ -109,11 +109,6 @@ def complaint(
             f"{what}A gradient scaler did so that knows no shards, such as torch's "
             "ShardedGradScaler: use zshard.GradScaler, or import ShardedGradScaler from zshard."
         )
-    if plain.startswith("torch.func."):
-        return (
-            f"{what}Use it within `with FSDP.summon_full_params(model):`, on all ranks, or pass "
-            "full tensors: model.state_dict(), zshard.full_tensor(t.detach())."
-        )
     if not torch.is_grad_enabled():
         what += _IN_AN_OPTIMIZER + " "
     if plain in _NORMS:

@@ -19,9 +19,16 @@ from torch import nn
 
 from zshard import _core
 from zshard.guard.slices import plain
-from zshard.model.build import last_writes, sync_buffers
-from zshard.model.shard_model import ShardingPlan
-from zshard.units.units import ATTRIBUTE, Hook, is_apart, state_of, units_of, without_memory
+from zshard.model.shard_model import ShardingPlan, introduce, sync_buffers
+from zshard.units.units import (
+    ATTRIBUTE,
+    Hook,
+    is_apart,
+    state_of,
+    units_of,
+    without_memory,
+    writing,
+)
 from zshard.wrap import CustomPolicy, plan_units
 from zshard.wrap.late_parameters import watch
 
@@ -77,7 +84,8 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         watch(copied.module, has_others)
     if own.spare is not None:
         state_of(copied.module).spare = own.spare.like(copied.module)
-    with last_writes(copied.module):
+    introduce(copied.module)
+    with writing([state_of(copied.module).unit]):
         for unit, module in copied.units:
             _copy_shards(unit, state_of(module).unit)
     return copied.module

@@ -1,27 +1,29 @@
 """Shard a model: one object that knows its units and parameters, and five calls on it.
 
 Plan, agree, check memory, build, publish. Nothing changes until every rank has found that it can
-continue, so an error leaves the module unchanged.
+continue, so an error leaves the module unchanged. A unit's module stays the same object with the
+same parameters and names; its class becomes a subclass of (FSDP, its class).
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core
-from zshard.guard.draws import keep_generator
+from zshard.guard.outside import tell_of_barriers
 from zshard.memory.dry_run import Planned, calls_of, parts_to_guard
 from zshard.memory.fits import MemoryLimit, Sharing, check_fits
 from zshard.memory.spare import Spare, keep_between, watch_first_steps, words_of
-from zshard.model.build import class_for, core_unit, last_writes, sync_buffers
 from zshard.offload import set_offload
+from zshard.optim.state_registry import meet
 from zshard.precision import cast_buffers, drop_root_casts, install_casts, install_kept
 from zshard.ranks.agreement import PublicCall, check_agreement, on_all_ranks, told_to_all_ranks
 from zshard.ranks.groups import resolve_groups
@@ -40,13 +42,16 @@ from zshard.units.units import (
     is_unit,
     known_hooks,
     state_of,
+    units_of,
 )
 from zshard.wrap.extensions import EXTENSIONS
-from zshard.wrap.initial_values import InitialValues, check_unit, facts_of
+from zshard.wrap.initial_values import InitialValues, check_unit, dtypes_of, facts_of, names_of
 from zshard.wrap.late_parameters import watch
 from zshard.wrap.meta import Init, Materializer, check_in_forward
 from zshard.wrap.tree import UnitSpec
 
+MADE = "_zshard_made"
+"""An attribute of the classes that class_for() makes, which are no subclasses to a model."""
 _HALF = "_zshard_half"  # marks a model while it is being sharded, or after that failed
 
 
@@ -168,7 +173,6 @@ class ShardingPlan:
         self.group_given = ranks.group_given
         by_default = ranks.process_group is None and ranks.device_mesh is None
         self.is_alone = by_default and not dist.is_initialized()
-        keep_generator(self.comms.all)
 
     def _kept_comms(self, comms: Comms) -> Comms:
         """Whether to keep copies between steps is one choice for the entire model: inner units that
@@ -288,8 +292,10 @@ class ShardingPlan:
         watch_first_steps(module, limit, self.sharing, ranks.device)
         if self.options.keep.measured:
             state_of(module).spare = Spare(module, limit, self.sharing)
-        with last_writes(module):
-            pass  # the units have their values: only publish that they are complete
+        introduce(module)
+        engine = state_of(module).unit.engine
+        engine.begin_write()  # the values are complete
+        engine.end_write()
 
 
 @contextlib.contextmanager
@@ -307,3 +313,81 @@ def refuse_half(module: nn.Module) -> None:
             f"an earlier FSDP() of this {type(module).__name__} failed after it had begun to "
             "shard it: build the model again, on all ranks"
         )
+
+
+# --- parts of a model ----------------------------------------------------------------------------
+
+
+def core_unit(engine: _core.Engine, spec: UnitSpec, options: Options) -> _core.Unit:
+    """Make the unit; its module does not refer to it yet."""
+    params = [ref.param for ref in spec.params]
+    places = [
+        (i, owner._parameters, attribute)
+        for i, ref in enumerate(spec.params)
+        for owner, attribute in ref.owners
+    ]
+    kind = options.strategy.in_group.value
+    dtypes = dtypes_of(spec, options)
+    return _core.Unit(engine, spec.name, kind, names_of(spec), params, places, *dtypes)
+
+
+_classes: dict[tuple[type[nn.Module], type[nn.Module]], type[Any]] = {}
+
+
+def class_for(base: type[nn.Module], original: type[nn.Module]) -> type[Any]:
+    """Return the class of a unit whose module is of class `original`; base: FSDP. Raises TypeError
+    if no such class can exist."""
+    if (base, original) not in _classes:
+
+        def make_plain(cls: type, *args: object, **kwargs: object) -> Any:
+            """Return the result of type(model)(...), as a container creates it when it is
+            sliced."""
+            return original(*args, **kwargs)
+
+        # Libraries look classes up by __name__ (transformers: is this a causal language model?).
+        name, shown = original.__name__, f"FSDP{original.__qualname__}"
+        names = {"__module__": original.__module__, "__qualname__": shown, "__new__": make_plain}
+        names[MADE] = True
+        for each in EXTENSIONS:
+            names |= each.methods(original)
+        _classes[base, original] = type(name, (base, original), names)
+    return _classes[base, original]
+
+
+def introduce(module: nn.Module) -> None:
+    """Make a new model known to other ranks, which may evaluate with its shards after its next
+    write."""
+    state = state_of(module)
+    meet(module, state.comms.shards)
+    tell_of_barriers(state)
+
+
+def sync_buffers(module: nn.Module, when: BufferSync) -> None:
+    """Broadcast a model's buffers from rank 0 at the start of its forwards. A script may replace
+    buffers, so each pass broadcasts the modules' current ones."""
+    state = state_of(module)
+    state.sync_buffers = when
+    if state.comms.all.world == 1:
+        return
+    root, engine = weakref.ref(module), state.unit.engine
+    comms, in_training = state.comms, when == "training"
+
+    def set_buffers() -> None:
+        model = root()
+        if model is not None:
+            inner = [unit for unit, each in units_of(model) if is_apart(each, comms)]
+            apart = {id(buffer) for unit in inner for buffer in unit.buffers()}
+            engine.sync_buffers([b for b in model.buffers() if id(b) not in apart], in_training)
+
+    for _, each in units_of(module):
+        if not is_apart(each, comms):
+            each.unit.buffers = set_buffers
+    set_buffers()  # a rank without data takes part in join() before a forward of its own
+
+
+def broadcast_buffers(module: nn.Module) -> None:
+    """Broadcast buffers as the next training forward would, for evaluations before it.
+    Collective."""
+    state = state_of(module)
+    if state.sync_buffers and state.comms.all.world > 1:
+        state.unit.engine.broadcast_buffers()
