@@ -31,7 +31,7 @@ from zshard.model.shard_model import (
     shard_model,
 )
 from zshard.model.summon import own_unit_as_on_rank_0
-from zshard.offload import offload_on
+from zshard.offload import offload_of, offload_on, parse_offload
 from zshard.options import (
     CPUOffloadLike,
     DeviceLike,
@@ -44,9 +44,8 @@ from zshard.options import (
     WrapPolicyLike,
     check_environment,
     check_use_orig_params,
+    either,
     one_device,
-    one_offload,
-    one_strategy,
     prefetch_of,
     unit_options,
 )
@@ -55,6 +54,7 @@ from zshard.ranks.devices import CPU, device_of
 from zshard.ranks.nccl import NcclOptions
 from zshard.ranks.wire import Wire, check_wire
 from zshard.state.module import refuse_strange_slices, whole_state_dict
+from zshard.strategy import strategy_of
 from zshard.units.open_forwards import call_guarded
 from zshard.units.shards import sizes_for_torch
 from zshard.units.units import BufferSync, Options, is_unit, modules_of, state_of
@@ -127,19 +127,16 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
             offload policy. On CPU ranks it has no effect, since everything is in host memory.
             Default: None. Pass only one of `offload` and `cpu_offload`.
         memory_limit: the bytes that zshard may allocate on this rank, as a number or a string such
-            as "12GiB". "auto" (the default): on a CPU, what the host's MemAvailable, the control
-            groups and the process's limits leave to it, divided among the ranks that share them;
-            on a GPU, the free GPU memory. None: no check. A model that needs more raises
-            MemoryError on all ranks, which lists settings that fit; a model that fits, but not
-            with Adam's state, is a warning. Data that is offloaded to disk does not count.
+            as "12GiB". "auto" (the default): on a CPU, what the host, the control groups and the
+            process's limits leave to it, divided among the ranks that share them; on a GPU, the
+            free GPU memory. None: no check. A model that needs more is a MemoryError on all ranks,
+            which lists settings that fit; one that fits, but not with Adam's state, a warning.
         keep_gathered: which units stay gathered from forward to backward instead of being gathered
-            twice, where an all-gather moves bytes (not over "shm"). More memory, less
-            traffic, bit-identical results. "auto" (the default): where all-gathers cross hosts, as
-            many as fit into what memory_limit leaves after the first steps, the least of all ranks;
-            nothing on one host, on GPUs, or with memory_limit=None. True: all. False: none. A
-            number of bytes, or a string such as "2GiB": up to so many bytes of full parameters. The
-            last units of the forward stay first. Of nested calls, the outermost's argument applies
-            to the whole model. Units with a reshard_after_forward of their own keep that.
+            twice (not over "shm", where a gather moves nothing): more memory, less traffic,
+            bit-identical results. "auto" (the default): where all-gathers cross hosts, as many as
+            fit into what memory_limit leaves after the first steps; nothing on one host, on GPUs,
+            or with memory_limit=None. True: all. False: none. A number of bytes, or a string such
+            as "2GiB": up to so many bytes of full parameters. The outermost call's argument counts.
 
     Initialization:
 
@@ -235,13 +232,16 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         check_use_orig_params(use_orig_params)
         check_module(module)
         refuse_half(module)
-        device = device_of(module, one_device(device_id, device_ids))
+        device = device_of(module, either(device_id=device_id, device_ids=one_device(device_ids)))
         prefetches = forward_prefetch or device != CPU  # on GPUs a late gather stalls the GPU
+        chosen = either(strategy=strategy, sharding_strategy=sharding_strategy)
         options = Options(
-            one_strategy(strategy, sharding_strategy),
+            strategy_of("full_shard" if chosen is None else chosen),
             precision_of(mixed_precision),
             prefetch_of(backward_prefetch, prefetches, limit_all_gathers),
-            offload_on(one_offload(offload, cpu_offload), device),
+            offload_on(
+                either(offload=parse_offload(offload), cpu_offload=offload_of(cpu_offload)), device
+            ),
             wire=check_wire(wire, device),
         )
         check_environment(options)

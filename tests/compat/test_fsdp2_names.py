@@ -252,7 +252,5 @@ print("right")
 
 
 def test_torchs_fully_shard_works_beside_zshards():
-    done = subprocess.run(
-        [sys.executable, "-c", BOTH], capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", BOTH], capture_output=True, text=True, timeout=120)
     assert done.stdout == "right\n", done.stderr

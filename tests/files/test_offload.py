@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from meshes import mesh_of
 from models import CASES, differences, loss_of, make, make_optimizer, train
-from offloaded import CACHE, KINDS, Wide, compare_wide, steps, to, wide
+from offloaded import KINDS, Wide, compare_wide, steps, to, wide
 from scenarios import message_of
 from spawn import run_ranks
 from torch import nn

@@ -120,16 +120,12 @@ def fully_shard(
             Default: None, all ranks; under torchrun zshard initializes the default process group if
             the script has not.
         reshard_after_forward: True: reshard the parameters after forward ("full_shard"). False:
-            keep them unsharded until backward ("shard_grad_op"). None (the default): as True;
-            FSDP2 makes an exception for the outermost module, which zshard does not need: over shm
-            resharding is free, and over c10d the outermost module always stays unsharded. An int:
-            the size of a shard group, for example the number of ranks on a host, which must divide
-            the number of ranks; each group keeps secondary shards, from which forward and backward
-            gather ("hybrid_full"; FSDP2 and ZeRO++ do this for the backward only). It has no
-            effect over shm, where all ranks read the shards in place. The innermost call decides
-            for all modules around it. With None, a unit stays unsharded where gathers cross hosts
-            and memory is left after the first steps (FSDP's keep_gathered="auto"); True prevents
-            that.
+            keep them unsharded until backward ("shard_grad_op"). None (the default): as True, but a
+            unit stays unsharded where gathers cross hosts and memory is left after the first steps
+            (FSDP's keep_gathered="auto"). An int: the size of a shard group, for example the number
+            of ranks on a host, which must divide the number of ranks; each group keeps secondary
+            shards, from which forward and backward gather ("hybrid_full"). It has no effect over
+            shm. The innermost call decides for all modules around it.
         ignored_params: parameters that zshard leaves alone, on every rank. Default: None.
         dp_mesh_dims: not supported, since zshard takes no DTensors. Must be None (the default).
         shard_placement_fn: not supported, since zshard shards each unit as one flat buffer. Must be
@@ -149,18 +145,7 @@ def fully_shard(
             zshard.Offload. On CPU ranks the policies have no effect, since everything is in host
             memory. Default: no offload.
 
-    Returns:
-        `module` itself: the same module, list or tuple. A type checker sees FSDP's methods, takes
-        all other attributes as Any, and accepts the result where the module's own class is
-        expected.
-
-    Raises:
-        TypeError, ValueError: an argument is invalid, or the module cannot be sharded; the message
-            names the argument or the parameter.
-        NotImplementedError: an argument asks for a feature that zshard does not support.
-        DivergenceError: the ranks' models or arguments differ (on every rank).
-        MemoryError: the model exceeds the memory of this rank (on every rank).
-        PeerError: another rank exited. PeerTimeoutError: another rank did not arrive in time.
+    Returns `module` itself: the same module, list or tuple. Raises what FSDP() does.
     """
     if isinstance(module, list | tuple):
         for each in module:

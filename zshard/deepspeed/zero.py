@@ -20,6 +20,7 @@ from zshard import _core
 from zshard._errors import warn
 from zshard.guard.slices import ShardParameter, WholeParameter, to_local
 from zshard.model.summon import full_params
+from zshard.ranks.agreement import take_from
 from zshard.units.shards import part_of
 from zshard.units.units import State
 
@@ -148,9 +149,16 @@ def GatheredParameters(
     states = _states_of(wanted) if enabled else []
     with full_params(states, writeback=modifier_rank is not None):
         yield
-        if modifier_rank is not None:
-            for state in states:
-                _take_from(state, modifier_rank)
+        if modifier_rank is None:
+            return
+        for state in states:
+            comm = state.comms.all
+            if not 0 <= modifier_rank < comm.world:
+                raise ValueError(
+                    f"modifier_rank={modifier_rank} is out of range for world size {comm.world}"
+                )
+            for param in state.unit.params if comm.world > 1 else ():
+                take_from(modifier_rank, comm, param.detach())
 
 
 def _states_of(params: list[Tensor]) -> list[State]:
@@ -158,16 +166,3 @@ def _states_of(params: list[Tensor]) -> list[State]:
     parameters."""
     parts = filter(None, map(part_of, params))
     return list(dict.fromkeys(state for part in parts if (state := part.state) is not None))
-
-
-def _take_from(state: State, rank: int) -> None:
-    """Give all ranks one rank's values of the unit's full parameters. Collective."""
-    comm = state.comms.all
-    if not 0 <= rank < comm.world:
-        raise ValueError(f"modifier_rank={rank} is out of range for world size {comm.world}")
-    with torch.no_grad():
-        for param in state.unit.params if comm.world > 1 else ():
-            values = param.detach().contiguous().cpu()
-            if values.numel():
-                comm.broadcast(values, rank)
-                param.copy_(values)

@@ -162,21 +162,19 @@ def _misfit(name: str, parts: Sequence[Any], args: Sequence[Any]) -> str:
 def refused_draw(func: Callable[..., Any], part: Part) -> str:
     """Return the message for random numbers whose range may derive from a shard's size."""
     name = func.__name__.removeprefix("_no_grad_")
-    return (
-        f"{name}() got numbers for a shard of '{part.name}', after the script asked for its size, "
-        f"which is {part.root.local_shape} on this rank. Numbers computed from it would be wrong: "
-        f"the full shape is {part.root.shape}. {_INITIALIZE} Or ask "
-        "zshard.shard_info(p)['shape']."
-    )
+    return _after_size(f"{name}() got numbers for a shard of '{part.name}'", part)
 
 
 def refused_index(part: Part) -> str:
     """Return the message for the index of one element, which may derive from a shard's size."""
+    return _after_size(f"one element of a shard of '{part.name}' was set by its index", part)
+
+
+def _after_size(what: str, part: Part) -> str:
     return (
-        f"one element of a shard of '{part.name}' was set by its index after the script asked "
-        f"for the shard's size, which is {part.root.local_shape} on this rank. An index computed "
-        f"from it would be wrong: the full shape is {part.root.shape}. {_INITIALIZE} Or ask "
-        "zshard.shard_info(p)['shape']."
+        f"{what}, after the script asked for the shard's size, which is {part.root.local_shape} on "
+        "this rank. What is computed from it would be wrong: the full shape is "
+        f"{part.root.shape}. {_INITIALIZE} Or ask zshard.shard_info(p)['shape']."
     )
 
 

@@ -21,7 +21,7 @@ from zshard.guard.slices import plain
 from zshard.optim.announce import Act, Joined, options_of
 from zshard.optim.clip import clip_by, norm_over_ranks
 from zshard.optim.in_backward import is_stepped_in_backward
-from zshard.ranks.agreement import check_agreement, on_all_ranks
+from zshard.ranks.agreement import check_agreement, on_all_ranks, take_from
 from zshard.units.shards import part_of, units_stepped_by
 from zshard.units.units import is_apart, is_unit, state_of, units_of
 
@@ -247,7 +247,7 @@ class _Follower(Joined):
         )
         if state_of(self.model).sync_buffers:  # as DDP does: the highest rank of them
             for buffer in self.model.buffers():
-                _copy(comm, buffer, latest)
+                take_from(latest, comm, buffer.detach())
         if comm.rank != leader:
             self._take(*theirs)
 
@@ -256,11 +256,3 @@ class _Follower(Joined):
             self._set_options(number, each)
         for other, state in zip(self.others, others, strict=True):
             other.load_state_dict(state)
-
-
-def _copy(comm: _core.Comm, tensor: Tensor, leader: int) -> None:
-    """Set a tensor to the leading rank's values."""
-    values = tensor.detach().cpu().contiguous().clone()
-    comm.broadcast(values, leader)
-    if comm.rank != leader:
-        tensor.copy_(values)

@@ -73,13 +73,10 @@ class ModelMethods(nn.Module):
             norm_type: the order of the norm, a positive number or inf. Default: 2.0.
             error_if_nonfinite: raise an error if the norm is NaN or infinite. Default: False.
 
-        Returns:
-            The norm before scaling, a 0-dim tensor, bit-identical on all ranks.
-
-        Raises:
-            RuntimeError: the norm is NaN or infinite and `error_if_nonfinite` is set; parameters
-                are stepped in backward; or the script replaced a sharded parameter's .grad.
-            ValueError: `norm_type` is not positive.
+        Returns the norm before scaling, a 0-dim tensor, bit-identical on all ranks.
+        Raises RuntimeError if the norm is NaN or infinite and `error_if_nonfinite` is set, if
+        parameters are stepped in backward, or if the script replaced a sharded parameter's .grad;
+        ValueError if `norm_type` is not positive.
         """
         return clip_grad_norm(list(self.parameters()), max_norm, norm_type, error_if_nonfinite)
 
@@ -90,26 +87,21 @@ class ModelMethods(nn.Module):
         backward.
 
         Args:
-            optimizers: zshard.AdamW, Adam or SGD. Together they may cover all parameters of this
-                module or some; their param groups are read now. Other parameters keep their
-                `.grad` for optimizer.step().
+            optimizers: zshard.AdamW, Adam or SGD, over all parameters of this module or some. Other
+                parameters keep their `.grad` for optimizer.step().
 
-        After a backward, stepped parameters have no `.grad`, and their values are bit-identical to
-        those of an optimizer.step() after the backward. Options are read when a unit is stepped, so
-        set learning rates before backward. Each backward is a step; within no_sync() nothing is
-        stepped, and the next backward outside steps with the sum. optimizer.step() still steps
-        every parameter with a `.grad`: none, if all are stepped in backward, so training loops and
-        schedulers that call it need no change. Hooks of register_post_accumulate_grad_hook run
+        After a backward, stepped parameters have no `.grad` and the values that optimizer.step()
+        would give them, to the bit. Set learning rates before backward. Within no_sync() nothing is
+        stepped; the next backward outside steps with the sum. optimizer.step() steps what has a
+        `.grad`, so training loops need no change. Hooks of register_post_accumulate_grad_hook run
         before the step and may modify `.grad` in place.
 
-        Memory: gradients occupy a slot (`memory()["slots"]`) between reduction and step. A unit is
-        stepped while backward runs if every rank called its module exactly once since the last
-        backward and it has no frozen sharded parameters; other units are stepped at the end of
-        backward, when no rank reads them any more.
+        A unit is stepped while backward runs if every rank called its module exactly once since the
+        last backward and it has no frozen sharded parameters; other units at the end of backward.
 
-        If a backward raises, some units may have been stepped (the same ones on all ranks by the
-        next forward): resume from a checkpoint. Clipping by norm, GradScaler, and a parameter
-        whose part of the graph is needed again after its step are a RuntimeError.
+        If a backward raises, some units may have been stepped: resume from a checkpoint. Clipping
+        by norm, GradScaler, and a parameter whose part of the graph is needed again after its step
+        are a RuntimeError.
 
         Returns a handle with remove(). Raises TypeError for other optimizers; ValueError if none of
         the parameters belong to this module; RuntimeError if a parameter has a `.grad` or is
@@ -129,9 +121,8 @@ class ModelMethods(nn.Module):
 
         Args:
             what: "now" (the default): what zshard holds now. "peak": the maximum of each part, and
-                of their total, since the model was wrapped (including unshard() and the gradients
-                of no_sync()). "predicted": what a step takes with the current settings, if modules
-                run in the order in which they are registered.
+                of their total, since the model was wrapped. "predicted": what a step takes with the
+                current settings, if modules run in the order in which they are registered.
 
         Returns:
             A dict of bytes:
@@ -139,23 +130,17 @@ class ModelMethods(nn.Module):
             "shards", "grads", "slots", "buckets": parameters, gradients, gathered full parameters,
                 and gradients on their way to the reduction.
             "kept": the secondary shards of zero1 and hybrid_full, which stay between steps.
-            "transport": buffers of the transport (c10d: what is sent and received; shm: the ranks'
-                mailboxes). They are allocated once per process group and serve all its models, so
-                do not add them up over models. "predicted" counts those of a new transport.
+            "transport": buffers of the transport, which all models of a process group share.
             "optimizer": the state of this module's parameters in all optimizers that have made a
                 step. "predicted": Adam's state, until an optimizer has made one.
-            "offloaded": what an Offload keeps in files, or for a GPU in host memory. It is not part
-                of the other numbers.
+            "offloaded": what an Offload keeps in files, or for a GPU in host memory.
             "total": the sum of the parts, without "offloaded".
 
-            All parts but "optimizer" are those of the whole model. Units below this module that
-            have a process group of their own are counted, too ("peak": with their own peaks). A
-            step's memory is reserved before the first step, so "now" equals "predicted" except for
-            the optimizer's state. Memory counts once it is reserved; the system provides it when it
-            is first touched.
+            All parts but "optimizer" are those of the whole model, with units that have a process
+            group of their own. Memory is reserved before the first step, so "now" equals
+            "predicted" except for the optimizer's state.
 
-        Raises:
-            ValueError: `what` is something else.
+        Raises ValueError if `what` is something else.
         """
         return memory_of(self, what)
 

@@ -21,10 +21,9 @@ from zshard import _core
 from zshard.guard.slices import plain
 from zshard.guard.whole_values import joined
 from zshard.optim.step_digest import sum_of_bits
-from zshard.ranks.agreement import gather_bytes
+from zshard.ranks.agreement import gather_bytes, take_from
 from zshard.units.shards import part_of
 from zshard.units.units import State, state_of, units_of
-from zshard.wrap.initial_values import take_from_rank_0
 
 _NONE, _SLICE, _LOCAL = range(3)
 
@@ -117,7 +116,7 @@ def own_unit_as_on_rank_0(module: nn.Module) -> Iterator[None]:
     with full_params([state]):
         yield
         for param in state.unit.params if comm.world > 1 else ():
-            take_from_rank_0(comm, param.detach())
+            take_from(0, comm, param.detach())
 
 
 @contextlib.contextmanager
