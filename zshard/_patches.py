@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,10 @@ from torch.autograd.variable import Variable
 from torch.distributed import distributed_c10d
 from torch.nn.utils import clip_grad
 
-from zshard import grad_scaler
+from zshard import _core, grad_scaler
 from zshard._errors import warn
-from zshard.guard import autograd, draws, handlers, outside
+from zshard.guard import draws, handlers, outside
+from zshard.guard.plain import is_tracing
 from zshard.optim import clip, hooks
 from zshard.state import optimizer
 from zshard.wrap import late_parameters
@@ -62,12 +63,27 @@ class _Patch(NamedTuple):
     places: tuple[_TorchPlace, ...]
 
 
+class AutogradEngine(torch._C._ImperativeEngine):
+    """torch's engine, but before each backward the core finds where it enters the units of
+    models. torch.autograd.backward(), torch.autograd.grad() and torch.func all call it."""
+
+    def run_backward(self, roots: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
+        """Run a backward from `roots`, tensors or GradientEdges."""
+        if not is_tracing():  # a traced graph has no values and does not run
+            _core.before_backward(roots)
+        return super().run_backward(roots, *args, **kwargs)
+
+
+def _install_engine() -> None:
+    Variable._execution_engine = AutogradEngine()
+
+
 _OPTIMIZER = torch.optim.Optimizer
 
 _PATCHES = (
     _Patch(
         "backward does not find the units that it needs, and fails on sharded parameters",
-        autograd.install,
+        _install_engine,
         # torch has no hook for the start of a backward.
         (_TorchPlace(Variable, "_execution_engine"),),
     ),

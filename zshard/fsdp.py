@@ -31,7 +31,7 @@ from zshard.model.shard_model import (
     shard_model,
 )
 from zshard.model.summon import own_unit_as_on_rank_0
-from zshard.offload import offload_of, offload_on, parse_offload
+from zshard.offload import offload_of, offload_on
 from zshard.options import (
     CPUOffloadLike,
     DeviceLike,
@@ -240,7 +240,10 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
             precision_of(mixed_precision),
             prefetch_of(backward_prefetch, prefetches, limit_all_gathers),
             offload_on(
-                either(offload=parse_offload(offload), cpu_offload=offload_of(cpu_offload)), device
+                either(
+                    offload=offload_of(offload), cpu_offload=offload_of(cpu_offload, "cpu_offload")
+                ),
+                device,
             ),
             wire=check_wire(wire, device),
         )

@@ -19,10 +19,8 @@ __all__ = [
     "CPUOffloadPolicy",
     "Offload",
     "OffloadPolicy",
-    "is_offload_policy",
     "offload_of",
     "offload_on",
-    "parse_offload",
     "set_offload",
 ]
 
@@ -114,44 +112,27 @@ class CPUOffloadPolicy(OffloadPolicy):
 # --- parsing --------------------------------------------------------------------------------------
 
 
-def parse_offload(given: object) -> Offload | None:
-    """Return the Offload that `given` is, or one for the directory that it names. None: everything
-    stays in memory.
-
-    Raises TypeError for anything else.
-    """
+def offload_of(given: object, argument: str = "offload") -> Offload | None:
+    """Return the Offload that an argument means: an Offload, a directory, a bool, or a CPUOffload
+    or an offload policy, zshard's or torch's. None: everything stays in memory. Raises TypeError
+    for anything else."""
+    if given is None or isinstance(given, Offload):
+        return given
     if isinstance(given, str | os.PathLike):
         return Offload(directory=given)
-    if given is not None and not isinstance(given, Offload):
-        raise TypeError(f"offload must be a zshard.Offload or a directory, got {given!r}")
-    return given
-
-
-def offload_of(cpu_offload: object) -> Offload | None:
-    """Translate a bool, a CPUOffload or an offload policy, zshard's or torch's. None: everything
-    stays in memory. Raises TypeError for anything else."""
-    if cpu_offload is None or isinstance(cpu_offload, Offload):
-        return cpu_offload
-    if isinstance(cpu_offload, bool):
-        return Offload() if cpu_offload else None
-    params = getattr(cpu_offload, "offload_params", None)
-    if isinstance(params, bool):
-        return Offload(grads=True) if params else None
-    if is_offload_policy(cpu_offload):
-        return Offload(grads=True) if _is_a(cpu_offload, "CPUOffloadPolicy") else None
-    raise TypeError(
-        "cpu_offload must be a bool, torch's CPUOffload or CPUOffloadPolicy, or a zshard.Offload, "
-        f"got {cpu_offload!r}"
-    )
-
-
-def is_offload_policy(given: object) -> bool:
-    """Return whether this is an offload policy, zshard's or torch's."""
-    return _is_a(given, "OffloadPolicy")
-
-
-def _is_a(given: object, name: str) -> bool:
-    return any(cls.__name__ == name for cls in type(given).__mro__)
+    if isinstance(given, bool):
+        return Offload() if given else None
+    kinds = {cls.__name__ for cls in type(given).__mro__}
+    if "CPUOffload" in kinds:
+        moves = bool(getattr(given, "offload_params", False))
+    elif "OffloadPolicy" in kinds:
+        moves = "CPUOffloadPolicy" in kinds
+    else:
+        raise TypeError(
+            f"{argument} must be a zshard.Offload, a directory, a bool, or torch's CPUOffload or "
+            f"OffloadPolicy, got {given!r}"
+        )
+    return Offload(grads=True) if moves else None
 
 
 def offload_on(offload: Offload | None, device: str) -> Offload | None:

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zshard.fsdp import FSDP
 from zshard.model.methods import UnshardHandle, register_forward_method, sharded_modules
-from zshard.offload import Offload, OffloadPolicy, is_offload_policy, offload_of
+from zshard.offload import OffloadPolicy, offload_of
 from zshard.options import OffloadPolicyLike, PrecisionLike
 from zshard.precision import MixedPrecisionPolicy
 from zshard.ranks.groups import block_of, column_of, resolve_groups
@@ -174,7 +174,6 @@ def fully_shard(
             "fully_shard(dp_mesh_dims=...) is not supported: zshard takes no DTensors; omit it, "
             "and pass mesh= the dimensions to shard (and replicate) over, such as mesh['shard']"
         )
-    offload = _offload(offload_policy)
     hybrid = _dimensions(mesh) == 2
     groups = _groups_to_keep_in(reshard_after_forward, mesh, hybrid)
     sharded = FSDP(
@@ -183,7 +182,7 @@ def fully_shard(
         strategy=_strategy(reshard_after_forward, hybrid) if groups is None else "hybrid_full",
         device_mesh=mesh if groups is None else None,
         mixed_precision=mp_policy,
-        offload=offload,
+        offload=offload_of(offload_policy, "offload_policy"),
         auto_wrap_policy=None,
         ignored_states=_params(ignored_params),
         param_init_fn=reset_or_leave,
@@ -260,16 +259,6 @@ def _strategy(reshard_after_forward: bool | int | None, hybrid: bool) -> Shardin
     if keep:
         return ShardingStrategy.HYBRID_SHARD_ZERO2 if hybrid else ShardingStrategy.SHARD_GRAD_OP
     return ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD
-
-
-def _offload(policy: object) -> Offload | None:
-    if policy is None or isinstance(policy, Offload):
-        return policy
-    if not is_offload_policy(policy):
-        raise TypeError(
-            f"offload_policy must be an OffloadPolicy or a zshard.Offload, got {policy!r}"
-        )
-    return offload_of(policy)
 
 
 def _params(ignored: Iterable[nn.Parameter] | None) -> list[nn.Parameter]:

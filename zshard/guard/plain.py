@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, _guards
 
 from zshard import _core
 from zshard.guard.rules import Operation
@@ -22,6 +22,7 @@ __all__ = [
     "Operation",
     "guard_like",
     "guarded",
+    "is_tracing",
     "plain",
     "run_plain",
     "slices_among",
@@ -46,6 +47,12 @@ class plain(contextlib.ContextDecorator):
 
     def _recreate_cm(self) -> plain:
         return plain()  # recursive calls and threads each need their own
+
+
+def is_tracing() -> bool:
+    """Return whether torch is tracing for the compiler on this thread. The public is_compiling() is
+    True on all threads."""
+    return _guards.TracingContext.try_get() is not None
 
 
 def guarded(call: Operation) -> Operation:
