@@ -9,8 +9,6 @@ import os
 import sys
 import warnings
 
-__all__ = ["CheckpointError", "ShardError", "warn"]
-
 
 class CheckpointError(ValueError):
     """A checkpoint is damaged, unfinished or invalid; the message names the file and, where

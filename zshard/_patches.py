@@ -31,8 +31,6 @@ from zshard.optim import clip, hooks
 from zshard.state import optimizer
 from zshard.wrap import late_parameters
 
-__all__ = ["install"]
-
 
 class _TorchPlace(NamedTuple):
     """An attribute of an object in torch."""

@@ -22,14 +22,7 @@ from zshard.memory.fits import parse_limit
 from zshard.memory.spare import parse_keep
 from zshard.model.copy import copy_model
 from zshard.model.methods import ModelMethods
-from zshard.model.shard_model import (
-    MADE,
-    FsdpSettings,
-    Initialization,
-    Ranks,
-    refuse_half,
-    shard_model,
-)
+from zshard.model.shard_model import MADE, FsdpSettings, refuse_half, shard_model
 from zshard.model.summon import own_unit_as_on_rank_0
 from zshard.offload import offload_of, offload_on
 from zshard.options import (
@@ -254,9 +247,11 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         ignored = split_ignored(ignored_modules, ignored_states)
         specs = plan_units(module, auto_wrap_policy, *ignored)
         planned = [(spec, unit_options(spec, options)) for spec in specs]
-        ranks = Ranks(device, process_group, device_mesh, transport, timeout)
-        values = Initialization(param_init_fn, sync_module_states, forward_sync_buffers, ignored[0])
-        shard_model(FSDP, module, planned, FsdpSettings(ranks, values, limit))
+        settings = FsdpSettings(
+            *(device, process_group, device_mesh, transport, timeout, param_init_fn),
+            *(sync_module_states, forward_sync_buffers, ignored[0], limit),
+        )
+        shard_model(FSDP, module, planned, settings)
         return cast("Wrapped[_M]", module)
 
     def __init_subclass__(cls, **kwargs: object) -> None:

@@ -14,16 +14,6 @@ from dataclasses import dataclass
 from zshard import _core
 from zshard.ranks.devices import CPU
 
-__all__ = [
-    "CPUOffload",
-    "CPUOffloadPolicy",
-    "Offload",
-    "OffloadPolicy",
-    "offload_of",
-    "offload_on",
-    "set_offload",
-]
-
 
 @dataclass(frozen=True)
 class Offload:
@@ -37,16 +27,14 @@ class Offload:
             over the model.
         directory: directory for this rank's files. They are unnamed and vanish with the process.
             Ranks that share memory (shm) need a directory that all of them see. None: the memory
-            of the GPU's host, pinned and mapped, so that tensors remain CUDA tensors and the
-            optimizer's step streams them through the GPU. On CPU ranks None has no effect.
+            of the GPU's host, pinned and mapped; on CPU ranks, no effect.
         cache: bytes per rank of offloaded data that may stay in memory while not in use; half of it
             is for prefetching. Allow about three shards of the largest unit, or computation waits
             for the disk. Applies to the whole process: the last value set counts.
 
-    Files are memory-mapped, so parameters and state tensors can be read and written like any
-    other. Steps of zshard's optimizers use direct I/O, with buffers that count towards `cache`,
-    unless the file system does not support it or ZSHARD_OFFLOAD_DIRECT=0 is set when the model is
-    wrapped. Results are bit-identical to those of the same model in memory.
+    Files are memory-mapped, so parameters and state can be read and written like any other tensor.
+    Steps of zshard's optimizers use direct I/O where the file system supports it, unless
+    ZSHARD_OFFLOAD_DIRECT=0 is set. Results are bit-identical to those in memory.
 
     Raises ValueError for a fraction or cache out of range, TypeError for an invalid directory.
     FSDP(...) raises NotImplementedError for a directory with a model on a GPU.

@@ -45,10 +45,9 @@ class _FoundByInstance(type):
 class DistributedDataParallel(FSDP, metaclass=_FoundByInstance):
     """Wrap a module for data-parallel training, as torch.nn.parallel.DistributedDataParallel.
 
-    Every rank keeps all parameters; gradients are averaged. The result is that of FSDP(module,
-    strategy="no_shard"): the module itself, so state dicts have no `module.` prefix, and
-    `model.module` is the model as an instance of its own class. isinstance(model,
-    DistributedDataParallel) is true for all models that zshard has wrapped.
+    The result is that of FSDP(module, strategy="no_shard"): the module itself, so state dicts have
+    no `module.` prefix. isinstance(model, DistributedDataParallel) is true for all models that
+    zshard has wrapped.
 
     Collective: call it on all ranks, with the same model and arguments.
 

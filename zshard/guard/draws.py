@@ -23,8 +23,6 @@ from zshard.guard.words import refused_draw
 from zshard.ranks.agreement import bytes_of
 from zshard.units.shards import Part, asked_for_size
 
-__all__ = ["HANDLERS", "INITS", "install"]
-
 INITS = ("_no_grad_trunc_normal_", "kaiming_normal_")
 """Functions of torch.nn.init that run on full tensors, and do not ask the class of a tensor."""
 

@@ -34,8 +34,6 @@ from zshard.guard.slices import (
 from zshard.guard.words import refused_grad_dtype, refused_index
 from zshard.units.shards import Part, _parts, asked_for_size, part_of
 
-__all__ = ["set_guard"]
-
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 

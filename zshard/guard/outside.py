@@ -29,12 +29,6 @@ from zshard.guard.plain import slices_among
 from zshard.guard.words import refused_collective, written_to_file
 from zshard.units.units import State
 
-__all__ = [
-    *("FLATTENING", "NoDdp", "check_optimizer", "install_barrier", "install_check"),
-    *("install_safetensors", "refuse_ddp_around", "tell_of_barriers"),
-]
-
-
 # --- torch.distributed ----------------------------------------------------------------------------
 
 

@@ -14,20 +14,8 @@ import torch
 from torch import Tensor, _guards
 
 from zshard import _core
-from zshard.guard.rules import Operation
+from zshard.guard.rules import Operation as Operation
 from zshard.units.shards import Part
-
-__all__ = [
-    "GuardedTensor",
-    "Operation",
-    "guard_like",
-    "guarded",
-    "is_tracing",
-    "plain",
-    "run_plain",
-    "slices_among",
-    "to_local",
-]
 
 
 class GuardedTensor(Tensor):

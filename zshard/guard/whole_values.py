@@ -23,8 +23,6 @@ from zshard.units.open_forwards import is_forward_open
 from zshard.units.shards import Part, part_of
 from zshard.units.units import unsharded
 
-__all__ = ["full_numel", "full_tensor", "join", "joined", "named_norms", "whole_named_parameters"]
-
 
 def full_numel(param: Tensor) -> int:
     """Return the number of elements of the full parameter."""

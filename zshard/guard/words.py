@@ -14,12 +14,6 @@ from torch import Tensor
 
 from zshard.units.shards import Part, asked_for_size
 
-__all__ = [
-    *("COMPILED", "complaint", "name_of", "no_history", "refused_collective", "refused_draw"),
-    *("refused_grad_dtype", "written_to_file"),
-]
-
-
 _NORMS = ("norm", "vector_norm", "dist", "cosine_similarity", "normalize", "renorm")
 _REDUCTIONS = (
     *("all", "allclose", "amax", "amin", "aminmax", "any", "argmax", "argmin", "bincount"),

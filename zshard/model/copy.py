@@ -73,8 +73,7 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
             )
     own.unit.engine.open()  # reshard what a forward has left unsharded in the compute dtype
     own.unit.engine.close()
-    with without([hook for _, state in units for hook in state.hooks]):
-        copied = copy_plain(model, [(module, state.unit) for module, state in units], memo)
+    copied = copy_plain(model, memo)
     made = _shard_copy(copied, model)
     if own.sync_buffers:
         sync_buffers(copied.module, own.sync_buffers)
@@ -110,7 +109,7 @@ def _shard_copy(copied: Copied, model: nn.Module) -> ShardingPlan:
 
 
 @contextlib.contextmanager
-def without(hooks: list[Hook]) -> Iterator[None]:
+def _without(hooks: list[Hook]) -> Iterator[None]:
     """Context manager that removes hooks from their modules and restores them in their order."""
     before = []
     for reference, number in hooks:
@@ -128,11 +127,11 @@ def without(hooks: list[Hook]) -> Iterator[None]:
             table.update(items)
 
 
-def copy_plain(
-    root: nn.Module, units: list[tuple[nn.Module, _core.Unit]], memo: dict[int, Any]
-) -> Copied:
-    """Copy the modules; parameters of `units` get their full shape and no values."""
-    held = set()
+def copy_plain(root: nn.Module, memo: dict[int, Any]) -> Copied:
+    """Copy the modules of a sharded model; parameters of units get their full shape and no
+    values."""
+    states = list(units_of(root))
+    units, held = [(module, state.unit) for module, state in states], set()
     for _, unit in units:
         # As they were when the unit was made, so the copy's unit has the same layout.
         for index, (param, trainable) in enumerate(
@@ -143,7 +142,8 @@ def copy_plain(
             memo[id(param)] = made.requires_grad_(trainable)
     token = _within.set(True)
     try:
-        copied = _copy_module(root, memo)
+        with _without([hook for _, state in states for hook in state.hooks]):
+            copied = _copy_module(root, memo)
     finally:
         _within.reset(token)
     for unit in (unit for _, unit in units):
@@ -157,7 +157,7 @@ def copy_plain(
 
 def _copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copy one unit's module, as its original class and without zshard's attributes. Hooks are
-    copied: see without()."""
+    copied: see _without()."""
     original: type[nn.Module] = type(module).__bases__[1]
     made = original.__new__(original)
     memo[id(module)] = made

@@ -25,8 +25,6 @@ from zshard.ranks.agreement import check_agreement, on_all_ranks, take_from
 from zshard.units.shards import part_of, units_stepped_by
 from zshard.units.units import is_apart, is_unit, state_of, units_of
 
-__all__ = ["join"]
-
 _LONGEST = 200  # characters of an exception that the other ranks get
 
 

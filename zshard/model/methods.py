@@ -24,11 +24,6 @@ from zshard.units.open_forwards import call_between_hooks, call_guarded
 from zshard.units.units import is_unit, state_of, units_of
 from zshard.wrap.meta import rewind
 
-__all__ = [
-    *("ModelMethods", "UnshardHandle", "call_as_forward", "check_bool", "register_forward_method"),
-    "sharded_modules",
-]
-
 
 class UnshardHandle:
     """The handle that `unshard(async_op=True)` returns. The parameters are already unsharded."""
@@ -214,35 +209,30 @@ class ModelMethods(nn.Module):
     ) -> contextlib.AbstractContextManager[None]:
         """Context manager for training with uneven numbers of batches, as DDP's join().
 
-        A rank that has no more batches leaves the loop, and waits at the end of the with block
-        until no rank has any. Meanwhile it contributes zeros to the others' gradients, and steps
-        its shard with the param groups of the lowest rank that still has data. Afterwards the
-        optimizers' options are those of that rank on all ranks.
+        A rank that has no more batches waits at the end of the with block until no rank has any.
+        Meanwhile it contributes zeros to the others' gradients, and steps its shard with the param
+        groups of the lowest rank that still has data, which all ranks have afterwards.
 
         Collective: use it on all ranks, with the same arguments, on the outermost sharded module.
 
         Args:
-            optimizers: all optimizers that step this model within the block. Learning rate
-                schedulers and grad scalers may follow: at the end all ranks load the state that
-                they have on the rank that had data last. A grad scaler that is used in the block
-                must be passed.
+            optimizers: all optimizers that step this model within the block, the grad scalers that
+                are used in it, and learning rate schedulers: of the latter two, all ranks load the
+                state of the rank that had data last.
             divide_by_initial_world_size: True (the default) divides gradients by the number of
                 ranks; False by the number of ranks that still have data.
             enable: False makes this a no-op.
             throw_on_early_termination: raise RuntimeError on all ranks when one has no more data
                 and others have.
 
-        While all ranks have data, each forward, backward, clipping and step costs one small
-        exchange; after that, so does each gather (over c10d) and reduction.
-
         Raises:
             TypeError, ValueError: an argument is no optimizer, or none of this model; or this is
                 not the outermost sharded module.
-            RuntimeError: join() is already active on these ranks; an optimizer that was not passed
-                steps the model; or a call needs all ranks when some have no more data.
+            RuntimeError: join() is active already; an optimizer that was not passed steps the
+                model; or a call needs all ranks when some have no more data.
             NotImplementedError: on GPUs, and with optimizer_in_backward().
-            DivergenceError: the ranks with data do different things, or another rank left the
-                block by an exception, which the message names.
+            DivergenceError: the ranks with data do different things, or a rank left the block by an
+                exception.
         """
         if not enable:
             return contextlib.nullcontext()

@@ -55,44 +55,32 @@ MADE = "_zshard_made"
 _HALF = "_zshard_half"  # marks a model while it is being sharded, or after that failed
 
 
-class Ranks(NamedTuple):
-    """The ranks to shard over, what they train on, and how they communicate."""
-
-    device: str
-    process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
-    device_mesh: DeviceMesh | None
-    transport: str | NcclOptions | None
-    timeout: float | None
-
-    @property
-    def group_given(self) -> dist.ProcessGroup | None:
-        """the process group to shard over, as the script passed it; None: the default."""
-        if self.device_mesh is not None:
-            return self.device_mesh.get_group(-1 if self.device_mesh.ndim > 1 else None)
-        pair = self.process_group
-        return pair[0] if isinstance(pair, tuple) else pair
-
-
-class Initialization(NamedTuple):
-    """The source of values of parameters and buffers.
+class FsdpSettings(NamedTuple):
+    """FSDP()'s arguments, besides units and their options.
 
     init: initializes a module on the meta device; None: its reset_parameters(). from_rank_0: take
     rank 0's values. buffers_in_forward: also broadcast its buffers in forwards. ignored: modules
     whose values stay as they are.
     """
 
+    device: str
+    process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+    device_mesh: DeviceMesh | None
+    transport: str | NcclOptions | None
+    timeout: float | None
     init: Init | None
     from_rank_0: bool
     buffers_in_forward: BufferSync
     ignored: set[nn.Module]
-
-
-class FsdpSettings(NamedTuple):
-    """FSDP()'s arguments, besides units and their options."""
-
-    ranks: Ranks
-    values: Initialization
     memory_limit: MemoryLimit
+
+    @property
+    def group_given(self) -> dist.ProcessGroup | None:
+        """The process group to shard over, as the script passed it; None: the default."""
+        if self.device_mesh is not None:
+            return self.device_mesh.get_group(-1 if self.device_mesh.ndim > 1 else None)
+        pair = self.process_group
+        return pair[0] if isinstance(pair, tuple) else pair
 
 
 @PublicCall("FSDP()")
@@ -152,14 +140,13 @@ class ShardingPlan:
 
     def agree(self, settings: FsdpSettings) -> None:
         """Choose the transports, once all ranks agree on the model and can shard it."""
-        ranks, values, limit = settings
-        given = ranks.transport, ranks.timeout, ranks.device
+        given = settings.transport, settings.timeout, settings.device
         check_settings(*given)
-        groups = resolve_groups(ranks.process_group, ranks.device_mesh, self.options.strategy)
+        groups = resolve_groups(settings.process_group, settings.device_mesh, self.options.strategy)
         comm = comm_for(groups.world, *given)
         specs = [spec for spec, _ in self.planned]
-        facts = facts_of(self.module, specs, self.options, not values.from_rank_0)
-        facts.append(("memory_limit", "None" if limit is None else "given"))
+        facts = facts_of(self.module, specs, self.options, not settings.from_rank_0)
+        facts.append(("memory_limit", "None" if settings.memory_limit is None else "given"))
         facts.append(("keep_gathered", words_of(self.options.keep)))
         check_agreement(comm, facts)
         check_wire_over(comm, self.options.wire)
@@ -170,8 +157,8 @@ class ShardingPlan:
                 class_for(self.base, type(spec.module))
         keep = keep_between(self.options.keep, self.comms.shard_group)
         self.planned = [(spec, each._replace(keep=keep)) for spec, each in self.planned]
-        self.group_given = ranks.group_given
-        by_default = ranks.process_group is None and ranks.device_mesh is None
+        self.group_given = settings.group_given
+        by_default = settings.process_group is None and settings.device_mesh is None
         self.is_alone = by_default and not dist.is_initialized()
 
     def _kept_comms(self, comms: Comms) -> Comms:
@@ -189,20 +176,20 @@ class ShardingPlan:
         for ref in (ref for spec, _ in self.planned for ref in spec.params):
             for each in EXTENSIONS:
                 each.settle(ref)
-        device, limit = settings.ranks.device, settings.memory_limit
+        limit = settings.memory_limit
         if limit is not None:
             self.sharing = check_fits(
-                self.module, self.planned, self.comms, self.joined, limit, device
+                self.module, self.planned, self.comms, self.joined, limit, settings.device
             )
 
     # --- build ------------------------------------------------------------------------------------
 
     def build(self, settings: FsdpSettings) -> None:
         """Make the units, children first, each with its values; then share buffers."""
-        everyone, values = self.comms.all, settings.values
-        source = everyone if values.from_rank_0 and everyone.world > 1 else None
-        materializer = Materializer(self.module, values.init, values.ignored)
-        initial = InitialValues(self.module, materializer, source, settings.ranks.device)
+        everyone = self.comms.all
+        source = everyone if settings.from_rank_0 and everyone.world > 1 else None
+        materializer = Materializer(self.module, settings.init, settings.ignored)
+        initial = InitialValues(self.module, materializer, source, settings.device)
         for comm in {id(each): each for each in self.comms if each is not None}.values():
             comm.align()  # an earlier FSDP() may have failed after some ranks had made a unit
         with on_all_ranks(everyone):
@@ -220,7 +207,7 @@ class ShardingPlan:
         with on_all_ranks(everyone):
             self.plan_step(engine, made)
         with told_to_all_ranks(everyone):
-            initial.give_buffers(values.ignored | self.modules_apart)
+            initial.give_buffers(settings.ignored | self.modules_apart)
         check_in_forward(self.module, materializer.left_out)
 
     def make_engine(self) -> _core.Engine:
@@ -281,15 +268,15 @@ class ShardingPlan:
 
     def publish(self, settings: FsdpSettings) -> None:
         """Install the watchers of the model, and let other ranks use its shards."""
-        (ranks, values, limit), module = settings, self.module
+        module, limit = self.module, settings.memory_limit
         if self.comms.all.world > 1:
-            watch(module, values.ignored)
-        cast_buffers(module, self.options.precision, values.ignored)
-        if values.buffers_in_forward:
-            sync_buffers(module, values.buffers_in_forward)
+            watch(module, settings.ignored)
+        cast_buffers(module, self.options.precision, settings.ignored)
+        if settings.buffers_in_forward:
+            sync_buffers(module, settings.buffers_in_forward)
         for each in EXTENSIONS:
             each.finish(module)
-        watch_first_steps(module, limit, self.sharing, ranks.device)
+        watch_first_steps(module, limit, self.sharing, settings.device)
         if self.options.keep.measured:
             state_of(module).spare = Spare(module, limit, self.sharing)
         introduce(module)
