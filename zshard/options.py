@@ -86,8 +86,8 @@ OffloadPolicyLike = Offload | OffloadPolicy | TorchOffloadPolicy
 
 
 def either(**given: Any) -> Any:
-    """Return the value of two arguments of one meaning, of which a script passes one; None if
-    neither is given. Raises ValueError if both are."""
+    """Return the value that a script passes by one of two names; None if it passes neither. Raises
+    ValueError if it passes both."""
     (first, one), (second, other) = given.items()
     if one is not None and other is not None:
         raise ValueError(f"pass either {first} or {second}, not both")

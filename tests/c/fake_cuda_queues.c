@@ -120,7 +120,7 @@ static const struct {
     ZS_CU_CALLS(ENTRY) ZS_CU_OPTIONAL_CALLS(ENTRY)
 #undef ENTRY
         {"fakeHostStream", (any_function *)fake_host_stream, 0},
-        {"cuLaunchHostFunc", (any_function *)fake_cuLaunchHostFunc, 10000},
+    {"cuLaunchHostFunc", (any_function *)fake_cuLaunchHostFunc, 10000},
 };
 
 SHOWN zs_cu_result cuGetProcAddress_v2(const char *name, void **out, int version, uint64_t flags, int *found);

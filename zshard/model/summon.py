@@ -199,7 +199,7 @@ class _FullGrads:
         param, own = self._params[index], self._own[index]
         part = part_of(param)
         assert part is not None, "it is in a unit"
-        return joined(torch.zeros(part.numel, dtype=param.dtype) if own is None else own, part)
+        return joined(param.new_zeros(part.numel) if own is None else own, part)
 
     @plain()
     def show(self) -> None:
