@@ -13,7 +13,7 @@ import pytest
 import torch
 from checkpoints import manifest_in, saved, tensors_in, unlike
 from compare import differences
-from meshes import mesh_of
+from groups import mesh_of
 from models import CASES, COMBINATIONS, Mlp, Net, loss_of, make, make_optimizer, train
 from offloaded import KINDS as OFFLOADS
 from offloaded import Wide, steps, to

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from meshes import mesh_of
+from groups import mesh_of
 from models import CASES, differences, loss_of, make, make_optimizer, train
 from offloaded import CACHE, KINDS, Wide, compare_wide, steps, to, wide
 from scenarios import message_of

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives import Collectives
-from meshes import mesh_of
+from groups import mesh_of
 from models import CASES, loss_of, make, train, wrapped
 from nursery import fork_ranks
 from scenarios import message_of

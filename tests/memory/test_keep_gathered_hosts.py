@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from meshes import case_of, hosts_of
+from groups import case_of, hosts_of
 from models import CASES, loss_of, make, train
 from scenarios import message_of
 from torch import nn

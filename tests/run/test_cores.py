@@ -1,6 +1,6 @@
 """A host's cores, each rank's share of them, and the warning if ranks leave some idle.
 
-The kernel's files are written to a folder (fake_hosts.py), so each host is a few lines.
+The kernel's files are written to a folder, so each host is a few lines.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import pytest
 import torch
-from fake_hosts import host, quota, write
 from nursery import fork_ranks
 from spawn import _python_path
 
@@ -23,6 +22,54 @@ from zshard import FSDP, fully_shard
 from zshard.doctor.features import bf16, describe
 from zshard.run import cores
 from zshard.run.cores import as_list, parse_list, read_host, shares_of
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{text}\n")
+
+
+def commas(numbers: Collection[int]) -> str:
+    return ",".join(map(str, sorted(numbers)))
+
+
+def host(
+    root: Path,
+    *,
+    sockets: int = 1,
+    nodes: int = 1,
+    cores: int = 8,
+    threads: int = 1,
+    offline: Collection[int] = (),
+) -> Path:
+    """Write a host with `cores` cores and `nodes` NUMA nodes per socket; `offline`: CPUs.
+
+    Numbered as on most servers: the first hyperthread of every core, socket after socket, then the
+    second ones.
+    """
+    total = sockets * cores
+    cpus = root / "sys/devices/system/cpu"
+    members: dict[int, list[int]] = {node: [] for node in range(sockets * nodes)}
+    for cpu in range(total * threads):
+        core = cpu % total
+        members[core * sockets * nodes // total].append(cpu)
+        if cpu in offline:
+            continue
+        siblings = {core + i * total for i in range(threads)} - set(offline)
+        write(cpus / f"cpu{cpu}/topology/core_cpus_list", commas(siblings))
+        write(cpus / f"cpu{cpu}/topology/physical_package_id", str(core // cores))
+    write(cpus / "online", commas(set(range(total * threads)) - set(offline)))
+    for node, its in members.items():
+        write(root / f"sys/devices/system/node/node{node}/cpulist", commas(set(its) - set(offline)))
+    write(root / "sys/devices/system/node/has_memory", commas(set(members)))
+    write(root / "proc/self/status", f"Mems_allowed_list:\t0-{len(members) - 1}")
+    return root
+
+
+def quota(root: Path, text: str, path: str = "/") -> None:
+    """Put this process into a control group (version 2) with this cpu.max."""
+    write(root / "proc/self/cgroup", f"0::{path}")
+    write(root / "sys/fs/cgroup" / path.strip("/") / "cpu.max", text)
 
 
 def shares(root: Path, ranks: int, cpus: Iterable[int], binding: str = "core") -> list[tuple]:

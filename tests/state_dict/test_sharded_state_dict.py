@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from collectives import Collectives
 from compare import assert_same
-from meshes import mesh_of
+from groups import mesh_of
 from models import CASES, COMBINATIONS, differences, make, train, wrapped
 from scenarios import Stack, forward_backward, message_of
 from spawn import ranks

@@ -1,4 +1,4 @@
-"""Scripts that catch an exception and continue, compared with DDP: see tests/lib/walk.py."""
+"""Scripts that catch an exception and continue, compared with DDP: see tests/training/walk.py."""
 
 from __future__ import annotations
 
