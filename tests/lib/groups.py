@@ -59,6 +59,16 @@ def passing_groups() -> Iterator[None]:
             dist.destroy_process_group(group)
 
 
+def transports_in_use() -> set[str]:
+    """Return the names of the transports that this process's groups have."""
+    return {entry.comm.transport for entry in transports._entries.values()}
+
+
+def comm_of_all(transport: str | None = None, timeout: float | None = None) -> Any:
+    """Return the transport of all ranks; collective."""
+    return transports.comm_for(dist.group.WORLD, transport, timeout)
+
+
 def own_group() -> Any:
     """Return a group of all ranks, so that transports are new too: a test may leave them broken."""
     return dist.new_group(timeout=PATIENCE)
