@@ -270,6 +270,7 @@ def test_first_rank_of_a_host_warns_of_idle_cores() -> None:
     assert [each.value for each in fork_ranks(wrap, 2, 3, check=True)] == [[], []]
 
 
+@pytest.mark.thorough
 def test_torchrun_setting_is_recognized(tmp_path: Path) -> None:
     """A torchrun of the installed torch, without the user's own OMP_NUM_THREADS."""
     script = tmp_path / "rank.py"
