@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from groups import mesh_of
 from models import CASES, differences, loss_of, make, make_optimizer, train
+from nursery import fork_ranks
 from offloaded import CACHE, KINDS, Wide, compare_wide, steps, to, wide
 from scenarios import message_of
-from spawn import run_ranks
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
 
@@ -245,7 +245,7 @@ def residents(folder):
 
 @pytest.mark.thorough
 def test_resident_memory_is_bounded(tmp_path):
-    (rank,) = run_ranks(residents, 1, str(tmp_path))
+    (rank,) = fork_ranks(residents, 1, str(tmp_path), check=True)
     assert [what for what, is_so in rank.value.items() if not is_so] == []
 
 
@@ -261,7 +261,8 @@ def dies(folder):
 
 
 def test_no_file_is_left_by_a_killed_process(tmp_path):
-    run_ranks(dies, 2, str(tmp_path), check=False)
+    killed = fork_ranks(dies, 2, str(tmp_path))
+    assert [rank.returncode for rank in killed] == [-signal.SIGKILL] * 2
     assert os.listdir(tmp_path) == []
 
 
