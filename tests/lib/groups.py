@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import zshard
 from zshard import FSDP
 from zshard.ranks import meeting, transports
+from zshard.ranks.groups import resolve_groups
 
 # Longer than a model's timeout: an error may delay a rank on its way to the next group.
 PATIENCE = datetime.timedelta(seconds=60)
@@ -65,8 +66,9 @@ def transports_in_use() -> set[str]:
 
 
 def comm_of_all(transport: str | None = None, timeout: float | None = None) -> Any:
-    """Return the transport of all ranks; collective."""
-    return transports.comm_for(dist.group.WORLD, transport, timeout)
+    """Return the transport of all ranks; collective. Initializes torch.distributed if necessary."""
+    groups = resolve_groups(None, None, zshard.ShardingStrategy.FULL_SHARD)
+    return transports.comm_for(groups.world, transport, timeout)
 
 
 def own_group() -> Any:

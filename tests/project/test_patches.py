@@ -115,7 +115,7 @@ def said() -> list[str]:
     """The lines that a fresh process prints. What makes a model runs in a fork of it."""
     script = "".join((FINGERPRINT, IMPORTED, CHANGED, OLDER_OPTIMIZER, WITHOUT_A_PLACE))
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
