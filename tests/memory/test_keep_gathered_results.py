@@ -19,13 +19,12 @@ from models import CASES, loss_of, make, train, wrapped
 from nursery import fork_ranks
 from scenarios import unit_of
 from spawn import ranks
-from test_keep_gathered import UNITS, WIDTH, batch, go, several_hosts, stack  # noqa: F401
+from test_keep_gathered import EACH, UNITS, WIDTH, batch, go, several_hosts, stack  # noqa: F401
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zshard
 from zshard import FSDP
-from zshard.memory import spare
 
 pytestmark = pytest.mark.usefixtures("several_hosts")
 
@@ -141,7 +140,7 @@ def without_room() -> Any:
     model = FSDP(build(), transport="c10d", auto_wrap_policy={nn.Linear})
     optimizer = torch.optim.SGD(model.parameters(), 0.001)
     x, losses, kept = torch.ones(1, big), [], []
-    for step in range(spare._EACH + 3):
+    for step in range(EACH + 3):
         if step == 2:
             kept.append(unit_of(model[0]).engine.kept()[0] // (4 << 20))
             if dist.get_rank() == 1:
