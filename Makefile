@@ -81,7 +81,7 @@ FUZZ := $(CURDIR)/build/fuzz
 
 fuzz: build $(VENV)/.test ## fuzz what reads checkpoints, so sanitized, until Ctrl-C (ARGS=..., INPUT=crash-...)
 	@mkdir -p $(FUZZ)/corpus
-	$(PY) tests/lib/sanitized.py --fuzzing $(CURDIR)/tests/lib/fuzz_checkpoint.py -artifact_prefix=$(FUZZ)/ \
+	$(PY) tests/lib/sanitized.py --fuzzing $(CURDIR)/tests/checkpoint/fuzz_checkpoint.py -artifact_prefix=$(FUZZ)/ \
 	    $(ARGS) $(or $(abspath $(INPUT)),$(FUZZ)/corpus)
 
 clean: ## remove what was built; ./.venv stays

@@ -22,7 +22,7 @@ CALL = re.compile(r"\b(?:cu[A-Z]\w+|nccl[A-Z]\w+)\b")
 CLAIMS = {
     "driver": "The CUDA kernels run on this GPU, with the bits of the CPU's loops.",
     "trainer": "Training on one GPU has plain PyTorch's numbers, within the tolerances of "
-    "tests/lib/gpus.py: strategies, mixed precision, accumulation, clipping, checkpointed and "
+    "tests/gpu/gpus.py: strategies, mixed precision, accumulation, clipping, checkpointed and "
     "compiled blocks, state dicts.",
     "memory": "Memory is constant from the first step on, and as `memory('predicted')` says.",
     "features": "Checkpoints, offload, loss scaling, torch's optimizers, `fully_shard`, whole "

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.slices [--library fsdp2]
 
-Each function of tests/lib/situations.py runs on a plain model and on a sharded one with the same
+Each function of tests/guard/situations.py runs on a plain model and on a sharded one with the same
 values and gradients. "right": what it returns and leaves in the model is the same. "wrong": it is
 not, and nothing was raised. Else the exception's class. It is no measurement of time.
 """
@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "lib"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "guard"))
 
 import situations
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import APART, bit_by_bit, inside, manifest_in, outcome, tensors_in, tried
+from groups import comm_of_all
 from models import Mlp, make, wrapped
 from nursery import fork_ranks
 from optim_states import FULL, rank
@@ -28,7 +29,6 @@ from zshard import FSDP, CheckpointError, _core
 from zshard.checkpoint import folder as folders
 from zshard.checkpoint import opening
 from zshard.checkpoint.folder import Target
-from zshard.ranks.transports import comm_for
 
 ID = "0123456789abcdef" * 2
 
@@ -437,7 +437,7 @@ def test_folder_of_another_user():
 def while_another(folder, is_numbered):
     """Save while another process holds the lock, and after that."""
     model, options = wrapped(Mlp, APART), {"step": 5} if is_numbered else {}
-    path, comm = folder / "new", comm_for(torch.distributed.group.WORLD, None, None)
+    path, comm = folder / "new", comm_of_all()
     target = folders.Target.of(path, options.get("step"))
     lock = None
     if rank() == 0:

@@ -24,7 +24,6 @@ from torch import nn
 
 import zshard
 from zshard import CheckpointError, DivergenceError
-from zshard.checkpoint import folder
 
 
 @pytest.fixture(scope="module")
@@ -182,8 +181,8 @@ def numbered(path):
 
 def test_newest_is_loaded_and_error_suggests_an_older_one(pool2, tmp_path):
     for found in pool2.run(numbered, str(tmp_path / "run")):
-        assert found == (10, str(tmp_path / "run" / folder.name_of(10)), {"step": 10})
-    newest, older = (tmp_path / "run" / folder.name_of(step) for step in (10, 9))
+        assert found == (10, str(tmp_path / "run" / "step-00000010"), {"step": 10})
+    newest, older = (tmp_path / "run" / f"step-{step:08}" for step in (10, 9))
     flip(newest / "model.safetensors", 5000)
     for path in (newest.parent, newest):
         check(pool2, path, [f"'{newest}/model.safetensors' is damaged", f"'{older}' is an older"])

@@ -17,7 +17,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from meshes import on_two_hosts
+from groups import on_two_hosts
 from models import CASES, COMBINATIONS, Net, differences, make, sharded, train, wrapped
 from optim_states import rank
 from power_cut import logged, read_log

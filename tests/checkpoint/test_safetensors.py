@@ -239,7 +239,7 @@ def test_index_that_contradicts_the_files(tmp_path):
 
 
 SEEDS = seeds()
-TARGET = Path(__file__).resolve().parents[1] / "lib" / "fuzz_checkpoint.py"
+TARGET = Path(__file__).resolve().with_name("fuzz_checkpoint.py")
 
 needs_fuzzer = [
     pytest.mark.timeout(900),  # the first sanitized build on a busy machine

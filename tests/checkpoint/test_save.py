@@ -11,9 +11,9 @@ import functools
 
 import pytest
 import torch
-from checkpoints import manifest_in, saved, tensors_in, unlike
+from checkpoints import CHUNK, manifest_in, saved, small_chunks, tensors_in, unlike
 from compare import differences
-from meshes import mesh_of
+from groups import mesh_of
 from models import CASES, COMBINATIONS, Mlp, Net, loss_of, make, make_optimizer, train
 from offloaded import KINDS as OFFLOADS
 from offloaded import Wide, steps, to
@@ -25,8 +25,6 @@ from torch import nn
 import zshard
 from benchmarks.memory import high_water, reset_high_water, trim
 from zshard import FSDP, MixedPrecision
-from zshard.checkpoint import write
-from zshard.state.source import CHUNK
 
 
 def in_each_way(name, kind, combinations, folder):
@@ -275,15 +273,11 @@ def test_save_needs_one_chunk_of_memory(pool2, combination, dtype, tmp_path):
 def in_small_chunks(name, folder):
     """Save through a small chunk that is filled repeatedly, with casts."""
     found = []
-    chunk, direct = write.CHUNK, write._DIRECT
-    write.CHUNK, write._DIRECT = 64, 2**40
-    try:
+    with small_chunks(64):
         for combination in (FULL, ("no_shard", "c10d")):
             model, optimizer = trained(name, combination, "zshard.AdamW")
             found += saved(folder, model, optimizer)
             found += saved(folder, model, optimizer, dtype=torch.bfloat16)
-    finally:
-        write.CHUNK, write._DIRECT = chunk, direct
     return found
 
 

@@ -14,7 +14,7 @@ from collections import OrderedDict
 import numpy
 import pytest
 import torch
-from checkpoints import manifest_in, saved, states_in, tensors_in, whole
+from checkpoints import decode, manifest_in, saved, small_chunks, states_in, tensors_in, whole
 from compare import differences
 from models import Block, Dtypes, Mlp, Tied, loss_of, make, wrapped
 from optim_states import FULL, rank, trained
@@ -24,7 +24,6 @@ from torch import nn
 
 import zshard
 from zshard import FSDP
-from zshard.checkpoint import script_state, write
 
 APART = ("full_shard", "c10d")
 
@@ -113,10 +112,9 @@ class Strided(nn.Module):
 
 @pytest.mark.parametrize("chunk", [64, 1000, 2**24])
 @pytest.mark.parametrize("direct", [0, 2**16])
-def test_non_contiguous_tensors(chunk, direct, tmp_path, monkeypatch):
-    monkeypatch.setattr(write, "CHUNK", chunk)
-    monkeypatch.setattr(write, "_DIRECT", direct)
-    assert saved(tmp_path, Strided()) == []
+def test_non_contiguous_tensors(chunk, direct, tmp_path):
+    with small_chunks(chunk, direct):
+        assert saved(tmp_path, Strided()) == []
 
 
 # --- tied tensors ---------------------------------------------------------------------------------
@@ -236,7 +234,7 @@ def test_extra_state_versions_and_custom_state_dict(pool2, tmp_path):
     assert pool2.run(described, tmp_path) == [([], set(), [0.0] * 3)] * 2
     told = manifest_in(tmp_path / "x").model
     assert told["versions"] == {"": 3}
-    assert script_state.decode(told["extra_state"]["_extra_state"]) == {
+    assert decode(told["extra_state"]["_extra_state"]) == {
         "steps": 7,
         "name": ("a", 1.5),
     }
@@ -349,7 +347,7 @@ def keeps_more(folder):
     optimizer.param_groups[0]["initial_lr"] = torch.tensor(0.5)
     zshard.save(folder / "x", model, optimizer)
     told = manifest_in(folder / "x").optimizer
-    own = script_state.decode(told["state"]["first.weight"]["values"])
+    own = decode(told["state"]["first.weight"]["values"])
     texts = []
     for value in (message_of, {"a": message_of}):
         optimizer.state[param]["odd"] = value
@@ -361,7 +359,7 @@ def keeps_more(folder):
     texts.append(message_of(lambda: zshard.save(folder / "y", model, optimizer), TypeError))
     return (
         own,
-        script_state.decode(told["groups"][0]["options"])["initial_lr"].item(),
+        decode(told["groups"][0]["options"])["initial_lr"].item(),
         told["class"],
         texts,
     )
@@ -403,16 +401,16 @@ def with_extra(folder):
 def test_extra(pool3, tmp_path):
     pool3.run(with_extra, tmp_path)
     assert len(manifest_in(tmp_path / "same").extra) == 1
-    assert script_state.decode(manifest_in(tmp_path / "same").extra_of(2)) == {
+    assert decode(manifest_in(tmp_path / "same").extra_of(2)) == {
         "step": 3,
         "lr": (0.5, None),
     }
     for i in range(3):
-        found = script_state.decode(manifest_in(tmp_path / "own").extra_of(i))
+        found = decode(manifest_in(tmp_path / "own").extra_of(i))
         assert found["rank"] == i and found["drawn"].tolist() == list(range(i))
         assert found["order"].tolist() == [0, 1, 2] and "torch" in found["random"]
-    assert script_state.decode(manifest_in(tmp_path / "none").extra_of(0)) == {}
-    assert script_state.decode(manifest_in(tmp_path / "ordered").extra_of(0)) == {"a": 1}
+    assert decode(manifest_in(tmp_path / "none").extra_of(0)) == {}
+    assert decode(manifest_in(tmp_path / "ordered").extra_of(0)) == {"a": 1}
     told = manifest_in(tmp_path / "own")
     assert told.world == 3 and told.software["torch"] == torch.__version__
     assert told.software["zshard"] == zshard.__version__

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import inside, manifest_in, states_in, tensors_in, whole
+from checkpoints import finished, inside, manifest_in, states_in, tensors_in, whole
 from compare import differences
 from file_faults import file_faults, file_log
 from nursery import fork_ranks
@@ -31,8 +31,6 @@ from torch import nn
 
 import zshard
 from zshard import FSDP
-from zshard.checkpoint import write
-from zshard.checkpoint.folder import finished, name_of
 
 MEMORY = "/dev/shm"  # syncs take no time there: these tests do not depend on the disk
 
@@ -63,7 +61,8 @@ def save(model, optimizer, folder, step, **options):
         for param in model.parameters():
             param.fill_(step)
             optimizer.state[param]["exp_avg"].fill_(-step)
-    zshard.save(folder, model, optimizer, step=step, keep_last=2, max_shard_size=20_000, **options)
+    kept = {"keep_last": 2, "max_shard_size": 20_000}
+    return zshard.save(folder, model, optimizer, step=step, **kept, **options)
 
 
 def step_in(path):
@@ -81,8 +80,8 @@ def check_after(folder, model, optimizer):
     """Check the leftovers of a broken save: the newest step is complete, as are the others. The
     next save leaves nothing else."""
     found = step_in(zshard.latest_checkpoint(folder))
-    for step in finished(folder):
-        step_in(f"{folder}/{name_of(step)}")
+    for path in finished(folder):
+        step_in(path)
     save(model, optimizer, folder, found + 1)
     assert step_in(zshard.latest_checkpoint(folder)) == found + 1
     if dist.is_initialized():
@@ -132,9 +131,9 @@ def saves_with_a_log(folder, log):
     file_log(log)
     returned = {}
     for step in (2, 3, 4):
-        save(model, optimizer, folder, step, asynchronous=step == 3)
+        handle = save(model, optimizer, folder, step, asynchronous=step == 3)
         if step == 3:
-            write.finish()
+            handle.wait()
         returned[step] = len(read_log(Path(log)))
     file_log(None)
     return returned
@@ -152,8 +151,8 @@ def test_power_cut_at_each_call(folder, tmp_path):
     returned = rows[0].value
     found = Counter()
     for state in disk.states(log, cut):
-        for step in finished(cut):
-            step_in(str(cut / name_of(step)))
+        for path in finished(cut):
+            step_in(path)
         newest = step_in(zshard.latest_checkpoint(cut))
         found[newest] += 1
         told = [step for step, calls in returned.items() if state.calls >= calls]

@@ -45,6 +45,8 @@ def cases() -> list:
                 if (build == "threads" and "thread" not in name) or (build == "sanitized" and slow):
                     continue
                 marks = [pytest.mark.slow] if slow else []
+                if build != "sanitized" and not slow:
+                    marks = [pytest.mark.thorough]  # sanitized, it runs each time
                 found.append(pytest.param(program, build, name, marks=marks))
     return found
 

@@ -28,7 +28,10 @@ NAMES = re.findall(r"^    TEST\((\w+)\)", PROGRAM.read_text(), re.MULTILINE)
 # --- the tests in C ------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["release", "sanitized"])
+@pytest.fixture(
+    scope="module",
+    params=["sanitized", pytest.param("release", marks=pytest.mark.thorough)],
+)
 def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("core") / f"test_core_{request.param}"
     return compile_c(target, [PROGRAM, NO_LOOPS, *SOURCES], BUILDS[request.param])

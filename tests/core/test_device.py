@@ -63,6 +63,7 @@ def expected_sum(sources: Sequence[Tensor | None], dst: Tensor, scale: float, ad
     return total.to(dst.dtype)
 
 
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 8, 11])
 def test_sum_in_rank_order(device: Device, dtype: torch.dtype, world: int) -> None:
@@ -76,6 +77,7 @@ def test_sum_in_rank_order(device: Device, dtype: torch.dtype, world: int) -> No
             assert torch.equal(dst, want)
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("to", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sum_into_another_dtype(device: Device, dtype: torch.dtype, to: torch.dtype) -> None:

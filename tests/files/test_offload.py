@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from meshes import mesh_of
+from groups import mesh_of
 from models import CASES, differences, loss_of, make, make_optimizer, train
+from nursery import fork_ranks
 from offloaded import KINDS, Wide, compare_wide, steps, to, wide
 from scenarios import message_of
-from spawn import run_ranks
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
 
@@ -248,7 +248,7 @@ def residents(folder):
 @pytest.mark.thorough
 def test_resident_memory_is_bounded(tmp_path):
     """Parameters, gradients and state are 25 MB."""
-    (rank,) = run_ranks(residents, 1, str(tmp_path))
+    (rank,) = fork_ranks(residents, 1, str(tmp_path), check=True)
     assert rank.value < 8 << 20
 
 
@@ -264,7 +264,8 @@ def dies(folder):
 
 
 def test_no_file_is_left_by_a_killed_process(tmp_path):
-    run_ranks(dies, 2, str(tmp_path), check=False)
+    killed = fork_ranks(dies, 2, str(tmp_path))
+    assert [rank.returncode for rank in killed] == [-signal.SIGKILL] * 2
     assert os.listdir(tmp_path) == []
 
 

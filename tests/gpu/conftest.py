@@ -1,4 +1,4 @@
-"""Fixtures for the tests of GPUs: ranks by kind of device (see gpus.py), for as long as a file's tests run."""
+"""Fixtures for the tests of GPUs: ranks by kind of device (see gpus.py), for as long as the session."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gpus import KINDS, Start, standing_ranks
 from spawn import RankPool
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def start() -> Iterator[Start]:
     """Starts standing ranks."""
     with standing_ranks() as found:

@@ -57,7 +57,10 @@ class Program:
         return done.stdout.removesuffix(f"{name}: ok\n").strip()
 
 
-@pytest.fixture(scope="module", params=["release", "sanitized"])
+@pytest.fixture(
+    scope="module",
+    params=["sanitized", pytest.param("release", marks=pytest.mark.thorough)],
+)
 def each_build(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Program:
     return made(tmp_path_factory.mktemp("driver"), request.param)
 

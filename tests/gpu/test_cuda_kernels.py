@@ -32,9 +32,12 @@ from cuda_kernels import (
     Cuda,
     Hyper,
     Live,
+    Place,
     compile_kernels,
     places,
     pointer,
+    same_bits,
+    some,
 )
 from loops import DTYPES, Device, numbers
 from torch import Tensor
@@ -74,44 +77,6 @@ def cuda(loaded: Cuda, request: pytest.FixtureRequest) -> Cuda:
 @pytest.fixture(scope="module")
 def cpu(compiled: Path) -> Device:
     return Device(compiled)
-
-
-# --- numbers to compute with -----------------------------------------------------------------------
-
-SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -6e-8, 65519.9, 65520.0, 3e38, 1e-40]
-PADDING = 32  # elements around an array
-
-
-class Place:
-    """An array `offset` elements into a larger one that is aligned, and whether that stayed."""
-
-    def __init__(self, values: Tensor, offset: int) -> None:
-        n = values.numel()
-        whole = torch.full((n + 2 * PADDING + 64,), 3.0, dtype=values.dtype)
-        skip = -whole.data_ptr() % 64 // whole.element_size()
-        self.whole, self.begin, self.end = whole, skip + offset, skip + offset + n
-        self.values = whole[self.begin : self.end]
-        self.values.copy_(values)
-
-    def untouched_around(self) -> bool:
-        return bool((self.whole[: self.begin] == 3).all() and (self.whole[self.end :] == 3).all())
-
-
-def some(n: int, dtype: torch.dtype, seed: int, special: bool = True) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(n, generator=generator, dtype=torch.float64)
-    values *= 10 ** torch.randint(-4, 4, (n,), generator=generator).double()
-    if special and n >= len(SPECIAL):
-        where = torch.randperm(n, generator=generator)[: len(SPECIAL)]
-        values[where] = torch.tensor(SPECIAL, dtype=torch.float64)
-    return values.to(dtype)
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal to the bit, but a NaN is a NaN: its other bits differ from machine to machine."""
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    nan = a.isnan() & b.isnan()
-    return bool(((a.view(integer) == b.view(integer)) | nan).all())
 
 
 # --- sums ------------------------------------------------------------------------------------------

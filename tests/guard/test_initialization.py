@@ -14,8 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import assert_same
-from groups import own_group, passing_groups
-from meshes import mesh_of
+from groups import mesh_of, own_group, passing_groups
 from models import COMBINATIONS, differences
 from offloaded import to
 from scenarios import message_of

@@ -1,7 +1,7 @@
 """Real-world configs: stages, offload, fp16, bf16 and "auto", with DDP's results.
 
 A case is a config and its meaning in numbers. PUBLISHED are files of five projects, if a folder
-contains them (tests/lib/published.py); OWN are written for this test and always run.
+contains them (tests/initialize/published.py); OWN are written for this test and always run.
 """
 
 from __future__ import annotations

@@ -22,10 +22,10 @@ SETTINGS = {"python_files": ["test_*.py"], "assertion_text_diff_style": "ndiff"}
 
 
 def rewrite_helpers() -> None:
-    """Rewrite the modules beside this one when they are imported."""
+    """Rewrite the helpers, here and beside the tests that share them, when they are imported."""
     import pytest
 
-    helpers = {path.stem for path in Path(__file__).parent.glob("*.py")}
+    helpers = {path.stem for path in Path(__file__).parents[1].glob("*/[!t]*.py")}
     pytest.register_assert_rewrite(*sorted(helpers - sys.modules.keys()))
 
 

@@ -7,6 +7,7 @@ Names are unique in csrc/ (test_c_rules.py), so a test names a file and not its 
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -80,6 +81,7 @@ def symbols(path: Path, *options: str) -> Symbols:
     return [(kind, name) for *_, kind, name in map(str.split, listed.stdout.splitlines())]
 
 
+@functools.cache
 def symbols_by_source() -> dict[str, Symbols]:
     """Return the symbols of each source's object."""
     return {source: symbols(path) for source, path in release_objects().items()}

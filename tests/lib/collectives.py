@@ -39,6 +39,12 @@ class Collectives:
             elif event.name in self.among:
                 self.order.append(event.name)
 
+    def gathers_of_each(self, word: str) -> list[int]:
+        """The gathers after each occurrence of a name given as `among`, up to the next."""
+        starts = [i for i, name in enumerate(self.order) if name == word]
+        ends = [*starts[1:], len(self.order)]
+        return [self.order[i:j].count("gather") for i, j in zip(starts, ends, strict=True)]
+
     @property
     def gathers(self) -> int:
         """All-gathers of parameters."""

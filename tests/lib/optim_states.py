@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from meshes import mesh_of
+from groups import mesh_of
 from models import CASES, ddp, differences, make, make_optimizer, sharded, train
 
 import zshard

@@ -1,7 +1,7 @@
 """The build with AddressSanitizer and UndefinedBehaviorSanitizer, and how Python runs with it.
 
     python tests/lib/sanitized.py -m pytest $PWD/tests/files/test_files.py       # as `make sanitize` does
-    python tests/lib/sanitized.py --fuzzing $PWD/tests/lib/fuzz_checkpoint.py  # as `make fuzz` does
+    python tests/lib/sanitized.py --fuzzing $PWD/tests/checkpoint/fuzz_checkpoint.py  # as `make fuzz` does
 
 The sanitized package is in build/sanitize and found through PYTHONPATH, so the usual build stays
 unchanged. Python is not sanitized, so the runtime is preloaded; while fuzzing, its small objects

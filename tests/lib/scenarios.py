@@ -7,6 +7,7 @@ rank's scenario on a plain model and takes the mean.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 import zshard
 from zshard import FSDP, fully_shard
+from zshard.model import shard_model
 
 WIDTH = 9
 FULL = ("full_shard", "shm")
@@ -211,11 +213,27 @@ def over(transport):
 
 
 def unit_of(module):
+    """Return the C part of a unit."""
     return module._zshard_state.unit
 
 
 def units_of(model):
     return [unit_of(module) for module in FSDP.fsdp_modules(model)]
+
+
+def transport_of(model):
+    return model._zshard_state.comms.all.transport
+
+
+@contextlib.contextmanager
+def units_made_by(make):
+    """Context manager in which `make(usual, *arguments)` makes the C part of each unit."""
+    usual = shard_model.core_unit
+    shard_model.core_unit = functools.partial(make, usual)
+    try:
+        yield
+    finally:
+        shard_model.core_unit = usual
 
 
 def stack(**options):

@@ -8,24 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
+import functools
 import re
-import resource
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from collectives import Collectives
-from meshes import mesh_of
-from models import CASES, loss_of, make, train, wrapped
-from nursery import fork_ranks
-from scenarios import message_of
-from spawn import ranks
+from groups import mesh_of
+from models import loss_of
+from scenarios import message_of, over, unit_of
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import zshard
 from zshard import FSDP, fully_shard
@@ -33,6 +28,7 @@ from zshard.memory import spare
 from zshard.memory.host_limits import Resident
 
 real_crosses_hosts = spare.crosses_hosts
+EACH = spare._EACH  # so many steps later, memory is measured again
 
 WIDTH, UNITS = 64, 6
 UNIT = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of a unit's full parameters
@@ -71,16 +67,16 @@ def batch(step: int) -> torch.Tensor:
 
 def go(model: Any, optimizer: Any, steps: Any = range(4)) -> tuple[list[int], list[float]]:
     """Return the gathers and the loss of each step."""
-    gathers, losses = [], []
-    for step in steps:
-        with Collectives() as seen:
-            loss = loss_of(model(batch(step)))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        gathers.append(seen.gathers)
-        losses.append(loss.item())
-    return gathers, losses
+    losses = []
+    with Collectives("a step") as seen:  # one profile of all: each takes a tenth of a second
+        for step in steps:
+            with torch.profiler.record_function("a step"):
+                loss = loss_of(model(batch(step)))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+    return seen.gathers_of_each("a step"), losses
 
 
 def counted(options: Any) -> tuple[list[int], list[float], dict[str, Any]]:
@@ -91,14 +87,14 @@ def counted(options: Any) -> tuple[list[int], list[float], dict[str, Any]]:
     return gathers, losses, {"head": model.summary().splitlines()[0], **parts}
 
 
-def limits() -> tuple[int, int]:
-    """Return what training takes without keeping anything, and with three more units."""
-    total = counted({"keep_gathered": False})[2]["now"]["total"]
-    return total, total + 3 * UNIT
+@functools.cache
+def least_memory() -> int:
+    """Return what training takes without keeping anything, in bytes; collective at first."""
+    return int(counted({"keep_gathered": False})[2]["now"]["total"])
 
 
-def with_limit(extra: int, **options: Any) -> tuple[list[int], list[float], dict[str, Any]]:
-    return counted({"memory_limit": limits()[0] + extra, **options})
+def with_limit(extra: int) -> list[int]:
+    return counted({"memory_limit": least_memory() + extra})[0]
 
 
 # --- how much is gathered -------------------------------------------------------------------------
@@ -136,7 +132,7 @@ def test_settings_determine_gathers_but_not_results(pool2: Any) -> None:
 
 def of_limits() -> Any:
     own = 1 if dist.get_rank() == 0 else 3
-    return [with_limit(extra * UNIT)[0] for extra in (-1, 0, 1, 3, own)]
+    return [with_limit(extra * UNIT) for extra in (-1, 0, 1, 3, own)]
 
 
 def test_auto_uses_the_least_of_all_ranks(pool2: Any) -> None:
@@ -182,16 +178,18 @@ def test_predictions_include_kept_units(pool2: Any) -> None:
         assert "keep_gathered=False: " in text
 
 
+WRONG = {None: TypeError, 1.5: TypeError, "all": ValueError, -1: ValueError, 0: ValueError}
+
+
 def refusals() -> list[str]:
     rank = dist.get_rank()
     return [
         message_of(lambda: stack(keep_gathered=rank == 0), zshard.DivergenceError),
         message_of(lambda: stack(keep_gathered=(rank + 1) * 1024), zshard.DivergenceError),
-        message_of(lambda: stack(keep_gathered=None), TypeError),
-        message_of(lambda: stack(keep_gathered=1.5), TypeError),
-        message_of(lambda: stack(keep_gathered="all"), ValueError),
-        message_of(lambda: stack(keep_gathered=-1), ValueError),
-        message_of(lambda: stack(keep_gathered=0), ValueError),
+        *(
+            message_of(lambda given=given: stack(keep_gathered=given), WRONG[given])
+            for given in WRONG
+        ),
     ]
 
 
@@ -247,7 +245,7 @@ def decided_after(name: str) -> Any:
         model = stack(keep_gathered=keep)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         BEFORE[name](model, optimizer)
-        assert model[0]._zshard_state.unit.engine.kept()[0] == 0
+        assert unit_of(model[0]).engine.kept()[0] == 0
         results.append(go(model, optimizer))
     return results
 
@@ -322,7 +320,7 @@ def measured() -> Any:
         with host([limit - 1000], [*used]):
             model = stack()
             found.append(go(model, torch.optim.SGD(model.parameters(), 0.1), range(5))[0])
-    kept = model[0]._zshard_state.unit.engine.kept()
+    kept = unit_of(model[0]).engine.kept()
     return found, kept, model.memory()["slots"] == model.memory("predicted")["slots"]
 
 
@@ -360,52 +358,17 @@ def two_models() -> Any:
             for model, optimizer in zip(models, steppers, strict=True):
                 loss_of(model(batch(step))).backward()
                 optimizer.step()
-        return [model[0]._zshard_state.unit.engine.kept()[0] for model in models]
+        return [unit_of(model[0]).engine.kept()[0] for model in models]
 
 
 def test_two_models_share_the_memory(pool2: Any) -> None:
     assert pool2.run(two_models) == [[4 * UNIT, 0]] * 2
 
 
-def without_room() -> Any:
-    """Rank 1 has no address space for kept units."""
-    dist.init_process_group("gloo")
-    os.environ["ZSHARD_HOST"] = f"host {dist.get_rank()}"  # within one host nothing is kept
-    big = 1024
-    torch.manual_seed(0)
-    build = lambda: nn.Sequential(*[nn.Linear(big, big, bias=False) for _ in range(12)])  # noqa: E731
-    model = FSDP(build(), transport="c10d", auto_wrap_policy={nn.Linear})
-    optimizer = torch.optim.SGD(model.parameters(), 0.001)
-    x, losses, kept = torch.ones(1, big), [], []
-    for step in range(spare._EACH + 3):
-        if step == 2:
-            kept.append(model[0]._zshard_state.unit.engine.kept()[0] // (4 << 20))
-            if dist.get_rank() == 1:
-                size = int(re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
-                limit = (size << 10) + (36 << 20)
-                resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-        if step == 3:
-            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        if step == 2:
-            kept.append(model[0]._zshard_state.unit.engine.kept()[0] // (4 << 20))
-    kept.append(model[0]._zshard_state.unit.engine.kept()[0])
-    return kept, losses
-
-
-@pytest.mark.thorough
-def test_failed_allocation_keeps_nothing() -> None:
-    first, second = (result.value for result in fork_ranks(without_room, 2, check=True))
-    assert first[0] == second[0] == [11, 0, 0] and first[1] == second[1]  # in the same step
-
-
 # --- per-unit settings ----------------------------------------------------------------------------
 
 
+@over("c10d")
 def by_hand() -> Any:
     found = []
     for keep in (True, "auto"):
@@ -427,21 +390,14 @@ def by_hand() -> Any:
     return found
 
 
-def test_per_unit_settings_take_precedence(pool2: Any, monkeypatch: Any) -> None:
-    monkeypatch.setenv("ZSHARD_TRANSPORT", "c10d")
-    for told, auto, *sharded in pool2.run(over_c10d, by_hand):
+def test_per_unit_settings_take_precedence(pool2: Any) -> None:
+    for told, auto, *sharded in pool2.run(by_hand):
         for first, second, third in (told, auto):
             assert first[2:] == [FORWARD + 1] * 2
             assert second[1:] == [FORWARD + 2] * 3
             assert third[1:] == [FORWARD + 1] * 3
         assert sharded[0][2:] == [FORWARD] * 2
         assert sharded[1][2:] == [BOTH] * 2
-
-
-def over_c10d(run: Any) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ZSHARD_TRANSPORT", "c10d")
-        return run()
 
 
 def copied() -> Any:
@@ -458,106 +414,3 @@ def copied() -> Any:
 def test_deepcopy(pool2: Any) -> None:
     for before, gathers, same in pool2.run(copied):
         assert before == 2 * UNIT and gathers[2:] == [FORWARD] * 2 and same
-
-
-# --- bit-identical results ------------------------------------------------------------------------
-
-BF16 = zshard.MixedPrecision(param_dtype=torch.bfloat16)
-
-
-def case_with(name: str, precision: Any, keep: Any) -> Any:
-    case = CASES[name]
-    options = {"auto_wrap_policy": case.policy, "mixed_precision": precision}
-    model = wrapped(case.make, ("full_shard", "c10d"), keep_gathered=keep, **options)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    return train(model, case, optimizer, dist.get_rank(), steps=5), model.state_dict()
-
-
-def differences_of(name: str, precision: Any) -> list[str]:
-    losses, state = case_with(name, precision, False)
-    wrong = []
-    for keep in (True, "auto", 600):
-        ours, values = case_with(name, precision, keep)
-        wrong += [f"losses with {keep}"] if ours != losses else []
-        wrong += [key for key in state if not torch.equal(values[key], state[key])]
-    return wrong
-
-
-@pytest.mark.sampled(5)
-@ranks(2, 3)
-@pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
-@pytest.mark.parametrize("name", [name for name in CASES if name != "dtypes"])
-def test_kept_units_are_bit_identical(pool: Any, name: str, precision: Any) -> None:
-    assert pool.run(differences_of, name, precision) == [[]] * pool.world
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS))
-        self.reentrant = reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=self.reentrant).tanh()  # type: ignore[no-untyped-call]
-        return x
-
-
-def recomputed(reentrant: bool) -> Any:
-    found = []
-    for keep in (False, True, "auto"):
-        model = FSDP(
-            make(lambda: Checkpointed(reentrant)),
-            transport="c10d",
-            auto_wrap_policy={nn.Linear},
-            keep_gathered=keep,
-        )
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        losses = []
-        for step in range(4):
-            loss = loss_of(model(batch(step).requires_grad_()))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        with zshard.FSDP.summon_full_params(model):
-            total = sum(param.double().sum().item() for param in model.parameters())
-        found.append((losses, total))
-    return found
-
-
-@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
-def test_recomputed_layers(pool2: Any, reentrant: bool) -> None:
-    for first, *others in pool2.run(recomputed, reentrant):
-        assert others == [first] * 2
-
-
-def with_files(directory: str) -> Any:
-    """Parameters on a disk; saved while some units stay, and loaded into a model that keeps
-    nothing."""
-    found = []
-    for keep in (False, "auto"):
-        model = stack(keep_gathered=keep, offload=directory)
-        optimizer = zshard.AdamW(model.parameters(), lr=0.01)
-        losses = go(model, optimizer)[1]
-        zshard.save(f"{directory}/{keep}", model, optimizer)
-        other = stack(keep_gathered=False)
-        stepper = zshard.AdamW(other.parameters(), lr=0.01)
-        zshard.load(f"{directory}/{keep}", other, stepper)
-        found.append((losses, go(other, stepper)[1], go(model, optimizer)[1]))
-    return found
-
-
-def test_offload_and_checkpoints(pool2: Any, tmp_path: Any) -> None:
-    for first, second in pool2.run(with_files, str(tmp_path)):
-        assert first == second and first[1] == first[2]
-
-
-def alone() -> Any:
-    model = FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), keep_gathered=True)
-    loss_of(model(torch.ones(1, 4))).backward()
-    return model.memory()["slots"]
-
-
-def test_world_size_one() -> None:
-    assert [result.value for result in fork_ranks(alone, 1, check=True)] == [0]

@@ -13,16 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from meshes import case_of, hosts_of
+from groups import case_of, hosts_of
 from models import CASES, loss_of, make, train
-from scenarios import message_of
+from scenarios import message_of, unit_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import zshard
 from zshard import FSDP, full_tensor
-from zshard.units.units import state_of
 
 WIDTH, UNITS = 64, 6
 
@@ -41,7 +40,7 @@ def stack(group: Any, **options: Any) -> Any:
 
 
 def kept(model: Any) -> int:
-    return int(state_of(model).unit.engine.kept()[0])
+    return int(unit_of(model).engine.kept()[0])
 
 
 def numbers_of(model: Any) -> torch.Tensor:

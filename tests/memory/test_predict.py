@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from meshes import mesh_of
+from groups import mesh_of
 from models import CASES, COMBINATIONS, Block, Net, loss_of, make, make_optimizer, train, wrapped
 from nursery import fork_ranks
 from spawn import ranks

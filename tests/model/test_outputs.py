@@ -8,10 +8,17 @@ from __future__ import annotations
 import pytest
 import torch
 from models import COMBINATIONS, Block, loss_of, wrapped
-from scenarios import WIDTH, floats, forward_backward, mean_grads, near, whole_grads, wrong_grads
+from scenarios import (
+    WIDTH,
+    floats,
+    forward_backward,
+    mean_grads,
+    near,
+    unit_of,
+    whole_grads,
+    wrong_grads,
+)
 from torch import nn
-
-from zshard.units.units import state_of
 
 
 class Result:
@@ -98,7 +105,7 @@ def after_a_call_that_was_left(combination):
             call(floats(0))
     model.stop = False
     forward_backward(model, torch.distributed.get_rank())
-    assert state_of(model).unit.n_open == 0
+    assert unit_of(model).n_open == 0
     return wrong_after(model, Recursive, forward_backward)
 
 

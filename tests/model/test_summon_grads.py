@@ -11,8 +11,8 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from groups import mesh_of
 from guarded import same
-from meshes import mesh_of
 from models import CASES, COMBINATIONS, differences, loss_of, make, sharded, wrapped
 from scenarios import Stack, floats, forward_backward, message_of, whole_grads
 from spawn import ranks

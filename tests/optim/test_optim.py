@@ -66,6 +66,7 @@ def test_half_precision_is_one_float_step_rounded(ours, torchs, options, dtype):
                     value.copy_(optimizer.state[p][name])
 
 
+@pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", ["base", "avx2", "avx512"])

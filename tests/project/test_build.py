@@ -123,6 +123,7 @@ def test_variants_are_kept_apart(project: Project) -> None:
     assert project.answer() == "42"
 
 
+@pytest.mark.thorough
 def test_failed_compile_names_the_command_and_is_retried(project: Project) -> None:
     project.build()
     project.write(
@@ -137,6 +138,7 @@ def test_failed_compile_names_the_command_and_is_retried(project: Project) -> No
     assert project.build() == {"alone.c", "_core"}
 
 
+@pytest.mark.thorough
 def test_warnings_are_errors_with_werror(project: Project) -> None:
     project.write(
         "csrc/base/lone/alone.c", "int zs_alone(long);\nint zs_alone(long a) { return a; }\n"
@@ -241,6 +243,7 @@ def home_of(project: Project) -> dict[str, str]:
     return {"CUDA_HOME": str(project.folder / "cuda-home"), "ZSHARD_CUDA": "1"}
 
 
+@pytest.mark.thorough
 def test_kernels_are_compiled_into_the_extension(cuda_project: Project) -> None:
     home = home_of(cuda_project)
     done = cuda_project.run("setup.py", "-q", "build_ext", "--inplace", **home)
@@ -319,6 +322,7 @@ def test_make_maps_cuda_to_the_builds_variable(tmp_path: Path) -> None:
     assert "CUDA must be 0 or 1, got 'yes'" in said("CUDA=yes")
 
 
+@pytest.mark.thorough
 def test_failed_kernels_name_the_remedy(cuda_project: Project) -> None:
     cuda_project.write("cuda/kernels.cu", "broken\n")
     done = cuda_project.run("setup.py", "-q", "build_ext", "--inplace", **home_of(cuda_project))

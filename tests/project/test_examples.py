@@ -197,7 +197,7 @@ def environment() -> dict[str, str]:
 ALL = ("zshard", "ddp", "fsdp2")
 
 
-@pytest.fixture(scope="module", params=[ALL[:2], pytest.param(ALL, marks=pytest.mark.thorough)])
+@pytest.fixture(scope="module", params=[ALL[:2], ALL])
 def quick_demo(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, str, tuple[str, ...]]:
@@ -214,6 +214,7 @@ def numbers_of(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "run.json").read_text())
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_demo_ends_with_a_table_and_a_plot(quick_demo: tuple[Path, str, tuple[str, ...]]) -> None:
     out, printed, libraries = quick_demo
@@ -234,6 +235,7 @@ def test_demo_ends_with_a_table_and_a_plot(quick_demo: tuple[Path, str, tuple[st
         assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_loss_curves_are_bit_identical(quick_demo: tuple[Path, str, tuple[str, ...]]) -> None:
     out, _, libraries = quick_demo

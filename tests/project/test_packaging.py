@@ -191,6 +191,7 @@ def test_source_distribution_has_all_files_of_the_repository(source: Path) -> No
     assert not list(source.glob("zshard/*.so")) + list(source.glob("zshard/_built_with.py"))
 
 
+@pytest.mark.thorough
 def test_what_the_wheel_says_of_itself(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as file:
         names = set(file.namelist())

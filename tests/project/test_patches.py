@@ -1,6 +1,6 @@
 """What zshard changes of torch: nothing at import, and no more than torch has.
 
-A child process tells what it finds, since in this one zshard has long changed torch.
+A process of its own reports what it finds, since in this one zshard has long changed torch.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from zshard import _patches
 
 ROOT = Path(__file__).resolve().parents[2]
 
 FINGERPRINT = """
-import inspect, warnings
+import inspect, os, warnings
 import torch
 from torch.distributed import distributed_c10d
 from torch.nn.modules import module
@@ -41,60 +43,51 @@ def fingerprint():
 """
 
 
-def run(script: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", FINGERPRINT + script], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def test_import_leaves_torch_unchanged():
-    changed = run(
-        """
-import torch.optim
+IMPORTED = """
 torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])  # torch changes step() then
 before = fingerprint()
 import zshard
-after = fingerprint()
-print(sorted(key for key in before if before[key] != after.get(key)))
-zshard.FSDP(torch.nn.Linear(2, 2))
-print(len([key for key in before if before[key] != fingerprint()[key]]) > 10)
+print(sorted(key for key in before if before[key] != fingerprint().get(key)))
+
+def in_a_fork(act, *args):
+    if not os.fork():
+        print(act(*args), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
 """
-    )
-    assert changed.splitlines() == ["[]", "True"]
 
+CHANGED = """
+def count_changes():
+    zshard.FSDP(torch.nn.Linear(2, 2))
+    return len([key for key in before if before[key] != fingerprint()[key]])
 
-def test_an_optimizer_older_than_the_first_model():
-    said = run(
-        """
-import zshard
-layer = torch.nn.Linear(4, 4)
-plain = torch.nn.Linear(4, 4)
-plain.load_state_dict(layer.state_dict())
-optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
-other = torch.optim.AdamW(plain.parameters(), lr=0.1)
-for each, stepped in ((layer, optimizer), (plain, other)):
-    each(torch.ones(2, 4)).sum().backward()
-    stepped.step()
-model = zshard.FSDP(layer)
-for each, stepped in ((model, optimizer), (plain, other)):
-    for _ in range(2):
-        stepped.zero_grad()
-        each(torch.ones(2, 4)).square().sum().backward()
-        torch.nn.utils.clip_grad_norm_(each.parameters(), 1.0)
+in_a_fork(count_changes)
+"""
+
+OLDER_OPTIMIZER = """
+def same_states():
+    layer = torch.nn.Linear(4, 4)
+    plain = torch.nn.Linear(4, 4)
+    plain.load_state_dict(layer.state_dict())
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    other = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for each, stepped in ((layer, optimizer), (plain, other)):
+        each(torch.ones(2, 4)).sum().backward()
         stepped.step()
-state = optimizer.state_dict()["state"], other.state_dict()["state"]
-print(all(torch.equal(state[0][i]["exp_avg"], state[1][i]["exp_avg"]) for i in range(2)))
-"""
-    )
-    assert said.splitlines() == ["True"]
+    model = zshard.FSDP(layer)
+    for each, stepped in ((model, optimizer), (plain, other)):
+        for _ in range(2):
+            stepped.zero_grad()
+            each(torch.ones(2, 4)).square().sum().backward()
+            torch.nn.utils.clip_grad_norm_(each.parameters(), 1.0)
+            stepped.step()
+    state = optimizer.state_dict()["state"], other.state_dict()["state"]
+    return all(torch.equal(state[0][i]["exp_avg"], state[1][i]["exp_avg"]) for i in range(2))
 
+in_a_fork(same_states)
+"""
 
 WITHOUT_A_PLACE = """
-import os
-import torch._dynamo  # the first optimizer would import it, in each child
-import zshard
 from zshard import _patches
 
 def train_without(number):
@@ -112,12 +105,36 @@ def train_without(number):
     model(torch.ones(1, 2)).sum().backward()
 
 for number in range(len(_patches._PATCHES)):
-    if not os.fork():
-        train_without(number)
-        print(number, flush=True)
-        os._exit(0)
-    assert os.wait()[1] == 0
+    in_a_fork(train_without, number)
 """
+
+
+@pytest.fixture(scope="module")
+def said() -> list[str]:
+    """The lines that a fresh process prints. What makes a model runs in a fork of it."""
+    script = "".join((FINGERPRINT, IMPORTED, CHANGED, OLDER_OPTIMIZER, WITHOUT_A_PLACE))
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=250
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_import_leaves_torch_unchanged(said):
+    changed_by_import, changes_of_a_model = said[:2]
+    assert changed_by_import == "[]"
+    assert int(changes_of_a_model) > 10
+
+
+def test_an_optimizer_older_than_the_first_model(said):
+    states_are_equal = said[2]
+    assert states_are_equal == "True"
+
+
+def test_unknown_torch_function_is_a_warning(said):
+    """Each place in turn is taken for one that zshard does not know; the warning is about the
+    script's line."""
+    assert said[3:] == ["<string>"] * len(_patches._PATCHES)
 
 
 TESTS_OF_PRIVATE_PLACES = {
@@ -138,9 +155,3 @@ def test_few_places_are_changed_and_each_private_one_has_a_test():
     private = {str(place) for place in places if place.name.startswith("_")}
     assert private == set(TESTS_OF_PRIVATE_PLACES)
     assert all((ROOT / path).exists() for path in TESTS_OF_PRIVATE_PLACES.values())
-
-
-def test_unknown_torch_function_is_a_warning():
-    """Each place in turn is taken for one that zshard does not know, each in a process of its own."""
-    said = run(WITHOUT_A_PLACE).splitlines()
-    assert said == [str(number) for number in range(len(_patches._PATCHES))]

@@ -131,6 +131,7 @@ count: int = units[0].summary()  # error: assignment
 '''
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # it reads all of torch, if `make lint` has not left it a cache
 @pytest.mark.skipif(

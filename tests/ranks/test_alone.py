@@ -17,7 +17,7 @@ import torch.distributed as dist
 from compare import differences
 from groups import own_group, passing_groups
 from models import COMBINATIONS, loss_of, make
-from scenarios import Wide, floats, whole
+from scenarios import Wide, floats, learn, whole
 from torch import nn
 
 import zshard
@@ -246,9 +246,7 @@ def rank_0_swaps(combination):
         loss_of(model(floats(dist.get_rank()))).backward()
     found.append(str(caught.value))
     model.load_state_dict(state)
-    optimizer.zero_grad()
-    loss_of(model(floats(dist.get_rank(), 0))).backward()
-    optimizer.step()
+    learn(model, optimizer, 0)
     plain = Plain()
     plain.step(0)
     assert_close(evaluate(model), plain.evaluate())

@@ -14,13 +14,13 @@ import time
 import pytest
 import torch
 from compare import assert_same
+from groups import transports_in_use
 from nursery import fork_ranks
 from stand_ins import environment
 from torch import nn
 
 import zshard
 from zshard import FSDP
-from zshard.ranks import transports
 
 STRATEGIES = ["full_shard", "shard_grad_op", "no_shard", "zero1"]
 WORLDS = [("nccl", 2, "shm"), ("nccl", 2, "c10d"), ("nccl", 3, "c10d")]
@@ -62,7 +62,7 @@ def train(env, transport, strategy):
         model = wrapped(transport, sharding_strategy=strategy)
         losses += steps(model, zshard.AdamW(model.parameters(), lr=0.01), 3)
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    return losses, state, {entry.comm.transport for entry in transports._entries.values()}
+    return losses, state, transports_in_use()
 
 
 @pytest.mark.sampled(2)

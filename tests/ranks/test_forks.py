@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import differences
-from meshes import hosts_of
+from groups import hosts_of
 from misdeeds import STEPS, Misdeed, batch, check_survivors, make_model, step_once, train, wrap
 from models import TRANSPORTS
 from nursery import fork_ranks

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from meshes import hosts_of
+from groups import hosts_of
 from models import CASES, loss_of, make, make_optimizer
 from scenarios import message_of
 from spawn import ranks

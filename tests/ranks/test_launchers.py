@@ -117,5 +117,6 @@ def spawned(rank: int, file: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.thorough
 def test_under_mp_spawn(tmp_path: Path) -> None:
     mp.spawn(spawned, args=(str(tmp_path / "store"),), nprocs=2)

@@ -17,7 +17,7 @@ from compare import differences
 from groups import own_group, passing_groups
 from models import COMBINATIONS, loss_of, make
 from nursery import fork_ranks
-from scenarios import Wide, floats, message_of, whole
+from scenarios import Wide, floats, learn, message_of, whole
 from torch import nn
 
 import zshard
@@ -32,15 +32,8 @@ OPTIMIZERS = {"torch": torch.optim.AdamW, "zshard": zshard.AdamW, "foreach": tor
 
 def built(combination, **options):
     strategy, transport = combination
-    made = make(Wide)
-    return FSDP(
-        made,
-        process_group=own_group(),
-        strategy=strategy,
-        transport=transport,
-        timeout=20,
-        **options,
-    )
+    options = {"process_group": own_group(), "transport": transport, "timeout": 20, **options}
+    return FSDP(make(Wide), strategy=strategy, **options)
 
 
 class Plain:
@@ -102,9 +95,7 @@ def rank_0_looks(combination, kind, place):
     optimizer = OPTIMIZERS[kind](model.parameters(), lr=0.01)
     plain, wrong = Plain(kind), []
     for i in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model(floats(dist.get_rank(), i))).backward()
-        optimizer.step()
+        learn(model, optimizer, i)
         plain.step(i)
         if dist.get_rank() == 0:
             wrong += looks(model, optimizer, plain)
@@ -129,9 +120,7 @@ def rank_0_looks_in_low_precision(place):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
     for i in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(model(floats(dist.get_rank(), i))).backward()
-        optimizer.step()
+        learn(model, optimizer, i)
         alone = evaluated(model) if dist.get_rank() == 0 else None
         ELSEWHERE[place]()
         together = evaluated(model)
@@ -217,8 +206,7 @@ def rank_0_evaluates_averages(precision, twice):
     options = {} if precision is None else {"mixed_precision": precision}
     model = built(("full_shard", "shm"), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss_of(model(floats(dist.get_rank()))).backward()
-    optimizer.step()
+    learn(model, optimizer, 0)
     plain = make(Wide)
     plain.load_state_dict(whole(model))
     for factor in (0.5, 0.25) if twice else (0.5,):
@@ -239,8 +227,7 @@ def rank_0_evaluates_averages(precision, twice):
             for param in model.parameters():
                 param.div_(factor)
         dist.barrier()
-    loss_of(model(floats(dist.get_rank()))).backward()
-    optimizer.step()
+    learn(model, optimizer, 0)
 
 
 @pytest.mark.parametrize("twice", [False, True])
@@ -284,9 +271,7 @@ def saves_late(path, how):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         plain = Plain("torch")
         for i in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model(floats(dist.get_rank(), i))).backward()
-            optimizer.step()
+            learn(model, optimizer, i)
             plain.step(i)
         if dist.get_rank() == 0:
             time.sleep(5.0 if how == "after an exception" else 1.0)
@@ -326,8 +311,7 @@ def frees_at_the_end():
     state_registry._send_drop = slow
     model = FSDP(make(Wide), timeout=60)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    loss_of(model(floats(dist.get_rank()))).backward()
-    optimizer.step()
+    learn(model, optimizer, 0)
     ends.add_exit_callback(names)
 
 
@@ -351,8 +335,7 @@ def ends_while_rank_0_is_in_a_barrier(code):
     """As a script that catches its exception, and calls sys.exit(1); or one that has finished."""
     model = FSDP(make(Wide), timeout=60)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    loss_of(model(floats(dist.get_rank(), 0))).backward()
-    optimizer.step()
+    learn(model, optimizer, 0)
     KEPT.extend((model, optimizer))
     if dist.get_rank() == 0:
         dist.barrier()
@@ -376,8 +359,7 @@ def frees_when_all_have_dropped():
     def train():
         model = built(("full_shard", "shm"))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        loss_of(model(floats(dist.get_rank()))).backward()
-        optimizer.step()
+        learn(model, optimizer, 0)
         optimizer.state_dict()
         time.sleep(0.3 * dist.get_rank())  # one rank drops its own well before the other
         return weakref.ref(next(iter(optimizer.state.values()))["exp_avg"])

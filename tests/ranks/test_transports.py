@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import differences
+from groups import comm_of_all
 from nursery import fork_ranks
 from spawn import RankPool, ranks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,12 +23,7 @@ both = pytest.mark.parametrize("transport", ["shm", "c10d"])
 
 def connect(transport: str, timeout: float | None = None) -> Any:
     """This rank's transport over all ranks."""
-    from zshard import ShardingStrategy
-    from zshard.ranks.groups import resolve_groups
-    from zshard.ranks.transports import comm_for
-
-    groups = resolve_groups(None, None, ShardingStrategy.FULL_SHARD)
-    return comm_for(groups.world, transport, timeout)
+    return comm_of_all(transport, timeout)
 
 
 # --- received data -------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from meshes import curve, hosts_of, mesh_of, on_two_hosts
+from groups import curve, hosts_of, mesh_of, on_two_hosts
 from models import CASES, loss_of, make
 from scenarios import message_of
 from torch import Tensor, nn

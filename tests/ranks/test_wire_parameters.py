@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import differences
-from meshes import case_of, curve, hosts_of, mesh_of, on_two_hosts
+from groups import case_of, curve, hosts_of, mesh_of, on_two_hosts
 from models import CASES, loss_of, make
 from scenarios import message_of
 from test_wire import NUMEL, WIRES, Products, decoded

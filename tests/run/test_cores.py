@@ -1,19 +1,64 @@
 """A host's cores, and each rank's share of them.
 
-The kernel's files are written to a folder (fake_hosts.py), so each host is a few lines.
+The kernel's files are written to a folder, so each host is a few lines.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import pytest
-from fake_hosts import host, quota, write
 
 from zshard.doctor.features import bf16, describe
 from zshard.run.cores import as_list, parse_list, read_host, shares_of
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{text}\n")
+
+
+def commas(numbers: Collection[int]) -> str:
+    return ",".join(map(str, sorted(numbers)))
+
+
+def host(
+    root: Path,
+    *,
+    sockets: int = 1,
+    nodes: int = 1,
+    cores: int = 8,
+    threads: int = 1,
+    offline: Collection[int] = (),
+) -> Path:
+    """Write a host with `cores` cores and `nodes` NUMA nodes per socket; `offline`: CPUs.
+
+    Numbered as on most servers: the first hyperthread of every core, socket after socket, then the
+    second ones.
+    """
+    total = sockets * cores
+    cpus = root / "sys/devices/system/cpu"
+    members: dict[int, list[int]] = {node: [] for node in range(sockets * nodes)}
+    for cpu in range(total * threads):
+        core = cpu % total
+        members[core * sockets * nodes // total].append(cpu)
+        if cpu in offline:
+            continue
+        siblings = {core + i * total for i in range(threads)} - set(offline)
+        write(cpus / f"cpu{cpu}/topology/core_cpus_list", commas(siblings))
+        write(cpus / f"cpu{cpu}/topology/physical_package_id", str(core // cores))
+    write(cpus / "online", commas(set(range(total * threads)) - set(offline)))
+    for node, its in members.items():
+        write(root / f"sys/devices/system/node/node{node}/cpulist", commas(set(its) - set(offline)))
+    return root
+
+
+def quota(root: Path, text: str, path: str = "/") -> None:
+    """Put this process into a control group (version 2) with this cpu.max."""
+    write(root / "proc/self/cgroup", f"0::{path}")
+    write(root / "sys/fs/cgroup" / path.strip("/") / "cpu.max", text)
 
 
 def shares(root: Path, ranks: int, cpus: Iterable[int], binding: str = "core") -> list[tuple]:

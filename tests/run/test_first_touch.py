@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from scenarios import units_made_by
 from spawn import ranks
 from torch import nn
 
 from zshard import FSDP
-from zshard.model import shard_model
 
 PAGE = 4096
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -71,10 +71,9 @@ def added(name: str, before: list[int]) -> list[int]:
 def first_touches(first: int) -> tuple[list[int], list[int], int]:
     """Rank `first` creates its unit's memory while the others wait, then these do: return which
     pages of the flats' file each of them adds, and how many pages a shard has."""
-    make = shard_model.core_unit
     seen: list[list[int]] = []
 
-    def in_turn(*args):
+    def in_turn(make, *args):
         before = pages_of("zshard-flats")
         dist.barrier()
         unit = make(*args) if dist.get_rank() == first else None
@@ -87,12 +86,9 @@ def first_touches(first: int) -> tuple[list[int], list[int], int]:
         dist.barrier()
         return unit
 
-    shard_model.core_unit = in_turn
-    try:
-        torch.manual_seed(0)
+    torch.manual_seed(0)
+    with units_made_by(in_turn):
         model = FSDP(nn.Linear(256, 256, bias=False), auto_wrap_policy=None, transport="shm")
-    finally:
-        shard_model.core_unit = make
     model(torch.randn(2, 256)).sum().backward()
     return seen[0], seen[1], 256 * 256 * 4 // dist.get_world_size() // PAGE
 

@@ -249,6 +249,7 @@ def test_two_ranks_see_their_shares_and_arguments(tmp_path: Path) -> None:
     assert "Setting OMP_NUM_THREADS" not in done.stderr  # torchrun's message
 
 
+@pytest.mark.thorough
 def test_module_that_fails_on_one_rank(tmp_path: Path) -> None:
     package = tmp_path / "pkg"
     package.mkdir()

@@ -11,7 +11,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from meshes import mesh_of
+from groups import mesh_of
 from models import CASES, COMBINATIONS, TRANSPORTS, Net, differences, make, sharded, train, wrapped
 from scenarios import Stack, loss_of, message_of
 from spawn import ranks

@@ -11,7 +11,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from meshes import mesh_of
+from groups import mesh_of
 from models import CASES, Mlp, make, make_optimizer, train
 from nursery import fork_ranks
 from optim_states import FULL, differ, rank, trained, wrap

@@ -412,7 +412,7 @@ def test_rank_0_saves_alone(tmp_path: Path) -> None:
 
 SCRIPT = """
 import sys
-sys.path.insert(0, {lib!r})
+sys.path[:0] = {folders!r}
 import torch
 torch.set_num_threads(1)
 from lightning_runs import FailsOnRank1, Net, OwnUnit, data, strategy_of, trainer, weights
@@ -428,9 +428,12 @@ if __name__ == "__main__":
 
 def launched(folder: Path, strategy: Any, model: str = "Net()", devices: int = 2) -> Any:
     """Run a script that starts its ranks itself; return (returncode, stderr, what it saved)."""
-    lib, out = str(Path(__file__).parents[1] / "lib"), folder / "out.pt"
+    here, out = Path(__file__).parent, folder / "out.pt"
+    folders = [str(here), str(here.parent / "lib")]
     (folder / "script.py").write_text(
-        SCRIPT.format(lib=lib, strategy=strategy, model=model, devices=devices, out=str(out))
+        SCRIPT.format(
+            folders=folders, strategy=strategy, model=model, devices=devices, out=str(out)
+        )
     )
     done = subprocess.run(
         [sys.executable, folder / "script.py"],

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import assert_same
-from meshes import hosts_of, mesh_of
+from groups import hosts_of, mesh_of
 from models import COMBINATIONS, ddp, loss_of, make, wrapped
 from scenarios import Grads, Stack, floats, mean_grads, near, whole_grads, wrong_grads
 from spawn import RankPool

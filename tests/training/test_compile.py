@@ -15,7 +15,6 @@ import torch.distributed as dist
 from compare import assert_same
 from models import loss_of, make, wrapped
 from scenarios import WIDTH, Stack, floats, mean_grads, message_of, near, whole_grads
-from spawn import RankPool
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -24,14 +23,7 @@ import zshard
 from zshard import FSDP, MixedPrecision, fully_shard
 
 COMBINATIONS = (("full_shard", "shm"), ("shard_grad_op", "c10d"))  # a compilation costs a second
-
-
-@pytest.fixture(scope="module")
-def compilers():
-    """Two ranks for the compiler."""
-    pool = RankPool(2)
-    yield pool
-    pool.close(patience=5.0)
+each_combination = pytest.mark.parametrize("combination", COMBINATIONS, ids=" ".join)
 
 
 # --- ways to compile: (model, backend) -> the model to train --------------------------------------
@@ -99,16 +91,15 @@ def compiled(build, way, backend, first, combination):
     return way(wrapped(build, combination), backend)
 
 
-def learn_when_compiled(build, run, way, backend, first):
+def learn_when_compiled(build, run, way, backend, first, combination):
     """Gradients are the mean over ranks, to rounding."""
     expected = mean_grads(build, run)
-    for combination in COMBINATIONS:
-        torch._dynamo.reset()
-        model = compiled(build, way, backend, first, combination)
-        run(model, dist.get_rank())
-        ours = {plain_name(name): grad for name, grad in whole_grads(model).items()}
-        ours = {name: near(grad, expected.get(name)) for name, grad in ours.items()}
-        assert_same(ours, expected, f"{combination}: the gradients")
+    torch._dynamo.reset()
+    model = compiled(build, way, backend, first, combination)
+    run(model, dist.get_rank())
+    ours = {plain_name(name): grad for name, grad in whole_grads(model).items()}
+    ours = {name: near(grad, expected.get(name)) for name, grad in ours.items()}
+    assert_same(ours, expected, "the gradients")
 
 
 @pytest.mark.sampled(1)
@@ -116,22 +107,25 @@ def learn_when_compiled(build, run, way, backend, first):
 @pytest.mark.parametrize(
     ("way", "backend"), [*((way, "aot_eager") for way in WAYS), (each_block_in_place, "eager")]
 )
-def test_gradients_of_a_compiled_model(compilers, way, first, backend):
-    compilers.run(learn_when_compiled, Stack, three_steps, way, backend, first)
+@each_combination
+def test_gradients_of_a_compiled_model(pool2, way, first, backend, combination):
+    pool2.run(learn_when_compiled, Stack, three_steps, way, backend, first, combination)
 
 
 @pytest.mark.thorough
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", [each_block_in_place, the_whole_by_another_module])
-def test_gradients_when_shapes_and_modes_change(compilers, way):
-    compilers.run(learn_when_compiled, Stack, other_shapes, way, "aot_eager", True)
+@each_combination
+def test_gradients_when_shapes_and_modes_change(pool2, way, combination):
+    pool2.run(learn_when_compiled, Stack, other_shapes, way, "aot_eager", True, combination)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", [each_block_in_place, the_whole_by_another_module])
-def test_gradients_when_shapes_change_between_accumulations(compilers, way):
+@each_combination
+def test_gradients_when_shapes_change_between_accumulations(pool2, way, combination):
     run = other_shapes_onto_gradients
-    compilers.run(learn_when_compiled, Stack, run, way, "aot_eager", True)
+    pool2.run(learn_when_compiled, Stack, run, way, "aot_eager", True, combination)
 
 
 # --- models with something special inside -----------------------------------------------------------
@@ -166,8 +160,9 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("first", [True, False], ids=["compiled, wrapped", "wrapped, compiled"])
 @pytest.mark.parametrize("way", [each_block_in_place, the_whole_in_place])
 @pytest.mark.parametrize("build", [Recomputing, Tied])
-def test_gradients_of_compiled_checkpointed_and_tied_models(compilers, build, way, first):
-    compilers.run(learn_when_compiled, build, three_steps, way, "aot_eager", first)
+@each_combination
+def test_gradients_of_compiled_checkpointed_and_tied_models(pool2, build, way, first, combination):
+    pool2.run(learn_when_compiled, build, three_steps, way, "aot_eager", first, combination)
 
 
 # --- training --------------------------------------------------------------------------------------
@@ -201,8 +196,8 @@ def parameters_of_an_own_class():
     assert "attempting to assign a gradient" in said
 
 
-def test_parameters_of_an_own_class_need_zero_grad_first(compilers):
-    compilers.run(parameters_of_an_own_class)
+def test_parameters_of_an_own_class_need_zero_grad_first(pool2):
+    pool2.run(parameters_of_an_own_class)
 
 
 # --- gradients that are there when the compiler starts anew ---------------------------------------
@@ -262,18 +257,16 @@ def compiled_loop(strategy, transport, dynamic, precision=None):
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_training_loop_compiles(compilers, strategy, transport, dynamic):
-    for eager, compiled, graphs in compilers.run(compiled_loop, strategy, transport, dynamic):
+def test_training_loop_compiles(pool2, strategy, transport, dynamic):
+    for eager, compiled, graphs in pool2.run(compiled_loop, strategy, transport, dynamic):
         assert compiled == pytest.approx(eager, rel=1e-6)
         assert graphs >= 2, "for training, and for evaluation"
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_training_loop_compiles_in_bf16(compilers, transport):
-    for eager, compiled, graphs in compilers.run(
-        compiled_loop, "full_shard", transport, None, BF16
-    ):
+def test_training_loop_compiles_in_bf16(pool2, transport):
+    for eager, compiled, graphs in pool2.run(compiled_loop, "full_shard", transport, None, BF16):
         assert compiled == pytest.approx(eager, rel=1e-6)
         assert graphs >= 2
 
@@ -299,8 +292,8 @@ def fully_sharded_and_stepped_in_backward():
     return found
 
 
-def test_optimizer_in_backward_of_compiled_blocks(compilers):
-    for eager, compiled in compilers.run(fully_sharded_and_stepped_in_backward):
+def test_optimizer_in_backward_of_compiled_blocks(pool2):
+    for eager, compiled in pool2.run(fully_sharded_and_stepped_in_backward):
         assert compiled == pytest.approx(eager, rel=1e-6)
 
 
@@ -334,5 +327,5 @@ def gradients_seen(transport):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_only_the_compiler_sees_grad_as_none(compilers, transport):
-    assert compilers.run(gradients_seen, transport) == [({True}, {False}, {True})] * 2
+def test_only_the_compiler_sees_grad_as_none(pool2, transport):
+    assert pool2.run(gradients_seen, transport) == [({True}, {False}, {True})] * 2

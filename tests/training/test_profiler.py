@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from meshes import case_of, hosts_of
+from groups import case_of, hosts_of
 from models import CASES, train, wrapped
 from spawn import ranks
 from torch.profiler import profile

@@ -1,19 +1,24 @@
-"""Scripts that catch an exception and continue, compared with DDP: see tests/lib/walk.py."""
+"""Scripts that catch an exception and continue, compared with DDP: see tests/training/walk.py."""
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 from spawn import RankFailure, RankPool
-from walk import Cell, all_cells, hash_of, pairwise, plain, sharded, verdict
+from walk import FACTORS, Cell, all_cells, hash_of, pairwise, plain, sharded, verdict
 
-SAMPLE = pairwise(all_cells())
-SHARES = 24  # tests that the sample is cut into; a share's ranks are its own
+SHARES = 24  # tests that the sample is cut into
 
 
-def walk(cells: list[Cell]) -> list[str]:
+@functools.cache
+def sample() -> list[Cell]:
+    return pairwise(all_cells())
+
+
+def walk(pool: RankPool, cells: list[Cell]) -> list[str]:
     """A line for each cell in which something is wrong."""
     found = []
-    pool = RankPool(2)
     for cell in cells:
         try:
             ours, theirs = pool.run(sharded, cell, timeout=60), plain(cell)
@@ -22,32 +27,29 @@ def walk(cells: list[Cell]) -> list[str]:
             wrong = verdict(cell, ours, theirs)
         except RankFailure as failure:  # a hang, or a crash
             wrong = str(failure)[-2000:]
-            pool.close()
-            pool = RankPool(2)
         if wrong:
             found.append(f"{cell}: {wrong}")
-    pool.close(patience=5.0)
     return found
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("share", range(SHARES))
-def test_failures_match_ddp(share):
-    assert walk(SAMPLE[share::SHARES]) == []
+def test_failures_match_ddp(pool2, share):
+    assert walk(pool2, sample()[share::SHARES]) == []
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("where", sorted({cell.where for cell in all_cells()}))
-def test_all_failures_on_all_ranks(where):
-    assert walk([c for c in all_cells() if c.where == where and c.who == "all"]) == []
+@pytest.mark.parametrize("where", FACTORS["where"])
+def test_all_failures_on_all_ranks(pool2, where):
+    assert walk(pool2, [c for c in all_cells() if c.where == where and c.who == "all"]) == []
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("where", sorted({cell.where for cell in all_cells()}))
-def test_failures_on_one_rank(where):
+@pytest.mark.parametrize("where", FACTORS["where"])
+def test_failures_on_one_rank(pool2, where):
     """Every tenth of them: most end with a wait until the deadline, and all would take nine hours."""
     cells = [c for c in all_cells() if c.where == where and c.who == "one"]
-    assert walk(sorted(cells, key=lambda cell: hash_of(str(cell)))[::10]) == []
+    assert walk(pool2, sorted(cells, key=lambda cell: hash_of(str(cell)))[::10]) == []
 
 
 def test_verdict_finds_errors():
@@ -72,5 +74,5 @@ def test_sample_has_each_pair_of_values():
             if a < b
         }
 
-    assert pairs(SAMPLE) == pairs(all_cells())
-    assert len(SAMPLE) < 125
+    assert pairs(sample()) == pairs(all_cells())
+    assert len(sample()) < 125

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import differences
-from meshes import mesh_of
+from groups import mesh_of
 from models import Conv, ddp, loss_of, make
 from test_plan import differences as differences_from_plan
 from torch import nn

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from meshes import mesh_of, on_two_hosts, trained, wrap
+from groups import mesh_of, on_two_hosts, trained, wrap
 from models import CASES, ddp, differences, make, train, wrapped
 from scenarios import (
     Stack,

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import copy
 
-import meshes
+import groups
 import pytest
 import torch
 import torch.distributed as dist
 from collectives import Collectives
-from meshes import mesh_of, on_two_hosts, trained
+from groups import mesh_of, on_two_hosts, trained
 from models import CASES, ddp, differences, make, train
 from scenarios import Stack, all_grads, forward_backward, loss_of, message_of
 from spawn import ranks
@@ -27,7 +27,7 @@ KEEPING = ("zero1", "hybrid_full")
 
 
 def wrap(name, strategy, **options):
-    return meshes.wrap(name, strategy, **{"transport": "c10d", **options})
+    return groups.wrap(name, strategy, **{"transport": "c10d", **options})
 
 
 def groups_for(strategy, shape):

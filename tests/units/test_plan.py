@@ -12,7 +12,7 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-from meshes import mesh_of
+from groups import mesh_of
 from models import CASES, COMBINATIONS, Block, Nested, Net, loss_of, make, wrapped
 from spawn import ranks
 from torch import nn

@@ -17,7 +17,10 @@ NAMES = re.findall(r"^    TEST\((\w+)\)", PROGRAM.read_text(), re.MULTILINE)
 SCHEDULE = sorted((CSRC / "schedule").glob("*.c"))
 
 
-@pytest.fixture(scope="module", params=["release", "sanitized"])
+@pytest.fixture(
+    scope="module",
+    params=["sanitized", pytest.param("release", marks=pytest.mark.thorough)],
+)
 def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("schedule") / f"test_schedule_{request.param}"
     return compile_c(target, [PROGRAM, *SCHEDULE, *sources("status.c")], BUILDS[request.param])

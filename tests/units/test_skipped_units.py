@@ -15,8 +15,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from groups import own_group, passing_groups
-from meshes import mesh_of
+from groups import mesh_of, own_group, passing_groups
 from models import COMBINATIONS, ddp, differences, loss_of, make
 from nursery import fork_ranks
 from scenarios import message_of, wrong_in

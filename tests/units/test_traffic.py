@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from collectives import Collectives
-from meshes import mesh_of
+from groups import mesh_of
 from spawn import ranks
 from torch import nn
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from groups import own_group, passing_groups
 from models import ddp, differences, loss_of, make
-from scenarios import Stack, floats
+from scenarios import Stack, floats, units_made_by
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,7 +16,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import zshard
 from zshard import FSDP
-from zshard.model import shard_model
 
 TRANSPORTS = ("shm", "c10d")
 
@@ -124,19 +123,16 @@ def test_failure_before_any_change(pool2, transport):
 @passing_groups()
 def with_a_unit_on_one_rank(transport):
     """Rank 1 fails in its second unit, which rank 0 creates; then all train another model."""
-    made, real, how = [], shard_model.core_unit, options(transport)
+    made, how = [], options(transport)
 
-    def make_unit(*args):
+    def make_unit(usual, *args):
         made.append(args)
         if dist.get_rank() == 1 and len(made) == 2:
             raise MemoryError("planted")
-        return real(*args)
+        return usual(*args)
 
-    shard_model.core_unit = make_unit
-    try:
+    with units_made_by(make_unit):
         first = attempt(make(Stack), how)
-    finally:
-        shard_model.core_unit = real
     found = []
     for _ in range(2):
         plain = make(Stack)

@@ -6,7 +6,7 @@ ValueError). Any other exception, memory or time out of proportion to the input,
 report in the core is a fault.
 
     make fuzz ARGS=-max_total_time=60                  # with sanitizers; the corpus stays in build/
-    python tests/lib/fuzz_checkpoint.py CORPUS             # without; a folder, which is filled
+    python tests/checkpoint/fuzz_checkpoint.py CORPUS             # without; a folder, which is filled
 
 tests/checkpoint/test_safetensors.py runs the seeds, and the fuzzer for a moment where it is installed.
 """

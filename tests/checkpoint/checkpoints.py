@@ -7,7 +7,9 @@ checksums are recomputed with a separate table.
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,10 @@ from torch import Tensor, nn
 import zshard
 from zshard import _core
 from zshard.checkpoint import manifest as manifests
+from zshard.checkpoint import write
 from zshard.checkpoint.manifest import BLOCK, Manifest
+from zshard.checkpoint.script_state import decode as decode
+from zshard.state.source import CHUNK as CHUNK
 
 
 def tensors_in(folder: str | Path, stem: str = "model") -> dict[str, Tensor]:
@@ -138,6 +143,23 @@ def saved(folder: str | Path, model: nn.Module, optimizer: Any = None, **options
     }
     assert zshard.save(path, model, optimizer, overwrite=True, **options).path == path
     return unlike(path, state, named) if rank() == 0 else []
+
+
+def finished(folder: str | Path) -> list[str]:
+    """Return the paths of the finished checkpoints of numbered saves to a folder."""
+    return [str(each.parent) for each in sorted(Path(folder).glob("step-*/zshard.json"))]
+
+
+@contextlib.contextmanager
+def small_chunks(size: int, direct: int = 2**40) -> Iterator[None]:
+    """Context manager in which saves copy through a chunk of `size` bytes; tensors of `direct`
+    bytes or more are written without a copy."""
+    before = write.CHUNK, write._DIRECT
+    write.CHUNK, write._DIRECT = size, direct
+    try:
+        yield
+    finally:
+        write.CHUNK, write._DIRECT = before
 
 
 # --- failing saves --------------------------------------------------------------------------------

@@ -1,0 +1,166 @@
+"""keep_gathered: results are bit-identical to those of units that are gathered again, also where
+memory runs out.
+
+test_keep_gathered.py has what is kept, and when.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import CASES, loss_of, make, train, wrapped
+from nursery import fork_ranks
+from scenarios import unit_of
+from spawn import ranks
+from test_keep_gathered import EACH, UNITS, WIDTH, batch, go, several_hosts, stack  # noqa: F401
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zshard
+from zshard import FSDP
+
+pytestmark = pytest.mark.usefixtures("several_hosts")
+
+BF16 = zshard.MixedPrecision(param_dtype=torch.bfloat16)
+
+
+def case_with(name: str, precision: Any, keep: Any) -> Any:
+    case = CASES[name]
+    options = {"auto_wrap_policy": case.policy, "mixed_precision": precision}
+    model = wrapped(case.make, ("full_shard", "c10d"), keep_gathered=keep, **options)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    return train(model, case, optimizer, dist.get_rank(), steps=5), model.state_dict()
+
+
+def differences_of(name: str, precision: Any) -> list[str]:
+    losses, state = case_with(name, precision, False)
+    wrong = []
+    for keep in (True, "auto", 600):
+        ours, values = case_with(name, precision, keep)
+        wrong += [f"losses with {keep}"] if ours != losses else []
+        wrong += [key for key in state if not torch.equal(values[key], state[key])]
+    return wrong
+
+
+@pytest.mark.sampled(5)
+@ranks(2, 3)
+@pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "dtypes"])
+def test_kept_units_are_bit_identical(pool: Any, name: str, precision: Any) -> None:
+    for differing in pool.run(differences_of, name, precision):
+        assert differing == []
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS))
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant).tanh()  # type: ignore[no-untyped-call]
+        return x
+
+
+def recomputed(reentrant: bool) -> Any:
+    found = []
+    for keep in (False, True, "auto"):
+        model = FSDP(
+            make(lambda: Checkpointed(reentrant)),
+            transport="c10d",
+            auto_wrap_policy={nn.Linear},
+            keep_gathered=keep,
+        )
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        losses = []
+        for step in range(4):
+            loss = loss_of(model(batch(step).requires_grad_()))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        with zshard.FSDP.summon_full_params(model):
+            total = sum(param.double().sum().item() for param in model.parameters())
+        found.append((losses, total))
+    return found
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+def test_recomputed_layers(pool2: Any, reentrant: bool) -> None:
+    for first, *others in pool2.run(recomputed, reentrant):
+        assert others == [first] * 2
+
+
+def with_files(directory: str) -> Any:
+    """Parameters on a disk; saved while some units stay, and loaded into a model that keeps
+    nothing."""
+    found = []
+    for keep in (False, "auto"):
+        model = stack(keep_gathered=keep, offload=directory)
+        optimizer = zshard.AdamW(model.parameters(), lr=0.01)
+        losses = go(model, optimizer)[1]
+        zshard.save(f"{directory}/{keep}", model, optimizer)
+        other = stack(keep_gathered=False)
+        stepper = zshard.AdamW(other.parameters(), lr=0.01)
+        zshard.load(f"{directory}/{keep}", other, stepper)
+        found.append((losses, go(other, stepper)[1], go(model, optimizer)[1]))
+    return found
+
+
+def test_offload_and_checkpoints(pool2: Any, tmp_path: Any) -> None:
+    for first, second in pool2.run(with_files, str(tmp_path)):
+        assert first == second and first[1] == first[2]
+
+
+def alone() -> Any:
+    model = FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), keep_gathered=True)
+    loss_of(model(torch.ones(1, 4))).backward()
+    return model.memory()["slots"]
+
+
+def test_world_size_one() -> None:
+    assert [result.value for result in fork_ranks(alone, 1, check=True)] == [0]
+
+
+def without_room() -> Any:
+    """Rank 1 has no address space for kept units."""
+    dist.init_process_group("gloo")
+    os.environ["ZSHARD_HOST"] = f"host {dist.get_rank()}"  # within one host nothing is kept
+    big = 1024
+    torch.manual_seed(0)
+    build = lambda: nn.Sequential(*[nn.Linear(big, big, bias=False) for _ in range(12)])  # noqa: E731
+    model = FSDP(build(), transport="c10d", auto_wrap_policy={nn.Linear})
+    optimizer = torch.optim.SGD(model.parameters(), 0.001)
+    x, losses, kept = torch.ones(1, big), [], []
+    for step in range(EACH + 3):
+        if step == 2:
+            kept.append(unit_of(model[0]).engine.kept()[0] // (4 << 20))
+            if dist.get_rank() == 1:
+                size = int(re.search(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
+                limit = (size << 10) + (36 << 20)
+                resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+        if step == 3:
+            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if step == 2:
+            kept.append(unit_of(model[0]).engine.kept()[0] // (4 << 20))
+    kept.append(unit_of(model[0]).engine.kept()[0])
+    return kept, losses
+
+
+@pytest.mark.thorough
+def test_failed_allocation_keeps_nothing() -> None:
+    first, second = (result.value for result in fork_ranks(without_room, 2, check=True))
+    assert first[0] == second[0] == [11, 0, 0] and first[1] == second[1]  # in the same step
