@@ -22,7 +22,7 @@ from torch import Tensor
 
 import zshard
 
-SOURCES = ["cuda_driver.c", "cuda_kernels.c", "device_cpu.c", "optim_cpu.c", "simd.c", "memory.c"]
+SOURCES = ["cuda_driver.c", "cuda_kernels.c", "device_cpu.c", "optim_compact.c", "optim_cpu.c", "simd.c", "memory.c"]
 SOURCES += ["status.c"]
 KERNELS = os.environ.get("ZSHARD_TEST_KERNELS", "")  # "", "copies" or "gpu"
 ADAM, SGD = 0, 1
@@ -47,7 +47,8 @@ class Run(ctypes.Structure):
     _fields_ = (
         ("param", ctypes.c_void_p),
         ("grad", ctypes.c_void_p),
-        ("state", ctypes.c_void_p * 3),
+        ("state", ctypes.c_void_p * 6),
+        ("form", ctypes.c_int),
         ("constants", ctypes.c_void_p),
         ("numel", ctypes.c_int64),
         ("number", ctypes.c_uint64),
