@@ -1,4 +1,4 @@
-"""Errors that Python code raises, and the line of the script that a warning points at.
+"""Errors that Python code raises, and its warnings.
 
 This module imports nothing of zshard, so that any other module can raise and catch these errors.
 """
@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-
-__all__ = ["CheckpointError", "ShardError", "stacklevel"]
+import warnings
 
 
 class CheckpointError(ValueError):
@@ -21,10 +20,12 @@ class ShardError(RuntimeError):
     parameter and what to write."""
 
 
-def stacklevel() -> int:
-    """Return the stacklevel that makes a warning of the caller point at the user's line."""
-    level, frame = 1, sys._getframe(1)
-    package = os.path.dirname(__file__) + os.sep
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
-        level, frame = level + 1, frame.f_back
-    return level
+_PACKAGE = os.path.dirname(__file__) + os.sep
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn of the script's own line, where Python finds it: in 3.12 and later."""
+    if sys.version_info >= (3, 12):
+        warnings.warn(text, category, skip_file_prefixes=(_PACKAGE,))
+    else:
+        warnings.warn(text, category, stacklevel=3)

@@ -14,25 +14,22 @@ to a model (wrap/late_parameters.py). One more change comes with the first state
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.autograd.variable import Variable
 from torch.distributed import distributed_c10d
-from torch.distributed import utils as dist_utils
 from torch.nn.utils import clip_grad
 
-from zshard import grad_scaler
-from zshard._errors import stacklevel
-from zshard.guard import autograd, draws, handlers, outside
+from zshard import _core, grad_scaler
+from zshard._errors import warn
+from zshard.guard import draws, handlers, outside
+from zshard.guard.plain import is_tracing
 from zshard.optim import clip, hooks
 from zshard.state import optimizer
 from zshard.wrap import late_parameters
-
-__all__ = ["install"]
 
 
 class _TorchPlace(NamedTuple):
@@ -64,12 +61,27 @@ class _Patch(NamedTuple):
     places: tuple[_TorchPlace, ...]
 
 
+class AutogradEngine(torch._C._ImperativeEngine):
+    """torch's engine, but before each backward the core finds where it enters the units of
+    models. torch.autograd.backward(), torch.autograd.grad() and torch.func all call it."""
+
+    def run_backward(self, roots: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
+        """Run a backward from `roots`, tensors or GradientEdges."""
+        if not is_tracing():  # a traced graph has no values and does not run
+            _core.before_backward(roots)
+        return super().run_backward(roots, *args, **kwargs)
+
+
+def _install_engine() -> None:
+    Variable._execution_engine = AutogradEngine()
+
+
 _OPTIMIZER = torch.optim.Optimizer
 
 _PATCHES = (
     _Patch(
         "backward does not find the units that it needs, and fails on sharded parameters",
-        autograd.install,
+        _install_engine,
         # torch has no hook for the start of a backward.
         (_TorchPlace(Variable, "_execution_engine"),),
     ),
@@ -82,7 +94,6 @@ _PATCHES = (
             _TorchPlace(torch.nn.init, "_calculate_fan_in_and_fan_out", ("tensor",)),
             _TorchPlace(torch.nn.init, "_no_grad_trunc_normal_", ("tensor",)),
             _TorchPlace(torch.nn.init, "kaiming_normal_", ("tensor",)),
-            _TorchPlace(torch.nn.init, "orthogonal_", ("tensor",)),
         ),
     ),
     _Patch(
@@ -90,12 +101,6 @@ _PATCHES = (
         outside.install_check,
         # torch's collectives do not dispatch to tensor subclasses; all of them check a tensor here.
         (_TorchPlace(distributed_c10d, "_check_single_tensor", ("param", "param_name")),),
-    ),
-    _Patch(
-        "DistributedDataParallel around a module that contains a sharded model mixes its shards",
-        outside.install_sync,
-        # DDP asks no module but its own, and Lightning calls this before it validates.
-        (_TorchPlace(dist_utils, "_sync_module_states", ("module",)),),
     ),
     _Patch(
         "a rank that evaluates alone weights that all ranks have written in place waits for ranks "
@@ -152,7 +157,6 @@ _installed = False
 def install() -> None:
     """Change torch, once per process."""
     global _installed
-    outside.warn_of_torchs_names()
     if _installed:
         return
     _installed = True
@@ -165,9 +169,8 @@ def install() -> None:
         if not strange:
             patch.install()
             continue
-        warnings.warn(
+        warn(
             f"zshard does not know {' and '.join(strange)} of torch {torch.__version__}, so "
             f"{patch.lost}. Use a version of torch for which zshard was built",
             RuntimeWarning,
-            stacklevel=stacklevel(),
         )

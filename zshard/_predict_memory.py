@@ -11,7 +11,7 @@ from torch import nn
 from zshard.memory.dry_run import World
 from zshard.memory.report import predict
 from zshard.memory.spare import parse_keep
-from zshard.offload import offload_on, parse_offload
+from zshard.offload import offload_of, offload_on
 from zshard.options import OffloadLike, PrecisionLike, StrategyLike, WrapPolicyLike, unit_options
 from zshard.precision import precision_of
 from zshard.ranks.devices import CPU
@@ -69,7 +69,7 @@ def predict_memory(
         strategy_of(strategy),
         precision_of(mixed_precision),
         Prefetch(),
-        offload_on(parse_offload(offload), CPU),
+        offload_on(offload_of(offload), CPU),
         parse_keep(keep_gathered, "auto", CPU),
         check_wire(wire, CPU),
     )

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from zshard.checkpoint.load import load
 from zshard.checkpoint.save import save
 from zshard.fsdp import ARGUMENTS, FSDP
-from zshard.model.build import broadcast_buffers
+from zshard.model.shard_model import broadcast_buffers
 from zshard.units.names import bare
 
 __all__ = ["shard"]

@@ -17,16 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from zshard import _core, _patches
 from zshard.compat.attributes import TorchNames, names_without_module
 from zshard.compat.fsdp1 import Fsdp1Methods
-from zshard.guard.outside import NoDdp
+from zshard.guard.outside import NoDdp, refuse_ddp_around
 from zshard.memory.fits import parse_limit
 from zshard.memory.spare import parse_keep
-from zshard.model.build import MADE
 from zshard.model.copy import copy_model
 from zshard.model.methods import ModelMethods
-from zshard.model.shard_model import FsdpSettings, Initialization, Ranks, refuse_half, shard_model
+from zshard.model.shard_model import MADE, FsdpSettings, refuse_half, shard_model
 from zshard.model.summon import own_unit_as_on_rank_0
-from zshard.model.unit_methods import UnitMethods
-from zshard.offload import offload_on
+from zshard.offload import offload_of, offload_on
 from zshard.options import (
     CPUOffloadLike,
     DeviceLike,
@@ -39,9 +37,8 @@ from zshard.options import (
     WrapPolicyLike,
     check_environment,
     check_use_orig_params,
+    either,
     one_device,
-    one_offload,
-    one_strategy,
     prefetch_of,
     unit_options,
 )
@@ -50,6 +47,7 @@ from zshard.ranks.devices import CPU, device_of
 from zshard.ranks.nccl import NcclOptions
 from zshard.ranks.wire import Wire, check_wire
 from zshard.state.module import refuse_strange_slices, whole_state_dict
+from zshard.strategy import strategy_of
 from zshard.units.open_forwards import call_guarded
 from zshard.units.shards import sizes_for_torch
 from zshard.units.units import BufferSync, Options, is_unit, modules_of, state_of
@@ -62,7 +60,7 @@ if TYPE_CHECKING:
 _M = TypeVar("_M", bound=nn.Module)
 
 
-class FSDP(Fsdp1Methods, UnitMethods, ModelMethods, TorchNames):
+class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
     """Wrap a module for sharded data-parallel training, in place, and return it.
 
     Each rank keeps a shard of the parameters, gradients and optimizer state. The module stays the
@@ -122,19 +120,16 @@ class FSDP(Fsdp1Methods, UnitMethods, ModelMethods, TorchNames):
             offload policy. On CPU ranks it has no effect, since everything is in host memory.
             Default: None. Pass only one of `offload` and `cpu_offload`.
         memory_limit: the bytes that zshard may allocate on this rank, as a number or a string such
-            as "12GiB". "auto" (the default): on a CPU, what the host's MemAvailable, the control
-            groups and the process's limits leave to it, divided among the ranks that share them;
-            on a GPU, the free GPU memory. None: no check. A model that needs more raises
-            MemoryError on all ranks, which lists settings that fit; a model that fits, but not
-            with Adam's state, is a warning. Data that is offloaded to disk does not count.
+            as "12GiB". "auto" (the default): on a CPU, what the host, the control groups and the
+            process's limits leave to it, divided among the ranks that share them; on a GPU, the
+            free GPU memory. None: no check. A model that needs more is a MemoryError on all ranks,
+            which lists settings that fit; one that fits, but not with Adam's state, a warning.
         keep_gathered: which units stay gathered from forward to backward instead of being gathered
-            twice, where an all-gather moves bytes (not over "shm"). More memory, less
-            traffic, bit-identical results. "auto" (the default): where all-gathers cross hosts, as
-            many as fit into what memory_limit leaves after the first steps, the least of all ranks;
-            nothing on one host, on GPUs, or with memory_limit=None. True: all. False: none. A
-            number of bytes, or a string such as "2GiB": up to so many bytes of full parameters. The
-            last units of the forward stay first. Of nested calls, the outermost's argument applies
-            to the whole model. Units with a reshard_after_forward of their own keep that.
+            twice (not over "shm", where a gather moves nothing): more memory, less traffic,
+            bit-identical results. "auto" (the default): where all-gathers cross hosts, as many as
+            fit into what memory_limit leaves after the first steps; nothing on one host, on GPUs,
+            or with memory_limit=None. True: all. False: none. A number of bytes, or a string such
+            as "2GiB": up to so many bytes of full parameters. The outermost call's argument counts.
 
     Initialization:
 
@@ -230,13 +225,19 @@ class FSDP(Fsdp1Methods, UnitMethods, ModelMethods, TorchNames):
         check_use_orig_params(use_orig_params)
         check_module(module)
         refuse_half(module)
-        device = device_of(module, one_device(device_id, device_ids))
+        device = device_of(module, either(device_id=device_id, device_ids=one_device(device_ids)))
         prefetches = forward_prefetch or device != CPU  # on GPUs a late gather stalls the GPU
+        chosen = either(strategy=strategy, sharding_strategy=sharding_strategy)
         options = Options(
-            one_strategy(strategy, sharding_strategy),
+            strategy_of("full_shard" if chosen is None else chosen),
             precision_of(mixed_precision),
             prefetch_of(backward_prefetch, prefetches, limit_all_gathers),
-            offload_on(one_offload(offload, cpu_offload), device),
+            offload_on(
+                either(
+                    offload=offload_of(offload), cpu_offload=offload_of(cpu_offload, "cpu_offload")
+                ),
+                device,
+            ),
             wire=check_wire(wire, device),
         )
         check_environment(options)
@@ -246,9 +247,11 @@ class FSDP(Fsdp1Methods, UnitMethods, ModelMethods, TorchNames):
         ignored = split_ignored(ignored_modules, ignored_states)
         specs = plan_units(module, auto_wrap_policy, *ignored)
         planned = [(spec, unit_options(spec, options)) for spec in specs]
-        ranks = Ranks(device, process_group, device_mesh, transport, timeout)
-        values = Initialization(param_init_fn, sync_module_states, forward_sync_buffers, ignored[0])
-        shard_model(FSDP, module, planned, FsdpSettings(ranks, values, limit))
+        settings = FsdpSettings(
+            *(device, process_group, device_mesh, transport, timeout, param_init_fn),
+            *(sync_module_states, forward_sync_buffers, ignored[0], limit),
+        )
+        shard_model(FSDP, module, planned, settings)
         return cast("Wrapped[_M]", module)
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -270,6 +273,7 @@ class FSDP(Fsdp1Methods, UnitMethods, ModelMethods, TorchNames):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward. After any exception the model is ready for the next forward."""
+        refuse_ddp_around()
         return call_guarded(self, state_of(self).unit, super().__call__, args, kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -21,8 +21,6 @@ from zshard.guard.slices import plain
 from zshard.optim.announce import say_unscale
 from zshard.optim.in_backward import refuse_scaler, watch_scaled
 
-__all__ = ["GradScaler", "install", "unscale"]
-
 _torchs_unscale: Callable[..., dict[torch.device, torch.Tensor]] = getattr(
     torch.amp.GradScaler, "_unscale_grads_", None
 )  # type: ignore[assignment]

@@ -14,18 +14,6 @@ from dataclasses import dataclass
 from zshard import _core
 from zshard.ranks.devices import CPU
 
-__all__ = [
-    "CPUOffload",
-    "CPUOffloadPolicy",
-    "Offload",
-    "OffloadPolicy",
-    "is_offload_policy",
-    "offload_of",
-    "offload_on",
-    "parse_offload",
-    "set_offload",
-]
-
 
 @dataclass(frozen=True)
 class Offload:
@@ -39,16 +27,14 @@ class Offload:
             over the model.
         directory: directory for this rank's files. They are unnamed and vanish with the process.
             Ranks that share memory (shm) need a directory that all of them see. None: the memory
-            of the GPU's host, pinned and mapped, so that tensors remain CUDA tensors and the
-            optimizer's step streams them through the GPU. On CPU ranks None has no effect.
+            of the GPU's host, pinned and mapped; on CPU ranks, no effect.
         cache: bytes per rank of offloaded data that may stay in memory while not in use; half of it
             is for prefetching. Allow about three shards of the largest unit, or computation waits
             for the disk. Applies to the whole process: the last value set counts.
 
-    Files are memory-mapped, so parameters and state tensors can be read and written like any
-    other. Steps of zshard's optimizers use direct I/O, with buffers that count towards `cache`,
-    unless the file system does not support it or ZSHARD_OFFLOAD_DIRECT=0 is set when the model is
-    wrapped. Results are bit-identical to those of the same model in memory.
+    Files are memory-mapped, so parameters and state can be read and written like any other tensor.
+    Steps of zshard's optimizers use direct I/O where the file system supports it, unless
+    ZSHARD_OFFLOAD_DIRECT=0 is set. Results are bit-identical to those in memory.
 
     Raises ValueError for a fraction or cache out of range, TypeError for an invalid directory.
     FSDP(...) raises NotImplementedError for a directory with a model on a GPU.
@@ -114,44 +100,27 @@ class CPUOffloadPolicy(OffloadPolicy):
 # --- parsing --------------------------------------------------------------------------------------
 
 
-def parse_offload(given: object) -> Offload | None:
-    """Return the Offload that `given` is, or one for the directory that it names. None: everything
-    stays in memory.
-
-    Raises TypeError for anything else.
-    """
+def offload_of(given: object, argument: str = "offload") -> Offload | None:
+    """Return the Offload that an argument means: an Offload, a directory, a bool, or a CPUOffload
+    or an offload policy, zshard's or torch's. None: everything stays in memory. Raises TypeError
+    for anything else."""
+    if given is None or isinstance(given, Offload):
+        return given
     if isinstance(given, str | os.PathLike):
         return Offload(directory=given)
-    if given is not None and not isinstance(given, Offload):
-        raise TypeError(f"offload must be a zshard.Offload or a directory, got {given!r}")
-    return given
-
-
-def offload_of(cpu_offload: object) -> Offload | None:
-    """Translate a bool, a CPUOffload or an offload policy, zshard's or torch's. None: everything
-    stays in memory. Raises TypeError for anything else."""
-    if cpu_offload is None or isinstance(cpu_offload, Offload):
-        return cpu_offload
-    if isinstance(cpu_offload, bool):
-        return Offload() if cpu_offload else None
-    params = getattr(cpu_offload, "offload_params", None)
-    if isinstance(params, bool):
-        return Offload(grads=True) if params else None
-    if is_offload_policy(cpu_offload):
-        return Offload(grads=True) if _is_a(cpu_offload, "CPUOffloadPolicy") else None
-    raise TypeError(
-        "cpu_offload must be a bool, torch's CPUOffload or CPUOffloadPolicy, or a zshard.Offload, "
-        f"got {cpu_offload!r}"
-    )
-
-
-def is_offload_policy(given: object) -> bool:
-    """Return whether this is an offload policy, zshard's or torch's."""
-    return _is_a(given, "OffloadPolicy")
-
-
-def _is_a(given: object, name: str) -> bool:
-    return any(cls.__name__ == name for cls in type(given).__mro__)
+    if isinstance(given, bool):
+        return Offload() if given else None
+    kinds = {cls.__name__ for cls in type(given).__mro__}
+    if "CPUOffload" in kinds:
+        moves = bool(getattr(given, "offload_params", False))
+    elif "OffloadPolicy" in kinds:
+        moves = "CPUOffloadPolicy" in kinds
+    else:
+        raise TypeError(
+            f"{argument} must be a zshard.Offload, a directory, a bool, or torch's CPUOffload or "
+            f"OffloadPolicy, got {given!r}"
+        )
+    return Offload(grads=True) if moves else None
 
 
 def offload_on(offload: Offload | None, device: str) -> Offload | None:

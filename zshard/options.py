@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import nn
 
-from zshard.offload import CPUOffload, Offload, OffloadPolicy, offload_of, parse_offload
+from zshard.offload import CPUOffload, Offload, OffloadPolicy
 from zshard.precision import MixedPrecision, MixedPrecisionPolicy, precision_of
 from zshard.strategy import ShardingStrategy, strategy_of
 from zshard.units.units import Options, Prefetch
@@ -85,35 +85,19 @@ OffloadPolicyLike = Offload | OffloadPolicy | TorchOffloadPolicy
 # --- parsing --------------------------------------------------------------------------------------
 
 
-def one_strategy(
-    strategy: StrategyLike | None, sharding_strategy: StrategyLike | None
-) -> ShardingStrategy:
-    """Return the strategy that `strategy`, or FSDP1's name for it, specifies. Raises ValueError if
-    both are given or the name is unknown, TypeError for another type."""
-    if sharding_strategy is not None and strategy is not None:
-        raise ValueError("pass either sharding_strategy or strategy (its short name), not both")
-    given = strategy if strategy is not None else sharding_strategy
-    return ShardingStrategy.FULL_SHARD if given is None else strategy_of(given)
+def either(**given: Any) -> Any:
+    """Return the value that a script passes by one of two names; None if it passes neither. Raises
+    ValueError if it passes both."""
+    (first, one), (second, other) = given.items()
+    if one is not None and other is not None:
+        raise ValueError(f"pass either {first} or {second}, not both")
+    return other if one is None else one
 
 
-def one_offload(offload: object, cpu_offload: object) -> Offload | None:
-    """Return the Offload that `offload`, or FSDP1's name for it, specifies. Raises ValueError if
-    both are given, TypeError for another type."""
-    cpu = offload_of(cpu_offload)
-    if offload is not None and cpu is not None:
-        raise ValueError("pass either offload or cpu_offload, not both")
-    return parse_offload(offload) or cpu
-
-
-def one_device(
-    device_id: DeviceLike | None, device_ids: Sequence[DeviceLike] | None
-) -> DeviceLike | None:
-    """Return the device that `device_id`, or DDP's name for it, specifies. Raises ValueError if
-    both are given, or the second is not one device."""
+def one_device(device_ids: Sequence[DeviceLike] | None) -> DeviceLike | None:
+    """Return the device that DDP's list of one GPU specifies. Raises ValueError for any other."""
     if device_ids is None:
-        return device_id
-    if device_id is not None:
-        raise ValueError("pass either device_id or device_ids, not both")
+        return None
     if not isinstance(device_ids, list | tuple) or len(device_ids) != 1:
         raise ValueError(
             f"device_ids={device_ids!r}: expected a list of one GPU, that of this rank"

@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from zshard.guard.whole_values import full_tensor
-from zshard.model.copy import copy_plain, without
+from zshard.model.copy import copy_plain
 from zshard.transformers import count_full_in, counting_full
-from zshard.units.units import units_of
 from zshard.wrap.extensions import EXTENSIONS, Extension
 
 _COUNT = "get_nb_trainable_parameters"  # PEFT's models have it, and forward missing attributes
@@ -66,10 +65,8 @@ def _of_copy(name: str) -> Callable[..., Any]:
 
 def _full_copy(model: nn.Module) -> nn.Module:
     """Return a plain copy of a sharded model, with full parameters."""
-    units = list(units_of(model))
     memo: dict[int, Any] = {}
-    with without([hook for _, state in units for hook in state.hooks]):
-        copied = copy_plain(model, [(module, state.unit) for module, state in units], memo)
+    copied = copy_plain(model, memo)
     with torch.no_grad():
         for param in model.parameters():
             made = memo[id(param)]

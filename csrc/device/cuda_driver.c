@@ -17,6 +17,7 @@ typedef zs_cu_result get_proc_address(const char *, void **, int, uint64_t, int 
 static struct {
     pthread_once_t once;
     zs_cu_table table;
+    void *(*host_stream)(void); /* of a fake driver only */
     zs_cuda_info info;
     char words[1024]; /* info.words */
 } driver = {.once = PTHREAD_ONCE_INIT};
@@ -66,6 +67,7 @@ static const char *fill_table(get_proc_address *get)
 #define MAY_HAVE(name, version, parameters) (void)find(get, #name, version, &driver.table.name);
     ZS_CU_CALLS(NEED)
     ZS_CU_OPTIONAL_CALLS(MAY_HAVE)
+    (void)find(get, "fakeHostStream", 0, &driver.host_stream);
 #undef NEED
 #undef MAY_HAVE
     return missing;
@@ -150,6 +152,11 @@ void zs_cuda_describe(zs_cuda_info *info)
 const zs_cu_table *zs_cuda_table(void)
 {
     return &driver.table;
+}
+
+zs_cu_stream zs_cuda_host_stream(void)
+{
+    return driver.host_stream != NULL ? driver.host_stream() : NULL;
 }
 
 /* --- errors ------------------------------------------------------------------------------------------------------- */

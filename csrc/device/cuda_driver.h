@@ -47,6 +47,10 @@ zs_status zs_cuda_enter(int ordinal);
 /* The table; only after zs_cuda_load has succeeded. */
 const zs_cu_table *zs_cuda_table(void);
 
+/* What stands for torch's current stream on a device that is the host: a fake driver's choice, else the default
+ * stream. */
+zs_cu_stream zs_cuda_host_stream(void);
+
 /* Turns the result of a call into a status and a record, and remembers the first that spoils the context. Out of
  * memory is ZS_ERR_MEMORY, all else ZS_ERR_CUDA. */
 zs_status zs_cuda_check_at(const char *file, int line, const char *call, zs_cu_result result);

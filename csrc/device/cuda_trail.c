@@ -9,18 +9,6 @@
 
 #include "device/cuda_driver.h"
 
-static zs_cu_stream host_stream;
-
-zs_cu_stream zs_cuda_host_stream(void)
-{
-    return host_stream;
-}
-
-void zs_cuda_set_host_stream(zs_cu_stream stream)
-{
-    host_stream = stream;
-}
-
 static zs_status is_captured(zs_cu_stream stream, bool *out)
 {
     zs_cu_capture_status status = ZS_CU_STREAM_CAPTURE_STATUS_NONE;

@@ -11,8 +11,4 @@ zs_status zs_cuda_trail_follow(zs_trail *trail, zs_cu_stream now);
 zs_status zs_cuda_trail_end_pass(zs_trail *trail, zs_cu_stream now);
 void zs_cuda_trail_end(zs_trail *trail);
 
-/* What stands for torch's current stream on a device that is the host (zs_device_cuda); NULL: the default stream. */
-zs_cu_stream zs_cuda_host_stream(void);
-void zs_cuda_set_host_stream(zs_cu_stream stream);
-
 #endif

@@ -192,8 +192,6 @@ static zs_status use_range(zs_pager_range *r, bool write)
     while (r->lent && r->dirty && r->users == 0) /* from an earlier step */
         pthread_cond_wait(&zs_pager.changed, &zs_pager.lock);
     if (r->users++ == 0 && r->lent) zs_pager.n_at_work++;
-    zs_pager.wanted++;
-    if (r->state != COLD && r->state != LEAVING) zs_pager.ahead++;
     zs_pager_learn(&zs_pager.tables, r);
     bring_in(r);
     return check(r);
@@ -207,7 +205,7 @@ static void leave_range(zs_pager_range *r, bool changed)
     if (r->lent && !changed) {
         zs_pager_make_cold(r);
     } else {
-        if (r->state == COLD) zs_pager_count_resident(r->bytes);
+        if (r->state == COLD) zs_pager.resident += r->bytes;
         if (r->lent) zs_pager.n_unsent++;
         r->dirty = changed;
         r->state = IDLE;
@@ -265,12 +263,10 @@ zs_status zs_pager_lend(void *ptr, size_t bytes, void **at)
     zs_pager_range *r = to_lend(ptr, bytes);
     zs_status status = r != NULL ? use_range(r, true) : ZS_OK;
     bool lent = r != NULL && status == ZS_OK && r->buffer != NULL;
-    if (lent) {
+    if (lent)
         *at = zs_pager_in_buffer(r->buffer, ptr);
-        zs_pager.lent++;
-    } else if (r != NULL) {
+    else if (r != NULL)
         leave_range(r, false);
-    }
     pthread_mutex_unlock(&zs_pager.lock);
     return lent || status != ZS_OK ? status : zs_pager_want(ptr, bytes, ZS_PAGER_WRITE);
 }
@@ -311,13 +307,4 @@ zs_status zs_pager_close(void)
     if (zs_pager.windows == 0) zs_pager_buffers_free();
     pthread_mutex_unlock(&zs_pager.lock);
     return status;
-}
-
-zs_pager_counts zs_pager_count(void)
-{
-    if (!zs_pager.running || zs_pager.lifetime != zs_lifetime()) return (zs_pager_counts){0};
-    pthread_mutex_lock(&zs_pager.lock);
-    zs_pager_counts counts = {zs_pager.wanted, zs_pager.ahead, zs_pager.lent, zs_pager.resident, zs_pager.most};
-    pthread_mutex_unlock(&zs_pager.lock);
-    return counts;
 }

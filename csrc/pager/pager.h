@@ -79,13 +79,4 @@ void zs_pager_nest(bool nested);
 /* What is in the range is not wanted any more, it may as well be zeros: its pages go without being written. */
 void zs_pager_zero(const void *ptr, size_t bytes);
 
-/* Counts for benchmarks and tests, since the process began. */
-typedef struct zs_pager_counts {
-    uint64_t wanted, ahead; /* ranges that were wanted; of these, those that were there or on their way */
-    uint64_t lent;          /* and those that were worked on in a buffer */
-    uint64_t resident;      /* bytes now */
-    uint64_t most;          /* bytes at most */
-} zs_pager_counts;
-zs_pager_counts zs_pager_count(void);
-
 #endif

@@ -15,16 +15,10 @@ zs_pager_state zs_pager = {.lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD
 
 /* --- from one state to the next ----------------------------------------------------------------------------------- */
 
-void zs_pager_count_resident(size_t bytes)
-{
-    zs_pager.resident += bytes;
-    if (zs_pager.resident > zs_pager.most) zs_pager.most = zs_pager.resident;
-}
-
 void zs_pager_enqueue(zs_pager_range *r, bool urgent)
 {
     r->state = QUEUED;
-    zs_pager_count_resident(r->bytes);
+    zs_pager.resident += r->bytes;
     if (r->lent) zs_pager.n_lent++;
     if (urgent)
         zs_pager_prepend(&zs_pager.queue, r);

@@ -16,21 +16,17 @@ typedef struct zs_pager_state {
     zs_pager_tables tables;
     zs_pager_list queue; /* QUEUED, in the order in which they are fetched */
     zs_pager_list idle;  /* IDLE, those first that may go first */
-    size_t limit, resident, most;
-    size_t mapped;                /* bytes of all mappings */
-    int windows;                  /* in which ranges are lent */
-    int n_lent, n_at_work;        /* lent ranges that are not COLD; of these, those that somebody uses */
-    int n_unsent;                 /* and those that are being written or have to be */
-    uint64_t wanted, ahead, lent; /* as in zs_pager_counts */
-    int write_errno;              /* of a write that has failed; the data are lost */
+    size_t limit, resident;
+    size_t mapped;         /* bytes of all mappings */
+    int windows;           /* in which ranges are lent */
+    int n_lent, n_at_work; /* lent ranges that are not COLD; of these, those that somebody uses */
+    int n_unsent;          /* and those that are being written or have to be */
+    int write_errno;       /* of a write that has failed; the data are lost */
     unsigned lifetime;
     bool running;
 } zs_pager_state;
 
 extern zs_pager_state zs_pager;
-
-/* Notes that so much more is there. */
-void zs_pager_count_resident(size_t bytes);
 
 /* Has a COLD range fetched, before all others if `urgent`. */
 void zs_pager_enqueue(zs_pager_range *r, bool urgent);

@@ -4,7 +4,6 @@
 #include "base/simd.h"
 #include "device/cuda_driver.h"
 #include "device/cuda_image.h"
-#include "device/cuda_trail.h"
 
 /* One GPU, or an exception. */
 static PyObject *gpu(int ordinal)
@@ -52,22 +51,8 @@ static PyObject *machine(PyObject *module, PyObject *unused)
                          info.version, "problem", info.words, "gpus", list);
 }
 
-PyDoc_STRVAR(set_host_stream_doc,
-             "set_host_stream($module, handle, /)\n--\n\nFor tests with a fake driver: what stands for torch's current "
-             "CUDA stream of models on the CPU; 0 is the default stream.");
-
-static PyObject *set_host_stream(PyObject *module, PyObject *handle)
-{
-    (void)module;
-    void *stream = PyLong_AsVoidPtr(handle);
-    if (PyErr_Occurred()) return NULL;
-    zs_cuda_set_host_stream(stream);
-    Py_RETURN_NONE;
-}
-
 static PyMethodDef functions[] = {
     {"machine", machine, METH_NOARGS, machine_doc},
-    {"set_host_stream", set_host_stream, METH_O, set_host_stream_doc},
     {0},
 };
 

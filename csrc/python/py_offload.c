@@ -1,4 +1,4 @@
-/* py_offload.c - memory on a disk for Python: tensors there for optimizers, and the pager's statistics. */
+/* py_offload.c - memory on a disk for Python: tensors there for optimizers, and the pager's limit. */
 #include "pager/pager.h"
 #include "python/py_util.h"
 #include "unit/offload.h"
@@ -63,26 +63,10 @@ static PyObject *set_pager_limit(PyObject *module, PyObject *object)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(counts_doc,
-             "pager_counts($module, /)\n--\n\nReturn counts since the process started: wanted (ranges of offloaded "
-             "memory requested), ahead (of these, already resident or being prefetched), lent (of these, updated by an "
-             "optimizer in a buffer); and bytes: resident (now) and most (the peak).");
-
-static PyObject *pager_counts(PyObject *module, PyObject *unused)
-{
-    (void)module;
-    (void)unused;
-    zs_pager_counts counts = zs_pager_count();
-    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K}", "wanted", (unsigned long long)counts.wanted, "ahead",
-                         (unsigned long long)counts.ahead, "lent", (unsigned long long)counts.lent, "resident",
-                         (unsigned long long)counts.resident, "most", (unsigned long long)counts.most);
-}
-
 static PyMethodDef functions[] = {
     {"offloads_state", offloads_state, METH_O, offloads_doc},
     {"offloaded_zeros", offloaded_zeros, METH_VARARGS, zeros_doc},
     {"set_pager_limit", set_pager_limit, METH_O, limit_doc},
-    {"pager_counts", pager_counts, METH_NOARGS, counts_doc},
     {0},
 };
 

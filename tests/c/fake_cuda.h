@@ -70,6 +70,9 @@ ZS_CU_CALLS(FAKE_DECLARE)
 ZS_CU_OPTIONAL_CALLS(FAKE_DECLARE)
 #undef FAKE_DECLARE
 
+/* torch's current stream of models on the CPU (fake_cuda_enqueue.c). */
+void *fake_host_stream(void);
+
 /* --- streams and events (fake_cuda_streams.c) ------------------------------------------------------------------------ */
 
 typedef struct fake_stream fake_stream;

@@ -33,6 +33,21 @@ void *fake_cuda_torch_stream(void)
     return fake_stream_at_once();
 }
 
+static void *host_stream;
+
+void *fake_host_stream(void)
+{
+    return host_stream;
+}
+
+/* Sets torch's current stream of models on the CPU; NULL is the default one. */
+__attribute__((visibility("default"))) void fake_cuda_set_host_stream(void *stream);
+
+void fake_cuda_set_host_stream(void *stream)
+{
+    host_stream = stream;
+}
+
 /* Has a capture of the default stream been broken, which goes on? */
 __attribute__((visibility("default"))) int fake_cuda_capture_broken(void);
 

@@ -119,7 +119,8 @@ static const struct {
 #define ENTRY(name, version, parameters) {#name, (any_function *)fake_##name, version},
     ZS_CU_CALLS(ENTRY) ZS_CU_OPTIONAL_CALLS(ENTRY)
 #undef ENTRY
-        {"cuLaunchHostFunc", (any_function *)fake_cuLaunchHostFunc, 10000},
+        {"fakeHostStream", (any_function *)fake_host_stream, 0},
+    {"cuLaunchHostFunc", (any_function *)fake_cuLaunchHostFunc, 10000},
 };
 
 SHOWN zs_cu_result cuGetProcAddress_v2(const char *name, void **out, int version, uint64_t flags, int *found);

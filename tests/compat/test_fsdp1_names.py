@@ -105,13 +105,6 @@ def test_set_type_determines_the_state_dicts(pool2, transport):
 
 # --- missing names --------------------------------------------------------------------------------------
 
-OLDER = [
-    name
-    for name in dir(torchs.FullyShardedDataParallel)
-    if name.endswith("optim_state_dict") and name[0] != "_"
-]
-OLDER.remove("optim_state_dict")
-
 
 @pytest.mark.parametrize(
     "name", ["_flat_param", "register_comm_hook", "reducer", "set_symm_mem_for_comm"]
@@ -123,12 +116,6 @@ def test_missing_torch_names_point_to_the_docs(name):
         assert not hasattr(model, name)
         text = message_of(lambda model=model: getattr(model, name), AttributeError)
         assert repr(name) in text and "docs/migration.md" in text
-
-
-@pytest.mark.parametrize("name", OLDER)
-def test_older_functions_are_not_on_the_class(name):
-    assert not hasattr(FSDP, name)
-    assert "docs/migration.md" in message_of(lambda: getattr(FSDP, name), AttributeError)
 
 
 @pytest.mark.parametrize(

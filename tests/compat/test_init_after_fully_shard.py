@@ -77,7 +77,7 @@ class Decoder(nn.Module):
         for number, layer in enumerate(self.layers):
             layer.init_weights(0.02 / (number + 1))
         nn.init.ones_(self.norm.weight)
-        nn.init.orthogonal_(self.mix)
+        nn.init.xavier_normal_(self.mix)
         nn.init.trunc_normal_(self.head.weight, std=WIDTH**-0.5)
         with torch.no_grad():
             self.embed.weight[2].fill_(0.0)

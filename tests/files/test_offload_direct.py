@@ -2,7 +2,7 @@
 CUDA.
 
 Whatever a test does to an offloaded model between or during steps, it also does to the same model
-in memory, and compares bit for bit; a count shows whether buffers were lent.
+in memory, and compares bit for bit; bytes written by system calls show whether buffers were lent.
 """
 
 from __future__ import annotations
@@ -21,27 +21,25 @@ from compare import assert_same
 from guarded import same
 from models import differences, loss_of, make
 from nursery import fork_ranks
-from offloaded import CACHE, steps, to, wide
+from offloaded import CACHE, io_count, steps, to, wide
 from safetensors.torch import save_file
 from scenarios import message_of
 from torch import nn
 
 import zshard
-from zshard import FSDP, SGD, AdamW, Offload, _core
+from zshard import FSDP, SGD, AdamW, Offload
 
-
-def lent():
-    return _core.pager_counts()["lent"]
+MANY = 1 << 20  # bytes
 
 
 def with_direct(folder, direct, in_backward, transport):
-    """Return the state after steps, and whether ranges were lent."""
+    """Return the state after steps, and the bytes that system calls wrote."""
     os.environ["ZSHARD_OFFLOAD_DIRECT"] = direct
     try:
-        before = lent()
+        before = io_count("wchar")
         model, optimizer = wide(to(folder), in_backward, transport=transport)
         steps(model, optimizer, clip=False)
-        return {**model.state_dict(), **flat_state(optimizer)}, lent() > before
+        return {**model.state_dict(), **flat_state(optimizer)}, io_count("wchar") - before
     finally:
         del os.environ["ZSHARD_OFFLOAD_DIRECT"]
 
@@ -55,7 +53,7 @@ def compare_ways(folder, in_backward, transport):
     (direct, some), (cached, none) = (
         with_direct(folder, way, in_backward, transport) for way in ("1", "0")
     )
-    assert some and not none, "not lent, or lent where the environment forbids it"
+    assert some > none + MANY, "not lent, or lent where the environment forbids it"
     return differences(direct, cached)
 
 
@@ -79,10 +77,10 @@ def test_file_system_in_memory(pool2, in_backward):
 
 
 def test_cached_data_stays_in_memory(tmp_path):
-    before = lent()
+    before = io_count("wchar")
     model, optimizer = wide(Offload(directory=tmp_path, cache=1 << 30))
     steps(model, optimizer)
-    assert lent() == before
+    assert io_count("wchar") - before < MANY
 
 
 # --- between steps ---------------------------------------------------------------------------------
@@ -285,7 +283,9 @@ def test_forks_in_the_middle(tmp_path):
 
 ALONE = """
     import resource, sys, torch, zshard
-    from zshard import _core
+
+    def written():
+        return int(open("/proc/self/io").read().split()[3])  # wchar
 
     def make():
         torch.manual_seed(0)
@@ -304,9 +304,9 @@ ALONE = """
         grads(model)
         optimizer.step()
         optimizer.zero_grad()
-    assert _core.pager_counts()["lent"] > 0
+    assert written() > 1 << 20
     grads(model)
-    before = _core.pager_counts()["lent"]
+    before = written()
 """
 
 
@@ -326,7 +326,7 @@ def test_no_memory_for_a_buffer(tmp_path):
         resource.setrlimit(resource.RLIMIT_DATA, (data + (4 << 20), resource.RLIM_INFINITY))
         optimizer.step()
         resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
-        print("lent", _core.pager_counts()["lent"] - before)
+        print(written() - before)
         plain, plain_optimizer = wrap()
         for _ in range(3):
             plain_optimizer.zero_grad()
@@ -337,7 +337,7 @@ def test_no_memory_for_a_buffer(tmp_path):
     """,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) <= 3, done.stdout  # the second unit's are small
+    assert int(done.stdout) < MANY, done.stdout  # the second unit's buffers are small
 
 
 @pytest.mark.sampled(1)

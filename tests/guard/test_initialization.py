@@ -351,35 +351,6 @@ def test_ranks_with_different_draws_get_an_error(pool2, function, combination):
         assert "torch.manual_seed()" in said and "model.apply(fn)" in said
 
 
-def with_seeds_from_before(combination, seeds):
-    """The generators differ when the model is sharded. Each rank's own generator continues
-    unchanged."""
-    plain, model = plain_layers(), plain_layers()
-    torch.manual_seed(seeds[dist.get_rank()])
-    torch.rand(3)
-    sharded_layers(combination, model)
-    state = torch.get_rng_state()
-    for _ in range(2):
-        each_of_torch(model)
-    assert_same(torch.get_rng_state(), state, "the rank's own random state")
-    torch.manual_seed(seeds[0])
-    torch.rand(3)
-    for _ in range(2):
-        each_of_torch(plain)
-    model(IDS).sum().backward()
-    wrong = differences(model.state_dict(), plain.state_dict())
-    initialized(model, resets, seed=seeds[0])  # a seed that the script sets takes precedence
-    initialized(plain, resets, seed=seeds[0])
-    model(IDS).sum().backward()
-    return wrong + differences(model.state_dict(), plain.state_dict())
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("combination", SHARDED)
-def test_unseeded_ranks_draw_rank_0s_numbers(pool2, combination):
-    assert pool2.run(with_seeds_from_before, combination, (5, 6)) == [[], []]
-
-
 def apply_takes_rank_0s():
     model, plain = sharded_layers(("full_shard", "shm")), plain_layers()
     initialized(plain, by_apply, seed=0)

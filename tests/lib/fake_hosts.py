@@ -46,8 +46,6 @@ def host(
     write(cpus / "online", commas(set(range(total * threads)) - set(offline)))
     for node, its in members.items():
         write(root / f"sys/devices/system/node/node{node}/cpulist", commas(set(its) - set(offline)))
-    write(root / "sys/devices/system/node/has_memory", commas(set(members)))
-    write(root / "proc/self/status", f"Mems_allowed_list:\t0-{len(members) - 1}")
     return root
 
 

@@ -5,6 +5,8 @@ Its memory limit is so low that pages must be evicted and read all the time.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from models import differences, loss_of, make
@@ -20,6 +22,15 @@ KINDS = {
     "state": {"params": False},
     "half": {"fraction": 0.5},
 }
+
+
+def io_count(name):
+    """Return a count of the kernel's: "wchar" (bytes written by system calls), and the like.
+
+    A step that works in buffers writes these to the disk by calls; on a mapping, the kernel writes.
+    """
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(dict(line.split(": ") for line in lines)[name])
 
 
 def to(folder, **what):

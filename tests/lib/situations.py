@@ -137,11 +137,6 @@ def kaiming(model):
     nn.init.kaiming_normal_(weight(model))
 
 
-def orthogonal(model):
-    torch.manual_seed(5)
-    nn.init.orthogonal_(weight(model))
-
-
 def trunc_normal(model):
     torch.manual_seed(5)
     nn.init.trunc_normal_(weight(model))
@@ -248,11 +243,16 @@ RIGHT = [
     *(zeros_and_ones, print_it, saved_and_read, norm_by_the_model, norm_by_torch, norms_by_name),
     *(whole_values, histogram_of_whole_values, whole_gradient, unfreeze_later, compare_in_place),
     *(own_optimizer, torchs_rprop, to_double, is_anything_nan, first_row, set_first_row),
-    *(xavier, kaiming, orthogonal, trunc_normal, normal_in_place, reset_parameters, assigned_rows),
+    *(xavier, kaiming, trunc_normal, normal_in_place, reset_parameters, assigned_rows),
 ]
 
 
 # --- refused --------------------------------------------------------------------------------------------
+
+
+def orthogonal(model):
+    torch.manual_seed(5)
+    nn.init.orthogonal_(weight(model))
 
 
 def uniform_by_shape(model):
@@ -445,7 +445,7 @@ def gradient_of_a_view(model):
 
 
 REFUSED = [
-    *(uniform_by_shape, rows_of_length_one, renorm, row_norms, norm_of_a_parameter),
+    *(orthogonal, uniform_by_shape, rows_of_length_one, renorm, row_norms, norm_of_a_parameter),
     *(norms_of_gradients_by_hand, linalg_norm, foreach_norm, mean, sum_of_squares, largest),
     *(nan_check, vector, vector_back, flattened, reshaped, transposed, first_column, set_row),
     *(as_matrix, linear_outside, gram, singular_values, softmax, concatenated),

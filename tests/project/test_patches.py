@@ -110,11 +110,11 @@ def train_without(number):
     assert len(found) == 1 and found[0].category is RuntimeWarning, found
     assert str(place) in str(found[0].message) and patch.lost in str(found[0].message)
     model(torch.ones(1, 2)).sum().backward()
-    return found[0].filename
 
 for number in range(len(_patches._PATCHES)):
     if not os.fork():
-        print(number, train_without(number), flush=True)
+        train_without(number)
+        print(number, flush=True)
         os._exit(0)
     assert os.wait()[1] == 0
 """
@@ -125,7 +125,6 @@ TESTS_OF_PRIVATE_PLACES = {
     "torch.nn.init._calculate_fan_in_and_fan_out": "tests/guard/test_initialization.py",
     "torch.nn.init._no_grad_trunc_normal_": "tests/guard/test_initialization.py",
     "torch.distributed.distributed_c10d._check_single_tensor": "tests/guard/test_situations.py",
-    "torch.distributed.utils._sync_module_states": "tests/ranks/test_lone.py",
     "torch.nn.utils.clip_grad._get_total_norm": "tests/optim/test_clip.py",
     "torch.nn.utils.clip_grad._clip_grads_with_norm_": "tests/model/test_join.py",
     "GradScaler._unscale_grads_": "tests/optim/test_grad_scaler.py",
@@ -135,7 +134,7 @@ TESTS_OF_PRIVATE_PLACES = {
 
 def test_few_places_are_changed_and_each_private_one_has_a_test():
     places = [place for patch in _patches._PATCHES for place in patch.places]
-    assert len(places) <= 14
+    assert len(places) <= 12
     private = {str(place) for place in places if place.name.startswith("_")}
     assert private == set(TESTS_OF_PRIVATE_PLACES)
     assert all((ROOT / path).exists() for path in TESTS_OF_PRIVATE_PLACES.values())
@@ -144,4 +143,4 @@ def test_few_places_are_changed_and_each_private_one_has_a_test():
 def test_unknown_torch_function_is_a_warning():
     """Each place in turn is taken for one that zshard does not know, each in a process of its own."""
     said = run(WITHOUT_A_PLACE).splitlines()
-    assert said == [f"{number} <string>" for number in range(len(_patches._PATCHES))]
+    assert said == [str(number) for number in range(len(_patches._PATCHES))]

@@ -44,7 +44,7 @@ NAMED_BELOW = {  # files of the core that name a library in code: which, and why
     "checkpoint/save_plan": ("peft", "a model with adapters gets no config.json"),
     "checkpoint/script_state": ("numpy", "a script saves NumPy's arrays and random state"),
     "guard/outside": (
-        "accelerate transformers peft trl lightning safetensors.torch",
+        "accelerate transformers lightning safetensors.torch",
         "texts: the adapter to use; safetensors.torch refuses shards, if it is installed",
     ),
     "guard/handlers": ("bitsandbytes", "the name of an operator of torch.library"),

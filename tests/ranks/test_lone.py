@@ -421,11 +421,11 @@ def wrapped_by_torch(combination):
     model = built(combination)
     before = whole(model)
     texts = [message_of(lambda: nn.parallel.DistributedDataParallel(model), TypeError)]
-    outer = nn.Sequential(model)
+    wrong = differences(whole(model), before)
     if not model.summary().count("no_shard"):  # otherwise the rank has all of it
-        sync = torch.distributed.utils._sync_module_states
-        texts.append(message_of(lambda: sync(outer, dist.group.WORLD, 1 << 20, 0, []), TypeError))
-    return texts, differences(whole(model), before)
+        outer = nn.parallel.DistributedDataParallel(nn.Sequential(model), init_sync=False)
+        texts.append(message_of(lambda: outer(floats(0)), TypeError))
+    return texts, wrong
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)

@@ -30,7 +30,7 @@ from zshard.checkpoint.contents import Contents, Item, facts_of
 from zshard.checkpoint.folder import Target
 from zshard.checkpoint.manifest import BLOCK, FileRecord, Manifest, dump
 from zshard.checkpoint.safetensors import CODES, HEADER_LIMIT
-from zshard.model.build import MADE
+from zshard.model.shard_model import MADE
 from zshard.ranks.agreement import Fact, gather_bytes, on_all_ranks
 from zshard.units.names import plain_name
 

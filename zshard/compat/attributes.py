@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from zshard.compat.classes import BackwardPrefetch
-from zshard.model.unit_methods import check_bool
+from zshard.model.methods import check_bool
 from zshard.offload import CPUOffload
 from zshard.precision import MixedPrecision, Precision
 from zshard.ranks.transports import group_of
@@ -101,21 +101,7 @@ _OF_STATE: dict[str, Callable[[State], object]] = {
     "gradient_as_bucket_view": lambda state: False,
 }
 
-_OF_CLASS = (  # functions that scripts call as FSDP.name(...)
-    *("flatten_sharded_optim_state_dict", "full_optim_state_dict", "rekey_optim_state_dict"),
-    *("scatter_full_optim_state_dict", "shard_full_optim_state_dict", "sharded_optim_state_dict"),
-)
 _PAGE = "docs/migration.md says what to use instead of names of torch's FSDP and DDP"
-
-
-class _NotHere:
-    """A function of FSDP1's class that zshard lacks."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __get__(self, module: object, owner: type) -> Any:
-        raise AttributeError(f"zshard.FSDP has no attribute {self.name!r}: {_PAGE}")
 
 
 class TorchNames(nn.Module):
@@ -187,9 +173,6 @@ class TorchNames(nn.Module):
     def _set_static_graph(self) -> None:
         """Accepted for compatibility with DDP; no effect: graphs may change."""
 
-
-for _name in _OF_CLASS:
-    setattr(TorchNames, _name, _NotHere(_name))
 
 # --- state dicts ----------------------------------------------------------------------------------
 

@@ -6,14 +6,14 @@ chooses another strategy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zshard.fsdp import FSDP
-from zshard.options import DeviceLike, ProcessGroupLike, StrategyLike
+from zshard.options import DeviceLike, ProcessGroupLike, StrategyLike, either
 from zshard.units.units import is_unit
 
 if TYPE_CHECKING:
@@ -45,10 +45,9 @@ class _FoundByInstance(type):
 class DistributedDataParallel(FSDP, metaclass=_FoundByInstance):
     """Wrap a module for data-parallel training, as torch.nn.parallel.DistributedDataParallel.
 
-    Every rank keeps all parameters; gradients are averaged. The result is that of FSDP(module,
-    strategy="no_shard"): the module itself, so state dicts have no `module.` prefix, and
-    `model.module` is the model as an instance of its own class. isinstance(model,
-    DistributedDataParallel) is true for all models that zshard has wrapped.
+    The result is that of FSDP(module, strategy="no_shard"): the module itself, so state dicts have
+    no `module.` prefix. isinstance(model, DistributedDataParallel) is true for all models that
+    zshard has wrapped.
 
     Collective: call it on all ranks, with the same model and arguments.
 
@@ -113,9 +112,14 @@ class DistributedDataParallel(FSDP, metaclass=_FoundByInstance):
             raise NotImplementedError(f"dim={dim} is not supported: {_SPLITS}; omit it")
         device_ids = device_ids or None  # DDP takes an empty list, too
         _check_output(output_device, device_ids)
-        ignored = _ignored(module)
-        if ignored:
-            options["ignored_states"] = [*options.get("ignored_states", ()), *ignored]
+        if _IGNORED in getattr(module, "__dict__", {}):
+            raise NotImplementedError(
+                f"the module's {_IGNORED} is not supported: delete it, and pass the parameters as "
+                "ignored_states="
+            )
+        sync = either(
+            broadcast_buffers=broadcast_buffers, forward_sync_buffers=forward_sync_buffers
+        )
         return FSDP(
             module,
             process_group,
@@ -123,32 +127,9 @@ class DistributedDataParallel(FSDP, metaclass=_FoundByInstance):
             device_ids=device_ids,
             device_mesh=device_mesh,
             sync_module_states=init_sync,
-            forward_sync_buffers=_either(broadcast_buffers, forward_sync_buffers),
+            forward_sync_buffers=True if sync is None else bool(sync),
             **options,
         )
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
-    ) -> None:
-        """Choose parameters, by name, for DistributedDataParallel(module) to ignore, as DDP's
-        method of this name does. FSDP(ignored_states=...) takes the parameters themselves.
-
-        Raises ValueError for a name that the module lacks, NotImplementedError for the name of a
-        buffer.
-        """
-        names = list(params_and_buffers_to_ignore)
-        params = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-        buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
-        for name in names:
-            if name in buffers:
-                raise NotImplementedError(
-                    f"buffer {name!r} cannot be ignored by itself: pass ignored_modules to FSDP(), "
-                    "or broadcast_buffers=False to send it once only, when the model is wrapped"
-                )
-            if name not in params:
-                raise ValueError(f"{type(module).__name__} has no parameter {name!r}")
-        setattr(module, _IGNORED, names)
 
 
 _SPLITS = "a rank gets a batch of its own, and zshard splits none"
@@ -170,19 +151,3 @@ def _check_output(
             f"output_device={output_device!r} is not supported with device_ids={device_ids!r}: "
             "results stay on the device that they are computed on; omit output_device"
         )
-
-
-def _either(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
-    given = [each for each in (broadcast_buffers, forward_sync_buffers) if each is not None]
-    if len(given) == 2:
-        raise ValueError("pass either broadcast_buffers or forward_sync_buffers, not both")
-    return bool(given[0]) if given else True
-
-
-def _ignored(module: nn.Module) -> list[nn.Parameter]:
-    own = getattr(module, "__dict__", {})  # a sharded model's class refuses to be asked
-    names = set(own.get(_IGNORED, ()))
-    if not names:
-        return []
-    named = module.named_parameters(remove_duplicate=False)
-    return [param for name, param in named if name in names]

@@ -8,13 +8,13 @@ the leaves up:
         fully_shard(layer)
     fully_shard(model)
 
-Its methods are those of all sharded models (`model/unit_methods.py`).
+Its methods are those of all sharded models (`model/methods.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, overload
 
 import torch.distributed as dist
 from torch import nn
@@ -22,9 +22,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from zshard.fsdp import FSDP
-from zshard.model.methods import register_forward_method
-from zshard.model.unit_methods import UnshardHandle, sharded_modules
-from zshard.offload import Offload, OffloadPolicy, is_offload_policy, offload_of
+from zshard.model.methods import UnshardHandle, register_forward_method, sharded_modules
+from zshard.offload import OffloadPolicy, offload_of
 from zshard.options import OffloadPolicyLike, PrecisionLike
 from zshard.precision import MixedPrecisionPolicy
 from zshard.ranks.groups import block_of, column_of, resolve_groups
@@ -56,48 +55,30 @@ _NO_CASTS = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
 
 
-@overload
-def fully_shard(
-    module: _M,
-    *,
-    mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: PrecisionLike | None = _NO_CASTS,
-    offload_policy: OffloadPolicyLike | None = _NO_OFFLOAD,
-    ignored_params: Iterable[nn.Parameter] | None = None,
-    dp_mesh_dims: object = None,
-    wire: str | Wire | None = None,
-) -> Wrapped[_M]: ...
+class _Arguments(TypedDict, total=False):
+    """The arguments of fully_shard() besides the module, for type checkers."""
+
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None
+    mp_policy: PrecisionLike | None
+    offload_policy: OffloadPolicyLike | None
+    ignored_params: Iterable[nn.Parameter] | None
+    dp_mesh_dims: object
+    wire: str | Wire | None
 
 
 @overload
-def fully_shard(
-    module: list[_M],
-    *,
-    mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: PrecisionLike | None = _NO_CASTS,
-    offload_policy: OffloadPolicyLike | None = _NO_OFFLOAD,
-    ignored_params: Iterable[nn.Parameter] | None = None,
-    dp_mesh_dims: object = None,
-    wire: str | Wire | None = None,
-) -> list[Wrapped[_M]]: ...
+def fully_shard(module: _M, **arguments: Unpack[_Arguments]) -> Wrapped[_M]: ...
+
+
+@overload
+def fully_shard(module: list[_M], **arguments: Unpack[_Arguments]) -> list[Wrapped[_M]]: ...
 
 
 @overload
 def fully_shard(
-    module: tuple[_M, ...],
-    *,
-    mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: PrecisionLike | None = _NO_CASTS,
-    offload_policy: OffloadPolicyLike | None = _NO_OFFLOAD,
-    ignored_params: Iterable[nn.Parameter] | None = None,
-    dp_mesh_dims: object = None,
-    wire: str | Wire | None = None,
+    module: tuple[_M, ...], **arguments: Unpack[_Arguments]
 ) -> tuple[Wrapped[_M], ...]: ...
 
 
@@ -139,16 +120,12 @@ def fully_shard(
             Default: None, all ranks; under torchrun zshard initializes the default process group if
             the script has not.
         reshard_after_forward: True: reshard the parameters after forward ("full_shard"). False:
-            keep them unsharded until backward ("shard_grad_op"). None (the default): as True;
-            FSDP2 makes an exception for the outermost module, which zshard does not need: over shm
-            resharding is free, and over c10d the outermost module always stays unsharded. An int:
-            the size of a shard group, for example the number of ranks on a host, which must divide
-            the number of ranks; each group keeps secondary shards, from which forward and backward
-            gather ("hybrid_full"; FSDP2 and ZeRO++ do this for the backward only). It has no
-            effect over shm, where all ranks read the shards in place. The innermost call decides
-            for all modules around it. With None, a unit stays unsharded where gathers cross hosts
-            and memory is left after the first steps (FSDP's keep_gathered="auto"); True prevents
-            that.
+            keep them unsharded until backward ("shard_grad_op"). None (the default): as True, but a
+            unit stays unsharded where gathers cross hosts and memory is left after the first steps
+            (FSDP's keep_gathered="auto"). An int: the size of a shard group, for example the number
+            of ranks on a host, which must divide the number of ranks; each group keeps secondary
+            shards, from which forward and backward gather ("hybrid_full"). It has no effect over
+            shm. The innermost call decides for all modules around it.
         ignored_params: parameters that zshard leaves alone, on every rank. Default: None.
         dp_mesh_dims: not supported, since zshard takes no DTensors. Must be None (the default).
         shard_placement_fn: not supported, since zshard shards each unit as one flat buffer. Must be
@@ -168,18 +145,7 @@ def fully_shard(
             zshard.Offload. On CPU ranks the policies have no effect, since everything is in host
             memory. Default: no offload.
 
-    Returns:
-        `module` itself: the same module, list or tuple. A type checker sees FSDP's methods, takes
-        all other attributes as Any, and accepts the result where the module's own class is
-        expected.
-
-    Raises:
-        TypeError, ValueError: an argument is invalid, or the module cannot be sharded; the message
-            names the argument or the parameter.
-        NotImplementedError: an argument asks for a feature that zshard does not support.
-        DivergenceError: the ranks' models or arguments differ (on every rank).
-        MemoryError: the model exceeds the memory of this rank (on every rank).
-        PeerError: another rank exited. PeerTimeoutError: another rank did not arrive in time.
+    Returns `module` itself: the same module, list or tuple. Raises what FSDP() does.
     """
     if isinstance(module, list | tuple):
         for each in module:
@@ -208,7 +174,6 @@ def fully_shard(
             "fully_shard(dp_mesh_dims=...) is not supported: zshard takes no DTensors; omit it, "
             "and pass mesh= the dimensions to shard (and replicate) over, such as mesh['shard']"
         )
-    offload = _offload(offload_policy)
     hybrid = _dimensions(mesh) == 2
     groups = _groups_to_keep_in(reshard_after_forward, mesh, hybrid)
     sharded = FSDP(
@@ -217,7 +182,7 @@ def fully_shard(
         strategy=_strategy(reshard_after_forward, hybrid) if groups is None else "hybrid_full",
         device_mesh=mesh if groups is None else None,
         mixed_precision=mp_policy,
-        offload=offload,
+        offload=offload_of(offload_policy, "offload_policy"),
         auto_wrap_policy=None,
         ignored_states=_params(ignored_params),
         param_init_fn=reset_or_leave,
@@ -294,16 +259,6 @@ def _strategy(reshard_after_forward: bool | int | None, hybrid: bool) -> Shardin
     if keep:
         return ShardingStrategy.HYBRID_SHARD_ZERO2 if hybrid else ShardingStrategy.SHARD_GRAD_OP
     return ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD
-
-
-def _offload(policy: object) -> Offload | None:
-    if policy is None or isinstance(policy, Offload):
-        return policy
-    if not is_offload_policy(policy):
-        raise TypeError(
-            f"offload_policy must be an OffloadPolicy or a zshard.Offload, got {policy!r}"
-        )
-    return offload_of(policy)
 
 
 def _params(ignored: Iterable[nn.Parameter] | None) -> list[nn.Parameter]:

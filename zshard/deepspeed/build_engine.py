@@ -63,16 +63,16 @@ def initialize(
     Collective: call it on all ranks, with the same model and config.
 
     Args:
-        args: the script's arguments: deepspeed_config is the path of the config, and "auto" in the
-            config takes what TrainingArguments would have, if it has that. Its local_rank is set.
+        args: the script's arguments: deepspeed_config is the path of the config, and values for
+            "auto" have TrainingArguments' names. Its local_rank is set.
         model: the nn.Module. It is sharded in place.
-        optimizer: an optimizer over the model's parameters, or a function that is called with
-            `model_parameters` and returns one, instead of the config's. It must be elementwise.
+        optimizer: an elementwise optimizer, or a function of `model_parameters` that returns one,
+            instead of the config's.
         model_parameters: the parameters or param groups to optimize. Default: all that require
             gradients.
         training_data: a Dataset, for which a DataLoader of micro-batches is returned.
-        lr_scheduler: a scheduler of `optimizer`, or a function that is called with the optimizer
-            and returns one, instead of the config's.
+        lr_scheduler: a scheduler of `optimizer`, or a function of the optimizer that returns one,
+            instead of the config's.
         distributed_port: ignored; the launcher chooses the port.
         mpu, mesh_param: must be None.
         dist_init_required: False: the script must have initialized torch.distributed. Otherwise it

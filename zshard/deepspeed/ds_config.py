@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from zshard._errors import stacklevel
+from zshard._errors import warn
 from zshard.deepspeed.keys import (
     MICRO,
     STEPS,
@@ -91,7 +90,7 @@ class Settings:
 def read(config: object) -> dict[str, Any]:
     """Return the config as a dict, from a dict or from the path of a JSON file."""
     if isinstance(config, Mapping):
-        return json.loads(json.dumps(config)) if _is_plain(config) else dict(config)
+        return dict(config)
     if not isinstance(config, str | os.PathLike):
         kind = type(config).__name__
         raise TypeError(f"config must be a dict or the path of a JSON file, got {kind}")
@@ -137,10 +136,9 @@ def settings_of(config: Mapping[str, Any], args: object, world: int, rank: int) 
         )
     for what, names in (("keys", ignored), ("comments", comments)):
         if names and rank == 0:
-            warnings.warn(
+            warn(
                 f"zshard ignores these {what} of the DeepSpeed config, which change no numbers: "
                 + ", ".join(names),
-                stacklevel=stacklevel(),
             )
     return settings
 
@@ -318,15 +316,6 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the key '{twice}' is there twice")
     return found
-
-
-def _is_plain(config: Mapping[str, Any]) -> bool:
-    """Return whether JSON can represent the config; it may have tensors as learning rates."""
-    try:
-        json.dumps(config)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def _blank(token: re.Match[str]) -> str:

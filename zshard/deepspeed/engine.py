@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 
 from zshard.deepspeed.ds_config import BatchSizes, Settings
 from zshard.deepspeed.engine_checkpoints import EngineCheckpoints
-from zshard.deepspeed.optimizers import OverflowScaler
+from zshard.grad_scaler import GradScaler
 from zshard.optim.clip import clip_grad_norm
 from zshard.strategy import ShardingStrategy
 from zshard.units.units import state_of
@@ -62,7 +62,7 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
         self._boundary: bool | None = None if is_managed else True
         self._in_no_sync = self._step_applied = False
         self._norm: float | None = None
-        self._scaler: OverflowScaler | None = None
+        self._scaler: GradScaler | None = None
         self._new_scaler()
 
     # --- forward and backward ---------------------------------------------------------------------
@@ -213,7 +213,7 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
         overflow = False
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
-            overflow = self._scaler.overflow
+            overflow = any(map(bool, self._scaler._found_inf_per_device(optimizer).values()))
         self._norm = None
         if settings.clipping or settings.computes_norm or settings.skips_overflows:
             params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -230,7 +230,7 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
         """Scale losses by the loss scale of the current settings."""
         scale = self._settings.loss_scale
         if scale is not None:
-            self._scaler = OverflowScaler(self.device.type, scale.scale)
+            self._scaler = GradScaler(self.device.type, scale.scale)
             self._show_scale(False)
 
     def _show_scale(self, overflow: bool) -> None:

@@ -8,7 +8,6 @@ unfinished one.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from zshard import _core
-from zshard._errors import CheckpointError, stacklevel
+from zshard._errors import CheckpointError, warn
 from zshard.checkpoint.folder import path_of
 from zshard.checkpoint.load import Loaded, load
 from zshard.checkpoint.save import save
@@ -123,10 +122,9 @@ class EngineCheckpoints:
                 _check_folder(folder, name)
         if name is None:
             if comm.rank == 0:
-                warnings.warn(
+                warn(
                     f"there is no checkpoint to load: '{os.path.join(folder, _LATEST)}' does not "
                     "exist; pass tag= to load a certain one",
-                    stacklevel=stacklevel(),
                 )
             return None, None
         path = os.path.join(folder, name)

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from zshard import optim
 from zshard.deepspeed.keys import check_params
-from zshard.grad_scaler import GradScaler
 
 _TORCHS = ("Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
 _OWN_CLASS = "pass an instance or a function of the parameters as optimizer="
@@ -161,15 +160,3 @@ class LossScale:
         for name in _COUNTS:
             if self.is_dynamic or name != "scale":
                 setattr(self, name, state[name])
-
-
-class OverflowScaler(GradScaler):
-    """A zshard.GradScaler that reports whether the gradients that it last unscaled overflowed."""
-
-    overflow = False
-
-    def _unscale_grads_(self, *arguments: Any) -> dict[torch.device, torch.Tensor]:  # type: ignore[override]
-        unscale: Any = super()._unscale_grads_
-        found: dict[torch.device, torch.Tensor] = unscale(*arguments)
-        self.overflow = any(bool(flag) for flag in found.values())
-        return found

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import itertools
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from zshard import _core
-from zshard._errors import stacklevel
+from zshard._errors import warn
 from zshard.guard.slices import ShardParameter, WholeParameter, to_local
 from zshard.model.summon import full_params
+from zshard.ranks.agreement import take_from
 from zshard.units.shards import part_of
 from zshard.units.units import State
 
@@ -104,11 +104,10 @@ class ZeroInit(contextlib.AbstractContextManager[None]):
     def __enter__(self) -> None:
         if not self._enabled:
             return
-        warnings.warn(
+        warn(
             "zero.Init() builds the model on the meta device: zshard.initialize() calls each "
             "module's reset_parameters() and the model's _init_weights(module), and values that "
             "constructors set otherwise are lost",
-            stacklevel=stacklevel(),
         )
         self._device.__enter__()
 
@@ -150,9 +149,16 @@ def GatheredParameters(
     states = _states_of(wanted) if enabled else []
     with full_params(states, writeback=modifier_rank is not None):
         yield
-        if modifier_rank is not None:
-            for state in states:
-                _take_from(state, modifier_rank)
+        if modifier_rank is None:
+            return
+        for state in states:
+            comm = state.comms.all
+            if not 0 <= modifier_rank < comm.world:
+                raise ValueError(
+                    f"modifier_rank={modifier_rank} is out of range for world size {comm.world}"
+                )
+            for param in state.unit.params if comm.world > 1 else ():
+                take_from(modifier_rank, comm, param.detach())
 
 
 def _states_of(params: list[Tensor]) -> list[State]:
@@ -160,16 +166,3 @@ def _states_of(params: list[Tensor]) -> list[State]:
     parameters."""
     parts = filter(None, map(part_of, params))
     return list(dict.fromkeys(state for part in parts if (state := part.state) is not None))
-
-
-def _take_from(state: State, rank: int) -> None:
-    """Give all ranks one rank's values of the unit's full parameters. Collective."""
-    comm = state.comms.all
-    if not 0 <= rank < comm.world:
-        raise ValueError(f"modifier_rank={rank} is out of range for world size {comm.world}")
-    with torch.no_grad():
-        for param in state.unit.params if comm.world > 1 else ():
-            values = param.detach().contiguous().cpu()
-            if values.numel():
-                comm.broadcast(values, rank)
-                param.copy_(values)

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from zshard import _core
 from zshard.doctor import rank_limits
 from zshard.ranks import nccl as _nccl
-from zshard.run.cgroups import read_text
-from zshard.run.cores import Host, as_list, read_host
+from zshard.run.cores import Host, as_list, read_host, read_text
 
 OLDEST_GPU = (8, 0)  # compute capability of the PTX
 _BF16 = ("amx_bf16", "avx512_bf16", "svebf16", "bf16")  # flags in /proc/cpuinfo, best first

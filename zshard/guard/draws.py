@@ -3,20 +3,14 @@
 Each rank draws for the full tensor, as the plain model does, and keeps its shard. So it gets the
 plain model's values under the same seed, holds one full tensor at a time, and does not communicate.
 Each draw is noted: ranks whose random numbers differ get an error in their next collective.
-
-In a script that sets no seed, the ranks' generators differ when the model is sharded. Then every
-rank keeps a copy of rank 0's generator and draws from it for parameters, which gives rank 0's
-values, as if the model had been initialized before sharding. A seed that the script sets later
-takes precedence.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +23,7 @@ from zshard.guard.words import refused_draw
 from zshard.ranks.agreement import bytes_of
 from zshard.units.shards import Part, asked_for_size
 
-__all__ = ["HANDLERS", "INITS", "install", "keep_generator"]
-
-INITS = ("_no_grad_trunc_normal_", "kaiming_normal_", "orthogonal_")
+INITS = ("_no_grad_trunc_normal_", "kaiming_normal_")
 """Functions of torch.nn.init that run on full tensors, and do not ask the class of a tensor."""
 
 _FANS = "_calculate_fan_in_and_fan_out"
@@ -81,7 +73,7 @@ def _asked(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     part = _core.slice_part(tensor)
     if part is None:
         return run_plain(func, args, kwargs)
-    if not any(word in func.__name__ for word in ("kaiming", "orthogonal")):  # a slope, a factor
+    if "kaiming" not in func.__name__:  # its number is a slope
         _refuse_numbers_of_shards(func, part, (*rest, *others.values()))
     return _fill(func, tensor, part, rest, others)
 
@@ -115,7 +107,7 @@ def _fill(
     func: Operation, target: Tensor, part: Part, args: Iterable[Any], kwargs: Mapping[str, Any]
 ) -> Tensor:
     """Run the function on a full tensor, and keep this rank's shard of it."""
-    with plain(), _shared_draws(part.comm, target.device):
+    with plain():
         full = torch.empty(part.shape, dtype=target.dtype, device=target.device)
         given = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)]
         generators = _default_generators(target.device) + given
@@ -136,81 +128,6 @@ def _digest(func: Operation, states: Iterable[Tensor]) -> int:
     for state in states:
         digest.update(bytes_of(state))
     return int.from_bytes(digest.digest(), "little")
-
-
-class _OfRank0(NamedTuple):
-    """A copy of rank 0's generators.
-
-    seed: this rank's own, while the copy is in use. is_fresh: the script had drawn nothing after
-    seeding. first: rank 0's. copies: by device.
-    """
-
-    seed: int
-    is_fresh: bool
-    first: int
-    copies: dict[torch.device, torch.Generator]
-
-
-_kept: dict[int, _OfRank0] = {}
-"""By id() of the ranks' transport. One that has taken the place of another may go on with its copy:
-all ranks do, or none."""
-
-
-def keep_generator(comm: _core.Comm) -> None:
-    """Keep a copy of rank 0's generator for draws of parameters if the ranks' generators differ.
-    Collective."""
-    if comm.world == 1:
-        return
-    state, seed = torch.get_rng_state(), torch.initial_seed()
-    known = _kept.get(id(comm))
-    is_known = bytes([known is not None and known.seed == seed])
-    said = comm.exchange(is_known + hashlib.sha256(bytes_of(state)).digest())
-    if len({each[1:] for each in said}) == 1:
-        _kept.pop(id(comm), None)
-    elif not all(each[0] for each in said):  # otherwise the copy serves the model's next unit, too
-        comm.broadcast(state, 0)
-        copy = torch.Generator()
-        copy.set_state(state)
-        copies = {copy.device: copy}
-        _kept[id(comm)] = _OfRank0(seed, _is_fresh(), copy.initial_seed(), copies)
-
-
-def _is_fresh() -> bool:
-    """Return whether the script has drawn nothing since it set the seed."""
-    fresh = torch.Generator().manual_seed(torch.initial_seed())
-    return torch.equal(fresh.get_state(), torch.get_rng_state())
-
-
-def _is_seeded_since(kept: _OfRank0) -> bool:
-    """Return whether the script has set a seed since, possibly the same one."""
-    return kept.seed != torch.initial_seed() or (not kept.is_fresh and _is_fresh())
-
-
-@contextlib.contextmanager
-def _shared_draws(comm: _core.Comm, device: torch.device) -> Iterator[None]:
-    """Context manager in which the default generators give rank 0's numbers, if zshard keeps a
-    copy."""
-    kept = _kept.get(id(comm)) if _kept else None
-    if kept is None or _is_seeded_since(kept):
-        _kept.pop(id(comm), None)
-        yield
-        return
-    pairs = [(each, _copy_for(kept, each.device)) for each in _default_generators(device)]
-    own = [each.get_state() for each, _ in pairs]
-    for each, copy in pairs:
-        each.set_state(copy.get_state())
-    try:
-        yield
-    finally:
-        for (each, copy), state in zip(pairs, own, strict=True):
-            copy.set_state(each.get_state())
-            each.set_state(state)
-
-
-def _copy_for(kept: _OfRank0, device: torch.device) -> torch.Generator:
-    if device not in kept.copies:
-        kept.copies[device] = torch.Generator(device).manual_seed(kept.first)
-    return kept.copies[device]
 
 
 def _default_generators(device: torch.device) -> list[torch.Generator]:

@@ -1,4 +1,5 @@
-"""Python handlers for operations on shards that are neither elementwise nor queries of facts.
+"""Python handlers for operations on shards that are neither elementwise nor queries of facts: views
+(`p[row]`, `p[2:4]`, `p.chunk(4)`), assignments to them, and others.
 
 A handler gets an operation with its arguments. The list in guard/rules.py chooses the operations
 that get here; an operation without a handler is refused.
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from zshard import _core
-from zshard.guard import draws, views
-from zshard.guard.rules import LIKE_AT_RANDOM, NEW, SIZES
+from zshard._errors import ShardError
+from zshard.guard import draws
+from zshard.guard.rules import LIKE_AT_RANDOM, NEW, SIZES, VIEWS
 from zshard.guard.slices import (
     RULES,
     Operation,
@@ -29,10 +31,8 @@ from zshard.guard.slices import (
     run_plain,
     slices_among,
 )
-from zshard.guard.words import refused_grad_dtype
-from zshard.units.shards import _parts, asked_for_size, part_of
-
-__all__ = ["set_guard"]
+from zshard.guard.words import refused_grad_dtype, refused_index
+from zshard.units.shards import Part, _parts, asked_for_size, part_of
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
@@ -128,6 +128,93 @@ def _size(func: Operation, args: Args, kwargs: Kwargs) -> Any:
 _COUNTS = (Tensor.numel, Tensor.nelement)
 
 
+# --- views ----------------------------------------------------------------------------------------
+#
+# A shard is a run of the parameter's elements in memory order, and so are its rows. This rank's
+# share of such a view is also a shard, with its own Part, and may be empty. A view that is not a
+# run, such as a column, is refused.
+
+
+def _view(func: Operation, args: Args, kwargs: Kwargs) -> Any:
+    """Return one view, or a tuple of them."""
+    target = args[0]
+    part = _core.slice_part(target)
+    if part is None:
+        return run_plain(func, args, kwargs)
+    found = _views_of(part, func, (*args[1:], *kwargs.values()), args, kwargs)
+    if found is None or _is_recorded(target):
+        return refuse(func, args, kwargs)
+    made = [_share_of(target, part, *each) for each in found]
+    return made[0] if func in _SINGLE else tuple(made)
+
+
+_SINGLE = {getattr(Tensor, name) for name in ("__getitem__", "narrow", "select")}
+
+
+def _views_of(
+    part: Part,
+    func: Operation,
+    others: Args,
+    args: Args,
+    kwargs: Kwargs,
+) -> list[tuple[tuple[int, ...], int]] | None:
+    """Return the shapes of the views of the full tensor and their offsets in it; None if one of
+    them is not a run of elements. Raises torch's error for an index that is out of range."""
+    if slices_among(others):
+        return None
+    with plain():
+        full = torch.empty(part.shape, device="meta")
+        given = func(full, *args[1:], **kwargs)
+        views = [given] if isinstance(given, Tensor) else list(given)
+        memory = full.untyped_storage()._cdata
+        if not all(v.untyped_storage()._cdata == memory and v.is_contiguous() for v in views):
+            return None
+        return [(tuple(view.shape), int(view.storage_offset())) for view in views]
+
+
+def _is_recorded(target: Tensor) -> bool:
+    """Return whether autograd records operations on it. Then it is used in a loss, which needs all
+    elements."""
+    return torch.is_grad_enabled() and target.requires_grad
+
+
+def _share_of(target: Tensor, part: Part, shape: tuple[int, ...], offset: int) -> Tensor:
+    """Return this rank's share of a view."""
+    own = part.of_view(shape, offset)
+    with plain():
+        first = own.begin + offset - part.begin if own.numel else 0
+        run = target.view(-1)[first : first + own.numel].view(own.local_shape)
+    marked: Tensor = _core.mark_slice(run, own)
+    return marked
+
+
+def _set_item(func: Operation, args: Args, kwargs: Kwargs) -> Any:
+    """`t[mask] = number` with a mask like the shard (torch.optim.Rprop), and `t[2:4] = number`."""
+    target, key, value = args
+    part = _core.slice_part(target)
+    if part is None or (isinstance(value, Tensor) and value.numel() != 1):
+        return refuse(func, args, kwargs)
+    mask = _core.slice_part(key) if isinstance(key, Tensor) else None
+    if mask is not None:
+        if mask.geometry is not part.geometry or key.dtype != torch.bool:
+            return refuse(func, args, kwargs)
+        return _write_to(part, target, func, args)
+    found = _views_of(part, Tensor.__getitem__, (key, value), (target, key), {})
+    if found is None or _is_recorded(target):
+        return refuse(func, args, kwargs)
+    if found[0][0] == () != part.shape and part.root in asked_for_size:
+        raise ShardError(refused_index(part))
+    share = _share_of(target, part, *found[0])
+    return _write_to(_core.slice_part(share), share, Tensor.fill_, (share, value))
+
+
+def _write_to(part: Part, target: Tensor, func: Operation, args: Args) -> None:
+    with part.writing(target, func):
+        run_plain(func, args, {})
+
+
+# --- the handlers ---------------------------------------------------------------------------------
+
 _Handler = Callable[[Operation, Args, Kwargs], Any]
 
 _HANDLERS: dict[Any, _Handler] = {
@@ -141,7 +228,8 @@ _HANDLERS: dict[Any, _Handler] = {
     Tensor.set_: _set,
     getattr(getattr(Tensor, "grad_dtype", None), "__set__", None): _set_grad_dtype,
     "bitsandbytes::optimizer_update_32bit": _update,  # 8-bit updates have a scale per block
-    **views.HANDLERS,
+    **{getattr(Tensor, name): _view for name in VIEWS},
+    Tensor.__setitem__: _set_item,
     **draws.HANDLERS,
 }
 """By operation; of a library, by its name."""

@@ -13,30 +13,21 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import distributed_c10d
-from torch.distributed import utils as dist_utils
+from torch.nn.parallel import DistributedDataParallel
 
 from zshard import _core
-from zshard._errors import ShardError, stacklevel
+from zshard._errors import ShardError
 from zshard.guard.plain import slices_among
 from zshard.guard.words import refused_collective, written_to_file
 from zshard.units.units import State
-
-__all__ = [
-    *("FLATTENING", "NoDdp", "check_optimizer", "install_barrier", "install_check"),
-    *("install_safetensors", "install_sync", "tell_of_barriers", "warn_of_torchs_names"),
-]
-
 
 # --- torch.distributed ----------------------------------------------------------------------------
 
@@ -108,17 +99,12 @@ class NoDdp:
         _refuse_ddp()
 
 
-def install_sync() -> None:
-    """Make DDP refuse a module around a unit before it broadcasts parameters."""
-    sync = dist_utils._sync_module_states
-
-    @functools.wraps(sync)
-    def refusing(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if any(_core.is_shard(param) for param in module.parameters()):
-            _refuse_ddp()
-        sync(module, *args, **kwargs)
-
-    dist_utils._sync_module_states = refusing
+def refuse_ddp_around() -> None:
+    """Raise TypeError in a forward of DDP over shards: it asks only the module that it wraps for
+    names to ignore, and this one contains the sharded model."""
+    ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if ddp is not None and any(map(_core.is_shard, ddp._module_parameters)):
+        _refuse_ddp()
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -160,37 +146,3 @@ def _refusing(flatten: Callable[..., Any]) -> Callable[..., Any]:
         return flatten(tensors, *args, **kwargs)
 
     return checked
-
-
-# --- names of FSDP2 -------------------------------------------------------------------------------
-
-_NAMES = ("FSDPModule", "register_fsdp_forward_method")
-_FROM = "torch.distributed.fsdp._fully_shard._fully_shard"
-# These check torch's class on models that they make themselves, or zshard has an adapter for them.
-_KNOWN = frozenset({"torch", "accelerate", "transformers", "peft", "trl", "lightning"})
-_warned = {"__mp_main__"}  # another name of __main__
-
-
-def warn_of_torchs_names() -> None:
-    """Warn once of each module of the script that has imported torch's FSDPModule. Torch's class
-    does not recognize zshard's modules, so isinstance() is False and the script silently skips its
-    FSDP code."""
-    torchs = sys.modules.get(_FROM)
-    if torchs is None:
-        return
-    theirs = [(name, getattr(torchs, name, None)) for name in _NAMES]
-    for module_name, module in list(sys.modules.items()):
-        if module_name.partition(".")[0] in _KNOWN or module_name in _warned:
-            continue
-        names = vars(module) if hasattr(module, "__dict__") else {}
-        found = [name for name, value in theirs if value is not None and names.get(name) is value]
-        if found:
-            _warned.add(module_name)
-            warnings.warn(
-                f"module {module_name!r} has {' and '.join(found)} of torch, which does not know "
-                "modules that zshard shards (isinstance() is False, and a method is not "
-                "registered), so what the script does for them is silently left out: import "
-                f"{' and '.join(found)} from zshard",
-                UserWarning,
-                stacklevel=stacklevel(),
-            )

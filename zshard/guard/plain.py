@@ -11,22 +11,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, _guards
 
 from zshard import _core
-from zshard.guard.rules import Operation
+from zshard.guard.rules import Operation as Operation
 from zshard.units.shards import Part
-
-__all__ = [
-    "GuardedTensor",
-    "Operation",
-    "guard_like",
-    "guarded",
-    "plain",
-    "run_plain",
-    "slices_among",
-    "to_local",
-]
 
 
 class GuardedTensor(Tensor):
@@ -46,6 +35,12 @@ class plain(contextlib.ContextDecorator):
 
     def _recreate_cm(self) -> plain:
         return plain()  # recursive calls and threads each need their own
+
+
+def is_tracing() -> bool:
+    """Return whether torch is tracing for the compiler on this thread. The public is_compiling() is
+    True on all threads."""
+    return _guards.TracingContext.try_get() is not None
 
 
 def guarded(call: Operation) -> Operation:

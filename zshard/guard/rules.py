@@ -14,12 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional, init
 
-__all__ = [
-    *("EACH", "FACT", "GRAD", "LISTS", "NONE", "LIKE_AT_RANDOM", "NEW"),
-    *("DRAWN_IN_PLACE", "SIZES", "STAYS", "STAYS_ALONE", "VIEWS", "WRITES"),
-    *("kind_of", "rules"),
-]
-
 FACT, EACH, LISTS, GRAD, NONE = range(5)
 """What csrc/python/py_guard.c does with an operation: run it and give its result as it is; run it
 on slices of the same elements and guard the result; the same for lists of tensors; get `.grad`; ask

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from zshard import _core
 from zshard._errors import ShardError
-from zshard.guard.autograd import is_tracing
 from zshard.guard.plain import (
     GuardedTensor,
     Operation,
     guard_like,
     guarded,
+    is_tracing,
     plain,
     run_plain,
     slices_among,
@@ -157,8 +157,8 @@ class WholeParameter(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """The gradient: between passes this rank's shard, guarded; within
-        summon_full_params(with_grads=True) the full one. None for torch's compiler
-        (autograd.py)."""
+        summon_full_params(with_grads=True) the full one. None for torch's compiler, which
+        copies each parameter with its .grad and refuses one of another shape."""
         if is_tracing():
             return None
         grad: Tensor | None = _grad.__get__(self)

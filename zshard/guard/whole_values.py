@@ -23,8 +23,6 @@ from zshard.units.open_forwards import is_forward_open
 from zshard.units.shards import Part, part_of
 from zshard.units.units import unsharded
 
-__all__ = ["full_numel", "full_tensor", "join", "named_norms", "whole_named_parameters"]
-
 
 def full_numel(param: Tensor) -> int:
     """Return the number of elements of the full parameter."""
@@ -52,7 +50,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     part = _part_of(tensor)
     if part is None:
         return to_local(tensor).detach().clone()
-    return _joined(tensor, part)
+    return joined(tensor, part)
 
 
 def _refuse_in_forward(tensor: Tensor) -> None:
@@ -74,7 +72,8 @@ def _part_of(tensor: Tensor, param: Tensor | None = None) -> Part | None:
     return own
 
 
-def _joined(tensor: Tensor, part: Part) -> Tensor:
+def joined(tensor: Tensor, part: Part) -> Tensor:
+    """Return the full tensor of a shard, on its device. Collective."""
     local = to_local(tensor)
     unit = part.unit
     is_own = part.root is part and unit is not None and unit.is_slice(part.index, local)
@@ -135,7 +134,7 @@ def whole_named_parameters(
             yield name, None if value is None else to_local(value).detach().clone()
         else:
             with PublicCall("whole_named_parameters()"):
-                whole = _joined(value, part)
+                whole = joined(value, part)
             yield name, whole
 
 

@@ -14,12 +14,6 @@ from torch import Tensor
 
 from zshard.units.shards import Part, asked_for_size
 
-__all__ = [
-    *("COMPILED", "complaint", "name_of", "no_history", "refused_collective", "refused_draw"),
-    *("refused_grad_dtype", "written_to_file"),
-]
-
-
 _NORMS = ("norm", "vector_norm", "dist", "cosine_similarity", "normalize", "renorm")
 _REDUCTIONS = (
     *("all", "allclose", "amax", "amin", "aminmax", "any", "argmax", "argmin", "bincount"),
@@ -109,11 +103,6 @@ def complaint(
             f"{what}A gradient scaler did so that knows no shards, such as torch's "
             "ShardedGradScaler: use zshard.GradScaler, or import ShardedGradScaler from zshard."
         )
-    if plain.startswith("torch.func."):
-        return (
-            f"{what}Use it within `with FSDP.summon_full_params(model):`, on all ranks, or pass "
-            "full tensors: model.state_dict(), zshard.full_tensor(t.detach())."
-        )
     if not torch.is_grad_enabled():
         what += _IN_AN_OPTIMIZER + " "
     if plain in _NORMS:
@@ -167,21 +156,19 @@ def _misfit(name: str, parts: Sequence[Any], args: Sequence[Any]) -> str:
 def refused_draw(func: Callable[..., Any], part: Part) -> str:
     """Return the message for random numbers whose range may derive from a shard's size."""
     name = func.__name__.removeprefix("_no_grad_")
-    return (
-        f"{name}() got numbers for a shard of '{part.name}', after the script asked for its size, "
-        f"which is {part.root.local_shape} on this rank. Numbers computed from it would be wrong: "
-        f"the full shape is {part.root.shape}. {_INITIALIZE} Or ask "
-        "zshard.shard_info(p)['shape']."
-    )
+    return _after_size(f"{name}() got numbers for a shard of '{part.name}'", part)
 
 
 def refused_index(part: Part) -> str:
     """Return the message for the index of one element, which may derive from a shard's size."""
+    return _after_size(f"one element of a shard of '{part.name}' was set by its index", part)
+
+
+def _after_size(what: str, part: Part) -> str:
     return (
-        f"one element of a shard of '{part.name}' was set by its index after the script asked "
-        f"for the shard's size, which is {part.root.local_shape} on this rank. An index computed "
-        f"from it would be wrong: the full shape is {part.root.shape}. {_INITIALIZE} Or ask "
-        "zshard.shard_info(p)['shape']."
+        f"{what}, after the script asked for the shard's size, which is {part.root.local_shape} on "
+        "this rank. What is computed from it would be wrong: the full shape is "
+        f"{part.root.shape}. {_INITIALIZE} Or ask zshard.shard_info(p)['shape']."
     )
 
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zshard.lightning.sharding import Sharding, fabric_package, on_rank_0, optimizer_on_rank_0
-from zshard.model.build import broadcast_buffers
+from zshard.model.shard_model import broadcast_buffers
 from zshard.units.units import is_unit
 
 __all__ = ["ZShardFabricStrategy"]

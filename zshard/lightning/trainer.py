@@ -25,8 +25,8 @@ from zshard.lightning.sharding import (
     optimizer_on_rank_0,
     trainer_package,
 )
-from zshard.model.build import broadcast_buffers
 from zshard.model.methods import call_as_forward
+from zshard.model.shard_model import broadcast_buffers
 from zshard.units.units import is_unit
 
 __all__ = ["ZShardStrategy"]

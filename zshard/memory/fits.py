@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 from zshard import _core
-from zshard._errors import stacklevel
+from zshard._errors import warn
 from zshard.memory.advice import Model, Shortage, explain
 from zshard.memory.dry_run import DryRun, Planned, dry_comms, world_of
 from zshard.memory.host_limits import (
@@ -145,7 +144,7 @@ def check_fits(
     short = _worst(ranks, with_optimizer=True)
     if short is not None and comms.all.rank == 0:
         text = explain(model, short, "the model and Adam's state")
-        warnings.warn(text, RuntimeWarning, stacklevel=stacklevel())
+        warn(text, RuntimeWarning)
     return _sharing(ranks, ranks[comms.all.rank])
 
 

@@ -12,7 +12,7 @@ import resource
 from pathlib import Path
 from typing import NamedTuple
 
-from zshard.run.cgroups import ROOT, groups, read_text
+from zshard.run.cores import ROOT, groups, read_text
 
 _UNLIMITED = 1 << 60  # bytes; version 1 has no word for "unlimited" and reports a number above this
 

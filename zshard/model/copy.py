@@ -19,9 +19,16 @@ from torch import nn
 
 from zshard import _core
 from zshard.guard.slices import plain
-from zshard.model.build import last_writes, sync_buffers
-from zshard.model.shard_model import ShardingPlan
-from zshard.units.units import ATTRIBUTE, Hook, is_apart, state_of, units_of, without_memory
+from zshard.model.shard_model import ShardingPlan, introduce, sync_buffers
+from zshard.units.units import (
+    ATTRIBUTE,
+    Hook,
+    is_apart,
+    state_of,
+    units_of,
+    without_memory,
+    writing,
+)
 from zshard.wrap import CustomPolicy, plan_units
 from zshard.wrap.late_parameters import watch
 
@@ -66,8 +73,7 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
             )
     own.unit.engine.open()  # reshard what a forward has left unsharded in the compute dtype
     own.unit.engine.close()
-    with without([hook for _, state in units for hook in state.hooks]):
-        copied = copy_plain(model, [(module, state.unit) for module, state in units], memo)
+    copied = copy_plain(model, memo)
     made = _shard_copy(copied, model)
     if own.sync_buffers:
         sync_buffers(copied.module, own.sync_buffers)
@@ -77,7 +83,8 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         watch(copied.module, has_others)
     if own.spare is not None:
         state_of(copied.module).spare = own.spare.like(copied.module)
-    with last_writes(copied.module):
+    introduce(copied.module)
+    with writing([state_of(copied.module).unit]):
         for unit, module in copied.units:
             _copy_shards(unit, state_of(module).unit)
     return copied.module
@@ -102,7 +109,7 @@ def _shard_copy(copied: Copied, model: nn.Module) -> ShardingPlan:
 
 
 @contextlib.contextmanager
-def without(hooks: list[Hook]) -> Iterator[None]:
+def _without(hooks: list[Hook]) -> Iterator[None]:
     """Context manager that removes hooks from their modules and restores them in their order."""
     before = []
     for reference, number in hooks:
@@ -120,11 +127,11 @@ def without(hooks: list[Hook]) -> Iterator[None]:
             table.update(items)
 
 
-def copy_plain(
-    root: nn.Module, units: list[tuple[nn.Module, _core.Unit]], memo: dict[int, Any]
-) -> Copied:
-    """Copy the modules; parameters of `units` get their full shape and no values."""
-    held = set()
+def copy_plain(root: nn.Module, memo: dict[int, Any]) -> Copied:
+    """Copy the modules of a sharded model; parameters of units get their full shape and no
+    values."""
+    states = list(units_of(root))
+    units, held = [(module, state.unit) for module, state in states], set()
     for _, unit in units:
         # As they were when the unit was made, so the copy's unit has the same layout.
         for index, (param, trainable) in enumerate(
@@ -135,7 +142,8 @@ def copy_plain(
             memo[id(param)] = made.requires_grad_(trainable)
     token = _within.set(True)
     try:
-        copied = _copy_module(root, memo)
+        with _without([hook for _, state in states for hook in state.hooks]):
+            copied = _copy_module(root, memo)
     finally:
         _within.reset(token)
     for unit in (unit for _, unit in units):
@@ -149,7 +157,7 @@ def copy_plain(
 
 def _copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copy one unit's module, as its original class and without zshard's attributes. Hooks are
-    copied: see without()."""
+    copied: see _without()."""
     original: type[nn.Module] = type(module).__bases__[1]
     made = original.__new__(original)
     memo[id(module)] = made

@@ -21,11 +21,9 @@ from zshard.guard.slices import plain
 from zshard.optim.announce import Act, Joined, options_of
 from zshard.optim.clip import clip_by, norm_over_ranks
 from zshard.optim.in_backward import is_stepped_in_backward
-from zshard.ranks.agreement import check_agreement, on_all_ranks
+from zshard.ranks.agreement import check_agreement, on_all_ranks, take_from
 from zshard.units.shards import part_of, units_stepped_by
 from zshard.units.units import is_apart, is_unit, state_of, units_of
-
-__all__ = ["join"]
 
 _LONGEST = 200  # characters of an exception that the other ranks get
 
@@ -245,10 +243,9 @@ class _Follower(Joined):
                 [other.state_dict() for other in self.others],
             )
         )
-        self._copy_replicated(comm, leader)
         if state_of(self.model).sync_buffers:  # as DDP does: the highest rank of them
             for buffer in self.model.buffers():
-                _copy(comm, buffer, latest)
+                take_from(latest, comm, buffer.detach())
         if comm.rank != leader:
             self._take(*theirs)
 
@@ -257,49 +254,3 @@ class _Follower(Joined):
             self._set_options(number, each)
         for other, state in zip(self.others, others, strict=True):
             other.load_state_dict(state)
-
-    def _copy_replicated(self, comm: _core.Comm, leader: int) -> None:
-        """Copy what every rank has in full. A script may have written to it unnoticed; as in DDP,
-        the ranks end with the values of one."""
-        whole = [p for _, s in units_of(self.model) if s.unit.replicated for p in s.unit.params]
-        if comm.world == 1 or not whole:
-            return
-        with torch.no_grad(), plain():
-            for param in whole:
-                _copy(comm, param, leader)
-            for optimizer in self.optimizers:
-                self._copy_state(comm, optimizer, whole, leader)
-
-    def _copy_state(
-        self,
-        comm: _core.Comm,
-        optimizer: torch.optim.Optimizer,
-        params: Sequence[Tensor],
-        leader: int,
-    ) -> None:
-        mine = [
-            {key: _shape_or_value(value) for key, value in optimizer.state.get(param, {}).items()}
-            for param in params
-        ]
-        for param, entries in zip(params, self.share(mine), strict=True):
-            for key, value in entries.items():
-                if isinstance(value, list):
-                    optimizer.state[param][key] = value[0]
-                    continue
-                if not isinstance(optimizer.state[param].get(key), Tensor):
-                    shape, dtype = value
-                    optimizer.state[param][key] = torch.zeros(shape, dtype=dtype)
-                _copy(comm, optimizer.state[param][key], leader)
-
-
-def _shape_or_value(value: object) -> object:
-    """Return a tensor's shape and dtype as a tuple, any other value in a list."""
-    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else [value]
-
-
-def _copy(comm: _core.Comm, tensor: Tensor, leader: int) -> None:
-    """Set a tensor to the leading rank's values."""
-    values = tensor.detach().cpu().contiguous().clone()
-    comm.broadcast(values, leader)
-    if comm.rank != leader:
-        tensor.copy_(values)

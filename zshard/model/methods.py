@@ -1,19 +1,22 @@
-"""Methods that sharding adds to a module: clipping, steps in backward, its memory; and methods that
-are treated like its forward.
+"""The methods that sharding adds to a module, and methods that are treated like its forward.
 
-Each method collects the model's units and passes them to the module that implements it.
+Each method collects the model's units and passes them to the module that implements it. It applies
+to the unit of its module, or to that unit and all below it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zshard import _core
 from zshard.memory.report import memory_of, memory_table, summary_of
+from zshard.model.join import join
 from zshard.optim.clip import clip_grad_norm
 from zshard.optim.in_backward import OptimizerInBackward
 from zshard.precision import cast_arguments
@@ -21,7 +24,12 @@ from zshard.units.open_forwards import call_between_hooks, call_guarded
 from zshard.units.units import is_unit, state_of, units_of
 from zshard.wrap.meta import rewind
 
-__all__ = ["ModelMethods", "call_as_forward", "register_forward_method"]
+
+class UnshardHandle:
+    """The handle that `unshard(async_op=True)` returns. The parameters are already unsharded."""
+
+    def wait(self) -> None:
+        """Return immediately: nothing is pending."""
 
 
 class ModelMethods(nn.Module):
@@ -60,13 +68,10 @@ class ModelMethods(nn.Module):
             norm_type: the order of the norm, a positive number or inf. Default: 2.0.
             error_if_nonfinite: raise an error if the norm is NaN or infinite. Default: False.
 
-        Returns:
-            The norm before scaling, a 0-dim tensor, bit-identical on all ranks.
-
-        Raises:
-            RuntimeError: the norm is NaN or infinite and `error_if_nonfinite` is set; parameters
-                are stepped in backward; or the script replaced a sharded parameter's .grad.
-            ValueError: `norm_type` is not positive.
+        Returns the norm before scaling, a 0-dim tensor, bit-identical on all ranks.
+        Raises RuntimeError if the norm is NaN or infinite and `error_if_nonfinite` is set, if
+        parameters are stepped in backward, or if the script replaced a sharded parameter's .grad;
+        ValueError if `norm_type` is not positive.
         """
         return clip_grad_norm(list(self.parameters()), max_norm, norm_type, error_if_nonfinite)
 
@@ -77,26 +82,21 @@ class ModelMethods(nn.Module):
         backward.
 
         Args:
-            optimizers: zshard.AdamW, Adam or SGD. Together they may cover all parameters of this
-                module or some; their param groups are read now. Other parameters keep their
-                `.grad` for optimizer.step().
+            optimizers: zshard.AdamW, Adam or SGD, over all parameters of this module or some. Other
+                parameters keep their `.grad` for optimizer.step().
 
-        After a backward, stepped parameters have no `.grad`, and their values are bit-identical to
-        those of an optimizer.step() after the backward. Options are read when a unit is stepped, so
-        set learning rates before backward. Each backward is a step; within no_sync() nothing is
-        stepped, and the next backward outside steps with the sum. optimizer.step() still steps
-        every parameter with a `.grad`: none, if all are stepped in backward, so training loops and
-        schedulers that call it need no change. Hooks of register_post_accumulate_grad_hook run
+        After a backward, stepped parameters have no `.grad` and the values that optimizer.step()
+        would give them, to the bit. Set learning rates before backward. Within no_sync() nothing is
+        stepped; the next backward outside steps with the sum. optimizer.step() steps what has a
+        `.grad`, so training loops need no change. Hooks of register_post_accumulate_grad_hook run
         before the step and may modify `.grad` in place.
 
-        Memory: gradients occupy a slot (`memory()["slots"]`) between reduction and step. A unit is
-        stepped while backward runs if every rank called its module exactly once since the last
-        backward and it has no frozen sharded parameters; other units are stepped at the end of
-        backward, when no rank reads them any more.
+        A unit is stepped while backward runs if every rank called its module exactly once since the
+        last backward and it has no frozen sharded parameters; other units at the end of backward.
 
-        If a backward raises, some units may have been stepped (the same ones on all ranks by the
-        next forward): resume from a checkpoint. Clipping by norm, GradScaler, and a parameter
-        whose part of the graph is needed again after its step are a RuntimeError.
+        If a backward raises, some units may have been stepped: resume from a checkpoint. Clipping
+        by norm, GradScaler, and a parameter whose part of the graph is needed again after its step
+        are a RuntimeError.
 
         Returns a handle with remove(). Raises TypeError for other optimizers; ValueError if none of
         the parameters belong to this module; RuntimeError if a parameter has a `.grad` or is
@@ -116,9 +116,8 @@ class ModelMethods(nn.Module):
 
         Args:
             what: "now" (the default): what zshard holds now. "peak": the maximum of each part, and
-                of their total, since the model was wrapped (including unshard() and the gradients
-                of no_sync()). "predicted": what a step takes with the current settings, if modules
-                run in the order in which they are registered.
+                of their total, since the model was wrapped. "predicted": what a step takes with the
+                current settings, if modules run in the order in which they are registered.
 
         Returns:
             A dict of bytes:
@@ -126,25 +125,192 @@ class ModelMethods(nn.Module):
             "shards", "grads", "slots", "buckets": parameters, gradients, gathered full parameters,
                 and gradients on their way to the reduction.
             "kept": the secondary shards of zero1 and hybrid_full, which stay between steps.
-            "transport": buffers of the transport (c10d: what is sent and received; shm: the ranks'
-                mailboxes). They are allocated once per process group and serve all its models, so
-                do not add them up over models. "predicted" counts those of a new transport.
+            "transport": buffers of the transport, which all models of a process group share.
             "optimizer": the state of this module's parameters in all optimizers that have made a
                 step. "predicted": Adam's state, until an optimizer has made one.
-            "offloaded": what an Offload keeps in files, or for a GPU in host memory. It is not part
-                of the other numbers.
+            "offloaded": what an Offload keeps in files, or for a GPU in host memory.
             "total": the sum of the parts, without "offloaded".
 
-            All parts but "optimizer" are those of the whole model. Units below this module that
-            have a process group of their own are counted, too ("peak": with their own peaks). A
-            step's memory is reserved before the first step, so "now" equals "predicted" except for
-            the optimizer's state. Memory counts once it is reserved; the system provides it when it
-            is first touched.
+            All parts but "optimizer" are those of the whole model, with units that have a process
+            group of their own. Memory is reserved before the first step, so "now" equals
+            "predicted" except for the optimizer's state.
 
-        Raises:
-            ValueError: `what` is something else.
+        Raises ValueError if `what` is something else.
         """
         return memory_of(self, what)
+
+    # --- units ------------------------------------------------------------------------------------
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """All-gather this unit's parameters, until `reshard()` or the end of the next backward.
+
+        Collective. Nested units are not affected. Forwards until then use the same values, and the
+        parameters may also be used outside the unit's forward. They are copies: modifying them in
+        place is a RuntimeError when they are resharded, and so is an optimizer step before that.
+        Takes memory for the unit's full parameters.
+
+        Args:
+            async_op: return a handle with wait(). The gather is complete on return either way.
+
+        Returns an UnshardHandle if `async_op`, else None. Raises RuntimeError during a backward,
+        PeerError if a rank exited.
+        """
+        state_of(self).unit.pin()
+        return UnshardHandle() if async_op else None
+
+    def reshard(self) -> None:
+        """Free this unit's full parameters, from `unshard()` or kept by a forward.
+
+        Nested units are not affected. Raises RuntimeError during the unit's forward or a backward,
+        and if a parameter was modified in place since `unshard()`.
+        """
+        state_of(self).unit.unpin()
+
+    @property
+    def module(self) -> Any:
+        """The model as an instance of its original class, for scripts written for DDP or FSDP1.
+
+        It shares all state with this module, but has no attribute `module` of its own, so that code
+        which unwraps a model in a loop terminates. If the model has a child named "module", returns
+        that child.
+        """
+        if "module" in self._modules:
+            return self._modules["module"]
+        original: type[nn.Module] = type(self).__bases__[1]
+        plain = object.__new__(original)
+        plain.__dict__ = self.__dict__
+        return plain
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context manager in which backward does not reduce gradients, as in DDP and FSDP1.
+
+        Inside it, `.grad` is this rank's own, unsharded gradient, accumulated over the backwards;
+        this takes memory for the full model's gradients. The next backward outside reduces the sum.
+        Without no_sync(), each backward reduces and the accumulated gradient stays sharded, which
+        takes no extra memory and gives the same gradient. Collective: use it on all ranks, and not
+        inside a backward.
+        """
+        before = [(state.unit, state.unit.sync) for _, state in units_of(self)]
+        for unit, _ in before:
+            unit.sync = False
+        try:
+            yield
+        finally:
+            for unit, sync in before:
+                unit.sync = sync
+
+    def join(
+        self,
+        *optimizers: object,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> contextlib.AbstractContextManager[None]:
+        """Context manager for training with uneven numbers of batches, as DDP's join().
+
+        A rank that has no more batches waits at the end of the with block until no rank has any.
+        Meanwhile it contributes zeros to the others' gradients, and steps its shard with the param
+        groups of the lowest rank that still has data, which all ranks have afterwards.
+
+        Collective: use it on all ranks, with the same arguments, on the outermost sharded module.
+
+        Args:
+            optimizers: all optimizers that step this model within the block, the grad scalers that
+                are used in it, and learning rate schedulers: of the latter two, all ranks load the
+                state of the rank that had data last.
+            divide_by_initial_world_size: True (the default) divides gradients by the number of
+                ranks; False by the number of ranks that still have data.
+            enable: False makes this a no-op.
+            throw_on_early_termination: raise RuntimeError on all ranks when one has no more data
+                and others have.
+
+        Raises:
+            TypeError, ValueError: an argument is no optimizer, or none of this model; or this is
+                not the outermost sharded module.
+            RuntimeError: join() is active already; an optimizer that was not passed steps the
+                model; or a call needs all ranks when some have no more data.
+            NotImplementedError: on GPUs, and with optimizer_in_backward().
+            DivergenceError: the ranks with data do different things, or a rank left the block by an
+                exception.
+        """
+        if not enable:
+            return contextlib.nullcontext()
+        return join(self, optimizers, divide_by_initial_world_size, throw_on_early_termination)
+
+    # --- settings ---------------------------------------------------------------------------------
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Choose whether forward reshards parameters, from the next forward on.
+
+        Args:
+            reshard_after_forward: True reshards them after each forward ("full_shard"); False keeps
+                them unsharded until the backward ("shard_grad_op"). Over c10d the outermost unit
+                is always kept, as its backward comes first.
+            recurse: apply to nested units as well.
+
+        Raises TypeError if `reshard_after_forward` is not a bool, ValueError if a unit's strategy
+        is "no_shard".
+        """
+        check_bool("reshard_after_forward", reshard_after_forward)
+        units = [state.unit for _, state in units_of(self)] if recurse else [state_of(self).unit]
+        for unit in units:
+            if unit.strategy == "no_shard":
+                raise ValueError(
+                    f"unit '{unit.name or '(root)'}' has strategy no_shard: its parameters are not "
+                    "sharded, so there is nothing to reshard"
+                )
+        for unit in units:
+            unit.strategy = "full_shard" if reshard_after_forward else "shard_grad_op"
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of gradients over ranks by `factor` instead of by the world size.
+
+        Applies to this unit from the next backward on. Accumulated gradients are not rescaled.
+
+        Args:
+            factor: a positive number, the same on all ranks.
+
+        Raises ValueError if `factor` is not a positive finite number; NotImplementedError if it is
+        not the world size and the unit is not sharded ("no_shard", world size 1).
+        """
+        state_of(self).unit.divisor = factor
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Set whether later backwards reduce gradients (FSDP2's counterpart of no_sync).
+
+        Takes effect at the next backward. Call it on all ranks.
+
+        Args:
+            requires_gradient_sync: False: gradients stay unreduced on their rank, as in no_sync().
+            recurse: also set it for the units below this one. Default: True.
+        """
+        for module, state in units_of(self):
+            if recurse or module is self:
+                state.unit.sync = requires_gradient_sync
+
+    def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
+        """Prefetch these modules in forward: start their all-gathers once this unit is unsharded.
+
+        Call it on all ranks with the same modules, after the outermost module is wrapped. Over shm
+        it has no effect, as gathers there move no data.
+
+        Args:
+            modules: sharded modules of this model, any number; an empty list restores the default.
+
+        Raises TypeError if `modules` is not a list of sharded modules, ValueError for modules of
+        another model.
+        """
+        state_of(self).unit.prefetch(False, _prefetchable(modules))
+
+    def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
+        """Prefetch these modules in backward, instead of following the order of the last pass.
+
+        See set_modules_to_forward_prefetch(); the default is FSDP1's backward_prefetch.
+        """
+        state_of(self).unit.prefetch(True, _prefetchable(modules))
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:
@@ -185,3 +351,27 @@ def call_as_forward(
     return call_guarded(
         module, unit, call_between_hooks, (module, unit, function, args, kwargs), {}
     )
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise TypeError if the argument `name` is not a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {value!r}")
+
+
+def _prefetchable(modules: Iterable[nn.Module]) -> list[_core.Unit]:
+    return [state_of(module).unit for module in sharded_modules(modules, "modules to prefetch")]
+
+
+def sharded_modules(modules: Iterable[nn.Module], what: str) -> list[nn.Module]:
+    """Return the modules as a list. Raises TypeError, which names `what`, if one is not sharded."""
+    if isinstance(modules, nn.Module):
+        raise TypeError(f"{what} must be a list of sharded modules, got one module")
+    listed = list(modules)
+    for module in listed:
+        if not isinstance(module, nn.Module) or not is_unit(module):
+            raise TypeError(
+                f"{what} must be sharded, but {type(module).__name__} is not: call "
+                "fully_shard(...) on it first"
+            )
+    return listed

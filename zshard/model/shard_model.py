@@ -1,35 +1,35 @@
 """Shard a model: one object that knows its units and parameters, and five calls on it.
 
 Plan, agree, check memory, build, publish. Nothing changes until every rank has found that it can
-continue, so an error leaves the module unchanged.
+continue, so an error leaves the module unchanged. A unit's module stays the same object with the
+same parameters and names; its class becomes a subclass of (FSDP, its class).
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core
-from zshard.guard.draws import keep_generator
+from zshard.guard.outside import tell_of_barriers
 from zshard.memory.dry_run import Planned, calls_of, parts_to_guard
 from zshard.memory.fits import MemoryLimit, Sharing, check_fits
 from zshard.memory.spare import Spare, keep_between, watch_first_steps, words_of
-from zshard.model.build import class_for, core_unit, last_writes, sync_buffers
 from zshard.offload import set_offload
+from zshard.optim.state_registry import meet
 from zshard.precision import cast_buffers, drop_root_casts, install_casts, install_kept
 from zshard.ranks.agreement import PublicCall, check_agreement, on_all_ranks, told_to_all_ranks
-from zshard.ranks.devices import CPU
 from zshard.ranks.groups import resolve_groups
 from zshard.ranks.nccl import NcclOptions
 from zshard.ranks.transports import Comms, check_settings, comm_for, comms_for
 from zshard.ranks.wire import check_wire_over
-from zshard.run.cores import warn_of_idle_cores
 from zshard.state.module import attach, attach_replicated
 from zshard.units.shards import remember_parts
 from zshard.units.units import (
@@ -42,54 +42,45 @@ from zshard.units.units import (
     is_unit,
     known_hooks,
     state_of,
+    units_of,
 )
 from zshard.wrap.extensions import EXTENSIONS
-from zshard.wrap.initial_values import InitialValues, check_unit, facts_of
+from zshard.wrap.initial_values import InitialValues, check_unit, dtypes_of, facts_of, names_of
 from zshard.wrap.late_parameters import watch
 from zshard.wrap.meta import Init, Materializer, check_in_forward
 from zshard.wrap.tree import UnitSpec
 
+MADE = "_zshard_made"
+"""An attribute of the classes that class_for() makes, which are no subclasses to a model."""
 _HALF = "_zshard_half"  # marks a model while it is being sharded, or after that failed
 
 
-class Ranks(NamedTuple):
-    """The ranks to shard over, what they train on, and how they communicate."""
-
-    device: str
-    process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
-    device_mesh: DeviceMesh | None
-    transport: str | NcclOptions | None
-    timeout: float | None
-
-    @property
-    def group_given(self) -> dist.ProcessGroup | None:
-        """the process group to shard over, as the script passed it; None: the default."""
-        if self.device_mesh is not None:
-            return self.device_mesh.get_group(-1 if self.device_mesh.ndim > 1 else None)
-        pair = self.process_group
-        return pair[0] if isinstance(pair, tuple) else pair
-
-
-class Initialization(NamedTuple):
-    """The source of values of parameters and buffers.
+class FsdpSettings(NamedTuple):
+    """FSDP()'s arguments, besides units and their options.
 
     init: initializes a module on the meta device; None: its reset_parameters(). from_rank_0: take
     rank 0's values. buffers_in_forward: also broadcast its buffers in forwards. ignored: modules
     whose values stay as they are.
     """
 
+    device: str
+    process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+    device_mesh: DeviceMesh | None
+    transport: str | NcclOptions | None
+    timeout: float | None
     init: Init | None
     from_rank_0: bool
     buffers_in_forward: BufferSync
     ignored: set[nn.Module]
-
-
-class FsdpSettings(NamedTuple):
-    """FSDP()'s arguments, besides units and their options."""
-
-    ranks: Ranks
-    values: Initialization
     memory_limit: MemoryLimit
+
+    @property
+    def group_given(self) -> dist.ProcessGroup | None:
+        """The process group to shard over, as the script passed it; None: the default."""
+        if self.device_mesh is not None:
+            return self.device_mesh.get_group(-1 if self.device_mesh.ndim > 1 else None)
+        pair = self.process_group
+        return pair[0] if isinstance(pair, tuple) else pair
 
 
 @PublicCall("FSDP()")
@@ -149,14 +140,13 @@ class ShardingPlan:
 
     def agree(self, settings: FsdpSettings) -> None:
         """Choose the transports, once all ranks agree on the model and can shard it."""
-        ranks, values, limit = settings
-        given = ranks.transport, ranks.timeout, ranks.device
+        given = settings.transport, settings.timeout, settings.device
         check_settings(*given)
-        groups = resolve_groups(ranks.process_group, ranks.device_mesh, self.options.strategy)
+        groups = resolve_groups(settings.process_group, settings.device_mesh, self.options.strategy)
         comm = comm_for(groups.world, *given)
         specs = [spec for spec, _ in self.planned]
-        facts = facts_of(self.module, specs, self.options, not values.from_rank_0)
-        facts.append(("memory_limit", "None" if limit is None else "given"))
+        facts = facts_of(self.module, specs, self.options, not settings.from_rank_0)
+        facts.append(("memory_limit", "None" if settings.memory_limit is None else "given"))
         facts.append(("keep_gathered", words_of(self.options.keep)))
         check_agreement(comm, facts)
         check_wire_over(comm, self.options.wire)
@@ -167,10 +157,9 @@ class ShardingPlan:
                 class_for(self.base, type(spec.module))
         keep = keep_between(self.options.keep, self.comms.shard_group)
         self.planned = [(spec, each._replace(keep=keep)) for spec, each in self.planned]
-        self.group_given = ranks.group_given
-        by_default = ranks.process_group is None and ranks.device_mesh is None
+        self.group_given = settings.group_given
+        by_default = settings.process_group is None and settings.device_mesh is None
         self.is_alone = by_default and not dist.is_initialized()
-        keep_generator(self.comms.all)
 
     def _kept_comms(self, comms: Comms) -> Comms:
         """Whether to keep copies between steps is one choice for the entire model: inner units that
@@ -187,22 +176,20 @@ class ShardingPlan:
         for ref in (ref for spec, _ in self.planned for ref in spec.params):
             for each in EXTENSIONS:
                 each.settle(ref)
-        device, limit = settings.ranks.device, settings.memory_limit
+        limit = settings.memory_limit
         if limit is not None:
             self.sharing = check_fits(
-                self.module, self.planned, self.comms, self.joined, limit, device
+                self.module, self.planned, self.comms, self.joined, limit, settings.device
             )
-        if device == CPU and self.comms.all.world > 1:
-            warn_of_idle_cores()
 
     # --- build ------------------------------------------------------------------------------------
 
     def build(self, settings: FsdpSettings) -> None:
         """Make the units, children first, each with its values; then share buffers."""
-        everyone, values = self.comms.all, settings.values
-        source = everyone if values.from_rank_0 and everyone.world > 1 else None
-        materializer = Materializer(self.module, values.init, values.ignored)
-        initial = InitialValues(self.module, materializer, source, settings.ranks.device)
+        everyone = self.comms.all
+        source = everyone if settings.from_rank_0 and everyone.world > 1 else None
+        materializer = Materializer(self.module, settings.init, settings.ignored)
+        initial = InitialValues(self.module, materializer, source, settings.device)
         for comm in {id(each): each for each in self.comms if each is not None}.values():
             comm.align()  # an earlier FSDP() may have failed after some ranks had made a unit
         with on_all_ranks(everyone):
@@ -220,7 +207,7 @@ class ShardingPlan:
         with on_all_ranks(everyone):
             self.plan_step(engine, made)
         with told_to_all_ranks(everyone):
-            initial.give_buffers(values.ignored | self.modules_apart)
+            initial.give_buffers(settings.ignored | self.modules_apart)
         check_in_forward(self.module, materializer.left_out)
 
     def make_engine(self) -> _core.Engine:
@@ -281,19 +268,21 @@ class ShardingPlan:
 
     def publish(self, settings: FsdpSettings) -> None:
         """Install the watchers of the model, and let other ranks use its shards."""
-        (ranks, values, limit), module = settings, self.module
+        module, limit = self.module, settings.memory_limit
         if self.comms.all.world > 1:
-            watch(module, values.ignored)
-        cast_buffers(module, self.options.precision, values.ignored)
-        if values.buffers_in_forward:
-            sync_buffers(module, values.buffers_in_forward)
+            watch(module, settings.ignored)
+        cast_buffers(module, self.options.precision, settings.ignored)
+        if settings.buffers_in_forward:
+            sync_buffers(module, settings.buffers_in_forward)
         for each in EXTENSIONS:
             each.finish(module)
-        watch_first_steps(module, limit, self.sharing, ranks.device)
+        watch_first_steps(module, limit, self.sharing, settings.device)
         if self.options.keep.measured:
             state_of(module).spare = Spare(module, limit, self.sharing)
-        with last_writes(module):
-            pass  # the units have their values: only publish that they are complete
+        introduce(module)
+        engine = state_of(module).unit.engine
+        engine.begin_write()  # the values are complete
+        engine.end_write()
 
 
 @contextlib.contextmanager
@@ -311,3 +300,81 @@ def refuse_half(module: nn.Module) -> None:
             f"an earlier FSDP() of this {type(module).__name__} failed after it had begun to "
             "shard it: build the model again, on all ranks"
         )
+
+
+# --- parts of a model ----------------------------------------------------------------------------
+
+
+def core_unit(engine: _core.Engine, spec: UnitSpec, options: Options) -> _core.Unit:
+    """Make the unit; its module does not refer to it yet."""
+    params = [ref.param for ref in spec.params]
+    places = [
+        (i, owner._parameters, attribute)
+        for i, ref in enumerate(spec.params)
+        for owner, attribute in ref.owners
+    ]
+    kind = options.strategy.in_group.value
+    dtypes = dtypes_of(spec, options)
+    return _core.Unit(engine, spec.name, kind, names_of(spec), params, places, *dtypes)
+
+
+_classes: dict[tuple[type[nn.Module], type[nn.Module]], type[Any]] = {}
+
+
+def class_for(base: type[nn.Module], original: type[nn.Module]) -> type[Any]:
+    """Return the class of a unit whose module is of class `original`; base: FSDP. Raises TypeError
+    if no such class can exist."""
+    if (base, original) not in _classes:
+
+        def make_plain(cls: type, *args: object, **kwargs: object) -> Any:
+            """Return the result of type(model)(...), as a container creates it when it is
+            sliced."""
+            return original(*args, **kwargs)
+
+        # Libraries look classes up by __name__ (transformers: is this a causal language model?).
+        name, shown = original.__name__, f"FSDP{original.__qualname__}"
+        names = {"__module__": original.__module__, "__qualname__": shown, "__new__": make_plain}
+        names[MADE] = True
+        for each in EXTENSIONS:
+            names |= each.methods(original)
+        _classes[base, original] = type(name, (base, original), names)
+    return _classes[base, original]
+
+
+def introduce(module: nn.Module) -> None:
+    """Make a new model known to other ranks, which may evaluate with its shards after its next
+    write."""
+    state = state_of(module)
+    meet(module, state.comms.shards)
+    tell_of_barriers(state)
+
+
+def sync_buffers(module: nn.Module, when: BufferSync) -> None:
+    """Broadcast a model's buffers from rank 0 at the start of its forwards. A script may replace
+    buffers, so each pass broadcasts the modules' current ones."""
+    state = state_of(module)
+    state.sync_buffers = when
+    if state.comms.all.world == 1:
+        return
+    root, engine = weakref.ref(module), state.unit.engine
+    comms, in_training = state.comms, when == "training"
+
+    def set_buffers() -> None:
+        model = root()
+        if model is not None:
+            inner = [unit for unit, each in units_of(model) if is_apart(each, comms)]
+            apart = {id(buffer) for unit in inner for buffer in unit.buffers()}
+            engine.sync_buffers([b for b in model.buffers() if id(b) not in apart], in_training)
+
+    for _, each in units_of(module):
+        if not is_apart(each, comms):
+            each.unit.buffers = set_buffers
+    set_buffers()  # a rank without data takes part in join() before a forward of its own
+
+
+def broadcast_buffers(module: nn.Module) -> None:
+    """Broadcast buffers as the next training forward would, for evaluations before it.
+    Collective."""
+    state = state_of(module)
+    if state.sync_buffers and state.comms.all.world > 1:
+        state.unit.engine.broadcast_buffers()

@@ -4,30 +4,28 @@ Each rank gets a copy of the units' full parameters, and optionally of their
 gradients; on exit it keeps its shard of the modified copy. So all ranks must write the same values,
 as they do to the parameters of a plain model under DDP.
 
-For gradients, ranks first exchange which gradients they have and which shards of them, and then
-each sends its shards in turn. A parameter's own `.grad`, a view of the grad shard, is set aside and
-later restored with this rank's shard of the modified full gradient.
+For gradients, ranks first exchange which they have, and then join the shards. A parameter's own
+`.grad`, a view of the grad shard, is set aside and later restored with this rank's shard of the
+modified full gradient.
 """
 
 from __future__ import annotations
 
 import contextlib
-import struct
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from zshard import _core
 from zshard.guard.slices import plain
+from zshard.guard.whole_values import joined
 from zshard.optim.step_digest import sum_of_bits
+from zshard.ranks.agreement import gather_bytes, take_from
+from zshard.units.shards import part_of
 from zshard.units.units import State, state_of, units_of
-from zshard.wrap.initial_values import take_from_rank_0
 
 _NONE, _SLICE, _LOCAL = range(3)
-_FACT = struct.Struct("<Bqq")  # kind, begin and numel of the shard
-_FACTS = 4096 // _FACT.size  # in one exchange
 
 
 @contextlib.contextmanager
@@ -118,7 +116,7 @@ def own_unit_as_on_rank_0(module: nn.Module) -> Iterator[None]:
     with full_params([state]):
         yield
         for param in state.unit.params if comm.world > 1 else ():
-            take_from_rank_0(comm, param.detach())
+            take_from(0, comm, param.detach())
 
 
 @contextlib.contextmanager
@@ -160,14 +158,6 @@ def summon_full_params(
 # --- gradients ------------------------------------------------------------------------------------
 
 
-class _GradShare(NamedTuple):
-    """This rank's share of a parameter's gradient."""
-
-    kind: int
-    begin: int
-    numel: int
-
-
 class _FullGrads:
     """The full gradients of one unit: gather(), then show(); finally take(), then restore_own()."""
 
@@ -175,7 +165,6 @@ class _FullGrads:
     def __init__(self, state: State) -> None:
         self._state = state
         self._unit = state.unit
-        self._comm = state.comms.shards
         self._params = list(self._unit.params)
         self._own = [param.grad for param in self._params]
         self._before: dict[int, Tensor] = {}  # values to restore, of gradients that are full anyway
@@ -194,8 +183,8 @@ class _FullGrads:
                 self._before[index] = grad.detach().clone()
         if self._unit.replicated:
             return
-        for index, parts in enumerate(self._exchange(kinds)):
-            found = {part.kind for part in parts}
+        everyone = gather_bytes(self._state.comms.all, bytes(kinds))
+        for index, found in enumerate(map(set, zip(*everyone, strict=True))):
             if _LOCAL in found and len(found) > 1:
                 raise RuntimeError(
                     f"some ranks, but not all, have an unreduced gradient of parameter "
@@ -203,7 +192,14 @@ class _FullGrads:
                     "outside no_sync() first"
                 )
             if found != {_LOCAL}:
-                self._whole[index] = self._send(index, parts) if _SLICE in found else None
+                self._whole[index] = self._joined(index) if _SLICE in found else None
+
+    def _joined(self, index: int) -> Tensor:
+        """Return the full gradient of a parameter; zeros where a rank has none."""
+        param, own = self._params[index], self._own[index]
+        part = part_of(param)
+        assert part is not None, "it is in a unit"
+        return joined(param.new_zeros(part.numel) if own is None else own, part)
 
     @plain()
     def show(self) -> None:
@@ -243,11 +239,10 @@ class _FullGrads:
     def _return(self, index: int, whole: Tensor | None, writeback: bool) -> None:
         param, own = self._params[index], self._own[index]
         grad = None if writeback else own
-        if writeback and whole is not None:
-            fact = self._unit.param(index)
-            part = whole.detach().reshape(-1)[fact["begin"] : fact["begin"] + fact["numel"]]
+        part = part_of(param)
+        if writeback and whole is not None and part is not None:
             grad = own if own is not None else torch.empty_like(param, requires_grad=False)
-            grad.copy_(part.reshape(param.shape))
+            grad.copy_(part.of(whole.detach()))
         param.grad = grad
 
     def _kind(self, grad: Tensor | None) -> int:
@@ -258,31 +253,3 @@ class _FullGrads:
         except RuntimeError:
             return _LOCAL
         return _SLICE
-
-    def _exchange(self, kinds: list[int]) -> list[list[_GradShare]]:
-        """Return which part of each parameter's gradient each rank has."""
-        facts = [self._unit.param(index) for index in range(len(self._params))]
-        mine = [
-            _FACT.pack(kind, fact["begin"], fact["numel"])
-            for kind, fact in zip(kinds, facts, strict=True)
-        ]
-        found: list[list[_GradShare]] = []
-        for first in range(0, len(mine), _FACTS):
-            said = self._comm.exchange(b"".join(mine[first : first + _FACTS]))
-            ranks = [[_GradShare(*fact) for fact in _FACT.iter_unpack(each)] for each in said]
-            found += [list(parts) for parts in zip(*ranks, strict=True)]
-        return found
-
-    def _send(self, index: int, parts: list[_GradShare]) -> Tensor:
-        """Return the full gradient of a parameter; zeros where a rank has none."""
-        param, own = self._params[index], self._own[index]
-        whole = torch.zeros(self._unit.param(index)["shape"], dtype=param.dtype)
-        flat = whole.view(-1)
-        for rank, part in enumerate(parts):
-            if part.kind == _NONE or part.numel == 0:
-                continue
-            slice_ = flat[part.begin : part.begin + part.numel]
-            if rank == self._comm.rank and own is not None:
-                slice_.copy_(own.detach().reshape(-1))
-            self._comm.broadcast(slice_, rank)
-        return whole.to(param.device)

@@ -83,6 +83,16 @@ def gather_bytes(comm: _core.Comm, mine: bytes) -> list[bytes]:
     return gathered
 
 
+def take_from(root: int, comm: _core.Comm, tensor: torch.Tensor) -> None:
+    """Broadcast a dense tensor from rank `root`, in place. Collective."""
+    if tensor.numel() == 0:
+        return
+    plain = tensor.contiguous().cpu()
+    comm.broadcast(plain, root)
+    if plain is not tensor:
+        tensor.copy_(plain)
+
+
 def gather_objects(mine: object, group: dist.ProcessGroup) -> list[Any]:
     """Return the object of each rank of `group`, of any size, in rank order. Collective.
 

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import multiprocessing
 import os
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from zshard._errors import stacklevel
+from zshard._errors import warn
 from zshard.ranks import ends
 from zshard.ranks.agreement import gather_objects
 from zshard.strategy import ShardingStrategy
@@ -265,12 +264,11 @@ def _warn_of_lone_child() -> None:
     several ranks."""
     if multiprocessing.parent_process() is None:
         return
-    warnings.warn(
+    warn(
         f"process {multiprocessing.current_process().name!r} was started by multiprocessing and "
         "has no process group, so it trains alone: if it is one of several ranks, call "
         "torch.distributed.init_process_group() before FSDP()",
         RuntimeWarning,
-        stacklevel=stacklevel(),
     )
 
 

@@ -29,8 +29,6 @@ from torch.distributed import distributed_c10d
 from zshard import _core
 from zshard.ranks.agreement import bytes_of
 
-__all__ = ["ENDED", "Answer", "Reply", "address", "answer_stalls", "answer_with", "ask", "stop"]
-
 Answer = tuple[dict[str, Any], Sequence[torch.Tensor]]
 """What can be told in JSON, and contiguous tensors in host memory."""
 

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import math
 import os
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from zshard import _core
-from zshard._errors import stacklevel
+from zshard._errors import warn
 from zshard.ranks import ends, meeting
 from zshard.ranks.agreement import gather_objects, on_all_ranks
 from zshard.ranks.devices import CPU, is_stand_in, torch_device
@@ -321,7 +320,7 @@ def _fall_back(refusal: Refusal, wanted: Asked, rank: int) -> None:
 def _warn(rank: int, text: str) -> None:
     """Warn on the first rank of a group."""
     if rank == 0:
-        warnings.warn(text, RuntimeWarning, stacklevel=stacklevel())
+        warn(text, RuntimeWarning)
 
 
 def new_group(group: Group, device: str, backend: str | None = None) -> Group:

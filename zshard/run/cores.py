@@ -2,27 +2,18 @@
 
 The kernel's files in /sys list the hardware; the affinity mask, which taskset and a container's
 cpuset narrow, lists what this process may use. Without these files, the host counts as one NUMA
-node, and each CPU as a core. All ranks get equally many cores, since each step waits for the
-slowest rank, and a rank stays within a node unless that would leave more than a quarter of its
-cores idle.
+node, and each CPU as a core. A limit may be set on any control group above the process's own, so
+all of them are walked.
 """
 
 from __future__ import annotations
 
-import functools
 import os
-import re
-import warnings
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
-from zshard._errors import stacklevel
-from zshard.run.cgroups import ROOT, cpu_quota, read_text
-
+ROOT = Path("/")
 BINDINGS = ("core", "numa", "none")
 _CPUS, _NODES = "sys/devices/system/cpu", "sys/devices/system/node"
 
@@ -35,11 +26,10 @@ class Core(NamedTuple):
 
 
 class Host(NamedTuple):
-    """The part of its host that this process may use: cores, by node and number; the NUMA nodes
-    that it may allocate from; the CPU time that its control groups allow, None for all."""
+    """The part of its host that this process may use: cores, by node and number, and the CPU time
+    that its control groups allow, None for all."""
 
     cores: list[Core]
-    memory: set[int]
     quota: float | None
 
     @property
@@ -75,67 +65,66 @@ def read_host(root: Path = ROOT, affinity: Iterable[int] | None = None) -> Host:
         node_of.update(dict.fromkeys(_numbers(folder / "cpulist"), int(folder.name[4:])))
     cores: dict[frozenset[int], Core] = {}
     for cpu in sorted(allowed):
-        files = ("core_cpus_list", "thread_siblings_list")  # the latter: before Linux 5.0
-        lists = [_numbers(root / _CPUS / f"cpu{cpu}/topology" / name) for name in files]
-        siblings = frozenset(next(filter(None, lists), {cpu}))
-        cores.setdefault(siblings, Core(node_of.get(cpu, 0), cpu))
-    status = read_text(root / "proc/self/status") or ""
-    found = re.search(r"^Mems_allowed_list:\s*(\S*)$", status, re.MULTILINE)
-    memory = _numbers(root / _NODES / "has_memory")
-    memory = memory & parse_list(found[1]) if found else memory
-    return Host(sorted(cores.values()), memory, cpu_quota(root))
+        siblings = _numbers(root / _CPUS / f"cpu{cpu}/topology/core_cpus_list") or {cpu}
+        cores.setdefault(frozenset(siblings), Core(node_of.get(cpu, 0), cpu))
+    quotas = [_quota_of(folder, first) for folder, first in groups("cpu", root)]
+    return Host(sorted(cores.values()), min(filter(None, quotas), default=None))
 
 
 def shares_of(host: Host, ranks: int, binding: str) -> tuple[list[Share], int, str]:
     """Return a share for each rank, the number of threads that each computes on, and why they are
-    not bound as requested, or ""."""
-    unbound, threads = [Share([], [])] * ranks, max(1, host.usable // ranks)
+    not bound as requested, or "". All ranks get equally many cores, node by node."""
+    unbound, each = [Share([], [])] * ranks, host.usable // ranks
     if binding == "none":
-        return unbound, threads, ""
-    if ranks > host.usable:
-        return (
-            unbound,
-            threads,
-            (
-                f"{ranks} ranks share {host.usable} core(s), so they are not bound and "
-                "each computes on one thread: pass a smaller -n unless this is a test"
-            ),
+        return unbound, max(1, each), ""
+    if each == 0:
+        why = (
+            f"{ranks} ranks share {host.usable} core(s), so they are not bound and each computes "
+            "on one thread: pass a smaller -n unless this is a test"
         )
+        return unbound, 1, why
     if host.is_throttled:
-        return (
-            unbound,
-            threads,
-            (
-                f"a quota of {host.quota:g} CPUs' time applies to {len(host.cores)} cores "
-                "(cpu.max of the control group), so ranks are not bound: others with a quota may "
-                "choose the same cores. Give the container a cpuset to bind ranks"
-            ),
+        why = (
+            f"a quota of {host.quota:g} CPUs' time applies to {len(host.cores)} cores (cpu.max of "
+            "the control group), so ranks are not bound: others with a quota may choose the same "
+            "cores. Give the container a cpuset to bind ranks"
         )
-    shares, parts = [], _divide(host.cores, ranks)
-    for own in parts:
+        return unbound, each, why
+    shares = []
+    for rank in range(ranks):
+        own = host.cores[rank * len(host.cores) // ranks :][:each]
         nodes = {core.node for core in own}
         if binding == "numa":
             own = [core for core in host.cores if core.node in nodes]
-        placed = nodes & host.memory if len(host.memory) > 1 else set()
-        shares.append(Share(sorted(core.cpu for core in own), sorted(placed)))
-    return shares, len(parts[0]), ""
+        cpus = sorted(core.cpu for core in own)
+        shares.append(Share(cpus, sorted(nodes) if host.nodes > 1 else []))
+    return shares, each, ""
 
 
-def _divide(cores: list[Core], ranks: int) -> list[list[Core]]:
-    """Return equally many cores for each rank; there are at most as many ranks as cores."""
-    sizes = Counter(core.node for core in cores)
-    guests = dict.fromkeys(sizes, 0)
-    for _ in range(ranks):  # put each rank where the smallest share stays largest
-        guests[max(sizes, key=lambda node: sizes[node] // (guests[node] + 1))] += 1
-    within = min(sizes[node] // count for node, count in guests.items() if count)
-    across = len(cores) // ranks
-    if 4 * within < 3 * across:
-        return [cores[rank * across : (rank + 1) * across] for rank in range(ranks)]
-    parts = []
-    for node, count in guests.items():
-        own = [core for core in cores if core.node == node]
-        parts += [own[i * len(own) // count :][:within] for i in range(count)]
-    return parts
+def groups(controller: str, root: Path = ROOT) -> Iterator[tuple[Path, bool]]:
+    """Yield the directories of this process's control groups of a controller, innermost first, and
+    whether each is of version 1."""
+    for line in (read_text(root / "proc/self/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / (controller if controllers else "")
+        folder = top / path.lstrip("/")
+        while True:
+            yield folder, bool(controllers)
+            if folder == top or top not in folder.parents:
+                break
+            folder = folder.parent
+
+
+def _quota_of(folder: Path, version_1: bool) -> float | None:
+    """Return how many CPUs' time a control group allows; None: no limit."""
+    names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if version_1 else ("cpu.max",)
+    words = " ".join(read_text(folder / name) or "" for name in names).split()
+    if len(words) != 2 or not all(word.isdigit() for word in words):  # "max", "-1", no file
+        return None
+    quota, period = map(int, words)
+    return quota / period if period else None
 
 
 def parse_list(text: str) -> set[int]:
@@ -165,34 +154,9 @@ def _numbers(file: Path) -> set[int]:
     return parse_list(read_text(file) or "")
 
 
-# --- under plain torchrun -------------------------------------------------------------------------
-
-_THREADS = "OMP_NUM_THREADS"
-
-
-@functools.cache  # warn once
-def warn_of_idle_cores() -> None:
-    """Warn on the first rank of a host if torchrun's OMP_NUM_THREADS=1 leaves cores idle."""
-    if os.environ.get("LOCAL_RANK") != "0" or not is_torchruns_choice(os.getppid()):
-        return
-    ranks, threads = int(os.environ["LOCAL_WORLD_SIZE"]), torch.get_num_threads()
-    cores = read_host().usable
-    if cores // ranks > threads:
-        each = f"{threads} thread{'s' if threads > 1 else ''} each"
-        warnings.warn(
-            f"cores are idle: the {ranks} ranks of this host may use {cores} physical cores, but "
-            f"compute on {each}, because torchrun sets {_THREADS}=1 where it is unset. Start the "
-            f"script with `python -m zshard run -n {ranks}` in place of torchrun, or set "
-            f"{_THREADS}={cores // ranks}; {_THREADS}=1 keeps one thread and silences this warning",
-            RuntimeWarning,
-            stacklevel=stacklevel(),
-        )
-
-
-def is_torchruns_choice(parent: int, root: Path = ROOT) -> bool:
-    """Return whether torchrun, this process's parent, set OMP_NUM_THREADS=1: its own environment,
-    as the kernel keeps it, then lacks the variable."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get(_THREADS) != "1":
-        return False
-    started_with = read_text(root / f"proc/{parent}/environ")
-    return started_with is not None and f"\0{_THREADS}=" not in f"\0{started_with}"
+def read_text(path: Path) -> str | None:
+    """Return what is in a file; None if it cannot be read."""
+    try:
+        return path.read_text()
+    except OSError:
+        return None

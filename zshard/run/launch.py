@@ -21,12 +21,6 @@ from zshard.run.cores import BINDINGS, Share, as_list, read_host, shares_of
 
 NAME = "python -m zshard run"
 HELP = "run a script on several ranks: torchrun, with cores, threads and memory set for each rank"
-_DESCRIPTION = f"""
-Run a script on several ranks of this host. This is torchrun with its options (below), and each rank
-gets its own cores, an OMP_NUM_THREADS to match, and memory on the NUMA node of its cores.
-OMP_NUM_THREADS, an affinity (taskset) and a memory policy (numactl) that are set already are kept.
-Example: {NAME} -n 2 train.py --lr 1e-3
-"""
 
 
 def main(words: list[str]) -> int:
@@ -40,12 +34,15 @@ def main(words: list[str]) -> int:
     on_gpus, host = torch.accelerator.is_available(), read_host()
     if args.nproc_per_node == "auto" and not on_gpus:
         args.nproc_per_node = str(min(host.nodes, host.usable))
-    ranks = _count(parser, args.nproc_per_node)
+    try:
+        ranks = int(torchrun.determine_local_world_size(args.nproc_per_node))
+    except ValueError as error:
+        parser.error(f"-n must be a number, 'auto', 'gpu' or 'cpu': {error}")
+    if ranks < 1:
+        parser.error(f"-n must be at least 1, got {ranks}")
     args.nproc_per_node = str(ranks)
     binding = args.bind or ("none" if on_gpus or args.numa_binding else "core")
     shares, threads, unbound = shares_of(host, ranks, binding)
-    if not rank.may_place_memory():
-        shares = [share._replace(nodes=[]) for share in shares]
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     for text in filter(None, (unbound, summary(shares, os.environ["OMP_NUM_THREADS"]))):
         print(f"{NAME}: {text}", file=sys.stderr, flush=True)
@@ -71,27 +68,11 @@ def _parser() -> argparse.ArgumentParser:
         choices=BINDINGS,
         help="where a rank may run: 'core' (the default on hosts without GPUs): on its own "
         "physical cores; 'numa': on those of its NUMA node, shared with other ranks; 'none' (the "
-        "default with GPUs): anywhere. All set OMP_NUM_THREADS",
+        "default with GPUs): anywhere. All set OMP_NUM_THREADS, unless it is set",
     )
-    return argparse.ArgumentParser(
-        NAME,
-        usage=f"{NAME} [-n N] [--bind {{{','.join(BINDINGS)}}}] [options of torchrun] "
-        "script.py [its arguments]",
-        description=_DESCRIPTION,
-        parents=[ours, torchrun.get_args_parser()],
-        add_help=False,
-    )
-
-
-def _count(parser: argparse.ArgumentParser, asked: str) -> int:
-    """Return how many ranks torchrun starts for this --nproc-per-node."""
-    try:
-        ranks = int(torchrun.determine_local_world_size(asked))
-    except ValueError as error:
-        parser.error(f"-n must be a number, 'auto', 'gpu' or 'cpu', got {asked!r}: {error}")
-    if ranks < 1:
-        parser.error(f"-n must be at least 1, got {ranks}")
-    return ranks
+    parents = [ours, torchrun.get_args_parser()]
+    usage = f"{NAME} [-n N] [--bind B] [options of torchrun] script.py [its arguments]"
+    return argparse.ArgumentParser(NAME, usage, HELP, parents=parents, add_help=False)
 
 
 def summary(shares: list[Share], threads: str) -> str:
@@ -99,10 +80,9 @@ def summary(shares: list[Share], threads: str) -> str:
     how = f"{len(shares)} rank{'s' if len(shares) > 1 else ''}, OMP_NUM_THREADS={threads}"
     if not shares[0].cpus:
         return f"{how}, not bound to cores"
-    places = list(dict.fromkeys(as_list(share.cpus) for share in shares))
-    how += f", on CPUs {' | '.join(places)}"
-    nodes = list(dict.fromkeys(as_list(share.nodes) for share in shares if share.nodes))
-    return f"{how}, memory on NUMA nodes {' | '.join(nodes)}" if nodes else how
+    cpus, nodes = (list(dict.fromkeys(map(as_list, each))) for each in zip(*shares, strict=True))
+    how += f", on CPUs {' | '.join(cpus)}"
+    return f"{how}, memory on NUMA nodes {' | '.join(nodes)}" if nodes != [""] else how
 
 
 def bind(args: argparse.Namespace, shares: list[Share]) -> None:

@@ -13,37 +13,23 @@ import signal
 import sys
 
 VARIABLE = "ZSHARD_RUN"  # the shares, from the launcher, as JSON
-_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "riscv64": 237, "ppc64le": 261}
-_GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236, "riscv64": 236, "ppc64le": 260}
+_MEMPOLICY = {"x86_64": (239, 238), "aarch64": (236, 237)}  # system calls: get, set
 _PREFERRED, _INTERLEAVE = 1, 3
 
 
-def _call(numbers: dict[str, int], *arguments: object) -> None:
-    """Make the system call with this machine's number for it. Raises OSError."""
-    number = numbers.get(os.uname().machine)
-    if number is None:
-        raise OSError(f"memory policies are not known for {os.uname().machine}")
-    libc = ctypes.CDLL(None, use_errno=True)
-    words = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
-    if libc.syscall(ctypes.c_long(number), *words) < 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-def may_place_memory() -> bool:
-    """Return whether the kernel accepts memory policies and none is set, for example by numactl."""
-    mode = ctypes.c_int()
-    with contextlib.suppress(OSError):  # a container may forbid it
-        _call(_GET_MEMPOLICY, ctypes.byref(mode), None, 0, None, 0)
-        return mode.value == 0
-    return False
-
-
 def place_memory(nodes: list[int]) -> None:
-    """Allocate on a NUMA node while it has free memory, or on several in turn. Raises OSError."""
+    """Allocate on a NUMA node while it has free memory, or on several in turn. A memory policy that
+    is set already, for example by numactl, is kept; a container may forbid any."""
+    syscall, long, mode = ctypes.CDLL(None).syscall, ctypes.c_long, ctypes.c_int()
+    get, set_ = _MEMPOLICY.get(os.uname().machine, (0, 0))
+    if not get or syscall(long(get), ctypes.byref(mode), None, long(0), None, long(0)):
+        return
+    if mode.value != 0:
+        return
     bits = 64 * (max(nodes) // 64 + 1)
     mask = sum(1 << node for node in nodes).to_bytes(bits // 8, sys.byteorder)
-    mode = _PREFERRED if len(nodes) == 1 else _INTERLEAVE
-    _call(_SET_MEMPOLICY, mode, mask, bits + 1)  # the kernel reads one bit less
+    wanted = _PREFERRED if len(nodes) == 1 else _INTERLEAVE
+    syscall(long(set_), long(wanted), mask, long(bits + 1))  # the kernel reads one bit less
 
 
 def start() -> None:
@@ -52,9 +38,8 @@ def start() -> None:
     cpus, nodes = shares[int(os.environ["LOCAL_RANK"])]
     with contextlib.suppress(OSError):  # the cores may be offline
         os.sched_setaffinity(0, cpus)
-    with contextlib.suppress(OSError):
-        if nodes:
-            place_memory(nodes)
+    if nodes:
+        place_memory(nodes)
     for each in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these, and exec would keep that
         signal.signal(each, signal.SIG_DFL)
     command = [*head, *sys.argv[1:]]

@@ -12,14 +12,13 @@ dcp.save() learns which tensors are shards, where it decides what to write, and 
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zshard._errors import ShardError, stacklevel
+from zshard._errors import ShardError, warn
 from zshard.units.units import State
 
 __all__ = ["KEY", "ShardRecord", "misfit", "note_shards", "record_of"]
@@ -92,10 +91,9 @@ def _install() -> None:
     from torch.distributed.checkpoint import default_planner, planner_helpers  # slow to import
 
     if not hasattr(default_planner, "_create_write_items"):
-        warnings.warn(
+        warn(
             "this torch decides elsewhere what dcp.save() writes, so it does not refuse shards, of "
             "which it would keep one rank's: call zshard.save()",
-            stacklevel=stacklevel(),
         )
         return
     for module in (default_planner, planner_helpers):

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from zshard.ranks.agreement import Fact
 from zshard.wrap.tree import ParamRef
 
-__all__ = ["EXTENSIONS", "Extension"]
-
 
 class Extension:
     """An integration's additions to sharding; by default nothing."""

@@ -16,9 +16,9 @@ from torch import nn
 from zshard import _core
 from zshard.guard.words import refused_grad_dtype
 from zshard.precision import name_of
-from zshard.ranks.agreement import Fact, checksum, tensor_fact, value_fact
+from zshard.ranks.agreement import Fact, checksum, take_from, tensor_fact, value_fact
 from zshard.ranks.devices import CPU, move
-from zshard.units.units import Options, is_unit, without_memory
+from zshard.units.units import Options, without_memory
 from zshard.wrap.extensions import EXTENSIONS
 from zshard.wrap.meta import Materializer
 from zshard.wrap.tree import UnitSpec
@@ -28,11 +28,6 @@ def check_module(module: object) -> None:
     """Raise TypeError or ValueError for what FSDP() cannot wrap."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"FSDP expects an nn.Module, got {type(module).__name__}")
-    if is_unit(module):
-        raise ValueError(
-            f"this {type(module).__name__} is already wrapped: call FSDP once per module "
-            "(inner modules first when wrapping by hand)"
-        )
     devices: dict[torch.device, str] = {}
     for name, param in module.named_parameters():
         if not param.is_meta:  # it is materialized later
@@ -211,14 +206,4 @@ class InitialValues:
         for tensor in tensors:
             if tensor.is_meta or tensor.layout != torch.strided:
                 continue  # the unit's error names what cannot be sharded
-            take_from_rank_0(self._source, tensor)
-
-
-def take_from_rank_0(comm: _core.Comm, tensor: torch.Tensor) -> None:
-    """Broadcast a dense tensor from rank 0, in place. Collective."""
-    if tensor.numel() == 0:
-        return
-    plain = tensor.contiguous().cpu()
-    comm.broadcast(plain, 0)
-    if plain is not tensor:
-        tensor.copy_(plain)
+            take_from(0, self._source, tensor)

@@ -118,7 +118,8 @@ class ModuleTree:
     ) -> None:
         if is_unit(root):
             raise ValueError(
-                f"this {type(root).__name__} is already wrapped: call FSDP once per module"
+                f"this {type(root).__name__} is already wrapped: call FSDP once per module (inner "
+                "modules first when wrapping by hand)"
             )
         self._ignored_modules = {id(module) for module in ignored_modules}
         self._ignored_params = {id(param) for param in ignored_params}
