@@ -25,6 +25,7 @@ template <class Update> ZS_DEVICE void over_groups(const zs_cuda_compact_args &a
     }
 }
 
+/* Adam and AdamW. */
 struct CompactAdam {
     const zs_cuda_compact_args &args;
     ZS_DEVICE void operator()(const zs_group *group, int n, int kind, bool coded) const
@@ -33,6 +34,7 @@ struct CompactAdam {
     }
 };
 
+/* SGD. */
 template <bool MOMENTUM> struct CompactSgd {
     const zs_cuda_compact_args &args;
     ZS_DEVICE void operator()(const zs_group *group, int n, int kind, bool coded) const
@@ -43,14 +45,17 @@ template <bool MOMENTUM> struct CompactSgd {
 
 } // namespace zs
 
+/* A kernel for each rule. */
 ZS_KERNEL(zs_compact_adam, zs_cuda_compact_args, 1)
 {
     zs::over_groups(args, zs::CompactAdam{args});
 }
+/* Without momentum. */
 ZS_KERNEL(zs_compact_sgd, zs_cuda_compact_args, 1)
 {
     zs::over_groups(args, zs::CompactSgd<false>{args});
 }
+/* With momentum. */
 ZS_KERNEL(zs_compact_momentum, zs_cuda_compact_args, 1)
 {
     zs::over_groups(args, zs::CompactSgd<true>{args});

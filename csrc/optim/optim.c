@@ -161,24 +161,6 @@ static zs_status look_at_step(const zs_optim *plan, const zs_member *member, zs_
     return ZS_OK;
 }
 
-/* The size of one element of a state tensor, or of one group's. */
-static size_t state_itemsize(const zs_run *run, int state)
-{
-    if (state >= ZS_STATE_FIRST_SCALE || run->form == ZS_FORM_CODED) return 1;
-    return run->form == ZS_FORM_WIDE ? sizeof(float) : zs_dtype_size(run->dtype);
-}
-
-static int64_t state_numel(int state, int64_t numel)
-{
-    bool groups = state == ZS_STATE_FIRST_SCALE || state == ZS_STATE_SECOND_SCALE;
-    return groups ? (numel + ZS_GROUP - 1) / ZS_GROUP : numel;
-}
-
-size_t zs_run_state_bytes(const zs_run *run, int state, int64_t numel)
-{
-    return run->state[state] != NULL ? (size_t)state_numel(state, numel) * state_itemsize(run, state) : 0;
-}
-
 /* Finds the memory of a state tensor of `run`; `fits`: it is as the rule expects. */
 static zs_status find_state(const zs_tensor *tensor, zs_where where, int state, zs_run *run, bool *fits)
 {
@@ -188,7 +170,7 @@ static zs_status find_state(const zs_tensor *tensor, zs_where where, int state, 
     const bool bytes = run->form == ZS_FORM_CODED || state >= ZS_STATE_FIRST_SCALE;
     const zs_dtype dtype = bytes ? ZS_BYTES : wide;
     *fits = zs_same_where(info.where, where) && info.contiguous && info.dtype == dtype &&
-            info.itemsize == state_itemsize(run, state) && info.numel == state_numel(state, run->numel);
+            info.itemsize == zs_run_state_itemsize(run, state) && info.numel == zs_run_state_numel(state, run->numel);
     if (!*fits || info.numel == 0) return ZS_OK; /* an empty shard has no bytes to find */
     return zs_tensor_data(tensor, &run->state[state]);
 }

@@ -37,7 +37,7 @@ typedef enum zs_verdict {
     ZS_MEMBER_FOREIGN, /* not plain dense CPU memory of one floating dtype: somebody else must update it */
 } zs_verdict;
 
-/* New plan for at most `capacity` members. `compact`: each member's state tells whether it is in 8 bits or in float32;
+/* New plan for at most `capacity` members. `compact`: state is in 8 bits or in float32, as each member's tensors are;
  * members are float32 or bfloat16, and their numbers begin groups of ZS_GROUP elements. */
 zs_status zs_optim_new(zs_rule rule, bool compact, int64_t capacity, zs_optim **out);
 
@@ -65,10 +65,6 @@ zs_status zs_optim_step(zs_optim *plan);
  * GPU cannot be used. */
 zs_status zs_optim_device_of(const zs_tensor *tensor, const zs_tensor_info *info, const zs_device **out);
 
-/* Bytes that `numel` elements of a run have in state tensor `state`; 0 where there is none. A run's elements begin a
- * group. */
-size_t zs_run_state_bytes(const zs_run *run, int state, int64_t numel);
-
 /* --- loops (optim_cpu.c, optim_compact.c) ------------------------------------------------------------------------- */
 
 /* Updates the elements [begin, end) of a run. If dithered, their numbers must have the same upper half. */
@@ -79,6 +75,12 @@ zs_run_loop *zs_run_loop_for(zs_rule rule, bool full, const zs_run *run);
 
 /* Likewise for a run of float32 or bfloat16 whose form is not PLAIN. `begin` begins a group. */
 zs_run_loop *zs_compact_loop_for(zs_rule rule, bool full, const zs_run *run);
+
+/* What the state tensor `state` of a run has for `numel` elements of the parameter that begin a group: numbers, their
+ * size in bytes, and both multiplied; 0 where the run has no such tensor. */
+int64_t zs_run_state_numel(int state, int64_t numel);
+size_t zs_run_state_itemsize(const zs_run *run, int state);
+size_t zs_run_state_bytes(const zs_run *run, int state, int64_t numel);
 
 /* Elements below which another thread costs more than it helps (some 30 us of memory traffic). */
 enum { ZS_UPDATE_GRAIN = 1 << 15 };

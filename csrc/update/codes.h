@@ -116,6 +116,7 @@ ZS_HD uint8_t zs_encode_second(float value, float scale, uint32_t offset)
     return (uint8_t)(code > 1 ? code : 1);
 }
 
+/* `scale`: from zs_scale_out. */
 ZS_HD float zs_decode_second(uint8_t code, float scale)
 {
     const uint32_t above = (uint32_t)code << ZS_SECOND_SHIFT;
@@ -130,6 +131,7 @@ typedef struct zs_split {
     int8_t low;
 } zs_split;
 
+/* The float of both. */
 ZS_HD float zs_joined(zs_split value)
 {
     return zs_bits_float(((uint32_t)value.high << 16) + ((uint32_t)(int32_t)value.low << 8));

@@ -52,6 +52,7 @@ ZS_HD zs_group zs_group_at(const zs_group *first, int64_t at, int kind, bool cod
 #define ZS_EACH(j, n) _Pragma("GCC ivdep") for (int j = 0; j < (n); j++)
 #endif
 
+/* Element j of a group's parameter. */
 ZS_HD float zs_group_load(const zs_group *at, int kind, int j)
 {
     if (kind == ZS_IN_F32) return ((const float *)at->param)[j];
@@ -61,11 +62,13 @@ ZS_HD float zs_group_load(const zs_group *at, int kind, int j)
     return zs_joined(split);
 }
 
+/* And of its gradient. */
 ZS_HD float zs_group_grad(const zs_group *at, int kind, int j)
 {
     return kind == ZS_IN_F32 ? ((const float *)at->grad)[j] : zs_from_bf16(((const zs_bf16 *)at->grad)[j]);
 }
 
+/* Writes an element of the parameter, rounded by `offset` if it is not float32. */
 ZS_HD void zs_group_store(const zs_group *at, int kind, int j, float value, uint32_t offset)
 {
     if (kind == ZS_IN_F32) {
@@ -90,6 +93,7 @@ ZS_HD uint32_t zs_group_largest(const float *values, int n)
     return most;
 }
 
+/* Writes codes and exponent of the first moments. */
 ZS_HD void zs_group_encode_first(int8_t *__restrict__ codes, uint8_t *exponent, const float *values, int n,
                                  uint32_t offset)
 {
@@ -99,6 +103,7 @@ ZS_HD void zs_group_encode_first(int8_t *__restrict__ codes, uint8_t *exponent, 
     ZS_EACH(j, n) codes[j] = zs_encode_first(values[j], scale, offset + (uint32_t)j * ZS_STEP_FIRST);
 }
 
+/* Likewise of the second. */
 ZS_HD void zs_group_encode_second(uint8_t *__restrict__ codes, uint8_t *exponent, const float *values, int n,
                                   uint32_t offset)
 {

@@ -197,13 +197,13 @@ def _hide(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[
 # --- the optimizers -------------------------------------------------------------------------------
 
 
-class _Adam8bit(EightBit):
+class _TwoMoments(EightBit):
     _rule = "adam8bit"
     _state: ClassVar = {"exp_avg": None, "exp_avg_sq": None}
     _counts_steps = True
 
 
-class AdamW8bit(_Adam8bit, torch.optim.AdamW):
+class AdamW8bit(_TwoMoments, torch.optim.AdamW):
     """AdamW with both moments in 8 bits: 2.06 bytes of state per element instead of 8.
 
     Equal gradients give equal bits for every strategy, number of ranks, transport and processor,
@@ -242,7 +242,7 @@ class AdamW8bit(_Adam8bit, torch.optim.AdamW):
         self._set_eight_bit(master, min_8bit_size)
 
 
-class Adam8bit(_Adam8bit, torch.optim.Adam):
+class Adam8bit(_TwoMoments, torch.optim.Adam):
     """Adam with both moments in 8 bits. Everything else is as in zshard.AdamW8bit."""
 
     def __init__(
