@@ -13,7 +13,7 @@ import torch
 from compare import assert_same, differences
 from models import COMBINATIONS, TRANSPORTS, Mlp, loss_of, make
 from optim_cases import assert_same_bits, give_grads, make_params
-from spawn import ranks
+from spawn import RankFailure, ranks
 from torch import nn
 
 import zshard
@@ -450,3 +450,58 @@ def test_a_sparse_gradient_is_refused_and_changes_nothing():
     with pytest.raises(NotImplementedError, match="sparse gradient"):
         optimizer.step()
     assert_same_bits([table.weight.detach()], [before])
+
+
+class AdamW4bit(torch.optim.Optimizer):
+    """Stands for torchao's, which need not be installed."""
+
+    __module__ = "torchao.optim.adam"
+
+    def step(self, closure=None):
+        raise AssertionError("the step must not run")
+
+
+def step_of_torchao():
+    model = FSDP(mlp(torch.float32), auto_wrap_policy={nn.Linear})
+    optimizer = AdamW4bit(model.parameters(), {})
+    steps_of(model, optimizer, 0, 1)
+
+
+def test_other_libraries_quantized_state_is_refused_with_ours_as_advice(pool2):
+    with pytest.raises(RankFailure, match=r"ShardError: torchao.*use zshard\.AdamW8bit"):
+        pool2.run(step_of_torchao)
+
+
+def in_backward():
+    """Return what differs between stepping in backward and calling step()."""
+    results = []
+    for early in (False, True):
+        model = FSDP(mlp(BF16), auto_wrap_policy={nn.Linear})
+        optimizer = new_optimizer("AdamW8bit", model.parameters())
+        if early:
+            model.optimizer_in_backward(optimizer)
+        for step in range(4):
+            inputs = torch.randn(5, 7, generator=torch.Generator().manual_seed(step))
+            loss_of(model(inputs.to(BF16))).backward()
+            if not early:
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append(result(model, optimizer))
+    return differences(*results)
+
+
+def test_a_step_in_backward_has_the_same_bits(pool2):
+    for found in pool2.run(in_backward):
+        assert found == []
+
+
+def offloaded(folder):
+    model = FSDP(mlp(BF16), auto_wrap_policy={nn.Linear}, offload=folder)
+    optimizer = new_optimizer("AdamW8bit", model.parameters())
+    steps_of(model, optimizer, 0, 5)
+    return differences(result(model, optimizer), trained_plain("AdamW8bit", BF16))
+
+
+def test_state_on_a_disk_has_the_same_bits(pool2, tmp_path):
+    for found in pool2.run(offloaded, str(tmp_path)):
+        assert found == []
