@@ -3,6 +3,7 @@
  * One image is loaded once and found by names, zs_<work>_<dtype>; cuda_kernels.c launches them.
  */
 #include "cast.cuh"
+#include "compact.cuh"
 #include "constants.cuh"
 #include "norm.cuh"
 #include "sum.cuh"

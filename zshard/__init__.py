@@ -37,7 +37,7 @@ from zshard.guard.whole_values import full_tensor, named_norms, whole_named_para
 from zshard.memory.report import num_parameters
 from zshard.model.methods import register_forward_method
 from zshard.offload import Offload
-from zshard.optim import SGD, Adam, AdamW
+from zshard.optim import SGD, Adam, Adam8bit, AdamW, AdamW8bit, SGD8bit
 from zshard.precision import MixedPrecision
 from zshard.ranks.nccl import NcclOptions
 from zshard.ranks.wire import Wire
@@ -51,7 +51,9 @@ __all__ = [
     "FSDP",
     "SGD",
     "Adam",
+    "Adam8bit",
     "AdamW",
+    "AdamW8bit",
     "CheckpointError",
     "CudaError",
     "DivergenceError",
@@ -62,6 +64,7 @@ __all__ = [
     "Offload",
     "PeerError",
     "PeerTimeoutError",
+    "SGD8bit",
     "ShardError",
     "ShardingStrategy",
     "Wire",

@@ -9,6 +9,11 @@ static int64_t round_up(int64_t value, int64_t step)
     return (value + step - 1) / step * step;
 }
 
+static int64_t at_least(int64_t value, int64_t least)
+{
+    return value < least ? least : value;
+}
+
 static zs_status place(const int64_t *numels, int64_t step, zs_layout *layout, int64_t *end)
 {
     const int64_t limit = INT64_MAX / 4 / (int64_t)layout->itemsize;
@@ -41,13 +46,14 @@ zs_status zs_layout_new(const int64_t *numels, int64_t n, size_t itemsize, int w
     out->itemsize = itemsize;
     out->world = world;
     int64_t end = 0;
-    zs_status status = place(numels, ZS_PARAM_ALIGN / (int64_t)itemsize, out, &end);
+    const int64_t step = at_least(ZS_PARAM_ALIGN / (int64_t)itemsize, ZS_LAYOUT_GROUP);
+    zs_status status = place(numels, step, out, &end);
     if (status != ZS_OK) {
         zs_layout_free(out);
         return status;
     }
     int64_t per_rank = (end + world - 1) / world;
-    out->shard_numel = round_up(per_rank, (int64_t)(shard_align / itemsize));
+    out->shard_numel = round_up(per_rank, at_least((int64_t)(shard_align / itemsize), ZS_LAYOUT_GROUP));
     return ZS_OK;
 }
 

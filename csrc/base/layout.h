@@ -2,6 +2,8 @@
  *
  * Parameters lie one after another, each from a 64-byte boundary on (the math libraries pick other kernels
  * for other alignments, and then give other bits), and the whole is padded so that it cuts into `world` equal shards.
+ * Parameters and shards also begin at multiples of 32 elements, so that no group of 8-bit optimizer state
+ * (update/codes.h) spans two ranks.
  * A rank's shard is then one contiguous range, and its part of each parameter a contiguous range of the parameter's
  * row-major elements. Pure arithmetic: no memory, no torch.
  */
@@ -10,7 +12,10 @@
 
 #include "base/status.h"
 
-enum { ZS_PARAM_ALIGN = 64 }; /* bytes */
+enum {
+    ZS_PARAM_ALIGN = 64,  /* bytes */
+    ZS_LAYOUT_GROUP = 32, /* elements; both are powers of two */
+};
 
 typedef struct zs_layout {
     int64_t n;           /* number of parameters */

@@ -10,6 +10,7 @@
 #include <assert.h>
 #include <stdint.h>
 
+#include "update/compact.h"
 #include "update/update.h"
 
 enum {
@@ -18,7 +19,7 @@ enum {
     ZS_CUDA_NORM_PACK = 8,                 /* elements that a thread of a norm takes at a time, of any dtype */
     ZS_CUDA_SOURCES = 128,                 /* addresses that a sum can be given one by one */
     ZS_CUDA_SPACED = 64 * ZS_CUDA_SOURCES, /* sources that it can be given at equal distances */
-    ZS_CUDA_STATES = 3,                    /* as ZS_OPTIM_STATES */
+    ZS_CUDA_STATES = 3,                    /* moments, as ZS_STATE_FIRST to ZS_STATE_MAX */
     ZS_CUDA_STEPS = 256,                   /* step counters that a kernel can be given */
 };
 
@@ -142,7 +143,20 @@ typedef struct zs_cuda_update_args {
     } rule;
 } zs_cuda_update_args;
 
+/* One step of an update rule over one run, by groups. */
+typedef struct zs_cuda_compact_args {
+    zs_cuda_cut cut; /* its packs are groups */
+    zs_group group;  /* the first */
+    uint32_t kind;   /* ZS_IN_F32, ... */
+    uint32_t coded;
+    union {
+        zs_adam_f32 adam; /* from zs_adam_folded_f32 */
+        zs_sgd_f32 sgd;
+    } rule;
+} zs_cuda_compact_args;
+
 /* No compiler may see another layout. */
+static_assert(sizeof(zs_group) == 72 && sizeof(zs_cuda_compact_args) == 24 + 72 + 8 + 40, "layout");
 static_assert(sizeof(zs_cuda_cut) == 24, "layout");
 static_assert(sizeof(zs_cuda_sum_args) == 64 + 8 * ZS_CUDA_SOURCES, "layout");
 static_assert(sizeof(zs_cuda_cast_args) == 48, "layout");

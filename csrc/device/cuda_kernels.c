@@ -29,9 +29,10 @@ enum {
     FOLD = NORM + DTYPES,
     DIFFERS,
     CONSTANTS,
-    STEP,                        /* + KINDS * rule + kind */
-    LIVE = STEP + KINDS * RULES, /* + DTYPES * rule + dtype */
-    KERNELS = LIVE + DTYPES * RULES,
+    STEP,                            /* + KINDS * rule + kind */
+    LIVE = STEP + KINDS * RULES,     /* + DTYPES * rule + dtype */
+    COMPACT = LIVE + DTYPES * RULES, /* + rule; Adam without amsgrad only */
+    KERNELS = COMPACT + RULES,
 };
 
 /* A norm is taken by at most so many threads, of at least so many elements, whatever the GPU; each fold leaves a
@@ -65,9 +66,11 @@ static void name_kernels(void)
     snprintf(kernels.name[FOLD], size, "zs_fold");
     snprintf(kernels.name[DIFFERS], size, "zs_differs");
     snprintf(kernels.name[CONSTANTS], size, "zs_constants");
-    for (int r = 0; r < RULES; r++)
+    for (int r = 0; r < RULES; r++) {
+        snprintf(kernels.name[COMPACT + r], size, "zs_compact_%s", r == 1 ? rule[0] : rule[r]);
         for (int kind = 0; kind < KINDS; kind++)
             snprintf(kernels.name[STEP + KINDS * r + kind], size, "zs_step_%s_%s", rule[r], dtype[kind]);
+    }
     for (int r = 0; r < RULES; r++)
         for (int d = 0; d < DTYPES; d++)
             snprintf(kernels.name[LIVE + DTYPES * r + d], size, "zs_live_%s_%s", rule[r], dtype[d]);
@@ -381,9 +384,22 @@ static zs_status update_piece(const zs_cuda_update_job *job, int64_t from, int64
     return launch(kernel_for(job), &args.cut, pack, &args, stream);
 }
 
+/* A step of a run by groups. */
+static zs_status update_groups(const zs_cuda_update_job *job, const zs_run *run, void *stream)
+{
+    assert(job->live == NULL && job->low == NULL && job->grad_factor == NULL);
+    zs_cuda_compact_args args = {.group = zs_run_group(run), .coded = run->form == ZS_FORM_CODED};
+    args.kind = (uint32_t)zs_compact_kind(run);
+    args.cut = (zs_cuda_cut){.numel = run->numel, .packs = (run->numel + ZS_GROUP - 1) / ZS_GROUP};
+    if (job->rule == ZS_RULE_ADAM) args.rule.adam = zs_adam_folded_f32(run->constants->adam_f32);
+    if (job->rule == ZS_RULE_SGD) args.rule.sgd = run->constants->sgd_f32;
+    return launch(COMPACT + 2 * (int)job->rule + job->full, &args.cut, ZS_GROUP, &args, stream);
+}
+
 zs_status zs_cuda_update(const zs_cuda_update_job *job, void *stream)
 {
     const zs_run *run = job->run;
+    if (run->form != ZS_FORM_PLAIN) return update_groups(job, run, stream);
     for (int64_t from = 0; from < run->numel;) {
         uint64_t left =
             (UINT64_C(1) << 32) - (uint32_t)(run->number + (uint64_t)from); /* before the upper half changes */

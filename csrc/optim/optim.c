@@ -7,15 +7,17 @@
 #include "device/device.h"
 #include "device/device_cuda.h"
 #include "pager/pager.h"
+#include "update/codes.h"
 
 /* --- life --------------------------------------------------------------------------------------------------------- */
 
-zs_status zs_optim_new(zs_rule rule, int64_t capacity, zs_optim **out)
+zs_status zs_optim_new(zs_rule rule, bool compact, int64_t capacity, zs_optim **out)
 {
     size_t n = capacity > 0 ? (size_t)capacity : 1;
     zs_optim *plan = calloc(1, sizeof *plan);
     if (plan == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an optimizer plan");
     plan->rule = rule;
+    plan->compact = compact;
     plan->capacity = capacity;
     plan->members = calloc(n, sizeof *plan->members);
     plan->views = calloc(n, sizeof *plan->views);
@@ -74,10 +76,30 @@ zs_verdict zs_optim_verdict(const zs_optim *plan, int64_t index)
 
 /* --- looking ------------------------------------------------------------------------------------------------------ */
 
-static int states_needed(zs_rule rule, bool full)
+/* Does the rule keep moment `state`? */
+static bool keeps(const zs_optim *plan, int state)
 {
-    if (rule == ZS_RULE_ADAM) return full ? 3 : 2;
-    return full ? 1 : 0;
+    switch (state) {
+    case ZS_STATE_FIRST: return plan->rule == ZS_RULE_ADAM || plan->full;
+    case ZS_STATE_SECOND: return plan->rule == ZS_RULE_ADAM;
+    case ZS_STATE_MAX: return plan->rule == ZS_RULE_ADAM && plan->full;
+    default: return false;
+    }
+}
+
+/* Moments in 8 bits have exponents beside them. */
+static zs_form form_of(const zs_optim *plan, const zs_member *member)
+{
+    if (!plan->compact) return ZS_FORM_PLAIN;
+    return member->state[ZS_STATE_FIRST_SCALE] != NULL ? ZS_FORM_CODED : ZS_FORM_WIDE;
+}
+
+/* Does the step read and write this state tensor of a member? */
+static bool uses(const zs_optim *plan, const zs_member *member, int state)
+{
+    if (state < ZS_STATE_FIRST_SCALE) return keeps(plan, state);
+    if (state == ZS_STATE_LOW) return plan->compact && member->state[state] != NULL;
+    return form_of(plan, member) == ZS_FORM_CODED && keeps(plan, state - ZS_STATE_FIRST_SCALE);
 }
 
 /* Plain memory that a loop can run over. */
@@ -115,9 +137,8 @@ zs_status zs_optim_device_of(const zs_tensor *tensor, const zs_tensor_info *info
 
 static bool has_state(const zs_optim *plan, const zs_member *member)
 {
-    int needed = states_needed(plan->rule, plan->full);
-    for (int s = 0; s < needed; s++) {
-        if (member->state[s] == NULL) return false;
+    for (int s = 0; s < ZS_OPTIM_STATES; s++) {
+        if (uses(plan, member, s) && member->state[s] == NULL) return false;
     }
     return plan->rule != ZS_RULE_ADAM || member->step != NULL;
 }
@@ -140,6 +161,33 @@ static zs_status look_at_step(const zs_optim *plan, const zs_member *member, zs_
     return ZS_OK;
 }
 
+/* Finds the memory of a state tensor of `run`; `fits`: it is as the rule expects. */
+static zs_status find_state(const zs_tensor *tensor, zs_where where, int state, zs_run *run, bool *fits)
+{
+    zs_tensor_info info;
+    const zs_dtype wide = run->form == ZS_FORM_WIDE ? ZS_F32 : run->dtype;
+    ZS_TRY(zs_tensor_describe(tensor, &info));
+    const bool bytes = run->form == ZS_FORM_CODED || state >= ZS_STATE_FIRST_SCALE;
+    const zs_dtype dtype = bytes ? ZS_BYTES : wide;
+    *fits = zs_same_where(info.where, where) && info.contiguous && info.dtype == dtype &&
+            info.itemsize == zs_run_state_itemsize(run, state) && info.numel == zs_run_state_numel(state, run->numel);
+    if (!*fits || info.numel == 0) return ZS_OK; /* an empty shard has no bytes to find */
+    return zs_tensor_data(tensor, &run->state[state]);
+}
+
+/* (Compact steps) The number that the member's groups are counted from. */
+static void look_at_groups(const zs_member *member, zs_view *out)
+{
+    zs_run *run = &out->run;
+    bool low = run->state[ZS_STATE_LOW] != NULL;
+    run->number = (uint64_t)member->number;
+    if (run->dtype != ZS_BF16 && (run->dtype != ZS_F32 || low)) out->verdict = ZS_MEMBER_FOREIGN;
+    if (member->number < 0 || member->numel != run->numel)
+        out->verdict = ZS_MEMBER_STATELESS; /* as in look_at_number */
+    else if (run->numel > 0 && member->number % ZS_GROUP != 0)
+        out->verdict = ZS_MEMBER_FOREIGN;
+}
+
 /* Finds a taken member's state; STATELESS where some is missing, FOREIGN where some does not fit the parameter. */
 static zs_status look_at_state(const zs_optim *plan, const zs_member *member, zs_where where, zs_view *out)
 {
@@ -148,13 +196,14 @@ static zs_status look_at_state(const zs_optim *plan, const zs_member *member, zs
         return ZS_OK;
     }
     zs_run *run = &out->run;
-    for (int s = 0; s < states_needed(plan->rule, plan->full); s++) {
-        plain_memory found;
-        bool plain;
-        ZS_TRY(find_memory(member->state[s], where, &found, &plain));
-        run->state[s] = found.data;
-        if (!plain || found.dtype != run->dtype || found.numel != run->numel) out->verdict = ZS_MEMBER_FOREIGN;
+    run->form = form_of(plan, member);
+    for (int s = 0; s < ZS_OPTIM_STATES; s++) {
+        bool fits = true;
+        run->state[s] = NULL;
+        if (uses(plan, member, s)) ZS_TRY(find_state(member->state[s], where, s, run, &fits));
+        if (!fits) out->verdict = ZS_MEMBER_FOREIGN;
     }
+    if (plan->compact && out->verdict == ZS_MEMBER_TAKEN) look_at_groups(member, out);
     out->step_data = NULL;
     return plan->rule == ZS_RULE_ADAM ? look_at_step(plan, member, out) : ZS_OK;
 }
@@ -239,14 +288,17 @@ static bool follows(const void *next, const void *start, size_t bytes)
 }
 
 /* Does `next` continue where `run` ends, in all its memory and with the same constants? */
-static bool adjoins(const zs_run *run, const zs_run *next, int n_states)
+static bool adjoins(const zs_run *run, const zs_run *next)
 {
     if (run->constants != next->constants || run->dtype != next->dtype || run->device != next->device) return false;
-    if (run->dithered && next->number != run->number + (uint64_t)run->numel) return false;
+    bool numbered = run->dithered || run->form != ZS_FORM_PLAIN;
+    if (run->form != next->form || (numbered && next->number != run->number + (uint64_t)run->numel)) return false;
     size_t bytes = (size_t)run->numel * zs_dtype_size(run->dtype);
     bool all = follows(next->param, run->param, bytes) && follows(next->grad, run->grad, bytes);
-    for (int s = 0; s < n_states; s++)
-        all = all && follows(next->state[s], run->state[s], bytes);
+    for (int s = 0; s < ZS_OPTIM_STATES; s++) {
+        all = all && (run->state[s] == NULL) == (next->state[s] == NULL) &&
+              (run->state[s] == NULL || follows(next->state[s], run->state[s], zs_run_state_bytes(run, s, run->numel)));
+    }
     return all;
 }
 
@@ -256,7 +308,7 @@ static void join(zs_optim *plan, const zs_run *next)
     bool queues = next->device->ops->queues;
     zs_run *runs = queues ? plan->queued : plan->runs;
     int64_t *n = queues ? &plan->n_queued : &plan->n_runs;
-    if (*n > 0 && adjoins(&runs[*n - 1], next, states_needed(plan->rule, plan->full)))
+    if (*n > 0 && adjoins(&runs[*n - 1], next))
         runs[*n - 1].numel += next->numel;
     else
         runs[(*n)++] = *next;
@@ -317,11 +369,10 @@ static void update_part(void *ctx, int64_t begin, int64_t end)
 
 static zs_status update_on_disk(const zs_optim *plan)
 {
-    int n_states = states_needed(plan->rule, plan->full);
     zs_status status = ZS_OK;
     zs_pager_open();
     for (int64_t i = 0; i < plan->n_runs && status == ZS_OK; i++)
-        status = zs_update_on_disk(&(zs_update_job){plan->rule, plan->full, &plan->runs[i], NULL}, n_states);
+        status = zs_update_on_disk(&(zs_update_job){plan->rule, plan->full, &plan->runs[i], NULL});
     zs_status written = zs_pager_close();
     return status != ZS_OK ? status : written;
 }

@@ -24,8 +24,8 @@ typedef struct zs_member {
     int64_t numel;   /* elements it had when it was added; set by zs_optim_add */
     double steps;    /* Adam, capturable: the number of steps in `step`, which the plan must not read */
     bool step_wide;  /* `step` is of float64; set by zs_optim_add */
-    int64_t number;  /* dithered steps: the number of its first element among all that the optimizer has on all ranks;
-                      * -1: not known */
+    int64_t number;  /* dithered and compact steps: the number of its first element among all that the optimizer has on
+                      * all ranks; -1: not known */
 } zs_member;
 
 /* What a step does with a member. */
@@ -37,8 +37,9 @@ typedef enum zs_verdict {
     ZS_MEMBER_FOREIGN, /* not plain dense CPU memory of one floating dtype: somebody else must update it */
 } zs_verdict;
 
-/* New plan for at most `capacity` members. */
-zs_status zs_optim_new(zs_rule rule, int64_t capacity, zs_optim **out);
+/* New plan for at most `capacity` members. `compact`: state is in 8 bits or in float32, as each member's tensors are;
+ * members are float32 or bfloat16, and their numbers begin groups of ZS_GROUP elements. */
+zs_status zs_optim_new(zs_rule rule, bool compact, int64_t capacity, zs_optim **out);
 
 /* Frees the plan and its members' handles; NULL allowed. */
 void zs_optim_free(zs_optim *plan);
@@ -64,13 +65,22 @@ zs_status zs_optim_step(zs_optim *plan);
  * GPU cannot be used. */
 zs_status zs_optim_device_of(const zs_tensor *tensor, const zs_tensor_info *info, const zs_device **out);
 
-/* --- loops (optim_cpu.c) ------------------------------------------------------------------------------------------ */
+/* --- loops (optim_cpu.c, optim_compact.c) ------------------------------------------------------------------------- */
 
 /* Updates the elements [begin, end) of a run. If dithered, their numbers must have the same upper half. */
 typedef void zs_run_loop(const zs_run *run, int64_t begin, int64_t end);
 
 /* The loop for this run (of any dtype but ZS_BYTES) on this machine. `full`: Adam with amsgrad, SGD with momentum. */
 zs_run_loop *zs_run_loop_for(zs_rule rule, bool full, const zs_run *run);
+
+/* Likewise for a run of float32 or bfloat16 whose form is not PLAIN. `begin` begins a group. */
+zs_run_loop *zs_compact_loop_for(zs_rule rule, bool full, const zs_run *run);
+
+/* What the state tensor `state` of a run has for `numel` elements of the parameter that begin a group: numbers, their
+ * size in bytes, and both multiplied; 0 where the run has no such tensor. */
+int64_t zs_run_state_numel(int state, int64_t numel);
+size_t zs_run_state_itemsize(const zs_run *run, int state);
+size_t zs_run_state_bytes(const zs_run *run, int state, int64_t numel);
 
 /* Elements below which another thread costs more than it helps (some 30 us of memory traffic). */
 enum { ZS_UPDATE_GRAIN = 1 << 15 };
@@ -79,8 +89,8 @@ enum { ZS_UPDATE_GRAIN = 1 << 15 };
  * it suits the loops, not far from there; both may lie outside of the run. */
 void zs_update_part(const zs_update_job *job, int64_t begin, int64_t end);
 
-/* Updates a run with `n_states` state tensors, some of whose memory lies on a disk: piece by piece, each borrowed
- * from the pager (zs_pager_lend). ZS_ERR_SYSTEM where the disk fails, and then half-way. */
-zs_status zs_update_on_disk(const zs_update_job *job, int n_states);
+/* Updates a run, some of whose memory lies on a disk: piece by piece, each borrowed from the pager (zs_pager_lend).
+ * ZS_ERR_SYSTEM where the disk fails, and then half-way. */
+zs_status zs_update_on_disk(const zs_update_job *job);
 
 #endif

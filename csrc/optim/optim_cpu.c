@@ -7,6 +7,7 @@
  */
 #include "base/simd.h"
 #include "optim/optim.h"
+#include "update/codes.h"
 
 #define SAME(x) (x)
 
@@ -89,6 +90,7 @@ enum { DITHERED = ZS_BYTES, KINDS };
 
 zs_run_loop *zs_run_loop_for(zs_rule rule, bool full, const zs_run *run)
 {
+    if (run->form != ZS_FORM_PLAIN) return zs_compact_loop_for(rule, full, run);
     static zs_run_loop *const loops[2][2][KINDS][ZS_ISA_COUNT] = {
         [ZS_RULE_ADAM] = {BY_KIND(adam), BY_KIND(amsgrad)},
         [ZS_RULE_SGD] = {BY_KIND(sgd), BY_KIND(momentum)},
@@ -96,9 +98,9 @@ zs_run_loop *zs_run_loop_for(zs_rule rule, bool full, const zs_run *run)
     return loops[rule][full][run->dithered ? (int)DITHERED : (int)run->dtype][zs_isa_best()];
 }
 
-/* Threads' ranges end at multiples of this from the start of a run: whole vectors and cache lines, whatever the dtype.
- */
-enum { CUT = 32 };
+/* Threads' ranges end at multiples of this from the start of a run: whole groups, vectors and cache lines, whatever the
+ * dtype. */
+enum { CUT = ZS_GROUP };
 
 /* Where a cut at element `at` of a run of `numel` elements is really made: at the next multiple of CUT. */
 static int64_t cut(int64_t at, int64_t numel)

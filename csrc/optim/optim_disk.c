@@ -15,26 +15,30 @@ enum { PIECE = 2 << 20 };
 typedef struct loan {
     zs_update_job job; /* of `at` */
     zs_run at;
-    int n_states;
-    void *memory[ZS_OPTIM_STATES + 1]; /* [n_lent] what was lent: the parameter, its state */
+    struct {
+        void *memory;
+        size_t bytes;
+    } lent[ZS_OPTIM_STATES + 1]; /* [n_lent] the parameter, its state */
     int n_lent;
-    size_t bytes;     /* of each */
+    size_t bytes;     /* of the parameter and of gradients */
     bool wants_grads; /* those are only read, where they lie */
 } loan;
 
-static zs_status borrow_one(loan *one, void **where)
+static zs_status borrow_one(loan *one, void **where, size_t bytes)
 {
     void *memory = *where;
-    ZS_TRY(zs_pager_lend(memory, one->bytes, where));
-    one->memory[one->n_lent++] = memory;
+    if (bytes == 0) return ZS_OK;
+    ZS_TRY(zs_pager_lend(memory, bytes, where));
+    one->lent[one->n_lent].memory = memory;
+    one->lent[one->n_lent++].bytes = bytes;
     return ZS_OK;
 }
 
 static zs_status borrow(loan *one)
 {
-    ZS_TRY(borrow_one(one, &one->at.param));
-    for (int s = 0; s < one->n_states; s++)
-        ZS_TRY(borrow_one(one, &one->at.state[s]));
+    ZS_TRY(borrow_one(one, &one->at.param, one->bytes));
+    for (int s = 0; s < ZS_OPTIM_STATES; s++)
+        ZS_TRY(borrow_one(one, &one->at.state[s], zs_run_state_bytes(&one->at, s, one->at.numel)));
     ZS_TRY(zs_pager_want(one->at.grad, one->bytes, ZS_PAGER_READ));
     one->wants_grads = true;
     return ZS_OK;
@@ -43,7 +47,7 @@ static zs_status borrow(loan *one)
 static void give_back(const loan *one, bool changed)
 {
     for (int i = 0; i < one->n_lent; i++)
-        zs_pager_give_back(one->memory[i], one->bytes, changed);
+        zs_pager_give_back(one->lent[i].memory, one->lent[i].bytes, changed);
     if (one->wants_grads) zs_pager_done(one->at.grad, one->bytes);
 }
 
@@ -53,15 +57,15 @@ static void update_loan(void *ctx, int64_t begin, int64_t end)
 }
 
 /* Elements [from, from + numel) of a run. */
-static zs_status update_piece(const zs_update_job *job, int n_states, int64_t from, int64_t numel)
+static zs_status update_piece(const zs_update_job *job, int64_t from, int64_t numel)
 {
     size_t size = zs_dtype_size(job->run->dtype), skipped = (size_t)from * size;
-    loan one = {.job = *job, .at = *job->run, .n_states = n_states, .bytes = (size_t)numel * size};
+    loan one = {.job = *job, .at = *job->run, .bytes = (size_t)numel * size};
     one.job.run = &one.at;
     one.at.param = (char *)one.at.param + skipped;
     one.at.grad = (const char *)one.at.grad + skipped;
-    for (int s = 0; s < n_states; s++)
-        one.at.state[s] = (char *)one.at.state[s] + skipped;
+    for (int s = 0; s < ZS_OPTIM_STATES; s++)
+        if (one.at.state[s] != NULL) one.at.state[s] = (char *)one.at.state[s] + zs_run_state_bytes(job->run, s, from);
     one.at.number += (uint64_t)from;
     one.at.numel = numel;
     zs_status status = borrow(&one);
@@ -70,12 +74,12 @@ static zs_status update_piece(const zs_update_job *job, int n_states, int64_t fr
     return status;
 }
 
-zs_status zs_update_on_disk(const zs_update_job *job, int n_states)
+zs_status zs_update_on_disk(const zs_update_job *job)
 {
     for (int64_t from = 0, numel; from < job->run->numel; from += numel) {
         numel = job->run->numel - from;
         if (numel > PIECE + PIECE / 2) numel = PIECE;
-        ZS_TRY(update_piece(job, n_states, from, numel));
+        ZS_TRY(update_piece(job, from, numel));
     }
     return ZS_OK;
 }

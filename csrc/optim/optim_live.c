@@ -38,7 +38,8 @@ zs_status zs_live_refuse_capture(const zs_optim *plan)
 {
     bool captured = false;
     ZS_TRY(refuse_first(plan));
-    if (plan->rule != ZS_RULE_ADAM && !plan->dithered) return ZS_OK; /* plain SGD: nothing in it has a number */
+    if (plan->rule != ZS_RULE_ADAM && !plan->dithered && !plan->compact)
+        return ZS_OK; /* plain SGD: nothing in it has a number */
     ZS_TRY(find_capture(plan, &captured));
     if (!captured) return ZS_OK;
     return ZS_FAIL(ZS_ERR_STATE,

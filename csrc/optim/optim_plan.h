@@ -19,6 +19,7 @@ typedef struct zs_view {
 
 struct zs_optim {
     zs_rule rule;
+    bool compact;
     int64_t capacity; /* members there is room for */
     int64_t n_members;
     zs_member *members;      /* [capacity] owned, with their handles */

@@ -14,6 +14,7 @@
 typedef struct plan_object {
     PyObject_HEAD
     zs_rule rule;
+    bool compact;
     zs_optim *plan;  /* owned */
     PyObject **seen; /* [room] owned references, in the order of the walk */
     Py_ssize_t n_seen;
@@ -67,8 +68,8 @@ static int walk(plan_object *self, PyObject *params, PyObject *state, visitor *v
 /* --- making a plan ------------------------------------------------------------------------------------------------ */
 
 static const char *const state_names[][ZS_OPTIM_STATES] = {
-    [ZS_RULE_ADAM] = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
-    [ZS_RULE_SGD] = {"momentum_buffer", NULL, NULL},
+    [ZS_RULE_ADAM] = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "low_bits"},
+    [ZS_RULE_SGD] = {"momentum_buffer", NULL, NULL, "momentum_buffer_scale", NULL, "low_bits"},
 };
 
 /* Weak handle to the tensor `object`, which `seen` keeps alive; NULL if it is not a tensor. */
@@ -151,7 +152,7 @@ static int add_members(plan_object *self, PyObject *params, PyObject *state, con
 static int plan_fill(plan_object *self, PyObject *params, PyObject *state, const plan_facts *facts)
 {
     zs_clear_error();
-    if (zs_optim_new(self->rule, PyList_GET_SIZE(params), &self->plan) != ZS_OK) {
+    if (zs_optim_new(self->rule, self->compact, PyList_GET_SIZE(params), &self->plan) != ZS_OK) {
         zs_py_raise(NULL);
         return -1;
     }
@@ -169,13 +170,15 @@ static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "sO!O!O!|OO:OptimPlan", names, &rule, &PyList_Type, &params,
                                      &PyDict_Type, &state, &PySet_Type, &facts.fresh, &facts.numbers, &facts.steps))
         return NULL;
-    bool adam = strcmp(rule, "adam") == 0;
-    if (!adam && strcmp(rule, "sgd") != 0) {
-        return PyErr_Format(PyExc_ValueError, "rule must be 'adam' or 'sgd', got '%s'", rule);
+    bool compact = strcmp(rule, "adam8bit") == 0 || strcmp(rule, "sgd8bit") == 0;
+    bool adam = strncmp(rule, "adam", 4) == 0;
+    if (!compact && strcmp(rule, "adam") != 0 && strcmp(rule, "sgd") != 0) {
+        return PyErr_Format(PyExc_ValueError, "rule must be 'adam', 'sgd', 'adam8bit' or 'sgd8bit', got '%s'", rule);
     }
     plan_object *self = (plan_object *)type->tp_alloc(type, 0);
     if (self == NULL) return NULL;
     self->rule = adam ? ZS_RULE_ADAM : ZS_RULE_SGD;
+    self->compact = compact;
     if (plan_fill(self, params, state, &facts) < 0) Py_CLEAR(self);
     return (PyObject *)self;
 }
@@ -220,16 +223,16 @@ static int read_betas(PyObject *betas, zs_hyper *hyper)
     return bad ? -1 : 0;
 }
 
-/* Reads whether and how to round bfloat16 stochastically: only zshard's groups may have these options. */
+/* Reads whether and how to round: only zshard's groups may have these options. */
 static int read_rounding(PyObject *group, zs_hyper *hyper)
 {
     PyObject *wanted = PyDict_GetItemString(group, "stochastic_rounding");
-    if (wanted == NULL) return 0;
-    if (read_flag(wanted, &hyper->dithered) < 0 || !hyper->dithered) return PyErr_Occurred() ? -1 : 0;
-    PyObject *seed = option(group, "rounding_seed"), *round = seed ? option(group, "rounding_step") : NULL;
-    if (round == NULL) return -1;
-    hyper->seed = PyLong_AsUnsignedLongLongMask(seed);
-    hyper->round = PyLong_AsUnsignedLongLongMask(round);
+    PyObject *round = PyDict_GetItemString(group, "rounding_step");
+    if (wanted != NULL && read_flag(wanted, &hyper->dithered) < 0) return -1;
+    PyObject *seed = hyper->dithered ? option(group, "rounding_seed") : NULL;
+    if (hyper->dithered && (seed == NULL || option(group, "rounding_step") == NULL)) return -1;
+    if (seed != NULL) hyper->seed = PyLong_AsUnsignedLongLongMask(seed);
+    if (round != NULL) hyper->round = PyLong_AsUnsignedLongLongMask(round);
     return PyErr_Occurred() ? -1 : 0;
 }
 
@@ -383,7 +386,8 @@ static void plan_dealloc(plan_object *self)
 
 PyDoc_STRVAR(plan_doc,
              "OptimPlan(rule, params, state, fresh, numbers=None, steps=None)\n\nA plan to update the parameters of "
-             "one param group in a single call. rule: 'adam' (also AdamW) or 'sgd';\nparams: the group's list; state: "
+             "one param group in a single call. rule: 'adam' (also AdamW) or 'sgd', or\nthese with 8-bit state, "
+             "'adam8bit' and 'sgd8bit'; params: the group's list; state: "
              "the optimizer's; fresh: the set of parameters whose momentum_buffer is new;\nnumbers: for stochastic "
              "rounding, the global index of each parameter's first element; steps: for capturable\nsteps, the step "
              "count of each parameter. The plan keeps references to all arguments except numbers and steps.");

@@ -6,6 +6,7 @@
 #define ZS_JOBS_H
 
 #include "shim/tensor.h"
+#include "update/compact.h"
 #include "update/update.h"
 
 typedef struct zs_device zs_device;
@@ -13,8 +14,24 @@ typedef struct zs_device zs_device;
 /* Which update rule; Adam is AdamW too. */
 typedef enum zs_rule { ZS_RULE_ADAM, ZS_RULE_SGD } zs_rule;
 
-/* Most state tensors an element has. Adam: exp_avg, exp_avg_sq, max_exp_avg_sq. SGD: momentum_buffer. */
-enum { ZS_OPTIM_STATES = 3 };
+/* State tensors. Adam's moments, SGD's momentum_buffer (the first); for 8-bit codes their groups' exponents (codes.h);
+ * the lower 8 of a bfloat16 parameter's 24 bits. */
+enum {
+    ZS_STATE_FIRST,
+    ZS_STATE_SECOND,
+    ZS_STATE_MAX, /* amsgrad */
+    ZS_STATE_FIRST_SCALE,
+    ZS_STATE_SECOND_SCALE,
+    ZS_STATE_LOW,
+    ZS_OPTIM_STATES
+};
+
+/* How the moments of a run are stored. */
+typedef enum zs_form {
+    ZS_FORM_PLAIN, /* in the parameter's dtype */
+    ZS_FORM_WIDE,  /* in float32, whatever the parameter's dtype */
+    ZS_FORM_CODED, /* in 8 bits */
+} zs_form;
 
 /* What a step reads on the device when it runs there, so that a CUDA graph can repeat it: capturable steps only. */
 typedef struct zs_live {
@@ -44,7 +61,8 @@ typedef struct zs_constants {
 typedef struct zs_run {
     void *param;
     const void *grad;
-    void *state[ZS_OPTIM_STATES];
+    void *state[ZS_OPTIM_STATES]; /* NULL: has none */
+    zs_form form;
     const zs_constants *constants;
     int64_t numel;
     uint64_t number; /* of the first element, as in zs_member */
@@ -52,6 +70,26 @@ typedef struct zs_run {
     bool dithered; /* rounded stochastically: bfloat16 only */
     const zs_device *device;
 } zs_run;
+
+/* How compact.h calls the width of a run's parameter. */
+static inline int zs_compact_kind(const zs_run *run)
+{
+    if (run->dtype == ZS_F32) return ZS_IN_F32;
+    return run->state[ZS_STATE_LOW] != NULL ? ZS_IN_BF16_LOW : ZS_IN_BF16;
+}
+
+/* Where the first group of such a run lies. */
+static inline zs_group zs_run_group(const zs_run *run)
+{
+    zs_group group = {.param = run->param, .grad = run->grad, .low = run->state[ZS_STATE_LOW]};
+    group.first = run->state[ZS_STATE_FIRST];
+    group.second = run->state[ZS_STATE_SECOND];
+    group.scales[0] = run->state[ZS_STATE_FIRST_SCALE];
+    group.scales[1] = run->state[ZS_STATE_SECOND_SCALE];
+    group.number = run->number;
+    group.round = run->constants->round;
+    return group;
+}
 
 /* A run to update; on a device that queues: in the compute stream. */
 typedef struct zs_update_job {

@@ -51,9 +51,17 @@ ZS_HD ZS_NAME(zs_adam) ZS_NAME(zs_adam_at)(const zs_hyper *hyper, double step)
     return k;
 }
 
-/* One element's Adam step with gradient `grad`. `amsgrad` and `fused` are constants of the loop. */
-ZS_HD void ZS_NAME(zs_adam_update)(const ZS_NAME(zs_adam) * k, ZS_NAME(zs_adam_cell) * cell, ZS_REAL grad, bool amsgrad,
-                                   bool fused)
+/* Constants with one division less, for zs_adam_step with `folded`: the step is the same but for its rounding. */
+ZS_HD ZS_NAME(zs_adam) ZS_NAME(zs_adam_folded)(ZS_NAME(zs_adam) k)
+{
+    k.eps *= k.correction;
+    k.neg_step *= k.correction;
+    return k;
+}
+
+/* One element's Adam step with gradient `grad`. `amsgrad`, `fused` and `folded` are constants of the loop. */
+ZS_HD void ZS_NAME(zs_adam_step)(const ZS_NAME(zs_adam) * k, ZS_NAME(zs_adam_cell) * cell, ZS_REAL grad, bool amsgrad,
+                                 bool fused, bool folded)
 {
     grad *= k->sign;
     ZS_REAL decayed = ZS_NAME(zs_madd)(k->l2, cell->param, grad, fused);
@@ -70,10 +78,18 @@ ZS_HD void ZS_NAME(zs_adam_update)(const ZS_NAME(zs_adam) * k, ZS_NAME(zs_adam_c
         bool keep = (max >= second) | (max != max);
         cell->max_exp_avg_sq = second = keep ? max : second;
     }
-    ZS_REAL denominator = ZS_SQRT(second) / k->correction + k->eps;
+    ZS_REAL root = ZS_SQRT(second);
+    ZS_REAL denominator = (folded ? root : root / k->correction) + k->eps;
     ZS_REAL change = k->neg_step * cell->exp_avg / denominator;
     ZS_REAL shrunk = cell->param * k->shrink;
     cell->param = shrunk + change;
+}
+
+/* With torch's rounding. */
+ZS_HD void ZS_NAME(zs_adam_update)(const ZS_NAME(zs_adam) * k, ZS_NAME(zs_adam_cell) * cell, ZS_REAL grad, bool amsgrad,
+                                   bool fused)
+{
+    ZS_NAME(zs_adam_step)(k, cell, grad, amsgrad, fused, false);
 }
 
 /* Constants of an SGD step. */

@@ -62,8 +62,9 @@ zs_cuda_update_job *zs_face_update(face_job *face)
 void zs_face_step_on_cpu(face_job *face)
 {
     zs_run_loop *loop = zs_run_loop_for(face->job.rule, face->job.full, &face->run);
-    for (int64_t i = 0; i < face->run.numel; i++) /* one by one: numbers may pass 2^32 anywhere */
-        loop(&face->run, i, i + 1);
+    const int64_t n = face->run.numel, each = face->run.form == ZS_FORM_PLAIN ? 1 : ZS_GROUP;
+    for (int64_t i = 0; i < n; i += each) /* one by one: numbers may pass 2^32 anywhere */
+        loop(&face->run, i, i + each < n ? i + each : n);
 }
 
 /* Has the constants made on the device, in live->room, and updates read them there. Counters are float32. */

@@ -280,14 +280,14 @@ static void arena_survives_a_failure(void)
 
 static void layout_by_hand(void)
 {
-    const int64_t numels[] = {20, 0, 1, 40}; /* fp32: 16 elements from one boundary to the next */
+    const int64_t numels[] = {20, 0, 1, 40}; /* fp32: 32 elements from one boundary to the next */
     zs_layout layout;
     OK(zs_layout_new(numels, 4, 4, 2, 64, &layout));
-    const int64_t offsets[] = {0, 32, 32, 48}; /* the end, 96, cuts into two times 48 */
+    const int64_t offsets[] = {0, 32, 32, 64}; /* the end, 128, cuts into two times 64 */
     for (int i = 0; i < 4; i++)
         CHECK(layout.offsets[i] == offsets[i] && layout.numels[i] == numels[i]);
-    CHECK(layout.shard_numel == 48);
-    CHECK(zs_layout_shard_bytes(&layout) == 192 && zs_layout_full_bytes(&layout) == 384);
+    CHECK(layout.shard_numel == 64);
+    CHECK(zs_layout_shard_bytes(&layout) == 256 && zs_layout_full_bytes(&layout) == 512);
     zs_range owned = zs_layout_owned(&layout, 0, 0);
     CHECK(owned.begin == 0 && owned.numel == 20);
     owned = zs_layout_owned(&layout, 0, 1);

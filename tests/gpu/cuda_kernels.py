@@ -22,8 +22,8 @@ from torch import Tensor
 
 import zshard
 
-SOURCES = ["cuda_driver.c", "cuda_kernels.c", "device_cpu.c", "optim_cpu.c", "simd.c", "memory.c"]
-SOURCES += ["status.c"]
+SOURCES = ["cuda_driver.c", "cuda_kernels.c", "device_cpu.c", "optim_compact.c", "optim_cpu.c"]
+SOURCES += ["simd.c", "memory.c", "status.c"]
 KERNELS = os.environ.get("ZSHARD_TEST_KERNELS", "")  # "", "copies" or "gpu"
 ADAM, SGD = 0, 1
 
@@ -47,7 +47,8 @@ class Run(ctypes.Structure):
     _fields_ = (
         ("param", ctypes.c_void_p),
         ("grad", ctypes.c_void_p),
-        ("state", ctypes.c_void_p * 3),
+        ("state", ctypes.c_void_p * 6),
+        ("form", ctypes.c_int),
         ("constants", ctypes.c_void_p),
         ("numel", ctypes.c_int64),
         ("number", ctypes.c_uint64),
@@ -269,6 +270,6 @@ def some(n: int, dtype: torch.dtype, seed: int, special: bool = True) -> Tensor:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equal to the bit, but a NaN is a NaN: its other bits differ from machine to machine."""
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     nan = a.isnan() & b.isnan()
     return bool(((a.view(integer) == b.view(integer)) | nan).all())

@@ -341,6 +341,55 @@ def test_update_is_bit_identical_to_the_cpu(
                 assert place.untouched_around()
 
 
+PLAIN_FORM, WIDE, CODED = range(3)
+FIRST_SCALE, SECOND_SCALE, LOW_BITS = 3, 4, 5
+
+
+def compact_tensors(n: int, dtype: torch.dtype, form: int) -> list[Tensor]:
+    """Param, grad, two moments, two scales and low bits, after some steps."""
+    moment = {CODED: torch.uint8, WIDE: torch.float32}[form]
+    generator = torch.Generator().manual_seed(n)
+    param, grad = some(n, dtype, 1, special=True), some(n, dtype, 2, special=True)
+    moments = [some(n, torch.float32, 3 + i, special=False).abs() for i in range(2)]
+    if form == CODED:
+        moments = [torch.randint(0, 255, (n,), generator=generator).to(moment) for _ in range(2)]
+    groups = (n + 31) // 32
+    scales = [torch.randint(90, 130, (groups,), generator=generator).byte() for _ in range(2)]
+    return [param, grad, *moments, *scales, torch.zeros(n, dtype=torch.int8)]
+
+
+def lay_compact(stepper: Stepper, tensors: Sequence[Tensor], form: int, low: bool) -> None:
+    stepper.lay(tensors[:2], number=32 * 77)
+    stepper.states, stepper.run.form = 0, form
+    first, second, first_scale, second_scale, low_bits = map(pointer, tensors[2:])
+    stepper.run.state[0], stepper.run.state[1] = first, second
+    if form == CODED:
+        stepper.run.state[FIRST_SCALE], stepper.run.state[SECOND_SCALE] = first_scale, second_scale
+    if low:
+        stepper.run.state[LOW_BITS] = low_bits
+
+
+@pytest.mark.skipif(bool(KERNELS), reason="its arrays stay where they are")
+@pytest.mark.parametrize("variant", ["adamw", "adam-from-grad", "sgd-decay", "momentum"])
+@pytest.mark.parametrize("form", [WIDE, CODED], ids=["float32 moments", "8-bit moments"])
+@pytest.mark.parametrize(
+    ("dtype", "low"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+)
+def test_update_by_groups_is_bit_identical_to_the_cpu(
+    cuda: Cuda, dtype: torch.dtype, low: bool, form: int, variant: str
+) -> None:
+    for n in (1, 31, 32, 33, 1000, 70_000):
+        stepper = Stepper(cuda, variant)
+        ours, theirs = compact_tensors(n, dtype, form), compact_tensors(n, dtype, form)
+        lay_compact(stepper, ours, form, low)
+        stepper.step()
+        lay_compact(stepper, theirs, form, low)
+        stepper.step_on_cpu()
+        for mine, expected in zip(ours, theirs, strict=True):
+            assert same_bits(mine, expected), n
+        assert n < 1000 or not same_bits(ours[0], compact_tensors(n, dtype, form)[0])
+
+
 @pytest.mark.needs_fma
 @needs_fma
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)

@@ -18,7 +18,7 @@ import zshard.compat
 import zshard.deepspeed
 
 PUBLIC = {
-    *("FSDP", "Adam", "AdamW", "SGD", "GradScaler"),
+    *("FSDP", "Adam", "AdamW", "SGD", "Adam8bit", "AdamW8bit", "SGD8bit", "GradScaler"),
     *("ShardingStrategy", "MixedPrecision", "Offload", "Wire", "NcclOptions"),
     *("CheckpointError", "CudaError", "DivergenceError", "NcclError", "PeerError"),
     *("PeerTimeoutError", "ShardError"),

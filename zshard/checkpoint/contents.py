@@ -318,14 +318,15 @@ def of_optimizer(model: nn.Module, optimizer: Optimizer, copies: Replicas) -> Co
     told_state: dict[str, dict[str, Any]] = {}
     for param in (p for group in optimizer.param_groups for p in group["params"]):
         tensors, values = [], {}
-        name, is_cut = names[id(param)], cut.get(id(param), {})
+        name, parts = names[id(param)], cut.get(id(param), {})
         for key, value in optimizer.state.get(param, {}).items():
             if not isinstance(key, str):
                 raise TypeError(f"optimizer state keys must be strings, got {key!r} for '{name}'")
             if isinstance(value, Tensor):
                 value = to_local(value)
                 _check_tensor(f"{name}.{key}", value)
-                item = _of_state(f"{name}.{key}", param, value, is_cut.get(key, False), copies)
+                own = parts.get(key)
+                item = _of_state(f"{name}.{key}", param, value, own, copies)
                 by_key.setdefault(key, []).append(item)
                 tensors.append(key)
             else:
@@ -344,11 +345,12 @@ def of_optimizer(model: nn.Module, optimizer: Optimizer, copies: Replicas) -> Co
     return Contents(items, {}, told, others, next(nested, ""))
 
 
-def _of_state(name: str, param: Tensor, value: Tensor, is_cut: bool, copies: Replicas) -> Item:
+def _of_state(name: str, param: Tensor, value: Tensor, own: Part | None, copies: Replicas) -> Item:
+    """own: which part of the full tensor `value` is; None: it is not sharded."""
     part, value = part_of(param), value.detach()
     shape, held = tuple(value.shape), copies.from_rank_0(value)
-    if part is not None and is_cut:
-        shape, held = part.shape, copies.held(part, value)
+    if own is not None:
+        shape, held = own.shape, copies.held(own, value)
     elif part is not None and not part.is_cut and shape == part.shape:
         held = copies.held(part, value)
     return Item(name, shape, value.dtype, held)

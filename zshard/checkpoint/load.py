@@ -315,7 +315,8 @@ class OptimizerLoad:
             head = f"Error(s) in loading optimizer state for {type(optimizer).__name__}:"
             raise RuntimeError("\n\t".join([head, *problems, *more]))
         self._optimizer = optimizer
-        self._plan = OptimizerPlan(dict(enumerate(params_of(optimizer))), self._numbered["state"])
+        params = dict(enumerate(params_of(optimizer)))
+        self._plan = OptimizerPlan(optimizer, params, self._numbered["state"])
         self._hooks: Mapping[int, Callable[[Optimizer], object]] = {}
 
     def pending(self) -> list[Pending]:

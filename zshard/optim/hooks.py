@@ -50,6 +50,9 @@ _NEED_NORMS = ("lamb", "lars", "novograd")
 """Which of those need norms of whole parameters: words in the class's name, in lower case."""
 
 
+_QUANTIZE = frozenset(("bitsandbytes", "torchao"))
+"""Packages with optimizers that quantize their state."""
+
 _is_installed = False
 
 
@@ -179,6 +182,12 @@ def _refuse_by_class(optimizer: Optimizer) -> None:
             "Use an elementwise optimizer (zshard.AdamW, torch.optim.SGD, ...), or FSDP(..., "
             'strategy="no_shard")'
         )
+    if _codes_shards(cls) and any(map(_core.is_shard, params_of(optimizer))):
+        raise ShardError(
+            f"{cls.__module__}.{cls.__name__} would quantize its state in blocks of this rank's "
+            "shards, so it would change with the number of ranks: use zshard.AdamW8bit, Adam8bit "
+            "or SGD8bit, whose bits do not"
+        )
     if isinstance(optimizer, torch.optim.SparseAdam) and stepped_by(optimizer):
         raise NotImplementedError(
             "SparseAdam needs sparse gradients, but zshard's are dense, also of "
@@ -191,6 +200,11 @@ def _needs_unseen_norms(cls: type) -> bool:
     if cls.__module__.partition(".")[0] not in _KERNELS:
         return False
     return any(word in cls.__name__.lower() for word in _NEED_NORMS)
+
+
+def _codes_shards(cls: type) -> bool:
+    library, name = cls.__module__.partition(".")[0], cls.__name__.lower()
+    return library in _QUANTIZE and any(word in name for word in ("8bit", "4bit", "fp8"))
 
 
 def _refuse_held_units(optimizer: Optimizer) -> None:

@@ -23,20 +23,21 @@ from torch.utils._pytree import tree_leaves
 
 from zshard import _core
 from zshard.guard.slices import guard_like, plain
+from zshard.optim.codes import GROUP, SCALES
 from zshard.ranks.agreement import Fact
 from zshard.units.shards import Part, part_of
 
 __all__ = [
-    *("SCALARS", "HeldState", "fact_of", "held_by", "held_in", "params_of", "scalar_keys"),
-    *("shard_state_of", "zeros_side_by_side"),
+    *("SCALARS", "HeldState", "fact_of", "held_by", "held_in", "params_of"),
+    *("part_of_state", "scalar_keys", "shard_state_of", "zeros_side_by_side"),
 ]
 
 SCALARS = frozenset(("step", "eta", "mu", "mu_product"))
 """What torch's optimizers keep as one number per parameter. Used only if shapes do not tell: for
 parameters that have no dimensions themselves."""
 
-_ALIGN = 64
-"""Bytes: a cache line, and the largest gap that padding leaves between parameters in a shard."""
+_ALIGN = 32
+"""Elements: parameters in a shard begin at multiples of it (csrc/base/layout.h)."""
 
 
 def params_of(optimizer: Optimizer) -> Iterable[Tensor]:
@@ -59,11 +60,12 @@ def scalar_keys(states: Iterable[tuple[tuple[int, ...], Mapping[Any, Any]]]) -> 
 
 @dataclass(frozen=True)
 class HeldState:
-    """A sharded parameter with its state on this rank: (name, value, is it sharded), sorted."""
+    """A sharded parameter with its state on this rank, sorted: name, value, and which part of the
+    full state tensor it is; None: it is not sharded."""
 
     param: Tensor
     part: Part
-    entries: list[tuple[Any, Any, bool]]
+    entries: list[tuple[Any, Any, Part | None]]
 
     @property
     def nested(self) -> str | None:
@@ -99,12 +101,18 @@ def held_in(params: Iterable[Tensor], state: Mapping[Any, Any]) -> list[HeldStat
     held = []
     for param, part, entries in states:
         may_be_cut = {key for key in entries if part.shape != () or key not in scalars}
-        rows = [
-            (key, entries[key], key in may_be_cut and _is_cut(entries[key], part))
-            for key in sorted(entries, key=str)
-        ]
+        rows: list[tuple[Any, Any, Part | None]] = []
+        for key in sorted(entries, key=str):
+            own = part_of_state(part, key)
+            is_cut = key in may_be_cut and _is_cut(entries[key], own)
+            rows.append((key, entries[key], own if is_cut else None))
         held.append(HeldState(param, part, rows))
     return held
+
+
+def part_of_state(part: Part, key: object) -> Part:
+    """Return which part of the full state tensor `key` this rank has, if it is sharded."""
+    return part.of_groups(GROUP) if key in SCALES else part
 
 
 def _now(entries: object) -> Any:
@@ -117,7 +125,7 @@ def _is_cut(value: object, part: Part) -> bool:
 
 
 def fact_of(each: HeldState) -> Fact:
-    told = [f"{key} {_described(value, is_cut)}" for key, value, is_cut in each.entries]
+    told = [f"{key} {_described(value, own is not None)}" for key, value, own in each.entries]
     about = f"the state of '{each.part.name}' (shape {each.part.shape})"
     return about, ", ".join(told) or "none"
 
@@ -131,8 +139,13 @@ def _described(value: object, is_cut: bool) -> str:
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def zeros_side_by_side(params: Sequence[Tensor]) -> list[Tensor]:
-    """Return a tensor of zeros for each of `params`, of its shape, dtype, device and memory format.
+def zeros_side_by_side(
+    params: Sequence[Tensor], dtype: torch.dtype | None = None, group: int = 1
+) -> list[Tensor]:
+    """Return a tensor of zeros for each of `params`, of its shape, device and memory format.
+
+    dtype: of the tensors; by default each parameter's. group: return flat tensors instead, with one
+    element for each so many elements of the parameter.
 
     Those for contiguous tensors are views of one block per dtype and device, in the parameters'
     order, with the same gaps where parameters are within a cache line of each other.
@@ -140,36 +153,43 @@ def zeros_side_by_side(params: Sequence[Tensor]) -> list[Tensor]:
     made: dict[int, Tensor] = {}
     blocks: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}  # ..., is it offloaded
     for i, param in enumerate(params):
-        if param.device.type in ("cpu", "cuda") and param.is_contiguous():
+        if group > 1 or (param.device.type in ("cpu", "cuda") and param.is_contiguous()):
             kind = param.dtype, param.device, _core.offloads_state(param)
             blocks.setdefault(kind, []).append(i)
         else:
-            made[i] = torch.zeros_like(param, memory_format=torch.preserve_format)
-    for (dtype, device, offloaded), members in blocks.items():
+            made[i] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+    for (of_param, device, offloaded), members in blocks.items():
         starts, length = _places([params[i] for i in members])
+        own = of_param if dtype is None else dtype
         if offloaded:
-            block = _core.offloaded_zeros(params[members[0]], length)
+            bytes_ = -(-length // group) * own.itemsize
+            block = _core.offloaded_zeros(params[members[0]], -(-bytes_ // of_param.itemsize))
+            block = block.view(own)
         else:
-            block = torch.zeros(length, dtype=dtype, device=device)
+            block = torch.zeros(-(-length // group), dtype=own, device=device)
         for i, start in zip(members, starts, strict=True):
-            made[i] = block[start : start + params[i].numel()].view(params[i].shape)
+            numel = -(-params[i].numel() // group)
+            place = block[start // group : start // group + numel]
+            made[i] = place if group > 1 else place.view(params[i].shape)
+    if group > 1:
+        return [made[i] for i in range(len(params))]
     return [guard_like(made[i], params[i]) for i in range(len(params))]
 
 
 def _places(params: Sequence[Tensor]) -> tuple[list[int], int]:
     """Return where each tensor starts in a block with the same spacing, and the block's length.
 
-    In elements. Tensors that are not adjacent in memory start at a multiple of _ALIGN bytes.
+    In elements. Tensors that are not adjacent in memory start at a multiple of _ALIGN elements.
     """
     starts: list[int] = []
     at, end = 0, None
     for param in params:
         item = param.element_size()
-        gap = _ALIGN if end is None else param.data_ptr() - end
-        if 0 <= gap < _ALIGN and gap % item == 0:
+        gap = -1 if end is None else param.data_ptr() - end
+        if 0 <= gap < _ALIGN * item and gap % item == 0:
             at += gap // item
         else:
-            at = -(-at * item // _ALIGN) * _ALIGN // item
+            at = -(-at // _ALIGN) * _ALIGN
         starts.append(at)
         at += param.numel()
         end = param.data_ptr() + param.numel() * item

@@ -240,7 +240,7 @@ class _FullTensors:
 
     def __init__(self, held: Sequence[HeldState]) -> None:
         self._held = held
-        self._cut = [{str(key): (key, v) for key, v, is_cut in h.entries if is_cut} for h in held]
+        self._cut = [{str(key): (key, v, own) for key, v, own in h.entries if own} for h in held]
         self._made: dict[tuple[int, str], Tensor] = {}
         self._filled: Counter[tuple[int, str]] = Counter()
 
@@ -262,29 +262,31 @@ class _FullTensors:
     def place(self, index: int, key: str, begin: int, numel: int) -> Tensor:
         """Return the memory for elements of the full tensor."""
         if (index, key) not in self._made:
-            size, (_, own) = self._held[index].part.whole_numel, self._cut[index][key]
-            self._made[index, key] = torch.empty(size, dtype=own.dtype)
+            _, value, part = self._cut[index][key]
+            self._made[index, key] = torch.empty(part.whole_numel, dtype=value.dtype)
         self._filled[index, key] += numel
         return self._made[index, key][begin : begin + numel]
 
     @plain()
     def take_own(self) -> None:
-        for index, (each, cut) in enumerate(zip(self._held, self._cut, strict=True)):
-            for name, (_, value) in cut.items():
-                place = self.place(index, name, each.part.begin, each.part.numel)
+        for index, cut in enumerate(self._cut):
+            for name, (_, value, part) in cut.items():
+                place = self.place(index, name, part.begin, part.numel)
                 place.copy_(value.detach().reshape(-1))
 
     def result(self) -> FullState:
         full: FullState = []
         for index, (each, cut) in enumerate(zip(self._held, self._cut, strict=True)):
-            for name in cut:
-                if self._filled[index, name] != each.part.whole_numel:
+            for name, (_, _, part) in cut.items():
+                if self._filled[index, name] != part.whole_numel:
                     raise RuntimeError(
                         f"the ranks' shards of '{each.part.name}' do not add up to the full "
                         "parameter; please report this"
                     )
-            shape = each.part.shape
-            own = {key: self._made[index, name].view(shape) for name, (key, _) in cut.items()}
+            own = {
+                key: self._made[index, name].view(part.shape)
+                for name, (key, _, part) in cut.items()
+            }
             full.append((each.param, own))
         return full
 
@@ -313,9 +315,9 @@ def _shards(held: Sequence[HeldState]) -> responder.Answer:
     shards: list[tuple[int, str, int, int]] = []
     tensors: list[Tensor] = []
     for index, each in enumerate(held):
-        for key, value, is_cut in each.entries:
-            if is_cut:
-                shards.append((index, str(key), each.part.begin, each.part.numel))
+        for key, value, own in each.entries:
+            if own is not None:
+                shards.append((index, str(key), own.begin, own.numel))
                 tensors.append(value.detach().cpu().contiguous())
     facts: list[Fact] = [fact_of(each) for each in held]
     nested = [each.nested is not None for each in held]

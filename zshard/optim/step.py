@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zshard import _core
+from zshard.optim import codes
 from zshard.optim.sharded_state import zeros_side_by_side
 
 
@@ -39,6 +40,8 @@ class InOneCall(torch.optim.Optimizer):
     a param group that asks for it, if it is not always there."""
     _counts_steps = False  # whether its state has a "step" per parameter
     _begins_as_grad: str | None = None  # the state tensor whose first value is the gradient
+    _takes_codes = False  # whether its state may be in 8 bits
+    _group_size = 1  # elements that share state; numbers of parameters begin at multiples of it
 
     _plans: dict[Any, _core.OptimPlan]  # by group index; for a part, also its unit
 
@@ -102,6 +105,8 @@ class InOneCall(torch.optim.Optimizer):
         self._set_scaler_flag()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if not self._takes_codes and codes.has_codes(state.get("state", {})):
+            raise ValueError(f"cannot load the state dict: {codes.wants_float32(self)}")
         super().__setstate__(state)
         for group in self.param_groups:
             self._take_group(group)
@@ -167,7 +172,8 @@ class InOneCall(torch.optim.Optimizer):
             for param in group["params"]:
                 info = _core.shard_info(param)
                 begins[param] = start + (info["begin"] if info else 0)
-                start += math.prod(info["shape"]) if info else param.numel()
+                numel = math.prod(info["shape"]) if info else param.numel()
+                start += -(-numel // self._group_size) * self._group_size
         return [begins[param] for param in params]
 
     def _step_with_new_plan(
@@ -182,7 +188,7 @@ class InOneCall(torch.optim.Optimizer):
                 "optimizer's state: run a warm-up step before the capture"
             )
         fresh = self._make_state(group, [p for p in params if p.grad is not None])
-        numbers = self._numbers(params) if group.get("stochastic_rounding") else None
+        numbers = self._numbers(params) if "rounding_step" in group else None
         if state is not self.state:
             state = {param: self.state[param] for param in params if param in self.state}
         steps = _read_steps(params, state) if group.get("capturable") else None
@@ -213,13 +219,17 @@ class InOneCall(torch.optim.Optimizer):
         fresh: set[Tensor] = set()
         for name in self._state_names(group):
             missing = [p for p in params if self.state[p].get(name) is None]
-            for param, zeros in zip(missing, zeros_side_by_side(missing), strict=True):
+            for param, zeros in zip(missing, self._zeros(group, name, missing), strict=True):
                 self.state[param][name] = zeros
             if name == self._begins_as_grad:
                 fresh.update(missing)
         return fresh
 
-    def _state_names(self, group: dict[str, Any]) -> list[str]:
+    def _zeros(self, group: Mapping[str, Any], name: str, params: Sequence[Tensor]) -> list[Tensor]:
+        """Return new state tensors of one name."""
+        return zeros_side_by_side(params)
+
+    def _state_names(self, group: Mapping[str, Any]) -> list[str]:
         """Return the names of the tensors that the group's rule keeps for each parameter."""
         return [name for name, option in self._state.items() if option is None or group[option]]
 

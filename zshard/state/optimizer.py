@@ -30,12 +30,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from zshard import _core
 from zshard.guard.slices import plain
 from zshard.guard.whole_values import join
+from zshard.optim.codes import GROUP, has_codes, wants_float32
+from zshard.optim.eight_bit import EightBit, hidden
 from zshard.optim.hooks import know
 from zshard.optim.sharded_state import (
     HeldState,
     fact_of,
     held_by,
     params_of,
+    part_of_state,
     scalar_keys,
     zeros_side_by_side,
 )
@@ -141,8 +144,11 @@ def gather(optimizer: Optimizer, keep: bool = True) -> FullState:
         mine = [e for e in held if e.part.peers is None and e.part.comm is comm]
         check_agreement(comm, [fact_of(each) for each in mine], "optimizers")
         for each, ranges in zip(mine, _ranges(comm, mine), strict=True):
-            cut = [(key, value) for key, value, is_cut in each.entries if is_cut]
-            whole = {key: join(each.part, value, ranges, keep) for key, value in cut}
+            cut = [(key, value, own) for key, value, own in each.entries if own is not None]
+            whole = {
+                key: join(own, value, ranges if own is each.part else _of_groups(ranges), keep)
+                for key, value, own in cut
+            }
             result.append((each.param, whole if keep else {}))
     return result
 
@@ -162,6 +168,10 @@ def _ranges(comm: _core.Comm, held: Sequence[HeldState]) -> list[list[tuple[int,
     return found
 
 
+def _of_groups(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [(begin // GROUP, -(-numel // GROUP)) for begin, numel in ranges]
+
+
 # --- loading --------------------------------------------------------------------------------------
 
 
@@ -176,17 +186,21 @@ def _take_parts(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] |
     params = {numbers[id(param)]: param for param in params_of(optimizer)}
     rows = {number: given["state"].get(number) for number in params}
     found = {number: own for number, own in rows.items() if isinstance(own, Mapping)}
-    problems = problems_with(params, found)
+    problems = problems_with(optimizer, params, found)
     if problems:
         raise ValueError("\n".join(["the state dict does not match the optimizer:", *problems]))
-    plan = OptimizerPlan(params, found)
+    plan = OptimizerPlan(optimizer, params, found)
     state = {**given["state"], **plan.take(None)}
     plan.read(None)
-    return {**given, "state": state}
+    result = {**given, "state": state}
+    return hidden(result) if isinstance(optimizer, EightBit) else result
 
 
 def problems_with(
-    params: Mapping[Any, Tensor], state: Numbered, same_dtypes: bool = False
+    optimizer: Optimizer,
+    params: Mapping[Any, Tensor],
+    state: Numbered,
+    same_dtypes: bool = False,
 ) -> list[str]:
     """Return what is wrong with the state of each parameter: its tensors must be full or
     0-dimensional.
@@ -194,19 +208,24 @@ def problems_with(
     same_dtypes: full ones must have the parameter's dtype, to which torch would silently cast them.
     """
     problems, wrong_dtypes = [], []
+    keeps_dtypes = isinstance(optimizer, EightBit)
+    if not keeps_dtypes and has_codes(state):
+        problems.append(wants_float32(optimizer))
     for number, entries in state.items():
         part = part_of(params[number])
         for key, value in entries.items():
             if part is None or not isinstance(value, Tensor):
                 continue
+            own = part_of_state(part, key)
             shape, where = tuple(value.shape), f"'{key}' of parameter '{part.name}'"
             if is_traceable_wrapper_subclass(value):
                 problems.append(
                     f"{where} is a {type(value).__name__}: pass a plain tensor (full_tensor())"
                 )
-            elif shape not in (part.shape, ()):
-                problems.append(f"{where} has shape {shape}, expected {part.shape} or ()")
-            if shape == part.shape != () and value.dtype != part.dtype and not _keeps_dtype(value):
+            elif shape not in (own.shape, ()):
+                problems.append(f"{where} has shape {shape}, expected {own.shape} or ()")
+            keeps = keeps_dtypes or _keeps_dtype(value)
+            if shape == own.shape != () and value.dtype != part.dtype and not keeps:
                 wrong_dtypes.append(f"{where} has dtype {value.dtype}, expected {part.dtype}")
     return problems + wrong_dtypes if same_dtypes else problems
 
@@ -234,6 +253,7 @@ class _Entry(NamedTuple):
     key: Hashable
     full: Any
     part: Part | None  # this rank's shard of a full tensor; None: it loads the value as it is
+    keeps_dtype: bool  # the optimizer has dtypes of its own, and may convert what it loads
 
     @property
     def own(self) -> Any:
@@ -243,7 +263,8 @@ class _Entry(NamedTuple):
     @property
     def has_place(self) -> bool:
         """Return whether it is read into memory like the parameter's, with the same dtype."""
-        return self.part is not None and self.key != "step" and not _keeps_dtype(self.full)
+        keeps = self.keeps_dtype or _keeps_dtype(self.full)
+        return self.part is not None and self.key != "step" and not keeps
 
 
 class OptimizerPlan:
@@ -256,7 +277,7 @@ class OptimizerPlan:
     optimizer never gets a tensor of the given state, since later steps would write to it.
     """
 
-    def __init__(self, params: Mapping[Any, Tensor], state: Numbered) -> None:
+    def __init__(self, optimizer: Optimizer, params: Mapping[Any, Tensor], state: Numbered) -> None:
         """params: all of the optimizer's, in its order. They are resharded, as between steps;
         Part.settle() documents what it raises."""
         for param in params.values():
@@ -269,12 +290,14 @@ class OptimizerPlan:
         )
 
         def cut(part: Part | None, key: Hashable, value: object) -> Part | None:
-            if part is None or not isinstance(value, Tensor) or value.shape != part.shape:
+            own = None if part is None else part_of_state(part, key)
+            if own is None or not isinstance(value, Tensor) or value.shape != own.shape:
                 return None
-            return part if part.shape != () or key not in scalars else None
+            return own if own.shape != () or key not in scalars else None
 
+        keeps = isinstance(optimizer, EightBit)
         self._entries = [
-            _Entry(n, param, key, entries[key], cut(part, key, entries[key]))
+            _Entry(n, param, key, entries[key], cut(part, key, entries[key]), keeps)
             for n, param, part, entries in found
             for key in entries
         ]
@@ -305,7 +328,7 @@ class OptimizerPlan:
                 value = entry.full.value
             else:
                 value = filled(entry.own, source)
-            if _keeps_dtype(entry.full):
+            if _keeps_dtype(entry.full) and not entry.keeps_dtype:
                 value = value.to(entry.param.device)
                 self._kept.append((entry, value))
             state[entry.number][entry.key] = value

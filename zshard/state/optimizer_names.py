@@ -185,11 +185,11 @@ def _from_rank0(comm: _core.Comm, optimizer: Optimizer, made: dict[str, Any]) ->
     theirs = [len(group["params"]) for group in told["param_groups"]]
     params = dict(enumerate(params_of(optimizer)))
     if sizes == theirs:
-        problems = problems_with(params, told["state"])
+        problems = problems_with(optimizer, params, told["state"])
     else:
         problems = [f"its param groups have {theirs} parameters, but this rank's have {sizes}"]
     _raise_together(comm, problems)
-    plan, source = OptimizerPlan(params, told["state"]), FromRank0(comm)
+    plan, source = OptimizerPlan(optimizer, params, told["state"]), FromRank0(comm)
     state = taken(optimizer, plan.take(source))
     plan.read(source)
     return {**told, "state": state}
@@ -230,7 +230,7 @@ def by_number(
     state = dict(found)
     if len(state) < len(found):
         problems.append("it has state for a tied parameter twice, under two of its names")
-    problems += problems_with(params, state, same_dtypes=True)
+    problems += problems_with(optimizer, params, state, same_dtypes=True)
     groups = [
         {**_options_of(other), "params": [numbers[id(p)] for p in own["params"]]}
         for own, other in zip(ours, theirs, strict=True)

@@ -95,6 +95,13 @@ class Part:
         end = min(max(self.begin + self.numel - offset, begin), numel)
         return replace(self, shape=shape, begin=begin, numel=end - begin, _of=self.root)
 
+    def of_groups(self, size: int) -> Part:
+        """Return the Part of a flat tensor with one element for each `size` elements of the full
+        parameter, where shards begin at multiples of `size`."""
+        shape = (-(-self.whole_numel // size),)
+        begin, numel = self.begin // size, -(-self.numel // size)
+        return replace(self, shape=shape, begin=begin, numel=numel, _of=self.root)
+
     @property
     def unit(self) -> _core.Unit | None:
         """Return the parameter's unit; None if it was freed."""

@@ -1,0 +1,167 @@
+/* compact.h - one optimizer step of a group of 32 elements whose parameter or state has a width of its own: moments in
+ * 8 bits, moments in float32 of a bfloat16 parameter, a parameter in bfloat16 and 8 bits. Compiled by gcc and by nvcc.
+ *
+ * The codes of a group share a scale, so a group is decoded, updated and encoded again as a whole. Products are rounded
+ * before they are added, also where the machine could fuse them: the bits are the same everywhere.
+ */
+#ifndef ZS_COMPACT_H
+#define ZS_COMPACT_H
+
+#include "base/dither.h"
+#include "update/codes.h"
+#include "update/update.h"
+
+/* How a parameter is stored. */
+enum { ZS_IN_F32, ZS_IN_BF16, ZS_IN_BF16_LOW };
+
+/* Where a group lies, and what its rounding depends on. All pointers are borrowed. */
+typedef struct zs_group {
+    void *param;
+    const void *grad;
+    int8_t *low;            /* ZS_IN_BF16_LOW only */
+    void *first, *second;   /* codes or floats */
+    uint8_t *scales[2];     /* with codes: of first and second */
+    uint64_t number, round; /* of the first element; of the step: as in zs_hyper */
+} zs_group;
+
+/* NULL stays NULL. */
+ZS_HD void *zs_group_offset(void *from, int64_t bytes)
+{
+    return from == NULL ? NULL : (char *)from + bytes;
+}
+
+/* The group that lies `at` elements behind `first`, a multiple of ZS_GROUP. */
+ZS_HD zs_group zs_group_at(const zs_group *first, int64_t at, int kind, bool coded)
+{
+    const int64_t item = kind == ZS_IN_F32 ? 4 : 2, of_state = coded ? 1 : 4;
+    zs_group group = *first;
+    group.param = (char *)first->param + item * at;
+    group.grad = (const char *)first->grad + item * at;
+    group.low = (int8_t *)zs_group_offset(first->low, at);
+    group.first = zs_group_offset(first->first, of_state * at);
+    group.second = zs_group_offset(first->second, of_state * at);
+    for (int i = 0; i < 2; i++)
+        group.scales[i] = (uint8_t *)zs_group_offset(first->scales[i], at / ZS_GROUP);
+    group.number += (uint64_t)at;
+    return group;
+}
+
+#if defined(__CUDACC__)
+#define ZS_EACH(j, n) for (int j = 0; j < (n); j++)
+#else /* gcc: vectorise, stores do not overlap with what is loaded */
+#define ZS_EACH(j, n) _Pragma("GCC ivdep") for (int j = 0; j < (n); j++)
+#endif
+
+/* Element j of a group's parameter. */
+ZS_HD float zs_group_load(const zs_group *at, int kind, int j)
+{
+    if (kind == ZS_IN_F32) return ((const float *)at->param)[j];
+    zs_split split = {((const zs_bf16 *)at->param)[j], 0};
+    if (kind == ZS_IN_BF16) return zs_from_bf16(split.high);
+    split.low = at->low[j];
+    return zs_joined(split);
+}
+
+/* And of its gradient. */
+ZS_HD float zs_group_grad(const zs_group *at, int kind, int j)
+{
+    return kind == ZS_IN_F32 ? ((const float *)at->grad)[j] : zs_from_bf16(((const zs_bf16 *)at->grad)[j]);
+}
+
+/* Writes an element of the parameter, rounded by `offset` if it is not float32. */
+ZS_HD void zs_group_store(const zs_group *at, int kind, int j, float value, uint32_t offset)
+{
+    if (kind == ZS_IN_F32) {
+        ((float *)at->param)[j] = value;
+    } else if (kind == ZS_IN_BF16) {
+        ((zs_bf16 *)at->param)[j] = zs_to_bf16_dithered(value, offset & 0xffffu);
+    } else {
+        const zs_split split = zs_split_of(value, offset);
+        ((zs_bf16 *)at->param)[j] = split.high;
+        at->low[j] = split.low;
+    }
+}
+
+/* The bits of the largest magnitude; of a NaN, if there is one. */
+ZS_HD uint32_t zs_group_largest(const float *values, int n)
+{
+    uint32_t most = 0;
+    for (int j = 0; j < n; j++) {
+        const uint32_t bits = zs_float_bits(values[j]) & 0x7fffffffu;
+        most = bits > most ? bits : most;
+    }
+    return most;
+}
+
+/* Writes codes and exponent of the first moments. */
+ZS_HD void zs_group_encode_first(int8_t *__restrict__ codes, uint8_t *exponent, const float *values, int n,
+                                 uint32_t offset)
+{
+    const uint32_t found = zs_group_exponent(zs_group_largest(values, n));
+    const float scale = zs_scale_in(found, ZS_FIRST_FILL);
+    *exponent = (uint8_t)found;
+    ZS_EACH(j, n) codes[j] = zs_encode_first(values[j], scale, offset + (uint32_t)j * ZS_STEP_FIRST);
+}
+
+/* Likewise of the second. */
+ZS_HD void zs_group_encode_second(uint8_t *__restrict__ codes, uint8_t *exponent, const float *values, int n,
+                                  uint32_t offset)
+{
+    const uint32_t found = zs_group_exponent(zs_group_largest(values, n));
+    const float scale = zs_scale_in(found, ZS_SECOND_FILL);
+    *exponent = (uint8_t)found;
+    ZS_EACH(j, n) codes[j] = zs_encode_second(values[j], scale, offset + (uint32_t)j * ZS_STEP_SECOND);
+}
+
+/* Adam and AdamW of `n` elements, at most a group, with constants from zs_adam_folded_f32. `kind`, `coded` and, for
+ * whole groups, `n` are compile-time constants of the caller. */
+ZS_HD void zs_group_adam(const zs_group *at, const zs_adam_f32 *k, int n, int kind, bool coded)
+{
+    const zs_offsets offsets = zs_offsets_at(at->number, at->round);
+    const float scale1 = coded ? zs_scale_out(*at->scales[0], ZS_FIRST_FILL) : 0;
+    const float scale2 = coded ? zs_scale_out(*at->scales[1], ZS_SECOND_FILL) : 0;
+    int8_t *codes1 = (int8_t *)at->first;
+    uint8_t *codes2 = (uint8_t *)at->second;
+    float *floats1 = (float *)at->first, *floats2 = (float *)at->second;
+    float first[ZS_GROUP], second[ZS_GROUP];
+    ZS_EACH(j, n)
+    {
+        zs_adam_cell_f32 cell = {zs_group_load(at, kind, j), coded ? zs_decode_first(codes1[j], scale1) : floats1[j],
+                                 coded ? zs_decode_second(codes2[j], scale2) : floats2[j], 0};
+        zs_adam_step_f32(k, &cell, zs_group_grad(at, kind, j), false, false, true);
+        first[j] = cell.exp_avg;
+        second[j] = cell.exp_avg_sq;
+        zs_group_store(at, kind, j, cell.param, offsets.param + (uint32_t)j * ZS_STEP_PARAM);
+    }
+    if (coded) {
+        zs_group_encode_first(codes1, at->scales[0], first, n, offsets.first);
+        zs_group_encode_second(codes2, at->scales[1], second, n, offsets.second);
+    } else {
+        memcpy(floats1, first, (size_t)n * sizeof *first);
+        memcpy(floats2, second, (size_t)n * sizeof *second);
+    }
+}
+
+/* Likewise SGD; `momentum`: it has any. */
+ZS_HD void zs_group_sgd(const zs_group *at, const zs_sgd_f32 *k, int n, int kind, bool momentum, bool coded)
+{
+    const zs_offsets offsets = zs_offsets_at(at->number, at->round);
+    const float scale = coded ? zs_scale_out(*at->scales[0], ZS_FIRST_FILL) : 0;
+    int8_t *codes = (int8_t *)at->first;
+    float *floats = (float *)at->first, buffer[ZS_GROUP];
+    ZS_EACH(j, n)
+    {
+        zs_sgd_cell_f32 cell = {zs_group_load(at, kind, j), 0};
+        if (momentum) cell.buffer = coded ? zs_decode_first(codes[j], scale) : floats[j];
+        zs_sgd_update_f32(k, &cell, zs_group_grad(at, kind, j), momentum, false);
+        buffer[j] = cell.buffer;
+        zs_group_store(at, kind, j, cell.param, offsets.param + (uint32_t)j * ZS_STEP_PARAM);
+    }
+    if (coded) {
+        zs_group_encode_first(codes, at->scales[0], buffer, n, offsets.first);
+    } else if (momentum) {
+        memcpy(floats, buffer, (size_t)n * sizeof *buffer);
+    }
+}
+
+#endif

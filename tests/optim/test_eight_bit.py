@@ -1,0 +1,507 @@
+"""AdamW8bit, Adam8bit and SGD8bit: what a step computes, and that sharding does not change it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from compare import assert_same, differences
+from models import COMBINATIONS, TRANSPORTS, Mlp, loss_of, make
+from optim_cases import assert_same_bits, give_grads, make_params
+from spawn import RankFailure, ranks
+from torch import nn
+
+import zshard
+from zshard import FSDP
+from zshard.optim import codes
+
+BF16 = torch.bfloat16
+MOMENTS = ["exp_avg", "exp_avg_sq", "momentum_buffer"]
+
+
+# --- codes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exponent", [1, 2, 100, 127, 200, 250])
+@pytest.mark.parametrize("name", MOMENTS)
+def test_a_decoded_code_encodes_to_itself(name, exponent):
+    largest = 126 if name != "exp_avg_sq" else 254  # beyond it the exponent is one more
+    values = torch.arange(256, dtype=torch.uint8)
+    values[127 if name != "exp_avg_sq" else 0] = values[255] = 1
+    values = values.view(-1, 8)
+    found = torch.cat([values, torch.full((len(values), 24), largest, dtype=torch.uint8)], 1)
+    scale = torch.full((len(found),), exponent, dtype=torch.uint8)
+    decoded = codes.decode(name, found, scale)
+    again, its_scale = codes.encode(name, decoded)
+    assert_same(codes.decode(name, again, its_scale), decoded, "what the codes mean")
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_codes_are_near_their_values(name):
+    values = torch.randn(1 << 12, generator=torch.Generator().manual_seed(1)) ** 3
+    values = values.abs() if name == "exp_avg_sq" else values
+    near = codes.decode(name, *codes.encode(name, values))
+    largest = values.abs().view(-1, 32).amax(1).repeat_interleave(32)
+    relative, floor = (2**-5, 2**-9) if name != "exp_avg_sq" else (2**-4, 2**-18)
+    assert ((near - values).abs() <= relative * values.abs() + floor * largest).all()
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 2.0**125])
+def test_a_group_with_an_element_out_of_range_becomes_nan_and_no_other(wrong):
+    values = torch.ones(96)
+    values[40] = wrong
+    decoded = codes.decode("exp_avg", *codes.encode("exp_avg", values))
+    assert decoded.isnan().tolist() == [False] * 32 + [True] * 32 + [False] * 32
+
+
+def test_new_state_is_zero():
+    for name in MOMENTS:
+        zeros = torch.zeros(32, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+        assert codes.decode(name, *zeros).tolist() == [0.0] * 32
+
+
+# --- one step, computed by other means ------------------------------------------------------------
+
+F = np.float32
+
+
+class Reference:
+    """AdamW8bit's step of one flat parameter in NumPy, whose float32 operations are IEEE's."""
+
+    STEPS = {"exp_avg": (197887, 149381, 18, F(2**-4), F((1 - 2**-6 - 2**-4) / 2))}  # noqa: RUF012
+    STEPS["exp_avg_sq"] = (298761, 395773, 19, F(2**-16), F((1 - 2**-5 - 2**-16) / 2))
+
+    def __init__(self, values, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, decay=1e-2):
+        self.param = values.numpy().astype(F)
+        self.moments = {name: np.zeros_like(self.param) for name in self.STEPS}
+        self.step, self.options = 0, (lr, betas, eps, decay)
+
+    def take(self, grad):
+        lr, betas, eps, decay = self.options
+        grad = grad.numpy().astype(F)
+        first, second = self.moments["exp_avg"], self.moments["exp_avg_sq"]
+        self.step += 1
+        correction = F(np.sqrt(1 - betas[1] ** self.step))
+        first = F(1 - betas[0]) * (grad - first) + first
+        second = F(1 - betas[1]) * grad * grad + second * F(betas[1])
+        neg_step = F(F(-lr / (1 - betas[0] ** self.step)) * correction)
+        change = neg_step * first / (np.sqrt(second) + F(F(eps) * correction))
+        self.param = self.param * F(1 - lr * decay) + change
+        self.moments = {"exp_avg": self.coded("exp_avg", first)}
+        self.moments["exp_avg_sq"] = self.coded("exp_avg_sq", second)
+
+    def coded(self, name, values):
+        """Return what is left of values that have been encoded at this step."""
+        by_element, by_round, shift, floor, fill = self.STEPS[name]
+        number = np.arange(len(values), dtype=np.uint64)
+        offset = (number * by_element + (self.step - 1) * by_round) & ((1 << shift) - 1)
+        bits = np.abs(values).view(np.uint32)
+        groups = np.maximum.reduceat(bits, np.arange(0, len(bits), 32)) >> 23
+        power = np.repeat(np.maximum(groups, 1), 32)[: len(bits)]
+        scale = ((254 - power) << 23).astype(np.uint32).view(F) * fill
+        low = floor.view(np.uint32)
+        above = (np.abs(values) * scale + floor).view(np.uint32) - low
+        code = (above + offset.astype(np.uint32)) >> shift
+        code = np.maximum(code, 1) if name == "exp_avg_sq" else code
+        back = ((code << shift) + low).astype(np.uint32).view(F) - floor
+        back = back * ((power << 23).astype(np.uint32).view(F) * (F(1) / fill))
+        return np.copysign(back, values)
+
+
+def test_a_step_has_the_bits_of_the_formulas():
+    sizes = [(4100,), (33, 5), (32,), (7,)]
+    for size in sizes:
+        param = make_params(sizes=[size])[0]
+        reference = Reference(param.detach().reshape(-1))
+        optimizer = zshard.AdamW8bit([param], min_8bit_size=0)
+        for step in range(20):
+            give_grads([param], seed=step)
+            optimizer.step()
+            reference.take(param.grad.reshape(-1))
+        ours = zshard.AdamW8bit.to_fp32(optimizer.state_dict())["state"][0]
+        for name, values in reference.moments.items():
+            assert_same(ours[name].reshape(-1), torch.from_numpy(values), f"{name} of {size}")
+        assert_same(param.detach().reshape(-1), torch.from_numpy(reference.param), f"{size}")
+
+
+def test_a_bfloat16_parameter_with_master_follows_the_float32_one():
+    exact = make_params(sizes=[(8192,)])
+    params = {master: [nn.Parameter(exact[0].detach().to(BF16))] for master in (None, "int8")}
+    with torch.no_grad():
+        exact[0].copy_(params[None][0])
+    optimizers = {m: zshard.AdamW8bit(p, lr=1e-5, master=m) for m, p in params.items()}
+    whole = zshard.AdamW8bit(exact, lr=1e-5)
+    for step in range(300):
+        give_grads(exact, *params.values(), seed=step)
+        exact[0].grad = params[None][0].grad.float()
+        for each in (*optimizers.values(), whole):
+            each.step()
+    low = optimizers["int8"].state[params["int8"][0]]["low_bits"]
+    high = params["int8"][0].detach().view(torch.int16).to(torch.int32) << 16
+    joined = (high + (low.to(torch.int32) << 8)).view(torch.float32)
+    error = (joined - exact[0].detach()).abs().mean()
+    assert error < 2**-13 * exact[0].abs().mean()
+    assert error < (params[None][0].detach().float() - exact[0].detach()).abs().mean() / 10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+def test_the_second_moment_decays(dtype):
+    """A thousandth a step is less than half a code."""
+    param = nn.Parameter(torch.zeros(1 << 14, dtype=dtype))
+    optimizer = zshard.AdamW8bit([param], lr=0.0)
+    for step in range(500):
+        param.grad = torch.ones_like(param) if step == 0 else torch.zeros_like(param)
+        optimizer.step()
+    state = zshard.AdamW8bit.to_fp32(optimizer.state_dict())["state"][0]
+    left = state["exp_avg_sq"].double().mean().item() / 1e-3
+    assert left == pytest.approx(0.999**499, rel=0.01)
+
+
+def test_training_with_eight_bits_loses_nothing_to_float32():
+    def trained(cls, seed, **options):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 8))
+        target = torch.randn(32, 8)
+        optimizer = cls(model.parameters(), lr=3e-3, **options)
+        for _ in range(200):
+            inputs = torch.randn(64, 32)
+            loss = nn.functional.cross_entropy(model(inputs), (inputs @ target).argmax(1))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return loss.item()
+
+    exact = [trained(zshard.AdamW, seed) for seed in range(3)]
+    ours = [trained(zshard.AdamW8bit, seed, min_8bit_size=0) for seed in range(3)]
+    assert abs(np.mean(exact) - np.mean(ours)) < max(exact) - min(exact)
+
+
+# --- which parameters ----------------------------------------------------------------------------
+
+
+def test_small_parameters_and_named_ones_keep_float32_moments():
+    large, small, named = make_params(sizes=[(64, 64), (63, 65), (64, 65)])
+    groups = [{"params": [large, small]}, {"params": [named], "bits": 32}]
+    optimizer = zshard.AdamW8bit(groups, master="int8")
+    give_grads([large, small, named])
+    optimizer.step()
+    dtypes = [optimizer.state[param]["exp_avg"].dtype for param in (large, small, named)]
+    assert dtypes == [torch.uint8, torch.float32, torch.float32]
+    sizes = {
+        k: v.numel() * v.element_size() for k, v in optimizer.state[large].items() if k != "step"
+    }
+    assert sum(sizes.values()) == large.numel() * 2 + large.numel() // 16  # 2.0625 bytes
+
+
+def bytes_per_element(dtype, **options):
+    (param,) = make_params(dtype, sizes=[(1 << 16,)])
+    optimizer = zshard.AdamW8bit([param], **options)
+    give_grads([param])
+    optimizer.step()
+    held = [param, *optimizer.state[param].values()]
+    return sum(x.numel() * x.element_size() for x in held) / param.numel()
+
+
+def test_bytes_of_parameter_and_state():
+    assert bytes_per_element(torch.float32) <= 4 + 2.13
+    assert bytes_per_element(BF16, master="int8") <= 5.2
+
+
+# --- the same bits everywhere --------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "AdamW8bit": (zshard.AdamW8bit, {"lr": 1e-2}),
+    "Adam8bit": (zshard.Adam8bit, {"lr": 1e-2, "weight_decay": 0.01}),
+    "SGD8bit": (zshard.SGD8bit, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
+}
+
+
+def new_optimizer(kind, params, **options):
+    cls, defaults = OPTIMIZERS[kind]
+    return cls(params, **defaults, **{"min_8bit_size": 8, "master": "int8", **options})
+
+
+def steps_of(model, optimizer, begin, end):
+    dtype = next(model.parameters()).dtype
+    for step in range(begin, end):
+        optimizer.zero_grad()
+        inputs = torch.randn(5, 7, generator=torch.Generator().manual_seed(step))
+        loss_of(model(inputs.to(dtype))).backward()
+        optimizer.step()
+
+
+def mlp(dtype):
+    return make(lambda: Mlp().to(dtype))
+
+
+def result(model, optimizer):
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}
+
+
+def trained_plain(kind, dtype):
+    model = mlp(dtype)
+    optimizer = new_optimizer(kind, model.parameters())
+    steps_of(model, optimizer, 0, 5)
+    return result(model, optimizer)
+
+
+def trained_sharded(combination, kind, dtype):
+    strategy, transport = combination
+    model = FSDP(mlp(dtype), strategy=strategy, transport=transport, auto_wrap_policy={nn.Linear})
+    optimizer = new_optimizer(kind, model.parameters())
+    steps_of(model, optimizer, 0, 5)
+    return differences(result(model, optimizer), trained_plain(kind, dtype))
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_sharding_does_not_change_the_bits(pool, combination):
+    for found in pool.run(trained_sharded, combination, "AdamW8bit", BF16):
+        assert found == []
+
+
+@ranks(1, 4)
+@pytest.mark.thorough
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_more_rank_counts_do_not_change_the_bits(pool, combination):
+    for found in pool.run(trained_sharded, combination, "AdamW8bit", torch.float32):
+        assert found == []
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_every_class_has_the_same_bits_when_sharded(pool2, kind):
+    for found in pool2.run(trained_sharded, ("full_shard", "shm"), kind, BF16):
+        assert found == []
+
+
+DIGEST = """
+import sys, zlib
+sys.path[:0] = {tests!r}
+import test_eight_bit as t
+for dtype in (t.torch.float32, t.BF16):
+    for kind in t.OPTIMIZERS:
+        params = t.make_params(dtype)
+        optimizer = t.new_optimizer(kind, params)
+        for step in range(4):
+            t.give_grads(params, seed=step)
+            optimizer.step()
+        for own in optimizer.state.values():
+            params += [v for v in own.values() if v.dim()]
+        for each in params:
+            print(zlib.crc32(each.detach().contiguous().view(t.torch.uint8).numpy().tobytes()))
+"""
+
+
+@pytest.mark.slow
+def test_instruction_sets_have_the_same_bits():
+    here = Path(__file__).resolve()
+    code = DIGEST.format(tests=[str(here.parent), str(here.parents[1] / "lib")])
+    found = {}
+    for isa in ("base", "avx2", "avx512"):
+        env = {**os.environ, "ZSHARD_ISA": isa}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        found[isa] = done.stdout
+    assert found["base"] == found["avx2"] == found["avx512"]
+
+
+# --- state dicts ---------------------------------------------------------------------------------
+
+
+def saved_after_three(transport):
+    model = FSDP(mlp(BF16), transport=transport, auto_wrap_policy={nn.Linear})
+    optimizer = new_optimizer("AdamW8bit", model.parameters())
+    steps_of(model, optimizer, 0, 3)
+    return model.state_dict(), optimizer.state_dict()
+
+
+def continued(transport, saved):
+    """Return what differs from an uninterrupted run in one process."""
+    model = FSDP(mlp(BF16), transport=transport, auto_wrap_policy={nn.Linear})
+    optimizer = new_optimizer("AdamW8bit", model.parameters())
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    steps_of(model, optimizer, 3, 5)
+    return differences(result(model, optimizer), trained_plain("AdamW8bit", BF16))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_state_saved_at_two_ranks_continues_at_three_and_at_one(pool2, pool3, transport):
+    saved = pool2.run(saved_after_three, transport)[0]
+    for found in pool3.run(continued, transport, saved):
+        assert found == []
+    model = mlp(BF16)
+    optimizer = new_optimizer("AdamW8bit", model.parameters())
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    steps_of(model, optimizer, 3, 5)
+    assert differences(result(model, optimizer), trained_plain("AdamW8bit", BF16)) == []
+
+
+def saved_to_disk(folder):
+    model = FSDP(mlp(BF16), auto_wrap_policy={nn.Linear})
+    optimizer = new_optimizer("AdamW8bit", model.parameters())
+    steps_of(model, optimizer, 0, 3)
+    zshard.save(folder, model, optimizer)
+
+
+def loaded_from_disk(folder):
+    model = FSDP(mlp(BF16), auto_wrap_policy={nn.Linear})
+    optimizer = new_optimizer("AdamW8bit", model.parameters())
+    zshard.load(folder, model, optimizer)
+    steps_of(model, optimizer, 3, 5)
+    return differences(result(model, optimizer), trained_plain("AdamW8bit", BF16))
+
+
+def test_a_checkpoint_of_two_ranks_continues_at_three(pool2, pool3, tmp_path):
+    folder = str(tmp_path / "checkpoint")
+    pool2.run(saved_to_disk, folder)
+    for found in pool3.run(loaded_from_disk, folder):
+        assert found == []
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_state_converts_from_and_to_float32(kind):
+    whole = {"AdamW8bit": zshard.AdamW, "Adam8bit": zshard.Adam, "SGD8bit": zshard.SGD}[kind]
+    params, others = make_params(), make_params()
+    exact = whole(params, **OPTIMIZERS[kind][1])
+    for step in range(3):
+        give_grads(params, seed=step)
+        exact.step()
+    ours = new_optimizer(kind, others)
+    ours.load_state_dict(exact.state_dict())
+    assert (
+        ours.state[others[4]]["momentum_buffer" if kind == "SGD8bit" else "exp_avg"].dtype
+        == torch.uint8
+    )
+    again = whole(make_params(), **OPTIMIZERS[kind][1])
+    again.load_state_dict(type(ours).to_fp32(ours.state_dict()))
+    for mine, theirs in zip(again.state.values(), exact.state.values(), strict=True):
+        for key, value in theirs.items():
+            if value.numel():
+                assert (mine[key] - value).abs().max() <= 2**-5 * value.abs().max()
+
+
+def load_converted():
+    model = FSDP(mlp(torch.float32), auto_wrap_policy={nn.Linear})
+    exact = zshard.AdamW(model.parameters(), lr=1e-2)
+    steps_of(model, exact, 0, 3)
+    ours = new_optimizer("AdamW8bit", model.parameters())
+    ours.load_state_dict(exact.state_dict())
+    sharded = ours.state_dict()["state"]
+    plain = new_optimizer("AdamW8bit", mlp(torch.float32).parameters())
+    plain.load_state_dict(exact.state_dict())
+    return differences(sharded, plain.state_dict()["state"])
+
+
+def test_float32_state_converts_to_the_same_codes_when_sharded(pool2):
+    for found in pool2.run(load_converted):
+        assert found == []
+
+
+def test_state_of_eight_bits_is_refused_by_a_32_bit_optimizer(pool2):
+    for message in pool2.run(load_into_adamw):
+        assert "AdamW8bit.to_fp32" in message
+
+
+def load_into_adamw():
+    model = FSDP(mlp(torch.float32), auto_wrap_policy={nn.Linear})
+    ours = new_optimizer("AdamW8bit", model.parameters())
+    steps_of(model, ours, 0, 1)
+    with pytest.raises(ValueError) as raised:
+        zshard.AdamW(model.parameters()).load_state_dict(ours.state_dict())
+    return str(raised.value)
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"amsgrad": True}, NotImplementedError, "zshard.AdamW"),
+        ({"master": "int16"}, ValueError, "'int8'"),
+        ({"min_8bit_size": -1}, ValueError, "at least 0"),
+    ],
+)
+def test_unsupported_options_are_refused(options, error, words):
+    with pytest.raises(error, match=words):
+        zshard.AdamW8bit(make_params(), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+def test_other_dtypes_are_refused(dtype):
+    with pytest.raises(NotImplementedError, match="float32 and bfloat16"):
+        zshard.SGD8bit(make_params(dtype))
+
+
+def test_a_sparse_gradient_is_refused_and_changes_nothing():
+    table = nn.Embedding(512, 16, sparse=True)
+    optimizer = zshard.AdamW8bit(table.parameters())
+    before = table.weight.detach().clone()
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(NotImplementedError, match="sparse gradient"):
+        optimizer.step()
+    assert_same_bits([table.weight.detach()], [before])
+
+
+class AdamW4bit(torch.optim.Optimizer):
+    """Stands for torchao's, which need not be installed."""
+
+    __module__ = "torchao.optim.adam"
+
+    def step(self, closure=None):
+        raise AssertionError("the step must not run")
+
+
+def step_of_torchao():
+    model = FSDP(mlp(torch.float32), auto_wrap_policy={nn.Linear})
+    optimizer = AdamW4bit(model.parameters(), {})
+    steps_of(model, optimizer, 0, 1)
+
+
+def test_other_libraries_quantized_state_is_refused_with_ours_as_advice(pool2):
+    with pytest.raises(RankFailure, match=r"ShardError: torchao.*use zshard\.AdamW8bit"):
+        pool2.run(step_of_torchao)
+
+
+def in_backward():
+    """Return what differs between stepping in backward and calling step()."""
+    results = []
+    for early in (False, True):
+        model = FSDP(mlp(BF16), auto_wrap_policy={nn.Linear})
+        optimizer = new_optimizer("AdamW8bit", model.parameters())
+        if early:
+            model.optimizer_in_backward(optimizer)
+        for step in range(4):
+            inputs = torch.randn(5, 7, generator=torch.Generator().manual_seed(step))
+            loss_of(model(inputs.to(BF16))).backward()
+            if not early:
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append(result(model, optimizer))
+    return differences(*results)
+
+
+def test_a_step_in_backward_has_the_same_bits(pool2):
+    for found in pool2.run(in_backward):
+        assert found == []
+
+
+def offloaded(folder):
+    model = FSDP(mlp(BF16), auto_wrap_policy={nn.Linear}, offload=folder)
+    optimizer = new_optimizer("AdamW8bit", model.parameters())
+    steps_of(model, optimizer, 0, 5)
+    return differences(result(model, optimizer), trained_plain("AdamW8bit", BF16))
+
+
+def test_state_on_a_disk_has_the_same_bits(pool2, tmp_path):
+    for found in pool2.run(offloaded, str(tmp_path)):
+        assert found == []

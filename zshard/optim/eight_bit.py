@@ -1,0 +1,292 @@
+"""AdamW8bit, Adam8bit and SGD8bit: the moments in 8 bits, the same bits under every sharding.
+
+32 consecutive elements of a parameter share an exponent, a byte; each has a code, a byte, for each
+moment (csrc/update/codes.h). Groups are counted in the parameter's own elements, and shards begin
+at multiples of 32 elements (csrc/base/layout.h), so a group never spans two ranks and its codes do
+not depend on the number of ranks or the strategy. Values between two codes are rounded so that the
+result is right on average; how depends on the element and the step (the group's `rounding_step`).
+
+With `master="int8"`, a bfloat16 parameter has 8 more bits in its state, instead of a float32 copy.
+
+The state dict has plain tensors, for a parameter of n elements:
+
+    exp_avg, exp_avg_sq               uint8, the parameter's shape
+    exp_avg_scale, exp_avg_sq_scale   uint8, (ceil(n / 32),)
+    low_bits                          int8, the parameter's shape, with master="int8"
+    step                              float32, ()
+
+SGD8bit has momentum_buffer and momentum_buffer_scale. Moments without a scale are float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from torch.utils._pytree import tree_map_only
+
+from zshard import _core
+from zshard.optim import codes
+from zshard.optim.sharded_state import zeros_side_by_side
+from zshard.optim.step import InOneCall
+from zshard.units.shards import part_of
+
+__all__ = ["Adam8bit", "AdamW8bit", "EightBit", "SGD8bit", "hidden"]
+
+
+class EightBit(InOneCall):
+    """What the three have in common: their options, their state, and its conversions."""
+
+    _takes_codes = True
+    _group_size = codes.GROUP
+
+    def _set_eight_bit(self, master: str | None, min_8bit_size: int) -> None:
+        """Finish the constructor: set defaults for its groups and for later ones."""
+        self.defaults.update(master=master, min_8bit_size=min_8bit_size, bits=8)
+        for group in self.param_groups:
+            self._take_group(group)
+        self._set_scaler_flag()
+
+    def _take_group(self, group: dict[str, Any]) -> None:
+        if "bits" in self.defaults:  # otherwise torch's constructor is calling
+            for option in ("master", "min_8bit_size", "bits"):
+                group.setdefault(option, self.defaults[option])
+            _check_options(type(self).__name__, group)
+            group.setdefault("rounding_step", 0)
+        super()._take_group(group)
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def _is_coded(self, group: Mapping[str, Any], param: Tensor) -> bool:
+        """Return whether a parameter's moments are in 8 bits."""
+        info = _core.shard_info(param)
+        numel = math.prod(info["shape"]) if info else param.numel()
+        return group["bits"] == 8 and numel >= group["min_8bit_size"]
+
+    def _zeros(self, group: Mapping[str, Any], name: str, params: Sequence[Tensor]) -> list[Tensor]:
+        coded = [self._is_coded(group, param) for param in params]
+        eight = [param for param, is_coded in zip(params, coded, strict=True) if is_coded]
+        wide = [param for param, is_coded in zip(params, coded, strict=True) if not is_coded]
+        scales = zeros_side_by_side(eight, torch.uint8, codes.GROUP)
+        for param, scale in zip(eight, scales, strict=True):
+            self.state[param][codes.scale_of(name)] = scale
+        if group["master"] is not None:
+            halves = [p for p in params if p.dtype == torch.bfloat16]
+            new = [param for param in halves if "low_bits" not in self.state[param]]
+            for param, low in zip(new, zeros_side_by_side(new, torch.int8), strict=True):
+                self.state[param]["low_bits"] = low
+        of_eight = iter(zeros_side_by_side(eight, torch.uint8))
+        of_wide = iter(zeros_side_by_side(wide, torch.float32))
+        return [next(of_eight) if is_coded else next(of_wide) for is_coded in coded]
+
+    def _step_by_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        param = params[0]
+        grad = "sparse" if param.grad is not None and param.grad.is_sparse else "dense"
+        raise NotImplementedError(
+            f"zshard.{type(self).__name__} steps contiguous float32 and bfloat16 parameters with "
+            f"dense gradients and state that it made or loaded, but a parameter of shape "
+            f"{tuple(param.shape)} is {param.dtype} with a {grad} gradient: give it to another "
+            "optimizer"
+        )
+
+    # --- state dicts ------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what state_dict() returned, under this or another sharding, or torch's and zshard's
+        32-bit optimizers' state, which is converted to 8 bits.
+
+        Raises ValueError for state that does not fit the parameters.
+        """
+        hook = self.register_load_state_dict_pre_hook(_hide)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(tree_map_only(Hidden, lambda each: each.value, state))
+        for group in self.param_groups:
+            for param in group["params"]:
+                self._convert(group, param)
+
+    @torch.no_grad()
+    def _convert(self, group: Mapping[str, Any], param: Tensor) -> None:
+        """Give a parameter's loaded state the form that the step expects."""
+        own = self.state.get(param, {})
+        for key in own.keys() - {"step"}:
+            own[key] = None if own[key] is None else own[key].to(param.device)
+        for name in self._state_names(group):
+            if own.get(name) is None or codes.scale_of(name) in own:
+                continue
+            own[name] = own[name].to(torch.float32)
+            if self._is_coded(group, param):
+                own[name], own[codes.scale_of(name)] = codes.encode(name, own[name])
+
+    @staticmethod
+    def to_fp32(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state dict with the moments in float32, for the 32-bit optimizer of the name.
+
+        Args:
+            state_dict: what state_dict() of an 8-bit optimizer returned.
+
+        The result shares other tensors with the argument, and has no low_bits.
+        """
+        state = {number: codes.decoded(own) for number, own in state_dict["state"].items()}
+        groups = [
+            {key: value for key, value in group.items() if key not in _OPTIONS}
+            for group in state_dict["param_groups"]
+        ]
+        return {**state_dict, "state": state, "param_groups": groups}
+
+
+_OPTIONS = frozenset(("master", "min_8bit_size", "bits", "rounding_step"))
+
+
+def _check_options(name: str, group: Mapping[str, Any]) -> None:
+    if group["master"] not in (None, "int8"):
+        raise ValueError(f"master must be None or 'int8', got {group['master']!r}")
+    if group["bits"] not in (8, 32):
+        raise ValueError(f"bits must be 8 or 32, got {group['bits']!r}")
+    if not isinstance(group["min_8bit_size"], int) or group["min_8bit_size"] < 0:
+        raise ValueError(
+            f"min_8bit_size must be an int of at least 0, got {group['min_8bit_size']!r}"
+        )
+    for option in ("amsgrad", "capturable", "stochastic_rounding"):
+        if group.get(option):
+            whole = name.removesuffix("8bit")
+            raise NotImplementedError(
+                f"zshard.{name} does not support {option}=True: use zshard.{whole}"
+            )
+    for param in group["params"]:
+        if param.dtype not in (torch.float32, torch.bfloat16):
+            raise NotImplementedError(
+                f"zshard.{name} steps float32 and bfloat16 parameters, but one of shape "
+                f"{tuple(param.shape)} is {param.dtype}: convert the model, or give that parameter "
+                "to another optimizer"
+            )
+
+
+# --- loading with dtypes of its own ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """A tensor of a state dict that torch's load_state_dict() must not cast to the parameter's
+    dtype."""
+
+    value: Tensor
+
+
+def hidden(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict whose state tensors torch keeps as they are."""
+    return {**state_dict, "state": tree_map_only(Tensor, Hidden, state_dict["state"])}
+
+
+def _hide(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    """Pre-hook of load_state_dict(); for sharded parameters state/optimizer.py does it, once it has
+    taken their shards."""
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return None if any(part_of(param) is not None for param in params) else hidden(state_dict)
+
+
+# --- the optimizers -------------------------------------------------------------------------------
+
+
+class _TwoMoments(EightBit):
+    _rule = "adam8bit"
+    _state: ClassVar = {"exp_avg": None, "exp_avg_sq": None}
+    _counts_steps = True
+
+
+class AdamW8bit(_TwoMoments, torch.optim.AdamW):
+    """AdamW with both moments in 8 bits: 2.06 bytes of state per element instead of 8.
+
+    Equal gradients give equal bits for every strategy, number of ranks, transport and processor,
+    and on GPUs.
+
+    Args:
+        params: parameters or param groups, sharded or not, of float32 or bfloat16.
+        lr, betas, eps, weight_decay, maximize: as in torch.optim.AdamW.
+        amsgrad: must be False.
+        master: "int8" keeps 8 more bits of each bfloat16 parameter, so that small updates are not
+            lost: 5.06 bytes per element with parameter and state. None: bfloat16 parameters are
+            rounded stochastically. No effect on float32 parameters.
+        min_8bit_size: parameters with fewer elements (of the full parameter) have float32 moments.
+
+    A param group may set each of these, and `bits=32` for float32 moments.
+
+    Raises ValueError for hyperparameters out of range, NotImplementedError for unsupported options
+    and dtypes. An element that is NaN, infinite or at least 2**124 makes the moments of its group
+    of 32 elements NaN.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        master: str | None = None,
+        min_8bit_size: int = 4096,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
+        self._set_eight_bit(master, min_8bit_size)
+
+
+class Adam8bit(_TwoMoments, torch.optim.Adam):
+    """Adam with both moments in 8 bits. Everything else is as in zshard.AdamW8bit."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        master: str | None = None,
+        min_8bit_size: int = 4096,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
+        self._set_eight_bit(master, min_8bit_size)
+
+
+class SGD8bit(EightBit, torch.optim.SGD):
+    """SGD with its momentum in 8 bits: 1.03 bytes of state per element instead of 4.
+
+    Args:
+        lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch.optim.SGD.
+
+    Everything else is as in zshard.AdamW8bit.
+    """
+
+    _rule = "sgd8bit"
+    _state: ClassVar = {"momentum_buffer": "momentum"}
+    _begins_as_grad = "momentum_buffer"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        master: str | None = None,
+        min_8bit_size: int = 4096,
+    ) -> None:
+        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize)
+        self._set_eight_bit(master, min_8bit_size)
