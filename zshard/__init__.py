@@ -38,6 +38,7 @@ from zshard.memory.report import num_parameters
 from zshard.model.methods import register_forward_method
 from zshard.offload import Offload
 from zshard.optim import SGD, Adam, AdamW
+from zshard.optim.muon import Muon
 from zshard.precision import MixedPrecision
 from zshard.ranks.nccl import NcclOptions
 from zshard.ranks.wire import Wire
@@ -57,6 +58,7 @@ __all__ = [
     "DivergenceError",
     "GradScaler",
     "MixedPrecision",
+    "Muon",
     "NcclError",
     "NcclOptions",
     "Offload",
