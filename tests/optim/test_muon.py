@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from compare import assert_same
-from models import CASES, COMBINATIONS, ddp, make, sharded, train
+from models import CASES, COMBINATIONS, Case, Net, ddp, make, sharded, train
 from optim_states import HYBRID, differ, go_on, wrap
 from spawn import ranks
 from torch import nn
@@ -13,6 +13,9 @@ from torch import nn
 import zshard
 from zshard import FSDP
 from zshard.optim.matrices import hidden_matrices
+
+# Over shm a shard is a number of pages: the matrices must be larger for their rows to be shared out.
+CASES["wide"] = Case(lambda: Net(48, 1), CASES["net"].draw, CASES["net"].policy)
 
 OPTIONS = [
     {},
@@ -67,7 +70,7 @@ def compares(name, combination, options):
 
 @ranks(2)
 @pytest.mark.parametrize("combination", COMBINATIONS, ids="-".join)
-@pytest.mark.parametrize("name", ["net", "mlp", "tied", "frozen", "unused", "attention"])
+@pytest.mark.parametrize("name", ["wide", "mlp", "tied", "frozen", "unused", "attention"])
 def test_bit_identical_to_ddp(pool, name, combination):
     pool.run(compares, name, combination, {})
 
@@ -75,11 +78,11 @@ def test_bit_identical_to_ddp(pool, name, combination):
 @ranks(2)
 @pytest.mark.parametrize("number", range(1, len(OPTIONS)))
 def test_options(pool, number):
-    pool.run(compares, "net", ("full_shard", "shm"), OPTIONS[number])
+    pool.run(compares, "wide", ("full_shard", "shm"), OPTIONS[number])
 
 
 def values_after(strategy, transport, **options):
-    case = CASES["net"]
+    case = CASES["wide"]
     model = FSDP(make(case.make), strategy=strategy, transport=transport, **options)
     train(model, case, zshard.Muon(model, lr=0.05), torch.distributed.get_rank())
     return full(model)
@@ -95,8 +98,8 @@ def test_strategies_agree(pool):
 
 
 def values_of_hybrid(combination):
-    case = CASES["net"]
-    model = wrap("net", combination)
+    case = CASES["wide"]
+    model = wrap("wide", combination)
     train(model, case, zshard.Muon(model, lr=0.05), torch.distributed.get_rank())
     return full(model)
 
@@ -109,35 +112,36 @@ def test_hybrid_agrees(pool4, combination):
         assert_same(a, b, "the model")
 
 
-def bfloat16_like_ddp():
-    rank = torch.distributed.get_rank()
+def bfloat16_like_torch(transport):
+    """All ranks have the same batch: DDP would sum other batches' gradients in bfloat16."""
     found = []
-    for wrap in (FSDP, ddp):
+    for shards in (True, False):
         torch.manual_seed(0)
         # Tall, wide and square; whole vectors, since torch rounds the rest of a tensor otherwise.
-        model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64), nn.Linear(64, 64))
-        model = wrap(model.to(torch.bfloat16))
-        bare = getattr(model, "module", model)
-        group = {"params": [m.weight for m in bare], "use_muon": True}
-        rest = {"params": [m.bias for m in bare], "use_muon": False}
+        layers = [nn.Linear(64, 128), nn.Linear(128, 64), nn.Linear(64, 64)]
+        model = nn.Sequential(*layers).to(torch.bfloat16)
+        model = FSDP(model, transport=transport, auto_wrap_policy=None) if shards else model
+        matrices, biases = [m.weight for m in model], [m.bias for m in model]
+        groups = [{"params": matrices}, {"params": biases, "use_muon": False}]
         optimizer = (
-            zshard.Muon([group, rest], lr=0.02)
-            if wrap is FSDP
-            else Pair(torch.optim.Muon(group["params"], lr=0.02), zshard.AdamW(rest["params"]))
+            zshard.Muon(groups, lr=0.02)
+            if shards
+            else Pair(torch.optim.Muon(matrices, lr=0.02), zshard.AdamW(biases))
         )
         for step in range(3):
-            generator = torch.Generator().manual_seed(10 * step + rank)
+            generator = torch.Generator().manual_seed(step)
             x = torch.randn(8, 64, generator=generator).to(torch.bfloat16)
             optimizer.zero_grad()
             model(x).float().square().mean().backward()
             optimizer.step()
-        found.append(full(bare))
+        found.append(full(model))
     assert_same(*found, "the model")
 
 
 @ranks(2)
-def test_bfloat16_parameters(pool):
-    pool.run(bfloat16_like_ddp)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_bfloat16_parameters(pool, transport):
+    pool.run(bfloat16_like_torch, transport)
 
 
 # --- what Muon updates ----------------------------------------------------------------------------
@@ -235,15 +239,15 @@ def test_split_of_shards(pool, transport):
 
 
 def saves(path, transport):
-    model = sharded("net", ("full_shard", transport))
+    model = sharded("wide", ("full_shard", transport))
     optimizer = zshard.Muon(model, lr=0.05)
-    train(model, CASES["net"], optimizer, 0)
+    train(model, CASES["wide"], optimizer, 0)
     zshard.save(path, model, optimizer)
-    return optimizer.state_dict(), go_on("net", model, optimizer)
+    return optimizer.state_dict(), go_on("wide", model, optimizer)
 
 
 def loads(path, transport, by_path):
-    model = sharded("net", ("full_shard", transport), seed=2)
+    model = sharded("wide", ("full_shard", transport), seed=2)
     optimizer = zshard.Muon(model, lr=0.9)
     zshard.load(path, model, optimizer)
     if not by_path:  # through a state dict
@@ -264,8 +268,8 @@ def test_saved_at_2_ranks_loads_at_3(pool2, pool3, tmp_path, transport, by_path)
 
 def continues(transport, theirs):
     """Take the state of torch's optimizer over the plain model, and give it back."""
-    case = CASES["net"]
-    model = sharded("net", ("full_shard", transport))
+    case = CASES["wide"]
+    model = sharded("wide", ("full_shard", transport))
     hidden = hidden_matrices(model)
     optimizer = zshard.Muon([p for p in model.parameters() if id(p) in hidden], lr=0.05)
     optimizer.load_state_dict(theirs)
@@ -274,16 +278,16 @@ def continues(transport, theirs):
 
 
 def test_state_is_torchs(pool2):
-    model = make(CASES["net"].make)
+    model = make(CASES["wide"].make)
     hidden = hidden_matrices(model)
     optimizer = torch.optim.Muon([p for p in model.parameters() if id(p) in hidden], lr=0.05)
-    train(model, CASES["net"], optimizer, 0, steps=2)
+    train(model, CASES["wide"], optimizer, 0, steps=2)
     before = copy.deepcopy(optimizer.state_dict())
     state, values = pool2.run(continues, "shm", before)[0]
-    model = make(CASES["net"].make)
+    model = make(CASES["wide"].make)
     optimizer = torch.optim.Muon([p for p in model.parameters() if id(p) in hidden_matrices(model)])
     optimizer.load_state_dict(before)
-    train(model, CASES["net"], optimizer, 0, steps=2)
+    train(model, CASES["wide"], optimizer, 0, steps=2)
     assert_same(values, full(model), "the model")
     assert not differ(state["state"], optimizer.state_dict()["state"])
     optimizer.load_state_dict(state)
@@ -298,8 +302,8 @@ def momentum_of_shards(name, combination):
 
 
 def test_momentum_is_sharded(pool3):
-    model = CASES["net"].make()
+    model = CASES["wide"].make()
     total = sum(p.numel() for p in model.parameters() if id(p) in hidden_matrices(model))
-    held = pool3.run(momentum_of_shards, "net", ("full_shard", "shm"))
+    held = pool3.run(momentum_of_shards, "wide", ("full_shard", "shm"))
     assert sum(held) == total
     assert max(held) < total / 2

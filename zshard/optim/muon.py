@@ -325,15 +325,17 @@ class _MuonJob:
 
 
 def _add(values: Tensor, update: Tensor, factor: Any, shape: tuple[int, ...]) -> None:
-    """Add factor * update. In half precision rounded as torch does it: once for wide matrices, and
-    for tall ones, whose update it has transposed, also after the product; but here an element's
-    result does not depend on where it lies in memory."""
+    """Add factor * update. In half precision, where torch rounds the factor, and for tall matrices,
+    whose update it has transposed, also the product: here as well, but for all elements alike,
+    wherever they lie in memory."""
     if values.dtype not in (torch.bfloat16, torch.float16):
         values.add_(update, alpha=factor)
-    elif shape[0] > shape[1]:
-        values.add_(update.to(values.dtype) * float(factor))
+        return
+    rounded = float(torch.tensor(float(factor), dtype=values.dtype))
+    if shape[0] > shape[1]:
+        values.add_(update.to(values.dtype) * rounded)
     else:
-        values.copy_(values.float().add_(update, alpha=factor))
+        values.copy_(values.float().add_(update, alpha=rounded))
 
 
 def _orthogonalized(update: Tensor, options: Mapping[str, Any]) -> Tensor:

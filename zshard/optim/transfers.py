@@ -46,8 +46,8 @@ class Job(Protocol):
 class Mail(Protocol):
     """The memory that transfers use."""
 
-    def begin(self, number: int, pieces: Sequence[Piece]) -> None:
-        """Begin to fill transfer `number`."""
+    def begin(self, pieces: Sequence[Piece]) -> None:
+        """Begin to fill the next transfer."""
 
     def out(self, piece: Piece) -> Tensor:
         """Return the bytes of a piece that this rank sends."""
@@ -99,7 +99,7 @@ class _Run:
         self._receive(number - 1)
         pieces = self._plan.transfers[number] if number < len(self._plan.transfers) else []
         if self._mail is not None and pieces:
-            self._mail.begin(number, pieces)
+            self._mail.begin(pieces)
         self._put(number, [piece for piece in pieces if piece.source == self._rank])
 
     def _receive(self, number: int) -> None:
@@ -171,15 +171,16 @@ class _Rows:
     the other."""
 
     def __init__(self, comm: _core.Comm, size: int) -> None:
-        self._comm, self._size = comm, size
+        self._comm, self._size, self._half = comm, size, 0
         self._rows = _core.shared_rows(comm, 2 * size, torch.empty(0, dtype=torch.uint8))
         self._places: dict[Piece, int] = {}
 
     def fits(self, comm: _core.Comm, size: int) -> bool:
         return comm is self._comm and size <= self._size
 
-    def begin(self, number: int, pieces: Sequence[Piece]) -> None:
-        base = self._size * (number % 2)
+    def begin(self, pieces: Sequence[Piece]) -> None:
+        self._half = 1 - self._half
+        base = self._size * self._half
         self._places = {}
         for rank in range(self._comm.world):  # ranks that get the same elements read them together
             own = dict.fromkeys(p._replace(target=-1) for p in pieces if p.source == rank)
@@ -218,7 +219,7 @@ class _Sent:
     def _bytes(self, n: int) -> Tensor:
         return torch.empty(n, dtype=torch.uint8, device=self._device)
 
-    def begin(self, number: int, pieces: Sequence[Piece]) -> None:
+    def begin(self, pieces: Sequence[Piece]) -> None:
         ranks, mine = range(self._comm.world), self._comm.rank
         sent = [[p for p in pieces if (p.source, p.target) == (mine, rank)] for rank in ranks]
         received = [[p for p in pieces if (p.source, p.target) == (rank, mine)] for rank in ranks]
