@@ -39,6 +39,7 @@ from zshard.model.methods import register_forward_method
 from zshard.offload import Offload
 from zshard.optim import SGD, Adam, AdamW
 from zshard.optim.muon import Muon
+from zshard.optim.whole_matrix import WholeMatrix
 from zshard.precision import MixedPrecision
 from zshard.ranks.nccl import NcclOptions
 from zshard.ranks.wire import Wire
@@ -66,6 +67,7 @@ __all__ = [
     "PeerTimeoutError",
     "ShardError",
     "ShardingStrategy",
+    "WholeMatrix",
     "Wire",
     "available_features",
     "full_tensor",

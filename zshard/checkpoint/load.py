@@ -31,6 +31,7 @@ from zshard.checkpoint.safetensors import TensorEntry
 from zshard.checkpoint.write import finish
 from zshard.guard import slices
 from zshard.optim.sharded_state import params_of
+from zshard.optim.whole_matrix import WholeMatrix
 from zshard.ranks import meeting
 from zshard.ranks.agreement import Fact, PublicCall, bytes_of, check_agreement, on_all_ranks
 from zshard.state.load_state_dict import LoadPlan, carry_out, plan
@@ -315,7 +316,9 @@ class OptimizerLoad:
             head = f"Error(s) in loading optimizer state for {type(optimizer).__name__}:"
             raise RuntimeError("\n\t".join([head, *problems, *more]))
         self._optimizer = optimizer
-        self._plan = OptimizerPlan(dict(enumerate(params_of(optimizer))), self._numbered["state"])
+        params = dict(enumerate(params_of(optimizer)))
+        whole = isinstance(optimizer, WholeMatrix)
+        self._plan = OptimizerPlan(params, self._numbered["state"], whole)
         self._hooks: Mapping[int, Callable[[Optimizer], object]] = {}
 
     def pending(self) -> list[Pending]:
@@ -351,7 +354,8 @@ class OptimizerLoad:
 
 
 def _other_class(told: OptimizerState, optimizer: Optimizer) -> list[str]:
-    name = type(optimizer).__name__
+    whole = isinstance(optimizer, WholeMatrix)
+    name = (optimizer.optimizer_class if whole else type(optimizer)).__name__
     if told.kind is None or told.kind.rpartition(".")[2] == name:  # torch's or zshard's
         return []
     return [

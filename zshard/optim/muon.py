@@ -325,15 +325,15 @@ class _MuonJob:
 
 
 def _add(values: Tensor, update: Tensor, factor: Any, shape: tuple[int, ...]) -> None:
-    """Add factor * update. In half precision, where torch rounds the factor, and for tall matrices,
-    whose update it has transposed, also the product: here as well, but for all elements alike,
-    wherever they lie in memory."""
-    if values.dtype not in (torch.bfloat16, torch.float16):
+    """Add factor * update. In bfloat16, where torch rounds the factor, and for tall matrices, whose
+    update it has transposed, also the product: here as well, but for all elements alike, wherever
+    they lie in memory."""
+    if values.dtype != torch.bfloat16:
         values.add_(update, alpha=factor)
         return
     rounded = float(torch.tensor(float(factor), dtype=values.dtype))
     if shape[0] > shape[1]:
-        values.add_(update.to(values.dtype) * rounded)
+        values.add_(update * rounded)
     else:
         values.copy_(values.float().add_(update, alpha=rounded))
 

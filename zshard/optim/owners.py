@@ -61,23 +61,20 @@ def assigned(costs: Sequence[int], ranks: int) -> list[int]:
 
 
 class Plan:
-    """Owners, batches and transfers.
+    """Batches and transfers.
 
-    limit: bytes of a rank's own matrices in a batch. A larger matrix is a batch by itself.
+    owners: the rank of each matrix. limit: bytes of a rank's own matrices in a batch; a larger
+        matrix is a batch by itself.
     """
 
-    def __init__(self, matrices: Sequence[Matrix], ranks: int, limit: int) -> None:
-        self.matrices = matrices
+    def __init__(
+        self, matrices: Sequence[Matrix], owners: Sequence[int], ranks: int, limit: int
+    ) -> None:
+        self.matrices, self.owners = matrices, owners
         self.ranks = ranks
-        self.owners = assigned([each.cost for each in matrices], ranks)
         self.batches = self._batches(limit)
         self.transfers = [self._pieces(t) for t in range(len(self.batches) + 2)]
         """Without what stays on its rank."""
-
-    @functools.cached_property
-    def n_meetings(self) -> int:
-        """Return in how many transfers anything moves."""
-        return sum(map(bool, self.transfers))
 
     @functools.cached_property
     def most_sent(self) -> int:

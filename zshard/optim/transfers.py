@@ -37,7 +37,8 @@ class Job(Protocol):
         another replica's are taken."""
 
     def compute(self, inputs: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
-        """(on the owner) Return the results, one-dimensional, given (inputs, elements) of each."""
+        """Return the results, one-dimensional, of the matrices of a batch that this rank owns, given
+        (inputs, elements) of each."""
 
     def take(self, matrix: int, result: Tensor) -> None:
         """Apply this rank's elements of the result, one-dimensional."""
@@ -93,9 +94,10 @@ class _Run:
 
     def work(self, number: int) -> None:
         """Do everything that lies between transfer `number - 1` and transfer `number`."""
-        ready = [i for i in self._plan.batch(number - 2) if i in self._inputs]
+        ready = self._plan.batch(number - 2)
         if ready:
-            self._results.update(self._job.compute({i: self._inputs.pop(i) for i in ready}))
+            own = {i: self._inputs.pop(i) for i in ready if i in self._inputs}
+            self._results.update(self._job.compute(own))
         self._receive(number - 1)
         pieces = self._plan.transfers[number] if number < len(self._plan.transfers) else []
         if self._mail is not None and pieces:

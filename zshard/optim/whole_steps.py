@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zshard import _core
 from zshard.guard.slices import plain
-from zshard.optim.owners import Matrix, Plan
+from zshard.optim.owners import Matrix, Plan, assigned
 from zshard.optim.transfers import Job, Mail, carry_out, mail_for
 from zshard.ranks.agreement import Fact, PublicCall, check_agreement, gather_bytes
 from zshard.units.shards import Part, part_of
@@ -50,15 +50,12 @@ class WholeSteps:
         self._plans: dict[object, Plan] = {}
         self._mail: Mail | None = None
 
-    def owners(self, stepped: Sequence[Stepping]) -> list[bool]:
-        """Return for each parameter whether this rank is its owner if all have gradients.
-        Collective."""
+    def is_owner(self, stepped: Sequence[Stepping]) -> list[bool]:
+        """Return for each parameter whether this rank is its owner. Not collective."""
         owned = [False] * len(stepped)
         for comm, members in _by_comm(stepped).items():
-            plan = self._plan(comm, stepped, members, members)
-            rank = 0 if comm is None else comm.rank
-            for i, owner in zip(members, plan.owners, strict=True):
-                owned[i] = owner == rank
+            for i, owner in _owners(comm, stepped, members).items():
+                owned[i] = comm is None or owner == comm.rank
         return owned
 
     def run(self, stepped: Sequence[Stepping], job_of: Callable[[list[int]], Job]) -> None:
@@ -105,8 +102,9 @@ class WholeSteps:
         if key not in self._plans:
             held = dict(zip(members, ranges, strict=True))
             matrices = [self._matrix(stepped[i], held[i]) for i in active]
+            owners = _owners(comm, stepped, members)
             world = 1 if comm is None else comm.world
-            self._plans[key] = Plan(matrices, world, self._limit)
+            self._plans[key] = Plan(matrices, [owners[i] for i in active], world, self._limit)
         return self._plans[key]
 
     def _matrix(self, each: Stepping, ranges: tuple[tuple[int, int], ...]) -> Matrix:
@@ -146,6 +144,14 @@ def _by_comm(stepped: Sequence[Stepping]) -> dict[_core.Comm | None, list[int]]:
         alone = part is None or part.comm.world == 1
         found.setdefault(None if part is None or alone else part.comm, []).append(i)
     return found
+
+
+def _owners(
+    comm: _core.Comm | None, stepped: Sequence[Stepping], members: list[int]
+) -> dict[int, int]:
+    """Return the owner of each member, whether it has a gradient or not: owners keep state."""
+    costs = [stepped[i].cost for i in members]
+    return dict(zip(members, assigned(costs, 1 if comm is None else comm.world), strict=True))
 
 
 def _is_active(param: Tensor) -> bool:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from zshard import _core
 from zshard.optim.sharded_state import params_of
+from zshard.optim.whole_matrix import WholeMatrix
 from zshard.ranks.agreement import PublicCall, gather_bytes
 from zshard.ranks.transports import comm_for
 from zshard.state.optimizer import OptimizerPlan, gather, problems_with, taken
@@ -184,12 +185,13 @@ def _from_rank0(comm: _core.Comm, optimizer: Optimizer, made: dict[str, Any]) ->
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     theirs = [len(group["params"]) for group in told["param_groups"]]
     params = dict(enumerate(params_of(optimizer)))
+    whole = isinstance(optimizer, WholeMatrix)
     if sizes == theirs:
-        problems = problems_with(params, told["state"])
+        problems = [] if whole else problems_with(params, told["state"])
     else:
         problems = [f"its param groups have {theirs} parameters, but this rank's have {sizes}"]
     _raise_together(comm, problems)
-    plan, source = OptimizerPlan(params, told["state"]), FromRank0(comm)
+    plan, source = OptimizerPlan(params, told["state"], whole), FromRank0(comm)
     state = taken(optimizer, plan.take(source))
     plan.read(source)
     return {**told, "state": state}
@@ -230,7 +232,8 @@ def by_number(
     state = dict(found)
     if len(state) < len(found):
         problems.append("it has state for a tied parameter twice, under two of its names")
-    problems += problems_with(params, state, same_dtypes=True)
+    if not isinstance(optimizer, WholeMatrix):  # which may have state of any shape
+        problems += problems_with(params, state, same_dtypes=True)
     groups = [
         {**_options_of(other), "params": [numbers[id(p)] for p in own["params"]]}
         for own, other in zip(ours, theirs, strict=True)
