@@ -156,6 +156,7 @@ def mail_for(plan: Plan, comm: _core.Comm, device: torch.device, before: Mail | 
     if comm.transport != "shm":
         return _Sent(comm, device)
     if isinstance(before, _Rows) and before.fits(comm, plan.most_sent):
+        before.restart()
         return before
     with on_all_ranks(comm):
         return _Rows(comm, plan.most_sent)
@@ -179,6 +180,10 @@ class _Rows:
 
     def fits(self, comm: _core.Comm, size: int) -> bool:
         return comm is self._comm and size <= self._size
+
+    def restart(self) -> None:
+        """Begin a step, also after one that has raised, for which ranks were in different places."""
+        self._half = 0
 
     def begin(self, pieces: Sequence[Piece]) -> None:
         self._half = 1 - self._half
