@@ -15,7 +15,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ __all__ = ["Muon"]
 _BATCH = 16 << 20
 """Bytes of a rank's own matrices in a batch: enough to keep it busy while the next ones travel."""
 
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _LR_FUNCTIONS = (None, "original", "match_rms_adamw")
 
 
@@ -54,6 +55,9 @@ class Muon(_AdamInOneCall):
             one: into how many equal blocks of rows, or the rows of each block. Each is updated as a
             matrix of its own. With a model, a dict of these by patterns of parameter names,
             {"*.qkv.weight": 3}.
+        ns_dtype: what the matrices are computed and sent in, "bfloat16" as in torch.optim.Muon, or
+            "float32", which is much faster on CPUs without instructions for bfloat16, and more
+            exact.
         adamw: options of zshard.AdamW for its param groups; None: its defaults, also for lr.
 
     Param groups may set all of these, and those of AdamW, by themselves. step() is collective.
@@ -62,7 +66,7 @@ class Muon(_AdamInOneCall):
     matrices; NotImplementedError for options of AdamW that zshard does not support.
     """
 
-    _state: ClassVar = {"exp_avg": None, "exp_avg_sq": None, "max_exp_avg_sq": "amsgrad"}
+    steps_together = True  # ranks communicate in its step
 
     def __init__(
         self,
@@ -77,6 +81,7 @@ class Muon(_AdamInOneCall):
         adjust_lr_fn: str | None = None,
         *,
         split: Any = None,
+        ns_dtype: str = "bfloat16",
         adamw: Mapping[str, Any] | None = None,
     ) -> None:
         by_model = isinstance(params, nn.Module)
@@ -90,6 +95,7 @@ class Muon(_AdamInOneCall):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
             "split": None if by_model else split,
+            "ns_dtype": ns_dtype,
             "use_muon": True,
         }
         _check_options(self._of_muon)
@@ -126,7 +132,8 @@ class Muon(_AdamInOneCall):
 
     def _take_group(self, group: dict[str, Any]) -> None:
         if group.setdefault("use_muon", "momentum" in group):
-            group.setdefault("split", None)  # a state dict of torch.optim.Muon lacks it
+            group.setdefault("split", None)  # a state dict of torch.optim.Muon lacks these
+            group.setdefault("ns_dtype", "bfloat16")
             _check_options(group)
             for param in group["params"]:
                 _check_matrix(param, group["split"])
@@ -161,7 +168,7 @@ class Muon(_AdamInOneCall):
         stepped, options = [], []
         for group in self.param_groups:
             for param in group["params"] if group["use_muon"] else ():
-                stepped.append(_stepping(param, group["split"]))
+                stepped.append(_stepping(param, group))
                 options.append(group)
         self._whole.run(stepped, lambda active: self._job([(stepped[i], options[i]) for i in active]))
         return loss
@@ -200,6 +207,10 @@ def _check_options(options: Mapping[str, Any]) -> None:
         raise ValueError(f"ns_steps must be in 0 ... 99, got {options['ns_steps']}")
     if len(options["ns_coefficients"]) != 3:
         raise ValueError(f"ns_coefficients must be three numbers, got {options['ns_coefficients']}")
+    if options["ns_dtype"] not in _DTYPES:
+        raise ValueError(
+            f"ns_dtype must be 'bfloat16' or 'float32', got {options['ns_dtype']!r}"
+        )
     if options["adjust_lr_fn"] not in _LR_FUNCTIONS:
         raise ValueError(
             f"adjust_lr_fn must be 'original', 'match_rms_adamw' or None, got "
@@ -237,11 +248,11 @@ def _blocks(shape: tuple[int, ...], split: Any, param: Tensor) -> list[int]:
     )
 
 
-def _stepping(param: Tensor, split: Any) -> Stepping:
-    shape = full_shape(param)
+def _stepping(param: Tensor, group: Mapping[str, Any]) -> Stepping:
+    shape, split, dtype = full_shape(param), group["split"], group["ns_dtype"]
     rows = _blocks(shape, split, param)
     cost = sum(_cost(each, shape[1]) for each in rows)
-    return Stepping(param, cost, "" if split is None else f"split={split}", torch.bfloat16)
+    return Stepping(param, cost, f"split={split}, ns_dtype={dtype}", _DTYPES[dtype])
 
 
 def _cost(rows: int, columns: int) -> int:
@@ -332,15 +343,15 @@ def _add(values: Tensor, update: Tensor, factor: Any, shape: tuple[int, ...]) ->
         values.add_(update, alpha=factor)
         return
     rounded = float(torch.tensor(float(factor), dtype=values.dtype))
-    if shape[0] > shape[1]:
+    if shape[0] > shape[1] and update.dtype == torch.bfloat16:
         values.add_(update * rounded)
     else:
         values.copy_(values.float().add_(update, alpha=rounded))
 
 
 def _orthogonalized(update: Tensor, options: Mapping[str, Any]) -> Tensor:
-    """Return US'V' of an update USV' in bfloat16, with the values of S' around 1: torch's
-    operations in torch's order. Overwrites it."""
+    """Return US'V' of an update USV', with the values of S' around 1: torch's operations in torch's
+    order. Overwrites it."""
     a, b, c = options["ns_coefficients"]
     is_tall = update.size(0) > update.size(1)
     x = update.T if is_tall else update

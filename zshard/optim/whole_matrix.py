@@ -54,6 +54,8 @@ class WholeMatrix(Optimizer):
     Raises what the optimizer does; TypeError for one whose step requires a closure.
     """
 
+    steps_together = True  # ranks communicate in its step
+
     def __init__(
         self, optimizer_class: Callable[..., Optimizer], params: ParamsT, **options: Any
     ) -> None:
