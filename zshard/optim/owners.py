@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Matrix", "Piece", "Plan", "assigned"]
+__all__ = ["ALIGN", "Matrix", "Piece", "Plan", "assigned", "room_of"]
 
-_ALIGN = 64
+ALIGN = 64
 """Bytes: where elements begin in a transfer."""
 
 
@@ -148,4 +148,4 @@ class Plan:
 
 def room_of(piece: Piece) -> int:
     """Return its bytes in a transfer, padded."""
-    return -(-piece.nbytes // _ALIGN) * _ALIGN
+    return -(-piece.nbytes // ALIGN) * ALIGN

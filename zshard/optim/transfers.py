@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zshard import _core
-from zshard.optim.owners import Piece, Plan, room_of
+from zshard.optim.owners import ALIGN, Piece, Plan, room_of
 from zshard.ranks.agreement import on_all_ranks
 from zshard.ranks.transports import group_beside
 
@@ -142,8 +142,10 @@ class _Run:
             return self._mail.out(piece).view(matrix.dtype).view(matrix.n_inputs, -1)
         if self._plan.owners[i] != self._rank:
             return None
-        shape = matrix.n_inputs, matrix.numel
-        whole = self._inputs[i] = torch.empty(shape, dtype=matrix.dtype, device=self._job.device(i))
+        # Aligned rows: the last bits of a product may depend on where its factors begin.
+        shape = matrix.n_inputs, -(-matrix.numel // ALIGN) * ALIGN
+        whole = torch.empty(shape, dtype=matrix.dtype, device=self._job.device(i))
+        whole = self._inputs[i] = whole[:, : matrix.numel]
         begin, numel = matrix.ranges[self._rank]
         return whole[:, begin : begin + numel] if numel > 0 else None
 
