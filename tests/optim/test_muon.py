@@ -149,9 +149,7 @@ def test_bfloat16_parameters(pool, transport):
 
 def names_of(model, optimizer):
     names = {id(p): name for name, p in model.named_parameters()}
-    return {
-        names[id(p)] for g in optimizer.param_groups if g["use_muon"] for p in g["params"]
-    }
+    return {names[id(p)] for g in optimizer.param_groups if g["use_muon"] for p in g["params"]}
 
 
 @pytest.mark.parametrize("name", ["net", "tied", "attention", "conv", "recurrent"])
@@ -165,8 +163,10 @@ def test_choice(name):
         "attention": {
             f"encoder.layers.{i}.{each}"
             for i in range(2)
-            for each in ("self_attn.in_proj_weight", "self_attn.out_proj.weight")
-            + ("linear1.weight", "linear2.weight")
+            for each in (
+                *("self_attn.in_proj_weight", "self_attn.out_proj.weight"),
+                *("linear1.weight", "linear2.weight"),
+            )
         },
         "conv": set(),
         "recurrent": set(),

@@ -329,5 +329,3 @@ def test_more_param_groups():
     optimizer.step()
     whole.step()
     assert len(optimizer.state) == len(whole.state_dict()["state"]) == 2
-
-

@@ -105,7 +105,9 @@ def owned():
 
 def test_each_state_is_on_one_rank(pool3):
     held = pool3.run(owned)
-    assert sorted(sum(held, [])) == sorted(tuple(p.shape) for p in CASES["wide"].make().parameters())
+    assert sorted(shape for shapes in held for shape in shapes) == sorted(
+        tuple(p.shape) for p in CASES["wide"].make().parameters()
+    )
     assert all(held)
 
 

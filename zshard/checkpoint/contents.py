@@ -315,8 +315,8 @@ def of_optimizer(model: nn.Module, optimizer: Optimizer, copies: Replicas) -> Co
     held = held_by(optimizer)
     cut = {id(each.param): {k: c for k, _, c in each.entries} for each in held}
     nested = (f"{each.nested} of '{each.part.name}'" for each in held if each.nested)
-    whole = isinstance(optimizer, WholeMatrix)
-    state = optimizer.full_state() if whole else optimizer.state
+    whole = optimizer if isinstance(optimizer, WholeMatrix) else None
+    state = optimizer.state if whole is None else whole.full_state()
     by_key: dict[str, list[Item]] = {}
     told_state: dict[str, dict[str, Any]] = {}
     for param in (p for group in optimizer.param_groups for p in group["params"]):
@@ -337,7 +337,7 @@ def of_optimizer(model: nn.Module, optimizer: Optimizer, copies: Replicas) -> Co
             told_state[name] = {"tensors": tensors, "values": values}
     items = [item for same in by_key.values() for item in same]
     _check_unique(items)
-    kind = optimizer.optimizer_class if whole else type(optimizer)
+    kind = type(optimizer) if whole is None else whole.optimizer_class
     told = {
         "class": f"{kind.__module__}.{kind.__qualname__}",
         "groups": [_group(i, group, names) for i, group in enumerate(optimizer.param_groups)],

@@ -354,8 +354,10 @@ class OptimizerLoad:
 
 
 def _other_class(told: OptimizerState, optimizer: Optimizer) -> list[str]:
-    whole = isinstance(optimizer, WholeMatrix)
-    name = (optimizer.optimizer_class if whole else type(optimizer)).__name__
+    kind = type(optimizer)
+    if isinstance(optimizer, WholeMatrix):
+        kind = optimizer.optimizer_class
+    name = kind.__name__
     if told.kind is None or told.kind.rpartition(".")[2] == name:  # torch's or zshard's
         return []
     return [

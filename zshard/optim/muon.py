@@ -170,7 +170,9 @@ class Muon(_AdamInOneCall):
             for param in group["params"] if group["use_muon"] else ():
                 stepped.append(_stepping(param, group))
                 options.append(group)
-        self._whole.run(stepped, lambda active: self._job([(stepped[i], options[i]) for i in active]))
+        self._whole.run(
+            stepped, lambda active: self._job([(stepped[i], options[i]) for i in active])
+        )
         return loss
 
     def _job(self, active: Sequence[tuple[Stepping, dict[str, Any]]]) -> _MuonJob:
@@ -208,9 +210,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
     if len(options["ns_coefficients"]) != 3:
         raise ValueError(f"ns_coefficients must be three numbers, got {options['ns_coefficients']}")
     if options["ns_dtype"] not in _DTYPES:
-        raise ValueError(
-            f"ns_dtype must be 'bfloat16' or 'float32', got {options['ns_dtype']!r}"
-        )
+        raise ValueError(f"ns_dtype must be 'bfloat16' or 'float32', got {options['ns_dtype']!r}")
     if options["adjust_lr_fn"] not in _LR_FUNCTIONS:
         raise ValueError(
             f"adjust_lr_fn must be 'original', 'match_rms_adamw' or None, got "
@@ -320,7 +320,7 @@ class _MuonJob:
         return {i: self._orthogonalized(self._steps[i], each[0]) for i, each in inputs.items()}
 
     def _orthogonalized(self, step: _Step, whole: Tensor) -> Tensor:
-        blocks = whole.view(step.shape).split(step.rows)
+        blocks = whole.view(step.shape).split(step.rows)  # type: ignore[no-untyped-call]
         done = [_orthogonalized(block, step.options) for block in blocks]
         return (done[0] if len(done) == 1 else torch.cat(done)).reshape(-1)
 

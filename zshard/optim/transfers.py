@@ -37,7 +37,7 @@ class Job(Protocol):
         another replica's are taken."""
 
     def compute(self, inputs: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
-        """Return the results, one-dimensional, of the matrices of a batch that this rank owns, given
+        """Return the results, one-dimensional, of this rank's own matrices of a batch, given
         (inputs, elements) of each."""
 
     def take(self, matrix: int, result: Tensor) -> None:
@@ -96,7 +96,7 @@ class _Run:
         """Do everything that lies between transfer `number - 1` and transfer `number`."""
         ready = self._plan.batch(number - 2)
         if ready:
-            own = {i: self._inputs.pop(i) for i in ready if i in self._inputs}
+            own = {i: self._inputs.pop(i) for i in ready if self._plan.owners[i] == self._rank}
             self._results.update(self._job.compute(own))
         self._receive(number - 1)
         pieces = self._plan.transfers[number] if number < len(self._plan.transfers) else []
@@ -130,10 +130,11 @@ class _Run:
                 result = self._results[piece.matrix][piece.begin : piece.begin + piece.numel]
                 self._mail.out(piece).view(result.dtype).copy_(result)
         for i in self._plan.batch(number - 2):
-            result = self._results.pop(i, None)
             begin, numel = self._plan.matrices[i].ranges[self._rank]
-            if result is not None and numel > 0:
-                self._job.take(i, result[begin : begin + numel])
+            if self._plan.owners[i] == self._rank:
+                result = self._results.pop(i)[begin : begin + numel]
+                if numel > 0:
+                    self._job.take(i, result)
 
     def _place(self, i: int, piece: Piece | None) -> Tensor | None:
         """Return where this rank's elements of a matrix go."""

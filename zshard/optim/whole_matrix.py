@@ -35,7 +35,7 @@ class WholeMatrix(Optimizer):
 
         optimizer = zshard.WholeMatrix(torch.optim.Adafactor, model.parameters(), lr=1e-3)
 
-    For optimizers that use a parameter's shape, or norms of it: Adafactor, Shampoo, SOAP, LAMB. Each
+    For optimizers that use a parameter's shape, or norms of it: Adafactor, Shampoo, SOAP, LAMB. A
     rank holds the state of the parameters that it owns, and in a step these parameters and their
     gradients in full, about 1/W of the model. For Muon, zshard.Muon takes less.
 
@@ -65,8 +65,8 @@ class WholeMatrix(Optimizer):
         closure = inspect.signature(self._inner.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise TypeError(
-                f"{type(self._inner).__name__} needs a closure in each step, which WholeMatrix does "
-                'not support: use FSDP(..., strategy="no_shard")'
+                f"{type(self._inner).__name__} needs a closure in each step, which WholeMatrix "
+                'does not support: use FSDP(..., strategy="no_shard")'
             )
         self.defaults = self._inner.defaults
         self._steps = WholeSteps(f"WholeMatrix({type(self._inner).__name__})", 2, sys.maxsize)
@@ -116,8 +116,8 @@ class WholeMatrix(Optimizer):
     @PublicCall("optimizer.state_dict()")
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's full state, as the unsharded model's would be. Collective."""
-        for hook in self._optimizer_state_dict_pre_hooks.values():
-            hook(self)
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
         packed = _packed(self)
         packed["state"] = dict(sorted(self._gathered().items()))
         for hook in self._optimizer_state_dict_post_hooks.values():
@@ -129,21 +129,21 @@ class WholeMatrix(Optimizer):
         numbers = dict(enumerate(params_of(self)))
         return {numbers[number]: state for number, state in self._gathered().items()}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the result of state_dict(), or the state of the same optimizer over the unsharded
         model. Pass all of it on each rank, which keeps what it owns. Raises ValueError for param
         groups that do not match."""
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = hook(self, state_dict) or state_dict  # type: ignore[arg-type]
+            state_dict = hook(self, state_dict) or state_dict
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         owned = zip(numbers, self._steps.is_owner(self._stepped()), strict=False)
         own = {number for number, is_own in owned if is_own}
         kept = {number: state for number, state in state_dict["state"].items() if number in own}
         self._inner.load_state_dict({**state_dict, "state": copy.deepcopy(kept)})
         _copy_options(self._inner.param_groups, self.param_groups)
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def _stepped(self) -> list[Stepping]:
         return [Stepping(param, _cost(full_shape(param))) for param in params_of(self)]
@@ -171,9 +171,7 @@ class WholeMatrix(Optimizer):
             file = io.BytesIO()
             torch.save(mine, file)
             for data in gather_bytes(comm, file.getvalue()):
-                found.update(
-                    torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-                )
+                found.update(torch.load(io.BytesIO(data), map_location="cpu", weights_only=False))
         return found
 
 
@@ -210,7 +208,7 @@ def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) ->
 class _WholeJob:
     """WholeMatrix's part of transfers.Job: what travels is a parameter with its gradient."""
 
-    def __init__(self, inner: Optimizer, pairs: Sequence[tuple[Tensor, nn.Parameter]]) -> None:
+    def __init__(self, inner: Optimizer, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._inner, self._pairs = inner, pairs
 
     def device(self, matrix: int) -> torch.device:
@@ -237,4 +235,3 @@ class _WholeJob:
     def take(self, matrix: int, result: Tensor) -> None:
         param = self._pairs[matrix][0]
         param.detach().copy_(result.view(param.shape))
-

@@ -202,8 +202,8 @@ def comm_beside(comm: _core.Comm) -> _core.Comm:
 
 
 def group_beside(comm: _core.Comm, device: torch.device) -> Group:
-    """Return a process group of a transport's ranks for collectives of tensors on `device`, which no
-    other code uses. Collective on first use."""
+    """Return a process group of a transport's ranks for tensors on `device`, which no other code
+    uses. Collective on first use."""
     known = (entry for entry in (*_entries.values(), *_stopped) if entry.comm is comm)
     entry = next(known, None)
     if entry is None:

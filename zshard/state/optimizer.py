@@ -260,9 +260,7 @@ class OptimizerPlan:
     optimizer never gets a tensor of the given state, since later steps would write to it.
     """
 
-    def __init__(
-        self, params: Mapping[Any, Tensor], state: Numbered, whole: bool = False
-    ) -> None:
+    def __init__(self, params: Mapping[Any, Tensor], state: Numbered, whole: bool = False) -> None:
         """params: all of the optimizer's, in its order. They are resharded, as between steps;
         Part.settle() documents what it raises. whole: the optimizer takes full tensors, and keeps
         what it needs (WholeMatrix)."""
