@@ -185,7 +185,7 @@ class _Rows:
         return comm is self._comm and size <= self._size
 
     def restart(self) -> None:
-        """Begin a step, also after one that has raised, for which ranks were in different places."""
+        """Begin a step: one that raised may have left ranks in different halves."""
         self._half = 0
 
     def begin(self, pieces: Sequence[Piece]) -> None:
