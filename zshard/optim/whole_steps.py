@@ -48,7 +48,7 @@ class WholeSteps:
         self._name, self._n_inputs, self._limit = name, n_inputs, limit
         self._ranges: dict[tuple[int, ...], list[tuple[tuple[int, int], ...]]] = {}
         self._plans: dict[object, Plan] = {}
-        self._mail: Mail | None = None
+        self._mails: dict[_core.Comm, Mail] = {}  # shared memory, which is kept
 
     def is_owner(self, stepped: Sequence[Stepping]) -> list[bool]:
         """Return for each parameter whether this rank is its owner. Not collective."""
@@ -85,8 +85,9 @@ class WholeSteps:
         mail = None
         if comm is not None and plan.most_sent > 0:
             device = stepped[which[1][0]].param.device
-            mail = mail_for(plan, comm, device, self._mail)
-            self._mail = mail if comm.transport == "shm" else None
+            mail = mail_for(plan, comm, device, self._mails.get(comm))
+            if comm.transport == "shm":
+                self._mails[comm] = mail
         carry_out(plan, job, comm, mail)
 
     def _plan(
@@ -98,7 +99,8 @@ class WholeSteps:
     ) -> Plan:
         ranges = self._ranges_of(comm, [stepped[i].param for i in members])
         costs = [stepped[i].cost for i in active]
-        key = (id(comm), tuple(members), tuple(active), tuple(costs))
+        ids = tuple(id(stepped[i].param) for i in members)
+        key = (id(comm), ids, tuple(active), tuple(costs))
         if key not in self._plans:
             held = dict(zip(members, ranges, strict=True))
             matrices = [self._matrix(stepped[i], held[i]) for i in active]
@@ -125,8 +127,7 @@ class WholeSteps:
                 mine = array("q", [number for row in own for number in row])
                 told = [array("q", data) for data in gather_bytes(comm, mine.tobytes())]
                 everyone = [list(zip(row[::2], row[1::2], strict=True)) for row in told]
-            self._ranges = {key: list(zip(*everyone, strict=True))}  # one model at a time
-            self._plans = {}
+            self._ranges[key] = list(zip(*everyone, strict=True))
         return self._ranges[key]
 
 
