@@ -38,6 +38,8 @@ from zshard.memory.report import num_parameters
 from zshard.model.methods import register_forward_method
 from zshard.offload import Offload
 from zshard.optim import SGD, Adam, Adam8bit, AdamW, AdamW8bit, SGD8bit
+from zshard.optim.muon import Muon
+from zshard.optim.whole_matrix import WholeMatrix
 from zshard.precision import MixedPrecision
 from zshard.ranks.nccl import NcclOptions
 from zshard.ranks.wire import Wire
@@ -59,6 +61,7 @@ __all__ = [
     "DivergenceError",
     "GradScaler",
     "MixedPrecision",
+    "Muon",
     "NcclError",
     "NcclOptions",
     "Offload",
@@ -67,6 +70,7 @@ __all__ = [
     "SGD8bit",
     "ShardError",
     "ShardingStrategy",
+    "WholeMatrix",
     "Wire",
     "available_features",
     "full_tensor",

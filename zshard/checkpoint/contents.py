@@ -33,6 +33,7 @@ from zshard.checkpoint.script_state import encode
 from zshard.guard.slices import to_local
 from zshard.optim.hooks import know
 from zshard.optim.sharded_state import held_by
+from zshard.optim.whole_matrix import WholeMatrix
 from zshard.ranks.agreement import Fact, gather_bytes
 from zshard.ranks.transports import comm_for
 from zshard.state import state_dict_form
@@ -314,12 +315,14 @@ def of_optimizer(model: nn.Module, optimizer: Optimizer, copies: Replicas) -> Co
     held = held_by(optimizer)
     cut = {id(each.param): {k: c for k, _, c in each.entries} for each in held}
     nested = (f"{each.nested} of '{each.part.name}'" for each in held if each.nested)
+    whole = optimizer if isinstance(optimizer, WholeMatrix) else None
+    state = optimizer.state if whole is None else whole.full_state()
     by_key: dict[str, list[Item]] = {}
     told_state: dict[str, dict[str, Any]] = {}
     for param in (p for group in optimizer.param_groups for p in group["params"]):
         tensors, values = [], {}
         name, parts = names[id(param)], cut.get(id(param), {})
-        for key, value in optimizer.state.get(param, {}).items():
+        for key, value in state.get(param, {}).items():
             if not isinstance(key, str):
                 raise TypeError(f"optimizer state keys must be strings, got {key!r} for '{name}'")
             if isinstance(value, Tensor):
@@ -335,7 +338,7 @@ def of_optimizer(model: nn.Module, optimizer: Optimizer, copies: Replicas) -> Co
             told_state[name] = {"tensors": tensors, "values": values}
     items = [item for same in by_key.values() for item in same]
     _check_unique(items)
-    kind = type(optimizer)
+    kind = type(optimizer) if whole is None else whole.optimizer_class
     told = {
         "class": f"{kind.__module__}.{kind.__qualname__}",
         "groups": [_group(i, group, names) for i, group in enumerate(optimizer.param_groups)],

@@ -22,9 +22,9 @@ _TORCHS = ("Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop",
 _OWN_CLASS = "pass an instance or a function of the parameters as optimizer="
 _REFUSED = {
     "lamb": "LAMB needs the norm of each full parameter",
-    "muon": "Muon needs full matrices",
+    "muon": "Muon needs full matrices (zshard.Muon(model), as optimizer=, has them)",
     "lbfgs": "LBFGS needs all parameters at once",
-    "adafactor": "Adafactor needs full matrices",
+    "adafactor": "Adafactor needs full matrices (zshard.WholeMatrix, as optimizer=, has them)",
     "sparseadam": "sharded gradients are dense",
     "onebitadam": "1-bit communication changes the gradients",
     "onebitlamb": "1-bit communication changes the gradients",

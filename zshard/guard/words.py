@@ -59,7 +59,8 @@ _TRUTHS = (
     "infinite if any of them is, or zshard.named_norms(model, grads=True)."
 )
 _IN_AN_OPTIMIZER = (
-    "An optimizer that needs full tensors cannot step shards: use an elementwise one "
+    "An optimizer that needs full tensors cannot step shards by itself: for Muon use zshard.Muon, "
+    "for others zshard.WholeMatrix(optimizer_class, params, ...), an elementwise one "
     '(zshard.AdamW, torch.optim.SGD), or FSDP(..., strategy="no_shard").'
 )
 _INITIALIZE = (

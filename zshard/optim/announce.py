@@ -132,7 +132,9 @@ def say_step(optimizer: torch.optim.Optimizer) -> None:
     """Announce a step that is about to change parameters."""
     for joined in _speaking_of(optimizer):
         extra = {name: getattr(optimizer, name, None) for name in _STEP_ATTRIBUTES}
-        joined.say(Act.STEP, joined.number_of(optimizer), options_of(optimizer), extra)
+        number, options = joined.number_of(optimizer), options_of(optimizer)
+        meetings = -1 if getattr(optimizer, "steps_together", False) else 0  # any number
+        joined.say(Act.STEP, number, options, extra, meetings=meetings)
 
 
 def _zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:

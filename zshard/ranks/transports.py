@@ -43,6 +43,7 @@ class _Connection:
     group: Group  # the process group, kept so that its id is not reused
     comm: _core.Comm
     made: set[Group] = field(default_factory=set)  # zshard's own groups, which end with it
+    beside: dict[str, Group] = field(default_factory=dict)  # of these, group_beside()'s
 
 
 _FLAT = "flat"  # shm, or c10d alone
@@ -197,6 +198,22 @@ def comm_beside(comm: _core.Comm) -> _core.Comm:
         patience = max(comm.timeout, _PATIENCE)
         _entries[key] = _connection(group, lambda: _connect(group, kind, patience, True))
     return _entries[key].comm
+
+
+def group_beside(comm: _core.Comm, device: torch.device) -> Group:
+    """Return a process group of a transport's ranks for tensors on `device`, which no other code
+    uses. Collective on first use."""
+    known = (entry for entry in (*_entries.values(), *_stopped) if entry.comm is comm)
+    entry = next(known, None)
+    if entry is None:
+        raise RuntimeError(
+            "the model's process group has been destroyed: call destroy_process_group() only after "
+            "the last use of the model"
+        )
+    if device.type not in entry.beside:
+        entry.beside[device.type] = new_group(entry.group, str(device))
+        entry.made.add(entry.beside[device.type])
+    return entry.beside[device.type]
 
 
 def _comm_alone(device: str) -> _core.Comm:

@@ -43,6 +43,7 @@ from zshard.optim.sharded_state import (
     zeros_side_by_side,
 )
 from zshard.optim.state_registry import FullState, ask_for_full
+from zshard.optim.whole_matrix import WholeMatrix
 from zshard.ranks.agreement import PublicCall, check_agreement, gather_bytes
 from zshard.state.source import Copy, Source, filled, shard_of
 from zshard.state.stand_ins import Pending
@@ -131,6 +132,9 @@ def gather(optimizer: Optimizer, keep: bool = True) -> FullState:
     others. Raises DivergenceError if their states differ in parameters, names, shapes or dtypes;
     RuntimeError for shards within a list or dict.
     """
+    if isinstance(optimizer, WholeMatrix):
+        optimizer.full_state()
+        return []
     know(optimizer)
     held = held_by(optimizer)
     result: FullState = []
@@ -240,7 +244,7 @@ class Taken:
 def taken(optimizer: Optimizer, state: Numbered) -> Numbered:
     """Return the result of take() in a form that the optimizer's load_state_dict() accepts without
     looking for full tensors."""
-    if not _has_parts(optimizer):
+    if not _has_parts(optimizer) or isinstance(optimizer, WholeMatrix):
         return state
     return {n: {key: Taken(value) for key, value in own.items()} for n, own in state.items()}
 
@@ -279,7 +283,9 @@ class OptimizerPlan:
 
     def __init__(self, optimizer: Optimizer, params: Mapping[Any, Tensor], state: Numbered) -> None:
         """params: all of the optimizer's, in its order. They are resharded, as between steps;
-        Part.settle() documents what it raises."""
+        Part.settle() documents what it raises. A WholeMatrix takes full tensors, and keeps what it
+        needs."""
+        whole = isinstance(optimizer, WholeMatrix)
         for param in params.values():
             part = part_of(param)
             if part is not None:
@@ -290,7 +296,7 @@ class OptimizerPlan:
         )
 
         def cut(part: Part | None, key: Hashable, value: object) -> Part | None:
-            own = None if part is None else part_of_state(part, key)
+            own = None if part is None or whole else part_of_state(part, key)
             if own is None or not isinstance(value, Tensor) or value.shape != own.shape:
                 return None
             return own if own.shape != () or key not in scalars else None

@@ -1,0 +1,331 @@
+"""zshard.Muon and WholeMatrix in use and misuse: each is right, or an error that says what to do."""
+
+import pytest
+import torch
+from compare import assert_same
+from models import make
+from spawn import ranks
+from torch import nn
+
+import zshard
+from zshard import FSDP
+from zshard.optim import muon
+
+COMMON = {"auto_wrap_policy": {nn.Linear}}
+
+
+def rank():
+    return torch.distributed.get_rank()
+
+
+def build():
+    return nn.Sequential(nn.Linear(48, 96), nn.Linear(96, 48), nn.Linear(48, 5))
+
+
+def model_over(transport, **options):
+    return FSDP(make(build), transport=transport, **COMMON, **options)
+
+
+def backward(model, seed=0):
+    generator = torch.Generator().manual_seed(10 * seed + rank())
+    loss = model(torch.randn(7, 48, generator=generator)).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def steps(model, optimizer, n=2):
+    for seed in range(n):
+        optimizer.zero_grad()
+        backward(model, seed)
+        optimizer.step()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def both(*tests):
+    """Run a test on two ranks over shm and over c10d."""
+    return ranks(2)(pytest.mark.parametrize("transport", ["shm", "c10d"])(*tests))
+
+
+# --- a rank that does something else --------------------------------------------------------------
+
+
+def raises_on_one_rank(transport):
+    """All ranks raise, and the next step uses the right elements."""
+    found = []
+    for fails in (False, True):
+        model = model_over(transport)
+        optimizer = zshard.Muon(model, lr=0.05)
+        steps(model, optimizer, 1)
+        before = muon._orthogonalized
+
+        def fail(*_):
+            raise MemoryError("no memory")
+
+        if fails:
+            state = optimizer.state_dict()
+            values = model.state_dict()
+            muon._orthogonalized = fail if rank() == 1 else before
+            backward(model, 5)
+            try:
+                said = "no memory" if rank() == 1 else "rank 1: no memory"
+                with pytest.raises(MemoryError, match=f"^{said}$"):
+                    optimizer.step()
+            finally:
+                muon._orthogonalized = before
+            model.load_state_dict(values)
+            optimizer.load_state_dict(state)
+        found.append(steps(model, optimizer, 2))
+    assert_same(*found, "the model")
+
+
+@both
+def test_an_error_on_one_rank_is_raised_on_all(pool, transport):
+    pool.run(raises_on_one_rank, transport)
+
+
+def whole_matrix_raises(transport):
+    class Failing(torch.optim.Adafactor):
+        def step(self, closure=None):
+            if rank() == 1:
+                raise ValueError("no step")
+            return super().step(closure)
+
+    model = model_over(transport)
+    optimizer = zshard.WholeMatrix(Failing, model.parameters())
+    backward(model)
+    with pytest.raises(ValueError, match="no step"):
+        optimizer.step()
+
+
+@both
+def test_an_error_of_the_optimizer_is_raised_on_all(pool, transport):
+    pool.run(whole_matrix_raises, transport)
+
+
+def lacks_a_gradient(transport):
+    model = model_over(transport)
+    optimizer = zshard.Muon(model)
+    backward(model)
+    if rank() == 0:
+        model[0].weight.grad = None
+    expected = "the gradient of '0.weight' is None on rank 0, but set on rank 1"
+    with pytest.raises(zshard.DivergenceError, match=expected):
+        optimizer.step()
+
+
+@both
+def test_gradients_on_some_ranks_only(pool, transport):
+    pool.run(lacks_a_gradient, transport)
+
+
+def steps_alone(transport):
+    model = model_over(transport, timeout=20)
+    optimizer = zshard.Muon(model)
+    backward(model)
+    with pytest.raises(zshard.DivergenceError, match=r"Muon\.step\(\)"):
+        if rank() == 0:
+            optimizer.step()
+        backward(model, 1)
+
+
+@both
+def test_a_step_on_one_rank_alone(pool, transport):
+    pool.run(steps_alone, transport)
+
+
+# --- parameters that take no part -----------------------------------------------------------------
+
+
+def some_have_no_gradient(transport):
+    model = model_over(transport)
+    optimizer = zshard.Muon(model)
+    optimizer.step()
+    assert not optimizer.state
+    backward(model)
+    before = zshard.full_tensor(model[1].weight)
+    model[1].weight.grad = model[1].bias.grad = None
+    optimizer.step()
+    assert_same(zshard.full_tensor(model[1].weight), before, "the weight")
+    assert model[1].weight not in optimizer.state
+    model[1].requires_grad_(False)
+    steps(model, optimizer, 1)
+
+
+@both
+def test_parameters_without_gradients(pool, transport):
+    pool.run(some_have_no_gradient, transport)
+
+
+def unsharded_beside(transport):
+    """A matrix of no sharded model is this rank's alone."""
+    model = model_over(transport)
+    torch.manual_seed(rank())
+    values = torch.randn(6, 4)
+    mine, theirs = nn.Parameter(values.clone()), nn.Parameter(values.clone())
+    optimizer = zshard.Muon([model[0].weight, mine], lr=0.05)
+    backward(model)
+    mine.grad = theirs.grad = torch.randn(6, 4)
+    optimizer.step()
+    torch.optim.Muon([theirs], lr=0.05).step()
+    assert_same(mine, theirs, "the matrix")
+
+
+@both
+def test_matrix_of_an_unsharded_module(pool, transport):
+    pool.run(unsharded_beside, transport)
+
+
+# --- with other features --------------------------------------------------------------------------
+
+
+def offloads(folder):
+    found = []
+    for options in ({}, {"offload": zshard.Offload(folder)}):
+        model = model_over("shm", **options)
+        found.append(steps(model, zshard.Muon(model, lr=0.05)))
+    assert_same(*found, "the model")
+
+
+@ranks(2)
+def test_offload(pool, tmp_path):
+    pool.run(offloads, str(tmp_path))
+
+
+def clips_and_scales(transport):
+    """Against the plain model: two micro-batches, a scaler, a clip, and a step with inf."""
+    found = []
+    for wrap in (True, False):
+        model = model_over(transport) if wrap else make(build)
+        optimizer = zshard.Muon(model, lr=0.05)
+        scaler = zshard.GradScaler(init_scale=8.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            for half in range(2):
+                generator = torch.Generator().manual_seed(2 * step + half)
+                x = torch.randn(7, 48, generator=generator) * (1e38 if step == 1 else 1.0)
+                scaler.scale(model(x).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 4.0
+        found.append({name: value.clone() for name, value in model.state_dict().items()})
+    torch.testing.assert_close(*found, rtol=0.05, atol=2e-3)  # the norm has another order of sums
+
+
+@both
+def test_accumulation_clipping_and_scaling(pool, transport):
+    pool.run(clips_and_scales, transport)
+
+
+def joins(transport):
+    model = model_over(transport)
+    optimizer = zshard.Muon(model, lr=0.05)
+    with model.join(optimizer):
+        for seed in range(2 + rank()):
+            optimizer.zero_grad()
+            backward(model, seed)
+            optimizer.step()
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@both
+def test_join(pool, transport):
+    first, second = pool.run(joins, transport)
+    assert_same(first, second, "the model")
+
+
+def made_before_wrapping():
+    found = []
+    for strategy in ("full_shard", "no_shard"):
+        plain = make(build)
+        optimizer = zshard.Muon(plain, lr=0.05)
+        plain(torch.ones(2, 48)).square().mean().backward()  # the same on all ranks
+        optimizer.step()
+        model = FSDP(plain, strategy=strategy, **COMMON)
+        found.append(steps(model, optimizer))
+    assert_same(*found, "the model")
+
+
+@ranks(2)
+def test_optimizer_that_is_older_than_the_sharded_model(pool):
+    pool.run(made_before_wrapping)
+
+
+def steps_by_closure():
+    model = model_over("shm")
+    optimizer = zshard.Muon(model, lr=0.05)
+
+    def closure():
+        optimizer.zero_grad()
+        return backward(model)
+
+    losses = [float(optimizer.step(closure)) for _ in range(3)]
+    assert losses == sorted(losses, reverse=True)
+    with pytest.raises(TypeError, match=r"expects zshard\.AdamW, Adam or SGD"):
+        model.optimizer_in_backward(zshard.Muon(model))
+
+
+@ranks(2)
+def test_closure_and_no_step_in_backward(pool):
+    pool.run(steps_by_closure)
+
+
+def test_float32_is_close_to_bfloat16():
+    found = []
+    for dtype in ("bfloat16", "float32"):
+        model = make(build)
+        optimizer = zshard.Muon(model, lr=0.05, ns_dtype=dtype)
+        torch.manual_seed(0)
+        model(torch.randn(7, 48)).square().mean().backward()
+        optimizer.step()
+        found.append(dict(model.named_parameters()))
+    assert not torch.equal(found[0]["0.weight"], found[1]["0.weight"])
+    torch.testing.assert_close(*found, rtol=0.05, atol=0.02)
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"lr": -1.0}, "lr must not be negative, got -1.0"),
+        ({"lr": torch.ones(2)}, "tensor of one element"),
+        ({"momentum": -0.1}, "momentum must not be negative"),
+        ({"ns_steps": 100}, r"ns_steps must be in 0 \.\.\. 99, got 100"),
+        ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients must be three numbers"),
+        ({"adjust_lr_fn": "moonshot"}, "adjust_lr_fn must be 'original', 'match_rms_adamw'"),
+        ({"ns_dtype": "float16"}, "ns_dtype must be 'bfloat16' or 'float32'"),
+        ({"split": 5}, "split=5 does not divide the 8 rows of parameter of shape"),
+        ({"split": (4, 5)}, "does not divide the 8 rows"),
+    ],
+)
+def test_invalid_arguments(options, said):
+    with pytest.raises(ValueError, match=said):
+        zshard.Muon([nn.Parameter(torch.ones(8, 6))], **options)
+
+
+def test_vectors_and_patterns_without_matrices_are_refused():
+    with pytest.raises(ValueError, match=r"not for parameter of shape \(96,\).*use_muon=False"):
+        zshard.Muon(build().parameters())
+    with pytest.raises(ValueError, match=r"no matrix .* has a name like '\*\.qkv'"):
+        zshard.Muon(build(), split={"*.qkv": 3})
+    with pytest.raises(ValueError, match="with a model, pass a dict"):
+        zshard.Muon(build(), split=3)
+    with pytest.raises(NotImplementedError, match="capturable=True"):
+        zshard.Muon(build(), adamw={"capturable": True})
+
+
+def test_more_param_groups():
+    case_model = build()
+    optimizer = zshard.Muon([case_model[0].weight], lr=0.05)
+    optimizer.add_param_group({"params": [case_model[0].bias], "use_muon": False})
+    assert optimizer.param_groups[1]["betas"] == (0.9, 0.999)
+    whole = zshard.WholeMatrix(torch.optim.Adafactor, [case_model[1].weight], lr=0.5)
+    whole.add_param_group({"params": [case_model[1].bias]})
+    assert whole.param_groups[1]["lr"] == 0.5
+    case_model(torch.ones(2, 48)).sum().backward()
+    optimizer.step()
+    whole.step()
+    assert len(optimizer.state) == len(whole.state_dict()["state"]) == 2

@@ -1,0 +1,174 @@
+"""zshard.WholeMatrix: optimizers that need full matrices, over shards, against the plain model's."""
+
+import pytest
+import torch
+from compare import assert_same
+from models import CASES, COMBINATIONS, Case, Net, ddp, make, sharded, train
+from optim_states import HYBRID, differ, go_on, wrap
+from spawn import ranks
+from torch import nn
+
+import zshard
+
+CASES["wide"] = Case(lambda: Net(48, 1), CASES["net"].draw, CASES["net"].policy)
+
+
+class Shampoo(torch.optim.Optimizer):
+    """With state of other shapes than the parameter's, and a counter in its param group."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "step": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] += 1
+            for p in group["params"]:
+                if p.grad is None or p.ndim != 2:
+                    continue
+                state = self.state[p]
+                for key, product in (("left", p.grad @ p.grad.T), ("right", p.grad.T @ p.grad)):
+                    state[key] = state.get(key, 0) + product
+                left = state["left"].norm() * state["right"].norm()
+                p.sub_(p.grad / left.sqrt(), alpha=group["lr"] / group["step"])
+
+
+CLASSES = {
+    "Adafactor": (torch.optim.Adafactor, {"lr": 0.05}),
+    "Muon": (torch.optim.Muon, {"lr": 0.05}),
+    "Shampoo": (Shampoo, {"lr": 0.05}),
+}
+
+
+def chosen(model, kind):
+    return [p for p in model.parameters() if kind != "Muon" or p.ndim == 2]
+
+
+def built(model, kind):
+    cls, options = CLASSES[kind]
+    return zshard.WholeMatrix(cls, chosen(model, kind), **options)
+
+
+def full(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def compares(name, combination, kind):
+    case, rank = CASES[name], torch.distributed.get_rank()
+    model = sharded(name, combination)
+    optimizer = built(model, kind)
+    losses = train(model, case, optimizer, rank)
+    plain = make(case.make)
+    cls, options = CLASSES[kind]
+    theirs = cls(chosen(plain, kind), **options)
+    expected = train(ddp(plain, find_unused_parameters=case.unused), case, theirs, rank)
+    assert losses == expected
+    assert_same(full(model), full(plain), f"{name} with {kind}")
+    assert differ(optimizer.state_dict(), theirs.state_dict()) == []
+
+
+@ranks(2)
+@pytest.mark.parametrize("combination", COMBINATIONS, ids="-".join)
+@pytest.mark.parametrize("name", ["wide", "mlp", "tied", "frozen", "unused"])
+def test_bit_identical_to_ddp(pool, name, combination):
+    pool.run(compares, name, combination, "Adafactor")
+
+
+@ranks(2)
+@pytest.mark.parametrize("combination", COMBINATIONS[:4], ids="-".join)
+@pytest.mark.parametrize("kind", ["Muon", "Shampoo"])
+def test_with_other_optimizers(pool, combination, kind):
+    """Of these sizes DDP's gradients are aligned in memory, on which products depend."""
+    pool.run(compares, "wide", combination, kind)
+
+
+def values_after(combination):
+    model = wrap("wide", combination)
+    train(model, CASES["wide"], built(model, "Adafactor"), torch.distributed.get_rank())
+    return full(model)
+
+
+@pytest.mark.parametrize("combination", HYBRID)
+def test_hybrid_agrees(pool4, combination):
+    ours = pool4.run(values_after, combination)
+    theirs = pool4.run(values_after, ("full_shard", "c10d"))
+    for a, b in zip(ours, theirs, strict=True):
+        assert_same(a, b, "the model")
+
+
+def owned():
+    model = sharded("wide", ("full_shard", "shm"))
+    optimizer = built(model, "Adafactor")
+    train(model, CASES["wide"], optimizer, 0, steps=1)
+    return [tuple(p.shape) for p in optimizer._inner.state]
+
+
+def test_each_state_is_on_one_rank(pool3):
+    held = pool3.run(owned)
+    assert sorted(shape for shapes in held for shape in shapes) == sorted(
+        tuple(p.shape) for p in CASES["wide"].make().parameters()
+    )
+    assert all(held)
+
+
+def saves(path, kind):
+    model = sharded("wide", ("full_shard", "shm"))
+    optimizer = built(model, kind)
+    train(model, CASES["wide"], optimizer, 0)
+    zshard.save(path, model, optimizer)
+    by_name = zshard.optim_state_dict(model, optimizer, rank0_only=True)
+    return optimizer.state_dict(), by_name, go_on("wide", model, optimizer)["model"]
+
+
+def loads(path, kind, way, by_name):
+    model = sharded("wide", ("full_shard", "c10d"), seed=2)
+    optimizer = built(model, kind)
+    zshard.load(path, model, optimizer)
+    if way == "state dict":
+        state = optimizer.state_dict()
+        optimizer = built(model, kind)
+        optimizer.load_state_dict(state)
+    if way == "rank 0":
+        optimizer = built(model, kind)
+        told = by_name if torch.distributed.get_rank() == 0 else None
+        zshard.load_optim_state_dict(model, optimizer, told, from_rank0=True)
+    return optimizer.state_dict()
+
+
+@pytest.mark.parametrize("kind", ["Adafactor", "Shampoo"])
+@pytest.mark.parametrize("way", ["file", "state dict", "rank 0"])
+def test_saved_at_2_ranks_loads_at_3(pool2, pool3, tmp_path, kind, way):
+    path = str(tmp_path / "there")
+    (saved, by_name, _), *_ = pool2.run(saves, path, kind)
+    for found in pool3.run(loads, path, kind, way, by_name):
+        assert not differ(found, saved)
+
+
+def resumes(path, kind):
+    model = sharded("wide", ("full_shard", "shm"), seed=2)
+    optimizer = built(model, kind)
+    zshard.load(path, model, optimizer)
+    return go_on("wide", model, optimizer)["model"]
+
+
+def test_resumed_run_continues(pool2, tmp_path):
+    path = str(tmp_path / "there")
+    first = pool2.run(saves, path, "Adafactor")
+    for (_, _, expected), found in zip(first, pool2.run(resumes, path, "Adafactor"), strict=True):
+        assert_same(found, expected, "the model")
+
+
+def test_unsharded_model_and_its_state():
+    plain = [nn.Parameter(torch.ones(4, 3)) for _ in range(2)]
+    mine = [nn.Parameter(torch.ones(4, 3)) for _ in range(2)]
+    optimizers = [torch.optim.Adafactor(plain), zshard.WholeMatrix(torch.optim.Adafactor, mine)]
+    for params, optimizer in zip((plain, mine), optimizers, strict=True):
+        params[0].grad = torch.arange(12.0).view(4, 3)
+        optimizer.step()
+    assert_same(mine, plain, "the parameters")
+    assert not differ(optimizers[1].state_dict(), optimizers[0].state_dict())
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused():
+    with pytest.raises(TypeError, match="LBFGS needs a closure in each step"):
+        zshard.WholeMatrix(torch.optim.LBFGS, [nn.Parameter(torch.ones(2))])

@@ -1,0 +1,100 @@
+"""Which parameters of a model Muon should update: the weight matrices of its hidden layers.
+
+Shapes do not tell: an embedding is a matrix, too, but its rows have nothing to do with each other,
+and a head is one that maps to the vocabulary. Module types and ties do tell.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from zshard.units.names import plain_name
+
+__all__ = ["groups_of", "hidden_matrices"]
+
+_OF_ATTENTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+
+def _weights(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the matrices of a module that maps vectors to vectors."""
+    names: tuple[str, ...] = ()
+    if isinstance(module, nn.Linear):
+        names = ("weight",)
+    elif isinstance(module, nn.MultiheadAttention):
+        names = _OF_ATTENTION
+    found = (getattr(module, name, None) for name in names)
+    for weight in found:
+        if isinstance(weight, nn.Parameter) and weight.is_floating_point() and weight.ndim == 2:
+            yield weight
+
+
+def hidden_matrices(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters that are matrices of hidden layers.
+
+    These are the weights of nn.Linear and nn.MultiheadAttention, without those that an nn.Embedding
+    has as well (tied), and without the output head: the model's last nn.Linear, if the model has
+    no embedding, or one with as many rows as the Linear has outputs.
+    """
+    hidden: set[int] = set()
+    embeddings: list[nn.Module] = []
+    last: nn.Linear | None = None
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            embeddings.append(module)
+        if isinstance(module, nn.Linear):
+            last = module
+        hidden.update(map(id, _weights(module)))
+    hidden -= {id(each.weight) for each in embeddings}
+    sizes = {each.num_embeddings for each in embeddings}
+    if last is not None and (not sizes or last.out_features in sizes):
+        hidden.discard(id(last.weight))
+    return hidden
+
+
+def groups_of(model: nn.Module, split: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
+    """Return param groups for the model's matrices and for its other parameters, and a line that
+    says what is in them.
+
+    split: the option `split` of matrices, by patterns of their names.
+
+    Raises ValueError for a pattern that matches no matrix.
+    """
+    hidden = hidden_matrices(model)
+    rest: list[tuple[str, Tensor]] = []
+    by_split: dict[Any, list[tuple[str, Tensor]]] = {}
+    unused = set(split)
+    for full, param in model.named_parameters():
+        name = plain_name(full)
+        if id(param) not in hidden:
+            rest.append((name, param))
+            continue
+        pattern = next((each for each in split if fnmatch.fnmatchcase(name, each)), None)
+        unused.discard(str(pattern))
+        cut = None if pattern is None else split[pattern]
+        by_split.setdefault(cut if cut is None or isinstance(cut, int) else tuple(cut), []).append(
+            (name, param)
+        )
+    if unused:
+        raise ValueError(
+            f"split: no matrix that Muon updates has a name like {sorted(unused)[0]!r}; the names "
+            f"are {_shown([name for own in by_split.values() for name, _ in own])}"
+        )
+    groups = [{"params": own, "use_muon": True, "split": cut} for cut, own in by_split.items()]
+    if rest:
+        groups.append({"params": rest, "use_muon": False})
+    n_matrices = sum(map(len, by_split.values()))
+    others = [name for name, param in rest if param.ndim == 2]
+    told = (
+        f"Muon updates {n_matrices} matrices of hidden layers, AdamW the other {len(rest)} "
+        f"parameters{f', with these matrices: {_shown(others)}' if others else ''}. To choose "
+        "otherwise, pass param groups with use_muon=True or False"
+    )
+    return groups, told
+
+
+def _shown(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")

@@ -1,0 +1,368 @@
+"""Muon over shards: torch.optim.Muon for matrices, zshard's AdamW for everything else.
+
+Muon's momentum is elementwise, so each rank keeps that of its shard. The update of a matrix is not:
+a Newton-Schulz iteration makes the momentum's singular values about equal. One rank computes it for
+each matrix (optim/owners.py), with torch's operations on the whole matrix in bfloat16, so that the
+result has the bits of torch.optim.Muon, whatever the number of ranks.
+
+torch.optim.Muon's documentation prints another momentum than its code has; this is the code's,
+B = mu * B + (1 - mu) * gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
+
+from zshard.optim import AdamW, _AdamInOneCall
+from zshard.optim.matrices import groups_of
+from zshard.optim.sharded_state import zeros_side_by_side
+from zshard.optim.step import _count_rounding
+from zshard.optim.whole_steps import Stepping, WholeSteps, full_shape
+from zshard.units.shards import part_of
+
+__all__ = ["Muon"]
+
+_BATCH = 16 << 20
+"""Bytes of a rank's own matrices in a batch: enough to keep it busy while the next ones travel."""
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_LR_FUNCTIONS = (None, "original", "match_rms_adamw")
+
+
+class Muon(_AdamInOneCall):
+    """torch.optim.Muon for sharded and unsharded models, with AdamW for what Muon is not for.
+
+    Each matrix is orthogonalized on one rank; the momentum is sharded like the parameter. With
+    parameters in float32, bit-identical to torch.optim.Muon after DDP with as many threads.
+
+    Args:
+        params: a model, or parameters or param groups. Of a model, Muon updates the weights of
+            nn.Linear and nn.MultiheadAttention, and AdamW the rest: embeddings and what is tied to
+            them, the output head (the last nn.Linear), biases, norms. Rank 0 prints the choice.
+            Otherwise Muon updates all parameters, which must be matrices, but for param groups with
+            use_muon=False, which AdamW updates.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as in
+            torch.optim.Muon.
+        split: for a matrix that consists of several, such as a fused QKV projection or the heads of
+            one: into how many equal blocks of rows, or the rows of each block. Each is updated as a
+            matrix of its own. With a model, a dict of these by patterns of parameter names,
+            {"*.qkv.weight": 3}.
+        ns_dtype: what the matrices are computed and sent in, "bfloat16" as in torch.optim.Muon, or
+            "float32", which is much faster on CPUs without instructions for bfloat16, and more
+            exact.
+        adamw: options of zshard.AdamW for its param groups; None: its defaults, also for lr.
+
+    Param groups may set all of these, and those of AdamW, by themselves. step() is collective.
+
+    Raises ValueError for hyperparameters out of range, and for parameters of Muon that are not
+    matrices; NotImplementedError for options of AdamW that zshard does not support.
+    """
+
+    steps_together = True  # ranks communicate in its step
+
+    def __init__(
+        self,
+        params: ParamsT | nn.Module,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        split: Any = None,
+        ns_dtype: str = "bfloat16",
+        adamw: Mapping[str, Any] | None = None,
+    ) -> None:
+        by_model = isinstance(params, nn.Module)
+        self._of_muon = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "split": None if by_model else split,
+            "ns_dtype": ns_dtype,
+            "use_muon": True,
+        }
+        _check_options(self._of_muon)
+        probe = AdamW([torch.zeros(1)], **dict(adamw or {}))
+        self._of_adamw = {**probe.defaults, "use_muon": False}
+        self._whole = WholeSteps("Muon", 1, _BATCH)
+        if isinstance(params, nn.Module):
+            if split is not None and not isinstance(split, Mapping):
+                raise ValueError(
+                    f"split={split!r}: with a model, pass a dict by parameter names, such as "
+                    '{"*.qkv.weight": 3}'
+                )
+            params, told = groups_of(params, split or {})
+            _tell(told)
+        # All options, for comparisons between ranks; add_param_group() keeps those of its kind.
+        torch.optim.Optimizer.__init__(self, params, {**self._of_adamw, **self._of_muon})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group, as in torch.optim.
+
+        Args:
+            param_group: "params" and options; with use_muon=False those of AdamW.
+
+        Raises what the constructor does.
+        """
+        known = self._of_muon if param_group.get("use_muon", True) else self._of_adamw
+        for name, default in known.items():
+            param_group.setdefault(name, default)
+        own = {*param_group, "params", "param_names"}
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for name in [name for name in group if name not in own]:
+            del group[name]
+
+    def _take_group(self, group: dict[str, Any]) -> None:
+        if group.setdefault("use_muon", "momentum" in group):
+            group.setdefault("split", None)  # a state dict of torch.optim.Muon lacks these
+            group.setdefault("ns_dtype", "bfloat16")
+            _check_options(group)
+            for param in group["params"]:
+                _check_matrix(param, group["split"])
+            return
+        if group.get("capturable"):
+            raise NotImplementedError(
+                "zshard.Muon: capturable=True is not supported, as ranks communicate in its step: "
+                "omit it"
+            )
+        super()._take_group(group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient. Collective.
+
+        Args:
+            closure: called first, with gradients enabled; reevaluates the model and returns the
+                loss.
+
+        Returns what `closure` returned, or None. Raises DivergenceError if other parameters have
+        gradients on another rank; what another rank raises; RuntimeError for sparse gradients, and
+        for a parameter that is currently unsharded.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for index, group in enumerate(self.param_groups):
+            if not group["use_muon"]:
+                self._step_params(index, group, self.state)
+                _count_rounding(group)
+        stepped, options = [], []
+        for group in self.param_groups:
+            for param in group["params"] if group["use_muon"] else ():
+                stepped.append(_stepping(param, group))
+                options.append(group)
+        self._whole.run(
+            stepped, lambda active: self._job([(stepped[i], options[i]) for i in active])
+        )
+        return loss
+
+    def _job(self, active: Sequence[tuple[Stepping, dict[str, Any]]]) -> _MuonJob:
+        params = [each.param for each, _ in active]
+        for param in params:
+            grad = param.grad
+            if torch.is_complex(param) or (grad is not None and grad.layout != torch.strided):
+                kind = "complex parameters" if torch.is_complex(param) else "sparse gradients"
+                raise RuntimeError(f"zshard.Muon does not support {kind}: use AdamW for them")
+        missing = [param for param in params if "momentum_buffer" not in self.state[param]]
+        for param, zeros in zip(missing, zeros_side_by_side(missing), strict=True):
+            self.state[param]["momentum_buffer"] = zeros
+        return _MuonJob([_Step.of(each.param, self.state[each.param], g) for each, g in active])
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+@functools.cache  # once
+def _tell(text: str) -> None:
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        print(f"zshard: {text}", file=sys.stderr, flush=True)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for options that torch.optim.Muon refuses, some of them only in a step."""
+    lr = options["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"lr must be a number or a tensor of one element, got shape {lr.shape}")
+    for name in ("lr", "momentum", "weight_decay"):
+        if not options[name] >= 0:
+            raise ValueError(f"{name} must not be negative, got {options[name]}")
+    if not 0 <= options["ns_steps"] < 100:
+        raise ValueError(f"ns_steps must be in 0 ... 99, got {options['ns_steps']}")
+    if len(options["ns_coefficients"]) != 3:
+        raise ValueError(f"ns_coefficients must be three numbers, got {options['ns_coefficients']}")
+    if options["ns_dtype"] not in _DTYPES:
+        raise ValueError(f"ns_dtype must be 'bfloat16' or 'float32', got {options['ns_dtype']!r}")
+    if options["adjust_lr_fn"] not in _LR_FUNCTIONS:
+        raise ValueError(
+            f"adjust_lr_fn must be 'original', 'match_rms_adamw' or None, got "
+            f"{options['adjust_lr_fn']!r}"
+        )
+
+
+def _name_of(param: Tensor) -> str:
+    part = part_of(param)
+    named = "" if part is None else f"'{part.name}' "
+    return f"parameter {named}of shape {full_shape(param)}"
+
+
+def _check_matrix(param: Tensor, split: Any) -> None:
+    shape = full_shape(param)
+    if len(shape) != 2:
+        raise ValueError(
+            f"Muon is for matrices, not for {_name_of(param)}: put it in a param group with "
+            "use_muon=False, or pass the model instead of parameters, zshard.Muon(model)"
+        )
+    _blocks(shape, split, param)
+
+
+def _blocks(shape: tuple[int, ...], split: Any, param: Tensor) -> list[int]:
+    """Return the rows of each block. Raises ValueError if they do not add up."""
+    if split is None:
+        return [shape[0]]
+    if isinstance(split, int) and split > 0 and shape[0] % split == 0:
+        return [shape[0] // split] * split
+    if not isinstance(split, int) and sum(split) == shape[0] and min(split) > 0:
+        return list(split)
+    raise ValueError(
+        f"split={split!r} does not divide the {shape[0]} rows of {_name_of(param)}: pass a number "
+        "of equal blocks, or the rows of each block"
+    )
+
+
+def _stepping(param: Tensor, group: Mapping[str, Any]) -> Stepping:
+    shape, split, dtype = full_shape(param), group["split"], group["ns_dtype"]
+    rows = _blocks(shape, split, param)
+    cost = sum(_cost(each, shape[1]) for each in rows)
+    return Stepping(param, cost, f"split={split}, ns_dtype={dtype}", _DTYPES[dtype])
+
+
+def _cost(rows: int, columns: int) -> int:
+    """Return the multiplications of one iteration."""
+    n, m = min(rows, columns), max(rows, columns)
+    return n * n * (2 * m + n)
+
+
+# --- the step -------------------------------------------------------------------------------------
+
+
+class _Step(NamedTuple):
+    """One matrix with what its step needs."""
+
+    param: Tensor
+    momentum: Tensor
+    options: dict[str, Any]
+    shape: tuple[int, ...]
+    rows: list[int]  # of each block
+
+    @staticmethod
+    def of(param: Tensor, state: Mapping[str, Any], group: dict[str, Any]) -> _Step:
+        shape = full_shape(param)
+        rows = _blocks(shape, group["split"], param)
+        return _Step(param, state["momentum_buffer"], group, shape, rows)
+
+    def segments(self) -> Iterable[tuple[int, int, float]]:
+        """Yield (first element, number, factor of lr) of this rank's part of each block."""
+        part = part_of(self.param)
+        begin, numel = (0, self.param.numel()) if part is None else (part.begin, part.numel)
+        if part is not None and not part.is_cut:
+            begin, numel = 0, self.param.numel()
+        at = 0
+        for rows in self.rows:
+            end = at + rows * self.shape[1]
+            first, last = max(at, begin), min(end, begin + numel)
+            if first < last:
+                factor = _lr_factor(self.options["adjust_lr_fn"], rows, self.shape[1])
+                yield first - begin, last - first, factor
+            at = end
+
+
+class _MuonJob:
+    """Muon's part of transfers.Job."""
+
+    def __init__(self, steps: Sequence[_Step]) -> None:
+        self._steps = steps
+
+    def device(self, matrix: int) -> torch.device:
+        return self._steps[matrix].param.device
+
+    def put(self, matrix: int, out: Tensor | None) -> None:
+        step = self._steps[matrix]
+        grad, momentum = step.param.grad, step.options["momentum"]
+        if grad is None or grad.numel() == 0:
+            return
+        step.momentum.lerp_(grad, 1 - momentum)
+        if out is None:
+            return
+        nesterov = step.options["nesterov"]
+        update = grad.lerp(step.momentum, momentum) if nesterov else step.momentum
+        out[0].copy_(update.reshape(-1))
+
+    def compute(self, inputs: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        return {i: self._orthogonalized(self._steps[i], each[0]) for i, each in inputs.items()}
+
+    def _orthogonalized(self, step: _Step, whole: Tensor) -> Tensor:
+        blocks = whole.view(step.shape).split(step.rows)  # type: ignore[no-untyped-call]
+        done = [_orthogonalized(block, step.options) for block in blocks]
+        return (done[0] if len(done) == 1 else torch.cat(done)).reshape(-1)
+
+    def take(self, matrix: int, result: Tensor) -> None:
+        step = self._steps[matrix]
+        options, values = step.options, step.param.detach().view(-1)
+        lr = options["lr"]
+        lr = lr.squeeze() if isinstance(lr, Tensor) else lr
+        values.mul_(1 - lr * options["weight_decay"])
+        for begin, numel, factor in step.segments():
+            there = slice(begin, begin + numel)
+            _add(values[there], result[there], -lr * factor, step.shape)
+
+
+def _add(values: Tensor, update: Tensor, factor: Any, shape: tuple[int, ...]) -> None:
+    """Add factor * update. In bfloat16, where torch rounds the factor, and for tall matrices, whose
+    update it has transposed, also the product: here as well, but for all elements alike, wherever
+    they lie in memory."""
+    if values.dtype != torch.bfloat16:
+        values.add_(update, alpha=factor)
+        return
+    rounded = float(torch.tensor(float(factor), dtype=values.dtype))
+    if shape[0] > shape[1] and update.dtype == torch.bfloat16:
+        values.add_(update * rounded)
+    else:
+        values.copy_(values.float().add_(update, alpha=rounded))
+
+
+def _orthogonalized(update: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """Return US'V' of an update USV', with the values of S' around 1: torch's operations in torch's
+    order. Overwrites it."""
+    a, b, c = options["ns_coefficients"]
+    is_tall = update.size(0) > update.size(1)
+    x = update.T if is_tall else update
+    x.div_(x.norm().clamp(min=options["eps"]))
+    for _ in range(options["ns_steps"]):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def _lr_factor(function: str | None, rows: int, columns: int) -> float:
+    if function == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))

@@ -1,0 +1,237 @@
+"""Any optimizer that needs whole matrices, over shards: WholeMatrix.
+
+One rank owns each parameter (optim/owners.py). In a step it gets the full parameter and its
+gradient, the optimizer steps them there, and the other ranks get their elements of the result. The
+optimizer's state of a parameter is on its owner alone, so its ranks together hold it once.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from zshard import _core
+from zshard.optim.sharded_state import params_of
+from zshard.optim.whole_steps import Stepping, WholeSteps, full_shape
+from zshard.ranks.agreement import PublicCall, gather_bytes
+from zshard.units.shards import part_of
+
+__all__ = ["WholeMatrix"]
+
+Numbered = dict[int, dict[Any, Any]]
+
+
+class WholeMatrix(Optimizer):
+    """An optimizer of any class over sharded parameters, each of which one rank steps as a whole.
+
+        optimizer = zshard.WholeMatrix(torch.optim.Adafactor, model.parameters(), lr=1e-3)
+
+    For optimizers that use a parameter's shape, or norms of it: Adafactor, Shampoo, SOAP, LAMB. A
+    rank holds the state of the parameters that it owns, and in a step these parameters and their
+    gradients in full, about 1/W of the model. For Muon, zshard.Muon takes less.
+
+    The optimizer must step each parameter by itself, from its gradient and its own state, and its
+    step must not need a closure: an optimizer that computes one number from all parameters, such as
+    Prodigy, would see only some of them.
+
+    Args:
+        optimizer_class: called as optimizer_class(params, **options).
+        params: parameters or param groups, sharded or not.
+        options: the optimizer's.
+
+    step() and state_dict() are collective. state_dict() has the optimizer's state of the unsharded
+    model; load_state_dict() takes it on every rank.
+
+    Raises what the optimizer does; TypeError for one whose step requires a closure.
+    """
+
+    steps_together = True  # ranks communicate in its step
+
+    def __init__(
+        self, optimizer_class: Callable[..., Optimizer], params: ParamsT, **options: Any
+    ) -> None:
+        super().__init__(params, {})
+        groups = [self._proxied(group) for group in self.param_groups]
+        self._inner = optimizer_class(groups, **options)
+        closure = inspect.signature(self._inner.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise TypeError(
+                f"{type(self._inner).__name__} needs a closure in each step, which WholeMatrix "
+                'does not support: use FSDP(..., strategy="no_shard")'
+            )
+        self.defaults = self._inner.defaults
+        self._steps = WholeSteps(f"WholeMatrix({type(self._inner).__name__})", 2, sys.maxsize)
+        _copy_options(self._inner.param_groups, self.param_groups)
+
+    @property
+    def optimizer_class(self) -> type[Optimizer]:
+        """Return the class of the optimizer that steps full parameters."""
+        return type(self._inner)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group, as in torch.optim."""
+        super().add_param_group(param_group)
+        if "_inner" in vars(self):
+            self._inner.add_param_group(self._proxied(self.param_groups[-1]))
+            _copy_options(self._inner.param_groups, self.param_groups)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient. Collective.
+
+        Args:
+            closure: called first, with gradients enabled; reevaluates the model and returns the
+                loss.
+
+        Returns what `closure` returned, or None. Raises what the optimizer does, on any rank;
+        DivergenceError if other parameters have gradients on another rank.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        _copy_options(self.param_groups, self._inner.param_groups)
+        params, proxies = list(params_of(self)), list(params_of(self._inner))
+        for proxy, is_own in zip(proxies, self._steps.is_owner(self._stepped()), strict=True):
+            if not is_own:  # from the constructor, or from before the model was sharded
+                self._inner.state.pop(proxy, None)
+
+        def job_of(active: list[int]) -> _WholeJob:
+            pairs = [(params[i], proxies[i]) for i in active]
+            return _WholeJob(self._inner, pairs)
+
+        with torch.no_grad():
+            self._steps.run(self._stepped(), job_of)
+        _copy_options(self._inner.param_groups, self.param_groups)
+        return loss
+
+    @PublicCall("optimizer.state_dict()")
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's full state, as the unsharded model's would be. Collective."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        packed = _packed(self)
+        packed["state"] = dict(sorted(self._gathered().items()))
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            packed = hook(self, packed) or packed
+        return packed
+
+    def full_state(self) -> dict[Tensor, dict[Any, Any]]:
+        """Return the full state of each parameter, as copies on the CPU. Collective."""
+        numbers = dict(enumerate(params_of(self)))
+        return {numbers[number]: state for number, state in self._gathered().items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the result of state_dict(), or the state of the same optimizer over the unsharded
+        model. Pass all of it on each rank, which keeps what it owns. Raises ValueError for param
+        groups that do not match."""
+        state_dict = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        owned = zip(numbers, self._steps.is_owner(self._stepped()), strict=False)
+        own = {number for number, is_own in owned if is_own}
+        kept = {number: state for number, state in state_dict["state"].items() if number in own}
+        self._inner.load_state_dict({**state_dict, "state": copy.deepcopy(kept)})
+        _copy_options(self._inner.param_groups, self.param_groups)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _stepped(self) -> list[Stepping]:
+        return [Stepping(param, _cost(full_shape(param))) for param in params_of(self)]
+
+    def _proxied(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a param group with a parameter of the full shape, without memory, for each of the
+        group's."""
+        proxies = [_proxy(param) for param in group["params"]]
+        return {**{k: v for k, v in group.items() if k != "param_names"}, "params": proxies}
+
+    def _gathered(self) -> Numbered:
+        """Return the state by the parameters' numbers, as copies on the CPU."""
+        own: Numbered = self._inner.state_dict()["state"]
+        is_owner = self._steps.is_owner(self._stepped())
+        found: Numbered = {}
+        comms: dict[_core.Comm | None, set[int]] = {}
+        for number, param in enumerate(params_of(self)):
+            part = part_of(param)
+            comms.setdefault(None if part is None else part.comm, set()).add(number)
+        for comm, numbers in comms.items():
+            mine = {n: state for n, state in own.items() if n in numbers and is_owner[n]}
+            if comm is None or comm.world == 1:
+                found.update(copy.deepcopy(mine))
+                continue
+            file = io.BytesIO()
+            torch.save(mine, file)
+            for data in gather_bytes(comm, file.getvalue()):
+                found.update(torch.load(io.BytesIO(data), map_location="cpu", weights_only=False))
+        return found
+
+
+def _cost(shape: Sequence[int]) -> int:
+    """Return a measure of what matrix products of this shape take."""
+    numel = torch.Size(shape).numel()
+    return numel * (min(shape[0], numel // max(shape[0], 1)) if shape else 1)
+
+
+def _proxy(param: Tensor) -> nn.Parameter:
+    return nn.Parameter(_nothing(full_shape(param), param), param.requires_grad)
+
+
+def _nothing(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Return a tensor without memory."""
+    return torch.zeros((), dtype=like.dtype, device=like.device).expand(tuple(shape))
+
+
+def _packed(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the state dict without its state."""
+    numbers = {id(param): number for number, param in enumerate(params_of(optimizer))}
+    groups = [
+        {**group, "params": [numbers[id(param)] for param in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    return {"state": {}, "param_groups": groups}
+
+
+def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    for theirs, group in zip(source, target, strict=True):
+        group.update({k: v for k, v in theirs.items() if k not in ("params", "param_names")})
+
+
+class _WholeJob:
+    """WholeMatrix's part of transfers.Job: what travels is a parameter with its gradient."""
+
+    def __init__(self, inner: Optimizer, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._inner, self._pairs = inner, pairs
+
+    def device(self, matrix: int) -> torch.device:
+        return self._pairs[matrix][0].device
+
+    def put(self, matrix: int, out: Tensor | None) -> None:
+        param = self._pairs[matrix][0]
+        if out is not None and param.grad is not None:
+            out[0].copy_(param.detach().reshape(-1))
+            out[1].copy_(param.grad.reshape(-1))
+
+    def compute(self, inputs: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        proxies = {i: self._pairs[i][1] for i in inputs}
+        try:
+            for i, proxy in proxies.items():
+                shape = proxy.shape
+                proxy.data, proxy.grad = inputs[i][0].view(shape), inputs[i][1].view(shape)
+            self._inner.step()  # also without any: some count steps in their param groups
+            return {i: proxy.detach().reshape(-1) for i, proxy in proxies.items()}
+        finally:
+            for proxy in proxies.values():
+                proxy.data, proxy.grad = _nothing(proxy.shape, proxy), None
+
+    def take(self, matrix: int, result: Tensor) -> None:
+        param = self._pairs[matrix][0]
+        param.detach().copy_(result.view(param.shape))
