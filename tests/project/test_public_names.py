@@ -18,7 +18,7 @@ import zshard.compat
 import zshard.deepspeed
 
 PUBLIC = {
-    *("FSDP", "Adam", "AdamW", "SGD", "GradScaler"),
+    *("FSDP", "Adam", "AdamW", "SGD", "Muon", "WholeMatrix", "GradScaler"),
     *("ShardingStrategy", "MixedPrecision", "Offload", "Wire", "NcclOptions"),
     *("CheckpointError", "CudaError", "DivergenceError", "NcclError", "PeerError"),
     *("PeerTimeoutError", "ShardError"),
