@@ -175,7 +175,7 @@ def test_choice(name):
 
 
 def test_choice_is_printed_once(capsys):
-    zshard.optim.muon._tell.cache_clear()
+    zshard.optim.muon._announce.cache_clear()
     for _ in range(2):
         zshard.Muon(CASES["net"].make())
     assert capsys.readouterr().err.count("Muon updates 12 matrices") == 1
@@ -267,7 +267,7 @@ def test_saved_at_2_ranks_loads_at_3(pool2, pool3, tmp_path, transport, by_path)
 
 
 def continues(transport, theirs):
-    """Take the state of torch's optimizer over the plain model, and give it back."""
+    """Take the state of torch's optimizer over the plain model, and return it."""
     case = CASES["wide"]
     model = sharded("wide", ("full_shard", transport))
     hidden = hidden_matrices(model)

@@ -130,8 +130,8 @@ def loads(path, kind, way, by_name):
         optimizer.load_state_dict(state)
     if way == "rank 0":
         optimizer = built(model, kind)
-        told = by_name if torch.distributed.get_rank() == 0 else None
-        zshard.load_optim_state_dict(model, optimizer, told, from_rank0=True)
+        state = by_name if torch.distributed.get_rank() == 0 else None
+        zshard.load_optim_state_dict(model, optimizer, state, from_rank0=True)
     return optimizer.state_dict()
 
 

@@ -18,7 +18,8 @@ import zshard.compat
 import zshard.deepspeed
 
 PUBLIC = {
-    *("FSDP", "Adam", "AdamW", "SGD", "Adam8bit", "AdamW8bit", "SGD8bit", "GradScaler"),
+    *("FSDP", "Adam", "AdamW", "SGD", "Adam8bit", "AdamW8bit", "SGD8bit", "Muon"),
+    *("WholeMatrix", "GradScaler"),
     *("ShardingStrategy", "MixedPrecision", "Offload", "Wire", "NcclOptions"),
     *("CheckpointError", "CudaError", "DivergenceError", "NcclError", "PeerError"),
     *("PeerTimeoutError", "ShardError"),

@@ -1,7 +1,7 @@
 """Which parameters of a model Muon should update: the weight matrices of its hidden layers.
 
-Shapes do not tell: an embedding is a matrix, too, but its rows have nothing to do with each other,
-and a head is one that maps to the vocabulary. Module types and ties do tell.
+Shapes are not enough: an embedding is a matrix, too, but its rows have nothing to do with each
+other, and a head is one that maps to the vocabulary. Module types and ties are.
 """
 
 from __future__ import annotations
@@ -88,12 +88,12 @@ def groups_of(model: nn.Module, split: Mapping[str, Any]) -> tuple[list[dict[str
         groups.append({"params": rest, "use_muon": False})
     n_matrices = sum(map(len, by_split.values()))
     others = [name for name, param in rest if param.ndim == 2]
-    told = (
+    text = (
         f"Muon updates {n_matrices} matrices of hidden layers, AdamW the other {len(rest)} "
         f"parameters{f', with these matrices: {_shown(others)}' if others else ''}. To choose "
         "otherwise, pass param groups with use_muon=True or False"
     )
-    return groups, told
+    return groups, text
 
 
 def _shown(names: list[str]) -> str:

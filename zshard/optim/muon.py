@@ -108,8 +108,8 @@ class Muon(_AdamInOneCall):
                     f"split={split!r}: with a model, pass a dict by parameter names, such as "
                     '{"*.qkv.weight": 3}'
                 )
-            params, told = groups_of(params, split or {})
-            _tell(told)
+            params, text = groups_of(params, split or {})
+            _announce(text)
         # All options, for comparisons between ranks; add_param_group() keeps those of its kind.
         torch.optim.Optimizer.__init__(self, params, {**self._of_adamw, **self._of_muon})
 
@@ -192,7 +192,7 @@ class Muon(_AdamInOneCall):
 
 
 @functools.cache  # once
-def _tell(text: str) -> None:
+def _announce(text: str) -> None:
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         print(f"zshard: {text}", file=sys.stderr, flush=True)
 
@@ -337,8 +337,8 @@ class _MuonJob:
 
 def _add(values: Tensor, update: Tensor, factor: Any, shape: tuple[int, ...]) -> None:
     """Add factor * update. In bfloat16, where torch rounds the factor, and for tall matrices, whose
-    update it has transposed, also the product: here as well, but for all elements alike, wherever
-    they lie in memory."""
+    update it has transposed, also the product: here as well, but the same for all elements,
+    wherever they lie in memory."""
     if values.dtype != torch.bfloat16:
         values.add_(update, alpha=factor)
         return

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["ALIGN", "Matrix", "Piece", "Plan", "assigned", "room_of"]
+__all__ = ["ALIGN", "Matrix", "Plan", "Portion", "assigned", "room_of"]
 
 ALIGN = 64
 """Bytes: where elements begin in a transfer."""
@@ -38,7 +38,7 @@ class Matrix:
     ranges: tuple[tuple[int, int], ...]  # by rank: the first element that it holds, their number
 
 
-class Piece(NamedTuple):
+class Portion(NamedTuple):
     """Elements of a matrix that one rank sends another."""
 
     matrix: int
@@ -109,23 +109,23 @@ class Plan:
         matrix = self.matrices[i]
         return matrix.numel * matrix.n_inputs * matrix.dtype.itemsize
 
-    def _pieces(self, number: int) -> list[Piece]:
+    def _pieces(self, number: int) -> list[Portion]:
         inputs = [piece for i in self.batch(number) for piece in self._inputs(i)]
         return inputs + [piece for i in self.batch(number - 2) for piece in self._results(i)]
 
-    def _inputs(self, i: int) -> list[Piece]:
+    def _inputs(self, i: int) -> list[Portion]:
         matrix, owner = self.matrices[i], self.owners[i]
         size = matrix.n_inputs * matrix.dtype.itemsize
         return [
-            Piece(i, begin, numel, rank, owner, False, numel * size)
+            Portion(i, begin, numel, rank, owner, False, numel * size)
             for rank, (begin, numel) in self.senders(i)
             if rank != owner
         ]
 
-    def _results(self, i: int) -> list[Piece]:
+    def _results(self, i: int) -> list[Portion]:
         matrix, owner = self.matrices[i], self.owners[i]
         return [
-            Piece(i, begin, numel, owner, rank, True, numel * matrix.dtype.itemsize)
+            Portion(i, begin, numel, owner, rank, True, numel * matrix.dtype.itemsize)
             for rank, (begin, numel) in enumerate(matrix.ranges)
             if rank != owner and numel > 0
         ]
@@ -146,6 +146,6 @@ class Plan:
         return found
 
 
-def room_of(piece: Piece) -> int:
+def room_of(piece: Portion) -> int:
     """Return its bytes in a transfer, padded."""
     return -(-piece.nbytes // ALIGN) * ALIGN

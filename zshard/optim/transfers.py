@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zshard import _core
-from zshard.optim.owners import ALIGN, Piece, Plan, room_of
+from zshard.optim.owners import ALIGN, Plan, Portion, room_of
 from zshard.ranks.agreement import on_all_ranks
 from zshard.ranks.transports import group_beside
 
@@ -47,10 +47,10 @@ class Job(Protocol):
 class Mail(Protocol):
     """The memory that transfers use."""
 
-    def begin(self, pieces: Sequence[Piece]) -> None:
+    def begin(self, pieces: Sequence[Portion]) -> None:
         """Begin to fill the next transfer."""
 
-    def out(self, piece: Piece) -> Tensor:
+    def out(self, piece: Portion) -> Tensor:
         """Return the bytes of a piece that this rank sends."""
 
     def send(self) -> None:
@@ -59,7 +59,7 @@ class Mail(Protocol):
     def receive(self) -> None:
         """Wait for what the others have sent."""
 
-    def arrived(self, piece: Piece) -> Tensor:
+    def arrived(self, piece: Portion) -> Tensor:
         """Return the bytes of a piece that this rank has received."""
 
 
@@ -112,7 +112,7 @@ class _Run:
                 if piece.target == self._rank:
                     self._take(piece, self._mail.arrived(piece))
 
-    def _take(self, piece: Piece, data: Tensor) -> None:
+    def _take(self, piece: Portion, data: Tensor) -> None:
         matrix = self._plan.matrices[piece.matrix]
         values = data.view(matrix.dtype)
         if piece.is_result:
@@ -121,7 +121,7 @@ class _Run:
             into = self._inputs[piece.matrix][:, piece.begin : piece.begin + piece.numel]
             into.copy_(values.view(matrix.n_inputs, -1))
 
-    def _put(self, number: int, pieces: Sequence[Piece]) -> None:
+    def _put(self, number: int, pieces: Sequence[Portion]) -> None:
         sent = {piece.matrix: piece for piece in pieces if not piece.is_result}
         for i in self._plan.batch(number):
             self._job.put(i, self._place(i, sent.get(i)))
@@ -136,7 +136,7 @@ class _Run:
                 if numel > 0:
                     self._job.take(i, result)
 
-    def _place(self, i: int, piece: Piece | None) -> Tensor | None:
+    def _place(self, i: int, piece: Portion | None) -> Tensor | None:
         """Return where this rank's elements of a matrix go."""
         matrix = self._plan.matrices[i]
         if piece is not None and self._mail is not None:
@@ -165,7 +165,7 @@ def mail_for(plan: Plan, comm: _core.Comm, device: torch.device, before: Mail | 
         return _Rows(comm, plan.most_sent)
 
 
-def _starts(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int]]:
+def _starts(pieces: Sequence[Portion]) -> Iterator[tuple[Portion, int]]:
     at = 0
     for piece in pieces:
         yield piece, at
@@ -179,7 +179,7 @@ class _Rows:
     def __init__(self, comm: _core.Comm, size: int) -> None:
         self._comm, self._size, self._half = comm, size, 0
         self._rows = _core.shared_rows(comm, 2 * size, torch.empty(0, dtype=torch.uint8))
-        self._places: dict[Piece, int] = {}
+        self._places: dict[Portion, int] = {}
 
     def fits(self, comm: _core.Comm, size: int) -> bool:
         return comm is self._comm and size <= self._size
@@ -188,7 +188,7 @@ class _Rows:
         """Begin a step: one that raised may have left ranks in different halves."""
         self._half = 0
 
-    def begin(self, pieces: Sequence[Piece]) -> None:
+    def begin(self, pieces: Sequence[Portion]) -> None:
         self._half = 1 - self._half
         base = self._size * self._half
         self._places = {}
@@ -196,11 +196,11 @@ class _Rows:
             own = dict.fromkeys(p._replace(target=-1) for p in pieces if p.source == rank)
             self._places.update((piece, base + at) for piece, at in _starts(list(own)))
 
-    def _at(self, piece: Piece) -> Tensor:
+    def _at(self, piece: Portion) -> Tensor:
         start = self._places[piece._replace(target=-1)]
         return self._rows[piece.source][start : start + piece.nbytes]
 
-    def out(self, piece: Piece) -> Tensor:
+    def out(self, piece: Portion) -> Tensor:
         return self._at(piece)
 
     def send(self) -> None:
@@ -209,7 +209,7 @@ class _Rows:
     def receive(self) -> None:
         pass
 
-    def arrived(self, piece: Piece) -> Tensor:
+    def arrived(self, piece: Portion) -> Tensor:
         return self._at(piece)
 
 
@@ -223,13 +223,13 @@ class _Sent:
         self._device = torch.device("cpu") if on_host else device
         self._out, self._in = self._bytes(0), self._bytes(0)
         self._splits: tuple[list[int], list[int]] = [], []  # received, sent
-        self._places: dict[Piece, int] = {}
+        self._places: dict[Portion, int] = {}
         self._work: Any = None
 
     def _bytes(self, n: int) -> Tensor:
         return torch.empty(n, dtype=torch.uint8, device=self._device)
 
-    def begin(self, pieces: Sequence[Piece]) -> None:
+    def begin(self, pieces: Sequence[Portion]) -> None:
         ranks, mine = range(self._comm.world), self._comm.rank
         sent = [[p for p in pieces if (p.source, p.target) == (mine, rank)] for rank in ranks]
         received = [[p for p in pieces if (p.source, p.target) == (rank, mine)] for rank in ranks]
@@ -245,7 +245,7 @@ class _Sent:
         if n_out > self._out.numel():
             self._out = self._bytes(n_out)
 
-    def out(self, piece: Piece) -> Tensor:
+    def out(self, piece: Portion) -> Tensor:
         start = self._places[piece]
         return self._out[start : start + piece.nbytes]
 
@@ -276,6 +276,6 @@ class _Sent:
                 "output says why"
             ) from None
 
-    def arrived(self, piece: Piece) -> Tensor:
+    def arrived(self, piece: Portion) -> Tensor:
         start = self._places[piece]
         return self._in[start : start + piece.nbytes]

@@ -27,11 +27,11 @@ from zshard.units.shards import part_of
 
 __all__ = ["WholeMatrix"]
 
-Numbered = dict[int, dict[Any, Any]]
+StateByNumber = dict[int, dict[Any, Any]]
 
 
 class WholeMatrix(Optimizer):
-    """An optimizer of any class over sharded parameters, each of which one rank steps as a whole.
+    """An optimizer of any class over sharded parameters: one rank steps each in full.
 
         optimizer = zshard.WholeMatrix(torch.optim.Adafactor, model.parameters(), lr=1e-3)
 
@@ -154,11 +154,11 @@ class WholeMatrix(Optimizer):
         proxies = [_proxy(param) for param in group["params"]]
         return {**{k: v for k, v in group.items() if k != "param_names"}, "params": proxies}
 
-    def _gathered(self) -> Numbered:
+    def _gathered(self) -> StateByNumber:
         """Return the state by the parameters' numbers, as copies on the CPU."""
-        own: Numbered = self._inner.state_dict()["state"]
+        own: StateByNumber = self._inner.state_dict()["state"]
         is_owner = self._steps.is_owner(self._stepped())
-        found: Numbered = {}
+        found: StateByNumber = {}
         comms: dict[_core.Comm | None, set[int]] = {}
         for number, param in enumerate(params_of(self)):
             part = part_of(param)

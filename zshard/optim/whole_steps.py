@@ -125,8 +125,8 @@ class WholeSteps:
                 everyone = [own]
             else:
                 mine = array("q", [number for row in own for number in row])
-                told = [array("q", data) for data in gather_bytes(comm, mine.tobytes())]
-                everyone = [list(zip(row[::2], row[1::2], strict=True)) for row in told]
+                numbers = [array("q", data) for data in gather_bytes(comm, mine.tobytes())]
+                everyone = [list(zip(row[::2], row[1::2], strict=True)) for row in numbers]
             self._ranges[key] = list(zip(*everyone, strict=True))
         return self._ranges[key]
 
@@ -162,6 +162,6 @@ def _is_active(param: Tensor) -> bool:
 def _facts(each: Stepping) -> list[Fact]:
     part = part_of(each.param)
     name = "" if part is None else part.name
-    told = "None" if each.param.grad is None else "set"
-    facts = [(f"the gradient of '{name}'", told)]
+    value = "None" if each.param.grad is None else "set"
+    facts = [(f"the gradient of '{name}'", value)]
     return [*facts, (f"the options of '{name}'", each.options)] if each.options else facts
