@@ -40,7 +40,6 @@ LIBRARIES = re.compile(
 NAMED_BELOW = {  # files of the core that name a library in code: which, and why
     "checkpoint/torch_file": ("numpy", "scalars in the metadata of DCP"),
     "checkpoint/opening": ("deepspeed safetensors.torch", "texts: how to convert such a file"),
-    "checkpoint/manifest": ("tqdm", "a progress bar, where it is installed"),
     "checkpoint/save_plan": ("peft", "a model with adapters gets no config.json"),
     "checkpoint/script_state": ("numpy", "a script saves NumPy's arrays and random state"),
     "guard/outside": (

@@ -6,7 +6,9 @@ import weakref
 
 import pytest
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from models import COMBINATIONS, Mlp, differences, make, wrapped
+from spawn import ranks
 from torch import nn
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
@@ -49,6 +51,27 @@ def of_a_part():
 
 def test_units_within(pool2):
     assert pool2.run(of_a_part) == [(2, 5), (0, 5)]
+
+
+def saved_as_shards(folder):
+    """As FSDP1's scripts save: within the type, by dcp, on all ranks."""
+    model, other = FSDP(make(Mlp)), FSDP(make(Mlp, seed=3))
+    for kind in ("SHARDED_STATE_DICT", StateDictType.LOCAL_STATE_DICT):
+        path = f"{folder}/{getattr(kind, 'name', kind)}"
+        with pytest.warns(UserWarning, match=r"_STATE_DICT has full tensors here: zshard\.save"):
+            FSDP.set_state_dict_type(model, kind)
+        state = model.state_dict()
+        assert differences(state, make(Mlp).state_dict()) == []
+        dcp.save({"model": state}, checkpoint_id=path)
+        loaded = {"model": other.state_dict()}
+        dcp.load(loaded, checkpoint_id=path)
+        other.load_state_dict(loaded["model"])
+        assert differences(other.state_dict(), state) == []
+
+
+@ranks(2)
+def test_types_for_shards_have_full_tensors(pool, tmp_path):
+    pool.run(saved_as_shards, str(tmp_path))
 
 
 def test_other_types_are_refused():

@@ -25,7 +25,6 @@ from zshard._errors import CheckpointError
 from zshard.checkpoint import manifest as blocks
 from zshard.checkpoint.checkpoint import Checkpoint, OptimizerState, Readable, is_extra_state
 from zshard.checkpoint.contents import ranks_of
-from zshard.checkpoint.manifest import progress
 from zshard.checkpoint.opening import older_than, opened
 from zshard.checkpoint.safetensors import TensorEntry
 from zshard.checkpoint.write import finish
@@ -122,7 +121,7 @@ def load(
         check_agreement(comm, facts, "calls to zshard.load()")
         found = _open(stack, comm, path, optimizer is not None)
         if found.manifest is not None:
-            heads = blocks.head_runs(found.files, found.manifest.files)
+            heads = blocks.head_blocks(found.files, found.manifest.files)
             with _checking_files(comm, found):
                 blocks.check_blocks(blocks.share(heads, comm.rank, comm.world))
         plans = _plan(comm, found, model, optimizer, strict)
@@ -131,9 +130,7 @@ def load(
             if plans.optimizer is not None:
                 pending += plans.optimizer.pending()
             _check(comm, found, pending, verify)
-            total = sum(value.numel() * value.dtype.itemsize for value in pending)
-        with progress(total, "loading", comm.rank) as done:
-            _carry_out(comm, plans, Reader(done))
+        _carry_out(comm, plans, Reader())
     loaded = Loaded(plans.extra)
     loaded.path, loaded.step = found.path, found.step
     loaded.missing_keys = list(plans.model.keys.missing_keys)
@@ -267,10 +264,9 @@ def _check(comm: _core.Comm, found: Checkpoint, pending: Sequence[Pending], veri
         for value in pending
         if isinstance(value.origin, TensorEntry)
     )
-    mine = blocks.own_runs(comm, files, found.manifest.files, wanted, meeting.host_id())
-    total = sum(run.size for run in mine)
-    with progress(total, "verifying", comm.rank) as done, _checking_files(comm, found):
-        blocks.check_blocks(mine, done)
+    mine = blocks.own_blocks(comm, files, found.manifest.files, wanted, meeting.host_id())
+    with _checking_files(comm, found):
+        blocks.check_blocks(mine)
 
 
 def _carry_out(comm: _core.Comm, plans: _Plans, reader: Reader) -> None:
@@ -395,15 +391,14 @@ def _keep_dtypes(
 
 
 class Reader:
-    """The source of values in files. Calls `done` with the number of bytes of each read.
+    """The source of values in files.
 
     A shard of a tensor is one run of bytes in the checkpoint, and one in memory. If dtype and
     device match, the run is read directly into place; otherwise it is read a chunk at a time and
     cast, or copied to the device.
     """
 
-    def __init__(self, done: Callable[[int], object] | None = None) -> None:
-        self._done = done
+    def __init__(self) -> None:
         self._memory = ChunkMemory()
 
     def whole(self, entry: Readable) -> Tensor:
@@ -427,5 +422,3 @@ class Reader:
                     chunk = self._memory.of(last - first, entry.dtype)
                     entry.read_into(bytes_of(chunk), (begin + first) * item)
                     flat[first:last].copy_(chunk)
-        if self._done is not None:
-            self._done(target.numel() * item)

@@ -15,7 +15,7 @@ import operator
 import os
 import warnings
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from zshard import _core
 from zshard.checkpoint.contents import Replicas, of_model, of_optimizer, ranks_of, settle
 from zshard.checkpoint.folder import Staging, Target, retain, warn_of_newer
-from zshard.checkpoint.manifest import BLOCK, FileRecord, progress
+from zshard.checkpoint.manifest import BLOCK, FileRecord
 from zshard.checkpoint.manifest import NAME as MANIFEST
 from zshard.checkpoint.safetensors import CODES, rows_of
 from zshard.checkpoint.save_plan import (
@@ -138,7 +138,7 @@ def save(
         return SaveHandle(target.path)
     with on_all_ranks(comm), torch.no_grad():
         plan = replace(plan, pieces=snapshot(model, plan.pieces))
-    return start(SaveHandle(target.path, lambda: _write(plan, beside, False)))
+    return start(SaveHandle(target.path, lambda: _write(plan, beside)))
 
 
 # --- checks ---------------------------------------------------------------------------------------
@@ -199,9 +199,8 @@ def _check_nested(comm: _core.Comm, found: str) -> None:
 
 
 @PublicCall("save()")
-def _write(plan: SavePlan, comm: _core.Comm, watched: bool = True) -> None:
-    """Execute the plan. Collective; `comm` belongs to this thread. watched: the script waits for
-    the save."""
+def _write(plan: SavePlan, comm: _core.Comm) -> None:
+    """Execute the plan. Collective; `comm` belongs to this thread."""
     rank_0 = comm.rank == 0
     staging = Staging(plan.target, plan.id, plan.kept.overwrite)
     try:
@@ -211,10 +210,9 @@ def _write(plan: SavePlan, comm: _core.Comm, watched: bool = True) -> None:
                 for file in plan.files:
                     _core.File.create(os.path.join(staging.path, file.name), file.size).close()
         rows: list[tuple[int, Written]] = []
-        bar = progress(_bytes_of(plan), "saving", comm.rank if watched else -1)
         found: list[str] = []
-        with on_all_ranks(comm), torch.no_grad(), bar as done:
-            rows += _write_pieces(plan, staging.path, rank_0, done, found)
+        with on_all_ranks(comm), torch.no_grad():
+            rows += _write_pieces(plan, staging.path, rank_0, found)
         everyone = _gather(comm, rows)
         told = gather_bytes(comm, "".join(found[:1]).encode())
         strange = {each.decode() for each in told if each}
@@ -240,11 +238,10 @@ def _write(plan: SavePlan, comm: _core.Comm, watched: bool = True) -> None:
 
 
 def _write_pieces(
-    plan: SavePlan, folder: str, headers: bool, done: Callable[[int], object], strange: list[str]
+    plan: SavePlan, folder: str, headers: bool, strange: list[str]
 ) -> Iterator[tuple[int, Written]]:
     """Write this rank's pieces, and the headers if `headers`, and fsync them. Yield (file number,
-    checksum) pairs. Call `done` with bytes, and add the names of parameters with NaN or infinite
-    values to `strange`: see Writer."""
+    checksum) pairs. Add the names of parameters with NaN or infinite values to `strange`."""
     mine: dict[int, list[Piece]] = {number: [] for number in range(len(plan.files) * headers)}
     for piece in plan.pieces:
         mine.setdefault(piece.file, []).append(piece)
@@ -256,7 +253,7 @@ def _write_pieces(
             for number in numbers[first : first + _OPEN]:
                 file = _open(os.path.join(folder, plan.files[number].name))
                 opened.append(stack.enter_context(file))
-                writer = Writer(file, chunk, done, plan.parameters)
+                writer = Writer(file, chunk, plan.parameters)
                 if headers:
                     writer.add_bytes(0, plan.files[number].header)
                 for piece in mine[number]:
@@ -265,11 +262,6 @@ def _write_pieces(
                 strange += writer.strange
             for file in opened:
                 file.sync()
-
-
-def _bytes_of(plan: SavePlan) -> int:
-    """Return the bytes of tensors that this rank writes."""
-    return sum(piece.size for piece in plan.pieces)
 
 
 def _open(path: str) -> _core.File:

@@ -35,7 +35,7 @@ from zshard.state.source import CHUNK
 
 _DIRECT = 2**16  # bytes; smaller pieces are collected in the chunk
 _ALIGN = 64  # bytes; the copies of an asynchronous save begin at multiples of it
-_AT_ONCE = 2**28  # bytes per call, so that the progress bar moves
+_AT_ONCE = 2**28  # bytes per call: Python handles signals between calls
 
 _NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -62,15 +62,8 @@ class Writer:
     strange: the names of `watched` tensors that had NaN or infinite values.
     """
 
-    def __init__(
-        self,
-        file: _core.File,
-        chunk: CastBuffer,
-        done: Callable[[int], object],
-        watched: Container[str] = (),
-    ) -> None:
-        """done: called with the number of bytes of each write."""
-        self._file, self._chunk, self._done, self._watched = file, chunk, done, watched
+    def __init__(self, file: _core.File, chunk: CastBuffer, watched: Container[str] = ()) -> None:
+        self._file, self._chunk, self._watched = file, chunk, watched
         self.strange: list[str] = []
         self._waiting = 0  # bytes in `_ranges`
         self._ranges: list[Any] = []  # the argument of _core.File.write()
@@ -142,11 +135,9 @@ class Writer:
             self._copied.clear()
         if self._ranges:
             places: list[int] = []
-            written = rows_of(self._file.write(self._ranges, BLOCK, places))
-            self._written += written
+            self._written += rows_of(self._file.write(self._ranges, BLOCK, places))
             self.strange += [self._names[place] for place in places]
             self._names.clear()
-            self._done(sum(length for _, length, _ in written))
             self._ranges.clear()
             self._waiting = 0
 
@@ -173,22 +164,10 @@ def is_plain(piece: Piece) -> bool:
 
 def runs(values: Tensor, begin: int, end: int, limit: int) -> Iterator[Tensor]:
     """Yield the row-major elements from `begin` to `end` as 1-dimensional tensors of at most
-    `limit` elements; these are copies if `values` is not contiguous."""
-    if values.is_contiguous():
-        flat = values.view(-1)
-        for first in range(begin, end, limit):
-            yield flat[first : min(first + limit, end)]
-        return
-    row = values.numel() // values.shape[0]
-    at_once = max(1, limit // row)
-    for first in range(begin // row, -(-end // row), at_once):
-        rows = values[first : first + at_once]
-        low = max(0, begin - first * row)
-        high = min(rows.numel(), end - first * row)
-        if row > limit:
-            yield from runs(rows[0], low, high, limit)
-        else:
-            yield rows.reshape(-1)[low:high]
+    `limit` elements."""
+    flat = values.reshape(-1)  # a copy if it is not contiguous, as few tensors are
+    for first in range(begin, end, limit):
+        yield flat[first : min(first + limit, end)]
 
 
 # --- a copy, and a thread that writes it ----------------------------------------------------------

@@ -7,8 +7,7 @@ values that do not exist. zshard's own code reads many shapes and dtypes, so it 
 plain():`, where that is fast and unchecked.
 
 Where state_dict() needs values, full copies replace the placeholders. An owner's attribute refers
-to a Place, which provides a full copy or this rank's shard. The first copy of a unit gathers the
-unit, for all places in the call.
+to a Place; the first copy of a unit gathers the unit, for all places in the call.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zshard import _core
-from zshard.guard.slices import plain
-from zshard.state.shard_records import ShardRecord, record_of
 from zshard.units.units import State, unsharded, without_memory
 
 if TYPE_CHECKING:
@@ -228,28 +225,6 @@ class Place:
     def shape(self) -> tuple[int, ...]:
         """Return the full shape."""
         return tuple(self.unit.param(self.index)["shape"])
-
-    @property
-    def record(self) -> ShardRecord:
-        return record_of(self.params.state, self.index)
-
-    @property
-    def wants_slices(self) -> bool:
-        """Whether state dicts currently contain this rank's shards."""
-        return self.params.state.form.slices
-
-    @plain()
-    def slice(self) -> nn.Parameter:
-        """Return a 1-D copy of this rank's shard. Raises RuntimeError if the script has unsharded
-        the unit."""
-        if self.unit.is_full:
-            if _core.held_unit(self.param) is not None:
-                raise RuntimeError(
-                    f"parameter '{self.name}' is unsharded: call state_dict() after reshard(), and "
-                    "outside summon_full_params(), to get shards"
-                )
-            self.unit.reshard()
-        return like(self.param, self.param.detach().reshape(-1).clone())
 
 
 class FullCopies:

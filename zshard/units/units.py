@@ -84,12 +84,11 @@ class Measurement(Protocol):
 class StateDictForm(NamedTuple):
     """The form of state_dict() of units.
 
-    slices: this rank's shards, and nothing is gathered. rank0_only: other ranks get an empty dict.
-    optim_rank0_only: the same for state dicts of the model's optimizers. settings: what the script
-    passed to choose this form, which it may ask for; None: nothing.
+    rank0_only: other ranks get an empty dict. optim_rank0_only: the same for state dicts of the
+    model's optimizers. settings: what the script passed to choose this form, which it may ask for;
+    None: nothing.
     """
 
-    slices: bool = False
     rank0_only: bool = False
     optim_rank0_only: bool = False
     settings: Any = None
