@@ -18,8 +18,7 @@ from zshard import _core, _patches
 from zshard.compat.attributes import TorchNames, names_without_module
 from zshard.compat.fsdp1 import Fsdp1Methods
 from zshard.guard.outside import NoDdp
-from zshard.memory.fits import parse_limit
-from zshard.memory.spare import parse_keep
+from zshard.memory.fits import parse_keep, parse_limit
 from zshard.model.build import MADE
 from zshard.model.copy import copy_model
 from zshard.model.methods import ModelMethods

@@ -23,9 +23,9 @@ from torch import nn
 
 import zshard
 from zshard import FSDP
-from zshard.memory import spare
+from zshard.memory import host_limits
 from zshard.memory.fits import parse_limit
-from zshard.memory.host_limits import Allowance, room_of_cgroup, room_of_host
+from zshard.memory.host_limits import room_of_cgroup, room_of_host
 
 MIB = 1 << 20
 _M_MMAP_THRESHOLD = -3  # of mallopt(), in malloc.h
@@ -258,9 +258,7 @@ def test_control_groups_of_version_2(tmp_path):
             "sys/fs/cgroup/job/memory.stat": "anon 400\ninactive_file 300\nactive_file 150\n",
         },
     )
-    room = room_of_cgroup(tmp_path)
-    assert room.bytes == 1000 - (900 - 450)
-    assert "job/memory.max" in room.source
+    assert room_of_cgroup(tmp_path)[0] == 1000 - (900 - 450)
 
 
 def test_control_groups_of_version_1_within_a_container(tmp_path):
@@ -274,11 +272,11 @@ def test_control_groups_of_version_1_within_a_container(tmp_path):
             "sys/fs/cgroup/memory/memory.stat": "inactive_file 7\ntotal_inactive_file 100\n",
         },
     )
-    assert room_of_cgroup(tmp_path).bytes == 600
+    assert room_of_cgroup(tmp_path)[0] == 600
 
 
 def test_hosts_and_no_limits(tmp_path):
-    assert room_of_cgroup(tmp_path) is None and room_of_host(tmp_path) is None
+    assert room_of_cgroup(tmp_path) == (None, "") and room_of_host(tmp_path) is None
     files(
         tmp_path,
         {
@@ -288,8 +286,8 @@ def test_hosts_and_no_limits(tmp_path):
             "sys/fs/cgroup/memory/memory.usage_in_bytes": "1500\n",
         },
     )
-    assert room_of_cgroup(tmp_path) is None
-    assert room_of_host(tmp_path).bytes == 10 * 1024
+    assert room_of_cgroup(tmp_path) == (None, "")
+    assert room_of_host(tmp_path) == 10 * 1024
 
 
 def test_limits_as_arguments():
@@ -313,14 +311,14 @@ def four_layers(limit):
 @pytest.mark.parametrize("limit", ["auto", "1GiB"])
 def test_oversized_state_is_refused_before_allocation(optimizer, limit, monkeypatch):
     model, free = four_layers(limit), four_layers(None)
-    monkeypatch.setattr(spare, "room_of_host", lambda: Allowance(5 << 20, "", ""))
+    monkeypatch.setattr(host_limits, "room_of_host", lambda: 5 << 20)
     made = optimizer(model.parameters())
     with pytest.raises(MemoryError, match=r"Adam\w* does not fit.* needs 8.0 MiB .* 5.0 MiB are"):
         made.step()
     assert len(made.state) == 0
     torch.optim.SGD(model.parameters(), 0.1).step()  # the error's remedy
     optimizer(free.parameters()).step()
-    monkeypatch.setattr(spare, "room_of_host", lambda: Allowance(9 << 20, "", ""))
+    monkeypatch.setattr(host_limits, "room_of_host", lambda: 9 << 20)
     made.step()
     made.step()
 

@@ -26,7 +26,7 @@ CORE = [
     *("_version", "_built_with", "_torch_check", "_errors", "_core"),
     *("precision", "strategy", "run", "ranks", "offload"),
     *("units", "guard", "wrap", "options", "optim", "grad_scaler", "state", "memory", "model"),
-    *("_predict_memory", "_patches", "checkpoint", "doctor"),
+    *("_patches", "checkpoint", "doctor"),
 ]
 DIALECTS = ["compat", "fsdp", "compat.fsdp2", "compat.ddp", "compat.__init__"]
 INTEGRATIONS = ["lightning", "accelerate", "transformers", "peft", "bitsandbytes", "deepspeed"]

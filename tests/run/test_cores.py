@@ -20,7 +20,7 @@ from nursery import fork_ranks
 from spawn import _python_path
 
 from zshard import FSDP, fully_shard
-from zshard.doctor.features import bf16, describe
+from zshard.doctor import bf16, describe
 from zshard.run import cores
 from zshard.run.cores import as_list, parse_list, read_host, shares_of
 

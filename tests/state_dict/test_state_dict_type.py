@@ -93,21 +93,21 @@ def bytes_of_whole_copies(combination):
     model = wrapped(deep, combination, auto_wrap_policy={nn.Linear})
     reserved = model.memory()["slots"]
     whole = sum(p.numel() * p.element_size() for p in deep().parameters())
-    usual, made, held = stand_ins.UnitParams._copy, weakref.WeakSet(), []
+    usual, made, held = stand_ins._copy, weakref.WeakSet(), []
 
-    def copy(params, index, param, keep):
-        copied = usual(params, index, param, keep)
+    def copy(unit, index, param, keep):
+        copied = usual(unit, index, param, keep)
         made.add(copied.untyped_storage())
         held.append(sum(each.nbytes() for each in made) + model.memory()["slots"] - reserved)
         return copied
 
-    stand_ins.UnitParams._copy = copy
+    stand_ins._copy = copy
     try:
         config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
         with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
             state = model.state_dict()
     finally:
-        stand_ins.UnitParams._copy = usual
+        stand_ins._copy = usual
     assert dist.get_rank() != 0 or differences(state, make(deep).state_dict()) == []
     return max(held), whole, max(state.unit.bytes["full"] for _, state in units_of(model))
 

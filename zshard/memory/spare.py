@@ -12,7 +12,6 @@ backward that all ranks ran (csrc/engine/keep_gathered.h). Later measurements ca
 
 from __future__ import annotations
 
-import sys
 import weakref
 from typing import NamedTuple
 
@@ -20,27 +19,18 @@ import torch
 from torch import nn
 
 from zshard import _core
-from zshard.memory.fits import MemoryLimit, Sharing, parse_size
-from zshard.memory.host_limits import (
-    resident,
-    room_of_cgroup,
-    room_of_host,
-    room_of_process,
-    shared_by,
-)
+from zshard.memory.fits import MemoryLimit
+from zshard.memory.host_limits import Sharing, resident, rooms
 from zshard.memory.report import memory_of
 from zshard.optim.hooks import before_first_steps
 from zshard.optim.step_digest import watch_steps
 from zshard.ranks.devices import CPU
 from zshard.units.units import Keep, state_of, units_of
 
-KeepGathered = bool | int | str
-
 _FIRST = 2  # always measure these steps: optimizers may create state in the second one, too
 _EACH = 100  # then measure one step in so many
 _MARGIN = 10  # leave a tenth of the rank's limit for longer batches
 
-_ALL = sys.maxsize
 _MIB = 1 << 20
 _TENSORS = {
     **dict.fromkeys(("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta"), 2),
@@ -52,19 +42,6 @@ _TENSORS = {
 # --- units that stay gathered ---------------------------------------------------------------------
 
 
-def parse_keep(keep_gathered: KeepGathered, limit: MemoryLimit, device: str) -> Keep:
-    """Translate FSDP()'s argument. "auto" keeps nothing without a limit, and on GPUs, where this is
-    unmeasured.
-
-    Raises TypeError for an argument of another type, ValueError for a malformed size.
-    """
-    if isinstance(keep_gathered, bool):
-        return Keep(_ALL if keep_gathered else 0)
-    if keep_gathered == "auto":
-        return Keep(0, measured=limit is not None and device == CPU)
-    return Keep(parse_size("keep_gathered", keep_gathered, '"auto", True or False'))
-
-
 def crosses_hosts(comm: _core.Comm) -> bool:
     """Return whether the ranks that gather from each other are on several (equal) hosts."""
     return comm.per_host > 0
@@ -74,13 +51,6 @@ def keep_between(keep: Keep, comm: _core.Comm) -> Keep:
     """Resolve `keep` between these ranks: "auto" keeps nothing within one host, where a gather is
     cheap."""
     return keep if not keep.measured or crosses_hosts(comm) else Keep()
-
-
-def words_of(keep: Keep) -> str:
-    """Return the value that ranks must agree on, as a script would write it."""
-    if keep.measured:
-        return "'auto'"
-    return str(keep.most > 0) if keep.most in (0, _ALL) else f"{keep.most} bytes"
 
 
 class _Measured(NamedTuple):
@@ -127,10 +97,10 @@ class Spare:
         if isinstance(self._limit, int):  # no activations, no margin
             return _Measured(self._limit, memory_of(module, "peak")["total"])
         found = resident()
-        rooms = _rooms(self._sharing)
-        if found is None or not rooms:
+        left = rooms(self._sharing)
+        if found is None or not left:
             return _Measured(0, 0)
-        limit = min(rooms)[0] + found.now
+        limit = min(left).bytes + found.now
         return _Measured(limit - limit // _MARGIN, found.peak)
 
     def _promised_to_others(self) -> int:
@@ -176,14 +146,14 @@ def _check(module: nn.Module, optimizer: torch.optim.Optimizer, sharing: Sharing
     needed = _bytes_of_state(module, optimizer)
     if needed == 0:
         return
-    left, source = min(_rooms(sharing), default=(needed, ""))
-    if needed <= left:
+    room = min(rooms(sharing), default=None)
+    if room is None or needed <= room.bytes:
         return
     state = state_of(module)
     raise MemoryError(
         f"the first step of {type(optimizer).__name__} does not fit in memory: rank "
         f"{state.comms.all.rank} of {state.comms.all.world} needs {needed / _MIB:.1f} MiB for its "
-        f"state, but only {max(left, 0) / _MIB:.1f} MiB are left ({source}). Use more ranks, an "
+        f"state, but only {room.bytes / _MIB:.1f} MiB are left ({room.source}). Use more ranks, an "
         "optimizer with less state (SGD), FSDP(offload=zshard.Offload(directory=..., grads=True)) "
         "or FSDP(memory_limit=None), which does not check"
     )
@@ -203,17 +173,3 @@ def _bytes_of_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> int:
         for i, param in enumerate(state.unit.params)
         if id(param) in given and param.requires_grad and not _core.offloads_state(param)
     )
-
-
-def _rooms(sharing: Sharing) -> list[tuple[int, str]]:
-    """Return the bytes that each limit of the host and of the process leaves to this rank."""
-    host, cgroup = room_of_host(), room_of_cgroup()
-    found = []
-    if host is not None:
-        words = f"the host's MemAvailable{shared_by(sharing.host)}"
-        found.append((host.bytes // sharing.host, words))
-    if cgroup is not None:
-        words = f"the cgroup's limit{shared_by(sharing.cgroup)}"
-        found.append((cgroup.bytes // sharing.cgroup, words))
-    limits = [(room_of_process(name), name) for name in ("RLIMIT_DATA", "RLIMIT_AS")]
-    return found + [(left, name) for left, name in limits if left is not None]

@@ -36,7 +36,6 @@ from zshard.state.stand_ins import (
     Place,
     StandIn,
     StandIns,
-    UnitParams,
     current_copies,
 )
 from zshard.units.shards import part_of
@@ -47,12 +46,11 @@ from zshard.wrap.tree import UnitSpec
 def attach(state: State, spec: UnitSpec) -> None:
     """Make a sharded unit save and load full parameters, whichever module at or below the unit's
     the call starts at."""
-    params = UnitParams(state, [ref.param for ref in spec.params])
     # The unit's module too, even if it owns none: it runs first, so it refuses before a change.
     _places_of(spec.module)
     for index, ref in enumerate(spec.params):
         for owner, attribute in ref.owners:
-            _places_of(owner)[attribute] = Place(params, index)
+            _places_of(owner)[attribute] = Place(state.unit, index, ref.param)
     for module in spec.module.modules():
         is_top = module is spec.module or is_unit(module)
         is_leaf = not module._modules  # a single call covers it

@@ -14,15 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zshard import _core
-from zshard.units.units import State, unsharded, without_memory
+from zshard.units.units import unsharded, without_memory
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -176,46 +175,13 @@ class StandIns:
 # --- full copies ----------------------------------------------------------------------------------
 
 
-class UnitParams:
-    """The parameters of one sharded unit. It holds no module: a submodule that outlives the model
-    keeps the unit whose memory it uses alive, and no other modules."""
+class Place(NamedTuple):
+    """The target of one owner's attribute: the parameter `index` of a unit. It holds no module: a
+    submodule that outlives the model keeps the unit whose memory it uses, and no other modules."""
 
-    def __init__(self, state: State, params: list[nn.Parameter]) -> None:
-        self.state = state
-        self.unit = state.unit
-        self.params = params
-
-    def copies(self, wanted: Collection[int], keep: bool) -> dict[int, nn.Parameter]:
-        """Return full copies of the parameters whose id is wanted, by id. Collective: one gather.
-        keep: otherwise they have shapes only."""
-        with unsharded(self.unit):
-            chosen = [(i, p) for i, p in enumerate(self.params) if id(p) in wanted]
-            return {id(param): self._copy(i, param, keep) for i, param in chosen}
-
-    def _copy(self, index: int, param: nn.Parameter, keep: bool) -> nn.Parameter:
-        shape = self.unit.param(index)["shape"]
-        if not keep:
-            return without_memory(param, shape, param.device)
-        with torch.inference_mode(False):  # callers may write to it
-            data = torch.empty(shape, dtype=param.dtype, device=param.device)
-            self.unit.read_param(index, data)
-            return like(param, data)
-
-
-@dataclass(eq=False, frozen=True)
-class Place:
-    """The target of one owner's attribute: the parameter `index` of a unit."""
-
-    params: UnitParams
+    unit: _core.Unit
     index: int
-
-    @property
-    def unit(self) -> _core.Unit:
-        return self.params.unit
-
-    @property
-    def param(self) -> nn.Parameter:
-        return self.params.params[self.index]
+    param: nn.Parameter
 
     @property
     def name(self) -> str:
@@ -225,6 +191,26 @@ class Place:
     def shape(self) -> tuple[int, ...]:
         """Return the full shape."""
         return tuple(self.unit.param(self.index)["shape"])
+
+
+def copies_of(unit: _core.Unit, wanted: Collection[int], keep: bool) -> dict[int, nn.Parameter]:
+    """Return full copies of the unit's parameters whose id is wanted, by id. Collective: one gather.
+    keep: otherwise they have shapes only."""
+    with unsharded(unit):
+        chosen = [(i, p) for i, p in enumerate(unit.params) if id(p) in wanted]
+        return {id(param): _copy(unit, i, param, keep) for i, param in chosen}
+
+
+def _copy(unit: _core.Unit, index: int, param: nn.Parameter, keep: bool) -> nn.Parameter:
+    shape = unit.param(index)["shape"]
+    if not keep:
+        return without_memory(param, shape, param.device)
+    with torch.inference_mode(False):  # callers may write to it
+        data = torch.empty(shape, dtype=param.dtype, device=param.device)
+        unit.read_param(index, data)
+        made = nn.Parameter(data, requires_grad=param.requires_grad)
+    vars(made).update(vars(param))
+    return made
 
 
 class FullCopies:
@@ -248,16 +234,9 @@ class FullCopies:
         if not self._made:
             self._begin()
         if key not in self._made:
-            self._made.update(place.params.copies(self._below | {key}, self._keep))
+            self._made.update(copies_of(place.unit, self._below | {key}, self._keep))
         return self._made[key]
 
 
 current_copies: ContextVar[FullCopies | None] = ContextVar("zshard_state_dict", default=None)
 """Those of the call that is running, if one is."""
-
-
-def like(param: nn.Parameter, data: Tensor) -> nn.Parameter:
-    """Return a parameter on `data` with `param`'s other properties and attributes."""
-    made = nn.Parameter(data, requires_grad=param.requires_grad)
-    vars(made).update(vars(param))
-    return made
