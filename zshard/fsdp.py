@@ -122,7 +122,7 @@ class FSDP(Fsdp1Methods, UnitMethods, ModelMethods, TorchNames):
             Default: None. Pass only one of `offload` and `cpu_offload`.
         memory_limit: the bytes that zshard may allocate on this rank, as a number or a string such
             as "12GiB". "auto" (the default): on a CPU, what the host's MemAvailable, the control
-            groups and the process's limits leave to it, divided among the ranks that share them;
+            groups leave to it, divided among the ranks that share them;
             on a GPU, the free GPU memory. None: no check. A model that needs more raises
             MemoryError on all ranks, which lists settings that fit; a model that fits, but not
             with Adam's state, is a warning. Data that is offloaded to disk does not count.

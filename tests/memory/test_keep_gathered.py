@@ -307,7 +307,7 @@ def host(room: list[int], used: list[int]) -> Iterator[None]:
         return numbers.pop(0) if len(numbers) > 1 else numbers[0]
 
     before = spare.rooms, spare.resident
-    spare.rooms = lambda sharing: [Room(next_of(room), "", "")]  # type: ignore[assignment]
+    spare.rooms = lambda sharing: [Room(next_of(room), "")]  # type: ignore[assignment]
     spare.resident = lambda: Resident(1000, next_of(used))  # type: ignore[assignment]
     try:
         yield

@@ -36,20 +36,8 @@ MemoryLimit = int | str | None
 KeepGathered = bool | int | str
 _ALL = sys.maxsize  # bytes of units that stay gathered
 _MIB = 1 << 20
-_CHUNK = 64 * _MIB  # gradients are mapped in chunks, csrc/device/arena.c
 _UNITS = {"": 1, "k": 10, "m": 20, "g": 30, "t": 40}
 _MESSAGE = 256  # bytes, for six numbers and a source
-
-
-class _Need(NamedTuple):
-    """Bytes that a rank still has to allocate: in total, private to the process, and of address
-    space; the optimizer's later share; and the number of memory mappings that it needs."""
-
-    found: int
-    private: int
-    addresses: int
-    optimizer: int
-    mappings: int
 
 
 class _Model(NamedTuple):
@@ -145,7 +133,7 @@ def check_fits(
     rank 0 if it will not fit with the optimizer's state. Collective: two exchanges.
 
     inner: units of earlier calls that become part of the model. limit: bytes that a rank may use;
-        "auto": what the hosts and the limits of the processes leave, or on a GPU its free memory.
+        "auto": what the hosts and control groups leave, or on a GPU its free memory.
 
     Returns how many ranks share what this rank's host and control group leave.
     """
@@ -155,23 +143,19 @@ def check_fits(
     offload = planned[-1][1].offload
     # Steps in backward do not hold gradients, and such models train like that.
     parts = dry_run.predict(stepped=offload is not None)
-    need = _need_of(planned, dry_run, parts, comms, torch_device(device))
-    if isinstance(limit, int):
-        need = need._replace(found=parts["total"])
+    needed = parts["total"]
+    if not isinstance(limit, int):
+        needed = _needed(planned, dry_run, needed - parts["transport"], torch_device(device))
     sharing = _sharing(comms.all)
-    rank, adam = comms.all.rank, need.optimizer
+    rank, adam = comms.all.rank, 2 * dry_run.trained_bytes()
     found = [
-        _Shortage(needed - room.bytes, rank, needed, room.bytes, room.source, adam)
+        _Shortage(needed - room.bytes, rank, needed, *room, adam)
         for room in _rooms(limit, device, sharing)
-        for needed in [_needed(need, room)]
     ]
     mine = max(found, default=_Shortage(-sys.maxsize, rank, 0, 0, "no limit", 0))
     left = room_of_mappings()
-    told = (
-        json.dumps([*mine, need.mappings, sys.maxsize if left is None else left])
-        .encode()
-        .ljust(_MESSAGE)
-    )
+    mappings = dry_run.engine.predict_mappings(), sys.maxsize if left is None else left
+    told = json.dumps([*mine, *mappings]).encode().ljust(_MESSAGE)
     ranks = [json.loads(each) for each in comms.all.exchange(told)]
     _check_mappings(module, [(needed, left) for *_, needed, left in ranks])
     model = _Model(module, planned, world, dry_run, bool(inner))
@@ -189,14 +173,8 @@ def check_fits(
 # --- what a rank needs ----------------------------------------------------------------------------
 
 
-def _need_of(
-    planned: Sequence[Planned],
-    dry_run: DryRun,
-    parts: dict[str, int],
-    comms: Comms,
-    device: torch.device,
-) -> _Need:
-    """Return the bytes to allocate beyond existing parameters and inner units."""
+def _needed(planned: Sequence[Planned], dry_run: DryRun, total: int, device: torch.device) -> int:
+    """Return the bytes, of `total`, to allocate beyond existing parameters and inner units."""
     there = sum(_held_by(unit) for unit in dry_run.inner)
     given_back = 0
     within = peak = 0  # while units are made one after the other
@@ -208,20 +186,7 @@ def _need_of(
         peak = max(peak, within + made + _in_memory(unit))
         within += _in_memory(unit) - whole
         given_back += whole
-    needed = max(parts["total"] - parts["transport"] - there - given_back, peak, 0)
-    mapped = comms.shard_group.transport == "shm"
-    shared = 0
-    if mapped:
-        cut = [unit for unit in dry_run.units if not unit.replicated]
-        shared = sum(_in_memory(unit) for unit in cut)
-    in_buckets = parts["buckets"] if comms.all.transport == "shm" else 0
-    rounding = -parts["grads"] % _CHUNK
-    private = max(needed + rounding - shared - in_buckets, 0)
-    addresses = needed + rounding + shared * (comms.shard_group.world - 1)
-    addresses += in_buckets * (comms.all.world - 1)  # this rank maps those of all ranks
-    addresses += parts["offloaded"] * (comms.shard_group.world if mapped else 1)
-    mappings = dry_run.engine.predict_mappings()
-    return _Need(needed, private, addresses, 2 * dry_run.trained_bytes(), mappings)
+    return max(total - there - given_back, peak, 0)
 
 
 def _in_memory(unit: _core.Unit) -> int:
@@ -233,19 +198,14 @@ def _held_by(unit: _core.Unit) -> int:
     return _in_memory(unit) + (0 if unit.offloads[1] else unit.bytes["grad"])
 
 
-def _needed(need: _Need, room: Room) -> int:
-    """Return the bytes that count under this limit."""
-    return {"RLIMIT_DATA": need.private, "RLIMIT_AS": need.addresses}.get(room.kind, need.found)
-
-
 # --- what a rank has left -------------------------------------------------------------------------
 
 
 def _rooms(limit: int | str, device: str, sharing: Sharing) -> list[Room]:
     if isinstance(limit, int):
-        return [Room(limit, "", "memory_limit")]
+        return [Room(limit, "memory_limit")]
     if torch_device(device).type == "cuda":
-        return [Room(_room_of_gpu(device), "", "free GPU memory")]
+        return [Room(_room_of_gpu(device), "free GPU memory")]
     return rooms(sharing)
 
 

@@ -1,14 +1,13 @@
-"""How much more memory this process can allocate under the limits of the host, its cgroups and the
-process itself.
+"""How much more memory this process can allocate under the limits of the host and its cgroups.
 
 Reclaimable page cache counts as free, as in the kernel's MemAvailable. A limit that is not set or
-cannot be read does not count.
+cannot be read does not count. Nor do a process's own limits (ulimit): what exceeds those is an
+error of the allocation, and no process is killed.
 """
 
 from __future__ import annotations
 
 import re
-import resource
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,27 +27,22 @@ class Sharing(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Bytes that a limit leaves to this rank. kind: "host", "cgroup", "RLIMIT_DATA" or "RLIMIT_AS".
-    source: the limit, for messages."""
+    """Bytes that a limit leaves to this rank; and the limit, for messages."""
 
     bytes: int
-    kind: str
     source: str
 
 
 def rooms(sharing: Sharing) -> list[Room]:
-    """Return what each limit of the host and of the process leaves to this rank."""
+    """Return what the host's memory and the cgroup's limit leave to this rank."""
     found = []
-    limits = (
-        ("host", room_of_host(), sharing.host, "the host's MemAvailable"),
-        ("cgroup", room_of_cgroup()[0], sharing.cgroup, "the cgroup's limit"),
-        ("RLIMIT_DATA", room_of_process("RLIMIT_DATA"), 1, "RLIMIT_DATA"),
-        ("RLIMIT_AS", room_of_process("RLIMIT_AS"), 1, "RLIMIT_AS"),
-    )
-    for kind, left, ranks, source in limits:
+    for left, ranks, source in (
+        (room_of_host(), sharing.host, "the host's MemAvailable"),
+        (room_of_cgroup()[0], sharing.cgroup, "the cgroup's limit"),
+    ):
         if left is not None:
             words = f", divided among its {ranks} ranks" if ranks > 1 else ""
-            found.append(Room(left // ranks, kind, source + words))
+            found.append(Room(left // ranks, source + words))
     return found
 
 
@@ -65,16 +59,6 @@ def room_of_cgroup(root: Path = ROOT) -> tuple[int | None, str]:
     text that is equal for the processes in that cgroup."""
     found = [_room_of(folder, _V1 if first else _V2) for folder, first in groups("memory", root)]
     return min((room for room in found if room), default=(None, ""))
-
-
-def room_of_process(name: str) -> int | None:
-    """Return the bytes left under this process's RLIMIT_DATA or RLIMIT_AS; None: no limit."""
-    soft, _ = resource.getrlimit(getattr(resource, name))
-    field = {"RLIMIT_DATA": "VmData", "RLIMIT_AS": "VmSize"}[name]
-    found = re.search(rf"^{field}:\s+(\d+) kB", read_text(Path("/proc/self/status")) or "", re.M)
-    if soft == resource.RLIM_INFINITY or found is None:
-        return None
-    return max(soft - 1024 * int(found[1]), 0)
 
 
 class Resident(NamedTuple):

@@ -1,9 +1,9 @@
 """Memory left to a rank once it steps: for an optimizer's state, and for units that stay gathered.
 
 FSDP(...) does not know the optimizer, so it refuses only what the model alone exceeds, and warns of
-what Adam's state adds. The first step knows the optimizer: state that exceeds what the host, the
-control groups and the process's limits leave is an error with numbers, whatever memory_limit is,
-instead of a process that the kernel kills.
+what Adam's state adds. The first step knows the optimizer: state that exceeds what the host and the
+control groups leave is an error with numbers, whatever memory_limit is, instead of a process that
+the kernel kills.
 
 The memory of activations is unknown before a step. So with keep_gathered="auto" a rank measures its
 first steps and offers what is left. The core takes the least offer of all ranks, at the end of a

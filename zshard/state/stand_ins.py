@@ -194,8 +194,8 @@ class Place(NamedTuple):
 
 
 def copies_of(unit: _core.Unit, wanted: Collection[int], keep: bool) -> dict[int, nn.Parameter]:
-    """Return full copies of the unit's parameters whose id is wanted, by id. Collective: one gather.
-    keep: otherwise they have shapes only."""
+    """Return full copies of the unit's parameters whose id is wanted, by id. Collective. keep:
+    otherwise they have shapes only."""
     with unsharded(unit):
         chosen = [(i, p) for i, p in enumerate(unit.params) if id(p) in wanted]
         return {id(param): _copy(unit, i, param, keep) for i, param in chosen}
