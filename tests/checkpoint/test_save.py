@@ -275,15 +275,14 @@ def test_save_needs_one_chunk_of_memory(pool2, combination, dtype, tmp_path):
 def in_small_chunks(name, folder):
     """Save through a small chunk that is filled repeatedly, with casts."""
     found = []
-    chunk, direct = write.CHUNK, write._DIRECT
-    write.CHUNK, write._DIRECT = 64, 2**40
+    chunk, write.CHUNK = write.CHUNK, 64
     try:
         for combination in (FULL, ("no_shard", "c10d")):
             model, optimizer = trained(name, combination, "zshard.AdamW")
             found += saved(folder, model, optimizer)
             found += saved(folder, model, optimizer, dtype=torch.bfloat16)
     finally:
-        write.CHUNK, write._DIRECT = chunk, direct
+        write.CHUNK = chunk
     return found
 
 

@@ -11,6 +11,7 @@ hidden folder is deleted, and earlier checkpoints stay as they are.
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 import warnings
@@ -41,9 +42,10 @@ from zshard.checkpoint.save_plan import (
     record_of,
 )
 from zshard.checkpoint.script_state import encode
-from zshard.checkpoint.write import CastBuffer, SaveHandle, Writer, Written, finish, snapshot, start
+from zshard.checkpoint.write import SaveHandle, Writer, Written, finish, snapshot, start
 from zshard.ranks.agreement import PublicCall, check_agreement, gather_bytes, on_all_ranks
 from zshard.ranks.transports import comm_beside
+from zshard.state.source import CHUNK
 from zshard.units.names import bare
 from zshard.units.units import units_of
 
@@ -246,7 +248,8 @@ def _write_pieces(
     for piece in plan.pieces:
         mine.setdefault(piece.file, []).append(piece)
     numbers = sorted(mine)
-    chunk = CastBuffer(any(piece.values.is_cuda for piece in plan.pieces))
+    pinned = any(piece.values.is_cuda for piece in plan.pieces)
+    chunk = functools.cache(lambda: torch.empty(CHUNK, dtype=torch.uint8, pin_memory=pinned))
     for first in range(0, len(numbers), _OPEN):
         with ExitStack() as stack:
             opened = []
@@ -255,7 +258,7 @@ def _write_pieces(
                 opened.append(stack.enter_context(file))
                 writer = Writer(file, chunk, plan.parameters)
                 if headers:
-                    writer.add_bytes(0, plan.files[number].header)
+                    writer.add_header(plan.files[number].header)
                 for piece in mine[number]:
                     writer.add(piece)
                 yield from ((number, row) for row in joined(writer.end()))

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -175,7 +176,8 @@ class StandIns:
 # --- full copies ----------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
+@dataclass(eq=False, frozen=True)
+class Place:
     """The target of one owner's attribute: the parameter `index` of a unit. It holds no module: a
     submodule that outlives the model keeps the unit whose memory it uses, and no other modules."""
 
