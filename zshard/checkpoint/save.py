@@ -11,7 +11,6 @@ hidden folder is deleted, and earlier checkpoints stay as they are.
 
 from __future__ import annotations
 
-import functools
 import operator
 import os
 import warnings
@@ -45,7 +44,7 @@ from zshard.checkpoint.script_state import encode
 from zshard.checkpoint.write import SaveHandle, Writer, Written, finish, snapshot, start
 from zshard.ranks.agreement import PublicCall, check_agreement, gather_bytes, on_all_ranks
 from zshard.ranks.transports import comm_beside
-from zshard.state.source import CHUNK
+from zshard.state.source import chunk_memory
 from zshard.units.names import bare
 from zshard.units.units import units_of
 
@@ -249,7 +248,7 @@ def _write_pieces(
         mine.setdefault(piece.file, []).append(piece)
     numbers = sorted(mine)
     pinned = any(piece.values.is_cuda for piece in plan.pieces)
-    chunk = functools.cache(lambda: torch.empty(CHUNK, dtype=torch.uint8, pin_memory=pinned))
+    chunk = chunk_memory(pinned)
     for first in range(0, len(numbers), _OPEN):
         with ExitStack() as stack:
             opened = []
