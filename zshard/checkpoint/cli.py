@@ -25,7 +25,8 @@ from zshard.checkpoint.load import Reader
 from zshard.checkpoint.manifest import BLOCK, NAME, check_blocks, data_blocks, head_blocks
 from zshard.checkpoint.opening import MODEL, open_own, opened
 from zshard.checkpoint.safetensors import OpenFile
-from zshard.checkpoint.save_plan import PlannedFile, bytes_in, index_of, lay_out
+from zshard.checkpoint.save_plan import PlannedFile, index_of, lay_out
+from zshard.memory.fits import parse_size
 from zshard.ranks.agreement import bytes_of
 from zshard.state.source import chunks
 
@@ -181,7 +182,7 @@ def _check_all(found: Checkpoint) -> int:
 
 
 def _export(path: str, out: str, dtype: torch.dtype | None, limit: str) -> int:
-    size = bytes_in(limit)
+    size = parse_size("max_shard_size", limit, base=1000)
     if os.path.lexists(out):
         raise FileExistsError(f"'{out}' already exists: choose another folder")
     with opened(path) as found:

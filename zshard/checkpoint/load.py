@@ -23,7 +23,13 @@ from torch.optim import Optimizer
 from zshard import _core
 from zshard._errors import CheckpointError
 from zshard.checkpoint import manifest as blocks
-from zshard.checkpoint.checkpoint import Checkpoint, OptimizerState, Readable, is_extra_state
+from zshard.checkpoint.checkpoint import (
+    Checkpoint,
+    OptimizerState,
+    Readable,
+    is_extra_state,
+    read_whole,
+)
 from zshard.checkpoint.contents import ranks_of
 from zshard.checkpoint.opening import older_than, opened
 from zshard.checkpoint.safetensors import TensorEntry
@@ -205,7 +211,7 @@ def _plan(
 def _state_of(found: Checkpoint, model: nn.Module) -> OrderedDict[str, Any]:
     """Return a state dict of tensors that are not read yet."""
     state: OrderedDict[str, Any] = OrderedDict(
-        (plain_name(name), Reader().whole(e) if is_extra_state(name) else Pending.of(name, e))
+        (plain_name(name), read_whole(e) if is_extra_state(name) else Pending.of(name, e))
         for name, e in found.model.items()
     )
     state.update((plain_name(name), value) for name, value in found.others.items())
@@ -400,12 +406,6 @@ class Reader:
 
     def __init__(self) -> None:
         self._memory = chunk_memory()
-
-    def whole(self, entry: Readable) -> Tensor:
-        """Read a full tensor into new memory on the CPU."""
-        made = torch.empty(entry.shape, dtype=entry.dtype)
-        self.read(entry, 0, made)
-        return made
 
     def read(self, entry: Readable, begin: int, target: Tensor) -> None:
         """Fill `target` with row-major elements of `entry` from `begin` on, cast to its dtype.

@@ -35,13 +35,13 @@ from zshard.checkpoint.save_plan import (
     Piece,
     SavePlan,
     SaveRequest,
-    bytes_in,
     joined,
     plan_of,
     record_of,
 )
 from zshard.checkpoint.script_state import encode
 from zshard.checkpoint.write import SaveHandle, Writer, Written, finish, snapshot, start
+from zshard.memory.fits import parse_size
 from zshard.ranks.agreement import PublicCall, check_agreement, gather_bytes, on_all_ranks
 from zshard.ranks.transports import comm_beside
 from zshard.state.source import chunk_memory
@@ -121,7 +121,7 @@ def save(
     with on_all_ranks(comm), torch.no_grad():
         finish()
         kept = Kept(_checked_step(step), keep_last, overwrite)
-        limit = bytes_in(max_shard_size)
+        limit = parse_size("max_shard_size", max_shard_size, base=1000)
         _check_arguments(kept, extra, dtype)
         target = Target.of(path, kept.step)
         settle(model)

@@ -36,7 +36,6 @@ MemoryLimit = int | str | None
 KeepGathered = bool | int | str
 _ALL = sys.maxsize  # bytes of units that stay gathered
 _MIB = 1 << 20
-_UNITS = {"": 1, "k": 10, "m": 20, "g": 30, "t": 40}
 _MESSAGE = 256  # bytes, for six numbers and a source
 
 
@@ -77,27 +76,30 @@ def parse_limit(limit: MemoryLimit) -> MemoryLimit:
     """
     if limit is None or limit == "auto":
         return limit
-    return parse_size("memory_limit", limit, '"auto" or None')
+    return parse_size("memory_limit", limit, ', "auto" or None')
 
 
-def parse_size(name: str, size: int | str, others: str) -> int:
+def parse_size(name: str, size: int | str, others: str = "", base: int = 1024) -> int:
     """Return an argument in bytes: a number, or a string such as "12GiB".
 
-    name: the argument. others: what else it may be, for the message.
+    name: the argument. others: what else it may be, for the message. base: that of "GB"; the base
+    of "GiB" is 1024.
 
     Raises ValueError for a malformed size, TypeError for an argument of another type.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):
         raise TypeError(
-            f'{name} must be a number of bytes, a string such as "12GiB", {others}, got {size!r}'
+            f'{name} must be a number of bytes, a string such as "12GiB"{others}, got {size!r}'
         )
+    given = size
     if isinstance(size, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", size.lower())
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:(i?)b)?\s*", size.lower())
         if found is None:
-            raise ValueError(f'{name} must be a size such as "12GiB", {others}, got {size!r}')
-        size = int(float(found[1]) * (1 << _UNITS[found[2]] if found[2] else 1))
+            raise ValueError(f'{name} must be a size such as "12GiB"{others}, got {size!r}')
+        power = " kmgt".index(found[2] or " ")
+        size = int(float(found[1]) * (1024 if found[3] else base) ** power)
     if size <= 0:
-        raise ValueError(f"{name} must be positive, got {size!r}")
+        raise ValueError(f"{name} must be positive, got {given!r}")
     return size
 
 
@@ -111,7 +113,7 @@ def parse_keep(keep_gathered: KeepGathered, limit: MemoryLimit, device: str) -> 
         return Keep(_ALL if keep_gathered else 0)
     if keep_gathered == "auto":
         return Keep(0, measured=limit is not None and device == CPU)
-    return Keep(parse_size("keep_gathered", keep_gathered, '"auto", True or False'))
+    return Keep(parse_size("keep_gathered", keep_gathered, ', "auto", True or False'))
 
 
 def words_of(keep: Keep) -> str:
