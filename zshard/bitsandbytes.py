@@ -161,9 +161,9 @@ def _tensors_of(state: object, prefix: str = "") -> Iterator[tuple[str, Tensor]]
 def _refuse_bits(module: nn.Module, state_dict: dict[str, Any], prefix: str, *found: Any) -> None:
     """A load hook of nn.Module: bits without the scales that decode them are other numbers, and
     bitsandbytes saves scales beside the bits, but does not load them."""
-    name, errors = f"{prefix}weight", found[-1]
-    if name in state_dict and _is_quantized(module._parameters["weight"]):
-        errors.append(
+    name, weight = f"{prefix}weight", module._parameters.get("weight")
+    if weight is not None and _is_quantized(weight) and name in state_dict:
+        found[-1].append(
             f"'{name}' is quantized, and loading does not load its scales: load the model before "
             "FSDP(...), and leave the frozen weights out of the state dict (save_pretrained saves "
             "the adapter alone)"

@@ -199,7 +199,10 @@ def optimizer_on_rank_0(optimizer: Optimizer) -> dict[str, Any]:
 # --- Fabric ---------------------------------------------------------------------------------------
 
 
-class ZShardFabricStrategy(Sharding, fabric_package.strategies.DDPStrategy):  # type: ignore[misc]
+_Ddp: Any = fabric_package.strategies.DDPStrategy
+
+
+class ZShardFabricStrategy(Sharding, _Ddp):  # type: ignore[misc]
     """Lightning's Fabric with modules that zshard shards.
 
     ::

@@ -335,10 +335,7 @@ def _total(
     world = model.world if ranks is None else model.world._replace(size=ranks, shard_group=ranks)
     comms = dry_comms(world, planned[-1][1].strategy)
     made = DryRun(model.module, planned, comms, dtype=dtype)
-    state = 2 * made.trained_bytes()
-    if dtype is not None:
-        state = sum(2 * unit.bytes["shard"] for unit in [*made.units, *made.inner])
-    return made.predict(stepped)["total"], state
+    return made.predict(stepped)["total"], 2 * made.trained_bytes()
 
 
 def _smaller_units(model: _Model) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from zshard import _core
-from zshard.memory.dry_run import DryRun, World, dry_comms
+from zshard.memory.dry_run import DryRun, World, dry_comms, trained_bytes
 from zshard.memory.fits import parse_keep
 from zshard.offload import offload_on, parse_offload
 from zshard.optim.hooks import seen_optimizers
@@ -53,7 +53,8 @@ def memory_of(module: nn.Module, what: str) -> dict[str, int]:
         return with_optimizer(_of_engines(states, _core.Engine.memory), held)
     if what == "peak":
         return with_optimizer(_of_engines(states, _core.Engine.peak), state.optimizer_peak)
-    in_memory, elsewhere = (2 * _trained_bytes(states, where) for where in (False, True))
+    units = [each.unit for each in states]
+    in_memory, elsewhere = (2 * trained_bytes(units, where) for where in (False, True))
     predicted = _of_engines(states, lambda engine: engine.predict(False))
     return with_optimizer(predicted, held or in_memory, elsewhere)
 
@@ -103,21 +104,13 @@ def _optimizer_bytes(states: Iterable[State]) -> int:
     return total
 
 
-def _trained_bytes(states: Iterable[State], offloaded: bool) -> int:
-    """Return the bytes of this rank's shards of the trainable parameters whose optimizer state is
-    offloaded, or is not."""
-    return sum(
-        state.unit.param(i)["numel"] * param.itemsize
-        for state in states
-        for i, param in enumerate(state.unit.params)
-        if param.requires_grad and state.unit.offloads[2] is offloaded
-    )
-
-
 # --- prediction -----------------------------------------------------------------------------------
 
-STATE_TENSORS = {"adam": 2, "adamw": 2, "sgd": 0, "rmsprop": 1, "adagrad": 1}
-"""Number of parameter-sized state tensors per parameter, by optimizer class."""
+STATE_TENSORS = {
+    **dict.fromkeys(("adam", "adamw", "adamax", "nadam", "radam", "adadelta"), 2),
+    **{"sgd": 0, "rmsprop": 1, "rprop": 1, "adagrad": 1},
+}
+"""Number of parameter-sized state tensors per parameter, by the class of an optimizer."""
 
 
 def predict_memory(
@@ -145,8 +138,8 @@ def predict_memory(
         strategy, auto_wrap_policy, mixed_precision: as for FSDP.
         transport: "shm", "hosts", "c10d" or "auto" ("shm" if all ranks are on one host, else
             "hosts").
-        optimizer: "adamw", "adam", "sgd", "rmsprop" or "adagrad"; or the number of parameter-sized
-            state tensors that it keeps per parameter; None for no optimizer.
+        optimizer: the class of torch.optim, such as "adamw" or "sgd"; or the number of
+            parameter-sized state tensors that it keeps per parameter; None for no optimizer.
         local_world_size: ranks per host, over which a hybrid strategy shards. None: all.
         offload: as for FSDP. Bytes on disk are reported as "offloaded" and not included in
             "total". The directory need not exist.

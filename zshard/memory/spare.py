@@ -21,7 +21,7 @@ from torch import nn
 from zshard import _core
 from zshard.memory.fits import MemoryLimit
 from zshard.memory.host_limits import Sharing, resident, rooms
-from zshard.memory.report import memory_of
+from zshard.memory.report import STATE_TENSORS, memory_of
 from zshard.optim.hooks import before_first_steps
 from zshard.optim.step_digest import watch_steps
 from zshard.ranks.devices import CPU
@@ -32,11 +32,6 @@ _EACH = 100  # then measure one step in so many
 _MARGIN = 10  # leave a tenth of the rank's limit for longer batches
 
 _MIB = 1 << 20
-_TENSORS = {
-    **dict.fromkeys(("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta"), 2),
-    **dict.fromkeys(("RMSprop", "Rprop"), 1),
-}
-"""By the class of an optimizer, how many tensors of a parameter's size its state has."""
 
 
 # --- units that stay gathered ---------------------------------------------------------------------
@@ -161,7 +156,7 @@ def _check(module: nn.Module, optimizer: torch.optim.Optimizer, sharing: Sharing
 
 def _bytes_of_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes that the first step will allocate for this model's parameters."""
-    each = _TENSORS.get(type(optimizer).__name__, 0)
+    each = STATE_TENSORS.get(type(optimizer).__name__.lower(), 0)
     if type(optimizer).__name__ == "SGD":
         each = int(any(group.get("momentum") for group in optimizer.param_groups))
     if each == 0 or len(optimizer.state) > 0:
