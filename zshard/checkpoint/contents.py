@@ -225,7 +225,7 @@ def _checked_names(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in state.items():
         if not isinstance(name, str):
             raise TypeError(f"state dict keys must be strings, got {name!r}")
-        if not is_name(name) or name == "__metadata__":
+        if not is_name(name):
             raise ValueError(f"{name!r:.80} is not a valid tensor name for a safetensors file")
         yield name, value
 
@@ -357,7 +357,7 @@ def _of_state(name: str, param: Tensor, value: Tensor, is_cut: bool, copies: Rep
 def _check_unique(items: list[Item]) -> None:
     seen: set[str] = set()
     for item in items:
-        if item.name in seen or not is_name(item.name) or item.name == "__metadata__":
+        if item.name in seen or not is_name(item.name):
             raise ValueError(
                 f"duplicate or invalid tensor name in the optimizer state: '{item.name:.80}'"
             )

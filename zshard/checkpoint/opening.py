@@ -158,9 +158,12 @@ def _refuse_pickles(path: str) -> None:
             )
         return
     names = os.listdir(path)
-    inner = [name for name in names if name.startswith("global_step")]
-    below = os.listdir(os.path.join(path, inner[0])) if _is_folder(path, inner) else []
-    if any(re.match(r"(bf16_)?zero_pp_rank_|mp_rank_\d+_model_states", n) for n in names + below):
+    inner = next((name for name in names if name.startswith("global_step")), "")
+    below = os.path.join(path, inner)
+    names_below = os.listdir(below) if inner and os.path.isdir(below) else []
+    if any(
+        re.match(r"(bf16_)?zero_pp_rank_|mp_rank_\d+_model_states", n) for n in names + names_below
+    ):
         raise CheckpointError(
             f"'{path}' is a DeepSpeed checkpoint, which consists of pickles that can execute "
             "arbitrary code: if you trust it, convert it with DeepSpeed's zero_to_fp32.py "
@@ -169,10 +172,6 @@ def _refuse_pickles(path: str) -> None:
     for name in sorted(names):
         if name.endswith(_PICKLES):
             _refuse_pickles(os.path.join(path, name))
-
-
-def _is_folder(path: str, names: list[str]) -> bool:
-    return bool(names) and os.path.isdir(os.path.join(path, names[0]))
 
 
 # --- safetensors ----------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ backward that all ranks ran (csrc/engine/keep_gathered.h). Later measurements ca
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -48,13 +47,6 @@ def keep_between(keep: Keep, comm: _core.Comm) -> Keep:
     return keep if not keep.measured or crosses_hosts(comm) else Keep()
 
 
-class _Measured(NamedTuple):
-    """limit: bytes that this rank may use altogether. peak: the most that it has used."""
-
-    limit: int
-    peak: int
-
-
 class Spare:
     """Measures a model's steps on this rank. The root's State holds it."""
 
@@ -81,22 +73,23 @@ class Spare:
         if not costs or (self._steps > _FIRST and self._steps % _EACH and known):
             return
         self._reserved = reserved
-        found = self._measured(module)
-        if found.peak > self._peak:
-            self._peak, self._kept = found.peak, reserved
-        left = found.limit - (self._peak - self._kept) - self._promised_to_others()
+        limit, peak = self._measured(module)
+        if peak > self._peak:
+            self._peak, self._kept = peak, reserved
+        left = limit - (self._peak - self._kept) - self._promised_to_others()
         self._offered = min(max(left, 0), sum(s.unit.bytes["full"] for _, s in units_of(module)))
         state_of(module).unit.engine.offer_memory(self._offered)
 
-    def _measured(self, module: nn.Module) -> _Measured:
+    def _measured(self, module: nn.Module) -> tuple[int, int]:
+        """Return the bytes that this rank may use altogether, and the most that it has used."""
         if isinstance(self._limit, int):  # no activations, no margin
-            return _Measured(self._limit, memory_of(module, "peak")["total"])
+            return self._limit, memory_of(module, "peak")["total"]
         found = resident()
         left = rooms(self._sharing)
         if found is None or not left:
-            return _Measured(0, 0)
+            return 0, 0
         limit = min(left).bytes + found.now
-        return _Measured(limit - limit // _MARGIN, found.peak)
+        return limit - limit // _MARGIN, found.peak
 
     def _promised_to_others(self) -> int:
         """Return the bytes of the same memory that other models of this process will take."""
