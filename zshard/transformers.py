@@ -22,7 +22,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -109,10 +109,7 @@ def _follow_saving(model: Any) -> None:
                 saved[name].state_dict()
 
 
-if TYPE_CHECKING:
-    _Trainer = Any
-else:  # the Trainer's class follows this one in the MRO
-    _Trainer = object
+_Trainer: Any = object  # the Trainer's class follows this one in the MRO
 
 
 class _ShardingTrainer(_Trainer):  # type: ignore[misc]

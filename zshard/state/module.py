@@ -243,11 +243,8 @@ class _LoadMethod(_OwnersMethod):
                 # Registered now, to run after all other hooks: those see full shapes, and
                 # nn.Module, which continues after this hook, sees the shards.
                 last = functools.partial(self._cut, stand_ins, loads)
-                handle = self.module._register_load_state_dict_pre_hook(last)  # type: ignore[no-untyped-call]
-                try:
+                with self.module._register_load_state_dict_pre_hook(last):  # type: ignore[no-untyped-call]
                     self.original()(state_dict, prefix, local_metadata, strict, *lists)
-                finally:
-                    handle.remove()
             note_loads(loads)
 
     def _cut(

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,6 @@ from torch.utils._pytree import tree_leaves
 
 from zshard import _core
 from zshard.units.units import unsharded, without_memory
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 # Allowed queries: facts, and other tensors of its shape and dtype.
 _FACTS = {
