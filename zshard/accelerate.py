@@ -27,7 +27,7 @@ from zshard.checkpoint.load import load
 from zshard.checkpoint.save import save
 from zshard.fsdp import ARGUMENTS, FSDP
 from zshard.model.build import broadcast_buffers
-from zshard.units.names import bare
+from zshard.units.units import bare
 
 __all__ = ["shard"]
 

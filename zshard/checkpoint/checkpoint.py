@@ -22,7 +22,7 @@ from zshard.checkpoint.safetensors import OpenFile
 from zshard.checkpoint.torch_file import NoDataError
 from zshard.optim.sharded_state import params_of
 from zshard.ranks.agreement import bytes_of
-from zshard.units.names import plain_name
+from zshard.units.units import plain_name
 
 KeyPath = tuple[Any, ...]  # keys of nested dicts and lists
 

@@ -39,9 +39,8 @@ from zshard.state import state_dict_form
 from zshard.state.load_state_dict import comm_of
 from zshard.state.optimizer_names import names_of
 from zshard.state.stand_ins import Saved, StandIns
-from zshard.units.names import plain_name
 from zshard.units.shards import Part, part_of
-from zshard.units.units import units_of
+from zshard.units.units import plain_name, units_of
 
 _RANK_0, _EVERYONE = -2, -1  # groups; the other groups are those of units
 

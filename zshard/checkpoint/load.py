@@ -43,7 +43,7 @@ from zshard.state.optimizer import OptimizerPlan, taken
 from zshard.state.optimizer_names import by_number, names_of
 from zshard.state.source import chunk_memory, chunks, flat_of
 from zshard.state.stand_ins import Pending
-from zshard.units.names import bare, plain_name, wanted_by
+from zshard.units.units import bare, plain_name, wanted_by
 
 __all__ = ["Loaded", "Reader", "load"]
 

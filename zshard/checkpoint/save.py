@@ -45,8 +45,7 @@ from zshard.memory.fits import parse_size
 from zshard.ranks.agreement import PublicCall, check_agreement, gather_bytes, on_all_ranks
 from zshard.ranks.transports import comm_beside
 from zshard.state.source import chunk_memory
-from zshard.units.names import bare
-from zshard.units.units import units_of
+from zshard.units.units import bare, units_of
 
 __all__ = ["SaveHandle", "save"]
 

@@ -31,7 +31,7 @@ from zshard.checkpoint.manifest import BLOCK, FileRecord, Manifest, dump
 from zshard.checkpoint.safetensors import CODES, HEADER_LIMIT
 from zshard.model.build import MADE
 from zshard.ranks.agreement import Fact, gather_bytes, on_all_ranks
-from zshard.units.names import plain_name
+from zshard.units.units import plain_name
 
 ALIGN = 4096  # bytes
 
