@@ -240,7 +240,7 @@ def modules_of(kind: type[_M], module: nn.Module, root_only: bool) -> list[_M]:
     return [unit for unit in found if id(unit) not in inner]
 
 
-# --- names without the prefixes of wrappers --------------------------------------------------------
+# --- names without the prefixes of wrappers -------------------------------------------------------
 #
 # A checkpoint describes a model, not how it is run. torch.compile(), activation checkpointing and
 # DDP each wrap a module in another one, which adds a component to its names, though not always in
