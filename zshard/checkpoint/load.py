@@ -82,13 +82,9 @@ def load(
     initializing values first, build the model on the meta device and wrap it with
     `FSDP(model, param_init_fn=zshard.uninitialized)`.
 
-    path: one of the following; all ranks must see the same files.
-        - a checkpoint that zshard.save() wrote
-        - a checkpoint directory; its newest finished checkpoint is loaded
-        - a .safetensors file
-        - a Hugging Face folder, with model.safetensors, or with model.safetensors.index.json and
-          the files that it lists
-        - a folder that torch.distributed.checkpoint wrote
+    path: a checkpoint of zshard.save(); a checkpoint directory, whose newest finished checkpoint is
+        loaded; a .safetensors file; a Hugging Face folder with safetensors files; or a folder of
+        torch.distributed.checkpoint. All ranks must see the same files.
     model: an nn.Module with or without FSDP modules; all ranks of the default process group load a
         plain model together. Parameters and buffers are written in place. Names are those of
         model.state_dict(), without the prefixes of torch.compile(), activation checkpointing and

@@ -68,39 +68,33 @@ def save(
 ) -> SaveHandle:
     """Save a model, its optimizer and the script's own state as plain safetensors files.
 
-    Collective: call it on all ranks, outside forward and backward. Nothing is gathered: each rank
-    writes the elements that it holds. Checkpoints are atomic: the folder is renamed into place once
-    every rank has fsynced. If the process dies earlier, earlier checkpoints stay as they are, and
-    the next save deletes the hidden folder that is left. Needs 16 MiB of memory if tensors are cast
-    or on a GPU, otherwise none.
+    Collective: call it on all ranks, outside forward and backward. Each rank writes the elements
+    that it holds; nothing is gathered. Once every rank has fsynced, a rename moves the folder into
+    place; until then, earlier checkpoints stay as they are. Needs 16 MiB of memory if tensors are
+    cast or on a GPU.
 
-    path: the folder to create; its parent must exist. With `step`, a checkpoint directory, in which
-        the folder `step-00000100` is created; the directory is created if its own parent exists.
-        All ranks must see it.
-    model: any module, with or without FSDP modules. The entries of its state_dict() are saved under
-        their names (without the prefixes of torch.compile(), activation checkpointing and DDP),
-        unsharded, in the dtype that parameters have between steps. For tensors outside FSDP
-        modules, rank 0's values are saved. Tied parameters are saved once; the manifest lists their
-        other names. The folder of a Hugging Face model includes config.json, and from_pretrained()
-        loads it; not so with PEFT's adapters, for which PEFT's save_pretrained() writes a folder.
-    optimizer: an optimizer over parameters of the model. Its state tensors are saved in separate
-        files, as `<parameter>.exp_avg`; its param groups and other state are in the manifest.
+    path: the folder to create, which all ranks must see; its parent must exist. With `step`, a
+        checkpoint directory, in which `step-00000100` is created.
+    model: any module, with or without FSDP modules. The entries of its state_dict() are saved
+        unsharded, under their names without the prefixes of torch.compile(), activation
+        checkpointing and DDP, in the dtype that parameters have between steps; for tensors outside
+        FSDP modules, rank 0's values. Tied parameters are saved once. from_pretrained() loads the
+        folder of a Hugging Face model, but not of one with PEFT's adapters.
+    optimizer: an optimizer over parameters of the model.
     step: the step number, which is saved and gives the folder its name.
-    extra: a dict of this rank's own state, such as that of a scheduler or data loader and
-        zshard.rng_state(); it is saved as JSON, and load() returns it to the same rank. May contain
-        numbers, strings, None, lists, tuples, dicts, sets, bytes, and tensors and NumPy arrays of
-        at most 16 MiB.
-    asynchronous: copy this rank's values and return; a thread writes the copy while training
-        continues. The memory of the copy, as large as this rank's share of the checkpoint, is
-        reused by later saves. Only one save runs at a time: the next one waits for it. wait() of
-        the result, or the next save() or load(), raises its error. A process that exits waits for
-        the thread; if the save failed and no call has raised its error, the exit status is 1.
+    extra: a dict of this rank's own state, such as a scheduler's and zshard.rng_state(), which
+        load() returns to the same rank: numbers, strings, None, lists, tuples, dicts, sets, bytes,
+        and tensors and NumPy arrays of at most 16 MiB. It is saved as JSON.
+    asynchronous: copy this rank's values and return; a thread writes the copy, whose memory later
+        saves reuse. One save runs at a time: the next one waits for it. wait() of the result, or
+        the next save() or load(), raises its error. A process that exits waits for the thread; its
+        exit status is 1 if the save failed and no call has raised the error.
     dtype: the dtype of the model's floating-point tensors in the files, such as torch.bfloat16;
         None keeps their dtypes. The optimizer's state always keeps its dtypes.
     keep_last: with `step`, the number of checkpoints to keep, counting this one and those of lower
-        steps; older ones are deleted once this one is finished. Checkpoints of higher steps are
-        kept, with a warning, since load() would choose them. If a parameter is NaN or infinite,
-        warns and also keeps the newest checkpoint without such values.
+        steps; older ones are deleted once this one is finished. Warns of checkpoints of higher
+        steps, which load() would choose, and of NaN and infinite parameters; then the newest
+        checkpoint without such values is kept, too.
     overwrite: replace an existing checkpoint once this one is finished.
     max_shard_size: the maximum bytes of tensors per file, as a number or as "5GB", "200MiB".
 
