@@ -17,6 +17,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,8 @@ from zshard.ranks.ends import fail
 from zshard.state.source import CHUNK
 
 _ALIGN = 64  # bytes; the copies of an asynchronous save begin at multiples of it
+
+_NUMBERS = ("BF16", "F16", "F32", "F64")  # codes of dtypes whose values the core checks
 
 Written = tuple[int, int, int]  # offset, length, CRC-32C
 
@@ -46,7 +49,7 @@ class Writer:
         """chunk: returns CHUNK bytes of memory for tensors that are cast or on a GPU."""
         self._file, self._chunk, self._watched = file, chunk, watched
         self.strange: list[str] = []
-        self._ranges: list[tuple[int, bytes | memoryview, str]] = []  # as for _core.File.write()
+        self._ranges: list[Any] = []  # the argument of _core.File.write()
         self._names: list[str] = []  # of their tensors
         self._used = 0  # bytes of the chunk
         self._written: list[Written] = []
@@ -58,7 +61,7 @@ class Writer:
         values, begin, end, dtype = piece[2:6]
         size, offset = dtype.itemsize, piece.offset
         watched = piece.name in self._watched
-        code = CODES[dtype] if watched else ""  # the core checks the values of floating-point codes
+        code = CODES[dtype] if watched else ""
         if is_plain(piece):
             self._add(offset, bytes_of(values.view(-1)[begin:end]), code, piece.name)
             return
@@ -75,7 +78,7 @@ class Writer:
         return self._written
 
     def _add(self, offset: int, data: bytes | memoryview, code: str, name: str) -> None:
-        self._ranges.append((offset, data, code))
+        self._ranges.append((offset, data, code) if code in _NUMBERS else (offset, data))
         self._names.append(name)
 
     def _copy(self, values: Tensor, dtype: torch.dtype) -> Tensor:
