@@ -139,17 +139,28 @@ class DryRun:
 
     def trained_bytes(self, offloaded: bool = False) -> int:
         """See the function of this name."""
-        return trained_bytes([*self.units, *self.inner], offloaded)
+        return trained_bytes(
+            (
+                (unit, [self._as_dtype(ref.param) for ref in spec.params])
+                for unit, spec in self._specs.items()
+            ),
+            offloaded,
+        )
 
 
-def trained_bytes(units: Iterable[_core.Unit], offloaded: bool = False) -> int:
+def trained_bytes(
+    units: Iterable[tuple[_core.Unit, Sequence[nn.Parameter]]], offloaded: bool = False
+) -> int:
     """Return the bytes of this rank's shards of trainable parameters, which is the size of one
-    tensor of optimizer state; only of those whose state is in memory, or (`offloaded`) on disk."""
+    tensor of optimizer state; only of those whose state is in memory, or (`offloaded`) on disk.
+
+    units: with their parameters.
+    """
     return sum(
         unit.param(i)["numel"] * param.itemsize
-        for unit in units
+        for unit, params in units
         if unit.offloads[2] is offloaded
-        for i, param in enumerate(unit.params)
+        for i, param in enumerate(params)
         if param.requires_grad
     )
 

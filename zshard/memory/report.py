@@ -53,7 +53,7 @@ def memory_of(module: nn.Module, what: str) -> dict[str, int]:
         return with_optimizer(_of_engines(states, _core.Engine.memory), held)
     if what == "peak":
         return with_optimizer(_of_engines(states, _core.Engine.peak), state.optimizer_peak)
-    units = [each.unit for each in states]
+    units = [(each.unit, each.unit.params) for each in states]
     in_memory, elsewhere = (2 * trained_bytes(units, where) for where in (False, True))
     predicted = _of_engines(states, lambda engine: engine.predict(False))
     return with_optimizer(predicted, held or in_memory, elsewhere)
