@@ -161,8 +161,8 @@ def _tensors_of(state: object, prefix: str = "") -> Iterator[tuple[str, Tensor]]
 def _refuse_bits(module: nn.Module, state_dict: dict[str, Any], prefix: str, *found: Any) -> None:
     """A load hook of nn.Module: bits without the scales that decode them are other numbers, and
     bitsandbytes saves scales beside the bits, but does not load them."""
-    name, weight = f"{prefix}weight", module._parameters.get("weight")
-    if weight is not None and _is_quantized(weight) and name in state_dict:
+    name = f"{prefix}weight"
+    if name in state_dict and hasattr(module._parameters.get("weight"), "quant_state"):
         found[-1].append(
             f"'{name}' is quantized, and loading does not load its scales: load the model before "
             "FSDP(...), and leave the frozen weights out of the state dict (save_pretrained saves "

@@ -41,7 +41,7 @@ from zshard.ranks.agreement import Fact, PublicCall, bytes_of, check_agreement, 
 from zshard.state.load_state_dict import LoadPlan, carry_out, plan
 from zshard.state.optimizer import OptimizerPlan, taken
 from zshard.state.optimizer_names import by_number, names_of
-from zshard.state.source import chunk_memory, chunks, flat_of
+from zshard.state.source import ChunkMemory, chunks, flat_of
 from zshard.state.stand_ins import Pending
 from zshard.units.units import bare, plain_name, wanted_by
 
@@ -401,7 +401,7 @@ class Reader:
     """
 
     def __init__(self) -> None:
-        self._memory = chunk_memory()
+        self._memory = ChunkMemory()
 
     def read(self, entry: Readable, begin: int, target: Tensor) -> None:
         """Fill `target` with row-major elements of `entry` from `begin` on, cast to its dtype.
@@ -415,6 +415,6 @@ class Reader:
                 torch.autograd.graph.increment_version(target)
             else:
                 for first, last in chunks(flat.numel(), entry.dtype):
-                    chunk = self._memory()[: (last - first) * item].view(entry.dtype)
+                    chunk = self._memory.of(last - first, entry.dtype)
                     entry.read_into(bytes_of(chunk), (begin + first) * item)
                     flat[first:last].copy_(chunk)

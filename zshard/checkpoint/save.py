@@ -11,6 +11,7 @@ hidden folder is deleted, and earlier checkpoints stay as they are.
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 import warnings
@@ -44,7 +45,7 @@ from zshard.checkpoint.write import SaveHandle, Writer, Written, finish, snapsho
 from zshard.memory.fits import parse_size
 from zshard.ranks.agreement import PublicCall, check_agreement, gather_bytes, on_all_ranks
 from zshard.ranks.transports import comm_beside
-from zshard.state.source import chunk_memory
+from zshard.state.source import CHUNK
 from zshard.units.units import bare, units_of
 
 __all__ = ["SaveHandle", "save"]
@@ -241,7 +242,7 @@ def _write_pieces(
         mine.setdefault(piece.file, []).append(piece)
     numbers = sorted(mine)
     pinned = any(piece.values.is_cuda for piece in plan.pieces)
-    chunk = chunk_memory(pinned)
+    chunk = functools.cache(lambda: torch.empty(CHUNK, dtype=torch.uint8, pin_memory=pinned))
     for first in range(0, len(numbers), _OPEN):
         with ExitStack() as stack:
             opened = []

@@ -11,7 +11,6 @@ registration is the best guess.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -205,7 +204,7 @@ def calls_of(
         if unit.is_hooked and not unit.replicated:
             parts = parts_to_guard(spec, model if len(planned) > 1 else None)
             hooked.update({id(part): unit for part in parts})
-    return list(_walk(model, hooked, used))
+    return list(_Walk(hooked, used).of(model))
 
 
 def _hooked(model: nn.Module) -> dict[int, _core.Unit]:
@@ -232,32 +231,36 @@ def parts_to_guard(spec: UnitSpec, root: nn.Module | None) -> Iterator[nn.Module
             yield owner
 
 
-def _walk(
-    model: nn.Module,
-    hooked: Mapping[int, _core.Unit],
-    used: Mapping[int, tuple[_core.Unit, int]],
-) -> Iterator[Call]:
-    """Yield the calls of one walk over a model's modules. hooked: units by the ids of the modules
-    that unshard them; used: (unit, index) by parameter id."""
-    visits: Counter[int] = Counter()
-    left, running = dict(used), set[int]()
+class _Walk:
+    """One walk over a model's modules. hooked: units by the ids of the modules that unshard them;
+    used: (unit, index) by parameter id."""
 
-    def visit(module: nn.Module) -> Iterator[Call]:
+    def __init__(
+        self, hooked: Mapping[int, _core.Unit], used: Mapping[int, tuple[_core.Unit, int]]
+    ) -> None:
+        self._hooked = hooked
+        self._used = used
+        self._visits: dict[int, int] = {}
+        self._open: set[int] = set()
+        self._seen: set[int] = set()
+
+    def of(self, module: nn.Module) -> Iterator[Call]:
         key = id(module)
-        if key in running or visits[key] == _MOST_VISITS:
+        visits = self._visits.get(key, 0)
+        if key in self._open or visits == _MOST_VISITS:
             return
-        visits[key] += 1
-        running.add(key)
-        if key in hooked:
-            yield hooked[key], _ENTER
+        self._visits[key] = visits + 1
+        self._open.add(key)
+        unit = self._hooked.get(key)
+        if unit is not None:
+            yield unit, _ENTER
         for param in module._parameters.values():
-            if id(param) in left:
-                yield left.pop(id(param))
+            if id(param) in self._used and id(param) not in self._seen:
+                self._seen.add(id(param))
+                yield self._used[id(param)]
         for child in module._modules.values():
             if child is not None:
-                yield from visit(child)
-        if key in hooked:
-            yield hooked[key], _EXIT
-        running.remove(key)
-
-    yield from visit(model)
+                yield from self.of(child)
+        if unit is not None:
+            yield unit, _EXIT
+        self._open.remove(key)

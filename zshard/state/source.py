@@ -9,10 +9,9 @@ checkpoint/load.py; with them, no rank holds more than its shards and one chunk.
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -25,7 +24,7 @@ from zshard.state.stand_ins import Pending
 from zshard.units.shards import Part
 
 __all__ = [
-    *("CHUNK", "Copy", "FromRank0", "Source", "chunk_memory", "chunks"),
+    *("CHUNK", "ChunkMemory", "Copy", "FromRank0", "Source", "chunks"),
     *("filled", "flat_of", "pending", "shard_of", "told_by_rank_0"),
 ]
 
@@ -81,7 +80,7 @@ class FromRank0:
 
     def __init__(self, comm: _core.Comm) -> None:
         self._comm = comm
-        self._memory = chunk_memory()
+        self._memory = ChunkMemory()
 
     def read(self, origin: Tensor, begin: int, target: Tensor) -> None:
         whole = origin.detach().resolve_conj().resolve_neg().reshape(-1)
@@ -91,8 +90,7 @@ class FromRank0:
                 if self._comm.rank == 0:
                     chunk = whole[first:last].cpu()
                 else:
-                    size = (last - first) * whole.itemsize
-                    chunk = self._memory()[:size].view(whole.dtype)
+                    chunk = self._memory.of(last - first, whole.dtype)
                 self._comm.broadcast(chunk.view(torch.uint8), 0)
                 low, high = max(first, begin), min(last, end)
                 if low < high:
@@ -135,10 +133,18 @@ def _likeness(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Pending:
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def chunk_memory(pinned: bool = False) -> Callable[[], Tensor]:
-    """Return a function that returns CHUNK bytes of CPU memory, the same on each call. The memory
-    is allocated on the first call."""
-    return functools.cache(lambda: torch.empty(CHUNK, dtype=torch.uint8, pin_memory=pinned))
+class ChunkMemory:
+    """CPU memory for one chunk at a time, as large as the largest one so far."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, numel: int, dtype: torch.dtype) -> Tensor:
+        size = numel * dtype.itemsize
+        if self._bytes.numel() < size:
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # free the old one first
+            self._bytes = torch.empty(size, dtype=torch.uint8)
+        return self._bytes[:size].view(dtype)
 
 
 @contextlib.contextmanager
