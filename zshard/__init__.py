@@ -19,7 +19,6 @@ from zshard import peft as _peft  # noqa: F401
 from zshard import transformers as _transformers  # noqa: F401
 from zshard._core import CudaError, DivergenceError, NcclError, PeerError, PeerTimeoutError
 from zshard._errors import CheckpointError, ShardError
-from zshard._predict_memory import predict_memory
 from zshard._version import __version__ as __version__
 from zshard.checkpoint.folder import latest_checkpoint
 from zshard.checkpoint.load import Loaded as Loaded
@@ -27,14 +26,14 @@ from zshard.checkpoint.load import load
 from zshard.checkpoint.save import SaveHandle as SaveHandle
 from zshard.checkpoint.save import save
 from zshard.checkpoint.script_state import rng_state, set_rng_state
-from zshard.doctor.features import available_features
+from zshard.doctor import available_features
 from zshard.fsdp import FSDP, shard_info
 from zshard.grad_scaler import GradScaler
 from zshard.guard.slices import ShardParameter as ShardParameter
 from zshard.guard.slices import ShardTensor as ShardTensor
 from zshard.guard.slices import to_local
 from zshard.guard.whole_values import full_tensor, named_norms, whole_named_parameters
-from zshard.memory.report import num_parameters
+from zshard.memory.report import num_parameters, predict_memory
 from zshard.model.methods import register_forward_method
 from zshard.offload import Offload
 from zshard.optim import SGD, Adam, Adam8bit, AdamW, AdamW8bit, SGD8bit

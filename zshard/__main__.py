@@ -11,7 +11,7 @@ import argparse
 import sys
 
 from zshard.checkpoint import cli
-from zshard.doctor.features import report
+from zshard.doctor import report
 from zshard.run import launch
 
 

@@ -7,8 +7,7 @@ warns of what does not work. tests/project/test_patches.py limits the length of 
 test of each private attribute.
 
 Uses of torch's hooks are not changes: optimizer steps (optim/hooks.py), parameters that are added
-to a model (wrap/late_parameters.py). One more change comes with the first state dict of shards
-(state/shard_records.py), because the torch module that it changes takes long to import.
+to a model (wrap/late_parameters.py).
 """
 
 from __future__ import annotations

@@ -16,19 +16,18 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from zshard.checkpoint.load import load
 from zshard.checkpoint.save import save
 from zshard.fsdp import ARGUMENTS, FSDP
 from zshard.model.shard_model import broadcast_buffers
-from zshard.units.names import bare
+from zshard.units.units import bare
 
 __all__ = ["shard"]
 
@@ -123,17 +122,7 @@ def _other_plugin(accelerator: Any) -> str:
     return ""
 
 
-if TYPE_CHECKING:
-    _Accelerator = Any
-
-    class _Prepared(Protocol):
-        """An Accelerator's models and optimizers."""
-
-        _models: list[nn.Module]
-        _optimizers: list[Any]
-
-else:  # the accelerator's class follows this one in the MRO
-    _Accelerator = object
+_Accelerator: Any = object  # the accelerator's class follows this one in the MRO
 
 
 class _ShardingAccelerator(_Accelerator):  # type: ignore[misc]
@@ -180,7 +169,7 @@ class _ShardingAccelerator(_Accelerator):  # type: ignore[misc]
             for i, (model, optimizer) in enumerate(pairs):
                 save(_folder(folder, i), model, optimizer, overwrite=True)
 
-        with _hook(self.register_save_state_pre_hook, write), _hidden(self, pairs):
+        with self.register_save_state_pre_hook(write), _hidden(self, pairs):
             return super().save_state(output_dir, safe_serialization, **kwargs)
 
     def load_state(
@@ -205,7 +194,7 @@ class _ShardingAccelerator(_Accelerator):  # type: ignore[misc]
                 models.remove(model)
 
         try:
-            with _hook(self.register_load_state_pre_hook, read):
+            with self.register_load_state_pre_hook(read):
                 super().load_state(input_dir, load_kwargs, **kwargs)
         finally:
             self._optimizers[:] = optimizers
@@ -266,7 +255,7 @@ def _steps(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
     return all(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
 
-def _pairs(accelerator: _Prepared) -> list[tuple[nn.Module, torch.optim.Optimizer | None]]:
+def _pairs(accelerator: Any) -> list[tuple[nn.Module, torch.optim.Optimizer | None]]:
     """Return each sharded model with its optimizer, or None if it has no or several optimizers."""
     pairs = []
     for model in filter(_is_sharded, accelerator._models):
@@ -280,7 +269,7 @@ def _remove(optimizers: list[Any], optimizer: torch.optim.Optimizer | None) -> N
 
 
 @contextlib.contextmanager
-def _hidden(accelerator: _Prepared, pairs: list[tuple[Any, Any]]) -> Iterator[None]:
+def _hidden(accelerator: Any, pairs: list[tuple[Any, Any]]) -> Iterator[None]:
     """Context manager that hides these models and optimizers from the Accelerator."""
     models, optimizers = accelerator._models, accelerator._optimizers
     accelerator._models = [each for each in models if not _is_sharded(each)]
@@ -291,17 +280,6 @@ def _hidden(accelerator: _Prepared, pairs: list[tuple[Any, Any]]) -> Iterator[No
         yield
     finally:
         accelerator._models, accelerator._optimizers = models, optimizers
-
-
-@contextlib.contextmanager
-def _hook(
-    register: Callable[[Callable[..., None]], RemovableHandle], function: Callable[..., None]
-) -> Iterator[None]:
-    handle = register(function)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _folder(folder: str, index: int) -> Path:

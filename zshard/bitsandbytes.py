@@ -52,8 +52,7 @@ class _Quantized(Extension):
 
     def settle(self, ref: ParamRef) -> None:
         """Convert a frozen bias to the dtype that its layer computes in, keep layers from repacking
-        weights in an evaluation (no gradients would flow afterwards), and make them load their
-        scales."""
+        weights in an evaluation (no gradients would flow afterwards), and refuse to load bits."""
         dtype = _bias_dtype(ref)
         if dtype is not None and ref.param.dtype != dtype:
             ref.param.data = ref.param.data.to(dtype)
@@ -62,8 +61,8 @@ class _Quantized(Extension):
                 owner.__dict__[_WOULD] = owner.__dict__[_REPACKS]
                 owner.__dict__[_REPACKS] = False
             hooks = owner._load_state_dict_pre_hooks.values()
-            if not any(getattr(hook, "hook", None) is _load_state for hook in hooks):
-                owner.register_load_state_dict_pre_hook(_load_state)  # type: ignore[no-untyped-call]
+            if not any(getattr(hook, "hook", None) is _refuse_bits for hook in hooks):
+                owner.register_load_state_dict_pre_hook(_refuse_bits)  # type: ignore[no-untyped-call]
 
     def restore(self, model: nn.Module) -> None:
         for module in model.modules():
@@ -159,41 +158,13 @@ def _tensors_of(state: object, prefix: str = "") -> Iterator[tuple[str, Tensor]]
             yield from _tensors_of(value, f"{prefix}{name}.")
 
 
-def _load_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *found: Any) -> None:
-    """A load hook of nn.Module: load the quantization state, which bitsandbytes saves beside the
-    bits but does not load. Bits without a state, or with that of another layout, are an error."""
-    errors: list[str] = found[-1]
+def _refuse_bits(module: nn.Module, state_dict: dict[str, Any], prefix: str, *found: Any) -> None:
+    """A load hook of nn.Module: bits without the scales that decode them are other numbers, and
+    bitsandbytes saves scales beside the bits, but does not load them."""
     name = f"{prefix}weight"
-    state: Any = getattr(module._parameters.get("weight"), "quant_state", None)
-    if state is None or name not in state_dict:
-        return
-    keys = list(state.as_dict(packed=True))
-    given = {key: state_dict.pop(f"{name}.{key}", None) for key in keys}
-    lost = [key for key, value in given.items() if value is None]
-    if lost:
-        errors.append(
-            f"'{name}' is quantized, but the state dict has no '{name}.{lost[0]}': load one of a "
-            "model that was quantized alike, or leave the frozen weights out (save_pretrained "
-            "saves the adapter alone)"
+    if name in state_dict and hasattr(module._parameters.get("weight"), "quant_state"):
+        found[-1].append(
+            f"'{name}' is quantized, and loading does not load its scales: load the model before "
+            "FSDP(...), and leave the frozen weights out of the state dict (save_pretrained saves "
+            "the adapter alone)"
         )
-        return
-    if any(type(value).__module__.startswith("zshard.") for value in given.values()):
-        errors.append(  # a placeholder: its values are read too late
-            f"'{name}' is quantized, and loading a checkpoint chunk by chunk does not load its "
-            "scales: pass full tensors to model.load_state_dict(), such as those that "
-            "safetensors.torch.load_file() reads from the checkpoint's files; or save the adapter "
-            "alone (save_pretrained)"
-        )
-        return
-    loaded = type(state).from_dict(given, state.absmax.device)
-    mine, theirs = (
-        [each.quant_type, each.blocksize, each.dtype, tuple(each.shape), each.absmax.dtype]
-        for each in (state, loaded)
-    )
-    if mine != theirs:
-        errors.append(
-            f"'{name}' is quantized differently in the state dict ({theirs}) than in the model "
-            f"({mine}): quantize the model as the saved one was"
-        )
-        return
-    vars(state).update(vars(loaded))

@@ -18,8 +18,7 @@ from zshard import _core, _patches
 from zshard.compat.attributes import TorchNames, names_without_module
 from zshard.compat.fsdp1 import Fsdp1Methods
 from zshard.guard.outside import NoDdp, refuse_ddp_around
-from zshard.memory.fits import parse_limit
-from zshard.memory.spare import parse_keep
+from zshard.memory.fits import parse_keep, parse_limit
 from zshard.model.copy import copy_model
 from zshard.model.methods import ModelMethods
 from zshard.model.shard_model import MADE, FsdpSettings, refuse_half, shard_model
@@ -46,7 +45,7 @@ from zshard.precision import precision_of
 from zshard.ranks.devices import CPU, device_of
 from zshard.ranks.nccl import NcclOptions
 from zshard.ranks.wire import Wire, check_wire
-from zshard.state.module import refuse_strange_slices, whole_state_dict
+from zshard.state.module import whole_state_dict
 from zshard.strategy import strategy_of
 from zshard.units.open_forwards import call_guarded
 from zshard.units.shards import sizes_for_torch
@@ -298,18 +297,13 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load a state dict of full tensors; each rank copies its own shard.
 
-        Not collective: it does not communicate. Within state_dict_type(), it also takes the shards
-        that state_dict() returned there. Names may all begin with "module.", as DDP saves them.
-        Takes the arguments and returns the missing and unexpected keys of
+        Not collective: it does not communicate. Names may all begin with "module.", as DDP saves
+        them. Takes the arguments and returns the missing and unexpected keys of
         nn.Module.load_state_dict. See also zshard.load_state_dict and zshard.load.
 
-        Raises:
-            RuntimeError: a shard belongs to another rank (nothing has changed then); and whatever
-                nn.Module.load_state_dict raises it for.
-            ValueError: assign=True.
+        Raises RuntimeError as nn.Module.load_state_dict does, and ValueError for assign=True.
         """
         state_dict = names_without_module(self, state_dict)
-        refuse_strange_slices(self, state_dict)
         with sizes_for_torch():
             return super().load_state_dict(state_dict, *args, **kwargs)
 

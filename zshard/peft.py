@@ -7,7 +7,6 @@ import PEFT; it recognizes the models by a method.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import nn
 
 from zshard.guard.whole_values import full_tensor
 from zshard.model.copy import copy_plain
-from zshard.transformers import count_full_in, counting_full
+from zshard.transformers import count_full_in
 from zshard.wrap.extensions import EXTENSIONS, Extension
 
 _COUNT = "get_nb_trainable_parameters"  # PEFT's models have it, and forward missing attributes
@@ -27,26 +26,13 @@ class _Adapters(Extension):
     """Models with adapters of PEFT."""
 
     def methods(self, original: type[nn.Module]) -> dict[str, Any]:
-        if not hasattr(original, _COUNT):
-            return {}
-        found: dict[str, Any] = {name: _of_copy(name) for name in _MERGE}
-        found |= counting_full(original, _COUNT)
-        if not hasattr(original, "num_parameters"):
-            found["num_parameters"] = property(_num_parameters)
-        return found
+        return {name: _of_copy(name) for name in _MERGE} if hasattr(original, _COUNT) else {}
 
     def finish(self, model: nn.Module) -> None:
         count_full_in(model, _COUNT)
 
 
 EXTENSIONS.append(_Adapters())
-
-
-def _num_parameters(self: nn.Module) -> Callable[..., Any]:
-    """Call the method of the model inside a PEFT model; AttributeError if that model lacks it."""
-    method: Any = self.__getattr__("num_parameters")
-    counted = counting_full(type(method.__self__), "num_parameters")["num_parameters"]
-    return functools.partial(counted, method.__self__)
 
 
 def _of_copy(name: str) -> Callable[..., Any]:

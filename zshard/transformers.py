@@ -22,7 +22,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,7 @@ from torch import nn
 from zshard import accelerate
 from zshard.memory.report import full_named_parameters, num_parameters
 from zshard.state import state_dict_form
-from zshard.units.names import bare
-from zshard.units.units import is_unit, state_of, units_of
+from zshard.units.units import bare, is_unit, state_of, units_of
 from zshard.wrap.extensions import EXTENSIONS, Extension
 
 __all__ = ["shard"]
@@ -109,10 +108,7 @@ def _follow_saving(model: Any) -> None:
                 saved[name].state_dict()
 
 
-if TYPE_CHECKING:
-    _Trainer = Any
-else:  # the Trainer's class follows this one in the MRO
-    _Trainer = object
+_Trainer: Any = object  # the Trainer's class follows this one in the MRO
 
 
 class _ShardingTrainer(_Trainer):  # type: ignore[misc]
@@ -190,7 +186,7 @@ class _PretrainedModels(Extension):
     """Models of transformers."""
 
     def methods(self, original: type[nn.Module]) -> dict[str, Any]:
-        return _generate_of(original) | counting_full(original, _COUNT)
+        return _generate_of(original)
 
     def finish(self, model: nn.Module) -> None:
         count_full_in(model, _COUNT)
@@ -199,19 +195,9 @@ class _PretrainedModels(Extension):
 EXTENSIONS.append(_PretrainedModels())
 
 
-def counting_full(original: type[nn.Module], name: str) -> dict[str, Any]:
-    """Return {name: the method of that name which counts full parameters}; {} if there is none.
-
-    Such methods add up the sizes of the parameters that named_parameters() yields; meanwhile it
-    yields full shapes.
-    """
-    method = inspect.getattr_static(original, name, None)
-    return {name: _counting(method)} if inspect.isfunction(method) else {}
-
-
 def count_full_in(model: nn.Module, name: str) -> None:
-    """Make a method count full parameters on the modules of a model, which keep their classes; it
-    is unchanged where nothing is sharded."""
+    """Make a method count full parameters, on the classes of a model's modules. Such methods add up
+    the sizes of the parameters that named_parameters() yields; meanwhile it yields full shapes."""
     for cls in {type(part) for part in model.modules()}:
         owner = next((each for each in cls.__mro__ if name in vars(each)), None)
         method = None if owner is None else vars(owner)[name]
@@ -237,13 +223,19 @@ def _counting(method: Callable[..., Any]) -> Callable[..., Any]:
 def _generate_of(original: type[nn.Module]) -> dict[str, Any]:
     """Return {"generate": the method for the FSDP class}, or {} if it needs none."""
     method = inspect.getattr_static(original, "generate", None)
-    if not inspect.isfunction(method) or not _passes_on(method):
+    if not inspect.isfunction(method):
         return {}
     generate: Callable[..., Any] = method
+    signature = inspect.signature(generate)
+    kinds = {each.kind for each in signature.parameters.values()}
+    if _SYNCED not in signature.parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
+        return {}
 
     @functools.wraps(generate)
     def synced(self: nn.Module, *args: object, **kwargs: object) -> Any:
-        if _needs_all(self) and _takes(self, generate) and not _is_given(generate, args, kwargs):
+        by_place = signature.bind_partial(self, *args).arguments
+        is_given = kwargs.get(_SYNCED) is not None or _SYNCED in by_place
+        if not is_given and _needs_all(self) and _takes(self, generate):
             kwargs[_SYNCED] = True
         return generate(self, *args, **kwargs)
 
@@ -261,29 +253,9 @@ def _needs_all(module: nn.Module) -> bool:
     return state.sync_buffers is True or (sharded and (gathers or comms.replica_group is not None))
 
 
-def _parameters(method: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    return dict(inspect.signature(method).parameters)
-
-
-def _passes_on(method: Callable[..., Any]) -> bool:
-    kinds = {each.kind for each in _parameters(method).values()}
-    return _SYNCED in _parameters(method) or inspect.Parameter.VAR_KEYWORD in kinds
-
-
 def _takes(module: nn.Module, method: Callable[..., Any]) -> bool:
     """Return whether `method`, or that of an inner module to which it passes keyword arguments, has
     the argument."""
-    if _SYNCED in _parameters(method):
-        return True
-    inner = (
-        getattr(type(each), "generate", None) for each in module.modules() if each is not module
-    )
-    return any(callable(each) and _SYNCED in _parameters(each) for each in inner)
-
-
-def _is_given(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if kwargs.get(_SYNCED) is not None:
-        return True
-    names = list(_parameters(method))[1:]  # without self
-    at = names.index(_SYNCED) if _SYNCED in names else len(args)
-    return at < len(args)
+    inner = (getattr(type(m), "generate", None) for m in module.modules() if m is not module)
+    methods = [method, *filter(callable, inner)]
+    return any(_SYNCED in inspect.signature(each).parameters for each in methods)

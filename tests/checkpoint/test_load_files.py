@@ -30,7 +30,7 @@ import zshard
 from benchmarks.memory import high_water, reset_high_water, trim
 from zshard import FSDP
 from zshard.checkpoint.contents import ranks_of
-from zshard.checkpoint.manifest import BLOCK, data_runs, own_runs
+from zshard.checkpoint.manifest import BLOCK, data_blocks, own_blocks
 from zshard.checkpoint.opening import opened
 from zshard.checkpoint.safetensors import OpenFile
 
@@ -382,12 +382,12 @@ def who_checks(path, seed, hosts):
                 if begin < end:
                     touched |= {(name, at) for at in blocks_of(begin, end)}
         host = f"host {rank() % hosts}"
-        mine = own_runs(ranks_of(model), files, records, wanted, host)
-        return touched, names_of(mine), set(names_of(data_runs(files, records)))
+        mine = own_blocks(ranks_of(model), files, records, wanted, host)
+        return touched, names_of(mine), set(names_of(data_blocks(files, records)))
 
 
-def names_of(runs):
-    return [(run.file.path.rpartition("/")[2], at) for run in runs for at in range(*run[2:])]
+def names_of(blocks):
+    return [(block.file.path.rpartition("/")[2], block.number) for block in blocks]
 
 
 @pytest.mark.sampled(1)

@@ -96,7 +96,10 @@ def test_index_entry_missing_from_the_manifest(pool2, path):
             {"optimizer": {"class": "A", "groups": [], "state": {"a": {"tensors": ["b"]}}}},
             "lacks 'a.b'",
         ),
-        ({"model": {"extra_state": []}}, "extra_state must be an object, got list"),
+        (
+            {"model": {"extra_state": []}},
+            "not a valid manifest: TypeError('expected an object, got []",
+        ),
         ({"model": {"extra_state": {"a": {"$object": 1}}}}, "not a value that this version"),
         ({"model": {"versions": {"head": "2"}}}, "module versions that are not integers"),
         ({"extra": [[1]]}, "extra must be a dict, got list"),

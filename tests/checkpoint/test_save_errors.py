@@ -58,7 +58,11 @@ ARGUMENTS = {
         {"dtype": torch.int32},
     ),
     "dtype of other kind": (TypeError, "torch.dtype, got 'bf16'", {"dtype": "bf16"}),
-    "size": (ValueError, "max_shard_size='5XB' is not a size", {"max_shard_size": "5XB"}),
+    "size": (
+        ValueError,
+        'max_shard_size must be a size such as "12GiB", got',
+        {"max_shard_size": "5XB"},
+    ),
     "keep_last": (ValueError, "keep_last needs numbered", {"keep_last": 2}),
     "keep none": (ValueError, "keep_last must be at least 1, got 0", {"keep_last": 0, "step": 1}),
 }

@@ -25,7 +25,7 @@ from torch import nn
 import zshard
 from zshard import FSDP, fully_shard
 from zshard.memory import spare
-from zshard.memory.host_limits import Resident
+from zshard.memory.host_limits import Resident, Room
 
 real_crosses_hosts = spare.crosses_hosts
 EACH = spare._EACH  # so many steps later, memory is measured again
@@ -304,13 +304,13 @@ def host(room: list[int], used: list[int]) -> Iterator[None]:
     def next_of(numbers: list[int]) -> int:
         return numbers.pop(0) if len(numbers) > 1 else numbers[0]
 
-    before = spare._rooms, spare.resident
-    spare._rooms = lambda sharing: [(next_of(room), "")]  # type: ignore[assignment]
+    before = spare.rooms, spare.resident
+    spare.rooms = lambda sharing: [Room(next_of(room), "")]  # type: ignore[assignment]
     spare.resident = lambda: Resident(1000, next_of(used))  # type: ignore[assignment]
     try:
         yield
     finally:
-        spare._rooms, spare.resident = before
+        spare.rooms, spare.resident = before
 
 
 def measured() -> Any:

@@ -7,7 +7,6 @@ the stand-in for libcuda (fake_cuda.py), none, or one that is too old.
 from __future__ import annotations
 
 import json
-import resource
 import runpy
 import sys
 from collections.abc import Callable
@@ -143,18 +142,6 @@ def test_doctor_on_a_host_without_a_gpu() -> None:
         line.startswith("driver      CUDA 13.0. MISSING: cannot initialize") for line in lines
     )
     assert any(line.startswith("GPUs        none") for line in lines)
-
-
-def test_doctor_shows_limits_by_number_of_ranks() -> None:
-    lines = run(as_program, "zshard", "doctor").stdout.splitlines()
-    heads = [line for line in lines if line.startswith("ranks ")]
-    assert heads == ["ranks  open files  mappings  (mixed precision)  address space"]
-    rows = [line.split() for line in lines[lines.index(heads[0]) + 1 :]]
-    assert [row[0] for row in rows] == ["8", "16", "32", "64", "128", "limit"]
-    for row in rows[:-1]:  # what is allowed in an ordinary container
-        assert int(row[1]) < 1024 and int(row[2]) < int(row[3]) < 65530
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    assert rows[-1][1] == str(limit) and rows[-1][-1] == "-v)"
 
 
 def test_doctor_fails_if_a_gpu_is_unused() -> None:

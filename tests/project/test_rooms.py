@@ -26,7 +26,7 @@ CORE = [
     *("_version", "_built_with", "_torch_check", "_errors", "_core"),
     *("precision", "strategy", "run", "ranks", "offload"),
     *("units", "guard", "wrap", "options", "optim", "grad_scaler", "state", "memory", "model"),
-    *("_predict_memory", "_patches", "checkpoint", "doctor"),
+    *("_patches", "checkpoint", "doctor"),
 ]
 DIALECTS = ["compat", "fsdp", "compat.fsdp2", "compat.ddp", "compat.__init__"]
 INTEGRATIONS = ["lightning", "accelerate", "transformers", "peft", "bitsandbytes", "deepspeed"]
@@ -40,7 +40,6 @@ LIBRARIES = re.compile(
 NAMED_BELOW = {  # files of the core that name a library in code: which, and why
     "checkpoint/torch_file": ("numpy", "scalars in the metadata of DCP"),
     "checkpoint/opening": ("deepspeed safetensors.torch", "texts: how to convert such a file"),
-    "checkpoint/manifest": ("tqdm", "a progress bar, where it is installed"),
     "checkpoint/save_plan": ("peft", "a model with adapters gets no config.json"),
     "checkpoint/script_state": ("numpy", "a script saves NumPy's arrays and random state"),
     "guard/outside": (

@@ -19,7 +19,7 @@ C_NAME = re.compile(r"\b[a-z_]\w*_\w*\b")
 
 # What to look for, how often it may stand, and what to write instead.
 WORDS = [
-    ("slices?", 38, "shard"),
+    ("slices?", 34, "shard"),
     ("nobody(?:'?s)?|somebody(?:'?s)?|whoever", 31, "name the subject: no rank, a script"),
     ("(?:goes|go|going|went) on", 40, "continue"),
     ("(?:gives?|gave|given) (?:it )?back", 20, "free, return, drop"),

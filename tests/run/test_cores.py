@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from zshard.doctor.features import bf16, describe
+from zshard.doctor import bf16, describe
 from zshard.run.cores import as_list, parse_list, read_host, shares_of
 
 

@@ -57,20 +57,20 @@ def gathers(name, policy):
     """Return how often a unit is gathered for the state of the model, of a list in it, and of one
     layer."""
     model, counts = FSDP(make(CASES[name].make), auto_wrap_policy=policy), []
-    method = stand_ins.UnitParams.copies
+    method = stand_ins.copies_of
 
-    def counted(self, wanted, keep):
-        made = method(self, wanted, keep)
-        counts[-1].append((self.unit.name, len(made)))
+    def counted(unit, wanted, keep):
+        made = method(unit, wanted, keep)
+        counts[-1].append((unit.name, len(made)))
         return made
 
-    stand_ins.UnitParams.copies = counted
+    stand_ins.copies_of = counted
     try:
         for part in (model, model.blocks, model.norm):
             counts.append([])
             part.state_dict()
     finally:
-        stand_ins.UnitParams.copies = method
+        stand_ins.copies_of = method
     return counts
 
 

@@ -6,7 +6,9 @@ import weakref
 
 import pytest
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from models import COMBINATIONS, Mlp, differences, make, wrapped
+from spawn import ranks
 from torch import nn
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
@@ -51,6 +53,27 @@ def test_units_within(pool2):
     assert pool2.run(of_a_part) == [(2, 5), (0, 5)]
 
 
+def saved_as_shards(folder):
+    """As FSDP1's scripts save: within the type, by dcp, on all ranks."""
+    model, other = FSDP(make(Mlp)), FSDP(make(Mlp, seed=3))
+    for kind in ("SHARDED_STATE_DICT", StateDictType.LOCAL_STATE_DICT):
+        path = f"{folder}/{getattr(kind, 'name', kind)}"
+        with pytest.warns(UserWarning, match=r"_STATE_DICT has full tensors here: zshard\.save"):
+            FSDP.set_state_dict_type(model, kind)
+        state = model.state_dict()
+        assert differences(state, make(Mlp).state_dict()) == []
+        dcp.save({"model": state}, checkpoint_id=path)
+        loaded = {"model": other.state_dict()}
+        dcp.load(loaded, checkpoint_id=path)
+        other.load_state_dict(loaded["model"])
+        assert differences(other.state_dict(), state) == []
+
+
+@ranks(2)
+def test_types_for_shards_have_full_tensors(pool, tmp_path):
+    pool.run(saved_as_shards, str(tmp_path))
+
+
 def test_other_types_are_refused():
     model = FSDP(make(Mlp))
     match = (
@@ -70,21 +93,21 @@ def bytes_of_whole_copies(combination):
     model = wrapped(deep, combination, auto_wrap_policy={nn.Linear})
     reserved = model.memory()["slots"]
     whole = sum(p.numel() * p.element_size() for p in deep().parameters())
-    usual, made, held = stand_ins.UnitParams._copy, weakref.WeakSet(), []
+    usual, made, held = stand_ins._copy, weakref.WeakSet(), []
 
-    def copy(params, index, param, keep):
-        copied = usual(params, index, param, keep)
+    def copy(unit, index, param, keep):
+        copied = usual(unit, index, param, keep)
         made.add(copied.untyped_storage())
         held.append(sum(each.nbytes() for each in made) + model.memory()["slots"] - reserved)
         return copied
 
-    stand_ins.UnitParams._copy = copy
+    stand_ins._copy = copy
     try:
         config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
         with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
             state = model.state_dict()
     finally:
-        stand_ins.UnitParams._copy = usual
+        stand_ins._copy = usual
     assert dist.get_rank() != 0 or differences(state, make(deep).state_dict()) == []
     return max(held), whole, max(state.unit.bytes["full"] for _, state in units_of(model))
 

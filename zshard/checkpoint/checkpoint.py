@@ -21,7 +21,8 @@ from zshard.checkpoint.manifest import Manifest, dict_of
 from zshard.checkpoint.safetensors import OpenFile
 from zshard.checkpoint.torch_file import NoDataError
 from zshard.optim.sharded_state import params_of
-from zshard.units.names import plain_name
+from zshard.ranks.agreement import bytes_of
+from zshard.units.units import plain_name
 
 KeyPath = tuple[Any, ...]  # keys of nested dicts and lists
 
@@ -45,6 +46,14 @@ class Readable(Protocol):
 
     def read_into(self, memory: memoryview, offset: int) -> None:
         """Fill `memory` with the tensor's bytes, in row-major order, starting at byte `offset`."""
+
+
+def read_whole(entry: Readable) -> torch.Tensor:
+    """Read a full tensor into new memory on the CPU."""
+    made = torch.empty(entry.shape, dtype=entry.dtype)
+    if made.numel() > 0:
+        entry.read_into(bytes_of(made), 0)
+    return made
 
 
 @dataclass

@@ -11,22 +11,22 @@ import math
 import os
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from zshard import _core
 from zshard._errors import CheckpointError
-from zshard.checkpoint import manifest as blocks
 from zshard.checkpoint.checkpoint import Checkpoint, Readable
 from zshard.checkpoint.contents import Item
 from zshard.checkpoint.folder import Staging, Target
 from zshard.checkpoint.load import Reader
-from zshard.checkpoint.manifest import BLOCK, NAME, progress
-from zshard.checkpoint.opening import MODEL, opened
+from zshard.checkpoint.manifest import BLOCK, NAME, check_blocks, data_blocks, head_blocks
+from zshard.checkpoint.opening import MODEL, open_own, opened
 from zshard.checkpoint.safetensors import OpenFile
-from zshard.checkpoint.save_plan import PlannedFile, bytes_in, index_of, lay_out
+from zshard.checkpoint.save_plan import PlannedFile, index_of, lay_out
+from zshard.memory.fits import parse_size
 from zshard.ranks.agreement import bytes_of
 from zshard.state.source import chunks
 
@@ -41,7 +41,6 @@ _DTYPES = {
     for name in names
 }
 _COPIED = ("config.json", "generation_config.json")
-_DELAY = 1.0  # seconds before a progress bar appears
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -173,26 +172,17 @@ def _check_all(found: Checkpoint) -> int:
     """Check all files of the manifest and return their bytes. Raise CheckpointError for damage."""
     assert found.manifest is not None, "the caller checks this"
     records = found.manifest.files
-    for name in records:
-        if name not in found.files:
-            found.files[name] = OpenFile(os.path.join(found.path, name), follow=False)
-        if found.files[name].size != records[name].size:
-            raise CheckpointError(
-                f"'{found.files[name].path}' is damaged: it has {found.files[name].size} bytes, "
-                f"but was saved with {records[name].size}"
-            )
-    runs = [*blocks.head_runs(found.files, records), *blocks.data_runs(found.files, records)]
-    total = sum(run.size for run in runs)
-    with progress(total, "verifying", delay=_DELAY) as done:
-        blocks.check_blocks(runs, done)
-    return total
+    for name in records.keys() - found.files.keys():
+        found.files[name] = open_own(found, found.manifest, name, OpenFile)
+    check_blocks([*head_blocks(found.files, records), *data_blocks(found.files, records)])
+    return sum(record.size for record in records.values())
 
 
 # --- export ---------------------------------------------------------------------------------------
 
 
 def _export(path: str, out: str, dtype: torch.dtype | None, limit: str) -> int:
-    size = bytes_in(limit)
+    size = parse_size("max_shard_size", limit, base=1000)
     if os.path.lexists(out):
         raise FileExistsError(f"'{out}' already exists: choose another folder")
     with opened(path) as found:
@@ -225,14 +215,12 @@ def _item(name: str, entry: Readable, dtype: torch.dtype | None) -> Item:
 
 
 def _write_all(folder: str, files: list[PlannedFile], found: Checkpoint) -> None:
-    total = sum(file.size for file in files)
-    with progress(total, "exporting", delay=_DELAY) as done:
-        for file in files:
-            with _core.File.create(os.path.join(folder, file.name), file.size) as opened_file:
-                opened_file.write([(0, file.header)], BLOCK)
-                for item, offset in file.places:
-                    _write(opened_file, item, offset, found.model[item.name], done)
-                opened_file.sync()
+    for file in files:
+        with _core.File.create(os.path.join(folder, file.name), file.size) as opened_file:
+            opened_file.write([(0, file.header)], BLOCK)
+            for item, offset in file.places:
+                _write(opened_file, item, offset, found.model[item.name])
+            opened_file.sync()
     if len(files) > 1:
         _write_small(folder, f"{MODEL}.safetensors.index.json", index_of(files))
     for name in _COPIED:
@@ -242,9 +230,7 @@ def _write_all(folder: str, files: list[PlannedFile], found: Checkpoint) -> None
                 _write_small(folder, name, bytes(config.bytes_of(config.size)))
 
 
-def _write(
-    file: _core.File, item: Item, offset: int, entry: Readable, done: Callable[[int], object]
-) -> None:
+def _write(file: _core.File, item: Item, offset: int, entry: Readable) -> None:
     """Write one tensor, a chunk at a time."""
     reader, size = Reader(), item.dtype.itemsize
     larger = max(item.dtype, entry.dtype, key=lambda dtype: dtype.itemsize)
@@ -252,7 +238,6 @@ def _write(
         values = torch.empty(end - begin, dtype=item.dtype)
         reader.read(entry, begin, values)
         file.write([(offset + begin * size, bytes_of(values))], BLOCK)
-        done(values.numel() * size)
 
 
 def _write_small(folder: str, name: str, data: bytes) -> None:

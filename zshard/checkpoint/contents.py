@@ -40,9 +40,8 @@ from zshard.state import state_dict_form
 from zshard.state.load_state_dict import comm_of
 from zshard.state.optimizer_names import names_of
 from zshard.state.stand_ins import Saved, StandIns
-from zshard.units.names import plain_name
 from zshard.units.shards import Part, part_of
-from zshard.units.units import units_of
+from zshard.units.units import plain_name, units_of
 
 _RANK_0, _EVERYONE = -2, -1  # groups; the other groups are those of units
 
@@ -226,7 +225,7 @@ def _checked_names(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in state.items():
         if not isinstance(name, str):
             raise TypeError(f"state dict keys must be strings, got {name!r}")
-        if not is_name(name) or name == "__metadata__":
+        if not is_name(name):
             raise ValueError(f"{name!r:.80} is not a valid tensor name for a safetensors file")
         yield name, value
 
@@ -362,7 +361,7 @@ def _of_state(name: str, param: Tensor, value: Tensor, own: Part | None, copies:
 def _check_unique(items: list[Item]) -> None:
     seen: set[str] = set()
     for item in items:
-        if item.name in seen or not is_name(item.name) or item.name == "__metadata__":
+        if item.name in seen or not is_name(item.name):
             raise ValueError(
                 f"duplicate or invalid tensor name in the optimizer state: '{item.name:.80}'"
             )

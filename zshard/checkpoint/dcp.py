@@ -31,6 +31,7 @@ from zshard.checkpoint.checkpoint import (
     Readable,
     is_extra_state,
     optimizer_of_paths,
+    read_whole,
 )
 from zshard.checkpoint.manifest import LIMIT
 from zshard.checkpoint.safetensors import (
@@ -119,7 +120,7 @@ def _sort_out(found: Checkpoint, tensors: Tensors, values: Values, with_optimize
         of_model, others = _within(tensors, model), _within(values, model)
     found.model = {_dotted(path): entry for path, entry in of_model.items()}
     found.others = {_dotted(path): read() for path, read in others.items()}
-    extra |= {path: functools.partial(_read_all, entry) for path, entry in rest.items()}
+    extra |= {path: functools.partial(read_whole, entry) for path, entry in rest.items()}
     found.shared = {_dotted(path): read for path, read in extra.items()}
     if optimizer is not None and with_optimizer:
         told = {path: read() for path, read in _within(values, optimizer).items()}
@@ -136,13 +137,6 @@ def _within(things: Mapping[KeyPath, _T], root: KeyPath) -> dict[KeyPath, _T]:
 
 def _outside(things: Mapping[KeyPath, _T], roots: Sequence[KeyPath]) -> dict[KeyPath, _T]:
     return {p: each for p, each in things.items() if not any(p[: len(r)] == r for r in roots)}
-
-
-def _read_all(entry: Readable) -> torch.Tensor:
-    made = torch.empty(entry.shape, dtype=entry.dtype)
-    if made.numel() > 0:
-        entry.read_into(bytes_of(made), 0)
-    return made
 
 
 def _under(names: Sequence[str], paths: Sequence[KeyPath]) -> KeyPath | None:

@@ -23,9 +23,14 @@ from torch.optim import Optimizer
 from zshard import _core
 from zshard._errors import CheckpointError
 from zshard.checkpoint import manifest as blocks
-from zshard.checkpoint.checkpoint import Checkpoint, OptimizerState, Readable, is_extra_state
+from zshard.checkpoint.checkpoint import (
+    Checkpoint,
+    OptimizerState,
+    Readable,
+    is_extra_state,
+    read_whole,
+)
 from zshard.checkpoint.contents import ranks_of
-from zshard.checkpoint.manifest import progress
 from zshard.checkpoint.opening import older_than, opened
 from zshard.checkpoint.safetensors import TensorEntry
 from zshard.checkpoint.write import finish
@@ -39,7 +44,7 @@ from zshard.state.optimizer import OptimizerPlan, taken
 from zshard.state.optimizer_names import by_number, names_of
 from zshard.state.source import ChunkMemory, chunks, flat_of
 from zshard.state.stand_ins import Pending
-from zshard.units.names import bare, plain_name, wanted_by
+from zshard.units.units import bare, plain_name, wanted_by
 
 __all__ = ["Loaded", "Reader", "load"]
 
@@ -78,13 +83,9 @@ def load(
     initializing values first, build the model on the meta device and wrap it with
     `FSDP(model, param_init_fn=zshard.uninitialized)`.
 
-    path: one of the following; all ranks must see the same files.
-        - a checkpoint that zshard.save() wrote
-        - a checkpoint directory; its newest finished checkpoint is loaded
-        - a .safetensors file
-        - a Hugging Face folder, with model.safetensors, or with model.safetensors.index.json and
-          the files that it lists
-        - a folder that torch.distributed.checkpoint wrote
+    path: a checkpoint of zshard.save(); a checkpoint directory, whose newest finished checkpoint is
+        loaded; a .safetensors file; a Hugging Face folder with safetensors files; or a folder of
+        torch.distributed.checkpoint. All ranks must see the same files.
     model: an nn.Module with or without FSDP modules; all ranks of the default process group load a
         plain model together. Parameters and buffers are written in place. Names are those of
         model.state_dict(), without the prefixes of torch.compile(), activation checkpointing and
@@ -123,7 +124,7 @@ def load(
         check_agreement(comm, facts, "calls to zshard.load()")
         found = _open(stack, comm, path, optimizer is not None)
         if found.manifest is not None:
-            heads = blocks.head_runs(found.files, found.manifest.files)
+            heads = blocks.head_blocks(found.files, found.manifest.files)
             with _checking_files(comm, found):
                 blocks.check_blocks(blocks.share(heads, comm.rank, comm.world))
         plans = _plan(comm, found, model, optimizer, strict)
@@ -132,9 +133,7 @@ def load(
             if plans.optimizer is not None:
                 pending += plans.optimizer.pending()
             _check(comm, found, pending, verify)
-            total = sum(value.numel() * value.dtype.itemsize for value in pending)
-        with progress(total, "loading", comm.rank) as done:
-            _carry_out(comm, plans, Reader(done))
+        _carry_out(comm, plans, Reader())
     loaded = Loaded(plans.extra)
     loaded.path, loaded.step = found.path, found.step
     loaded.missing_keys = list(plans.model.keys.missing_keys)
@@ -209,7 +208,7 @@ def _plan(
 def _state_of(found: Checkpoint, model: nn.Module) -> OrderedDict[str, Any]:
     """Return a state dict of tensors that are not read yet."""
     state: OrderedDict[str, Any] = OrderedDict(
-        (plain_name(name), Reader().whole(e) if is_extra_state(name) else Pending.of(name, e))
+        (plain_name(name), read_whole(e) if is_extra_state(name) else Pending.of(name, e))
         for name, e in found.model.items()
     )
     state.update((plain_name(name), value) for name, value in found.others.items())
@@ -268,10 +267,9 @@ def _check(comm: _core.Comm, found: Checkpoint, pending: Sequence[Pending], veri
         for value in pending
         if isinstance(value.origin, TensorEntry)
     )
-    mine = blocks.own_runs(comm, files, found.manifest.files, wanted, meeting.host_id())
-    total = sum(run.size for run in mine)
-    with progress(total, "verifying", comm.rank) as done, _checking_files(comm, found):
-        blocks.check_blocks(mine, done)
+    mine = blocks.own_blocks(comm, files, found.manifest.files, wanted, meeting.host_id())
+    with _checking_files(comm, found):
+        blocks.check_blocks(mine)
 
 
 def _carry_out(comm: _core.Comm, plans: _Plans, reader: Reader) -> None:
@@ -400,22 +398,15 @@ def _keep_dtypes(
 
 
 class Reader:
-    """The source of values in files. Calls `done` with the number of bytes of each read.
+    """The source of values in files.
 
     A shard of a tensor is one run of bytes in the checkpoint, and one in memory. If dtype and
     device match, the run is read directly into place; otherwise it is read a chunk at a time and
     cast, or copied to the device.
     """
 
-    def __init__(self, done: Callable[[int], object] | None = None) -> None:
-        self._done = done
+    def __init__(self) -> None:
         self._memory = ChunkMemory()
-
-    def whole(self, entry: Readable) -> Tensor:
-        """Read a full tensor into new memory on the CPU."""
-        made = torch.empty(entry.shape, dtype=entry.dtype)
-        self.read(entry, 0, made)
-        return made
 
     def read(self, entry: Readable, begin: int, target: Tensor) -> None:
         """Fill `target` with row-major elements of `entry` from `begin` on, cast to its dtype.
@@ -432,5 +423,3 @@ class Reader:
                     chunk = self._memory.of(last - first, entry.dtype)
                     entry.read_into(bytes_of(chunk), (begin + first) * item)
                     flat[first:last].copy_(chunk)
-        if self._done is not None:
-            self._done(target.numel() * item)

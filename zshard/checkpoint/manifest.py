@@ -17,11 +17,8 @@ then in its page cache when it is read, and crosses the disk or network only onc
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import json
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, TypeVar
@@ -114,13 +111,16 @@ def _manifest_of(body: Mapping[str, Any]) -> Manifest:
     if body["block"] != BLOCK:
         raise ValueError(f"unsupported block size {body['block']!r}")
     step = body["step"]
+    model = dict_of(body["model"])
+    for part in ("extra_state", "versions"):
+        dict_of(model.get(part, {}))
     made = Manifest(
         id=body["id"],
         step=None if step is None else _count(step),
         world=_count(body["world"]),
         files={_plain(name): _record_of(name, told) for name, told in body["files"].items()},
         tied=_strings(body["tied"]),
-        model=dict_of(body["model"]),
+        model=model,
         optimizer=None if body["optimizer"] is None else dict_of(body["optimizer"]),
         extra=tuple(body["extra"]),
         software=_strings(body["software"]),
@@ -173,66 +173,48 @@ def _strings(value: object) -> dict[str, str]:
 # --- verifying ------------------------------------------------------------------------------------
 
 
-class BlockRun(NamedTuple):
-    """Blocks `first` to `end` of a file."""
+class Block(NamedTuple):
+    """A block of a file."""
 
     file: OpenFile
     record: FileRecord
-    first: int
-    end: int
-
-    @property
-    def size(self) -> int:
-        """Return its bytes."""
-        return min(self.end * BLOCK, self.record.size) - self.first * BLOCK
+    number: int
 
 
-def head_runs(files: Mapping[str, OpenFile], records: Mapping[str, FileRecord]) -> list[BlockRun]:
+def head_blocks(files: Mapping[str, OpenFile], records: Mapping[str, FileRecord]) -> list[Block]:
     """Return the blocks that opening the files reads: headers, and complete files that are not
     safetensors files. files, records: by file name."""
-    heads = [(file, records[name], _heads(file, records[name])) for name, file in files.items()]
-    return [BlockRun(file, record, 0, end) for file, record, end in heads if end > 0]
+    return _blocks(files, records, lambda heads, _: range(heads))
 
 
-def data_runs(files: Mapping[str, OpenFile], records: Mapping[str, FileRecord]) -> list[BlockRun]:
+def data_blocks(files: Mapping[str, OpenFile], records: Mapping[str, FileRecord]) -> list[Block]:
     """Return all other blocks."""
-    return _runs(_data_blocks(files, records))
+    return _blocks(files, records, range)
 
 
-def _heads(file: OpenFile, record: FileRecord) -> int:
-    size = file.data if isinstance(file, SafetensorsFile) else record.size
-    return -(-size // BLOCK)
+def _blocks(
+    files: Mapping[str, OpenFile],
+    records: Mapping[str, FileRecord],
+    chosen: Callable[[int, int], range],
+) -> list[Block]:
+    """chosen: returns the numbers of blocks, from those of head blocks and of all blocks."""
+    found = []
+    for name, file in files.items():
+        record = records[name]
+        size = file.data if isinstance(file, SafetensorsFile) else record.size
+        numbers = chosen(-(-size // BLOCK), len(record.checksums))
+        found += [Block(file, record, number) for number in numbers]
+    return found
 
 
-def _data_blocks(
-    files: Mapping[str, OpenFile], records: Mapping[str, FileRecord]
-) -> list[tuple[OpenFile, FileRecord, int]]:
-    return [
-        (file, records[name], block)
-        for name, file in files.items()
-        for block in range(_heads(file, records[name]), len(records[name].checksums))
-    ]
-
-
-def _runs(blocks: Iterable[tuple[OpenFile, FileRecord, int]]) -> list[BlockRun]:
-    runs: list[BlockRun] = []
-    for file, record, block in blocks:
-        last = runs[-1] if runs else None
-        if last and last.file is file and last.end == block < last.first + _RUN:
-            runs[-1] = last._replace(end=block + 1)
-        else:
-            runs.append(BlockRun(file, record, block, block + 1))
-    return runs
-
-
-def own_runs(
+def own_blocks(
     comm: _core.Comm,
     files: Mapping[str, OpenFile],
     records: Mapping[str, FileRecord],
     wanted: Iterable[tuple[OpenFile, int, int]],
     host: str,
-) -> list[BlockRun]:
-    """Return the blocks of data_runs() that this rank verifies. Collective. The ranks of a host
+) -> list[Block]:
+    """Return the data_blocks() that this rank verifies. Collective. The ranks of a host
     divide the blocks that only this host wants, in contiguous stretches, which suit disks; all
     ranks divide the rest.
 
@@ -240,7 +222,7 @@ def own_runs(
         rank verifies a block, not whether it is verified: the ranks verify each block once.
     host: the name of this rank's host.
     """
-    blocks = _data_blocks(files, records)
+    blocks = data_blocks(files, records)
     count = len(blocks)
     told = gather_bytes(comm, _marks(blocks, wanted) + host.encode())
     near = [rank for rank, data in enumerate(told) if data[count:] == host.encode()]
@@ -256,12 +238,10 @@ def own_runs(
     own = [i for i in range(count) if alone[i] and ours[i]]
     rest = [i for i in range(count) if not alone[i]]
     mine = [*share(own, near.index(comm.rank), len(near)), *share(rest, comm.rank, comm.world)]
-    return _runs(blocks[i] for i in sorted(mine))
+    return [blocks[i] for i in sorted(mine)]
 
 
-def _marks(
-    blocks: Sequence[tuple[OpenFile, FileRecord, int]], wanted: Iterable[tuple[OpenFile, int, int]]
-) -> bytes:
+def _marks(blocks: Sequence[Block], wanted: Iterable[tuple[OpenFile, int, int]]) -> bytes:
     """Return a byte for each block: 1 if one of the ranges touches it."""
     marks = bytearray(len(blocks))
     number = {(id(file), block): i for i, (file, _, block) in enumerate(blocks)}
@@ -277,19 +257,23 @@ def share(things: Sequence[_T], rank: int, world: int) -> Sequence[_T]:
     return things[len(things) * rank // world : len(things) * (rank + 1) // world]
 
 
-def check_blocks(runs: Iterable[BlockRun], done: Callable[[int], object] | None = None) -> None:
-    """Verify the runs. Raise CheckpointError for the first block with a wrong checksum.
-
-    done: called with the bytes of each run.
-    """
-    for run in runs:
-        begin = run.first * BLOCK
-        for offset, length, crc in run.file.check(begin, begin + run.size, BLOCK):
+def check_blocks(blocks: Sequence[Block]) -> None:
+    """Verify the blocks. Raise CheckpointError for the first one with a wrong checksum."""
+    for (file, record, first), end in _runs(blocks):
+        for offset, length, crc in file.check(first * BLOCK, min(end * BLOCK, record.size), BLOCK):
             block = offset // BLOCK
-            if crc != run.record.checksums[block]:
-                raise CheckpointError(_damage(run.file, block, offset, offset + length))
-        if done is not None:
-            done(run.size)
+            if crc != record.checksums[block]:
+                raise CheckpointError(_damage(file, block, offset, offset + length))
+
+
+def _runs(blocks: Sequence[Block]) -> Iterator[tuple[Block, int]]:
+    """Yield the first one of adjacent blocks, and the number after the last one."""
+    begin = 0
+    for i, (file, _, number) in enumerate(blocks, 1):
+        follows = i < len(blocks) and (blocks[i].file, blocks[i].number) == (file, number + 1)
+        if not follows or i - begin == _RUN:
+            yield blocks[begin], number + 1
+            begin = i
 
 
 def _damage(file: OpenFile, block: int, begin: int, end: int) -> str:
@@ -299,23 +283,3 @@ def _damage(file: OpenFile, block: int, begin: int, end: int) -> str:
         return text
     more = f" and {len(there) - 3} more" if len(there) > 3 else ""
     return f"{text}, which contain {', '.join(there[:3])}{more}"
-
-
-@contextlib.contextmanager
-def progress(
-    total: int, what: str, rank: int = 0, delay: float = 3.0
-) -> Iterator[Callable[[int], object]]:
-    """Context that yields a function; call it with the number of bytes done, of `total`. It shows a
-    bar to a person who watches: on rank 0, on a terminal, if tqdm is installed.
-
-    delay: seconds before a bar appears.
-    """
-    if rank != 0 or not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
-        yield lambda count: None
-        return
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
-    with tqdm(
-        total=total, desc=what, unit="B", unit_scale=True, delay=delay, file=sys.stderr
-    ) as bar:
-        yield bar.update

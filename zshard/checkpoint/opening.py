@@ -7,10 +7,11 @@ manifest. It reads no values. It refuses files that would have to be executed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from zshard._errors import CheckpointError
@@ -54,7 +55,9 @@ def opened(path: str | os.PathLike[str], with_optimizer: bool = False) -> Iterat
 def _open(found: Checkpoint, with_optimizer: bool) -> None:
     if not os.path.isdir(found.path):
         _refuse_pickles(found.path)
-        _add_model(found, {os.path.basename(found.path): found.path})
+        name = os.path.basename(found.path)
+        found.files[name] = file = SafetensorsFile(found.path)
+        _note_model(found, {name: file})
     elif os.path.lexists(os.path.join(found.path, NAME)):
         _open_zshard(found, with_optimizer)
     elif _of_huggingface(found.path, MODEL) is not None:
@@ -155,9 +158,12 @@ def _refuse_pickles(path: str) -> None:
             )
         return
     names = os.listdir(path)
-    inner = [name for name in names if name.startswith("global_step")]
-    below = os.listdir(os.path.join(path, inner[0])) if _is_folder(path, inner) else []
-    if any(re.match(r"(bf16_)?zero_pp_rank_|mp_rank_\d+_model_states", n) for n in names + below):
+    inner = next((name for name in names if name.startswith("global_step")), "")
+    below = os.path.join(path, inner)
+    names_below = os.listdir(below) if inner and os.path.isdir(below) else []
+    if any(
+        re.match(r"(bf16_)?zero_pp_rank_|mp_rank_\d+_model_states", n) for n in names + names_below
+    ):
         raise CheckpointError(
             f"'{path}' is a DeepSpeed checkpoint, which consists of pickles that can execute "
             "arbitrary code: if you trust it, convert it with DeepSpeed's zero_to_fp32.py "
@@ -166,10 +172,6 @@ def _refuse_pickles(path: str) -> None:
     for name in sorted(names):
         if name.endswith(_PICKLES):
             _refuse_pickles(os.path.join(path, name))
-
-
-def _is_folder(path: str, names: list[str]) -> bool:
-    return bool(names) and os.path.isdir(os.path.join(path, names[0]))
 
 
 # --- safetensors ----------------------------------------------------------------------------------
@@ -184,30 +186,45 @@ def _of_huggingface(path: str, prefix: str) -> str | None:
 
 
 def _open_huggingface(found: Checkpoint) -> None:
-    name = _of_huggingface(found.path, MODEL) or ""
-    path = os.path.join(found.path, name)
+    first = _of_huggingface(found.path, MODEL) or ""
+
+    def opened_file(name: str, kind: type[_File]) -> _File:
+        path = os.path.join(found.path, name)
+        if not os.path.exists(path):
+            index = os.path.join(found.path, first)
+            raise FileNotFoundError(f"'{index}' refers to '{name}', which is missing")
+        return kind(path)
+
+    _note_model(found, _files_of(found, first, opened_file))
+
+
+def _files_of(
+    found: Checkpoint, name: str, opened_file: Callable[[str, type[Any]], Any]
+) -> dict[str, SafetensorsFile]:
+    """Open the safetensors file `name`, or the files that an index of that name lists.
+
+    opened_file: opens a file, given its name and a kind of OpenFile.
+    """
     if name.endswith(".safetensors"):
-        _add_model(found, {name: path})
-        return
-    with OpenFile(path) as file:
-        homes = parse_index(file.bytes_of(min(file.size, HEADER_LIMIT + 1)), path)
-    paths = {}
-    for file_name in dict.fromkeys(homes.values()):
-        paths[file_name] = os.path.join(found.path, file_name)
-        if not os.path.exists(paths[file_name]):
-            raise FileNotFoundError(f"'{path}' refers to '{file_name}', which is missing")
-    files = _add_model(found, paths)
-    check_homes(homes, files, path)
+        found.files[name] = file = opened_file(name, SafetensorsFile)
+        return {name: file}
+    found.files[name] = file = opened_file(name, OpenFile)
+    homes = parse_index(file.bytes_of(min(file.size, HEADER_LIMIT + 1)), file.path)
+    files: dict[str, SafetensorsFile] = {}
+    for each in dict.fromkeys(homes.values()):
+        found.files[each] = files[each] = opened_file(each, SafetensorsFile)
+    check_homes(homes, files, file.path)
+    return files
 
 
-def _add_model(found: Checkpoint, paths: Mapping[str, str]) -> dict[str, SafetensorsFile]:
-    files = {}
-    for name, path in paths.items():
-        found.files[name] = files[name] = SafetensorsFile(path)
-    found.model = {name: entry for file in files.values() for name, entry in file.entries.items()}
+def _note_model(found: Checkpoint, files: Mapping[str, SafetensorsFile]) -> None:
+    found.model = _entries(files)
     notes = {alias: name for file in files.values() for alias, name in file.notes.items()}
     found.tied = {a: name for a, name in notes.items() if name in found.model}
-    return files
+
+
+def _entries(files: Mapping[str, SafetensorsFile]) -> dict[str, Readable]:
+    return {name: entry for file in files.values() for name, entry in file.entries.items()}
 
 
 # --- zshard checkpoints ---------------------------------------------------------------------------
@@ -220,22 +237,14 @@ def _open_zshard(found: Checkpoint, with_optimizer: bool) -> None:
     found.tied = dict(found.manifest.tied)
     where = os.path.join(found.path, NAME)
     told = found.manifest.model
-    found.others = {name: decode(each, where) for name, each in _dict(told, "extra_state").items()}
-    found.versions = decode(_dict(told, "versions"), where)
+    extra_state = told.get("extra_state", {})
+    found.others = {name: decode(each, where) for name, each in extra_state.items()}
+    found.versions = decode(told.get("versions", {}), where)
     if not all(type(version) is int for version in found.versions.values()):
         raise CheckpointError(f"'{where}' has module versions that are not integers")
     if with_optimizer and found.manifest.optimizer is not None:
         tensors = _add_own(found, found.manifest, OPTIMIZER)
         found.optimizer = optimizer_of_manifest(found.manifest.optimizer, tensors, where)
-
-
-def _dict(told: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = told.get(name, {})
-    if not isinstance(value, dict):
-        raise CheckpointError(
-            f"invalid manifest: {name} must be an object, got {type(value).__name__}"
-        )
-    return value
 
 
 def read_manifest(path: str) -> Manifest:
@@ -248,27 +257,17 @@ def read_manifest(path: str) -> Manifest:
 def _add_own(found: Checkpoint, manifest: Manifest, prefix: str) -> dict[str, Readable]:
     """Open the files of the model or the optimizer that the manifest lists, and no others: other
     files in the folder belong to another save or to none."""
-    one, index = f"{prefix}.safetensors", f"{prefix}.safetensors.index.json"
-    homes = None
-    if one in manifest.files:
-        names = [one]
-    elif index in manifest.files:
-        file = found.files[index] = _own(found, manifest, index, OpenFile)
-        homes = parse_index(file.bytes_of(min(file.size, HEADER_LIMIT + 1)), file.path)
-        names = list(dict.fromkeys(homes.values()))
-    elif prefix == OPTIMIZER:
+    for name in (f"{prefix}.safetensors", f"{prefix}.safetensors.index.json"):
+        if name in manifest.files:
+            return _entries(_files_of(found, name, functools.partial(open_own, found, manifest)))
+    if prefix == OPTIMIZER:
         return {}  # an optimizer without state
-    else:
-        raise CheckpointError(f"'{os.path.join(found.path, NAME)}' lists neither {one} nor {index}")
-    files = {}
-    for name in names:
-        found.files[name] = files[name] = _own(found, manifest, name, SafetensorsFile)
-    if homes is not None:
-        check_homes(homes, files, os.path.join(found.path, index))
-    return {name: entry for file in files.values() for name, entry in file.entries.items()}
+    raise CheckpointError(
+        f"'{os.path.join(found.path, NAME)}' lists neither {prefix}.safetensors nor its index"
+    )
 
 
-def _own(found: Checkpoint, manifest: Manifest, name: str, kind: type[_File]) -> _File:
+def open_own(found: Checkpoint, manifest: Manifest, name: str, kind: type[_File]) -> _File:
     """Open a file of the manifest as a `kind` of OpenFile; its size must match the manifest."""
     path = os.path.join(found.path, name)
     if name not in manifest.files:

@@ -296,13 +296,13 @@ def check_homes(homes: Mapping[str, str], files: Mapping[str, SafetensorsFile], 
 
 
 def is_name(name: str) -> bool:
-    """Return whether a tensor may have this name: not empty, not too long, no NUL, and printable
-    (no lone surrogates)."""
+    """Return whether a tensor may have this name: not empty, not too long, no NUL, printable (no
+    lone surrogates), and not the one that means something else in a header."""
     try:
         name.encode()
     except UnicodeEncodeError:
         return False
-    return 0 < len(name) <= _NAME_LIMIT and "\0" not in name
+    return 0 < len(name) <= _NAME_LIMIT and "\0" not in name and name != "__metadata__"
 
 
 def _is_plain(name: str) -> bool:

@@ -11,11 +11,12 @@ hidden folder is deleted, and earlier checkpoints stay as they are.
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 import warnings
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -27,7 +28,7 @@ from torch.optim import Optimizer
 from zshard import _core
 from zshard.checkpoint.contents import Replicas, of_model, of_optimizer, ranks_of, settle
 from zshard.checkpoint.folder import Staging, Target, retain, warn_of_newer
-from zshard.checkpoint.manifest import BLOCK, FileRecord, progress
+from zshard.checkpoint.manifest import BLOCK, FileRecord
 from zshard.checkpoint.manifest import NAME as MANIFEST
 from zshard.checkpoint.safetensors import CODES, rows_of
 from zshard.checkpoint.save_plan import (
@@ -35,17 +36,17 @@ from zshard.checkpoint.save_plan import (
     Piece,
     SavePlan,
     SaveRequest,
-    bytes_in,
     joined,
     plan_of,
     record_of,
 )
 from zshard.checkpoint.script_state import encode
-from zshard.checkpoint.write import CastBuffer, SaveHandle, Writer, Written, finish, snapshot, start
+from zshard.checkpoint.write import SaveHandle, Writer, Written, finish, snapshot, start
+from zshard.memory.fits import parse_size
 from zshard.ranks.agreement import PublicCall, check_agreement, gather_bytes, on_all_ranks
 from zshard.ranks.transports import comm_beside
-from zshard.units.names import bare
-from zshard.units.units import units_of
+from zshard.state.source import CHUNK
+from zshard.units.units import bare, units_of
 
 __all__ = ["SaveHandle", "save"]
 
@@ -68,39 +69,33 @@ def save(
 ) -> SaveHandle:
     """Save a model, its optimizer and the script's own state as plain safetensors files.
 
-    Collective: call it on all ranks, outside forward and backward. Nothing is gathered: each rank
-    writes the elements that it holds. Checkpoints are atomic: the folder is renamed into place once
-    every rank has fsynced. If the process dies earlier, earlier checkpoints stay as they are, and
-    the next save deletes the hidden folder that is left. Needs 16 MiB of memory if tensors are cast
-    or on a GPU, otherwise none.
+    Collective: call it on all ranks, outside forward and backward. Each rank writes the elements
+    that it holds; nothing is gathered. Once every rank has fsynced, a rename moves the folder into
+    place; until then, earlier checkpoints stay as they are. Needs 16 MiB of memory if tensors are
+    cast or on a GPU.
 
-    path: the folder to create; its parent must exist. With `step`, a checkpoint directory, in which
-        the folder `step-00000100` is created; the directory is created if its own parent exists.
-        All ranks must see it.
-    model: any module, with or without FSDP modules. The entries of its state_dict() are saved under
-        their names (without the prefixes of torch.compile(), activation checkpointing and DDP),
-        unsharded, in the dtype that parameters have between steps. For tensors outside FSDP
-        modules, rank 0's values are saved. Tied parameters are saved once; the manifest lists their
-        other names. The folder of a Hugging Face model includes config.json, and from_pretrained()
-        loads it; not so with PEFT's adapters, for which PEFT's save_pretrained() writes a folder.
-    optimizer: an optimizer over parameters of the model. Its state tensors are saved in separate
-        files, as `<parameter>.exp_avg`; its param groups and other state are in the manifest.
+    path: the folder to create, which all ranks must see; its parent must exist. With `step`, a
+        checkpoint directory, in which `step-00000100` is created.
+    model: any module, with or without FSDP modules. The entries of its state_dict() are saved
+        unsharded, under their names without the prefixes of torch.compile(), activation
+        checkpointing and DDP, in the dtype that parameters have between steps; for tensors outside
+        FSDP modules, rank 0's values. Tied parameters are saved once. from_pretrained() loads the
+        folder of a Hugging Face model, but not of one with PEFT's adapters.
+    optimizer: an optimizer over parameters of the model.
     step: the step number, which is saved and gives the folder its name.
-    extra: a dict of this rank's own state, such as that of a scheduler or data loader and
-        zshard.rng_state(); it is saved as JSON, and load() returns it to the same rank. May contain
-        numbers, strings, None, lists, tuples, dicts, sets, bytes, and tensors and NumPy arrays of
-        at most 16 MiB.
-    asynchronous: copy this rank's values and return; a thread writes the copy while training
-        continues. The memory of the copy, as large as this rank's share of the checkpoint, is
-        reused by later saves. Only one save runs at a time: the next one waits for it. wait() of
-        the result, or the next save() or load(), raises its error. A process that exits waits for
-        the thread; if the save failed and no call has raised its error, the exit status is 1.
+    extra: a dict of this rank's own state, such as a scheduler's and zshard.rng_state(), which
+        load() returns to the same rank: numbers, strings, None, lists, tuples, dicts, sets, bytes,
+        and tensors and NumPy arrays of at most 16 MiB. It is saved as JSON.
+    asynchronous: copy this rank's values and return; a thread writes the copy, whose memory later
+        saves reuse. One save runs at a time: the next one waits for it. wait() of the result, or
+        the next save() or load(), raises its error. A process that exits waits for the thread; its
+        exit status is 1 if the save failed and no call has raised the error.
     dtype: the dtype of the model's floating-point tensors in the files, such as torch.bfloat16;
         None keeps their dtypes. The optimizer's state always keeps its dtypes.
     keep_last: with `step`, the number of checkpoints to keep, counting this one and those of lower
-        steps; older ones are deleted once this one is finished. Checkpoints of higher steps are
-        kept, with a warning, since load() would choose them. If a parameter is NaN or infinite,
-        warns and also keeps the newest checkpoint without such values.
+        steps; older ones are deleted once this one is finished. Warns of checkpoints of higher
+        steps, which load() would choose, and of NaN and infinite parameters; then the newest
+        checkpoint without such values is kept, too.
     overwrite: replace an existing checkpoint once this one is finished.
     max_shard_size: the maximum bytes of tensors per file, as a number or as "5GB", "200MiB".
 
@@ -120,7 +115,7 @@ def save(
     with on_all_ranks(comm), torch.no_grad():
         finish()
         kept = Kept(_checked_step(step), keep_last, overwrite)
-        limit = bytes_in(max_shard_size)
+        limit = parse_size("max_shard_size", max_shard_size, base=1000)
         _check_arguments(kept, extra, dtype)
         target = Target.of(path, kept.step)
         settle(model)
@@ -138,7 +133,7 @@ def save(
         return SaveHandle(target.path)
     with on_all_ranks(comm), torch.no_grad():
         plan = replace(plan, pieces=snapshot(model, plan.pieces))
-    return start(SaveHandle(target.path, lambda: _write(plan, beside, False)))
+    return start(SaveHandle(target.path, lambda: _write(plan, beside)))
 
 
 # --- checks ---------------------------------------------------------------------------------------
@@ -199,9 +194,8 @@ def _check_nested(comm: _core.Comm, found: str) -> None:
 
 
 @PublicCall("save()")
-def _write(plan: SavePlan, comm: _core.Comm, watched: bool = True) -> None:
-    """Execute the plan. Collective; `comm` belongs to this thread. watched: the script waits for
-    the save."""
+def _write(plan: SavePlan, comm: _core.Comm) -> None:
+    """Execute the plan. Collective; `comm` belongs to this thread."""
     rank_0 = comm.rank == 0
     staging = Staging(plan.target, plan.id, plan.kept.overwrite)
     try:
@@ -211,10 +205,9 @@ def _write(plan: SavePlan, comm: _core.Comm, watched: bool = True) -> None:
                 for file in plan.files:
                     _core.File.create(os.path.join(staging.path, file.name), file.size).close()
         rows: list[tuple[int, Written]] = []
-        bar = progress(_bytes_of(plan), "saving", comm.rank if watched else -1)
         found: list[str] = []
-        with on_all_ranks(comm), torch.no_grad(), bar as done:
-            rows += _write_pieces(plan, staging.path, rank_0, done, found)
+        with on_all_ranks(comm), torch.no_grad():
+            rows += _write_pieces(plan, staging.path, rank_0, found)
         everyone = _gather(comm, rows)
         told = gather_bytes(comm, "".join(found[:1]).encode())
         strange = {each.decode() for each in told if each}
@@ -240,36 +233,31 @@ def _write(plan: SavePlan, comm: _core.Comm, watched: bool = True) -> None:
 
 
 def _write_pieces(
-    plan: SavePlan, folder: str, headers: bool, done: Callable[[int], object], strange: list[str]
+    plan: SavePlan, folder: str, headers: bool, strange: list[str]
 ) -> Iterator[tuple[int, Written]]:
     """Write this rank's pieces, and the headers if `headers`, and fsync them. Yield (file number,
-    checksum) pairs. Call `done` with bytes, and add the names of parameters with NaN or infinite
-    values to `strange`: see Writer."""
+    checksum) pairs. Add the names of parameters with NaN or infinite values to `strange`."""
     mine: dict[int, list[Piece]] = {number: [] for number in range(len(plan.files) * headers)}
     for piece in plan.pieces:
         mine.setdefault(piece.file, []).append(piece)
     numbers = sorted(mine)
-    chunk = CastBuffer(any(piece.values.is_cuda for piece in plan.pieces))
+    pinned = any(piece.values.is_cuda for piece in plan.pieces)
+    chunk = functools.cache(lambda: torch.empty(CHUNK, dtype=torch.uint8, pin_memory=pinned))
     for first in range(0, len(numbers), _OPEN):
         with ExitStack() as stack:
             opened = []
             for number in numbers[first : first + _OPEN]:
                 file = _open(os.path.join(folder, plan.files[number].name))
                 opened.append(stack.enter_context(file))
-                writer = Writer(file, chunk, done, plan.parameters)
+                writer = Writer(file, chunk, plan.parameters)
                 if headers:
-                    writer.add_bytes(0, plan.files[number].header)
+                    writer.add_header(plan.files[number].header)
                 for piece in mine[number]:
                     writer.add(piece)
                 yield from ((number, row) for row in joined(writer.end()))
                 strange += writer.strange
             for file in opened:
                 file.sync()
-
-
-def _bytes_of(plan: SavePlan) -> int:
-    """Return the bytes of tensors that this rank writes."""
-    return sum(piece.size for piece in plan.pieces)
 
 
 def _open(path: str) -> _core.File:

@@ -15,7 +15,6 @@ import hashlib
 import json
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,13 +31,9 @@ from zshard.checkpoint.manifest import BLOCK, FileRecord, Manifest, dump
 from zshard.checkpoint.safetensors import CODES, HEADER_LIMIT
 from zshard.model.shard_model import MADE
 from zshard.ranks.agreement import Fact, gather_bytes, on_all_ranks
-from zshard.units.names import plain_name
+from zshard.units.units import plain_name
 
 ALIGN = 4096  # bytes
-
-_UNITS = {"": 1, "B": 1}
-_UNITS |= {f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")}
-_UNITS |= {f"{p}iB".upper(): 1024 ** (i + 1) for i, p in enumerate("KMGT")}
 
 
 class PlannedFile(NamedTuple):
@@ -190,26 +185,6 @@ def _own_class(model: nn.Module) -> type:
 
 
 # --- the layout of files --------------------------------------------------------------------------
-
-
-def bytes_in(text: int | str) -> int:
-    """Return a size in bytes, given as a number or as "5GB" or "200 MiB". Raise ValueError or
-    TypeError for anything else."""
-    if isinstance(text, int) and not isinstance(text, bool):
-        number, unit = str(text), ""
-    elif isinstance(text, str):
-        found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-        number, unit = found.groups() if found else ("", "")
-    else:
-        raise TypeError(
-            f"max_shard_size must be a number of bytes or a string such as '5GB', got {text!r}"
-        )
-    size = int(float(number) * _UNITS.get(unit.upper(), 0)) if number else 0
-    if size < 1:
-        raise ValueError(
-            f"max_shard_size={text!r} is not a size: pass bytes, or text such as '5GB', '200MiB'"
-        )
-    return size
 
 
 def lay_out(

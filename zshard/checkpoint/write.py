@@ -1,10 +1,8 @@
 """Write pieces of tensors to a file, directly or a chunk at a time; or in a thread, from a copy.
 
-Values that are in CPU memory as the file needs them are written directly. Values that
-must be cast, that are on a GPU, or that are so small that system calls would cost more than copies
-go through one chunk of memory, which collects as many pieces as fit. On the way, parameters are
-checked for NaN and infinite values, as they will be in the file: by the core if it writes them
-directly, otherwise in the chunk.
+Values that are in CPU memory as the file needs them are written directly. Values that must be cast
+or that are on a GPU go through one chunk of memory, which collects as many pieces as fit. On the
+way, the core checks parameters for NaN and infinite values, as they will be in the file.
 
 An asynchronous save copies whatever a step may change and returns. A thread does the rest; it has
 its own transport and does not touch the model. One save runs at a time. The next checkpoint call
@@ -15,7 +13,6 @@ failure is lost. A process that exits waits for the thread, as for any non-daemo
 from __future__ import annotations
 
 import atexit
-import math
 import threading
 import traceback
 import weakref
@@ -33,27 +30,11 @@ from zshard.ranks.agreement import bytes_of
 from zshard.ranks.ends import fail
 from zshard.state.source import CHUNK
 
-_DIRECT = 2**16  # bytes; smaller pieces are collected in the chunk
 _ALIGN = 64  # bytes; the copies of an asynchronous save begin at multiples of it
-_AT_ONCE = 2**28  # bytes per call, so that the progress bar moves
 
-_NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_NUMBERS = ("BF16", "F16", "F32", "F64")  # codes of dtypes whose values the core checks
 
 Written = tuple[int, int, int]  # offset, length, CRC-32C
-
-
-class CastBuffer:
-    """Memory for casting tensors and copying them from a GPU; allocated on first use."""
-
-    def __init__(self, pinned: bool) -> None:
-        self._pinned = pinned
-        self._memory: Tensor | None = None
-
-    @property
-    def memory(self) -> Tensor:
-        if self._memory is None:
-            self._memory = torch.empty(CHUNK, dtype=torch.uint8, pin_memory=self._pinned)
-        return self._memory
 
 
 class Writer:
@@ -63,50 +44,32 @@ class Writer:
     """
 
     def __init__(
-        self,
-        file: _core.File,
-        chunk: CastBuffer,
-        done: Callable[[int], object],
-        watched: Container[str] = (),
+        self, file: _core.File, chunk: Callable[[], Tensor], watched: Container[str] = ()
     ) -> None:
-        """done: called with the number of bytes of each write."""
-        self._file, self._chunk, self._done, self._watched = file, chunk, done, watched
+        """chunk: returns CHUNK bytes of memory for tensors that are cast or on a GPU."""
+        self._file, self._chunk, self._watched = file, chunk, watched
         self.strange: list[str] = []
-        self._waiting = 0  # bytes in `_ranges`
         self._ranges: list[Any] = []  # the argument of _core.File.write()
-        self._names: dict[int, str] = {}  # index of a watched range: its tensor
-        self._copied: list[tuple[int, int, int]] = []  # offset in the file; begin, end in the chunk
-        self._watched_copies: list[tuple[str, Tensor]] = []  # of watched tensors, in the chunk
+        self._names: list[str] = []  # of their tensors
+        self._used = 0  # bytes of the chunk
         self._written: list[Written] = []
 
-    def add_bytes(
-        self, offset: int, data: bytes | memoryview, numbers: tuple[str, str] | None = None
-    ) -> None:
-        """numbers: the name of the watched tensor and the code of its dtype."""
-        for first in range(0, len(data), _AT_ONCE):
-            part = data[first : first + _AT_ONCE]
-            if numbers is not None:
-                self._names[len(self._ranges)] = numbers[0]
-                self._ranges.append((offset + first, part, numbers[1]))
-            else:
-                self._ranges.append((offset + first, part))
-            self._waiting += len(part)
-            if self._waiting >= _AT_ONCE:
-                self._flush()
+    def add_header(self, header: bytes) -> None:
+        self._add(0, header, "", "")
 
     def add(self, piece: Piece) -> None:
         values, begin, end, dtype = piece[2:6]
-        size = dtype.itemsize
-        watched = piece.name in self._watched and values.dtype in _NUMBERS
-        if is_plain(piece) and piece.size >= _DIRECT:
-            numbers = (piece.name, CODES[dtype]) if watched else None
-            self.add_bytes(piece.offset, bytes_of(values.view(-1)[begin:end]), numbers)
+        size, offset = dtype.itemsize, piece.offset
+        watched = piece.name in self._watched
+        code = CODES[dtype] if watched else ""
+        if is_plain(piece):
+            self._add(offset, bytes_of(values.view(-1)[begin:end]), code, piece.name)
             return
-        offset = piece.offset
         for run in runs(values, begin, end, CHUNK // max(size, values.element_size())):
-            copy = self._copy(offset, run, dtype)
-            if watched:
-                self._watched_copies.append((piece.name, copy))
+            # The core does not know float8.
+            if watched and size == 1 and not bool(run.to(dtype).float().isfinite().all()):
+                self.strange.append(piece.name)
+            self._add(offset, bytes_of(self._copy(run, dtype)), code, piece.name)
             offset += run.numel() * size
 
     def end(self) -> list[Written]:
@@ -114,54 +77,29 @@ class Writer:
         self._flush()
         return self._written
 
-    def _copy(self, offset: int, values: Tensor, dtype: torch.dtype) -> Tensor:
+    def _add(self, offset: int, data: bytes | memoryview, code: str, name: str) -> None:
+        self._ranges.append((offset, data, code) if code in _NUMBERS else (offset, data))
+        self._names.append(name)
+
+    def _copy(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """Copy values to the chunk. Return the copy, which is valid until the next _flush()."""
-        length = values.numel() * dtype.itemsize
-        first, low, high = self._copied[-1] if self._copied else (-1, 0, 0)
-        follows = first + high - low == offset  # in the file, so in the chunk as well
-        begin = high if follows else -(-high // 16) * 16
-        if begin % dtype.itemsize != 0 or begin + length > CHUNK:
+        begin, length = -(-self._used // 16) * 16, values.numel() * dtype.itemsize
+        if begin + length > CHUNK:
             self._flush()
-            follows, begin = False, 0
-        copy = self._chunk.memory[begin : begin + length].view(dtype)
-        copy.copy_(values, non_blocking=True)
-        if follows:
-            self._copied[-1] = (first, low, begin + length)
-        else:
-            self._copied.append((offset, begin, begin + length))
-        return copy
+            begin = 0
+        self._used = begin + length
+        copy = self._chunk()[begin : self._used].view(dtype)
+        return copy.copy_(values, non_blocking=True)
 
     def _flush(self) -> None:
-        if self._copied:
-            if self._chunk.memory.is_pinned():
-                torch.cuda.synchronize()
-            self.strange += _not_finite(self._watched_copies)
-            self._watched_copies.clear()
-            memory = bytes_of(self._chunk.memory)
-            self._ranges += [(offset, memory[low:high]) for offset, low, high in self._copied]
-            self._copied.clear()
-        if self._ranges:
-            places: list[int] = []
-            written = rows_of(self._file.write(self._ranges, BLOCK, places))
-            self._written += written
-            self.strange += [self._names[place] for place in places]
-            self._names.clear()
-            self._done(sum(length for _, length, _ in written))
-            self._ranges.clear()
-            self._waiting = 0
-
-
-def _not_finite(named: Sequence[tuple[str, Tensor]]) -> list[str]:
-    """Return the names of tensors with NaN or infinite values."""
-    # The core cannot sum float8.
-    known = [(name, v if v.dtype in _NUMBERS else v.float()) for name, v in named]
-    if _are_finite([values for _, values in known]):  # one call for all
-        return []
-    return [name for name, values in known if not _are_finite([values])]
-
-
-def _are_finite(tensors: list[Tensor]) -> bool:
-    return math.isfinite(_core.power_sum(tensors, 1.0))
+        if self._used and self._chunk().is_pinned():
+            torch.cuda.synchronize()
+        places: list[int] = []
+        self._written += rows_of(self._file.write(self._ranges, BLOCK, places))
+        self.strange += [self._names[place] for place in places]
+        self._ranges.clear()
+        self._names.clear()
+        self._used = 0
 
 
 def is_plain(piece: Piece) -> bool:
@@ -173,22 +111,10 @@ def is_plain(piece: Piece) -> bool:
 
 def runs(values: Tensor, begin: int, end: int, limit: int) -> Iterator[Tensor]:
     """Yield the row-major elements from `begin` to `end` as 1-dimensional tensors of at most
-    `limit` elements; these are copies if `values` is not contiguous."""
-    if values.is_contiguous():
-        flat = values.view(-1)
-        for first in range(begin, end, limit):
-            yield flat[first : min(first + limit, end)]
-        return
-    row = values.numel() // values.shape[0]
-    at_once = max(1, limit // row)
-    for first in range(begin // row, -(-end // row), at_once):
-        rows = values[first : first + at_once]
-        low = max(0, begin - first * row)
-        high = min(rows.numel(), end - first * row)
-        if row > limit:
-            yield from runs(rows[0], low, high, limit)
-        else:
-            yield rows.reshape(-1)[low:high]
+    `limit` elements."""
+    flat = values.reshape(-1)  # a copy if it is not contiguous, as few tensors are
+    for first in range(begin, end, limit):
+        yield flat[first : min(first + limit, end)]
 
 
 # --- a copy, and a thread that writes it ----------------------------------------------------------

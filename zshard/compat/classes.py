@@ -64,8 +64,7 @@ class BackwardPrefetch(TorchEnum):
 class StateDictType(TorchEnum):
     """FSDP1's enum for FSDP.state_dict_type() and FSDP.set_state_dict_type().
 
-    FULL_STATE_DICT: full tensors. SHARDED_STATE_DICT and LOCAL_STATE_DICT, equivalent here: this
-    rank's shards.
+    All are equivalent here: full tensors.
     """
 
     FULL_STATE_DICT = enum.auto()
@@ -100,7 +99,7 @@ class LocalStateDictConfig(StateDictConfig):
 
 @dataclass
 class ShardedStateDictConfig(StateDictConfig):
-    """For SHARDED_STATE_DICT. _use_dtensor: shards are plain tensors either way."""
+    """For SHARDED_STATE_DICT; the dict is full. _use_dtensor: tensors are plain either way."""
 
     _use_dtensor: bool = False
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from zshard._errors import warn
 from zshard.compat.classes import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -39,18 +40,16 @@ __all__ = ["ShardedGradScaler"]
 
 
 class _StateDictKind(NamedTuple):
-    """A state dict type: whether its dicts contain shards, and its configs, for which torch's
-    classes of the same names are accepted."""
+    """The configs of a state dict type; torch's classes of the same names are accepted, too."""
 
-    slices: bool
     config: type
     optim_config: type
 
 
 _KINDS = {
-    "FULL_STATE_DICT": _StateDictKind(False, FullStateDictConfig, FullOptimStateDictConfig),
-    "SHARDED_STATE_DICT": _StateDictKind(True, ShardedStateDictConfig, ShardedOptimStateDictConfig),
-    "LOCAL_STATE_DICT": _StateDictKind(True, LocalStateDictConfig, LocalOptimStateDictConfig),
+    "FULL_STATE_DICT": _StateDictKind(FullStateDictConfig, FullOptimStateDictConfig),
+    "SHARDED_STATE_DICT": _StateDictKind(ShardedStateDictConfig, ShardedOptimStateDictConfig),
+    "LOCAL_STATE_DICT": _StateDictKind(LocalStateDictConfig, LocalOptimStateDictConfig),
 }
 
 
@@ -66,12 +65,8 @@ def state_dict_type(
     Args:
         module: a module with sharded modules.
         state_dict_type: a StateDictType, zshard's or torch's, or its name.
-            FULL_STATE_DICT: full tensors (the default outside this context).
-            SHARDED_STATE_DICT or LOCAL_STATE_DICT, equivalent here: this rank's shard of each
-            sharded parameter, a 1-D copy under the plain name; full buffers and unsharded
-            parameters. Not collective. load_state_dict() accepts such shards within this context,
-            on the rank that has the same ones (the dict's `_metadata` records which: keep it, as
-            torch.save does), and full tensors as everywhere.
+            All mean full tensors. For SHARDED_STATE_DICT and LOCAL_STATE_DICT that is a warning:
+            zshard.save() writes each rank's shards and gathers nothing.
         state_dict_config: the type's config: FullStateDictConfig, ShardedStateDictConfig or
             LocalStateDictConfig, zshard's or torch's. With `rank0_only`, other ranks get an empty
             dict and unshard one unit at a time. `offload_to_cpu` is ignored.
@@ -133,8 +128,13 @@ def _form(given: object, config: object, optim_config: object) -> StateDictForm:
     _check_config("optim_state_dict_config", name, optim_config, kind.optim_config)
     own, optim = (bool(getattr(each, "rank0_only", False)) for each in (config, optim_config))
     chosen = StateDictType[name] if isinstance(given, str) else given
+    if name != "FULL_STATE_DICT":
+        warn(
+            f"{name} has full tensors here: zshard.save() writes each rank's shards instead, and "
+            "gathers nothing"
+        )
     settings = _settings(name, chosen, config, optim_config)
-    return StateDictForm(kind.slices, own, optim, settings)
+    return StateDictForm(own, optim, settings)
 
 
 def _settings(name: str, given: object, config: object, optim_config: object) -> StateDictSettings:

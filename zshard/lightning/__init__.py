@@ -9,8 +9,7 @@ Importing this module registers the name "zshard". It needs Lightning: the packa
 
 from __future__ import annotations
 
-from zshard.lightning.fabric import ZShardFabricStrategy
-from zshard.lightning.sharding import fabric_package, trainer_package
+from zshard.lightning.fabric import ZShardFabricStrategy, fabric_package, trainer_package
 from zshard.lightning.trainer import ZShardStrategy
 
 __all__ = ["ZShardFabricStrategy", "ZShardStrategy"]

@@ -1,29 +1,208 @@
-"""The strategy for Lightning's Fabric.
+"""The strategy for Lightning's Fabric, and what it shares with the Trainer's.
 
-Fabric's DDP strategy with a sharded module in place of DDP's wrapper. Fabric routes marked methods
-through the forward of its wrapper, so this file provides a plain one.
+FSDP shards a module in place, so Lightning's model stays the user's object. Fabric routes marked
+methods through the forward of its wrapper, so Fabric's strategy provides a plain one.
 """
 
 from __future__ import annotations
 
+import importlib
+import io
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zshard.lightning.sharding import Sharding, fabric_package, on_rank_0, optimizer_on_rank_0
+from zshard.checkpoint.load import load
+from zshard.checkpoint.save import save
+from zshard.fsdp import ARGUMENTS, FSDP
 from zshard.model.shard_model import broadcast_buffers
-from zshard.units.units import is_unit
+from zshard.state import state_dict_form
+from zshard.state.optimizer import gather
+from zshard.units.units import is_unit, units_of
 
-__all__ = ["ZShardFabricStrategy"]
+__all__ = [
+    "RecomputePolicy",
+    "Sharding",
+    "ZShardFabricStrategy",
+    "fabric_package",
+    "on_rank_0",
+    "optimizer_on_rank_0",
+    "trainer_package",
+]
+
+_PACKAGES = (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric"))
+_LIGHTNINGS = frozenset(  # arguments of its DDPStrategy; in Fabric `precision`
+    {
+        *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "timeout"),
+        *("precision", "precision_plugin", "process_group_backend", "start_method"),
+    }
+)
+_CHUNK = 8 << 20  # bytes; one value of a checkpoint's `extra` may have twice as many
 
 
-class ZShardFabricStrategy(Sharding, fabric_package.strategies.DDPStrategy):  # type: ignore[misc]
+def _imported() -> tuple[Any, Any]:
+    """Return the Lightning packages that the script uses, for the Trainer and for Fabric."""
+    used = [pair for pair in _PACKAGES if any(name in sys.modules for name in pair)]
+    for trainer, fabric in (*used, *_PACKAGES):
+        try:
+            return importlib.import_module(trainer), importlib.import_module(fabric)
+        except ModuleNotFoundError as error:
+            if error.name not in {trainer, fabric, trainer.partition(".")[0]}:
+                raise
+    raise ImportError("zshard.lightning needs Lightning: pip install 'zshard[trainers]'")
+
+
+trainer_package, fabric_package = _imported()
+
+
+RecomputePolicy = Collection[type[nn.Module]] | Callable[..., bool]
+
+
+class Sharding:
+    """Base of both strategies: shards modules, and saves and loads sharded ones."""
+
+    root_device: torch.device
+    broadcast: Callable[[Any], Any]
+    barrier: Callable[[], None]
+
+    def __init__(
+        self,
+        *,
+        state_dict_type: Literal["full", "sharded"] = "full",
+        activation_checkpointing_policy: RecomputePolicy | None = None,
+        device_mesh: DeviceMesh | tuple[int, int] | None = None,
+        **arguments: Any,
+    ) -> None:
+        for name in arguments.keys() - ARGUMENTS - _LIGHTNINGS:
+            raise TypeError(
+                f"{type(self).__name__} has no argument {name!r}: it takes those of Lightning's "
+                "FSDPStrategy and of zshard.FSDP (omit find_unused_parameters: unused parameters "
+                "need no flag)"
+            )
+        if state_dict_type not in ("full", "sharded"):
+            raise ValueError(
+                f"state_dict_type must be 'full' or 'sharded', got {state_dict_type!r}"
+            )
+        super().__init__(**{name: arguments.pop(name) for name in arguments.keys() & _LIGHTNINGS})
+        self._is_sharded_save = state_dict_type == "sharded"
+        self._mesh, self._fsdp = device_mesh, arguments
+        self._recomputed = activation_checkpointing_policy
+
+    def _shard(self, module: nn.Module, world: int, parts_too: bool = False) -> None:
+        """Shard a module over all ranks; with `parts_too`, its children can be called directly."""
+        for each, state in units_of(module):
+            if state.comms.all.world != world:
+                raise ValueError(
+                    f"{type(each).__bases__[1].__name__} is sharded over "
+                    f"{state.comms.all.world} rank(s), but Lightning runs {world}: call "
+                    "zshard.FSDP in configure_model() (in Fabric: after fabric.launch()), or leave "
+                    "it to the strategy"
+                )
+        if self._recomputed is not None:
+            _recompute(module, self._recomputed)
+        given = {"forward_sync_buffers": "training", **self._fsdp}
+        if isinstance(self._mesh, tuple):
+            self._mesh = init_device_mesh(self.root_device.type, self._mesh)
+        if self._mesh is not None:
+            given["device_mesh"] = self._mesh
+        if self.root_device.type != "cpu":
+            given.setdefault("device_id", self.root_device)
+        for part in _callable_parts(module) if parts_too else ():
+            FSDP(part, **given)
+        FSDP(module, **given)
+
+    def _save_folder(
+        self, given: object, module: nn.Module, optimizer: Optimizer | None, rest: dict[str, Any]
+    ) -> None:
+        """Save a folder with zshard.save(), including rank 0's `rest`."""
+        path: str = os.fspath(self.broadcast(given))
+        chunks: list[bytes] = []
+        if torch.distributed.get_rank() == 0:
+            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+            if os.path.isfile(path):
+                os.unlink(path)
+            data = io.BytesIO()
+            torch.save(rest, data)
+            raw = data.getvalue()
+            chunks = [raw[i : i + _CHUNK] for i in range(0, len(raw), _CHUNK)]
+        self.barrier()
+        save(path, module, optimizer, extra={"lightning": chunks}, overwrite=True)
+
+    def _load_folder(
+        self,
+        path: str | os.PathLike[str],
+        module: nn.Module,
+        optimizer: Optimizer | None,
+        strict: bool,
+        weights_only: bool | None,
+    ) -> dict[str, Any]:
+        """Load what _save_folder() saved; return its `rest`."""
+        loaded = load(path, module, optimizer, strict=strict)
+        chunks = self.broadcast(loaded.get("lightning"))
+        if not chunks:
+            raise ValueError(
+                f"{os.fspath(path)!r} was not saved by Lightning: load it with "
+                "zshard.load(path, model)"
+            )
+        rest: dict[str, Any] = torch.load(io.BytesIO(b"".join(chunks)), weights_only=weights_only)
+        return rest
+
+
+def _callable_parts(module: nn.Module) -> list[nn.Module]:
+    """Return the modules below `module` that a training_step() may call, without ModuleLists."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            found += _callable_parts(child)
+        elif not is_unit(child) and next(child.parameters(), None) is not None:
+            found.append(child)
+    return found
+
+
+def _recompute(module: nn.Module, policy: RecomputePolicy) -> None:
+    """Recompute activations of some submodules in backward."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        apply_activation_checkpointing,
+    )
+
+    if callable(policy):
+        apply_activation_checkpointing(module, auto_wrap_policy=policy)
+    else:
+        kinds = tuple(policy)
+        apply_activation_checkpointing(module, check_fn=lambda each: isinstance(each, kinds))
+
+
+def on_rank_0(module: nn.Module) -> dict[str, Tensor]:
+    """Return the module's full state dict; on other ranks an empty one."""
+    with state_dict_form(module, rank0_only=True):
+        return module.state_dict()
+
+
+def optimizer_on_rank_0(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the optimizer's full state dict; on other ranks an empty one."""
+    optimizer = getattr(optimizer, "_optimizer", optimizer)  # Lightning's wrapper has it
+    if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
+        gather(optimizer, keep=False)
+        return {}
+    state: dict[str, Any] = optimizer.state_dict()
+    return state
+
+
+# --- Fabric ---------------------------------------------------------------------------------------
+
+
+_Ddp: Any = fabric_package.strategies.DDPStrategy
+
+
+class ZShardFabricStrategy(Sharding, _Ddp):  # type: ignore[misc]
     """Lightning's Fabric with modules that zshard shards.
 
     ::

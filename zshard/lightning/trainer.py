@@ -19,12 +19,7 @@ from torch.optim import Optimizer
 
 from zshard.checkpoint.load import load
 from zshard.guard.whole_values import full_numel
-from zshard.lightning.sharding import (
-    Sharding,
-    on_rank_0,
-    optimizer_on_rank_0,
-    trainer_package,
-)
+from zshard.lightning.fabric import Sharding, on_rank_0, optimizer_on_rank_0, trainer_package
 from zshard.model.methods import call_as_forward
 from zshard.model.shard_model import broadcast_buffers
 from zshard.units.units import is_unit

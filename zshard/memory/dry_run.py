@@ -11,7 +11,7 @@ registration is the best guess.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -137,17 +137,31 @@ class DryRun:
         return self.engine.predict(stepped)
 
     def trained_bytes(self, offloaded: bool = False) -> int:
-        """Return the bytes of this rank's shards of trainable parameters, which is the size of one
-        tensor of optimizer state; only of those whose state is in memory, or (`offloaded`) on
-        disk."""
-        total = 0
-        for unit in [*self.units, *self.inner]:
-            if unit.offloads[2] is not offloaded:
-                continue
-            for i, ref in enumerate(self._specs[unit].params):
-                if ref.param.requires_grad:
-                    total += unit.param(i)["numel"] * ref.param.itemsize
-        return total
+        """See the function of this name."""
+        return trained_bytes(
+            (
+                (unit, [self._as_dtype(ref.param) for ref in spec.params])
+                for unit, spec in self._specs.items()
+            ),
+            offloaded,
+        )
+
+
+def trained_bytes(
+    units: Iterable[tuple[_core.Unit, Sequence[nn.Parameter]]], offloaded: bool = False
+) -> int:
+    """Return the bytes of this rank's shards of trainable parameters, which is the size of one
+    tensor of optimizer state; only of those whose state is in memory, or (`offloaded`) on disk.
+
+    units: with their parameters.
+    """
+    return sum(
+        unit.param(i)["numel"] * param.itemsize
+        for unit, params in units
+        if unit.offloads[2] is offloaded
+        for i, param in enumerate(params)
+        if param.requires_grad
+    )
 
 
 def _spec_of(module: nn.Module, state: State) -> UnitSpec:

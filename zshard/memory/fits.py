@@ -9,73 +9,63 @@ units are made, so that memory is not needed twice.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
-import struct
+import sys
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from zshard import _core
 from zshard._errors import warn
-from zshard.memory.advice import Model, Shortage, explain
-from zshard.memory.dry_run import DryRun, Planned, dry_comms, world_of
-from zshard.memory.host_limits import (
-    room_of_cgroup,
-    room_of_host,
-    room_of_mappings,
-    room_of_process,
-    shared_by,
-)
-from zshard.ranks.devices import torch_device
+from zshard.memory.dry_run import DryRun, Planned, World, dry_comms, world_of
+from zshard.memory.host_limits import Room, Sharing, room_of_cgroup, room_of_mappings, rooms
+from zshard.offload import Offload
+from zshard.precision import in_dtype
+from zshard.ranks.devices import CPU, torch_device
 from zshard.ranks.groups import _env_int
 from zshard.ranks.meeting import host_id
 from zshard.ranks.transports import Comms
-from zshard.units.units import State
+from zshard.strategy import ShardingStrategy
+from zshard.units.units import Keep, State
 
 MemoryLimit = int | str | None
+KeepGathered = bool | int | str
+_ALL = sys.maxsize  # bytes of units that stay gathered
 _MIB = 1 << 20
-_CHUNK = 64 * _MIB  # gradients are mapped in chunks, csrc/device/arena.c
-_UNITS = {"": 1, "k": 10, "m": 20, "g": 30, "t": 40}
-_MESSAGE = struct.Struct("8s8s9q")
+_MESSAGE = 256  # bytes, for six numbers and a source
 
 
-class _Need(NamedTuple):
-    """Bytes that a rank still has to allocate: in total, private to the process, and of address
-    space; the optimizer's later share; and the number of memory mappings that it needs."""
+class _Model(NamedTuple):
+    """The model that does not fit. partly: earlier calls have already made some of its units."""
 
-    found: int
-    private: int
-    addresses: int
+    module: nn.Module
+    planned: Sequence[Planned]
+    world: World
+    dry_run: DryRun
+    partly: bool
+
+
+class _Shortage(NamedTuple):
+    """What a rank lacks under its tightest limit.
+
+    missing: bytes short, that is, `needed` - `limit`; negative if there are enough. source: which
+    limit, for the message. optimizer: bytes of Adam's state on that rank.
+    """
+
+    missing: int
+    rank: int
+    needed: int
+    limit: int
+    source: str
     optimizer: int
-    mappings: int
 
-
-class Sharing(NamedTuple):
-    """The number of ranks that share the memory of a host and of a control group."""
-
-    host: int = 1
-    cgroup: int = 1
-
-
-class _Rank(NamedTuple):
-    """The numbers that a rank sends to the others; -1: no limit."""
-
-    host: bytes
-    cgroup: bytes
-    on_host: int
-    in_cgroup: int
-    own: int  # a limit of the process itself
-    own_kind: int
-    own_need: int
-    need: int
-    optimizer: int
-    mappings: int  # needed
-    unmapped: int  # still available
-
-
-_OWN = ("memory_limit", "RLIMIT_DATA", "RLIMIT_AS", "GPU memory")
+    def with_optimizer(self) -> _Shortage:
+        """Return the same, where `needed` includes Adam's state."""
+        missing, needed = self.missing + self.optimizer, self.needed + self.optimizer
+        return self._replace(missing=missing, needed=needed)
 
 
 def parse_limit(limit: MemoryLimit) -> MemoryLimit:
@@ -85,28 +75,51 @@ def parse_limit(limit: MemoryLimit) -> MemoryLimit:
     """
     if limit is None or limit == "auto":
         return limit
-    return parse_size("memory_limit", limit, '"auto" or None')
+    return parse_size("memory_limit", limit, ', "auto" or None')
 
 
-def parse_size(name: str, size: int | str, others: str) -> int:
+def parse_size(name: str, size: int | str, others: str = "", base: int = 1024) -> int:
     """Return an argument in bytes: a number, or a string such as "12GiB".
 
-    name: the argument. others: what else it may be, for the message.
+    name: the argument. others: what else it may be, for the message. base: that of "GB"; the base
+    of "GiB" is 1024.
 
     Raises ValueError for a malformed size, TypeError for an argument of another type.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):
         raise TypeError(
-            f'{name} must be a number of bytes, a string such as "12GiB", {others}, got {size!r}'
+            f'{name} must be a number of bytes, a string such as "12GiB"{others}, got {size!r}'
         )
+    given = size
     if isinstance(size, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?\s*", size.lower())
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(?:(i?)b)?\s*", size.lower())
         if found is None:
-            raise ValueError(f'{name} must be a size such as "12GiB", {others}, got {size!r}')
-        size = int(float(found[1]) * (1 << _UNITS[found[2]] if found[2] else 1))
+            raise ValueError(f'{name} must be a size such as "12GiB"{others}, got {size!r}')
+        power = " kmgt".index(found[2] or " ")
+        size = int(float(found[1]) * (1024 if found[3] else base) ** power)
     if size <= 0:
-        raise ValueError(f"{name} must be positive, got {size!r}")
+        raise ValueError(f"{name} must be positive, got {given!r}")
     return size
+
+
+def parse_keep(keep_gathered: KeepGathered, limit: MemoryLimit, device: str) -> Keep:
+    """Translate FSDP()'s argument. "auto" keeps nothing without a limit, and on GPUs, where this is
+    unmeasured.
+
+    Raises TypeError for an argument of another type, ValueError for a malformed size.
+    """
+    if isinstance(keep_gathered, bool):
+        return Keep(_ALL if keep_gathered else 0)
+    if keep_gathered == "auto":
+        return Keep(0, measured=limit is not None and device == CPU)
+    return Keep(parse_size("keep_gathered", keep_gathered, ', "auto", True or False'))
+
+
+def words_of(keep: Keep) -> str:
+    """Return the value that ranks must agree on, as a script would write it."""
+    if keep.measured:
+        return "'auto'"
+    return str(keep.most > 0) if keep.most in (0, _ALL) else f"{keep.most} bytes"
 
 
 def check_fits(
@@ -118,10 +131,10 @@ def check_fits(
     device: str,
 ) -> Sharing:
     """Raise MemoryError on all ranks if `module` does not fit in the memory of one of them; warn on
-    rank 0 if it will not fit with the optimizer's state. Collective: one exchange.
+    rank 0 if it will not fit with the optimizer's state. Collective: two exchanges.
 
     inner: units of earlier calls that become part of the model. limit: bytes that a rank may use;
-        "auto": what the hosts and the limits of the processes leave, or on a GPU its free memory.
+        "auto": what the hosts and control groups leave, or on a GPU its free memory.
 
     Returns how many ranks share what this rank's host and control group leave.
     """
@@ -131,34 +144,38 @@ def check_fits(
     offload = planned[-1][1].offload
     # Steps in backward do not hold gradients, and such models train like that.
     parts = dry_run.predict(stepped=offload is not None)
-    need = _need_of(planned, dry_run, parts, comms, torch_device(device))
-    if isinstance(limit, int):
-        need = need._replace(found=parts["total"])
-    mine = _MESSAGE.pack(*_rank_limits(limit, need, device))
-    ranks = [_Rank(*_MESSAGE.unpack(each)) for each in comms.all.exchange(mine)]
-    _check_mappings(module, ranks)
-    model = Model(module, planned, world, dry_run, bool(inner))
-    short = _worst(ranks, with_optimizer=False)
-    if short is not None:
-        raise MemoryError(explain(model, short, "the model"))
-    short = _worst(ranks, with_optimizer=True)
-    if short is not None and comms.all.rank == 0:
-        text = explain(model, short, "the model and Adam's state")
+    needed = parts["total"]
+    if not isinstance(limit, int):
+        needed = _needed(planned, dry_run, needed - parts["transport"], torch_device(device))
+    sharing = _sharing(comms.all)
+    rank, adam = comms.all.rank, 2 * dry_run.trained_bytes()
+    found = [
+        _Shortage(needed - room.bytes, rank, needed, *room, adam)
+        for room in _rooms(limit, device, sharing)
+    ]
+    mine = max(found, default=_Shortage(-sys.maxsize, rank, 0, 0, "no limit", 0))
+    left = room_of_mappings()
+    mappings = dry_run.engine.predict_mappings(), sys.maxsize if left is None else left
+    told = json.dumps([*mine, *mappings]).encode().ljust(_MESSAGE)
+    ranks = [json.loads(each) for each in comms.all.exchange(told)]
+    _check_mappings(module, [(needed, left) for *_, needed, left in ranks])
+    model = _Model(module, planned, world, dry_run, bool(inner))
+    shortages = [_Shortage(*row) for *row, _, _ in ranks]
+    short = max(shortages)
+    if short.missing > 0:
+        raise MemoryError(_explain(model, short, False))
+    short = max(each.with_optimizer() for each in shortages)
+    if short.missing > 0 and comms.all.rank == 0:
+        text = _explain(model, short, True)
         warn(text, RuntimeWarning)
-    return _sharing(ranks, ranks[comms.all.rank])
+    return sharing
 
 
 # --- what a rank needs ----------------------------------------------------------------------------
 
 
-def _need_of(
-    planned: Sequence[Planned],
-    dry_run: DryRun,
-    parts: dict[str, int],
-    comms: Comms,
-    device: torch.device,
-) -> _Need:
-    """Return the bytes to allocate beyond existing parameters and inner units."""
+def _needed(planned: Sequence[Planned], dry_run: DryRun, total: int, device: torch.device) -> int:
+    """Return the bytes, of `total`, to allocate beyond existing parameters and inner units."""
     there = sum(_held_by(unit) for unit in dry_run.inner)
     given_back = 0
     within = peak = 0  # while units are made one after the other
@@ -170,20 +187,7 @@ def _need_of(
         peak = max(peak, within + made + _in_memory(unit))
         within += _in_memory(unit) - whole
         given_back += whole
-    needed = max(parts["total"] - parts["transport"] - there - given_back, peak, 0)
-    mapped = comms.shard_group.transport == "shm"
-    shared = 0
-    if mapped:
-        cut = [unit for unit in dry_run.units if not unit.replicated]
-        shared = sum(_in_memory(unit) for unit in cut)
-    in_buckets = parts["buckets"] if comms.all.transport == "shm" else 0
-    rounding = -parts["grads"] % _CHUNK
-    private = max(needed + rounding - shared - in_buckets, 0)
-    addresses = needed + rounding + shared * (comms.shard_group.world - 1)
-    addresses += in_buckets * (comms.all.world - 1)  # this rank maps those of all ranks
-    addresses += parts["offloaded"] * (comms.shard_group.world if mapped else 1)
-    mappings = dry_run.engine.predict_mappings()
-    return _Need(needed, private, addresses, 2 * dry_run.trained_bytes(), mappings)
+    return max(total - there - given_back, peak, 0)
 
 
 def _in_memory(unit: _core.Unit) -> int:
@@ -195,25 +199,15 @@ def _held_by(unit: _core.Unit) -> int:
     return _in_memory(unit) + (0 if unit.offloads[1] else unit.bytes["grad"])
 
 
-def _rank_limits(limit: MemoryLimit, need: _Need, device: str) -> _Rank:
-    left = room_of_mappings()
-    maps = need.mappings, -1 if left is None else left
-    none = _Rank(b"", b"", -1, -1, -1, 0, 0, need.found, need.optimizer, *maps)
+# --- what a rank has left -------------------------------------------------------------------------
+
+
+def _rooms(limit: int | str, device: str, sharing: Sharing) -> list[Room]:
     if isinstance(limit, int):
-        return none._replace(own=limit, own_need=need.found)
+        return [Room(limit, "memory_limit")]
     if torch_device(device).type == "cuda":
-        return none._replace(own=_room_of_gpu(device), own_kind=3, own_need=need.found)
-    host, cgroup = room_of_host(), room_of_cgroup()
-    own = _own_limit(need)
-    return none._replace(
-        host=_digest(host_id()),
-        cgroup=_digest(f"{host_id()}/{cgroup.key}" if cgroup else ""),
-        on_host=-1 if host is None else host.bytes,
-        in_cgroup=-1 if cgroup is None else cgroup.bytes,
-        own=own[0],
-        own_kind=own[1],
-        own_need=own[2],
-    )
+        return [Room(_room_of_gpu(device), "free GPU memory")]
+    return rooms(sharing)
 
 
 def _room_of_gpu(device: str) -> int:
@@ -222,71 +216,132 @@ def _room_of_gpu(device: str) -> int:
     return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
-def _own_limit(need: _Need) -> tuple[int, int, int]:
-    """Return (bytes left, index into _OWN, bytes needed) of the process's tightest limit; -1:
-    none."""
-    found = []
-    for kind, needed in ((1, need.private), (2, need.addresses)):
-        left = room_of_process(_OWN[kind])
-        if left is not None:
-            found.append((left - needed, left, kind, needed))
-    return min(found)[1:] if found else (-1, 0, 0)
+def _sharing(comm: _core.Comm) -> Sharing:
+    """Return how many ranks share this rank's host and control group. Collective."""
+    own = [host_id(), f"{host_id()}/{room_of_cgroup()[1]}"]
+    mine = [hashlib.sha256(text.encode()).digest() for text in own]
+    everyone = comm.exchange(b"".join(mine))
+    host, cgroup = (sum(digest in each for each in everyone) for digest in mine)
+    local = _env_int("LOCAL_WORLD_SIZE") or 1
+    return Sharing(max(host, local) if comm.world > 1 else 1, cgroup)
 
 
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode()).digest()[:8]
+def _check_mappings(module: nn.Module, ranks: Sequence[tuple[int, int]]) -> None:
+    """Raise MemoryError if a rank may not create as many memory mappings as it will need.
 
-
-def _check_mappings(module: nn.Module, ranks: list[_Rank]) -> None:
-    """Raise MemoryError if a rank may not create as many memory mappings as it will need."""
-    missing, rank = max((each.mappings - each.unmapped, rank) for rank, each in enumerate(ranks))
-    short = ranks[rank]
-    if missing > 0 and short.unmapped >= 0:
+    ranks: of each rank, the mappings that it needs and those that it has left.
+    """
+    missing, rank = max((needed - left, rank) for rank, (needed, left) in enumerate(ranks))
+    if missing > 0:
+        needed, left = ranks[rank]
         raise MemoryError(
             f"this {type(module).__name__} needs too many memory mappings: rank {rank} of "
-            f"{len(ranks)} needs {short.mappings} for its units and the buckets of all ranks, but "
-            f"the kernel allows only {short.unmapped} more: raise vm.max_map_count, or use fewer "
+            f"{len(ranks)} needs {needed} for its units and the buckets of all ranks, but "
+            f"the kernel allows only {left} more: raise vm.max_map_count, or use fewer "
             'units (auto_wrap_policy) or transport="c10d"'
         )
 
 
-# --- result ---------------------------------------------------------------------------------------
+# --- the message ----------------------------------------------------------------------------------
 
 
-def _worst(ranks: list[_Rank], with_optimizer: bool) -> Shortage | None:
-    """Return the rank with the largest shortage, the same on all ranks; None if all have enough."""
-    found = []
-    for rank, each in enumerate(ranks):
-        later = each.optimizer if with_optimizer else 0
-        for needed, limit, source in _limits_of(ranks, each):
-            missing, whole = needed + later - limit, needed + later
-            if missing > 0:
-                found.append(
-                    Shortage(missing, rank, whole, limit, source, each.optimizer, with_optimizer)
-                )
-    return max(found, default=None)
+def _explain(model: _Model, short: _Shortage, has_optimizer: bool) -> str:
+    """Return the message: what is needed, and which settings need less. The estimates are those of
+    the check. has_optimizer: the shortage includes Adam's state."""
+    what = "the model and Adam's state" if has_optimizer else "the model"
+    parts = model.dry_run.predict()
+    by_part = ", ".join(
+        f"{part} {_mib(size)}" for part, size in parts.items() if size and part != "total"
+    )
+    net = " beyond what its parameters already occupy" if short.needed < parts["total"] else ""
+    lines = [
+        f"this {type(model.module).__name__} does not fit in memory: rank {short.rank} of "
+        f"{model.world.size} needs {_mib(short.needed)} MiB for {what}{net}, but only "
+        f"{_mib(short.limit)} MiB are available ({short.source}).",
+        f"By part, in MiB: {by_part}; Adam's state adds {_mib(short.optimizer)}.",
+    ]
+    ways = [] if model.partly else list(_ways_out(model, parts["total"], short, has_optimizer))
+    if ways:
+        lines.append(f"Alternatives to these {_mib(parts['total'])} MiB:")
+        lines += [f"  {way}" for way in ways]
+    lines.append(f"  {_smaller_units(model)}")
+    lines.append("Pass memory_limit=None to wrap the model anyway.")
+    return "\n".join(lines)
 
 
-def _limits_of(ranks: list[_Rank], each: _Rank) -> Iterator[tuple[int, int, str]]:
-    if each.own >= 0:
-        name = _OWN[each.own_kind]
-        yield (
-            each.own_need,
-            each.own,
-            "memory_limit" if name == "memory_limit" else f"remaining {name}",
+def _mib(size: int) -> str:
+    return f"{size / _MIB:.1f}"
+
+
+def _ways_out(model: _Model, total: int, short: _Shortage, has_optimizer: bool) -> Iterator[str]:
+    """Yield a line for each alternative that takes less memory, with its size and that of Adam's
+    state there. has_optimizer: the shortage includes Adam's state."""
+    room = total - short.missing + (short.optimizer if has_optimizer else 0)
+    for words, (size, adam) in _alternatives(model):
+        if size >= total:
+            continue
+        fits = ""
+        if size + adam <= room:
+            fits = " (fits, with Adam's state)"
+        elif size <= room:
+            fits = f" (fits, but not with Adam's state, {_mib(adam)} MiB more)"
+        yield f"{words}: {_mib(size)} MiB{fits}"
+
+
+def _alternatives(model: _Model) -> Iterator[tuple[str, tuple[int, int]]]:
+    usual = model.planned[-1][1]
+    if usual.offload is None:
+        words = (
+            "offload=zshard.Offload(directory=..., grads=True), which also puts Adam's state on "
+            "disk"
         )
-    sharing, inside = _sharing(ranks, each)
-    if each.on_host >= 0:
-        yield each.need, each.on_host // sharing, f"the host's MemAvailable{shared_by(sharing)}"
-    if each.in_cgroup >= 0:
-        yield (
-            each.need,
-            each.in_cgroup // inside,
-            f"remaining under the cgroup's limit{shared_by(inside)}",
-        )
+        on_disk = Offload(directory=".", grads=True)
+        yield words, _total(model, _changed(model, offload=on_disk))
+    if usual.keep.most > 0:
+        yield "keep_gathered=False", _total(model, _changed(model, keep=Keep()))
+    if model.world.size > 1:
+        if usual.strategy is not ShardingStrategy.FULL_SHARD:
+            yield 'strategy="full_shard"', _total(model, _sharded(model))
+        words = "memory_limit=None and model.optimizer_in_backward(...), which keeps no gradients"
+        yield words, _total(model, model.planned, stepped=True)
+    more = 2 * model.world.size
+    words = f"full_shard on {more} ranks, each with as much memory"
+    yield words, _total(model, _sharded(model), ranks=more)
+    if usual.precision.compute is None:
+        changed = _changed(model, precision=in_dtype(torch.bfloat16))
+        yield "mixed_precision=MixedPrecision(torch.bfloat16)", _total(model, changed)
+        words = "model.bfloat16() and AdamW(..., stochastic_rounding=True)"
+        yield words, _total(model, model.planned, dtype=torch.bfloat16)
 
 
-def _sharing(ranks: list[_Rank], each: _Rank) -> Sharing:
-    host = sum(other.host == each.host for other in ranks)
-    host = max(host, _env_int("LOCAL_WORLD_SIZE") or 1) if len(ranks) > 1 else 1
-    return Sharing(host, sum(other.cgroup == each.cgroup for other in ranks))
+def _changed(model: _Model, **fields: Any) -> list[Planned]:
+    return [(spec, options._replace(**fields)) for spec, options in model.planned]
+
+
+def _sharded(model: _Model) -> list[Planned]:
+    return _changed(model, strategy=ShardingStrategy.FULL_SHARD)
+
+
+def _total(
+    model: _Model,
+    planned: Sequence[Planned],
+    *,
+    ranks: int | None = None,
+    stepped: bool = False,
+    dtype: torch.dtype | None = None,
+) -> tuple[int, int]:
+    """Return the bytes per rank under other settings, and the bytes of Adam's state."""
+    world = model.world if ranks is None else model.world._replace(size=ranks, shard_group=ranks)
+    comms = dry_comms(world, planned[-1][1].strategy)
+    made = DryRun(model.module, planned, comms, dtype=dtype)
+    return made.predict(stepped)["total"], 2 * made.trained_bytes()
+
+
+def _smaller_units(model: _Model) -> str:
+    """Return the line about the largest unit."""
+    largest = max(model.dry_run.units, key=lambda unit: unit.bytes["full"])
+    name, size = largest.name or "(root)", largest.bytes
+    return (
+        f"smaller units (auto_wrap_policy): the largest, '{name}', takes {_mib(size['full'])} MiB "
+        f"unsharded, in each slot and again in each bucket ({_mib(size['bucket'])} MiB)"
+    )

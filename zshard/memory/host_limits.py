@@ -1,14 +1,13 @@
-"""How much more memory this process can allocate under the limits of the host, its cgroups and the
-process itself.
+"""How much more memory this process can allocate under the limits of the host and its cgroups.
 
 Reclaimable page cache counts as free, as in the kernel's MemAvailable. A limit that is not set or
-cannot be read does not count.
+cannot be read does not count. Nor do a process's own limits (ulimit): what exceeds those is an
+error of the allocation, and no process is killed.
 """
 
 from __future__ import annotations
 
 import re
-import resource
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,47 +19,46 @@ _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", 
 _V2 = ("memory.max", "memory.current", "inactive_file", "active_file")
 
 
-def shared_by(ranks: int) -> str:
-    """Return the phrase for a limit that several ranks share; "" for one."""
-    return f", divided among its {ranks} ranks" if ranks > 1 else ""
+class Sharing(NamedTuple):
+    """The number of ranks that share the memory of a host and of a control group."""
+
+    host: int = 1
+    cgroup: int = 1
 
 
-class Allowance(NamedTuple):
-    """Memory left under a limit.
-
-    bytes: how much. source: the limit, for messages. key: equal for processes that share it.
-    """
+class Room(NamedTuple):
+    """Bytes that a limit leaves to this rank; and the limit, for messages."""
 
     bytes: int
     source: str
-    key: str
 
 
-def room_of_host(root: Path = ROOT) -> Allowance | None:
-    """Return the host's available memory, without swapping; None if the kernel does not report
-    it."""
+def rooms(sharing: Sharing) -> list[Room]:
+    """Return what the host's memory and the cgroup's limit leave to this rank."""
+    found = []
+    for left, ranks, source in (
+        (room_of_host(), sharing.host, "the host's MemAvailable"),
+        (room_of_cgroup()[0], sharing.cgroup, "the cgroup's limit"),
+    ):
+        if left is not None:
+            words = f", divided among its {ranks} ranks" if ranks > 1 else ""
+            found.append(Room(left // ranks, source + words))
+    return found
+
+
+def room_of_host(root: Path = ROOT) -> int | None:
+    """Return the host's available memory in bytes, without swapping; None if the kernel does not
+    report it."""
     text = read_text(root / "proc/meminfo")
     found = re.search(r"^MemAvailable:\s+(\d+) kB", text or "", re.MULTILINE)
-    return (
-        Allowance(1024 * int(found[1]), "the host's memory (MemAvailable)", "") if found else None
-    )
+    return 1024 * int(found[1]) if found else None
 
 
-def room_of_cgroup(root: Path = ROOT) -> Allowance | None:
-    """Return the memory that the tightest of this process's cgroups leaves; None: no limit."""
+def room_of_cgroup(root: Path = ROOT) -> tuple[int | None, str]:
+    """Return the bytes that the tightest of this process's cgroups leaves (None: no limit), and a
+    text that is equal for the processes in that cgroup."""
     found = [_room_of(folder, _V1 if first else _V2) for folder, first in groups("memory", root)]
-    rooms = [room for room in found if room]
-    return min(rooms, default=None)
-
-
-def room_of_process(name: str) -> int | None:
-    """Return the bytes left under this process's RLIMIT_DATA or RLIMIT_AS; None: no limit."""
-    soft, _ = resource.getrlimit(getattr(resource, name))
-    field = {"RLIMIT_DATA": "VmData", "RLIMIT_AS": "VmSize"}[name]
-    found = re.search(rf"^{field}:\s+(\d+) kB", read_text(Path("/proc/self/status")) or "", re.M)
-    if soft == resource.RLIM_INFINITY or found is None:
-        return None
-    return max(soft - 1024 * int(found[1]), 0)
+    return min((room for room in found if room), default=(None, ""))
 
 
 class Resident(NamedTuple):
@@ -80,26 +78,20 @@ def resident(root: Path = ROOT) -> Resident | None:
     return Resident(now, max(now, peak))
 
 
-def max_map_count(root: Path = ROOT) -> int | None:
-    """Return how many memory mappings a process may have; None if unknown."""
-    return _number(root / "proc/sys/vm/max_map_count")
-
-
 def room_of_mappings(root: Path = ROOT) -> int | None:
     """Return how many more memory mappings this process may have; None if unknown."""
-    limit = max_map_count(root)
+    limit = _number(root / "proc/sys/vm/max_map_count")
     maps = read_text(root / "proc/self/maps")
     return None if limit is None or maps is None else max(limit - maps.count("\n"), 0)
 
 
-def _room_of(folder: Path, names: tuple[str, str, str, str]) -> Allowance | None:
+def _room_of(folder: Path, names: tuple[str, str, str, str]) -> tuple[int, str] | None:
     limit, usage = _number(folder / names[0]), _number(folder / names[1])
     if limit is None or usage is None or limit >= _UNLIMITED:
         return None
     stat = dict(re.findall(r"^(\w+) (\d+)$", read_text(folder / "memory.stat") or "", re.MULTILINE))
     cache = sum(int(stat.get(name, 0)) for name in names[2:])
-    room = max(limit - max(usage - cache, 0), 0)
-    return Allowance(room, f"the cgroup's limit ({folder / names[0]})", str(folder.stat().st_ino))
+    return max(limit - max(usage - cache, 0), 0), str(folder.stat().st_ino)
 
 
 def _number(path: Path) -> int | None:

@@ -1,5 +1,6 @@
 """A model in numbers: its memory (now, peak, predicted), its parameters, and the tables of both.
 
+predict_memory() translates arguments as FSDP does, then runs the model dry, without peers.
 The C core counts and predicts memory (csrc/engine/reserve.c); this file adds the state of the
 optimizers that have stepped the model's parameters.
 """
@@ -14,11 +15,27 @@ import torch
 from torch import nn
 
 from zshard import _core
-from zshard.memory.dry_run import DryRun, Planned, World, dry_comms
+from zshard.memory.dry_run import DryRun, World, dry_comms, trained_bytes
+from zshard.memory.fits import parse_keep
+from zshard.offload import offload_of, offload_on
 from zshard.optim.hooks import seen_optimizers
+from zshard.options import OffloadLike, PrecisionLike, StrategyLike, WrapPolicyLike, unit_options
+from zshard.precision import precision_of
+from zshard.ranks.devices import CPU
 from zshard.ranks.transports import Comms
-from zshard.ranks.wire import Wire, wire_words
-from zshard.units.units import State, is_apart, state_of, units_of, without_memory
+from zshard.ranks.wire import Wire, check_wire, wire_words
+from zshard.strategy import strategy_of
+from zshard.units.units import (
+    Options,
+    Prefetch,
+    State,
+    is_apart,
+    is_unit,
+    state_of,
+    units_of,
+    without_memory,
+)
+from zshard.wrap import plan_units
 
 _WHATS = ("now", "peak", "predicted")
 
@@ -36,7 +53,8 @@ def memory_of(module: nn.Module, what: str) -> dict[str, int]:
         return with_optimizer(_of_engines(states, _core.Engine.memory), held)
     if what == "peak":
         return with_optimizer(_of_engines(states, _core.Engine.peak), state.optimizer_peak)
-    in_memory, elsewhere = (2 * _trained_bytes(states, where) for where in (False, True))
+    units = [(each.unit, each.unit.params) for each in states]
+    in_memory, elsewhere = (2 * trained_bytes(units, where) for where in (False, True))
     predicted = _of_engines(states, lambda engine: engine.predict(False))
     return with_optimizer(predicted, held or in_memory, elsewhere)
 
@@ -86,30 +104,123 @@ def _optimizer_bytes(states: Iterable[State]) -> int:
     return total
 
 
-def _trained_bytes(states: Iterable[State], offloaded: bool) -> int:
-    """Return the bytes of this rank's shards of the trainable parameters whose optimizer state is
-    offloaded, or is not."""
-    return sum(
-        state.unit.param(i)["numel"] * param.itemsize
-        for state in states
-        for i, param in enumerate(state.unit.params)
-        if param.requires_grad and state.unit.offloads[2] is offloaded
-    )
+# --- prediction -----------------------------------------------------------------------------------
+
+STATE_TENSORS = {
+    **dict.fromkeys(("adam", "adamw", "adamax", "nadam", "radam", "adadelta"), 2),
+    **{"sgd": 0, "rmsprop": 1, "rprop": 1, "adagrad": 1},
+}
+"""Number of parameter-sized state tensors per parameter, by the class of an optimizer."""
 
 
-def predict(
-    module: nn.Module, planned: list[Planned], world: World, state_tensors: int
+def predict_memory(
+    module: nn.Module,
+    world_size: int,
+    *,
+    strategy: StrategyLike = "full_shard",
+    auto_wrap_policy: WrapPolicyLike | None = "auto",
+    mixed_precision: PrecisionLike | None = None,
+    transport: str = "auto",
+    optimizer: str | int | None = "adamw",
+    local_world_size: int | None = None,
+    offload: OffloadLike | None = None,
+    keep_gathered: bool | int | str = "auto",
+    wire: str | Wire | None = None,
 ) -> dict[str, int]:
-    """Return the memory of `module` on rank 0, in bytes by part, with that number of
-    parameter-sized state tensors per parameter."""
-    made = dry_run_of(module, planned, world)
-    in_memory, elsewhere = (state_tensors * made.trained_bytes(where) for where in (False, True))
+    """Predict the memory that FSDP with these arguments takes on rank 0, in bytes by part.
+
+    Other ranks take about the same. The module is not changed and may be on the meta device; no
+    process group is needed.
+
+    Args:
+        module: the model, not yet wrapped.
+        world_size: number of ranks.
+        strategy, auto_wrap_policy, mixed_precision: as for FSDP.
+        transport: "shm", "hosts", "c10d" or "auto" ("shm" if all ranks are on one host, else
+            "hosts").
+        optimizer: the class of torch.optim, such as "adamw" or "sgd"; or the number of
+            parameter-sized state tensors that it keeps per parameter; None for no optimizer.
+        local_world_size: ranks per host, over which a hybrid strategy shards. None: all.
+        offload: as for FSDP. Bytes on disk are reported as "offloaded" and not included in
+            "total". The directory need not exist.
+        keep_gathered: as for FSDP. "auto" counts as False: what it keeps depends on what the first
+            steps leave, and takes no more than that.
+        wire: as for FSDP.
+
+    Returns a dict like that of `model.memory("predicted")`, which ends with "total". Activations
+    and torch's own memory are not included; with world size 1, gradients are torch's own as well.
+
+    Raises ValueError or TypeError for arguments that FSDP would reject, for unknown names, and if
+    the module contains sharded modules.
+    """
+    tensors = _state_tensors(optimizer)
+    options = Options(
+        strategy_of(strategy),
+        precision_of(mixed_precision),
+        Prefetch(),
+        offload_on(offload_of(offload), CPU),
+        parse_keep(keep_gathered, "auto", CPU),
+        check_wire(wire, CPU),
+    )
+    world = _world(world_size, local_world_size, transport)
+    specs = plan_units(module, auto_wrap_policy)
+    _check_plain(module)
+    planned = [(spec, unit_options(spec, options)) for spec in specs]
+    made = DryRun(module, planned, dry_comms(world, planned[-1][1].strategy))
+    in_memory, elsewhere = (tensors * made.trained_bytes(where) for where in (False, True))
     return with_optimizer(made.predict(), in_memory, elsewhere)
 
 
-def dry_run_of(module: nn.Module, planned: list[Planned], world: World) -> DryRun:
-    """Return a dry run of `module` in a world without peers, with the root's strategy."""
-    return DryRun(module, planned, dry_comms(world, planned[-1][1].strategy))
+def _check_plain(module: nn.Module) -> None:
+    for name, each in module.named_modules():
+        if each is not module and is_unit(each):
+            raise ValueError(
+                f"predict_memory(): '{name}' is sharded already, so its memory would be left out: "
+                "call predict_memory() before the first FSDP(...) of the model, with the process "
+                "group's size for a module that has one of its own, or FSDP(...) and then "
+                'model.memory("predicted")'
+            )
+
+
+def _state_tensors(optimizer: str | int | None) -> int:
+    if optimizer is None:
+        return 0
+    if isinstance(optimizer, int) and not isinstance(optimizer, bool) and optimizer >= 0:
+        return optimizer
+    name = optimizer.lower() if isinstance(optimizer, str) else None
+    if name not in STATE_TENSORS:
+        known = ", ".join(repr(each) for each in STATE_TENSORS)
+        raise ValueError(
+            f"unknown optimizer {optimizer!r}: expected one of {known}, or the number of state "
+            "tensors that it keeps per parameter"
+        )
+    return STATE_TENSORS[name]
+
+
+def _world(size: int, local: int | None, transport: str) -> World:
+    local = size if local is None else local
+    for name, value in (("world_size", size), ("local_world_size", local)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    if local < size and size % local != 0:
+        raise ValueError(f"world_size={size} is not a multiple of local_world_size={local}")
+    if transport not in ("auto", "shm", "hosts", "c10d"):
+        raise ValueError(
+            f"unknown transport {transport!r}: expected 'auto', 'shm', 'hosts' or 'c10d'"
+        )
+    on_one_host = local >= size
+    if transport == "shm" and not on_one_host:
+        raise ValueError(
+            f"transport='shm' requires all ranks on one host, but local_world_size={local} is less "
+            f"than world_size={size}"
+        )
+    if transport == "hosts" and on_one_host:
+        raise ValueError("transport='hosts' requires several hosts: pass local_world_size")
+    inside = "c10d" if transport == "c10d" else "shm"
+    if on_one_host:
+        return World(size, size, inside, inside)
+    between = "c10d" if transport == "c10d" else "hosts"
+    return World(size, local, between, inside, local)
 
 
 # --- parameters -----------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """Memory left to a rank once it steps: for an optimizer's state, and for units that stay gathered.
 
 FSDP(...) does not know the optimizer, so it refuses only what the model alone exceeds, and warns of
-what Adam's state adds. The first step knows the optimizer: state that exceeds what the host, the
-control groups and the process's limits leave is an error with numbers, whatever memory_limit is,
-instead of a process that the kernel kills.
+what Adam's state adds. The first step knows the optimizer: state that exceeds what the host and the
+control groups leave is an error with numbers, whatever memory_limit is, instead of a process that
+the kernel kills.
 
 The memory of activations is unknown before a step. So with keep_gathered="auto" a rank measures its
 first steps and offers what is left. The core takes the least offer of all ranks, at the end of a
@@ -12,57 +12,28 @@ backward that all ranks ran (csrc/engine/keep_gathered.h). Later measurements ca
 
 from __future__ import annotations
 
-import sys
 import weakref
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from zshard import _core
-from zshard.memory.fits import MemoryLimit, Sharing, parse_size
-from zshard.memory.host_limits import (
-    resident,
-    room_of_cgroup,
-    room_of_host,
-    room_of_process,
-    shared_by,
-)
-from zshard.memory.report import memory_of
+from zshard.memory.fits import MemoryLimit
+from zshard.memory.host_limits import Sharing, resident, rooms
+from zshard.memory.report import STATE_TENSORS, memory_of
 from zshard.optim.hooks import before_first_steps
 from zshard.optim.step_digest import watch_steps
 from zshard.ranks.devices import CPU
 from zshard.units.units import Keep, state_of, units_of
 
-KeepGathered = bool | int | str
-
 _FIRST = 2  # always measure these steps: optimizers may create state in the second one, too
 _EACH = 100  # then measure one step in so many
 _MARGIN = 10  # leave a tenth of the rank's limit for longer batches
 
-_ALL = sys.maxsize
 _MIB = 1 << 20
-_TENSORS = {
-    **dict.fromkeys(("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta"), 2),
-    **dict.fromkeys(("RMSprop", "Rprop"), 1),
-}
-"""By the class of an optimizer, how many tensors of a parameter's size its state has."""
 
 
 # --- units that stay gathered ---------------------------------------------------------------------
-
-
-def parse_keep(keep_gathered: KeepGathered, limit: MemoryLimit, device: str) -> Keep:
-    """Translate FSDP()'s argument. "auto" keeps nothing without a limit, and on GPUs, where this is
-    unmeasured.
-
-    Raises TypeError for an argument of another type, ValueError for a malformed size.
-    """
-    if isinstance(keep_gathered, bool):
-        return Keep(_ALL if keep_gathered else 0)
-    if keep_gathered == "auto":
-        return Keep(0, measured=limit is not None and device == CPU)
-    return Keep(parse_size("keep_gathered", keep_gathered, '"auto", True or False'))
 
 
 def crosses_hosts(comm: _core.Comm) -> bool:
@@ -74,20 +45,6 @@ def keep_between(keep: Keep, comm: _core.Comm) -> Keep:
     """Resolve `keep` between these ranks: "auto" keeps nothing within one host, where a gather is
     cheap."""
     return keep if not keep.measured or crosses_hosts(comm) else Keep()
-
-
-def words_of(keep: Keep) -> str:
-    """Return the value that ranks must agree on, as a script would write it."""
-    if keep.measured:
-        return "'auto'"
-    return str(keep.most > 0) if keep.most in (0, _ALL) else f"{keep.most} bytes"
-
-
-class _Measured(NamedTuple):
-    """limit: bytes that this rank may use altogether. peak: the most that it has used."""
-
-    limit: int
-    peak: int
 
 
 class Spare:
@@ -116,22 +73,23 @@ class Spare:
         if not costs or (self._steps > _FIRST and self._steps % _EACH and known):
             return
         self._reserved = reserved
-        found = self._measured(module)
-        if found.peak > self._peak:
-            self._peak, self._kept = found.peak, reserved
-        left = found.limit - (self._peak - self._kept) - self._promised_to_others()
+        limit, peak = self._measured(module)
+        if peak > self._peak:
+            self._peak, self._kept = peak, reserved
+        left = limit - (self._peak - self._kept) - self._promised_to_others()
         self._offered = min(max(left, 0), sum(s.unit.bytes["full"] for _, s in units_of(module)))
         state_of(module).unit.engine.offer_memory(self._offered)
 
-    def _measured(self, module: nn.Module) -> _Measured:
+    def _measured(self, module: nn.Module) -> tuple[int, int]:
+        """Return the bytes that this rank may use altogether, and the most that it has used."""
         if isinstance(self._limit, int):  # no activations, no margin
-            return _Measured(self._limit, memory_of(module, "peak")["total"])
+            return self._limit, memory_of(module, "peak")["total"]
         found = resident()
-        rooms = _rooms(self._sharing)
-        if found is None or not rooms:
-            return _Measured(0, 0)
-        limit = min(rooms)[0] + found.now
-        return _Measured(limit - limit // _MARGIN, found.peak)
+        left = rooms(self._sharing)
+        if found is None or not left:
+            return 0, 0
+        limit = min(left).bytes + found.now
+        return limit - limit // _MARGIN, found.peak
 
     def _promised_to_others(self) -> int:
         """Return the bytes of the same memory that other models of this process will take."""
@@ -176,14 +134,14 @@ def _check(module: nn.Module, optimizer: torch.optim.Optimizer, sharing: Sharing
     needed = _bytes_of_state(module, optimizer)
     if needed == 0:
         return
-    left, source = min(_rooms(sharing), default=(needed, ""))
-    if needed <= left:
+    room = min(rooms(sharing), default=None)
+    if room is None or needed <= room.bytes:
         return
     state = state_of(module)
     raise MemoryError(
         f"the first step of {type(optimizer).__name__} does not fit in memory: rank "
         f"{state.comms.all.rank} of {state.comms.all.world} needs {needed / _MIB:.1f} MiB for its "
-        f"state, but only {max(left, 0) / _MIB:.1f} MiB are left ({source}). Use more ranks, an "
+        f"state, but only {room.bytes / _MIB:.1f} MiB are left ({room.source}). Use more ranks, an "
         "optimizer with less state (SGD), FSDP(offload=zshard.Offload(directory=..., grads=True)) "
         "or FSDP(memory_limit=None), which does not check"
     )
@@ -191,7 +149,7 @@ def _check(module: nn.Module, optimizer: torch.optim.Optimizer, sharing: Sharing
 
 def _bytes_of_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes that the first step will allocate for this model's parameters."""
-    each = _TENSORS.get(type(optimizer).__name__, 0)
+    each = STATE_TENSORS.get(type(optimizer).__name__.lower(), 0)
     if type(optimizer).__name__ == "SGD":
         each = int(any(group.get("momentum") for group in optimizer.param_groups))
     if each == 0 or len(optimizer.state) > 0:
@@ -203,17 +161,3 @@ def _bytes_of_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> int:
         for i, param in enumerate(state.unit.params)
         if id(param) in given and param.requires_grad and not _core.offloads_state(param)
     )
-
-
-def _rooms(sharing: Sharing) -> list[tuple[int, str]]:
-    """Return the bytes that each limit of the host and of the process leaves to this rank."""
-    host, cgroup = room_of_host(), room_of_cgroup()
-    found = []
-    if host is not None:
-        words = f"the host's MemAvailable{shared_by(sharing.host)}"
-        found.append((host.bytes // sharing.host, words))
-    if cgroup is not None:
-        words = f"the cgroup's limit{shared_by(sharing.cgroup)}"
-        found.append((cgroup.bytes // sharing.cgroup, words))
-    limits = [(room_of_process(name), name) for name in ("RLIMIT_DATA", "RLIMIT_AS")]
-    return found + [(left, name) for left, name in limits if left is not None]

@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from zshard import _core
 from zshard.guard.outside import tell_of_barriers
 from zshard.memory.dry_run import Planned, calls_of, parts_to_guard
-from zshard.memory.fits import MemoryLimit, Sharing, check_fits
-from zshard.memory.spare import Spare, keep_between, watch_first_steps, words_of
+from zshard.memory.fits import MemoryLimit, check_fits, words_of
+from zshard.memory.host_limits import Sharing
+from zshard.memory.spare import Spare, keep_between, watch_first_steps
 from zshard.offload import set_offload
 from zshard.optim.state_registry import meet
 from zshard.precision import cast_buffers, drop_root_casts, install_casts, install_kept

@@ -66,7 +66,7 @@ class EightBit(InOneCall):
         """Return whether a parameter's moments are in 8 bits."""
         info = _core.shard_info(param)
         numel = math.prod(info["shape"]) if info else param.numel()
-        return group["bits"] == 8 and numel >= group["min_8bit_size"]
+        return bool(group["bits"] == 8 and numel >= group["min_8bit_size"])
 
     def _zeros(self, group: Mapping[str, Any], name: str, params: Sequence[Tensor]) -> list[Tensor]:
         coded = [self._is_coded(group, param) for param in params]

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zshard.units.names import plain_name
+from zshard.units.units import plain_name
 
 __all__ = ["groups_of", "hidden_matrices"]
 

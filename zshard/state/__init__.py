@@ -1,4 +1,4 @@
-"""State dicts: of modules and of optimizers, full and sharded, and how they are loaded.
+"""State dicts: of modules and of optimizers, and how they are loaded.
 
 Every rank gets full tensors unless the script chooses another form (state_dict_form), for a with
 block or until the next choice. Units store the choice, as state_dict() may be called on any module.
@@ -20,7 +20,6 @@ __all__ = ["state_dict_form"]
 def state_dict_form(
     module: nn.Module,
     *,
-    slices: bool = False,
     rank0_only: bool = False,
     optim_rank0_only: bool = False,
     settings: object = None,
@@ -32,7 +31,7 @@ def state_dict_form(
     states = [state for _, state in units_of(module)]
     before = [state.form for state in states]
     for state in states:
-        state.form = StateDictForm(slices, rank0_only, optim_rank0_only, settings)
+        state.form = StateDictForm(rank0_only, optim_rank0_only, settings)
     try:
         yield
     finally:

@@ -30,14 +30,12 @@ from torch import nn
 from zshard import _core
 from zshard.guard.slices import guard_like
 from zshard.state.load_state_dict import NotedLoad, content_of, note_loads, planned_loads
-from zshard.state.shard_records import KEY, ShardRecord, misfit, note_shards
 from zshard.state.source import shard_of
 from zshard.state.stand_ins import (
     FullCopies,
     Place,
     StandIn,
     StandIns,
-    UnitParams,
     current_copies,
 )
 from zshard.units.shards import part_of
@@ -48,12 +46,11 @@ from zshard.wrap.tree import UnitSpec
 def attach(state: State, spec: UnitSpec) -> None:
     """Make a sharded unit save and load full parameters, whichever module at or below the unit's
     the call starts at."""
-    params = UnitParams(state, [ref.param for ref in spec.params])
     # The unit's module too, even if it owns none: it runs first, so it refuses before a change.
     _places_of(spec.module)
     for index, ref in enumerate(spec.params):
         for owner, attribute in ref.owners:
-            _places_of(owner)[attribute] = Place(params, index)
+            _places_of(owner)[attribute] = Place(state.unit, index, ref.param)
     for module in spec.module.modules():
         is_top = module is spec.module or is_unit(module)
         is_leaf = not module._modules  # a single call covers it
@@ -95,7 +92,7 @@ def _note_replicated(module: nn.Module, _keys: object) -> None:
     for param in module._parameters.values():
         part = None if param is None else part_of(param)
         if param is not None and part is not None and not part.is_cut and part.unit is not None:
-            note_loads([(part.unit, part.index, content_of(param, False))])
+            note_loads([(part.unit, part.index, content_of(param))])
 
 
 def whole_state_dict(
@@ -115,7 +112,7 @@ def whole_state_dict(
     if current_copies.get() is not None:
         return state_dict(*args, **kwargs)
     _settle_replicas(module)
-    cut = [s.unit for _, s in units_of(module) if not (s.unit.replicated or s.form.slices)]
+    cut = [s.unit for _, s in units_of(module) if not s.unit.replicated]
     with contextlib.ExitStack() as opened:
         begin = functools.partial(opened.enter_context, session(cut))
         token = current_copies.set(FullCopies(module.parameters(), begin, keep))
@@ -206,7 +203,7 @@ class _OwnersMethod(_Override):
 
 
 class _SaveMethod(_OwnersMethod):
-    """nn.Module's `_save_to_state_dict`, with full copies in the places (collective) or shards."""
+    """nn.Module's `_save_to_state_dict`, with full copies in the places. Collective."""
 
     name = "_save_to_state_dict"
 
@@ -214,16 +211,8 @@ class _SaveMethod(_OwnersMethod):
         used = self.in_use()
         params = (place.param for place in used.values())
         copies = current_copies.get() or FullCopies(params, lambda: None)
-        given = {
-            name: place.slice() if place.wants_slices else copies.of(place)
-            for name, place in used.items()
-        }
-        with StandIns(self.module, given):
+        with StandIns(self.module, {name: copies.of(place) for name, place in used.items()}):
             self.original()(destination, prefix, keep_vars)
-        records = {name: place.record for name, place in used.items() if place.wants_slices}
-        if records:
-            _metadata_of(destination).setdefault(prefix[:-1], {})[KEY] = records
-            note_shards(destination.get(prefix + name) for name in records)
 
 
 class _LoadMethod(_OwnersMethod):
@@ -253,18 +242,14 @@ class _LoadMethod(_OwnersMethod):
             with StandIns(self.module, placeholders) as stand_ins:
                 # Registered now, to run after all other hooks: those see full shapes, and
                 # nn.Module, which continues after this hook, sees the shards.
-                last = functools.partial(self._cut, stand_ins, local_metadata.get(KEY, {}), loads)
-                handle = self.module._register_load_state_dict_pre_hook(last)  # type: ignore[no-untyped-call]
-                try:
+                last = functools.partial(self._cut, stand_ins, loads)
+                with self.module._register_load_state_dict_pre_hook(last):  # type: ignore[no-untyped-call]
                     self.original()(state_dict, prefix, local_metadata, strict, *lists)
-                finally:
-                    handle.remove()
             note_loads(loads)
 
     def _cut(
         self,
         stand_ins: StandIns,
-        records: dict[str, ShardRecord],
         loads: list[NotedLoad],
         state: dict[str, Any],
         prefix: str,
@@ -276,10 +261,10 @@ class _LoadMethod(_OwnersMethod):
             key = prefix + name
             if key in state:
                 value, errors = state[key], len(rest[-1])
-                state[key] = _shard_to_copy(place, key, value, records.get(name), rest[-1])
+                state[key] = _shard_to_copy(place, key, value, rest[-1])
                 own = value is place.param or isinstance(value, StandIn)
                 if not own and len(rest[-1]) == errors:
-                    loads.append((place.unit, place.index, content_of(value, name in records)))
+                    loads.append((place.unit, place.index, content_of(value)))
 
 
 def _places_of(module: nn.Module) -> dict[str, Place]:
@@ -293,46 +278,8 @@ def _places_of(module: nn.Module) -> dict[str, Place]:
     return places
 
 
-# --- shards ---------------------------------------------------------------------------------------
-
-
-def refuse_strange_slices(module: nn.Module, state: object) -> None:
-    """Raise RuntimeError, before anything changes, if `state` has shards of parameters below
-    `module` that are not this rank's, or if shards must not be loaded now."""
-    modules = dict(module.named_modules(remove_duplicate=False))
-    wrong = []
-    for prefix, facts in (getattr(state, "_metadata", None) or {}).items():
-        records = facts.get(KEY, {}) if isinstance(facts, dict) else {}
-        load = (
-            vars(modules[prefix]).get(_LoadMethod.name) if prefix in modules and records else None
-        )
-        places = load.in_use() if isinstance(load, _LoadMethod) else {}
-        for name, record in records.items():
-            place = places.get(name)
-            own, wanted = (place.record, place.wants_slices) if place else (None, False)
-            said = misfit(record, own, wanted)
-            if said:
-                wrong.append(f"{prefix}.{name}: {said}" if prefix else f"{name}: {said}")
-    if wrong:
-        lines = "\n\t".join(wrong)
-        raise RuntimeError(f"Error(s) in loading shards for {type(module).__name__}:\n\t{lines}")
-
-
-def _metadata_of(destination: Any) -> Any:
-    try:
-        return destination._metadata
-    except AttributeError:
-        raise TypeError(
-            "state_dict(destination=...) of shards needs a destination with a `_metadata` dict "
-            "for their records: omit destination"
-        ) from None
-
-
-def _shard_to_copy(
-    place: Place, key: str, value: Any, record: ShardRecord | None, error_msgs: list[str]
-) -> Any:
-    """Return what nn.Module must copy into this rank's shard, given a full tensor, or with `record`
-    this rank's shard."""
+def _shard_to_copy(place: Place, key: str, value: Any, error_msgs: list[str]) -> Any:
+    """Return what nn.Module must copy into this rank's shard, given a full tensor."""
     if not torch.overrides.is_tensor_like(value):  # type: ignore[no-untyped-call]
         return value  # raises nn.Module's own error
     local, whole = place.param.detach(), place.shape
@@ -340,13 +287,6 @@ def _shard_to_copy(
         return local
     if value is place.param:  # torch.distributed.checkpoint's filler for a missing entry
         return local
-    if record is not None:
-        wrong = misfit(record, place.record, place.wants_slices)
-        if not wrong and tuple(value.shape) != (local.numel(),):
-            wrong = f"got shape {tuple(value.shape)}, but the shard has shape ({local.numel()},)"
-        if wrong:
-            error_msgs.append(f"{key}: {wrong}")
-        return local if wrong else guard_like(value.reshape(local.shape), place.param)
     if whole == () and tuple(value.shape) == (1,):
         value = value[0]  # nn.Module accepts scalars from old files like this
     if tuple(value.shape) != whole:

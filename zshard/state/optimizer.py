@@ -69,11 +69,8 @@ def install() -> None:
 def _save(self: Optimizer) -> dict[str, Any]:
     if not _has_parts(self):
         return _torchs_save(self)
-    handle = self.register_state_dict_post_hook(_gather_state, prepend=True)
-    try:
+    with self.register_state_dict_post_hook(_gather_state, prepend=True):
         return _torchs_save(self)
-    finally:
-        handle.remove()
 
 
 @functools.wraps(_torchs_load)
@@ -81,13 +78,12 @@ def _load(self: Optimizer, state_dict: dict[str, Any]) -> None:
     if not _has_parts(self):
         _torchs_load(self, state_dict)
         return
-    handle = self.register_load_state_dict_pre_hook(_take_parts)
-    try:
-        with writing(units_stepped_by(self)):  # a rank that asks gets all of it, or nothing
-            _torchs_load(self, state_dict)
-            know(self)
-    finally:
-        handle.remove()
+    with (
+        self.register_load_state_dict_pre_hook(_take_parts),
+        writing(units_stepped_by(self)),  # a rank that asks gets all of it, or nothing
+    ):
+        _torchs_load(self, state_dict)
+        know(self)
 
 
 def _has_parts(optimizer: Optimizer) -> bool:

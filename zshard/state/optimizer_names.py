@@ -24,9 +24,8 @@ from zshard.ranks.agreement import PublicCall, gather_bytes
 from zshard.ranks.transports import comm_for
 from zshard.state.optimizer import OptimizerPlan, gather, problems_with, taken
 from zshard.state.source import FromRank0, pending, told_by_rank_0
-from zshard.units.names import plain_name
 from zshard.units.shards import part_of
-from zshard.units.units import units_of
+from zshard.units.units import plain_name, units_of
 
 __all__ = [
     "by_name",

@@ -7,8 +7,7 @@ values that do not exist. zshard's own code reads many shapes and dtypes, so it 
 plain():`, where that is fast and unchecked.
 
 Where state_dict() needs values, full copies replace the placeholders. An owner's attribute refers
-to a Place, which provides a full copy or this rank's shard. The first copy of a unit gathers the
-unit, for all places in the call.
+to a Place; the first copy of a unit gathers the unit, for all places in the call.
 """
 
 from __future__ import annotations
@@ -16,19 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zshard import _core
-from zshard.guard.slices import plain
-from zshard.state.shard_records import ShardRecord, record_of
-from zshard.units.units import State, unsharded, without_memory
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from zshard.units.units import unsharded, without_memory
 
 # Allowed queries: facts, and other tensors of its shape and dtype.
 _FACTS = {
@@ -179,46 +173,14 @@ class StandIns:
 # --- full copies ----------------------------------------------------------------------------------
 
 
-class UnitParams:
-    """The parameters of one sharded unit. It holds no module: a submodule that outlives the model
-    keeps the unit whose memory it uses alive, and no other modules."""
-
-    def __init__(self, state: State, params: list[nn.Parameter]) -> None:
-        self.state = state
-        self.unit = state.unit
-        self.params = params
-
-    def copies(self, wanted: Collection[int], keep: bool) -> dict[int, nn.Parameter]:
-        """Return full copies of the parameters whose id is wanted, by id. Collective: one gather.
-        keep: otherwise they have shapes only."""
-        with unsharded(self.unit):
-            chosen = [(i, p) for i, p in enumerate(self.params) if id(p) in wanted]
-            return {id(param): self._copy(i, param, keep) for i, param in chosen}
-
-    def _copy(self, index: int, param: nn.Parameter, keep: bool) -> nn.Parameter:
-        shape = self.unit.param(index)["shape"]
-        if not keep:
-            return without_memory(param, shape, param.device)
-        with torch.inference_mode(False):  # callers may write to it
-            data = torch.empty(shape, dtype=param.dtype, device=param.device)
-            self.unit.read_param(index, data)
-            return like(param, data)
-
-
 @dataclass(eq=False, frozen=True)
 class Place:
-    """The target of one owner's attribute: the parameter `index` of a unit."""
+    """The target of one owner's attribute: the parameter `index` of a unit. It holds no module: a
+    submodule that outlives the model keeps the unit whose memory it uses, and no other modules."""
 
-    params: UnitParams
+    unit: _core.Unit
     index: int
-
-    @property
-    def unit(self) -> _core.Unit:
-        return self.params.unit
-
-    @property
-    def param(self) -> nn.Parameter:
-        return self.params.params[self.index]
+    param: nn.Parameter
 
     @property
     def name(self) -> str:
@@ -229,27 +191,25 @@ class Place:
         """Return the full shape."""
         return tuple(self.unit.param(self.index)["shape"])
 
-    @property
-    def record(self) -> ShardRecord:
-        return record_of(self.params.state, self.index)
 
-    @property
-    def wants_slices(self) -> bool:
-        """Whether state dicts currently contain this rank's shards."""
-        return self.params.state.form.slices
+def copies_of(unit: _core.Unit, wanted: Collection[int], keep: bool) -> dict[int, nn.Parameter]:
+    """Return full copies of the unit's parameters whose id is wanted, by id. Collective. keep:
+    otherwise they have shapes only."""
+    with unsharded(unit):
+        chosen = [(i, p) for i, p in enumerate(unit.params) if id(p) in wanted]
+        return {id(param): _copy(unit, i, param, keep) for i, param in chosen}
 
-    @plain()
-    def slice(self) -> nn.Parameter:
-        """Return a 1-D copy of this rank's shard. Raises RuntimeError if the script has unsharded
-        the unit."""
-        if self.unit.is_full:
-            if _core.held_unit(self.param) is not None:
-                raise RuntimeError(
-                    f"parameter '{self.name}' is unsharded: call state_dict() after reshard(), and "
-                    "outside summon_full_params(), to get shards"
-                )
-            self.unit.reshard()
-        return like(self.param, self.param.detach().reshape(-1).clone())
+
+def _copy(unit: _core.Unit, index: int, param: nn.Parameter, keep: bool) -> nn.Parameter:
+    shape = unit.param(index)["shape"]
+    if not keep:
+        return without_memory(param, shape, param.device)
+    with torch.inference_mode(False):  # callers may write to it
+        data = torch.empty(shape, dtype=param.dtype, device=param.device)
+        unit.read_param(index, data)
+        made = nn.Parameter(data, requires_grad=param.requires_grad)
+    vars(made).update(vars(param))
+    return made
 
 
 class FullCopies:
@@ -273,16 +233,9 @@ class FullCopies:
         if not self._made:
             self._begin()
         if key not in self._made:
-            self._made.update(place.params.copies(self._below | {key}, self._keep))
+            self._made.update(copies_of(place.unit, self._below | {key}, self._keep))
         return self._made[key]
 
 
 current_copies: ContextVar[FullCopies | None] = ContextVar("zshard_state_dict", default=None)
 """Those of the call that is running, if one is."""
-
-
-def like(param: nn.Parameter, data: Tensor) -> nn.Parameter:
-    """Return a parameter on `data` with `param`'s other properties and attributes."""
-    made = nn.Parameter(data, requires_grad=param.requires_grad)
-    vars(made).update(vars(param))
-    return made

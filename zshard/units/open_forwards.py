@@ -96,8 +96,7 @@ def _note_unit(error: BaseException, unit: _core.Unit) -> None:
     facts = [unit.param(index) for index in range(min(unit.n_params, _MOST_PARAMS))]
     shapes = ", ".join(f"{fact['name']} {tuple(fact['shape'])}" for fact in facts)
     more = ", ..." if unit.n_params > _MOST_PARAMS else ""
-    if hasattr(error, "add_note"):  # Python 3.11
-        error.add_note(f"{_NOTE} '{unit.name or '(root)'}', with parameters {shapes}{more}")
+    error.add_note(f"{_NOTE} '{unit.name or '(root)'}', with parameters {shapes}{more}")
 
 
 def _what(error: BaseException) -> str:

@@ -52,13 +52,13 @@ class Part:
     _names: list[str]  # the unit's parameters, also known after the unit was freed
     _peers: list[weakref.ref[Any]]  # the ModelRecord of its model, if any
     _state: weakref.ref[State]
-    _index: int
+    index: int  # in the unit
     _of: Part | None = None  # for a view: the parameter's Part
 
     @property
     def name(self) -> str:
         """Return the parameter's dotted name, relative to the outermost wrapped module."""
-        return self._names[self._index]
+        return self._names[self.index]
 
     @functools.cached_property
     def geometry(self) -> Geometry:
@@ -113,11 +113,6 @@ class Part:
         return self._state()
 
     @property
-    def index(self) -> int:
-        """Return the parameter's index in the unit."""
-        return self._index
-
-    @property
     def peers(self) -> Any:
         """Return the state_registry.ModelRecord of the parameter's model; None if it has none or
         was freed."""
@@ -158,14 +153,14 @@ class Part:
         """Note that a script is about to get the full parameter's `.data`; see Unit.watch()."""
         unit = self.unit
         if unit is not None:
-            unit.watch(self._index)
+            unit.watch(self.index)
 
     def begin_write(self, tensor: Tensor) -> bool:
         """Note that a script is about to write to a shard of these elements in place. Waits until
         no other rank reads it. Returns whether end_write() must follow: not for a copy, and not
         within a step."""
         unit = self.unit
-        return unit is not None and unit.begin_write(self._index, tensor)
+        return unit is not None and unit.begin_write(self.index, tensor)
 
     def end_write(self) -> None:
         """Note the end of the script's operation, whether it has raised or not."""
@@ -192,7 +187,7 @@ class Part:
         if unit is not None:
             name = operation.__name__
             said = "an assignment to .data" if name == "__set__" else f"{name}()"
-            unit.note_write(self._index, tensor, said)
+            unit.note_write(self.index, tensor, said)
 
     def note_draw(self, tensor: Tensor, drawn: int) -> None:
         """Note that a script has drawn random numbers for these elements in place. drawn: the same
@@ -200,9 +195,9 @@ class Part:
         unit = self.unit
         if unit is None:
             return
-        own = unit.params[self._index].untyped_storage()
+        own = unit.params[self.index].untyped_storage()
         if own._cdata == tensor.untyped_storage()._cdata:  # also after p.data = t
-            unit.note_draw(self._index, drawn)
+            unit.note_draw(self.index, drawn)
 
     def settle(self, param: Tensor) -> None:
         """Reshard a parameter that a forward has kept, so that `param` has its between-steps shape

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from zshard import _core
@@ -84,12 +85,11 @@ class Measurement(Protocol):
 class StateDictForm(NamedTuple):
     """The form of state_dict() of units.
 
-    slices: this rank's shards, and nothing is gathered. rank0_only: other ranks get an empty dict.
-    optim_rank0_only: the same for state dicts of the model's optimizers. settings: what the script
-    passed to choose this form, which it may ask for; None: nothing.
+    rank0_only: other ranks get an empty dict. optim_rank0_only: the same for state dicts of the
+    model's optimizers. settings: what the script passed to choose this form, which it may ask for;
+    None: nothing.
     """
 
-    slices: bool = False
     rank0_only: bool = False
     optim_rank0_only: bool = False
     settings: Any = None
@@ -238,3 +238,47 @@ def modules_of(kind: type[_M], module: nn.Module, root_only: bool) -> list[_M]:
         return found
     inner = {id(child) for unit in found for child in unit.modules() if child is not unit}
     return [unit for unit in found if id(unit) not in inner]
+
+
+# --- names without the prefixes of wrappers -------------------------------------------------------
+#
+# A checkpoint describes a model, not how it is run. torch.compile(), activation checkpointing and
+# DDP each wrap a module in another one, which adds a component to its names, though not always in
+# state_dict(). So saved names omit these components, and loading restores those that
+# load_state_dict() expects.
+
+_COMPILED = "_orig_mod"  # in torch.compile(module)
+_PARTS = (_COMPILED, "_checkpoint_wrapped_module")  # load_state_dict() inserts the latter itself
+
+
+def plain_name(name: str) -> str:
+    """Return a name without the components that wrappers add."""
+    if not any(part in name for part in _PARTS):
+        return name
+    return ".".join(part for part in name.split(".") if part not in _PARTS)
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """Return the model that was passed to DDP and torch.compile(). Stops at a unit."""
+    while ATTRIBUTE not in vars(model):
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif _COMPILED in model._modules:
+            model = model.get_submodule(_COMPILED)
+        else:
+            break
+    return model
+
+
+def wanted_by(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict of plain names under the names that `model`.load_state_dict() expects."""
+    wanted = dict(state)
+    for path, module in model.named_modules(remove_duplicate=False):  # from outside to inside
+        if _COMPILED in module._modules:
+            kept = [part for part in path.split(".") if part and part != _PARTS[1]]
+            prefix = "".join(f"{part}." for part in kept)
+            wanted = {
+                f"{prefix}{_COMPILED}.{name[len(prefix) :]}" if name.startswith(prefix) else name: v
+                for name, v in wanted.items()
+            }
+    return wanted

@@ -1,5 +1,5 @@
-"""The features of this machine: torch, the driver, GPUs, kernels, NCCL, shared memory; and what is
-missing.
+"""python -m zshard doctor: what this machine has (torch, the driver, GPUs, kernels, NCCL, shared
+memory), and what is missing.
 
 Each fact comes from the component that training will use, never from a version number, and each
 missing one comes with a remedy.
@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from zshard import _core
-from zshard.doctor import rank_limits
 from zshard.ranks import nccl as _nccl
 from zshard.run.cores import Host, as_list, read_host, read_text
 
@@ -167,8 +166,6 @@ def report() -> tuple[str, int]:
         words += [f"MISSING: {problem}"] if problem else []
         lines.append(f"{name:<11} {'. '.join(words)}")
     lines += ["", *_what_is_used(found)]
-    if found["shm"]:
-        lines += ["", *rank_limits.lines()]
     return "\n".join(lines), int(bool(found["gpus"]) and not found["gpu"])
 
 
