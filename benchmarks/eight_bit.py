@@ -1,6 +1,6 @@
 """8-bit moments: held-out losses of several seeds beside 32 bits, a step's time, bytes per element.
 
-    python -m benchmarks.eight_bit [--steps 300] [--seeds 3] [--elements 50000000] [--rounds 9]
+    python -m benchmarks.eight_bit [--steps 300] [--seeds 3] [--sides float32] [--elements 50000000]
 
 Losses: a GPT of examples/gpt.py on the sources of Python's standard library, in one process. The
 optimizers start from the same weights and see the same batches; only seeds differ. Sharding does
@@ -50,6 +50,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = harness.parser(purpose, rounds="samples per side (default: 9; --quick: 3)")
     parser.add_argument("--steps", type=int, help="of each training (default: 300; --quick: 20)")
     parser.add_argument("--seeds", type=int, help="trainings per side (default: 3; --quick: 1)")
+    parser.add_argument("--sides", default="", help="train only sides with this in their name")
     parser.add_argument("--elements", type=int, help="per step (default: 50 M; --quick: 2 M)")
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="(default: 1 2)")
     args = parser.parse_args(argv)
@@ -65,10 +66,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     times = {threads: step_times(args, threads) for threads in args.threads}
     torch.set_num_threads(max(args.threads))
     text = load()
-    losses: dict[str, list[float]] = {name: [] for name in SIDES}
+    sides = [name for name in SIDES if args.sides in name]
+    losses: dict[str, list[float]] = {name: [] for name in sides}
     curves: dict[str, list[float]] = {}
     for seed in range(args.seeds):
-        for name in SIDES:
+        for name in sides:
             curve, held_out = train(name, text, seed, args.steps)
             losses[name].append(held_out)
             curves.setdefault(name, curve)
