@@ -254,6 +254,12 @@ static zs_status look_at(const zs_optim *plan, const zs_member *member, zs_view 
     out->run.dithered = false;
     if (!grad.defined) return ZS_OK;
     ZS_TRY(look_at_memory(plan, member, &grad, out));
+    if (plan->compact && out->verdict == ZS_MEMBER_FOREIGN)
+        return ZS_FAIL(ZS_ERR_UNSUPPORTED,
+                       "an optimizer with 8-bit state steps contiguous float32 and bfloat16 parameters with dense "
+                       "gradients, and state that it made or loaded, but a parameter of %lld elements does not "
+                       "qualify: give it to another optimizer",
+                       (long long)member->numel);
     return plan->dithered ? look_at_number(member, out) : ZS_OK;
 }
 

@@ -48,7 +48,8 @@ void zs_optim_free(zs_optim *plan);
 void zs_optim_add(zs_optim *plan, const zs_member *member);
 
 /* Looks at all members, without changing any, and prepares the step. ZS_ERR_TORCH where a tensor has no bytes;
- * ZS_ERR_UNSUPPORTED if the step is dithered, and a member of half precision cannot be. `live`: NULL, or the step is
+ * ZS_ERR_UNSUPPORTED if the step is dithered, and a member of half precision cannot be, or if it is compact, and a
+ * member is FOREIGN. `live`: NULL, or the step is
  * capturable: members' counters are on their device, and nothing is read there by the host; ZS_ERR_UNSUPPORTED for a
  * member that is FOREIGN or on the CPU. Both are borrowed until the step is done. */
 zs_status zs_optim_prepare(zs_optim *plan, const zs_hyper *hyper, const zs_live *live);

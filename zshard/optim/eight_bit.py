@@ -68,6 +68,13 @@ class EightBit(InOneCall):
         numel = math.prod(info["shape"]) if info else param.numel()
         return bool(group["bits"] == 8 and numel >= group["min_8bit_size"])
 
+    def _make_state(self, group: dict[str, Any], params: Sequence[Tensor]) -> set[Tensor]:
+        halves = [p for p in params if p.dtype == torch.bfloat16 and group["master"] is not None]
+        new = [param for param in halves if "low_bits" not in self.state[param]]
+        for param, low in zip(new, zeros_side_by_side(new, torch.int8), strict=True):
+            self.state[param]["low_bits"] = low
+        return super()._make_state(group, params)
+
     def _zeros(self, group: Mapping[str, Any], name: str, params: Sequence[Tensor]) -> list[Tensor]:
         coded = [self._is_coded(group, param) for param in params]
         eight = [param for param, is_coded in zip(params, coded, strict=True) if is_coded]
@@ -75,24 +82,9 @@ class EightBit(InOneCall):
         scales = zeros_side_by_side(eight, torch.uint8, codes.GROUP)
         for param, scale in zip(eight, scales, strict=True):
             self.state[param][codes.scale_of(name)] = scale
-        if group["master"] is not None:
-            halves = [p for p in params if p.dtype == torch.bfloat16]
-            new = [param for param in halves if "low_bits" not in self.state[param]]
-            for param, low in zip(new, zeros_side_by_side(new, torch.int8), strict=True):
-                self.state[param]["low_bits"] = low
         of_eight = iter(zeros_side_by_side(eight, torch.uint8))
         of_wide = iter(zeros_side_by_side(wide, torch.float32))
         return [next(of_eight) if is_coded else next(of_wide) for is_coded in coded]
-
-    def _step_by_torch(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        param = params[0]
-        grad = "sparse" if param.grad is not None and param.grad.is_sparse else "dense"
-        raise NotImplementedError(
-            f"zshard.{type(self).__name__} steps contiguous float32 and bfloat16 parameters with "
-            f"dense gradients and state that it made or loaded, but a parameter of shape "
-            f"{tuple(param.shape)} is {param.dtype} with a {grad} gradient: give it to another "
-            "optimizer"
-        )
 
     # --- state dicts ------------------------------------------------------------------------------
 
