@@ -217,6 +217,14 @@ def test_arguments():
         predict_memory(model, 2)
 
 
+@pytest.mark.parametrize(("name", "moments"), [("adamw8bit", 2), ("SGD8bit", 1)])
+def test_prediction_of_eight_bit_state(name, moments):
+    plain = torch.nn.Linear(4096, 2)
+    told = predict_memory(plain, 2, transport="c10d", optimizer=name)
+    own = 4128  # of 8224 elements with padding, half, in groups of 32; rank 1 has the bias
+    assert told["optimizer"] == moments * (own + own // 32)
+
+
 def test_prediction_by_hand():
     """One unit of 1000 fp32 elements over 4 ranks, by hand."""
     plain = torch.nn.Linear(1000, 1, bias=False)

@@ -11,7 +11,7 @@ registration is the best guess.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -136,7 +136,7 @@ class DryRun:
         """Return bytes by part, like Engine.predict."""
         return self.engine.predict(stepped)
 
-    def trained_bytes(self, offloaded: bool = False) -> int:
+    def trained_bytes(self, offloaded: bool = False, size_of: SizeOf | None = None) -> int:
         """See the function of this name."""
         return trained_bytes(
             (
@@ -144,19 +144,31 @@ class DryRun:
                 for unit, spec in self._specs.items()
             ),
             offloaded,
+            size_of or one_tensor,
         )
 
 
-def trained_bytes(
-    units: Iterable[tuple[_core.Unit, Sequence[nn.Parameter]]], offloaded: bool = False
-) -> int:
-    """Return the bytes of this rank's shards of trainable parameters, which is the size of one
-    tensor of optimizer state; only of those whose state is in memory, or (`offloaded`) on disk.
+SizeOf = Callable[[nn.Parameter, int], int]
+"""Bytes of an optimizer's state, given a full parameter and how many of its elements a rank has."""
 
-    units: with their parameters.
+
+def one_tensor(param: nn.Parameter, numel: int) -> int:
+    """Return the bytes of one tensor like the parameter's shard."""
+    return numel * param.itemsize
+
+
+def trained_bytes(
+    units: Iterable[tuple[_core.Unit, Sequence[nn.Parameter]]],
+    offloaded: bool = False,
+    size_of: SizeOf = one_tensor,
+) -> int:
+    """Return the bytes of the optimizer's state of trainable parameters on this rank; only of those
+    whose state is in memory, or (`offloaded`) on disk.
+
+    units: with their parameters. size_of: by default, one tensor of each.
     """
     return sum(
-        unit.param(i)["numel"] * param.itemsize
+        size_of(param, unit.param(i)["numel"])
         for unit, params in units
         if unit.offloads[2] is offloaded
         for i, param in enumerate(params)

@@ -7,6 +7,7 @@ optimizers that have stepped the model's parameters.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -15,9 +16,10 @@ import torch
 from torch import nn
 
 from zshard import _core
-from zshard.memory.dry_run import DryRun, World, dry_comms, trained_bytes
+from zshard.memory.dry_run import DryRun, SizeOf, World, dry_comms, one_tensor, trained_bytes
 from zshard.memory.fits import parse_keep
 from zshard.offload import offload_of, offload_on
+from zshard.optim.codes import GROUP, MIN_8BIT_SIZE
 from zshard.optim.hooks import seen_optimizers
 from zshard.options import OffloadLike, PrecisionLike, StrategyLike, WrapPolicyLike, unit_options
 from zshard.precision import precision_of
@@ -112,6 +114,9 @@ STATE_TENSORS = {
 }
 """Number of parameter-sized state tensors per parameter, by the class of an optimizer."""
 
+_CODED = {"adam8bit": 2, "adamw8bit": 2, "sgd8bit": 1}
+"""Number of moments in 8 bits."""
+
 
 def predict_memory(
     module: nn.Module,
@@ -138,7 +143,8 @@ def predict_memory(
         strategy, auto_wrap_policy, mixed_precision: as for FSDP.
         transport: "shm", "hosts", "c10d" or "auto" ("shm" if all ranks are on one host, else
             "hosts").
-        optimizer: the class of torch.optim, such as "adamw" or "sgd"; or the number of
+        optimizer: the class of torch.optim, such as "adamw" or "sgd", or of zshard, such as
+            "adamw8bit" (SGD8bit with momentum, all without master); or the number of
             parameter-sized state tensors that it keeps per parameter; None for no optimizer.
         local_world_size: ranks per host, over which a hybrid strategy shards. None: all.
         offload: as for FSDP. Bytes on disk are reported as "offloaded" and not included in
@@ -153,7 +159,7 @@ def predict_memory(
     Raises ValueError or TypeError for arguments that FSDP would reject, for unknown names, and if
     the module contains sharded modules.
     """
-    tensors = _state_tensors(optimizer)
+    size_of = _size_of(optimizer)
     options = Options(
         strategy_of(strategy),
         precision_of(mixed_precision),
@@ -167,7 +173,7 @@ def predict_memory(
     _check_plain(module)
     planned = [(spec, unit_options(spec, options)) for spec in specs]
     made = DryRun(module, planned, dry_comms(world, planned[-1][1].strategy))
-    in_memory, elsewhere = (tensors * made.trained_bytes(where) for where in (False, True))
+    in_memory, elsewhere = (made.trained_bytes(where, size_of) for where in (False, True))
     return with_optimizer(made.predict(), in_memory, elsewhere)
 
 
@@ -182,6 +188,20 @@ def _check_plain(module: nn.Module) -> None:
             )
 
 
+def _size_of(optimizer: str | int | None) -> SizeOf:
+    """Return the function for the bytes of an optimizer's state."""
+    name = optimizer.lower() if isinstance(optimizer, str) else None
+    if name in _CODED:
+        return functools.partial(_coded_bytes, _CODED[name])
+    tensors = _state_tensors(optimizer)
+    return lambda param, numel: tensors * one_tensor(param, numel)
+
+
+def _coded_bytes(moments: int, param: nn.Parameter, numel: int) -> int:
+    each = numel + -(-numel // GROUP) if param.numel() >= MIN_8BIT_SIZE else 4 * numel
+    return moments * each
+
+
 def _state_tensors(optimizer: str | int | None) -> int:
     if optimizer is None:
         return 0
@@ -189,7 +209,7 @@ def _state_tensors(optimizer: str | int | None) -> int:
         return optimizer
     name = optimizer.lower() if isinstance(optimizer, str) else None
     if name not in STATE_TENSORS:
-        known = ", ".join(repr(each) for each in STATE_TENSORS)
+        known = ", ".join(repr(each) for each in (*STATE_TENSORS, *_CODED))
         raise ValueError(
             f"unknown optimizer {optimizer!r}: expected one of {known}, or the number of state "
             "tensors that it keeps per parameter"

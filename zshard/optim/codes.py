@@ -15,10 +15,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 __all__ = ["GROUP", "SCALES", "decode", "decoded", "encode", "has_codes", "scale_of"]
-__all__ += ["wants_float32"]
+__all__ += ["MIN_8BIT_SIZE", "wants_float32"]
 
 GROUP = 32
 """Elements that share a scale."""
+
+MIN_8BIT_SIZE = 4096
+"""Elements of a full parameter, below which its moments stay in float32 by default."""
 
 _NO_EXPONENT, _LAST_EXPONENT = 255, 250
 

@@ -228,7 +228,7 @@ class AdamW8bit(_TwoMoments, torch.optim.AdamW):
         *,
         maximize: bool = False,
         master: str | None = None,
-        min_8bit_size: int = 4096,
+        min_8bit_size: int = codes.MIN_8BIT_SIZE,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
         self._set_eight_bit(master, min_8bit_size)
@@ -248,7 +248,7 @@ class Adam8bit(_TwoMoments, torch.optim.Adam):
         *,
         maximize: bool = False,
         master: str | None = None,
-        min_8bit_size: int = 4096,
+        min_8bit_size: int = codes.MIN_8BIT_SIZE,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
         self._set_eight_bit(master, min_8bit_size)
@@ -278,7 +278,7 @@ class SGD8bit(EightBit, torch.optim.SGD):
         *,
         maximize: bool = False,
         master: str | None = None,
-        min_8bit_size: int = 4096,
+        min_8bit_size: int = codes.MIN_8BIT_SIZE,
     ) -> None:
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize)
         self._set_eight_bit(master, min_8bit_size)
