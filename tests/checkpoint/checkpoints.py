@@ -151,15 +151,13 @@ def finished(folder: str | Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def small_chunks(size: int, direct: int = 2**40) -> Iterator[None]:
-    """Context manager in which saves copy through a chunk of `size` bytes; tensors of `direct`
-    bytes or more are written without a copy."""
-    before = write.CHUNK, write._DIRECT
-    write.CHUNK, write._DIRECT = size, direct
+def small_chunks(size: int) -> Iterator[None]:
+    """Context manager in which saves copy through a chunk of `size` bytes."""
+    before, write.CHUNK = write.CHUNK, size
     try:
         yield
     finally:
-        write.CHUNK, write._DIRECT = before
+        write.CHUNK = before
 
 
 # --- failing saves --------------------------------------------------------------------------------

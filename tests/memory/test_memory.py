@@ -30,6 +30,7 @@ from zshard.wrap import always_wrap_policy, size_based_auto_wrap_policy
 
 MIB = 1 << 20
 PARAM_ALIGN = 64  # bytes from one parameter's start to the next are a multiple of it
+GROUP = 32  # and so are elements of this
 SHARD_ALIGN = {"shm": 4096, "c10d": 64, "self": 64}  # and so are the bytes of a shard
 
 
@@ -45,12 +46,16 @@ def predicted(unit, params, world, transport):
     """Return {"shard", "full", "bucket", "grad"}: bytes of a unit whose parameters were `params`, a
     list of (shape, dtype, trainable)."""
     replicated = unit.strategy == "no_shard" or world == 1
-    align = PARAM_ALIGN if replicated else SHARD_ALIGN[transport]
+    shard_align = PARAM_ALIGN if replicated else SHARD_ALIGN[transport]
     flats = {}
     for shape, dtype, trainable in params:
-        size = round_up(shape.numel() * dtype.itemsize, PARAM_ALIGN)
+        align = max(PARAM_ALIGN, GROUP * dtype.itemsize)
+        size = round_up(shape.numel() * dtype.itemsize, align)
         flats[dtype, trainable] = flats.get((dtype, trainable), 0) + size
-    shard = {kind: round_up(-(-size // world), align) for kind, size in flats.items()}
+    shard = {
+        kind: round_up(-(-size // world), max(shard_align, GROUP * kind[0].itemsize))
+        for kind, size in flats.items()
+    }
     full = {kind: size * world for kind, size in shard.items()}
     trained = [kind for kind in shard if kind[1] and world > 1]
     own = full if replicated else shard

@@ -231,7 +231,7 @@ def test_plan_refuses_unsupported_tensors():
     from zshard import _core
 
     params = make_params()
-    with pytest.raises(ValueError, match="'adam' or 'sgd', got 'lion'"):
+    with pytest.raises(ValueError, match="'sgd', 'adam8bit' or 'sgd8bit', got 'lion'"):
         _core.OptimPlan("lion", params, {}, set())
     with pytest.raises(TypeError, match="only update tensors, got int"):
         _core.OptimPlan("sgd", [1], {}, set())

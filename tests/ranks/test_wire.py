@@ -84,7 +84,7 @@ class Model:
 
     def __init__(self, wire: str, hosts: int, per_host: int, parts: int) -> None:
         self.wire, self.hosts, self.per_host = wire, hosts, per_host
-        self.slice = math.ceil(NUMEL / parts / 16) * 16
+        self.slice = math.ceil(NUMEL / parts / 32) * 32
         self.lost = torch.zeros(hosts, parts * self.slice)
 
     def reduce(self, gradients: list[Tensor]) -> Tensor:

@@ -207,6 +207,8 @@ def problems_with(
 
     same_dtypes: full ones must have the parameter's dtype, to which torch would silently cast them.
     """
+    if isinstance(optimizer, WholeMatrix):  # which may have state of any shape
+        return []
     problems, wrong_dtypes = [], []
     keeps_dtypes = isinstance(optimizer, EightBit)
     if not keeps_dtypes and has_codes(state):
