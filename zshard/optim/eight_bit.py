@@ -20,7 +20,6 @@ SGD8bit has momentum_buffer and momentum_buffer_scale. Moments without a scale a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -30,9 +29,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from torch.utils._pytree import tree_map_only
 
-from zshard import _core
+from zshard.guard.whole_values import full_numel
 from zshard.optim import codes
-from zshard.optim.sharded_state import zeros_side_by_side
+from zshard.optim.sharded_state import params_of, zeros_side_by_side
 from zshard.optim.step import InOneCall
 from zshard.units.shards import part_of
 
@@ -64,9 +63,7 @@ class EightBit(InOneCall):
 
     def _is_coded(self, group: Mapping[str, Any], param: Tensor) -> bool:
         """Return whether a parameter's moments are in 8 bits."""
-        info = _core.shard_info(param)
-        numel = math.prod(info["shape"]) if info else param.numel()
-        return bool(group["bits"] == 8 and numel >= group["min_8bit_size"])
+        return bool(group["bits"] == 8 and full_numel(param) >= group["min_8bit_size"])
 
     def _make_state(self, group: dict[str, Any], params: Sequence[Tensor]) -> set[Tensor]:
         halves = [p for p in params if p.dtype == torch.bfloat16 and group["master"] is not None]
@@ -94,11 +91,8 @@ class EightBit(InOneCall):
 
         Raises ValueError for state that does not fit the parameters.
         """
-        hook = self.register_load_state_dict_pre_hook(_hide)
-        try:
+        with self.register_load_state_dict_pre_hook(_hide):
             super().load_state_dict(state_dict)
-        finally:
-            hook.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(tree_map_only(Hidden, lambda each: each.value, state))
@@ -182,8 +176,8 @@ def hidden(state_dict: dict[str, Any]) -> dict[str, Any]:
 def _hide(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
     """Pre-hook of load_state_dict(); for sharded parameters state/optimizer.py does it, once it has
     taken their shards."""
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    return None if any(part_of(param) is not None for param in params) else hidden(state_dict)
+    sharded = any(part_of(param) is not None for param in params_of(optimizer))
+    return None if sharded else hidden(state_dict)
 
 
 # --- the optimizers -------------------------------------------------------------------------------
