@@ -45,7 +45,9 @@ zs_status zs_live_refuse_capture(const zs_optim *plan)
     return ZS_FAIL(ZS_ERR_STATE,
                    "this optimizer step depends on its step count, which a CUDA graph would replay unchanged: create "
                    "the optimizer with capturable=True%s",
-                   plan->dithered ? " and without stochastic_rounding" : "");
+                   plan->compact    ? ", one with 32-bit state"
+                   : plan->dithered ? " and without stochastic_rounding"
+                                    : "");
 }
 
 /* Counters of another dtype are no kin. */
