@@ -38,7 +38,7 @@ static void unmap_private(zs_mem *mem)
 
 zs_status zs_mem_wrap(void *ptr, size_t bytes, void (*destroy)(zs_mem *), void *owner, zs_mem **out)
 {
-    zs_mem *mem = malloc(sizeof *mem);
+    zs_mem *mem = calloc(1, sizeof *mem);
     if (mem == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a block descriptor");
     mem->ptr = ptr;
     mem->bytes = bytes;
@@ -46,9 +46,6 @@ zs_status zs_mem_wrap(void *ptr, size_t bytes, void (*destroy)(zs_mem *), void *
     mem->destroy = destroy;
     mem->owner = owner;
     mem->role = ZS_MEM_PLAIN;
-    mem->user = NULL;
-    mem->device = NULL;
-    mem->on_host = false;
     *out = mem;
     return ZS_OK;
 }

@@ -156,7 +156,7 @@ typedef struct zs_cuda_compact_args {
 } zs_cuda_compact_args;
 
 /* No compiler may see another layout. */
-static_assert(sizeof(zs_group) == 72 && sizeof(zs_cuda_compact_args) == 24 + 72 + 8 + 40, "layout");
+static_assert(sizeof(zs_group) == 80 && sizeof(zs_cuda_compact_args) == 24 + 80 + 8 + 40, "layout");
 static_assert(sizeof(zs_cuda_cut) == 24, "layout");
 static_assert(sizeof(zs_cuda_sum_args) == 64 + 8 * ZS_CUDA_SOURCES, "layout");
 static_assert(sizeof(zs_cuda_cast_args) == 48, "layout");

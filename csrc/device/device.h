@@ -11,6 +11,7 @@
 #ifndef ZS_DEVICE_H
 #define ZS_DEVICE_H
 
+#include "base/exact.h"
 #include "base/memory.h"
 #include "base/status.h"
 #include "shim/tensor.h"
@@ -35,6 +36,7 @@ typedef struct zs_sum {
     double scale;
     bool accumulate;
     int per_host; /* (CPU) so many neighbouring sources are summed first, unscaled; 0: none */
+    zs_exact *squares; /* (CPU) NULL, or the results' squares are added to it, see zs_cpu_squares */
 } zs_sum;
 
 /* Copies `numel` numbers from `src` to `dst`, each rounded to the nearest of its dtype. Not for ZS_BYTES. */
@@ -253,5 +255,16 @@ void zs_cpu_sum(const zs_sum *sum);
 void zs_cpu_cast(const zs_cast *cast);
 void zs_cpu_scale(const zs_numbers *x, double factor);
 double zs_cpu_norm(const zs_numbers *x, double p);
+
+/* --- sums of squares on the CPU (squares_cpu.c) ------------------------------------------------------------------- */
+
+/* Adds the squares of `x`, whose first element begins a group of 32, to `sum`. */
+void zs_cpu_squares(const zs_numbers *x, zs_exact *sum);
+
+/* The same on this thread alone. */
+void zs_cpu_squares_of(const zs_numbers *x, zs_exact *sum);
+
+/* Adds what one of several threads has found. */
+void zs_cpu_squares_join(zs_exact *sum, const zs_exact *part);
 
 #endif

@@ -3,6 +3,7 @@
 #include "unit/unit.h"
 
 #include "device/device.h"
+#include "device/pending.h"
 #include "engine/engine_inside.h"
 #include "reduce/in_backward.h"
 #include "reduce/kept_grads.h"
@@ -34,6 +35,8 @@ static void free_flat(zs_unit *unit, zs_flat *flat)
     if (flat->low.mem != NULL) zs_comm_flat_free(comm, &flat->low);
     if (flat->secondary.mem != NULL) zs_comm_flat_free(shard_group, &flat->secondary);
     if (flat->grad_mem != NULL) flat->grad_mem->user = NULL;
+    zs_pending_settle(flat->grad_mem);
+    free(flat->squares);
     zs_kept_grads_free(flat, unit);
     if (unit->record.is.fixed && flat->full_mem != NULL) flat->full_mem->user = NULL;
     zs_mem_release(flat->grad_mem);

@@ -34,11 +34,12 @@ static inline zs_dither dither_of(const zs_run *run, int64_t begin)
         T *restrict exp_avg = run->state[0], *restrict exp_avg_sq = run->state[1], *restrict max = run->state[2]; \
         const zs_dither dither = dither_of(run, begin);                                                           \
         const uint32_t number = (uint32_t)run->number;                                                            \
+        const float factors[] = {zs_run_factor(run, 0), zs_run_factor(run, 1)};                                   \
         _Pragma("GCC ivdep") for (int64_t i = begin; i < end; i++)                                                \
         {                                                                                                         \
             zs_adam_cell_##real cell = {load(param[i]), load(exp_avg[i]), load(exp_avg_sq[i]),                    \
                                         amsgrad ? load(max[i]) : 0};                                              \
-            zs_adam_update_##real(&k, &cell, load(grad[i]), amsgrad, fused);                                      \
+            zs_adam_update_##real(&k, &cell, load(grad[i]) * factors[0] * factors[1], amsgrad, fused);            \
             const zs_noise noise = zs_noise_of(&dither, number + (uint32_t)i);                                    \
             param[i] = store(cell.param, noise.of[0] >> 16);                                                      \
             exp_avg[i] = store(cell.exp_avg, noise.of[0] & 0xffffu);                                              \
@@ -56,10 +57,11 @@ static inline zs_dither dither_of(const zs_run *run, int64_t begin)
         T *restrict buffer = run->state[0];                                             \
         const zs_dither dither = dither_of(run, begin);                                 \
         const uint32_t number = (uint32_t)run->number;                                  \
+        const float factors[] = {zs_run_factor(run, 0), zs_run_factor(run, 1)};         \
         _Pragma("GCC ivdep") for (int64_t i = begin; i < end; i++)                      \
         {                                                                               \
             zs_sgd_cell_##real cell = {load(param[i]), momentum ? load(buffer[i]) : 0}; \
-            zs_sgd_update_##real(&k, &cell, load(grad[i]), momentum, fused);            \
+            zs_sgd_update_##real(&k, &cell, load(grad[i]) * factors[0] * factors[1], momentum, fused); \
             const zs_noise noise = zs_noise_of(&dither, number + (uint32_t)i);          \
             param[i] = store(cell.param, noise.of[0] >> 16);                            \
             if (momentum) buffer[i] = store(cell.buffer, noise.of[0] & 0xffffu);        \

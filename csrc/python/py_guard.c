@@ -8,6 +8,8 @@
 #include "python/py_util.h"
 #include "python/py_writes.h"
 
+#include "device/pending.h"
+
 #include <string.h>
 
 /* How an operation is handled; zshard/guard/rules.py has the same. */
@@ -20,6 +22,7 @@ typedef enum rule {
     RULE_WRITES = 8,       /* flag: writes to the first argument */
     RULE_STAYS = 16,       /* flag: computes no value from the parameter's elements */
     RULE_STAYS_ALONE = 32, /* flag: computes none unless autograd records */
+    RULE_RAW = 64,         /* flag: its result can be written through unseen */
     RULE_KINDS = 7,
 } rule;
 
@@ -172,13 +175,20 @@ static PyObject *run_each(PyObject *operation, PyObject *types, const arguments 
     return hand_over(operation, types, given);
 }
 
+/* Is it a gradient that has not been reduced? */
+static bool is_local_grad(PyObject *object)
+{
+    const zs_mem *mem = zs_py_mem(object);
+    return mem != NULL && mem->role == ZS_MEM_LOCAL_GRAD;
+}
+
 static PyObject *run_grad(PyObject *operation, const arguments *given)
 {
     zs_operand param;
     if (PyTuple_GET_SIZE(given->args) < 1 || zs_py_look_at(PyTuple_GET_ITEM(given->args, 0), &param) < 0) return NULL;
     PyObject *grad = zs_py_call_plain(operation, given->args, given->kwargs);
     if (grad == NULL || grad == Py_None || param.part == NULL || zs_py_is_guarded(grad)) return grad;
-    if (!zs_py_is_tensor(grad) || zs_py_is_local_grad(grad)) return grad;
+    if (!zs_py_is_tensor(grad) || is_local_grad(grad)) return grad;
     return marked(grad, &param);
 }
 
@@ -187,7 +197,8 @@ static PyObject *get_grad(PyObject *param, void *unused)
 {
     (void)unused;
     PyObject *grad = zs_py_get_plain(guard.grad, param);
-    if (grad == NULL || Py_TYPE(grad) != zs_py_guard_types.tensor || !zs_py_is_asked() || zs_py_is_local_grad(grad))
+    if (grad != NULL && !zs_py_is_asked()) zs_pending_settle(zs_py_mem(grad)); /* nothing sees what is done with it */
+    if (grad == NULL || Py_TYPE(grad) != zs_py_guard_types.tensor || !zs_py_is_asked() || is_local_grad(grad))
         return grad;
     zs_operand slice;
     if (zs_py_look_at(param, &slice) == 0) return marked(grad, &slice);
@@ -322,6 +333,13 @@ static int gather_operands(unsigned found, const arguments *given)
     return zs_py_before_write(target);
 }
 
+/* May the operation write to its arguments? Where Python handles it, it is not known. */
+static bool may_write(unsigned found, const arguments *given)
+{
+    const bool named = given->kwargs != NULL && PyDict_GetItemString(given->kwargs, "out") != NULL;
+    return given->writes || named || (found & RULE_RAW) != 0 || (found & RULE_KINDS) == RULE_NONE;
+}
+
 static PyObject *guarded(PyObject *module, PyObject *const *args, Py_ssize_t n)
 {
     (void)module;
@@ -329,6 +347,7 @@ static PyObject *guarded(PyObject *module, PyObject *const *args, Py_ssize_t n)
         return PyErr_Format(PyExc_TypeError, "guarded() takes an operation, types, a tuple and a dict or None");
     unsigned found = rule_of(args[0]);
     arguments given = {args[2], PyDict_Check(args[3]) ? args[3] : NULL, (found & RULE_WRITES) != 0};
+    zs_py_settle_gradients(given.args, given.kwargs, may_write(found, &given));
     if (gather_operands(found, &given) < 0) return NULL;
     switch (found & RULE_KINDS) {
     case RULE_FACT:
@@ -374,7 +393,7 @@ static PyObject *mark_slice(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "OO:mark_slice", &object, &slice.part)) return NULL;
     slice.shape = zs_py_geometry(slice.part);
     if (slice.shape == NULL) return NULL;
-    if (zs_py_is_local_grad(object)) return Py_NewRef(object);
+    if (is_local_grad(object)) return Py_NewRef(object);
     return marked(Py_NewRef(object), &slice);
 }
 

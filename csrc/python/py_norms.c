@@ -7,6 +7,7 @@
 #include <math.h>
 
 #include "device/device.h"
+#include "device/pending.h"
 #include "engine/engine.h"
 #include "optim/optim.h"
 #include "pager/pager.h"
@@ -53,6 +54,7 @@ static zs_status add_tensor(norm_batch *batch, PyObject *object)
     const zs_device *device = NULL;
     void *data = NULL;
     ZS_TRY(zs_py_tensor(object, &tensor));
+    zs_pending_settle(zs_tensor_mem(tensor));
     zs_status status = zs_tensor_describe(tensor, &info);
     ZS_THEN(status, zs_optim_device_of(tensor, &info, &device));
     if (status == ZS_OK && (device == NULL || !info.contiguous || info.dtype == ZS_BYTES)) {

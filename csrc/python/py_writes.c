@@ -3,7 +3,9 @@
  * A Part knows whether a tensor is the parameter's own memory or a copy; this calls its methods around the
  * operation, also if that fails. */
 #include "python/py_writes.h"
+#include "device/pending.h"
 #include "python/py_util.h"
+#include "reduce/squares.h"
 #include "shim/tensor_py.h"
 
 static struct {
@@ -66,6 +68,27 @@ PyObject *zs_py_run_writing(PyObject *operation, PyObject *args, PyObject *kwarg
         if (zs_py_note_written(operation, many ? PySequence_Fast_GET_ITEM(targets, i) : targets) < 0) Py_CLEAR(result);
     if (end_writes(begun) < 0) Py_CLEAR(result);
     return result;
+}
+
+static void settle_gradients(PyObject *object, bool writes)
+{
+    if (PyList_Check(object) || PyTuple_Check(object)) {
+        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); i++)
+            settle_gradients(PySequence_Fast_GET_ITEM(object, i), writes);
+    } else if (zs_py_is_guarded(object)) {
+        zs_mem *mem = zs_py_mem(object);
+        zs_pending_settle(mem);
+        if (writes) zs_squares_spoil(mem);
+    }
+}
+
+void zs_py_settle_gradients(PyObject *args, PyObject *kwargs, bool writes)
+{
+    PyObject *key, *value;
+    Py_ssize_t at = 0;
+    settle_gradients(args, writes);
+    while (kwargs != NULL && PyDict_Next(kwargs, &at, &key, &value))
+        settle_gradients(value, writes);
 }
 
 int zs_py_writes_init(void)

@@ -2,9 +2,11 @@
 #include "reduce/grads.h"
 
 #include "base/bits.h"
+#include "device/pending.h"
 #include "reduce/in_backward.h"
 #include "reduce/kept_grads.h"
 #include "reduce/local_grads.h"
+#include "reduce/squares.h"
 #include "unit/context.h"
 
 #include <string.h>
@@ -17,6 +19,7 @@ static zs_status set_aside(zs_unit *unit, zs_param *param)
     ZS_TRY(zs_grad_describe(param->tensor, &grad));
     param->has_grad = grad.defined;
     if (!grad.defined) return ZS_OK;
+    zs_pending_settle(grad.mem);
     const zs_flat *flat = &unit->flats[param->flat];
     bool shown = false;
     ZS_TRY(zs_grad_is(param->tensor, param->grad, &shown));
@@ -74,11 +77,14 @@ zs_status zs_grads_begin(zs_record *record, int64_t arriving, zs_expected *expec
     *expected = (zs_expected){.known = unit->in_backward};
     if (unit->in_backward) return ZS_OK;
     unit->in_backward = true;
+    zs_squares_begin(unit);
     ZS_TRY(zs_kept_grads_renew(unit));
     ZS_TRY(zs_local_grads_renew(unit));
     if (unit->local != NULL) memset(unit->arrived, 0, zs_unit_bitmap_words(unit) * sizeof *unit->arrived);
     for (int64_t i = 0; i < unit->n_params; i++)
         ZS_TRY(ready_param(unit, i, arriving, expected));
+    for (int f = 0; f < unit->n_flats; f++) /* of gradients that nobody wants any more */
+        zs_pending_drop(unit->flats[f].grad_mem);
     return ZS_OK;
 }
 
@@ -144,6 +150,7 @@ zs_status zs_grads_hand_out(zs_unit *unit)
         if (unit->in_backward) param->below = local && param->has_grad;
         param->has_grad = false;
     }
+    if (unit->in_backward) zs_squares_end(unit);
     unit->in_backward = false;
     return status;
 }
@@ -151,6 +158,7 @@ zs_status zs_grads_hand_out(zs_unit *unit)
 bool zs_grads_undo(zs_unit *unit)
 {
     bool spoiled = false;
+    if (unit->in_backward) zs_squares_begin(unit);
     for (int64_t i = 0; i < unit->n_params && unit->in_backward; i++) {
         zs_param *param = &unit->params[i];
         bool packed = unit->record.is.replicated && param->grad != NULL && zs_get_bit(unit->used, i);

@@ -2,6 +2,7 @@
 #include "reduce/kept_grads.h"
 
 #include "device/device.h"
+#include "device/pending.h"
 #include "unit/context.h"
 #include "unit/offload.h"
 #include "unit/unit_memory.h"
@@ -59,6 +60,7 @@ void zs_kept_grads_free(zs_flat *flat, zs_unit *unit)
     }
     zs_storage_free(flat->spare_grads);
     if (flat->spare_mem != NULL) flat->spare_mem->user = NULL;
+    zs_pending_settle(flat->spare_mem);
     zs_mem_release(flat->spare_mem);
     flat->spare_grads = NULL;
     flat->spare_mem = NULL;
@@ -128,6 +130,7 @@ static zs_status renew_flat(zs_unit *unit, int f)
     }
     take_turns(unit, f);
     if (!has_below(unit, f)) return ZS_OK;
+    zs_pending_settle(flat->spare_mem);
     const void *before = flat->spare_mem->ptr;
     return zs_device_copy(zs_context_device(unit->context), ZS_STREAM_COMPUTE, flat->grad_mem->ptr, before,
                           flat->grad_mem->bytes);

@@ -5,6 +5,7 @@
 #include "reduce/bucket.h"
 #include "reduce/in_backward.h"
 #include "reduce/reduce.h"
+#include "reduce/squares.h"
 #include "unit/context.h"
 #include "unit/offload.h"
 
@@ -25,6 +26,7 @@ typedef struct summing {
     int rank, world;
     double scale;
     double again; /* for earlier gradients: all ranks' sources are added to them, and scaled together */
+    zs_exact *squares; /* of the flat at hand; NULL: not asked for */
 } summing;
 
 static zs_status sum_run(const summing *s, const zs_flat *flat, shard_run run)
@@ -49,10 +51,14 @@ static zs_status sum_run(const summing *s, const zs_flat *flat, shard_run run)
     sum.dst = target + (size_t)run.begin * (s->unit->record.is.replicated ? flat->wire_size : flat->layout.itemsize);
     sum.numel = run.end - run.begin;
     sum.accumulate = run.class == ADD;
+    sum.squares = s->squares;
     bool there = src[0] == sum.dst && sum.dtype == sum.to && !sum.accumulate;
-    if (s->world == 1 && there && s->scale == 1.0) return ZS_OK; /* the sum of one is that one */
-    zs_numbers before = {sum.dst, sum.numel, sum.to};
-    if (sum.accumulate && s->again != 1.0) ZS_TRY(zs_device_scale(s->device, s->stream, &before, s->again));
+    zs_numbers grads = {sum.dst, sum.numel, sum.to};
+    if (s->world == 1 && there && s->scale == 1.0) { /* the sum of one is that one */
+        if (s->squares != NULL) zs_cpu_squares(&grads, s->squares);
+        return ZS_OK;
+    }
+    if (sum.accumulate && s->again != 1.0) ZS_TRY(zs_device_scale(s->device, s->stream, &grads, s->again));
     return zs_device_sum(s->device, s->stream, &sum);
 }
 
@@ -70,17 +76,21 @@ static run_class classify(const summing *s, int64_t i)
 }
 
 /* Sums the runs of neighboring parameters that are treated the same, and the padding between them. */
-static zs_status sum_flat(const summing *s, int f)
+static zs_status sum_flat(summing *s, int f)
 {
-    const zs_flat *flat = &s->unit->flats[f];
+    zs_flat *flat = &s->unit->flats[f];
     shard_run run = {0, 0, SKIP};
+    s->squares = zs_squares_renew(s->unit, flat);
     if (s->unit->record.is.replicated) { /* shards split parameters; all of it is summed, unused ones are zeros */
         run = (shard_run){0, flat->layout.shard_numel, SET};
     } else {
         for (int64_t i = 0; i < s->unit->n_params; i++) {
-            const zs_param *param = &s->unit->params[i];
-            if (param->flat != f || param->in_shard.numel == 0) continue;
+            zs_param *param = &s->unit->params[i];
+            if (param->flat != f) continue;
             run_class class = classify(s, i);
+            param->squared = s->squares != NULL && class != SKIP;
+            if (class == SKIP && param->has_grad) flat->squared = false; /* its squares are not in this sum */
+            if (param->in_shard.numel == 0) continue;
             if (class != run.class) {
                 ZS_TRY(sum_run(s, flat, run));
                 run = (shard_run){param->in_shard.begin, param->in_shard.begin, class};
@@ -214,7 +224,7 @@ static summing summing_of(zs_unit *unit, zs_sources *sources)
     zs_comm *comm = unit->context->ranks.all;
     double of_model = unit->context->divided_by, divisor = unit->divisor != 0.0 ? unit->divisor : of_model;
     if (divisor == 0.0) divisor = comm->world;
-    summing s = {unit, sources, comm->device, comm->ops->stream, comm->rank, comm->world, 1.0 / divisor, 0};
+    summing s = {unit, sources, comm->device, comm->ops->stream, comm->rank, comm->world, 1.0 / divisor, 0, NULL};
     s.again = divisor / comm->world;
     return s;
 }
@@ -236,7 +246,7 @@ static bool counts(const summing *s)
     return !s->unit->context->schedule.gave_up || over_everywhere(s);
 }
 
-static zs_status sum_flats(const summing *s)
+static zs_status sum_flats(summing *s)
 {
     for (int f = 0; f < s->unit->n_flats; f++)
         if (s->unit->flats[f].trainable) ZS_TRY(sum_flat(s, f));
@@ -264,7 +274,7 @@ zs_status zs_reduce_share(zs_unit *unit, zs_wait wait, bool *ready)
 }
 
 /* Collects the round and stores this rank's shard of the sum, or all of it for a replicated unit, in the gradients. */
-static zs_status take_sum(const summing *s, zs_wait wait, bool *ready)
+static zs_status take_sum(summing *s, zs_wait wait, bool *ready)
 {
     zs_unit *unit = s->unit;
     zs_comm *comm = unit->context->ranks.all;

@@ -143,7 +143,8 @@ typedef struct zs_grad_info {
     int64_t numel;
     bool dense; /* contiguous, strided */
     zs_where where;
-    void *data; /* borrowed: first element if dense, else NULL */
+    void *data;  /* borrowed: first element if dense, else NULL */
+    zs_mem *mem; /* borrowed: as zs_tensor_mem */
 } zs_grad_info;
 
 /* Fills `info` from tensor.grad. */

@@ -19,8 +19,8 @@ PyObject *zs_py_wrap(const zs_tensor *tensor);
  * tensor. */
 int zs_py_sizes(PyObject *object, int64_t *sizes);
 
-/* Is a tensor in memory of unreduced gradients (ZS_MEM_LOCAL_GRAD)? */
-bool zs_py_is_local_grad(PyObject *object);
+/* The block under a tensor, as zs_tensor_mem; NULL for other objects. */
+zs_mem *zs_py_mem(PyObject *object);
 
 /* Does this thread call __torch_function__ of subclasses? */
 bool zs_py_is_asked(void);

@@ -297,6 +297,7 @@ zs_status zs_grad_describe(const zs_tensor *handle, zs_grad_info *info)
         info->dense = zs::plain_dense(grad);
         info->where = zs::where_of(grad.device());
         if (info->dense) info->data = grad.data_ptr();
+        info->mem = zs::mem_under(grad);
         return ZS_OK;
     });
 }

@@ -117,6 +117,9 @@ inline at::Tensor view_of(void *data, at::IntArrayRef sizes, at::ScalarType type
     return at::for_blob(data, sizes).options(options).target_device(device).make_tensor();
 }
 
+// The block under a tensor, as zs_tensor_mem.
+zs_mem *mem_under(const at::Tensor &tensor);
+
 // Is the memory row-major?
 inline bool plain_dense(const at::Tensor &tensor)
 {

@@ -73,14 +73,6 @@ void release_mem(void *context)
     zs_mem_release(static_cast<zs_mem *>(context));
 }
 
-zs_mem *mem_under(const at::Tensor &tensor)
-{
-    c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
-    if (!impl->has_storage()) return nullptr;
-    const at::DataPtr &data = impl->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
-    return data.get_deleter() == release_mem ? static_cast<zs_mem *>(data.get_context()) : nullptr;
-}
-
 c10::weak_intrusive_ptr<at::TensorImpl> weak_to(const at::Tensor &tensor)
 {
     c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
@@ -130,6 +122,14 @@ class Plain {
     const at::impl::TorchFunctionDisabledState before_ = TLS::get_disabled_state();
 };
 } // namespace
+
+zs_mem *zs::mem_under(const at::Tensor &tensor)
+{
+    c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
+    if (!impl->has_storage()) return nullptr;
+    const at::DataPtr &data = impl->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
+    return data.get_deleter() == release_mem ? static_cast<zs_mem *>(data.get_context()) : nullptr;
+}
 
 extern "C" {
 
@@ -213,7 +213,7 @@ zs_status zs_tensor_write(const zs_tensor *handle, const void *src)
 
 zs_mem *zs_tensor_mem(const zs_tensor *handle)
 {
-    return mem_under(handle->tensor);
+    return zs::mem_under(handle->tensor);
 }
 
 void zs_tensor_bump_version(const zs_tensor *handle)
@@ -360,10 +360,9 @@ int zs_py_sizes(PyObject *object, int64_t *sizes)
     return static_cast<int>(std::min<size_t>(all.size(), ZS_MAX_DIM));
 }
 
-bool zs_py_is_local_grad(PyObject *object)
+zs_mem *zs_py_mem(PyObject *object)
 {
-    const zs_mem *mem = THPVariable_Check(object) ? mem_under(THPVariable_Unpack(object)) : nullptr;
-    return mem != nullptr && mem->role == ZS_MEM_LOCAL_GRAD;
+    return THPVariable_Check(object) ? zs::mem_under(THPVariable_Unpack(object)) : nullptr;
 }
 
 bool zs_py_is_asked(void)

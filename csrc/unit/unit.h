@@ -64,6 +64,9 @@ typedef struct zs_param {
     uint64_t content;           /* (watched) a digest of its elements at that time */
     bool held;                  /* it had a gradient when this backward began, to which the new one is added */
     bool removed;               /* removed from its module: counts as frozen */
+    bool squared;               /* its gradient counts in the flat's `squares` */
+    uint32_t squared_version;   /* version of `grad` then */
+    bool chosen;                /* see reduce/chosen.h */
 } zs_param;
 
 /* Parameters of one dtype, all trainable or all frozen. With mixed precision the compute dtype differs: then `low` has
@@ -88,6 +91,9 @@ typedef struct zs_flat {
     zs_storage *shard;       /* of parameters at rest; owned; NULL if they are always unsharded */
     zs_mem *grad_mem;        /* grad shard (full gradient if replicated); NULL if frozen; owned reference */
     zs_storage *grads;       /* storage on grad_mem; owned */
+    zs_exact *squares;       /* of this rank's gradients, see reduce/squares.h; owned; NULL: never asked for */
+    bool squared;            /* it is that of the gradients that are there now, if these have kept their versions */
+    int squares_due;         /* backwards for which it is computed yet */
     zs_mem *spare_mem;       /* alternates with grad_mem, see kept_grads.h; NULL: none; owned reference */
     zs_storage *spare_grads; /* storage on spare_mem; owned */
     int trainable_index;     /* its index among the trainable flats */

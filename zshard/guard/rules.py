@@ -29,6 +29,9 @@ not have the unit gathered."""
 STAYS_ALONE = 32
 """Added for one that makes none where autograd does not record."""
 
+RAW = 64
+"""Added for an operation whose result can be written through unseen."""
+
 _FACTS = (
     *("data_ptr", "dense_dim", "dim", "dim_order", "element_size", "get_device"),
     *("is_complex", "is_coalesced", "is_conj", "is_contiguous", "is_floating_point"),
@@ -125,6 +128,8 @@ def rules() -> dict[Operation, int]:
     found.update(dict.fromkeys(_special(), NONE | STAYS))
     for detach in (Tensor.detach, torch.detach):
         found[detach] |= STAYS_ALONE
+    for name in ("data_ptr", "untyped_storage", "_typed_storage"):
+        found[getattr(Tensor, name)] |= RAW
     return {func: rule | WRITES if _writes(func, rule) else rule for func, rule in found.items()}
 
 

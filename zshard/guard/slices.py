@@ -164,6 +164,8 @@ class WholeParameter(nn.Parameter):
         grad: Tensor | None = _grad.__get__(self)
         part = part_of(self)
         state = None if part is None else part.state
+        if grad is not None:
+            _core.settle(grad, False)
         if grad is None or part is None or (state is not None and state.whole_grads):
             return grad
         return _core.mark_slice(grad, part)

@@ -167,6 +167,9 @@ class _FullGrads:
         self._unit = state.unit
         self._params = list(self._unit.params)
         self._own = [param.grad for param in self._params]
+        for grad in self._own:
+            if grad is not None:
+                _core.settle(grad, True)
         self._before: dict[int, Tensor] = {}  # values to restore, of gradients that are full anyway
         self._whole: dict[int, Tensor | None] = {}
         self._shown = False

@@ -159,11 +159,19 @@ def clip_by(
     params: Sequence[Tensor], max_norm: float, total_norm: Tensor, foreach: bool | None = None
 ) -> None:
     """Scale this rank's gradients of `params`, whose norm is `total_norm`."""
-    grads = [param.grad for param in params if param.grad is not None]
-    if any(g.dtype == torch.float64 for g in grads) or not _core.on_gpu(grads):
+    held = [(param, grad) for param in params if (grad := param.grad) is not None]
+    grads = [grad for _, grad in held]
+    factor = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
+    if not _core.on_gpu(grads):
+        # A step that follows multiplies what it reads; everything else sees gradients multiplied.
+        left = [] if float(factor) == 1 else _core.scale_later(grads, float(factor))
+        ids = set(map(id, left))
+        if left:
+            now = [param for param, grad in held if id(grad) in ids]
+            _torchs_scale(now, max_norm, total_norm, foreach)
+    elif any(grad.dtype == torch.float64 for grad in grads):
         _torchs_scale(params, max_norm, total_norm, foreach)
     else:  # adjacent shards at once, by a factor that stays on the GPU
-        factor = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
         _core.scale_by(grads, factor.to(grads[0].device, torch.float32))
 
 
@@ -269,6 +277,9 @@ def _norm(
 def norm_over_ranks(engine: _core.Engine, grads: Sequence[Tensor], norm_type: float) -> float:
     """Return the sum over all ranks of |x|**norm_type, or for inf the largest |x|, of gradients of
     one model. Collective."""
+    if norm_type == 2:
+        dense = [grad.contiguous() for grad in grads]
+        return _core.squares_value(engine.sum_over_ranks(_core.squares(dense)))
     part = _power_sum(grads, norm_type)
     over_ranks = engine.max_over_ranks if math.isinf(norm_type) else engine.sum_over_ranks
     return over_ranks([part])[0]

@@ -145,6 +145,10 @@ def _begin_to_write(optimizer: Optimizer) -> None:
                 _core.grad_owner(param.grad)  # raises for gradients that are not reduced
     if _core.has_held_units():
         _refuse_held_units(optimizer)
+    if _core.has_pending() and not getattr(optimizer, "multiplies_gradients", False):
+        for param in params_of(optimizer):
+            if param.grad is not None:
+                _core.settle(param.grad, False)
     note_values(stepped_by(optimizer))
     for unit in units_stepped_by(optimizer):
         unit.engine.before_step()

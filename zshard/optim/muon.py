@@ -67,6 +67,7 @@ class Muon(_AdamInOneCall):
     """
 
     steps_together = True  # ranks communicate in its step
+    multiplies_gradients = False
 
     def __init__(
         self,

@@ -41,6 +41,7 @@ class InOneCall(torch.optim.Optimizer):
     _counts_steps = False  # whether its state has a "step" per parameter
     _begins_as_grad: str | None = None  # the state tensor whose first value is the gradient
     _takes_codes = False  # whether its state may be in 8 bits
+    multiplies_gradients = True  # by what is pending for them (csrc/device/pending.h), in its step
     _group_size = 1  # elements that share state; numbers of parameters begin at multiples of it
 
     _plans: dict[Any, _core.OptimPlan]  # by group index; for a part, also its unit

@@ -1,0 +1,40 @@
+/* chosen.h - gradients that a script passes to one call, such as clip_grad_norm_: which flats does it pass whole?
+ *
+ * A call that passes all gradients of a flat once can use what is known of the flat, and act on it later. Any other
+ * gradient is treated by itself.
+ */
+#ifndef ZS_CHOSEN_H
+#define ZS_CHOSEN_H
+
+#include "unit/unit.h"
+
+/* A flat with gradients in the list. */
+typedef struct zs_chosen_flat {
+    zs_unit *unit;
+    int flat;
+    int64_t n;    /* gradients */
+    bool twice;   /* one of them is there twice */
+    int64_t last; /* index of the last one's parameter: the next is most likely the one behind it */
+    bool done;    /* for the caller */
+} zs_chosen_flat;
+
+/* Zeroed: empty. */
+typedef struct zs_chosen {
+    zs_chosen_flat *flats; /* [n]; owned */
+    int64_t n, room;
+} zs_chosen;
+
+/* Adds a gradient. *at: its flat's index; -1: it is no unit's reduced gradient. */
+zs_status zs_chosen_add(zs_chosen *all, const zs_tensor *grad, int64_t *at);
+
+/* Are the gradients in the list those whose squares the flat has? */
+bool zs_chosen_is_squared(const zs_chosen_flat *chosen);
+
+/* Can these gradients be multiplied later (device/pending.h)? They are all that the flat's memory holds, and no script
+ * holds that memory under another name. */
+bool zs_chosen_can_wait(const zs_chosen_flat *chosen);
+
+/* Frees the list. */
+void zs_chosen_free(zs_chosen *all);
+
+#endif

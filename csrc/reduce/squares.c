@@ -1,0 +1,71 @@
+/* squares.c - see squares.h. */
+#include "reduce/squares.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "device/pending.h"
+#include "unit/context.h"
+
+/* Backwards without a question after which nobody asks any more. */
+enum { PATIENCE = 64 };
+
+zs_status zs_squares_ask(zs_flat *flat)
+{
+    if (flat->squares == NULL) flat->squares = calloc(1, sizeof *flat->squares);
+    if (flat->squares == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory for the sum of a norm");
+    flat->squares_due = PATIENCE;
+    return ZS_OK;
+}
+
+void zs_squares_begin(zs_unit *unit)
+{
+    for (int f = 0; f < unit->n_flats; f++) {
+        zs_flat *flat = &unit->flats[f];
+        flat->squared = false;
+        if (flat->squares_due > 0) flat->squares_due--;
+    }
+    for (int64_t i = 0; i < unit->n_params; i++)
+        unit->params[i].squared = false;
+}
+
+zs_exact *zs_squares_renew(zs_unit *unit, zs_flat *flat)
+{
+    bool here = !unit->record.is.replicated && !unit->offloads.grads && unit->stepping == NULL;
+    flat->squared = here && flat->squares_due > 0 && !zs_context_device(unit->context)->ops->queues;
+    if (!flat->squared) return NULL;
+    memset(flat->squares, 0, sizeof *flat->squares);
+    return flat->squares;
+}
+
+void zs_squares_end(zs_unit *unit)
+{
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        zs_param *param = &unit->params[i];
+        if (param->squared) param->squared_version = zs_tensor_version(param->grad);
+    }
+}
+
+/* Is this gradient as it was when its squares were taken? */
+static bool is_unchanged(const zs_param *param)
+{
+    bool shown = false;
+    if (!zs_tensor_alive(param->tensor) || zs_grad_is(param->tensor, param->grad, &shown) != ZS_OK) return false;
+    return shown && zs_tensor_version(param->grad) == param->squared_version;
+}
+
+bool zs_squares_hold(const zs_unit *unit, int f)
+{
+    bool hold = unit->flats[f].squared && zs_pending_of(unit->flats[f].grad_mem).n == 0;
+    for (int64_t i = 0; i < unit->n_params && hold; i++)
+        if (unit->params[i].flat == f && unit->params[i].squared) hold = is_unchanged(&unit->params[i]);
+    return hold;
+}
+
+void zs_squares_spoil(const zs_mem *mem)
+{
+    if (mem == NULL || mem->role != ZS_MEM_GRAD_SHARD || mem->user == NULL) return;
+    zs_unit *unit = mem->user;
+    for (int f = 0; f < unit->n_flats; f++)
+        if (unit->flats[f].grad_mem == mem) unit->flats[f].squared = false;
+}

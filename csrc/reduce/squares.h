@@ -1,0 +1,30 @@
+/* squares.h - sums of squares of a flat's gradients, taken while they are summed over the ranks, for their norm.
+ *
+ * A script clips its gradients by their norm at each step, or never. Once it has asked for a norm, the sums of the
+ * backwards that follow also give the squares, while what they wrote is in the cache. They hold until a gradient
+ * changes.
+ */
+#ifndef ZS_SQUARES_H
+#define ZS_SQUARES_H
+
+#include "unit/unit.h"
+
+/* A script asks for the norm of the flat's gradients: it may do so again. */
+zs_status zs_squares_ask(zs_flat *flat);
+
+/* A backward begins, and will write gradients: the squares do not hold any more. */
+void zs_squares_begin(zs_unit *unit);
+
+/* A round is summed into the flat: where its squares go; NULL: nobody asked for them. */
+zs_exact *zs_squares_renew(zs_unit *unit, zs_flat *flat);
+
+/* The gradients are shown: from now on their versions count. */
+void zs_squares_end(zs_unit *unit);
+
+/* Are the squares those of all gradients of the flat, as they are now? */
+bool zs_squares_hold(const zs_unit *unit, int f);
+
+/* A gradient in this block may be written without a new version. NULL allowed. */
+void zs_squares_spoil(const zs_mem *mem);
+
+#endif
