@@ -89,13 +89,14 @@ def _share_on_gpu(engines: list[_core.Engine], flag: torch.Tensor) -> None:
 
 
 def _owners(optimizer: torch.optim.Optimizer) -> list[_core.Engine]:
-    """Return the engines of the optimizer's gradients in parameter order, the same on all ranks.
-    Raises RuntimeError for an unreduced gradient (no_sync())."""
+    """Return the engines of the optimizer's gradients, which are about to be unscaled, in parameter
+    order, the same on all ranks. Raises RuntimeError for an unreduced gradient (no_sync())."""
     owners: dict[_core.Engine, None] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.grad is None or param.grad.layout != torch.strided:
                 continue
+            _core.settle(param.grad, True)  # torch's kernel writes without a new version
             owner = _core.grad_owner(param.grad)
             if owner is not None:
                 owners[owner] = None

@@ -20,14 +20,6 @@ typedef enum zs_mem_role {
 
 struct zs_device;
 
-enum { ZS_FACTORS = 2 }; /* of a gradient: the scaler's and the clipping's */
-
-/* Factors that a block of float32 is yet to be multiplied by, one after the other; see device/pending.h. */
-typedef struct zs_factors {
-    int n;
-    float by[ZS_FACTORS]; /* [n] */
-} zs_factors;
-
 typedef struct zs_mem {
     void *ptr;                           /* first byte, at least 64-byte aligned */
     size_t bytes;                        /* length */
@@ -38,7 +30,7 @@ typedef struct zs_mem {
     void *user;                          /* that unit; NULL once it is freed */
     const struct zs_device *device;      /* the device that computes with it; NULL: the CPU */
     bool on_host;                        /* (a GPU's) pinned memory of the host, which the GPU can reach */
-    zs_factors pending;
+    float pending; /* not 0: what this block of float32 is yet to be multiplied by; see device/pending.h */
 } zs_mem;
 
 /* New block of `bytes` private zeroed memory (mmap, huge pages advised). Pages cost nothing until touched. */

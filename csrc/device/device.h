@@ -35,7 +35,7 @@ typedef struct zs_sum {
     zs_dtype dtype, to;
     double scale;
     bool accumulate;
-    int per_host; /* (CPU) so many neighbouring sources are summed first, unscaled; 0: none */
+    int per_host;      /* (CPU) so many neighbouring sources are summed first, unscaled; 0: none */
     zs_exact *squares; /* (CPU) NULL, or the results' squares are added to it, see zs_cpu_squares */
 } zs_sum;
 

@@ -1,8 +1,8 @@
-/* pending.h - factors that a block of gradients is yet to be multiplied by.
+/* pending.h - a factor that a block of gradients is yet to be multiplied by.
  *
  * Clipping multiplies all gradients by one number, which reads and writes all of them. Instead the number is kept with
  * the block, and an optimizer's step multiplies what it reads. Everything else settles the block first. So whoever
- * reads gradients calls one of the two functions below.
+ * reads gradients calls one of these functions.
  */
 #ifndef ZS_PENDING_H
 #define ZS_PENDING_H
@@ -11,19 +11,22 @@
 
 #include "base/memory.h"
 
-/* The block, float32 in the host's memory, is to be multiplied by one more factor. False: it has no room for it. */
-bool zs_pending_add(zs_mem *mem, float factor);
+/* The block, float32 in the host's memory, is to be multiplied by `factor`, not 0. */
+void zs_pending_set(zs_mem *mem, float factor);
 
-/* The factors that a reader multiplies by, rounding each product; NULL allowed: none. */
-zs_factors zs_pending_of(const zs_mem *mem);
+/* The factor that a reader multiplies by and rounds; 1: none. NULL allowed. */
+static inline float zs_pending_of(const zs_mem *mem)
+{
+    return mem != NULL && mem->pending != 0 ? mem->pending : 1;
+}
 
-/* Multiplies the block now, if it has factors; NULL allowed. */
+/* Multiplies the block now, if it has a factor; NULL allowed. */
 void zs_pending_settle(zs_mem *mem);
 
-/* Forgets the factors: new numbers will be written. NULL allowed. */
+/* Forgets the factor: new numbers will be written. NULL allowed. */
 void zs_pending_drop(zs_mem *mem);
 
-/* Has any block factors? */
+/* Has any block a factor? */
 bool zs_pending_any(void);
 
 #endif

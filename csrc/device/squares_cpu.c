@@ -15,27 +15,27 @@ enum { GROUP = 32, LANES = 8, GRAIN = 1 << 15, DTYPES = ZS_BYTES };
 #define SAME(x) (x)
 
 /* `n`: at most GROUP. The lanes are in the source, because the compiler may not reorder a sum. */
-#define SQUARES(name, target, fused, T, load)                                 \
-    target static void name(const void *x, int64_t numel, zs_exact *sum)      \
-    {                                                                         \
-        for (int64_t at = 0; at < numel; at += GROUP) {                       \
-            const T *in = (const T *)x + at;                                  \
-            T last[GROUP] = {0};                                              \
-            double lane[LANES] = {0};                                         \
-            if (numel - at < GROUP) {                                         \
-                memcpy(last, in, (size_t)(numel - at) * sizeof(T));           \
-                in = last;                                                    \
-            }                                                                 \
-            for (int i = 0; i < GROUP; i += LANES)                            \
-                for (int j = 0; j < LANES; j++) {                             \
-                    const double value = (double)load(in[i + j]);             \
-                    lane[j] += value * value;                                 \
-                }                                                             \
-            for (int width = LANES / 2; width > 0; width /= 2)                \
-                for (int j = 0; j < width; j++)                               \
-                    lane[j] += lane[j + width];                               \
-            zs_exact_add(sum, lane[0]);                                       \
-        }                                                                     \
+#define SQUARES(name, target, fused, T, load)                            \
+    target static void name(const void *x, int64_t numel, zs_exact *sum) \
+    {                                                                    \
+        for (int64_t at = 0; at < numel; at += GROUP) {                  \
+            const T *in = (const T *)x + at;                             \
+            T last[GROUP] = {0};                                         \
+            double lane[LANES] = {0};                                    \
+            if (numel - at < GROUP) {                                    \
+                memcpy(last, in, (size_t)(numel - at) * sizeof(T));      \
+                in = last;                                               \
+            }                                                            \
+            for (int i = 0; i < GROUP; i += LANES)                       \
+                for (int j = 0; j < LANES; j++) {                        \
+                    const double value = (double)load(in[i + j]);        \
+                    lane[j] += value * value;                            \
+                }                                                        \
+            for (int width = LANES / 2; width > 0; width /= 2)           \
+                for (int j = 0; j < width; j++)                          \
+                    lane[j] += lane[j + width];                          \
+            zs_exact_add(sum, lane[0]);                                  \
+        }                                                                \
     }
 
 ZS_FOR_EACH_ISA(SQUARES, squares_f32, float, SAME)

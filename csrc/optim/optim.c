@@ -225,7 +225,7 @@ static zs_status look_at_memory(const zs_optim *plan, const zs_member *member, c
     run->dtype = found.dtype;
     run->numel = found.numel;
     run->grad = grad->data;
-    run->pending = zs_pending_of(grad->mem);
+    run->factor = zs_pending_of(grad->mem);
     out->verdict = plain ? ZS_MEMBER_TAKEN : ZS_MEMBER_FOREIGN;
     return plain ? look_at_state(plan, member, where, out) : ZS_OK;
 }
@@ -299,8 +299,7 @@ static bool follows(const void *next, const void *start, size_t bytes)
 static bool adjoins(const zs_run *run, const zs_run *next)
 {
     if (run->constants != next->constants || run->dtype != next->dtype || run->device != next->device) return false;
-    for (int i = 0; i < ZS_FACTORS; i++)
-        if (zs_run_factor(run, i) != zs_run_factor(next, i)) return false;
+    if (run->factor != next->factor) return false;
     bool numbered = run->dithered || run->form != ZS_FORM_PLAIN;
     if (run->form != next->form || (numbered && next->number != run->number + (uint64_t)run->numel)) return false;
     size_t bytes = (size_t)run->numel * zs_dtype_size(run->dtype);

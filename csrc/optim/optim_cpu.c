@@ -11,6 +11,9 @@
 
 #define SAME(x) (x)
 
+typedef float real_f32;
+typedef double real_f64;
+
 /* How a result is stored, given 16 random bits. Where a rule does not ask for them, the compiler drops what makes
  * them. */
 #define STORE_SAME(x, noise) ((void)(noise), (x))
@@ -34,12 +37,12 @@ static inline zs_dither dither_of(const zs_run *run, int64_t begin)
         T *restrict exp_avg = run->state[0], *restrict exp_avg_sq = run->state[1], *restrict max = run->state[2]; \
         const zs_dither dither = dither_of(run, begin);                                                           \
         const uint32_t number = (uint32_t)run->number;                                                            \
-        const float factors[] = {zs_run_factor(run, 0), zs_run_factor(run, 1)};                                   \
+        const real_##real factor = run->factor;                                                                   \
         _Pragma("GCC ivdep") for (int64_t i = begin; i < end; i++)                                                \
         {                                                                                                         \
             zs_adam_cell_##real cell = {load(param[i]), load(exp_avg[i]), load(exp_avg_sq[i]),                    \
                                         amsgrad ? load(max[i]) : 0};                                              \
-            zs_adam_update_##real(&k, &cell, load(grad[i]) * factors[0] * factors[1], amsgrad, fused);            \
+            zs_adam_update_##real(&k, &cell, load(grad[i]) * factor, amsgrad, fused);                             \
             const zs_noise noise = zs_noise_of(&dither, number + (uint32_t)i);                                    \
             param[i] = store(cell.param, noise.of[0] >> 16);                                                      \
             exp_avg[i] = store(cell.exp_avg, noise.of[0] & 0xffffu);                                              \
@@ -57,11 +60,11 @@ static inline zs_dither dither_of(const zs_run *run, int64_t begin)
         T *restrict buffer = run->state[0];                                             \
         const zs_dither dither = dither_of(run, begin);                                 \
         const uint32_t number = (uint32_t)run->number;                                  \
-        const float factors[] = {zs_run_factor(run, 0), zs_run_factor(run, 1)};         \
+        const real_##real factor = run->factor;                                         \
         _Pragma("GCC ivdep") for (int64_t i = begin; i < end; i++)                      \
         {                                                                               \
             zs_sgd_cell_##real cell = {load(param[i]), momentum ? load(buffer[i]) : 0}; \
-            zs_sgd_update_##real(&k, &cell, load(grad[i]) * factors[0] * factors[1], momentum, fused); \
+            zs_sgd_update_##real(&k, &cell, load(grad[i]) * factor, momentum, fused);   \
             const zs_noise noise = zs_noise_of(&dither, number + (uint32_t)i);          \
             param[i] = store(cell.param, noise.of[0] >> 16);                            \
             if (momentum) buffer[i] = store(cell.buffer, noise.of[0] & 0xffffu);        \

@@ -167,8 +167,8 @@ static PyObject *scale_later(PyObject *module, PyObject *args)
     zs_status status = find_flats(objects, &list);
     for (int64_t k = 0; status == ZS_OK && k < list.chosen.n; k++) {
         zs_chosen_flat *chosen = &list.chosen.flats[k];
-        chosen->done = zs_chosen_can_wait(chosen) &&
-                       zs_pending_add(chosen->unit->flats[chosen->flat].grad_mem, factor);
+        chosen->done = factor != 0 && zs_chosen_can_wait(chosen);
+        if (chosen->done) zs_pending_set(chosen->unit->flats[chosen->flat].grad_mem, factor);
     }
     PyObject *left = status == ZS_OK ? left_over(&list) : zs_py_raise(module);
     free_list(&list);

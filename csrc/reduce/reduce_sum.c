@@ -25,7 +25,7 @@ typedef struct summing {
     zs_stream stream;
     int rank, world;
     double scale;
-    double again; /* for earlier gradients: all ranks' sources are added to them, and scaled together */
+    double again;      /* for earlier gradients: all ranks' sources are added to them, and scaled together */
     zs_exact *squares; /* of the flat at hand; NULL: not asked for */
 } summing;
 

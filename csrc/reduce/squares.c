@@ -56,7 +56,7 @@ static bool is_unchanged(const zs_param *param)
 
 bool zs_squares_hold(const zs_unit *unit, int f)
 {
-    bool hold = unit->flats[f].squared && zs_pending_of(unit->flats[f].grad_mem).n == 0;
+    bool hold = unit->flats[f].squared && zs_pending_of(unit->flats[f].grad_mem) == 1;
     for (int64_t i = 0; i < unit->n_params && hold; i++)
         if (unit->params[i].flat == f && unit->params[i].squared) hold = is_unchanged(&unit->params[i]);
     return hold;

@@ -22,7 +22,7 @@ typedef struct zs_group {
     void *first, *second;   /* codes or floats */
     uint8_t *scales[2];     /* with codes: of first and second */
     uint64_t number, round; /* of the first element; of the step: as in zs_hyper */
-    float factors[2];       /* of the gradient, one after the other */
+    float factor;           /* of the gradient */
 } zs_group;
 
 /* NULL stays NULL. */
@@ -66,8 +66,8 @@ ZS_HD float zs_group_load(const zs_group *at, int kind, int j)
 /* And of its gradient. */
 ZS_HD float zs_group_grad(const zs_group *at, int kind, int j)
 {
-    if (kind == ZS_IN_F32) return ((const float *)at->grad)[j] * at->factors[0] * at->factors[1];
-    return zs_from_bf16(((const zs_bf16 *)at->grad)[j]);
+    if (kind == ZS_IN_F32) return ((const float *)at->grad)[j] * at->factor;
+    return zs_from_bf16(((const zs_bf16 *)at->grad)[j]); /* nothing is pending */
 }
 
 /* Writes an element of the parameter, rounded by `offset` if it is not float32. */

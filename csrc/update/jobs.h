@@ -61,7 +61,7 @@ typedef struct zs_constants {
 typedef struct zs_run {
     void *param;
     const void *grad;
-    zs_factors pending;           /* (the host's memory) of the gradient, see device/pending.h */
+    float factor;                 /* (the host's memory) of gradients, see device/pending.h; else 1 */
     void *state[ZS_OPTIM_STATES]; /* NULL: has none */
     zs_form form;
     const zs_constants *constants;
@@ -71,12 +71,6 @@ typedef struct zs_run {
     bool dithered; /* rounded stochastically: bfloat16 only */
     const zs_device *device;
 } zs_run;
-
-/* The factor of gradients, number `i`; 1 beyond the last. */
-static inline float zs_run_factor(const zs_run *run, int i)
-{
-    return i < run->pending.n ? run->pending.by[i] : 1;
-}
 
 /* How compact.h calls the width of a run's parameter. */
 static inline int zs_compact_kind(const zs_run *run)
@@ -95,8 +89,7 @@ static inline zs_group zs_run_group(const zs_run *run)
     group.scales[1] = run->state[ZS_STATE_SECOND_SCALE];
     group.number = run->number;
     group.round = run->constants->round;
-    for (int i = 0; i < ZS_FACTORS; i++)
-        group.factors[i] = zs_run_factor(run, i);
+    group.factor = run->factor;
     return group;
 }
 
