@@ -242,6 +242,10 @@ static inline void zs_device_end_trail(const zs_device *device, zs_trail *trail)
     if (device->ops->queues) device->ops->end_trail(trail);
 }
 
+/* Counts bytes that an optimizer's step, a norm or a scaling reads from memory or writes there, and returns the bytes
+ * of this process so far. */
+uint64_t zs_count_bytes(uint64_t bytes);
+
 /* Size of one element in bytes (1 for ZS_BYTES). */
 size_t zs_dtype_size(zs_dtype dtype);
 

@@ -334,6 +334,7 @@ double zs_cpu_norm(const zs_numbers *x, double p)
     job.part = (int64_t)zs_round_up((size_t)((numel + PARTS - 1) / PARTS), SMALLEST_PART);
     const int64_t n_parts = numel > 0 ? (numel + job.part - 1) / job.part : 0;
     if (n_parts > 0) zs_parallel_for(n_parts, 1 + GRAIN / job.part, norm_parts, &job);
+    zs_count_bytes((uint64_t)numel * job.item);
 
     double total = 0;
     for (int64_t i = 0; i < n_parts; i++)
@@ -372,5 +373,6 @@ static void scale_part(void *ctx, int64_t begin, int64_t end)
 void zs_cpu_scale(const zs_numbers *x, double factor)
 {
     scale_job job = {.x = x->data, .dtype = x->dtype, .factor = factor};
+    zs_count_bytes(2 * (uint64_t)x->numel * zs_dtype_size(x->dtype));
     zs_parallel_for(x->numel, GRAIN, scale_part, &job);
 }

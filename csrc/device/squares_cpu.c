@@ -84,5 +84,6 @@ static void squares_part(void *ctx, int64_t begin, int64_t end)
 void zs_cpu_squares(const zs_numbers *x, zs_exact *sum)
 {
     squares_job job = {x, sum};
+    zs_count_bytes((uint64_t)x->numel * zs_dtype_size(x->dtype));
     if (x->numel > 0) zs_parallel_for((x->numel + GROUP - 1) / GROUP, GRAIN / GROUP, squares_part, &job);
 }

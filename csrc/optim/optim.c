@@ -396,6 +396,15 @@ static zs_status queue_updates(const zs_optim *plan)
     return ZS_OK;
 }
 
+/* What the loops read and write of a run, each byte once. */
+static uint64_t bytes_of(const zs_run *run)
+{
+    uint64_t bytes = 3 * (uint64_t)run->numel * zs_dtype_size(run->dtype); /* the parameter twice, the gradient */
+    for (int s = 0; s < ZS_OPTIM_STATES; s++)
+        bytes += 2 * zs_run_state_bytes(run, s, run->numel);
+    return bytes;
+}
+
 zs_status zs_optim_step(zs_optim *plan)
 {
     int64_t total = plan->n_runs > 0 ? plan->ends[plan->n_runs - 1] : 0;
@@ -404,6 +413,8 @@ zs_status zs_optim_step(zs_optim *plan)
         ZS_TRY(update_on_disk(plan));
     else if (total > 0)
         zs_parallel_for(total, ZS_UPDATE_GRAIN, update_part, plan);
+    for (int64_t i = 0; i < plan->n_runs; i++)
+        zs_count_bytes(bytes_of(&plan->runs[i]));
     for (int64_t i = 0; i < plan->n_members; i++) {
         const zs_view *found = &plan->views[i];
         if (found->verdict != ZS_MEMBER_TAKEN) continue;

@@ -200,7 +200,20 @@ static PyObject *has_pending(PyObject *module, PyObject *unused)
     return PyBool_FromLong(zs_pending_any());
 }
 
+PyDoc_STRVAR(bytes_passed_doc,
+             "bytes_passed($module, /)\n--\n\nReturn the bytes of CPU memory that steps of zshard's optimizers, norms "
+             "and scalings of gradients have read and\nwritten in this process. What is done while the bytes are in the "
+             "cache anyway, or by torch, is not counted.");
+
+static PyObject *bytes_passed(PyObject *module, PyObject *unused)
+{
+    (void)module;
+    (void)unused;
+    return PyLong_FromUnsignedLongLong(zs_count_bytes(0));
+}
+
 static PyMethodDef functions[] = {
+    {"bytes_passed", bytes_passed, METH_NOARGS, bytes_passed_doc},
     {"has_pending", has_pending, METH_NOARGS, has_pending_doc},
     {"squares", squares, METH_O, squares_doc},
     {"squares_value", squares_value, METH_O, squares_value_doc},
