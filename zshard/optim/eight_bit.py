@@ -41,7 +41,7 @@ __all__ = ["Adam8bit", "AdamW8bit", "EightBit", "SGD8bit", "hidden"]
 class EightBit(InOneCall):
     """What the three have in common: their options, their state, and its conversions."""
 
-    _takes_codes = True
+    keeps_dtypes = True
     _group_size = codes.GROUP
 
     def _set_eight_bit(self, master: str | None, min_8bit_size: int) -> None:

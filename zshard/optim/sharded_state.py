@@ -28,8 +28,8 @@ from zshard.ranks.agreement import Fact
 from zshard.units.shards import Part, part_of
 
 __all__ = [
-    *("SCALARS", "HeldState", "fact_of", "held_by", "held_in", "params_of"),
-    *("part_of_state", "scalar_keys", "shard_state_of", "zeros_side_by_side"),
+    *("SCALARS", "HeldState", "fact_of", "held_by", "held_in", "keeps_dtypes", "params_of"),
+    *("part_of_state", "scalar_keys", "shard_state_of", "takes_full_state", "zeros_side_by_side"),
 ]
 
 SCALARS = frozenset(("step", "eta", "mu", "mu_product"))
@@ -42,6 +42,16 @@ _ALIGN = 32
 
 def params_of(optimizer: Optimizer) -> Iterable[Tensor]:
     return (param for group in optimizer.param_groups for param in group["params"])
+
+
+def keeps_dtypes(optimizer: Optimizer) -> bool:
+    """Return whether torch must not cast state that it loads to the parameters' dtypes."""
+    return getattr(optimizer, "keeps_dtypes", False)
+
+
+def takes_full_state(optimizer: Optimizer) -> bool:
+    """Return whether it keeps the full state of some parameters, not of shards: WholeMatrix."""
+    return getattr(optimizer, "takes_full_state", False)
 
 
 # --- what is sharded ------------------------------------------------------------------------------
