@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from zshard.optim import AdamW, _AdamInOneCall
+from zshard.optim import AdamW, AdamW8bit
+from zshard.optim.eight_bit import hide_codes
 from zshard.optim.matrices import groups_of
 from zshard.optim.sharded_state import zeros_side_by_side
-from zshard.optim.step import _count_rounding
 from zshard.optim.whole_steps import Stepping, WholeSteps, full_shape
 from zshard.units.shards import part_of
 
@@ -37,7 +37,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _LR_FUNCTIONS = (None, "original", "match_rms_adamw")
 
 
-class Muon(_AdamInOneCall):
+class Muon(torch.optim.Optimizer):
     """torch.optim.Muon for sharded and unsharded models, with AdamW for what Muon is not for.
 
     Each matrix is orthogonalized on one rank; the momentum is sharded like the parameter. With
@@ -58,7 +58,8 @@ class Muon(_AdamInOneCall):
         ns_dtype: what the matrices are computed and sent in, "bfloat16" as in torch.optim.Muon, or
             "float32", which is much faster on CPUs without instructions for bfloat16, and more
             exact.
-        adamw: options of zshard.AdamW for its param groups; None: its defaults, also for lr.
+        adamw: options of zshard.AdamW for its param groups; with "bits": 8, those of
+            zshard.AdamW8bit. None: its defaults, also for lr.
 
     Param groups may set all of these, and those of AdamW, by themselves. step() is collective.
 
@@ -99,8 +100,8 @@ class Muon(_AdamInOneCall):
             "use_muon": True,
         }
         _check_options(self._of_muon)
-        probe = AdamW([torch.zeros(1)], **dict(adamw or {}))
-        self._of_adamw = {**probe.defaults, "use_muon": False}
+        self._adamw = _adamw_of({} if adamw is None else adamw)
+        self._of_adamw = {**self._adamw.defaults, "use_muon": False}
         self._whole = WholeSteps("Muon", 1, _BATCH)
         if isinstance(params, nn.Module):
             if split is not None and not isinstance(split, Mapping):
@@ -111,7 +112,12 @@ class Muon(_AdamInOneCall):
             params, text = groups_of(params, split or {})
             _announce(text)
         # All options, for comparisons between ranks; add_param_group() keeps those of its kind.
-        torch.optim.Optimizer.__init__(self, params, {**self._of_adamw, **self._of_muon})
+        super().__init__(params, {**self._of_adamw, **self._of_muon})
+
+    @property
+    def takes_codes(self) -> bool:
+        """Return whether AdamW's state may be in 8 bits."""
+        return self._adamw.takes_codes
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as in torch.optim.
@@ -122,13 +128,15 @@ class Muon(_AdamInOneCall):
         Raises what the constructor does.
         """
         known = self._of_muon if param_group.get("use_muon", True) else self._of_adamw
+        if "bits" in param_group and "bits" not in known:
+            raise ValueError(f"bits={param_group['bits']!r} of a param group: {_NO_BITS}")
         for name, default in known.items():
             param_group.setdefault(name, default)
-        own = {*param_group, "params", "param_names"}
+        own = {*param_group}
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        for name in [name for name in group if name not in own]:
-            del group[name]
+        for name in self.defaults.keys() - own:
+            del param_group[name]
+        self._take_group(param_group)
 
     def _take_group(self, group: dict[str, Any]) -> None:
         if group.setdefault("use_muon", "momentum" in group):
@@ -143,7 +151,30 @@ class Muon(_AdamInOneCall):
                 "zshard.Muon: capturable=True is not supported, as ranks communicate in its step: "
                 "omit it"
             )
-        super()._take_group(group)
+        self._adamw._take_group(group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what state_dict() returned, under this or another sharding. With 8 bits, AdamW's
+        state in float32 is converted.
+
+        Raises ValueError for state that does not fit the parameters, and for state in 8 bits if
+        AdamW has none.
+        """
+        with self.register_load_state_dict_pre_hook(hide_codes):
+            super().load_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "zshard.Muon cannot be copied or pickled: construct another, and pass the result of "
+            "state_dict() to its load_state_dict()"
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for group in state["param_groups"]:
+            self._take_group(group)
+        rest = [group for group in state["param_groups"] if not group["use_muon"]]
+        self._adamw.__setstate__({"state": state["state"], "param_groups": rest})
+        super().__setstate__({**state, "state": self._adamw.state})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -161,10 +192,9 @@ class Muon(_AdamInOneCall):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for index, group in enumerate(self.param_groups):
-            if not group["use_muon"]:
-                self._step_params(index, group, self.state)
-                _count_rounding(group)
+        self._adamw.state = self.state  # both keep one dict
+        self._adamw.param_groups = [g for g in self.param_groups if not g["use_muon"]]
+        self._adamw.step_groups()
         stepped, options = [], []
         for group in self.param_groups:
             for param in group["params"] if group["use_muon"] else ():
@@ -189,6 +219,28 @@ class Muon(_AdamInOneCall):
 
 
 # --- options --------------------------------------------------------------------------------------
+
+_NO_BITS = 'only groups with use_muon=False have state in 8 bits, and only with adamw={"bits": 8}'
+
+
+def _adamw_of(options: Mapping[str, Any]) -> AdamW | AdamW8bit:
+    """Return the optimizer that steps Muon's other param groups, which it gets later."""
+    if not isinstance(options, Mapping):
+        raise TypeError(
+            f"adamw must be a dict of options of zshard.AdamW, got {options!r}; for state in 8 "
+            'bits, pass {"bits": 8}'
+        )
+    nothing: dict[str, Any] = {"params": []}
+    if "bits" in options:
+        nothing["bits"] = options["bits"]
+        others = {name: value for name, value in options.items() if name != "bits"}
+        made = AdamW8bit([nothing], **others)
+        made.defaults["bits"] = options["bits"]
+        return made
+    for name in ("master", "min_8bit_size"):
+        if name in options:
+            raise ValueError(f'adamw has {name}={options[name]!r} but no bits: add "bits": 8')
+    return AdamW([nothing], **options)
 
 
 @functools.cache  # once

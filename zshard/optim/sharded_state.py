@@ -28,8 +28,9 @@ from zshard.ranks.agreement import Fact
 from zshard.units.shards import Part, part_of
 
 __all__ = [
-    *("SCALARS", "HeldState", "fact_of", "held_by", "held_in", "keeps_dtypes", "params_of"),
-    *("part_of_state", "scalar_keys", "shard_state_of", "takes_full_state", "zeros_side_by_side"),
+    *("SCALARS", "HeldState", "fact_of", "held_by", "held_in", "params_of", "part_of_state"),
+    *("scalar_keys", "shard_state_of", "takes_codes", "takes_full_state", "with_own_dtypes"),
+    "zeros_side_by_side",
 ]
 
 SCALARS = frozenset(("step", "eta", "mu", "mu_product"))
@@ -44,9 +45,15 @@ def params_of(optimizer: Optimizer) -> Iterable[Tensor]:
     return (param for group in optimizer.param_groups for param in group["params"])
 
 
-def keeps_dtypes(optimizer: Optimizer) -> bool:
-    """Return whether torch must not cast state that it loads to the parameters' dtypes."""
-    return getattr(optimizer, "keeps_dtypes", False)
+def takes_codes(optimizer: Optimizer) -> bool:
+    """Return whether its state may be in 8 bits."""
+    return getattr(optimizer, "takes_codes", False)
+
+
+def with_own_dtypes(optimizer: Optimizer) -> set[int]:
+    """Return the ids of the parameters whose state torch must not cast to their dtypes."""
+    groups = optimizer.param_groups if takes_codes(optimizer) else []
+    return {id(param) for group in groups if "bits" in group for param in group["params"]}
 
 
 def takes_full_state(optimizer: Optimizer) -> bool:

@@ -40,7 +40,7 @@ class InOneCall(torch.optim.Optimizer):
     a param group that asks for it, if it is not always there."""
     _counts_steps = False  # whether its state has a "step" per parameter
     _begins_as_grad: str | None = None  # the state tensor whose first value is the gradient
-    keeps_dtypes = False  # whether its state has dtypes of its own: codes of 8 bits
+    takes_codes = False  # whether its state may be in 8 bits
     _group_size = 1  # elements that share state; numbers of parameters begin at multiples of it
 
     _plans: dict[Any, _core.OptimPlan]  # by group index; for a part, also its unit
@@ -59,10 +59,14 @@ class InOneCall(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.step_groups()
+        return loss
+
+    def step_groups(self) -> None:
+        """Do the work of step(), without torch's hooks."""
         for index, group in enumerate(self.param_groups):
             self._step_params(index, group, self.state)
             _count_rounding(group)
-        return loss
 
     def _step_part(self, index: int, unit: int, params: list[Tensor]) -> None:
         """Step some parameters of group `index`, those of one unit; for optimizer_in_backward.
@@ -105,7 +109,7 @@ class InOneCall(torch.optim.Optimizer):
         self._set_scaler_flag()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if not self.keeps_dtypes and codes.has_codes(state.get("state", {})):
+        if not self.takes_codes and codes.has_codes(state.get("state", {})):
             raise ValueError(f"cannot load the state dict: {codes.wants_float32(self)}")
         super().__setstate__(state)
         for group in self.param_groups:

@@ -37,11 +37,12 @@ from zshard.optim.sharded_state import (
     HeldState,
     fact_of,
     held_by,
-    keeps_dtypes,
     params_of,
     part_of_state,
     scalar_keys,
+    takes_codes,
     takes_full_state,
+    with_own_dtypes,
     zeros_side_by_side,
 )
 from zshard.optim.state_registry import FullState, ask_for_full
@@ -193,8 +194,7 @@ def _take_parts(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] |
     plan = OptimizerPlan(optimizer, params, found)
     state = {**given["state"], **plan.take(None)}
     plan.read(None)
-    result = {**given, "state": state}
-    return hidden(result) if keeps_dtypes(optimizer) else result
+    return hidden(optimizer, {**given, "state": state})
 
 
 def problems_with(
@@ -211,7 +211,8 @@ def problems_with(
     if takes_full_state(optimizer):  # which may have state of any shape
         return []
     problems, wrong_dtypes = [], []
-    if not keeps_dtypes(optimizer) and has_codes(state):
+    own_dtypes = with_own_dtypes(optimizer)
+    if not takes_codes(optimizer) and has_codes(state):
         problems.append(wants_float32(optimizer))
     for number, entries in state.items():
         part = part_of(params[number])
@@ -226,7 +227,7 @@ def problems_with(
                 )
             elif shape not in (own.shape, ()):
                 problems.append(f"{where} has shape {shape}, expected {own.shape} or ()")
-            keeps = keeps_dtypes(optimizer) or _keeps_dtype(value)
+            keeps = id(params[number]) in own_dtypes or _keeps_dtype(value)
             if shape == own.shape != () and value.dtype != part.dtype and not keeps:
                 wrong_dtypes.append(f"{where} has dtype {value.dtype}, expected {part.dtype}")
     return problems + wrong_dtypes if same_dtypes else problems
@@ -299,9 +300,9 @@ class OptimizerPlan:
                 return None
             return own if own.shape != () or key not in scalars else None
 
-        keeps = keeps_dtypes(optimizer)
+        keeps = with_own_dtypes(optimizer)
         self._entries = [
-            _Entry(n, param, key, entries[key], cut(part, key, entries[key]), keeps)
+            _Entry(n, param, key, entries[key], cut(part, key, entries[key]), id(param) in keeps)
             for n, param, part, entries in found
             for key in entries
         ]
