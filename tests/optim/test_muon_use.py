@@ -297,8 +297,15 @@ def test_float32_is_close_to_bfloat16():
         ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients must be three numbers"),
         ({"adjust_lr_fn": "moonshot"}, "adjust_lr_fn must be 'original', 'match_rms_adamw'"),
         ({"ns_dtype": "float16"}, "ns_dtype must be 'bfloat16' or 'float32'"),
-        ({"split": 5}, "split=5 does not divide the 8 rows of parameter of shape"),
-        ({"split": (4, 5)}, "does not divide the 8 rows"),
+        ({"split": 5}, "split=5 does not divide the 8 rows and 6 columns of parameter of shape"),
+        ({"split": (4, 5)}, r"split=\(4, 5\) does not divide the 8 rows"),
+        ({"split": (8, 0)}, "does not divide"),
+        ({"split": 0}, "does not divide"),
+        ({"split": 2.0}, "does not divide"),
+        ({"split": "columns"}, "does not divide"),
+        ({"split": ("columns", 4)}, r"does not divide .* 6 columns .*, number of equal blocks"),
+        ({"split": ("columns", (3, 3))}, "does not divide"),
+        ({"split": ("rows", 2)}, "does not divide"),
     ],
 )
 def test_invalid_arguments(options, said):

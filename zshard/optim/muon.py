@@ -45,16 +45,17 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         params: a model, or parameters or param groups. Of a model, Muon updates the weights of
-            nn.Linear and nn.MultiheadAttention, and AdamW the rest: embeddings and what is tied to
-            them, the output head (the last nn.Linear), biases, norms. Rank 0 prints the choice.
-            Otherwise Muon updates all parameters, which must be matrices, but for param groups with
-            use_muon=False, which AdamW updates.
+            nn.Linear, nn.MultiheadAttention and transformers' Conv1D, and AdamW the rest:
+            embeddings and what is tied to them, the output head (the last nn.Linear), biases,
+            norms. Rank 0 prints the choice. Otherwise Muon updates all parameters, which must be
+            matrices, but for param groups with use_muon=False, which AdamW updates.
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as in
             torch.optim.Muon.
         split: for a matrix that consists of several, such as a fused QKV projection or the heads of
-            one: into how many equal blocks of rows, or the rows of each block. Each is updated as a
-            matrix of its own. With a model, a dict of these by patterns of parameter names,
-            {"*.qkv.weight": 3}.
+            one: into how many equal blocks of rows, the rows of each block, or ("columns", n) for n
+            equal blocks of columns. Each is updated as a matrix of its own. With a model, a dict of
+            these by patterns of parameter names, {"*.qkv.weight": 3}; for transformers' Conv1D,
+            which has its outputs in columns, 3 means ("columns", 3).
         ns_dtype: what the matrices are computed and sent in, "bfloat16" as in torch.optim.Muon, or
             "float32", which is much faster on CPUs without instructions for bfloat16, and more
             exact.
@@ -283,27 +284,42 @@ def _check_matrix(param: Tensor, split: Any) -> None:
             f"Muon is for matrices, not for {_name_of(param)}: put it in a param group with "
             "use_muon=False, or pass the model instead of parameters, zshard.Muon(model)"
         )
-    _blocks(shape, split, param)
+    _blocks(param, split)
 
 
-def _blocks(shape: tuple[int, ...], split: Any, param: Tensor) -> list[int]:
-    """Return the rows of each block. Raises ValueError if they do not add up."""
-    if split is None:
-        return [shape[0]]
-    if isinstance(split, int) and split > 0 and shape[0] % split == 0:
-        return [shape[0] // split] * split
-    if not isinstance(split, int) and sum(split) == shape[0] and min(split) > 0:
-        return list(split)
-    raise ValueError(
-        f"split={split!r} does not divide the {shape[0]} rows of {_name_of(param)}: pass a number "
-        "of equal blocks, or the rows of each block"
-    )
+class _Blocks(NamedTuple):
+    """The matrices that a parameter consists of."""
+
+    dim: int  # along which it is split
+    sizes: list[int]  # there
+    shapes: list[tuple[int, int]]
+
+
+def _blocks(param: Tensor, split: Any) -> _Blocks:
+    """Return how a parameter is split. Raises ValueError if the blocks do not add up."""
+    rows, columns = shape = full_shape(param)
+    dim, parts = 0, 1 if split is None else split
+    if isinstance(split, tuple | list) and len(split) == 2 and split[0] == "columns":
+        dim, parts = 1, split[1]
+    sizes: list[Any] = []
+    if isinstance(parts, int) and parts > 0 and shape[dim] % parts == 0:
+        sizes = [shape[dim] // parts] * parts
+    elif isinstance(parts, tuple | list) and dim == 0:
+        sizes = [n for n in parts if isinstance(n, int) and n > 0]
+        sizes = sizes if len(sizes) == len(parts) else []
+    if not sizes or sum(sizes) != shape[dim]:
+        raise ValueError(
+            f"split={split!r} does not divide the {rows} rows and {columns} columns of "
+            f"{_name_of(param)}: pass a number of equal blocks of rows, the rows of each block, or "
+            '("columns", number of equal blocks)'
+        )
+    shapes = [(size, columns) if dim == 0 else (rows, size) for size in sizes]
+    return _Blocks(dim, sizes, shapes)
 
 
 def _stepping(param: Tensor, group: Mapping[str, Any]) -> Stepping:
-    shape, split, dtype = full_shape(param), group["split"], group["ns_dtype"]
-    rows = _blocks(shape, split, param)
-    cost = sum(_cost(each, shape[1]) for each in rows)
+    split, dtype = group["split"], group["ns_dtype"]
+    cost = sum(_cost(*shape) for shape in _blocks(param, split).shapes)
     return Stepping(param, cost, f"split={split}, ns_dtype={dtype}", _DTYPES[dtype])
 
 
@@ -323,27 +339,29 @@ class _Step(NamedTuple):
     momentum: Tensor
     options: dict[str, Any]
     shape: tuple[int, ...]
-    rows: list[int]  # of each block
+    blocks: _Blocks
 
     @staticmethod
     def of(param: Tensor, state: Mapping[str, Any], group: dict[str, Any]) -> _Step:
-        shape = full_shape(param)
-        rows = _blocks(shape, group["split"], param)
-        return _Step(param, state["momentum_buffer"], group, shape, rows)
+        blocks = _blocks(param, group["split"])
+        return _Step(param, state["momentum_buffer"], group, full_shape(param), blocks)
 
-    def segments(self) -> Iterable[tuple[int, int, float]]:
-        """Yield (first element, number, factor of lr) of this rank's part of each block."""
+    def segments(self) -> Iterable[tuple[int, int, tuple[int, int]]]:
+        """Yield (first element, number, block's shape) of this rank's part of each block. Blocks of
+        columns, which are equal, are one segment."""
         part = part_of(self.param)
         begin, numel = (0, self.param.numel()) if part is None else (part.begin, part.numel)
         if part is not None and not part.is_cut:
             begin, numel = 0, self.param.numel()
+        if self.blocks.dim == 1:
+            yield 0, numel, self.blocks.shapes[0]
+            return
         at = 0
-        for rows in self.rows:
-            end = at + rows * self.shape[1]
+        for rows, columns in self.blocks.shapes:
+            end = at + rows * columns
             first, last = max(at, begin), min(end, begin + numel)
             if first < last:
-                factor = _lr_factor(self.options["adjust_lr_fn"], rows, self.shape[1])
-                yield first - begin, last - first, factor
+                yield first - begin, last - first, (rows, columns)
             at = end
 
 
@@ -372,9 +390,10 @@ class _MuonJob:
         return {i: self._orthogonalized(self._steps[i], each[0]) for i, each in inputs.items()}
 
     def _orthogonalized(self, step: _Step, whole: Tensor) -> Tensor:
-        blocks = whole.view(step.shape).split(step.rows)  # type: ignore[no-untyped-call]
-        done = [_orthogonalized(block, step.options) for block in blocks]
-        return (done[0] if len(done) == 1 else torch.cat(done)).reshape(-1)
+        dim, sizes, _ = step.blocks
+        blocks = whole.view(step.shape).split(sizes, dim)  # type: ignore[no-untyped-call]
+        done = [_orthogonalized(block.contiguous(), step.options) for block in blocks]
+        return (done[0] if len(done) == 1 else torch.cat(done, dim)).reshape(-1)
 
     def take(self, matrix: int, result: Tensor) -> None:
         step = self._steps[matrix]
@@ -382,9 +401,9 @@ class _MuonJob:
         lr = options["lr"]
         lr = lr.squeeze() if isinstance(lr, Tensor) else lr
         values.mul_(1 - lr * options["weight_decay"])
-        for begin, numel, factor in step.segments():
-            there = slice(begin, begin + numel)
-            _add(values[there], result[there], -lr * factor, step.shape)
+        for begin, numel, shape in step.segments():
+            there, factor = slice(begin, begin + numel), _lr_factor(options["adjust_lr_fn"], *shape)
+            _add(values[there], result[there], -lr * factor, shape)
 
 
 def _add(values: Tensor, update: Tensor, factor: Any, shape: tuple[int, ...]) -> None:
