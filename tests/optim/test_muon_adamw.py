@@ -148,7 +148,7 @@ def test_saved_at_2_ranks_loads_at_3(pool2, pool3, tmp_path, transport, how):
     assert not differ(plain.state_dict(), saved)
 
 
-def goes_on(transport, state):
+def resumes(transport, state):
     model = sharded("wide", ("full_shard", transport))
     optimizer = zshard.Muon(model, lr=0.05, adamw=EIGHT)
     if state is not None:
@@ -162,9 +162,9 @@ def goes_on(transport, state):
 @ranks(2)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_loaded_run_continues_with_the_bits_of_an_uninterrupted_one(pool, transport):
-    results = pool.run(goes_on, transport, None)
+    results = pool.run(resumes, transport, None)
     for again, (_, expected) in zip(
-        pool.run(goes_on, transport, results[0][0]), results, strict=True
+        pool.run(resumes, transport, results[0][0]), results, strict=True
     ):
         assert not differences(again["model"], expected["model"])
         assert not differ(again["optimizer"], expected["optimizer"])

@@ -24,6 +24,7 @@ from torch.optim.optimizer import ParamsT
 from zshard.optim import AdamW, AdamW8bit
 from zshard.optim.eight_bit import hide_codes
 from zshard.optim.matrices import groups_of
+from zshard.optim.newton_schulz import cost_of, orthogonalized
 from zshard.optim.sharded_state import zeros_side_by_side
 from zshard.optim.whole_steps import Stepping, WholeSteps, full_shape
 from zshard.units.shards import part_of
@@ -59,6 +60,9 @@ class Muon(torch.optim.Optimizer):
         ns_dtype: what the matrices are computed and sent in, "bfloat16" as in torch.optim.Muon, or
             "float32", which is much faster on CPUs without instructions for bfloat16, and more
             exact.
+        symmetric: compute only half of each symmetric product, in blocks: faster for matrices of
+            at least 256 rows and columns. The update then differs from torch's by at most 1e-5 of
+            its norm in float32, and by 1% in bfloat16.
         adamw: options of zshard.AdamW for its param groups; with "bits": 8, those of
             zshard.AdamW8bit. None: its defaults, also for lr.
 
@@ -84,6 +88,7 @@ class Muon(torch.optim.Optimizer):
         *,
         split: Any = None,
         ns_dtype: str = "bfloat16",
+        symmetric: bool = False,
         adamw: Mapping[str, Any] | None = None,
     ) -> None:
         by_model = isinstance(params, nn.Module)
@@ -98,6 +103,7 @@ class Muon(torch.optim.Optimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "split": None if by_model else split,
             "ns_dtype": ns_dtype,
+            "symmetric": symmetric,
             "use_muon": True,
         }
         _check_options(self._of_muon)
@@ -143,6 +149,7 @@ class Muon(torch.optim.Optimizer):
         if group.setdefault("use_muon", "momentum" in group):
             group.setdefault("split", None)  # a state dict of torch.optim.Muon lacks these
             group.setdefault("ns_dtype", "bfloat16")
+            group.setdefault("symmetric", False)
             _check_options(group)
             for param in group["params"]:
                 _check_matrix(param, group["split"])
@@ -264,6 +271,8 @@ def _check_options(options: Mapping[str, Any]) -> None:
         raise ValueError(f"ns_coefficients must be three numbers, got {options['ns_coefficients']}")
     if options["ns_dtype"] not in _DTYPES:
         raise ValueError(f"ns_dtype must be 'bfloat16' or 'float32', got {options['ns_dtype']!r}")
+    if not isinstance(options["symmetric"], bool):
+        raise ValueError(f"symmetric must be True or False, got {options['symmetric']!r}")
     if options["adjust_lr_fn"] not in _LR_FUNCTIONS:
         raise ValueError(
             f"adjust_lr_fn must be 'original', 'match_rms_adamw' or None, got "
@@ -319,14 +328,9 @@ def _blocks(param: Tensor, split: Any) -> _Blocks:
 
 def _stepping(param: Tensor, group: Mapping[str, Any]) -> Stepping:
     split, dtype = group["split"], group["ns_dtype"]
-    cost = sum(_cost(*shape) for shape in _blocks(param, split).shapes)
-    return Stepping(param, cost, f"split={split}, ns_dtype={dtype}", _DTYPES[dtype])
-
-
-def _cost(rows: int, columns: int) -> int:
-    """Return the multiplications of one iteration."""
-    n, m = min(rows, columns), max(rows, columns)
-    return n * n * (2 * m + n)
+    cost = sum(cost_of(*shape) for shape in _blocks(param, split).shapes)
+    told = f"split={split}, ns_dtype={dtype}, symmetric={group['symmetric']}"
+    return Stepping(param, cost, told, _DTYPES[dtype])
 
 
 # --- the step -------------------------------------------------------------------------------------
@@ -392,7 +396,7 @@ class _MuonJob:
     def _orthogonalized(self, step: _Step, whole: Tensor) -> Tensor:
         dim, sizes, _ = step.blocks
         blocks = whole.view(step.shape).split(sizes, dim)  # type: ignore[no-untyped-call]
-        done = [_orthogonalized(block.contiguous(), step.options) for block in blocks]
+        done = [orthogonalized(block.contiguous(), step.options) for block in blocks]
         return (done[0] if len(done) == 1 else torch.cat(done, dim)).reshape(-1)
 
     def take(self, matrix: int, result: Tensor) -> None:
@@ -418,19 +422,6 @@ def _add(values: Tensor, update: Tensor, factor: Any, shape: tuple[int, ...]) ->
         values.add_(update * rounded)
     else:
         values.copy_(values.float().add_(update, alpha=rounded))
-
-
-def _orthogonalized(update: Tensor, options: Mapping[str, Any]) -> Tensor:
-    """Return US'V' of an update USV', with the values of S' around 1: torch's operations in torch's
-    order. Overwrites it."""
-    a, b, c = options["ns_coefficients"]
-    is_tall = update.size(0) > update.size(1)
-    x = update.T if is_tall else update
-    x.div_(x.norm().clamp(min=options["eps"]))
-    for _ in range(options["ns_steps"]):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if is_tall else x
 
 
 def _lr_factor(function: str | None, rows: int, columns: int) -> float:
