@@ -256,6 +256,27 @@ def test_split_of_shards(pool, transport, split):
     pool.run(splits_shards, transport, split)
 
 
+def saves_columns(path):
+    model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 3))
+    model = FSDP(model, auto_wrap_policy=None)
+    found = []
+    for split in ({"0.*": ("columns", 4)}, None):
+        optimizer = zshard.Muon(model, split=split)
+        model(torch.ones(4, 8)).square().mean().backward()
+        if split:
+            optimizer.step()
+            zshard.save(path, model, optimizer)
+        else:
+            zshard.load(path, model, optimizer)
+        found.append(optimizer.state_dict())
+        optimizer.step()
+    assert found[0]["param_groups"] == found[1]["param_groups"]
+
+
+def test_split_is_in_a_checkpoint(pool2, tmp_path):
+    pool2.run(saves_columns, str(tmp_path / "there"))
+
+
 # --- symmetric products ---------------------------------------------------------------------------
 
 

@@ -230,6 +230,73 @@ def test_a_momentum_of_another_dtype_is_cast_as_torch_does():
     optimizer.step()
 
 
+def converts_by_file(folder):
+    """A file with 32 bits loads into 8; one with 8 bits into 32 is an error and changes nothing."""
+    model = sharded("wide", ("full_shard", "shm"))
+    optimizers = [zshard.Muon(model, adamw=each) for each in (EIGHT, None)]
+    for each in optimizers:
+        train(model, CASES["wide"], each, own_rank(), steps=1)
+    eight, exact = optimizers
+    zshard.save(f"{folder}/8", model, eight)
+    zshard.save(f"{folder}/32", model, exact)
+    before = exact.state_dict()
+    with pytest.raises(RuntimeError, match=r"this Muon does not step.*to_fp32"):
+        zshard.load(f"{folder}/8", model, exact)
+    with pytest.raises(ValueError, match=r"this Muon does not step.*to_fp32"):
+        zshard.load_optim_state_dict(model, exact, zshard.optim_state_dict(model, eight))
+    assert not differ(exact.state_dict(), before)
+    zshard.load(f"{folder}/32", model, eight)
+    assert torch.uint8 in dtypes_in(eight)
+    for each in optimizers:
+        train(model, CASES["wide"], each, own_rank(), steps=1)
+
+
+def test_files_convert(pool2, tmp_path):
+    pool2.run(converts_by_file, str(tmp_path))
+
+
+# --- with other features --------------------------------------------------------------------------
+
+
+def made_before_wrapping(folder):
+    """An optimizer that is older than the sharded model, with state; also on a disk."""
+    found, case = [], CASES["wide"]
+    for options in ({}, {"strategy": "no_shard"}, {"offload": folder}):
+        plain = make(case.make)
+        optimizer = zshard.Muon(plain, lr=0.05, adamw=EIGHT)
+        train(plain, case, optimizer, 0, steps=1)
+        model = FSDP(plain, auto_wrap_policy=case.policy, **options)
+        train(model, case, optimizer, own_rank(), steps=2)
+        found.append((model.state_dict(), optimizer.state_dict()))
+    for values, state in found[1:]:
+        assert_same(values, found[0][0], "the model")
+        assert not differ(state, found[0][1])
+
+
+def test_optimizer_that_is_older_than_the_model_and_state_on_a_disk(pool2, tmp_path):
+    pool2.run(made_before_wrapping, str(tmp_path))
+
+
+def raises_on_one_rank(transport):
+    """The others name the call in which they waited."""
+    model = FSDP(make(CASES["wide"].make), transport=transport, timeout=20)
+    optimizer = zshard.Muon(model, adamw=EIGHT)
+    batch = CASES["wide"].batch(0, own_rank())
+    model(batch).square().mean().backward()
+    if own_rank() == 1:
+        optimizer.param_groups[-1]["betas"] = "none"
+        with pytest.raises(ValueError, match="betas"):
+            optimizer.step()
+    with pytest.raises(zshard.DivergenceError, match=r"Muon\.step\(\)"):
+        model(batch) if own_rank() == 1 else optimizer.step()
+
+
+@ranks(2)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_an_error_of_adamw_on_one_rank(pool, transport):
+    pool.run(raises_on_one_rank, transport)
+
+
 # --- which parameters, which options --------------------------------------------------------------
 
 

@@ -73,7 +73,7 @@ def groups_of(model: nn.Module, split: Mapping[str, Any]) -> tuple[list[dict[str
     """
     hidden = hidden_matrices(model)
     rest: list[tuple[str, Tensor]] = []
-    by_split: dict[Any, list[tuple[str, Tensor]]] = {}
+    by_split: dict[str, tuple[Any, list[tuple[str, Tensor]]]] = {}
     turned = {id(module.weight) for module in model.modules() if _is_conv1d(module)}
     unused = set(split)
     for full, param in model.named_parameters():
@@ -84,19 +84,18 @@ def groups_of(model: nn.Module, split: Mapping[str, Any]) -> tuple[list[dict[str
         pattern = next((each for each in split if fnmatch.fnmatchcase(name, each)), None)
         unused.discard(str(pattern))
         cut = None if pattern is None else split[pattern]
-        cut = tuple(cut) if isinstance(cut, list) else cut
         if isinstance(cut, int) and id(param) in turned:
             cut = ("columns", cut)
-        by_split.setdefault(cut, []).append((name, param))
+        by_split.setdefault(repr(cut), (cut, []))[1].append((name, param))
     if unused:
         raise ValueError(
             f"split: no matrix that Muon updates has a name like {sorted(unused)[0]!r}; the names "
-            f"are {_shown([name for own in by_split.values() for name, _ in own])}"
+            f"are {_shown([name for _, own in by_split.values() for name, _ in own])}"
         )
-    groups = [{"params": own, "use_muon": True, "split": cut} for cut, own in by_split.items()]
+    groups = [{"params": own, "use_muon": True, "split": cut} for cut, own in by_split.values()]
     if rest:
         groups.append({"params": rest, "use_muon": False})
-    n_matrices = sum(map(len, by_split.values()))
+    n_matrices = sum(len(own) for _, own in by_split.values())
     others = [name for name, param in rest if param.ndim == 2]
     text = (
         f"Muon updates {n_matrices} matrices of hidden layers, AdamW the other {len(rest)} "

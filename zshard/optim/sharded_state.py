@@ -228,9 +228,10 @@ def shard_state_of(optimizer: Optimizer) -> None:
         if part is None or not part.is_cut:
             continue
         for key, value in optimizer.state[param].items():
-            is_full = isinstance(value, Tensor) and tuple(value.shape) == part.shape
-            if is_full and (part.shape != () or key not in SCALARS):
-                full.setdefault(key, []).append((param, part))
+            own = part_of_state(part, key)
+            is_full = isinstance(value, Tensor) and tuple(value.shape) == own.shape
+            if is_full and (own.shape != () or key not in SCALARS):
+                full.setdefault(key, []).append((param, own))
     for key, found in full.items():
         old = [(param, part.of(optimizer.state[param][key])) for param, part in found]
         alike = [param for param, value in old if value.dtype == param.dtype]
@@ -238,5 +239,6 @@ def shard_state_of(optimizer: Optimizer) -> None:
         for param, value in old:
             place = places.get(param)
             if place is None:  # state of another dtype
-                place = guard_like(torch.empty_like(value, device=param.device), param)
+                place = torch.empty_like(value, device=param.device)
+                place = place if key in SCALES else guard_like(place, param)
             optimizer.state[param][key] = place.copy_(value)
