@@ -2,11 +2,15 @@
 
     python -m benchmarks.muon [--layers 4] [--width 192] [--rounds 5] [--ns-dtype bfloat16]
     python -m benchmarks.muon --hosts 2x2 --gbit 10       # needs root, see hosts.py
+    python -m benchmarks.muon --symmetric 768x3072 1024x1024 [--rounds 5]
 
 Both sides train the same GPT on the same batches; only step() is timed, from a barrier to the end
 on the slowest rank. Under DDP each rank computes the update of each matrix. Both sides' AdamW (for
 embeddings, head, norms and biases) is a fused one. The run also compares losses, and counts the
 bytes of momentum on a rank.
+
+With --symmetric there are no ranks: CPU time of one update of matrices of these shapes, with one
+thread, with symmetric=True against False.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from benchmarks.hosts import layout
 from benchmarks.hosts_net import Hosts, run_ranks
 from benchmarks.models import GPTBlock, Workload, gpt
 from benchmarks.sides import SEED
+from zshard.optim.newton_schulz import orthogonalized
 
 BASE, OURS = "ddp", "zshard"
 TARGET = 0.55
@@ -48,6 +53,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ns-dtype", default="bfloat16", help="of zshard.Muon (bfloat16)")
     parser.add_argument("--hosts", type=layout, metavar="HxR", help="hosts x ranks of each")
     parser.add_argument("--gbit", type=float, default=10.0, help="of the hosts' links (10)")
+    shapes = "measure products of these shapes"
+    parser.add_argument("--symmetric", type=layout, nargs="+", metavar="RxC", help=shapes)
     args = parser.parse_args(argv)
     args.layers = args.layers or (2 if args.quick else 4)
     args.width = args.width or (64 if args.quick else 192)
@@ -57,6 +64,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
+    if args.symmetric:
+        for shape in args.symmetric:
+            for dtype in (torch.float32, torch.bfloat16):
+                compare_products(shape, dtype, args.rounds)
+        return
     if harness.under_torchrun():
         with harness.process_group() as rank:
             result = measure(args)
@@ -77,6 +89,29 @@ def main(argv: Sequence[str] | None = None) -> None:
             results = json.loads(out.read_text())
         args.hosts = f"{count}x{ranks}"
     harness.finish(args, "muon", results)
+
+
+def compare_products(shape: tuple[int, int], dtype: torch.dtype, rounds: int) -> None:
+    """Print the CPU time of an update with both values of `symmetric`, and how much they differ."""
+    torch.set_num_threads(1)
+    update = torch.randn(shape, generator=torch.Generator().manual_seed(SEED)).to(dtype)
+    options = {"ns_coefficients": (3.4445, -4.7750, 2.0315), "eps": 1e-7, "ns_steps": 5}
+    times: dict[bool, list[float]] = {False: [], True: []}
+    found: dict[bool, torch.Tensor] = {}
+    for _ in range(rounds):
+        for symmetric in times:
+            begin = time.process_time()
+            result = orthogonalized(update.clone(), {**options, "symmetric": symmetric})
+            times[symmetric].append(time.process_time() - begin)
+            found[symmetric] = result.double()
+    base, ours = (Spread.of([1e3 * each for each in times[kind]]) for kind in times)
+    ratio = Spread.of([a / b for a, b in zip(times[True], times[False], strict=True)])
+    error = (found[True] - found[False]).norm() / found[False].norm()
+    print(
+        f"{shape[0]} x {shape[1]} {str(dtype)[6:]}: {base.text(0)} ms -> {ours.text(0)} ms, "
+        f"x {ratio.text(2)}, difference {error:.1e} of the norm",
+        flush=True,
+    )
 
 
 class TwoOptimizers:

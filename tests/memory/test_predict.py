@@ -203,7 +203,7 @@ def test_arguments():
         model.memory("later")
     plain = make(Net)
     for options, message in (
-        ({"optimizer": "muon"}, "number of state tensors"),
+        ({"optimizer": "lamb"}, "number of state tensors"),
         ({"transport": "tcp"}, "unknown transport"),
         ({"strategy": "zero4"}, "unknown strategy"),
         ({"transport": "shm", "local_world_size": 1}, "on one host"),
@@ -223,6 +223,37 @@ def test_prediction_of_eight_bit_state(name, moments):
     told = predict_memory(plain, 2, transport="c10d", optimizer=name)
     own = 4128  # of 8224 elements with padding, half, in groups of 32; rank 1 has the bias
     assert told["optimizer"] == moments * (own + own // 32)
+
+
+def muon_predicted_and_held(name, combination, precision):
+    """Return (predicted, in memory(), what state tensors take) after a step."""
+    case, (strategy, transport) = CASES[name], combination
+    options = {"auto_wrap_policy": case.policy, "mixed_precision": precision}
+    told = predict_memory(
+        on_meta(name),
+        dist.get_world_size(),
+        strategy=strategy,
+        transport=transport,
+        optimizer="muon",
+        **options,
+    )
+    model = wrapped(case.make, combination, **options)
+    optimizer = zshard.Muon(model)
+    train(model, case, optimizer, dist.get_rank(), steps=1)
+    own = [state for state in optimizer.state.values() if state]
+    tensors = [value for state in own for key, value in state.items() if key != "step"]
+    steps = 4 * sum("step" in state for state in own)
+    held = sum(value.numel() * value.itemsize for value in tensors)
+    assert model.memory()["optimizer"] == held + steps
+    return told["optimizer"], held
+
+
+@pytest.mark.parametrize("precision", [None, BF16], ids=["own dtype", "bf16"])
+@pytest.mark.parametrize("combination", COMBINATIONS, ids="-".join)
+@pytest.mark.parametrize("name", ["net", "tied", "attention"])
+def test_prediction_of_muon(pool2, name, combination, precision):
+    (told, held), *_ = pool2.run(muon_predicted_and_held, name, combination, precision)
+    assert told == held
 
 
 def test_prediction_by_hand():

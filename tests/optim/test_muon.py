@@ -194,33 +194,50 @@ def test_param_groups_choose():
 # --- matrices that consist of several -------------------------------------------------------------
 
 
-def trained_with(split, parts):
-    """Train a matrix of `parts` rows each with the option, and separate matrices of these rows."""
+def trained_with(split, parts, dim, other=12, dtype=torch.float32):
+    """Train a matrix that consists of `parts` with the option, and separate matrices."""
     torch.manual_seed(1)
-    whole = nn.Parameter(torch.randn(sum(parts), 12))
-    pieces = [nn.Parameter(each.clone()) for each in whole.detach().split(parts)]
+    shape = (sum(parts), other) if dim == 0 else (other, sum(parts))
+    whole = nn.Parameter(torch.randn(shape).to(dtype))
+    pieces = [nn.Parameter(each.clone()) for each in whole.detach().split(parts, dim)]
+    pieces = [nn.Parameter(each.detach().contiguous()) for each in pieces]
     optimizers = [zshard.Muon([whole], lr=0.05, split=split), torch.optim.Muon(pieces, lr=0.05)]
     for _ in range(3):
         whole.grad = torch.randn_like(whole)
-        for piece, grad in zip(pieces, whole.grad.split(parts), strict=True):
-            piece.grad = grad.clone()
+        for piece, grad in zip(pieces, whole.grad.split(parts, dim), strict=True):
+            piece.grad = grad.contiguous()
         for each in optimizers:
             each.step()
-    return whole.detach(), torch.cat([each.detach() for each in pieces])
+    return whole.detach(), torch.cat([each.detach() for each in pieces], dim)
 
 
-@pytest.mark.parametrize(("split", "parts"), [(3, [6, 6, 6]), ((24, 4, 4), [24, 4, 4])])
-def test_blocks_of_rows_are_updated_as_matrices(split, parts):
-    assert_same(*trained_with(split, parts), "the matrix")
+BLOCKS = [
+    (3, [6, 6, 6], 0),
+    ((24, 4, 4), [24, 4, 4], 0),
+    (("columns", 3), [6, 6, 6], 1),
+    (["columns", 2], [20, 20], 1),
+    (("columns", 1), [20], 1),
+]
 
 
-def splits_shards(transport):
+@pytest.mark.parametrize(("split", "parts", "dim"), BLOCKS)
+def test_blocks_are_updated_as_matrices(split, parts, dim):
+    assert_same(*trained_with(split, parts, dim), "the matrix")
+
+
+@pytest.mark.parametrize(("split", "dim"), [(3, 0), (("columns", 3), 1)])
+def test_tall_blocks_in_bfloat16_are_rounded_as_torch_does(split, dim):
+    """The matrix is tall and its blocks are not, or the reverse."""
+    assert_same(*trained_with(split, [32] * 3, dim, 64, torch.bfloat16), "the matrix")
+
+
+def splits_shards(transport, split):
     found = []
     for strategy in ("full_shard", "no_shard"):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 30, bias=False), nn.Linear(30, 3))
         model = FSDP(model, strategy=strategy, transport=transport, auto_wrap_policy=None)
-        optimizer = zshard.Muon(model, lr=0.05, split={"0.*": (20, 5, 5)})
+        optimizer = zshard.Muon(model, lr=0.05, split={"0.*": split})
         for step in range(3):
             generator = torch.Generator().manual_seed(step)
             model(torch.randn(4, 8, generator=generator)).square().mean().backward()
@@ -231,8 +248,97 @@ def splits_shards(transport):
 
 @ranks(2, 3)
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_split_of_shards(pool, transport):
-    pool.run(splits_shards, transport)
+@pytest.mark.parametrize("split", [(20, 5, 5), ("columns", 4)])
+def test_split_of_shards(pool, transport, split):
+    pool.run(splits_shards, transport, split)
+
+
+def saves_columns(path):
+    model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 3))
+    model = FSDP(model, auto_wrap_policy=None)
+    found = []
+    for split in ({"0.*": ("columns", 4)}, None):
+        optimizer = zshard.Muon(model, split=split)
+        model(torch.ones(4, 8)).square().mean().backward()
+        if split:
+            optimizer.step()
+            zshard.save(path, model, optimizer)
+        else:
+            zshard.load(path, model, optimizer)
+        found.append(optimizer.state_dict())
+        optimizer.step()
+    assert found[0]["param_groups"] == found[1]["param_groups"]
+
+
+def test_split_is_in_a_checkpoint(pool2, tmp_path):
+    pool2.run(saves_columns, str(tmp_path / "there"))
+
+
+# --- transformers' Conv1D -------------------------------------------------------------------------
+
+
+def gpt2(**options):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.GPT2Config(
+        vocab_size=64, n_positions=16, n_embd=24, n_layer=1, n_head=2, **options
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def test_conv1d_of_transformers_is_a_matrix_whose_outputs_are_columns():
+    model = gpt2()
+    optimizer = zshard.Muon(model, split={"*.c_attn.weight": 3, "*.mlp.c_fc.weight": (8, 16)})
+    chosen = names_of(model, optimizer)
+    assert chosen == {
+        f"transformer.h.0.{each}.weight"
+        for each in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    }
+    assert {group.get("split") for group in optimizer.param_groups} == {
+        *(None, ("columns", 3), (8, 16))
+    }
+
+
+def test_a_class_of_another_library_with_that_name_is_not():
+    class Conv1D(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.nf, self.weight = 4, nn.Parameter(torch.ones(4, 4))
+
+    assert not hidden_matrices(nn.Sequential(Conv1D(), nn.Linear(4, 4)))
+
+
+def gpt2_like_torch(transport):
+    """Against torch.optim.Muon over separate matrices for queries, keys and values."""
+    torch.manual_seed(0)
+    plain = gpt2(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+    model = FSDP(copy.deepcopy(plain), transport=transport)
+    ours = zshard.Muon(model, lr=0.05, split={"*.c_attn.weight": 3})
+    fused = plain.transformer.h[0].attn.c_attn.weight
+    pieces = [nn.Parameter(each.contiguous()) for each in fused.detach().split(24, 1)]
+    hidden = hidden_matrices(plain)
+    others = [p for p in plain.parameters() if id(p) in hidden and p is not fused]
+    theirs = Pair(
+        torch.optim.Muon([*others, *pieces], lr=0.05),
+        zshard.AdamW([p for p in plain.parameters() if id(p) not in hidden]),
+    )
+    ids = torch.arange(16).view(2, 8)  # the same on all ranks
+    for _ in range(2):
+        for each, optimizer in ((model, ours), (plain, theirs)):
+            each.zero_grad()
+            each(input_ids=ids, labels=ids).loss.backward()
+            if each is plain:
+                for piece, grad in zip(pieces, fused.grad.split(24, 1), strict=True):
+                    piece.grad = grad.contiguous()
+            optimizer.step()
+        fused.data.copy_(torch.cat([piece.detach() for piece in pieces], 1))
+    assert_same(full(model), full(plain), "the model")
+
+
+@ranks(2)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_gpt2_has_the_numbers_of_separate_matrices(pool, transport):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    pool.run(gpt2_like_torch, transport)
 
 
 # --- state ----------------------------------------------------------------------------------------

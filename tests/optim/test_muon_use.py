@@ -56,7 +56,7 @@ def raises_on_one_rank(transport):
         model = model_over(transport)
         optimizer = zshard.Muon(model, lr=0.05)
         steps(model, optimizer, 1)
-        before = muon._orthogonalized
+        before = muon.orthogonalized
 
         def fail(*_):
             raise MemoryError("no memory")
@@ -64,14 +64,14 @@ def raises_on_one_rank(transport):
         if fails:
             state = optimizer.state_dict()
             values = model.state_dict()
-            muon._orthogonalized = fail if rank() == 1 else before
+            muon.orthogonalized = fail if rank() == 1 else before
             backward(model, 5)
             try:
                 said = "no memory" if rank() == 1 else "rank 1: no memory"
                 with pytest.raises(MemoryError, match=f"^{said}$"):
                     optimizer.step()
             finally:
-                muon._orthogonalized = before
+                muon.orthogonalized = before
             model.load_state_dict(values)
             optimizer.load_state_dict(state)
         found.append(steps(model, optimizer, 2))
@@ -284,6 +284,19 @@ def test_float32_is_close_to_bfloat16():
     torch.testing.assert_close(*found, rtol=0.05, atol=0.02)
 
 
+def differs_in_an_option(transport):
+    model = model_over(transport)
+    optimizer = zshard.Muon(model, symmetric=rank() == 1)
+    backward(model)
+    with pytest.raises(zshard.DivergenceError, match=r"the options of '0.weight'.*symmetric=False"):
+        optimizer.step()
+
+
+@both
+def test_ranks_with_other_options(pool, transport):
+    pool.run(differs_in_an_option, transport)
+
+
 # --- arguments ------------------------------------------------------------------------------------
 
 
@@ -297,8 +310,16 @@ def test_float32_is_close_to_bfloat16():
         ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients must be three numbers"),
         ({"adjust_lr_fn": "moonshot"}, "adjust_lr_fn must be 'original', 'match_rms_adamw'"),
         ({"ns_dtype": "float16"}, "ns_dtype must be 'bfloat16' or 'float32'"),
-        ({"split": 5}, "split=5 does not divide the 8 rows of parameter of shape"),
-        ({"split": (4, 5)}, "does not divide the 8 rows"),
+        ({"symmetric": 1}, "symmetric must be True or False, got 1"),
+        ({"split": 5}, "split=5 does not divide the 8 rows and 6 columns of parameter of shape"),
+        ({"split": (4, 5)}, r"split=\(4, 5\) does not divide the 8 rows"),
+        ({"split": (8, 0)}, "does not divide"),
+        ({"split": 0}, "does not divide"),
+        ({"split": 2.0}, "does not divide"),
+        ({"split": "columns"}, "does not divide"),
+        ({"split": ("columns", 4)}, r"does not divide .* 6 columns .*, number of equal blocks"),
+        ({"split": ("columns", (3, 3))}, "does not divide"),
+        ({"split": ("rows", 2)}, "does not divide"),
     ],
 )
 def test_invalid_arguments(options, said):
@@ -313,6 +334,9 @@ def test_vectors_and_patterns_without_matrices_are_refused():
         zshard.Muon(build(), split={"*.qkv": 3})
     with pytest.raises(ValueError, match="with a model, pass a dict"):
         zshard.Muon(build(), split=3)
+    for wrong in ("columns", ("columns", [3]), {3}, 2.5):
+        with pytest.raises(ValueError, match="does not divide the 96 rows and 48 columns"):
+            zshard.Muon(build(), split={"0.weight": wrong})
     with pytest.raises(NotImplementedError, match="capturable=True"):
         zshard.Muon(build(), adamw={"capturable": True})
 

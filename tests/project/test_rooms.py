@@ -52,6 +52,7 @@ NAMED_BELOW = {  # files of the core that name a library in code: which, and why
         "apex bitsandbytes deepspeed fbgemm_gpu transformer_engine",
         "optimizers with kernels of their own are known by their module",
     ),
+    "optim/matrices": ("transformers", "its Conv1D is a Linear for Muon, if it is imported"),
 }
 
 

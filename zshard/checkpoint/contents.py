@@ -32,8 +32,7 @@ from zshard.checkpoint.safetensors import CODES, is_name
 from zshard.checkpoint.script_state import encode
 from zshard.guard.slices import to_local
 from zshard.optim.hooks import know
-from zshard.optim.sharded_state import held_by
-from zshard.optim.whole_matrix import WholeMatrix
+from zshard.optim.sharded_state import held_by, takes_full_state
 from zshard.ranks.agreement import Fact, gather_bytes
 from zshard.ranks.transports import comm_for
 from zshard.state import state_dict_form
@@ -314,8 +313,9 @@ def of_optimizer(model: nn.Module, optimizer: Optimizer, copies: Replicas) -> Co
     held = held_by(optimizer)
     cut = {id(each.param): {k: c for k, _, c in each.entries} for each in held}
     nested = (f"{each.nested} of '{each.part.name}'" for each in held if each.nested)
-    whole = optimizer if isinstance(optimizer, WholeMatrix) else None
-    state = optimizer.state if whole is None else whole.full_state()
+    state: Any = optimizer.state
+    if takes_full_state(optimizer):
+        state = optimizer.full_state()  # type: ignore[attr-defined]
     by_key: dict[str, list[Item]] = {}
     told_state: dict[str, dict[str, Any]] = {}
     for param in (p for group in optimizer.param_groups for p in group["params"]):
@@ -337,7 +337,7 @@ def of_optimizer(model: nn.Module, optimizer: Optimizer, copies: Replicas) -> Co
             told_state[name] = {"tensors": tensors, "values": values}
     items = [item for same in by_key.values() for item in same]
     _check_unique(items)
-    kind = type(optimizer) if whole is None else whole.optimizer_class
+    kind = getattr(optimizer, "optimizer_class", type(optimizer))
     told = {
         "class": f"{kind.__module__}.{kind.__qualname__}",
         "groups": [_group(i, group, names) for i, group in enumerate(optimizer.param_groups)],

@@ -21,6 +21,7 @@ from zshard.memory.fits import parse_keep
 from zshard.offload import offload_of, offload_on
 from zshard.optim.codes import GROUP, MIN_8BIT_SIZE
 from zshard.optim.hooks import seen_optimizers
+from zshard.optim.matrices import hidden_matrices
 from zshard.options import OffloadLike, PrecisionLike, StrategyLike, WrapPolicyLike, unit_options
 from zshard.precision import precision_of
 from zshard.ranks.devices import CPU
@@ -144,8 +145,9 @@ def predict_memory(
         transport: "shm", "hosts", "c10d" or "auto" ("shm" if all ranks are on one host, else
             "hosts").
         optimizer: the class of torch.optim, such as "adamw" or "sgd", or of zshard, such as
-            "adamw8bit" (SGD8bit with momentum, all without master); or the number of
-            parameter-sized state tensors that it keeps per parameter; None for no optimizer.
+            "adamw8bit" (SGD8bit with momentum, all without master) or "muon" (as Muon(model)); or
+            the number of parameter-sized state tensors that it keeps per parameter; None for no
+            optimizer.
         local_world_size: ranks per host, over which a hybrid strategy shards. None: all.
         offload: as for FSDP. Bytes on disk are reported as "offloaded" and not included in
             "total". The directory need not exist.
@@ -159,7 +161,7 @@ def predict_memory(
     Raises ValueError or TypeError for arguments that FSDP would reject, for unknown names, and if
     the module contains sharded modules.
     """
-    size_of = _size_of(optimizer)
+    size_of = _size_of(optimizer, module)
     options = Options(
         strategy_of(strategy),
         precision_of(mixed_precision),
@@ -188,11 +190,14 @@ def _check_plain(module: nn.Module) -> None:
             )
 
 
-def _size_of(optimizer: str | int | None) -> SizeOf:
+def _size_of(optimizer: str | int | None, module: nn.Module) -> SizeOf:
     """Return the function for the bytes of an optimizer's state."""
     name = optimizer.lower() if isinstance(optimizer, str) else None
     if name in _CODED:
         return functools.partial(_coded_bytes, _CODED[name])
+    if name == "muon":
+        hidden = hidden_matrices(module)
+        return lambda param, numel: one_tensor(param, numel) * (1 if id(param) in hidden else 2)
     tensors = _state_tensors(optimizer)
     return lambda param, numel: tensors * one_tensor(param, numel)
 
@@ -209,7 +214,7 @@ def _state_tensors(optimizer: str | int | None) -> int:
         return optimizer
     name = optimizer.lower() if isinstance(optimizer, str) else None
     if name not in STATE_TENSORS:
-        known = ", ".join(repr(each) for each in (*STATE_TENSORS, *_CODED))
+        known = ", ".join(repr(each) for each in (*STATE_TENSORS, *_CODED, "muon"))
         raise ValueError(
             f"unknown optimizer {optimizer!r}: expected one of {known}, or the number of state "
             "tensors that it keeps per parameter"

@@ -111,8 +111,9 @@ def has_codes(state: Mapping[Any, Any]) -> bool:
 def wants_float32(optimizer: object) -> str:
     """Return the message for a user who loads 8-bit moments into a 32-bit optimizer."""
     return (
-        f"it has 8-bit moments, which {type(optimizer).__name__} does not step: load it into the "
-        "optimizer that saved it, or convert it with zshard.AdamW8bit.to_fp32(state_dict)"
+        f"it has 8-bit moments, which this {type(optimizer).__name__} does not step: load it into "
+        "an optimizer with the options of the one that saved it, or convert it with "
+        "zshard.AdamW8bit.to_fp32(state_dict)"
     )
 
 

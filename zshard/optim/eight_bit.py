@@ -31,17 +31,17 @@ from torch.utils._pytree import tree_map_only
 
 from zshard.guard.whole_values import full_numel
 from zshard.optim import codes
-from zshard.optim.sharded_state import params_of, zeros_side_by_side
+from zshard.optim.sharded_state import params_of, with_own_dtypes, zeros_side_by_side
 from zshard.optim.step import InOneCall
 from zshard.units.shards import part_of
 
-__all__ = ["Adam8bit", "AdamW8bit", "EightBit", "SGD8bit", "hidden"]
+__all__ = ["Adam8bit", "AdamW8bit", "EightBit", "SGD8bit", "hidden", "hide_codes"]
 
 
 class EightBit(InOneCall):
     """What the three have in common: their options, their state, and its conversions."""
 
-    _takes_codes = True
+    takes_codes = True
     _group_size = codes.GROUP
 
     def _set_eight_bit(self, master: str | None, min_8bit_size: int) -> None:
@@ -91,11 +91,12 @@ class EightBit(InOneCall):
 
         Raises ValueError for state that does not fit the parameters.
         """
-        with self.register_load_state_dict_pre_hook(_hide):
+        with self.register_load_state_dict_pre_hook(hide_codes):
             super().load_state_dict(state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(tree_map_only(Hidden, lambda each: each.value, state))
+        shown = tree_map_only(Hidden, lambda each: each.value, state["state"])
+        super().__setstate__({**state, "state": shown})
         for group in self.param_groups:
             for param in group["params"]:
                 self._convert(group, param)
@@ -168,16 +169,23 @@ class Hidden:
     value: Tensor
 
 
-def hidden(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict whose state tensors torch keeps as they are."""
-    return {**state_dict, "state": tree_map_only(Tensor, Hidden, state_dict["state"])}
+def hidden(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict in which torch keeps the dtypes that the optimizer's state has."""
+    own, state = with_own_dtypes(optimizer), dict(state_dict["state"])
+    listed = (number for group in state_dict["param_groups"] for number in group["params"])
+    for param, number in zip(params_of(optimizer), listed, strict=False):
+        if id(param) in own and number in state:
+            state[number] = tree_map_only(Tensor, Hidden, state[number])
+    return {**state_dict, "state": state}
 
 
-def _hide(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+def hide_codes(
+    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+) -> dict[str, Any] | None:
     """Pre-hook of load_state_dict(); for sharded parameters state/optimizer.py does it, once it has
     taken their shards."""
     sharded = any(part_of(param) is not None for param in params_of(optimizer))
-    return None if sharded else hidden(state_dict)
+    return None if sharded else hidden(optimizer, state_dict)
 
 
 # --- the optimizers -------------------------------------------------------------------------------

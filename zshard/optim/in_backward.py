@@ -183,7 +183,7 @@ def _any_steps(params: Iterable[Tensor] | None) -> bool:
 
 
 def _checked(optimizer: object) -> InOneCall:
-    if isinstance(optimizer, InOneCall) and not getattr(optimizer, "steps_together", False):
+    if isinstance(optimizer, InOneCall):
         return optimizer
     raise TypeError(
         "optimizer_in_backward() expects zshard.AdamW, Adam or SGD, which can step one unit at a "

@@ -7,6 +7,7 @@ other, and a head is one that maps to the vocabulary. Module types and ties are.
 from __future__ import annotations
 
 import fnmatch
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ _OF_ATTENTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_wei
 def _weights(module: nn.Module) -> Iterator[Tensor]:
     """Yield the matrices of a module that maps vectors to vectors."""
     names: tuple[str, ...] = ()
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear) or _is_conv1d(module):
         names = ("weight",)
     elif isinstance(module, nn.MultiheadAttention):
         names = _OF_ATTENTION
@@ -32,12 +33,18 @@ def _weights(module: nn.Module) -> Iterator[Tensor]:
             yield weight
 
 
+def _is_conv1d(module: nn.Module) -> bool:
+    """Return whether it is transformers' Conv1D (GPT-2): a Linear whose weight is transposed."""
+    found = sys.modules.get("transformers.pytorch_utils")  # if it has one, this is imported
+    return isinstance(module, getattr(found, "Conv1D", ()))
+
+
 def hidden_matrices(model: nn.Module) -> set[int]:
     """Return the ids of the parameters that are matrices of hidden layers.
 
-    These are the weights of nn.Linear and nn.MultiheadAttention, without those that an nn.Embedding
-    has as well (tied), and without the output head: the model's last nn.Linear, if the model has
-    no embedding, or one with as many rows as the Linear has outputs.
+    These are the weights of nn.Linear, nn.MultiheadAttention and transformers' Conv1D, without
+    those that an nn.Embedding has as well (tied), and without the output head: the model's last
+    nn.Linear, if the model has no embedding, or one with as many rows as the Linear has outputs.
     """
     hidden: set[int] = set()
     embeddings: list[nn.Module] = []
@@ -59,13 +66,15 @@ def groups_of(model: nn.Module, split: Mapping[str, Any]) -> tuple[list[dict[str
     """Return param groups for the model's matrices and for its other parameters, and a line that
     says what is in them.
 
-    split: the option `split` of matrices, by patterns of their names.
+    split: the option `split` of matrices, by patterns of their names; a number for a Conv1D is one
+    of columns, where its outputs are.
 
     Raises ValueError for a pattern that matches no matrix.
     """
     hidden = hidden_matrices(model)
     rest: list[tuple[str, Tensor]] = []
-    by_split: dict[Any, list[tuple[str, Tensor]]] = {}
+    by_split: dict[str, tuple[Any, list[tuple[str, Tensor]]]] = {}
+    turned = {id(module.weight) for module in model.modules() if _is_conv1d(module)}
     unused = set(split)
     for full, param in model.named_parameters():
         name = plain_name(full)
@@ -75,18 +84,18 @@ def groups_of(model: nn.Module, split: Mapping[str, Any]) -> tuple[list[dict[str
         pattern = next((each for each in split if fnmatch.fnmatchcase(name, each)), None)
         unused.discard(str(pattern))
         cut = None if pattern is None else split[pattern]
-        by_split.setdefault(cut if cut is None or isinstance(cut, int) else tuple(cut), []).append(
-            (name, param)
-        )
+        if isinstance(cut, int) and id(param) in turned:
+            cut = ("columns", cut)
+        by_split.setdefault(repr(cut), (cut, []))[1].append((name, param))
     if unused:
         raise ValueError(
             f"split: no matrix that Muon updates has a name like {sorted(unused)[0]!r}; the names "
-            f"are {_shown([name for own in by_split.values() for name, _ in own])}"
+            f"are {_shown([name for _, own in by_split.values() for name, _ in own])}"
         )
-    groups = [{"params": own, "use_muon": True, "split": cut} for cut, own in by_split.items()]
+    groups = [{"params": own, "use_muon": True, "split": cut} for cut, own in by_split.values()]
     if rest:
         groups.append({"params": rest, "use_muon": False})
-    n_matrices = sum(map(len, by_split.values()))
+    n_matrices = sum(len(own) for _, own in by_split.values())
     others = [name for name, param in rest if param.ndim == 2]
     text = (
         f"Muon updates {n_matrices} matrices of hidden layers, AdamW the other {len(rest)} "

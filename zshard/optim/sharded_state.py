@@ -28,8 +28,9 @@ from zshard.ranks.agreement import Fact
 from zshard.units.shards import Part, part_of
 
 __all__ = [
-    *("SCALARS", "HeldState", "fact_of", "held_by", "held_in", "params_of"),
-    *("part_of_state", "scalar_keys", "shard_state_of", "zeros_side_by_side"),
+    *("SCALARS", "HeldState", "fact_of", "held_by", "held_in", "params_of", "part_of_state"),
+    *("scalar_keys", "shard_state_of", "takes_codes", "takes_full_state", "with_own_dtypes"),
+    "zeros_side_by_side",
 ]
 
 SCALARS = frozenset(("step", "eta", "mu", "mu_product"))
@@ -42,6 +43,22 @@ _ALIGN = 32
 
 def params_of(optimizer: Optimizer) -> Iterable[Tensor]:
     return (param for group in optimizer.param_groups for param in group["params"])
+
+
+def takes_codes(optimizer: Optimizer) -> bool:
+    """Return whether its state may be in 8 bits."""
+    return getattr(optimizer, "takes_codes", False)
+
+
+def with_own_dtypes(optimizer: Optimizer) -> set[int]:
+    """Return the ids of the parameters whose state torch must not cast to their dtypes."""
+    groups = optimizer.param_groups if takes_codes(optimizer) else []
+    return {id(param) for group in groups if "bits" in group for param in group["params"]}
+
+
+def takes_full_state(optimizer: Optimizer) -> bool:
+    """Return whether it keeps the full state of some parameters, not of shards: WholeMatrix."""
+    return getattr(optimizer, "takes_full_state", False)
 
 
 # --- what is sharded ------------------------------------------------------------------------------
@@ -211,9 +228,10 @@ def shard_state_of(optimizer: Optimizer) -> None:
         if part is None or not part.is_cut:
             continue
         for key, value in optimizer.state[param].items():
-            is_full = isinstance(value, Tensor) and tuple(value.shape) == part.shape
-            if is_full and (part.shape != () or key not in SCALARS):
-                full.setdefault(key, []).append((param, part))
+            own = part_of_state(part, key)
+            is_full = isinstance(value, Tensor) and tuple(value.shape) == own.shape
+            if is_full and (own.shape != () or key not in SCALARS):
+                full.setdefault(key, []).append((param, own))
     for key, found in full.items():
         old = [(param, part.of(optimizer.state[param][key])) for param, part in found]
         alike = [param for param, value in old if value.dtype == param.dtype]
@@ -221,5 +239,6 @@ def shard_state_of(optimizer: Optimizer) -> None:
         for param, value in old:
             place = places.get(param)
             if place is None:  # state of another dtype
-                place = guard_like(torch.empty_like(value, device=param.device), param)
+                place = torch.empty_like(value, device=param.device)
+                place = place if key in SCALES else guard_like(place, param)
             optimizer.state[param][key] = place.copy_(value)

@@ -13,7 +13,6 @@ updated as one run.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zshard import _core
+from zshard.guard.whole_values import full_numel
 from zshard.optim import codes
 from zshard.optim.sharded_state import zeros_side_by_side
 
@@ -40,7 +40,7 @@ class InOneCall(torch.optim.Optimizer):
     a param group that asks for it, if it is not always there."""
     _counts_steps = False  # whether its state has a "step" per parameter
     _begins_as_grad: str | None = None  # the state tensor whose first value is the gradient
-    _takes_codes = False  # whether its state may be in 8 bits
+    takes_codes = False  # whether its state may be in 8 bits
     multiplies_gradients = True  # by what is pending for them (csrc/device/pending.h), in its step
     _group_size = 1  # elements that share state; numbers of parameters begin at multiples of it
 
@@ -60,10 +60,14 @@ class InOneCall(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.step_groups()
+        return loss
+
+    def step_groups(self) -> None:
+        """Do the work of step(), without torch's hooks."""
         for index, group in enumerate(self.param_groups):
             self._step_params(index, group, self.state)
             _count_rounding(group)
-        return loss
 
     def _step_part(self, index: int, unit: int, params: list[Tensor]) -> None:
         """Step some parameters of group `index`, those of one unit; for optimizer_in_backward.
@@ -106,7 +110,7 @@ class InOneCall(torch.optim.Optimizer):
         self._set_scaler_flag()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if not self._takes_codes and codes.has_codes(state.get("state", {})):
+        if not self.takes_codes and codes.has_codes(state.get("state", {})):
             raise ValueError(f"cannot load the state dict: {codes.wants_float32(self)}")
         super().__setstate__(state)
         for group in self.param_groups:
@@ -173,8 +177,7 @@ class InOneCall(torch.optim.Optimizer):
             for param in group["params"]:
                 info = _core.shard_info(param)
                 begins[param] = start + (info["begin"] if info else 0)
-                numel = math.prod(info["shape"]) if info else param.numel()
-                start += -(-numel // self._group_size) * self._group_size
+                start += -(-full_numel(param) // self._group_size) * self._group_size
         return [begins[param] for param in params]
 
     def _step_with_new_plan(

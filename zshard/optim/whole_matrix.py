@@ -55,6 +55,7 @@ class WholeMatrix(Optimizer):
     """
 
     steps_together = True  # ranks communicate in its step
+    takes_full_state = True  # of the parameters that a rank owns, whatever its shards
 
     def __init__(
         self, optimizer_class: Callable[..., Optimizer], params: ParamsT, **options: Any

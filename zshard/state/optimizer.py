@@ -31,7 +31,7 @@ from zshard import _core
 from zshard.guard.slices import plain
 from zshard.guard.whole_values import join
 from zshard.optim.codes import GROUP, has_codes, wants_float32
-from zshard.optim.eight_bit import EightBit, hidden
+from zshard.optim.eight_bit import hidden
 from zshard.optim.hooks import know
 from zshard.optim.sharded_state import (
     HeldState,
@@ -40,10 +40,12 @@ from zshard.optim.sharded_state import (
     params_of,
     part_of_state,
     scalar_keys,
+    takes_codes,
+    takes_full_state,
+    with_own_dtypes,
     zeros_side_by_side,
 )
 from zshard.optim.state_registry import FullState, ask_for_full
-from zshard.optim.whole_matrix import WholeMatrix
 from zshard.ranks.agreement import PublicCall, check_agreement, gather_bytes
 from zshard.state.source import Copy, Source, filled, shard_of
 from zshard.state.stand_ins import Pending
@@ -128,8 +130,8 @@ def gather(optimizer: Optimizer, keep: bool = True) -> FullState:
     others. Raises DivergenceError if their states differ in parameters, names, shapes or dtypes;
     RuntimeError for shards within a list or dict.
     """
-    if isinstance(optimizer, WholeMatrix):
-        optimizer.full_state()
+    if takes_full_state(optimizer):
+        optimizer.full_state()  # type: ignore[attr-defined]
         return []
     know(optimizer)
     held = held_by(optimizer)
@@ -192,8 +194,7 @@ def _take_parts(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] |
     plan = OptimizerPlan(optimizer, params, found)
     state = {**given["state"], **plan.take(None)}
     plan.read(None)
-    result = {**given, "state": state}
-    return hidden(result) if isinstance(optimizer, EightBit) else result
+    return hidden(optimizer, {**given, "state": state})
 
 
 def problems_with(
@@ -207,11 +208,11 @@ def problems_with(
 
     same_dtypes: full ones must have the parameter's dtype, to which torch would silently cast them.
     """
-    if isinstance(optimizer, WholeMatrix):  # which may have state of any shape
+    if takes_full_state(optimizer):  # which may have state of any shape
         return []
     problems, wrong_dtypes = [], []
-    keeps_dtypes = isinstance(optimizer, EightBit)
-    if not keeps_dtypes and has_codes(state):
+    own_dtypes = with_own_dtypes(optimizer)
+    if not takes_codes(optimizer) and has_codes(state):
         problems.append(wants_float32(optimizer))
     for number, entries in state.items():
         part = part_of(params[number])
@@ -226,7 +227,7 @@ def problems_with(
                 )
             elif shape not in (own.shape, ()):
                 problems.append(f"{where} has shape {shape}, expected {own.shape} or ()")
-            keeps = keeps_dtypes or _keeps_dtype(value)
+            keeps = id(params[number]) in own_dtypes or _keeps_dtype(value)
             if shape == own.shape != () and value.dtype != part.dtype and not keeps:
                 wrong_dtypes.append(f"{where} has dtype {value.dtype}, expected {part.dtype}")
     return problems + wrong_dtypes if same_dtypes else problems
@@ -242,7 +243,7 @@ class Taken:
 def taken(optimizer: Optimizer, state: Numbered) -> Numbered:
     """Return the result of take() in a form that the optimizer's load_state_dict() accepts without
     looking for full tensors."""
-    if not _has_parts(optimizer) or isinstance(optimizer, WholeMatrix):
+    if not _has_parts(optimizer) or takes_full_state(optimizer):
         return state
     return {n: {key: Taken(value) for key, value in own.items()} for n, own in state.items()}
 
@@ -283,7 +284,7 @@ class OptimizerPlan:
         """params: all of the optimizer's, in its order. They are resharded, as between steps;
         Part.settle() documents what it raises. A WholeMatrix takes full tensors, and keeps what it
         needs."""
-        whole = isinstance(optimizer, WholeMatrix)
+        whole = takes_full_state(optimizer)
         for param in params.values():
             part = part_of(param)
             if part is not None:
@@ -299,9 +300,9 @@ class OptimizerPlan:
                 return None
             return own if own.shape != () or key not in scalars else None
 
-        keeps = isinstance(optimizer, EightBit)
+        keeps = with_own_dtypes(optimizer)
         self._entries = [
-            _Entry(n, param, key, entries[key], cut(part, key, entries[key]), keeps)
+            _Entry(n, param, key, entries[key], cut(part, key, entries[key]), id(param) in keeps)
             for n, param, part, entries in found
             for key in entries
         ]
