@@ -1,14 +1,7 @@
 /* device.c - the CPU's table: see device.h. */
 #include "device/device.h"
 
-#include <stdatomic.h>
 #include <string.h>
-
-uint64_t zs_count_bytes(uint64_t bytes)
-{
-    static atomic_uint_least64_t so_far;
-    return atomic_fetch_add(&so_far, bytes) + bytes;
-}
 
 static zs_status cpu_mem_new(const zs_device *device, size_t bytes, zs_mem **out)
 {

@@ -8,6 +8,7 @@
 
 #include <math.h>
 #include <stdalign.h>
+#include <stdatomic.h>
 
 #include "base/half.h"
 #include "base/simd.h"
@@ -30,6 +31,12 @@ enum { DTYPES = ZS_BYTES }; /* the dtypes that are numbers */
     ZS_FOR_EACH_ISA(LOOP, name##_f64, double, double, SAME, SAME)                \
     ZS_FOR_EACH_ISA(LOOP, name##_bf16, zs_bf16, float, zs_from_bf16, zs_to_bf16) \
     ZS_FOR_EACH_ISA(LOOP, name##_f16, zs_f16, float, zs_from_f16, zs_to_f16)
+
+uint64_t zs_count_bytes(uint64_t bytes)
+{
+    static atomic_uint_least64_t so_far;
+    return atomic_fetch_add(&so_far, bytes) + bytes;
+}
 
 size_t zs_dtype_size(zs_dtype dtype)
 {

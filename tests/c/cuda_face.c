@@ -45,6 +45,7 @@ void zs_face_make(face_job *out, const zs_hyper *hyper, zs_rule rule, double ste
     }
     out->run.constants = k;
     out->run.dithered = hyper->dithered;
+    out->run.factor = 1;
     out->job = (zs_cuda_update_job){.rule = rule, .run = &out->run};
     out->job.full = rule == ZS_RULE_ADAM ? hyper->amsgrad : hyper->momentum != 0;
 }

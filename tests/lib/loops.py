@@ -22,6 +22,8 @@ class Sum(ctypes.Structure):
         ("to", ctypes.c_int),
         ("scale", ctypes.c_double),
         ("accumulate", ctypes.c_bool),
+        ("per_host", ctypes.c_int),
+        ("squares", ctypes.c_void_p),
     )
 
 
