@@ -19,6 +19,7 @@ typedef struct zs_exact {
     double beyond;                  /* the sum of those that are infinite or NaN */
 } zs_exact;
 
+/* Adds one number, also infinity and NaN. */
 static inline void zs_exact_add(zs_exact *sum, double value)
 {
     uint64_t bits;

@@ -29,7 +29,7 @@ static zs_status cpu_sum(const zs_device *device, zs_stream stream, const zs_sum
 {
     (void)device;
     (void)stream;
-    zs_cpu_sum(sum);
+    (sum->squares != NULL ? zs_cpu_sum_squared : zs_cpu_sum)(sum);
     return ZS_OK;
 }
 

@@ -265,10 +265,7 @@ double zs_cpu_norm(const zs_numbers *x, double p);
 /* Adds the squares of `x`, whose first element begins a group of 32, to `sum`. */
 void zs_cpu_squares(const zs_numbers *x, zs_exact *sum);
 
-/* The same on this thread alone. */
-void zs_cpu_squares_of(const zs_numbers *x, zs_exact *sum);
-
-/* Adds what one of several threads has found. */
-void zs_cpu_squares_join(zs_exact *sum, const zs_exact *part);
+/* As zs_cpu_sum, and adds the squares of the results to sum->squares. */
+void zs_cpu_sum_squared(const zs_sum *sum);
 
 #endif

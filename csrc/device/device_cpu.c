@@ -200,37 +200,11 @@ zs_dtype zs_dtype_of_partial_sum(zs_dtype dtype)
     return dtype == ZS_F64 ? ZS_F64 : ZS_F32;
 }
 
-static void sum_elements(void *ctx, int64_t begin, int64_t end)
-{
-    const zs_sum *sum = ctx;
-    bool by_host = sum->per_host > 1 && sum->per_host < sum->world;
-    (by_host ? sum_hosts : sum_part)(ctx, begin, end);
-}
-
-/* Elements of a piece, which is still in the cache when its squares are taken. */
-enum { PIECE = 4096 };
-
-/* Pieces [begin, end). */
-static void sum_pieces(void *ctx, int64_t begin, int64_t end)
-{
-    const zs_sum *sum = ctx;
-    zs_exact squares = {0};
-    for (int64_t at = begin * PIECE; at < end * PIECE && at < sum->numel; at += PIECE) {
-        zs_numbers piece = {(char *)sum->dst + (size_t)at * zs_dtype_size(sum->to), sum->numel - at, sum->to};
-        if (piece.numel > PIECE) piece.numel = PIECE;
-        sum_elements(ctx, at, at + piece.numel);
-        zs_cpu_squares_of(&piece, &squares);
-    }
-    zs_cpu_squares_join(sum->squares, &squares);
-}
-
 void zs_cpu_sum(const zs_sum *sum)
 {
     zs_sum copy = *sum;
-    if (sum->squares != NULL)
-        zs_parallel_for((sum->numel + PIECE - 1) / PIECE, GRAIN / PIECE, sum_pieces, &copy);
-    else
-        zs_parallel_for(sum->numel, GRAIN, sum_elements, &copy);
+    bool by_host = sum->per_host > 1 && sum->per_host < sum->world;
+    zs_parallel_for(sum->numel, GRAIN, by_host ? sum_hosts : sum_part, &copy);
 }
 
 /* --- casts -------------------------------------------------------------------------------------------------------- */

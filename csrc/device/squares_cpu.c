@@ -45,7 +45,7 @@ ZS_FOR_EACH_ISA(SQUARES, squares_f16, zs_f16, zs_from_f16)
 
 typedef void squares_loop(const void *x, int64_t numel, zs_exact *sum);
 
-void zs_cpu_squares_of(const zs_numbers *x, zs_exact *sum)
+static void squares_of(const zs_numbers *x, zs_exact *sum)
 {
     static squares_loop *const loops[DTYPES][ZS_ISA_COUNT] = {
         [ZS_F32] = ZS_ISA_TABLE(squares_f32),
@@ -56,7 +56,7 @@ void zs_cpu_squares_of(const zs_numbers *x, zs_exact *sum)
     loops[x->dtype][zs_isa_best()](x->data, x->numel, sum);
 }
 
-void zs_cpu_squares_join(zs_exact *sum, const zs_exact *part)
+static void join(zs_exact *sum, const zs_exact *part)
 {
     static pthread_mutex_t one_by_one = PTHREAD_MUTEX_INITIALIZER;
     pthread_mutex_lock(&one_by_one);
@@ -77,8 +77,8 @@ static void squares_part(void *ctx, int64_t begin, int64_t end)
     zs_exact part = {0};
     zs_numbers some = {(char *)job->x->data + (size_t)from * zs_dtype_size(job->x->dtype), 0, job->x->dtype};
     some.numel = left < most ? left : most;
-    zs_cpu_squares_of(&some, &part);
-    zs_cpu_squares_join(job->sum, &part);
+    squares_of(&some, &part);
+    join(job->sum, &part);
 }
 
 void zs_cpu_squares(const zs_numbers *x, zs_exact *sum)
@@ -86,4 +86,34 @@ void zs_cpu_squares(const zs_numbers *x, zs_exact *sum)
     squares_job job = {x, sum};
     zs_count_bytes((uint64_t)x->numel * zs_dtype_size(x->dtype));
     if (x->numel > 0) zs_parallel_for((x->numel + GROUP - 1) / GROUP, GRAIN / GROUP, squares_part, &job);
+}
+
+/* Elements of a piece, which is still in the cache when its squares are taken. */
+enum { PIECE = 4096 };
+
+/* Pieces [begin, end). */
+static void sum_pieces(void *ctx, int64_t begin, int64_t end)
+{
+    const zs_sum *sum = ctx;
+    const size_t item = zs_dtype_size(sum->dtype);
+    const void *src[sum->world];
+    zs_exact squares = {0};
+    for (int64_t at = begin * PIECE; at < end * PIECE && at < sum->numel; at += PIECE) {
+        zs_sum piece = *sum;
+        piece.src = src;
+        for (int r = 0; r < sum->world; r++)
+            src[r] = sum->src[r] != NULL ? (const char *)sum->src[r] + (size_t)at * item : NULL;
+        piece.dst = (char *)sum->dst + (size_t)at * zs_dtype_size(sum->to);
+        if (piece.numel > at + PIECE) piece.numel = at + PIECE;
+        piece.numel -= at;
+        zs_cpu_sum(&piece);
+        squares_of(&(zs_numbers){piece.dst, piece.numel, sum->to}, &squares);
+    }
+    join(sum->squares, &squares);
+}
+
+void zs_cpu_sum_squared(const zs_sum *sum)
+{
+    zs_sum copy = *sum;
+    zs_parallel_for((sum->numel + PIECE - 1) / PIECE, GRAIN / PIECE, sum_pieces, &copy);
 }

@@ -202,8 +202,8 @@ static PyObject *has_pending(PyObject *module, PyObject *unused)
 
 PyDoc_STRVAR(bytes_passed_doc,
              "bytes_passed($module, /)\n--\n\nReturn the bytes of CPU memory that steps of zshard's optimizers, norms "
-             "and scalings of gradients have read and\nwritten in this process. What is done while the bytes are in the "
-             "cache anyway, or by torch, is not counted.");
+             "and scalings of gradients have read and\nwritten in this process. What happens in the "
+             "cache, or in torch, is not counted.");
 
 static PyObject *bytes_passed(PyObject *module, PyObject *unused)
 {

@@ -85,11 +85,10 @@ static zs_status sum_flat(summing *s, int f)
         run = (shard_run){0, flat->layout.shard_numel, SET};
     } else {
         for (int64_t i = 0; i < s->unit->n_params; i++) {
-            zs_param *param = &s->unit->params[i];
+            const zs_param *param = &s->unit->params[i];
             if (param->flat != f) continue;
             run_class class = classify(s, i);
-            param->squared = s->squares != NULL && class != SKIP;
-            if (class == SKIP && param->has_grad) flat->squared = false; /* its squares are not in this sum */
+            zs_squares_count(s->unit, i, class != SKIP);
             if (param->in_shard.numel == 0) continue;
             if (class != run.class) {
                 ZS_TRY(sum_run(s, flat, run));

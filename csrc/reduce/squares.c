@@ -38,6 +38,14 @@ zs_exact *zs_squares_renew(zs_unit *unit, zs_flat *flat)
     return flat->squares;
 }
 
+void zs_squares_count(zs_unit *unit, int64_t i, bool takes_part)
+{
+    zs_param *param = &unit->params[i];
+    zs_flat *flat = &unit->flats[param->flat];
+    param->squared = takes_part && flat->squared;
+    if (!takes_part && param->has_grad) flat->squared = false;
+}
+
 void zs_squares_end(zs_unit *unit)
 {
     for (int64_t i = 0; i < unit->n_params; i++) {

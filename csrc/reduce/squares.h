@@ -18,6 +18,9 @@ void zs_squares_begin(zs_unit *unit);
 /* A round is summed into the flat: where its squares go; NULL: nobody asked for them. */
 zs_exact *zs_squares_renew(zs_unit *unit, zs_flat *flat);
 
+/* Parameter `i` takes part in that round or, if it has an earlier gradient, makes the sum incomplete. */
+void zs_squares_count(zs_unit *unit, int64_t i, bool takes_part);
+
 /* The gradients are shown: from now on their versions count. */
 void zs_squares_end(zs_unit *unit);
 

@@ -278,7 +278,6 @@ ag::Node *root_node(PyObject *root)
     if (ag::THPCppFunction_Check(node)) return held_node(reinterpret_cast<ag::THPCppFunction *>(node)->cdata);
     return nullptr;
 }
-
 } // namespace
 
 extern "C" {
@@ -290,13 +289,13 @@ zs_status zs_grad_describe(const zs_tensor *handle, zs_grad_info *info)
     return guarded("zs_grad_describe", [&] {
         const at::Tensor &grad = handle->tensor.grad();
         *info = zs_grad_info{};
+        info->defined = grad.defined();
         if (!grad.defined()) return ZS_OK;
-        info->defined = true;
         info->dtype = zs::dtype_of(grad.scalar_type());
         info->numel = grad.numel();
         info->dense = zs::plain_dense(grad);
         info->where = zs::where_of(grad.device());
-        if (info->dense) info->data = grad.data_ptr();
+        info->data = info->dense ? grad.data_ptr() : nullptr;
         info->mem = zs::mem_under(grad);
         return ZS_OK;
     });

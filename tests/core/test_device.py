@@ -19,7 +19,7 @@ from torch import Tensor
 from zshard import _core
 
 SOURCES = [
-    *sources("device_cpu.c", "squares_cpu.c", "exact.c", "simd.c", "memory.c", "status.c"),
+    *sources("device_cpu.c", "simd.c", "memory.c", "status.c"),
     C / "serial_parallel_for.c",
 ]
 UNDEFINED = ["-O1", "-fsanitize=undefined", "-fno-sanitize-recover=all"]

@@ -22,8 +22,8 @@ from torch import Tensor
 
 import zshard
 
-SOURCES = ["cuda_driver.c", "cuda_kernels.c", "device_cpu.c", "squares_cpu.c", "exact.c"]
-SOURCES += ["optim_compact.c", "optim_cpu.c", "simd.c", "memory.c", "status.c"]
+SOURCES = ["cuda_driver.c", "cuda_kernels.c", "device_cpu.c", "optim_compact.c", "optim_cpu.c"]
+SOURCES += ["simd.c", "memory.c", "status.c"]
 KERNELS = os.environ.get("ZSHARD_TEST_KERNELS", "")  # "", "copies" or "gpu"
 ADAM, SGD = 0, 1
 
