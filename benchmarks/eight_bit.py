@@ -8,7 +8,7 @@ optimizers start from the same weights and see the same batches; only seeds diff
 not change the bits (tests/optim/test_eight_bit_sharded.py), so one process stands for all. In
 bfloat16, parameters and their gradients are bfloat16; activations are float32 on all sides, because
 CPUs without instructions for bfloat16 emulate its products. With a float32 copy, AdamW steps the
-copy, and the forward reads it rounded to bfloat16.
+copy, and the forward reads it rounded to bfloat16. Linear codes are the control.
 
 Times: the sides take turns, on tensors of their own, so that no side finds another's in the cache.
 """
@@ -29,6 +29,7 @@ from torch import nn
 import zshard
 from benchmarks import harness
 from benchmarks.harness import Spread
+from benchmarks.linear_codes import LinearAdamW
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
@@ -52,6 +53,7 @@ class Side:
 
 
 BASE, COPY = "AdamW, float32", "AdamW, bfloat16 with a float32 copy"
+LINEAR = "AdamW, linear 8-bit codes"
 SIDES = {
     BASE: Side(F32, F32, zshard.AdamW),
     "AdamW8bit, float32": Side(F32, F32, zshard.AdamW8bit),
@@ -60,8 +62,9 @@ SIDES = {
     "AdamW8bit, bfloat16": Side(BF16, BF16, zshard.AdamW8bit),
     "AdamW, bfloat16 stochastic": Side(BF16, BF16, zshard.AdamW, {"stochastic_rounding": True}),
     "AdamW, bfloat16 to nearest": Side(BF16, BF16, zshard.AdamW),
+    LINEAR: Side(F32, F32, LinearAdamW),
 }
-TIMED = [name for name in SIDES if name != COPY]
+TIMED = [name for name in SIDES if name not in (COPY, LINEAR)]
 CONFIG = Config(layers=4, width=128, heads=4, context=128)
 BENCHMARK = "eight-bit"
 LR, BATCH, HELD_OUT, EVERY = 2e-3, 8, 64, 20
