@@ -130,6 +130,7 @@ def differences(axes: Any, curves: Curves) -> None:
         steps, _, mean, _ = spread(apart)
         draw_line(axes, line, steps, mean)
     axes.axhline(0, color=PEER_COLOUR, linewidth=0.8, zorder=0)
+    axes.margins(y=0.2)  # for the legend
     finish(axes, "minus that of AdamW in float32 with the same seed")
 
 
