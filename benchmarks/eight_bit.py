@@ -1,11 +1,14 @@
 """8-bit moments: held-out losses of several seeds beside 32 bits, a step's time, bytes per element.
 
     python -m benchmarks.eight_bit [--steps 300] [--seeds 3] [--sides float32] [--elements 50000000]
+    python -m benchmarks.curves                # draws the losses into docs/images
 
 Losses: a GPT of examples/gpt.py on the sources of Python's standard library, in one process. The
 optimizers start from the same weights and see the same batches; only seeds differ. Sharding does
-not change the bits (tests/optim/test_eight_bit.py), so one process stands for all. Beside AdamW8bit
-there are AdamW in float32, in bfloat16 to nearest and stochastically rounded.
+not change the bits (tests/optim/test_eight_bit_sharded.py), so one process stands for all. In
+bfloat16, parameters and their gradients are bfloat16; activations are float32 on all sides, because
+CPUs without instructions for bfloat16 emulate its products. With a float32 copy, AdamW steps the
+copy, and the forward reads it rounded to bfloat16. Linear codes are the control.
 
 Times: the sides take turns, on tensors of their own, so that no side finds another's in the cache.
 """
@@ -16,6 +19,7 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +29,45 @@ from torch import nn
 import zshard
 from benchmarks import harness
 from benchmarks.harness import Spread
+from benchmarks.linear_codes import LinearAdamW
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 from corpus import held_out_batches, load, train_batches
 from gpt import GPT, Config
 
-BF16 = torch.bfloat16
-BASE = "AdamW, float32"
-SIDES: dict[str, tuple[torch.dtype, type[torch.optim.Optimizer], dict[str, Any]]] = {
-    BASE: (torch.float32, zshard.AdamW, {}),
-    "AdamW8bit, float32": (torch.float32, zshard.AdamW8bit, {}),
-    "AdamW, bfloat16 to nearest": (BF16, zshard.AdamW, {}),
-    "AdamW, bfloat16 stochastic": (BF16, zshard.AdamW, {"stochastic_rounding": True}),
-    "AdamW8bit, bfloat16": (BF16, zshard.AdamW8bit, {}),
-    "AdamW8bit, bfloat16, master": (BF16, zshard.AdamW8bit, {"master": "int8"}),
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Side:
+    """An optimizer, the dtype of the parameters it steps, and of those that the forward reads."""
+
+    stepped: torch.dtype
+    read: torch.dtype
+    cls: type[torch.optim.Optimizer]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def optimizer(self, params: Sequence[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+        return self.cls(params, **options, **self.options)
+
+
+BASE, COPY = "AdamW, float32", "AdamW, bfloat16 with a float32 copy"
+LINEAR = "AdamW, linear 8-bit codes"
+SIDES = {
+    BASE: Side(F32, F32, zshard.AdamW),
+    "AdamW8bit, float32": Side(F32, F32, zshard.AdamW8bit),
+    COPY: Side(F32, BF16, zshard.AdamW),
+    "AdamW8bit, bfloat16, master": Side(BF16, BF16, zshard.AdamW8bit, {"master": "int8"}),
+    "AdamW8bit, bfloat16": Side(BF16, BF16, zshard.AdamW8bit),
+    "AdamW, bfloat16 stochastic": Side(BF16, BF16, zshard.AdamW, {"stochastic_rounding": True}),
+    "AdamW, bfloat16 to nearest": Side(BF16, BF16, zshard.AdamW),
+    LINEAR: Side(F32, F32, LinearAdamW),
 }
+TIMED = [name for name in SIDES if name not in (COPY, LINEAR)]
 CONFIG = Config(layers=4, width=128, heads=4, context=128)
-LR, BATCH, HELD_OUT = 2e-3, 8, 64
+BENCHMARK = "eight-bit"
+LR, BATCH, HELD_OUT, EVERY = 2e-3, 8, 64, 20
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -52,7 +77,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, help="trainings per side (default: 3; --quick: 1)")
     parser.add_argument("--sides", default="", help="train only sides with this in their name")
     parser.add_argument("--elements", type=int, help="per step (default: 50 M; --quick: 2 M)")
-    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="(default: 1 2)")
+    parser.add_argument("--threads", nargs="*", type=int, default=[1, 2], help="(default: 1 2)")
     args = parser.parse_args(argv)
     args.steps = args.steps or (20 if args.quick else 300)
     args.seeds = args.seeds or (1 if args.quick else 3)
@@ -64,53 +89,57 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
     times = {threads: step_times(args, threads) for threads in args.threads}
-    torch.set_num_threads(max(args.threads))
+    torch.set_num_threads(max(args.threads, default=torch.get_num_threads()))
     text = load()
     sides = [name for name in SIDES if args.sides in name]
-    losses: dict[str, list[float]] = {name: [] for name in sides}
-    curves: dict[str, list[float]] = {}
+    curves: dict[str, list[Curve]] = {name: [] for name in sides}
     for seed in range(args.seeds):
         for name in sides:
-            curve, held_out = train(name, text, seed, args.steps)
-            losses[name].append(held_out)
-            curves.setdefault(name, curve)
-            print(f"seed {seed}: {name}: held-out loss {held_out:.4f}", flush=True)
-    show(losses, times)
-    if args.out:
-        result = {"losses": losses, "times": times, "curves": curves, "steps": args.steps}
-        harness.write_json(args.out, result)
+            curves[name].append(train(SIDES[name], text, seed, args.steps))
+            print(f"seed {seed}: {name}: held-out loss {curves[name][-1][-1][1]:.4f}", flush=True)
+    show(curves, times)
+    harness.finish(args, BENCHMARK, [{"curves": curves, "times": times}])
 
 
 # --- losses ---------------------------------------------------------------------------------------
 
+Curve = list[tuple[int, float]]
+"""Steps and held-out losses, in nats per byte."""
 
-def train(
-    name: str, text: tuple[torch.Tensor, torch.Tensor], seed: int, steps: int
-) -> tuple[list[float], float]:
-    """Return the training loss of every tenth step, and the held-out loss at the end, in nats."""
-    dtype, cls, options = SIDES[name]
+
+def train(side: Side, text: tuple[torch.Tensor, torch.Tensor], seed: int, steps: int) -> Curve:
+    """Return the held-out loss of every 20th step and of the last."""
     torch.manual_seed(seed)
-    model = GPT(CONFIG).to(dtype)
-    optimizer = cls(model.parameters(), lr=LR, **options)  # type: ignore[call-arg]
+    model = GPT(CONFIG).to(side.stepped)
+    optimizer = side.optimizer(list(model.parameters()), lr=LR)
     batches = train_batches(text[0], BATCH, CONFIG.context, seed=seed, rank=0)
     curve = []
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = LR * min(1.0, (step + 1) / 20, 0.05 + (steps - step) / steps)
-        loss = loss_of(model, *next(batches))
+        loss = loss_of(model, side.read, next(batches))
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        curve += [loss.item()] if step % 10 == 0 else []
-    with torch.no_grad():
-        batches = held_out_batches(text[1], BATCH, CONFIG.context, HELD_OUT, rank=0, world=1)
-        found = [loss_of(model, *batch).item() for batch in batches]
-    return curve, sum(found) / len(found)
+        if (step + 1) % EVERY == 0 or step + 1 == steps:
+            curve.append((step + 1, held_out_loss(model, side.read, text[1])))
+    return curve
 
 
-def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    logits = model(inputs).float()
-    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+@torch.no_grad()
+def held_out_loss(model: nn.Module, read: torch.dtype, text: torch.Tensor) -> float:
+    batches = held_out_batches(text, BATCH, CONFIG.context, HELD_OUT, rank=0, world=1)
+    found = [loss_of(model, read, batch).item() for batch in batches]
+    return sum(found) / len(found)
+
+
+def loss_of(
+    model: nn.Module, read: torch.dtype, batch: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """Return the loss computed in float32 from parameters of dtype `read`, as are gradients."""
+    params = {name: param.to(read).to(F32) for name, param in model.named_parameters()}
+    loss: torch.Tensor = torch.func.functional_call(model, params, batch)
+    return loss
 
 
 # --- times and bytes ------------------------------------------------------------------------------
@@ -119,10 +148,10 @@ def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> to
 def step_times(args: argparse.Namespace, threads: int) -> dict[str, dict[str, Any]]:
     """Return each side's milliseconds per step, its ratio to BASE, and its bytes per element."""
     torch.set_num_threads(threads)
-    optimizers = {name: optimizer_of(name, args.elements) for name in SIDES}
+    optimizers = {name: optimizer_of(name, args.elements) for name in TIMED}
     for optimizer in optimizers.values():
         optimizer.step()
-    seconds: dict[str, list[float]] = {name: [] for name in SIDES}
+    seconds: dict[str, list[float]] = {name: [] for name in TIMED}
     for _ in range(args.rounds):
         for name, optimizer in optimizers.items():
             begin = time.perf_counter()
@@ -140,10 +169,10 @@ def step_times(args: argparse.Namespace, threads: int) -> dict[str, dict[str, An
 
 
 def optimizer_of(name: str, elements: int) -> torch.optim.Optimizer:
-    dtype, cls, options = SIDES[name]
-    param = nn.Parameter(torch.randn(elements).to(dtype))
-    param.grad = torch.randn(elements).to(dtype)
-    return cls([param], **options)  # type: ignore[call-arg]
+    side = SIDES[name]
+    param = nn.Parameter(torch.randn(elements).to(side.stepped))
+    param.grad = torch.randn(elements).to(side.stepped)
+    return side.optimizer([param])
 
 
 def bytes_of(optimizer: torch.optim.Optimizer) -> int:
@@ -153,9 +182,9 @@ def bytes_of(optimizer: torch.optim.Optimizer) -> int:
 
 
 def show(
-    losses: Mapping[str, Sequence[float]], times: Mapping[int, Mapping[str, dict[str, Any]]]
+    curves: Mapping[str, Sequence[Curve]], times: Mapping[int, Mapping[str, dict[str, Any]]]
 ) -> None:
-    rows = [[name, *(f"{loss:.4f}" for loss in own)] for name, own in losses.items()]
+    rows = [[name, *(f"{curve[-1][1]:.4f}" for curve in own)] for name, own in curves.items()]
     seeds = [f"seed {seed}" for seed in range(len(rows[0]) - 1)]
     harness.print_table("Held-out loss, nats per byte", ["side", *seeds], rows)
     for threads, sides in times.items():
@@ -168,4 +197,4 @@ def show(
 
 
 if __name__ == "__main__":
-    main()
+    harness.start(main)

@@ -1,4 +1,4 @@
-/* cuda_face.c - cuda_kernels.h and the CPU's loops beside it, for ctypes (tests/gpu/test_cuda_kernels.py).
+/* cuda_face.c - cuda_kernels.h and the CPU's loops beside it, for ctypes (tests/gpu/test_cuda_*.py).
  *
  * A test gives the same memory to both and compares bits, so all that has to be said here is how constants are
  * made. The image is fake_image.c's, or on a real GPU that of cuda_image.c.

@@ -26,6 +26,8 @@ SOURCES = ["cuda_driver.c", "cuda_kernels.c", "device_cpu.c", "optim_compact.c",
 SOURCES += ["simd.c", "memory.c", "status.c"]
 KERNELS = os.environ.get("ZSHARD_TEST_KERNELS", "")  # "", "copies" or "gpu"
 ADAM, SGD = 0, 1
+LENGTHS = [0, 1, 7, 8, 9, 40, 1027, 4099]
+"""Of the arrays that a test computes with."""
 
 
 class Hyper(ctypes.Structure):

@@ -2,7 +2,8 @@
 
 What is torch's own on a GPU (its allocator, streams, cuBLAS) is compared by tolerances
 that are stated in gpus.py; what is zshard's on both sides, by bits. The kernels are those of
-test_cuda_kernels.py, which runs again on the real driver. Several ranks: test_gpu_ranks.py.
+test_cuda_kernels.py and test_cuda_updates.py, which run again on the real driver. Several ranks:
+test_gpu_ranks.py.
 """
 
 from __future__ import annotations
@@ -360,7 +361,7 @@ def test_lack_of_memory_raises_torchs_error(start: Start) -> None:
 @pytest.mark.needs_fma
 @pytest.mark.parametrize("kernels", ["gpu", pytest.param("copies", marks=pytest.mark.thorough)])
 def test_kernels_are_bit_identical_to_the_cpu(kernels: str) -> None:
-    """All of test_cuda_kernels.py on the GPU; with stand-ins, what brings its arrays there."""
+    """Both files on the GPU; with stand-ins, what brings their arrays there."""
     only = "" if kernels == "gpu" else "factor_is_not_rounded or norms_are_joined or leaves_a_copy"
     env = environment(kernels if kernels == "gpu" else "stand-in")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
@@ -368,7 +369,10 @@ def test_kernels_are_bit_identical_to_the_cpu(kernels: str) -> None:
         [
             *command,
             *(["-k", only] if only else []),
-            str(ROOT / "tests" / "gpu" / "test_cuda_kernels.py"),
+            *(
+                str(ROOT / "tests" / "gpu" / f"test_cuda_{each}.py")
+                for each in ("kernels", "updates")
+            ),
         ],
         env={**os.environ, **env, "ZSHARD_TEST_KERNELS": kernels},
         cwd=ROOT,

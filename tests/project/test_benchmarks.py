@@ -21,6 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # benchmarks/ is not installed
 
 from benchmarks import (
+    curves,
     gpu_report,
     gpu_sides,
     gpu_steps,
@@ -290,6 +291,34 @@ def test_picture_names_missing_results(tmp_path: Path) -> None:
         picture.pick("memory", steps, tmp_path)
     with pytest.raises(SystemExit, match=r"cannot read .*absent.json"):
         picture.pick("memory", tmp_path / "absent.json")
+
+
+def test_curves_are_reproducible(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    own = [[(20, 3.0), (40, 2.5)], [(20, 3.1), (40, 2.4)]]
+    machine = {"date": "2026-01-02", "cpu": "a CPU", "cores": 2, "torch": "2.13"}
+    record = {"benchmark": "eight-bit", "machine": machine}
+    for left_out in ("", curves.COPY):
+        found = {name: own for name in curves.LINES if name != left_out}
+        record["results"] = [{"curves": found, "times": {}}]
+        harness.write_json(tmp_path / f"without{left_out}.json", record)
+    drawn = []
+    for name in ("a.svg", "b.svg"):
+        curves.draw(curves.pick(None, tmp_path), tmp_path / name)
+        drawn.append((tmp_path / name).read_text())
+    assert drawn[0] == drawn[1] and len(drawn[0]) < 60_000
+    for text in ("AdamW8bit", "a CPU, 2 cores", "2026-01-02"):
+        assert text in drawn[0]
+    with pytest.raises(SystemExit, match="no curves of AdamW, bfloat16 with a float32 copy"):
+        curves.pick(tmp_path / f"without{curves.COPY}.json")
+
+
+def test_eight_bit_quick(tmp_path: Path) -> None:
+    flags = ["--sides", "AdamW8bit, bfloat16", "--steps", "2", "--elements", "4096"]
+    (result,) = quick("eight_bit", tmp_path / "eight.json", *flags)["results"]
+    ends = [curve[-1] for own in result["curves"].values() for curve in own]
+    assert [step for step, _ in ends] == [2, 2]
+    assert all(4 < loss < 6 for _, loss in ends)
 
 
 # --- benchmarks on a GPU ---------------------------------------------------------------------------
