@@ -13,6 +13,7 @@ from compare import assert_same
 from models import COMBINATIONS, loss_of, wrapped
 from scenarios import Stack, floats
 from spawn import ranks
+from torch import nn
 
 import zshard
 from zshard import FSDP, _core
@@ -89,7 +90,7 @@ def test_norms_from_the_sums_are_those_of_the_gradients(pool, combination):
 
 def reduced_norm(world):
     """The norm of gradients that are equal whatever the number of ranks: these divide exactly."""
-    model = FSDP(torch.nn.Linear(200, 301, bias=False))
+    model = FSDP(nn.Linear(200, 301, bias=False))
     model(torch.ones(1, 200) * 0.37).square().sum().backward()
     return [model.clip_grad_norm_(1e9).item() for _ in range(2)]
 
@@ -183,12 +184,12 @@ def one_dropped():
     backward_and_norm(model, 1)
     params = list(model.parameters())
     halves = [zshard.full_tensor(p.grad).double().square().sum() for p in params]
-    found = torch.nn.utils.clip_grad_norm_(params[::2], 1e9)
+    found = nn.utils.clip_grad_norm_(params[::2], 1e9)
     assert found.item() == pytest.approx(math.sqrt(sum(halves[::2])), rel=1e-6)
     params[1].grad = None
     found = model.clip_grad_norm_(1e9)
     assert found.item() == pytest.approx(math.sqrt(sum(halves) - halves[1]), rel=1e-6)
-    twice = torch.nn.utils.clip_grad_norm_([*params, params[0]], 1e9)
+    twice = nn.utils.clip_grad_norm_([*params, params[0]], 1e9)
     expected = math.sqrt(sum(halves) - halves[1] + halves[0])
     assert twice.item() == pytest.approx(expected, rel=1e-6)
 
@@ -252,7 +253,7 @@ def clips_again(model, held):
 
 
 def clips_by_value(model, held):
-    torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
     return locals_of(model)
 
 
@@ -387,7 +388,7 @@ def is_really_later():
     for _ in range(2):
         backward_and_norm(model, 1)
         grads = [p.grad for p in model.parameters()]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.03)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.03)
         assert _core.has_pending()
         optimizer.step()
         assert _core.has_pending(), "the step read and wrote the gradients"
