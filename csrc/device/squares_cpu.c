@@ -14,15 +14,16 @@ enum { GROUP = 32, LANES = 8, GRAIN = 1 << 15, DTYPES = ZS_BYTES };
 
 #define SAME(x) (x)
 
-/* `n`: at most GROUP. The lanes are in the source, because the compiler may not reorder a sum. */
+/* The lanes are in the source, because the compiler may not reorder a sum. */
 #define SQUARES(name, target, fused, T, load)                            \
     target static void name(const void *x, int64_t numel, zs_exact *sum) \
     {                                                                    \
         for (int64_t at = 0; at < numel; at += GROUP) {                  \
             const T *in = (const T *)x + at;                             \
-            T last[GROUP] = {0};                                         \
+            T last[GROUP];                                               \
             double lane[LANES] = {0};                                    \
             if (numel - at < GROUP) {                                    \
+                memset(last, 0, sizeof last);                            \
                 memcpy(last, in, (size_t)(numel - at) * sizeof(T));      \
                 in = last;                                               \
             }                                                            \

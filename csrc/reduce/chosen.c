@@ -61,6 +61,17 @@ zs_status zs_chosen_add(zs_chosen *all, const zs_tensor *grad, int64_t *at)
     return ZS_OK;
 }
 
+/* Has the flat's memory no other name than its parameters' .grad, through which it could be read or written unseen? */
+static bool has_one_name(const zs_chosen_flat *chosen)
+{
+    int64_t views = 0;
+    for (int64_t i = 0; i < chosen->unit->n_params; i++) {
+        const zs_param *param = &chosen->unit->params[i];
+        views += param->flat == chosen->flat && param->grad != NULL;
+    }
+    return zs_storage_users(chosen->unit->flats[chosen->flat].grads) == 1 + views;
+}
+
 bool zs_chosen_is_squared(const zs_chosen_flat *chosen)
 {
     const zs_unit *unit = chosen->unit;
@@ -71,27 +82,26 @@ bool zs_chosen_is_squared(const zs_chosen_flat *chosen)
         if (!param->chosen) return false;
         squared++;
     }
-    return !chosen->twice && squared == chosen->n && zs_squares_hold(unit, chosen->flat);
+    return !chosen->twice && squared == chosen->n && has_one_name(chosen) && zs_squares_hold(unit, chosen->flat);
 }
 
 bool zs_chosen_can_wait(const zs_chosen_flat *chosen)
 {
     const zs_unit *unit = chosen->unit;
     const zs_flat *flat = &unit->flats[chosen->flat];
-    int64_t shown = 0, views = 0;
+    int64_t shown = 0;
     if (flat->dtype != ZS_F32 || unit->offloads.grads || unit->stepping != NULL || chosen->twice) return false;
     if (zs_context_device(unit->context)->ops->queues) return false;
     for (int64_t i = 0; i < unit->n_params; i++) {
         const zs_param *param = &unit->params[i];
         bool is = false;
         if (param->flat != chosen->flat || param->grad == NULL) continue;
-        views++;
         if (param->below) return false;
         if (zs_tensor_alive(param->tensor) && zs_grad_is(param->tensor, param->grad, &is) != ZS_OK) return false;
         if (is != param->chosen) return false;
         shown += is;
     }
-    return shown == chosen->n && zs_storage_users(flat->grads) == 1 + views;
+    return shown == chosen->n && has_one_name(chosen);
 }
 
 void zs_chosen_free(zs_chosen *all)

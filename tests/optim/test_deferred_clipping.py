@@ -162,8 +162,6 @@ def norm_after(writer, combination):
     if writer is rewrite_kept_alias:
         model.kept_aliases = [zshard.to_local(p.grad).data for p in model.parameters()]
     loss_of(model(floats(1))).backward()
-    if writer is rewrite_kept_alias:
-        model.kept_aliases = [zshard.to_local(p.grad).data for p in model.parameters()]
     writer(model)
     norm = model.clip_grad_norm_(1e9).item()
     whole = [zshard.full_tensor(p.grad).double().square().sum() for p in model.parameters()]

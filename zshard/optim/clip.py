@@ -1,8 +1,9 @@
 """The global gradient norm, for model.clip_grad_norm_ and for torch.nn.utils.clip_grad_norm_.
 
 A rank holds shards of the gradients, so a norm over them alone is meaningless. `_core.grad_owner`
-recognizes gradients on a shard by their storage; ranks exchange the power sums and add them in rank
-order, so every rank scales by the same bits. All torch.nn.utils functions that need a total norm
+recognizes gradients on a shard by their storage; ranks exchange the power sums and add them, so
+every rank scales by the same bits. On the CPU the squares are known from the sums over the ranks,
+and the step multiplies (docs/design/clipping.md). All torch.nn.utils functions that need a total norm
 call `clip_grad._get_total_norm`, which this file replaces; for a list without sharded gradients it
 is torch's own.
 
@@ -163,10 +164,9 @@ def clip_by(
     grads = [grad for _, grad in held]
     factor = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
     if not _core.on_gpu(grads):
-        # A step that follows multiplies what it reads; everything else sees gradients multiplied.
         left = [] if float(factor) == 1 else _core.scale_later(grads, float(factor))
-        ids = set(map(id, left))
         if left:
+            ids = set(map(id, left))
             now = [param for param, grad in held if id(grad) in ids]
             _torchs_scale(now, max_norm, total_norm, foreach)
     elif any(grad.dtype == torch.float64 for grad in grads):
