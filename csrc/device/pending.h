@@ -1,7 +1,7 @@
 /* pending.h - a factor that a block of gradients is yet to be multiplied by.
  *
  * Clipping multiplies all gradients by one number, which reads and writes all of them. Instead the number is kept with
- * the block, and an optimizer's step multiplies what it reads. Everything else settles the block first. So whoever
+ * the block, and an optimizer's step multiplies what it reads. Everything else settles the block first: all code that
  * reads gradients calls one of these functions.
  */
 #ifndef ZS_PENDING_H

@@ -7,7 +7,7 @@
 #include "device/pending.h"
 #include "unit/context.h"
 
-/* Backwards without a question after which nobody asks any more. */
+/* After so many backwards without a question, no squares are taken. */
 enum { PATIENCE = 64 };
 
 zs_status zs_squares_ask(zs_flat *flat)

@@ -15,7 +15,7 @@ zs_status zs_squares_ask(zs_flat *flat);
 /* A backward begins, and will write gradients: the squares do not hold any more. */
 void zs_squares_begin(zs_unit *unit);
 
-/* A round is summed into the flat: where its squares go; NULL: nobody asked for them. */
+/* A round is summed into the flat: where its squares are added; NULL: they are not wanted. */
 zs_exact *zs_squares_renew(zs_unit *unit, zs_flat *flat);
 
 /* Parameter `i` takes part in that round or, if it has an earlier gradient, makes the sum incomplete. */

@@ -90,8 +90,8 @@ def outcome(act, number):
 
 
 def random_scripts(combination, seed):
-    """Run the same acts on two models, of which one has a second name for its gradients, so that
-    they are clipped at once."""
+    """Run the same acts on two models. One has a second name for its gradients, so that they are
+    clipped at once."""
     chance = random.Random(seed)
     names = [name for name in vars(Acts) if not name.startswith("_") and name != "grads"]
     later, at_once = Acts(combination), Acts(combination)

@@ -272,7 +272,7 @@ def zeroes(model, held):
     return [*locals_of(model), *(zshard.to_local(each) for each in held)]
 
 
-def keeps_and_goes_on(model, held):
+def keeps_them(model, held):
     """Old gradients live on in the script's variables."""
     model.zero_grad()
     loss_of(model(floats(7))).backward()
@@ -300,7 +300,7 @@ def swaps(model, held):
 READERS = [
     *(reads_locals, reads_fulls, reads_products, reads_data, reads_held, reads_lists),
     *(reads_address, reads_norms, reads_a_copy, reads_summoned),
-    *(clips_again, clips_by_value, accumulates, accumulates_locally, zeroes, keeps_and_goes_on),
+    *(clips_again, clips_by_value, accumulates, accumulates_locally, zeroes, keeps_them),
     *(replaces, swaps),
 ]
 

@@ -3,9 +3,9 @@
 A rank holds shards of the gradients, so a norm over them alone is meaningless. `_core.grad_owner`
 recognizes gradients on a shard by their storage; ranks exchange the power sums and add them, so
 every rank scales by the same bits. On the CPU the squares are known from the sums over the ranks,
-and the step multiplies (docs/design/clipping.md). All torch.nn.utils functions that need a total norm
-call `clip_grad._get_total_norm`, which this file replaces; for a list without sharded gradients it
-is torch's own.
+and the step multiplies (docs/design/clipping.md). All torch.nn.utils functions that need a total
+norm call `clip_grad._get_total_norm`, which this file replaces; for a list without sharded
+gradients it is torch's own.
 
 The other gradients in a list (of ignored modules, or with strategy "no_shard") are the same on all
 ranks and counted once.
