@@ -171,15 +171,19 @@ ZS_DEVICE int64_t thread_count()
     return static_cast<int64_t>(gridDim.x) * blockDim.x;
 }
 
-/* Runs body.run<N>(at) over all elements, N = PACK in the middle of the cut and 1 at its ends. */
+/* Thread `i` of those that share the cut runs body.run<N>(at) for pack i, with N = PACK, and for element i of those at
+ * the ends, with N = 1. There is a thread for each (zs_cuda_blocks_for). */
+template <int PACK, class Body> ZS_DEVICE void over(const zs_cuda_cut &cut, const Body &body, int64_t i)
+{
+    if (i < cut.packs) body.template run<PACK>(cut.head + i * PACK);
+    const int64_t packed = cut.packs * PACK;
+    if (i < cut.numel - packed) body.template run<1>(i < cut.head ? i : i + packed);
+}
+
+/* By all threads of the grid. */
 template <int PACK, class Body> ZS_DEVICE void over(const zs_cuda_cut &cut, const Body &body)
 {
-    const int64_t first = thread_number(), step = thread_count();
-    for (int64_t i = first; i < cut.packs; i += step)
-        body.template run<PACK>(cut.head + i * PACK);
-    const int64_t packed = cut.packs * PACK;
-    for (int64_t i = first; i < cut.numel - packed; i += step)
-        body.template run<1>(i < cut.head ? i : i + packed);
+    over<PACK>(cut, body, thread_number());
 }
 
 } // namespace zs

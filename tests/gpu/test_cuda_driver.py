@@ -23,6 +23,7 @@ PROGRAM = C / "test_cuda_driver.c"
 SOURCES = [
     "cuda_driver.c",
     "cuda_kernels.c",
+    "cuda_update.c",
     "device_cpu.c",
     "squares_cpu.c",
     "exact.c",

@@ -35,15 +35,14 @@ KERNELS = {
 }
 # What nearly all steps are made of: four blocks on a multiprocessor, for memory's sake.
 MAIN = {name for name in KERNELS if not re.search(r"f64|_f16|amsgrad|live", name)}
-# Bytes that the loop over packs loads and stores by accesses of 8 or 16 bytes: a pack is 16 bytes of the widest array
-# (parameter, gradient, state), and so 8 of a copy in bf16.
+# Bytes that the loop over packs loads and stores by accesses of 8 or 16 bytes: a pack is 16 bytes of the widest array.
 WIDE = {
-    "zs_step_adam_f32": (64, 56),
-    "zs_step_adam_bf16": (64, 64),
-    "zs_step_adam_dithered": (64, 64),
-    "zs_step_momentum_f32": (48, 40),
-    "zs_live_adam_f32": (64, 56),
-    "zs_live_momentum_bf16": (48, 48),
+    "zs_step_adam_f32": (64, 48),
+    "zs_step_adam_bf16": (64, 48),
+    "zs_step_adam_dithered": (64, 48),
+    "zs_step_momentum_f32": (48, 32),
+    "zs_live_adam_f32": (64, 48),
+    "zs_live_momentum_bf16": (48, 32),
     "zs_sum_f32_f32": (80, 16),  # four sources and what was there
     "zs_sum_bf16_f32": (48, 16),
     "zs_cast_f32_bf16": (24, 8),
