@@ -1,9 +1,12 @@
-/* compact.cuh - optimizer steps by groups of 32 elements, a thread for each group (csrc/update/compact.h).
+/* compact.cuh - optimizer steps by groups of 32 elements, a warp for each group (csrc/update/compact.h).
  *
- * The arithmetic is the CPU's, from the same header. No thread talks to another, so the tests run these lines on the
- * CPU.
+ * The arithmetic is the CPU's, from the same header. Lanes have neighbouring elements, so a warp's accesses are to
+ * neighbouring bytes. These kernels alone have threads that talk to each other: they ask for the group's largest
+ * magnitude.
  */
 #include "pieces.cuh"
+
+#define ZS_WARPS
 #include "update/compact.h"
 
 namespace zs {
@@ -31,7 +34,7 @@ template <class Update> ZS_DEVICE void over_groups(const zs_cuda_update_args &ar
     const uint32_t number = piece_number(args);
     const zs_cuda_piece &piece = args.piece[number];
     const zs_group first = group_of(piece, args.round);
-    const int64_t i = thread_in(args, number);
+    const int64_t i = thread_in(args, number) / ZS_GROUP;
     if (i < piece.packs) {
         const bool coded = args.coded != 0;
         const zs_group group = zs_group_at(&first, i * ZS_GROUP, static_cast<int>(args.kind), coded);
@@ -67,17 +70,17 @@ template <bool MOMENTUM> struct CompactSgd {
 } // namespace zs
 
 /* A kernel for each rule. */
-ZS_KERNEL(zs_compact_adam, zs_cuda_update_args, 1)
+ZS_KERNEL(zs_compact_adam, zs_cuda_update_args, 5)
 {
     zs::over_groups(args, zs::CompactAdam{args});
 }
 /* Without momentum. */
-ZS_KERNEL(zs_compact_sgd, zs_cuda_update_args, 1)
+ZS_KERNEL(zs_compact_sgd, zs_cuda_update_args, 5)
 {
     zs::over_groups(args, zs::CompactSgd<false>{args});
 }
 /* With momentum. */
-ZS_KERNEL(zs_compact_momentum, zs_cuda_update_args, 1)
+ZS_KERNEL(zs_compact_momentum, zs_cuda_update_args, 5)
 {
     zs::over_groups(args, zs::CompactSgd<true>{args});
 }

@@ -3,8 +3,8 @@
  * A kernel's body is written once, for N elements at a place; `over` runs it with N = a pack, which is 16 bytes of the
  * widest array, wherever all arrays are aligned together, and with N = 1 at the edges. So the threads of a warp access
  * neighbouring bytes: with two accesses each (8 floats), an AdamW step took a fifth longer on an H200. Nothing here
- * talks to other threads, so the tests run the same lines on the CPU, a thread of the grid after the other: they define
- * ZS_KERNEL themselves (tests/c/fake_device.hpp).
+ * talks to other threads (compact.cuh does), so the tests run the same lines on the CPU, a thread of the grid after the
+ * other: they define ZS_KERNEL themselves (tests/c/fake_device.hpp).
  */
 #ifndef ZS_KERNEL_CUH
 #define ZS_KERNEL_CUH

@@ -10,7 +10,6 @@
 #include <assert.h>
 #include <stdint.h>
 
-#include "update/compact.h"
 #include "update/update.h"
 
 enum {

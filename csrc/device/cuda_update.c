@@ -76,21 +76,21 @@ static zs_status flush(draft *batch)
     return status;
 }
 
-/* How the elements of a piece are shared out, and blocks for them. */
+/* How the elements of a piece are shared out, and blocks for them: by groups, there are ZS_GROUP threads for each. */
 static int64_t share_out(const zs_run *run, zs_cuda_piece *piece, int64_t numel)
 {
     const size_t item = zs_dtype_size(run->dtype);
-    const bool plain = run->form == ZS_FORM_PLAIN;
-    const int64_t pack = plain ? zs_cuda_pack_of(item) : ZS_GROUP;
+    const int64_t pack = zs_cuda_pack_of(item), groups = (numel + ZS_GROUP - 1) / ZS_GROUP;
     zs_cuda_array arrays[2 + ZS_CUDA_STATES] = {{piece->param, item}, {piece->grad, item}};
     for (int s = 0; s < ZS_CUDA_STATES; s++)
         arrays[2 + s] = (zs_cuda_array){piece->state[s], item};
-    zs_cuda_cut cut = {.numel = numel, .packs = (numel + ZS_GROUP - 1) / ZS_GROUP};
-    if (plain) cut = zs_cuda_cut_of(arrays, 2 + ZS_CUDA_STATES, numel, pack);
+    zs_cuda_cut cut = {.numel = numel, .packs = groups};
+    if (run->form == ZS_FORM_PLAIN) cut = zs_cuda_cut_of(arrays, 2 + ZS_CUDA_STATES, numel, pack);
     piece->numel = (uint32_t)cut.numel;
     piece->head = (uint32_t)cut.head;
     piece->packs = (uint32_t)cut.packs;
-    return zs_cuda_blocks_for(&cut, pack);
+    if (run->form == ZS_FORM_PLAIN) return zs_cuda_blocks_for(&cut, pack);
+    return (groups * ZS_GROUP + ZS_CUDA_BLOCK - 1) / ZS_CUDA_BLOCK;
 }
 
 /* Elements [from, to) of a run, whose numbers have the same upper half. */

@@ -33,7 +33,13 @@ from torch import Tensor
 
 pytestmark = pytest.mark.needs_fma
 FULL_TABLE = 46
-PLAIN_FORM, _WIDE, CODED = range(3)
+PLAIN_FORM, WIDE, CODED = range(3)
+FORMS = {  # dtype, form, 8 more bits of a parameter, kernels
+    "float32": (torch.float32, PLAIN_FORM, False, "zs_step_{}_f32"),
+    "float32 moments": (torch.bfloat16, WIDE, False, "zs_compact_{}"),
+    "8-bit moments": (torch.float32, CODED, False, "zs_compact_{}"),
+    "8-bit moments and more bits": (torch.bfloat16, CODED, True, "zs_compact_{}"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +60,7 @@ class Group:
         self.hyper = Hyper(**{**plain, **options}, seed=77, round=12)
         self.faces: list[ctypes.Array[ctypes.c_char]] = []
         self.made: dict[float, int] = {}  # step -> address of its constants
+        self.low: list[bool] = []
         self.ours: list[list[Tensor]] = []
         self.theirs: list[list[Tensor]] = []
 
@@ -64,8 +71,10 @@ class Group:
         step: float = 3,
         form: int = PLAIN_FORM,
         number: int | None = None,
+        low: bool = False,
     ) -> None:
-        """Add a run. `number`: of its first element, and it is rounded stochastically."""
+        """Add a run. `number`: of its first element, and it is rounded stochastically. `low`: has
+        8 more bits of each parameter."""
         lib, face = self.cuda.lib, ctypes.create_string_buffer(self.cuda.lib.zs_face_job_bytes())
         self.hyper.dithered = number is not None and form == PLAIN_FORM
         given = ctypes.byref(self.hyper), self.rule, ctypes.c_double(step), ctypes.c_bool(False)
@@ -74,6 +83,7 @@ class Group:
         run.numel, run.dtype, run.form, run.number = numel, DTYPES[dtype], form, number or 0
         run.constants = self.made.setdefault(step, run.constants)
         self.faces.append(face)
+        self.low.append(low)
         self.ours.append(tensors(numel, dtype, form, seed))
         self.theirs.append([t.clone() for t in self.ours[-1]])
 
@@ -84,6 +94,7 @@ class Group:
             run.state[state] = at(arrays[2 + state])
             if run.form == CODED:
                 run.state[3 + state] = at(arrays[4 + state])
+        run.state[5] = at(arrays[6]) if self.low[index] else None
         return run
 
     def step(self) -> None:
@@ -98,12 +109,14 @@ class Group:
 
 
 def tensors(numel: int, dtype: torch.dtype, form: int, seed: int) -> list[Tensor]:
-    """Param, grad, two moments, two scales."""
-    made = [some(numel, dtype, 10 * seed + i) for i in range(4)]
+    """Param, grad, two moments, two scales, lower bits."""
+    moment = torch.float32 if form == WIDE else dtype
+    made = [some(numel, dtype if i < 2 else moment, 10 * seed + i) for i in range(4)]
     made[3].abs_()
     if form == CODED:
         made[2:] = [torch.randint(0, 255, (numel,)).byte() for _ in range(2)]
-    return [*made, *(torch.randint(90, 130, (-(-numel // 32),)).byte() for _ in range(2))]
+    scales = [torch.randint(90, 130, (-(-numel // 32),)).byte() for _ in range(2)]
+    return [*made, *scales, torch.randint(-128, 128, (numel,), dtype=torch.int8)]
 
 
 def assert_launches(group: Group, folder: Path, kernels: list[str]) -> None:
@@ -121,16 +134,17 @@ def assert_launches(group: Group, folder: Path, kernels: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("rule", "name"), [(ADAM, "adam"), (SGD, "momentum")])
-@pytest.mark.parametrize("form", [PLAIN_FORM, CODED], ids=["float32 moments", "8-bit moments"])
+@pytest.mark.parametrize("form", FORMS)
 def test_many_tensors_are_one_launch(
-    cuda: Cuda, tmp_path: Path, form: int, rule: int, name: str
+    cuda: Cuda, tmp_path: Path, form: str, rule: int, name: str
 ) -> None:
     """Of all lengths: of no pack and no group, of a block, of several blocks."""
     group = Group(cuda, rule, momentum=0.9)
+    dtype, how, low, kernel = FORMS[form]
     for i in range(FULL_TABLE):
-        group.add((1, 3, 31, 1024, 1025, 4 * 256 * 4, 9001)[i % 7], form=form)
-    names = {PLAIN_FORM: f"zs_step_{name}_f32", CODED: f"zs_compact_{name}"}
-    assert_launches(group, tmp_path, [names[form]])
+        numel = (1, 3, 31, 1024, 1025, 4 * 256 * 4, 9001)[i % 7]
+        group.add(numel, dtype, form=how, low=low)
+    assert_launches(group, tmp_path, [kernel.format(name)])
 
 
 def test_full_table_is_launched(cuda: Cuda, tmp_path: Path) -> None:
