@@ -6,6 +6,7 @@ values. Its ranks run in their own process group.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -72,11 +73,16 @@ COPY = "copy"
 COPY_BYTES = 8
 FUSED = "torch-fused"
 STOCHASTIC = "zshard bf16, stochastic"
-GOAL = 0.9  # of the rate of a copy
+EIGHT_BIT = "zshard 8-bit"
+EIGHT_BIT_BYTES = 16 + 1 / 8  # parameter twice, gradient, two codes twice; two scales of 32 twice
+MASTER = "zshard 8-bit, bf16 + int8"
+MASTER_BYTES = 12 + 1 / 8
+GOALS = {OURS: 0.95, EIGHT_BIT: 0.85}  # of the rate of a copy
 
 
 def adam(cell: Mapping[str, Any]) -> dict[str, Any]:
-    """Measure GB/s of an AdamW step: zshard's, torch's, and as a fraction of a device copy's rate.
+    """Measure GB/s of an AdamW step: zshard's (with moments in 32 and in 8 bits), torch's, and as a
+    fraction of a device copy's rate.
 
     cell: "elements", "tensors" (number of equal tensors), "rounds", "warmup", "steps".
     """
@@ -87,10 +93,13 @@ def adam(cell: Mapping[str, Any]) -> dict[str, Any]:
     for param in (*params, *halves):
         param.grad = torch.randn_like(param)
     source, target = torch.randn(2, cell["elements"], **where)
-    calls: dict[str, tuple[Callable[[], Any], int]] = {
+    in_8_bits = functools.partial(zshard.AdamW8bit, min_8bit_size=0)
+    calls: dict[str, tuple[Callable[[], Any], float]] = {
         OURS: (zshard.AdamW(params).step, BYTES),
         FUSED: (torch.optim.AdamW(params, fused=True).step, BYTES),
         STOCHASTIC: (zshard.AdamW(halves, stochastic_rounding=True).step, BYTES // 2),
+        EIGHT_BIT: (in_8_bits(params).step, EIGHT_BIT_BYTES),
+        MASTER: (in_8_bits(halves, master="int8").step, MASTER_BYTES),
         COPY: (lambda: target.copy_(source), COPY_BYTES),
     }
     turns = {name: _repeated(call, cell["steps"]) for name, (call, _) in calls.items()}
@@ -113,7 +122,7 @@ def adam(cell: Mapping[str, Any]) -> dict[str, Any]:
                 "ms": Spread.of([s.times[0] * 1e3 for s in samples[name]]).as_dict(),
                 "gb_per_s": Spread.of(rates[name]).as_dict(),
                 "share_of_copy": shares[name].as_dict(),
-                "goal": GOAL if name == OURS and not is_stand_in() else None,
+                "goal": None if is_stand_in() else GOALS.get(name),
             }
             for name in calls
         },

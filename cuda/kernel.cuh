@@ -3,8 +3,8 @@
  * A kernel's body is written once, for N elements at a place; `over` runs it with N = a pack, which is 16 bytes of the
  * widest array, wherever all arrays are aligned together, and with N = 1 at the edges. So the threads of a warp access
  * neighbouring bytes: with two accesses each (8 floats), an AdamW step took a fifth longer on an H200. Nothing here
- * talks to other threads, so the tests run the same lines on the CPU, a thread of the grid after the other: they define
- * ZS_KERNEL themselves (tests/c/fake_device.hpp).
+ * talks to other threads (compact.cuh does), so the tests run the same lines on the CPU, a thread of the grid after the
+ * other: they define ZS_KERNEL themselves (tests/c/fake_device.hpp).
  */
 #ifndef ZS_KERNEL_CUH
 #define ZS_KERNEL_CUH
@@ -171,15 +171,19 @@ ZS_DEVICE int64_t thread_count()
     return static_cast<int64_t>(gridDim.x) * blockDim.x;
 }
 
-/* Runs body.run<N>(at) over all elements, N = PACK in the middle of the cut and 1 at its ends. */
+/* Thread `i` of those that share the cut runs body.run<N>(at) for pack i, with N = PACK, and for element i of those at
+ * the ends, with N = 1. There is a thread for each (zs_cuda_blocks_for). */
+template <int PACK, class Body> ZS_DEVICE void over(const zs_cuda_cut &cut, const Body &body, int64_t i)
+{
+    if (i < cut.packs) body.template run<PACK>(cut.head + i * PACK);
+    const int64_t packed = cut.packs * PACK;
+    if (i < cut.numel - packed) body.template run<1>(i < cut.head ? i : i + packed);
+}
+
+/* By all threads of the grid. */
 template <int PACK, class Body> ZS_DEVICE void over(const zs_cuda_cut &cut, const Body &body)
 {
-    const int64_t first = thread_number(), step = thread_count();
-    for (int64_t i = first; i < cut.packs; i += step)
-        body.template run<PACK>(cut.head + i * PACK);
-    const int64_t packed = cut.packs * PACK;
-    for (int64_t i = first; i < cut.numel - packed; i += step)
-        body.template run<1>(i < cut.head ? i : i + packed);
+    over<PACK>(cut, body, thread_number());
 }
 
 } // namespace zs

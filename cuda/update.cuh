@@ -1,10 +1,9 @@
 /* update.cuh - the optimizers' loops: each rule of update.h for each dtype, over flat runs, in one pass.
  *
  * Memory is the limit, so all that a step does to an element happens while it is in registers: the gradient's factor
- * (clipping, loss scale), the rule, the rounding, and the copy that the next gather sends. The arithmetic is the CPU's
- * (optim_cpu.c), from the same headers.
+ * (clipping, loss scale), the rule and the rounding. The arithmetic is the CPU's (optim_cpu.c), from the same headers.
  */
-#include "kernel.cuh"
+#include "pieces.cuh"
 
 namespace zs {
 
@@ -61,24 +60,12 @@ template <> ZS_DEVICE zs_bf16 put<Dithered>(float value, uint32_t noise)
     return zs_to_bf16_dithered(value, noise);
 }
 
-/* Gradient, factor and copy: what all rules have in common. */
+/* Gradient and noise: what all rules have in common. */
 template <class D> struct Step {
     using Real = typename D::Real;
     const zs_cuda_update_args &args;
+    const zs_cuda_piece &piece;
     Real factor;
-
-    /* Writes the copy of the new parameters. */
-    template <int N> ZS_DEVICE void copy_low(int64_t at, const Words<D, N> &param) const
-    {
-        if (args.low_kind == ZS_CUDA_LOW_NONE) return;
-        Words<BF16, N> low;
-#pragma unroll
-        for (int i = 0; i < N; i++) {
-            const float value = static_cast<float>(D::load(param.at[i]));
-            low.at[i] = args.low_kind == ZS_CUDA_LOW_BF16 ? zs_to_bf16(value) : zs_to_f16(value);
-        }
-        store<BF16, N, By::CACHE>(args.low, at, low);
-    }
 
     ZS_DEVICE Real gradient(typename D::Word word) const
     {
@@ -87,7 +74,7 @@ template <class D> struct Step {
 
     ZS_DEVICE zs_noise noise(int64_t at) const
     {
-        return zs_noise_of(&args.dither, args.number + static_cast<uint32_t>(at));
+        return zs_noise_of(&args.dither, piece.number + static_cast<uint32_t>(at));
     }
 };
 
@@ -95,13 +82,13 @@ template <class D> struct Step {
 template <class D, bool FULL, bool LIVE> struct Adam : Step<D> {
     template <int N> ZS_DEVICE void run(int64_t at) const
     {
-        const zs_cuda_update_args &args = this->args;
-        const Words<D, N> grad = load<D, N, By::STREAM>(args.grad, at);
-        Words<D, N> param = load<D, N, By::STREAM>(args.param, at);
-        Words<D, N> first = load<D, N, By::STREAM>(args.state[0], at);
-        Words<D, N> second = load<D, N, By::STREAM>(args.state[1], at), max;
-        if constexpr (FULL) max = load<D, N, By::STREAM>(args.state[2], at);
-        const auto &k = adam_of<LIVE>(args, typename D::Real());
+        const zs_cuda_piece &piece = this->piece;
+        const Words<D, N> grad = load<D, N, By::STREAM>(piece.grad, at);
+        Words<D, N> param = load<D, N, By::STREAM>(piece.param, at);
+        Words<D, N> first = load<D, N, By::STREAM>(piece.state[0], at);
+        Words<D, N> second = load<D, N, By::STREAM>(piece.state[1], at), max;
+        if constexpr (FULL) max = load<D, N, By::STREAM>(piece.state[2], at);
+        const auto &k = adam_of<LIVE>(this->args, typename D::Real());
 #pragma unroll
         for (int i = 0; i < N; i++) {
             decltype(cell_of(k)) cell = {D::load(param.at[i]), D::load(first.at[i]), D::load(second.at[i]), 0};
@@ -113,11 +100,10 @@ template <class D, bool FULL, bool LIVE> struct Adam : Step<D> {
             second.at[i] = put<D>(cell.exp_avg_sq, noise.of[1] >> 16);
             if constexpr (FULL) max.at[i] = put<D>(cell.max_exp_avg_sq, noise.of[1] & 0xffffu);
         }
-        store<D, N, By::STREAM>(args.param, at, param);
-        store<D, N, By::STREAM>(args.state[0], at, first);
-        store<D, N, By::STREAM>(args.state[1], at, second);
-        if constexpr (FULL) store<D, N, By::STREAM>(args.state[2], at, max);
-        this->template copy_low<N>(at, param);
+        store<D, N, By::STREAM>(piece.param, at, param);
+        store<D, N, By::STREAM>(piece.state[0], at, first);
+        store<D, N, By::STREAM>(piece.state[1], at, second);
+        if constexpr (FULL) store<D, N, By::STREAM>(piece.state[2], at, max);
     }
 
   private:
@@ -129,11 +115,11 @@ template <class D, bool FULL, bool LIVE> struct Adam : Step<D> {
 template <class D, bool FULL, bool LIVE> struct Sgd : Step<D> {
     template <int N> ZS_DEVICE void run(int64_t at) const
     {
-        const zs_cuda_update_args &args = this->args;
-        const Words<D, N> grad = load<D, N, By::STREAM>(args.grad, at);
-        Words<D, N> param = load<D, N, By::STREAM>(args.param, at), buffer;
-        if constexpr (FULL) buffer = load<D, N, By::STREAM>(args.state[0], at);
-        const auto &k = sgd_of<LIVE>(args, typename D::Real());
+        const zs_cuda_piece &piece = this->piece;
+        const Words<D, N> grad = load<D, N, By::STREAM>(piece.grad, at);
+        Words<D, N> param = load<D, N, By::STREAM>(piece.param, at), buffer;
+        if constexpr (FULL) buffer = load<D, N, By::STREAM>(piece.state[0], at);
+        const auto &k = sgd_of<LIVE>(this->args, typename D::Real());
 #pragma unroll
         for (int i = 0; i < N; i++) {
             decltype(cell_of(k)) cell = {D::load(param.at[i]), 0};
@@ -143,9 +129,8 @@ template <class D, bool FULL, bool LIVE> struct Sgd : Step<D> {
             param.at[i] = put<D>(cell.param, noise.of[0] >> 16);
             if constexpr (FULL) buffer.at[i] = put<D>(cell.buffer, noise.of[0] & 0xffffu);
         }
-        store<D, N, By::STREAM>(args.param, at, param);
-        if constexpr (FULL) store<D, N, By::STREAM>(args.state[0], at, buffer);
-        this->template copy_low<N>(at, param);
+        store<D, N, By::STREAM>(piece.param, at, param);
+        if constexpr (FULL) store<D, N, By::STREAM>(piece.state[0], at, buffer);
     }
 
   private:
@@ -158,7 +143,10 @@ template <class D, class Rule> ZS_DEVICE void step(const zs_cuda_update_args &ar
 {
     if (args.found_inf != nullptr && *args.found_inf != 0) return;
     const float factor = args.grad_factor != nullptr ? *args.grad_factor : 1;
-    over<pack_of<D>>(args.cut, Rule{{args, static_cast<typename D::Real>(factor)}});
+    const uint32_t number = piece_number(args);
+    const zs_cuda_piece &piece = args.piece[number];
+    const zs_cuda_cut cut = {piece.numel, piece.head, piece.packs};
+    over<pack_of<D>>(cut, Rule{{args, piece, static_cast<typename D::Real>(factor)}}, thread_in(args, number));
 }
 
 /* Blocks on a multiprocessor: constants in memory and a third state need registers. */

@@ -10,7 +10,6 @@
 #include <assert.h>
 #include <stdint.h>
 
-#include "update/compact.h"
 #include "update/update.h"
 
 enum {
@@ -19,7 +18,8 @@ enum {
     ZS_CUDA_NORM_PACK = 8,                 /* elements that a thread of a norm takes at a time, of any dtype */
     ZS_CUDA_SOURCES = 128,                 /* addresses that a sum can be given one by one */
     ZS_CUDA_SPACED = 64 * ZS_CUDA_SOURCES, /* sources that it can be given at equal distances */
-    ZS_CUDA_STATES = 3,                    /* moments, as ZS_STATE_FIRST to ZS_STATE_MAX */
+    ZS_CUDA_STATES = 6,                    /* state tensors, as ZS_STATE_FIRST to ZS_STATE_LOW */
+    ZS_CUDA_PIECES = 46,                   /* pieces of runs that an update can be given: as many as fit */
     ZS_CUDA_STEPS = 256,                   /* step counters that a kernel can be given */
 };
 
@@ -89,9 +89,6 @@ typedef struct zs_cuda_differs_args {
     uint32_t *flag;
 } zs_cuda_differs_args;
 
-/* What becomes of the copy of the new parameters. */
-enum { ZS_CUDA_LOW_NONE, ZS_CUDA_LOW_BF16, ZS_CUDA_LOW_F16 };
-
 /* The constants of a step in device memory, for each precision: what `rule` of zs_cuda_update_args is on the host. */
 typedef struct zs_cuda_constants {
     union {
@@ -121,42 +118,36 @@ typedef struct zs_cuda_constants_args {
     void *step[ZS_CUDA_STEPS]; /* steps done, the same number in each; all are counted up */
 } zs_cuda_constants_args;
 
-/* One step of an update rule over one run. */
-typedef struct zs_cuda_update_args {
-    zs_cuda_cut cut;
+/* Adjacent elements to update. */
+typedef struct zs_cuda_piece {
     void *param;
     const void *grad;
-    void *state[ZS_CUDA_STATES];
-    void *low;                     /* the new parameters again, rounded to nearest; see low_kind */
+    void *state[ZS_CUDA_STATES]; /* as of zs_run */
+    uint32_t numel, head, packs; /* as in zs_cuda_cut; by groups, they are the packs */
+    uint32_t number;             /* lower half of the first element's number; the upper one is the same for all */
+} zs_cuda_piece;
+
+/* One step of an update rule over pieces of equal kind, with equal constants. */
+typedef struct zs_cuda_update_args {
     const float *grad_factor;      /* NULL: 1; else gradients are multiplied by it first */
     const float *found_inf;        /* NULL: 0; if it holds anything else, nothing is done */
     const zs_cuda_constants *live; /* not NULL: the constants are there, and not in `rule` (zs_live_... kernels) */
-    uint32_t low_kind;
-    uint32_t number; /* lower half of the first element's number; the upper one is the same for all */
+    uint64_t round;                /* by groups: of zs_hyper */
     zs_dither dither;
-    uint32_t unused;
+    uint32_t kind;  /* by groups: ZS_IN_F32, ... */
+    uint32_t coded; /* by groups */
+    uint32_t n_pieces;
     union {
-        zs_adam_f32 adam_f32;
+        zs_adam_f32 adam_f32; /* by groups: from zs_adam_folded_f32 */
         zs_adam_f64 adam_f64;
         zs_sgd_f32 sgd_f32;
         zs_sgd_f64 sgd_f64;
     } rule;
+    uint32_t begin[ZS_CUDA_PIECES]; /* the first block of each piece */
+    zs_cuda_piece piece[ZS_CUDA_PIECES];
 } zs_cuda_update_args;
 
-/* One step of an update rule over one run, by groups. */
-typedef struct zs_cuda_compact_args {
-    zs_cuda_cut cut; /* its packs are groups */
-    zs_group group;  /* the first */
-    uint32_t kind;   /* ZS_IN_F32, ... */
-    uint32_t coded;
-    union {
-        zs_adam_f32 adam; /* from zs_adam_folded_f32 */
-        zs_sgd_f32 sgd;
-    } rule;
-} zs_cuda_compact_args;
-
 /* No compiler may see another layout. */
-static_assert(sizeof(zs_group) == 80 && sizeof(zs_cuda_compact_args) == 24 + 80 + 8 + 40, "layout");
 static_assert(sizeof(zs_cuda_cut) == 24, "layout");
 static_assert(sizeof(zs_cuda_sum_args) == 64 + 8 * ZS_CUDA_SOURCES, "layout");
 static_assert(sizeof(zs_cuda_cast_args) == 48, "layout");
@@ -165,7 +156,8 @@ static_assert(sizeof(zs_cuda_norm_args) == 32, "layout");
 static_assert(sizeof(zs_cuda_fold_args) == 40, "layout");
 static_assert(sizeof(zs_cuda_differs_args) == 48, "layout");
 static_assert(sizeof(zs_adam_f64) == 80 && sizeof(zs_sgd_f64) == 56, "layout");
-static_assert(sizeof(zs_cuda_update_args) == 120 + 80, "layout");
+static_assert(sizeof(zs_cuda_piece) == 80 && sizeof(zs_cuda_update_args) == 136 + 84 * ZS_CUDA_PIECES, "layout");
+static_assert(sizeof(zs_cuda_update_args) <= 4096, "what a kernel may be given");
 static_assert(sizeof(zs_cuda_constants) == 128 && sizeof(zs_adam_f32) == 40, "layout");
 static_assert(sizeof(zs_cuda_constants_args) == 120 + 8 * ZS_CUDA_STEPS, "layout");
 

@@ -12,28 +12,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "device/cuda_args.h"
 #include "device/cuda_driver.h"
 #include "device/cuda_image.h"
-
-enum { DTYPES = ZS_BYTES, KINDS = DTYPES + 1, DITHERED = DTYPES, RULES = 4 };
-
-static_assert(ZS_CONSTANTS_BYTES == sizeof(zs_cuda_constants), "must match jobs.h");
-
-/* Where the numbers of each kind of kernel begin. */
-enum {
-    SUM = 0, /* + DTYPES * to + from */
-    CAST = SUM + DTYPES * DTYPES,
-    SCALE = CAST + DTYPES * DTYPES, /* + dtype */
-    NORM = SCALE + DTYPES,
-    FOLD = NORM + DTYPES,
-    DIFFERS,
-    CONSTANTS,
-    STEP,                            /* + KINDS * rule + kind */
-    LIVE = STEP + KINDS * RULES,     /* + DTYPES * rule + dtype */
-    COMPACT = LIVE + DTYPES * RULES, /* + rule; Adam without amsgrad only */
-    KERNELS = COMPACT + RULES,
-};
+#include "device/cuda_launch.h"
 
 /* A norm is taken by at most so many threads, of at least so many elements, whatever the GPU; each fold leaves a
  * 64th. */
@@ -42,8 +23,8 @@ enum { NORM_THREADS = 1 << 17, NORM_EACH = 4 * ZS_CUDA_NORM_PACK, FOLD_BY = 64 }
 static struct {
     pthread_mutex_t lock;
     atomic_bool ready;
-    zs_cu_kernel of[KERNELS];
-    char name[KERNELS][40];
+    zs_cu_kernel of[ZS_KERNEL_COUNT];
+    char name[ZS_KERNEL_COUNT][40];
     bool sync; /* ZSHARD_SYNC */
 } kernels = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
@@ -51,29 +32,32 @@ static struct {
 
 static void name_kernels(void)
 {
-    static const char *const dtype[KINDS] = {
-        [ZS_F32] = "f32", [ZS_F64] = "f64", [ZS_BF16] = "bf16", [ZS_F16] = "f16", [DITHERED] = "dithered"};
-    static const char *const rule[RULES] = {"adam", "amsgrad", "sgd", "momentum"};
+    static const char *const dtype[ZS_CUDA_KINDS] = {
+        [ZS_F32] = "f32", [ZS_F64] = "f64", [ZS_BF16] = "bf16", [ZS_F16] = "f16", [ZS_CUDA_DITHERED] = "dithered"};
+    static const char *const rule[ZS_CUDA_RULES] = {"adam", "amsgrad", "sgd", "momentum"};
     size_t size = sizeof kernels.name[0];
-    for (int to = 0; to < DTYPES; to++) {
-        for (int from = 0; from < DTYPES; from++) {
-            snprintf(kernels.name[SUM + DTYPES * to + from], size, "zs_sum_%s_%s", dtype[from], dtype[to]);
-            snprintf(kernels.name[CAST + DTYPES * to + from], size, "zs_cast_%s_%s", dtype[from], dtype[to]);
+    for (int to = 0; to < ZS_CUDA_DTYPES; to++) {
+        for (int from = 0; from < ZS_CUDA_DTYPES; from++) {
+            snprintf(kernels.name[ZS_KERNEL_SUM + ZS_CUDA_DTYPES * to + from], size, "zs_sum_%s_%s", dtype[from],
+                     dtype[to]);
+            snprintf(kernels.name[ZS_KERNEL_CAST + ZS_CUDA_DTYPES * to + from], size, "zs_cast_%s_%s", dtype[from],
+                     dtype[to]);
         }
-        snprintf(kernels.name[SCALE + to], size, "zs_scale_%s", dtype[to]);
-        snprintf(kernels.name[NORM + to], size, "zs_norm_%s", dtype[to]);
+        snprintf(kernels.name[ZS_KERNEL_SCALE + to], size, "zs_scale_%s", dtype[to]);
+        snprintf(kernels.name[ZS_KERNEL_NORM + to], size, "zs_norm_%s", dtype[to]);
     }
-    snprintf(kernels.name[FOLD], size, "zs_fold");
-    snprintf(kernels.name[DIFFERS], size, "zs_differs");
-    snprintf(kernels.name[CONSTANTS], size, "zs_constants");
-    for (int r = 0; r < RULES; r++) {
-        snprintf(kernels.name[COMPACT + r], size, "zs_compact_%s", r == 1 ? rule[0] : rule[r]);
-        for (int kind = 0; kind < KINDS; kind++)
-            snprintf(kernels.name[STEP + KINDS * r + kind], size, "zs_step_%s_%s", rule[r], dtype[kind]);
+    snprintf(kernels.name[ZS_KERNEL_FOLD], size, "zs_fold");
+    snprintf(kernels.name[ZS_KERNEL_DIFFERS], size, "zs_differs");
+    snprintf(kernels.name[ZS_KERNEL_CONSTANTS], size, "zs_constants");
+    for (int r = 0; r < ZS_CUDA_RULES; r++) {
+        snprintf(kernels.name[ZS_KERNEL_COMPACT + r], size, "zs_compact_%s", r == 1 ? rule[0] : rule[r]);
+        for (int kind = 0; kind < ZS_CUDA_KINDS; kind++)
+            snprintf(kernels.name[ZS_KERNEL_STEP + ZS_CUDA_KINDS * r + kind], size, "zs_step_%s_%s", rule[r],
+                     dtype[kind]);
     }
-    for (int r = 0; r < RULES; r++)
-        for (int d = 0; d < DTYPES; d++)
-            snprintf(kernels.name[LIVE + DTYPES * r + d], size, "zs_live_%s_%s", rule[r], dtype[d]);
+    for (int r = 0; r < ZS_CUDA_RULES; r++)
+        for (int d = 0; d < ZS_CUDA_DTYPES; d++)
+            snprintf(kernels.name[ZS_KERNEL_LIVE + ZS_CUDA_DTYPES * r + d], size, "zs_live_%s_%s", rule[r], dtype[d]);
 }
 
 /* Loads the image, saying what to do where it is for other GPUs or drivers. */
@@ -104,7 +88,7 @@ static zs_status load_image(zs_cu_library *library)
  * wait for a peer, which waits for that launch. */
 static zs_status find_kernels(zs_cu_library library)
 {
-    for (int i = 0; i < KERNELS; i++) {
+    for (int i = 0; i < ZS_KERNEL_COUNT; i++) {
         zs_cu_function function;
         ZS_TRY(zs_cuda_check_at(__FILE__, __LINE__, kernels.name[i],
                                 zs_cuda_table()->cuLibraryGetKernel(&kernels.of[i], library, kernels.name[i])));
@@ -142,10 +126,10 @@ zs_status zs_cuda_kernels_load(void)
 
 /* --- launching ---------------------------------------------------------------------------------------------------- */
 
-/* Launches `blocks` blocks. The driver copies the arguments before it returns. */
-static zs_status launch_grid(int kernel, int64_t blocks, void *args, void *stream)
+zs_status zs_cuda_launch(int kernel, int64_t blocks, void *args, void *stream)
 {
     void *parameters[] = {args};
+    ZS_TRY(zs_cuda_kernels_load());
     ZS_TRY(zs_cuda_alive_at(__FILE__, __LINE__));
     zs_cu_result result =
         zs_cuda_table()->cuLaunchKernel((zs_cu_function)kernels.of[kernel], (unsigned)blocks, 1, 1, ZS_CUDA_BLOCK, 1, 1,
@@ -154,32 +138,26 @@ static zs_status launch_grid(int kernel, int64_t blocks, void *args, void *strea
     return zs_cuda_check_at(__FILE__, __LINE__, kernels.name[kernel], result);
 }
 
-/* Launches `kernel` with a thread for each pack of the cut, or for each element that is in none. A grid that only
- * fills the GPU and goes round is a tenth slower on an H200. */
-static zs_status launch(int kernel, const zs_cuda_cut *cut, int64_t pack, void *args, void *stream)
+int64_t zs_cuda_blocks_for(const zs_cuda_cut *cut, int64_t pack)
 {
-    ZS_TRY(zs_cuda_kernels_load());
     int64_t single = cut->numel - cut->packs * pack;
     int64_t threads = cut->packs > single ? cut->packs : single;
-    int64_t blocks = (threads + ZS_CUDA_BLOCK - 1) / ZS_CUDA_BLOCK;
-    return launch_grid(kernel, blocks < INT32_MAX ? blocks : INT32_MAX, args, stream);
+    return (threads + ZS_CUDA_BLOCK - 1) / ZS_CUDA_BLOCK;
 }
 
-/* An array that takes part; NULL ones do not. */
-typedef struct array {
-    const void *at;
-    size_t item; /* bytes in an element */
-} array;
+static zs_status launch(int kernel, const zs_cuda_cut *cut, int64_t pack, void *args, void *stream)
+{
+    return zs_cuda_launch(kernel, zs_cuda_blocks_for(cut, pack), args, stream);
+}
 
 /* May a pack that begins there be accessed at once? */
-static bool aligned_at(const array *one, int64_t element, int64_t pack)
+static bool aligned_at(const zs_cuda_array *one, int64_t element, int64_t pack)
 {
     size_t bytes = (size_t)pack * one->item;
     return one->at == NULL || ((uintptr_t)one->at + (size_t)element * one->item) % bytes == 0;
 }
 
-/* Elements of a pack where the widest array has `item` bytes in each. */
-static int64_t pack_of(size_t item)
+int64_t zs_cuda_pack_of(size_t item)
 {
     return ZS_CUDA_QUAD / (int64_t)item;
 }
@@ -189,8 +167,7 @@ static size_t wider(size_t a, size_t b)
     return a > b ? a : b;
 }
 
-/* Cuts `numel` elements so that packs of `pack` can be accessed at once in all arrays; if that cannot be, none. */
-static zs_cuda_cut cut_of(const array *arrays, int n, int64_t numel, int64_t pack)
+zs_cuda_cut zs_cuda_cut_of(const zs_cuda_array *arrays, int n, int64_t numel, int64_t pack)
 {
     for (int64_t head = 0; head < pack && head + pack <= numel; head++) {
         bool all = true;
@@ -241,20 +218,20 @@ zs_status zs_cuda_sum(const zs_sum *sum, void *stream)
 {
     if (sum->numel <= 0) return ZS_OK;
     zs_cuda_sum_args args = {.dst = sum->dst, .scale = sum->scale, .world = sum->world, .accumulate = sum->accumulate};
-    array arrays[1 + ZS_CUDA_SOURCES] = {{sum->dst, zs_dtype_size(sum->to)}};
+    zs_cuda_array arrays[1 + ZS_CUDA_SOURCES] = {{sum->dst, zs_dtype_size(sum->to)}};
     size_t item = zs_dtype_size(sum->dtype);
     int n = 1;
     if (sum->world <= ZS_CUDA_SOURCES) {
         for (int r = 0; r < sum->world; r++)
-            arrays[n++] = (array){args.src[r] = sum->src[r], item};
+            arrays[n++] = (zs_cuda_array){args.src[r] = sum->src[r], item};
     } else {
         ZS_TRY(find_stride(sum, &args));
-        arrays[n++] = (array){args.base, item};
-        arrays[n++] = (array){(const char *)args.base + args.stride, item};
+        arrays[n++] = (zs_cuda_array){args.base, item};
+        arrays[n++] = (zs_cuda_array){(const char *)args.base + args.stride, item};
     }
-    const int64_t pack = pack_of(wider(item, arrays[0].item));
-    args.cut = cut_of(arrays, n, sum->numel, pack);
-    return launch(SUM + DTYPES * (int)sum->to + (int)sum->dtype, &args.cut, pack, &args, stream);
+    const int64_t pack = zs_cuda_pack_of(wider(item, arrays[0].item));
+    args.cut = zs_cuda_cut_of(arrays, n, sum->numel, pack);
+    return launch(ZS_KERNEL_SUM + ZS_CUDA_DTYPES * (int)sum->to + (int)sum->dtype, &args.cut, pack, &args, stream);
 }
 
 /* --- casts, scaling, comparing ------------------------------------------------------------------------------------ */
@@ -263,29 +240,29 @@ zs_status zs_cuda_cast(const zs_cast *cast, bool add, void *stream)
 {
     if (cast->numel <= 0) return ZS_OK;
     zs_cuda_cast_args args = {.dst = cast->dst, .src = cast->src, .add = add};
-    const array arrays[] = {{cast->dst, zs_dtype_size(cast->to)}, {cast->src, zs_dtype_size(cast->from)}};
-    const int64_t pack = pack_of(wider(arrays[0].item, arrays[1].item));
-    args.cut = cut_of(arrays, 2, cast->numel, pack);
-    return launch(CAST + DTYPES * (int)cast->to + (int)cast->from, &args.cut, pack, &args, stream);
+    const zs_cuda_array arrays[] = {{cast->dst, zs_dtype_size(cast->to)}, {cast->src, zs_dtype_size(cast->from)}};
+    const int64_t pack = zs_cuda_pack_of(wider(arrays[0].item, arrays[1].item));
+    args.cut = zs_cuda_cut_of(arrays, 2, cast->numel, pack);
+    return launch(ZS_KERNEL_CAST + ZS_CUDA_DTYPES * (int)cast->to + (int)cast->from, &args.cut, pack, &args, stream);
 }
 
 zs_status zs_cuda_scale(const zs_numbers *x, double factor, const float *device_factor, void *stream)
 {
     if (x->numel <= 0) return ZS_OK;
     zs_cuda_scale_args args = {.x = x->data, .device_factor = device_factor, .factor = factor};
-    const array arrays[] = {{x->data, zs_dtype_size(x->dtype)}};
-    const int64_t pack = pack_of(arrays[0].item);
-    args.cut = cut_of(arrays, 1, x->numel, pack);
-    return launch(SCALE + (int)x->dtype, &args.cut, pack, &args, stream);
+    const zs_cuda_array arrays[] = {{x->data, zs_dtype_size(x->dtype)}};
+    const int64_t pack = zs_cuda_pack_of(arrays[0].item);
+    args.cut = zs_cuda_cut_of(arrays, 1, x->numel, pack);
+    return launch(ZS_KERNEL_SCALE + (int)x->dtype, &args.cut, pack, &args, stream);
 }
 
 zs_status zs_cuda_differs(const void *a, const void *b, size_t bytes, uint32_t *flag, void *stream)
 {
     if (bytes == 0) return ZS_OK;
     zs_cuda_differs_args args = {.a = a, .b = b, .flag = flag};
-    const array arrays[] = {{a, 1}, {b, 1}};
-    args.cut = cut_of(arrays, 2, (int64_t)bytes, pack_of(1));
-    return launch(DIFFERS, &args.cut, pack_of(1), &args, stream);
+    const zs_cuda_array arrays[] = {{a, 1}, {b, 1}};
+    args.cut = zs_cuda_cut_of(arrays, 2, (int64_t)bytes, zs_cuda_pack_of(1));
+    return launch(ZS_KERNEL_DIFFERS, &args.cut, zs_cuda_pack_of(1), &args, stream);
 }
 
 /* --- norms -------------------------------------------------------------------------------------------------------- */
@@ -301,7 +278,7 @@ static zs_status kind_of(double p, uint32_t *kind)
 static zs_status fold(zs_cuda_fold_args args, void *stream)
 {
     int64_t blocks = (args.n_out + ZS_CUDA_BLOCK - 1) / ZS_CUDA_BLOCK;
-    return launch_grid(FOLD, blocks, &args, stream);
+    return zs_cuda_launch(ZS_KERNEL_FOLD, blocks, &args, stream);
 }
 
 /* An array without elements has the norm 0. */
@@ -321,7 +298,7 @@ zs_status zs_cuda_norm(const zs_cuda_norm_job *job, void *stream)
     int64_t threads = (x->numel + NORM_EACH - 1) / NORM_EACH;
     threads = threads < NORM_THREADS ? threads : NORM_THREADS;
     int64_t blocks = (threads + ZS_CUDA_BLOCK - 1) / ZS_CUDA_BLOCK;
-    ZS_TRY(launch_grid(NORM + (int)x->dtype, blocks, &args, stream));
+    ZS_TRY(zs_cuda_launch(ZS_KERNEL_NORM + (int)x->dtype, blocks, &args, stream));
 
     zs_cuda_fold_args level = {.in = job->scratch, .n_in = blocks * ZS_CUDA_BLOCK, .kind = args.kind};
     double *room = job->scratch + level.n_in;
@@ -341,110 +318,4 @@ zs_status zs_cuda_norm_join(const double *values, int64_t n, double p, double *r
     ZS_TRY(kind_of(p, &args.kind));
     ZS_TRY(zs_cuda_kernels_load());
     return n > 0 ? fold(args, stream) : no_norm(result, stream);
-}
-
-/* --- optimizers --------------------------------------------------------------------------------------------------- */
-
-/* The kernel that does the job. */
-static int kernel_for(const zs_cuda_update_job *job)
-{
-    const int rule = 2 * (int)job->rule + job->full;
-    if (job->live != NULL) return LIVE + DTYPES * rule + (int)job->run->dtype;
-    return STEP + KINDS * rule + (job->run->dithered ? (int)DITHERED : (int)job->run->dtype);
-}
-
-/* Elements [from, to) of the job's run, whose numbers have the same upper half. */
-static zs_status update_piece(const zs_cuda_update_job *job, int64_t from, int64_t to, void *stream)
-{
-    const zs_run *run = job->run;
-    const zs_constants *k = run->constants;
-    const size_t item = zs_dtype_size(run->dtype);
-    const int states = job->rule == ZS_RULE_ADAM ? 2 + job->full : job->full;
-    const uint64_t number = run->number + (uint64_t)from;
-    zs_cuda_update_args args = {.grad_factor = job->grad_factor, .found_inf = job->found_inf, .live = job->live};
-    args.number = (uint32_t)number;
-    args.param = (char *)run->param + (size_t)from * item;
-    args.grad = (const char *)run->grad + (size_t)from * item;
-    array arrays[3 + ZS_OPTIM_STATES] = {{args.param, item}, {args.grad, item}};
-    for (int s = 0; s < states; s++)
-        arrays[2 + s] = (array){args.state[s] = (char *)run->state[s] + (size_t)from * item, item};
-    if (job->low != NULL) {
-        args.low = (char *)job->low + (size_t)from * zs_dtype_size(job->low_dtype);
-        args.low_kind = job->low_dtype == ZS_BF16 ? ZS_CUDA_LOW_BF16 : ZS_CUDA_LOW_F16;
-    }
-    arrays[2 + states] = (array){args.low, zs_dtype_size(job->low_dtype)};
-    const int64_t pack = pack_of(item);
-    args.cut = cut_of(arrays, 3 + states, to - from, pack);
-    if (run->dithered) args.dither = zs_dither_at(k->seed, k->round, (uint32_t)(number >> 32));
-    bool wide = run->dtype == ZS_F64;
-    if (job->rule == ZS_RULE_ADAM && wide) args.rule.adam_f64 = k->adam_f64;
-    if (job->rule == ZS_RULE_ADAM && !wide) args.rule.adam_f32 = k->adam_f32;
-    if (job->rule == ZS_RULE_SGD && wide) args.rule.sgd_f64 = k->sgd_f64;
-    if (job->rule == ZS_RULE_SGD && !wide) args.rule.sgd_f32 = k->sgd_f32;
-    return launch(kernel_for(job), &args.cut, pack, &args, stream);
-}
-
-/* A step of a run by groups. */
-static zs_status update_groups(const zs_cuda_update_job *job, const zs_run *run, void *stream)
-{
-    assert(job->live == NULL && job->low == NULL && job->grad_factor == NULL);
-    zs_cuda_compact_args args = {.group = zs_run_group(run), .coded = run->form == ZS_FORM_CODED};
-    args.kind = (uint32_t)zs_compact_kind(run);
-    args.cut = (zs_cuda_cut){.numel = run->numel, .packs = (run->numel + ZS_GROUP - 1) / ZS_GROUP};
-    if (job->rule == ZS_RULE_ADAM) args.rule.adam = zs_adam_folded_f32(run->constants->adam_f32);
-    if (job->rule == ZS_RULE_SGD) args.rule.sgd = run->constants->sgd_f32;
-    return launch(COMPACT + 2 * (int)job->rule + job->full, &args.cut, ZS_GROUP, &args, stream);
-}
-
-zs_status zs_cuda_update(const zs_cuda_update_job *job, void *stream)
-{
-    const zs_run *run = job->run;
-    if (run->form != ZS_FORM_PLAIN) return update_groups(job, run, stream);
-    for (int64_t from = 0; from < run->numel;) {
-        uint64_t left =
-            (UINT64_C(1) << 32) - (uint32_t)(run->number + (uint64_t)from); /* before the upper half changes */
-        int64_t to = run->dithered && left < (uint64_t)(run->numel - from) ? from + (int64_t)left : run->numel;
-        ZS_TRY(update_piece(job, from, to, stream));
-        from = to;
-    }
-    return ZS_OK;
-}
-
-/* All of the job but the counters. */
-static zs_cuda_constants_args constants_of(const zs_constants_job *job)
-{
-    const zs_hyper *hyper = job->hyper;
-    const zs_live *live = job->live;
-    return (zs_cuda_constants_args){
-        .out = job->out,
-        .lr = live->lr,
-        .found_inf = live->found_inf,
-        .hyper = {hyper->lr, hyper->weight_decay, hyper->beta1, hyper->beta2, hyper->eps, hyper->momentum,
-                  hyper->dampening},
-        .decoupled = hyper->decoupled,
-        .amsgrad = hyper->amsgrad,
-        .nesterov = hyper->nesterov,
-        .maximize = hyper->maximize,
-        .sgd = job->rule == ZS_RULE_SGD,
-        .first = job->first,
-        .lr_wide = live->lr_dtype == ZS_F64,
-        .step_wide = job->step_dtype == ZS_F64,
-    };
-}
-
-zs_status zs_cuda_constants_make(const zs_constants_job *job, void *stream)
-{
-    zs_cuda_constants_args args = constants_of(job);
-    int64_t done = 0;
-    ZS_TRY(zs_cuda_kernels_load());
-    do {
-        int64_t left = job->n_steps - done;
-        args.n_steps = (int32_t)(left < ZS_CUDA_STEPS ? left : ZS_CUDA_STEPS);
-        for (int32_t i = 0; i < args.n_steps; i++)
-            args.step[i] = job->steps[done + i];
-        ZS_TRY(launch_grid(CONSTANTS, 1, &args, stream));
-        args.out = NULL; /* made by the first, before it counts */
-        done += args.n_steps;
-    } while (done < job->n_steps);
-    return ZS_OK;
 }

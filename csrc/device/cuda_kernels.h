@@ -52,19 +52,19 @@ zs_status zs_cuda_norm_join(const double *values, int64_t n, double p, double *r
 /* Sets *flag to 1 where the ranges differ, and leaves it alone where they do not. */
 zs_status zs_cuda_differs(const void *a, const void *b, size_t bytes, uint32_t *flag, void *stream);
 
-/* One optimizer step over a run. */
+/* One optimizer step over runs, in any order; they do not overlap. */
 typedef struct zs_cuda_update_job {
     zs_rule rule;
     bool full; /* Adam with amsgrad, SGD with momentum */
-    const zs_run *run;
-    void *low;                /* not NULL: gets a copy of the new parameters, as zs_device_cast would make it */
-    zs_dtype low_dtype;       /* ZS_BF16 or ZS_F16 */
+    const zs_run *runs;
+    int64_t n_runs;
     const float *grad_factor; /* not NULL: gradients are multiplied by it first, in the precision of the update */
     const float *found_inf;   /* not NULL: nothing is done if it does not hold 0 */
-    const void *live;         /* not NULL: the constants are there, from zs_cuda_constants; not for dithered runs */
+    bool live; /* runs' constants are at their `live`, made by zs_cuda_constants_make; not for dithered runs */
 } zs_cuda_update_job;
 
-/* Updates the whole run with the bits of zs_run_loop_for's loops on a machine that has FMA. */
+/* Updates the runs with the bits of zs_run_loop_for's loops on a machine that has FMA. One launch takes 46 runs of
+ * equal kind and constants. */
 zs_status zs_cuda_update(const zs_cuda_update_job *job, void *stream);
 
 /* Makes the constants of a step where they can be read by updates that follow on the stream, with the host's bits,

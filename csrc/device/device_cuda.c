@@ -256,9 +256,9 @@ static zs_status cuda_scale(const zs_device *device, zs_stream stream, const zs_
 static zs_status cuda_update(const zs_device *device, const zs_update_job *job)
 {
     zs_cu_stream stream;
-    zs_cuda_update_job on_gpu = {.rule = job->rule, .full = job->full, .run = job->run};
+    zs_cuda_update_job on_gpu = {.rule = job->rule, .full = job->full, .runs = job->run, .n_runs = job->n_runs};
     if (job->live != NULL) {
-        on_gpu.live = job->run->constants->live;
+        on_gpu.live = true;
         on_gpu.grad_factor = job->live->grad_factor;
         on_gpu.found_inf = job->live->found_inf;
     }

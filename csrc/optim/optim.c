@@ -372,7 +372,7 @@ static void update_part(void *ctx, int64_t begin, int64_t end)
         const zs_run *run = &plan->runs[i];
         int64_t start = plan->ends[i] - run->numel;
         if (start >= end) break;
-        zs_update_part(&(zs_update_job){plan->rule, plan->full, run, NULL}, begin - start, end - start);
+        zs_update_part(&(zs_update_job){plan->rule, plan->full, run, NULL, 1}, begin - start, end - start);
     }
 }
 
@@ -381,17 +381,21 @@ static zs_status update_on_disk(const zs_optim *plan)
     zs_status status = ZS_OK;
     zs_pager_open();
     for (int64_t i = 0; i < plan->n_runs && status == ZS_OK; i++)
-        status = zs_update_on_disk(&(zs_update_job){plan->rule, plan->full, &plan->runs[i], NULL});
+        status = zs_update_on_disk(&(zs_update_job){plan->rule, plan->full, &plan->runs[i], NULL, 1});
     zs_status written = zs_pager_close();
     return status != ZS_OK ? status : written;
 }
 
+/* All runs of a device in a call; usually there is one device. */
 static zs_status queue_updates(const zs_optim *plan)
 {
     if (plan->live != NULL) ZS_TRY(zs_live_queue_constants(plan));
-    for (int64_t i = 0; i < plan->n_queued; i++) {
-        zs_update_job job = {plan->rule, plan->full, &plan->queued[i], plan->live};
-        ZS_TRY(job.run->device->ops->update(job.run->device, &job));
+    const zs_run *runs = plan->queued;
+    for (int64_t i = 0, end; i < plan->n_queued; i = end) {
+        for (end = i + 1; end < plan->n_queued && runs[end].device == runs[i].device;)
+            end++;
+        zs_update_job job = {plan->rule, plan->full, &runs[i], plan->live, end - i};
+        ZS_TRY(runs[i].device->ops->update(runs[i].device, &job));
     }
     return ZS_OK;
 }

@@ -77,12 +77,6 @@ zs_run_loop *zs_run_loop_for(zs_rule rule, bool full, const zs_run *run);
 /* Likewise for a run of float32 or bfloat16 whose form is not PLAIN. `begin` begins a group. */
 zs_run_loop *zs_compact_loop_for(zs_rule rule, bool full, const zs_run *run);
 
-/* What the state tensor `state` of a run has for `numel` elements of the parameter that begin a group: numbers, their
- * size in bytes, and both multiplied; 0 where the run has no such tensor. */
-int64_t zs_run_state_numel(int state, int64_t numel);
-size_t zs_run_state_itemsize(const zs_run *run, int state);
-size_t zs_run_state_bytes(const zs_run *run, int state, int64_t numel);
-
 /* Elements below which another thread costs more than it helps (some 30 us of memory traffic). */
 enum { ZS_UPDATE_GRAIN = 1 << 15 };
 

@@ -41,24 +41,6 @@ ZS_FOR_EACH_ISA(SGD_LOOP, momentum_f32_coded, ZS_IN_F32, true, true)
 ZS_FOR_EACH_ISA(SGD_LOOP, momentum_bf16_coded, ZS_IN_BF16, true, true)
 ZS_FOR_EACH_ISA(SGD_LOOP, momentum_low_coded, ZS_IN_BF16_LOW, true, true)
 
-size_t zs_run_state_itemsize(const zs_run *run, int state)
-{
-    if (state >= ZS_STATE_FIRST_SCALE || run->form == ZS_FORM_CODED) return 1;
-    return run->form == ZS_FORM_WIDE ? sizeof(float) : zs_dtype_size(run->dtype);
-}
-
-int64_t zs_run_state_numel(int state, int64_t numel)
-{
-    bool groups = state == ZS_STATE_FIRST_SCALE || state == ZS_STATE_SECOND_SCALE;
-    return groups ? (numel + ZS_GROUP - 1) / ZS_GROUP : numel;
-}
-
-size_t zs_run_state_bytes(const zs_run *run, int state, int64_t numel)
-{
-    if (run->state[state] == NULL) return 0;
-    return (size_t)zs_run_state_numel(state, numel) * zs_run_state_itemsize(run, state);
-}
-
 zs_run_loop *zs_compact_loop_for(zs_rule rule, bool full, const zs_run *run)
 {
     enum { KINDS = 3 };

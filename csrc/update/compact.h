@@ -1,8 +1,9 @@
 /* compact.h - one optimizer step of a group of 32 elements whose parameter or state has a width of its own: moments in
  * 8 bits, moments in float32 of a bfloat16 parameter, a parameter in bfloat16 and 8 bits. Compiled by gcc and by nvcc.
  *
- * The codes of a group share a scale, so a group is decoded, updated and encoded again as a whole. Products are rounded
- * before they are added, also where the machine could fuse them: the bits are the same everywhere.
+ * The codes of a group share a scale, so a group is decoded, updated and encoded again as a whole: by one thread of a
+ * CPU, or by a warp of a GPU, whose lanes have an element each. Products are rounded before they are added, also where
+ * the machine could fuse them: the bits are the same everywhere.
  */
 #ifndef ZS_COMPACT_H
 #define ZS_COMPACT_H
@@ -47,10 +48,22 @@ ZS_HD zs_group zs_group_at(const zs_group *first, int64_t at, int kind, bool cod
     return group;
 }
 
-#if defined(__CUDACC__)
-#define ZS_EACH(j, n) for (int j = 0; j < (n); j++)
+/* ZS_EACH(j, n) runs what follows for each element that this thread does. What it keeps of them is in an array of
+ * ZS_GROUP / ZS_LANES, where element j is at ZS_AT(j). */
+#if defined(ZS_WARPS)         /* cuda/compact.cuh */
+enum { ZS_LANES = ZS_GROUP }; /* threads that do a group together */
+#define ZS_LANE ((int)(threadIdx.x % ZS_GROUP))
+#define ZS_EACH(j, n) for (int j = ZS_LANE; j < (n); j += ZS_LANES)
+#define ZS_AT(j) 0
+#define ZS_MAX_OF_LANES(bits) __reduce_max_sync(0xffffffffu, bits)
+#define ZS_OF_GROUP __device__ __forceinline__ static
 #else /* gcc: vectorise, stores do not overlap with what is loaded */
+enum { ZS_LANES = 1 };
+#define ZS_LANE 0
 #define ZS_EACH(j, n) _Pragma("GCC ivdep") for (int j = 0; j < (n); j++)
+#define ZS_AT(j) (j)
+#define ZS_MAX_OF_LANES(bits) (bits)
+#define ZS_OF_GROUP ZS_HD
 #endif
 
 /* Element j of a group's parameter. */
@@ -85,39 +98,40 @@ ZS_HD void zs_group_store(const zs_group *at, int kind, int j, float value, uint
 }
 
 /* The bits of the largest magnitude; of a NaN, if there is one. */
-ZS_HD uint32_t zs_group_largest(const float *values, int n)
+ZS_OF_GROUP uint32_t zs_group_largest(const float *values, int n)
 {
     uint32_t most = 0;
-    for (int j = 0; j < n; j++) {
-        const uint32_t bits = zs_float_bits(values[j]) & 0x7fffffffu;
+    ZS_EACH(j, n)
+    {
+        const uint32_t bits = zs_float_bits(values[ZS_AT(j)]) & 0x7fffffffu;
         most = bits > most ? bits : most;
     }
-    return most;
+    return ZS_MAX_OF_LANES(most);
 }
 
 /* Writes codes and exponent of the first moments. */
-ZS_HD void zs_group_encode_first(int8_t *__restrict__ codes, uint8_t *exponent, const float *values, int n,
-                                 uint32_t offset)
+ZS_OF_GROUP void zs_group_encode_first(int8_t *__restrict__ codes, uint8_t *exponent, const float *values, int n,
+                                       uint32_t offset)
 {
     const uint32_t found = zs_group_exponent(zs_group_largest(values, n));
     const float scale = zs_scale_in(found, ZS_FIRST_FILL);
-    *exponent = (uint8_t)found;
-    ZS_EACH(j, n) codes[j] = zs_encode_first(values[j], scale, offset + (uint32_t)j * ZS_STEP_FIRST);
+    if (ZS_LANE == 0) *exponent = (uint8_t)found;
+    ZS_EACH(j, n) codes[j] = zs_encode_first(values[ZS_AT(j)], scale, offset + (uint32_t)j * ZS_STEP_FIRST);
 }
 
 /* Likewise of the second. */
-ZS_HD void zs_group_encode_second(uint8_t *__restrict__ codes, uint8_t *exponent, const float *values, int n,
-                                  uint32_t offset)
+ZS_OF_GROUP void zs_group_encode_second(uint8_t *__restrict__ codes, uint8_t *exponent, const float *values, int n,
+                                        uint32_t offset)
 {
     const uint32_t found = zs_group_exponent(zs_group_largest(values, n));
     const float scale = zs_scale_in(found, ZS_SECOND_FILL);
-    *exponent = (uint8_t)found;
-    ZS_EACH(j, n) codes[j] = zs_encode_second(values[j], scale, offset + (uint32_t)j * ZS_STEP_SECOND);
+    if (ZS_LANE == 0) *exponent = (uint8_t)found;
+    ZS_EACH(j, n) codes[j] = zs_encode_second(values[ZS_AT(j)], scale, offset + (uint32_t)j * ZS_STEP_SECOND);
 }
 
 /* Adam and AdamW of `n` elements, at most a group, with constants from zs_adam_folded_f32. `kind`, `coded` and, for
  * whole groups, `n` are compile-time constants of the caller. */
-ZS_HD void zs_group_adam(const zs_group *at, const zs_adam_f32 *k, int n, int kind, bool coded)
+ZS_OF_GROUP void zs_group_adam(const zs_group *at, const zs_adam_f32 *k, int n, int kind, bool coded)
 {
     const zs_offsets offsets = zs_offsets_at(at->number, at->round);
     const float scale1 = coded ? zs_scale_out(*at->scales[0], ZS_FIRST_FILL) : 0;
@@ -125,44 +139,47 @@ ZS_HD void zs_group_adam(const zs_group *at, const zs_adam_f32 *k, int n, int ki
     int8_t *codes1 = (int8_t *)at->first;
     uint8_t *codes2 = (uint8_t *)at->second;
     float *floats1 = (float *)at->first, *floats2 = (float *)at->second;
-    float first[ZS_GROUP], second[ZS_GROUP];
+    float first[ZS_GROUP / ZS_LANES], second[ZS_GROUP / ZS_LANES];
     ZS_EACH(j, n)
     {
         zs_adam_cell_f32 cell = {zs_group_load(at, kind, j), coded ? zs_decode_first(codes1[j], scale1) : floats1[j],
                                  coded ? zs_decode_second(codes2[j], scale2) : floats2[j], 0};
         zs_adam_step_f32(k, &cell, zs_group_grad(at, kind, j), false, false, true);
-        first[j] = cell.exp_avg;
-        second[j] = cell.exp_avg_sq;
+        first[ZS_AT(j)] = cell.exp_avg;
+        second[ZS_AT(j)] = cell.exp_avg_sq;
         zs_group_store(at, kind, j, cell.param, offsets.param + (uint32_t)j * ZS_STEP_PARAM);
     }
     if (coded) {
         zs_group_encode_first(codes1, at->scales[0], first, n, offsets.first);
         zs_group_encode_second(codes2, at->scales[1], second, n, offsets.second);
     } else {
-        memcpy(floats1, first, (size_t)n * sizeof *first);
-        memcpy(floats2, second, (size_t)n * sizeof *second);
+        ZS_EACH(j, n)
+        {
+            floats1[j] = first[ZS_AT(j)];
+            floats2[j] = second[ZS_AT(j)];
+        }
     }
 }
 
 /* Likewise SGD; `momentum`: it has any. */
-ZS_HD void zs_group_sgd(const zs_group *at, const zs_sgd_f32 *k, int n, int kind, bool momentum, bool coded)
+ZS_OF_GROUP void zs_group_sgd(const zs_group *at, const zs_sgd_f32 *k, int n, int kind, bool momentum, bool coded)
 {
     const zs_offsets offsets = zs_offsets_at(at->number, at->round);
     const float scale = coded ? zs_scale_out(*at->scales[0], ZS_FIRST_FILL) : 0;
     int8_t *codes = (int8_t *)at->first;
-    float *floats = (float *)at->first, buffer[ZS_GROUP];
+    float *floats = (float *)at->first, buffer[ZS_GROUP / ZS_LANES];
     ZS_EACH(j, n)
     {
         zs_sgd_cell_f32 cell = {zs_group_load(at, kind, j), 0};
         if (momentum) cell.buffer = coded ? zs_decode_first(codes[j], scale) : floats[j];
         zs_sgd_update_f32(k, &cell, zs_group_grad(at, kind, j), momentum, false);
-        buffer[j] = cell.buffer;
+        buffer[ZS_AT(j)] = cell.buffer;
         zs_group_store(at, kind, j, cell.param, offsets.param + (uint32_t)j * ZS_STEP_PARAM);
     }
     if (coded) {
         zs_group_encode_first(codes, at->scales[0], buffer, n, offsets.first);
     } else if (momentum) {
-        memcpy(floats, buffer, (size_t)n * sizeof *buffer);
+        ZS_EACH(j, n) floats[j] = buffer[ZS_AT(j)];
     }
 }
 

@@ -72,6 +72,24 @@ typedef struct zs_run {
     const zs_device *device;
 } zs_run;
 
+/* What the state tensor `state` of a run has for `numel` elements of the parameter that begin a group: numbers, their
+ * size in bytes, and both multiplied; 0 where the run has no such tensor. */
+static inline int64_t zs_run_state_numel(int state, int64_t numel)
+{
+    bool groups = state == ZS_STATE_FIRST_SCALE || state == ZS_STATE_SECOND_SCALE;
+    return groups ? (numel + ZS_GROUP - 1) / ZS_GROUP : numel;
+}
+static inline size_t zs_run_state_itemsize(const zs_run *run, int state)
+{
+    if (state >= ZS_STATE_FIRST_SCALE || run->form == ZS_FORM_CODED) return 1;
+    return run->form == ZS_FORM_WIDE ? sizeof(float) : zs_dtype_size(run->dtype);
+}
+static inline size_t zs_run_state_bytes(const zs_run *run, int state, int64_t numel)
+{
+    if (run->state[state] == NULL) return 0;
+    return (size_t)zs_run_state_numel(state, numel) * zs_run_state_itemsize(run, state);
+}
+
 /* How compact.h calls the width of a run's parameter. */
 static inline int zs_compact_kind(const zs_run *run)
 {
@@ -93,12 +111,13 @@ static inline zs_group zs_run_group(const zs_run *run)
     return group;
 }
 
-/* A run to update; on a device that queues: in the compute stream. */
+/* A run to update; on a device that queues, several of them, in the compute stream. */
 typedef struct zs_update_job {
     zs_rule rule;
     bool full; /* as below */
     const zs_run *run;
     const zs_live *live; /* NULL, or the step is capturable */
+    int64_t n_runs;      /* from `run` on, on a device that queues */
 } zs_update_job;
 
 /* Constants to make on a device, and counters of steps that hold the same number, to increment. */

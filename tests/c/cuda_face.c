@@ -46,7 +46,7 @@ void zs_face_make(face_job *out, const zs_hyper *hyper, zs_rule rule, double ste
     out->run.constants = k;
     out->run.dithered = hyper->dithered;
     out->run.factor = 1;
-    out->job = (zs_cuda_update_job){.rule = rule, .run = &out->run};
+    out->job = (zs_cuda_update_job){.rule = rule, .runs = &out->run, .n_runs = 1};
     out->job.full = rule == ZS_RULE_ADAM ? hyper->amsgrad : hyper->momentum != 0;
 }
 
@@ -76,7 +76,8 @@ zs_status zs_face_make_live(face_job *face, const zs_hyper *hyper, const zs_live
     job.out = live->room;
     job.steps = steps;
     job.n_steps = n_steps;
-    face->job.live = live->room;
+    face->job.live = true;
+    face->constants.live = live->room;
     face->job.grad_factor = live->grad_factor;
     face->job.found_inf = live->found_inf;
     return zs_cuda_constants_make(&job, stream);

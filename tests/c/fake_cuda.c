@@ -60,7 +60,7 @@ static void write_log(const char *call, const char *fmt, va_list args)
 {
     const char *path = getenv("FAKE_CUDA_LOG");
     if (path == NULL || path[0] == '\0') return;
-    char line[4096];
+    char line[9000];
     int n = snprintf(line, sizeof line, "%s ", call);
     n += vsnprintf(line + n, sizeof line - (size_t)n - 1, fmt, args);
     if (n > (int)sizeof line - 2) n = (int)sizeof line - 2;
@@ -261,7 +261,7 @@ zs_cu_result fake_cuLaunchKernel(zs_cu_function function, unsigned int blocks, u
                                  zs_cu_stream stream, void **parameters, void **extra)
 {
     launch one = {.kernel = (const fake_kernel *)(const void *)function, .blocks = blocks, .threads = threads};
-    char text[3500];
+    char text[8000]; /* addresses in all of 4096 bytes */
     BEGIN(true, "stream=%d kernel=%s blocks=%u touches=%s", STREAM_ID, one.kernel->name, blocks,
           addresses(parameters[0], one.kernel->bytes, text, sizeof text));
     INTO_STREAM();

@@ -1,7 +1,7 @@
 /* fake_device.hpp - what nvcc would know, for a host compiler: cuda/'s kernels become functions, a call for each thread.
  *
- * Kernels that talk to no other thread do not notice that the threads of a grid come one after the other. The
- * compiler checks each access of a pack for its alignment (-fsanitize=alignment), as the GPU would.
+ * Kernels that talk to no other thread do not notice that the threads of a grid come one after the other. Where lanes
+ * of a warp meet, each runs until it gets there before any continues (fake_cuda_warp.cpp). The compiler checks each access of a pack for its alignment (-fsanitize=alignment), as the GPU would.
  */
 #ifndef FAKE_DEVICE_HPP
 #define FAKE_DEVICE_HPP
@@ -43,6 +43,17 @@ template <class Type> void __stcs(Type *to, Type value)
 {
     *to = value;
 }
+
+/* The largest `value` of all lanes of this warp. */
+unsigned fake_warp_max(unsigned value);
+
+inline unsigned __reduce_max_sync(unsigned, unsigned value)
+{
+    return fake_warp_max(value);
+}
+
+/* Runs `run(args)` for 32 threads of this block, from number `first` on, which may meet. */
+void fake_warp_run(void (*run)(const void *), const void *args, unsigned first);
 
 /* Enters a kernel into the list. */
 struct fake_registration : fake_kernel {

@@ -22,8 +22,8 @@ from torch import Tensor
 
 import zshard
 
-SOURCES = ["cuda_driver.c", "cuda_kernels.c", "device_cpu.c", "optim_compact.c", "optim_cpu.c"]
-SOURCES += ["simd.c", "memory.c", "status.c"]
+SOURCES = ["cuda_driver.c", "cuda_kernels.c", "cuda_update.c", "device_cpu.c"]
+SOURCES += ["optim_compact.c", "optim_cpu.c", "simd.c", "memory.c", "status.c"]
 KERNELS = os.environ.get("ZSHARD_TEST_KERNELS", "")  # "", "copies" or "gpu"
 ADAM, SGD = 0, 1
 LENGTHS = [0, 1, 7, 8, 9, 40, 1027, 4099]
@@ -57,6 +57,7 @@ class Run(ctypes.Structure):
         ("number", ctypes.c_uint64),
         ("dtype", ctypes.c_int),
         ("dithered", ctypes.c_bool),
+        ("device", ctypes.c_void_p),
     )
 
 
@@ -66,12 +67,11 @@ class Update(ctypes.Structure):
     _fields_ = (
         ("rule", ctypes.c_int),
         ("full", ctypes.c_bool),
-        ("run", ctypes.POINTER(Run)),
-        ("low", ctypes.c_void_p),
-        ("low_dtype", ctypes.c_int),
+        ("runs", ctypes.POINTER(Run)),
+        ("n_runs", ctypes.c_int64),
         ("grad_factor", ctypes.c_void_p),
         ("found_inf", ctypes.c_void_p),
-        ("live", ctypes.c_void_p),
+        ("live", ctypes.c_bool),
     )
 
 

@@ -20,7 +20,8 @@ from c_compile import BUILDS, C, compile_c, program_environment
 from c_sources import source, sources
 
 PROGRAM = C / "test_cuda_driver.c"
-SOURCES = ["cuda_driver.c", "cuda_kernels.c", "device_cpu.c", "simd.c", "memory.c", "status.c"]
+SOURCES = ["cuda_driver.c", "cuda_kernels.c", "cuda_update.c", "device_cpu.c", "simd.c"]
+SOURCES += ["memory.c", "status.c"]
 NAMES = re.findall(r"^    TEST\((\w+)\)", PROGRAM.read_text(), re.MULTILINE)
 SETTINGS = {
     "spoiled_context_refuses_all": {"FAKE_CUDA_FAIL": "cuStreamSynchronize:1:700"},

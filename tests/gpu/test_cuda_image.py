@@ -12,10 +12,10 @@ import importlib.util
 import re
 import shutil
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fake_cuda
 import pytest
@@ -31,19 +31,19 @@ KERNELS = {
     *(f"zs_{work}_{d}" for work in ("scale", "norm") for d in DTYPES),
     *(f"zs_step_{rule}_{d}" for rule in RULES for d in (*DTYPES, "dithered")),
     *(f"zs_live_{rule}_{d}" for rule in RULES for d in DTYPES),
+    *(f"zs_compact_{rule}" for rule in RULES if rule != "amsgrad"),
     *("zs_fold", "zs_differs", "zs_constants"),
 }
 # What nearly all steps are made of: four blocks on a multiprocessor, for memory's sake.
 MAIN = {name for name in KERNELS if not re.search(r"f64|_f16|amsgrad|live", name)}
-# Bytes that the loop over packs loads and stores by accesses of 8 or 16 bytes: a pack is 16 bytes of the widest array
-# (parameter, gradient, state), and so 8 of a copy in bf16.
+# Bytes that the loop over packs loads and stores by accesses of 8 or 16 bytes: a pack is 16 bytes of the widest array.
 WIDE = {
-    "zs_step_adam_f32": (64, 56),
-    "zs_step_adam_bf16": (64, 64),
-    "zs_step_adam_dithered": (64, 64),
-    "zs_step_momentum_f32": (48, 40),
-    "zs_live_adam_f32": (64, 56),
-    "zs_live_momentum_bf16": (48, 48),
+    "zs_step_adam_f32": (64, 48),
+    "zs_step_adam_bf16": (64, 48),
+    "zs_step_adam_dithered": (64, 48),
+    "zs_step_momentum_f32": (48, 32),
+    "zs_live_adam_f32": (64, 48),
+    "zs_live_momentum_bf16": (48, 32),
     "zs_sum_f32_f32": (80, 16),  # four sources and what was there
     "zs_sum_bf16_f32": (48, 16),
     "zs_cast_f32_bf16": (24, 8),
@@ -53,14 +53,12 @@ WIDE = {
 }
 
 
-def setup_py() -> dict[str, object]:
-    """The names of setup.py, which does nothing unless it is the program."""
-    sys.path.insert(0, str(ROOT))
-    spec = importlib.util.spec_from_file_location("zshard_setup", ROOT / "setup.py")
+def image_tool() -> Any:
+    """tools/cuda_image.py, which setup.py compiles the kernels with."""
+    spec = importlib.util.spec_from_file_location("cuda_image", ROOT / "tools" / "cuda_image.py")
     module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
     spec.loader.exec_module(module)  # type: ignore[union-attr]
-    sys.path.pop(0)
-    return vars(module)
+    return module
 
 
 class Compiled:
@@ -86,16 +84,19 @@ class Compiled:
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
     if not zshard._core.machine()["targets"]:
         pytest.skip("built without CUDA kernels: make test CUDA=1 (needs nvcc)")
-    setup = setup_py()
-    nvcc = setup["find_nvcc"]()  # type: ignore[operator]
-    if nvcc is None:
-        pytest.skip("no nvcc here (CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda)")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ZSHARD_CUDA", "1")
+        tool = image_tool()
+        try:
+            nvcc = tool.find_nvcc()
+        except tool.SetupError as error:
+            pytest.skip(str(error))
     listed = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True).stdout
-    gpus = [gpu for gpu in setup["GPUS"] if f"sm_{gpu}" in listed.split()]  # type: ignore[attr-defined]
+    gpus = [gpu for gpu in tool.GPUS if f"sm_{gpu}" in listed.split()]
     folder = tmp_path_factory.mktemp("image")
     codes = [f"-gencode=arch=compute_{gpu},code=sm_{gpu}" for gpu in gpus]
     codes += [f"-gencode=arch=compute_{gpus[0]},code=compute_{gpus[0]}"]
-    command = [nvcc, *setup["NVCC"], f"-I{CSRC}", *codes]  # type: ignore[misc]
+    command = [nvcc, *tool.FLAGS, f"-I{CSRC}", *codes]
     command += ["-Xptxas", "-v", "--keep", f"--keep-dir={folder}"]
     command += ["-fatbin", "cuda/kernels.cu", "-o", str(folder / "kernels.fatbin")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)

@@ -361,18 +361,15 @@ def test_lack_of_memory_raises_torchs_error(start: Start) -> None:
 @pytest.mark.needs_fma
 @pytest.mark.parametrize("kernels", ["gpu", pytest.param("copies", marks=pytest.mark.thorough)])
 def test_kernels_are_bit_identical_to_the_cpu(kernels: str) -> None:
-    """Both files on the GPU; with stand-ins, what brings their arrays there."""
-    only = "" if kernels == "gpu" else "factor_is_not_rounded or norms_are_joined or leaves_a_copy"
+    """All kernels' tests on the GPU; with stand-ins, what brings their arrays there."""
+    only = "" if kernels == "gpu" else "factor_is_not_rounded or norms_are_joined or reads_device"
     env = environment(kernels if kernels == "gpu" else "stand-in")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [
             *command,
             *(["-k", only] if only else []),
-            *(
-                str(ROOT / "tests" / "gpu" / f"test_cuda_{each}.py")
-                for each in ("kernels", "updates")
-            ),
+            *map(str, sorted((ROOT / "tests" / "gpu").glob("test_cuda_[ku]*.py"))),
         ],
         env={**os.environ, **env, "ZSHARD_TEST_KERNELS": kernels},
         cwd=ROOT,
