@@ -4,10 +4,10 @@
     python -m benchmarks.muon --hosts 2x2 --gbit 10       # needs root, see hosts.py
     python -m benchmarks.muon --symmetric 768x3072 1024x1024 [--rounds 5]
 
-Both sides train the same GPT on the same batches; only step() is timed, from a barrier to the end
-on the slowest rank. Under DDP each rank computes the update of each matrix. Both sides' AdamW (for
-embeddings, head, norms and biases) is a fused one. The run also compares losses, and counts the
-bytes of momentum on a rank.
+Both sides train the same GPT on the same batches. step() is timed from a barrier to the end on the
+slowest rank, and beside it the training step from zero_grad() on. Under DDP each rank computes the
+update of each matrix. Both sides' AdamW (for embeddings, head, norms and biases) is a fused one.
+The run also compares losses, and counts the bytes of momentum on a rank.
 
 With --symmetric there are no ranks: CPU time of one update of matrices of these shapes, with one
 thread, with symmetric=True against False.
@@ -151,7 +151,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     def turn_of(name: str) -> harness.Turn:
         model, optimizer = sides[name]
 
-        def turn(number: int) -> tuple[float]:
+        def turn(number: int) -> tuple[float, float]:
+            start = time.perf_counter()
             model.zero_grad(set_to_none=True)
             loss = workload.loss(model, batches[number])
             loss.backward()  # type: ignore[no-untyped-call]
@@ -159,7 +160,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             dist.barrier()
             begin = time.perf_counter()
             optimizer.step()
-            return (time.perf_counter() - begin,)
+            end = time.perf_counter()
+            return end - begin, end - start
 
         return turn
 
@@ -193,6 +195,7 @@ def summarize(name: str, samples: Mapping[str, list[Sample]], momentum: list[int
     return {
         "ms": Spread.of(times).as_dict(),
         "ratio": Spread.of(harness.same_round_ratios(mine, samples[BASE])).as_dict(),
+        "training_step_ms": Spread.of([mine[i].times[1] * 1e3 for i in range(len(mine))]).as_dict(),
         "contended": sum(map(harness.contended, mine)),
         "samples_ms": [round(sample.times[0] * 1e3, 3) for sample in mine],
         "momentum_bytes": momentum,
@@ -210,6 +213,7 @@ def show(result: Mapping[str, Any]) -> None:
                 Spread(**side["ms"]).text(0),
                 Spread(**ratio).text(2),
                 harness.verdict(ratio["median"], target),
+                Spread(**side["training_step_ms"]).text(0),
                 f"{max(held) / 1e6:.2f}",
                 str(side["contended"]),
             ]
@@ -218,7 +222,10 @@ def show(result: Mapping[str, Any]) -> None:
         f"GPT of {result['parameters'] / 1e6:.1f} M parameters, {result['ranks']} ranks, "
         f"{result['ns_dtype']}, loss difference {result['loss_difference']:.1e}"
     )
-    header = ["side", "ms min/med/max", f"x {BASE}", "target", "MB momentum", "contended"]
+    header = [
+        *("side", "ms min/med/max", f"x {BASE}", "target", "training step, ms", "MB momentum"),
+        "contended",
+    ]
     harness.print_table(title, header, rows)
 
 
