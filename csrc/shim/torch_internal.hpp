@@ -117,8 +117,20 @@ inline at::Tensor view_of(void *data, at::IntArrayRef sizes, at::ScalarType type
     return at::for_blob(data, sizes).options(options).target_device(device).make_tensor();
 }
 
+// Gives back the block under a storage.
+inline void release_mem(void *context)
+{
+    zs_mem_release(static_cast<zs_mem *>(context));
+}
+
 // The block under a tensor, as zs_tensor_mem.
-zs_mem *mem_under(const at::Tensor &tensor);
+inline zs_mem *mem_under(const at::Tensor &tensor)
+{
+    c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
+    if (!impl->has_storage()) return nullptr;
+    const at::DataPtr &data = impl->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
+    return data.get_deleter() == release_mem ? static_cast<zs_mem *>(data.get_context()) : nullptr;
+}
 
 // Is the memory row-major?
 inline bool plain_dense(const at::Tensor &tensor)

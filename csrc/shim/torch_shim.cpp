@@ -68,11 +68,6 @@ void put(const at::Tensor &tensor, const zs_place &place)
     set_geometry(impl, place);
 }
 
-void release_mem(void *context)
-{
-    zs_mem_release(static_cast<zs_mem *>(context));
-}
-
 c10::weak_intrusive_ptr<at::TensorImpl> weak_to(const at::Tensor &tensor)
 {
     c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
@@ -122,14 +117,6 @@ class Plain {
     const at::impl::TorchFunctionDisabledState before_ = TLS::get_disabled_state();
 };
 } // namespace
-
-zs_mem *zs::mem_under(const at::Tensor &tensor)
-{
-    c10::TensorImpl *impl = tensor.unsafeGetTensorImpl();
-    if (!impl->has_storage()) return nullptr;
-    const at::DataPtr &data = impl->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
-    return data.get_deleter() == release_mem ? static_cast<zs_mem *>(data.get_context()) : nullptr;
-}
 
 extern "C" {
 
@@ -273,7 +260,7 @@ zs_status zs_storage_fill(zs_storage *storage, zs_mem *mem, void *data)
 {
     return guarded("zs_storage_fill", [&] {
         c10::StorageImpl *impl = storage->storage.unsafeGetStorageImpl();
-        impl->set_data_ptr_noswap(at::DataPtr(data, zs_mem_retain(mem), release_mem, storage->device));
+        impl->set_data_ptr_noswap(at::DataPtr(data, zs_mem_retain(mem), zs::release_mem, storage->device));
         clear_mark(*impl);
         return ZS_OK;
     });
