@@ -117,7 +117,7 @@ inline at::Tensor view_of(void *data, at::IntArrayRef sizes, at::ScalarType type
     return at::for_blob(data, sizes).options(options).target_device(device).make_tensor();
 }
 
-// Gives back the block under a storage.
+// The deleter of a storage on a block.
 inline void release_mem(void *context)
 {
     zs_mem_release(static_cast<zs_mem *>(context));
