@@ -68,9 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if harness.under_torchrun():
         measure_as_rank(args)
         return
-    flags = [
-        f"--{name}={getattr(args, name)}" for name in ("elements", "tensors", "rounds", "warmup")
-    ]
+    flags = harness.flags_of(args, "elements", "tensors", "rounds", "warmup")
     results = [
         harness.collect(
             "benchmarks.adam",

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import harness
+from benchmarks import harness, picture
 from benchmarks.eight_bit import BASE, BENCHMARK, COPY
-from benchmarks.picture import FAINT, INK, OUR_COLOUR, PEER_COLOUR, STYLE, read
+from benchmarks.picture import FAINT, INK, OUR_COLOUR, PEER_COLOUR, STYLE
 
 OUT = harness.ROOT / "docs" / "images" / "eight-bit.svg"
 SIZE = (8.6, 3.6)
@@ -48,13 +48,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     made = argparse.ArgumentParser(description="Draw losses over steps from a results file.")
     newest = "(default: the newest in benchmarks/results with all lines)"
     made.add_argument("--results", type=Path, metavar="FILE", help=f"eight-bit results {newest}")
-    made.add_argument(
-        "--out",
-        type=Path,
-        default=OUT,
-        metavar="FILE",
-        help=f"the image to write, .svg or .png (default: {OUT.relative_to(harness.ROOT)})",
-    )
+    picture.add_out(made, OUT)
     return made.parse_args(argv)
 
 
@@ -71,14 +65,11 @@ def pick(path: Path | None, folder: Path = harness.RESULTS) -> dict[str, Any]:
     Raises SystemExit if there is none or `path` lacks a line.
     """
     if path is not None:
-        record = read(path)
-        if missing_lines(record):
-            raise SystemExit(f"{path} has no curves of {missing_lines(record)}")
-        return record
-    found = [each for each in map(read, sorted(folder.glob("*.json"))) if not missing_lines(each)]
-    if not found:
+        return picture.complete(path, missing_lines, "curves of")
+    found = picture.newest(folder, missing_lines)
+    if found is None:
         raise SystemExit(f"no curves in {folder}: run\npython -m benchmarks.eight_bit")
-    return max(found, key=lambda record: str(record["machine"]["date"]))
+    return found
 
 
 def missing_lines(record: Mapping[str, Any]) -> str:

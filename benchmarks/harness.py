@@ -119,6 +119,23 @@ def process_group(backend: str = "gloo") -> Iterator[int]:
         dist.destroy_process_group()
 
 
+def measure_as_rank(
+    args: argparse.Namespace, measure: Callable[[], Any], show: Callable[[Any], None]
+) -> None:
+    """Measure in this rank; on rank 0, show the result, and write it to --out for collect()."""
+    with process_group() as rank:
+        result = measure()
+    if rank == 0:
+        show(result)
+        if args.out:
+            write_json(args.out, result)
+
+
+def flags_of(args: argparse.Namespace, *names: str) -> list[str]:
+    """Return the command-line flags that set these options as `args` has them."""
+    return [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
+
+
 def of_all_ranks(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the objects of all ranks, in rank order. Collective."""
     found: list[Any] = [None] * dist.get_world_size(group)

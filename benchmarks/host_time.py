@@ -55,24 +55,15 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
     if harness.under_torchrun():
-        measure_as_rank(args)
+        rounds = args.rounds, args.warmup
+        harness.measure_as_rank(args, lambda: measure(args.sides, *rounds), show)
         return
-    flags = [f"--rounds={args.rounds}", f"--warmup={args.warmup}"]
+    flags = harness.flags_of(args, "rounds", "warmup")
     results = [
         harness.collect("benchmarks.host_time", ranks, ["--sides", *args.sides, *flags])
         for ranks in args.ranks
     ]
     harness.finish(args, "host-time", results)
-
-
-def measure_as_rank(args: argparse.Namespace) -> None:
-    """Measure in this rank, for any world size."""
-    with harness.process_group() as rank:
-        result = measure(args.sides, args.rounds, args.warmup)
-    if rank == 0:
-        show(result)
-        if args.out:
-            harness.write_json(args.out, result)
 
 
 def measure(names: Sequence[str], rounds: int, warmup: int) -> dict[str, Any]:

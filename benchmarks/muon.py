@@ -70,25 +70,19 @@ def main(argv: Sequence[str] | None = None) -> None:
                 compare_products(shape, dtype, args.rounds)
         return
     if harness.under_torchrun():
-        with harness.process_group() as rank:
-            result = measure(args)
-        if rank == 0:
-            show(result)
-            if args.out:
-                harness.write_json(args.out, [result])
+        harness.measure_as_rank(args, lambda: measure(args), show)
         return
-    names = ("layers", "width", "rounds", "warmup", "ns_dtype")
-    flags = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in names]
+    flags = harness.flags_of(args, "layers", "width", "rounds", "warmup", "ns_dtype")
     if args.hosts is None:
-        results = harness.collect(MODULE, args.ranks, flags)
+        result = harness.collect(MODULE, args.ranks, flags)
     else:
         count, ranks = args.hosts
         with Hosts(count, args.gbit) as hosts, tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "out.json"
             run_ranks(hosts, ranks, [sys.executable, "-m", MODULE, *flags, f"--out={out}"], {})
-            results = json.loads(out.read_text())
+            result = json.loads(out.read_text())
         args.hosts = f"{count}x{ranks}"
-    harness.finish(args, "muon", results)
+    harness.finish(args, "muon", [result])
 
 
 def compare_products(shape: tuple[int, int], dtype: torch.dtype, rounds: int) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +45,18 @@ STYLE: dict[str, Any] = {
 }
 
 
+Missing = Callable[[Mapping[str, Any]], str]
+"""What a record lacks; "" if nothing."""
+
+
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     made = argparse.ArgumentParser(
         description=f"Draw step time and peak memory of {MODEL} from results files."
     )
-    newest = "(default: the newest in benchmarks/results with all sides)"
-    made.add_argument("--step-time", type=Path, metavar="FILE", help=f"step-time results {newest}")
-    made.add_argument("--memory", type=Path, metavar="FILE", help=f"memory results {newest}")
-    made.add_argument(
-        "--out",
-        type=Path,
-        default=OUT,
-        metavar="FILE",
-        help=f"the image to write, .svg or .png (default: {OUT.relative_to(harness.ROOT)})",
-    )
+    which = "(default: the newest in benchmarks/results with all sides)"
+    made.add_argument("--step-time", type=Path, metavar="FILE", help=f"step-time results {which}")
+    made.add_argument("--memory", type=Path, metavar="FILE", help=f"memory results {which}")
+    add_out(made, OUT)
     return made.parse_args(argv)
 
 
@@ -79,21 +77,39 @@ def pick(benchmark: str, path: Path | None, folder: Path = harness.RESULTS) -> d
 
     Raises SystemExit if there is none or `path` lacks a side.
     """
+    results = f"{benchmark} results of {MODEL}"
     if path is not None:
-        record = read(path)
-        missing = missing_sides(record, benchmark)
-        if missing:
-            raise SystemExit(f"{path} has no {benchmark} results of {MODEL} for {missing}")
-        return record
-    records = [read(each) for each in sorted(folder.glob("*.json"))]
-    found = [record for record in records if not missing_sides(record, benchmark)]
-    if not found:
+        return complete(path, lambda record: missing_sides(record, benchmark), f"{results} for")
+    found = newest(folder, lambda record: missing_sides(record, benchmark))
+    if found is None:
         module = benchmark.replace("-", "_")
         raise SystemExit(
-            f"no {benchmark} results of {MODEL} with {', '.join(SIDES)} in {folder}: run\n"
+            f"no {results} with {', '.join(SIDES)} in {folder}: run\n"
             f"python -m benchmarks.{module} --models {MODEL} --sides {' '.join(SIDES)}"
         )
-    return max(found, key=lambda record: str(record["machine"]["date"]))
+    return found
+
+
+def complete(path: Path, missing: Missing, what: str) -> dict[str, Any]:
+    """Return the record in `path`. Raises SystemExit if something is missing."""
+    record = read(path)
+    if missing(record):
+        raise SystemExit(f"{path} has no {what} {missing(record)}")
+    return record
+
+
+def newest(folder: Path, missing: Missing) -> dict[str, Any] | None:
+    """Return the newest record in `folder` that lacks nothing; None if there is none."""
+    records = [read(each) for each in sorted(folder.glob("*.json"))]
+    found = [record for record in records if not missing(record)]
+    return max(found, key=lambda record: str(record["machine"]["date"]), default=None)
+
+
+def add_out(made: argparse.ArgumentParser, default: Path) -> None:
+    """Add --out, the image to write."""
+    where = default.relative_to(harness.ROOT)
+    what = f"the image to write, .svg or .png (default: {where})"
+    made.add_argument("--out", type=Path, default=default, metavar="FILE", help=what)
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -55,16 +55,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
     if harness.under_torchrun():
-        with harness.process_group() as rank:
-            result = measure(args)
-        if rank == 0:
-            show(result)
-            if args.out:
-                harness.write_json(args.out, [result])
+        harness.measure_as_rank(args, lambda: measure(args), show)
         return
-    flags = [f"--{name}={getattr(args, name)}" for name in ("layers", "width", "rounds", "warmup")]
-    results = harness.collect(MODULE, args.ranks, flags)
-    harness.finish(args, "torch-steps", results)
+    flags = harness.flags_of(args, "layers", "width", "rounds", "warmup")
+    harness.finish(args, "torch-steps", [harness.collect(MODULE, args.ranks, flags)])
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

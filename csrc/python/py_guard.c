@@ -197,9 +197,9 @@ static PyObject *get_grad(PyObject *param, void *unused)
 {
     (void)unused;
     PyObject *grad = zs_py_get_plain(guard.grad, param);
-    if (grad != NULL && !zs_py_is_asked()) zs_pending_settle(zs_py_mem(grad)); /* nothing sees what is done with it */
-    if (grad == NULL || Py_TYPE(grad) != zs_py_guard_types.tensor || !zs_py_is_asked() || is_local_grad(grad))
-        return grad;
+    const bool asked = zs_py_is_asked();
+    if (grad != NULL && !asked) zs_pending_settle(zs_py_mem(grad)); /* nothing sees what is done with it */
+    if (grad == NULL || Py_TYPE(grad) != zs_py_guard_types.tensor || !asked || is_local_grad(grad)) return grad;
     zs_operand slice;
     if (zs_py_look_at(param, &slice) == 0) return marked(grad, &slice);
     Py_DECREF(grad);

@@ -94,7 +94,7 @@ int zs_py_look_at(PyObject *object, zs_operand *out)
 int zs_py_slice_part(PyObject *object, PyObject **part)
 {
     zs_operand found = {0};
-    if (zs_pending_any() && zs_py_is_tensor(object)) zs_pending_settle(zs_py_mem(object)); /* Python asks, to use it */
+    if (zs_pending_any()) zs_pending_settle(zs_py_mem(object)); /* Python asks, to use it */
     if (zs_py_is_tensor(object) && zs_py_look_at(object, &found) < 0) return -1;
     *part = found.part;
     return 0;

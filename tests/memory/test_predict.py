@@ -36,19 +36,20 @@ def on_meta(name):
         return CASES[name].make()
 
 
+def predicted_of(name, combination, options, **more):
+    """predict_memory() of a case on the meta device."""
+    strategy, transport = combination
+    model, world = on_meta(name), dist.get_world_size()
+    return predict_memory(model, world, strategy=strategy, transport=transport, **options, **more)
+
+
 def wrong_predictions(name, precision):
     """Return where predict_memory() of the model on the meta device, memory("predicted") of the
     wrapped one and memory() after two steps differ, on rank 0."""
     case, found = CASES[name], {}
     for strategy, transport in COMBINATIONS:
         options = {"auto_wrap_policy": case.policy, "mixed_precision": precision}
-        told = predict_memory(
-            on_meta(name),
-            dist.get_world_size(),
-            strategy=strategy,
-            transport=transport,
-            **options,
-        )
+        told = predicted_of(name, (strategy, transport), options)
         model = wrapped(case.make, (strategy, transport), **options)
         predicted = model.memory("predicted")
         train(model, case, torch.optim.SGD(model.parameters(), 0.1), dist.get_rank(), steps=2)
@@ -227,16 +228,9 @@ def test_prediction_of_eight_bit_state(name, moments):
 
 def muon_predicted_and_held(name, combination, precision):
     """Return (predicted, in memory(), what state tensors take) after a step."""
-    case, (strategy, transport) = CASES[name], combination
+    case = CASES[name]
     options = {"auto_wrap_policy": case.policy, "mixed_precision": precision}
-    told = predict_memory(
-        on_meta(name),
-        dist.get_world_size(),
-        strategy=strategy,
-        transport=transport,
-        optimizer="muon",
-        **options,
-    )
+    told = predicted_of(name, combination, options, optimizer="muon")
     model = wrapped(case.make, combination, **options)
     optimizer = zshard.Muon(model)
     train(model, case, optimizer, dist.get_rank(), steps=1)

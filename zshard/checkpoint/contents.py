@@ -32,7 +32,7 @@ from zshard.checkpoint.safetensors import CODES, is_name
 from zshard.checkpoint.script_state import encode
 from zshard.guard.slices import to_local
 from zshard.optim.hooks import know
-from zshard.optim.sharded_state import held_by, takes_full_state
+from zshard.optim.sharded_state import class_of_state, held_by, takes_full_state
 from zshard.ranks.agreement import Fact, gather_bytes
 from zshard.ranks.transports import comm_for
 from zshard.state import state_dict_form
@@ -337,7 +337,7 @@ def of_optimizer(model: nn.Module, optimizer: Optimizer, copies: Replicas) -> Co
             told_state[name] = {"tensors": tensors, "values": values}
     items = [item for same in by_key.values() for item in same]
     _check_unique(items)
-    kind = getattr(optimizer, "optimizer_class", type(optimizer))
+    kind = class_of_state(optimizer)
     told = {
         "class": f"{kind.__module__}.{kind.__qualname__}",
         "groups": [_group(i, group, names) for i, group in enumerate(optimizer.param_groups)],

@@ -35,7 +35,7 @@ from zshard.checkpoint.opening import older_than, opened
 from zshard.checkpoint.safetensors import TensorEntry
 from zshard.checkpoint.write import finish
 from zshard.guard import slices
-from zshard.optim.sharded_state import params_of
+from zshard.optim.sharded_state import class_of_state, params_of
 from zshard.ranks import meeting
 from zshard.ranks.agreement import Fact, PublicCall, bytes_of, check_agreement, on_all_ranks
 from zshard.state.load_state_dict import LoadPlan, carry_out, plan
@@ -350,7 +350,7 @@ class OptimizerLoad:
 
 
 def _other_class(told: OptimizerState, optimizer: Optimizer) -> list[str]:
-    name = getattr(optimizer, "optimizer_class", type(optimizer)).__name__
+    name = class_of_state(optimizer).__name__
     if told.kind is None or told.kind.rpartition(".")[2] == name:  # torch's or zshard's
         return []
     return [

@@ -28,9 +28,9 @@ from zshard.ranks.agreement import Fact
 from zshard.units.shards import Part, part_of
 
 __all__ = [
-    *("SCALARS", "HeldState", "fact_of", "held_by", "held_in", "params_of", "part_of_state"),
-    *("scalar_keys", "shard_state_of", "takes_codes", "takes_full_state", "with_own_dtypes"),
-    "zeros_side_by_side",
+    *("SCALARS", "HeldState", "class_of_state", "fact_of", "held_by", "held_in", "params_of"),
+    *("part_of_state", "scalar_keys", "shard_state_of", "takes_codes", "takes_full_state"),
+    *("with_own_dtypes", "zeros_side_by_side"),
 ]
 
 SCALARS = frozenset(("step", "eta", "mu", "mu_product"))
@@ -59,6 +59,12 @@ def with_own_dtypes(optimizer: Optimizer) -> set[int]:
 def takes_full_state(optimizer: Optimizer) -> bool:
     """Return whether it keeps the full state of some parameters, not of shards: WholeMatrix."""
     return getattr(optimizer, "takes_full_state", False)
+
+
+def class_of_state(optimizer: Optimizer) -> type[Optimizer]:
+    """Return the class whose state it keeps: WholeMatrix has that of another one."""
+    known: Any = optimizer
+    return known.optimizer_class if takes_full_state(optimizer) else type(optimizer)
 
 
 # --- what is sharded ------------------------------------------------------------------------------
