@@ -1,12 +1,12 @@
-"""Clipping: what clip_grad_norm_ adds to an optimizer's step, in time and in bytes of memory.
+"""What clip_grad_norm_ and a GradScaler add to an optimizer's step, in time and in bytes of memory.
 
     python -m benchmarks.clipping [--width 2048] [--layers 5] [--rounds 15]
 
 All sides train the same stack of linear layers with zshard.AdamW in float32. `step` does not clip.
 `clip` clips at every step: its norm comes from the sums over the ranks, and the step multiplies.
-`apart` does the same in passes of their own, as for gradients that a script also holds under
-another name. The optimizer phase is clip_grad_norm_ and step(); backward is timed beside it, as the
-squares are taken there.
+`scale` also unscales before that. `apart` and `scale apart` do the same in passes of their own, as
+for gradients that a script also holds under another name. The optimizer phase is unscale_,
+clip_grad_norm_ and step; backward is timed beside it, as the squares are taken there.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from benchmarks.harness import Sample, Spread
 from benchmarks.sides import SEED
 from zshard import FSDP, _core
 
-BASE, OURS, APART = "step", "clip", "apart"
-TARGETS = {OURS: 1.1}
+BASE, CLIP, APART, SCALE, SCALE_APART = "step", "clip", "apart", "scale", "scale apart"
+TARGETS = {CLIP: 1.1, SCALE: 1.1}
 """Side -> largest allowed median of its optimizer phase / BASE's."""
 BYTES = 30
-"""Bytes per element that OURS may read and write."""
+"""Bytes per element that these sides may read and write."""
 
 MODULE = "benchmarks.clipping"
 
@@ -64,6 +64,7 @@ class Training:
         torch.manual_seed(SEED)
         layers = [nn.Linear(args.width, args.width) for _ in range(args.layers)]
         self.name, self.bytes = name, 0
+        self.scaler = zshard.GradScaler(enabled=name in (SCALE, SCALE_APART))
         self.model = FSDP(nn.Sequential(*layers))
         self.optimizer = zshard.AdamW(self.model.parameters(), lr=1e-4)
         self.inputs = torch.randn(8, args.width, generator=harness.generator())
@@ -74,16 +75,18 @@ class Training:
         self.optimizer.zero_grad()
         loss = self.model(self.inputs).square().sum()
         begin = time.perf_counter()
-        loss.backward()
+        self.scaler.scale(loss).backward()
         backward = time.perf_counter() - begin
-        params = self.model.parameters() if self.name == APART else ()
+        params = self.model.parameters() if self.name in (APART, SCALE_APART) else ()
         second_names = [zshard.to_local(p.grad) for p in params if p.grad is not None]
         dist.barrier()
         passed, begin = _core.bytes_passed(), time.perf_counter()
+        self.scaler.unscale_(self.optimizer)
         if self.name != BASE:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
         phase = time.perf_counter() - begin
+        self.scaler.update()
         del second_names
         self.bytes = _core.bytes_passed() - passed
         return phase, backward
@@ -91,13 +94,15 @@ class Training:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Train with all sides in turn and return the JSON record. Collective."""
-    sides = {name: Training(name, args) for name in (BASE, OURS, APART)}
+    names = (BASE, CLIP, APART, SCALE, SCALE_APART)
+    sides = {name: Training(name, args) for name in names}
     turns = {name: side.turn for name, side in sides.items()}
     samples = harness.interleave(turns, args.rounds, args.warmup)
     same = all(
         torch.equal(zshard.to_local(mine), zshard.to_local(theirs))
+        for name in (APART, SCALE, SCALE_APART)
         for mine, theirs in zip(
-            sides[OURS].model.parameters(), sides[APART].model.parameters(), strict=True
+            sides[CLIP].model.parameters(), sides[name].model.parameters(), strict=True
         )
     )
     return {
@@ -129,15 +134,15 @@ def show(result: Mapping[str, Any]) -> None:
             Spread(**side["ratio"]).text(2),
             harness.verdict(side["ratio"]["median"], TARGETS.get(name)),
             f"{side['bytes_per_element']:.1f}",
-            harness.verdict(side["bytes_per_element"], BYTES if name == OURS else None),
+            harness.verdict(side["bytes_per_element"], BYTES if name in TARGETS else None),
             Spread(**side["backward_ms"]).text(1),
             str(side["contended"]),
         ]
         for name, side in result["sides"].items()
     ]
     title = (
-        f"{result['parameters'] / 1e6:.0f} M parameters, {result['ranks']} ranks; bits of clip and "
-        f"apart {'equal' if result['same_bits'] else 'DIFFER'}"
+        f"{result['parameters'] / 1e6:.0f} M parameters, {result['ranks']} ranks; bits of those "
+        f"that clip {'equal' if result['same_bits'] else 'DIFFER'}"
     )
     header = [
         *("side", "ms min/med/max", f"x {BASE}", "target", "bytes/element", "target"),

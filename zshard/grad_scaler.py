@@ -11,15 +11,16 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from zshard import _core
-from zshard.guard.slices import plain
+from zshard.guard.slices import grads_of, plain
 from zshard.optim.announce import say_unscale
 from zshard.optim.in_backward import refuse_scaler, watch_scaled
+from zshard.optim.sharded_state import params_of
 
 _torchs_unscale: Callable[..., dict[torch.device, torch.Tensor]] = getattr(
     torch.amp.GradScaler, "_unscale_grads_", None
@@ -67,7 +68,7 @@ def _unscale_on_all(
     found_inf: torch.Tensor,
     allow_fp16: bool,
 ) -> dict[torch.device, torch.Tensor]:
-    found = _torchs_unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
+    found = _unscale_here(self, optimizer, inv_scale, found_inf, allow_fp16)
     if engines and len(found) == 1 and all(map(_core.gpu_ranks, engines)):
         _share_on_gpu(engines, *found.values())
     elif engines:
@@ -77,6 +78,41 @@ def _unscale_on_all(
         for flag in found.values():
             flag.fill_(largest)
     return found
+
+
+def _unscale_here(
+    self: torch.amp.GradScaler,
+    optimizer: torch.optim.Optimizer,
+    inv_scale: torch.Tensor,
+    found_inf: torch.Tensor,
+    allow_fp16: bool,
+) -> dict[torch.device, torch.Tensor]:
+    """Unscale this rank's gradients and look for inf; for sharded float32 ones on CPUs, without a
+    pass over them (docs/design/clipping.md)."""
+    grads = [grad for grad in grads_of(params_of(optimizer)) if grad is not None]
+    sharded = [grad for grad in grads if _core.grad_owner(grad) is not None]
+    if not sharded or not all(map(_is_simple, [*grads, found_inf, inv_scale])):
+        _settle(grads)
+        return _torchs_unscale(self, optimizer, inv_scale, found_inf, allow_fp16)
+    if not math.isfinite(_core.squares_value(_core.squares(sharded))):
+        found_inf.fill_(1)
+    left = _core.scale_later(sharded, float(inv_scale)) if float(inv_scale) != 1 else []
+    left += [grad for grad in grads if _core.grad_owner(grad) is None]
+    _settle(left)
+    torch._amp_foreach_non_finite_check_and_unscale_(left, found_inf, inv_scale)
+    return {found_inf.device: found_inf}
+
+
+def _is_simple(tensor: torch.Tensor) -> bool:
+    simple = tensor.layout == torch.strided and tensor.is_contiguous()
+    return simple and tensor.device.type == "cpu" and tensor.dtype == torch.float32
+
+
+def _settle(grads: Iterable[torch.Tensor]) -> None:
+    """Torch's kernel is about to read them, and to write without a new version."""
+    for grad in grads:
+        if grad.layout == torch.strided:
+            _core.settle(grad, True)
 
 
 def _share_on_gpu(engines: list[_core.Engine], flag: torch.Tensor) -> None:
@@ -92,12 +128,9 @@ def _owners(optimizer: torch.optim.Optimizer) -> list[_core.Engine]:
     """Return the engines of the optimizer's gradients, which are about to be unscaled, in parameter
     order, the same on all ranks. Raises RuntimeError for an unreduced gradient (no_sync())."""
     owners: dict[_core.Engine, None] = {}
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.grad is None or param.grad.layout != torch.strided:
-                continue
-            _core.settle(param.grad, True)  # torch's kernel writes without a new version
-            owner = _core.grad_owner(param.grad)
+    for grad in grads_of(params_of(optimizer)):
+        if grad is not None and grad.layout == torch.strided:
+            owner = _core.grad_owner(grad)
             if owner is not None:
                 owners[owner] = None
     return list(owners)

@@ -12,6 +12,17 @@ void zs_exact_join(zs_exact *sum, const zs_exact *other)
     sum->beyond += other->beyond;
 }
 
+void zs_exact_join_halved(zs_exact *sum, const zs_exact *other, int halvings)
+{
+    const int down = halvings / 32 + 1, up = 32 - halvings % 32; /* a digit goes `down` bins, then `up` bits */
+    for (int b = 0; b < ZS_EXACT_BINS; b++) {
+        zs_uint128 rest = other->bins[b];
+        for (int to = b - down; rest != 0; to++, rest >>= 32)
+            if (to >= 0 && to < ZS_EXACT_BINS) sum->bins[to] += (zs_uint128)(uint32_t)rest << up;
+    }
+    sum->beyond += other->beyond;
+}
+
 void zs_exact_numbers(const zs_exact *sum, double numbers[ZS_EXACT_NUMBERS])
 {
     zs_uint128 carry = 0;

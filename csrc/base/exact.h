@@ -36,6 +36,9 @@ static inline void zs_exact_add(zs_exact *sum, double value)
 /* Adds what another sum has. */
 void zs_exact_join(zs_exact *sum, const zs_exact *other);
 
+/* Adds another sum, of squares of floats, times 2^-halvings, at most 2^-256. */
+void zs_exact_join_halved(zs_exact *sum, const zs_exact *other, int halvings);
+
 /* The sum as numbers that ranks can add one by one without rounding. */
 void zs_exact_numbers(const zs_exact *sum, double numbers[ZS_EXACT_NUMBERS]);
 

@@ -73,7 +73,7 @@ static zs_status add_squares(grad_list *list, zs_exact *sum)
     for (int64_t k = 0; k < list->chosen.n; k++) {
         zs_chosen_flat *chosen = &list->chosen.flats[k];
         chosen->done = zs_chosen_is_squared(chosen);
-        if (chosen->done) zs_exact_join(sum, chosen->unit->flats[chosen->flat].squares);
+        if (chosen->done) zs_squares_add(&chosen->unit->flats[chosen->flat], sum);
         ZS_TRY(zs_squares_ask(&chosen->unit->flats[chosen->flat]));
     }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list->objects); i++) {
@@ -130,24 +130,13 @@ static PyObject *squares_value(PyObject *module, PyObject *list)
 
 /* --- clipping ----------------------------------------------------------------------------------------------------- */
 
-static void bump_version(PyObject *object)
-{
-    zs_tensor *tensor;
-    if (zs_py_tensor(object, &tensor) != ZS_OK) return;
-    zs_tensor_bump_version(tensor);
-    zs_tensor_free(tensor);
-}
-
-/* The tensors of the list whose flats have no factor now, as a new list. */
+/* The tensors of the list whose flats are not scaled later, as a new list. */
 static PyObject *left_over(const grad_list *list)
 {
     PyObject *left = PyList_New(0);
     for (Py_ssize_t i = 0; left != NULL && i < PyList_GET_SIZE(list->objects); i++) {
-        PyObject *object = PyList_GET_ITEM(list->objects, i);
-        if (list->at[i] >= 0 && list->chosen.flats[list->at[i]].done)
-            bump_version(object);
-        else if (PyList_Append(left, object) < 0)
-            Py_CLEAR(left);
+        bool done = list->at[i] >= 0 && list->chosen.flats[list->at[i]].done;
+        if (!done && PyList_Append(left, PyList_GET_ITEM(list->objects, i)) < 0) Py_CLEAR(left);
     }
     return left;
 }
@@ -165,11 +154,8 @@ static PyObject *scale_later(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "O!f:scale_later", &PyList_Type, &objects, &factor)) return NULL;
     zs_clear_error();
     zs_status status = find_flats(objects, &list);
-    for (int64_t k = 0; status == ZS_OK && k < list.chosen.n; k++) {
-        zs_chosen_flat *chosen = &list.chosen.flats[k];
-        chosen->done = factor != 0 && zs_chosen_can_wait(chosen);
-        if (chosen->done) zs_pending_set(chosen->unit->flats[chosen->flat].grad_mem, factor);
-    }
+    for (int64_t k = 0; status == ZS_OK && k < list.chosen.n; k++)
+        list.chosen.flats[k].done = factor != 0 && zs_chosen_scale_later(&list.chosen.flats[k], factor);
     PyObject *left = status == ZS_OK ? left_over(&list) : zs_py_raise(module);
     free_list(&list);
     return left;

@@ -3,6 +3,7 @@
 
 #include <stdlib.h>
 
+#include "device/pending.h"
 #include "reduce/squares.h"
 #include "unit/context.h"
 
@@ -85,7 +86,7 @@ bool zs_chosen_is_squared(const zs_chosen_flat *chosen)
     return !chosen->twice && squared == chosen->n && has_one_name(chosen) && zs_squares_hold(unit, chosen->flat);
 }
 
-bool zs_chosen_can_wait(const zs_chosen_flat *chosen)
+static bool can_wait(const zs_chosen_flat *chosen)
 {
     const zs_unit *unit = chosen->unit;
     const zs_flat *flat = &unit->flats[chosen->flat];
@@ -102,6 +103,19 @@ bool zs_chosen_can_wait(const zs_chosen_flat *chosen)
         shown += is;
     }
     return shown == chosen->n && has_one_name(chosen);
+}
+
+bool zs_chosen_scale_later(const zs_chosen_flat *chosen, float factor)
+{
+    zs_unit *unit = chosen->unit;
+    if (!can_wait(chosen)) return false;
+    const bool squared = zs_squares_hold(unit, chosen->flat);
+    zs_pending_set(unit->flats[chosen->flat].grad_mem, factor);
+    for (int64_t i = 0; i < unit->n_params; i++)
+        if (unit->params[i].chosen && unit->params[i].flat == chosen->flat)
+            zs_tensor_bump_version(unit->params[i].grad);
+    if (squared) zs_squares_follow(unit, chosen->flat);
+    return true;
 }
 
 void zs_chosen_free(zs_chosen *all)

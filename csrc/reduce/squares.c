@@ -35,6 +35,7 @@ zs_exact *zs_squares_renew(zs_unit *unit, zs_flat *flat)
     flat->squared = here && flat->squares_due > 0 && !zs_context_device(unit->context)->ops->queues;
     if (!flat->squared) return NULL;
     memset(flat->squares, 0, sizeof *flat->squares);
+    flat->squares_halvings = 0;
     return flat->squares;
 }
 
@@ -64,10 +65,31 @@ static bool is_unchanged(const zs_param *param)
 
 bool zs_squares_hold(const zs_unit *unit, int f)
 {
-    bool hold = unit->flats[f].squared && zs_pending_of(unit->flats[f].grad_mem) == 1;
+    const zs_flat *flat = &unit->flats[f];
+    bool hold = flat->squared && zs_pending_halvings(flat->grad_mem) == flat->squares_halvings;
     for (int64_t i = 0; i < unit->n_params && hold; i++)
         if (unit->params[i].flat == f && unit->params[i].squared) hold = is_unchanged(&unit->params[i]);
     return hold;
+}
+
+void zs_squares_add(const zs_flat *flat, zs_exact *sum)
+{
+    if (flat->squares_halvings == 0)
+        zs_exact_join(sum, flat->squares);
+    else
+        zs_exact_join_halved(sum, flat->squares, 2 * flat->squares_halvings);
+}
+
+void zs_squares_follow(zs_unit *unit, int f)
+{
+    zs_flat *flat = &unit->flats[f];
+    const int halvings = zs_pending_halvings(flat->grad_mem);
+    flat->squared = halvings >= 0;
+    flat->squares_halvings = halvings;
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        zs_param *param = &unit->params[i];
+        if (param->flat == f && param->squared) param->squared_version = zs_tensor_version(param->grad);
+    }
 }
 
 void zs_squares_spoil(const zs_mem *mem)

@@ -27,6 +27,13 @@ void zs_squares_end(zs_unit *unit);
 /* Are the squares those of all gradients of the flat, as they are now? */
 bool zs_squares_hold(const zs_unit *unit, int f);
 
+/* Adds them to `sum`; they hold. */
+void zs_squares_add(const zs_flat *flat, zs_exact *sum);
+
+/* The flat's gradients have another factor (device/pending.h) and new versions, and the squares held before: they still
+ * do if the factor is a power of two. */
+void zs_squares_follow(zs_unit *unit, int f);
+
 /* A gradient in this block may be written without a new version. NULL allowed. */
 void zs_squares_spoil(const zs_mem *mem);
 

@@ -93,6 +93,7 @@ typedef struct zs_flat {
     zs_storage *grads;       /* storage on grad_mem; owned */
     zs_exact *squares;       /* of this rank's gradients, see reduce/squares.h; owned; NULL: never asked for */
     bool squared;            /* it is that of the gradients that are there now, if these have kept their versions */
+    int squares_halvings;    /* the gradients' factor is 2^-squares_halvings, as long as `squares` holds */
     int squares_due;         /* backwards for which it is computed yet */
     zs_mem *spare_mem;       /* alternates with grad_mem, see kept_grads.h; NULL: none; owned reference */
     zs_storage *spare_grads; /* storage on spare_mem; owned */

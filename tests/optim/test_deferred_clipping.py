@@ -1,5 +1,6 @@
-"""Clipping without a pass over the gradients: their squares come from the sums over the ranks, and
-the step multiplies. Whatever a script does in between must see what it would see without this.
+"""Clipping and unscaling without a pass over the gradients: their squares come from the sums over
+the ranks, and the step multiplies. Whatever a script does in between must see what it would see
+without this.
 """
 
 import copy
@@ -142,15 +143,28 @@ def rewrite_hooked(model):
         param.grad.add_(param.grad)
 
 
-def unscale(model):
-    scaler = torch.amp.GradScaler("cpu", init_scale=0.5)
+def unscale(model, scale=0.5):
+    scaler, optimizer = scaler_of(model, scale)
     scaler.scale(torch.ones(()))
-    scaler.unscale_(torch.optim.SGD(model.parameters(), lr=1.0))
+    scaler.unscale_(optimizer)
+
+
+def unscale_down(model):
+    unscale(model, 2.0**33)
+
+
+def unscale_unevenly(model):
+    unscale(model, 3.0)
+
+
+def unscale_and_settle(model):
+    unscale(model, 4.0)
+    zshard.to_local(next(model.parameters()).grad)
 
 
 WRITERS = [
     *(rewrite_unseen, rewrite_by_address, rewrite_lists, rewrite_data, rewrite_kept_alias),
-    *(rewrite_out, rewrite_hooked, unscale),
+    *(rewrite_out, rewrite_hooked, unscale, unscale_down, unscale_unevenly, unscale_and_settle),
 ]
 
 
@@ -328,38 +342,63 @@ STEPS = {
 }
 
 
-def both_ways(combination, act):
-    """Run act(model, its gradients) after clipping: later, and at once, which a second name for
-    the gradients enforces."""
+def scaler_of(model, scale):
+    """A scaler, and an optimizer for its unscale_()."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    return scaler, torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+WAYS = {
+    "clip": (1.0, 0.03),
+    "unscale": (1024.0, None),
+    "unscale by 1000": (1000.0, None),
+    "unscale and clip": (1024.0, 0.03),
+    "unscale by 1000 and clip": (1000.0, 0.03),
+}
+"""Name -> the loss's scale, and the norm to clip to; None: no clipping."""
+
+
+def both_ways(combination, act, way):
+    """Run act(model, its gradients) after unscaling and clipping: later, and at once, which a
+    second name for the gradients enforces."""
+    scale, limit = WAYS[way]
     found = []
     for at_once in (False, True):
         model = wrapped(Stack, combination)
+        scaler, optimizer = scaler_of(model, scale)
         backward_and_norm(model, 0)
         model.zero_grad()
-        loss_of(model(floats(dist.get_rank()))).backward()
+        scaler.scale(loss_of(model(floats(dist.get_rank())))).backward()
         held = [p.grad for p in model.parameters()]
         if at_once:
             aliases = [grad.to_local() for grad in held]
-        model.clip_grad_norm_(0.03)
+        if scale != 1:
+            scaler.unscale_(optimizer)
+        norm = None if limit is None else model.clip_grad_norm_(limit)
         assert _core.has_pending() is not at_once
-        found.append(act(model, held))
+        found.append([norm, *act(model, held)])
         aliases = []  # noqa: F841
     return found
 
 
-def read_both_ways(combination, reader):
-    later, at_once = both_ways(combination, reader)
+def read_both_ways(combination, reader, way):
+    def listed(model, held):
+        result = reader(model, held)
+        return result.values() if isinstance(result, dict) else result
+
+    later, at_once = both_ways(combination, listed, way)
     assert_same(later, at_once, reader.__name__)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("combination", SHARDED)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("reader", READERS)
-def test_everyone_reads_clipped_gradients(pool2, reader, combination):
-    pool2.run(read_both_ways, combination, reader)
+def test_everyone_reads_scaled_gradients(pool2, reader, way, combination):
+    pool2.run(read_both_ways, combination, reader, way)
 
 
-def step_both_ways(combination, name):
+def step_both_ways(combination, name, way):
     def steps(model, held):
         optimizer = STEPS[name](list(model.parameters()))
         optimizer.step()
@@ -367,15 +406,40 @@ def step_both_ways(combination, name):
         values = [zshard.to_local(p).clone() for p in model.parameters()]
         return values + locals_of(model)
 
-    later, at_once = both_ways(combination, steps)
+    later, at_once = both_ways(combination, steps, way)
     assert_same(later, at_once, name)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("combination", SHARDED)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", STEPS)
-def test_every_optimizer_steps_by_clipped_gradients(pool2, name, combination):
-    pool2.run(step_both_ways, combination, name)
+def test_every_optimizer_steps_by_scaled_gradients(pool2, name, way, combination):
+    pool2.run(step_both_ways, combination, name, way)
+
+
+def norms_of_unscaled(scales):
+    """The norms of gradients from 1e-12 to 1e12, unscaled later and at once."""
+    found = []
+    for at_once in (False, True):
+        torch.manual_seed(1)
+        model = FSDP(nn.Linear(2000, 3, bias=False))
+        inputs = 10.0 ** torch.arange(-12, 12, 0.012).view(1, 2000)
+        for scale in scales:
+            scaler, optimizer = scaler_of(model, scale)
+            scaler.scale(model(inputs).sum()).backward()
+            alias = zshard.to_local(model.weight.grad) if at_once else None
+            scaler.unscale_(optimizer)
+            found.append(model.clip_grad_norm_(1e30).item())
+            model.zero_grad()
+            del alias
+    return found[: len(scales)], found[len(scales) :]
+
+
+def test_squares_are_unscaled_exactly(pool2):
+    scales = [2.0**k for k in (1, 1, 15, 16, 17, 31, 32, 33, 60, 80)]
+    for later, at_once in pool2.run(norms_of_unscaled, scales):
+        assert later == at_once and set(later) == {later[0]}
 
 
 def is_really_later():
@@ -383,13 +447,18 @@ def is_really_later():
     backward_and_norm(model, 0)
     optimizer = zshard.AdamW(model.parameters())
     optimizer.step()
+    before = _core.bytes_passed()
+    optimizer.step()
+    of_a_step = _core.bytes_passed() - before
     for _ in range(2):
-        backward_and_norm(model, 1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(loss_of(model(floats(1)))).backward()
         grads = [p.grad for p in model.parameters()]
+        before = _core.bytes_passed()
+        scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 0.03)
-        assert _core.has_pending()
-        optimizer.step()
-        assert _core.has_pending(), "the step read and wrote the gradients"
+        scaler.step(optimizer)
+        assert _core.has_pending() and _core.bytes_passed() - before == of_a_step
         optimizer.zero_grad()
         del grads
     loss_of(model(floats(1))).backward()

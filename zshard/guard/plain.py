@@ -17,6 +17,8 @@ from zshard import _core
 from zshard.guard.rules import Operation as Operation
 from zshard.units.shards import Part
 
+_own_grad = vars(torch._C.TensorBase)["grad"].__get__
+
 
 class GuardedTensor(Tensor):
     """Base of the tensor classes whose operations torch dispatches to zshard."""
@@ -68,6 +70,13 @@ def to_local(tensor: Tensor) -> Tensor:
     _core.settle(tensor, True)
     with plain():
         return tensor.detach()
+
+
+def grads_of(params: Iterable[Tensor]) -> list[Tensor | None]:
+    """Return each `.grad`, unguarded. Reading the attribute within plain() multiplies the gradients
+    by what is pending for them (docs/design/clipping.md); this leaves it pending."""
+    with plain():
+        return [_own_grad(param) for param in params]
 
 
 def guard_like(made: Tensor, tensor: Tensor) -> Any:

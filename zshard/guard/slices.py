@@ -23,6 +23,7 @@ from zshard._errors import ShardError
 from zshard.guard.plain import (
     GuardedTensor,
     Operation,
+    grads_of,
     guard_like,
     guarded,
     is_tracing,
@@ -43,6 +44,7 @@ __all__ = [
     "ShardParameter",
     "ShardTensor",
     "WholeParameter",
+    "grads_of",
     "guard_like",
     "guarded",
     "has_memory_of",

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from zshard import _core
+from zshard.guard.slices import grads_of
 from zshard.units.shards import units_stepped_by
 
 __all__ = [
@@ -91,7 +92,7 @@ class Joined:
         number = what if isinstance(what, int) else 0
         code = int(act) + len(Act) * number
         if self.engine.join_call(code, f"{_WORDS[act]}{f' #{number}' if number else ''}", meetings):
-            held = [param.grad is not None for param in self.params]
+            held = [grad is not None for grad in grads_of(self.params)]
             self.share((act, (what, held, *values)))
 
     def share(self, mine: object) -> Any:
@@ -148,7 +149,7 @@ def _zero_grad(optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> No
 def say_norm(engine: _core.Engine, grads: list[Tensor], norm_type: float) -> None:
     """Announce that all ranks are about to exchange their shares of a norm of these gradients."""
     for joined in _speaking([engine]):
-        numbers = {id(param.grad): i for i, param in enumerate(joined.params)}
+        numbers = {id(grad): i for i, grad in enumerate(grads_of(joined.params))}
         if any(id(grad) not in numbers for grad in grads):
             raise RuntimeError(
                 "a norm of tensors that are not the .grad of parameters is not possible in join(), "

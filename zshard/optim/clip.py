@@ -25,7 +25,7 @@ from torch.nn.utils import clip_grad
 
 from zshard import _core
 from zshard._errors import ShardError
-from zshard.guard.slices import plain
+from zshard.guard.slices import grads_of, plain
 from zshard.optim.announce import say_clip, say_norm
 from zshard.optim.in_backward import refuse_clipping
 from zshard.ranks.agreement import PublicCall
@@ -90,13 +90,12 @@ def clip_grad_norm(
     params = list(params)
     refuse_clipping(params)
     _refuse_other_ranks(params)
-    held = [p for p in params if p.grad is not None]
-    _refuse_foreign(held)
-    grads = [p.grad for p in held if p.grad is not None]
+    _refuse_foreign(params)
+    grads = [grad for grad in grads_of(params) if grad is not None]
     total = _get_total_norm(grads, norm_type, error_if_nonfinite)
     # Reading the norm would wait for a GPU. Not < 1: NaN reaches the gradients, as in torch.
     if total.is_cuda or _core.on_gpu(grads) or not max_norm / (total + 1e-6) >= 1:
-        clip_grad._clip_grads_with_norm_(held, max_norm, total)
+        clip_grad._clip_grads_with_norm_(params, max_norm, total)
     return total
 
 
@@ -114,9 +113,9 @@ def _refuse_other_shards(tensors: Iterable[Tensor]) -> None:
             raise RuntimeError(_REPLACED.format(part.name))
 
 
-def _refuse_foreign(params: Iterable[Tensor]) -> None:
-    for param in params:
-        if param.grad is None or _core.grad_owner(param.grad) is not None:
+def _refuse_foreign(params: Sequence[Tensor]) -> None:
+    for param, grad in zip(params, grads_of(params), strict=True):
+        if grad is None or _core.grad_owner(grad) is not None:
             continue
         info = _core.shard_info(param) if _core.is_shard(param) else None
         if info is not None:
@@ -160,14 +159,14 @@ def clip_by(
     params: Sequence[Tensor], max_norm: float, total_norm: Tensor, foreach: bool | None = None
 ) -> None:
     """Scale this rank's gradients of `params`, whose norm is `total_norm`."""
-    held = [(param, grad) for param in params if (grad := param.grad) is not None]
-    grads = [grad for _, grad in held]
+    all_grads = grads_of(params)
+    grads = [grad for grad in all_grads if grad is not None]
     factor = torch.clamp(float(max_norm) / (total_norm + 1e-6), max=1.0)
     if not _core.on_gpu(grads):
         left = [] if float(factor) == 1 else _core.scale_later(grads, float(factor))
         if left:
             ids = set(map(id, left))
-            now = [param for param, grad in held if id(grad) in ids]
+            now = [param for param, grad in zip(params, all_grads, strict=True) if id(grad) in ids]
             _torchs_scale(now, max_norm, total_norm, foreach)
     elif any(grad.dtype == torch.float64 for grad in grads):
         _torchs_scale(params, max_norm, total_norm, foreach)
@@ -293,6 +292,7 @@ def _power_sum(tensors: Sequence[Tensor], norm_type: float) -> float:
         return float(_core.power_sum([t.contiguous() for t in tensors], norm_type))
     total = 0.0
     for tensor in tensors:
+        _core.settle(tensor, False)
         if math.isinf(norm_type):
             largest = float(tensor.abs().max()) if tensor.numel() else 0.0
             total = _larger(total, largest)
