@@ -74,10 +74,19 @@ zs_status zs_mem_new_private(size_t bytes, zs_mem **out)
     return status;
 }
 
-void zs_mem_discard(zs_mem *mem)
+static void free_heap(zs_mem *mem)
 {
-    size_t length = in_pages(mem->bytes);
-    if (madvise(mem->ptr, length, MADV_FREE) != 0) madvise(mem->ptr, length, MADV_DONTNEED); /* advice: may fail */
+    free(mem->ptr);
+}
+
+zs_status zs_mem_new_on_heap(size_t bytes, zs_mem **out)
+{
+    enum { CACHE_LINE = 64 };
+    void *ptr = aligned_alloc(CACHE_LINE, zs_round_up(bytes + 1, CACHE_LINE));
+    if (ptr == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "cannot allocate %zu bytes of memory", bytes);
+    zs_status status = zs_mem_wrap(ptr, bytes, free_heap, NULL, out);
+    if (status != ZS_OK) free(ptr);
+    return status;
 }
 
 void zs_mem_heap_freed(size_t bytes)

@@ -43,9 +43,8 @@ zs_status zs_mem_wrap(void *ptr, size_t bytes, void (*destroy)(zs_mem *), void *
 void zs_mem_count_mapping(void);
 long zs_mem_mappings(void);
 
-/* Lets the system have the pages of a private block once it is short of memory. What they hold until they are
- * written is undefined. */
-void zs_mem_discard(zs_mem *mem);
+/* New block of `bytes` on the heap, not zeroed. */
+zs_status zs_mem_new_on_heap(size_t bytes, zs_mem **out);
 
 /* Reports `bytes` just freed on the heap, for example by torch. malloc keeps such memory, gigabytes of it where
  * a model's parameters went to shards one after another; after every 32 MiB it is told to give it back. 0: now, if

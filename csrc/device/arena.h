@@ -59,23 +59,4 @@ zs_status zs_arena_cover(zs_arena *arena, const zs_arena *plan);
 /* Bytes of all slots, lent or free; of those that ranks share, this rank's part. */
 size_t zs_arena_bytes(const zs_arena *arena);
 
-/* --- blocks for life ---------------------------------------------------------------------------------------------- */
-
-/* Many blocks, packed into few large chunks: only ranges of megabytes get huge pages, without which giving pages
- * back and touching them again costs more than the gradients' sum. */
-typedef struct zs_pool zs_pool;
-
-/* New empty pool of memory of `device`. */
-zs_status zs_pool_new(const zs_device *device, zs_pool **out);
-
-/* Frees the pool; blocks keep their chunk alive. NULL allowed. */
-void zs_pool_free(zs_pool *pool);
-
-/* New zeroed block of exactly `bytes` (a multiple of 64) with a counted reference of its own. Its place is not used
- * again. */
-zs_status zs_pool_take(zs_pool *pool, size_t bytes, zs_mem **out);
-
-/* Gives the pages of all blocks back to the system; they read as zeros from then on. */
-void zs_pool_discard(zs_pool *pool);
-
 #endif

@@ -84,6 +84,7 @@ typedef struct zs_device_ops {
     const char *name; /* "cpu", "cuda" */
     bool queues;
     zs_status (*mem_new)(const zs_device *, size_t bytes, zs_mem **out);
+    zs_status (*mem_lend)(const zs_device *, size_t bytes, zs_mem **out);
     zs_status (*mem_new_host)(const zs_device *, size_t bytes, zs_mem **out); /* zeroed, pinned; NULL on the CPU */
     zs_status (*copy)(const zs_device *, zs_stream, void *dst, const void *src, size_t bytes);
     zs_status (*zero)(const zs_device *, zs_stream, void *dst, size_t bytes);
@@ -125,6 +126,13 @@ static inline const zs_device *zs_device_of(const zs_mem *mem)
 static inline zs_status zs_device_mem_new(const zs_device *device, size_t bytes, zs_mem **out)
 {
     return device->ops->mem_new(device, bytes, out);
+}
+
+/* New block of `bytes` for a part of a step, not zeroed, from the memory that tensors get and free. Free it between
+ * sessions. ZS_ERR_MEMORY. */
+static inline zs_status zs_device_mem_lend(const zs_device *device, size_t bytes, zs_mem **out)
+{
+    return device->ops->mem_lend(device, bytes, out);
 }
 
 /* Copies bytes within the device, or between it and host memory: what is read of the host is read before it returns. */

@@ -156,17 +156,24 @@ static void free_driver(zs_mem *mem)
     ZS_CU_FREE(cuMemFree, (zs_cu_ptr)(uintptr_t)mem->ptr); /* waits for the GPU */
 }
 
-/* Has a block made for memory that has just been taken; zeroes it. */
-static zs_status wrap(const zs_device *device, zs_mem taken, zs_mem **out)
+/* Has a block made for memory that has just been taken. */
+static zs_status wrap(zs_mem taken, zs_mem **out)
+{
+    zs_status status = zs_mem_wrap(taken.ptr, taken.bytes, taken.destroy, taken.owner, out);
+    if (status == ZS_OK)
+        (*out)->device = taken.device;
+    else
+        taken.destroy(&taken);
+    return status;
+}
+
+/* The same; zeroes it. */
+static zs_status wrap_zeroed(zs_mem taken, zs_mem **out)
 {
     zs_mem *mem = NULL;
-    zs_status status = zs_mem_wrap(taken.ptr, taken.bytes, taken.destroy, taken.owner, &mem);
-    if (status != ZS_OK) {
-        taken.destroy(&taken);
-        return status;
-    }
-    mem->device = device;
-    status = zs_device_zero(device, ZS_STREAM_COMPUTE, mem->ptr, mem->bytes);
+    zs_mem_count_mapping();
+    ZS_TRY(wrap(taken, &mem));
+    zs_status status = zs_device_zero(taken.device, ZS_STREAM_COMPUTE, mem->ptr, mem->bytes);
     if (status == ZS_OK)
         *out = mem;
     else
@@ -174,24 +181,42 @@ static zs_status wrap(const zs_device *device, zs_mem taken, zs_mem **out)
     return status;
 }
 
-static zs_status mem_new_of_driver(const zs_device *device, size_t bytes, zs_mem **out)
+static zs_status take_of_driver(zs_mem *taken)
 {
     zs_cu_ptr ptr = 0;
-    zs_mem taken = {.bytes = bytes > 0 ? bytes : 1, .destroy = free_driver, .device = device};
-    ZS_TRY(zs_cuda_enter(of(device)->index));
-    ZS_TRY(ZS_CU(cuMemAlloc, &ptr, taken.bytes));
-    taken.ptr = (void *)(uintptr_t)ptr; /* NOLINT: an address of the device */
-    zs_mem_count_mapping();
-    return wrap(device, taken, out);
+    ZS_TRY(zs_cuda_enter(of(taken->device)->index));
+    ZS_TRY(ZS_CU(cuMemAlloc, &ptr, taken->bytes));
+    taken->ptr = (void *)(uintptr_t)ptr; /* NOLINT: an address of the device */
+    return ZS_OK;
+}
+
+static zs_status take(const zs_device *device, size_t bytes, zs_mem *taken)
+{
+    *taken = (zs_mem){.bytes = bytes > 0 ? bytes : 1, .destroy = free_driver, .device = device};
+    if (of(device)->on_host) return take_of_driver(taken);
+    taken->destroy = free_torch;
+    return zs_torch_cuda_alloc(of(device)->index, taken->bytes, &taken->ptr, &taken->owner);
 }
 
 static zs_status cuda_mem_new(const zs_device *device, size_t bytes, zs_mem **out)
 {
-    if (of(device)->on_host) return mem_new_of_driver(device, bytes, out);
-    zs_mem taken = {.bytes = bytes > 0 ? bytes : 1, .destroy = free_torch, .device = device};
-    ZS_TRY(zs_torch_cuda_alloc(of(device)->index, taken.bytes, &taken.ptr, &taken.owner));
-    zs_mem_count_mapping();
-    return wrap(device, taken, out);
+    zs_mem taken;
+    ZS_TRY(take(device, bytes, &taken));
+    return wrap_zeroed(taken, out);
+}
+
+/* No stream but the compute stream is at work between sessions. */
+static void free_lent(zs_mem *mem)
+{
+    zs_torch_cuda_free(mem->owner);
+}
+
+static zs_status cuda_mem_lend(const zs_device *device, size_t bytes, zs_mem **out)
+{
+    zs_mem taken;
+    ZS_TRY(take(device, bytes, &taken));
+    if (!of(device)->on_host) taken.destroy = free_lent;
+    return wrap(taken, out);
 }
 
 static void free_host(zs_mem *mem)
@@ -205,8 +230,7 @@ static zs_status cuda_mem_new_host(const zs_device *device, size_t bytes, zs_mem
     zs_mem taken = {.bytes = bytes > 0 ? bytes : 1, .destroy = free_host, .device = device};
     ZS_TRY(zs_cuda_enter(of(device)->index));
     ZS_TRY(ZS_CU(cuMemHostAlloc, &taken.ptr, taken.bytes, ZS_CU_MEMHOSTALLOC_PORTABLE));
-    zs_mem_count_mapping();
-    ZS_TRY(wrap(device, taken, out));
+    ZS_TRY(wrap_zeroed(taken, out));
     (*out)->on_host = true;
     return ZS_OK;
 }
@@ -378,6 +402,7 @@ static const zs_device_ops cuda_ops = {
     .name = "cuda",
     .queues = true,
     .mem_new = cuda_mem_new,
+    .mem_lend = cuda_mem_lend,
     .mem_new_host = cuda_mem_new_host,
     .copy = cuda_copy,
     .zero = cuda_zero,

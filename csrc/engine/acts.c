@@ -15,27 +15,18 @@
 #include "engine/spoiled.h"
 #include "engine/writing.h"
 #include "reduce/bucket.h"
+#include "reduce/grad_memory.h"
 #include "reduce/grads.h"
 #include "reduce/in_backward.h"
 #include "reduce/reduce.h"
 #include "unit/secondary.h"
 
-/* --- memory of gradients ------------------------------------------------------------------------------------------ */
-
-/* Between zero_grad() and the next gradients their memory is free for activations. */
-static void discard_dead_grads(zs_engine *engine)
+/* Gives back what zero_grad() has not, as a script held a gradient then. */
+static void drop_grads(zs_engine *engine)
 {
-    bool held = false;
-    for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
-        if (zs_grads_wanted(zs_engine_unit(engine, i))) return;
-        held |= zs_engine_unit(engine, i)->grads_held;
-    }
-    if (!held || engine->lent_grads || engine->context.keeps_grads) return;
+    (void)zs_grad_memory_stays(&engine->context);
     for (size_t i = 0; i < zs_engine_n_units(engine); i++)
-        zs_engine_unit(engine, i)->grads_held = false;
-    zs_pool_discard(engine->context.grads);
-    for (size_t i = 0; i < zs_engine_n_units(engine); i++)
-        zs_offload_discard_grads(zs_engine_unit(engine, i));
+        zs_grad_memory_drop(zs_engine_unit(engine, i));
 }
 
 /* --- reading peers' shards ---------------------------------------------------------------------------------------- */
@@ -123,7 +114,7 @@ static zs_status open_forward(zs_engine *engine, const zs_entry *entry)
     ZS_TRY(zs_writing_back(engine));
     ZS_TRY(zs_writing_cast(engine));
     zs_sample_take(engine, &reading);
-    discard_dead_grads(engine);
+    drop_grads(engine);
     zs_join_meetings(engine, true);
     zs_status status = renew_secondary(engine, &reading);
     ZS_THEN(status, zs_buffers_sync(engine, entry));
@@ -138,7 +129,7 @@ static zs_status open_backward(zs_engine *engine)
     zs_engine_note_frozen(engine);
     for (size_t i = 0; i < zs_engine_n_units(engine); i++)
         zs_in_backward_open(zs_engine_unit(engine, i));
-    discard_dead_grads(engine);
+    drop_grads(engine);
     return begin_reading(engine, &(zs_reading){.pass = ZS_PASS_BACKWARD});
 }
 
@@ -321,7 +312,9 @@ static zs_status give_up(zs_schedule *schedule)
 
 static zs_status summed(zs_schedule *schedule)
 {
-    const zs_comm *all = zs_engine_of_schedule(schedule)->context.ranks.all;
+    zs_engine *engine = zs_engine_of_schedule(schedule);
+    const zs_comm *all = engine->context.ranks.all;
+    zs_engine_note_peak(engine); /* zero_grad() gives the gradients' memory back */
     return zs_device_join(all->device, all->ops->stream);
 }
 

@@ -106,7 +106,6 @@ zs_status zs_engine_make(const zs_ranks *ranks, const char *name, const zs_engin
     ZS_TRY_GOTO(status, find_shards(engine), fail);
     ZS_TRY_GOTO(status, zs_arena_new(ranks->all->device, &engine->context.arena), fail);
     zs_arena_made_by(engine->context.arena, slots_of(ranks->shard_group));
-    ZS_TRY_GOTO(status, zs_pool_new(ranks->all->device, &engine->context.grads), fail);
     ZS_TRY_GOTO(status, zs_comm_reader_new(ranks->shard_group, name, &engine->reader), fail);
     engine->context.model.number = ranks->shard_group->models;
     snprintf(engine->context.model.name, sizeof engine->context.model.name, "%s", name);
@@ -134,7 +133,6 @@ void zs_engine_release(void *pointer)
     zs_schedule_free(&engine->context.schedule);
     zs_device_end_trail(zs_context_device(&engine->context), &engine->context.trail);
     zs_arena_free(engine->context.arena);
-    zs_pool_free(engine->context.grads);
     zs_buffers_free(engine);
     free(engine->calls);
     free(engine->join);
@@ -190,7 +188,6 @@ zs_status zs_engine_take_over(zs_engine *engine, zs_unit *unit)
                        zs_unit_label(unit->name));
     ZS_TRY(zs_engine_add(engine, unit));
     zs_engine_forget(old, unit);
-    old->lent_grads = true;
     if (!zs_unit_class_is_current(unit)) {
         old->context.n_stale_classes--;
         engine->context.n_stale_classes++;

@@ -39,7 +39,6 @@ struct zs_engine {
     zs_context context; /* its units' */
     zs_refs refs;
     const zs_engine_hooks *hooks;
-    bool lent_grads;   /* units that moved to another engine have gradients in context.grads */
     zs_reader *reader; /* owned */
     bool reading;      /* a reader session is open */
     bool spoiled;      /* a failed backward left gradients that must not be used */

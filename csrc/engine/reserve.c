@@ -93,8 +93,7 @@ static void add_unit(const zs_unit *unit, bool stepped, zs_engine_bytes *bytes)
     bytes->kept += zs_unit_secondary_bytes(unit);
     if (!zs_unit_reduces(unit)) return;
     size_t *grads = unit->offloads.grads ? &bytes->offloaded : &bytes->grads;
-    for (int f = 0; f < unit->n_flats && (!stepped || unit->offloads.grads); f++)
-        if (unit->flats[f].trainable) *grads += zs_flat_own_bytes(unit, &unit->flats[f]);
+    if (!stepped || unit->offloads.grads) *grads += zs_unit_grad_bytes(unit);
     zs_cunit_spec spec = zs_unit_round_spec(unit);
     if (spec.n_flats > 0) bytes->transport += zs_comm_room(all, &spec).record;
 }

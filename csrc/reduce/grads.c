@@ -3,11 +3,12 @@
 
 #include "base/bits.h"
 #include "device/pending.h"
-#include "reduce/in_backward.h"
+#include "reduce/grad_memory.h"
 #include "reduce/kept_grads.h"
 #include "reduce/local_grads.h"
 #include "reduce/squares.h"
 #include "unit/context.h"
+#include "unit/unit_memory.h"
 
 #include <string.h>
 
@@ -32,7 +33,7 @@ static zs_status set_aside(zs_unit *unit, zs_param *param)
                            "to None before backward",
                            param->name, zs_unit_label(unit->name), (long long)grad.numel,
                            (long long)param->owned.numel);
-        ZS_TRY(zs_in_backward_lend(unit));
+        ZS_TRY(zs_grad_memory_take(unit));
         char *dst = (char *)flat->grad_mem->ptr + (size_t)param->in_shard.begin * flat->layout.itemsize;
         size_t bytes = (size_t)grad.numel * flat->layout.itemsize;
         ZS_TRY(zs_device_copy(zs_context_device(unit->context), ZS_STREAM_COMPUTE, dst, grad.data, bytes));
@@ -132,15 +133,52 @@ zs_status zs_grads_follow(zs_unit *unit, const unsigned char *held, bool none)
 
 /* --- its end ------------------------------------------------------------------------------------------------------ */
 
+/* Sets .grad to a new view of the storage. */
+static zs_status show(const zs_unit *unit, const zs_param *param, const zs_storage *given)
+{
+    zs_tensor *view = NULL;
+    ZS_TRY(zs_unit_new_grad_view(unit, param, given, &view));
+    zs_status status = zs_grad_set(param->tensor, view);
+    zs_tensor_free(view);
+    return status;
+}
+
+/* Full gradients belong to the script, and go when it drops them. */
+static zs_status give_away(zs_unit *unit)
+{
+    zs_storage *given[ZS_MAX_FLATS] = {NULL};
+    zs_status status = ZS_OK;
+    for (int f = 0; f < unit->n_flats && status == ZS_OK; f++) {
+        const zs_flat *flat = &unit->flats[f];
+        if (flat->grad_mem == NULL) continue;
+        status = zs_storage_new(zs_context_device(unit->context)->where, flat->grad_mem->bytes, "", &given[f]);
+        ZS_THEN(status, zs_storage_fill(given[f], flat->grad_mem, flat->grad_mem->ptr));
+    }
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        zs_param *param = &unit->params[i];
+        if (status == ZS_OK && param->has_grad && given[param->flat] != NULL && zs_tensor_alive(param->tensor))
+            status = show(unit, param, given[param->flat]);
+        param->has_grad = false;
+    }
+    for (int f = 0; f < unit->n_flats; f++)
+        zs_storage_free(given[f]);
+    zs_grad_memory_clear(unit, "");
+    unit->in_backward = false;
+    return status;
+}
+
 zs_status zs_grads_hand_out(zs_unit *unit)
 {
     zs_status status = ZS_OK;
+    if (unit->record.is.replicated && !unit->borrows && !unit->offloads.grads) return give_away(unit);
+    unit->grads_shown = 0;
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
         if (!zs_tensor_alive(param->tensor)) continue;
         /* If the unit took no part, the user may have dropped them meanwhile. */
         bool local = unit->in_backward && param->local != NULL && zs_get_bit(unit->used, i);
         if (param->has_grad) unit->grads_held = true;
+        unit->grads_shown += param->has_grad;
         zs_status one = ZS_OK;
         if (local)
             one = zs_local_grads_show(param);

@@ -2,6 +2,7 @@
 #include "reduce/in_backward.h"
 
 #include "pager/pager.h"
+#include "reduce/grad_memory.h"
 #include "unit/context.h"
 
 #include <stdlib.h>
@@ -25,30 +26,6 @@ bool zs_in_backward_alone(const zs_unit *unit)
 
 /* --- memory ------------------------------------------------------------------------------------------------------- */
 
-zs_status zs_in_backward_lend(zs_unit *unit)
-{
-    bool lent = false;
-    for (int f = 0; f < unit->n_flats && unit->borrows; f++) {
-        zs_flat *flat = &unit->flats[f];
-        if (flat->grads == NULL || flat->grad_mem != NULL) continue;
-        zs_mem *slot = NULL;
-        zs_arena *arena = unit->context->arena;
-        ZS_TRY(zs_arena_take_own(arena, zs_flat_own_bytes(unit, flat), &slot));
-        lent = true;
-        zs_status status = zs_storage_fill(flat->grads, slot, slot->ptr);
-        if (status != ZS_OK) {
-            zs_arena_give(arena, slot);
-            return status;
-        }
-        flat->grad_mem = zs_mem_retain(slot);
-        slot->role = unit->record.is.replicated ? ZS_MEM_PLAIN : ZS_MEM_GRAD_SHARD;
-        slot->user = unit;
-    }
-    /* The work of forward and backward in the slots precedes the sums. */
-    const zs_comm *comm = unit->context->ranks.all;
-    return lent ? zs_device_fork(comm->device, comm->ops->stream) : ZS_OK;
-}
-
 /* Is any parameter's .grad its view of the grad shard? One that the stepper does not know may be. */
 static bool grads_shown(const zs_unit *unit)
 {
@@ -63,18 +40,7 @@ static bool grads_shown(const zs_unit *unit)
 
 static void give_back(zs_unit *unit)
 {
-    if (!unit->borrows || grads_shown(unit)) return;
-    for (int f = 0; f < unit->n_flats; f++) {
-        zs_flat *flat = &unit->flats[f];
-        if (flat->grad_mem == NULL) continue;
-        (void)zs_storage_clear(flat->grads, GIVEN_BACK); /* can only fail on memory for the message */
-        flat->grad_mem->role = ZS_MEM_PLAIN;
-        flat->grad_mem->user = NULL;
-        zs_arena_give(unit->context->arena, flat->grad_mem);
-        zs_mem_release(flat->grad_mem);
-        flat->grad_mem = NULL;
-    }
-    unit->grads_held = false;
+    if (unit->borrows && !grads_shown(unit)) zs_grad_memory_clear(unit, GIVEN_BACK);
 }
 
 /* Takes the gradients' memory out of use. */
@@ -159,6 +125,7 @@ zs_status zs_in_backward_attach(zs_unit *unit, const zs_stepper *stepper, const 
     zs_context_replan(unit->context);
     unit->stepping = made;
     zs_record_set_early(&unit->record, true);
+    zs_grad_memory_drop(unit);
     unit->borrows = unit->cunit != NULL && steps_all(unit, stepped);
     if (unit->borrows) set_memory_aside(unit);
     for (int64_t i = 0; i < unit->n_params && status == ZS_OK && zs_in_backward_alone(unit); i++)

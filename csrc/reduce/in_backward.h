@@ -47,9 +47,6 @@ void zs_in_backward_open(zs_unit *unit);
 /* ZS_ERR_STATE if the unit is over in this backward, but needed again. */
 zs_status zs_in_backward_check(const zs_unit *unit);
 
-/* Lends its gradients memory, if they have none. */
-zs_status zs_in_backward_lend(zs_unit *unit);
-
 /* Steps it with the sums, and returns their memory. No rank reads its shard. */
 zs_status zs_in_backward_step(zs_unit *unit);
 

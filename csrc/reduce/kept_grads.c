@@ -74,9 +74,9 @@ static zs_status make_spare(zs_unit *unit, int f)
     size_t bytes = flat->grad_mem->bytes;
     zs_mem *mem = NULL;
     if (unit->offloads.grads)
-        ZS_TRY(zs_offload_grads_new(unit, bytes, &mem));
+        ZS_TRY(zs_disk_take(unit->offloads.disk, bytes, &mem));
     else
-        ZS_TRY(zs_device_mem_new(device, bytes, &mem));
+        ZS_TRY(zs_device_mem_lend(device, bytes, &mem));
     mem->role = flat->grad_mem->role;
     mem->user = unit;
     flat->spare_mem = mem;
@@ -119,7 +119,6 @@ static bool has_below(const zs_unit *unit, int f)
 static zs_status renew_flat(zs_unit *unit, int f)
 {
     zs_flat *flat = &unit->flats[f];
-    unit->context->keeps_grads = true;
     if (zs_grads_are_kept(unit, f, ZS_VIEW_SPARE)) zs_kept_grads_free(flat, unit);
     if (flat->spare_grads == NULL) {
         zs_status status = make_spare(unit, f);

@@ -3,7 +3,7 @@
 #include "base/bits.h"
 #include "device/device.h"
 #include "reduce/bucket.h"
-#include "reduce/in_backward.h"
+#include "reduce/grad_memory.h"
 #include "reduce/reduce.h"
 #include "reduce/squares.h"
 #include "unit/context.h"
@@ -255,7 +255,7 @@ static zs_status sum_flats(summing *s)
 /* Makes sure that the grad shard, or the full gradients, have memory. */
 static zs_status want_grads(zs_unit *unit)
 {
-    ZS_TRY(zs_in_backward_lend(unit));
+    ZS_TRY(zs_grad_memory_take(unit));
     return zs_offload_want_grads(unit);
 }
 

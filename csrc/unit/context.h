@@ -51,7 +51,6 @@ struct zs_context {
     int shard;                  /* this rank's shard */
     int *shard_of;              /* [ranks.all->world] each rank's shard; owned */
     zs_arena *arena;            /* slots for full buffers; owned */
-    zs_pool *grads;             /* memory of the units' gradients; owned */
     zs_offload offload;         /* what units offload, with a counted reference; set before units are created */
     zs_fingerprint fingerprint; /* of the engine's history, as published to the peers */
     /* (if met) The fingerprint in the last round of gradients, in which all ranks' were equal. */
@@ -65,7 +64,7 @@ struct zs_context {
     zs_wire grads_code, params_code;
     double divided_by;   /* the default divisor of sums of gradients; 0: the number of ranks */
     int n_stale_classes; /* units whose parameters have the wrong Python class */
-    bool keeps_grads;    /* a script has kept gradients: their pages are not freed */
+    bool captured;       /* a CUDA graph was captured that may write gradients */
     bool reserved;       /* arena and buckets fit the current units, calls and settings */
 };
 

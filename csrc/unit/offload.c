@@ -55,12 +55,6 @@ zs_status zs_offload_params_new(const zs_unit *unit, size_t bytes, zs_mem **out)
     return zs_device_mem_new(zs_context_device(unit->context), bytes, out);
 }
 
-zs_status zs_offload_grads_new(const zs_unit *unit, size_t bytes, zs_mem **out)
-{
-    if (unit->offloads.grads) return zs_disk_take(unit->offloads.disk, bytes, out);
-    return zs_pool_take(unit->context->grads, bytes, out);
-}
-
 zs_status zs_offload_state_new(const zs_unit *unit, int64_t numel, const zs_tensor *like, zs_tensor **out)
 {
     zs_tensor_info info;

@@ -32,9 +32,8 @@ void zs_offload_forget(zs_unit *unit);
 /* Memory for a flat's shard, where the unit's parameters lie; `shards` is its transport. */
 zs_status zs_offload_flat_new(const zs_unit *unit, zs_comm *shards, size_t shard_bytes, zs_flat_mem *out);
 
-/* Memory of this rank's own: for parameters (replicated units), or for gradients, where these lie. */
+/* Memory of this rank's own for parameters of replicated units, where these lie. */
 zs_status zs_offload_params_new(const zs_unit *unit, size_t bytes, zs_mem **out);
-zs_status zs_offload_grads_new(const zs_unit *unit, size_t bytes, zs_mem **out);
 
 /* A new tensor of `numel` zeros on the disk where the state of the unit's optimizer goes; of `like`'s dtype. Only where
  * unit->offloads.state. */

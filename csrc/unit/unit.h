@@ -148,7 +148,8 @@ struct zs_unit {
     uint64_t *arrived;              /* those of them that came in this backward */
     uint64_t *kept;                 /* (replicated) whose .grad has not been reduced since */
     zs_mem *local;                  /* unreduced gradients of earlier backwards, with a bucket's layout; NULL: none */
-    bool grads_held;                /* some grad shard has been written since its pages were freed */
+    bool grads_held;                /* its gradients have memory that was written */
+    int64_t grads_shown;            /* how many .grad were set when its last backward ended */
     zs_in_backward_state *stepping; /* its step in backward; NULL: none; owned; see in_backward.h */
     bool reshard_by_hand;           /* users have set whether it reshards after forward */
     bool borrows;                   /* (stepped in backward) its gradients have memory only from the sum to the step */
@@ -342,7 +343,10 @@ bool zs_unit_reduces(const zs_unit *unit);
 /* The transport's description of the unit's gradients. */
 zs_cunit_spec zs_unit_round_spec(const zs_unit *unit);
 
-/* Bytes of this rank's gradients, except those that borrow a slot. */
+/* Bytes of this rank's gradients after a backward. */
 size_t zs_unit_grad_bytes(const zs_unit *unit);
+
+/* Bytes of gradients that the unit holds now, except in a slot. */
+size_t zs_unit_held_grad_bytes(const zs_unit *unit);
 
 #endif

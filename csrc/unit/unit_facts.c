@@ -104,6 +104,14 @@ size_t zs_unit_bucket_bytes(const zs_unit *unit)
 size_t zs_unit_grad_bytes(const zs_unit *unit)
 {
     size_t total = 0;
+    for (int f = 0; f < unit->n_flats && zs_unit_reduces(unit); f++)
+        if (unit->flats[f].trainable) total += zs_flat_own_bytes(unit, &unit->flats[f]);
+    return total;
+}
+
+size_t zs_unit_held_grad_bytes(const zs_unit *unit)
+{
+    size_t total = 0;
     for (int f = 0; f < unit->n_flats; f++) {
         const zs_flat *flat = &unit->flats[f];
         if (flat->grad_mem != NULL && !unit->borrows) total += flat->grad_mem->bytes;

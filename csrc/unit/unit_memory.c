@@ -157,10 +157,11 @@ zs_cunit_spec zs_unit_round_spec(const zs_unit *unit)
 static zs_status make_grad_memory(zs_unit *unit, zs_flat *flat)
 {
     size_t bytes = zs_flat_own_bytes(unit, flat);
-    ZS_TRY(zs_offload_grads_new(unit, bytes, &flat->grad_mem));
+    ZS_TRY(zs_storage_new(zs_context_device(unit->context)->where, bytes, "", &flat->grads));
+    if (!unit->offloads.grads) return ZS_OK; /* a backward takes it */
+    ZS_TRY(zs_disk_take(unit->offloads.disk, bytes, &flat->grad_mem));
     flat->grad_mem->role = unit->record.is.replicated ? ZS_MEM_PLAIN : ZS_MEM_GRAD_SHARD;
     flat->grad_mem->user = unit;
-    ZS_TRY(zs_storage_new(zs_context_device(unit->context)->where, bytes, "", &flat->grads));
     return zs_storage_fill(flat->grads, flat->grad_mem, flat->grad_mem->ptr);
 }
 

@@ -83,14 +83,14 @@ def counted(options: Any) -> tuple[list[int], list[float], dict[str, Any]]:
     model = stack(**options)
     optimizer = zshard.AdamW(model.parameters(), lr=0.01)  # its state counts as long as it lives
     gathers, losses = go(model, optimizer)
-    parts = {what: model.memory(what) for what in ("now", "predicted")}
+    parts = {what: model.memory(what) for what in ("now", "peak", "predicted")}
     return gathers, losses, {"head": model.summary().splitlines()[0], **parts}
 
 
 @functools.cache
 def least_memory() -> int:
     """Return what training takes without keeping anything, in bytes; collective at first."""
-    return int(counted({"keep_gathered": False})[2]["now"]["total"])
+    return int(counted({"keep_gathered": False})[2]["peak"]["total"])
 
 
 def with_limit(extra: int) -> list[int]:
@@ -146,7 +146,7 @@ def replicas_of_two() -> Any:
     options = {"strategy": "hybrid_shard", "device_mesh": mesh_of(2, 2)}
     expected = counted({"keep_gathered": False, **options})
     extra = 2 if dist.get_rank() == 3 else 5  # the other replica must keep as few
-    ours = counted({"memory_limit": expected[2]["now"]["total"] + extra * UNIT, **options})
+    ours = counted({"memory_limit": expected[2]["peak"]["total"] + extra * UNIT, **options})
     return expected[:2], ours[:2]
 
 

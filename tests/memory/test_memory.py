@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import differences
-from models import CASES, COMBINATIONS, TRANSPORTS, Nested, Net, loss_of, make, train, wrapped
+from models import CASES, COMBINATIONS, Nested, Net, loss_of, make, train, wrapped
 from nursery import fork_ranks
 from spawn import ranks, run_ranks
 from torch import nn
@@ -88,7 +88,7 @@ def reported_and_predicted(name):
         units = units_of(model)
         expected = {u.name: predicted(u, facts[u.name], world, transport) for u in units}
         wrong = [(u.name, u.bytes, expected[u.name]) for u in units if u.bytes != expected[u.name]]
-        held = model.memory()
+        held = model.memory("predicted")
         for key, part in (("shards", "shard"), ("grads", "grad")):
             total = sum(each[part] for each in expected.values())
             if held[key] != total:
@@ -348,29 +348,79 @@ def test_memory_matches_the_kernels_count(combination):
         assert held["more"] <= held["told more"] + held["layer"] + MIB, text
 
 
-def gradients_given_up(transport):
-    """Return bytes that are reclaimable with gradients, in forward after zero_grad(), and with new
-    gradients; bytes of gradients; and what differs in the new ones."""
-    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)]
-    model = FSDP(nn.Sequential(*layers), transport=transport, auto_wrap_policy={nn.Linear})
-    x, found = torch.randn(8, WIDTH), []
+def stack():
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)])
+
+
+def gradients_given_up(combination, how):
+    """Return the bytes of gradients that the model holds, and those of gradients in its memory:
+    before a step, after backward, after zeroing, in the next forward, and after its backward; and
+    what differs in the gradients."""
+    model = wrapped(stack, combination, auto_wrap_policy={nn.Linear})
+    x, found = torch.randn(8, WIDTH), [model.memory()["grads"]]
     loss_of(model(x)).backward()
     expected = [p.grad.clone() for p in model.parameters()]
-    found.append(rollup("LazyFree"))
-    model.zero_grad()
+    found.append(model.memory()["grads"])
+    ZEROING[how](model)
+    found.append(model.memory()["grads"])
     loss = loss_of(model(x))
-    found.append(rollup("LazyFree"))
+    found.append(model.memory()["grads"])
     loss.backward()
-    found.append(rollup("LazyFree"))
+    found.append(model.memory()["grads"])
     grads = [p.grad for p in model.parameters()]
-    return found, sum(grad.nbytes for grad in grads), differences(grads, expected)
+    predicted = model.memory("predicted")["grads"]
+    assert predicted == model.memory("peak")["grads"]
+    return found, predicted, differences(grads, expected)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_dead_gradients_are_reclaimable(pool2, transport):
-    for (there, dead, anew), size, wrong in pool2.run(gradients_given_up, transport):
-        assert dead - there >= 0.9 * size > 10 * MIB
-        assert anew - there <= 0.2 * size and wrong == []
+def one_by_one(model):
+    for param in reversed(list(model.parameters())):
+        param.grad = None
+
+
+def deleted(model):
+    for param in model.parameters():
+        del param.grad
+
+
+ZEROING = {
+    "model": lambda model: model.zero_grad(),
+    "optimizer": lambda model: torch.optim.SGD(model.parameters()).zero_grad(),
+    "one by one": one_by_one,
+    "deleted": deleted,
+}
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("how", ZEROING)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_gradients_take_memory_from_backward_to_zero_grad(pool2, combination, how):
+    for (before, there, zeroed, forward, anew), predicted, wrong in pool2.run(
+        gradients_given_up, combination, how
+    ):
+        # Full gradients belong to the script.
+        held = predicted if combination[0] != "no_shard" else 0
+        assert (before, there, zeroed, forward, anew) == (0, held, 0, 0, held) and wrong == []
+
+
+def zeroed_in_place(combination):
+    """Return the addresses of gradients after each of two backwards, and what differs from those of
+    the second one."""
+    model, twin = (wrapped(stack, combination, auto_wrap_policy={nn.Linear}) for _ in range(2))
+    inputs = torch.randn(2, 8, WIDTH)
+    addresses = []
+    for x in inputs:
+        model.zero_grad(set_to_none=False)
+        loss_of(model(x)).backward()
+        addresses.append([zshard.to_local(p.grad).data_ptr() for p in model.parameters()])
+    loss_of(twin(inputs[1])).backward()
+    return addresses, differences(*([p.grad for p in net.parameters()] for net in (model, twin)))
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_gradients_zeroed_in_place_keep_their_memory(pool2, combination):
+    for (first, second), wrong in pool2.run(zeroed_in_place, combination):
+        assert first == second and wrong == []
 
 
 def freed(transport):

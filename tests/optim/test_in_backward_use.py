@@ -173,9 +173,10 @@ def removed(combination):
             loss_of(model(floats(dist.get_rank(), step))).backward()
             shown = all(p.grad is not None for p in model.parameters())
             assert shown == (step >= 2 or not in_backward)
+            held = model.memory()["grads"]
             step_after(model, optimizer)
         states.append(model.state_dict())
-        memories.append(model.memory()["grads"])
+        memories.append(held)
     return differences_of(*states), memories
 
 

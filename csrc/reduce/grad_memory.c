@@ -1,0 +1,86 @@
+/* grad_memory.c - see grad_memory.h. */
+#include "reduce/grad_memory.h"
+
+#include "device/pending.h"
+#include "reduce/grads.h"
+#include "unit/offload.h"
+
+static zs_status take(zs_unit *unit, const zs_flat *flat, zs_mem **out)
+{
+    const size_t bytes = zs_flat_own_bytes(unit, flat);
+    if (!unit->borrows) return zs_device_mem_lend(zs_context_device(unit->context), bytes, out);
+    ZS_TRY(zs_arena_take_own(unit->context->arena, bytes, out));
+    zs_mem_retain(*out);
+    return ZS_OK;
+}
+
+static void give(zs_unit *unit, zs_mem *mem)
+{
+    bool shared;
+    if (zs_arena_has(unit->context->arena, mem, &shared)) zs_arena_give(unit->context->arena, mem);
+    zs_mem_release(mem);
+}
+
+zs_status zs_grad_memory_take(zs_unit *unit)
+{
+    const zs_comm *comm = unit->context->ranks.all;
+    bool taken = false;
+    for (int f = 0; f < unit->n_flats; f++) {
+        zs_flat *flat = &unit->flats[f];
+        zs_mem *mem = NULL;
+        if (flat->grads == NULL || flat->grad_mem != NULL) continue;
+        ZS_TRY(take(unit, flat, &mem));
+        taken = true;
+        zs_status status = zs_storage_fill(flat->grads, mem, mem->ptr);
+        if (status != ZS_OK) {
+            give(unit, mem);
+            return status;
+        }
+        mem->role = unit->record.is.replicated ? ZS_MEM_PLAIN : ZS_MEM_GRAD_SHARD;
+        mem->user = unit;
+        flat->grad_mem = mem;
+        unit->grads_held = true;
+    }
+    /* What forward and backward did with this memory precedes the sums. */
+    return taken ? zs_device_fork(comm->device, comm->ops->stream) : ZS_OK;
+}
+
+void zs_grad_memory_clear(zs_unit *unit, const char *message)
+{
+    for (int f = 0; f < unit->n_flats; f++) {
+        zs_flat *flat = &unit->flats[f];
+        if (flat->grad_mem == NULL) continue;
+        (void)zs_storage_clear(flat->grads, message); /* can only fail on memory for the message */
+        zs_pending_drop(flat->grad_mem);
+        flat->grad_mem->role = ZS_MEM_PLAIN;
+        flat->grad_mem->user = NULL;
+        give(unit, flat->grad_mem);
+        flat->grad_mem = NULL;
+    }
+    unit->grads_held = false;
+}
+
+void zs_grad_memory_forgotten(zs_unit *unit)
+{
+    if (--unit->grads_shown == 0) zs_grad_memory_drop(unit);
+}
+
+bool zs_grad_memory_stays(zs_context *context)
+{
+    bool capturing = false;
+    if (zs_device_capturing(zs_context_device(context), &capturing) != ZS_OK) zs_clear_error();
+    context->captured |= capturing;
+    return context->captured;
+}
+
+void zs_grad_memory_drop(zs_unit *unit)
+{
+    if (!unit->grads_held || unit->in_backward || zs_grads_wanted(unit)) return;
+    if (zs_grad_memory_stays(unit->context)) return;
+    if (unit->offloads.grads) {
+        unit->grads_held = false;
+        zs_offload_discard_grads(unit);
+    } else {
+        zs_grad_memory_clear(unit, "");
+    }
+}

@@ -1,0 +1,28 @@
+/* grad_memory.h - the memory of a unit's reduced gradients.
+ *
+ * It is taken when the first sum of a backward needs it, from where tensors get theirs, and goes back once no .grad and
+ * no script refers to it: activations of the next forward find it free. Two kinds of units differ. Those that are
+ * stepped in backward borrow a slot from their sum to the step, and gradients that are offloaded have a place for ever.
+ */
+#ifndef ZS_GRAD_MEMORY_H
+#define ZS_GRAD_MEMORY_H
+
+#include "unit/context.h"
+#include "unit/unit.h"
+
+/* Gives the unit's gradients memory, if they have none. */
+zs_status zs_grad_memory_take(zs_unit *unit);
+
+/* Is there a CUDA graph that may write to gradients of this model when it is replayed? They keep their memory. */
+bool zs_grad_memory_stays(zs_context *context);
+
+/* Gives it back, unless a .grad or a script refers to it. Not while a sum may write to it. */
+void zs_grad_memory_drop(zs_unit *unit);
+
+/* A script has set a .grad that was shown to None: after the last one, as _drop. */
+void zs_grad_memory_forgotten(zs_unit *unit);
+
+/* Gives all of it back, or to whom still refers to it: to tensors in scripts, which raise `message` from then on. */
+void zs_grad_memory_clear(zs_unit *unit, const char *message);
+
+#endif
