@@ -137,12 +137,9 @@ class PssSampler(threading.Thread):
 
 
 def pss() -> int:
-    """Return this process's PSS of anonymous and shared memory in bytes, without mapped files and
-    what it has given up (MADV_FREE): the kernel counts that until it needs it for others."""
+    """Return this process's PSS of anonymous and shared memory in bytes, without mapped files."""
     text = Path("/proc/self/smaps_rollup").read_bytes()
-    held = sum(int(kib) for kib in re.findall(rb"Pss_(?:Anon|Shmem): +(\d+) kB", text))
-    given_up = sum(int(kib) for kib in re.findall(rb"LazyFree: +(\d+) kB", text))
-    return max(0, held - given_up) * 1024
+    return 1024 * sum(int(kib) for kib in re.findall(rb"Pss_(?:Anon|Shmem): +(\d+) kB", text))
 
 
 def high_water() -> int:

@@ -132,8 +132,9 @@ class ModelMethods(nn.Module):
             "total": the sum of the parts, without "offloaded".
 
             All parts but "optimizer" are those of the whole model, with units that have a process
-            group of their own. Memory is reserved before the first step, so "now" equals
-            "predicted" except for the optimizer's state.
+            group of their own. Memory is reserved before the first step, except for gradients,
+            which take theirs from backward to zero_grad(); full ones (no_shard) count as the
+            script's from the end of backward on.
 
         Raises ValueError if `what` is something else.
         """
