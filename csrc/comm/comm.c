@@ -167,10 +167,10 @@ void zs_local_flat_free(zs_comm *comm, zs_flat_mem *flat)
 
 zs_status zs_local_bucket_new(zs_comm *comm, size_t bytes, zs_bucket *out)
 {
+    *out = (zs_bucket){.bytes = bytes};
+    if (comm->device->ops->queues) return ZS_OK; /* it is at rest */
     ZS_TRY(zs_device_mem_new(comm->device, bytes, &out->mem));
     out->ptr = out->mem->ptr;
-    out->bytes = bytes;
-    out->key = 0;
     return ZS_OK;
 }
 

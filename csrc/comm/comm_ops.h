@@ -212,11 +212,16 @@ static inline void zs_comm_flat_free(zs_comm *comm, zs_flat_mem *flat)
     comm->ops->flats->flat_free(comm, flat);
 }
 
+/* Does it allocate full buffers itself? */
+static inline bool zs_comm_makes_slots(const zs_comm *comm)
+{
+    return comm->ops->flats->slot_new != NULL;
+}
+
 /* Allocates memory for full buffers. */
 static inline zs_status zs_comm_slot_new(zs_comm *comm, size_t bytes, zs_mem **out)
 {
-    const zs_flat_ops *ops = comm->ops->flats;
-    return ops->slot_new != NULL ? ops->slot_new(comm, bytes, out) : zs_device_mem_new(comm->device, bytes, out);
+    return comm->ops->flats->slot_new(comm, bytes, out);
 }
 
 /* Memory for a gather's codes. */

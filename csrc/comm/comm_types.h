@@ -38,7 +38,7 @@ typedef struct zs_flat_mem {
 
 /* Full-size gradient memory. */
 typedef struct zs_bucket {
-    char *ptr;    /* this rank's own packed gradients */
+    char *ptr;    /* this rank's own packed gradients; NULL: at rest */
     size_t bytes; /* capacity */
     uint64_t key; /* the transport's own number of it */
     zs_mem *mem;  /* counted reference */

@@ -4,8 +4,9 @@
 #include <stdlib.h>
 
 typedef struct slot {
-    zs_mem *mem;  /* owned reference */
-    size_t asked; /* bytes; the memory may have more */
+    zs_mem *mem;  /* owned reference; NULL: at rest */
+    size_t bytes; /* capacity */
+    size_t asked; /* the bytes of it that were asked for */
     bool lent;
     bool own; /* not shared, where others are */
 } slot;
@@ -59,8 +60,8 @@ static slot *best_fit(zs_arena *arena, size_t bytes, bool own)
     for (size_t i = 0; i < arena->n; i++) {
         slot *candidate = &arena->slots[i];
         if (candidate->lent || candidate->own != own) continue;
-        bool fits = candidate->mem->bytes >= bytes, best_fits = best != NULL && best->mem->bytes >= bytes;
-        bool smaller = best != NULL && candidate->mem->bytes < best->mem->bytes;
+        bool fits = candidate->bytes >= bytes, best_fits = best != NULL && best->bytes >= bytes;
+        bool smaller = best != NULL && candidate->bytes < best->bytes;
         if (best == NULL || (fits && !best_fits) || (fits == best_fits && smaller == fits)) best = candidate;
     }
     return best;
@@ -76,9 +77,16 @@ static zs_status add_slot(zs_arena *arena, slot **out)
     return ZS_OK;
 }
 
+/* Where torch keeps what is freed, slots need memory during a pass only. */
+static bool can_rest(const zs_arena *arena)
+{
+    return arena->device->ops->queues && arena->maker.make == NULL;
+}
+
 static zs_status new_memory(const zs_arena *arena, size_t bytes, bool own, zs_mem **out)
 {
     if (arena->maker.make != NULL && !own) return arena->maker.make(arena->maker.arg, bytes, out);
+    if (can_rest(arena)) return zs_device_mem_lend(arena->device, bytes, out);
     if (!arena->dry_run) return zs_device_mem_new(arena->device, bytes, out);
     return zs_mem_wrap(NULL, bytes > 0 ? bytes : 1, NULL, NULL, out);
 }
@@ -86,7 +94,9 @@ static zs_status new_memory(const zs_arena *arena, size_t bytes, bool own, zs_me
 static zs_status take(zs_arena *arena, size_t bytes, bool own, zs_mem **out)
 {
     slot *found = best_fit(arena, bytes, own);
-    if (found == NULL || found->mem->bytes < bytes) {
+    if (found != NULL && found->bytes >= bytes && found->mem == NULL)
+        ZS_TRY(new_memory(arena, found->bytes, own, &found->mem));
+    if (found == NULL || found->bytes < bytes) {
         zs_mem *mem = NULL;
         ZS_TRY(new_memory(arena, bytes, own, &mem));
         zs_status status = found == NULL ? add_slot(arena, &found) : ZS_OK;
@@ -96,6 +106,7 @@ static zs_status take(zs_arena *arena, size_t bytes, bool own, zs_mem **out)
         }
         zs_mem_release(found->mem);
         found->mem = mem;
+        found->bytes = mem->bytes;
         found->asked = bytes;
         found->own = own;
     }
@@ -169,8 +180,10 @@ zs_status zs_arena_fit(zs_arena *arena, const zs_arena *plan)
     for (size_t p = 0; p < plan->n && status == ZS_OK; p++) {
         slot made = {.asked = plan->slots[p].asked, .own = plan->slots[p].own}, *place = NULL;
         if (met[p]) continue;
-        status = new_memory(arena, made.asked, made.own, &made.mem);
+        made.bytes = made.asked;
+        if (!can_rest(arena)) status = new_memory(arena, made.asked, made.own, &made.mem);
         if (status != ZS_OK) break;
+        if (made.mem != NULL) made.bytes = made.mem->bytes;
         status = add_slot(arena, &place);
         if (status == ZS_OK)
             *place = made;
@@ -187,17 +200,27 @@ zs_status zs_arena_cover(zs_arena *arena, const zs_arena *plan)
     if (taken == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory reserving slots");
     zs_status status = ZS_OK;
     for (size_t p = 0; p < plan->n && status == ZS_OK; p++)
-        status = take(arena, plan->slots[p].mem->bytes, plan->slots[p].own, &taken[p]);
+        status = take(arena, plan->slots[p].bytes, plan->slots[p].own, &taken[p]);
     for (size_t p = 0; p < plan->n; p++)
         if (taken[p] != NULL) zs_arena_give(arena, taken[p]);
     free(taken);
     return status;
 }
 
+void zs_arena_rest(zs_arena *arena)
+{
+    for (size_t i = 0; i < arena->n && can_rest(arena); i++) {
+        if (arena->slots[i].lent) continue;
+        zs_mem_release(arena->slots[i].mem);
+        arena->slots[i].mem = NULL;
+    }
+}
+
 size_t zs_arena_bytes(const zs_arena *arena)
 {
     size_t total = 0;
     for (size_t i = 0; i < arena->n; i++)
-        total += arena->slots[i].mem->bytes / (is_shared(arena, &arena->slots[i]) ? (size_t)arena->maker.sharers : 1);
+        if (arena->slots[i].mem != NULL)
+            total += arena->slots[i].bytes / (is_shared(arena, &arena->slots[i]) ? (size_t)arena->maker.sharers : 1);
     return total;
 }

@@ -56,7 +56,11 @@ zs_status zs_arena_fit(zs_arena *arena, const zs_arena *plan);
  * one that others use too. */
 zs_status zs_arena_cover(zs_arena *arena, const zs_arena *plan);
 
-/* Bytes of all slots, lent or free; of those that ranks share, this rank's part. */
+/* Gives the memory of free slots back until they are lent again, where that costs little: on a GPU. No stream uses them
+ * any more. */
+void zs_arena_rest(zs_arena *arena);
+
+/* Bytes of all slots, lent or free, but not at rest; of those that ranks share, this rank's part. */
 size_t zs_arena_bytes(const zs_arena *arena);
 
 #endif

@@ -24,7 +24,7 @@
 /* Gives back what zero_grad() has not, as a script held a gradient then. */
 static void drop_grads(zs_engine *engine)
 {
-    (void)zs_grad_memory_stays(&engine->context);
+    (void)zs_context_captured(&engine->context); /* the graph will write to those that are there */
     for (size_t i = 0; i < zs_engine_n_units(engine); i++)
         zs_grad_memory_drop(zs_engine_unit(engine, i));
 }
@@ -61,6 +61,15 @@ static zs_status join_streams(const zs_ranks *ranks)
     return ZS_OK;
 }
 
+/* Between passes, what is borrowed in one is free for activations. */
+static void rest(zs_engine *engine)
+{
+    if (!zs_context_device(&engine->context)->ops->queues || zs_context_captured(&engine->context)) return;
+    zs_engine_note_peak(engine);
+    zs_arena_rest(engine->context.arena);
+    zs_buckets_rest(&engine->context.schedule, zs_context_device(&engine->context));
+}
+
 static bool steps_in_backward(const zs_engine *engine)
 {
     for (size_t i = 0; i < zs_engine_n_units(engine); i++)
@@ -79,6 +88,7 @@ static zs_status close_session(zs_schedule *schedule, zs_phase phase)
     if (engine->reading) ZS_ALSO(status, zs_comm_read_end(shard_group, engine->reader, phase));
     engine->reading = false;
     ZS_THEN(status, join_streams(&engine->context.ranks));
+    if (status == ZS_OK && phase == ZS_PHASE_FORWARD) rest(engine);
     return status == ZS_OK ? zs_device_end_pass(zs_context_device(&engine->context), &engine->context.trail) : status;
 }
 
@@ -341,6 +351,7 @@ static zs_status end(zs_schedule *schedule, zs_status reduced, zs_status deliver
     zs_keep_gathered_settle(engine, good && engine->context.met);
     zs_history_reduced(engine, good);
     zs_status status = step_rest(engine, reduced != ZS_OK ? reduced : delivered);
+    if (status == ZS_OK) rest(engine);
     if (!stepped || steps_in_backward(engine)) return status;
     ZS_THEN(status, zs_writing_begin(engine)); /* a hook stepped: publish it now, while the ranks agree */
     if (status == ZS_OK) zs_writing_end(engine);

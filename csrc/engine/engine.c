@@ -85,7 +85,8 @@ static zs_status make_slot(void *shard_group, size_t bytes, zs_mem **out)
 
 static zs_slot_maker slots_of(zs_comm *comm)
 {
-    return (zs_slot_maker){zs_comm_is_dry(comm) ? NULL : make_slot, comm, zs_comm_slot_sharers(comm)};
+    bool makes = !zs_comm_is_dry(comm) && zs_comm_makes_slots(comm);
+    return (zs_slot_maker){makes ? make_slot : NULL, comm, zs_comm_slot_sharers(comm)};
 }
 
 zs_status zs_engine_make(const zs_ranks *ranks, const char *name, const zs_engine_hooks *hooks, const zs_actions *act,

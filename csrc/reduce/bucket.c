@@ -38,6 +38,27 @@ zs_status zs_bucket_new(zs_schedule *schedule, zs_comm *comm, size_t bytes, zs_l
     return ZS_OK;
 }
 
+zs_status zs_bucket_wake(zs_lease *lease, const zs_device *device)
+{
+    zs_bucket *bucket = zs_bucket_of(lease);
+    if (bucket->ptr != NULL) return ZS_OK;
+    ZS_TRY(zs_device_mem_lend(device, bucket->bytes, &bucket->mem));
+    bucket->ptr = bucket->mem->ptr;
+    return ZS_OK;
+}
+
+void zs_buckets_rest(zs_schedule *schedule, const zs_device *device)
+{
+    for (size_t i = 0; i < schedule->n_leases && device->ops->queues; i++) {
+        const zs_lease *lease = schedule->leases[i];
+        zs_bucket *bucket = zs_bucket_of(schedule->leases[i]);
+        if (lease->user != NULL || lease->posted) continue;
+        zs_mem_release(bucket->mem);
+        bucket->mem = NULL;
+        bucket->ptr = NULL;
+    }
+}
+
 void zs_buckets_free(zs_schedule *schedule, zs_comm *comm)
 {
     while (schedule->n_leases > 0) {
@@ -51,7 +72,7 @@ size_t zs_buckets_bytes(const zs_schedule *schedule)
 {
     size_t total = 0;
     for (size_t i = 0; i < schedule->n_leases; i++)
-        total += schedule->leases[i]->bytes;
+        if (zs_bucket_of(schedule->leases[i])->ptr != NULL) total += schedule->leases[i]->bytes;
     return total;
 }
 

@@ -12,6 +12,12 @@ zs_bucket *zs_bucket_of(zs_lease *lease);
 /* Adds one more bucket of at least `bytes` to the schedule. */
 zs_status zs_bucket_new(zs_schedule *schedule, zs_comm *comm, size_t bytes, zs_lease **out);
 
+/* Gives the lease memory, if it is at rest. */
+zs_status zs_bucket_wake(zs_lease *lease, const zs_device *device);
+
+/* Gives the memory of idle buckets back, as zs_arena_rest does. */
+void zs_buckets_rest(zs_schedule *schedule, const zs_device *device);
+
 /* Frees all of a schedule's buckets. */
 void zs_buckets_free(zs_schedule *schedule, zs_comm *comm);
 
@@ -19,7 +25,7 @@ void zs_buckets_free(zs_schedule *schedule, zs_comm *comm);
  * idle ones that are not needed. */
 zs_status zs_buckets_fit(zs_schedule *schedule, zs_comm *comm, const size_t *bytes, size_t n);
 
-/* Bytes of all buckets. */
+/* Bytes of all buckets that are not at rest. */
 size_t zs_buckets_bytes(const zs_schedule *schedule);
 
 #endif

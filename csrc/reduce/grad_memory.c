@@ -65,18 +65,9 @@ void zs_grad_memory_forgotten(zs_unit *unit)
     if (--unit->grads_shown == 0) zs_grad_memory_drop(unit);
 }
 
-bool zs_grad_memory_stays(zs_context *context)
-{
-    bool capturing = false;
-    if (zs_device_capturing(zs_context_device(context), &capturing) != ZS_OK) zs_clear_error();
-    context->captured |= capturing;
-    return context->captured;
-}
-
 void zs_grad_memory_drop(zs_unit *unit)
 {
-    if (!unit->grads_held || unit->in_backward || zs_grads_wanted(unit)) return;
-    if (zs_grad_memory_stays(unit->context)) return;
+    if (!unit->grads_held || unit->in_backward || zs_grads_wanted(unit) || zs_context_captured(unit->context)) return;
     if (unit->offloads.grads) {
         unit->grads_held = false;
         zs_offload_discard_grads(unit);

@@ -13,9 +13,6 @@
 /* Gives the unit's gradients memory, if they have none. */
 zs_status zs_grad_memory_take(zs_unit *unit);
 
-/* Is there a CUDA graph that may write to gradients of this model when it is replayed? They keep their memory. */
-bool zs_grad_memory_stays(zs_context *context);
-
 /* Gives it back, unless a .grad or a script refers to it. Not while a sum may write to it. */
 void zs_grad_memory_drop(zs_unit *unit);
 

@@ -17,6 +17,7 @@ static void clear_bits(const zs_unit *unit, uint64_t *bits)
 zs_status zs_reduce_begin(zs_unit *unit, bool local)
 {
     if (local) ZS_TRY(zs_local_grads_new(unit));
+    if (!local) ZS_TRY(zs_bucket_wake(unit->record.round.packing, zs_context_device(unit->context)));
     clear_bits(unit, unit->used);
     clear_bits(unit, unit->arrived);
     return ZS_OK;
@@ -110,6 +111,7 @@ zs_status zs_reduce_send_local(zs_record *record)
 {
     zs_unit *unit = zs_unit_of(record);
     const zs_device *device = zs_context_device(unit->context);
+    ZS_TRY(zs_bucket_wake(unit->record.round.packing, device));
     ZS_TRY(zs_device_copy(device, ZS_STREAM_COMPUTE, packing(unit), unit->local->ptr, zs_unit_bucket_bytes(unit)));
     zs_local_grads_free(unit);
     return ZS_OK;

@@ -13,3 +13,11 @@ size_t zs_ranks_list(const zs_ranks *ranks, zs_comm *each[ZS_RANKS])
     }
     return n;
 }
+
+bool zs_context_captured(zs_context *context)
+{
+    bool capturing = false;
+    if (zs_device_capturing(zs_context_device(context), &capturing) != ZS_OK) zs_clear_error();
+    context->captured |= capturing;
+    return context->captured;
+}

@@ -64,7 +64,7 @@ struct zs_context {
     zs_wire grads_code, params_code;
     double divided_by;   /* the default divisor of sums of gradients; 0: the number of ranks */
     int n_stale_classes; /* units whose parameters have the wrong Python class */
-    bool captured;       /* a CUDA graph was captured that may write gradients */
+    bool captured;       /* see zs_context_captured */
     bool reserved;       /* arena and buckets fit the current units, calls and settings */
 };
 
@@ -73,6 +73,9 @@ static inline const zs_device *zs_context_device(const zs_context *context)
 {
     return context->ranks.all->device;
 }
+
+/* Is a pass of the model in a CUDA graph, or being captured? What it uses keeps its memory: the graph has the addresses. */
+bool zs_context_captured(zs_context *context);
 
 /* A hook begins: orders what it queues after earlier hooks. */
 static inline zs_status zs_context_follow(zs_context *context)

@@ -155,6 +155,50 @@ def test_ranks_that_share_a_gpu(
         assert far(ours[2], together[0][2], EXACT) == []  # ranks agree to the bit
 
 
+def held_between_passes(backend: str, strategy: str) -> list[dict[str, int]]:
+    """memory() after zero_grad(), between forward and backward, after backward, and at its peak;
+    and what was predicted."""
+    case, rank = CASES["mlp"], dist.get_rank()
+    if backend == "nccl":
+        let_nccl_share_a_gpu(rank)
+    model = FSDP(
+        make(case.make).to(device()),
+        strategy=strategy,
+        transport=backend if is_real() else "c10d",
+        auto_wrap_policy=case.policy,
+        timeout=60,
+    )
+    found: list[dict[str, int]] = []
+    for number in range(2):
+        model.zero_grad()
+        found.append(model.memory())
+        loss = loss_of(model(case.batch(number, rank).to(device())))
+        found.append(model.memory())
+        loss.backward()
+        found.append(model.memory())
+    return [*found[3:], model.memory("peak"), model.memory("predicted")]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "no_shard"])
+@pytest.mark.parametrize(("kind", "world", "backend"), TOGETHER)
+def test_passes_give_their_memory_back(
+    start: Start, kind: str, world: int, backend: str, strategy: str
+) -> None:
+    """Activations find it free."""
+    for zeroed, forward, backward, peak, predicted in start(kind, world, backend).run(
+        held_between_passes, backend, strategy
+    ):
+        assert zeroed["grads"] == zeroed["slots"] == zeroed["buckets"] == 0
+        assert forward["grads"] == forward["buckets"] == 0
+        assert (forward["slots"] > 0) == (strategy != "no_shard")  # what backward begins with
+        assert backward["slots"] == backward["buckets"] == 0
+        # Full gradients belong to the script.
+        assert backward["grads"] == (0 if strategy == "no_shard" else predicted["grads"])
+        for part in ("shards", "grads", "slots", "buckets"):
+            assert peak[part] == predicted[part], part
+
+
 def leave_out_a_step(backend: str) -> tuple[str, bool]:
     """What a forward raises after rank 0 alone has left out a step; is all well after a load?"""
     rank = dist.get_rank()
