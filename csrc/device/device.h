@@ -128,8 +128,8 @@ static inline zs_status zs_device_mem_new(const zs_device *device, size_t bytes,
     return device->ops->mem_new(device, bytes, out);
 }
 
-/* New block of `bytes` for a part of a step, not zeroed, from the memory that tensors get and free. Free it between
- * sessions. ZS_ERR_MEMORY. */
+/* New block of `bytes` for a part of a step, not zeroed, from the memory that tensors get and free. To free it costs
+ * least between sessions, when streams are joined. ZS_ERR_MEMORY. */
 static inline zs_status zs_device_mem_lend(const zs_device *device, size_t bytes, zs_mem **out)
 {
     return device->ops->mem_lend(device, bytes, out);

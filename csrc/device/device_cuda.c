@@ -7,6 +7,7 @@
 #include "shim/torch_cuda.h"
 
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 
 typedef struct cuda_device {
@@ -15,6 +16,7 @@ typedef struct cuda_device {
     bool on_host;
     zs_cu_stream streams[ZS_STREAMS]; /* [ZS_STREAM_COMPUTE]: not used */
     zs_cu_event forks[ZS_STREAMS], joins[ZS_STREAMS];
+    atomic_bool busy[ZS_STREAMS]; /* given work since they were last joined */
     pthread_mutex_t lock; /* of what follows */
     double *scratch;      /* device memory for norms: ZS_CUDA_NORM_SCRATCH, and the result; NULL: not yet */
     double *number;       /* pinned host memory for what comes back */
@@ -34,6 +36,7 @@ zs_status zs_device_cuda_stream(const zs_device *device, zs_stream stream, zs_cu
     ZS_TRY(zs_cuda_enter(self->index));
     if (stream == ZS_STREAM_COMPUTE && !self->on_host) ZS_TRY(zs_torch_cuda_stream(self->index, &current));
     *out = stream == ZS_STREAM_COMPUTE ? current : self->streams[stream];
+    if (stream != ZS_STREAM_COMPUTE) atomic_store(&of(device)->busy[stream], true);
     return ZS_OK;
 }
 
@@ -113,7 +116,9 @@ static zs_status cuda_join(const zs_device *device, zs_stream stream)
     if (capturing) ZS_TRY(is_capturing(of(device)->streams[stream], &both));
     if (!both) return ZS_OK;
     ZS_TRY(zs_device_cuda_record(device, stream, of(device)->joins[stream]));
-    return zs_device_cuda_await(device, ZS_STREAM_COMPUTE, of(device)->joins[stream]);
+    ZS_TRY(zs_device_cuda_await(device, ZS_STREAM_COMPUTE, of(device)->joins[stream]));
+    atomic_store(&of(device)->busy[stream], false);
+    return ZS_OK;
 }
 
 static zs_status cuda_wait(const zs_device *device)
@@ -139,7 +144,7 @@ static void join_all(const zs_device *device, bool wait)
 {
     bool failed = zs_last_status() != ZS_OK;
     for (zs_stream stream = ZS_STREAM_COMPUTE + 1; stream < ZS_STREAMS; stream++)
-        (void)cuda_join(device, stream);
+        if (atomic_load(&of(device)->busy[stream])) (void)cuda_join(device, stream);
     if (wait) (void)zs_device_wait(device);
     if (!failed) zs_clear_error();
 }
@@ -205,17 +210,10 @@ static zs_status cuda_mem_new(const zs_device *device, size_t bytes, zs_mem **ou
     return wrap_zeroed(taken, out);
 }
 
-/* No stream but the compute stream is at work between sessions. */
-static void free_lent(zs_mem *mem)
-{
-    zs_torch_cuda_free(mem->owner);
-}
-
 static zs_status cuda_mem_lend(const zs_device *device, size_t bytes, zs_mem **out)
 {
     zs_mem taken;
     ZS_TRY(take(device, bytes, &taken));
-    if (!of(device)->on_host) taken.destroy = free_lent;
     return wrap(taken, out);
 }
 
