@@ -66,7 +66,7 @@ def saved_and_loaded(folder: str, asynchronous: bool, strategy: str) -> Any:
         empty = DEEP.make()
     other = FSDP(
         empty,
-        device_id=0 if is_real() else None,
+        device_id=device() if is_real() else None,
         param_init_fn=zshard.uninitialized,
         strategy=strategy,
         mixed_precision=BFLOAT16,

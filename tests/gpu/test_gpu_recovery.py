@@ -244,7 +244,7 @@ def big_batches(backend: str) -> tuple[int, list[float], list[float]]:
     """How many of three big batches run out of the GPU's memory, each somewhere else in backward;
     losses of small ones between them, within the same memory, and of a model that has only those."""
     _, options = join_ranks(backend)
-    total = torch.cuda.get_device_properties(0).total_memory
+    total = torch.cuda.get_device_properties(device()).total_memory
     case = Case(functools.partial(Deep, 1024, 4), lambda g: torch.randn(64, 1024, generator=g))
     raised, found = 0, []
     for big in (False, True):
