@@ -1,4 +1,4 @@
-"""Checkpoints on a GPU: seconds and GB/s of saves and loads; what an asynchronous save costs a step.
+"""Checkpoints on a GPU: seconds and GB/s of saves and loads, and steps beside an asynchronous save.
 
 The savers are those of checkpoint.py, with the models of gpu_sides.py. Files are in the system's
 temporary folder (TMPDIR), on the disk and with fsync.

@@ -101,10 +101,10 @@ gpu() {
     fi
 }
 
-# like STAGE ARGUMENTS...: the same where another stage has rehearsed the part already.
+# like STAGE ARGUMENTS...: the same, but a rehearsal leaves it out: another stage runs the same code.
 like() {
     if [ "$REHEARSE" = 1 ]; then
-        gpu "$1" --parts host --sides zshard
+        echo "0 0 $COMMIT 1" >"$STATE/$1.status"
     else
         gpu "$@"
     fi
@@ -128,7 +128,7 @@ stage() {
     graph) tests graph test_gpu_graph.py "not stand-in" "stand-in" ;;
     peaks) gpu peaks --parts memory --modes eager --batches large --sides plain fsdp2 zshard ;;
     compiled) like compiled --parts steps --models gpt125m --modes compiled --batches small --sides plain-by-hand fsdp2 zshard --rounds 7 ;;
-    host) like host --parts host --rounds 7 ;;
+    host) gpu host --parts host --rounds 7 ;;
     1.5b) like 1.5b --parts steps --models gpt1.5b --modes eager --batches large --rounds 4 ;;
     long) like long --parts steps --models gpt125m-4096 --modes eager --batches large --sides plain-by-hand fsdp2 zshard --rounds 5 ;;
     recomputed) gpu recomputed --parts steps --models gpt1.5b --modes recomputed --batches large --sides fsdp2 zshard --rounds 4 ;;

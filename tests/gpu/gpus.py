@@ -85,7 +85,7 @@ def device() -> torch.device:
 
 
 def have_own_gpus() -> bool:
-    return int(os.environ["LOCAL_WORLD_SIZE"]) <= torch.cuda.device_count()
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= torch.cuda.device_count()
 
 
 def let_nccl_share_a_gpu(rank: int) -> None:

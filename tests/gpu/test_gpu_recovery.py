@@ -172,7 +172,7 @@ def test_ctrl_c_with_a_handler_of_the_script(kind: str, tmp_path: Path) -> None:
 # --- errors that are caught ---------------------------------------------------------------------------
 
 
-class Told(Exception):
+class Refused(Exception):
     """Not one of zshard's."""
 
 
@@ -185,22 +185,22 @@ class Failing(Deep):
     def forward(self, x: Tensor) -> Tensor:
         for number, block in enumerate(self.blocks):
             if number == 1 and self.fails == "forward":
-                raise Told
+                raise Refused
             x = block(x)
             if number == 1 and self.fails in HOOKS:
                 x.register_hook(HOOKS[self.fails])
         return x
 
 
-def raise_told(_grad: Tensor) -> None:
-    raise Told
+def refuse(_grad: Tensor) -> None:
+    raise Refused
 
 
 def run_out_of_memory(grad: Tensor) -> None:
     torch.empty(1 << 60, dtype=torch.uint8, device=grad.device)
 
 
-HOOKS = {"backward": raise_told, "memory": run_out_of_memory}
+HOOKS = {"backward": refuse, "memory": run_out_of_memory}
 
 
 FAILING = Case(Failing, lambda generator: DEEP.draw(generator)[:4])  # fails with a larger batch
@@ -215,7 +215,7 @@ def fail(model: Any, rank: int, where: str) -> None:
 
 
 def after_caught_errors(backend: str, where: str) -> tuple[list[float], list[float]]:
-    """Losses of two models, of which one fails twice on all ranks, in its first step and later."""
+    """Losses of a model, and of one that fails twice on all ranks, in its first step and later."""
     rank, options = join_ranks(backend)
     found = []
     for fails in (False, True):
@@ -225,7 +225,7 @@ def after_caught_errors(backend: str, where: str) -> tuple[list[float], list[flo
         for _ in range(2):
             if fails:
                 end = end_of(lambda: fail(model, rank, where))  # noqa: B023
-                assert end[0] == "Told" or (where == "memory" and "memory" in end[1]), end
+                assert end[0] == "Refused" or (where == "memory" and "memory" in end[1]), end
             losses += train(model, optimizer, FAILING, steps=2, rank=rank)
         found.append(losses)
     return found[0], found[1]
@@ -274,7 +274,7 @@ def test_smaller_batch_trains_on_after_lack_of_memory() -> None:
 
 
 def fail_alone(backend: str, where: str) -> list[tuple[str, str]]:
-    """How the steps end if rank 1 alone fails in the first, catches that and goes on."""
+    """How the steps end if rank 1 alone fails in the first, catches that and continues."""
     rank, options = join_ranks(backend, PATIENCE)
     model = wrap(FAILING, **options)
     optimizer = zshard.AdamW(model.parameters(), lr=0.01)
@@ -288,8 +288,8 @@ def fail_alone(backend: str, where: str) -> list[tuple[str, str]]:
 @both
 def test_error_on_one_rank_is_an_error_on_all(kind: str, where: str, backend: str) -> None:
     ends = values(kind, backend, fail_alone, 2, where)
-    told, *others = ends[1][0], *ends[0], ends[1][1]
-    assert told[0] == "Told"
+    refused, *others = ends[1][0], *ends[0], ends[1][1]
+    assert refused[0] == "Refused"
     for error, words in others:
         assert error in ENDS or "cannot continue after an earlier failure" in words, (error, words)
 
@@ -306,11 +306,11 @@ def die_in_training(backend: str, killed: int) -> tuple[str, str]:
     if rank >= dist.get_world_size() - killed:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def go_on() -> None:
+    def train_again() -> None:
         loss.backward()  # type: ignore[no-untyped-call]
         loss_of(model(batch(0, rank))).item()
 
-    return end_of(go_on)
+    return end_of(train_again)
 
 
 @pytest.mark.sampled(3)
@@ -357,7 +357,7 @@ def kill_after(*files: str) -> None:
 @over
 @both
 def test_hanging_kernel_ends_the_others_by_timeout(kind: str, backend: str, tmp_path: Path) -> None:
-    """On a GPU, NCCL may tell a rank that another one has timed out before it does itself."""
+    """On a GPU, NCCL may report another rank's timeout before a rank's own."""
     first, hung, last = run(kind, backend, hang_in_a_kernel, 3, str(tmp_path))
     assert hung.returncode == -signal.SIGKILL, hung
     assert first.value is not None and last.value is not None, first.stderr + last.stderr
