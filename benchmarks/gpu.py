@@ -187,8 +187,6 @@ def measure_as_rank(args: argparse.Namespace) -> None:
     if "killed" in cell:
         gpu_several.die(cell)
         return
-    if cell["part"] == "killed":  # before this rank joins the others: its child does
-        cell["end"] = gpu_several.end_of_child(cell)
     with harness.process_group(gpu_sides.backend()) as rank:
         record = MEASURES[cell["part"]](cell)
     if rank == 0 and args.out:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -129,9 +130,12 @@ def _repeated(call: Callable[[], Any], steps: int) -> harness.Turn:
 def killed(cell: Mapping[str, Any]) -> dict[str, Any]:
     """Return how each rank's child ended, whose last one was killed in training. Collective.
 
-    cell: "timeout", "end" (of this rank's child).
+    cell: "timeout".
     """
-    ends = harness.of_all_ranks(cell["end"])
+    with socket.socket() as found:
+        found.bind(("", 0))
+        port = harness.of_all_ranks(found.getsockname()[1])[0]
+    ends = harness.of_all_ranks(_end_of_child(cell, port))
     last = len(ends) - 1
     found = {"part": "killed", "ranks": len(ends), "killed": last, "ends": ends}
     if all(error == "PeerError" and f"rank {last}" in words for error, words, _ in ends[:last]):
@@ -139,15 +143,16 @@ def killed(cell: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "failed": str(ends), "cell": dict(cell)}
 
 
-def end_of_child(cell: Mapping[str, Any]) -> tuple[str, str, float]:
+def _end_of_child(cell: Mapping[str, Any], port: int) -> tuple[str, str, float]:
     """Train in a child, one for each rank, as torchrun ends all ranks where one is killed; return
-    the error that ends it, its words, and the seconds that it took to come."""
+    the error that ends it, its words, and the seconds that it took to come. The children meet at
+    `port` of rank 0's host."""
     with tempfile.TemporaryDirectory(prefix="zshard-bench-") as folder:
         out = Path(folder) / "end.json"
         inner = json.dumps({**cell, "killed": True})
         command = [sys.executable, "-m", "benchmarks.gpu", "--cell", inner, f"--out={out}"]
-        # The children meet in the same store, as a further attempt.
-        env = {**os.environ, "TORCHELASTIC_RESTART_COUNT": "1", "END": str(out)}
+        env = {**os.environ, "MASTER_PORT": str(port), "END": str(out)}
+        env["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         done = subprocess.run(command, env=env, timeout=300)
         if not out.exists():
             return f"exit status {done.returncode}", "", 0.0
