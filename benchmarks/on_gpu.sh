@@ -28,6 +28,8 @@ HOSTS=${HOSTS:-1}
 STAGES="$FIRST $REST"
 [ "$GPUS" -gt 1 ] && STAGES="$ACROSS nccl faults features"
 [ "$HOSTS" -gt 1 ] && STAGES=$ACROSS
+SIDES="ddp fsdp2 zshard zshard-no_shard zshard-c10d"
+[ "$HOSTS" -gt 1 ] && SIDES="$SIDES zshard-hybrid"
 [ "$GPUS" -gt 1 ] && LIMIT=${LIMIT:-1800}
 PYTHON=${PYTHON:-python3}
 STATE=${STATE:-$PWD/build/on_gpu}
@@ -144,9 +146,6 @@ stage() {
     several-1.5b) across several-1.5b 29560 --parts steps --models gpt1.5b --modes eager --sides $SIDES --rounds 5 ;;
     esac
 }
-
-SIDES="ddp fsdp2 zshard zshard-no_shard zshard-c10d"
-[ "$HOSTS" -gt 1 ] && SIDES="$SIDES zshard-hybrid"
 
 passed() {
     local status commit rehearsed

@@ -1,4 +1,4 @@
-"""Failures on GPUs: calls of CUDA's driver and of NCCL that fail, ranks that diverge, Ctrl-C in a wait.
+"""Failures on GPUs: calls of CUDA's driver and of NCCL that fail, ranks that diverge.
 
 Each is an exception on every rank, soon. The log of a good run says which calls there are and how
 often; then each is made to fail on one rank of two, the first, a middle and the last time. That rank's
