@@ -26,6 +26,7 @@ from benchmarks.gpu_sides import (
     build,
     build_tiny,
     device,
+    have_own_gpus,
     is_stand_in,
     synchronize,
 )
@@ -223,10 +224,10 @@ def ranks(cell: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _transports() -> list[str]:
-    """Return the transports that work on one GPU; NCCL is not one, as it needs a GPU per rank."""
+    """Return the transports that work here; NCCL needs a GPU for each rank."""
     if is_stand_in():
         return [os.environ.get("ZSHARD_BACKEND", "c10d")]
-    return ["c10d"]
+    return ["nccl", "c10d"] if have_own_gpus() else ["c10d"]
 
 
 def _seeded(workload: Workload) -> nn.Module:

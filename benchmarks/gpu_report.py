@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import harness, host_time
-from benchmarks.gpu_sides import BASE, BY_HAND, PEER
+from benchmarks.gpu_sides import BASE, BY_HAND, DDP, PEER
 from benchmarks.harness import MIB, Spread
 
 
@@ -31,7 +31,11 @@ class Table:
 def tables(record: Mapping[str, Any]) -> list[Table]:
     """Return the tables for one part's record."""
     if "failed" in record:
-        return [Table(f"{record['part']}: FAILED", ["cell"], [[str(record["cell"])]])]
+        return [
+            Table(
+                f"{record['part']}: FAILED", ["cell"], [[str(record["cell"])], [record["failed"]]]
+            )
+        ]
     made: list[Table] = _OF_PART[record["part"]](record)
     return made
 
@@ -62,9 +66,13 @@ def _device(record: Mapping[str, Any]) -> list[Table]:
 
 
 def _steps(record: Mapping[str, Any]) -> list[Table]:
-    mode = "compiled blocks" if record["compiled"] else "eager"
-    what = f"{record['model']}, {record['parameters'] / 1e6:.0f} M, {record['batch']} batch, {mode}"
-    return [_step_times(record, what), _step_memory(record, what)]
+    what = f"{record['model']}, {record['parameters'] / 1e6:.0f} M, {record['batch']} batch"
+    what += f", {record['mode']}, {record['ranks']} rank(s)"
+    memory = _step_memory(record, what)
+    return [memory] if record["part"] == "memory" else [_step_times(record, what), memory]
+
+
+OTHERS = (BASE, BY_HAND, DDP, PEER)
 
 
 def _step_times(record: Mapping[str, Any], what: str) -> Table:
@@ -80,15 +88,15 @@ def _step_times(record: Mapping[str, Any], what: str) -> Table:
             [
                 name,
                 *(_text(side[kind], 2) for kind in ("ms", "wall_ms", "host_ms")),
-                *(_text(side["ratio"].get(other), 3) for other in (BASE, BY_HAND, PEER)),
+                *(_text(side["ratio"].get(other), 3) for other in OTHERS),
                 verdict,
-                *(f"{apart[other]:.1e}" if other in apart else "" for other in (BASE, BY_HAND)),
+                *(f"{apart[other]:.1e}" if other in apart else "" for other in OTHERS[:3]),
                 str(side["contended"]),
             ]
         )
     header = ["side", "ms (GPU)", "ms (clock)", "ms (host)"]
-    header += [f"x {other}" for other in (BASE, BY_HAND, PEER)]
-    header += ["goal", f"loss diff to {BASE}", f"loss diff to {BY_HAND}", "contended"]
+    header += [f"x {other}" for other in OTHERS]
+    header += ["goal", *(f"loss diff to {other}" for other in OTHERS[:3]), "contended"]
     return Table(f"Step: {what} (min/median/max)", header, rows)
 
 
@@ -100,10 +108,17 @@ def _step_memory(record: Mapping[str, Any], what: str) -> Table:
         same = "" if own[0] is None else "equal" if own[0] == own[1] else "DIFFERS"
         later = memory["counts_by_step"][1:]
         quiet = "" if not later else "yes" if len(set(map(str, later))) == 1 else "no"
-        held = [_mib(memory["held_bytes"]), _mib(memory["peak_bytes"])]
+        held = [_mib(memory[f"{what}_bytes"]) for what in ("held", "peak", "reserved")]
         constant = "yes" if memory["constant"] else "NO"
         rows.append([name, *held, constant, quiet, *map(_mib, own), same])
-    header = ["side", "held", "peak", "held is constant", "no cudaMalloc after step 2"]
+    header = [
+        "side",
+        "held",
+        "peak",
+        "peak reserved",
+        "held is constant",
+        "no cudaMalloc after step 2",
+    ]
     header += ["counted", "predicted", "prediction"]
     return Table(f"Memory in MiB, one side at a time: {what}", header, rows)
 
@@ -153,7 +168,7 @@ def _ranks(record: Mapping[str, Any]) -> list[Table]:
         [name, f"{side['largest_difference_to_ddp']:.1e}", str(side["same_bits_as_first"])]
         for name, side in record["sides"].items()
     ]
-    title = f"{record['ranks']} ranks on one GPU, {record['steps']} steps, float32"
+    title = f"{record['ranks']} ranks, {record['steps']} steps, float32"
     return [
         Table(
             title, ["transport", "max loss diff to DDP (gloo)", "bit-identical to the first"], rows
@@ -161,8 +176,34 @@ def _ranks(record: Mapping[str, Any]) -> list[Table]:
     ]
 
 
+def _bandwidth(record: Mapping[str, Any]) -> list[Table]:
+    rows = [
+        [name, _text(side["ms"], 3), _text(side["gb_per_s"], 1)]
+        for name, side in record["sides"].items()
+    ]
+    title = f"{record['mib']} MiB unsharded, {record['ranks']} ranks (min/median/max)"
+    return [Table(title, ["what", "ms", "GB/s that a rank receives"], rows)]
+
+
+def _killed(record: Mapping[str, Any]) -> list[Table]:
+    rows = [[str(r), *map(str, end)] for r, end in enumerate(record["ends"])]
+    title = f"Rank {record['killed']} of {record['ranks']}, killed in training, is reported by all"
+    return [Table(title, ["rank", "error", "words", "seconds"], rows)]
+
+
+def _saves(record: Mapping[str, Any]) -> list[Table]:
+    names = list(next(iter(record["sides"].values())))
+    rows = [[name, *(f"{side[n]:.2f}" for n in names)] for name, side in record["sides"].items()]
+    size = f"{record['state_bytes'] / 1e9:.2f} GB of state"
+    return [Table(f"Checkpoints of {record['model']}: {size}", ["side", *names], rows)]
+
+
 _OF_PART = {
     "device": _device,
+    "memory": _steps,
+    "bandwidth": _bandwidth,
+    "killed": _killed,
+    "saves": _saves,
     "steps": _steps,
     "host": _host,
     "adam": _adam,

@@ -7,7 +7,9 @@ library's own means, and start from the same values.
 
 from __future__ import annotations
 
+import functools
 import gc
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import zshard
 from benchmarks.models import WORKLOADS, Batch, Workload, gpt
@@ -48,13 +53,23 @@ def what_is_missing() -> str:
 
 def device() -> torch.device:
     """Return the device of models and batches."""
-    return torch.device("cpu") if is_stand_in() else torch.device("cuda", 0)
+    return torch.device("cpu") if is_stand_in() else torch.device("cuda", _index())
 
 
-def backend(ranks: int) -> str:
-    """Return the process group's backend: NCCL for one rank; gloo for several ranks on one GPU,
-    which NCCL does not support."""
-    return "gloo" if is_stand_in() or ranks > 1 else "cpu:gloo,cuda:nccl"
+def _index() -> int:
+    """Return this rank's GPU: one of its own if there are enough on this host, otherwise 0."""
+    return int(os.environ.get("LOCAL_RANK", 0)) if have_own_gpus() else 0
+
+
+def have_own_gpus() -> bool:
+    """Return whether each rank of this host has a GPU of its own."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= torch.cuda.device_count()
+
+
+def backend() -> str:
+    """Return the process group's backend: NCCL, or gloo for ranks that share a GPU, which NCCL does
+    not support."""
+    return "cpu:gloo,cuda:nccl" if have_own_gpus() and not is_stand_in() else "gloo"
 
 
 def synchronize() -> None:
@@ -87,6 +102,7 @@ def describe() -> dict[str, Any]:
         "part": "device",
         "stand_in": is_stand_in(),
         "gpu": "none: fake GPU on the host" if is_stand_in() else gpu.name,
+        "gpus": 0 if is_stand_in() else torch.cuda.device_count(),
         "memory_bytes": None if is_stand_in() else gpu.total_memory,
         **{name: found[name] for name in ("torch_cuda", "driver", "nccl", "kernels")},
     }
@@ -100,6 +116,7 @@ TINY = {"layers": 2, "width": 64, "seq": 32, "vocabulary": 256, "tied": True}
 SIZES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "gpt125m": ({"layers": 12, "width": 768, **GPT2}, {"small": 1, "large": 32}),
     "gpt1.5b": ({"layers": 48, "width": 1600, **GPT2}, {"small": 1, "large": 8}),
+    "gpt125m-4096": ({"layers": 12, "width": 768, **GPT2, "seq": 4096}, {"small": 1, "large": 8}),
     "tiny": (TINY, {"small": 1, "large": 4}),
 }
 """Name -> model sizes, and rows per batch. tiny is for quick runs."""
@@ -174,31 +191,58 @@ def _ddp(module: nn.Module, workload: Workload) -> Parts:
     return wrapped, _adamw(wrapped, workload.lr)
 
 
-def _fsdp2(module: nn.Module, workload: Workload) -> Parts:
+def _fsdp2(module: nn.Module, workload: Workload, **options: Any) -> Parts:
     mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
+    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, **options)
     for child in module.modules():
         if type(child) in workload.units:
-            fully_shard(child, mesh=mesh, mp_policy=policy)
-    fully_shard(module, mesh=mesh, mp_policy=policy)
+            shard(child)
+    shard(module)
     return module, _adamw(module, workload.lr)
 
 
-def _zshard(module: nn.Module, workload: Workload) -> Parts:
+def _fsdp2_offload(module: nn.Module, workload: Workload) -> Parts:
+    """The step is on the host, so it may have all cores."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+    policy = CPUOffloadPolicy(pin_memory=not is_stand_in())
+    return _fsdp2(module, workload, offload_policy=policy)
+
+
+def _zshard(module: nn.Module, workload: Workload, **options: Any) -> Parts:
     policy = zshard.MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32)
-    wrapped: Any = zshard.FSDP(module, auto_wrap_policy=set(workload.units), mixed_precision=policy)
+    wrapped: Any = zshard.FSDP(
+        module, auto_wrap_policy=set(workload.units), mixed_precision=policy, **options
+    )
     return wrapped, zshard.AdamW(wrapped.parameters(), lr=workload.lr)
 
 
-BASE, BY_HAND, PEER, OURS = "plain", "plain-by-hand", "fsdp2", "zshard"
+def _ours(**options: Any) -> tuple[Wrap, bool]:
+    return functools.partial(_zshard, **options), False
+
+
+BASE, BY_HAND, DDP, PEER, OURS = "plain", "plain-by-hand", "ddp", "fsdp2", "zshard"
 SIDES: dict[str, tuple[Wrap, bool]] = {
     BASE: (_plain, True),
     BY_HAND: (_by_hand, False),
-    "ddp": (_ddp, True),
+    DDP: (_ddp, True),
     PEER: (_fsdp2, False),
     OURS: (_zshard, False),
+    "zshard-no_shard": _ours(strategy="no_shard"),
+    "zshard-c10d": _ours(transport="c10d"),
+    "zshard-hybrid": _ours(strategy="hybrid_full"),
+    "fsdp2-offload": (_fsdp2_offload, False),
+    "zshard-offload": _ours(offload=zshard.Offload(grads=True)),
 }
 """Name -> how to wrap the module, and whether to compute under autocast."""
+
+USUAL = (BASE, BY_HAND, DDP, PEER, OURS)
+"""The sides that are compared unless others are asked for."""
+
+
+MODES = ("eager", "compiled", "recomputed")
+"""compiled: each unit is; recomputed: activation checkpointing of each unit."""
 
 
 def compile_blocks(module: nn.Module, units: Iterable[type[nn.Module]]) -> None:
@@ -209,8 +253,8 @@ def compile_blocks(module: nn.Module, units: Iterable[type[nn.Module]]) -> None:
             child.compile(backend="aot_eager" if is_stand_in() else "inductor")
 
 
-def build(name: str, workload: Workload, compiled: bool = False) -> GpuSide:
-    """Build the side `name` on the device, from a fixed seed.
+def build(name: str, workload: Workload, mode: str = "eager") -> GpuSide:
+    """Build the side `name` on the device, from a fixed seed. mode: one of MODES.
 
     Raises KeyError for an unknown name.
     """
@@ -218,8 +262,11 @@ def build(name: str, workload: Workload, compiled: bool = False) -> GpuSide:
     torch.manual_seed(SEED)
     with torch.device(device()):
         module = workload.build()
-    if compiled:
+    if mode == "compiled":
         compile_blocks(module, workload.units)
+    elif mode == "recomputed":
+        units = tuple(workload.units)
+        apply_activation_checkpointing(module, check_fn=lambda child: isinstance(child, units))
     module, optimizer = wrap(module, workload)
     return GpuSide(name, workload, module, optimizer, autocast)
 

@@ -12,16 +12,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from benchmarks import harness
 from benchmarks.gpu_sides import (
     BASE,
     BY_HAND,
+    DDP,
     OURS,
     PEER,
     GpuSide,
     batches_of,
     build,
+    device,
     forget,
     is_stand_in,
     synchronize,
@@ -40,21 +43,26 @@ COUNTS = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free"
 
 
 def measure(cell: Mapping[str, Any]) -> dict[str, Any]:
-    """Measure one model, batch and mode: memory of each side, then time of all. Collective.
+    """Measure one model, batch and mode: memory of each side, then time of all, unless the part is
+    memory. Collective.
 
-    cell: "model", "batch", "compiled", "sides", "rounds", "warmup", "steps" (in a turn).
+    cell: "model", "batch", "mode", "sides", "rounds", "warmup", "steps" (in a turn).
     """
     workload = workload_of(cell["model"], cell["batch"])
     batches = batches_of(workload, 8)
     warm_up()
     memory = {name: alone(name, cell, batches) for name in cell["sides"]}
+    memory = harness.of_all_ranks(memory)[0]  # all ranks decide by it
     sides: dict[str, Any] = {}
-    for group in groups_that_fit(cell["sides"], memory):
+    if cell["part"] == "memory":
+        sides = {name: {"memory": found} for name, found in memory.items()}
+    for group in [] if sides else groups_that_fit(cell["sides"], memory):
         for name, record in together(group, cell, batches).items():
             sides.setdefault(name, {**record, "memory": memory[name]})
         forget()
-    kept = {key: cell[key] for key in ("part", "model", "batch", "compiled")}
-    return {**kept, "parameters": workload.parameters(), "sides": sides}
+    kept = {key: cell[key] for key in ("part", "model", "batch", "mode")}
+    size = {"ranks": dist.get_world_size(), "parameters": workload.parameters()}
+    return {**kept, **size, "sides": sides}
 
 
 # --------------------------------------------------------------------------------------
@@ -63,11 +71,12 @@ def measure(cell: Mapping[str, Any]) -> dict[str, Any]:
 
 def alone(name: str, cell: Mapping[str, Any], batches: Sequence[Batch]) -> dict[str, Any]:
     """Measure the memory of one side: bytes in torch's allocator after each step and at the peak,
-    calls of cudaMalloc and the like, and zshard's memory(). Values are None without a GPU."""
+    what the allocator has then reserved, calls of cudaMalloc and the like, and zshard's memory().
+    Values are None without a GPU."""
     forget()
-    before = _allocated()
-    side = build(name, workload_of(cell["model"], cell["batch"]), cell["compiled"])
-    held, peaks, counts, now = [], [], [], []
+    before, reserved_before = _now("allocated"), _now("reserved")
+    side = build(name, workload_of(cell["model"], cell["batch"]), cell["mode"])
+    held, peaks, reserved, counts, now = [], [], [], [], []
     for step in range(STEPS_ALONE):
         if not is_stand_in():
             torch.cuda.reset_peak_memory_stats()
@@ -77,13 +86,15 @@ def alone(name: str, cell: Mapping[str, Any], batches: Sequence[Batch]) -> dict[
             stats = torch.cuda.memory_stats()
             held.append(stats["allocated_bytes.all.current"] - before)
             peaks.append(stats["allocated_bytes.all.peak"] - before)
+            reserved.append(stats["reserved_bytes.all.peak"] - reserved_before)
             counts.append([stats.get(count, 0) for count in COUNTS])
-        if name == OURS:
+        if name.startswith(OURS):
             now.append(_memory(side, "now"))
-    predicted = _memory(side, "predicted") if name == OURS else None
+    predicted = _memory(side, "predicted") if name.startswith(OURS) else None
     return {
         "held_bytes": held[-1] if held else None,
         "peak_bytes": max(peaks) if peaks else None,
+        "reserved_bytes": max(reserved) if reserved else None,
         "held_by_step": held,
         "peak_by_step": peaks,
         "counts_by_step": counts,
@@ -98,8 +109,8 @@ def _memory(side: GpuSide, what: str) -> dict[str, int]:
     return found
 
 
-def _allocated() -> int:
-    return 0 if is_stand_in() else torch.cuda.memory_allocated()
+def _now(what: str) -> int:
+    return 0 if is_stand_in() else torch.cuda.memory_stats().get(f"{what}_bytes.all.current", 0)
 
 
 def groups_that_fit(
@@ -110,7 +121,7 @@ def groups_that_fit(
         return [list(names)]
     held = sum(memory[name]["held_bytes"] for name in names)
     passing = max(memory[name]["peak_bytes"] - memory[name]["held_bytes"] for name in names)
-    total = torch.cuda.get_device_properties(0).total_memory
+    total = torch.cuda.get_device_properties(device()).total_memory
     if held + passing < ROOM * total or BASE not in names:
         return [list(names)]
     return [[BASE, name] for name in names if name != BASE]
@@ -125,7 +136,7 @@ def together(
 ) -> dict[str, dict[str, Any]]:
     """Time the sides in turn and compare their losses. Collective."""
     workload = workload_of(cell["model"], cell["batch"])
-    sides = {name: build(name, workload, cell["compiled"]) for name in names}
+    sides = {name: build(name, workload, cell["mode"]) for name in names}
     losses: dict[str, list[torch.Tensor]] = {name: [] for name in names}
     turns = {
         name: turn_of(side, batches, cell["steps"], losses[name]) for name, side in sides.items()
@@ -194,7 +205,7 @@ def summarize(
     }
     ratios = {
         other: Spread.of(harness.same_round_ratios(mine, samples[other])).as_dict()
-        for other in (BASE, BY_HAND, PEER)
+        for other in (BASE, BY_HAND, DDP, PEER)
         if other in samples and other != name
     }
     against, limit = GOALS[batch]
@@ -206,7 +217,7 @@ def summarize(
         "contended": sum(map(harness.contended, mine)),
         "loss_difference": {
             other: float(((curves[name] - curves[other]).abs() / curves[other].abs()).max())
-            for other in (BASE, BY_HAND)
+            for other in (BASE, BY_HAND, DDP)
             if other in curves and other != name
         },
     }

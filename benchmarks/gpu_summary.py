@@ -20,20 +20,34 @@ from typing import Any
 
 CALL = re.compile(r"\b(?:cu[A-Z]\w+|nccl[A-Z]\w+)\b")
 CLAIMS = {
+    "peaks": "What the 124 M and the 1.5 B model hold and take at the peak, beside FSDP2.",
     "driver": "The CUDA kernels run on this GPU, with the bits of the CPU's loops.",
+    "faults": "Ctrl-C in a backward, caught errors, lack of memory in a backward, killed ranks, a "
+    "hanging kernel and failed saves end as on the CPU.",
+    "features": "Checkpoints, offload, loss scaling, torch's optimizers, `fully_shard`, whole "
+    "parameters, other streams and hybrid groups work as on the CPU.",
+    "compiled": "The step time with compiled blocks, beside the same by hand.",
+    "host": "Host time per unit.",
+    "1.5b": "The step times and memory of the 1.5 B model beside DDP, FSDP2 and by hand.",
+    "long": "The step times at sequence 4096.",
+    "recomputed": "The step times and memory with activation checkpointing.",
+    "saves": "Seconds and GB/s of checkpoints of the 1.5 B model, beside DCP.",
+    "offload": "The step time of the 1.5 B model offloaded to the host, beside FSDP2's.",
     "trainer": "Training on one GPU has plain PyTorch's numbers, within the tolerances of "
     "tests/gpu/gpus.py: strategies, mixed precision, accumulation, clipping, checkpointed and "
     "compiled blocks, state dicts.",
     "memory": "Memory is constant from the first step on, and as `memory('predicted')` says.",
-    "features": "Checkpoints, offload, loss scaling, torch's optimizers, `fully_shard`, whole "
-    "parameters, caught errors, other streams and hybrid groups work as on the CPU.",
     "nccl": "zshard's own NCCL communicators train two and four ranks that share a GPU (over "
     "sockets) with the host's numbers.",
     "graph": "A captured training step has the bits of the same steps without a graph.",
     "125m": "The step times and memory of the 125 M model, with date and GPU.",
-    "rest": "Host time per unit, AdamW's rate, the loss curve, losses of ranks on one GPU.",
-    "1.5b-eager": "The step times and memory of the 1.5 B model, eager.",
+    "rest": "AdamW's rate, the loss curve, losses of ranks on one GPU.",
+    "1.5b-small": "The step times and memory of the 1.5 B model with a batch of 1.",
     "1.5b-compiled": "The step times and memory of the 1.5 B model with compiled blocks.",
+    "bandwidth": "GB/s of gathers and reductions between GPUs.",
+    "killed": "A killed rank is reported by all others.",
+    "several": "The step times and memory of the 124 M model on several GPUs.",
+    "several-1.5b": "The step times and memory of the 1.5 B model on several GPUs.",
 }
 """Stage -> what the README may say once it has passed."""
 

@@ -92,20 +92,26 @@ def start(main: Callable[[], int | None]) -> NoReturn:
 
 
 def collect(
-    module: str, ranks: int, arguments: Sequence[str], env: Mapping[str, str] | None = None
+    module: str,
+    ranks: int,
+    arguments: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    hosts: Sequence[str] = ("--standalone",),
 ) -> Any:
-    """Run `module` on `ranks` ranks of a fresh torchrun; return what rank 0 wrote to --out.
+    """Run `module` on `ranks` ranks of a fresh torchrun; return what rank 0 wrote to --out, None
+    where rank 0 is on another host.
 
-    Raises SystemExit with the command if it fails.
+    hosts: torchrun's flags that say which hosts there are. Raises SystemExit with the command if it
+    fails.
     """
     with tempfile.TemporaryDirectory(prefix="zshard-bench-") as folder:
         out = Path(folder) / "out.json"
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        torchrun = ["-m", "torch.distributed.run", *hosts, f"--nproc-per-node={ranks}"]
         command = [sys.executable, *torchrun, "-m", module, *arguments, f"--out={out}"]
         status = run_child(command, {"OMP_NUM_THREADS": "1", **(env or {})})
         if status != 0:
             raise SystemExit(f"benchmark failed with exit status {status}: {' '.join(command)}")
-        return json.loads(out.read_text())
+        return json.loads(out.read_text()) if out.exists() else None
 
 
 @contextlib.contextmanager

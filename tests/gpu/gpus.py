@@ -76,8 +76,25 @@ def is_real() -> bool:
 
 
 def device() -> torch.device:
-    """Return the device of this rank's tensors."""
-    return torch.device("cuda", 0) if is_real() else torch.device("cpu")
+    """Return the device of this rank's tensors, which is the current one from then on: a GPU of its
+    own, if there are enough."""
+    if not is_real():
+        return torch.device("cpu")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) if have_own_gpus() else 0)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def have_own_gpus() -> bool:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= torch.cuda.device_count()
+
+
+def let_nccl_share_a_gpu(rank: int) -> None:
+    """NCCL refuses two ranks of a host on one GPU; ranks that seem to be of two hosts go over
+    sockets."""
+    if is_real() and have_own_gpus():
+        return
+    os.environ["NCCL_HOSTID"] = f"zshard-test-{rank}"
+    os.environ.update(NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", NCCL_NET="Socket")
 
 
 class Deep(nn.Module):

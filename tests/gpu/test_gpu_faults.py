@@ -1,4 +1,4 @@
-"""Failures on GPUs: calls of CUDA's driver and of NCCL that fail, ranks that diverge, Ctrl-C in a wait.
+"""Failures on GPUs: calls of CUDA's driver and of NCCL that fail, ranks that diverge.
 
 Each is an exception on every rank, soon. The log of a good run says which calls there are and how
 often; then each is made to fail on one rank of two, the first, a middle and the last time. That rank's
@@ -8,15 +8,11 @@ fail silently, and then the numbers are unchanged.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
-import signal
-import threading
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import gpu_log
 import pytest
@@ -210,83 +206,3 @@ def test_divergence_names_the_first_transfer(backend, step, world):
     words += rf"but parameters of unit 'second' {BYTES} on rank 1; run the same modules"
     for result in found:
         assert re.search(words, result.value), result.value
-
-
-# --- Ctrl-C -----------------------------------------------------------------------------------------
-
-# On a GPU torch runs a backward on a thread of its own while the main thread waits in C, where Python
-# sees no signal. So here a thread runs the backward, and the main thread waits for a mutex of C.
-
-LATE = 1.2  # seconds
-
-
-def make_model(transport: Any) -> Any:
-    """Its backward gathers nothing: for the stand-in's compute stream the calling thread would wait."""
-    policy = zshard.wrap.ModuleWrapPolicy({nn.Linear})
-    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    options = {"strategy": "shard_grad_op", "transport": transport, "timeout": 30.0}
-    return FSDP(layers, auto_wrap_policy=policy, **options)
-
-
-def run_beside(call: Any) -> None:
-    """Has a thread run it while this one waits in C, where signals interrupt nothing."""
-    libc = ctypes.CDLL(None)
-    lock, unlock = libc.pthread_mutex_lock, libc.pthread_mutex_unlock
-    mutex = ctypes.create_string_buffer(64)
-    lock(mutex)
-
-    def work() -> None:
-        call()
-        unlock(mutex)
-
-    threading.Thread(target=work).start()
-    lock(mutex)
-
-
-def press_in_backward(env: dict[str, str], own_handler: bool) -> dict[str, Any]:
-    """What comes of Ctrl-C on rank 0, whose backward waits for rank 1."""
-    os.environ.update(env)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    model = make_model("auto")
-    loss = model(torch.ones(2, 8)).sum()
-    said: dict[str, Any] = {"backward": "", "main": "", "handled": 0}
-    if os.environ["RANK"] == "1":
-        time.sleep(LATE)
-
-    def backward() -> None:
-        begin = time.monotonic()
-        try:
-            loss.backward()
-        except Exception as error:
-            said["backward"] = f"{type(error).__name__}: {error}"
-        said["seconds"] = time.monotonic() - begin
-
-    def handle(*_: Any) -> None:
-        said["handled"] += 1
-
-    if own_handler:
-        signal.signal(signal.SIGINT, handle)
-    if os.environ["RANK"] == "0":
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-    try:
-        run_beside(backward)
-        time.sleep(0.01)  # Python has a turn to raise it
-    except KeyboardInterrupt:
-        said["main"] = "KeyboardInterrupt"
-    return said
-
-
-def test_ctrl_c_interrupts_a_backward_on_another_thread() -> None:
-    env = stand_ins.environment("nccl")
-    pressed = fork_ranks(press_in_backward, 2, env, False, check=True)
-    said, other = (each.value for each in pressed)
-    assert "interrupted while waiting for another rank" in said["backward"]
-    assert said["main"] == "KeyboardInterrupt" and said["seconds"] < LATE
-    assert "PeerError" in other["backward"] and "rank 0" in other["backward"]
-
-
-def test_ctrl_c_with_a_handler_of_the_script() -> None:
-    env = stand_ins.environment("nccl")
-    for each in fork_ranks(press_in_backward, 2, env, True, check=True):
-        assert each.value["backward"] == "" and each.value["main"] == ""
-    assert each.value["handled"] == 0  # rank 1

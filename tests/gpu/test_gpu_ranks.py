@@ -8,9 +8,6 @@ backends agree with each other to the bit, and with the host within the toleranc
 from __future__ import annotations
 
 import functools
-import os
-import signal
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,21 +19,20 @@ from gpus import (
     BACKENDS,
     BF16,
     BFLOAT16,
-    DEEP,
     EXACT,
     KINDS,
     Start,
     device,
-    environment,
     far,
     is_real,
+    let_nccl_share_a_gpu,
     on_host,
     sgd,
     train,
     wrap,
 )
 from models import CASES, loss_of, make
-from spawn import RankPool, run_ranks
+from spawn import RankPool
 
 import zshard
 from zshard import FSDP
@@ -59,13 +55,6 @@ def test_nccl_with_one_rank(start: Start, kind: str) -> None:
         pytest.skip(zshard.available_features()["missing"]["nccl"])
     transport, answers, numbers = pool.run(alone_over_nccl)[0]
     assert (transport, answers, numbers) == ("nccl", [b"here"], [0.0, 1.0, 2.0, 3.0, 4.0])
-
-
-def let_nccl_share_a_gpu(rank: int) -> None:
-    """NCCL refuses two ranks of a host on one GPU; ranks that seem to be of two hosts go over
-    sockets."""
-    os.environ["NCCL_HOSTID"] = f"zshard-test-{rank}"
-    os.environ.update(NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", NCCL_NET="Socket")
 
 
 def optimizer_for(model: Any, precision: Any) -> Any:
@@ -241,38 +230,3 @@ def test_backends_agree_to_the_bit(start: Start, world: int) -> None:
         for ours, first in zip(each, found[0], strict=True):
             assert ours[1] == first[1]
             assert far(ours[2], first[2], EXACT) == []
-
-
-def die_in_training(backend: str) -> tuple[str, str, float]:
-    """The last rank is killed between forward and backward; how the others end, and when."""
-    dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
-    if backend == "nccl":
-        let_nccl_share_a_gpu(rank)
-    model = wrap(DEEP, transport=backend if is_real() else "c10d", timeout=60)
-    x = DEEP.batch(0, rank).to(device())
-    loss_of(model(x)).backward()
-    loss = loss_of(model(x))
-    begin = time.monotonic()
-    if rank == world - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        loss.backward()
-        loss_of(model(x)).item()
-    except (zshard.PeerError, zshard.NcclError, RuntimeError) as error:
-        return type(error).__name__, str(error), time.monotonic() - begin
-    return "nothing", "", time.monotonic() - begin
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_killed_rank_is_reported(kind: str, backend: str) -> None:
-    env = environment(kind, backend)
-    *survivors, killed = run_ranks(die_in_training, 2, backend, env=env, check=False, timeout=150)
-    assert killed.returncode == -signal.SIGKILL
-    for result in survivors:
-        assert result.value is not None, result.stderr
-        kind_of_error, words, seconds = result.value
-        assert kind_of_error == "PeerError" and "rank 1" in words, (kind_of_error, words)
-        assert seconds < 60

@@ -63,4 +63,5 @@ def with_stand_ins(backend: str = "c10d", late: int = 200) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    os.execvpe(sys.argv[1], sys.argv[1:], with_stand_ins())
+    chosen = os.environ.get("ZSHARD_BACKEND", "c10d")
+    os.execvpe(sys.argv[1], sys.argv[1:], with_stand_ins(chosen))

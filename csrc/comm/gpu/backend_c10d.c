@@ -30,7 +30,11 @@ static zs_status finish(c10d_backend *self, zs_work *work)
     bool done = false;
     zs_status status = zs_work_wait(work, self->timeout, &done);
     if (!done)
-        return ZS_FAIL(ZS_ERR_TIMEOUT, "a collective on the torch process group timed out after %.0f s", self->timeout);
+        return ZS_FAIL(
+            ZS_ERR_TIMEOUT,
+            "a collective on the torch process group did not finish within %g s: another rank is late, hangs "
+            "in a kernel or diverged; run the same modules in the same order on all ranks, or raise timeout",
+            self->timeout);
     zs_work_free(work);
     return status;
 }

@@ -14,9 +14,20 @@
 
 /* --- failures ----------------------------------------------------------------------------------------------------- */
 
+/* Backends have no units. */
+static zs_status name_last(const zs_gpu_comm *comm, zs_status status)
+{
+    char why[600];
+    snprintf(why, sizeof why, "%s", zs_last_message());
+    zs_clear_error();
+    return ZS_FAIL(status, "%s; transfer %llu, the last that rank %d queued, is %s", why,
+                   (unsigned long long)comm->order.count, comm->base.rank, zs_gpu_order_last(comm));
+}
+
 zs_status zs_gpu_fail(zs_gpu_comm *comm, zs_status status)
 {
     if (comm->base.lost != NULL) return status;
+    if (status == ZS_ERR_TIMEOUT && comm->last != NULL) status = name_last(comm, status);
     comm->base.lost = strdup(zs_last_message());
     zs_comm_abort(comm->control, zs_last_message());
     comm->backend->ops->abort(comm->backend, zs_last_message());
@@ -28,16 +39,6 @@ zs_status zs_gpu_after_wait(zs_gpu_comm *comm, zs_status status)
     return status == ZS_ERR_TORCH ? zs_gpu_fail(comm, status) : status;
 }
 
-/* Backends have no units. */
-static zs_status name_last(const zs_gpu_comm *comm, zs_status status)
-{
-    char why[600];
-    snprintf(why, sizeof why, "%s", zs_last_message());
-    zs_clear_error();
-    return ZS_FAIL(status, "%s; transfer %llu, the last that rank %d queued, is %s", why,
-                   (unsigned long long)comm->order.count, comm->base.rank, zs_gpu_order_last(comm));
-}
-
 zs_status zs_gpu_usable(zs_gpu_comm *comm)
 {
     if (comm->base.lost != NULL)
@@ -45,7 +46,6 @@ zs_status zs_gpu_usable(zs_gpu_comm *comm)
                        comm->base.lost);
     if (comm->backend->ops->check == NULL) return ZS_OK;
     zs_status status = comm->backend->ops->check(comm->backend);
-    if (status == ZS_ERR_TIMEOUT && comm->last != NULL) status = name_last(comm, status);
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(comm, status);
 }
 

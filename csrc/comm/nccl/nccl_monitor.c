@@ -49,8 +49,8 @@ static void ask_work(zs_nccl_comm *comm)
     if (work == NULL || zs_nccl_now() < comm->watched.since + comm->options.timeout) return;
     char text[512];
     snprintf(text, sizeof text,
-             "NCCL, communicator '%s', rank %d of %d: %s did not finish within %g s: another rank is late or "
-             "diverged; run the same modules in the same order on all ranks, or raise timeout",
+             "NCCL, communicator '%s', rank %d of %d: %s did not finish within %g s: another rank is late, "
+             "hangs in a kernel or diverged; run the same modules in the same order on all ranks, or raise timeout",
              comm->name, comm->rank, comm->world, work->what, comm->options.timeout);
     zs_nccl_poison(comm, ZS_ERR_TIMEOUT, text);
 }

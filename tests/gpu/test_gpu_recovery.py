@@ -1,0 +1,419 @@
+"""Faults that a script can meet on a GPU end as on the CPU: Ctrl-C, errors that are caught, ranks that are killed
+or hang, saves that fail, too little memory.
+
+As in test_gpu.py, ranks run on a GPU if there is one, and over the fakes. They share it: over NCCL, and over gloo.
+Calls of the driver that fail, one by one, are in test_gpu_faults.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import resource
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gpus import (
+    BACKENDS,
+    DEEP,
+    EXACT,
+    FP32,
+    KINDS,
+    Deep,
+    device,
+    environment,
+    far,
+    is_real,
+    let_nccl_share_a_gpu,
+    on_host,
+    sgd,
+    train,
+    wrap,
+)
+from models import Case, loss_of
+from nursery import fork_ranks
+from spawn import RankResult
+from torch import Tensor
+
+import zshard
+
+PATIENCE = 6.0  # seconds until a wait for a rank that hangs ends
+ENDS = ("PeerError", "PeerTimeoutError", "DivergenceError")
+
+
+def run(kind: str, backend: str, fn: Any, world: int, *args: Any, **how: Any) -> list[RankResult]:
+    """fn(backend, *args) on fresh ranks that share a device of that kind."""
+    env = {name: value for name, value in environment(kind, backend).items() if value is not None}
+    return fork_ranks(fn, world, backend, *args, env=env, timeout=120, **how)
+
+
+def values(*args: Any) -> list[Any]:
+    """What run() gets from ranks that all return."""
+    return [result.value for result in run(*args, check=True)]
+
+
+def join_ranks(backend: str, timeout: float = 60.0) -> tuple[int, dict[str, Any]]:
+    """This rank, and options for its models."""
+    dist.init_process_group("gloo")
+    if backend == "nccl":
+        let_nccl_share_a_gpu(dist.get_rank())
+    return dist.get_rank(), {"transport": backend if is_real() else "c10d", "timeout": timeout}
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return DEEP.batch(step, rank).to(device())
+
+
+def end_of(call: Callable[[], Any]) -> tuple[str, str]:
+    """The name and the words of the exception that ends `call`."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+both = pytest.mark.parametrize("kind", KINDS)
+over = pytest.mark.parametrize("backend", BACKENDS)
+
+# --- Ctrl-C ---------------------------------------------------------------------------------------
+
+
+def beside(call: Callable[[], None]) -> None:
+    """Run it as torch runs a backward on a GPU: on another thread, while this one waits in C, where
+    signals interrupt nothing."""
+    if is_real():
+        call()
+        return
+    libc = ctypes.CDLL(None)
+    mutex = ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex)
+
+    def work() -> None:
+        call()
+        libc.pthread_mutex_unlock(mutex)
+
+    threading.Thread(target=work).start()
+    libc.pthread_mutex_lock(mutex)
+
+
+def press_in_backward(backend: str, own_handler: bool, pressed: str) -> dict[str, Any]:
+    """What comes of Ctrl-C on rank 0, whose backward waits for rank 1, which waits for the file
+    `pressed`. This backward gathers nothing: the calling thread is the fake's compute stream."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    rank, options = join_ranks(backend)
+    model = wrap(DEEP, strategy="shard_grad_op", **options)
+    loss = loss_of(model(batch(0, rank)))
+    said: dict[str, Any] = {"backward": "", "main": "", "handled": 0}
+
+    def press() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        if own_handler:
+            Path(pressed).touch()
+
+    def handle(*_: Any) -> None:
+        said["handled"] += 1
+
+    def backward() -> None:
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        except Exception as error:
+            said["backward"] = f"{type(error).__name__}: {error}"
+        Path(pressed).touch()
+
+    if own_handler:
+        signal.signal(signal.SIGINT, handle)
+    if rank == 0:
+        loss.register_hook(lambda _grad: threading.Timer(0.3, press).start())
+    else:
+        wait_for(pressed)
+    try:
+        beside(backward)
+        time.sleep(0.01)  # Python has a turn to raise it
+    except KeyboardInterrupt as error:
+        said["main"] = "KeyboardInterrupt"
+        said["backward"] = said["backward"] or f"{error.__context__}"
+        Path(pressed).touch()
+    return said
+
+
+def wait_for(*files: str) -> None:
+    while not all(map(os.path.exists, files)):
+        time.sleep(0.01)
+
+
+@pytest.mark.sampled(2)
+@over
+@both
+def test_ctrl_c_interrupts_a_backward(kind: str, backend: str, tmp_path: Path) -> None:
+    pressed = str(tmp_path / "pressed")
+    said, other = values(kind, backend, press_in_backward, 2, False, pressed)
+    assert "interrupted while waiting for another rank" in said["backward"], said
+    assert said["main"] == "KeyboardInterrupt"
+    assert "PeerError" in other["backward"] and "rank 0" in other["backward"], other
+
+
+@both
+def test_ctrl_c_with_a_handler_of_the_script(kind: str, tmp_path: Path) -> None:
+    pressed = str(tmp_path / "pressed")
+    each = values(kind, "nccl", press_in_backward, 2, True, pressed)
+    assert each == [{"backward": "", "main": "", "handled": count} for count in (1, 0)]
+
+
+# --- errors that are caught ---------------------------------------------------------------------------
+
+
+class Refused(Exception):
+    """Not one of zshard's."""
+
+
+class Failing(Deep):
+    """Raises in the middle of a forward or of a backward, as `fails` says; "memory": torch's own
+    error in a backward."""
+
+    fails = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            if number == 1 and self.fails == "forward":
+                raise Refused
+            x = block(x)
+            if number == 1 and self.fails in HOOKS:
+                x.register_hook(HOOKS[self.fails])
+        return x
+
+
+def refuse(_grad: Tensor) -> None:
+    raise Refused
+
+
+def run_out_of_memory(grad: Tensor) -> None:
+    torch.empty(1 << 60, dtype=torch.uint8, device=grad.device)
+
+
+HOOKS = {"backward": refuse, "memory": run_out_of_memory}
+
+
+FAILING = Case(Failing, lambda generator: DEEP.draw(generator)[:4])  # fails with a larger batch
+
+
+def fail(model: Any, rank: int, where: str) -> None:
+    model.module.fails = where
+    try:
+        loss_of(model(batch(9, rank))).backward()
+    finally:
+        model.module.fails = ""
+
+
+def after_caught_errors(backend: str, where: str) -> tuple[list[float], list[float]]:
+    """Losses of a model, and of one that fails twice on all ranks, in its first step and later."""
+    rank, options = join_ranks(backend)
+    found = []
+    for fails in (False, True):
+        model = wrap(FAILING, **options)
+        optimizer = zshard.AdamW(model.parameters(), lr=0.01)
+        losses: list[float] = []
+        for _ in range(2):
+            if fails:
+                end = end_of(lambda: fail(model, rank, where))  # noqa: B023
+                assert end[0] == "Refused" or (where == "memory" and "memory" in end[1]), end
+            losses += train(model, optimizer, FAILING, steps=2, rank=rank)
+        found.append(losses)
+    return found[0], found[1]
+
+
+@pytest.mark.sampled(4)
+@over
+@pytest.mark.parametrize("where", ["forward", *HOOKS])
+@pytest.mark.parametrize(("kind", "world"), [("gpu", 2), ("stand-in", 1), ("stand-in", 3)])
+def test_caught_error_changes_nothing(kind: str, world: int, where: str, backend: str) -> None:
+    for expected, found in values(kind, backend, after_caught_errors, world, where):
+        assert found == (expected if kind == "stand-in" else pytest.approx(expected, **FP32))
+
+
+def big_batches(backend: str) -> tuple[int, list[float], list[float]]:
+    """How many of three big batches run out of the GPU's memory, each somewhere else in backward;
+    losses of small ones between them, within the same memory, and of a model that has only those."""
+    _, options = join_ranks(backend)
+    total = torch.cuda.get_device_properties(device()).total_memory
+    case = Case(functools.partial(Deep, 1024, 4), lambda g: torch.randn(64, 1024, generator=g))
+    raised, found = 0, []
+    for big in (False, True):
+        model = wrap(case, **options)
+        optimizer = zshard.AdamW(model.parameters(), lr=0.01)
+        losses = train(model, optimizer, case, steps=2)
+        for more in (0, 96, 192):
+            if big:
+                loss = loss_of(model(torch.randn(16384, 1024, device=device())))  # 64 MiB each
+                torch.cuda.empty_cache()
+                room = torch.cuda.memory_reserved() + (more << 20)
+                torch.cuda.set_per_process_memory_fraction(room / total)
+                raised += "OutOfMemoryError" in end_of(loss.backward)
+                del loss
+                optimizer.zero_grad()
+            losses += train(model, optimizer, case, steps=2)
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        found.append(losses)
+    return raised, found[0], found[1]
+
+
+def test_smaller_batch_trains_on_after_lack_of_memory() -> None:
+    """Only on a GPU: the host has no such limit. See "memory" above."""
+    raised, expected, found = values("gpu", "nccl", big_batches, 1)[0]
+    assert raised > 0
+    assert found == pytest.approx(expected, **FP32)
+
+
+def fail_alone(backend: str, where: str) -> list[tuple[str, str]]:
+    """How the steps end if rank 1 alone fails in the first, catches that and continues."""
+    rank, options = join_ranks(backend, PATIENCE)
+    model = wrap(FAILING, **options)
+    optimizer = zshard.AdamW(model.parameters(), lr=0.01)
+    first = end_of(lambda: fail(model, rank, where if rank == 1 else ""))
+    return [first, end_of(lambda: train(model, optimizer, FAILING, rank=rank))]
+
+
+@pytest.mark.sampled(2)
+@over
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@both
+def test_error_on_one_rank_is_an_error_on_all(kind: str, where: str, backend: str) -> None:
+    ends = values(kind, backend, fail_alone, 2, where)
+    refused, *others = ends[1][0], *ends[0], ends[1][1]
+    assert refused[0] == "Refused"
+    for error, words in others:
+        assert error in ENDS or "cannot continue after an earlier failure" in words, (error, words)
+
+
+# --- ranks that are killed or hang ----------------------------------------------------------------------
+
+
+def die_in_training(backend: str, killed: int) -> tuple[str, str]:
+    """The last ranks are killed between forward and backward; how the others end."""
+    rank, options = join_ranks(backend)
+    model = wrap(DEEP, **options)
+    loss_of(model(batch(0, rank))).backward()
+    loss = loss_of(model(batch(0, rank)))
+    if rank >= dist.get_world_size() - killed:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def train_again() -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+        loss_of(model(batch(0, rank))).item()
+
+    return end_of(train_again)
+
+
+@pytest.mark.sampled(3)
+@over
+@pytest.mark.parametrize(("world", "killed"), [(2, 1), (4, 2)])
+@both
+def test_killed_ranks_are_reported(kind: str, world: int, killed: int, backend: str) -> None:
+    results = run(kind, backend, die_in_training, world, killed)
+    gone = range(world - killed, world)
+    assert [results[rank].returncode for rank in gone] == [-signal.SIGKILL] * killed
+    for result in results[: gone[0]]:
+        assert result.value is not None, result.stderr
+        error, words = result.value
+        assert error == "PeerError" and any(f"rank {rank}" in words for rank in gone), words
+
+
+def hang_in_a_kernel(backend: str, folder: str) -> tuple[str, str]:
+    """The GPU of rank 1 does not end a kernel of the script's; how the other ranks end."""
+    rank, options = join_ranks(backend, PATIENCE)
+    model = wrap(DEEP, **options)
+    optimizer = sgd(model, zshard)
+    train(model, optimizer, DEEP, steps=2, rank=rank)
+    if rank == 1:
+        kill_after(os.path.join(folder, "0"), os.path.join(folder, "2"))
+        if is_real():
+            torch.cuda._sleep(int(10 * PATIENCE * 2e9))  # cycles
+        else:  # the fake's side streams hang
+            os.environ["FAKE_CUDA_DELAY_US"] = str(int(10 * PATIENCE * 1e6))
+    end = end_of(lambda: train(model, optimizer, DEEP, rank=rank))
+    Path(folder, str(rank)).touch()
+    if rank == 1:
+        signal.pause()
+    return end
+
+
+def kill_after(*files: str) -> None:
+    """Have another process kill this one once these exist, whatever this one waits for then."""
+    there = " && ".join(f"[ -e '{file}' ]" for file in files)
+    wait = f"until {there}; do sleep 0.05; done; kill -9 {os.getpid()}"
+    subprocess.Popen(["sh", "-c", wait], start_new_session=True)
+
+
+@pytest.mark.sampled(2)
+@over
+@both
+def test_hanging_kernel_ends_the_others_by_timeout(kind: str, backend: str, tmp_path: Path) -> None:
+    """On a GPU, NCCL may report another rank's timeout before a rank's own."""
+    first, hung, last = run(kind, backend, hang_in_a_kernel, 3, str(tmp_path))
+    assert hung.returncode == -signal.SIGKILL, hung
+    assert first.value is not None and last.value is not None, first.stderr + last.stderr
+    ends = [first.value, last.value]
+    assert {error for error, _ in ends} <= {"PeerTimeoutError", "NcclError"}, ends
+    late = [words for error, words in ends if error == "PeerTimeoutError"]
+    assert len(late) == 2 or (late and kind == "gpu"), ends
+    for words in late:
+        assert "did not finish within 6 s" in words and "hangs in a kernel" in words, words
+        assert "is parameters of unit" in words, words
+
+
+# --- saves that fail --------------------------------------------------------------------------------------
+
+
+def save_without_room(backend: str, folder: str, asynchronous: bool) -> tuple[Any, ...]:
+    """How a save ends if rank 1 cannot write; losses before and after it, and of a model that did
+    not save; what differs in what a later save has written."""
+    rank, options = join_ranks(backend)
+    losses, found = [], []
+    for saves in (False, True):
+        model = wrap(DEEP, **options)
+        optimizer = zshard.AdamW(model.parameters(), lr=0.01)
+        first = train(model, optimizer, DEEP, steps=2, rank=rank)
+        if saves:
+            soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            if rank == 1:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (512, hard))
+            end = end_of(lambda: save(folder, model, optimizer, asynchronous))  # noqa: B023
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            dist.barrier()
+            found.append((end, os.listdir(folder)))
+        losses.append(first + train(model, optimizer, DEEP, rank=rank))
+    zshard.save(folder, model, optimizer, step=7)
+    other = wrap(DEEP, **options)
+    zshard.load(folder, other, zshard.AdamW(other.parameters(), lr=0.01))
+    return found[0], losses, far(on_host(other.state_dict()), on_host(model.state_dict()), EXACT)
+
+
+def save(folder: str, model: Any, optimizer: Any, asynchronous: bool) -> None:
+    zshard.save(folder, model, optimizer, step=2, asynchronous=asynchronous).wait()
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "backend"), [("gpu", "nccl"), *(("stand-in", b) for b in BACKENDS)]
+)
+def test_failed_save_changes_nothing(
+    kind: str, backend: str, asynchronous: bool, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "checkpoint")
+    for (end, left), losses, wrong in values(
+        kind, backend, save_without_room, 2, folder, asynchronous
+    ):
+        assert end[0] == "OSError" and "File too large" in end[1], end
+        assert left == []
+        assert losses[1] == (losses[0] if kind == "stand-in" else pytest.approx(losses[0], **FP32))
+        assert wrong == []
