@@ -74,7 +74,8 @@ static inline const zs_device *zs_context_device(const zs_context *context)
     return context->ranks.all->device;
 }
 
-/* Is a pass of the model in a CUDA graph, or being captured? What it uses keeps its memory: the graph has the addresses. */
+/* Is a pass of the model in a CUDA graph, or being captured? What it uses keeps its memory: the graph has its
+ * address. */
 bool zs_context_captured(zs_context *context);
 
 /* A hook begins: orders what it queues after earlier hooks. */
