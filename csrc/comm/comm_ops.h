@@ -371,6 +371,7 @@ static inline bool zs_comm_gathers_device(const zs_comm *comm)
 /* Gathers it. */
 static inline zs_status zs_comm_gather_device(zs_comm *comm, const void *mine, size_t bytes, void *all)
 {
+    ZS_TRY(zs_comm_meet(comm));
     return comm->ops->talk->gather_device(comm, mine, bytes, all);
 }
 

@@ -401,7 +401,8 @@ zs_status zs_join_backward_end(zs_engine *engine)
 zs_status zs_join_abandon(zs_engine *engine, bool *said)
 {
     zs_join *join = engine->join;
-    *said = engine->context.ranks.all->ops->mapped; /* otherwise the transport tells them */
+    bool mapped = engine->context.ranks.all->ops->mapped;
+    *said = mapped || (join != NULL && join->shadowed); /* otherwise the transport tells them */
     if (!*said || join == NULL || join->over) return ZS_OK;
     return say_act(join, ZS_JOIN_ABANDON, 0, 0);
 }
