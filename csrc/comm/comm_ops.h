@@ -176,7 +176,7 @@ typedef struct zs_meeting {
 struct zs_comm {
     const zs_comm_ops *ops;
     int rank, world;
-    int per_host;               /* (CPU) neighboring ranks share a host, this many on each; 0: all share one */
+    int per_host;               /* neighboring ranks share a host, this many on each; 0: all share one */
     const zs_device *device;    /* of flats and buckets */
     double timeout;             /* seconds that one wait may take */
     char *lost;                 /* (c10d) why calls now fail, NULL: they do not; owned */

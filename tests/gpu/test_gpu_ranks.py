@@ -30,6 +30,7 @@ from gpus import (
     environment,
     far,
     is_real,
+    let_nccl_share_a_gpu,
     on_host,
     sgd,
     train,
@@ -59,13 +60,6 @@ def test_nccl_with_one_rank(start: Start, kind: str) -> None:
         pytest.skip(zshard.available_features()["missing"]["nccl"])
     transport, answers, numbers = pool.run(alone_over_nccl)[0]
     assert (transport, answers, numbers) == ("nccl", [b"here"], [0.0, 1.0, 2.0, 3.0, 4.0])
-
-
-def let_nccl_share_a_gpu(rank: int) -> None:
-    """NCCL refuses two ranks of a host on one GPU; ranks that seem to be of two hosts go over
-    sockets."""
-    os.environ["NCCL_HOSTID"] = f"zshard-test-{rank}"
-    os.environ.update(NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", NCCL_NET="Socket")
 
 
 def optimizer_for(model: Any, precision: Any) -> Any:

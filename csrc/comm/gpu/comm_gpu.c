@@ -305,6 +305,7 @@ zs_status zs_comm_gpu_new(zs_comm *control, zs_backend *backend, zs_comm **out)
     self->base.ops = backend->ops->table;
     self->base.rank = control->rank;
     self->base.world = control->world;
+    self->base.per_host = control->per_host;
     control->is_control = true;
     self->base.device = backend->device;
     self->base.timeout = control->timeout;

@@ -7,6 +7,7 @@
 
 #include "base/file.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 
 struct zs_gpu_turns {
@@ -178,6 +179,15 @@ void zs_gpu_write_end(zs_comm *comm, zs_reader *reader, bool known)
     if (ops->write_end != NULL) ops->write_end(readers_comm(comm), reader, known);
 }
 
+static zs_status with_remedy(zs_status status)
+{
+    char why[1024];
+    snprintf(why, sizeof why, "%s", zs_last_message());
+    zs_clear_error();
+    return ZS_FAIL(status, "%s. Over NCCL, no rank may evaluate alone: do so on all ranks, or pass transport="
+                           "zshard.NcclOptions(any_order=True), over which ranks that train take part" ZS_UNEVEN, why);
+}
+
 /* Without turns the hosts meet before anything is queued: a GPU that waits for ranks elsewhere has no deadline. */
 zs_status zs_gpu_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *reading)
 {
@@ -191,6 +201,7 @@ zs_status zs_gpu_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *
     bool named = zs_call_begin(reading->pass == ZS_PASS_BACKWARD ? "a backward" : "a forward");
     zs_status status = zs_comm_exchange(self->control, &nothing, sizeof nothing, all);
     if (named) zs_call_end();
+    if (status == ZS_ERR_DIVERGED || status == ZS_ERR_TIMEOUT) return zs_gpu_fail(self, with_remedy(status));
     return zs_gpu_after_wait(self, status);
 }
 
