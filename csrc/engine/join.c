@@ -340,9 +340,20 @@ static zs_status check_other(const zs_engine *engine)
                    "data could not follow it: make both models parts of one module that you shard");
 }
 
+/* Whoever replays a graph announces nothing. */
+static zs_status check_capture(const zs_engine *engine)
+{
+    bool captures = false;
+    if (engine->join != NULL) ZS_TRY(zs_device_capturing(zs_context_device(&engine->context), &captures));
+    if (!captures) return ZS_OK;
+    return ZS_FAIL(ZS_ERR_STATE, "a CUDA graph is captured in join(), where ranks without data could not follow its "
+                                 "replays: capture and replay graphs outside of join()");
+}
+
 zs_status zs_join_forward(zs_engine *engine, const zs_entry *entry, bool meets)
 {
     zs_join *join = engine->join;
+    ZS_TRY(check_capture(engine));
     if (!meets) return ZS_OK;
     ZS_TRY(check_other(engine));
     if (!tells(engine)) return ZS_OK;
