@@ -24,7 +24,7 @@ from zshard.memory.dry_run import DryRun, Planned, World, dry_comms, world_of
 from zshard.memory.host_limits import Room, Sharing, room_of_cgroup, room_of_mappings, rooms
 from zshard.offload import Offload
 from zshard.precision import in_dtype
-from zshard.ranks.devices import CPU, torch_device
+from zshard.ranks.devices import torch_device
 from zshard.ranks.groups import _env_int
 from zshard.ranks.meeting import host_id
 from zshard.ranks.transports import Comms

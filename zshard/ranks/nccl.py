@@ -60,7 +60,9 @@ class NcclOptions:
                     f"NcclOptions: {name} must be {unset}an integer from 1 to {most}, got {value!r}"
                 )
         if not isinstance(self.any_order, bool):
-            raise ValueError(f"NcclOptions: any_order must be True or False, got {self.any_order!r}")
+            raise ValueError(
+                f"NcclOptions: any_order must be True or False, got {self.any_order!r}"
+            )
         if (self.min_ctas or 0) > (self.max_ctas or MAX_CTAS):
             raise ValueError(
                 f"NcclOptions: min_ctas={self.min_ctas} exceeds max_ctas={self.max_ctas}"
