@@ -340,7 +340,7 @@ static zs_status check_other(const zs_engine *engine)
                    "data could not follow it: make both models parts of one module that you shard");
 }
 
-/* Whoever replays a graph announces nothing. */
+/* A replay of a graph announces nothing. */
 static zs_status check_capture(const zs_engine *engine)
 {
     bool captures = false;

@@ -312,7 +312,7 @@ def test_zero1_is_refused_in_a_capture() -> None:
 
 
 def joined(env: dict[str, str]) -> str:
-    """A capture within join(), whose replays nobody would hear of."""
+    """A capture within join(), whose replays would announce nothing."""
     os.environ.update(env)
     model = wrap(make_model(), {})
     optimizer = zshard.AdamW(model.parameters(), capturable=True)

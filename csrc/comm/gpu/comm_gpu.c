@@ -2,52 +2,12 @@
  *
  * No host waits for a GPU, so hosts communicate early, and what they find (other bitmaps, another order, a peer that
  * exited) they report as on the CPU, with the control transport's messages. Moves on the devices must be requested
- * in one order on all ranks. This is checked when a session ends, before the script can wait for results that never
- * come. */
-#define _GNU_SOURCE /* strdup */
+ * in one order on all ranks. Either hosts agree before each (gpu_turn.c), or they meet when a session begins, and
+ * compare what they requested when it ends, before the script can wait for results that never come. */
 #include "comm/gpu/gpu.h"
 #include "device/device_cuda.h"
 
-#include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
-
-/* --- failures ----------------------------------------------------------------------------------------------------- */
-
-zs_status zs_gpu_fail(zs_gpu_comm *comm, zs_status status)
-{
-    if (comm->base.lost != NULL) return status;
-    comm->base.lost = strdup(zs_last_message());
-    zs_comm_abort(comm->control, zs_last_message());
-    comm->backend->ops->abort(comm->backend, zs_last_message());
-    return status;
-}
-
-zs_status zs_gpu_after_wait(zs_gpu_comm *comm, zs_status status)
-{
-    return status == ZS_ERR_TORCH ? zs_gpu_fail(comm, status) : status;
-}
-
-/* Backends have no units. */
-static zs_status name_last(const zs_gpu_comm *comm, zs_status status)
-{
-    char why[600];
-    snprintf(why, sizeof why, "%s", zs_last_message());
-    zs_clear_error();
-    return ZS_FAIL(status, "%s; transfer %llu, the last that rank %d queued, is %s", why,
-                   (unsigned long long)comm->order.count, comm->base.rank, zs_gpu_order_last(comm));
-}
-
-zs_status zs_gpu_usable(zs_gpu_comm *comm)
-{
-    if (comm->base.lost != NULL)
-        return ZS_FAIL(ZS_ERR_STATE, "cannot continue after an earlier failure; restart all ranks: %s",
-                       comm->base.lost);
-    if (comm->backend->ops->check == NULL) return ZS_OK;
-    zs_status status = comm->backend->ops->check(comm->backend);
-    if (status == ZS_ERR_TIMEOUT && comm->last != NULL) status = name_last(comm, status);
-    return status == ZS_OK ? ZS_OK : zs_gpu_fail(comm, status);
-}
 
 /* --- one order on all ranks --------------------------------------------------------------------------------------- */
 
@@ -172,17 +132,6 @@ size_t zs_gpu_bytes(const zs_comm *comm)
     const zs_gpu_comm *self = (const zs_gpu_comm *)comm;
     size_t areas = self->areas != NULL ? zs_arena_bytes(self->areas) : 0;
     return areas + zs_comm_room(comm, NULL).fixed;
-}
-
-zs_status zs_gpu_make_areas(zs_gpu_comm *comm)
-{
-    return comm->areas != NULL ? ZS_OK : zs_arena_new(comm->base.device, &comm->areas);
-}
-
-zs_status zs_gpu_take_area(zs_gpu_comm *comm, size_t bytes, zs_mem **area)
-{
-    ZS_TRY(zs_gpu_make_areas(comm));
-    return zs_arena_take(comm->areas, bytes, area);
 }
 
 zs_status zs_gpu_reserve(zs_comm *comm, const zs_arena *plan)

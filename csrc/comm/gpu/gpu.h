@@ -4,6 +4,7 @@
  *   gpu_order.c       which move differs if ranks diverged
  *   gpu_turn.c        meeting before each move: ranks may run different units
  *   gpu_round.c       reducing
+ *   gpu_state.c       failures, memory to receive into
  *   gpu_transports.c  the tables
  *   backend.h         what moves the bytes
  */

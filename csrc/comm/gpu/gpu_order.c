@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define REMEDY                                                                                                         \
+#define REMEDY \
     "; run the same modules in the same order on all ranks, or pass transport=zshard.NcclOptions(any_order=True)"
 
 /* Hashes of all moves up to each remembered one. */
@@ -81,8 +81,7 @@ static zs_status describe(zs_gpu_comm *comm, const trace *a, const trace *b, int
     snprintf(mine.text, sizeof mine.text, "%s", what);
     ZS_TRY(zs_comm_exchange(comm->control, &mine, sizeof mine, all));
     if (known)
-        return ZS_FAIL(ZS_ERR_DIVERGED,
-                       "ranks diverged: transfer %llu is %s on rank 0, but %s on rank %d" REMEDY,
+        return ZS_FAIL(ZS_ERR_DIVERGED, "ranks diverged: transfer %llu is %s on rank 0, but %s on rank %d" REMEDY,
                        (unsigned long long)(comm->agreed + at + 1), all[0].text, all[other].text, other);
     return ZS_FAIL(ZS_ERR_DIVERGED,
                    "ranks diverged: rank 0 queued %llu transfers, last: %s, but rank %d queued %llu, last: %s" REMEDY,

@@ -184,8 +184,10 @@ static zs_status with_remedy(zs_status status)
     char why[1024];
     snprintf(why, sizeof why, "%s", zs_last_message());
     zs_clear_error();
-    return ZS_FAIL(status, "%s. Over NCCL, no rank may evaluate alone: do so on all ranks, or pass transport="
-                           "zshard.NcclOptions(any_order=True), over which ranks that train take part" ZS_UNEVEN, why);
+    return ZS_FAIL(status,
+                   "%s. Over NCCL, no rank may evaluate alone: do so on all ranks, or pass transport="
+                   "zshard.NcclOptions(any_order=True), over which ranks that train take part" ZS_UNEVEN,
+                   why);
 }
 
 /* Without turns the hosts meet before anything is queued: a GPU that waits for ranks elsewhere has no deadline. */
