@@ -49,9 +49,18 @@ def results(model: Any, optimizer: Any) -> dict[str, Tensor]:
 COUNTS = {2: [(4, 1), (0, 3)], 4: [(3, 1, 0, 4)]}
 
 
+def groups_for(strategy: str) -> dict[str, Any]:
+    """Return the options of four ranks as two hosts of two, where the strategy needs them."""
+    if not strategy.startswith("hybrid"):
+        return {}
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    rank = dist.get_rank()
+    return {"process_group": (pairs[rank // 2], pairs[2 + rank % 2])}
+
+
 def joined(backend: str | None, loop: str, strategy: str, counts: Any) -> dict[str, Tensor]:
     rank = dist.get_rank()
-    model, there = sharded(DEEP, backend, strategy=strategy)
+    model, there = sharded(DEEP, backend, strategy=strategy, **groups_for(strategy))
     optimizer = zshard.AdamW(model.parameters(), lr=0.01)
     scaler = zshard.GradScaler(there.type, init_scale=4.0, enabled=loop == "scaling")
     with model.join(optimizer, scaler):
@@ -86,6 +95,15 @@ def test_uneven_batches(
 ) -> None:
     for counts in COUNTS[world]:
         compare(start, hosts, (kind, world, backend), joined, loop, strategy, counts)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_shard_zero2", "hybrid_full"])
+@pytest.mark.parametrize(("kind", "world", "backend"), [p for p in TOGETHER if p[1] == 4])
+def test_uneven_batches_in_two_groups(
+    start: Start, hosts: Hosts, kind: str, world: int, backend: str, strategy: str
+) -> None:
+    compare(start, hosts, (kind, world, backend), joined, "usual", strategy, COUNTS[4][0])
 
 
 def clipped_by_two(backend: str) -> float:
