@@ -27,9 +27,16 @@ zs_c10d_comm *zs_gpu_turns_of(const zs_gpu_comm *comm)
 
 /* --- hooks -------------------------------------------------------------------------------------------------------- */
 
+/* A rank that has failed in a meeting may have left its part of the next one: the one after that reports why. */
+static zs_status meet(const zs_gpu_comm *comm, const void *mine, size_t bytes, void *all)
+{
+    ZS_TRY(zs_comm_exchange(comm->control, mine, bytes, all));
+    return zs_comm_is_stopped(comm->control) ? zs_comm_exchange(comm->control, mine, bytes, all) : ZS_OK;
+}
+
 static zs_status say(zs_c10d_comm *head, const zs_c10d_turn *mine, zs_c10d_turn *turns)
 {
-    return zs_comm_exchange(gpu_of(head)->control, mine, sizeof *mine, turns);
+    return meet(gpu_of(head), mine, sizeof *mine, turns);
 }
 
 static zs_status exchange_words(zs_c10d_comm *head, zs_diagnostics *all)
@@ -64,6 +71,19 @@ static const zs_c10d_hooks hooks = {serve, exchange_words};
 
 /* --- turns -------------------------------------------------------------------------------------------------------- */
 
+/* The control knows a turn as a message alone. */
+static zs_status name_turn(const zs_c10d_comm *head, const zs_c10d_turn *turn, zs_status status)
+{
+    if (status != ZS_ERR_TIMEOUT && status != ZS_ERR_PEER) return status;
+    char why[ZS_C10D_WORDS], phrase[ZS_C10D_PHRASE];
+    snprintf(why, sizeof why, "%s", zs_last_message());
+    zs_clear_error();
+    zs_c10d_describe_here(turn, "", phrase, sizeof phrase);
+    bool looks = turn->kind == ZS_C10D_GATHER && zs_reading_is_look(head->base.reading);
+    return ZS_FAIL(status, "%s; rank %d was %s: %s", why, head->base.rank, phrase,
+                   looks ? "on GPUs an evaluation takes all ranks: call it on all of them" : zs_c10d_remedy_of(turn));
+}
+
 zs_status zs_gpu_agree(zs_gpu_comm *comm, const zs_c10d_turn *turn)
 {
     zs_c10d_comm *head = zs_gpu_turns_of(comm);
@@ -76,7 +96,7 @@ zs_status zs_gpu_agree(zs_gpu_comm *comm, const zs_c10d_turn *turn)
     comm->base.heard |= head->base.heard;
     comm->base.failed |= head->base.failed;
     head->base.heard = false;
-    return status == ZS_OK || status == ZS_ERR_DIVERGED ? status : zs_gpu_fail(comm, status);
+    return status == ZS_OK || status == ZS_ERR_DIVERGED ? status : zs_gpu_fail(comm, name_turn(head, turn, status));
 }
 
 zs_status zs_gpu_agree_on_gather(zs_gpu_comm *comm, const zs_flat_mem *flat, const char *unit)
@@ -181,7 +201,7 @@ void zs_gpu_write_end(zs_comm *comm, zs_reader *reader, bool known)
 
 static zs_status with_remedy(zs_status status)
 {
-    char why[1024];
+    char why[ZS_C10D_WORDS];
     snprintf(why, sizeof why, "%s", zs_last_message());
     zs_clear_error();
     return ZS_FAIL(status,
@@ -200,8 +220,8 @@ zs_status zs_gpu_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *
     comm->reading = its->reading;
     if (self->turns != NULL) return ZS_OK;
     char nothing = 0, all[comm->world];
-    bool named = zs_call_begin(reading->pass == ZS_PASS_BACKWARD ? "a backward" : "a forward");
-    zs_status status = zs_comm_exchange(self->control, &nothing, sizeof nothing, all);
+    bool named = zs_call_begin(reading->pass == ZS_PASS_BACKWARD ? "backward()" : "forward()");
+    zs_status status = meet(self, &nothing, sizeof nothing, all);
     if (named) zs_call_end();
     if (status == ZS_ERR_DIVERGED || status == ZS_ERR_TIMEOUT) return zs_gpu_fail(self, with_remedy(status));
     return zs_gpu_after_wait(self, status);
