@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -162,6 +163,30 @@ def test_abandoned_backward_within_join(start: Start, kind: str, world: int, bac
         assert len(raised) == 1 and "rank 0 abandoned its backward" in raised[0]
 
 
+def left_early(backend: str) -> str:
+    """What ranks get where rank 1 raises within join() while rank 0 still has data."""
+    rank = dist.get_rank()
+    model, there = sharded(DEEP, backend, process_group=dist.new_group())
+    try:
+        with model.join(zshard.AdamW(model.parameters())):
+            for step in range(3 if rank == 0 else 1):
+                loss_of(model(DEEP.batch(step, rank).to(there))).backward()
+            if rank == 1:
+                raise ValueError("told so")
+    except (ValueError, zshard.DivergenceError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.sampled(2)
+@together
+def test_exception_that_leaves_join(start: Start, kind: str, world: int, backend: str) -> None:
+    first, own, *others = start(kind, world, backend).run(left_early, backend)
+    assert own == "told so"
+    for said in (first, *others):
+        assert "rank 1 left join() by an exception: ValueError: told so" in said
+
+
 # --- units that a rank leaves out -----------------------------------------------------------------
 
 
@@ -238,6 +263,31 @@ def test_error_over_nccl_names_the_remedy(start: Start) -> None:
     for text in start("stand-in", 2, "nccl").run(without_being_asked):
         assert "parameters of unit 'layers.0'" in text and "parameters of unit 'layers.1'" in text
         assert "pass transport=zshard.NcclOptions(any_order=True)" in text
+
+
+def killed(env: dict[str, str], backend: str) -> tuple[str, str]:
+    """How a rank ends whose peer is killed before it leaves out a unit that this rank runs."""
+    os.environ.update(env)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model, there = sharded(PATHS, backend, any_order=True)
+    x = PATHS.batch(0, rank).to(there)
+    loss_of(model(x, [0, 1])).backward()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        loss_of(model(x, [0, 1, 2])).backward()
+    except (RuntimeError, zshard.PeerError) as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize("backend", ["c10d", "nccl"])
+def test_killed_rank_is_reported_at_the_next_meeting(backend: str) -> None:
+    first, dead = fork_ranks(killed, 2, environment(backend), backend)
+    assert dead.returncode == -signal.SIGKILL and first.value is not None, first.stderr
+    kind, said = first.value
+    assert kind == "PeerError" and "rank 1" in said and "all-gathering parameters" in said
 
 
 # --- a rank that evaluates alone ------------------------------------------------------------------
