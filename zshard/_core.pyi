@@ -32,7 +32,7 @@ class Comm:
         backend: str,
         device: str,
         group_name: str,
-        nccl: tuple[int, int, int, int] = (0, 0, 0, 2),
+        nccl: tuple[int, int, int, int, bool] = (0, 0, 0, 2, False),
         /,
     ) -> Comm: ...
     @classmethod

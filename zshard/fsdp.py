@@ -126,8 +126,8 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         keep_gathered: which units stay gathered from forward to backward instead of being gathered
             twice (not over "shm", where a gather moves nothing): more memory, less traffic,
             bit-identical results. "auto" (the default): where all-gathers cross hosts, as many as
-            fit into what memory_limit leaves after the first steps; nothing on one host, on GPUs,
-            or with memory_limit=None. True: all. False: none. A number of bytes, or a string such
+            fit into what memory_limit leaves after the first steps; nothing on one host, or with
+            memory_limit=None. True: all. False: none. A number of bytes, or a string such
             as "2GiB": up to so many bytes of full parameters. The outermost call's argument counts.
 
     Initialization:
@@ -242,7 +242,7 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         check_environment(options)
         check_values(param_init_fn, forward_sync_buffers)
         limit = parse_limit(memory_limit)
-        options = options._replace(keep=parse_keep(keep_gathered, limit, device))
+        options = options._replace(keep=parse_keep(keep_gathered, limit))
         ignored = split_ignored(ignored_modules, ignored_states)
         specs = plan_units(module, auto_wrap_policy, *ignored)
         planned = [(spec, unit_options(spec, options)) for spec in specs]

@@ -51,7 +51,7 @@ def _unscale_grads_(
 
 def unscale(optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, allow_fp16: bool) -> None:
     """Unscale this rank's gradients when other ranks' scalers do. Collective."""
-    found = torch.zeros((), dtype=torch.float32)
+    found = torch.zeros((), dtype=torch.float32, device=inv_scale.device)
     with plain():
         scaler = torch.amp.GradScaler.__new__(
             torch.amp.GradScaler

@@ -176,7 +176,7 @@ typedef struct zs_meeting {
 struct zs_comm {
     const zs_comm_ops *ops;
     int rank, world;
-    int per_host;               /* (CPU) neighboring ranks share a host, this many on each; 0: all share one */
+    int per_host;               /* neighboring ranks share a host, this many on each; 0: all share one */
     const zs_device *device;    /* of flats and buckets */
     double timeout;             /* seconds that one wait may take */
     char *lost;                 /* (c10d) why calls now fail, NULL: they do not; owned */
@@ -376,6 +376,7 @@ static inline bool zs_comm_gathers_device(const zs_comm *comm)
 /* Gathers it. */
 static inline zs_status zs_comm_gather_device(zs_comm *comm, const void *mine, size_t bytes, void *all)
 {
+    ZS_TRY(zs_comm_meet(comm));
     return comm->ops->talk->gather_device(comm, mine, bytes, all);
 }
 

@@ -340,9 +340,20 @@ static zs_status check_other(const zs_engine *engine)
                    "data could not follow it: make both models parts of one module that you shard");
 }
 
+/* A replay of a graph announces nothing. */
+static zs_status check_capture(const zs_engine *engine)
+{
+    bool captures = false;
+    if (engine->join != NULL) ZS_TRY(zs_device_capturing(zs_context_device(&engine->context), &captures));
+    if (!captures) return ZS_OK;
+    return ZS_FAIL(ZS_ERR_STATE, "a CUDA graph is captured in join(), where ranks without data could not follow its "
+                                 "replays: capture and replay graphs outside of join()");
+}
+
 zs_status zs_join_forward(zs_engine *engine, const zs_entry *entry, bool meets)
 {
     zs_join *join = engine->join;
+    ZS_TRY(check_capture(engine));
     if (!meets) return ZS_OK;
     ZS_TRY(check_other(engine));
     if (!tells(engine)) return ZS_OK;
@@ -401,7 +412,8 @@ zs_status zs_join_backward_end(zs_engine *engine)
 zs_status zs_join_abandon(zs_engine *engine, bool *said)
 {
     zs_join *join = engine->join;
-    *said = engine->context.ranks.all->ops->mapped; /* otherwise the transport tells them */
+    bool mapped = engine->context.ranks.all->ops->mapped;
+    *said = mapped || (join != NULL && join->shadowed); /* otherwise the transport tells them */
     if (!*said || join == NULL || join->over) return ZS_OK;
     return say_act(join, ZS_JOIN_ABANDON, 0, 0);
 }

@@ -89,10 +89,11 @@ static zs_status new_backend(zs_comm *control, const backend_request *request, c
 
 PyDoc_STRVAR(
     comm_gpu_doc,
-    "gpu($type, control, backend, device, group_name, nccl=(0, 0, 0, 2), /)\n--\n\nCreate a transport between GPUs. "
+    "gpu($type, control, backend, device, group_name, nccl=(0, 0, 0, 2, False), /)\n--\n\nCreate a transport between "
+    "GPUs. "
     "control: the Comm between the host processes; backend: the backend that transfers the data ('c10d' or 'nccl'); "
     "group_name: the torch process group that 'c10d' uses; nccl: (CTA policy: 0 default, 1 efficiency; minimum CTAs, "
-    "maximum CTAs (0: NCCL's choice); number of communicators).");
+    "maximum CTAs (0: NCCL's choice); number of communicators; whether ranks may run different units).");
 
 static PyObject *comm_gpu(PyObject *type, PyObject *args)
 {
@@ -103,8 +104,8 @@ static PyObject *comm_gpu(PyObject *type, PyObject *args)
     zs_nccl_choices *nccl = &request.nccl;
     zs_backend *backend = NULL;
     zs_comm *comm = NULL;
-    if (!PyArg_ParseTuple(args, "Osss|(iiii):gpu", &control, &request.kind, &where, &request.group, &nccl->ctas,
-                          &nccl->min_ctas, &nccl->max_ctas, &nccl->communicators))
+    if (!PyArg_ParseTuple(args, "Osss|(iiiip):gpu", &control, &request.kind, &where, &request.group, &nccl->ctas,
+                          &nccl->min_ctas, &nccl->max_ctas, &nccl->communicators, &nccl->any_order))
         return NULL;
     zs_comm *hosts = zs_py_comm(control);
     if (hosts == NULL) return NULL;

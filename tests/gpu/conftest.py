@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import fake_cuda
@@ -20,6 +20,15 @@ def start() -> Iterator[Start]:
     """Starts standing ranks."""
     with standing_ranks() as found:
         yield found
+
+
+@pytest.fixture(scope="session")
+def hosts() -> Iterator[Callable[[int], RankPool]]:
+    """Returns ranks on the host, whose numbers are the reference."""
+    pools: dict[int, RankPool] = {}
+    yield lambda world: pools.setdefault(world, RankPool(world))
+    for pool in pools.values():
+        pool.close(patience=5.0)
 
 
 @pytest.fixture(params=KINDS)

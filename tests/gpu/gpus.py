@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import stand_ins
 import torch
+import torch.distributed as dist
 from models import Block, Case, loss_of, make
 from spawn import RankPool
 from torch import Tensor, nn
@@ -31,6 +32,8 @@ ADAM = {"rel": 1e-4, "abs": 2e-4}  # lr = 0.01: a gradient's rounding error matt
 BFLOAT16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 BACKENDS = ("c10d", "nccl")
 EXACT = {"rel": 0.0, "abs": 0.0}
+TOGETHER = [(kind, world, by) for kind in KINDS for world in (2, 4) for by in BACKENDS]
+"""Ranks that share a device: its kind, their number, and the backend between them."""
 
 
 @functools.cache
@@ -132,6 +135,28 @@ def train(
         optimizer.step()
         losses.append(float(loss))
     return losses
+
+
+def let_nccl_share_a_gpu(rank: int) -> None:
+    """NCCL refuses two ranks of a host on one GPU; ranks that seem to be of two hosts go over
+    sockets."""
+    os.environ["NCCL_HOSTID"] = f"zshard-test-{rank}"
+    os.environ.update(NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", NCCL_NET="Socket")
+
+
+def sharded(case: Case, backend: str | None, any_order: bool = False, **options: Any) -> Any:
+    """Return (the case's model, its device) of ranks that share a GPU over `backend`; None: on the
+    host, over shm.
+
+    any_order: ranks may run different units.
+    """
+    there = torch.device("cpu") if backend is None else device()
+    transport: Any = backend if backend is not None and is_real() else "shm"
+    if backend == "nccl":
+        let_nccl_share_a_gpu(dist.get_rank())
+        transport = zshard.NcclOptions(any_order=True) if any_order else transport
+    options = {"auto_wrap_policy": case.policy, "timeout": 60, **options}
+    return FSDP(make(case.make).to(there), transport=transport, **options), there
 
 
 def on_host(state: dict[str, Tensor]) -> dict[str, Tensor]:

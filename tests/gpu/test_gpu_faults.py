@@ -162,7 +162,6 @@ def test_every_failing_call_raises_on_all_ranks(well, part):
 
 # --- ranks that diverge -----------------------------------------------------------------------------
 
-BACKENDS = ["nccl", "c10d"]
 BYTES = r"\(\d+ bytes per rank\)"
 
 
@@ -197,9 +196,9 @@ def run_reordered(env, step):
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("step", [0, 2])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_divergence_names_the_first_transfer(backend, step, world):
-    env = stand_ins.environment(backend)
+def test_divergence_names_the_first_transfer(step, world):
+    """Over c10d, and NCCL in any order, this is no error (test_gpu_uneven.py)."""
+    env = stand_ins.environment("nccl")
     found = fork_ranks(run_reordered, world, env, step, check=True)
     number = "1" if step == 0 else r"\d+"
     words = rf"ranks diverged: transfer {number} is parameters of unit 'first' {BYTES} on rank 0, "

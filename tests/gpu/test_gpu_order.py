@@ -51,14 +51,29 @@ class Layer(nn.Module):
         return torch.tanh(MarkedProduct.apply(x, self.weight))
 
 
-def train(folder, env, options):
+class SomeLayers(nn.Sequential):
+    """Each rank leaves out a layer in each step, and another one than its neighbor."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.calls = 0
+
+    def forward(self, x):
+        left_out = (self.calls + int(os.environ["RANK"])) % len(self)
+        self.calls += 1
+        for number, layer in enumerate(self):
+            x = layer(x) if number != left_out else x
+        return x
+
+
+def train(folder, env, options, kind=nn.Sequential):
     """Where the log is, the memory that is held and was predicted, and the losses."""
     os.environ.update(env)
     rank = int(os.environ["RANK"])
     log = gpu_log.start(folder, rank)
     torch.manual_seed(3)
     policy = zshard.wrap.ModuleWrapPolicy({Layer})
-    model = FSDP(nn.Sequential(*(Layer() for _ in range(4))), auto_wrap_policy=policy, **options)
+    model = FSDP(kind(*(Layer() for _ in range(4))), auto_wrap_policy=policy, **options)
     optimizer = zshard.AdamW(model.parameters(), lr=0.01)
     losses = []
     for step in range(STEPS):
@@ -204,6 +219,22 @@ def lines_of(run) -> list[list[gpu_log.Line]]:
 def test_nothing_races(run):
     for lines in lines_of(run):
         assert gpu_log.races(lines) == []
+
+
+def test_gathers_of_units_left_out_race_with_nothing(tmp_path):
+    """What a rank gathers for others alone goes where rounds receive, in another stream."""
+    options = {"transport": zshard.NcclOptions(any_order=True)}
+    env, folder = stand_ins.environment("nccl"), str(tmp_path)
+    for result in fork_ranks(train, 2, folder, env, options, SomeLayers, check=True):
+        lines = gpu_log.read(Path(result.value[0]))
+        assert gpu_log.races(lines) == []
+        for stream in (0, GATHER, REDUCE):
+            without = [
+                (name, fields)
+                for name, fields in lines
+                if not (name == "cuStreamWaitEvent" and fields["stream"] == str(stream))
+            ]
+            assert gpu_log.races(without), stream
 
 
 def test_log_is_complete(run):

@@ -69,6 +69,7 @@ def test_invalid_options_are_refused():
         {"communicators": 0},
         {"communicators": 3},
         {"communicators": True},
+        {"any_order": 1},
     ):
         (name, *_) = wrong
         with pytest.raises(ValueError, match=name):
@@ -145,6 +146,7 @@ def test_option_of_a_newer_library_is_refused(tmp_path):
 def test_options_that_differ_between_ranks_are_refused(tmp_path):
     pairs = [
         [NcclOptions(), NcclOptions(communicators=1)],
+        [NcclOptions(), NcclOptions(any_order=True)],
         [NcclOptions(max_ctas=8), NcclOptions(max_ctas=4)],
         [NcclOptions(ctas="efficiency"), NcclOptions()],
     ]

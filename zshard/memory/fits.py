@@ -24,7 +24,7 @@ from zshard.memory.dry_run import DryRun, Planned, World, dry_comms, world_of
 from zshard.memory.host_limits import Room, Sharing, room_of_cgroup, room_of_mappings, rooms
 from zshard.offload import Offload
 from zshard.precision import in_dtype
-from zshard.ranks.devices import CPU, torch_device
+from zshard.ranks.devices import torch_device
 from zshard.ranks.groups import _env_int
 from zshard.ranks.meeting import host_id
 from zshard.ranks.transports import Comms
@@ -102,16 +102,15 @@ def parse_size(name: str, size: int | str, others: str = "", base: int = 1024) -
     return size
 
 
-def parse_keep(keep_gathered: KeepGathered, limit: MemoryLimit, device: str) -> Keep:
-    """Translate FSDP()'s argument. "auto" keeps nothing without a limit, and on GPUs, where this is
-    unmeasured.
+def parse_keep(keep_gathered: KeepGathered, limit: MemoryLimit) -> Keep:
+    """Translate FSDP()'s argument. "auto" keeps nothing without a limit.
 
     Raises TypeError for an argument of another type, ValueError for a malformed size.
     """
     if isinstance(keep_gathered, bool):
         return Keep(_ALL if keep_gathered else 0)
     if keep_gathered == "auto":
-        return Keep(0, measured=limit is not None and device == CPU)
+        return Keep(0, measured=limit is not None)
     return Keep(parse_size("keep_gathered", keep_gathered, ', "auto", True or False'))
 
 
@@ -206,11 +205,11 @@ def _rooms(limit: int | str, device: str, sharing: Sharing) -> list[Room]:
     if isinstance(limit, int):
         return [Room(limit, "memory_limit")]
     if torch_device(device).type == "cuda":
-        return [Room(_room_of_gpu(device), "free GPU memory")]
+        return [Room(room_of_gpu(torch_device(device)), "free GPU memory")]
     return rooms(sharing)
 
 
-def _room_of_gpu(device: str) -> int:
+def room_of_gpu(device: torch.device) -> int:
     """Return the bytes that torch can still allocate: free and cached ones."""
     free, _ = torch.cuda.mem_get_info(device)
     return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))

@@ -167,7 +167,7 @@ def predict_memory(
         precision_of(mixed_precision),
         Prefetch(),
         offload_on(offload_of(offload), CPU),
-        parse_keep(keep_gathered, "auto", CPU),
+        parse_keep(keep_gathered, "auto"),
         check_wire(wire, CPU),
     )
     world = _world(world_size, local_world_size, transport)

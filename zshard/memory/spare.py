@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from zshard import _core
-from zshard.memory.fits import MemoryLimit
+from zshard.memory.fits import MemoryLimit, room_of_gpu
 from zshard.memory.host_limits import Sharing, resident, rooms
 from zshard.memory.report import STATE_TENSORS, memory_of
 from zshard.optim.hooks import before_first_steps
@@ -72,6 +72,8 @@ class Spare:
         known = reserved == self._reserved  # measure the first step after a change, too
         if not costs or (self._steps > _FIRST and self._steps % _EACH and known):
             return
+        if _core.capturing([next(module.parameters())]):
+            return  # CUDA may not be asked for its free memory
         self._reserved = reserved
         limit, peak = self._measured(module)
         if peak > self._peak:
@@ -84,6 +86,10 @@ class Spare:
         """Return the bytes that this rank may use altogether, and the most that it has used."""
         if isinstance(self._limit, int):  # no activations, no margin
             return self._limit, memory_of(module, "peak")["total"]
+        device = next(module.parameters()).device
+        if device.type == "cuda":
+            limit = room_of_gpu(device) + torch.cuda.memory_allocated(device)
+            return limit - limit // _MARGIN, torch.cuda.max_memory_reserved(device)
         found = resident()
         left = rooms(self._sharing)
         if found is None or not left:

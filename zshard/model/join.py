@@ -19,7 +19,7 @@ from zshard import _core
 from zshard.grad_scaler import unscale
 from zshard.guard.slices import plain
 from zshard.optim.announce import Act, Joined, options_of
-from zshard.optim.clip import clip_by, norm_over_ranks
+from zshard.optim.clip import clip_by, follow_norm
 from zshard.optim.in_backward import is_stepped_in_backward
 from zshard.ranks.agreement import check_agreement, on_all_ranks, take_from
 from zshard.units.shards import part_of, units_stepped_by
@@ -103,8 +103,6 @@ def _check_model(model: nn.Module) -> None:
             "join() does not support units with process groups of other ranks than the model's: "
             "give all ranks the same number of batches"
         )
-    if any(param.device.type != "cpu" for param in model.parameters()):
-        raise NotImplementedError("join() supports models on CPUs only: move the model to the CPU")
     if is_stepped_in_backward(model):
         raise NotImplementedError(
             "join() does not support optimizer_in_backward(): call remove() on its handle, and "
@@ -218,7 +216,7 @@ class _Follower(Joined):
         self._align(held)
         grads = [self.params[i].grad for i in numbers]
         with plain():
-            norm_over_ranks(self.engine, [g for g in grads if g is not None], norm_type)
+            follow_norm(self.engine, [g for g in grads if g is not None], norm_type)
 
     def _clip(self, numbers: list[int], held: list[bool], max_norm: float, total: Tensor) -> None:
         self._align(held)

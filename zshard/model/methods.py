@@ -231,7 +231,7 @@ class ModelMethods(nn.Module):
                 not the outermost sharded module.
             RuntimeError: join() is active already; an optimizer that was not passed steps the
                 model; or a call needs all ranks when some have no more data.
-            NotImplementedError: on GPUs, and with optimizer_in_backward().
+            NotImplementedError: with optimizer_in_backward().
             DivergenceError: the ranks with data do different things, or a rank left the block by an
                 exception.
         """

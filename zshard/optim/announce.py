@@ -8,6 +8,7 @@ values, to do the same on its shard.
 from __future__ import annotations
 
 import functools
+import io
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
@@ -97,7 +98,7 @@ class Joined:
 
     def share(self, mine: object) -> Any:
         """Return the leading rank's object. Collective."""
-        return pickle.loads(self.engine.join_share(pickle.dumps(mine)))
+        return pickle.loads(self.engine.join_share(_packed(mine)))
 
     def number_of(self, optimizer: torch.optim.Optimizer) -> int:
         """Return the index of this optimizer. Raises RuntimeError for one that was not passed."""
@@ -109,6 +110,25 @@ class Joined:
             f"{name} steps a model within join(), but join() does not know it: pass all optimizers "
             "of the model, as in model.join(optimizer)"
         )
+
+
+class _Pickler(pickle.Pickler):
+    """A tensor on a GPU arrives on the other rank's own GPU, whatever its index."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_cuda:
+            return _on_this_gpu, (value.detach().cpu(),)
+        return NotImplemented
+
+
+def _on_this_gpu(value: Tensor) -> Tensor:
+    return value.cuda()
+
+
+def _packed(value: object) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
 
 
 def _speaking(engines: Iterable[_core.Engine]) -> Iterator[Joined]:

@@ -231,16 +231,30 @@ def _norm_on_gpu(
     """As _norm(), without waiting for the GPU: returns a float64 number there, which may not be
     computed yet."""
     _check_norm_type(norm_type)
-    exponent = norm_type if math.isinf(norm_type) else 2.0  # how ranks' shares are combined
     parts = [_power_sum_on_gpu(whole, norm_type, 0)[0]] if whole else []
     for engine, grads in sharded.items():  # in list order, the same on all ranks
-        room = _power_sum_on_gpu(grads, norm_type, _core.gpu_ranks(engine))
-        _core.queue_over_ranks(engine, exponent, room)
-        parts.append(room[0])
+        say_norm(engine, grads, norm_type)
+        parts.append(_norm_over_gpus(engine, grads, norm_type))
     total = parts[0].clone()  # a clone, to free the larger buffer while the norm lives
     for part in parts[1:]:
         total = torch.maximum(total, part) if math.isinf(norm_type) else total + part
     return total if math.isinf(norm_type) else total.pow(1 / norm_type)
+
+
+def _norm_over_gpus(engine: _core.Engine, grads: Sequence[Tensor], norm_type: float) -> Tensor:
+    """As norm_over_ranks(), in memory of the GPU."""
+    exponent = norm_type if math.isinf(norm_type) else 2.0  # how ranks' shares are combined
+    room = _power_sum_on_gpu(grads, norm_type, _core.gpu_ranks(engine))
+    _core.queue_over_ranks(engine, exponent, room)
+    return room[0]
+
+
+def follow_norm(engine: _core.Engine, grads: Sequence[Tensor], norm_type: float) -> None:
+    """Contribute this rank's share to a norm that other ranks compute. Collective."""
+    if _core.on_gpu([grad.contiguous() for grad in grads]):
+        _norm_over_gpus(engine, grads, norm_type)
+    else:
+        norm_over_ranks(engine, grads, norm_type)
 
 
 def _power_sum_on_gpu(tensors: Sequence[Tensor], norm_type: float, more: int) -> Tensor:

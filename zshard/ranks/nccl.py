@@ -32,6 +32,9 @@ class NcclOptions:
             of an H200's 132). None: NCCL's choice for min_ctas, that maximum for max_ctas.
         communicators: 2 overlaps parameter all-gathers with gradient reductions; 1 runs them one
             after the other and halves NCCL's own memory.
+        any_order: ranks may run different units (branches that differ between ranks), or the same
+            ones in another order. Their processes then agree before each transfer, which takes host
+            time, so it is off by default.
 
     Raises ValueError for invalid values. FSDP(...) raises NotImplementedError, with the version, if
     the installed NCCL is too old; DivergenceError if ranks differ; ValueError for more CTAs than
@@ -42,6 +45,7 @@ class NcclOptions:
     min_ctas: int | None = None
     max_ctas: int | None = None
     communicators: int = 2
+    any_order: bool = False
 
     def __post_init__(self) -> None:
         if self.ctas not in POLICIES:
@@ -55,16 +59,20 @@ class NcclOptions:
                 raise ValueError(
                     f"NcclOptions: {name} must be {unset}an integer from 1 to {most}, got {value!r}"
                 )
+        if not isinstance(self.any_order, bool):
+            raise ValueError(
+                f"NcclOptions: any_order must be True or False, got {self.any_order!r}"
+            )
         if (self.min_ctas or 0) > (self.max_ctas or MAX_CTAS):
             raise ValueError(
                 f"NcclOptions: min_ctas={self.min_ctas} exceeds max_ctas={self.max_ctas}"
             )
 
-    def _numbers(self) -> tuple[int, int, int, int]:
+    def _numbers(self) -> tuple[int, int, int, int, bool]:
         """Return the arguments for zshard._core.Comm.gpu."""
         policy = POLICIES.index(self.ctas)
         least, most = self.min_ctas or 0, self.max_ctas or 0
-        return policy, least, most, self.communicators
+        return policy, least, most, self.communicators, self.any_order
 
 
 def _is_count(value: object, most: int) -> bool:

@@ -69,11 +69,20 @@ typedef struct zs_c10d_flat zs_c10d_flat;
 struct zs_c10d_comm;
 typedef zs_status (*zs_c10d_exchange_turns)(struct zs_c10d_comm *, const zs_c10d_turn *mine, zs_c10d_turn *turns);
 
+/* What a transport does that has turns, but no process group (gpu). */
+typedef struct zs_c10d_hooks {
+    /* Takes part in the gather `turn` with this rank's `shard`. */
+    zs_status (*serve)(struct zs_c10d_comm *, const zs_c10d_turn *turn, const char *shard);
+    /* Gets all ranks' texts [world], and sets this rank's in the head. */
+    zs_status (*exchange_words)(struct zs_c10d_comm *, zs_diagnostics *all);
+} zs_c10d_hooks;
+
 typedef struct zs_c10d_comm {
     zs_comm base;
     zs_group *group;
     zs_status (*hear_said)(struct zs_c10d_comm *); /* waits for turns sent before; NULL: none ever were */
     zs_c10d_exchange_turns say;                    /* NULL: a gather over the group */
+    const zs_c10d_hooks *hooks;                    /* NULL: it has a group */
     unsigned lifetime; /* zs_lifetime() at creation: differs in forked children, whose sockets belong to their parent */
     zs_c10d_flat *made[ZS_C10D_LISTS]; /* live flats, by their numbers; owned */
     zs_reader *readers;                /* models, by their last forwards, the latest first; they unlink themselves */
@@ -115,6 +124,9 @@ zs_status zs_c10d_end(zs_comm *comm, zs_fingerprint *fingerprints, bool *all);
 
 /* A turn of this kind; fields that are not given are 0. `name` may be NULL. */
 zs_c10d_turn zs_c10d_turn_of(zs_c10d_kind kind, uint64_t number, size_t bytes, const char *name);
+
+/* The turn of an exchange or broadcast of `bytes`, with the call that it belongs to. */
+zs_c10d_turn zs_c10d_talk_turn(const zs_c10d_comm *comm, zs_c10d_kind kind, size_t bytes);
 
 /* The turn that this rank sends for `turn`. */
 zs_c10d_turn zs_c10d_turn_to_send(const zs_c10d_comm *comm, const zs_c10d_turn *turn);
@@ -183,6 +195,10 @@ void zs_c10d_numbers(const zs_comm *comm, uint64_t *out);
 void zs_c10d_go_on_from(zs_comm *comm, const uint64_t *numbers);
 zs_status zs_c10d_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out);
 void zs_c10d_flat_free(zs_comm *comm, zs_flat_mem *flat);
+
+/* The list of flats alone: numbers one that exists / forgets it. */
+zs_status zs_c10d_flat_add(zs_c10d_comm *comm, zs_flat_mem *made);
+void zs_c10d_flat_remove(zs_c10d_comm *comm, const zs_flat_mem *flat);
 
 /* Is the flat this transport's? */
 bool zs_c10d_is_own(zs_c10d_comm *comm, const zs_flat_mem *flat);

@@ -43,29 +43,31 @@ static const zs_c10d_flat *find_flat(zs_c10d_comm *comm, uint64_t key)
     return flat;
 }
 
-zs_status zs_c10d_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out)
+zs_status zs_c10d_flat_add(zs_c10d_comm *comm, zs_flat_mem *made)
 {
-    zs_c10d_comm *self = (zs_c10d_comm *)comm;
     zs_c10d_flat *flat = malloc(sizeof *flat);
     if (flat == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a shard");
-    zs_status status = zs_device_mem_new(comm->device, shard_bytes, &out->mem);
-    if (status != ZS_OK) {
-        free(flat);
-        return status;
-    }
-    out->shard = out->mem->ptr;
-    out->full = NULL;
-    out->shard_bytes = shard_bytes;
-    out->key = self->flats++;
-    zs_c10d_flat **list = list_of(self, out->key);
-    *flat = (zs_c10d_flat){out->key, out->shard, shard_bytes, *list};
+    made->key = comm->flats++;
+    zs_c10d_flat **list = list_of(comm, made->key);
+    *flat = (zs_c10d_flat){made->key, made->shard, made->shard_bytes, *list};
     *list = flat;
     return ZS_OK;
 }
 
-void zs_c10d_flat_free(zs_comm *comm, zs_flat_mem *flat)
+zs_status zs_c10d_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out)
 {
-    zs_c10d_flat **at = list_of((zs_c10d_comm *)comm, flat->key);
+    ZS_TRY(zs_device_mem_new(comm->device, shard_bytes, &out->mem));
+    out->shard = out->mem->ptr;
+    out->full = NULL;
+    out->shard_bytes = shard_bytes;
+    zs_status status = zs_c10d_flat_add((zs_c10d_comm *)comm, out);
+    if (status != ZS_OK) zs_local_flat_free(comm, out);
+    return status;
+}
+
+void zs_c10d_flat_remove(zs_c10d_comm *comm, const zs_flat_mem *flat)
+{
+    zs_c10d_flat **at = list_of(comm, flat->key);
     while (*at != NULL && (*at)->shard != flat->shard)
         at = &(*at)->next;
     if (*at != NULL) {
@@ -73,6 +75,11 @@ void zs_c10d_flat_free(zs_comm *comm, zs_flat_mem *flat)
         *at = gone->next;
         free(gone);
     }
+}
+
+void zs_c10d_flat_free(zs_comm *comm, zs_flat_mem *flat)
+{
+    zs_c10d_flat_remove((zs_c10d_comm *)comm, flat);
     zs_local_flat_free(comm, flat);
 }
 
@@ -201,13 +208,11 @@ int zs_c10d_choose(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
 
 /* --- taking part -------------------------------------------------------------------------------------------------- */
 
-/* Allocates memory for the result, which is discarded. */
-static zs_status prepare(zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_flat *flat, zs_mem **area)
+static zs_status check_flat(const zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_flat *flat)
 {
-    if (flat == NULL || flat->shard_bytes != turn->bytes)
-        return ZS_FAIL(ZS_ERR_STATE, "another rank all-gathers unit '%s', which rank %d no longer has", turn->name,
-                       comm->base.rank);
-    return zs_c10d_borrow_area(comm, (size_t)comm->base.world * flat->shard_bytes, area);
+    if (flat != NULL && flat->shard_bytes == turn->bytes) return ZS_OK;
+    return ZS_FAIL(ZS_ERR_STATE, "another rank all-gathers unit '%s', which rank %d no longer has", turn->name,
+                   comm->base.rank);
 }
 
 zs_status zs_c10d_serve(zs_c10d_comm *comm, const zs_c10d_turn *turn)
@@ -216,7 +221,10 @@ zs_status zs_c10d_serve(zs_c10d_comm *comm, const zs_c10d_turn *turn)
     zs_mem *area = NULL;
     zs_work *work = NULL;
     int world = comm->base.world;
-    zs_status status = prepare(comm, turn, flat, &area);
+    zs_status status = check_flat(comm, turn, flat);
+    if (comm->hooks != NULL) return status == ZS_OK ? comm->hooks->serve(comm, turn, flat->shard) : status;
+    /* Memory for the result, which is discarded. */
+    ZS_THEN(status, zs_c10d_borrow_area(comm, (size_t)world * flat->shard_bytes, &area));
     if (status != ZS_OK) return zs_c10d_fail(comm, turn, status); /* the others have already begun it */
     status = zs_group_all_gather(comm->group, flat->shard, area->ptr, flat->shard_bytes, world, &work);
     status = status == ZS_OK ? zs_c10d_finish(comm, turn, work, NULL) : zs_c10d_fail(comm, turn, status);

@@ -25,6 +25,13 @@ zs_c10d_turn zs_c10d_turn_of(zs_c10d_kind kind, uint64_t number, size_t bytes, c
     return turn;
 }
 
+zs_c10d_turn zs_c10d_talk_turn(const zs_c10d_comm *comm, zs_c10d_kind kind, size_t bytes)
+{
+    zs_c10d_turn turn = zs_c10d_turn_of(kind, comm->messages, bytes, NULL);
+    snprintf(turn.name, sizeof turn.name, "%s", zs_call_name());
+    return turn;
+}
+
 static void describe(const zs_c10d_turn *turn, char *text, size_t size)
 {
     zs_c10d_describe(turn, "", text, size);
@@ -129,6 +136,12 @@ static void learn_words(zs_c10d_comm *comm, const zs_c10d_turn *turn)
 {
     zs_diagnostics *others = calloc((size_t)comm->base.world, sizeof *others);
     zs_mem *area = NULL;
+    if (comm->hooks != NULL) {
+        if (others != NULL && comm->hooks->exchange_words(comm, others) == ZS_OK)
+            zs_comm_set_others(&comm->base, others);
+        zs_clear_error();
+        return;
+    }
     size_t bytes = (size_t)comm->base.world * sizeof(zs_diagnostics);
     if (zs_c10d_borrow_area(comm, bytes + sizeof(zs_diagnostics), &area) != ZS_OK) {
         free(others);

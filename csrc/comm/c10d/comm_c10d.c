@@ -75,14 +75,6 @@ zs_status zs_c10d_reserve(zs_comm *comm, const zs_arena *plan)
 /* --- small collectives, creation and end
  * ----------------------------------------------------------------------------- */
 
-/* The turn of an exchange or a broadcast, with the call that it belongs to. */
-static zs_c10d_turn talk_turn(const zs_c10d_comm *self, zs_c10d_kind kind, size_t bytes)
-{
-    zs_c10d_turn turn = zs_c10d_turn_of(kind, self->messages, bytes, NULL);
-    snprintf(turn.name, sizeof turn.name, "%s", zs_call_name());
-    return turn;
-}
-
 /* The bytes go through an area: the caller may free its memory when a wait was interrupted, while the collective
  * continues. */
 static zs_status exchange_in(zs_c10d_comm *self, const zs_c10d_turn *turn, const void *mine, zs_mem *area)
@@ -98,7 +90,7 @@ zs_status zs_c10d_exchange(zs_comm *comm, const void *mine, size_t bytes, void *
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
     ZS_TRY(zs_check_exchange(bytes));
-    zs_c10d_turn turn = talk_turn(self, ZS_C10D_EXCHANGE, bytes);
+    zs_c10d_turn turn = zs_c10d_talk_turn(self, ZS_C10D_EXCHANGE, bytes);
     ZS_TRY(zs_c10d_agree(self, &turn)); /* a barrier already */
     self->messages++;
     if (bytes == 0) return ZS_OK;
@@ -130,7 +122,7 @@ zs_status zs_c10d_broadcast(zs_comm *comm, void *data, size_t bytes, int root)
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
     ZS_TRY(zs_check_root(comm, root));
     if (bytes == 0) return ZS_OK;
-    zs_c10d_turn turn = talk_turn(self, ZS_C10D_BROADCAST, bytes);
+    zs_c10d_turn turn = zs_c10d_talk_turn(self, ZS_C10D_BROADCAST, bytes);
     turn.round = (uint64_t)root;
     ZS_TRY(zs_c10d_agree(self, &turn));
     self->messages++;

@@ -32,7 +32,6 @@ typedef struct zs_swap {
 
 typedef struct zs_backend_ops {
     const zs_comm_ops *table; /* the transport's */
-    bool blocks;              /* moves wait on the host for the peers: before each, be sure that they will come */
     /* full[r * bytes ...] = shard of rank r, in `stream`. `shard` may be its own place in `full`. */
     zs_status (*gather)(zs_backend *, zs_stream stream, const void *shard, char *full, size_t bytes);
     /* In the reduce stream. */
@@ -51,6 +50,7 @@ struct zs_backend {
     const zs_backend_ops *ops;
     const zs_device *device;
     int rank, world;
+    bool meets; /* hosts agree before each move: it waits for the peers, or ranks may run different units */
 };
 
 /* Uses the process group that torch registered under `group_name`: NCCL, or any that takes the device's tensors. The
@@ -63,6 +63,7 @@ typedef struct zs_nccl_choices {
     int32_t ctas;               /* zs_nccl_ctas (nccl_comm.h) */
     int32_t min_ctas, max_ctas; /* of each communicator, 1 to 64; 0: NCCL's choice, but without deadlocks */
     int32_t communicators;      /* 2: gathers and reductions overlap; 1: in turn, with half of NCCL's own memory */
+    int32_t any_order;          /* 1: ranks may run different units, or the same in another order */
 } zs_nccl_choices;
 
 /* Uses its own NCCL communicators, which the ranks of `control` create now, together, within its timeout. A thread

@@ -110,7 +110,6 @@ static void c10d_destroy(zs_backend *backend)
 
 static const zs_backend_ops c10d_ops = {
     .table = &zs_c10d_gpu_ops,
-    .blocks = true, /* with gloo */
     .gather = c10d_gather,
     .swap = c10d_swap,
     .broadcast = c10d_broadcast,
@@ -122,7 +121,7 @@ zs_status zs_backend_c10d_new(const zs_comm *control, const zs_device *device, c
 {
     c10d_backend *self = calloc(1, sizeof *self);
     if (self == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the c10d backend");
-    self->base = (zs_backend){&c10d_ops, device, control->rank, control->world};
+    self->base = (zs_backend){&c10d_ops, device, control->rank, control->world, true}; /* gloo waits */
     self->timeout = control->timeout;
     zs_status status = zs_group_new(group_name, &self->group);
     if (status == ZS_OK) {

@@ -114,10 +114,10 @@ static zs_status check_cards(const card *all, int world)
         const zs_nccl_choices *a = &all[0].choices, *b = &all[r].choices;
         if (memcmp(a, b, sizeof *a) == 0) continue;
         return ZS_FAIL(ZS_ERR_DIVERGED,
-                       "NcclOptions differ between ranks (ctas as a number, min_ctas, max_ctas, communicators): "
-                       "%d, %d, %d, %d on rank 0, but %d, %d, %d, %d on rank %d",
-                       a->ctas, a->min_ctas, a->max_ctas, a->communicators, b->ctas, b->min_ctas, b->max_ctas,
-                       b->communicators, r);
+                       "NcclOptions differ between ranks (ctas as a number, min_ctas, max_ctas, communicators, "
+                       "any_order): %d, %d, %d, %d, %d on rank 0, but %d, %d, %d, %d, %d on rank %d",
+                       a->ctas, a->min_ctas, a->max_ctas, a->communicators, a->any_order, b->ctas, b->min_ctas,
+                       b->max_ctas, b->communicators, b->any_order, r);
     }
     return ZS_OK;
 }
@@ -330,7 +330,7 @@ zs_status zs_backend_nccl_new(zs_comm *control, const zs_device *device, const z
         return ZS_FAIL(ZS_ERR_VALUE, "NcclOptions: communicators must be 1 or 2, got %d", choices->communicators);
     nccl_backend *self = calloc(1, sizeof *self);
     if (self == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the NCCL backend");
-    self->base = (zs_backend){&nccl_ops, device, control->rank, control->world};
+    self->base = (zs_backend){&nccl_ops, device, control->rank, control->world, choices->any_order != 0};
     self->choices = *choices;
     self->lines[0].backend = self->lines[1].backend = self;
     pthread_mutex_init(&self->ends, NULL);

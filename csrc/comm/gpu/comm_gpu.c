@@ -2,52 +2,12 @@
  *
  * No host waits for a GPU, so hosts communicate early, and what they find (other bitmaps, another order, a peer that
  * exited) they report as on the CPU, with the control transport's messages. Moves on the devices must be requested
- * in one order on all ranks. This is checked when a session ends, before the script can wait for results that never
- * come. */
-#define _GNU_SOURCE /* strdup */
+ * in one order on all ranks. Either hosts agree before each (gpu_turn.c), or they meet when a session begins, and
+ * compare what they requested when it ends, before the script can wait for results that never come. */
 #include "comm/gpu/gpu.h"
 #include "device/device_cuda.h"
 
-#include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
-
-/* --- failures ----------------------------------------------------------------------------------------------------- */
-
-/* Backends have no units. */
-static zs_status name_last(const zs_gpu_comm *comm, zs_status status)
-{
-    char why[600];
-    snprintf(why, sizeof why, "%s", zs_last_message());
-    zs_clear_error();
-    return ZS_FAIL(status, "%s; transfer %llu, the last that rank %d queued, is %s", why,
-                   (unsigned long long)comm->order.count, comm->base.rank, zs_gpu_order_last(comm));
-}
-
-zs_status zs_gpu_fail(zs_gpu_comm *comm, zs_status status)
-{
-    if (comm->base.lost != NULL) return status;
-    if (status == ZS_ERR_TIMEOUT && comm->last != NULL) status = name_last(comm, status);
-    comm->base.lost = strdup(zs_last_message());
-    zs_comm_abort(comm->control, zs_last_message());
-    comm->backend->ops->abort(comm->backend, zs_last_message());
-    return status;
-}
-
-zs_status zs_gpu_after_wait(zs_gpu_comm *comm, zs_status status)
-{
-    return status == ZS_ERR_TORCH ? zs_gpu_fail(comm, status) : status;
-}
-
-zs_status zs_gpu_usable(zs_gpu_comm *comm)
-{
-    if (comm->base.lost != NULL)
-        return ZS_FAIL(ZS_ERR_STATE, "cannot continue after an earlier failure; restart all ranks: %s",
-                       comm->base.lost);
-    if (comm->backend->ops->check == NULL) return ZS_OK;
-    zs_status status = comm->backend->ops->check(comm->backend);
-    return status == ZS_OK ? ZS_OK : zs_gpu_fail(comm, status);
-}
 
 /* --- one order on all ranks --------------------------------------------------------------------------------------- */
 
@@ -70,19 +30,13 @@ static zs_status check_order(zs_gpu_comm *comm, bool ended)
     return ended ? compare_fingerprints(comm) : ZS_OK;
 }
 
-zs_status zs_gpu_note(zs_gpu_comm *comm, const char *what, const char *unit, size_t bytes)
-{
-    zs_gpu_order_add(comm, what, unit, bytes);
-    return comm->backend->ops->blocks ? check_order(comm, false) : ZS_OK;
-}
-
 zs_status zs_gpu_read_end(zs_comm *comm, zs_reader *reader, zs_phase phase)
 {
     (void)reader;
     (void)phase;
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
-    return check_order(self, true);
+    return self->turns == NULL ? check_order(self, true) : ZS_OK;
 }
 
 /* --- events ------------------------------------------------------------------------------------------------------- */
@@ -117,17 +71,7 @@ zs_status zs_gpu_event_take(zs_gpu_comm *comm, zs_cu_event *out)
     return ZS_OK;
 }
 
-/* --- flats and gathers -------------------------------------------------------------------------------------------- */
-
-zs_status zs_gpu_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out)
-{
-    ZS_TRY(zs_device_mem_new(comm->device, shard_bytes, &out->mem));
-    out->shard = out->mem->ptr;
-    out->full = NULL;
-    out->shard_bytes = shard_bytes;
-    out->key = ((zs_gpu_comm *)comm)->flats++;
-    return ZS_OK;
-}
+/* --- gathers ------------------------------------------------------------------------------------------------------ */
 
 /* A gather that is queued. */
 struct zs_gathering {
@@ -156,10 +100,11 @@ zs_status zs_gpu_gather_start(zs_comm *comm, const zs_flat_mem *flat, const char
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
+    ZS_TRY(zs_gpu_agree_on_gather(self, flat, name));
     zs_gathering *made = calloc(1, sizeof *made);
     if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory all-gathering unit '%s'", name);
-    zs_status status = zs_gpu_note(self, "parameters", name, flat->shard_bytes);
-    ZS_THEN(status, start_gather(self, flat, to, made));
+    zs_gpu_order_add(self, "parameters", name, flat->shard_bytes);
+    zs_status status = start_gather(self, flat, to, made);
     if (status == ZS_OK) {
         made->mem = zs_mem_retain(to.mem);
         made->session = comm->sessions;
@@ -189,11 +134,6 @@ size_t zs_gpu_bytes(const zs_comm *comm)
     return areas + zs_comm_room(comm, NULL).fixed;
 }
 
-zs_status zs_gpu_make_areas(zs_gpu_comm *comm)
-{
-    return comm->areas != NULL ? ZS_OK : zs_arena_new(comm->base.device, &comm->areas);
-}
-
 zs_status zs_gpu_reserve(zs_comm *comm, const zs_arena *plan)
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
@@ -207,6 +147,7 @@ zs_status zs_gpu_exchange(zs_comm *comm, const void *mine, size_t bytes, void *a
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
+    ZS_TRY(zs_gpu_agree_to_talk(self, ZS_C10D_EXCHANGE, bytes, 0));
     return zs_comm_exchange(self->control, mine, bytes, all);
 }
 
@@ -214,6 +155,7 @@ zs_status zs_gpu_broadcast(zs_comm *comm, void *data, size_t bytes, int root)
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
+    ZS_TRY(zs_gpu_agree_to_talk(self, ZS_C10D_BROADCAST, bytes, root));
     return zs_comm_broadcast(self->control, data, bytes, root);
 }
 
@@ -222,7 +164,8 @@ zs_status zs_gpu_broadcast_device(zs_comm *comm, void *data, size_t bytes, int r
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
     ZS_TRY(zs_check_root(comm, root));
-    ZS_TRY(zs_gpu_note(self, "buffer", "", bytes));
+    ZS_TRY(zs_gpu_agree_to_talk(self, ZS_C10D_BROADCAST, bytes, root));
+    zs_gpu_order_add(self, "buffer", "", bytes);
     zs_status status = self->backend->ops->broadcast(self->backend, data, bytes, root);
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(self, status);
 }
@@ -232,8 +175,9 @@ zs_status zs_gpu_gather_device(zs_comm *comm, const void *mine, size_t bytes, vo
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
-    ZS_TRY(zs_gpu_note(self, "values", "", bytes));
-    zs_status status = self->backend->ops->blocks ? ZS_OK : check_order(self, false);
+    ZS_TRY(zs_gpu_agree_to_talk(self, ZS_C10D_EXCHANGE, bytes, 0));
+    zs_gpu_order_add(self, "values", "", bytes);
+    zs_status status = self->turns != NULL ? ZS_OK : check_order(self, false);
     ZS_THEN(status, self->backend->ops->gather(self->backend, ZS_STREAM_COMPUTE, mine, all, bytes));
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(self, status);
 }
@@ -243,6 +187,8 @@ zs_status zs_gpu_give_up(zs_comm *comm)
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
+    zs_c10d_turn turn = zs_c10d_turn_of(ZS_C10D_GIVE_UP, 0, 0, NULL);
+    if (self->turns != NULL) return zs_gpu_agree(self, &turn); /* all that is queued, all ranks have queued */
     self->order.gave_up = 1;
     zs_status status = check_order(self, false);
     self->order.gave_up = 0;
@@ -292,6 +238,7 @@ void zs_gpu_destroy(zs_comm *comm)
         zs_device_cuda_event_free(self->idle[i]);
     if (self->backend != NULL) self->backend->ops->destroy(self->backend);
     zs_comm_release(self->control);
+    zs_gpu_turns_free(self);
     free(self->idle);
     free(self->base.lost);
     free_rooms(self);
@@ -307,12 +254,17 @@ zs_status zs_comm_gpu_new(zs_comm *control, zs_backend *backend, zs_comm **out)
     self->base.ops = backend->ops->table;
     self->base.rank = control->rank;
     self->base.world = control->world;
+    self->base.per_host = control->per_host;
     control->is_control = true;
     self->base.device = backend->device;
     self->base.timeout = control->timeout;
     zs_refs_init(&self->base.refs);
     self->control = zs_comm_retain(control);
     self->backend = backend;
-    *out = &self->base;
-    return ZS_OK;
+    zs_status status = backend->meets ? zs_gpu_turns_new(self) : ZS_OK;
+    if (status == ZS_OK)
+        *out = &self->base;
+    else
+        zs_gpu_destroy(&self->base);
+    return status;
 }

@@ -2,13 +2,16 @@
  *
  *   comm_gpu.c        flats and gathers, small exchanges, the check of order
  *   gpu_order.c       which move differs if ranks diverged
+ *   gpu_turn.c        meeting before each move: ranks may run different units
  *   gpu_round.c       reducing
+ *   gpu_state.c       failures, memory to receive into
  *   gpu_transports.c  the tables
  *   backend.h         what moves the bytes
  */
 #ifndef ZS_GPU_H
 #define ZS_GPU_H
 
+#include "comm/c10d/c10d.h"
 #include "comm/comm_local.h"
 #include "comm/gpu/backend.h"
 #include "device/arena.h"
@@ -30,11 +33,13 @@ typedef struct zs_gpu_move {
     char what[112]; /* in words; truncated */
 } zs_gpu_move;
 
+typedef struct zs_gpu_turns zs_gpu_turns;
+
 typedef struct zs_gpu_comm {
     zs_comm base;
     zs_comm *control;    /* between the hosts; counted reference */
     zs_backend *backend; /* owned */
-    uint64_t flats;      /* number so far */
+    zs_gpu_turns *turns; /* owned; NULL: hosts meet at the begin and end of sessions alone */
     size_t living;       /* live units */
     zs_arena *areas;     /* owned; what rounds receive into; NULL: none yet */
     zs_gpu_order order;
@@ -50,9 +55,6 @@ typedef struct zs_gpu_comm {
 /* ZS_OK if the transport works and has found no error meanwhile. */
 zs_status zs_gpu_usable(zs_gpu_comm *comm);
 
-/* Records a move before it is made; if moves block, asks whether all ranks are about to make it: ZS_ERR_DIVERGED. */
-zs_status zs_gpu_note(zs_gpu_comm *comm, const char *what, const char *unit, size_t bytes);
-
 /* A move has failed: reports the reason to the peers, stops the backend, and returns `status`. */
 zs_status zs_gpu_fail(zs_gpu_comm *comm, zs_status status);
 
@@ -60,8 +62,9 @@ zs_status zs_gpu_fail(zs_gpu_comm *comm, zs_status status);
  * may wait for peers that this rank will not reach, and the next wait for these hosts would block again. */
 zs_status zs_gpu_after_wait(zs_gpu_comm *comm, zs_status status);
 
-/* Creates the arena that rounds receive into, unless it exists. */
+/* Creates the arena that rounds receive into, unless it exists / takes `bytes` of it. */
 zs_status zs_gpu_make_areas(zs_gpu_comm *comm);
+zs_status zs_gpu_take_area(zs_gpu_comm *comm, size_t bytes, zs_mem **area);
 
 /* Takes an event, for ordering only / returns it. */
 zs_status zs_gpu_event_take(zs_gpu_comm *comm, zs_cu_event *out);
@@ -91,7 +94,6 @@ size_t zs_gpu_bytes(const zs_comm *comm);
 void zs_gpu_close(zs_comm *comm);
 void zs_gpu_destroy(zs_comm *comm);
 zs_status zs_gpu_exchange(zs_comm *comm, const void *mine, size_t bytes, void *all);
-zs_status zs_gpu_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out);
 zs_status zs_gpu_gather_device(zs_comm *comm, const void *mine, size_t bytes, void *all);
 zs_status zs_gpu_gather_finish(zs_comm *comm, zs_gathering *gathering);
 zs_status zs_gpu_gather_start(zs_comm *comm, const zs_flat_mem *flat, const char *name, zs_target to,
@@ -107,6 +109,7 @@ zs_room zs_gpu_room(const zs_comm *comm, const zs_cunit_spec *spec);
 
 typedef struct zs_gpu_unit {
     zs_cunit base;
+    uint64_t number;   /* the same on all ranks */
     zs_cunit *control; /* its round between the hosts, without a bucket; owned */
     zs_mem *received;  /* area of that round, NULL: none */
     zs_cu_event read;  /* the bucket of the last round has been read */
@@ -124,6 +127,33 @@ zs_status zs_gpu_share(zs_comm *comm, zs_cunit *cunit);
 zs_status zs_gpu_release(zs_comm *comm, zs_cunit *cunit);
 void zs_gpu_drop(zs_comm *comm, zs_cunit *cunit);
 zs_status zs_gpu_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready);
+
+/* --- gpu_turn.c --------------------------------------------------------------------------------------------------- */
+
+/* Makes ranks meet before each move / frees what it takes. */
+zs_status zs_gpu_turns_new(zs_gpu_comm *comm);
+void zs_gpu_turns_free(zs_gpu_comm *comm);
+
+/* Its head; NULL: there are no turns. */
+zs_c10d_comm *zs_gpu_turns_of(const zs_gpu_comm *comm);
+
+/* Returns when all ranks are about to make this move, and takes part in the others' gathers until then:
+ * ZS_ERR_DIVERGED if that is impossible, with nothing queued. No-ops without turns. */
+zs_status zs_gpu_agree(zs_gpu_comm *comm, const zs_c10d_turn *turn);
+zs_status zs_gpu_agree_on_gather(zs_gpu_comm *comm, const zs_flat_mem *flat, const char *unit);
+zs_status zs_gpu_agree_on_round(zs_gpu_comm *comm, const zs_gpu_unit *unit, zs_c10d_kind kind);
+zs_status zs_gpu_agree_to_talk(zs_gpu_comm *comm, zs_c10d_kind kind, size_t bytes, int root);
+
+/* Of the table, by the field's name. */
+zs_status zs_gpu_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out);
+void zs_gpu_flat_free(zs_comm *comm, zs_flat_mem *flat);
+void zs_gpu_numbers(const zs_comm *comm, uint64_t *out);
+void zs_gpu_go_on_from(zs_comm *comm, const uint64_t *numbers);
+zs_status zs_gpu_reader_new(zs_comm *comm, const char *name, zs_reader **out);
+void zs_gpu_reader_free(zs_comm *comm, zs_reader *reader);
+zs_status zs_gpu_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *reading);
+zs_status zs_gpu_write_begin(zs_comm *comm, zs_reader *reader);
+void zs_gpu_write_end(zs_comm *comm, zs_reader *reader, bool known);
 
 /* tell, said and end: forwarded to the transport between hosts. */
 void zs_gpu_publish(zs_comm *comm, zs_topic topic, const char *text);

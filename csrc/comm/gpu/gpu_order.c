@@ -8,6 +8,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define REMEDY \
+    "; run the same modules in the same order on all ranks, or pass transport=zshard.NcclOptions(any_order=True)"
+
 /* Hashes of all moves up to each remembered one. */
 typedef struct trace {
     uint64_t count; /* of moves */
@@ -78,13 +81,10 @@ static zs_status describe(zs_gpu_comm *comm, const trace *a, const trace *b, int
     snprintf(mine.text, sizeof mine.text, "%s", what);
     ZS_TRY(zs_comm_exchange(comm->control, &mine, sizeof mine, all));
     if (known)
-        return ZS_FAIL(ZS_ERR_DIVERGED,
-                       "ranks diverged: transfer %llu is %s on rank 0, but %s on rank %d; run the same modules in the "
-                       "same order on all ranks",
+        return ZS_FAIL(ZS_ERR_DIVERGED, "ranks diverged: transfer %llu is %s on rank 0, but %s on rank %d" REMEDY,
                        (unsigned long long)(comm->agreed + at + 1), all[0].text, all[other].text, other);
     return ZS_FAIL(ZS_ERR_DIVERGED,
-                   "ranks diverged: rank 0 queued %llu transfers, last: %s, but rank %d queued %llu, last: %s; run the "
-                   "same modules in the same order on all ranks",
+                   "ranks diverged: rank 0 queued %llu transfers, last: %s, but rank %d queued %llu, last: %s" REMEDY,
                    (unsigned long long)a->count, all[0].text, other, (unsigned long long)b->count, all[other].text);
 }
 

@@ -46,19 +46,15 @@ zs_status zs_gpu_unit_init(zs_comm *comm, zs_cunit *cunit)
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     zs_gpu_unit *unit = (zs_gpu_unit *)cunit;
     zs_cunit_spec spec = {.name = cunit->spec.name, .n_params = cunit->spec.n_params};
+    zs_c10d_comm *turns = zs_gpu_turns_of(self);
     self->living++;
+    if (turns != NULL) unit->number = turns->units++;
     zs_cunit_lay_side_by_side(cunit);
     ZS_TRY(zs_cunit_new(self->control, &spec, &unit->control));
     return zs_device_cuda_event_new(comm->device, &unit->read);
 }
 
 /* --- post --------------------------------------------------------------------------------------------------------- */
-
-static zs_status take_area(zs_gpu_comm *comm, size_t bytes, zs_mem **area)
-{
-    ZS_TRY(zs_gpu_make_areas(comm));
-    return zs_arena_take(comm->areas, bytes, area);
-}
 
 static zs_swap swap_of(const zs_gpu_unit *unit, const zs_mem *filler)
 {
@@ -79,11 +75,11 @@ static zs_status move_shards(zs_gpu_comm *comm, zs_gpu_unit *unit)
 {
     zs_mem *filler = NULL;
     const zs_cunit *base = &unit->base;
-    ZS_TRY(take_area(comm, base->shards_bytes * (size_t)comm->base.world, &unit->received));
-    if (base->bucket == NULL) ZS_TRY(take_area(comm, base->shards_bytes, &filler));
+    ZS_TRY(zs_gpu_take_area(comm, base->shards_bytes * (size_t)comm->base.world, &unit->received));
+    if (base->bucket == NULL) ZS_TRY(zs_gpu_take_area(comm, base->shards_bytes, &filler));
     zs_swap swap = swap_of(unit, filler);
-    zs_status status = zs_gpu_note(comm, "gradients", base->spec.name, base->shards_bytes);
-    ZS_THEN(status, zs_device_fork(comm->base.device, ZS_STREAM_REDUCE)); /* after the packing */
+    zs_gpu_order_add(comm, "gradients", base->spec.name, base->shards_bytes);
+    zs_status status = zs_device_fork(comm->base.device, ZS_STREAM_REDUCE); /* after the packing */
     ZS_THEN(status, comm->backend->ops->swap(comm->backend, &swap));
     ZS_THEN(status, zs_device_cuda_record(comm->base.device, ZS_STREAM_REDUCE, unit->read));
     unit->session = comm->base.sessions;
@@ -100,6 +96,7 @@ zs_status zs_gpu_send(zs_comm *comm, zs_cunit *cunit)
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     zs_gpu_unit *unit = (zs_gpu_unit *)cunit;
+    ZS_TRY(zs_gpu_agree_on_round(self, unit, ZS_C10D_POST));
     memcpy(zs_cunit_header(unit->control), cunit->header, cunit->header_bytes);
     ZS_TRY(zs_cunit_post(self->control, unit->control, NULL));
     return move_shards(self, unit);
@@ -126,7 +123,9 @@ zs_status zs_gpu_arrive(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *read
 zs_status zs_gpu_share(zs_comm *comm, zs_cunit *cunit)
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
-    zs_status status = zs_gpu_note(self, "reduced gradients", cunit->spec.name, cunit->shards_bytes);
+    ZS_TRY(zs_gpu_agree_on_round(self, (zs_gpu_unit *)cunit, ZS_C10D_SHARE));
+    zs_gpu_order_add(self, "reduced gradients", cunit->spec.name, cunit->shards_bytes);
+    zs_status status = ZS_OK;
     for (int f = 0; f < cunit->spec.n_flats && status == ZS_OK; f++) {
         char *all = cunit->bucket->ptr + zs_cunit_shard_at(cunit, f, 0);
         size_t bytes = cunit->spec.shard_bytes[f];

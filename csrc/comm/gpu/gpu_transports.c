@@ -3,16 +3,20 @@
 
 static const zs_flat_ops flats = {
     .flat_new = zs_gpu_flat_new,
-    .flat_free = zs_local_flat_free,
+    .flat_free = zs_gpu_flat_free,
     .gather_start = zs_gpu_gather_start,
     .gather_finish = zs_gpu_gather_finish,
+    .numbers = zs_gpu_numbers,
+    .go_on_from = zs_gpu_go_on_from,
 };
 
 static const zs_reader_ops readers = {
-    .reader_new = zs_local_reader_new,
-    .reader_free = zs_local_reader_free,
-    .read_begin = zs_local_read_begin,
+    .reader_new = zs_gpu_reader_new,
+    .reader_free = zs_gpu_reader_free,
+    .read_begin = zs_gpu_read_begin,
     .read_end = zs_gpu_read_end,
+    .write_begin = zs_gpu_write_begin,
+    .write_end = zs_gpu_write_end,
 };
 
 static const zs_talk_ops talk = {

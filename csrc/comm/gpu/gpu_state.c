@@ -1,0 +1,56 @@
+/* gpu_state.c - whether a transport for GPUs works, and the memory that it receives into. See gpu.h. */
+#define _GNU_SOURCE /* strdup */
+#include "comm/gpu/gpu.h"
+
+#include <stdio.h>
+#include <string.h>
+
+/* --- failures ----------------------------------------------------------------------------------------------------- */
+
+/* Backends have no units. */
+static zs_status name_last(const zs_gpu_comm *comm, zs_status status)
+{
+    char why[600];
+    snprintf(why, sizeof why, "%s", zs_last_message());
+    zs_clear_error();
+    return ZS_FAIL(status, "%s; transfer %llu, the last that rank %d queued, is %s", why,
+                   (unsigned long long)comm->order.count, comm->base.rank, zs_gpu_order_last(comm));
+}
+
+zs_status zs_gpu_fail(zs_gpu_comm *comm, zs_status status)
+{
+    if (comm->base.lost != NULL) return status;
+    if (status == ZS_ERR_TIMEOUT && comm->last != NULL) status = name_last(comm, status);
+    comm->base.lost = strdup(zs_last_message());
+    zs_comm_abort(comm->control, zs_last_message());
+    comm->backend->ops->abort(comm->backend, zs_last_message());
+    return status;
+}
+
+zs_status zs_gpu_after_wait(zs_gpu_comm *comm, zs_status status)
+{
+    return status == ZS_ERR_TORCH ? zs_gpu_fail(comm, status) : status;
+}
+
+zs_status zs_gpu_usable(zs_gpu_comm *comm)
+{
+    if (comm->base.lost != NULL)
+        return ZS_FAIL(ZS_ERR_STATE, "cannot continue after an earlier failure; restart all ranks: %s",
+                       comm->base.lost);
+    if (comm->backend->ops->check == NULL) return ZS_OK;
+    zs_status status = comm->backend->ops->check(comm->backend);
+    return status == ZS_OK ? ZS_OK : zs_gpu_fail(comm, status);
+}
+
+/* --- areas -------------------------------------------------------------------------------------------------------- */
+
+zs_status zs_gpu_make_areas(zs_gpu_comm *comm)
+{
+    return comm->areas != NULL ? ZS_OK : zs_arena_new(comm->base.device, &comm->areas);
+}
+
+zs_status zs_gpu_take_area(zs_gpu_comm *comm, size_t bytes, zs_mem **area)
+{
+    ZS_TRY(zs_gpu_make_areas(comm));
+    return zs_arena_take(comm->areas, bytes, area);
+}
