@@ -84,7 +84,7 @@ zs_status zs_comm_align(zs_comm *comm)
         for (int i = 0; i < ALL; i++)
             if (all[r][i] > mine[i]) mine[i] = all[r][i];
     comm->models = mine[MODELS];
-    if (ops->go_on_from != NULL) ops->go_on_from(comm, mine + OWN);
+    if (ops->continue_from != NULL) ops->continue_from(comm, mine + OWN);
     return ZS_OK;
 }
 

@@ -36,7 +36,7 @@ typedef struct zs_flat_ops {
      * NULL: none. */
     void (*numbers)(const zs_comm *, uint64_t *out);
     /* Continues from these numbers; none is lower than this rank's own. */
-    void (*go_on_from)(zs_comm *, const uint64_t *numbers);
+    void (*continue_from)(zs_comm *, const uint64_t *numbers);
 } zs_flat_ops;
 
 /* Reducing: what round.c needs of a transport. Functions must exist unless NULL is mentioned. */

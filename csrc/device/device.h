@@ -100,6 +100,8 @@ typedef struct zs_device_ops {
     zs_status (*norm_join)(const zs_device *, const zs_norm_job *);
     zs_status (*scale_by)(const zs_device *, const zs_numbers *, const float *factor);
     zs_status (*capturing)(const zs_device *, bool *out);
+    zs_status (*enter)(const zs_device *); /* makes it this thread's current GPU */
+    void (*join_busy)(const zs_device *);  /* joins streams that were given work since they were; ignores failures */
     zs_status (*fork)(const zs_device *, zs_stream);
     zs_status (*join)(const zs_device *, zs_stream);
     zs_status (*wait)(const zs_device *);

@@ -3,6 +3,7 @@
 
 #include "device/cuda_driver.h"
 #include "device/cuda_kernels.h"
+#include "device/cuda_memory.h"
 #include "device/cuda_trail.h"
 #include "shim/torch_cuda.h"
 
@@ -17,9 +18,9 @@ typedef struct cuda_device {
     zs_cu_stream streams[ZS_STREAMS]; /* [ZS_STREAM_COMPUTE]: not used */
     zs_cu_event forks[ZS_STREAMS], joins[ZS_STREAMS];
     atomic_bool busy[ZS_STREAMS]; /* given work since they were last joined */
-    pthread_mutex_t lock; /* of what follows */
-    double *scratch;      /* device memory for norms: ZS_CUDA_NORM_SCRATCH, and the result; NULL: not yet */
-    double *number;       /* pinned host memory for what comes back */
+    pthread_mutex_t lock;         /* of what follows */
+    double *scratch;              /* device memory for norms: ZS_CUDA_NORM_SCRATCH, and the result; NULL: not yet */
+    double *number;               /* pinned host memory for what comes back */
 } cuda_device;
 
 static cuda_device *of(const zs_device *device)
@@ -28,6 +29,11 @@ static cuda_device *of(const zs_device *device)
 }
 
 /* --- streams ------------------------------------------------------------------------------------------------------ */
+
+static zs_status cuda_enter(const zs_device *device)
+{
+    return zs_cuda_enter(of(device)->index);
+}
 
 zs_status zs_device_cuda_stream(const zs_device *device, zs_stream stream, zs_cu_stream *out)
 {
@@ -136,101 +142,12 @@ static zs_status cuda_follow(const zs_device *device, zs_trail *trail, bool ends
     return ends ? zs_cuda_trail_end_pass(trail, now) : zs_cuda_trail_follow(trail, now);
 }
 
-/* --- memory ------------------------------------------------------------------------------------------------------- */
-
-/* Memory goes back in the order of the compute stream: other streams' work on it comes first. A failure here is ignored
- * (the process may be ending), and an earlier failure that is being returned stays on record. */
-static void join_all(const zs_device *device, bool wait)
+static void cuda_join_busy(const zs_device *device)
 {
     bool failed = zs_last_status() != ZS_OK;
     for (zs_stream stream = ZS_STREAM_COMPUTE + 1; stream < ZS_STREAMS; stream++)
         if (atomic_load(&of(device)->busy[stream])) (void)cuda_join(device, stream);
-    if (wait) (void)zs_device_wait(device);
     if (!failed) zs_clear_error();
-}
-
-static void free_torch(zs_mem *mem)
-{
-    join_all(mem->device, false);
-    zs_torch_cuda_free(mem->owner);
-}
-
-static void free_driver(zs_mem *mem)
-{
-    join_all(mem->device, false);
-    ZS_CU_FREE(cuMemFree, (zs_cu_ptr)(uintptr_t)mem->ptr); /* waits for the GPU */
-}
-
-/* Has a block made for memory that has just been taken. */
-static zs_status wrap(zs_mem taken, zs_mem **out)
-{
-    zs_status status = zs_mem_wrap(taken.ptr, taken.bytes, taken.destroy, taken.owner, out);
-    if (status == ZS_OK)
-        (*out)->device = taken.device;
-    else
-        taken.destroy(&taken);
-    return status;
-}
-
-/* The same; zeroes it. */
-static zs_status wrap_zeroed(zs_mem taken, zs_mem **out)
-{
-    zs_mem *mem = NULL;
-    zs_mem_count_mapping();
-    ZS_TRY(wrap(taken, &mem));
-    zs_status status = zs_device_zero(taken.device, ZS_STREAM_COMPUTE, mem->ptr, mem->bytes);
-    if (status == ZS_OK)
-        *out = mem;
-    else
-        zs_mem_release(mem);
-    return status;
-}
-
-static zs_status take_of_driver(zs_mem *taken)
-{
-    zs_cu_ptr ptr = 0;
-    ZS_TRY(zs_cuda_enter(of(taken->device)->index));
-    ZS_TRY(ZS_CU(cuMemAlloc, &ptr, taken->bytes));
-    taken->ptr = (void *)(uintptr_t)ptr; /* NOLINT: an address of the device */
-    return ZS_OK;
-}
-
-static zs_status take(const zs_device *device, size_t bytes, zs_mem *taken)
-{
-    *taken = (zs_mem){.bytes = bytes > 0 ? bytes : 1, .destroy = free_driver, .device = device};
-    if (of(device)->on_host) return take_of_driver(taken);
-    taken->destroy = free_torch;
-    return zs_torch_cuda_alloc(of(device)->index, taken->bytes, &taken->ptr, &taken->owner);
-}
-
-static zs_status cuda_mem_new(const zs_device *device, size_t bytes, zs_mem **out)
-{
-    zs_mem taken;
-    ZS_TRY(take(device, bytes, &taken));
-    return wrap_zeroed(taken, out);
-}
-
-static zs_status cuda_mem_lend(const zs_device *device, size_t bytes, zs_mem **out)
-{
-    zs_mem taken;
-    ZS_TRY(take(device, bytes, &taken));
-    return wrap(taken, out);
-}
-
-static void free_host(zs_mem *mem)
-{
-    join_all(mem->device, true); /* pinned memory is not given back in the order of a stream */
-    ZS_CU_FREE(cuMemFreeHost, mem->ptr);
-}
-
-static zs_status cuda_mem_new_host(const zs_device *device, size_t bytes, zs_mem **out)
-{
-    zs_mem taken = {.bytes = bytes > 0 ? bytes : 1, .destroy = free_host, .device = device};
-    ZS_TRY(zs_cuda_enter(of(device)->index));
-    ZS_TRY(ZS_CU(cuMemHostAlloc, &taken.ptr, taken.bytes, ZS_CU_MEMHOSTALLOC_PORTABLE));
-    ZS_TRY(wrap_zeroed(taken, out));
-    (*out)->on_host = true;
-    return ZS_OK;
 }
 
 static zs_cu_ptr address(const void *ptr)
@@ -399,9 +316,9 @@ static zs_status cuda_same(const zs_device *device, const void *a, const void *b
 static const zs_device_ops cuda_ops = {
     .name = "cuda",
     .queues = true,
-    .mem_new = cuda_mem_new,
-    .mem_lend = cuda_mem_lend,
-    .mem_new_host = cuda_mem_new_host,
+    .mem_new = zs_cuda_mem_new,
+    .mem_lend = zs_cuda_mem_lend,
+    .mem_new_host = zs_cuda_mem_new_host,
     .copy = cuda_copy,
     .zero = cuda_zero,
     .sum = cuda_sum,
@@ -415,6 +332,8 @@ static const zs_device_ops cuda_ops = {
     .norm_join = cuda_norm_join,
     .scale_by = cuda_scale_by,
     .capturing = cuda_capturing,
+    .enter = cuda_enter,
+    .join_busy = cuda_join_busy,
     .fork = cuda_fork,
     .join = cuda_join,
     .wait = cuda_wait,

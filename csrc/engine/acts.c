@@ -21,7 +21,7 @@
 #include "reduce/reduce.h"
 #include "unit/secondary.h"
 
-/* Gives back what zero_grad() has not, as a script held a gradient then. */
+/* Frees what zero_grad() has not, as a script held a gradient then. */
 static void drop_grads(zs_engine *engine)
 {
     (void)zs_context_captured(&engine->context); /* the graph will write to those that are there */

@@ -207,19 +207,10 @@ static PyObject *get_grad(PyObject *param, void *unused)
     return NULL;
 }
 
-/* The unit that has shown the parameter's .grad; NULL: none. */
-static zs_unit *unit_of_grad(PyObject *param)
-{
-    PyObject *grad = zs_py_get_plain(guard.grad, param);
-    const zs_mem *mem = grad != NULL ? zs_py_mem(grad) : NULL;
-    Py_XDECREF(grad);
-    return mem != NULL && mem->role == ZS_MEM_GRAD_SHARD ? mem->user : NULL;
-}
-
 static int set_grad(PyObject *param, PyObject *value, void *unused)
 {
     (void)unused;
-    zs_unit *unit = value == NULL || value == Py_None ? unit_of_grad(param) : NULL;
+    zs_unit *unit = value == NULL || value == Py_None ? zs_py_unit_of(zs_py_get_plain(guard.grad, param)) : NULL;
     const int status = zs_py_set_plain(guard.grad, param, value);
     if (unit != NULL && status == 0) zs_grad_memory_forgotten(unit);
     return status;

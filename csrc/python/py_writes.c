@@ -91,6 +91,13 @@ void zs_py_settle_gradients(PyObject *args, PyObject *kwargs, bool writes)
         settle_gradients(value, writes);
 }
 
+zs_unit *zs_py_unit_of(PyObject *grad)
+{
+    const zs_mem *mem = grad != NULL ? zs_py_mem(grad) : NULL;
+    Py_XDECREF(grad);
+    return mem != NULL && mem->role == ZS_MEM_GRAD_SHARD ? mem->user : NULL;
+}
+
 int zs_py_writes_init(void)
 {
     names.begin_write = PyUnicode_InternFromString("begin_write");

@@ -2,7 +2,6 @@
 #include "reduce/grad_memory.h"
 
 #include "device/pending.h"
-#include "reduce/grads.h"
 #include "unit/offload.h"
 
 static zs_status take(zs_unit *unit, const zs_flat *flat, zs_mem **out)
@@ -60,6 +59,36 @@ void zs_grad_memory_clear(zs_unit *unit, const char *message)
     unit->grads_held = false;
 }
 
+/* Is any of the flat's gradients still in use? Only its own handle and its parameters' views should hold it. */
+static bool flat_wanted(const zs_unit *unit, int f)
+{
+    int64_t own = 1;
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        const zs_param *param = &unit->params[i];
+        if (param->flat != f || param->grad == NULL) continue;
+        if (param->below) return true;
+        bool shown = false;
+        if (zs_tensor_alive(param->tensor) && zs_grad_is(param->tensor, param->grad, &shown) != ZS_OK) return true;
+        if (shown || zs_tensor_is_kept(param->grad)) return true;
+        own++;
+    }
+    return zs_storage_users(unit->flats[f].grads) > own;
+}
+
+/* Does any .grad, or a view of one, refer to the unit's gradients? */
+static bool are_wanted(const zs_unit *unit)
+{
+    for (int f = 0; f < unit->n_flats; f++)
+        if (unit->flats[f].grads != NULL && flat_wanted(unit, f)) return true;
+    return false;
+}
+
+void zs_grad_memory_shown(zs_unit *unit, int64_t n)
+{
+    unit->grads_shown = n;
+    if (n > 0) unit->grads_held = true;
+}
+
 void zs_grad_memory_forgotten(zs_unit *unit)
 {
     if (--unit->grads_shown == 0) zs_grad_memory_drop(unit);
@@ -67,11 +96,36 @@ void zs_grad_memory_forgotten(zs_unit *unit)
 
 void zs_grad_memory_drop(zs_unit *unit)
 {
-    if (!unit->grads_held || unit->in_backward || zs_grads_wanted(unit) || zs_context_captured(unit->context)) return;
+    if (!unit->grads_held || unit->in_backward || are_wanted(unit) || zs_context_captured(unit->context)) return;
     if (unit->offloads.grads) {
         unit->grads_held = false;
         zs_offload_discard_grads(unit);
     } else {
         zs_grad_memory_clear(unit, "");
+    }
+}
+
+void zs_grad_memory_set_aside(zs_unit *unit, zs_mem **own, const char *message)
+{
+    for (int f = 0; f < unit->n_flats; f++) {
+        zs_flat *flat = &unit->flats[f];
+        if (flat->grad_mem == NULL) continue;
+        (void)zs_storage_clear(flat->grads, message);
+        own[f] = flat->grad_mem;
+        flat->grad_mem = NULL;
+    }
+}
+
+void zs_grad_memory_put_back(zs_unit *unit, zs_mem **own)
+{
+    for (int f = 0; f < unit->n_flats; f++) {
+        zs_flat *flat = &unit->flats[f];
+        if (own[f] == NULL) continue;
+        if (flat->grad_mem != NULL) {
+            zs_mem_release(own[f]);
+        } else {
+            flat->grad_mem = own[f];
+            (void)zs_storage_fill(flat->grads, own[f], own[f]->ptr);
+        }
     }
 }

@@ -13,13 +13,20 @@
 /* Gives the unit's gradients memory, if they have none. */
 zs_status zs_grad_memory_take(zs_unit *unit);
 
-/* Gives it back, unless a .grad or a script refers to it. Not while a sum may write to it. */
+/* Frees it, unless a .grad or a script refers to it. Not while a sum may write to it. */
 void zs_grad_memory_drop(zs_unit *unit);
 
-/* A script has set a .grad that was shown to None: after the last one, as _drop. */
+/* A backward has ended and set `n` .grad. / A script has set one of them to None: after the last one, as _drop. */
+void zs_grad_memory_shown(zs_unit *unit, int64_t n);
 void zs_grad_memory_forgotten(zs_unit *unit);
 
-/* Gives all of it back, or to whom still refers to it: to tensors in scripts, which raise `message` from then on. */
+/* Frees it. Tensors that still refer to it raise `message` from then on. */
 void zs_grad_memory_clear(zs_unit *unit, const char *message);
+
+/* Takes the memory of its flats out of use, for a while, into own[n_flats]: tensors in scripts raise `message`. */
+void zs_grad_memory_set_aside(zs_unit *unit, zs_mem **own, const char *message);
+
+/* Undoes it. Gradients that are shown keep the memory that they have. */
+void zs_grad_memory_put_back(zs_unit *unit, zs_mem **own);
 
 #endif

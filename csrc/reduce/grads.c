@@ -171,14 +171,13 @@ zs_status zs_grads_hand_out(zs_unit *unit)
 {
     zs_status status = ZS_OK;
     if (unit->record.is.replicated && !unit->borrows && !unit->offloads.grads) return give_away(unit);
-    unit->grads_shown = 0;
+    int64_t shown = 0;
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
         if (!zs_tensor_alive(param->tensor)) continue;
         /* If the unit took no part, the user may have dropped them meanwhile. */
         bool local = unit->in_backward && param->local != NULL && zs_get_bit(unit->used, i);
-        if (param->has_grad) unit->grads_held = true;
-        unit->grads_shown += param->has_grad;
+        shown += param->has_grad;
         zs_status one = ZS_OK;
         if (local)
             one = zs_local_grads_show(param);
@@ -189,6 +188,7 @@ zs_status zs_grads_hand_out(zs_unit *unit)
         param->has_grad = false;
     }
     if (unit->in_backward) zs_squares_end(unit);
+    zs_grad_memory_shown(unit, shown);
     unit->in_backward = false;
     return status;
 }
@@ -222,27 +222,4 @@ zs_status zs_grads_deliver(zs_record *record)
         param->has_grad = param->reduced = false;
     }
     return status;
-}
-
-/* Is any of the flat's gradients still in use? Only its own handle and its parameters' views should hold it. */
-static bool flat_wanted(const zs_unit *unit, int f)
-{
-    int64_t own = 1;
-    for (int64_t i = 0; i < unit->n_params; i++) {
-        const zs_param *param = &unit->params[i];
-        if (param->flat != f || param->grad == NULL) continue;
-        if (param->below) return true;
-        bool shown = false;
-        if (zs_tensor_alive(param->tensor) && zs_grad_is(param->tensor, param->grad, &shown) != ZS_OK) return true;
-        if (shown || zs_tensor_is_kept(param->grad)) return true;
-        own++;
-    }
-    return zs_storage_users(unit->flats[f].grads) > own;
-}
-
-bool zs_grads_wanted(const zs_unit *unit)
-{
-    for (int f = 0; f < unit->n_flats && unit->grads_held; f++)
-        if (unit->flats[f].grads != NULL && flat_wanted(unit, f)) return true;
-    return false;
 }

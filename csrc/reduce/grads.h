@@ -20,9 +20,6 @@ zs_status zs_grads_held(const zs_unit *unit, unsigned char *held);
  * not `held` elsewhere; of all if `none`. */
 zs_status zs_grads_follow(zs_unit *unit, const unsigned char *held, bool none);
 
-/* Does any .grad, or a view of one, refer to the unit's grad shards? */
-bool zs_grads_wanted(const zs_unit *unit);
-
 /* The backward has failed: discards its sums. True if some were already added to earlier gradients; these are then
  * shown, and must not be used. */
 bool zs_grads_undo(zs_unit *unit);

@@ -43,35 +43,6 @@ static void give_back(zs_unit *unit)
     if (unit->borrows && !grads_shown(unit)) zs_grad_memory_clear(unit, GIVEN_BACK);
 }
 
-/* Takes the gradients' memory out of use. */
-static void set_memory_aside(zs_unit *unit)
-{
-    for (int f = 0; f < unit->n_flats; f++) {
-        zs_flat *flat = &unit->flats[f];
-        if (flat->grad_mem == NULL) continue;
-        (void)zs_storage_clear(flat->grads, GIVEN_BACK);
-        unit->stepping->own[f] = flat->grad_mem;
-        flat->grad_mem = NULL;
-    }
-}
-
-static void take_memory_back(zs_unit *unit)
-{
-    give_back(unit);
-    for (int f = 0; f < unit->n_flats; f++) {
-        zs_flat *flat = &unit->flats[f];
-        zs_mem *own = unit->stepping->own[f];
-        if (own == NULL) continue;
-        if (flat->grad_mem !=
-            NULL) { /* still shown: the slot stays with the gradients, and their own memory is freed */
-            zs_mem_release(own);
-        } else {
-            flat->grad_mem = own;
-            (void)zs_storage_fill(flat->grads, own, own->ptr);
-        }
-    }
-}
-
 /* --- attaching ---------------------------------------------------------------------------------------------------- */
 
 static zs_status check_idle(const zs_unit *unit, const bool *stepped)
@@ -127,7 +98,7 @@ zs_status zs_in_backward_attach(zs_unit *unit, const zs_stepper *stepper, const 
     zs_record_set_early(&unit->record, true);
     zs_grad_memory_drop(unit);
     unit->borrows = unit->cunit != NULL && steps_all(unit, stepped);
-    if (unit->borrows) set_memory_aside(unit);
+    if (unit->borrows) zs_grad_memory_set_aside(unit, made->own, GIVEN_BACK);
     for (int64_t i = 0; i < unit->n_params && status == ZS_OK && zs_in_backward_alone(unit); i++)
         if (zs_tensor_alive(unit->params[i].tensor)) status = unit->context->calls->hook_param(unit, i);
     if (status != ZS_OK) zs_in_backward_detach(unit);
@@ -138,7 +109,8 @@ void zs_in_backward_detach(zs_unit *unit)
 {
     zs_in_backward_state *stepping = unit->stepping;
     if (stepping == NULL) return;
-    take_memory_back(unit);
+    give_back(unit);
+    zs_grad_memory_put_back(unit, stepping->own);
     zs_context_replan(unit->context);
     for (int64_t i = 0; i < unit->n_params && zs_in_backward_alone(unit); i++)
         if (zs_tensor_alive(unit->params[i].tensor)) (void)zs_hook_grad_remove(unit->params[i].tensor);

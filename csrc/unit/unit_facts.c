@@ -101,6 +101,11 @@ size_t zs_unit_bucket_bytes(const zs_unit *unit)
     return total;
 }
 
+bool zs_unit_reduces(const zs_unit *unit)
+{
+    return unit->context->ranks.all->world > 1 || !unit->record.is.fixed;
+}
+
 size_t zs_unit_grad_bytes(const zs_unit *unit)
 {
     size_t total = 0;

@@ -119,11 +119,6 @@ zs_status zs_unit_bind_local(zs_unit *unit, zs_param *param)
     return zs_tensor_bind(param->tensor, &place);
 }
 
-bool zs_unit_reduces(const zs_unit *unit)
-{
-    return unit->context->ranks.all->world > 1 || !unit->record.is.fixed;
-}
-
 /* Where each flat's gradients lie in a bucket. */
 static void lay_out_gradients(zs_unit *unit)
 {

@@ -45,10 +45,8 @@ KNOWN = {
     "zs_unit.context": {"unit_life.c", "engine.c"},
     # Under local gradients: shown so by one, found to be zeroed by the other.
     "zs_param.below": {"grads.c", "local_grads.c"},
-    # Lent for a backward that steps; taking turns where a script keeps gradients. Never both.
-    "zs_flat.grad_mem": {"in_backward.c", "kept_grads.c"},
-    # Written where they are summed and shown; given back where they borrow, or nobody wants them.
-    "zs_unit.grads_held": {"grads.c", "in_backward.c", "acts.c"},
+    # Taken and given back; taking turns where a script keeps gradients.
+    "zs_flat.grad_mem": {"grad_memory.c", "kept_grads.c"},
 }
 
 Writers = dict[str, set[str]]

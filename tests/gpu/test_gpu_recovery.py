@@ -288,10 +288,15 @@ def fail_alone(backend: str, where: str) -> list[tuple[str, str]]:
 @both
 def test_error_on_one_rank_is_an_error_on_all(kind: str, where: str, backend: str) -> None:
     ends = values(kind, backend, fail_alone, 2, where)
-    refused, *others = ends[1][0], *ends[0], ends[1][1]
-    assert refused[0] == "Refused"
-    for error, words in others:
-        assert error in ENDS or "cannot continue after an earlier failure" in words, (error, words)
+    assert ends[1][0][0] == "Refused"
+    told = [
+        error in ENDS or "cannot continue after an earlier failure" in words
+        for error, words in (*ends[0], ends[1][1])
+    ]
+    # Over c10d, ranks may train on after a backward that one of them abandoned, as on CPUs.
+    goes_on = backend == "c10d" and where == "backward"
+    assert any(told[:2]) and (all(told) or backend == "c10d"), ends
+    assert told == [True, False, False] if goes_on else told[2], ends
 
 
 # --- ranks that are killed or hang ----------------------------------------------------------------------

@@ -224,7 +224,8 @@ def held_in_backward(combination, in_backward, steps=3):
     for _ in range(steps):
         loss_of(model(torch.randn(4, 64))).backward()
         step_after(model, optimizer)
-    return seen, model.memory(), [m._zshard_state.unit.bytes for m in FSDP.fsdp_modules(model)]
+    memory = model.memory("now" if in_backward else "peak")
+    return seen, memory, [m._zshard_state.unit.bytes for m in FSDP.fsdp_modules(model)]
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS)

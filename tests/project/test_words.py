@@ -20,9 +20,9 @@ C_NAME = re.compile(r"\b[a-z_]\w*_\w*\b")
 # What to look for, how often it may stand, and what to write instead.
 WORDS = [
     ("slices?", 34, "shard"),
-    ("nobody(?:'?s)?|somebody(?:'?s)?|whoever", 31, "name the subject: no rank, a script"),
-    ("(?:goes|go|going|went) on", 40, "continue"),
-    ("(?:gives?|gave|given) (?:it )?back", 20, "free, return, drop"),
+    ("nobody(?:'?s)?|somebody(?:'?s)?|whoever", 30, "name the subject: no rank, a script"),
+    ("(?:goes|go|going|went) on", 27, "continue"),
+    ("(?:gives?|gave|given) (?:it )?back", 19, "free, return, drop"),
     ("hears?|heard", 12, "receive, learn"),
     ("tells?|told", 74, "report, publish, show"),
     ("mishaps?|kin|deaf|soil|last words?", 10, "failure, process, failed, mark dirty, message"),

@@ -190,9 +190,9 @@ void zs_c10d_free_areas(zs_c10d_comm *comm);
 
 /* --- c10d_serve.c ------------------------------------------------------------------------------------------------- */
 
-/* flat_new, flat_free, numbers and go_on_from, see comm_ops.h: flats are found by their keys. */
+/* flat_new, flat_free, numbers and continue_from, see comm_ops.h: flats are found by their keys. */
 void zs_c10d_numbers(const zs_comm *comm, uint64_t *out);
-void zs_c10d_go_on_from(zs_comm *comm, const uint64_t *numbers);
+void zs_c10d_continue_from(zs_comm *comm, const uint64_t *numbers);
 zs_status zs_c10d_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out);
 void zs_c10d_flat_free(zs_comm *comm, zs_flat_mem *flat);
 

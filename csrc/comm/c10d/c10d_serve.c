@@ -90,7 +90,7 @@ void zs_c10d_numbers(const zs_comm *comm, uint64_t *out)
     out[1] = self->units;
 }
 
-void zs_c10d_go_on_from(zs_comm *comm, const uint64_t *numbers)
+void zs_c10d_continue_from(zs_comm *comm, const uint64_t *numbers)
 {
     zs_c10d_comm *self = (zs_c10d_comm *)comm;
     self->flats = numbers[0];

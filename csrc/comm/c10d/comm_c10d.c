@@ -214,7 +214,7 @@ static const zs_flat_ops c10d_flats = {
     .gather_start = c10d_gather_start,
     .gather_finish = zs_c10d_gather_finish,
     .numbers = zs_c10d_numbers,
-    .go_on_from = zs_c10d_go_on_from,
+    .continue_from = zs_c10d_continue_from,
 };
 
 static const zs_round_ops c10d_rounds = {

@@ -148,7 +148,7 @@ zs_status zs_gpu_agree_to_talk(zs_gpu_comm *comm, zs_c10d_kind kind, size_t byte
 zs_status zs_gpu_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out);
 void zs_gpu_flat_free(zs_comm *comm, zs_flat_mem *flat);
 void zs_gpu_numbers(const zs_comm *comm, uint64_t *out);
-void zs_gpu_go_on_from(zs_comm *comm, const uint64_t *numbers);
+void zs_gpu_continue_from(zs_comm *comm, const uint64_t *numbers);
 zs_status zs_gpu_reader_new(zs_comm *comm, const char *name, zs_reader **out);
 void zs_gpu_reader_free(zs_comm *comm, zs_reader *reader);
 zs_status zs_gpu_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *reading);

@@ -7,7 +7,7 @@ static const zs_flat_ops flats = {
     .gather_start = zs_gpu_gather_start,
     .gather_finish = zs_gpu_gather_finish,
     .numbers = zs_gpu_numbers,
-    .go_on_from = zs_gpu_go_on_from,
+    .continue_from = zs_gpu_continue_from,
 };
 
 static const zs_reader_ops readers = {

@@ -156,10 +156,10 @@ void zs_gpu_numbers(const zs_comm *comm, uint64_t *out)
     if (head != NULL) zs_c10d_numbers(&head->base, out);
 }
 
-void zs_gpu_go_on_from(zs_comm *comm, const uint64_t *numbers)
+void zs_gpu_continue_from(zs_comm *comm, const uint64_t *numbers)
 {
     zs_c10d_comm *head = zs_gpu_turns_of((zs_gpu_comm *)comm);
-    if (head != NULL) zs_c10d_go_on_from(&head->base, numbers);
+    if (head != NULL) zs_c10d_continue_from(&head->base, numbers);
 }
 
 /* Where there are turns, c10d's, which know what was written since the last forward. */

@@ -15,10 +15,10 @@ static void hosts_numbers(const zs_comm *comm, uint64_t *out)
     out[SLOTS] = ((const zs_hosts_comm *)comm)->slots;
 }
 
-static void hosts_go_on_from(zs_comm *comm, const uint64_t *numbers)
+static void hosts_continue_from(zs_comm *comm, const uint64_t *numbers)
 {
     zs_hosts_comm *self = (zs_hosts_comm *)comm;
-    zs_c10d_go_on_from(comm, numbers);
+    zs_c10d_continue_from(comm, numbers);
     self->slots = numbers[SLOTS];
     if (zs_comm_align(self->local) != ZS_OK) zs_clear_error(); /* its next collective fails too */
 }
@@ -65,7 +65,7 @@ static const zs_flat_ops hosts_flats = {
     .gather_start = zs_hosts_gather_start,
     .gather_finish = zs_hosts_gather_finish,
     .numbers = hosts_numbers,
-    .go_on_from = hosts_go_on_from,
+    .continue_from = hosts_continue_from,
 };
 
 static const zs_round_ops hosts_rounds = {

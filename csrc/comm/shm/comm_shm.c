@@ -235,7 +235,7 @@ static const zs_flat_ops shm_flats = {
     .flat_new = zs_shm_flat_new,
     .flat_free = zs_local_flat_free,
     .numbers = zs_shm_numbers,
-    .go_on_from = zs_shm_go_on_from,
+    .continue_from = zs_shm_continue_from,
 };
 
 static const zs_round_ops shm_rounds = {

@@ -64,7 +64,7 @@ void zs_shm_numbers(const zs_comm *comm, uint64_t *out)
     out[IN_HEAP] = shm->heap_used;
 }
 
-void zs_shm_go_on_from(zs_comm *comm, const uint64_t *numbers)
+void zs_shm_continue_from(zs_comm *comm, const uint64_t *numbers)
 {
     zs_shm *shm = (zs_shm *)comm;
     if (shm->flats == NULL) return;

@@ -11,10 +11,10 @@
 /* flat_new. */
 zs_status zs_shm_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out);
 
-/* numbers and go_on_from, see comm_ops.h: of flats, and how much of the flats' file and of the records' heap is in
+/* numbers and continue_from, see comm_ops.h: of flats, and how much of the flats' file and of the records' heap is in
  * use. */
 void zs_shm_numbers(const zs_comm *comm, uint64_t *out);
-void zs_shm_go_on_from(zs_comm *comm, const uint64_t *numbers);
+void zs_shm_continue_from(zs_comm *comm, const uint64_t *numbers);
 
 /* The transport closes: flats freed after this keep their pages, as others may continue to evaluate, until all
  * processes have closed the file. */
