@@ -137,13 +137,6 @@ def train(
     return losses
 
 
-def let_nccl_share_a_gpu(rank: int) -> None:
-    """NCCL refuses two ranks of a host on one GPU; ranks that seem to be of two hosts go over
-    sockets."""
-    os.environ["NCCL_HOSTID"] = f"zshard-test-{rank}"
-    os.environ.update(NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", NCCL_NET="Socket")
-
-
 def sharded(case: Case, backend: str | None, any_order: bool = False, **options: Any) -> Any:
     """Return (the case's model, its device) of ranks that share a GPU over `backend`; None: on the
     host, over shm.
