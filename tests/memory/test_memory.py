@@ -447,8 +447,9 @@ def freed(transport):
 
 
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_memory_is_freed_with_the_model(pool2, transport):
-    for left in pool2.run(freed, transport):
+def test_memory_is_freed_with_the_model(transport):
+    """In separate processes: earlier models' leftovers in gloo come and go."""
+    for left in (result.value for result in run_ranks(freed, 2, transport)):
         assert left <= MIB, f"{left / MIB:.1f} MiB"
 
 
