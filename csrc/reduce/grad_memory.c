@@ -2,6 +2,7 @@
 #include "reduce/grad_memory.h"
 
 #include "device/pending.h"
+#include "reduce/kept_grads.h"
 #include "unit/offload.h"
 
 static zs_status take(zs_unit *unit, const zs_flat *flat, zs_mem **out)
@@ -94,6 +95,14 @@ void zs_grad_memory_forgotten(zs_unit *unit)
     if (--unit->grads_shown == 0) zs_grad_memory_drop(unit);
 }
 
+/* What a script kept for a while. */
+static void drop_spares(zs_unit *unit)
+{
+    for (int f = 0; f < unit->n_flats; f++)
+        if (unit->flats[f].spare_mem != NULL && !zs_grads_are_kept(unit, f, ZS_VIEW_SPARE))
+            zs_kept_grads_free(&unit->flats[f], unit);
+}
+
 void zs_grad_memory_drop(zs_unit *unit)
 {
     if (!unit->grads_held || unit->in_backward || are_wanted(unit) || zs_context_captured(unit->context)) return;
@@ -102,6 +111,7 @@ void zs_grad_memory_drop(zs_unit *unit)
         zs_offload_discard_grads(unit);
     } else {
         zs_grad_memory_clear(unit, "");
+        drop_spares(unit);
     }
 }
 

@@ -403,6 +403,30 @@ def test_gradients_take_memory_from_backward_to_zero_grad(pool2, combination, ho
         assert (before, there, zeroed, forward, anew) == (0, held, 0, 0, held) and wrong == []
 
 
+def kept_for_a_while(combination):
+    """Return the bytes of gradients while a script keeps those of an earlier step, and after it has
+    dropped them; and whether they stay unchanged."""
+    model = wrapped(stack, combination, auto_wrap_policy={nn.Linear})
+    loss_of(model(torch.randn(8, WIDTH))).backward()
+    kept = [p.grad for p in model.parameters()]
+    expected = [zshard.to_local(grad).clone() for grad in kept]
+    held = []
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(model(torch.randn(8, WIDTH))).backward()
+        held.append(model.memory()["grads"])
+    same = all(map(torch.equal, map(zshard.to_local, kept), expected))
+    del kept
+    model.zero_grad()
+    return [*held, model.memory()["grads"]], model.memory("predicted")["grads"], same
+
+
+@pytest.mark.parametrize("combination", [("full_shard", "shm"), ("shard_grad_op", "c10d")])
+def test_gradients_that_a_script_keeps_go_with_its_last_reference(pool2, combination):
+    for held, size, same in pool2.run(kept_for_a_while, combination):
+        assert held == [2 * size, 2 * size, 0] and same
+
+
 def zeroed_in_place(combination):
     """Return the addresses of gradients after each of two backwards, and what differs from those of
     the second one."""
