@@ -202,7 +202,7 @@ def predictions(folder, kind, strategy, transport):
     world = dist.get_world_size()
     options = {"strategy": strategy, "transport": transport, "auto_wrap_policy": {nn.Linear}}
     before = zshard.predict_memory(make(Wide), world, offload=where, **options)
-    return predicted, before, model.memory()
+    return predicted, before, model.memory("peak")
 
 
 @pytest.mark.sampled(2)
