@@ -45,6 +45,36 @@ zs_status zs_grad_memory_take(zs_unit *unit)
     return taken ? zs_device_fork(comm->device, comm->ops->stream) : ZS_OK;
 }
 
+/* The block in which the .grad of all the flat's parameters have their places; NULL: there is none. */
+static zs_mem *common_block(const zs_unit *unit, int f)
+{
+    zs_mem *mem = NULL;
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        const zs_param *param = &unit->params[i];
+        zs_grad_info grad = {0};
+        if (param->flat != f || param->numel == 0) continue;
+        if (!zs_tensor_alive(param->tensor) || zs_grad_describe(param->tensor, &grad) != ZS_OK) return NULL;
+        if (!grad.defined || !grad.dense || grad.mem == NULL || (mem != NULL && grad.mem != mem)) return NULL;
+        mem = grad.mem;
+        const zs_flat *flat = &unit->flats[f];
+        const char *place = (char *)mem->ptr + (size_t)param->in_shard.begin * flat->layout.itemsize;
+        if (mem->bytes != zs_flat_own_bytes(unit, flat) || grad.data != place) return NULL;
+    }
+    return mem;
+}
+
+void zs_grad_memory_reuse(zs_unit *unit)
+{
+    if (!unit->record.is.replicated || unit->borrows || unit->offloads.grads) return;
+    for (int f = 0; f < unit->n_flats; f++) {
+        zs_flat *flat = &unit->flats[f];
+        zs_mem *mem = flat->grads != NULL && flat->grad_mem == NULL ? common_block(unit, f) : NULL;
+        if (mem == NULL || zs_storage_fill(flat->grads, mem, mem->ptr) != ZS_OK) continue;
+        flat->grad_mem = zs_mem_retain(mem);
+        unit->grads_held = true;
+    }
+}
+
 void zs_grad_memory_clear(zs_unit *unit, const char *message)
 {
     for (int f = 0; f < unit->n_flats; f++) {

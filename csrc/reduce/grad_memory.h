@@ -13,6 +13,9 @@
 /* Gives the unit's gradients memory, if they have none. */
 zs_status zs_grad_memory_take(zs_unit *unit);
 
+/* A backward begins: full gradients that the script has kept as .grad, to which it adds, stay where they are. */
+void zs_grad_memory_reuse(zs_unit *unit);
+
 /* Frees it, unless a .grad or a script refers to it. Not while a sum may write to it. */
 void zs_grad_memory_drop(zs_unit *unit);
 

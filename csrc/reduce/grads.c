@@ -84,6 +84,7 @@ zs_status zs_grads_begin(zs_record *record, int64_t arriving, zs_expected *expec
     if (unit->local != NULL) memset(unit->arrived, 0, zs_unit_bitmap_words(unit) * sizeof *unit->arrived);
     for (int64_t i = 0; i < unit->n_params; i++)
         ZS_TRY(ready_param(unit, i, arriving, expected));
+    zs_grad_memory_reuse(unit);
     for (int f = 0; f < unit->n_flats; f++) /* of gradients that were dropped */
         zs_pending_drop(unit->flats[f].grad_mem);
     return ZS_OK;
