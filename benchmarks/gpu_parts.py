@@ -30,7 +30,7 @@ from benchmarks.gpu_sides import (
     is_stand_in,
     synchronize,
 )
-from benchmarks.gpu_steps import Events
+from benchmarks.gpu_steps import repeated
 from benchmarks.harness import Spread
 from benchmarks.models import TINY_BLOCKS, Batch, Workload, gpt
 from benchmarks.sides import SEED
@@ -103,7 +103,7 @@ def adam(cell: Mapping[str, Any]) -> dict[str, Any]:
         MASTER: (in_8_bits(halves, master="int8").step, MASTER_BYTES),
         COPY: (lambda: target.copy_(source), COPY_BYTES),
     }
-    turns = {name: _repeated(call, cell["steps"]) for name, (call, _) in calls.items()}
+    turns = {name: repeated(call, cell["steps"]) for name, (call, _) in calls.items()}
     samples = harness.interleave(turns, cell["rounds"], cell["warmup"])
     elements = numel * cell["tensors"]
     rates = {
@@ -128,20 +128,6 @@ def adam(cell: Mapping[str, Any]) -> dict[str, Any]:
             for name in calls
         },
     }
-
-
-def _repeated(call: Callable[[], Any], steps: int) -> harness.Turn:
-    def turn(_number: int) -> tuple[float, ...]:
-        first, last = Events(), Events()
-        synchronize()
-        first.record()
-        for _ in range(steps):
-            call()
-        last.record()
-        synchronize()
-        return (first.seconds_to(last) / steps,)
-
-    return turn
 
 
 # --------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ from torch.distributed.fsdp import fully_shard
 
 import zshard
 from benchmarks import harness
-from benchmarks.gpu_sides import device, is_stand_in, synchronize, workload_of
-from benchmarks.gpu_steps import Events
+from benchmarks.gpu_sides import device, is_stand_in, workload_of
+from benchmarks.gpu_steps import repeated
 from benchmarks.harness import Spread
 
 
@@ -59,7 +59,7 @@ def bandwidth(cell: Mapping[str, Any]) -> dict[str, Any]:
     for name, model in (("zshard", zshard.FSDP(Bare(rows))), ("fsdp2", _fsdp2(rows))):
         calls[f"{name}: gather (forward)"] = _forward(model)
         calls[f"{name}: gather, gradient, reduction"] = _forward_and_backward(model)
-    turns = {name: _repeated(call, cell["steps"]) for name, call in calls.items()}
+    turns = {name: repeated(call, cell["steps"]) for name, call in calls.items()}
     samples = harness.interleave(turns, cell["rounds"], cell["warmup"])
     received_bytes = (world - 1) * shard.numel() * shard.element_size()
     times = {name: [s.times[0] for s in samples[name]] for name in calls}
@@ -109,20 +109,6 @@ def _forward_and_backward(model: nn.Module) -> Callable[[], Any]:
     return call
 
 
-def _repeated(call: Callable[[], Any], steps: int) -> harness.Turn:
-    def turn(_number: int) -> tuple[float, ...]:
-        first, last = Events(), Events()
-        synchronize()
-        first.record()
-        for _ in range(steps):
-            call()
-        last.record()
-        synchronize()
-        return (first.seconds_to(last) / steps,)
-
-    return turn
-
-
 # --------------------------------------------------------------------------------------
 # A killed rank
 
@@ -132,9 +118,9 @@ def killed(cell: Mapping[str, Any]) -> dict[str, Any]:
 
     cell: "timeout".
     """
-    with socket.socket() as found:
-        found.bind(("", 0))
-        port = harness.of_all_ranks(found.getsockname()[1])[0]
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = harness.of_all_ranks(free.getsockname()[1])[0]
     ends = harness.of_all_ranks(_end_of_child(cell, port))
     last = len(ends) - 1
     found = {"part": "killed", "ranks": len(ends), "killed": last, "ends": ends}

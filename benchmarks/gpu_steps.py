@@ -8,7 +8,7 @@ where steps are short). Memory is measured first, with one side on the GPU at a 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -221,3 +221,19 @@ def summarize(
             if other in curves and other != name
         },
     }
+
+
+def repeated(call: Callable[[], Any], steps: int) -> harness.Turn:
+    """Return the turn that makes `steps` calls, and takes the mean of the GPU's seconds."""
+
+    def turn(_number: int) -> tuple[float, ...]:
+        first, last = Events(), Events()
+        synchronize()
+        first.record()
+        for _ in range(steps):
+            call()
+        last.record()
+        synchronize()
+        return (first.seconds_to(last) / steps,)
+
+    return turn

@@ -36,7 +36,7 @@ static inline void zs_exact_add(zs_exact *sum, double value)
 /* Adds what another sum has. */
 void zs_exact_join(zs_exact *sum, const zs_exact *other);
 
-/* Adds another sum, of squares of floats, times 2^-halvings, at most 2^-256. */
+/* Adds another sum, of squares of floats, times 2^-halvings, where halvings is 256 at most. */
 void zs_exact_join_halved(zs_exact *sum, const zs_exact *other, int halvings);
 
 /* The sum as numbers that ranks can add one by one without rounding. */

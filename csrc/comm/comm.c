@@ -158,6 +158,14 @@ struct zs_reader {
     char unused;
 };
 
+zs_status zs_local_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out)
+{
+    *out = (zs_flat_mem){.shard_bytes = shard_bytes};
+    ZS_TRY(zs_device_mem_new(comm->device, shard_bytes, &out->mem));
+    out->shard = out->mem->ptr;
+    return ZS_OK;
+}
+
 void zs_local_flat_free(zs_comm *comm, zs_flat_mem *flat)
 {
     (void)comm;

@@ -53,7 +53,8 @@ bool zs_comm_interrupted(void);
 
 /* --- parts of the table for transports whose memory is private to a rank (self, c10d) ----------------------------- */
 
-/* flat_free: drops the reference. */
+/* flat_new: private memory, which is not the full buffer. / flat_free: drops the reference. */
+zs_status zs_local_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out);
 void zs_local_flat_free(zs_comm *comm, zs_flat_mem *flat);
 
 /* bucket_new: private memory. */

@@ -6,10 +6,8 @@
 
 static zs_status self_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out)
 {
-    ZS_TRY(zs_device_mem_new(comm->device, shard_bytes, &out->mem));
-    out->shard = out->mem->ptr;
+    ZS_TRY(zs_local_flat_new(comm, shard_bytes, out));
     out->full = out->shard;
-    out->shard_bytes = shard_bytes;
     return ZS_OK;
 }
 

@@ -324,7 +324,7 @@ static zs_status summed(zs_schedule *schedule)
 {
     zs_engine *engine = zs_engine_of_schedule(schedule);
     const zs_comm *all = engine->context.ranks.all;
-    zs_engine_note_peak(engine); /* zero_grad() gives the gradients' memory back */
+    zs_engine_note_peak(engine); /* while the gradients are there */
     return zs_device_join(all->device, all->ops->stream);
 }
 

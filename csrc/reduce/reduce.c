@@ -16,8 +16,8 @@ static void clear_bits(const zs_unit *unit, uint64_t *bits)
 
 zs_status zs_reduce_begin(zs_unit *unit, bool local)
 {
-    if (local) ZS_TRY(zs_local_grads_new(unit));
-    if (!local) ZS_TRY(zs_bucket_wake(unit->record.round.packing, zs_context_device(unit->context)));
+    const zs_device *device = zs_context_device(unit->context);
+    ZS_TRY(local ? zs_local_grads_new(unit) : zs_bucket_wake(unit->record.round.packing, device));
     clear_bits(unit, unit->used);
     clear_bits(unit, unit->arrived);
     return ZS_OK;

@@ -56,10 +56,7 @@ zs_status zs_c10d_flat_add(zs_c10d_comm *comm, zs_flat_mem *made)
 
 zs_status zs_c10d_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out)
 {
-    ZS_TRY(zs_device_mem_new(comm->device, shard_bytes, &out->mem));
-    out->shard = out->mem->ptr;
-    out->full = NULL;
-    out->shard_bytes = shard_bytes;
+    ZS_TRY(zs_local_flat_new(comm, shard_bytes, out));
     zs_status status = zs_c10d_flat_add((zs_c10d_comm *)comm, out);
     if (status != ZS_OK) zs_local_flat_free(comm, out);
     return status;

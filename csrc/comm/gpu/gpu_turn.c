@@ -131,13 +131,8 @@ zs_status zs_gpu_agree_to_talk(zs_gpu_comm *comm, zs_c10d_kind kind, size_t byte
 
 zs_status zs_gpu_flat_new(zs_comm *comm, size_t shard_bytes, zs_flat_mem *out)
 {
-    zs_gpu_comm *self = (zs_gpu_comm *)comm;
-    zs_c10d_comm *head = zs_gpu_turns_of(self);
-    ZS_TRY(zs_device_mem_new(comm->device, shard_bytes, &out->mem));
-    out->shard = out->mem->ptr;
-    out->full = NULL;
-    out->shard_bytes = shard_bytes;
-    out->key = 0;
+    zs_c10d_comm *head = zs_gpu_turns_of((zs_gpu_comm *)comm);
+    ZS_TRY(zs_local_flat_new(comm, shard_bytes, out));
     zs_status status = head != NULL ? zs_c10d_flat_add(head, out) : ZS_OK;
     if (status != ZS_OK) zs_local_flat_free(comm, out);
     return status;
