@@ -30,7 +30,7 @@ from zshard.optim.announce import say_clip, say_norm
 from zshard.optim.in_backward import refuse_clipping
 from zshard.ranks.agreement import PublicCall
 from zshard.ranks.transports import ranks_of
-from zshard.units.shards import parts_of_all
+from zshard.units.shards import Part, known_parts, part_of
 
 __all__ = ["clip_by", "clip_grad_norm", "install", "norm_over_ranks"]
 
@@ -125,7 +125,7 @@ def _refuse_foreign(params: Sequence[Tensor]) -> None:
 def _refuse_other_ranks(tensors: Iterable[Tensor]) -> None:
     """Raise if units over different ranks hold these parameters or gradients: each rank would
     compute another norm, and scale what they share by another factor."""
-    by_comm = {id(part.comm): part for part in parts_of_all(tensors)}
+    by_comm = {id(part.comm): part for part in _parts_of_all(tensors)}
     if len(by_comm) < 2:
         return
     first, *others = by_comm.values()
@@ -137,6 +137,25 @@ def _refuse_other_ranks(tensors: Iterable[Tensor]) -> None:
                 "get another norm; call torch.nn.utils.clip_grad_norm_() or get_total_norm() once "
                 "for the parameters of each process group"
             )
+
+
+@plain()
+def _parts_of_all(tensors: Iterable[Tensor]) -> list[Part]:
+    """Return the entries of those tensors that are parameters or gradients of parameters; [] if all
+    parameters of this process have the same ranks."""
+    known = known_parts()
+    if len({id(part.comm) for _, part in known}) < 2:
+        return []
+    grads = zip(grads_of(param for param, _ in known), known, strict=True)
+    by_memory = {_memory_of(grad): part for grad, (_, part) in grads if grad is not None}
+    found = (part_of(each) or by_memory.get(_memory_of(each)) for each in tensors)
+    return [part for part in found if part is not None]
+
+
+def _memory_of(tensor: Tensor) -> int:
+    """Return a number for the tensor's memory; for a sparse one, for the tensor."""
+    strided = tensor.layout == torch.strided
+    return tensor.untyped_storage()._cdata if strided else id(tensor)
 
 
 @functools.wraps(_torchs_scale)

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from zshard import _core
 from zshard.units.units import State
 
 __all__ = [
-    *("Part", "Stepped", "asked_for_size", "part_of", "parts_of_all", "remember_parts"),
+    *("Part", "Stepped", "asked_for_size", "known_parts", "part_of", "remember_parts"),
     *("replicas_of", "sizes_for_torch", "stepped_by", "units_stepped_by"),
 ]
 
@@ -239,10 +239,16 @@ def replicas_of(stepped: Stepped) -> Iterator[tuple[Tensor, Part]]:
     """Yield the parameters of a model that every rank has in full, with their Parts."""
     unit = stepped.unit
     model = None if unit is None else unit.engine_id
-    for reference, part in list(_parts.values()):
-        param, own = reference(), part.unit
-        if param is not None and own is not None and own.engine_id == model:
+    for param, part in known_parts():
+        own = part.unit
+        if own is not None and own.engine_id == model:
             yield param, part
+
+
+def known_parts() -> list[tuple[Tensor, Part]]:
+    """Return all parameters of this process that FSDP has wrapped, with their Parts."""
+    known = [(reference(), part) for reference, part in list(_parts.values())]
+    return [(param, part) for param, part in known if param is not None]
 
 
 def remember_parts(state: State) -> None:
@@ -277,23 +283,6 @@ def part_of(param: Tensor) -> Part | None:
     """Return the entry of a parameter that FSDP has wrapped, sharded or not; None for others."""
     entry = _parts.get(id(param))
     return entry[1] if entry is not None and entry[0]() is param else None
-
-
-def parts_of_all(tensors: Iterable[Tensor]) -> list[Part]:
-    """Return the entries of those tensors that are parameters or gradients of parameters; [] if all
-    entries there have the same ranks."""
-    known = [(reference(), part) for reference, part in list(_parts.values())]
-    if len({id(part.comm) for _, part in known}) < 2:
-        return []
-    grads = {_memory_of(p.grad): part for p, part in known if p is not None and p.grad is not None}
-    found = (part_of(each) or grads.get(_memory_of(each)) for each in tensors)
-    return [part for part in found if part is not None]
-
-
-def _memory_of(tensor: Tensor) -> int:
-    """Return a number for the tensor's memory; for a sparse one, for the tensor."""
-    strided = tensor.layout == torch.strided
-    return tensor.untyped_storage()._cdata if strided else id(tensor)
 
 
 @dataclass(eq=False)
