@@ -8,3 +8,4 @@
 #include "norm.cuh"
 #include "sum.cuh"
 #include "update.cuh"
+#include "wire.cuh"

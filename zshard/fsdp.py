@@ -160,12 +160,12 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
             "c10d", "auto" ("nccl" where all ranks have it and a GPU each, else "c10d") or a
             zshard.NcclOptions. Default: None, the environment variable ZSHARD_TRANSPORT, else
             "auto".
-        wire: how gradients and parameters cross hosts over "hosts": "bf16" (half the bytes of
-            float32), or "int8" (about a quarter, in blocks of 256 numbers that share a scale); a
-            zshard.Wire sets them apart. What that rounds off gradients goes into the next step's.
-            Forward and backward compute with rounded parameters; shards, the optimizer and
-            checkpoints stay exact. No effect on one host; not supported over "c10d" and on GPUs.
-            Default: None, exact.
+        wire: how gradients and parameters cross hosts over "hosts" and "nccl": "bf16" (half the
+            bytes of float32), or "int8" (about a quarter, in blocks of 256 numbers that share a
+            scale); a zshard.Wire sets them apart. What that rounds off gradients goes into the next
+            step's. Forward and backward compute with rounded parameters; shards, the optimizer and
+            checkpoints stay exact. No effect on one host; not supported over "c10d". Default: None,
+            exact.
         timeout: seconds that one wait for another rank may take. Default: None, the environment
             variable ZSHARD_TIMEOUT, else the process group's timeout.
         forward_sync_buffers: True: broadcast buffers from rank 0 in each forward. "training": only
@@ -237,7 +237,7 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
                 ),
                 device,
             ),
-            wire=check_wire(wire, device),
+            wire=check_wire(wire),
         )
         check_environment(options)
         check_values(param_init_fn, forward_sync_buffers)

@@ -29,7 +29,7 @@ _torchs_unscale: Callable[..., dict[torch.device, torch.Tensor]] = getattr(
 _unscaled: weakref.WeakKeyDictionary[torch.amp.GradScaler, set[_core.Engine]] = (
     weakref.WeakKeyDictionary()
 )
-"""Models on CPUs whose gradients a scaler has unscaled since its last update()."""
+"""Models whose gradients a scaler has unscaled since its last update(); of those with wire=..."""
 
 
 @functools.wraps(_torchs_unscale)
@@ -43,8 +43,9 @@ def _unscale_grads_(
 ) -> dict[torch.device, torch.Tensor]:
     engines = _owners(optimizer)  # first, because it refuses gradients that are not reduced
     refuse_scaler(optimizer)
-    on_cpus = (engine for engine in engines if not _core.gpu_ranks(engine))
-    _unscaled.setdefault(self, set()).update(on_cpus)
+    coded = [engine for engine in engines if engine.codes_gradients()]
+    if coded:  # update() then reads the scale, for which the host waits for a GPU
+        _unscaled.setdefault(self, set()).update(coded)
     say_unscale(self, optimizer, engines, inv_scale, allow_fp16)
     return _unscale_on_all(self, optimizer, engines, inv_scale, found_inf, allow_fp16)
 

@@ -66,6 +66,7 @@ zs_status zs_comm_dry_new(const char *name, const zs_ranks_of_hosts *ranks, zs_c
                               .readers = &dry_readers,
                               .talk = &dry_talk,
                               .code_room = real->code_room,
+                              .codes_apart = real->codes_apart,
                               .bytes = dry_bytes,
                               .close = dry_close,
                               .destroy = dry_destroy};

@@ -159,6 +159,7 @@ typedef struct zs_comm_ops {
     /* Memory of this rank for codes of all shards of `shard_bytes` during a gather, see zs_target; 0: such shards
      * cross hosts as they are. NULL: nothing is coded. */
     size_t (*code_room)(const zs_comm *, zs_wire, zs_dtype, size_t shard_bytes);
+    bool codes_apart; /* that memory is never a round's, see zs_arena_take_apart */
     /* Memory of the transport itself on this rank, besides flats and buckets, for all its models together. Includes
      * memory that was never touched. */
     size_t (*bytes)(const zs_comm *);

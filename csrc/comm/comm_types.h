@@ -44,6 +44,14 @@ typedef struct zs_bucket {
     zs_mem *mem;  /* counted reference */
 } zs_bucket;
 
+/* Bytes to send to a rank, and to receive from it. */
+typedef struct zs_message {
+    const void *send;
+    void *receive;
+    size_t bytes; /* of either; not 0 */
+    int peer;     /* may be this rank */
+} zs_message;
+
 /* The model that a collective is for, for messages. */
 typedef struct zs_model {
     uint64_t number; /* of its reader, from 1; 0: none */

@@ -8,7 +8,7 @@ typedef struct slot {
     size_t bytes; /* capacity */
     size_t asked; /* the bytes of it that were asked for */
     bool lent;
-    bool own; /* not shared, where others are */
+    bool own; /* not shared, where others are; or apart from them */
 } slot;
 
 struct zs_arena {
@@ -123,6 +123,11 @@ zs_status zs_arena_take(zs_arena *arena, size_t bytes, zs_mem **out)
 zs_status zs_arena_take_own(zs_arena *arena, size_t bytes, zs_mem **out)
 {
     return take(arena, bytes, arena->maker.sharers > 1, out);
+}
+
+zs_status zs_arena_take_apart(zs_arena *arena, size_t bytes, zs_mem **out)
+{
+    return take(arena, bytes, true, out);
 }
 
 static bool is_shared(const zs_arena *arena, const slot *it)

@@ -42,6 +42,10 @@ zs_status zs_arena_take(zs_arena *arena, size_t bytes, zs_mem **slot);
 /* The same for what this rank alone writes to: never memory that other ranks share. */
 zs_status zs_arena_take_own(zs_arena *arena, size_t bytes, zs_mem **slot);
 
+/* The same for what is written in another stream than the arena's other slots: never memory of one of these, whose
+ * streams may still use it. */
+zs_status zs_arena_take_apart(zs_arena *arena, size_t bytes, zs_mem **slot);
+
 /* Is it one of the arena's slots? `shared`: in memory that other ranks have too. */
 bool zs_arena_has(const zs_arena *arena, const zs_mem *slot, bool *shared);
 

@@ -78,8 +78,10 @@ static zs_status borrow_codes(zs_dry_unit *it, int f)
 {
     const zs_flat *flat = &it->unit->flats[f];
     if (flat->code == ZS_WIRE_EXACT) return ZS_OK;
-    size_t bytes = zs_comm_code_room(all_of(it->dry), flat->code, flat->compute, zs_flat_low_bytes(flat));
-    return borrow_area(it->dry, bytes, &it->codes[f]);
+    const zs_comm *all = all_of(it->dry);
+    size_t bytes = zs_comm_code_room(all, flat->code, flat->compute, zs_flat_low_bytes(flat));
+    if (!all->ops->codes_apart) return borrow_area(it->dry, bytes, &it->codes[f]);
+    return zs_arena_take_apart(it->dry->areas, bytes, &it->codes[f]);
 }
 
 static zs_status gather(zs_record *record)

@@ -228,6 +228,11 @@ void zs_engine_set_codes(zs_engine *engine, zs_wire grads, zs_wire params)
     engine->context.params_code = params;
 }
 
+bool zs_engine_codes_gradients(const zs_engine *engine)
+{
+    return engine->context.grads_code != ZS_WIRE_EXACT && engine->context.ranks.all->per_host > 0;
+}
+
 void zs_engine_rescale(const zs_engine *engine, double factor)
 {
     for (size_t i = 0; i < zs_engine_n_units(engine); i++) {

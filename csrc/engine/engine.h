@@ -63,6 +63,9 @@ void zs_engine_set_prefetch(zs_engine *engine, zs_prefetch prefetch);
  * levels; the default is ZS_WIRE_EXACT. The same on all ranks. */
 void zs_engine_set_codes(zs_engine *engine, zs_wire grads, zs_wire params);
 
+/* Do gradients cross hosts as codes? */
+bool zs_engine_codes_gradients(const zs_engine *engine);
+
 /* (Between passes) Scales the error feedback of wire codes by `factor`, after a change of the loss scale. */
 void zs_engine_rescale(const zs_engine *engine, double factor);
 

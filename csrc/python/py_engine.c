@@ -122,6 +122,15 @@ static PyObject *engine_set_codes(engine_object *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(engine_codes_gradients_doc,
+             "codes_gradients($self, /)\n--\n\nReturn whether gradients cross hosts as codes.");
+
+static PyObject *engine_codes_gradients(engine_object *self, PyObject *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(zs_engine_codes_gradients(self->engine));
+}
+
 PyDoc_STRVAR(engine_rescale_doc,
              "rescale($self, factor, /)\n--\n\nTell that gradients are `factor` times as large from now "
              "on: what codes have lost of them is multiplied by it.");
@@ -322,6 +331,7 @@ static PyMethodDef engine_methods[] = {
     {"set_order", (PyCFunction)engine_set_order, METH_O, engine_set_order_doc},
     {"set_prefetch", (PyCFunction)engine_set_prefetch, METH_VARARGS, engine_set_prefetch_doc},
     {"set_codes", (PyCFunction)engine_set_codes, METH_VARARGS, engine_set_codes_doc},
+    {"codes_gradients", (PyCFunction)engine_codes_gradients, METH_NOARGS, engine_codes_gradients_doc},
     {"rescale", (PyCFunction)engine_rescale, METH_O, engine_rescale_doc},
     {"set_offload", (PyCFunction)engine_set_offload, METH_VARARGS, engine_set_offload_doc},
     {"sync_buffers", (PyCFunction)zs_py_sync_buffers, METH_VARARGS, zs_py_sync_buffers_doc},

@@ -202,6 +202,17 @@ static bool advance(job *work, transfer *t)
     return true;
 }
 
+/* Are all transfers with that peer that come before this one done? Their bytes go through the same box. */
+static bool is_next(const job *work, size_t i)
+{
+    const transfer *it = &work->transfers[i];
+    for (size_t k = 0; k < i; k++) {
+        const transfer *t = &work->transfers[k];
+        if (t->peer == it->peer && t->send == it->send && t->done < t->bytes) return false;
+    }
+    return true;
+}
+
 /* The peers that have gone, a bit each. */
 static uint64_t gone_peers(const fake *comm)
 {
@@ -239,7 +250,7 @@ static void run(void *arg)
         uint64_t gone = watches ? gone_peers(comm) : 0; /* before this look: what a peer left is still taken */
         done = turn && !work->hangs;
         for (size_t i = 0; turn && i < work->count; i++) {
-            moved = advance(work, &work->transfers[i]) || moved;
+            moved = (is_next(work, i) && advance(work, &work->transfers[i])) || moved;
             done = done && work->transfers[i].done == work->transfers[i].bytes;
         }
         if (moved || done) continue;

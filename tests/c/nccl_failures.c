@@ -22,7 +22,7 @@ static zs_status do_everything(rank_env *env, zs_nccl_comm *comm)
     char *mine = full + env->rank * 64;
     for (int i = 0; i < 3; i++) {
         ZS_TRY(zs_nccl_all_gather(comm, mine, full, 64, &stream_a));
-        ZS_TRY(zs_nccl_messages(comm, &(zs_nccl_message){full, other, 64, env->rank}, 1, &stream_a));
+        ZS_TRY(zs_nccl_messages(comm, &(zs_message){full, other, 64, env->rank}, 1, &stream_a));
         ZS_TRY(zs_nccl_broadcast(comm, full, 64, 0, &stream_a));
         ZS_TRY(zs_nccl_comm_check(comm));
     }

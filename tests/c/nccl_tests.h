@@ -106,9 +106,9 @@ static inline void swap_all(rank_env *env, zs_nccl_comm *comm, size_t bytes)
     char *send = malloc(whole), *receive = calloc(1, whole);
     for (int r = 0; r < env->world; r++)
         fill(send + (size_t)r * bytes, bytes, env->rank, (unsigned)r);
-    zs_nccl_message messages[MAX_RANKS];
+    zs_message messages[MAX_RANKS];
     for (int r = 0; r < env->world; r++)
-        messages[r] = (zs_nccl_message){send + (size_t)r * bytes, receive + (size_t)r * bytes, bytes, r};
+        messages[r] = (zs_message){send + (size_t)r * bytes, receive + (size_t)r * bytes, bytes, r};
     OK(zs_nccl_messages(comm, messages, (size_t)env->world, &stream_a));
     synchronize(&stream_a);
     for (int r = 0; r < env->world; r++)

@@ -38,15 +38,15 @@ static void messages_go_in_one_launch(rank_env *env)
 {
     enum { MOST = 40000 };
     zs_nccl_comm *comm = make(env, "all");
-    zs_nccl_message list[MAX_RANKS + 1];
+    zs_message list[MAX_RANKS + 1];
     char *send = malloc(MOST), *receive = calloc(MAX_RANKS + 1, MOST);
     fill(send, MOST, env->rank, 5);
     for (int i = 0; i <= env->world; i++) {
         int peer = i % env->world;
         size_t bytes = (size_t)(peer + 1) * (size_t)(env->rank + 1) * 1001; /* equal on both sides */
-        list[i] = (zs_nccl_message){send + i, receive + i * MOST, bytes, peer};
+        list[i] = (zs_message){send + i, receive + i * MOST, bytes, peer};
     }
-    list[env->world] = (zs_nccl_message){send, receive + env->world * MOST, 3, env->rank};
+    list[env->world] = (zs_message){send, receive + env->world * MOST, 3, env->rank};
     OK(zs_nccl_messages(comm, list, (size_t)env->world + 1, &stream_a));
     synchronize(&stream_a);
     for (int i = 0; i < env->world; i++) { /* this rank's was the rank-th of the sender's list */
@@ -55,7 +55,7 @@ static void messages_go_in_one_launch(rank_env *env)
             CHECK((unsigned char)at[b] == byte_of(i, b + (size_t)env->rank, 5));
     }
     check_filled(receive + env->world * MOST, 3, env->rank, 5);
-    zs_nccl_message odd = {send, receive, 8, env->world}, none = {send, receive, 0, 0}, null = {NULL, receive, 8, 0};
+    zs_message odd = {send, receive, 8, env->world}, none = {send, receive, 0, 0}, null = {NULL, receive, 8, 0};
     FAILS(zs_nccl_messages(comm, &odd, 1, NULL), ZS_ERR_VALUE, "out of range for world size");
     FAILS(zs_nccl_messages(comm, &none, 1, NULL), ZS_ERR_VALUE, "0 bytes");
     FAILS(zs_nccl_messages(comm, &null, 1, NULL), ZS_ERR_VALUE, "send buffer of");
@@ -92,7 +92,7 @@ static void two_communicators_keep_their_orders(rank_env *env)
         jitter(env);
         y[env->rank] = (char)(env->rank + i);
         /* What one has brought is sent on by the next, from another rank. */
-        zs_nccl_message message = {&x[i], &x[i + 1], 1, env->rank};
+        zs_message message = {&x[i], &x[i + 1], 1, env->rank};
         OK(zs_nccl_broadcast(b, &x[i], 1, i % env->world, &stream_b));
         OK(zs_nccl_messages(b, &message, 1, &stream_b));
         OK(zs_nccl_all_gather(a, &y[env->rank], y, sizeof *y, &stream_a));

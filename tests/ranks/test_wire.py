@@ -1,8 +1,5 @@
 """FSDP(wire=...): gradients that cross hosts in fewer bytes, compared with the same arithmetic in
-torch.
-
-If a loss is a sum of products, a test chooses its gradients, so it can compute the entire encoding
-separately, bit for bit.
+torch (tests/lib/wires.py).
 """
 
 from __future__ import annotations
@@ -16,31 +13,10 @@ import torch.distributed as dist
 from groups import curve, hosts_of, mesh_of, on_two_hosts
 from models import CASES, loss_of, make
 from scenarios import message_of
-from torch import Tensor, nn
+from wires import WIRES, Model, Products, gradient, reduced
 
 import zshard
 from zshard import FSDP
-
-WIRES = ("bf16", "int8")
-BLOCK, LEVELS = 256, 127
-NUMEL = 29_000  # of the only parameter: shards of many blocks, the last one shorter, and padding
-
-
-class Products(nn.Module):
-    """The parameter's gradient equals the argument of the call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(NUMEL))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.weight * x).sum()
-
-
-def gradient(rank: int, step: int = 0) -> Tensor:
-    """Numbers of many magnitudes."""
-    draw = torch.Generator().manual_seed(100 * rank + step)
-    return torch.randn(NUMEL, generator=draw) * torch.randn(NUMEL, generator=draw).exp()
 
 
 def wrap(group, wire, strategy="full_shard", **options):
@@ -48,63 +24,6 @@ def wrap(group, wire, strategy="full_shard", **options):
     return FSDP(
         Products(), strategy=strategy, auto_wrap_policy=None, timeout=60, wire=wire, **options
     )
-
-
-def reduced(model, gradients):
-    """Return the full reduced gradient; collective."""
-    model.zero_grad()
-    model(gradients).backward()
-    local = zshard.to_local(model.weight.grad).flatten()
-    parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, (zshard.shard_info(model.weight)["begin"], local))
-    whole = torch.zeros(NUMEL)
-    for begin, part in parts:
-        whole[begin : begin + part.numel()] = part
-    return whole
-
-
-# --- reference in torch ---------------------------------------------------------------------------
-
-
-def decoded(wire: str, numbers: Tensor) -> Tensor:
-    """Return the values of float32 numbers after the wire."""
-    if wire == "bf16":
-        return numbers.bfloat16().float()
-    found = [part * 0 for part in numbers.split(BLOCK)]
-    for i, part in enumerate(numbers.split(BLOCK)):
-        scale = part.abs().max() / LEVELS
-        if scale > 0:
-            levels = (part / scale).clamp(-LEVELS, LEVELS).round() + 0.0  # an int has no -0
-            found[i] = levels * scale
-    return torch.cat(found)
-
-
-class Model:
-    """Hosts of `per_host` ranks each, which split the parameter into `parts` shards."""
-
-    def __init__(self, wire: str, hosts: int, per_host: int, parts: int) -> None:
-        self.wire, self.hosts, self.per_host = wire, hosts, per_host
-        self.slice = math.ceil(NUMEL / parts / 32) * 32
-        self.lost = torch.zeros(hosts, parts * self.slice)
-
-    def reduce(self, gradients: list[Tensor]) -> Tensor:
-        padded = [torch.zeros_like(self.lost[0]) for _ in gradients]
-        for each, given in zip(padded, gradients, strict=True):
-            each[:NUMEL] = given
-        arrived = []
-        for host in range(self.hosts):
-            ranks = padded[host * self.per_host : (host + 1) * self.per_host]
-            total = ranks[0].clone()
-            for other in ranks[1:]:
-                total += other
-            total += self.lost[host]
-            code = torch.cat([decoded(self.wire, part) for part in total.split(self.slice)])
-            self.lost[host] = total - code
-            arrived.append(code)
-        whole = arrived[0].clone()
-        for other in arrived[1:]:
-            whole += other
-        return whole[:NUMEL] / len(gradients)
 
 
 def arithmetic(sizes, strategy, wire, parts=None):

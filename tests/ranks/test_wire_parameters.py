@@ -17,9 +17,9 @@ from compare import differences
 from groups import case_of, curve, hosts_of, mesh_of, on_two_hosts
 from models import CASES, loss_of, make
 from scenarios import message_of
-from test_wire import NUMEL, WIRES, Products, decoded
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from wires import NUMEL, WIRES, Products, decoded
 
 import zshard
 from zshard import FSDP, Wire

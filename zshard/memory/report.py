@@ -168,7 +168,7 @@ def predict_memory(
         Prefetch(),
         offload_on(offload_of(offload), CPU),
         parse_keep(keep_gathered, "auto"),
-        check_wire(wire, CPU),
+        check_wire(wire),
     )
     world = _world(world_size, local_world_size, transport)
     specs = plan_units(module, auto_wrap_policy)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zshard import _core
-from zshard.ranks.devices import CPU
 
 CODES = {None: 0, "bf16": 1, "int8": 2}
 """By the names that Wire takes: their numbers in the core."""
@@ -52,28 +51,25 @@ def _is_code(value: object) -> bool:
     return value is None or (isinstance(value, str) and value in CODES)
 
 
-def check_wire(given: str | Wire | None, device: str) -> Wire:
-    """Parse FSDP()'s argument. Raises ValueError for an unknown name, NotImplementedError for a
-    model on a GPU."""
+def check_wire(given: str | Wire | None) -> Wire:
+    """Parse FSDP()'s argument. Raises ValueError for an unknown name."""
     if not isinstance(given, Wire) and not _is_code(given):
         raise ValueError(f"wire must be 'bf16', 'int8', a zshard.Wire or None, got {given!r}")
-    wire = given if isinstance(given, Wire) else Wire(given, given)
-    if wire != Wire() and device != CPU:
-        raise NotImplementedError(
-            f"wire={_spelled(wire)} is not supported for a model on a GPU ({device}): omit wire, "
-            "or reduce gradients in bfloat16 with mixed_precision=zshard.MixedPrecision("
-            "reduce_dtype=torch.bfloat16)"
-        )
-    return wire
+    return given if isinstance(given, Wire) else Wire(given, given)
+
+
+_BETWEEN_HOSTS = {"c10d": "hosts", "c10d_gpu": "nccl"}
+"""Transports without codes: the one that has them."""
 
 
 def check_wire_over(comm: _core.Comm, wire: Wire) -> None:
     """Raise NotImplementedError, the same on all ranks, if the transport would not encode numbers
     between hosts."""
-    if wire != Wire() and comm.transport == "c10d":
+    if wire != Wire() and comm.transport in _BETWEEN_HOSTS:
+        instead = _BETWEEN_HOSTS[comm.transport]
         raise NotImplementedError(
             f"wire={_spelled(wire)} is not supported by transport='c10d': between hosts with the "
-            "same number of ranks each, pass transport='hosts' (or 'auto'); else omit wire"
+            f"same number of ranks each, pass transport='{instead}' (or 'auto'); else omit wire"
         )
 
 
@@ -81,8 +77,9 @@ def wire_words(comm: _core.Comm, wire: Wire, units: list[_core.Unit]) -> str:
     """Return summary()'s text about it; '' if there is none."""
     if wire == Wire():
         return ""
-    if comm.transport != "hosts":
-        return f"wire={_spelled(wire)} has no effect on one host"
+    if comm.per_host == 0:
+        other = ", or with unequal numbers of ranks on hosts" if comm.transport == "nccl" else ""
+        return f"wire={_spelled(wire)} has no effect on one host{other}"
     words = []
     if wire.gradients is not None:
         words.append(f"gradients cross hosts as {wire.gradients}")

@@ -36,6 +36,9 @@ typedef struct zs_backend_ops {
     zs_status (*gather)(zs_backend *, zs_stream stream, const void *shard, char *full, size_t bytes);
     /* In the reduce stream. */
     zs_status (*swap)(zs_backend *, const zs_swap *);
+    /* All messages at once, in the reduce stream: the n-th with a rank pairs with the n-th that it has with this one.
+     * NULL: not supported. */
+    zs_status (*exchange)(zs_backend *, const char *unit, const zs_message *messages, size_t n);
     /* Broadcasts `data` of `root`, in the compute stream. */
     zs_status (*broadcast)(zs_backend *, void *data, size_t bytes, int root);
     /* ZS_OK, or why nothing can be moved any more. NULL if only the calls themselves can find out. */

@@ -51,7 +51,7 @@ struct nccl_backend {
     nccl_line lines[2];          /* gathers, everything else; with one communicator the first is for all */
     pthread_mutex_t ends;        /* guards lines[].comm against the monitor's thread */
     zs_process_watch *processes; /* owned */
-    zs_nccl_message *messages;   /* [world * ZS_MAX_FLATS] room for those of one swap; owned */
+    zs_message *messages;   /* [world * ZS_MAX_FLATS] room for those of one swap; owned */
 };
 
 static nccl_line *line_of(nccl_backend *self, zs_stream stream)
@@ -216,19 +216,25 @@ static size_t list_messages(nccl_backend *self, const zs_swap *swap)
             const char *send =
                 swap->send[f] != NULL ? swap->send[f] + (size_t)swap->shard_of[r] * swap->bytes[f] : swap->filler;
             char *receive = swap->receive + (size_t)r * swap->stride + swap->at[f];
-            self->messages[n++] = (zs_nccl_message){send, receive, swap->bytes[f], r};
+            self->messages[n++] = (zs_message){send, receive, swap->bytes[f], r};
         }
     return n;
+}
+
+static zs_status nccl_exchange(zs_backend *backend, const char *unit, const zs_message *messages, size_t n)
+{
+    nccl_backend *self = (nccl_backend *)backend;
+    zs_cu_stream stream;
+    if (n == 0) return ZS_OK;
+    ZS_TRY(zs_device_cuda_stream(backend->device, ZS_STREAM_REDUCE, &stream));
+    ZS_TRY(zs_nccl_messages(line_of(self, ZS_STREAM_REDUCE)->comm, messages, n, stream));
+    return watch(self, ZS_STREAM_REDUCE, "gradient exchange", unit);
 }
 
 static zs_status nccl_swap(zs_backend *backend, const zs_swap *swap)
 {
     nccl_backend *self = (nccl_backend *)backend;
-    zs_cu_stream stream;
-    ZS_TRY(zs_device_cuda_stream(backend->device, ZS_STREAM_REDUCE, &stream));
-    zs_nccl_comm *comm = line_of(self, ZS_STREAM_REDUCE)->comm;
-    ZS_TRY(zs_nccl_messages(comm, self->messages, list_messages(self, swap), stream));
-    return watch(self, ZS_STREAM_REDUCE, "gradient exchange", swap->name);
+    return nccl_exchange(backend, swap->name, self->messages, list_messages(self, swap));
 }
 
 static zs_status nccl_broadcast(zs_backend *backend, void *data, size_t bytes, int root)
@@ -284,6 +290,7 @@ static const zs_backend_ops nccl_ops = {
     .table = &zs_nccl_ops,
     .gather = nccl_gather,
     .swap = nccl_swap,
+    .exchange = nccl_exchange,
     .broadcast = nccl_broadcast,
     .check = nccl_check,
     .abort = nccl_abort,

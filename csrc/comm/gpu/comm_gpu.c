@@ -78,7 +78,19 @@ struct zs_gathering {
     zs_cu_event done;
     uint64_t session; /* in which it was queued */
     zs_mem *mem;      /* counted reference */
+    zs_mem *codes;    /* an area; NULL: shards travel as they are */
 };
+
+/* In the gather stream. */
+static zs_status move_shards(zs_gpu_comm *comm, const char *shard, size_t bytes, zs_target to, zs_gathering *gathering)
+{
+    const zs_hosts_code code = zs_gpu_code_of(&comm->base, to.code, to.dtype, bytes);
+    if (code.wire == ZS_WIRE_EXACT)
+        return comm->backend->ops->gather(comm->backend, ZS_STREAM_GATHER, shard, to.full, bytes);
+    ZS_TRY(zs_gpu_take_codes(comm, code.stride * (size_t)comm->base.world, &gathering->codes));
+    ZS_TRY(zs_gpu_gather_codes(comm, &code, shard, gathering->codes->ptr));
+    return zs_gpu_decode_params(comm, &code, gathering->codes->ptr, to.full);
+}
 
 static zs_status start_gather(zs_gpu_comm *comm, const zs_flat_mem *flat, zs_target to, zs_gathering *gathering)
 {
@@ -91,7 +103,7 @@ static zs_status start_gather(zs_gpu_comm *comm, const zs_flat_mem *flat, zs_tar
         ZS_TRY(zs_device_copy(device, ZS_STREAM_GATHER, own, shard, flat->shard_bytes));
         shard = own;
     }
-    ZS_TRY(comm->backend->ops->gather(comm->backend, ZS_STREAM_GATHER, shard, to.full, flat->shard_bytes));
+    ZS_TRY(move_shards(comm, shard, flat->shard_bytes, to, gathering));
     return zs_device_cuda_record(device, ZS_STREAM_GATHER, gathering->done);
 }
 
@@ -100,7 +112,7 @@ zs_status zs_gpu_gather_start(zs_comm *comm, const zs_flat_mem *flat, const char
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
-    ZS_TRY(zs_gpu_agree_on_gather(self, flat, name));
+    ZS_TRY(zs_gpu_agree_on_gather(self, flat, name, zs_gpu_code_of(comm, to.code, to.dtype, flat->shard_bytes)));
     zs_gathering *made = calloc(1, sizeof *made);
     if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory all-gathering unit '%s'", name);
     zs_gpu_order_add(self, "parameters", name, flat->shard_bytes);
@@ -112,6 +124,7 @@ zs_status zs_gpu_gather_start(zs_comm *comm, const zs_flat_mem *flat, const char
         return ZS_OK;
     }
     zs_gpu_event_give(self, made->done);
+    zs_gpu_return_area(self, &made->codes);
     free(made);
     return zs_gpu_fail(self, status);
 }
@@ -122,6 +135,7 @@ zs_status zs_gpu_gather_finish(zs_comm *comm, zs_gathering *gathering)
     if (gathering->session == comm->sessions)
         status = zs_device_cuda_await(comm->device, ZS_STREAM_COMPUTE, gathering->done);
     zs_gpu_event_give((zs_gpu_comm *)comm, gathering->done);
+    zs_gpu_return_area((zs_gpu_comm *)comm, &gathering->codes);
     zs_mem_release(gathering->mem);
     free(gathering);
     return status;
@@ -131,7 +145,7 @@ size_t zs_gpu_bytes(const zs_comm *comm)
 {
     const zs_gpu_comm *self = (const zs_gpu_comm *)comm;
     size_t areas = self->areas != NULL ? zs_arena_bytes(self->areas) : 0;
-    return areas + zs_comm_room(comm, NULL).fixed;
+    return areas + self->lost_bytes + zs_comm_room(comm, NULL).fixed;
 }
 
 zs_status zs_gpu_reserve(zs_comm *comm, const zs_arena *plan)

@@ -4,6 +4,7 @@
  *   gpu_order.c       which move differs if ranks diverged
  *   gpu_turn.c        meeting before each move: ranks may run different units
  *   gpu_round.c       reducing
+ *   gpu_coded.c       the same in fewer bytes between hosts
  *   gpu_state.c       failures, memory to receive into
  *   gpu_transports.c  the tables
  *   backend.h         what moves the bytes
@@ -14,6 +15,7 @@
 #include "comm/c10d/c10d.h"
 #include "comm/comm_local.h"
 #include "comm/gpu/backend.h"
+#include "comm/hosts/hosts.h"
 #include "device/arena.h"
 #include "device/cuda_api.h"
 
@@ -41,6 +43,7 @@ typedef struct zs_gpu_comm {
     zs_backend *backend; /* owned */
     zs_gpu_turns *turns; /* owned; NULL: hosts meet at the begin and end of sessions alone */
     size_t living;       /* live units */
+    size_t lost_bytes;   /* of all their `lost` */
     zs_arena *areas;     /* owned; what rounds receive into; NULL: none yet */
     zs_gpu_order order;
     uint64_t agreed;              /* how many moves, of all, were the same on all ranks at the last comparison */
@@ -62,9 +65,12 @@ zs_status zs_gpu_fail(zs_gpu_comm *comm, zs_status status);
  * may wait for peers that this rank will not reach, and the next wait for these hosts would block again. */
 zs_status zs_gpu_after_wait(zs_gpu_comm *comm, zs_status status);
 
-/* Creates the arena that rounds receive into, unless it exists / takes `bytes` of it. */
+/* Creates the arena that rounds receive into, unless it exists / takes `bytes` of it, for the reduce stream / for the
+ * gather stream / gives what was taken back; NULL: nothing. */
 zs_status zs_gpu_make_areas(zs_gpu_comm *comm);
 zs_status zs_gpu_take_area(zs_gpu_comm *comm, size_t bytes, zs_mem **area);
+zs_status zs_gpu_take_codes(zs_gpu_comm *comm, size_t bytes, zs_mem **area);
+void zs_gpu_return_area(const zs_gpu_comm *comm, zs_mem **area);
 
 /* Takes an event, for ordering only / returns it. */
 zs_status zs_gpu_event_take(zs_gpu_comm *comm, zs_cu_event *out);
@@ -114,6 +120,10 @@ typedef struct zs_gpu_unit {
     zs_mem *received;  /* area of that round, NULL: none */
     zs_cu_event read;  /* the bucket of the last round has been read */
     uint64_t session;  /* the session in which that was last recorded */
+    /* Where gradients cross hosts as codes; its `lost` is not used. */
+    zs_hosts_sums sums;
+    zs_mem *lost;     /* [hosts] of `sums.bytes`: what codes have lost so far; owned; NULL: exact */
+    zs_sources hosts; /* the headers of a coded round that was sent */
 } zs_gpu_unit;
 
 /* zs_round_ops, by the field's name. */
@@ -128,6 +138,36 @@ zs_status zs_gpu_release(zs_comm *comm, zs_cunit *cunit);
 void zs_gpu_drop(zs_comm *comm, zs_cunit *cunit);
 zs_status zs_gpu_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *ready);
 
+/* --- gpu_coded.c -------------------------------------------------------------------------------------------------- */
+
+/* How a shard of parameters crosses hosts; exact on one host, and over backends without `exchange`. */
+zs_hosts_code zs_gpu_code_of(const zs_comm *comm, zs_wire wire, zs_dtype dtype, size_t shard_bytes);
+
+/* code_room. */
+size_t zs_gpu_code_room(const zs_comm *comm, zs_wire wire, zs_dtype dtype, size_t shard_bytes);
+
+/* Gathers the codes of all ranks' shards, in the gather stream / decodes them to the full parameters. */
+zs_status zs_gpu_gather_codes(zs_gpu_comm *comm, const zs_hosts_code *code, const char *shard, char *codes);
+zs_status zs_gpu_decode_params(const zs_gpu_comm *comm, const zs_hosts_code *code, char *codes, char *full);
+
+/* The sums of a unit's gradients that cross hosts; exact: none, ranks send each other shards. */
+zs_hosts_sums zs_gpu_sums_of(const zs_comm *comm, const zs_cunit_spec *spec);
+
+/* Memory of a coded round / of a unit's `lost`. */
+size_t zs_gpu_coded_bytes(const zs_comm *comm, const zs_cunit_spec *spec, const zs_hosts_sums *sums);
+size_t zs_gpu_lost_bytes(const zs_comm *comm, const zs_hosts_sums *sums);
+
+/* Finds out whether a unit's rounds are coded, and makes what they need / frees that. */
+zs_status zs_gpu_coded_init(zs_gpu_comm *comm, zs_gpu_unit *unit);
+void zs_gpu_coded_clear(zs_gpu_comm *comm, zs_gpu_unit *unit);
+
+/* Sends a coded round whose header is posted: waits for the headers of all ranks / sets its sources. */
+zs_status zs_gpu_send_coded(zs_gpu_comm *comm, zs_gpu_unit *unit);
+void zs_gpu_arrive_coded(zs_gpu_comm *comm, zs_gpu_unit *unit);
+
+/* rescale, of the table. */
+void zs_gpu_rescale(zs_comm *comm, zs_cunit *cunit, double factor);
+
 /* --- gpu_turn.c --------------------------------------------------------------------------------------------------- */
 
 /* Makes ranks meet before each move / frees what it takes. */
@@ -140,7 +180,7 @@ zs_c10d_comm *zs_gpu_turns_of(const zs_gpu_comm *comm);
 /* Returns when all ranks are about to make this move, and takes part in the others' gathers until then:
  * ZS_ERR_DIVERGED if that is impossible, with nothing queued. No-ops without turns. */
 zs_status zs_gpu_agree(zs_gpu_comm *comm, const zs_c10d_turn *turn);
-zs_status zs_gpu_agree_on_gather(zs_gpu_comm *comm, const zs_flat_mem *flat, const char *unit);
+zs_status zs_gpu_agree_on_gather(zs_gpu_comm *comm, const zs_flat_mem *flat, const char *unit, zs_hosts_code code);
 zs_status zs_gpu_agree_on_round(zs_gpu_comm *comm, const zs_gpu_unit *unit, zs_c10d_kind kind);
 zs_status zs_gpu_agree_to_talk(zs_gpu_comm *comm, zs_c10d_kind kind, size_t bytes, int root);
 

@@ -11,17 +11,15 @@
 zs_room zs_gpu_room(const zs_comm *comm, const zs_cunit_spec *spec)
 {
     zs_room room = {0};
-    if (spec != NULL) room.received = zs_spec_shards_bytes(spec) * (size_t)comm->world;
+    if (spec == NULL) return room;
+    const zs_hosts_sums sums = zs_gpu_sums_of(comm, spec);
+    bool coded = sums.code != ZS_WIRE_EXACT;
+    room.record = zs_gpu_lost_bytes(comm, &sums);
+    room.received = coded ? zs_gpu_coded_bytes(comm, spec, &sums) : zs_spec_shards_bytes(spec) * (size_t)comm->world;
     return room;
 }
 
 /* --- birth and end ------------------------------------------------------------------------------------------------ */
-
-static void return_area(zs_gpu_comm *comm, zs_mem **area)
-{
-    if (*area != NULL) zs_arena_give(comm->areas, *area);
-    *area = NULL;
-}
 
 void zs_gpu_renamed(zs_comm *comm, zs_cunit *cunit)
 {
@@ -35,6 +33,7 @@ void zs_gpu_unit_clear(zs_comm *comm, zs_cunit *cunit)
     zs_gpu_unit *unit = (zs_gpu_unit *)cunit;
     zs_cunit_free(self->control, unit->control);
     zs_gpu_event_give(self, unit->read);
+    zs_gpu_coded_clear(self, unit);
     if (--self->living == 0) {
         zs_arena_free(self->areas);
         self->areas = NULL;
@@ -50,6 +49,7 @@ zs_status zs_gpu_unit_init(zs_comm *comm, zs_cunit *cunit)
     self->living++;
     if (turns != NULL) unit->number = turns->units++;
     zs_cunit_lay_side_by_side(cunit);
+    ZS_TRY(zs_gpu_coded_init(self, unit));
     ZS_TRY(zs_cunit_new(self->control, &spec, &unit->control));
     return zs_device_cuda_event_new(comm->device, &unit->read);
 }
@@ -83,7 +83,7 @@ static zs_status move_shards(zs_gpu_comm *comm, zs_gpu_unit *unit)
     ZS_THEN(status, comm->backend->ops->swap(comm->backend, &swap));
     ZS_THEN(status, zs_device_cuda_record(comm->base.device, ZS_STREAM_REDUCE, unit->read));
     unit->session = comm->base.sessions;
-    return_area(comm, &filler);
+    zs_gpu_return_area(comm, &filler);
     return status == ZS_OK ? ZS_OK : zs_gpu_fail(comm, status);
 }
 
@@ -99,7 +99,7 @@ zs_status zs_gpu_send(zs_comm *comm, zs_cunit *cunit)
     ZS_TRY(zs_gpu_agree_on_round(self, unit, ZS_C10D_POST));
     memcpy(zs_cunit_header(unit->control), cunit->header, cunit->header_bytes);
     ZS_TRY(zs_cunit_post(self->control, unit->control, NULL));
-    return move_shards(self, unit);
+    return unit->lost != NULL ? zs_gpu_send_coded(self, unit) : move_shards(self, unit);
 }
 
 /* --- collect, share, release -------------------------------------------------------------------------------------- */
@@ -110,6 +110,11 @@ zs_status zs_gpu_arrive(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *read
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     zs_gpu_unit *unit = (zs_gpu_unit *)cunit;
     zs_sources hosts;
+    *ready = true;
+    if (unit->lost != NULL) {
+        zs_gpu_arrive_coded(self, unit);
+        return ZS_OK;
+    }
     ZS_TRY(zs_gpu_after_wait(self, zs_cunit_collect(self->control, unit->control, wait, ready, &hosts)));
     for (int r = 0; r < comm->world && *ready; r++) {
         const char *piece = (const char *)unit->received->ptr + (size_t)r * cunit->shards_bytes;
@@ -146,7 +151,7 @@ zs_status zs_gpu_release(zs_comm *comm, zs_cunit *cunit)
 /* The next user receives there in the same stream. */
 void zs_gpu_drop(zs_comm *comm, zs_cunit *cunit)
 {
-    return_area((zs_gpu_comm *)comm, &((zs_gpu_unit *)cunit)->received);
+    zs_gpu_return_area((zs_gpu_comm *)comm, &((zs_gpu_unit *)cunit)->received);
 }
 
 /* Immediately: the compute stream waits for outstanding reads. */

@@ -54,3 +54,15 @@ zs_status zs_gpu_take_area(zs_gpu_comm *comm, size_t bytes, zs_mem **area)
     ZS_TRY(zs_gpu_make_areas(comm));
     return zs_arena_take(comm->areas, bytes, area);
 }
+
+zs_status zs_gpu_take_codes(zs_gpu_comm *comm, size_t bytes, zs_mem **area)
+{
+    ZS_TRY(zs_gpu_make_areas(comm));
+    return zs_arena_take_apart(comm->areas, bytes, area);
+}
+
+void zs_gpu_return_area(const zs_gpu_comm *comm, zs_mem **area)
+{
+    if (*area != NULL) zs_arena_give(comm->areas, *area);
+    *area = NULL;
+}

@@ -46,14 +46,29 @@ static zs_status exchange_words(zs_c10d_comm *head, zs_diagnostics *all)
     return zs_comm_exchange(control, &control->words, sizeof control->words, all);
 }
 
-/* The result is discarded. Rounds use the areas in the reduce stream. */
+/* How a gather's shards travel, as its turn says. */
+static uint64_t code_number(zs_hosts_code code)
+{
+    return (uint64_t)code.wire * (ZS_BYTES + 1) + (uint64_t)code.dtype;
+}
+
+static zs_hosts_code code_of_turn(const zs_c10d_turn *turn)
+{
+    return zs_hosts_code_of((zs_wire)(turn->round / (ZS_BYTES + 1)), (zs_dtype)(turn->round % (ZS_BYTES + 1)),
+                            turn->bytes);
+}
+
+/* The result is discarded. */
 static zs_status queue(zs_gpu_comm *comm, const zs_c10d_turn *turn, const char *shard, const zs_mem *area)
 {
     const zs_device *device = comm->base.device;
+    const zs_hosts_code code = code_of_turn(turn);
     zs_gpu_order_add(comm, "parameters", turn->name, turn->bytes);
-    ZS_TRY(zs_device_join(device, ZS_STREAM_REDUCE));
     ZS_TRY(zs_device_fork(device, ZS_STREAM_GATHER));
-    ZS_TRY(comm->backend->ops->gather(comm->backend, ZS_STREAM_GATHER, shard, area->ptr, turn->bytes));
+    if (code.wire != ZS_WIRE_EXACT)
+        ZS_TRY(zs_gpu_gather_codes(comm, &code, shard, area->ptr));
+    else
+        ZS_TRY(comm->backend->ops->gather(comm->backend, ZS_STREAM_GATHER, shard, area->ptr, turn->bytes));
     return zs_device_join(device, ZS_STREAM_GATHER);
 }
 
@@ -61,7 +76,7 @@ static zs_status serve(zs_c10d_comm *head, const zs_c10d_turn *turn, const char 
 {
     zs_gpu_comm *comm = gpu_of(head);
     zs_mem *area = NULL;
-    ZS_TRY(zs_gpu_take_area(comm, turn->bytes * (size_t)comm->base.world, &area));
+    ZS_TRY(zs_gpu_take_codes(comm, turn->bytes * (size_t)comm->base.world, &area));
     zs_status status = queue(comm, turn, shard, area);
     zs_arena_give(comm->areas, area);
     return status;
@@ -99,12 +114,13 @@ zs_status zs_gpu_agree(zs_gpu_comm *comm, const zs_c10d_turn *turn)
     return status == ZS_OK || status == ZS_ERR_DIVERGED ? status : zs_gpu_fail(comm, name_turn(head, turn, status));
 }
 
-zs_status zs_gpu_agree_on_gather(zs_gpu_comm *comm, const zs_flat_mem *flat, const char *unit)
+zs_status zs_gpu_agree_on_gather(zs_gpu_comm *comm, const zs_flat_mem *flat, const char *unit, zs_hosts_code code)
 {
     zs_c10d_comm *head = zs_gpu_turns_of(comm);
     if (head == NULL) return ZS_OK;
     zs_c10d_turn turn = zs_c10d_gather_turn(head, flat, unit);
     if (flat->mem->on_host) turn.joinable = false; /* backends only handle device memory */
+    turn.round = code_number(code);
     return zs_gpu_agree(comm, &turn);
 }
 

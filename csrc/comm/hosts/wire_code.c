@@ -8,10 +8,6 @@
 
 #include <string.h>
 
-static const float levels_a_side = 127;
-
-static const uint32_t infinity_bits = 0x7f800000u, quiet_nan_bits = 0x7fc00000u;
-
 static int64_t blocks_of(int64_t numel)
 {
     return (numel + ZS_WIRE_BLOCK - 1) / ZS_WIRE_BLOCK;
@@ -26,49 +22,26 @@ size_t zs_wire_bytes(zs_wire wire, int64_t numel)
 
 /* --- one block ---------------------------------------------------------------------------------------------------- */
 
-/* As bits, magnitudes are ordered like integers, with infinity and NaN on top. */
 static uint32_t largest_magnitude(const float *values, int n)
 {
     uint32_t largest = 0;
     for (int i = 0; i < n; i++) {
-        uint32_t bits = zs_float_bits(values[i]) & 0x7fffffffu;
+        uint32_t bits = zs_wire_magnitude(values[i]);
         largest = bits > largest ? bits : largest;
     }
     return largest;
 }
 
-/* NaN: not all are finite. 0: all are 0, or too small for a scale. */
-static float scale_of(const float *values, int n)
-{
-    uint32_t largest = largest_magnitude(values, n);
-    if (largest >= infinity_bits) return zs_bits_float(quiet_nan_bits);
-    float scale = zs_bits_float(largest) / levels_a_side;
-    if (zs_float_bits(scale * levels_a_side) >= infinity_bits) /* rounded up: a finite value would decode as infinity */
-        scale = zs_bits_float(zs_float_bits(scale) - 1);
-    return scale;
-}
-
-/* To nearest, ties to even: the adder rounds, as the unit in the last place of 1.5 * 2^23 is 1. Halfway through
- * subnormals a quotient may exceed levels_a_side. */
-static int8_t level_of(float value, float scale)
-{
-    float quotient = value / scale;
-    quotient = quotient > levels_a_side ? levels_a_side : quotient;
-    quotient = quotient < -levels_a_side ? -levels_a_side : quotient;
-    float shifted = quotient + 0x1.8p23f;
-    return (int8_t)(shifted - 0x1.8p23f);
-}
-
 static void encode_int8(const float *values, int n, void *scale_at, int8_t *levels)
 {
-    float scale = scale_of(values, n);
+    float scale = zs_wire_scale(largest_magnitude(values, n));
     memcpy(scale_at, &scale, sizeof scale);
     if (!(scale > 0)) {
         memset(levels, 0, (size_t)n);
         return;
     }
     for (int i = 0; i < n; i++)
-        levels[i] = level_of(values[i], scale);
+        levels[i] = zs_wire_level(values[i], scale);
 }
 
 static void decode_int8(const void *scale_at, const int8_t *levels, int n, float *out)
@@ -137,15 +110,6 @@ static void decode_block(const coder *it, int64_t block, int n, float *out)
         decode_int8(it->code + (size_t)block * sizeof(float), (const int8_t *)at, n, out);
 }
 
-/* What the code has lost of `sums`; 0 if that is not finite. */
-static void keep_lost(const float *sums, const float *decoded, int n, float *residual)
-{
-    for (int i = 0; i < n; i++) {
-        uint32_t lost = zs_float_bits(sums[i] - decoded[i]);
-        residual[i] = zs_bits_float(zs_choose((lost & 0x7fffffffu) >= infinity_bits, 0, lost));
-    }
-}
-
 void zs_wire_encode(zs_wire wire, const float *values, int64_t numel, float *residual, void *out)
 {
     coder it = {wire, numel, out};
@@ -162,7 +126,8 @@ void zs_wire_encode(zs_wire wire, const float *values, int64_t numel, float *res
             sums[i] = from[i] + lost[i];
         encode_block(&it, block, sums, n, out);
         decode_block(&it, block, n, decoded);
-        keep_lost(sums, decoded, n, lost);
+        for (int i = 0; i < n; i++)
+            lost[i] = zs_wire_lost(sums[i], decoded[i]);
     }
 }
 

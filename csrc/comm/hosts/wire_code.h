@@ -1,7 +1,6 @@
 /* wire_code.h - numbers in fewer bytes, to cross hosts: bfloat16, or int8 in blocks that share a scale.
  *
- * A code depends on the numbers alone, and uses integer arithmetic and single roundings (to nearest, ties to even), so
- * all machines agree on its bits. Non-finite values stay visible: with int8 their block decodes as NaN.
+ * A code depends on the numbers alone, and all machines agree on its bits (base/wire_block.h). Non-finite values stay visible: with int8 their block decodes as NaN.
  *
  *   int8:  the scale of block 0 | of block 1 | ... | all numbers, a byte each; the last block may be shorter
  */
@@ -9,11 +8,10 @@
 #define ZS_WIRE_CODE_H
 
 #include "base/wire.h"
+#include "base/wire_block.h"
 
 #include <stddef.h>
 #include <stdint.h>
-
-enum { ZS_WIRE_BLOCK = 256 }; /* numbers that share a scale */
 
 /* Bytes of the code of `numel` numbers. */
 size_t zs_wire_bytes(zs_wire wire, int64_t numel);

@@ -47,14 +47,6 @@ typedef struct zs_nccl_work {
     const char *what; /* for messages: "all-gather of unit 'layers.3'". Not copied: valid until the work is forgotten */
 } zs_nccl_work;
 
-/* Bytes to send to a peer, and to receive from it. */
-typedef struct zs_nccl_message {
-    const void *send;
-    void *receive;
-    size_t bytes; /* of either; not 0 */
-    int peer;     /* may be this rank */
-} zs_nccl_message;
-
 /* Creates a communicator of the ranks of `control`, over which the ranks first agree on NCCL's version, the options
  * and the id that rank 0 created; `control` is borrowed for this call. Collective; waits for all ranks, at most half
  * of `timeout` once they have agreed: it fails on all ranks or on none. ZS_ERR_UNSUPPORTED: a rank has no NCCL, or
@@ -92,7 +84,7 @@ zs_status zs_nccl_all_gather(zs_nccl_comm *comm, const void *shard, void *full, 
 
 /* All messages in one launch. The n-th message with a peer pairs with the n-th that it has with this rank, of equal
  * size. */
-zs_status zs_nccl_messages(zs_nccl_comm *comm, const zs_nccl_message *messages, size_t count, void *stream);
+zs_status zs_nccl_messages(zs_nccl_comm *comm, const zs_message *messages, size_t count, void *stream);
 
 /* Broadcasts `data` of rank `root`, in place. */
 zs_status zs_nccl_broadcast(zs_nccl_comm *comm, void *data, size_t bytes, int root, void *stream);

@@ -43,14 +43,14 @@ zs_status zs_nccl_all_gather(zs_nccl_comm *comm, const void *shard, void *full, 
 }
 
 /* With the lock held. */
-static zs_status in_one_launch(zs_nccl_comm *comm, const zs_nccl_message *messages, size_t count, void *stream)
+static zs_status in_one_launch(zs_nccl_comm *comm, const zs_message *messages, size_t count, void *stream)
 {
     const zs_nccl *nccl = comm->nccl;
     const char *call = "GroupStart";
     zs_nccl_result result = nccl->GroupStart();
     if (result != ZS_NCCL_SUCCESS) return zs_nccl_settle(comm, call, result);
     for (size_t i = 0; i < count && result == ZS_NCCL_SUCCESS; i++) {
-        const zs_nccl_message *m = &messages[i];
+        const zs_message *m = &messages[i];
         call = "Send";
         result = nccl->Send(m->send, m->bytes, ZS_NCCL_INT8, m->peer, comm->handle, stream);
         if (result != ZS_NCCL_SUCCESS) break;
@@ -62,10 +62,10 @@ static zs_status in_one_launch(zs_nccl_comm *comm, const zs_nccl_message *messag
     return failed ? zs_nccl_settle(comm, call, result) : zs_nccl_settle(comm, "GroupEnd", end);
 }
 
-zs_status zs_nccl_messages(zs_nccl_comm *comm, const zs_nccl_message *messages, size_t count, void *stream)
+zs_status zs_nccl_messages(zs_nccl_comm *comm, const zs_message *messages, size_t count, void *stream)
 {
     for (size_t i = 0; i < count; i++) {
-        const zs_nccl_message *m = &messages[i];
+        const zs_message *m = &messages[i];
         if (m->peer < 0 || m->peer >= comm->world)
             return ZS_FAIL(ZS_ERR_VALUE, "rank %d is out of range for world size %d", m->peer, comm->world);
         if (m->bytes == 0)

@@ -1,0 +1,308 @@
+"""FSDP(wire=...) over NCCL: gradients and parameters that cross hosts in fewer bytes.
+
+Ranks seem to be on several hosts. The references are the arithmetic in torch (tests/lib/wires.py)
+and, for whole runs, the transport "hosts" on CPUs, whose numbers are the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gpus import (
+    ADAM,
+    DEEP,
+    EXACT,
+    KINDS,
+    Start,
+    device,
+    far,
+    is_real,
+    let_nccl_share_a_gpu,
+    on_host,
+)
+from groups import hosts_of
+from models import Case, loss_of, make
+from scenarios import message_of
+from spawn import RankPool
+from torch import Tensor, nn
+from wires import NUMEL, WIRES, Model, Products, decoded, gradient, reduced
+
+import zshard
+from zshard import FSDP, Wire
+
+Hosts = Callable[[int], RankPool]
+SIZES = [(1, 1), (2, 2), (1, 1, 1, 1)]
+shapes = pytest.mark.parametrize(
+    ("kind", "sizes"), [(kind, sizes) for kind in KINDS for sizes in SIZES]
+)
+wires = pytest.mark.parametrize("wire", WIRES)
+
+
+def wrapped(module: nn.Module, group: Any, on_gpu: bool = True, **options: Any) -> Any:
+    """Return the module sharded over NCCL, or on the host over "hosts"."""
+    options = {"auto_wrap_policy": None, "timeout": 60, **options}
+    any_order = options.pop("any_order", False)
+    if not on_gpu:
+        return FSDP(module, process_group=group, transport="hosts", **options)
+    let_nccl_share_a_gpu(dist.get_rank())
+    over: Any = "nccl" if is_real() else "c10d"  # of the fakes: the one between their hosts
+    if any_order:
+        over = zshard.NcclOptions(any_order=True)
+    return FSDP(module.to(device()), process_group=group, transport=over, **options)
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+def arithmetic(sizes: tuple[int, ...], strategy: str, wire: str) -> list[bool]:
+    """Return which of several steps have the reference's bits."""
+    world, found = dist.get_world_size(), []
+    with hosts_of(*sizes) as group:
+        model = wrapped(Products(), group, strategy=strategy, wire=wire)
+        assert f"gradients cross hosts as {wire}" in model.summary()
+        beside = Model(wire, len(sizes), sizes[0], world)
+        for step in range(4):
+            if strategy == "no_shard":
+                model.zero_grad()
+                model(gradient(dist.get_rank(), step).to(device())).backward()
+                whole = model.weight.grad.cpu()
+            else:
+                whole = reduced(model, gradient(dist.get_rank(), step))
+            expected = beside.reduce([gradient(rank, step) for rank in range(world)])
+            found.append(torch.equal(whole, expected))
+        del model
+    return found
+
+
+@wires
+@shapes
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "zero1", "no_shard"])
+@pytest.mark.sampled(6)
+def test_bit_identical_to_reference_arithmetic(
+    start: Start, kind: str, sizes: tuple[int, ...], strategy: str, wire: str
+) -> None:
+    world = sum(sizes)
+    found = start(kind, world, "nccl").run(arithmetic, sizes, strategy, wire)
+    assert found == [[True] * 4] * world
+
+
+def scaled(sizes: tuple[int, ...], wire: str) -> list[bool]:
+    """Gradients with a loss scale that grows at each step, and without one."""
+    with hosts_of(*sizes) as group:
+        found = []
+        for scale in (False, True):
+            model = wrapped(Products(), group, wire=wire)
+            optimizer = torch.optim.SGD(model.parameters(), 0.0)
+            scaler = zshard.GradScaler(device().type, 1.0, growth_interval=1, enabled=scale)
+            grads = []
+            for step in range(4):
+                model.zero_grad()
+                grads_now = gradient(dist.get_rank(), step).to(device())
+                scaler.scale(model(grads_now)).backward()
+                scaler.unscale_(optimizer)
+                grads.append(zshard.to_local(model.weight.grad).clone())
+                scaler.step(optimizer)
+                scaler.update()
+            found.append(grads)
+            del model, optimizer
+    return [torch.equal(*pair) for pair in zip(*found, strict=True)]
+
+
+@wires
+@pytest.mark.parametrize("kind", KINDS)
+def test_residuals_follow_the_loss_scale(start: Start, kind: str, wire: str) -> None:
+    assert start(kind, 2, "nccl").run(scaled, (1, 1), wire) == [[True] * 4] * 2
+
+
+def skipped(sizes: tuple[int, ...], wire: str) -> tuple[list[float], bool, bool]:
+    """After inf on one rank: is the step skipped, and is the next one finite again?"""
+    with hosts_of(*sizes) as group:
+        model = wrapped(Products(), group, wire=wire)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        scaler = zshard.GradScaler(device().type, init_scale=4.0)
+        found = []
+        for step in range(2):
+            grads = gradient(dist.get_rank(), step)
+            if step == 0 and dist.get_rank() == 1:
+                grads[5] = math.inf
+            model.zero_grad()
+            scaler.scale(model(grads.to(device()))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            found.append(scaler.get_scale())
+        weight = model.state_dict()["weight"]
+        del model, optimizer
+    return found, bool(weight.isfinite().all()), bool((weight != 0).any())
+
+
+@wires
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_ranks_skip_a_step_together(start: Start, kind: str, wire: str) -> None:
+    assert start(kind, 2, "nccl").run(skipped, (1, 1), wire) == [([2.0, 2.0], True, True)] * 2
+
+
+# --- parameters -----------------------------------------------------------------------------------
+
+
+class Seen(Products):
+    """Records the parameters of its forwards."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(gradient(7).to(dtype))
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(self.weight.detach().cpu().clone())
+        return super().forward(x)
+
+
+def rounded(wire: str, parts: int, values: Tensor) -> Tensor:
+    """Return the decoded shards of `parts` ranks."""
+    numel = math.ceil(NUMEL / parts / 32) * 32
+    padded = torch.zeros(parts * numel)
+    padded[:NUMEL] = values
+    coded = torch.cat([decoded(wire, part) for part in padded.split(numel)])
+    return coded[:NUMEL].to(values.dtype)
+
+
+def seen(sizes: tuple[int, ...], wire: str, dtype: torch.dtype) -> list[bool]:
+    """Return whether each forward's parameters, and the shards, are as expected."""
+    with hosts_of(*sizes) as group:
+        model = wrapped(Seen(dtype), group, wire=Wire(parameters=wire))
+        exact = gradient(7).to(dtype)
+        codes = dtype is torch.float32 or wire == "int8"
+        expected = rounded(wire, dist.get_world_size(), exact) if codes else exact
+        assert f"parameters cross hosts {'as ' + wire if codes else 'as they are'}" in (
+            model.summary()
+        )
+        for _ in range(2):
+            model(torch.ones(NUMEL, dtype=dtype, device=device())).backward()
+        found = [torch.equal(each, expected) for each in model.seen]
+        found.append(torch.equal(model.state_dict()["weight"].cpu(), exact))
+        del model
+    return found
+
+
+@wires
+@shapes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.sampled(6)
+def test_forward_computes_with_decoded_parameters(
+    start: Start, kind: str, sizes: tuple[int, ...], dtype: torch.dtype, wire: str
+) -> None:
+    world = sum(sizes)
+    assert start(kind, world, "nccl").run(seen, sizes, wire, dtype) == [[True] * 3] * world
+
+
+# --- runs, beside those of the hosts transport ----------------------------------------------------
+
+
+class Choosing(nn.Module):
+    """Layers of which a forward runs some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(40, 40) for _ in range(4))
+
+    def forward(self, x: Tensor, path: list[int]) -> Tensor:
+        for i in path:
+            x = torch.tanh(self.layers[i](x))
+        return x
+
+
+CHOOSING = Case(Choosing, lambda generator: torch.randn(4, 40, generator=generator), {nn.Linear})
+PATHS = {
+    "all": lambda rank, step: [0, 1, 2, 3],
+    "one host": lambda rank, step: [0, 1, 2, 3] if rank < 2 else [0, 3],
+    "one rank": lambda rank, step: [0, 1, 2, 3] if rank == step else [0, 3],
+}
+"""Which layers a rank of four, on two hosts, runs at a step."""
+
+
+def trained(on_gpu: bool, path: str, strategy: str, wire: str) -> dict[str, Tensor]:
+    """Return the parameters after some steps, and the losses."""
+    with hosts_of(2, 2) as group:
+        there = device() if on_gpu else torch.device("cpu")
+        how = {"auto_wrap_policy": CHOOSING.policy, "strategy": strategy, "wire": wire}
+        model = wrapped(make(CHOOSING.make), group, on_gpu, any_order=path != "all", **how)
+        optimizer, losses = zshard.AdamW(model.parameters(), lr=0.01), []
+        for step in range(4):
+            x = CHOOSING.batch(step, dist.get_rank()).to(there)
+            loss = loss_of(model(x, PATHS[path](dist.get_rank(), step)))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach().cpu())
+        found = {**on_host(model.state_dict()), "losses": torch.stack(losses)}
+        del model, optimizer
+    return found
+
+
+@wires
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(6)
+def test_trains_with_the_numbers_of_hosts(
+    start: Start, hosts: Hosts, kind: str, strategy: str, path: str, wire: str
+) -> None:
+    ours = start(kind, 4, "nccl").run(trained, True, path, strategy, wire)
+    theirs = hosts(4).run(trained, False, path, strategy, wire)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert far(mine, other, EXACT if kind == "stand-in" else ADAM) == []
+
+
+# --- memory, and what is refused ------------------------------------------------------------------
+
+
+def sizes_of(wire: Any) -> tuple[int, int]:
+    """Return the transport's memory as predicted, and at its peak."""
+    with hosts_of(2, 2) as group:
+        model = wrapped(make(DEEP.make), group, auto_wrap_policy=DEEP.policy, wire=wire)
+        predicted = model.memory("predicted")["transport"]
+        for step in range(2):
+            loss_of(model(DEEP.batch(step, dist.get_rank()).to(device()))).backward()
+        peak = model.memory("peak")["transport"]
+        del model
+    return int(predicted), int(peak)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_is_as_predicted(start: Start, kind: str) -> None:
+    ranks = start(kind, 4, "nccl")
+    exact = ranks.run(sizes_of, None)
+    for wire in (*WIRES, Wire(gradients="int8"), Wire(parameters="int8")):
+        for (predicted, peak), (before, _) in zip(ranks.run(sizes_of, wire), exact, strict=True):
+            assert predicted == peak > before
+
+
+def refused() -> str:
+    with hosts_of(1, 1) as group:
+        module = Products().to(device())
+        return message_of(
+            lambda: FSDP(module, process_group=group, transport="c10d", wire="int8"),
+            NotImplementedError,
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_refused_over_c10d(start: Start, kind: str) -> None:
+    for message in start(kind, 2, "c10d").run(refused):
+        assert "wire='int8' is not supported by transport='c10d'" in message
+        assert "transport='nccl'" in message
+
+
+def on_one_host() -> str:
+    return str(wrapped(Products(), dist.new_group(), wire="bf16").summary())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_effect_on_one_host(start: Start, kind: str) -> None:
+    for summary in start(kind, 2, "nccl").run(on_one_host):
+        assert "wire='bf16' has no effect on one host" in summary
