@@ -19,9 +19,9 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
-TESTS="driver faults features trainer memory nccl graph"
+TESTS="driver faults features trainer memory nccl wire graph"
 FIRST="peaks driver faults features compiled host 1.5b long recomputed" # 8 minutes of an H100
-REST="saves offload trainer memory nccl graph 125m rest 1.5b-small 1.5b-compiled"
+REST="saves offload trainer memory nccl wire graph 125m rest 1.5b-small 1.5b-compiled"
 ACROSS="bandwidth killed several several-1.5b" # GPUs, and hosts
 GPUS=${GPUS:-$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')}
 HOSTS=${HOSTS:-1}
@@ -127,6 +127,7 @@ stage() {
     features) tests features test_gpu_features.py "not stand-in" "optimizers and stand-in" ;;
     faults) tests faults test_gpu_recovery.py "not stand-in and not c10d" "stand-in-2-1-nccl or stand-in-nccl-False" ;;
     nccl) tests nccl test_gpu_ranks.py "(nccl or agree) and not stand-in" "nccl_with_one_rank and stand-in" ;;
+    wire) tests wire test_gpu_wire.py "not stand-in" "no_effect and stand-in" ;;
     graph) tests graph test_gpu_graph.py "not stand-in" "stand-in" ;;
     peaks) gpu peaks --parts memory --modes eager --batches large --sides plain fsdp2 zshard ;;
     compiled) like compiled --parts steps --models gpt125m --modes compiled --batches small --sides plain-by-hand fsdp2 zshard --rounds 7 ;;

@@ -1,7 +1,7 @@
-/* wire.cuh - numbers to wire codes and back (comm/hosts/wire_code.h), a warp for each block of 256.
+/* wire.cuh - numbers to wire codes and back (comm/wire_code.h), a warp for each block of 256.
  *
- * The arithmetic is the CPU's, from the same header. A lane has every 32nd number of its block, so a warp's accesses are
- * to neighbouring bytes; for the scale, lanes ask for the block's largest magnitude.
+ * The arithmetic is the CPU's, from the same header. A lane has every 32nd number of its block, so a warp's accesses
+ * are to neighbouring bytes; for the scale, lanes ask for the block's largest magnitude.
  */
 #include "kernel.cuh"
 
@@ -130,14 +130,14 @@ template <class D> ZS_DEVICE void decode(const zs_cuda_code_args &args)
 
 } // namespace zs
 
-#define CODER(d, D)                                                 \
-    ZS_KERNEL(zs_encode_##d, zs_cuda_code_args, zs::D::BLOCKS)      \
-    {                                                               \
-        zs::encode<zs::D>(args);                                    \
-    }                                                               \
-    ZS_KERNEL(zs_decode_##d, zs_cuda_code_args, zs::D::BLOCKS)      \
-    {                                                               \
-        zs::decode<zs::D>(args);                                    \
+#define CODER(d, D)                                            \
+    ZS_KERNEL(zs_encode_##d, zs_cuda_code_args, zs::D::BLOCKS) \
+    {                                                          \
+        zs::encode<zs::D>(args);                               \
+    }                                                          \
+    ZS_KERNEL(zs_decode_##d, zs_cuda_code_args, zs::D::BLOCKS) \
+    {                                                          \
+        zs::decode<zs::D>(args);                               \
     }
 
 CODER(f32, F32)

@@ -32,12 +32,12 @@ zs_status zs_cuda_cast(const zs_cast *cast, bool add, void *stream);
 /* zs_device_scale. If `device_factor` is not NULL, the factor is what it holds when the kernel runs. */
 zs_status zs_cuda_scale(const zs_numbers *x, double factor, const float *device_factor, void *stream);
 
-/* Numbers to encode for the wire, or to decode, with the bits of comm/hosts/wire_code.h: `parts` arrays of them, a code
+/* Numbers to encode for the wire, or to decode, with the bits of comm/wire_code.h: `parts` arrays of them, a code
  * for each. */
 typedef struct zs_cuda_code_job {
-    zs_wire wire;                     /* not ZS_WIRE_EXACT */
-    zs_dtype dtype;                   /* of the numbers */
-    int64_t numel;                    /* of a part */
+    zs_wire wire;   /* not ZS_WIRE_EXACT */
+    zs_dtype dtype; /* of the numbers */
+    int64_t numel;  /* of a part */
     int parts;
     void *values;
     float *residual;                  /* (encode) [parts * numel], as in zs_wire_encode; NULL: none */

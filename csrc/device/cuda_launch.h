@@ -29,8 +29,8 @@ enum {
     ZS_KERNEL_STEP,                                                      /* + KINDS * rule + kind */
     ZS_KERNEL_LIVE = ZS_KERNEL_STEP + ZS_CUDA_KINDS * ZS_CUDA_RULES,     /* + DTYPES * rule + dtype */
     ZS_KERNEL_COMPACT = ZS_KERNEL_LIVE + ZS_CUDA_DTYPES * ZS_CUDA_RULES, /* + rule; Adam without amsgrad only */
-    ZS_KERNEL_ENCODE = ZS_KERNEL_COMPACT + ZS_CUDA_RULES, /* + 0: float32, 1: bfloat16, 2: float16 */
-    ZS_KERNEL_DECODE = ZS_KERNEL_ENCODE + ZS_CUDA_CODED,  /* likewise */
+    ZS_KERNEL_ENCODE = ZS_KERNEL_COMPACT + ZS_CUDA_RULES,                /* + 0: float32, 1: bfloat16, 2: float16 */
+    ZS_KERNEL_DECODE = ZS_KERNEL_ENCODE + ZS_CUDA_CODED,                 /* likewise */
     ZS_KERNEL_COUNT = ZS_KERNEL_DECODE + ZS_CUDA_CODED,
 };
 

@@ -21,7 +21,7 @@ POINTER = ctypes.POINTER(ctypes.c_float)
 def core(tmp_path_factory):
     (source,) = [each for each in sources("wire_code.c") if str(each).endswith("wire_code.c")]
     library = tmp_path_factory.mktemp("wire") / "wire.so"
-    root = str(source).partition("/comm/hosts/")[0]
+    root = str(source).partition("/comm/")[0]
     flags = [
         "-std=c11",
         "-O3",

@@ -234,7 +234,6 @@ class Cuda:
             self.finish(self.lib.zs_cuda_differs(*three[:2], n, three[2], stream))
         return int(flag)
 
-
     def recode(
         self, way: str, wire: int, values: Tensor, residual: Tensor | None, codes: Tensor
     ) -> None:

@@ -2,7 +2,7 @@
 
 What is torch's own on a GPU (its allocator, streams, cuBLAS) is compared by tolerances
 that are stated in gpus.py; what is zshard's on both sides, by bits. The kernels are those of
-test_cuda_kernels.py and test_cuda_updates.py, which run again on the real driver. Several ranks:
+test_cuda_kernels.py, test_cuda_updates.py and test_cuda_wire.py, which run again on the real driver. Several ranks:
 test_gpu_ranks.py.
 """
 
@@ -372,7 +372,7 @@ def test_kernels_are_bit_identical_to_the_cpu(kernels: str) -> None:
         [
             *command,
             *(["-k", only] if only else []),
-            *map(str, sorted((ROOT / "tests" / "gpu").glob("test_cuda_[ku]*.py"))),
+            *map(str, sorted((ROOT / "tests" / "gpu").glob("test_cuda_[kuw]*.py"))),
         ],
         env={**os.environ, **env, "ZSHARD_TEST_KERNELS": kernels},
         cwd=ROOT,

@@ -204,7 +204,7 @@ def test_forward_computes_with_decoded_parameters(
 
 
 class Choosing(nn.Module):
-    """Layers of which a forward runs some."""
+    """Layers; a forward runs some of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,6 +256,75 @@ def test_trains_with_the_numbers_of_hosts(
     theirs = hosts(4).run(trained, False, path, strategy, wire)
     for mine, other in zip(ours, theirs, strict=True):
         assert far(mine, other, EXACT if kind == "stand-in" else ADAM) == []
+
+
+def joined(on_gpu: bool, wire: str) -> dict[str, Tensor]:
+    """Return the parameters after ranks had unequal numbers of batches."""
+    rank = dist.get_rank()
+    with hosts_of(2, 2) as group:
+        there = device() if on_gpu else torch.device("cpu")
+        how = {"auto_wrap_policy": CHOOSING.policy, "wire": wire}
+        model = wrapped(make(CHOOSING.make), group, on_gpu, **how)
+        optimizer = zshard.AdamW(model.parameters(), lr=0.01)
+        with model.join(optimizer):
+            for step in range((3, 1, 0, 4)[rank]):
+                loss_of(model(CHOOSING.batch(step, rank).to(there), [0, 1, 2, 3])).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found = on_host(model.state_dict())
+        del model, optimizer
+    return found
+
+
+@wires
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(2)
+def test_ranks_without_data_follow(start: Start, hosts: Hosts, kind: str, wire: str) -> None:
+    ours = start(kind, 4, "nccl").run(joined, True, wire)
+    for mine, other in zip(ours, hosts(4).run(joined, False, wire), strict=True):
+        assert far(mine, other, EXACT if kind == "stand-in" else ADAM) == []
+
+
+def errors_caught(wire: str) -> list[float]:
+    """Return the losses of a run in which each second backward raises on all ranks."""
+    with hosts_of(1, 1) as group:
+        model = wrapped(make(DEEP.make), group, auto_wrap_policy=DEEP.policy, wire=wire)
+        optimizer, losses = zshard.AdamW(model.parameters(), lr=0.01), []
+        for step in range(6):
+            out = model(DEEP.batch(step // 2, dist.get_rank()).to(device()))
+            if step % 2 == 0:
+                out.register_hook(lambda grad: 1 / 0)
+            try:
+                loss = loss_of(out)
+                loss.backward()
+                optimizer.step()
+                losses.append(float(loss))
+            except ZeroDivisionError:
+                pass
+            optimizer.zero_grad()
+        del model, optimizer
+    return losses
+
+
+def undisturbed(wire: str) -> list[float]:
+    """Return the losses of that run without these backwards."""
+    with hosts_of(1, 1) as group:
+        model = wrapped(make(DEEP.make), group, auto_wrap_policy=DEEP.policy, wire=wire)
+        optimizer, losses = zshard.AdamW(model.parameters(), lr=0.01), []
+        for step in range(3):
+            loss = loss_of(model(DEEP.batch(step, dist.get_rank()).to(device())))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss))
+        del model, optimizer
+    return losses
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_backward_that_raises_changes_nothing(start: Start, kind: str) -> None:
+    ranks = start(kind, 2, "nccl")
+    assert ranks.run(errors_caught, "int8") == ranks.run(undisturbed, "int8")
 
 
 # --- memory, and what is refused ------------------------------------------------------------------

@@ -391,7 +391,7 @@ def test_memory_is_as_predicted(pool4):
     for found in (exact, coded):
         assert all(same for same, _, _ in found), found
         assert all(more <= 0 for _, more, _ in found), found
-    assert coded[0][2] > exact[0][2]
+    assert coded[0][2] >= exact[0][2]  # codes may fit into the memory of rounds
 
 
 # --- arguments ------------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ struct nccl_backend {
     nccl_line lines[2];          /* gathers, everything else; with one communicator the first is for all */
     pthread_mutex_t ends;        /* guards lines[].comm against the monitor's thread */
     zs_process_watch *processes; /* owned */
-    zs_message *messages;   /* [world * ZS_MAX_FLATS] room for those of one swap; owned */
+    zs_message *messages;        /* [world * ZS_MAX_FLATS] room for those of one swap; owned */
 };
 
 static nccl_line *line_of(nccl_backend *self, zs_stream stream)

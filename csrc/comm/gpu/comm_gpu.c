@@ -84,7 +84,7 @@ struct zs_gathering {
 /* In the gather stream. */
 static zs_status move_shards(zs_gpu_comm *comm, const char *shard, size_t bytes, zs_target to, zs_gathering *gathering)
 {
-    const zs_hosts_code code = zs_gpu_code_of(&comm->base, to.code, to.dtype, bytes);
+    const zs_wire_shard code = zs_gpu_code_of(&comm->base, to.code, to.dtype, bytes);
     if (code.wire == ZS_WIRE_EXACT)
         return comm->backend->ops->gather(comm->backend, ZS_STREAM_GATHER, shard, to.full, bytes);
     ZS_TRY(zs_gpu_take_codes(comm, code.stride * (size_t)comm->base.world, &gathering->codes));

@@ -15,7 +15,7 @@
 #include "comm/c10d/c10d.h"
 #include "comm/comm_local.h"
 #include "comm/gpu/backend.h"
-#include "comm/hosts/hosts.h"
+#include "comm/wire_sizes.h"
 #include "device/arena.h"
 #include "device/cuda_api.h"
 
@@ -120,10 +120,9 @@ typedef struct zs_gpu_unit {
     zs_mem *received;  /* area of that round, NULL: none */
     zs_cu_event read;  /* the bucket of the last round has been read */
     uint64_t session;  /* the session in which that was last recorded */
-    /* Where gradients cross hosts as codes; its `lost` is not used. */
-    zs_hosts_sums sums;
-    zs_mem *lost;     /* [hosts] of `sums.bytes`: what codes have lost so far; owned; NULL: exact */
-    zs_sources hosts; /* the headers of a coded round that was sent */
+    zs_wire_sums sums; /* where gradients cross hosts as codes */
+    zs_mem *lost;      /* [hosts] of `sums.bytes`: what codes have lost so far; owned; NULL: exact */
+    zs_sources hosts;  /* the headers of a coded round that was sent */
 } zs_gpu_unit;
 
 /* zs_round_ops, by the field's name. */
@@ -141,21 +140,21 @@ zs_status zs_gpu_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *re
 /* --- gpu_coded.c -------------------------------------------------------------------------------------------------- */
 
 /* How a shard of parameters crosses hosts; exact on one host, and over backends without `exchange`. */
-zs_hosts_code zs_gpu_code_of(const zs_comm *comm, zs_wire wire, zs_dtype dtype, size_t shard_bytes);
+zs_wire_shard zs_gpu_code_of(const zs_comm *comm, zs_wire wire, zs_dtype dtype, size_t shard_bytes);
 
 /* code_room. */
 size_t zs_gpu_code_room(const zs_comm *comm, zs_wire wire, zs_dtype dtype, size_t shard_bytes);
 
 /* Gathers the codes of all ranks' shards, in the gather stream / decodes them to the full parameters. */
-zs_status zs_gpu_gather_codes(zs_gpu_comm *comm, const zs_hosts_code *code, const char *shard, char *codes);
-zs_status zs_gpu_decode_params(const zs_gpu_comm *comm, const zs_hosts_code *code, char *codes, char *full);
+zs_status zs_gpu_gather_codes(zs_gpu_comm *comm, const zs_wire_shard *code, const char *shard, char *codes);
+zs_status zs_gpu_decode_params(const zs_gpu_comm *comm, const zs_wire_shard *code, char *codes, char *full);
 
 /* The sums of a unit's gradients that cross hosts; exact: none, ranks send each other shards. */
-zs_hosts_sums zs_gpu_sums_of(const zs_comm *comm, const zs_cunit_spec *spec);
+zs_wire_sums zs_gpu_sums_of(const zs_comm *comm, const zs_cunit_spec *spec);
 
 /* Memory of a coded round / of a unit's `lost`. */
-size_t zs_gpu_coded_bytes(const zs_comm *comm, const zs_cunit_spec *spec, const zs_hosts_sums *sums);
-size_t zs_gpu_lost_bytes(const zs_comm *comm, const zs_hosts_sums *sums);
+size_t zs_gpu_coded_bytes(const zs_comm *comm, const zs_cunit_spec *spec, const zs_wire_sums *sums);
+size_t zs_gpu_lost_bytes(const zs_comm *comm, const zs_wire_sums *sums);
 
 /* Finds out whether a unit's rounds are coded, and makes what they need / frees that. */
 zs_status zs_gpu_coded_init(zs_gpu_comm *comm, zs_gpu_unit *unit);
@@ -180,7 +179,7 @@ zs_c10d_comm *zs_gpu_turns_of(const zs_gpu_comm *comm);
 /* Returns when all ranks are about to make this move, and takes part in the others' gathers until then:
  * ZS_ERR_DIVERGED if that is impossible, with nothing queued. No-ops without turns. */
 zs_status zs_gpu_agree(zs_gpu_comm *comm, const zs_c10d_turn *turn);
-zs_status zs_gpu_agree_on_gather(zs_gpu_comm *comm, const zs_flat_mem *flat, const char *unit, zs_hosts_code code);
+zs_status zs_gpu_agree_on_gather(zs_gpu_comm *comm, const zs_flat_mem *flat, const char *unit, zs_wire_shard code);
 zs_status zs_gpu_agree_on_round(zs_gpu_comm *comm, const zs_gpu_unit *unit, zs_c10d_kind kind);
 zs_status zs_gpu_agree_to_talk(zs_gpu_comm *comm, zs_c10d_kind kind, size_t bytes, int root);
 

@@ -1,9 +1,9 @@
-/* gpu_coded.c - parameters and gradients that cross hosts in fewer bytes, on GPUs. See gpu.h, comm/hosts/wire_code.h.
+/* gpu_coded.c - parameters and gradients that cross hosts in fewer bytes, on GPUs. See gpu.h, comm/wire_code.h.
  *
  * The numbers are those of the hosts transport (hosts_coded.c, hosts_params.c). A host first sums its own ranks'
  * gradients: each rank the shards of its counterparts, the ranks at its place on the hosts. What a code loses of these
- * sums is added to those of the next round, so a rank encodes only where its host has gradients: all ranks' headers must
- * be there before anything is queued. */
+ * sums is added to those of the next round, so a rank encodes only where its host has gradients: all ranks' headers
+ * must be there before anything is queued. */
 #include "comm/gpu/gpu.h"
 #include "device/cuda_kernels.h"
 #include "device/device_cuda.h"
@@ -17,10 +17,10 @@ static int hosts_of(const zs_comm *comm)
 
 /* --- parameters --------------------------------------------------------------------------------------------------- */
 
-zs_hosts_code zs_gpu_code_of(const zs_comm *comm, zs_wire wire, zs_dtype dtype, size_t shard_bytes)
+zs_wire_shard zs_gpu_code_of(const zs_comm *comm, zs_wire wire, zs_dtype dtype, size_t shard_bytes)
 {
     bool crosses = comm->per_host > 0 && comm->ops->code_room != NULL;
-    return zs_hosts_code_of(crosses ? wire : ZS_WIRE_EXACT, dtype, shard_bytes);
+    return zs_wire_shard_of(crosses ? wire : ZS_WIRE_EXACT, dtype, shard_bytes);
 }
 
 size_t zs_gpu_code_room(const zs_comm *comm, zs_wire wire, zs_dtype dtype, size_t shard_bytes)
@@ -28,7 +28,7 @@ size_t zs_gpu_code_room(const zs_comm *comm, zs_wire wire, zs_dtype dtype, size_
     return zs_gpu_code_of(comm, wire, dtype, shard_bytes).stride * (size_t)comm->world;
 }
 
-zs_status zs_gpu_gather_codes(zs_gpu_comm *comm, const zs_hosts_code *code, const char *shard, char *codes)
+zs_status zs_gpu_gather_codes(zs_gpu_comm *comm, const zs_wire_shard *code, const char *shard, char *codes)
 {
     const zs_device *device = comm->base.device;
     char *own = codes + (size_t)comm->base.rank * code->stride;
@@ -39,7 +39,7 @@ zs_status zs_gpu_gather_codes(zs_gpu_comm *comm, const zs_hosts_code *code, cons
     return comm->backend->ops->gather(comm->backend, ZS_STREAM_GATHER, own, codes, code->stride);
 }
 
-zs_status zs_gpu_decode_params(const zs_gpu_comm *comm, const zs_hosts_code *code, char *codes, char *full)
+zs_status zs_gpu_decode_params(const zs_gpu_comm *comm, const zs_wire_shard *code, char *codes, char *full)
 {
     zs_cuda_code_job job = {code->wire, code->dtype, code->numel, comm->base.world, .values = full, .codes = codes};
     job.value_stride = (size_t)code->numel * zs_dtype_size(code->dtype);
@@ -51,15 +51,15 @@ zs_status zs_gpu_decode_params(const zs_gpu_comm *comm, const zs_hosts_code *cod
 
 /* --- a round's memory --------------------------------------------------------------------------------------------- */
 
-zs_hosts_sums zs_gpu_sums_of(const zs_comm *comm, const zs_cunit_spec *spec)
+zs_wire_sums zs_gpu_sums_of(const zs_comm *comm, const zs_cunit_spec *spec)
 {
     bool crosses = comm->per_host > 0 && comm->ops->code_room != NULL && spec->n_flats > 0;
-    return crosses ? zs_hosts_sums_of(comm, spec) : (zs_hosts_sums){.code = ZS_WIRE_EXACT};
+    return crosses ? zs_wire_sums_of(comm, spec) : (zs_wire_sums){.code = ZS_WIRE_EXACT};
 }
 
-size_t zs_gpu_lost_bytes(const zs_comm *comm, const zs_hosts_sums *sums)
+size_t zs_gpu_lost_bytes(const zs_comm *comm, const zs_wire_sums *sums)
 {
-    return zs_hosts_residual_bytes(sums, hosts_of(comm));
+    return zs_wire_lost_bytes(sums, hosts_of(comm));
 }
 
 /* The shards that the other ranks of the host send this one: for each of them, those of each counterpart. */
@@ -69,7 +69,7 @@ static size_t inbox_bytes(const zs_comm *comm, const zs_cunit_spec *spec)
 }
 
 /* Codes that arrive, codes to send, sums (of this host, then of all hosts), inbox. */
-size_t zs_gpu_coded_bytes(const zs_comm *comm, const zs_cunit_spec *spec, const zs_hosts_sums *sums)
+size_t zs_gpu_coded_bytes(const zs_comm *comm, const zs_cunit_spec *spec, const zs_wire_sums *sums)
 {
     return (2 * sums->travel + sums->bytes) * (size_t)hosts_of(comm) + inbox_bytes(comm, spec);
 }
@@ -86,7 +86,7 @@ typedef struct coded_round {
 static zs_status round_begin(zs_gpu_comm *comm, zs_gpu_unit *unit, coded_round *round)
 {
     const zs_comm *base = &comm->base;
-    const zs_hosts_sums *sums = &unit->sums;
+    const zs_wire_sums *sums = &unit->sums;
     *round = (coded_round){.comm = comm, .unit = unit, .hosts = hosts_of(base)};
     round->host = base->rank / base->per_host;
     round->lane = base->rank % base->per_host;
@@ -189,7 +189,7 @@ static zs_status sum_in_host(const coded_round *round)
 
 static zs_status recode(const coded_round *round, char *codes, zs_mem *lost)
 {
-    const zs_hosts_sums *sums = &round->unit->sums;
+    const zs_wire_sums *sums = &round->unit->sums;
     zs_cuda_code_job job = {.wire = sums->code, .dtype = ZS_F32, .parts = round->hosts};
     zs_cu_stream stream;
     job.numel = (int64_t)(sums->bytes / sizeof(float));

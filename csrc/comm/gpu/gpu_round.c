@@ -12,7 +12,7 @@ zs_room zs_gpu_room(const zs_comm *comm, const zs_cunit_spec *spec)
 {
     zs_room room = {0};
     if (spec == NULL) return room;
-    const zs_hosts_sums sums = zs_gpu_sums_of(comm, spec);
+    const zs_wire_sums sums = zs_gpu_sums_of(comm, spec);
     bool coded = sums.code != ZS_WIRE_EXACT;
     room.record = zs_gpu_lost_bytes(comm, &sums);
     room.received = coded ? zs_gpu_coded_bytes(comm, spec, &sums) : zs_spec_shards_bytes(spec) * (size_t)comm->world;

@@ -47,14 +47,14 @@ static zs_status exchange_words(zs_c10d_comm *head, zs_diagnostics *all)
 }
 
 /* How a gather's shards travel, as its turn says. */
-static uint64_t code_number(zs_hosts_code code)
+static uint64_t code_number(zs_wire_shard code)
 {
     return (uint64_t)code.wire * (ZS_BYTES + 1) + (uint64_t)code.dtype;
 }
 
-static zs_hosts_code code_of_turn(const zs_c10d_turn *turn)
+static zs_wire_shard code_of_turn(const zs_c10d_turn *turn)
 {
-    return zs_hosts_code_of((zs_wire)(turn->round / (ZS_BYTES + 1)), (zs_dtype)(turn->round % (ZS_BYTES + 1)),
+    return zs_wire_shard_of((zs_wire)(turn->round / (ZS_BYTES + 1)), (zs_dtype)(turn->round % (ZS_BYTES + 1)),
                             turn->bytes);
 }
 
@@ -62,7 +62,7 @@ static zs_hosts_code code_of_turn(const zs_c10d_turn *turn)
 static zs_status queue(zs_gpu_comm *comm, const zs_c10d_turn *turn, const char *shard, const zs_mem *area)
 {
     const zs_device *device = comm->base.device;
-    const zs_hosts_code code = code_of_turn(turn);
+    const zs_wire_shard code = code_of_turn(turn);
     zs_gpu_order_add(comm, "parameters", turn->name, turn->bytes);
     ZS_TRY(zs_device_fork(device, ZS_STREAM_GATHER));
     if (code.wire != ZS_WIRE_EXACT)
@@ -114,7 +114,7 @@ zs_status zs_gpu_agree(zs_gpu_comm *comm, const zs_c10d_turn *turn)
     return status == ZS_OK || status == ZS_ERR_DIVERGED ? status : zs_gpu_fail(comm, name_turn(head, turn, status));
 }
 
-zs_status zs_gpu_agree_on_gather(zs_gpu_comm *comm, const zs_flat_mem *flat, const char *unit, zs_hosts_code code)
+zs_status zs_gpu_agree_on_gather(zs_gpu_comm *comm, const zs_flat_mem *flat, const char *unit, zs_wire_shard code)
 {
     zs_c10d_comm *head = zs_gpu_turns_of(comm);
     if (head == NULL) return ZS_OK;

@@ -22,6 +22,7 @@
 #define ZS_HOSTS_H
 
 #include "comm/c10d/c10d.h"
+#include "comm/wire_sizes.h"
 
 #include <pthread.h>
 
@@ -37,7 +38,7 @@ typedef struct zs_hosts_comm {
     zs_flat_mem bells;          /* of `local`: a page for each of the host's ranks */
     uint64_t gathers;           /* in two levels, so far; the same on all ranks */
     uint64_t slots;             /* a digest of the slots created so far, in order */
-    size_t lost_bytes;          /* of all its units, see zs_hosts_sums */
+    size_t lost_bytes;          /* of all its units, see zs_hosts_lost_new */
     zs_hosts_turns *turns;      /* owned; NULL: they go over the group of all ranks */
     zs_hosts_op *said;          /* the first that was sent and has not been received yet; borrowed */
     pthread_mutex_t local_lock; /* of `local`, while the thread may use it */
@@ -212,29 +213,18 @@ zs_status zs_hosts_gather_finish(zs_comm *comm, zs_gathering *gathering);
 
 /* --- hosts_params.c ----------------------------------------------------------------------------------------------- */
 
-/* A shard of parameters, as it crosses hosts. */
-typedef struct zs_hosts_code {
-    zs_wire wire;   /* exact: uncoded, and the other fields are 0 */
-    zs_dtype dtype; /* of its numbers */
-    int64_t numel;
-    size_t bytes, stride; /* of its code; from one code to the next */
-} zs_hosts_code;
-
-/* The code of a shard of numbers of `dtype` for `wire`; exact if a code would save nothing. */
-zs_hosts_code zs_hosts_code_of(zs_wire wire, zs_dtype dtype, size_t shard_bytes);
-
 /* code_room: of all hosts' codes. */
 size_t zs_hosts_code_room(const zs_comm *comm, zs_wire wire, zs_dtype dtype, size_t shard_bytes);
 
 /* Codes a shard. */
-void zs_hosts_encode_shard(const zs_hosts_code *code, const char *shard, char *out);
+void zs_hosts_encode_shard(const zs_wire_shard *code, const char *shard, char *out);
 
 /* Replaces a shard by the values that its code decodes to. */
-void zs_hosts_round_shard(const zs_hosts_code *code, char *shard);
+void zs_hosts_round_shard(const zs_wire_shard *code, char *shard);
 
 /* A gather's codes, which are decoded into their places as they arrive. It frees itself. */
 typedef struct zs_hosts_decoding zs_hosts_decoding;
-zs_status zs_hosts_decoding_new(zs_hosts_comm *self, const zs_hosts_code *code, zs_mem *codes, zs_target to,
+zs_status zs_hosts_decoding_new(zs_hosts_comm *self, const zs_wire_shard *code, zs_mem *codes, zs_target to,
                                 zs_hosts_arrival *arrival, zs_hosts_decoding **out);
 
 /* The argument of zs_hosts_code_arrived, to call when the collective from `host` has ended, on any thread; that
@@ -244,42 +234,23 @@ void zs_hosts_code_arrived(void *part, bool good);
 
 /* --- hosts_coded.c ------------------------------------------------------------------------------------------------ */
 
-/* A unit's sums for one host, as they cross hosts. */
-typedef struct zs_hosts_sums {
-    zs_wire code;
-    size_t bytes;  /* of the sums themselves */
-    size_t travel; /* that cross: `bytes`, or those of the code, rounded up */
-    size_t room;   /* memory for a host's decoded sums; 0: they are read as they came */
-    /* (coded) [hosts] of `bytes`: what codes have lost so far of the sums for each host; owned; NULL: exact. */
-    float *lost;
-} zs_hosts_sums;
-
-/* The dtype of the sum of numbers of dtype `wire`. */
-zs_dtype zs_hosts_sum_dtype(const zs_comm *comm, const zs_cunit_spec *spec, zs_dtype wire);
-
-/* The memory of a unit's sums, without `lost`. */
-zs_hosts_sums zs_hosts_sums_of(const zs_comm *comm, const zs_cunit_spec *spec);
-
-/* Bytes of `lost`. */
-size_t zs_hosts_residual_bytes(const zs_hosts_sums *sums, int hosts);
-
-/* Creates `lost`, zeroed, and counts it. */
-zs_status zs_hosts_residual_new(zs_hosts_comm *self, zs_hosts_sums *sums);
+/* Creates what codes have lost, zeroed, and counts it; none if sums are exact. */
+zs_status zs_hosts_lost_new(zs_hosts_comm *self, const zs_wire_sums *sums, float **lost);
 
 /* Frees it. */
-void zs_hosts_residual_free(zs_hosts_comm *self, zs_hosts_sums *sums);
+void zs_hosts_lost_free(zs_hosts_comm *self, const zs_wire_sums *sums, float *lost);
 
 /* Zeroes it. */
-void zs_hosts_residual_drop(const zs_hosts_comm *self, const zs_hosts_sums *sums);
+void zs_hosts_lost_drop(const zs_hosts_comm *self, const zs_wire_sums *sums, float *lost);
 
 /* Multiplies it; values that become infinite or NaN are set to 0. */
-void zs_hosts_residual_scale(const zs_hosts_comm *self, const zs_hosts_sums *sums, double factor);
+void zs_hosts_lost_scale(const zs_hosts_comm *self, const zs_wire_sums *sums, float *lost, double factor);
 
-/* Encodes the sums for host `h`, and keeps the residual for the next round. */
-void zs_hosts_encode(const zs_hosts_sums *sums, int h, const float *values, void *out);
+/* Encodes the sums for a host, and keeps what is `lost` of them for the next round. */
+void zs_hosts_encode(const zs_wire_sums *sums, float *lost, const float *values, void *out);
 
 /* The sums that a host has sent. */
-void zs_hosts_decode(const zs_hosts_sums *sums, const void *piece, float *out);
+void zs_hosts_decode(const zs_wire_sums *sums, const void *piece, float *out);
 
 /* --- hosts_round.c: see comm_ops.h -------------------------------------------------------------------------------- */
 

@@ -80,7 +80,7 @@ typedef struct hosts_gathering {
     zs_target to;       /* a counted reference */
     zs_gathering *flat; /* over all ranks; NULL: in two levels */
     uint64_t number;    /* in two levels */
-    zs_hosts_code code;
+    zs_wire_shard code;
     zs_mem *codes;   /* (coded) an area, [hosts] of them; NULL: none, or returned */
     zs_work **works; /* [hosts] a broadcast from each; after the turns */
     zs_c10d_turn turns[];
@@ -93,7 +93,7 @@ static hosts_gathering *gathering_new(const zs_hosts_comm *self, const zs_flat_m
     if (made == NULL) return NULL;
     made->source = *flat;
     made->to = to;
-    made->code = zs_hosts_code_of(to.code, to.dtype, flat->shard_bytes);
+    made->code = zs_wire_shard_of(to.code, to.dtype, flat->shard_bytes);
     made->works = (zs_work **)(void *)(made->turns + turns);
     made->op.ticket.turns = made->turns;
     zs_mem_retain(to.mem);
@@ -138,7 +138,7 @@ static zs_status start_exact(zs_hosts_comm *self, hosts_gathering *gathering, zs
 /* The same for codes, which are decoded into their places. */
 static zs_status start_coded(zs_hosts_comm *self, hosts_gathering *gathering, zs_hosts_arrival *arrival)
 {
-    const zs_hosts_code *code = &gathering->code;
+    const zs_wire_shard *code = &gathering->code;
     zs_hosts_decoding *decoding = NULL;
     char *codes = gathering->codes->ptr;
     zs_status status = zs_hosts_decoding_new(self, code, gathering->codes, gathering->to, arrival, &decoding);

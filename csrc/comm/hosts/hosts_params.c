@@ -5,30 +5,16 @@
  * only then does the shard count as arrived. */
 #include "base/half.h"
 #include "comm/hosts/hosts.h"
-#include "comm/hosts/wire_code.h"
+#include "comm/wire_code.h"
 
 #include <stdatomic.h>
 #include <stdlib.h>
 
 enum { CHUNK = 16 * ZS_WIRE_BLOCK }; /* numbers at a time, whole blocks, in fp32 on the stack */
 
-/* --- what is coded ------------------------------------------------------------------------------------------------ */
-
-zs_hosts_code zs_hosts_code_of(zs_wire wire, zs_dtype dtype, size_t shard_bytes)
-{
-    zs_hosts_code code = {.wire = ZS_WIRE_EXACT, .dtype = dtype};
-    bool fewer = dtype == ZS_F32 ? wire != ZS_WIRE_EXACT : wire == ZS_WIRE_INT8;
-    if (!fewer || (dtype != ZS_F32 && dtype != ZS_BF16 && dtype != ZS_F16)) return code;
-    code.wire = wire;
-    code.numel = (int64_t)(shard_bytes / zs_dtype_size(dtype));
-    code.bytes = zs_wire_bytes(wire, code.numel);
-    code.stride = zs_round_up(code.bytes, 64);
-    return code;
-}
-
 size_t zs_hosts_code_room(const zs_comm *comm, zs_wire wire, zs_dtype dtype, size_t shard_bytes)
 {
-    return zs_hosts_code_of(wire, dtype, shard_bytes).stride * (size_t)(comm->world / comm->per_host);
+    return zs_wire_shard_of(wire, dtype, shard_bytes).stride * (size_t)(comm->world / comm->per_host);
 }
 
 /* --- to codes and back -------------------------------------------------------------------------------------------- */
@@ -54,18 +40,18 @@ static void narrow(zs_dtype dtype, const float *values, int n, char *to)
         halves[i] = zs_to_f16(values[i]);
 }
 
-static int chunk_at(const zs_hosts_code *code, int64_t at)
+static int chunk_at(const zs_wire_shard *code, int64_t at)
 {
     return (int)(code->numel - at < CHUNK ? code->numel - at : CHUNK);
 }
 
-static void encode_chunk(const zs_hosts_code *code, const char *from, int n, char *out)
+static void encode_chunk(const zs_wire_shard *code, const char *from, int n, char *out)
 {
     float scratch[CHUNK];
     zs_wire_encode(code->wire, widened(code->dtype, from, n, scratch), n, NULL, out);
 }
 
-static void decode_chunk(const zs_hosts_code *code, const char *from, int n, char *to)
+static void decode_chunk(const zs_wire_shard *code, const char *from, int n, char *to)
 {
     float scratch[CHUNK];
     if (code->dtype == ZS_F32) {
@@ -76,21 +62,21 @@ static void decode_chunk(const zs_hosts_code *code, const char *from, int n, cha
     narrow(code->dtype, scratch, n, to);
 }
 
-void zs_hosts_encode_shard(const zs_hosts_code *code, const char *shard, char *out)
+void zs_hosts_encode_shard(const zs_wire_shard *code, const char *shard, char *out)
 {
     size_t size = zs_dtype_size(code->dtype);
     for (int64_t at = 0; at < code->numel; at += CHUNK)
         encode_chunk(code, shard + (size_t)at * size, chunk_at(code, at), out + zs_wire_bytes(code->wire, at));
 }
 
-static void decode_shard(const zs_hosts_code *code, const char *from, char *shard)
+static void decode_shard(const zs_wire_shard *code, const char *from, char *shard)
 {
     size_t size = zs_dtype_size(code->dtype);
     for (int64_t at = 0; at < code->numel; at += CHUNK)
         decode_chunk(code, from + zs_wire_bytes(code->wire, at), chunk_at(code, at), shard + (size_t)at * size);
 }
 
-void zs_hosts_round_shard(const zs_hosts_code *code, char *shard)
+void zs_hosts_round_shard(const zs_wire_shard *code, char *shard)
 {
     char codes[CHUNK * sizeof(zs_bf16)];
     size_t size = zs_dtype_size(code->dtype);
@@ -109,14 +95,14 @@ typedef struct part {
 } part;
 
 struct zs_hosts_decoding {
-    zs_hosts_code code;
+    zs_wire_shard code;
     zs_hosts_arrival *arrival;
     zs_mem *codes, *full; /* counted references */
     _Atomic int left;
     part parts[]; /* [hosts] */
 };
 
-zs_status zs_hosts_decoding_new(zs_hosts_comm *self, const zs_hosts_code *code, zs_mem *codes, zs_target to,
+zs_status zs_hosts_decoding_new(zs_hosts_comm *self, const zs_wire_shard *code, zs_mem *codes, zs_target to,
                                 zs_hosts_arrival *arrival, zs_hosts_decoding **out)
 {
     size_t hosts = (size_t)self->hosts, shard_bytes = (size_t)code->numel * zs_dtype_size(code->dtype);

@@ -13,7 +13,7 @@
 /* --- sizes -------------------------------------------------------------------------------------------------------- */
 
 /* From one piece to the next: the sums, and the headers of the host's ranks. */
-static size_t stride_of(const zs_comm *comm, const zs_cunit_spec *spec, const zs_hosts_sums *sums)
+static size_t stride_of(const zs_comm *comm, const zs_cunit_spec *spec, const zs_wire_sums *sums)
 {
     return sums->travel + zs_round_up((size_t)comm->per_host * zs_round_header_bytes(spec->n_params), 64);
 }
@@ -48,8 +48,8 @@ zs_room zs_hosts_room(const zs_comm *comm, const zs_cunit_spec *spec)
     }
     zs_cunit_spec local = local_spec(comm, spec, NULL);
     size_t hosts = (size_t)(comm->world / comm->per_host);
-    zs_hosts_sums sums = zs_hosts_sums_of(comm, spec);
-    own.record = local_ops(comm)->rounds->room(comm, &local).record + zs_hosts_residual_bytes(&sums, (int)hosts);
+    zs_wire_sums sums = zs_wire_sums_of(comm, spec);
+    own.record = local_ops(comm)->rounds->room(comm, &local).record + zs_wire_lost_bytes(&sums, (int)hosts);
     own.sent = stride_of(comm, spec, &sums) * hosts;
     own.received = own.sent + sums.room * hosts;
     return own;
@@ -117,7 +117,7 @@ static zs_status begin(zs_hosts_comm *self, zs_hosts_op *op)
 static void undo(zs_hosts_comm *self, zs_hosts_op *op)
 {
     hosts_unit *unit = ((const hosts_post *)op)->unit;
-    zs_hosts_residual_drop(self, &unit->sums); /* some of it may have entered this round */
+    zs_hosts_lost_drop(self, &unit->sums, unit->lost); /* some of it may have entered this round */
     leave_works(self, unit, NULL);
     zs_cunit_undo_post(&self->c10d.base, &unit->base);
 }
@@ -286,7 +286,8 @@ zs_status zs_hosts_reusable(zs_comm *comm, zs_cunit *cunit, zs_wait wait, bool *
 
 void zs_hosts_rescale(zs_comm *comm, zs_cunit *cunit, double factor)
 {
-    zs_hosts_residual_scale((zs_hosts_comm *)comm, &((hosts_unit *)cunit)->sums, factor);
+    const hosts_unit *unit = (const hosts_unit *)cunit;
+    zs_hosts_lost_scale((zs_hosts_comm *)comm, &unit->sums, unit->lost, factor);
 }
 
 /* --- birth and end ------------------------------------------------------------------------------------------------ */
@@ -310,7 +311,7 @@ void zs_hosts_unit_clear(zs_comm *comm, zs_cunit *cunit)
     zs_hosts_comm *self = (zs_hosts_comm *)comm;
     hosts_unit *unit = (hosts_unit *)cunit;
     zs_cunit_free(self->local, unit->local);
-    zs_hosts_residual_free(self, &unit->sums);
+    zs_hosts_lost_free(self, &unit->sums, unit->lost);
     post_free(unit);
     free(unit->works);
     zs_c10d_unit_clear(comm, cunit);
@@ -327,12 +328,12 @@ zs_status zs_hosts_unit_init(zs_comm *comm, zs_cunit *cunit)
     for (int f = 0; f < spec->n_flats; f++) {
         cunit->at[f] = at;
         size_t numel = spec->shard_bytes[f] / zs_dtype_size(spec->wire[f]);
-        at += numel * zs_dtype_size(zs_hosts_sum_dtype(comm, spec, spec->wire[f]));
+        at += numel * zs_dtype_size(zs_wire_sum_dtype(comm, spec, spec->wire[f]));
     }
-    unit->sums = zs_hosts_sums_of(comm, spec);
+    unit->sums = zs_wire_sums_of(comm, spec);
     unit->stride = stride_of(comm, spec, &unit->sums);
     cunit->partial = comm->per_host > 1 || unit->sums.code != ZS_WIRE_EXACT;
-    ZS_TRY(zs_hosts_residual_new(self, &unit->sums));
+    ZS_TRY(zs_hosts_lost_new(self, &unit->sums, &unit->lost));
     unit->works = calloc(works, sizeof(zs_work *));
     if (unit->works == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", spec->name);
     int nowhere[comm->per_host];

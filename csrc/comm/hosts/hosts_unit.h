@@ -22,9 +22,10 @@ struct hosts_unit {
     hosts_post *post; /* of the round that is out, or has failed; owned; NULL: none */
     zs_cunit *local;  /* the unit on the transport of the host's ranks */
     uint64_t number;
-    zs_hosts_sums sums; /* which begin at `base.at` */
-    size_t stride;      /* from one piece to the next */
-    zs_work **works;    /* [hosts * n_flats, at least hosts] in flight; NULL: none */
+    zs_wire_sums sums; /* which begin at `base.at` */
+    float *lost;     /* [hosts] of `sums.bytes`: what codes have lost so far of the sums for each; owned; NULL: exact */
+    size_t stride;   /* from one piece to the next */
+    zs_work **works; /* [hosts * n_flats, at least hosts] in flight; NULL: none */
     size_t n_works;
     zs_mem *sent, *received; /* areas of that round, NULL: none */
 };

@@ -2,7 +2,7 @@
  *
  * It works on one block at a time, through a copy that stays in the cache: sums, code and residual are then loops
  * without branches, which compilers vectorize. */
-#include "comm/hosts/wire_code.h"
+#include "comm/wire_code.h"
 
 #include "base/half.h"
 

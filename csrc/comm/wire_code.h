@@ -1,6 +1,7 @@
 /* wire_code.h - numbers in fewer bytes, to cross hosts: bfloat16, or int8 in blocks that share a scale.
  *
- * A code depends on the numbers alone, and all machines agree on its bits (base/wire_block.h). Non-finite values stay visible: with int8 their block decodes as NaN.
+ * A code depends on the numbers alone, and all machines agree on its bits (base/wire_block.h). Non-finite values stay
+ * visible: with int8 their block decodes as NaN.
  *
  *   int8:  the scale of block 0 | of block 1 | ... | all numbers, a byte each; the last block may be shorter
  */

@@ -1,0 +1,49 @@
+/* wire_sizes.c - see wire_sizes.h. */
+#include "comm/wire_sizes.h"
+
+#include "comm/wire_code.h"
+
+zs_wire_shard zs_wire_shard_of(zs_wire wire, zs_dtype dtype, size_t shard_bytes)
+{
+    zs_wire_shard code = {.wire = ZS_WIRE_EXACT, .dtype = dtype};
+    bool fewer = dtype == ZS_F32 ? wire != ZS_WIRE_EXACT : wire == ZS_WIRE_INT8;
+    if (!fewer || (dtype != ZS_F32 && dtype != ZS_BF16 && dtype != ZS_F16)) return code;
+    code.wire = wire;
+    code.numel = (int64_t)(shard_bytes / zs_dtype_size(dtype));
+    code.bytes = zs_wire_bytes(wire, code.numel);
+    code.stride = zs_round_up(code.bytes, 64);
+    return code;
+}
+
+/* Double precision crosses uncoded: it was not chosen to save bytes. */
+static zs_wire code_of(const zs_cunit_spec *spec)
+{
+    for (int f = 0; f < spec->n_flats; f++)
+        if (zs_dtype_of_partial_sum(spec->wire[f]) != ZS_F32) return ZS_WIRE_EXACT;
+    return spec->code;
+}
+
+zs_dtype zs_wire_sum_dtype(const zs_comm *comm, const zs_cunit_spec *spec, zs_dtype wire)
+{
+    bool summed = comm->per_host > 1 || code_of(spec) != ZS_WIRE_EXACT;
+    return summed ? zs_dtype_of_partial_sum(wire) : wire;
+}
+
+zs_wire_sums zs_wire_sums_of(const zs_comm *comm, const zs_cunit_spec *spec)
+{
+    zs_wire_sums sums = {.code = code_of(spec)};
+    for (int f = 0; f < spec->n_flats; f++) {
+        size_t numel = spec->shard_bytes[f] / zs_dtype_size(spec->wire[f]);
+        sums.bytes += numel * zs_dtype_size(zs_wire_sum_dtype(comm, spec, spec->wire[f]));
+    }
+    sums.travel = sums.bytes;
+    if (sums.code == ZS_WIRE_EXACT) return sums;
+    sums.travel = zs_round_up(zs_wire_bytes(sums.code, (int64_t)(sums.bytes / sizeof(float))), 64);
+    sums.room = sums.bytes;
+    return sums;
+}
+
+size_t zs_wire_lost_bytes(const zs_wire_sums *sums, int hosts)
+{
+    return sums->room * (size_t)hosts;
+}

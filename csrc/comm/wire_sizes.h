@@ -1,0 +1,36 @@
+/* wire_sizes.h - what crosses hosts as wire codes (wire_code.h), and how many bytes that takes, on CPUs and GPUs.
+ */
+#ifndef ZS_WIRE_SIZES_H
+#define ZS_WIRE_SIZES_H
+
+#include "comm/comm.h"
+
+/* A shard of parameters, as it crosses hosts. */
+typedef struct zs_wire_shard {
+    zs_wire wire;   /* exact: uncoded, and the other fields are 0 */
+    zs_dtype dtype; /* of its numbers */
+    int64_t numel;
+    size_t bytes, stride; /* of its code; from one code to the next */
+} zs_wire_shard;
+
+/* The code of a shard of numbers of `dtype` for `wire`; exact if a code would save nothing. */
+zs_wire_shard zs_wire_shard_of(zs_wire wire, zs_dtype dtype, size_t shard_bytes);
+
+/* A unit's sums of gradients for one host, as they cross hosts. */
+typedef struct zs_wire_sums {
+    zs_wire code;
+    size_t bytes;  /* of the sums themselves */
+    size_t travel; /* that cross: `bytes`, or those of the code, rounded up */
+    size_t room;   /* memory for a host's decoded sums; 0: they are read as they came */
+} zs_wire_sums;
+
+/* The memory of a unit's sums. */
+zs_wire_sums zs_wire_sums_of(const zs_comm *comm, const zs_cunit_spec *spec);
+
+/* The dtype of the sum of numbers of dtype `wire`. */
+zs_dtype zs_wire_sum_dtype(const zs_comm *comm, const zs_cunit_spec *spec, zs_dtype wire);
+
+/* Bytes of what codes have lost of the sums for that many hosts; 0: they are exact. */
+size_t zs_wire_lost_bytes(const zs_wire_sums *sums, int hosts);
+
+#endif
