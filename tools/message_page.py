@@ -46,11 +46,11 @@ KINDS = {  # of csrc/base/status.h
     "NCCL": "NcclError",
     "TORCH": "RuntimeError",
 }
-VERBS = """add allow back build call change check choose clone convert copy create cut delete divide drop
-    end free give import include initialize install keep leave let list load lower make mark move
-    name omit pass prefer pull put raise read rebuild reinstall remove rename report restart run
-    save see set shard skip start step store take tie train turn update upgrade use wait wrap
-    write zero"""
+VERBS = """add allow back build call change check choose clone convert copy create cut delete
+    divide drop end free give import include initialize install keep leave let list load
+    lower make mark move name omit pass prefer pull put raise read rebuild reinstall
+    remove rename report restart run save see set shard skip start step store take tie
+    train turn update upgrade use wait wrap write zero"""
 REMEDY = re.compile(
     r"(?:[:;.]|, so) ((?:on all ranks,? |on CPUs,? |if [^,;:]+, |please )?(?:do not|"
     + "|".join(VERBS.split())
