@@ -19,7 +19,8 @@ import zshard
 
 INTRODUCTION = """# API reference
 
-Made from the docstrings, which `help(zshard.FSDP)` prints as well. "Collective" means: call it on all ranks.
+Made from the docstrings, which `help(zshard.FSDP)` prints as well. "Collective" means: call it on
+all ranks.
 """
 OTHERS = {  # module -> heading
     "zshard.compat": "Names of torch",
@@ -32,7 +33,7 @@ SECTION = re.compile(r"([A-Z][^.]*):")
 
 
 def markdown(text: str) -> str:
-    """A docstring as Markdown: "name: ..." becomes an item of a list, a heading bold, an example code."""
+    """A docstring as Markdown: `name: ...` is an item of a list, a heading is bold."""
     lines, code = [], False
     for raw, following in zip(text.splitlines(), [*text.splitlines()[1:], ""], strict=True):
         line = raw.strip()
