@@ -54,11 +54,24 @@ def markdown(text: str) -> str:
     return "\n".join(lines)
 
 
+class Plain(str):
+    """An annotation that a signature shows without quotes."""
+
+    __repr__ = str.__str__
+
+
 def signature_of(value: Any) -> str:
     try:
-        return re.sub(r"'([^',]*)'(?=[,)\]]| =| ->|$)", r"\1", str(inspect.signature(value)))
+        signature = inspect.signature(value)
     except (TypeError, ValueError):
         return ""
+
+    def plain(annotation: Any) -> Any:
+        return Plain(annotation) if isinstance(annotation, str) else annotation
+
+    parameters = [p.replace(annotation=plain(p.annotation)) for p in signature.parameters.values()]
+    returned = plain(signature.return_annotation)
+    return str(signature.replace(parameters=parameters, return_annotation=returned))
 
 
 def entry(name: str, value: Any, level: int = 3) -> str:
@@ -91,8 +104,10 @@ def heading_of(value: Any) -> str:
 
 
 def page() -> str:
-    found: dict[str, list[str]] = {"FSDP": [entry("zshard.FSDP", zshard.FSDP)]}
-    found["FSDP"] += [entry(f"model.{name}", value, 4) for name, value in methods_of(zshard.FSDP)]
+    found: dict[str, list[str]] = {"The model": [entry("zshard.FSDP", zshard.FSDP)]}
+    found["The model"] += [
+        entry(f"model.{name}", value, 4) for name, value in methods_of(zshard.FSDP)
+    ]
     for heading in ("Functions", "Classes and settings", "Optimizers", "Exceptions"):
         found[heading] = []
     for name in zshard.__all__:

@@ -172,7 +172,7 @@ def row(message: Message) -> str:
 
 
 def table(name: str, found: list[Message]) -> str:
-    found = sorted(found, key=lambda message: (message.kind, message.text.lower()))
+    found = sorted(found, key=lambda message: message.text.lower())
     head = "| message | remedy | file |\n|---|---|---|"
     head = head if found and found[0].kind == PART else f"| exception {head}---|"
     return "\n".join([f"## {name}", "", head, *map(row, found), ""])

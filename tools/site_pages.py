@@ -51,6 +51,7 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> str:
     """Make links of the repository links of the site."""
     uri = page.file.src_uri
+    page.meta["search"] = {"exclude": uri.startswith(RESULTS)}
     folder = posixpath.dirname(SOURCES.get(uri, f"docs/{uri}"))
 
     def moved(link: re.Match[str]) -> str:
