@@ -70,7 +70,7 @@ def test_a_missing_message_is_found() -> None:
     assert [text for text in missing(page.replace(rows[0], "")) if "no gradients to clip" in text]
 
 
-def test_remedies_are_told_apart() -> None:
+def test_remedies_have_a_column() -> None:
     message = message_page.Message("ValueError", "master is wrong: pass None | 'int8'", "a.py")
     expected = "| `ValueError` | `master is wrong` | `pass None \\| 'int8'` | a.py |"
     assert message_page.row(message) == expected
