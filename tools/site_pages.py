@@ -3,7 +3,7 @@
 - Pages of other folders (README.md, ARCHITECTURE.md, benchmarks/...), and the API from docstrings.
 - Links between all of these. In the repository they are relative to its root; a link to a file
   that is no page leads to the repository (`repo_url`), or becomes plain text.
-- Each page as Markdown, at its address with index.md, and llms.txt, which lists them.
+- Each page as Markdown, training.md beside training/, and llms.txt, which lists them.
 """
 
 from __future__ import annotations
