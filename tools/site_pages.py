@@ -38,6 +38,7 @@ CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 texts: dict[str, str] = {}  # page of the site -> its Markdown, once it is read
+sections: dict[str, list[str]] = {}  # heading of llms.txt -> its pages
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -82,14 +83,25 @@ def summary_of(text: str) -> str:
     return re.split(r"(?<=[.:]) ", words)[0]
 
 
+def on_nav(nav: Any, config: Any, files: Files) -> None:
+    """Note the sections of llms.txt: those of the navigation, then what it leaves out."""
+    for item in nav.items:
+        sections[item.title] = [page.file.src_uri for page in item.children]
+    listed = {uri for uris in sections.values() for uri in uris}
+    rest = {file.src_uri for file in files.documentation_pages()} - listed
+    sections["Optional"] = sorted(rest)  # the name that llms.txt has for it
+
+
 def on_post_build(config: Any) -> None:
     """Write each page as Markdown, and the list of them for language models."""
     site = Path(config.site_dir)
-    lines = [f"# {config.site_name}", "", f"> {config.site_description}", ""]
-    for uri, text in sorted(texts.items(), key=lambda item: (item[0] != "index.md", item[0])):
-        path = site / uri
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        title = next(iter(re.findall(r"^# (.*)$", text, re.MULTILINE)), uri)
-        lines.append(f"- [{title}]({config.site_url}{uri}): {summary_of(text)}")
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}"]
+    for section, uris in sections.items():
+        lines += ["", f"## {section}", ""]
+        for uri in uris:
+            text = texts[uri]
+            (site / uri).parent.mkdir(parents=True, exist_ok=True)
+            (site / uri).write_text(text)
+            title = next(iter(re.findall(r"^# (.*)$", text, re.MULTILINE)), uri)
+            lines.append(f"- [{title}]({config.site_url}{uri}): {summary_of(text)}")
     (site / "llms.txt").write_text("\n".join([*lines, ""]))
