@@ -62,7 +62,7 @@ INTRODUCTION = """# Every message
 Search this page for a part of your message without names and numbers: "…" stands for these.
 [errors.md](errors.md) says what each exception means, and explains the common messages. The last
 table has warnings, lines that zshard prints, and pieces of which longer messages are made.
-`make docs` writes this page from the sources.
+Files are those of `csrc` and `zshard`. `make docs` writes this page from them.
 """
 GROUPS = {  # heading -> folders and files, below csrc and zshard, whose messages it has
     "Wrapping and options": (
@@ -167,7 +167,8 @@ def cell(text: str) -> str:
 def row(message: Message) -> str:
     remedy = REMEDY.search(message.text)
     what = message.text[: remedy.start()] if remedy else message.text
-    cells = [cell(what), cell(remedy.group(1) if remedy else ""), message.file]
+    file = message.file.partition("/")[2]
+    cells = [cell(what), cell(remedy.group(1) if remedy else ""), cell(file)]
     return f"| {' | '.join([cell(message.kind), *cells] if message.kind else cells)} |"
 
 

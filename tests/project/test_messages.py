@@ -71,8 +71,10 @@ def test_a_missing_message_is_found() -> None:
 
 
 def test_remedies_have_a_column() -> None:
-    message = message_page.Message("ValueError", "master is wrong: pass None | 'int8'", "a.py")
-    expected = "| `ValueError` | `master is wrong` | `pass None \\| 'int8'` | a.py |"
+    message = message_page.Message(
+        "ValueError", "master is wrong: pass None | 'int8'", "zshard/a.py"
+    )
+    expected = "| `ValueError` | `master is wrong` | `pass None \\| 'int8'` | `a.py` |"
     assert message_page.row(message) == expected
     assert "|  |" in message_page.row(message._replace(text="rank … exited: its users are named"))
 
