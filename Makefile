@@ -34,7 +34,7 @@ WORKERS := $(PY) -c 'import os, xdist; print("-n", 1 + min(4, len(os.sched_getaf
 # Tests start hundreds of processes, which would each compile the tests and zshard anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-trainers bench lint messages format build sanitize fuzz clean distclean
+.PHONY: help demo test test-trainers bench lint messages docs format build sanitize fuzz clean distclean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -64,6 +64,10 @@ lint: build $(VENV)/.lint ## ruff, mypy, clang-format, clang-tidy, and the stubs
 
 messages: ## every text that a user may read, with its file and line (ARGS=csrc/comm, --docstrings, ...)
 	@$(PYTHON) tools/messages.py $(ARGS)
+
+docs: build $(VENV)/.docs ## the site, in build/site; broken links fail (look: python3 -m http.server -d build/site)
+	$(PY) tools/message_page.py
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
 
 format: $(VENV)/.lint ## apply what lint checks
 	$(PY) -m ruff check --fix-only --quiet .
@@ -129,7 +133,7 @@ $(VENV)/.zshard: pyproject.toml $(VENV)/.python
 
 # The tools of one word: an extra of pyproject.toml. Only what is missing is fetched; where that is not
 # to be had, the tests run without some tools, but not without pytest.
-$(VENV)/.test $(VENV)/.lint: $(VENV)/.%: $(VENV)/.zshard
+$(VENV)/.test $(VENV)/.lint $(VENV)/.docs: $(VENV)/.%: $(VENV)/.zshard
 	@if $(PIP) 'zshard[$*]'; then touch $@; \
 	elif test $* = test && $(PY) -c 'import pytest' 2>/dev/null; then \
 	    echo "set-up: some test tools could not be installed: continuing without them" >&2; \

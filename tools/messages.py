@@ -31,7 +31,7 @@ C_TOKEN = re.compile(
       |(?P<string>"(?:\\.|[^"\\\n])*")
       |(?P<format>\bPRI[a-zA-Z0-9]+\b)
       |(?P<space>\s+|\\\n)
-      |(?P<other>.)""",
+      |(?P<other>[^\s"'/\\\#P]+|.)""",
     re.S | re.M | re.X,
 )
 WORD = re.compile(r"[A-Za-z]{2,}")

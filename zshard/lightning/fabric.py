@@ -57,7 +57,7 @@ def _imported() -> tuple[Any, Any]:
         except ModuleNotFoundError as error:
             if error.name not in {trainer, fabric, trainer.partition(".")[0]}:
                 raise
-    raise ImportError("zshard.lightning needs Lightning: pip install 'zshard[trainers]'")
+    raise ImportError("zshard.lightning needs Lightning: install it (pip install lightning)")
 
 
 trainer_package, fabric_package = _imported()

@@ -114,7 +114,8 @@ class ModelRecord:
             key = f"{kind} {self._counts[kind]}"
             self._counts[kind] += 1
             record = self._optimizers.setdefault(key, OptimizerRecord())
-            record.reference = weakref.ref(optimizer, lambda _: _jobs.put((self, key)))
+            jobs = _jobs  # at the exit of the interpreter this module's names may be None
+            record.reference = weakref.ref(optimizer, lambda _: jobs.put((self, key)))
             self._keys[optimizer] = key
             _kept.add(self)
         return key

@@ -1,0 +1,84 @@
+"""docs/messages.md has every message of the sources, and is what tools/message_page.py writes."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import message_page  # noqa: E402
+import messages  # noqa: E402
+
+FAILURE = re.compile(r'\b(?:ZS_FAIL|PyErr_Format|PyErr_SetString)\([^;"]*?"((?:\\.|[^"\\])*)"')
+
+
+def raised(source: str) -> list[str]:
+    """The texts within raise statements of Python."""
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Raise)]
+    inner = {
+        id(part)
+        for node in nodes
+        for text in ast.walk(node)
+        if isinstance(text, ast.JoinedStr)
+        for part in ast.walk(text)
+        if part is not text
+    }
+    parts = [part for node in nodes for part in ast.walk(node) if id(part) not in inner]
+    texts = [messages.spelled(part) for part in parts if isinstance(part, ast.expr)]
+    return [text for text in texts if text is not None and messages.is_prose(text)]
+
+
+def flat(text: str) -> str:
+    """Without what a table and its columns add, and without spaces and separators."""
+    return re.sub(r"[\s`|:;.,\\]", "", text).lower()
+
+
+@functools.cache
+def texts() -> list[str]:
+    """The messages of the sources, found by other means than those of message_page.py."""
+    found = [t for p in (ROOT / "zshard").rglob("*.py") for t in raised(p.read_text())]
+    for path in (ROOT / "csrc").rglob("*.c"):
+        found += filter(messages.is_prose, FAILURE.findall(path.read_text()))
+    return [message_page.shown(text) for text in found]
+
+
+def missing(page: str) -> list[str]:
+    """The messages of the sources that `page` lacks."""
+    found = flat(page)
+    return [text for text in texts() if flat(text) not in found]
+
+
+def test_page_is_up_to_date() -> None:
+    written = message_page.PAGE.read_text() == message_page.page()
+    assert written, "run: python tools/message_page.py"
+
+
+def test_no_message_is_missing() -> None:
+    assert missing(message_page.PAGE.read_text()) == []
+    assert len(texts()) > 800
+
+
+def test_a_missing_message_is_found() -> None:
+    page = message_page.PAGE.read_text()
+    rows = [row for row in page.splitlines() if "no gradients to clip" in row]
+    assert len(rows) == 1
+    assert [text for text in missing(page.replace(rows[0], "")) if "no gradients to clip" in text]
+
+
+def test_remedies_have_a_column() -> None:
+    message = message_page.Message(
+        "ValueError", "master is wrong: pass None | 'int8'", "zshard/a.py"
+    )
+    expected = "| `ValueError` | `master is wrong` | `pass None \\| 'int8'` | `a.py` |"
+    assert message_page.row(message) == expected
+    assert "|  |" in message_page.row(message._replace(text="rank … exited: its users are named"))
+
+
+def test_values_are_dots() -> None:
+    assert message_page.shown("rank %d of %zu has '%.100s', 100%%") == "rank … of … has '…', 100%"
+    assert message_page.shown("got {f({1: 2})!r} of\n {x}") == "got … of …"

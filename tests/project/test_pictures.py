@@ -1,0 +1,20 @@
+"""docs/images has what tools/pictures.py draws: what models say has not changed since."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.thorough
+def test_pictures_are_up_to_date(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "tools" / "pictures.py"), "--out", str(tmp_path)]
+    subprocess.run(command, check=True, timeout=120)
+    for drawn in ("parameter.svg", "units.svg", "parts.svg"):
+        kept = (ROOT / "docs" / "images" / drawn).read_text()
+        assert (tmp_path / drawn).read_text() == kept, "run: python tools/pictures.py"

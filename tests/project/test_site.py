@@ -1,0 +1,54 @@
+"""The site of `make docs` builds: every link and anchor leads somewhere, every page is in the navigation.
+
+Skipped where mkdocs is not installed: `make docs` installs it and builds strictly, in .ci/run too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOUND = [importlib.util.find_spec(name) for name in ("mkdocs", "material")]
+needs_mkdocs = pytest.mark.skipif(None in FOUND, reason="mkdocs-material is missing: run make docs")
+
+
+def build(folder: Path, config: Path = ROOT / "mkdocs.yml") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "-f", str(config), "-d", str(folder)],
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+@needs_mkdocs
+def test_site_builds(tmp_path: Path) -> None:
+    done = build(tmp_path)
+    assert done.returncode == 0, done.stderr
+    listed = re.findall(r"\]\(http\S+?/([\w/-]+\.md)\): .", (tmp_path / "llms.txt").read_text())
+    assert {"index.md", "quick_start.md", "api.md", "architecture.md"} <= set(listed)
+    for page in listed:
+        assert (tmp_path / page).read_text().startswith("# "), page
+    assert 'id="clip_grad_norm_"' in (tmp_path / "api" / "index.html").read_text()
+    overview = (tmp_path / "index.html").read_text()
+    assert 'href="training/"' in overview and "docs/training.md" not in overview
+
+
+@needs_mkdocs
+def test_broken_link_fails(tmp_path: Path) -> None:
+    text = (ROOT / "mkdocs.yml").read_text()
+    checks = re.findall(r"^strict: true\n|^validation:\n(?:  .*\n)+", text, re.MULTILINE)
+    assert len(checks) == 2
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text("# A\n\n[b](#no-such-heading)\n")
+    (tmp_path / "mkdocs.yml").write_text("site_name: a\n" + "".join(checks))
+    done = build(tmp_path / "site", tmp_path / "mkdocs.yml")
+    assert done.returncode != 0 and "#no-such-heading" in done.stderr

@@ -1,0 +1,253 @@
+"""Draw the pictures of docs/quick_start.md and docs/concepts.md from what models say on two ranks.
+
+    python tools/pictures.py [--out docs/images]
+
+parameter.svg  one parameter of two ranks: its shapes between steps, in forward and afterwards
+units.svg      which units rank 0 has gathered as each module runs, for two strategies
+parts.svg      what zshard.predict_memory() says of a model on eight ranks, for each strategy
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zshard
+from zshard import FSDP
+
+OUT = Path(__file__).resolve().parent.parent / "docs" / "images"
+INK, FAINT, EMPTY = "#1f2328", "#59636e", "#eaeef2"
+RANKS = ("#0969da", "#bf8700")
+PARTS = {  # of zshard.predict_memory(): label, colour
+    "shards": ("parameters: this rank's shards", "#0969da"),
+    "kept": ("a full copy that stays", "#54aeff"),
+    "grads": ("gradients", "#bf8700"),
+    "optimizer": ("optimizer state", "#8250df"),
+    "slots": ("gathered parameters", "#1a7f37"),
+    "buckets": ("gradients on their way", "#e16f24"),
+    "transport": ("the transport's buffers", "#afb8c1"),
+}
+STRATEGIES = ("no_shard", "zero1", "shard_grad_op", "full_shard")
+WIDTH = 760
+
+
+class Svg:
+    """Shapes in the order in which they are drawn."""
+
+    def __init__(self, height: int, title: str) -> None:
+        size = f'width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}"'
+        font = 'font-family="DejaVu Sans, Verdana, Arial, sans-serif"'
+        self.lines = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>']
+        self.lines += [
+            f"<title>{title}</title>",
+            f'<rect {size.split(" viewBox")[0]} fill="#fff"/>',
+        ]
+        self.lines += [
+            '<marker id="tip" viewBox="0 0 6 6" refX="5" refY="3" markerWidth="7" markerHeight="7"'
+            f' orient="auto"><path d="M0 0L6 3L0 6z" fill="{FAINT}"/></marker>'
+        ]
+
+    def box(self, x: float, y: float, w: float, h: float, fill: str, line: str = "none") -> None:
+        place = f'x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}"'
+        self.lines.append(f'<rect {place} fill="{fill}" stroke="{line}"/>')
+
+    def text(
+        self, x: float, y: float, what: str, size: int = 12, fill: str = INK, anchor: str = "middle"
+    ) -> None:
+        how = f'font-size="{size}" fill="{fill}" text-anchor="{anchor}"'
+        self.lines.append(f'<text x="{x:g}" y="{y:g}" {how}>{what}</text>')
+
+    def arrow(self, x: float, y: float, length: float, what: str) -> None:
+        self.text(x + length / 2, y - 8, what, 11, FAINT)
+        path = f'd="M{x:g} {y:g}h{length:g}" stroke="{FAINT}" stroke-width="1.5"'
+        self.lines.append(f'<path {path} marker-end="url(#tip)"/>')
+
+    def write(self, path: Path) -> None:
+        path.write_text("\n".join([*self.lines, "</svg>", ""]))
+
+
+# --------------------------------------------------------------------------------------
+# What models say
+
+
+def shapes_of_a_parameter() -> dict[str, Any]:
+    """This rank's shapes of a weight, and which elements it has."""
+    model = FSDP(nn.Linear(64, 64, bias=False))
+    weight = model.weight
+    info = zshard.shard_info(weight)
+    assert info is not None
+    found = {"full": list(info["shape"]), "begin": info["begin"], "numel": info["numel"]}
+    found["between"] = list(weight.shape)
+    model.register_forward_pre_hook(
+        lambda module, _: found.update(within=list(module.weight.shape))
+    )
+    model(torch.randn(2, 64)).sum().backward()
+    found["after"], found["grad"] = list(weight.shape), list(weight.grad.shape)
+    return found
+
+
+def gathered_units(strategy: str) -> list[tuple[str, list[bool]]]:
+    """(event, whether each unit is gathered) of a step, over c10d, which gathers by copying."""
+    layers = [nn.Linear(64, 64, bias=False) for _ in range(4)]
+    model = FSDP(
+        nn.Sequential(*layers), strategy=strategy, transport="c10d", auto_wrap_policy={nn.Linear}
+    )
+    seen: list[tuple[str, list[bool]]] = []
+
+    def look(event: str) -> Any:
+        def hook(*_: Any) -> None:
+            bytes_ = [layer.weight.untyped_storage().nbytes() for layer in layers]
+            seen.append((event, [n == 64 * 64 * 4 for n in bytes_]))
+
+        return hook
+
+    look("before")()
+    for i, layer in enumerate(layers):
+        layer.register_forward_pre_hook(look(f"forward {i}"))
+        layer.register_full_backward_hook(look(f"backward {i}"))
+    model(torch.randn(2, 64, requires_grad=True)).sum().backward()
+    look("after")()
+    return seen
+
+
+def parts_of_memory() -> dict[str, dict[str, dict[str, int]]]:
+    """By transport and strategy, the bytes of each part on a rank of eight."""
+    with torch.device("meta"):
+        layers = [nn.TransformerEncoderLayer(1024, 16, 4096) for _ in range(12)]
+        model = nn.Sequential(*layers)
+    return {
+        transport: {
+            strategy: zshard.predict_memory(model, 8, strategy=strategy, transport=transport)
+            for strategy in STRATEGIES
+        }
+        for transport in ("c10d", "shm")
+    }
+
+
+# --------------------------------------------------------------------------------------
+# The pictures
+
+
+def draw_parameter(ranks: list[dict[str, Any]]) -> Svg:
+    """A row for each rank; three times in a step, from left to right."""
+    full = ranks[0]["full"]
+    svg = Svg(330, "One parameter on two ranks: sharded, gathered, sharded")
+    svg.text(WIDTH / 2, 24, f"One parameter, a weight of {full[0]} x {full[1]}, on two ranks", 14)
+    edge, columns, total = 84, (120, 345, 570), full[0] * full[1]
+    names = ("between steps", "in forward and backward", "after backward")
+    for x, name in zip(columns, names, strict=True):
+        svg.text(x + edge / 2, 50, name, 12, FAINT)
+    for row, found in enumerate(ranks):
+        y = 64 + 132 * row
+        svg.text(40, y + edge / 2 + 4, f"rank {row}")
+        top, height = edge * found["begin"] / total, edge * found["numel"] / total
+        for x, column in zip(columns, ("between", "within", "after"), strict=True):
+            svg.box(x, y, edge, edge, EMPTY)
+            if column == "within":
+                for colour, each in zip(RANKS, ranks, strict=True):
+                    part = edge * each["begin"] / total, edge * each["numel"] / total
+                    svg.box(x, y + part[0], edge, part[1], colour)
+            else:
+                svg.box(x, y + top, edge, height, RANKS[row])
+            svg.box(x, y, edge, edge, "none", INK)
+            svg.text(x + edge / 2, y + edge + 16, f"weight.shape {tuple(found[column])}", 11)
+        svg.text(
+            columns[2] + edge / 2, y + edge + 31, f"weight.grad.shape {tuple(found['grad'])}", 11
+        )
+        svg.arrow(columns[0] + edge + 20, y + edge / 2, 100, "all-gather")
+        svg.arrow(columns[1] + edge + 20, y + edge / 2, 100, "reduce-scatter")
+    return svg
+
+
+def draw_units(by_strategy: dict[str, list[tuple[str, list[bool]]]]) -> Svg:
+    """A panel for each strategy: a row for each unit, a column for each event."""
+    svg = Svg(40 + 172 * len(by_strategy), "Which units are gathered as each module runs")
+    svg.text(WIDTH / 2, 24, "Units that rank 0 has gathered, as each module runs", 14)
+    for panel, (strategy, seen) in enumerate(by_strategy.items()):
+        top, left, step = 62 + 172 * panel, 120, 62
+        svg.text(14, top - 12, strategy, 12, INK, "start")
+        for i, (event, gathered) in enumerate(seen):
+            x = left + step * i
+            svg.text(x + step / 2, top - 12, event, 10, FAINT)
+            for unit, is_gathered in enumerate(gathered):
+                fill = PARTS["slots"][1] if is_gathered else EMPTY
+                svg.box(x + 2, top + 30 * unit, step - 4, 24, fill)
+        for unit in range(len(seen[0][1])):
+            svg.text(100, top + 30 * unit + 16, f"unit {unit}", 11, FAINT, "end")
+    return svg
+
+
+def draw_parts(by_transport: dict[str, dict[str, dict[str, int]]]) -> Svg:
+    """A stacked bar for each transport and strategy."""
+    svg = Svg(400, "Predicted memory of a rank, by part, for each strategy")
+    svg.text(
+        WIDTH / 2, 24, "12 transformer layers, 151 M parameters, Adam, fp32: a rank of eight", 14
+    )
+    largest = max(sum(p[n] for n in PARTS) for s in by_transport.values() for p in s.values())
+    where = {"c10d": "over c10d, ranks anywhere", "shm": "over shm, ranks of one host"}
+    y = 52
+    for transport, strategies in by_transport.items():
+        svg.text(14, y, where[transport], 12, INK, "start")
+        for strategy, parts in strategies.items():
+            y += 26
+            svg.text(130, y + 1, strategy, 11, FAINT, "end")
+            x = 140.0
+            for name, (_, colour) in PARTS.items():
+                width = 540 * parts[name] / largest
+                svg.box(x, y - 13, width, 19, colour)
+                x += width
+            svg.text(
+                x + 6, y + 1, f"{sum(parts[n] for n in PARTS) / 2**20:.0f} MiB", 11, INK, "start"
+            )
+        y += 40
+    for i, (label, colour) in enumerate(PARTS.values()):
+        x, row = 14 + 190 * (i % 4), 350 + 24 * (i // 4)
+        svg.box(x, row - 10, 11, 11, colour)
+        svg.text(x + 17, row, label, 10, FAINT, "start")
+    return svg
+
+
+def work(rank: int, port: int, out: str) -> None:
+    """One of two ranks: rank 0 writes what both have seen."""
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, shapes_of_a_parameter())
+    units = {strategy: gathered_units(strategy) for strategy in ("full_shard", "shard_grad_op")}
+    if rank == 0:
+        Path(out).write_text(json.dumps({"ranks": found, "units": units}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def seen_on_two_ranks() -> dict[str, Any]:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/seen.json"
+        torch.multiprocessing.spawn(work, (port, path), 2)
+        seen: dict[str, Any] = json.loads(Path(path).read_text())
+    return seen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=OUT, help="the folder to write to")
+    out = parser.parse_args().out
+    seen = seen_on_two_ranks()
+    draw_parameter(seen["ranks"]).write(out / "parameter.svg")
+    draw_units(seen["units"]).write(out / "units.svg")
+    draw_parts(parts_of_memory()).write(out / "parts.svg")
+
+
+if __name__ == "__main__":
+    main()
