@@ -21,7 +21,7 @@ BATCH = 32  # images per rank
 
 
 class ImageGPT(nn.Module):
-    """Pixels (B, T), int64 below LEVELS -> logits (B, T + 1, LEVELS): of each pixel and the next."""
+    """Pixels (B, T), int64 -> logits of each pixel and of the next one (if any), LEVELS each."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def train(run: common.Run) -> None:
     (images, _), (held_out, _) = common.digits()
     pixels, held_out = ((side * 16).long().flatten(1) for side in (images, held_out))
     mine, judged = pixels[run.rank :: run.world], held_out[run.rank :: run.world]
-    model = run.wrap(ImageGPT(width=32, layers=2) if run.quick else ImageGPT(width=128, layers=4))
+    model = run.wrap(ImageGPT(width=32, layers=2) if run.quick else ImageGPT(width=96, layers=3))
     optimizer = run.optimizer("AdamW", model, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
 
     for _ in run.steps(model, optimizer):

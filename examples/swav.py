@@ -22,16 +22,6 @@ QUEUED, QUEUE_STARTS = 256, 20  # projections of each view; the step from which 
 TEMPERATURE, SHARPNESS = 0.1, 0.05
 
 
-class Prototypes(nn.Linear):
-    """Projections (N, SIZE) -> their similarity to each prototype, a row of length 1."""
-
-    def forward(self, projections: Tensor) -> Tensor:
-        if self.training:
-            with torch.no_grad():
-                self.weight.copy_(F.normalize(self.weight, dim=1))
-        return super().forward(projections)
-
-
 class SwAV(nn.Module):
     """Images, and earlier projections (Q, SIZE) -> features, projections, and the scores of these
     projections and of the earlier ones, (B, PROTOTYPES) and (Q, PROTOTYPES)."""
@@ -42,9 +32,12 @@ class SwAV(nn.Module):
         self.projector = nn.Sequential(
             nn.Linear(4 * width, 4 * width), nn.ReLU(), nn.Linear(4 * width, SIZE)
         )
-        self.prototypes = Prototypes(SIZE, PROTOTYPES, bias=False)
+        self.prototypes = nn.Linear(SIZE, PROTOTYPES, bias=False)
 
     def forward(self, images: Tensor, earlier: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        if self.training:  # a row per prototype, of length 1
+            with torch.no_grad():
+                self.prototypes.weight.copy_(F.normalize(self.prototypes.weight, dim=1))
         features = self.encoder(images)
         projections = F.normalize(self.projector(features), dim=1)
         scores = self.prototypes(torch.cat([projections, earlier]))
@@ -53,7 +46,7 @@ class SwAV(nn.Module):
 
 @torch.no_grad()
 def clusters(scores: Tensor) -> Tensor:
-    """Sinkhorn-Knopp over all ranks: (N, PROTOTYPES) -> probabilities; clusters are equally large."""
+    """Sinkhorn-Knopp over all ranks: scores (N, PROTOTYPES) -> chances; clusters of equal size."""
     q = (scores / SHARPNESS).exp()
     for _ in range(3):
         sizes = q.sum(0)
@@ -106,4 +99,4 @@ def train(run: common.Run) -> None:
 
 
 if __name__ == "__main__":
-    common.main(__doc__, train, steps=150)
+    common.main(__doc__, train, steps=200)
