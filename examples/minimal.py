@@ -1,7 +1,6 @@
 """The smallest example: classify handwritten digits on two ranks; save, and continue after a crash.
 
-torchrun --standalone --nproc-per-node 2 examples/minimal.py --strategy full_shard --save runs/mini
-"""
+torchrun --standalone --nproc-per-node 2 examples/minimal.py --strategy full_shard --save mini"""
 
 import argparse
 
@@ -9,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import zshard
 
@@ -21,10 +21,8 @@ rank, world = distributed.get_rank(), distributed.get_world_size()
 images, labels = map(torch.tensor, load_digits(return_X_y=True))
 torch.manual_seed(0)  # the same parameters on all ranks
 model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10))
-if args.strategy == "ddp":
-    model = nn.parallel.DistributedDataParallel(model)
-else:
-    model = zshard.FSDP(model, strategy=args.strategy)
+ddp = args.strategy == "ddp"
+model = DDP(model) if ddp else zshard.FSDP(model, strategy=args.strategy)
 optimizer = zshard.AdamW(model.parameters(), lr=1e-3)
 saved = args.save and zshard.latest_checkpoint(args.save)
 for step in range(zshard.load(saved, model, optimizer).step if saved else 0, 100):

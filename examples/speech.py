@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-WORDS = "zero one two three four five six seven eight nine".split()
+WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 RATE = 8000  # samples per second
 BANDS, WINDOW, HOP = 40, 256, 96  # of the spectrogram: frequencies, and samples of a frame
 VOICES = [(pitch, speed) for pitch in (20, 40, 60, 80) for speed in (120, 150, 180)]
