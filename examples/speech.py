@@ -56,7 +56,8 @@ def by_espeak(word: str, voice: Voice) -> Tensor:
         rate, frames = file.getframerate(), bytearray(file.readframes(2**24))
     samples = torch.frombuffer(frames, dtype=torch.int16).float() / 2**15
     scaled = F.interpolate(samples[None, None], scale_factor=RATE / rate, mode="linear")
-    return scaled[0, 0]
+    (loud,) = (scaled[0, 0].abs() > 0.01).nonzero(as_tuple=True)
+    return scaled[0, 0, loud[0] : loud[-1]]  # without the silence around it
 
 
 def spectrogram(samples: Tensor) -> Tensor:

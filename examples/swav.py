@@ -30,7 +30,10 @@ class SwAV(nn.Module):
         super().__init__()
         self.encoder = ResNet(width, classes=None)
         self.projector = nn.Sequential(
-            nn.Linear(4 * width, 4 * width), nn.ReLU(), nn.Linear(4 * width, SIZE)
+            nn.Linear(4 * width, 4 * width),
+            nn.BatchNorm1d(4 * width),
+            nn.ReLU(),
+            nn.Linear(4 * width, SIZE),
         )
         self.prototypes = nn.Linear(SIZE, PROTOTYPES, bias=False)
 
