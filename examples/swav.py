@@ -34,6 +34,7 @@ class SwAV(nn.Module):
             nn.BatchNorm1d(4 * width),
             nn.ReLU(),
             nn.Linear(4 * width, SIZE),
+            nn.BatchNorm1d(SIZE, affine=False),  # or all projections begin close to each other
         )
         self.prototypes = nn.Linear(SIZE, PROTOTYPES, bias=False)
 
