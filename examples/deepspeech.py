@@ -92,7 +92,7 @@ def mistakes(guess: str, text: str) -> int:
 def train(run: common.Run) -> None:
     by = speech.synthesizer(tones=run.quick)
     utterances, held_out = Utterances(by, speech.VOICES), Utterances(by, speech.HELD_OUT)
-    model = run.wrap(DeepSpeech(16, 32) if run.quick else DeepSpeech(32, 128))
+    model = run.wrap(DeepSpeech(8, 32) if run.quick else DeepSpeech(16, 96))
     judged = held_out.batch(8 if run.quick else JUDGED)
     optimizer = run.optimizer("AdamW", model, lr=2e-3, weight_decay=1e-2)
 
@@ -120,4 +120,4 @@ def train(run: common.Run) -> None:
 
 
 if __name__ == "__main__":
-    common.main(__doc__, train, steps=300)
+    common.main(__doc__, train, steps=250)
