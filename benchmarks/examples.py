@@ -4,9 +4,9 @@
 
 full_shard trains to the end and reaches the result that the example asserts. The others train the
 first steps of the same schedule, or with --whole to the end. Losses are compared with DDP's on all
-ranks, bit for bit. Memory is PSS without mapped files, sampled 20 times a second, above what the rank used
-before the model was made. malloc's mmap threshold is fixed, so freed memory returns to the kernel.
-Runs follow one another, so their times are rough.
+ranks, bit for bit. Memory is PSS without mapped files, sampled 20 times a second, above what the
+rank used before the model was made. malloc's mmap threshold is fixed, so freed memory returns to
+the kernel. Runs follow one another, so their times are rough.
 """
 
 from __future__ import annotations
@@ -132,9 +132,8 @@ files, above what the rank used before its model was made. A step's time is the 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--names", nargs="+", choices=NAMES, default=list(NAMES))
-    parser.add_argument(
-        "--steps", type=int, default=10, help="steps of the strategies that stop early"
-    )
+    parser.add_argument("--steps", type=int, default=20, help="steps of all but full_shard")
+    parser.add_argument("--whole", action="store_true", help="train to the end in all runs")
     parser.add_argument("--quick", action="store_true", help="tiny models; write no results")
     parser.add_argument("--out", type=Path, help="the file to write (.md; beside it, .json)")
     args = parser.parse_args()
