@@ -218,8 +218,9 @@ def scatter(axes: Any, features: Tensor, labels: Tensor) -> None:
 
 
 def grid(images: Tensor, columns: int) -> Tensor:
-    """Images (N, 1, H, W) side by side in rows: one image (rows x H, columns x W)."""
-    rows = images[: len(images) // columns * columns, 0].unflatten(0, (-1, columns))
+    """Images (N, 1, H, W) side by side in rows, with gray lines between them, as one image."""
+    framed = F.pad(images, (1, 0, 1, 0), value=0.5)
+    rows = framed[: len(images) // columns * columns, 0].unflatten(0, (-1, columns))
     return rows.transpose(1, 2).flatten(0, 1).flatten(1)
 
 
