@@ -53,15 +53,19 @@ class Run:
 
         unused: parameters may stay unused in a forward, which DDP needs to know.
         """
-        self.parameters = sum(p.numel() for p in model.parameters())
-        size = sum(p.nbytes for p in model.parameters())
-        self.start_mib = self.memory.now() - size / MIB  # with data and libraries, without a model
+        self.note(model)
         torch.manual_seed(self.args.seed + 1 + self.rank)
         if self.args.strategy == "plain":
             return model
         if self.args.strategy == "ddp":
             return nn.parallel.DistributedDataParallel(model, find_unused_parameters=unused)
         return zshard.FSDP(model, strategy=self.args.strategy, forward_sync_buffers=True)
+
+    def note(self, model: nn.Module) -> None:
+        """Note the size of the plain model, for the report."""
+        self.parameters = sum(p.numel() for p in model.parameters())
+        size = sum(p.nbytes for p in model.parameters())
+        self.start_mib = self.memory.now() - size / MIB  # with data and libraries, without a model
 
     def optimizer(self, name: str, model: nn.Module, lr: float, **options: Any) -> Any:
         """zshard's optimizer of that name, or torch's where zshard does not wrap the model."""
@@ -109,12 +113,12 @@ class Run:
         *,
         expected: float,
         baseline: tuple[str, float],
-        draw: Callable[[Any], None],
+        draw: Callable[[Any], None] | None = None,
     ) -> None:
         """Report the mean of `mine` over ranks; exit with an error if it is not good enough.
 
         Good enough is farther from the trivial baseline (name, value) than `expected` is. A short
-        run is not judged. draw: draws what the model made into matplotlib's axes.
+        run is not judged. draw: draws what the model made into matplotlib's axes; None: nothing.
         """
         args, sides = self.args, gather_from_ranks((self.memory.mib - self.start_mib, self.losses))
         (value,) = mean_over_ranks([mine])
@@ -151,22 +155,31 @@ def line_of(numbers: dict[str, Any], judged: bool) -> str:
     )
 
 
-def save_picture(path: Path, numbers: dict[str, Any], draw: Callable[[Any], None]) -> None:
+def save_picture(path: Path, numbers: dict[str, Any], draw: Any) -> None:
     """Draw rank 0's losses, and beside them what `draw` draws."""
     pyplot = pyplot_for_files()
     if pyplot is None:
         sys.exit("--picture needs matplotlib: pip install matplotlib")
-    figure, (curve, made) = pyplot.subplots(1, 2, figsize=(10, 4.5), dpi=120)
+    panels = 1 if draw is None else 2
+    figure, axes = pyplot.subplots(1, panels, figsize=(5 * panels, 4.5), dpi=120, squeeze=False)
+    curve = axes[0][0]
     steps, losses = range(1 + numbers["first"], 10**9), numbers["losses"][0]
     curve.plot(*zip(*zip(steps, losses)), linewidth=0.6, alpha=0.45)  # noqa: B905
     curve.plot(*zip(*zip(steps, smoothed(losses))), color="tab:blue")  # noqa: B905
     curve.set(title=f"strategy {numbers['strategy']}", xlabel="step", ylabel="training loss")
     curve.grid(alpha=0.3)
-    made.set_title(f"{numbers['what']}: {numbers['value']:.3f}")
-    draw(made)
+    axes[0][-1].set_title(f"{numbers['what']}: {numbers['value']:.3f}")
+    if draw is not None:
+        draw(axes[0][1])
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)
+
+
+def newest(folder: Path | None, pattern: str) -> str | None:
+    """The last changed entry of that name in a folder of a trainer's checkpoints, if there is one."""
+    found = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime) if folder else []
+    return str(found[-1]) if found else None
 
 
 def digits() -> Digits:
