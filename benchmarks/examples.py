@@ -106,6 +106,7 @@ def side_table(results: list[Numbers]) -> str:
             sides = [each["sides"].get(name) for name in names]
             rows.append([label, kind, *("-" if side is None else cell(side) for side in sides)])
             label = ""
+        rows[-len(kinds)][2] = "-"  # DDP's losses are those of DDP
     return table(["example", "", "DDP", *(f"`{name}`" for name in names[1:])], rows)
 
 
