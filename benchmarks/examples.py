@@ -106,6 +106,7 @@ def side_table(results: list[Numbers]) -> str:
             sides = [each["sides"].get(name) for name in names]
             rows.append([label, kind, *("-" if side is None else cell(side) for side in sides)])
             label = ""
+        rows[-len(kinds)][2] = "-"  # DDP's losses are those of DDP
     return table(["example", "", "DDP", *(f"`{name}`" for name in names[1:])], rows)
 
 
@@ -126,7 +127,7 @@ def page(results: list[Numbers], machine: dict[str, Any]) -> str:
 
 {result_table(results)}
 
-"same, 20" means: on both ranks, in 20 steps, to the last bit. Memory is PSS without mapped
+"same, N" means: on both ranks, in N steps, to the last bit. Memory is PSS without mapped
 files, above what the rank used before its model was made. A step's time is the median of the run.
 
 {side_table(results)}

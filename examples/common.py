@@ -48,10 +48,11 @@ class Run:
         self.seconds: list[float] = []
         torch.manual_seed(args.seed)  # the same initial parameters on all ranks
 
-    def wrap(self, model: nn.Module, unused: bool = False) -> Any:
+    def wrap(self, model: nn.Module, *, unused: bool = False, units: Any = "auto") -> Any:
         """Wrap the model as `--strategy` says. From here on each rank draws numbers of its own.
 
         unused: parameters may stay unused in a forward, which DDP needs to know.
+        units: zshard's `auto_wrap_policy`, such as the classes whose parameters are gathered apart.
         """
         self.note(model)
         torch.manual_seed(self.args.seed + 1 + self.rank)
@@ -59,7 +60,8 @@ class Run:
             return model
         if self.args.strategy == "ddp":
             return nn.parallel.DistributedDataParallel(model, find_unused_parameters=unused)
-        return zshard.FSDP(model, strategy=self.args.strategy, forward_sync_buffers=True)
+        options = {"auto_wrap_policy": units, "forward_sync_buffers": True}
+        return zshard.FSDP(model, strategy=self.args.strategy, **options)
 
     def note(self, model: nn.Module) -> None:
         """Note the size of the plain model, for the report."""

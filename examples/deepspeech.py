@@ -2,8 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 examples/deepspeech.py --strategy full_shard
 
-It hears one to four spoken numbers and writes them in letters. Speech is synthesised (speech.py) by
-espeak-ng, or by tones where that is not installed. Held-out speech has voices of its own.
+It hears one to four spoken numbers and writes them in letters. Speech is synthesised (speech.py):
+each letter by two tones, or words by espeak-ng with SPEECH=espeak-ng in the environment, which
+takes more steps than the default. Held-out speech has voices of its own.
 """
 
 import common
@@ -90,7 +91,7 @@ def mistakes(guess: str, text: str) -> int:
 
 
 def train(run: common.Run) -> None:
-    by = speech.synthesizer(tones=run.quick)
+    by = speech.synthesizer()
     utterances, held_out = Utterances(by, speech.VOICES), Utterances(by, speech.HELD_OUT)
     model = run.wrap(DeepSpeech(8, 32) if run.quick else DeepSpeech(16, 96))
     judged = held_out.batch(8 if run.quick else JUDGED)

@@ -1,4 +1,4 @@
-"""Synthesised speech for deepspeech.py: spoken numbers, by espeak-ng or, without it, by tones.
+"""Synthesised speech for deepspeech.py: spoken numbers, by tones or by espeak-ng.
 
 A voice has a pitch and a speed. Some voices speak only on the held-out side. With tones, each
 letter of a word sounds as two tones of its own, as the keys of a telephone do.
@@ -7,7 +7,7 @@ letter of a word sounds as two tones of its own, as the keys of a telephone do.
 from __future__ import annotations
 
 import io
-import shutil
+import os
 import subprocess
 import wave
 
@@ -24,9 +24,9 @@ HELD_OUT = [(30, 165), (70, 135)]
 Voice = tuple[int, int]
 
 
-def synthesizer(tones: bool = False) -> str:
-    """What speaks: "espeak-ng" if it is installed, unless `tones` asks for tones."""
-    return "tones" if tones or shutil.which("espeak-ng") is None else "espeak-ng"
+def synthesizer() -> str:
+    """What speaks: tones, or espeak-ng where the environment says SPEECH=espeak-ng."""
+    return "espeak-ng" if os.environ.get("SPEECH") == "espeak-ng" else "tones"
 
 
 def spoken(by: str, voices: list[Voice]) -> dict[tuple[str, Voice], Tensor]:

@@ -12,7 +12,7 @@ import common
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from resnet import ResNet
+from resnet import Block, ResNet
 from torch import Tensor, nn
 
 EXPECTED = 0.7  # of held-out digits, by a linear probe with 100 labels; chance: 0.1
@@ -64,7 +64,8 @@ def train(run: common.Run) -> None:
     digits = common.digits()
     (images, _), (held_out, answers) = digits
     mine, none = images[run.rank :: run.world], torch.empty(0, SIZE)
-    model = run.wrap(SwAV(width=8 if run.quick else 16))
+    units = {Block, nn.Linear}  # so that prototypes are one: who writes to a unit stands outside it
+    model = run.wrap(SwAV(width=8 if run.quick else 16), units=units)
     optimizer = run.optimizer("AdamW", model, lr=3e-3, weight_decay=1e-2)
     queue = run.kept["queue"] = F.normalize(torch.randn(2, QUEUED, SIZE), dim=2)
     start = 2 if run.quick else QUEUE_STARTS
