@@ -179,7 +179,7 @@ def save_picture(path: Path, numbers: dict[str, Any], draw: Any) -> None:
 
 
 def newest(folder: Path | None, pattern: str) -> str | None:
-    """The last changed entry of that name in a folder of a trainer's checkpoints, if there is one."""
+    """The newest of a trainer's checkpoints of that name in a folder, if there is one."""
     found = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime) if folder else []
     return str(found[-1]) if found else None
 

@@ -1,5 +1,5 @@
-"""LoRA on a Llama from a config: TRL's SFTTrainer teaches a model of Python code the words of its
-manual, by adapters of PEFT alone.
+"""LoRA on a Llama from a config: TRL's SFTTrainer teaches a model of Python's code the manual, by
+adapters of PEFT alone.
 
     torchrun --standalone --nproc-per-node 2 examples/lora.py --strategy full_shard
 
@@ -9,13 +9,13 @@ the adapters. Tokens are bytes. Needs the extra `trainers`.
 
 import math
 import sysconfig
-import time
 from pathlib import Path
 from typing import Any
 
 import common
 import corpus
 import torch
+from bert import Report
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -25,27 +25,26 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     PrinterCallback,
-    TrainerCallback,
 )
 from trl import SFTConfig, SFTTrainer
 
 import zshard.transformers
 
 EXPECTED = -0.3  # bits per held-out byte of the manual, beside those of the Llama without adapters
-LENGTH = 128  # bytes of a sample
-BATCH = 16  # per rank
+LENGTH = 64  # bytes of a sample
+BATCH = 8  # per rank
 RANK = 16  # of the adapters
 
 
 def llama(quick: bool) -> LlamaForCausalLM:
     torch.manual_seed(0)  # the same initial parameters on all ranks
-    width = 32 if quick else 192
+    width = 32 if quick else 96
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=256,
             hidden_size=width,
             intermediate_size=3 * width,
-            num_hidden_layers=2 if quick else 4,
+            num_hidden_layers=2,
             num_attention_heads=4,
             max_position_embeddings=LENGTH,
         )
@@ -75,23 +74,6 @@ def samples(text: Tensor, count: int) -> Dataset:
     starts = torch.linspace(0, len(text) - LENGTH, count, dtype=torch.float64).long()
     windows = text[starts[:, None] + torch.arange(LENGTH)].tolist()
     return Dataset.from_list([{"input_ids": window} for window in windows])
-
-
-class Report(TrainerCallback):
-    """Hands losses, which are means over the ranks, and times of steps to the report."""
-
-    def __init__(self, run: common.Run) -> None:
-        self.run = run
-
-    def on_step_begin(self, *_: Any, **more: Any) -> None:
-        self.began = time.perf_counter()
-
-    def on_step_end(self, *_: Any, **more: Any) -> None:
-        self.run.seconds.append(time.perf_counter() - self.began)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
-        if logs and "loss" in logs:
-            self.run.log(torch.tensor(logs["loss"]))
 
 
 def trainer_of(run: common.Run, model: Any, text: Tensor, held_out: Tensor, **more: Any) -> Any:
@@ -144,13 +126,14 @@ def train(run: common.Run) -> None:
     plain = llama(run.quick)
     plain.load_state_dict(first.accelerator.get_state_dict(first.model_wrapped))
 
-    config = LoraConfig(task_type="CAUSAL_LM", r=RANK, lora_alpha=2 * RANK, target_modules="all-linear")
+    adapters = {"r": RANK, "lora_alpha": 2 * RANK, "target_modules": "all-linear"}
+    config = LoraConfig(task_type="CAUSAL_LM", **adapters)
     second = trainer_of(run, plain, text, held_out, peft_config=config)
     second.train()
-    after = bits(second); print("EVAL", repr(before), repr(after)); change = after - before
+    change = bits(second) - before
     what = f"held-out bits per byte by adapters, beside {before:.2f}"
     run.result(what, change, expected=EXPECTED, baseline=("without them", 0.0))
 
 
 if __name__ == "__main__":
-    common.main(__doc__, train, steps=200)
+    common.main(__doc__, train, steps=100)
