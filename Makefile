@@ -34,7 +34,7 @@ WORKERS := $(PY) -c 'import os, xdist; print("-n", 1 + min(4, len(os.sched_getaf
 # Tests start hundreds of processes, which would each compile the tests and zshard anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-trainers bench lint messages docs format build sanitize fuzz clean distclean
+.PHONY: help demo test test-trainers bench lint messages docs format build wheel sanitize fuzz clean distclean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -76,6 +76,9 @@ format: $(VENV)/.lint ## apply what lint checks
 
 build: $(VENV)/.zshard ## compile what changed, in place (CUDA=1: with the CUDA kernels)
 	@$(PY) setup.py -q build_ext --inplace
+
+wheel: build ## a wheel in dist/ for this Python and torch: pip install it where there is no compiler (CUDA=1: with kernels)
+	$(PY) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
 
 # Both run in another build, below a preloaded runtime: tests/lib/sanitized.py says how.
 sanitize: build $(VENV)/.test ## the tests with AddressSanitizer and UndefinedBehaviorSanitizer (TESTS=...)

@@ -114,7 +114,13 @@ def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 @contextmanager
 def process_group() -> Iterator[tuple[int, int]]:
-    """Join torchrun's gloo group, or create one of a single process; yields (rank, world size)."""
+    """Join torchrun's gloo group, or create one of a single process; yields (rank, world size).
+
+    A group that is there already is used, and stays.
+    """
+    if dist.is_initialized():
+        yield dist.get_rank(), dist.get_world_size()
+        return
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     else:

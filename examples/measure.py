@@ -29,11 +29,13 @@ class PeakMemory:
     """Sample this process's memory in a thread inside `with`; `mib` is the peak so far.
 
     PSS on Linux; elsewhere the kernel's high-water mark of RSS since the process started.
+    files: count what is mapped from files too, such as the libraries' code.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, files: bool = True) -> None:
         self.mib = 0.0
         self.kind = "RSS" if _pss_bytes() is None else "PSS"
+        self._parts = (b"Pss:",) if files else (b"Pss_Anon:", b"Pss_Shmem:")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
@@ -50,10 +52,14 @@ class PeakMemory:
         self._stop.set()
         self._thread.join()
 
+    def now(self) -> float:
+        """The memory at this moment, in MiB."""
+        used = _pss_bytes(self._parts)
+        return (_peak_rss_bytes() if used is None else used) / MIB
+
     def _sample(self) -> None:
         while True:
-            used = _pss_bytes()
-            self.mib = max(self.mib, (_peak_rss_bytes() if used is None else used) / MIB)
+            self.mib = max(self.mib, self.now())
             if self._stop.wait(SAMPLE_SECONDS):
                 return
 
@@ -142,13 +148,13 @@ def save_json(path: Path, numbers: dict[str, Any]) -> None:
 
 def save_curve(path: Path, title: str, losses: list[float], held_out: list[list[float]]) -> bool:
     """Plot the loss of each step and the held-out loss; False if matplotlib is not installed."""
-    pyplot = _pyplot()
+    pyplot = pyplot_for_files()
     if pyplot is None:
         return False
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120)
     steps = range(1, len(losses) + 1)
     axes.plot(steps, losses, linewidth=0.6, alpha=0.45, color="tab:blue", label="each step")
-    axes.plot(steps, _smoothed(losses), color="tab:blue", label="smoothed")
+    axes.plot(steps, smoothed(losses), color="tab:blue", label="smoothed")
     axes.plot(*zip(*held_out, strict=True), "o-", color="tab:orange", label="held-out files")
     _finish_loss(axes, title)
     figure.tight_layout()
@@ -162,7 +168,7 @@ def save_comparison(path: Path, runs: dict[str, dict[str, Any]]) -> bool:
 
     False if matplotlib is not installed.
     """
-    pyplot = _pyplot()
+    pyplot = pyplot_for_files()
     if pyplot is None:
         return False
     figure, (curves, bars) = pyplot.subplots(
@@ -172,7 +178,7 @@ def save_comparison(path: Path, runs: dict[str, dict[str, Any]]) -> bool:
     for index, (library, run) in enumerate(runs.items()):
         color, steps = f"C{index}", range(1, len(run["loss"]) + 1)
         style = styles[index % len(styles)]
-        curves.plot(steps, _smoothed(run["loss"]), style, color=color, label=f"{library}, training")
+        curves.plot(steps, smoothed(run["loss"]), style, color=color, label=f"{library}, training")
         held_out = list(zip(*run["held_out"], strict=True))
         size, marker = 11 - 2.5 * index, "osD^"[index % 4]
         label = f"{library}, held-out"
@@ -189,7 +195,7 @@ def save_comparison(path: Path, runs: dict[str, dict[str, Any]]) -> bool:
     return True
 
 
-def _pyplot() -> Any:
+def pyplot_for_files() -> Any:
     """matplotlib's pyplot, drawing to files only; None if matplotlib is not installed."""
     try:
         import matplotlib
@@ -207,16 +213,14 @@ def _finish_loss(axes: Any, title: str) -> None:
     axes.legend()
 
 
-def _pss_bytes() -> int | None:
-    """PSS of this process; None if the kernel does not report it."""
+def _pss_bytes(parts: tuple[bytes, ...] = (b"Pss:",)) -> int | None:
+    """These parts of this process's PSS; None if the kernel does not report it."""
     try:
         with open("/proc/self/smaps_rollup", "rb") as rollup:
-            for line in rollup:
-                if line.startswith(b"Pss:"):
-                    return int(line.split()[1]) * 1024
+            found = [int(line.split()[1]) for line in rollup if line.startswith(parts)]
     except OSError:
-        pass
-    return None
+        return None
+    return 1024 * sum(found) if found else None
 
 
 def _peak_rss_bytes() -> int:
@@ -236,7 +240,7 @@ def _terminal_bar(steps: int, title: str) -> Any:
     return tqdm(total=steps, desc=title, bar_format=form, dynamic_ncols=True, file=sys.stdout)
 
 
-def _smoothed(values: list[float]) -> list[float]:
+def smoothed(values: list[float]) -> list[float]:
     """Exponential moving average with Adam's bias correction."""
     smooth, mean, keep = [], 0.0, 0.9
     for step, value in enumerate(values, 1):

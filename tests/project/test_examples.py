@@ -143,9 +143,10 @@ def test_invalid_flags_are_refused(
     assert said in capsys.readouterr().err
 
 
-def test_peak_memory_counts_freed_blocks() -> None:
+@pytest.mark.parametrize("files", [True, False])
+def test_peak_memory_counts_freed_blocks(files: bool) -> None:
     measure = example("measure")
-    with measure.PeakMemory() as memory:
+    with measure.PeakMemory(files=files) as memory:
         time.sleep(3 * measure.SAMPLE_SECONDS)
         before = memory.mib
         block = bytearray(b"x") * (256 * measure.MIB)
