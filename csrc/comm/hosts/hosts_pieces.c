@@ -49,7 +49,8 @@ static zs_status fill_piece(const zs_hosts_comm *self, const hosts_unit *unit, c
     for (int f = 0; f < unit->base.spec.n_flats && present; f++)
         ZS_TRY(sum_shard(self, unit, local->data, f, shard, sums + unit->base.at[f]));
     if (coded && present) {
-        float *lost = unit->lost + (size_t)h * unit->sums.bytes / sizeof(float);
+        const size_t numel = unit->sums.bytes / sizeof *unit->lost;
+        float *lost = unit->lost + (size_t)h * numel;
         zs_hosts_encode(&unit->sums, lost, (const float *)(const void *)sums, piece);
     }
     return ZS_OK;
