@@ -35,12 +35,10 @@ def test_losses_are_those_of_ddp(name: str, strategy: str, tmp_path: Path) -> No
     assert (ours["value"], ours["baseline"]) == (theirs["value"], theirs["baseline"])
 
 
-@pytest.mark.parametrize("name", ["bert", "bert_lightning"])
-def test_a_stopped_run_resumes(name: str, tmp_path: Path) -> None:
-    pytest.importorskip(NEEDS[name])
-    saved = str(tmp_path / "saved")
-    whole = quick(name, tmp_path, "full_shard", "--save", saved, "--save-every", "3")
-    last = sorted(Path(saved).iterdir(), key=lambda path: path.stat().st_mtime)[-1]
-    last.rename(tmp_path / "last")  # as if the run had been stopped before
-    resumed = quick(name, tmp_path, "full_shard", "--resume", saved)
+def test_a_stopped_run_resumes(tmp_path: Path) -> None:
+    """Lightning does not continue at the same batch within an epoch, so not bert_lightning."""
+    saved = tmp_path / "saved"
+    whole = quick("bert", tmp_path, "full_shard", "--save", str(saved), "--save-every", "3")
+    (saved / "checkpoint-6").rename(tmp_path / "last")  # as if the run had been stopped before
+    resumed = quick("bert", tmp_path, "full_shard", "--resume", str(saved))
     assert resumed["losses"][0] == whole["losses"][0][3:]
