@@ -11,7 +11,7 @@ namespace zs {
 
 /* The block of a warp. */
 template <class D> struct WireBlock {
-    static constexpr int LANES = 32, EACH = ZS_WIRE_BLOCK / LANES;
+    static constexpr int LANES = ZS_CUDA_LANES, EACH = ZS_WIRE_BLOCK / LANES;
     const zs_cuda_code_args &args;
     int64_t part, block;
     int lane, n; // this lane; numbers in the block
@@ -109,7 +109,7 @@ template <class D> struct WireBlock {
 /* This warp's number in the grid. */
 ZS_DEVICE int64_t warp_number()
 {
-    return thread_number() / 32;
+    return thread_number() / ZS_CUDA_LANES;
 }
 
 /* Encodes the block of this warp. */

@@ -7,13 +7,13 @@ With `--strategy ddp` the Trainer wraps DDP around the model, as it always does.
 `trainers`.
 """
 
-import argparse
 import time
 from typing import Any
 
 import common
 import packages
 import torch
+from torch import Tensor
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -50,10 +50,21 @@ def accuracy(logits: Any, labels: Any) -> float:
     return right.float().mean().item()
 
 
-def samples(args: argparse.Namespace, held_out: bool) -> list[dict[str, Any]]:
-    count = 256 if args.quick else 2048 if held_out else 20_000
-    words, labels = packages.load(LENGTH, count, held_out)
-    return [{"input_ids": w, "labels": n} for w, n in zip(words, labels, strict=True)]
+def data(quick: bool, held_out: bool) -> tuple[Tensor, Tensor]:
+    """The words, (N, LENGTH), and labels of one side."""
+    return packages.load(LENGTH, 256 if quick else 2048 if held_out else 20_000, held_out)
+
+
+def samples(quick: bool, held_out: bool) -> list[dict[str, Tensor]]:
+    pairs = zip(*data(quick, held_out), strict=True)
+    return [{"input_ids": words, "labels": label} for words, label in pairs]
+
+
+def sharded(run: common.Run, trainer: Any) -> Any:
+    """The class of a Trainer, as `--strategy` says."""
+    if run.args.strategy == "ddp":
+        return trainer
+    return zshard.transformers.shard(trainer, strategy=run.args.strategy)
 
 
 class Report(TrainerCallback):
@@ -75,9 +86,6 @@ class Report(TrainerCallback):
 
 def train(run: common.Run) -> None:
     args = run.args
-    kind: Any = Trainer
-    if args.strategy != "ddp":
-        kind = zshard.transformers.shard(Trainer, strategy=args.strategy)
     settings = TrainingArguments(
         str(args.save or "build/bert"),
         use_cpu=True,
@@ -97,11 +105,11 @@ def train(run: common.Run) -> None:
     )
     model = bert(args.quick)
     run.note(model)
-    trainer = kind(
+    trainer = sharded(run, Trainer)(
         model=model,
         args=settings,
-        train_dataset=samples(args, held_out=False),
-        eval_dataset=samples(args, held_out=True),
+        train_dataset=samples(args.quick, held_out=False),
+        eval_dataset=samples(args.quick, held_out=True),
         compute_metrics=lambda made: {"accuracy": accuracy(made.predictions, made.label_ids)},
         callbacks=[Report(run)],
     )

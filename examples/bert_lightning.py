@@ -48,8 +48,7 @@ class Classifier(LightningModule):
 
 def loader(run: common.Run, held_out: bool) -> DataLoader:
     """Batches, of which Lightning gives each rank its own."""
-    count = 256 if run.quick else 2048 if held_out else 20_000
-    samples = TensorDataset(*packages.load(bert.LENGTH, count, held_out))
+    samples = TensorDataset(*bert.data(run.quick, held_out))
     return DataLoader(samples, batch_size=bert.BATCH, shuffle=not held_out)
 
 

@@ -33,6 +33,7 @@ HELD_OUT_DIGITS = 360  # of scikit-learn's 1,797 digits, the last ones
 KNOWN = 100  # labels that a linear probe learns from
 
 Digits = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
+Features = Callable[[Tensor], Tensor]
 
 
 class Run:
@@ -213,7 +214,7 @@ def distorted(images: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def probe(features: Callable[[Tensor], Tensor], digits: Digits) -> float:
+def probe(features: Features, digits: Digits) -> float:
     """The held-out accuracy of a linear classifier (ridge regression) on features, (N, D), that
     learns from KNOWN labels."""
     (images, labels), (held_out, answers) = digits
@@ -223,6 +224,29 @@ def probe(features: Callable[[Tensor], Tensor], digits: Digits) -> float:
     ridge = x.T @ x + len(x) / 100 * torch.eye(x.shape[1], dtype=torch.float64)
     weights = torch.linalg.solve(ridge, x.T @ F.one_hot(labels[:KNOWN]).double())
     return ((y @ weights).argmax(1) == answers).float().mean().item()
+
+
+def judge_features(
+    run: Run,
+    features: Callable[[Tensor], Tensor],
+    digits: Digits,
+    *,
+    untrained: float,
+    expected: float,
+) -> None:
+    """Report a probe of features, (N, D), and draw those of held-out digits. untrained: the probe's
+    accuracy before training."""
+    held_out, answers = digits[1]
+    accuracy = probe(features, digits)
+    with torch.no_grad():
+        found = features(held_out)
+    run.result(
+        f"held-out accuracy of a probe with {KNOWN} labels",
+        accuracy,
+        expected=expected,
+        baseline=("the same on the untrained model", untrained),
+        draw=lambda axes: scatter(axes, found, answers),
+    )
 
 
 def scatter(axes: Any, features: Tensor, labels: Tensor) -> None:

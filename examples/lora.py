@@ -15,7 +15,7 @@ from typing import Any
 import common
 import corpus
 import torch
-from bert import Report
+from bert import Report, sharded
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -27,8 +27,6 @@ from transformers import (
     PrinterCallback,
 )
 from trl import SFTConfig, SFTTrainer
-
-import zshard.transformers
 
 EXPECTED = -0.3  # bits per held-out byte of the manual, beside those of the Llama without adapters
 LENGTH = 64  # bytes of a sample
@@ -77,9 +75,6 @@ def samples(text: Tensor, count: int) -> Dataset:
 
 
 def trainer_of(run: common.Run, model: Any, text: Tensor, held_out: Tensor, **more: Any) -> Any:
-    kind: Any = SFTTrainer
-    if run.args.strategy != "ddp":
-        kind = zshard.transformers.shard(SFTTrainer, strategy=run.args.strategy)
     settings = SFTConfig(
         "build/lora",
         use_cpu=True,
@@ -98,7 +93,7 @@ def trainer_of(run: common.Run, model: Any, text: Tensor, held_out: Tensor, **mo
         disable_tqdm=True,
         seed=run.args.seed,
     )
-    made = kind(
+    made = sharded(run, SFTTrainer)(
         model=model,
         args=settings,
         train_dataset=samples(text, 64 if run.quick else 8192),

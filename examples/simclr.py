@@ -62,12 +62,16 @@ def contrastive_loss(first: Tensor, second: Tensor) -> Tensor:
 
 def train(run: common.Run) -> None:
     digits = common.digits()
-    (images, _), (held_out, answers) = digits
+    (images, _), _ = digits
     mine = images[run.rank :: run.world]
     model = run.wrap(SimCLR(width=8 if run.quick else 16))
     optimizer = run.optimizer("AdamW", model, lr=3e-3, weight_decay=1e-2)
+
+    def features(images: Tensor) -> Tensor:
+        return model(images)[0]
+
     model.eval()
-    untrained = common.probe(lambda x: model(x)[0], digits)
+    untrained = common.probe(features, digits)
 
     model.train()
     for _ in run.steps(model, optimizer):
@@ -80,16 +84,7 @@ def train(run: common.Run) -> None:
         run.log(loss)
 
     model.eval()
-    accuracy = common.probe(lambda x: model(x)[0], digits)
-    with torch.no_grad():
-        features = model(held_out)[0]
-    run.result(
-        f"held-out accuracy of a probe with {common.KNOWN} labels",
-        accuracy,
-        expected=EXPECTED,
-        baseline=("the same on the untrained model", untrained),
-        draw=lambda axes: common.scatter(axes, features, answers),
-    )
+    common.judge_features(run, features, digits, untrained=untrained, expected=EXPECTED)
 
 
 if __name__ == "__main__":

@@ -62,15 +62,19 @@ def clusters(scores: Tensor) -> Tensor:
 
 def train(run: common.Run) -> None:
     digits = common.digits()
-    (images, _), (held_out, answers) = digits
+    (images, _), _ = digits
     mine, none = images[run.rank :: run.world], torch.empty(0, SIZE)
-    units = {Block, nn.Linear}  # so that prototypes are one: who writes to a unit stands outside it
+    units = {Block, nn.Linear}  # prototypes are one: a forward may write to a unit inside its own
     model = run.wrap(SwAV(width=8 if run.quick else 16), units=units)
     optimizer = run.optimizer("AdamW", model, lr=3e-3, weight_decay=1e-2)
     queue = run.kept["queue"] = F.normalize(torch.randn(2, QUEUED, SIZE), dim=2)
     start = 2 if run.quick else QUEUE_STARTS
+
+    def features(images: Tensor) -> Tensor:
+        return model(images, none)[0]
+
     model.eval()
-    untrained = common.probe(lambda x: model(x, none)[0], digits)
+    untrained = common.probe(features, digits)
 
     model.train()
     for step in run.steps(model, optimizer):
@@ -91,16 +95,7 @@ def train(run: common.Run) -> None:
         run.log(loss)
 
     model.eval()
-    accuracy = common.probe(lambda x: model(x, none)[0], digits)
-    with torch.no_grad():
-        features = model(held_out, none)[0]
-    run.result(
-        f"held-out accuracy of a probe with {common.KNOWN} labels",
-        accuracy,
-        expected=EXPECTED,
-        baseline=("the same on the untrained model", untrained),
-        draw=lambda axes: common.scatter(axes, features, answers),
-    )
+    common.judge_features(run, features, digits, untrained=untrained, expected=EXPECTED)
 
 
 if __name__ == "__main__":

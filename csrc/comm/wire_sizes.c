@@ -23,19 +23,22 @@ static zs_wire code_of(const zs_cunit_spec *spec)
     return spec->code;
 }
 
-zs_dtype zs_wire_sum_dtype(const zs_comm *comm, const zs_cunit_spec *spec, zs_dtype wire)
+size_t zs_wire_lay_out(const zs_comm *comm, const zs_cunit_spec *spec, size_t at[ZS_MAX_FLATS])
 {
-    bool summed = comm->per_host > 1 || code_of(spec) != ZS_WIRE_EXACT;
-    return summed ? zs_dtype_of_partial_sum(wire) : wire;
+    const bool summed = comm->per_host > 1 || code_of(spec) != ZS_WIRE_EXACT;
+    size_t end = 0;
+    for (int f = 0; f < spec->n_flats; f++) {
+        const zs_dtype dtype = summed ? zs_dtype_of_partial_sum(spec->wire[f]) : spec->wire[f];
+        at[f] = end;
+        end += spec->shard_bytes[f] / zs_dtype_size(spec->wire[f]) * zs_dtype_size(dtype);
+    }
+    return end;
 }
 
 zs_wire_sums zs_wire_sums_of(const zs_comm *comm, const zs_cunit_spec *spec)
 {
-    zs_wire_sums sums = {.code = code_of(spec)};
-    for (int f = 0; f < spec->n_flats; f++) {
-        size_t numel = spec->shard_bytes[f] / zs_dtype_size(spec->wire[f]);
-        sums.bytes += numel * zs_dtype_size(zs_wire_sum_dtype(comm, spec, spec->wire[f]));
-    }
+    size_t at[ZS_MAX_FLATS];
+    zs_wire_sums sums = {.code = code_of(spec), .bytes = zs_wire_lay_out(comm, spec, at)};
     sums.travel = sums.bytes;
     if (sums.code == ZS_WIRE_EXACT) return sums;
     sums.travel = zs_round_up(zs_wire_bytes(sums.code, (int64_t)(sums.bytes / sizeof(float))), 64);

@@ -27,8 +27,8 @@ typedef struct zs_wire_sums {
 /* The memory of a unit's sums. */
 zs_wire_sums zs_wire_sums_of(const zs_comm *comm, const zs_cunit_spec *spec);
 
-/* The dtype of the sum of numbers of dtype `wire`. */
-zs_dtype zs_wire_sum_dtype(const zs_comm *comm, const zs_cunit_spec *spec, zs_dtype wire);
+/* Sets the offset of each flat's sum among them; returns the bytes of all. */
+size_t zs_wire_lay_out(const zs_comm *comm, const zs_cunit_spec *spec, size_t at[ZS_MAX_FLATS]);
 
 /* Bytes of what codes have lost of the sums for that many hosts; 0: they are exact. */
 size_t zs_wire_lost_bytes(const zs_wire_sums *sums, int hosts);

@@ -14,7 +14,6 @@ enum {
     ZS_CUDA_KINDS,
     ZS_CUDA_RULES = 4, /* 2 * zs_rule + full */
     ZS_CUDA_CODED = 3, /* dtypes of numbers that have wire codes */
-    ZS_CUDA_LANES = 32,
 };
 
 /* Where the numbers of each kind of kernel begin. */

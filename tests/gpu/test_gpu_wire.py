@@ -6,6 +6,7 @@ and, for whole runs, the transport "hosts" on CPUs, whose numbers are the same.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +31,18 @@ from models import Case, loss_of, make
 from scenarios import message_of
 from spawn import RankPool
 from torch import Tensor, nn
-from wires import NUMEL, WIRES, Model, Products, decoded, gradient, reduced
+from wires import (
+    NUMEL,
+    WIRES,
+    Model,
+    Products,
+    Seen,
+    expected,
+    steps_after,
+    steps_as,
+    steps_with_a_scale,
+    weights,
+)
 
 import zshard
 from zshard import FSDP, Wire
@@ -61,22 +73,11 @@ def wrapped(module: nn.Module, group: Any, on_gpu: bool = True, **options: Any) 
 
 def arithmetic(sizes: tuple[int, ...], strategy: str, wire: str) -> list[bool]:
     """Return which of several steps have the reference's bits."""
-    world, found = dist.get_world_size(), []
     with hosts_of(*sizes) as group:
         model = wrapped(Products(), group, strategy=strategy, wire=wire)
         assert f"gradients cross hosts as {wire}" in model.summary()
-        beside = Model(wire, len(sizes), sizes[0], world)
-        for step in range(4):
-            if strategy == "no_shard":
-                model.zero_grad()
-                model(gradient(dist.get_rank(), step).to(device())).backward()
-                whole = model.weight.grad.cpu()
-            else:
-                whole = reduced(model, gradient(dist.get_rank(), step))
-            expected = beside.reduce([gradient(rank, step) for rank in range(world)])
-            found.append(torch.equal(whole, expected))
-        del model
-    return found
+        beside = Model(wire, len(sizes), sizes[0], dist.get_world_size())
+        return steps_as(beside, model, strategy)
 
 
 @wires
@@ -92,25 +93,8 @@ def test_bit_identical_to_reference_arithmetic(
 
 
 def scaled(sizes: tuple[int, ...], wire: str) -> list[bool]:
-    """Gradients with a loss scale that grows at each step, and without one."""
     with hosts_of(*sizes) as group:
-        found = []
-        for scale in (False, True):
-            model = wrapped(Products(), group, wire=wire)
-            optimizer = torch.optim.SGD(model.parameters(), 0.0)
-            scaler = zshard.GradScaler(device().type, 1.0, growth_interval=1, enabled=scale)
-            grads = []
-            for step in range(4):
-                model.zero_grad()
-                grads_now = gradient(dist.get_rank(), step).to(device())
-                scaler.scale(model(grads_now)).backward()
-                scaler.unscale_(optimizer)
-                grads.append(zshard.to_local(model.weight.grad).clone())
-                scaler.step(optimizer)
-                scaler.update()
-            found.append(grads)
-            del model, optimizer
-    return [torch.equal(*pair) for pair in zip(*found, strict=True)]
+        return steps_with_a_scale(lambda: wrapped(Products(), group, wire=wire))
 
 
 @wires
@@ -120,24 +104,8 @@ def test_residuals_follow_the_loss_scale(start: Start, kind: str, wire: str) -> 
 
 
 def skipped(sizes: tuple[int, ...], wire: str) -> tuple[list[float], bool, bool]:
-    """After inf on one rank: is the step skipped, and is the next one finite again?"""
     with hosts_of(*sizes) as group:
-        model = wrapped(Products(), group, wire=wire)
-        optimizer = torch.optim.SGD(model.parameters(), 1.0)
-        scaler = zshard.GradScaler(device().type, init_scale=4.0)
-        found = []
-        for step in range(2):
-            grads = gradient(dist.get_rank(), step)
-            if step == 0 and dist.get_rank() == 1:
-                grads[5] = math.inf
-            model.zero_grad()
-            scaler.scale(model(grads.to(device()))).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            found.append(scaler.get_scale())
-        weight = model.state_dict()["weight"]
-        del model, optimizer
-    return found, bool(weight.isfinite().all()), bool((weight != 0).any())
+        return steps_after(math.inf, wrapped(Products(), group, wire=wire))
 
 
 @wires
@@ -149,43 +117,20 @@ def test_all_ranks_skip_a_step_together(start: Start, kind: str, wire: str) -> N
 # --- parameters -----------------------------------------------------------------------------------
 
 
-class Seen(Products):
-    """Records the parameters of its forwards."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(gradient(7).to(dtype))
-        self.seen: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(self.weight.detach().cpu().clone())
-        return super().forward(x)
-
-
-def rounded(wire: str, parts: int, values: Tensor) -> Tensor:
-    """Return the decoded shards of `parts` ranks."""
-    numel = math.ceil(NUMEL / parts / 32) * 32
-    padded = torch.zeros(parts * numel)
-    padded[:NUMEL] = values
-    coded = torch.cat([decoded(wire, part) for part in padded.split(numel)])
-    return coded[:NUMEL].to(values.dtype)
-
-
 def seen(sizes: tuple[int, ...], wire: str, dtype: torch.dtype) -> list[bool]:
     """Return whether each forward's parameters, and the shards, are as expected."""
     with hosts_of(*sizes) as group:
         model = wrapped(Seen(dtype), group, wire=Wire(parameters=wire))
-        exact = gradient(7).to(dtype)
+        exact = weights().to(dtype)
         codes = dtype is torch.float32 or wire == "int8"
-        expected = rounded(wire, dist.get_world_size(), exact) if codes else exact
+        rounded = expected(wire, dist.get_world_size(), exact) if codes else exact
         assert f"parameters cross hosts {'as ' + wire if codes else 'as they are'}" in (
             model.summary()
         )
         for _ in range(2):
             model(torch.ones(NUMEL, dtype=dtype, device=device())).backward()
-        found = [torch.equal(each, expected) for each in model.seen]
+        found = [torch.equal(each, rounded) for each in model.seen]
         found.append(torch.equal(model.state_dict()["weight"].cpu(), exact))
-        del model
     return found
 
 
@@ -240,7 +185,6 @@ def trained(on_gpu: bool, path: str, strategy: str, wire: str) -> dict[str, Tens
             optimizer.zero_grad()
             losses.append(loss.detach().cpu())
         found = {**on_host(model.state_dict()), "losses": torch.stack(losses)}
-        del model, optimizer
     return found
 
 
@@ -272,7 +216,6 @@ def joined(on_gpu: bool, wire: str) -> dict[str, Tensor]:
                 optimizer.step()
                 optimizer.zero_grad()
         found = on_host(model.state_dict())
-        del model, optimizer
     return found
 
 
@@ -285,46 +228,31 @@ def test_ranks_without_data_follow(start: Start, hosts: Hosts, kind: str, wire: 
         assert far(mine, other, EXACT if kind == "stand-in" else ADAM) == []
 
 
-def errors_caught(wire: str) -> list[float]:
-    """Return the losses of a run in which each second backward raises on all ranks."""
-    with hosts_of(1, 1) as group:
-        model = wrapped(make(DEEP.make), group, auto_wrap_policy=DEEP.policy, wire=wire)
-        optimizer, losses = zshard.AdamW(model.parameters(), lr=0.01), []
-        for step in range(6):
-            out = model(DEEP.batch(step // 2, dist.get_rank()).to(device()))
-            if step % 2 == 0:
-                out.register_hook(lambda grad: 1 / 0)
-            try:
-                loss = loss_of(out)
-                loss.backward()
-                optimizer.step()
-                losses.append(float(loss))
-            except ZeroDivisionError:
-                pass
-            optimizer.zero_grad()
-        del model, optimizer
-    return losses
-
-
-def undisturbed(wire: str) -> list[float]:
-    """Return the losses of that run without these backwards."""
+def losses_of(wire: str, raises: bool) -> list[float]:
+    """Return the losses of three steps. raises: before each, a backward raises on all ranks."""
     with hosts_of(1, 1) as group:
         model = wrapped(make(DEEP.make), group, auto_wrap_policy=DEEP.policy, wire=wire)
         optimizer, losses = zshard.AdamW(model.parameters(), lr=0.01), []
         for step in range(3):
-            loss = loss_of(model(DEEP.batch(step, dist.get_rank()).to(device())))
+            x = DEEP.batch(step, dist.get_rank()).to(device())
+            if raises:
+                out = model(x)
+                out.register_hook(lambda grad: 1 / 0)
+                with contextlib.suppress(ZeroDivisionError):
+                    loss_of(out).backward()
+                optimizer.zero_grad()
+            loss = loss_of(model(x))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             losses.append(float(loss))
-        del model, optimizer
     return losses
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_backward_that_raises_changes_nothing(start: Start, kind: str) -> None:
     ranks = start(kind, 2, "nccl")
-    assert ranks.run(errors_caught, "int8") == ranks.run(undisturbed, "int8")
+    assert ranks.run(losses_of, "int8", True) == ranks.run(losses_of, "int8", False)
 
 
 # --- memory, and what is refused ------------------------------------------------------------------
@@ -338,7 +266,6 @@ def sizes_of(wire: Any) -> tuple[int, int]:
         for step in range(2):
             loss_of(model(DEEP.batch(step, dist.get_rank()).to(device()))).backward()
         peak = model.memory("peak")["transport"]
-        del model
     return int(predicted), int(peak)
 
 

@@ -1,4 +1,5 @@
-"""Wire codes (FSDP(wire=...)) in torch: what numbers are once they have crossed hosts.
+"""Wire codes (FSDP(wire=...)) in torch: what numbers are once they have crossed hosts; and what
+ranks on CPUs and on GPUs do to compare.
 
 If a loss is a sum of products, a test chooses its gradients, so it can compute the entire encoding
 separately, bit for bit.
@@ -7,6 +8,7 @@ separately, bit for bit.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,10 +33,27 @@ class Products(nn.Module):
         return (self.weight * x).sum()
 
 
-def gradient(rank: int, step: int = 0) -> Tensor:
+class Seen(Products):
+    """Records the parameters of its forwards."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weights().to(dtype))
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(self.weight.detach().cpu().clone())
+        return super().forward(x)
+
+
+def weights(seed: int = 0) -> Tensor:
     """Numbers of many magnitudes."""
-    draw = torch.Generator().manual_seed(100 * rank + step)
+    draw = torch.Generator().manual_seed(seed)
     return torch.randn(NUMEL, generator=draw) * torch.randn(NUMEL, generator=draw).exp()
+
+
+def gradient(rank: int, step: int = 0) -> Tensor:
+    return weights(100 * rank + step)
 
 
 def reduced(model: Any, gradients: Tensor) -> Tensor:
@@ -63,6 +82,16 @@ def decoded(wire: str, numbers: Tensor) -> Tensor:
     return torch.cat(found)
 
 
+def expected(wire: str, parts: int, values: Tensor) -> Tensor:
+    """Return the decoded shards of `parts` ranks."""
+    align = max(64 // values.itemsize, 32)
+    numel = math.ceil(NUMEL / parts / align) * align
+    padded = torch.zeros(parts * numel)
+    padded[:NUMEL] = values
+    coded = torch.cat([decoded(wire, part) for part in padded.split(numel)])
+    return coded[:NUMEL].to(values.dtype)
+
+
 class Model:
     """Hosts of `per_host` ranks each, which split the parameter into `parts` shards."""
 
@@ -89,3 +118,61 @@ class Model:
         for other in arrived[1:]:
             whole += other
         return whole[:NUMEL] / len(gradients)
+
+
+# --- what ranks do --------------------------------------------------------------------------------
+
+
+def steps_as(beside: Model, model: Any, strategy: str) -> list[bool]:
+    """Return which of several steps have the bits of `beside`; `model` is Products, wrapped."""
+    rank, world, found = dist.get_rank(), dist.get_world_size(), []
+    there = model.weight.device
+    for step in range(4):
+        if strategy == "no_shard":
+            model.zero_grad()
+            model(gradient(rank, step).to(there)).backward()
+            whole = model.weight.grad.cpu()
+        else:
+            whole = reduced(model, gradient(rank, step))
+        exact = beside.reduce([gradient(rank, step) for rank in range(world)])
+        found.append(torch.equal(whole, exact))
+    return found
+
+
+def steps_with_a_scale(wrapped: Callable[[], Any]) -> list[bool]:
+    """Return which steps have the same gradients with a loss scale that grows, and without one."""
+    found = []
+    for scale in (False, True):
+        model = wrapped()
+        there = model.weight.device
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        scaler = zshard.GradScaler(there.type, 1.0, growth_interval=1, enabled=scale)
+        grads = []
+        for step in range(4):
+            model.zero_grad()
+            scaler.scale(model(gradient(dist.get_rank(), step).to(there))).backward()
+            scaler.unscale_(optimizer)
+            grads.append(zshard.to_local(model.weight.grad).clone())
+            scaler.step(optimizer)
+            scaler.update()
+        found.append(grads)
+    return [torch.equal(*pair) for pair in zip(*found, strict=True)]
+
+
+def steps_after(bad: float, model: Any) -> tuple[list[float], bool, bool]:
+    """After a bad gradient on the last rank: is the step skipped, and is the next one finite?"""
+    there, rank = model.weight.device, dist.get_rank()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    scaler = zshard.GradScaler(there.type, init_scale=4.0)
+    found = []
+    for step in range(2):
+        grads = gradient(rank, step)
+        if step == 0 and rank == dist.get_world_size() - 1:
+            grads[5] = bad
+        model.zero_grad()
+        scaler.scale(model(grads.to(there))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        found.append(scaler.get_scale())
+    weight = model.state_dict()["weight"]
+    return found, bool(weight.isfinite().all()), bool((weight != 0).any())

@@ -13,7 +13,16 @@ import torch.distributed as dist
 from groups import curve, hosts_of, mesh_of, on_two_hosts
 from models import CASES, loss_of, make
 from scenarios import message_of
-from wires import WIRES, Model, Products, gradient, reduced
+from wires import (
+    WIRES,
+    Model,
+    Products,
+    gradient,
+    reduced,
+    steps_after,
+    steps_as,
+    steps_with_a_scale,
+)
 
 import zshard
 from zshard import FSDP
@@ -28,21 +37,11 @@ def wrap(group, wire, strategy="full_shard", **options):
 
 def arithmetic(sizes, strategy, wire, parts=None):
     """Return which of several steps are bit-identical to the model's."""
-    world, found = dist.get_world_size(), []
     with hosts_of(*sizes) as group:
         model = wrap(group, wire, strategy)
         assert f"gradients cross hosts as {wire}" in model.summary()
-        beside = Model(wire, len(sizes), sizes[0], parts or world)
-        for step in range(4):
-            if strategy == "no_shard":
-                model.zero_grad()
-                model(gradient(dist.get_rank(), step)).backward()
-                whole = model.weight.grad.clone()
-            else:
-                whole = reduced(model, gradient(dist.get_rank(), step))
-            expected = beside.reduce([gradient(rank, step) for rank in range(world)])
-            found.append(torch.equal(whole, expected))
-    return found
+        beside = Model(wire, len(sizes), sizes[0], parts or dist.get_world_size())
+        return steps_as(beside, model, strategy)
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -121,23 +120,8 @@ def test_rounding_errors_do_not_accumulate(pool4, wire):
 
 
 def scaled(wire):
-    """Gradients with a loss scale that grows at each step, and without one."""
     with hosts_of(2, 2) as group:
-        found = []
-        for scale in (False, True):
-            model = wrap(group, wire)
-            optimizer = torch.optim.SGD(model.parameters(), 0.0)
-            scaler = zshard.GradScaler(init_scale=1.0, growth_interval=1, enabled=scale)
-            grads = []
-            for step in range(4):
-                model.zero_grad()
-                scaler.scale(model(gradient(dist.get_rank(), step))).backward()
-                scaler.unscale_(optimizer)
-                grads.append(zshard.to_local(model.weight.grad).clone())
-                scaler.step(optimizer)
-                scaler.update()
-            found.append(grads)
-    return [torch.equal(*pair) for pair in zip(*found, strict=True)]
+        return steps_with_a_scale(lambda: wrap(group, wire))
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -146,23 +130,8 @@ def test_residuals_follow_the_loss_scale(pool4, wire):
 
 
 def skipped(wire, bad):
-    """After inf on one rank: is the step skipped, and is the next one finite again?"""
     with hosts_of(2, 2) as group:
-        model = wrap(group, wire)
-        optimizer = torch.optim.SGD(model.parameters(), 1.0)
-        scaler = zshard.GradScaler(init_scale=4.0)
-        found = []
-        for step in range(2):
-            grads = gradient(dist.get_rank(), step)
-            if step == 0 and dist.get_rank() == 3:
-                grads[5] = bad
-            model.zero_grad()
-            scaler.scale(model(grads)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            found.append(scaler.get_scale())
-        weight = model.state_dict()["weight"]
-    return found, bool(weight.isfinite().all()), bool((weight != 0).any())
+        return steps_after(bad, wrap(group, wire))
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])

@@ -19,7 +19,7 @@ from models import CASES, loss_of, make
 from scenarios import message_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from wires import NUMEL, WIRES, Products, decoded
+from wires import NUMEL, WIRES, Products, Seen, expected, weights
 
 import zshard
 from zshard import FSDP, Wire
@@ -29,35 +29,6 @@ ROUNDED = Wire(parameters="bf16")  # elementwise, so a reference needs no shards
 
 
 # --- values ---------------------------------------------------------------------------------------
-
-
-def weights(seed=0):
-    """Numbers of many magnitudes."""
-    draw = torch.Generator().manual_seed(seed)
-    return torch.randn(NUMEL, generator=draw) * torch.randn(NUMEL, generator=draw).exp()
-
-
-class Seen(Products):
-    """Records the parameters of its forwards."""
-
-    def __init__(self, dtype=torch.float32):
-        super().__init__()
-        self.weight = nn.Parameter(weights().to(dtype))
-        self.seen = []
-
-    def forward(self, x):
-        self.seen.append(self.weight.detach().clone())
-        return super().forward(x)
-
-
-def expected(wire, parts, values):
-    """Return the decoded shards of `parts` ranks."""
-    align = max(64 // values.itemsize, 32)
-    numel = math.ceil(NUMEL / parts / align) * align
-    padded = torch.zeros(parts * numel)
-    padded[:NUMEL] = values
-    coded = torch.cat([decoded(wire, part) for part in padded.split(numel)])
-    return coded[:NUMEL].to(values.dtype)
 
 
 def seen(sizes, wire, dtype=torch.float32, options=None):

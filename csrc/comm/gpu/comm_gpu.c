@@ -75,6 +75,7 @@ zs_status zs_gpu_event_take(zs_gpu_comm *comm, zs_cu_event *out)
 
 /* A gather that is queued. */
 struct zs_gathering {
+    zs_wire_shard code;
     zs_cu_event done;
     uint64_t session; /* in which it was queued */
     zs_mem *mem;      /* counted reference */
@@ -84,12 +85,12 @@ struct zs_gathering {
 /* In the gather stream. */
 static zs_status move_shards(zs_gpu_comm *comm, const char *shard, size_t bytes, zs_target to, zs_gathering *gathering)
 {
-    const zs_wire_shard code = zs_gpu_code_of(&comm->base, to.code, to.dtype, bytes);
-    if (code.wire == ZS_WIRE_EXACT)
+    const zs_wire_shard *code = &gathering->code;
+    if (code->wire == ZS_WIRE_EXACT)
         return comm->backend->ops->gather(comm->backend, ZS_STREAM_GATHER, shard, to.full, bytes);
-    ZS_TRY(zs_gpu_take_codes(comm, code.stride * (size_t)comm->base.world, &gathering->codes));
-    ZS_TRY(zs_gpu_gather_codes(comm, &code, shard, gathering->codes->ptr));
-    return zs_gpu_decode_params(comm, &code, gathering->codes->ptr, to.full);
+    ZS_TRY(zs_gpu_take_codes(comm, code->stride * (size_t)comm->base.world, &gathering->codes));
+    ZS_TRY(zs_gpu_gather_codes(comm, code, shard, gathering->codes->ptr));
+    return zs_gpu_decode_params(comm, code, gathering->codes->ptr, to.full);
 }
 
 static zs_status start_gather(zs_gpu_comm *comm, const zs_flat_mem *flat, zs_target to, zs_gathering *gathering)
@@ -112,9 +113,11 @@ zs_status zs_gpu_gather_start(zs_comm *comm, const zs_flat_mem *flat, const char
 {
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_usable(self));
-    ZS_TRY(zs_gpu_agree_on_gather(self, flat, name, zs_gpu_code_of(comm, to.code, to.dtype, flat->shard_bytes)));
+    const zs_wire_shard code = zs_gpu_code_of(comm, to.code, to.dtype, flat->shard_bytes);
+    ZS_TRY(zs_gpu_agree_on_gather(self, flat, name, code));
     zs_gathering *made = calloc(1, sizeof *made);
     if (made == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory all-gathering unit '%s'", name);
+    made->code = code;
     zs_gpu_order_add(self, "parameters", name, flat->shard_bytes);
     zs_status status = start_gather(self, flat, to, made);
     if (status == ZS_OK) {

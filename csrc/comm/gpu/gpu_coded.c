@@ -265,13 +265,9 @@ void zs_gpu_arrive_coded(zs_gpu_comm *comm, zs_gpu_unit *unit)
 zs_status zs_gpu_coded_init(zs_gpu_comm *comm, zs_gpu_unit *unit)
 {
     zs_cunit *base = &unit->base;
-    size_t at = 0;
     unit->sums = zs_gpu_sums_of(&comm->base, &base->spec);
     if (unit->sums.code == ZS_WIRE_EXACT) return ZS_OK;
-    for (int f = 0; f < base->spec.n_flats; f++) {
-        base->at[f] = at;
-        at += base->spec.shard_bytes[f] / zs_dtype_size(base->spec.wire[f]) * sizeof(float);
-    }
+    (void)zs_wire_lay_out(&comm->base, &base->spec, base->at);
     base->partial = true;
     const size_t bytes = zs_gpu_lost_bytes(&comm->base, &unit->sums);
     ZS_TRY(zs_device_mem_new(comm->base.device, bytes, &unit->lost));

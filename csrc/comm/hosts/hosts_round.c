@@ -322,14 +322,10 @@ zs_status zs_hosts_unit_init(zs_comm *comm, zs_cunit *cunit)
     zs_hosts_comm *self = (zs_hosts_comm *)comm;
     hosts_unit *unit = (hosts_unit *)cunit;
     const zs_cunit_spec *spec = &cunit->spec;
-    size_t at = 0, works = (size_t)self->hosts * (size_t)(spec->n_flats > 0 ? spec->n_flats : 1);
+    size_t works = (size_t)self->hosts * (size_t)(spec->n_flats > 0 ? spec->n_flats : 1);
     self->c10d.living++;
     unit->number = self->c10d.units++;
-    for (int f = 0; f < spec->n_flats; f++) {
-        cunit->at[f] = at;
-        size_t numel = spec->shard_bytes[f] / zs_dtype_size(spec->wire[f]);
-        at += numel * zs_dtype_size(zs_wire_sum_dtype(comm, spec, spec->wire[f]));
-    }
+    (void)zs_wire_lay_out(comm, spec, cunit->at);
     unit->sums = zs_wire_sums_of(comm, spec);
     unit->stride = stride_of(comm, spec, &unit->sums);
     cunit->partial = comm->per_host > 1 || unit->sums.code != ZS_WIRE_EXACT;
