@@ -42,7 +42,7 @@ def load(length: int, count: int, held_out: bool) -> tuple[Tensor, Tensor]:
 
 def words_of(package: str, held_out: bool) -> list[str]:
     """The words of one side of a package, in order."""
-    root = Path(sysconfig.get_path("stdlib"))
-    names = [name for name in corpus.source_files(root) if name.parts[0] == package]
-    chosen = [name for i, name in enumerate(names) if (i % 4 == 3) == held_out]
+    root = Path(sysconfig.get_path("stdlib")) / package
+    names = enumerate(corpus.source_files(root))
+    chosen = [name for i, name in names if (i % 4 == 3) == held_out]
     return re.findall(r"\w+", " ".join((root / name).read_text("utf-8") for name in chosen))

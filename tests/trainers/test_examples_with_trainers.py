@@ -23,7 +23,7 @@ def quick(name: str, folder: Path, strategy: str, *flags: str) -> dict[str, Any]
     return json.loads(answer.read_text())
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", ["full_shard", "zero2", "no_shard"])
 @pytest.mark.parametrize("name", NEEDS)
 def test_losses_are_those_of_ddp(name: str, strategy: str, tmp_path: Path) -> None:
@@ -35,7 +35,6 @@ def test_losses_are_those_of_ddp(name: str, strategy: str, tmp_path: Path) -> No
     assert (ours["value"], ours["baseline"]) == (theirs["value"], theirs["baseline"])
 
 
-@pytest.mark.thorough
 def test_a_stopped_run_resumes(tmp_path: Path) -> None:
     """Lightning does not continue at the same batch within an epoch, so not bert_lightning."""
     saved = tmp_path / "saved"
