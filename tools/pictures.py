@@ -5,6 +5,7 @@
 parameter.svg  one parameter of two ranks: its shapes between steps, in forward and afterwards
 units.svg      which units rank 0 has gathered as each module runs, for two strategies
 parts.svg      what zshard.predict_memory() says of a model on eight ranks, for each strategy
+step-*.svg     who holds what in a step over each transport, and what moves (step_pictures.py)
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import step_pictures
 import torch
 import torch.distributed as dist
+from svg import EMPTY, FAINT, INK, RANKS, WIDTH, Svg
 from torch import nn
 
 import zshard
 from zshard import FSDP
 
 OUT = Path(__file__).resolve().parent.parent / "docs" / "images"
-INK, FAINT, EMPTY = "#1f2328", "#59636e", "#eaeef2"
-RANKS = ("#0969da", "#bf8700")
 PARTS = {  # of zshard.predict_memory(): label, colour
     "shards": ("parameters: this rank's shards", "#0969da"),
     "kept": ("a full copy that stays", "#54aeff"),
@@ -37,42 +38,6 @@ PARTS = {  # of zshard.predict_memory(): label, colour
     "transport": ("the transport's buffers", "#afb8c1"),
 }
 STRATEGIES = ("no_shard", "zero1", "shard_grad_op", "full_shard")
-WIDTH = 760
-
-
-class Svg:
-    """Shapes in the order in which they are drawn."""
-
-    def __init__(self, height: int, title: str) -> None:
-        size = f'width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}"'
-        font = 'font-family="DejaVu Sans, Verdana, Arial, sans-serif"'
-        self.lines = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>']
-        self.lines += [
-            f"<title>{title}</title>",
-            f'<rect {size.split(" viewBox")[0]} fill="#fff"/>',
-        ]
-        self.lines += [
-            '<marker id="tip" viewBox="0 0 6 6" refX="5" refY="3" markerWidth="7" markerHeight="7"'
-            f' orient="auto"><path d="M0 0L6 3L0 6z" fill="{FAINT}"/></marker>'
-        ]
-
-    def box(self, x: float, y: float, w: float, h: float, fill: str, line: str = "none") -> None:
-        place = f'x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}"'
-        self.lines.append(f'<rect {place} fill="{fill}" stroke="{line}"/>')
-
-    def text(
-        self, x: float, y: float, what: str, size: int = 12, fill: str = INK, anchor: str = "middle"
-    ) -> None:
-        how = f'font-size="{size}" fill="{fill}" text-anchor="{anchor}"'
-        self.lines.append(f'<text x="{x:g}" y="{y:g}" {how}>{what}</text>')
-
-    def arrow(self, x: float, y: float, length: float, what: str) -> None:
-        self.text(x + length / 2, y - 8, what, 11, FAINT)
-        path = f'd="M{x:g} {y:g}h{length:g}" stroke="{FAINT}" stroke-width="1.5"'
-        self.lines.append(f'<path {path} marker-end="url(#tip)"/>')
-
-    def write(self, path: Path) -> None:
-        path.write_text("\n".join([*self.lines, "</svg>", ""]))
 
 
 # --------------------------------------------------------------------------------------
@@ -153,7 +118,7 @@ def draw_parameter(ranks: list[dict[str, Any]]) -> Svg:
         for x, column in zip(columns, ("between", "within", "after"), strict=True):
             svg.box(x, y, edge, edge, EMPTY)
             if column == "within":
-                for colour, each in zip(RANKS, ranks, strict=True):
+                for colour, each in zip(RANKS, ranks, strict=False):
                     part = edge * each["begin"] / total, edge * each["numel"] / total
                     svg.box(x, y + part[0], edge, part[1], colour)
             else:
@@ -163,8 +128,9 @@ def draw_parameter(ranks: list[dict[str, Any]]) -> Svg:
         svg.text(
             columns[2] + edge / 2, y + edge + 31, f"weight.grad.shape {tuple(found['grad'])}", 11
         )
-        svg.arrow(columns[0] + edge + 20, y + edge / 2, 100, "all-gather")
-        svg.arrow(columns[1] + edge + 20, y + edge / 2, 100, "reduce-scatter")
+        for x, what in zip(columns, ("all-gather", "reduce-scatter"), strict=False):
+            svg.arrow(x + edge + 20, y + edge / 2, (x + edge + 120, y + edge / 2))
+            svg.text(x + edge + 70, y + edge / 2 - 8, what, 11, FAINT)
     return svg
 
 
@@ -247,6 +213,8 @@ def main() -> None:
     draw_parameter(seen["ranks"]).write(out / "parameter.svg")
     draw_units(seen["units"]).write(out / "units.svg")
     draw_parts(parts_of_memory()).write(out / "parts.svg")
+    for name, svg in step_pictures.drawn():
+        svg.write(out / name)
 
 
 if __name__ == "__main__":
