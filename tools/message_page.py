@@ -29,7 +29,7 @@ VALUE = re.compile(
 )
 CALL = re.compile(r"\b(?:ZS_FAIL|ZS_FAIL_ERRNO|zs_fail_at|PyErr_Format|PyErr_SetString)\(")
 PART = ""
-DOCSTRING = re.compile(r"\w+\([^)]*\) -- ")  # of a function in C
+DOCSTRING = re.compile(r"\w+\(.*?\) -- ")  # of a function in C
 KIND = re.compile(r"\b(?:ZS_ERR|PyExc)_(\w+)")
 KINDS = {  # of csrc/base/status.h
     "VALUE": "ValueError",
@@ -46,15 +46,15 @@ KINDS = {  # of csrc/base/status.h
     "NCCL": "NcclError",
     "TORCH": "RuntimeError",
 }
-VERBS = """add allow back build call change check choose clone convert copy create cut delete
-    divide drop end free give import include initialize install keep leave let list load
-    lower make mark move name omit pass prefer pull put raise read rebuild reinstall
-    remove rename report restart run save see set shard skip start step store take tie
-    train turn update upgrade use wait wrap write zero"""
+VERBS = """access add allow assign back build call capture change check choose clone compute
+    convert copy create cut delete detach divide do drop enable end free freeze give import
+    include initialize install keep leave let list load log lower make mark modify move
+    multiply name omit pass prefer pull put raise read rebuild reinstall remove rename replace
+    report restart return run save scale see set shard skip start step store take tie train
+    turn unset update upgrade use wait wrap write zero"""
 REMEDY = re.compile(
-    r"(?:[:;.]|, so) ((?:on all ranks,? |on CPUs,? |if [^,;:]+, |please )?(?:do not|"
-    + "|".join(VERBS.split())
-    + r")\b.*)$",
+    r"(?:[:;.]|, so) ((?:on all ranks,? |on CPUs,? |(?:if|for|to|with) [^,;:]+, |please |"
+    r"or |else |first )?(?:do not|" + "|".join(VERBS.split()) + r")\b.*)$",
     re.DOTALL | re.IGNORECASE,
 )
 INTRODUCTION = """# Every message
@@ -137,7 +137,7 @@ def messages_of(path: Path) -> Iterator[Message]:
     comments = comments_in(source) if is_python else set()
     for text in messages.texts_in(name, source, docstrings=False):
         kinds = [kind for first, last, kind in calls if first <= text.line <= last]
-        if text.line not in comments and not (DOCSTRING.match(text.text) and not is_python):
+        if text.line not in comments and not (DOCSTRING.match(shown(text.text)) and not is_python):
             yield Message(kinds[-1] if kinds else PART, shown(text.text), name)
 
 

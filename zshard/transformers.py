@@ -158,6 +158,15 @@ class _ShardingTrainer(_Trainer):  # type: ignore[misc]
         self.accelerator.wait_for_everyone()
         super()._load_best_model()
 
+    def evaluation_loop(self, *args: object, **kwargs: object) -> Any:
+        for name, dtype in (("bf16_full_eval", "bf16"), ("fp16_full_eval", "fp16")):
+            if getattr(self.args, name) and not self.is_in_train:
+                raise ValueError(
+                    f"{name}=True would convert the model after it is sharded: omit it, and set "
+                    f"{dtype}=True, or load the model in that dtype"
+                )
+        return super().evaluation_loop(*args, **kwargs)
+
     def prediction_step(self, *args: object, **kwargs: object) -> Any:
         if self._zshard_needs_all() and hasattr(self, "_gen_kwargs"):  # without it, False is passed
             self._gen_kwargs.setdefault(_SYNCED, True)

@@ -173,8 +173,8 @@ zs_status zs_ckpt_file_reaches(const zs_ckpt_file *file, const zs_ckpt_range *ra
         ZS_TRY(check_range(file, &ranges[i]));
         int64_t end = ranges[i].offset + (int64_t)ranges[i].bytes;
         if (end > size && ranges[i].bytes > 0)
-            return ZS_FAIL(ZS_ERR_VALUE, "'%s' ends at byte %lld, before byte %lld: it is truncated", file->path,
-                           (long long)size, (long long)end);
+            return ZS_FAIL(ZS_ERR_VALUE, "'%s' ends at byte %lld, before byte %lld: it is truncated; copy it again",
+                           file->path, (long long)size, (long long)end);
     }
     return ZS_OK;
 }

@@ -23,7 +23,7 @@ static zs_status check_mesh(const zs_ranks *ranks)
         if (memcmp(&all[2 * r], mine, sizeof mine) != 0)
             return ZS_FAIL(ZS_ERR_VALUE,
                            "the process groups do not form a mesh: rank %d of %d of a shard group must replicate with "
-                           "rank %d of the other shard groups, got rank %d of %d",
+                           "rank %d of the other shard groups, got rank %d of %d; pass device_mesh= instead",
                            mine[0], mine[1], mine[0], all[2 * r], all[2 * r + 1]);
     return ZS_OK;
 }
@@ -49,7 +49,7 @@ static zs_status find_shards(zs_engine *engine)
         if (all[2 * r + 1] != n_shards || world % n_shards != 0)
             return ZS_FAIL(ZS_ERR_VALUE,
                            "all shard groups must have the same size, which must divide the world size: got %d ranks "
-                           "here, %d on rank %d, world size %d",
+                           "here, %d on rank %d, world size %d; pass device_mesh= instead",
                            n_shards, all[2 * r + 1], r, world);
         engine->context.shard_of[r] = all[2 * r];
     }

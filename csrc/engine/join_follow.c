@@ -9,7 +9,9 @@
 static zs_status record_of(zs_engine *engine, uint32_t number, zs_record **out)
 {
     if (number >= zs_engine_n_units(engine))
-        return ZS_FAIL(ZS_ERR_DIVERGED, "ranks diverged in join(): another rank uses unit %u of a model of %zu units",
+        return ZS_FAIL(ZS_ERR_DIVERGED,
+                       "ranks diverged in join(): another rank uses unit %u of a model of %zu units; build the same "
+                       "model on all ranks",
                        number, zs_engine_n_units(engine));
     *out = engine->context.schedule.records[number];
     return ZS_OK;
@@ -27,7 +29,9 @@ static zs_status take_part(zs_engine *engine, zs_join_act end, zs_status *summed
         if (word->act == end) return ZS_OK;
         if (word->act == ZS_JOIN_MEETING) continue; /* refused there */
         if (word->act != ZS_JOIN_GATHER && word->act != ZS_JOIN_POST)
-            return ZS_FAIL(ZS_ERR_DIVERGED, "ranks diverged in join(): rank %d ended a pass early",
+            return ZS_FAIL(ZS_ERR_DIVERGED,
+                           "ranks diverged in join(): rank %d ended a pass early; run the same forwards and backwards "
+                           "on all ranks that have data",
                            zs_join_received(engine)->leader);
         ZS_TRY(record_of(engine, word->number, &record));
         if (word->act == ZS_JOIN_GATHER)

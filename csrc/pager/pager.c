@@ -43,8 +43,8 @@ static size_t bytes_of(const zs_pager_map *map)
 zs_status zs_pager_add(const zs_pager_map *map)
 {
     if (!ours())
-        return ZS_FAIL(ZS_ERR_STATE,
-                       "offload: a process forked from one that offloads to disk cannot offload to disk itself");
+        return ZS_FAIL(ZS_ERR_STATE, "offload: a process forked from one that offloads to disk cannot offload to disk "
+                                     "itself; start it with 'spawn'");
     pthread_mutex_lock(&zs_pager.lock);
     zs_status status = zs_pager_start_threads();
     ZS_THEN(status, zs_pager_add_map(&zs_pager.tables, map));

@@ -106,7 +106,8 @@ const char zs_py_step_by_hand_doc[] = PyDoc_STR("step_by_hand($self, /)\n--\n\nU
 PyObject *zs_py_step_by_hand(unit_object *self, PyObject *unused)
 {
     (void)unused;
-    if (zs_in_backward()) return PyErr_Format(PyExc_RuntimeError, "remove() cannot be called during a backward");
+    if (zs_in_backward())
+        return PyErr_Format(PyExc_RuntimeError, "remove() cannot be called during a backward; call it after");
     zs_in_backward_detach(self->unit);
     Py_RETURN_NONE;
 }

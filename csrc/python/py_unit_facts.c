@@ -40,7 +40,8 @@ static int unit_set_strategy(unit_object *self, PyObject *value, void *unused)
         zs_unit_set_strategy(unit, strategy);
         return 0;
     }
-    PyErr_Format(PyExc_ValueError, "cannot change the strategy of unit '%s' from %s to %s after FSDP(...)",
+    PyErr_Format(PyExc_ValueError,
+                 "cannot change the strategy of unit '%s' from %s to %s after FSDP(...): pass strategy= there",
                  zs_unit_label(unit->name), strategy_names[unit->strategy], text);
     return -1;
 }

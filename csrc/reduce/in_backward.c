@@ -52,7 +52,8 @@ static zs_status check_idle(const zs_unit *unit, const bool *stepped)
                        "unit '%s' is already stepped in backward: pass all optimizers to one call of "
                        "optimizer_in_backward(), or remove() the earlier handle first",
                        zs_unit_label(unit->name));
-    if (zs_in_backward()) return ZS_FAIL(ZS_ERR_STATE, "optimizer_in_backward() cannot be called during a backward");
+    if (zs_in_backward())
+        return ZS_FAIL(ZS_ERR_STATE, "optimizer_in_backward() cannot be called during a backward; call it before");
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_grad_info grad = {0};
         if (!stepped[i] || !zs_tensor_alive(unit->params[i].tensor)) continue;

@@ -88,7 +88,8 @@ static zs_status describe_own(const zs_disk *disk, calling_card *card)
 {
     struct stat found;
     const char *path = zs_file_path(disk->file);
-    if (strlen(path) >= PATH_ROOM) return ZS_FAIL(ZS_ERR_VALUE, "offload: path too long: '%.200s...'", path);
+    if (strlen(path) >= PATH_ROOM)
+        return ZS_FAIL(ZS_ERR_VALUE, "offload: path too long: '%.200s...'; use a shorter one", path);
     if (fstat(zs_file_fd(disk->file), &found) != 0) return ZS_FAIL_ERRNO("offload: fstat");
     card->device = found.st_dev;
     card->inode = found.st_ino;
@@ -169,7 +170,7 @@ zs_status zs_disk_new_on_host(const zs_device *device, zs_disk **out)
     if (device->ops->mem_new_host == NULL)
         return ZS_FAIL(
             ZS_ERR_VALUE,
-            "offload: offloading to host memory requires a GPU; without one, everything is in host memory already");
+            "offload: offloading to host memory requires a GPU: omit it, as everything is in host memory already");
     zs_disk *disk = disk_alloc();
     if (disk == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating an offload to host memory");
     disk->device = device;

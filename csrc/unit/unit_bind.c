@@ -310,9 +310,9 @@ static zs_status bind_sharded(zs_unit *unit, zs_param *param)
         return ZS_FAIL(
             ZS_ERR_STATE,
             "parameter '%s' of unit '%s' was modified in place while it was unsharded (in its unit's forward or "
-            "backward, also by p.data, or after unshard()), which each rank would do on its own; modify the sharded "
-            "parameter between "
-            "steps instead: elementwise operations work there (Embedding(max_norm=...) modifies its weight in forward)",
+            "backward, also by p.data or Embedding(max_norm=...), or after unshard()), which each rank would do on its "
+            "own; write to it between steps, where elementwise operations work; to write to it in a forward, make its "
+            "module a unit of its own (auto_wrap_policy), and write before that is called",
             param->name, zs_unit_label(unit->name));
     return ZS_OK;
 }

@@ -389,7 +389,7 @@ WORDS = {
     "twice": "TypeError: Trainer already shards its models",
     "unknown argument": "TypeError: zshard.transformers.shard() takes the arguments of FSDP()",
     "an optimizer of whole matrices": "ShardError: ",
-    "another dtype for evaluation": "ValueError: parameter 'model.norm.weight' of unit '(root)' changed",
+    "another dtype for evaluation": "ValueError: bf16_full_eval=True would convert the model",
 }
 
 

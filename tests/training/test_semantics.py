@@ -327,6 +327,7 @@ def changed_in_forward():
 def test_weight_modified_within_forward_is_an_error(pool2):
     for message in pool2.run(changed_in_forward):
         assert "'blocks.1.up.weight'" in message and "modified in place" in message
+        assert "make its module a unit of its own (auto_wrap_policy)" in message
 
 
 class Scaled(nn.Module):

@@ -234,7 +234,7 @@ def _check_tensor(name: str, value: Tensor, is_param: bool = False) -> None:
     if (not is_param and type(value) not in _KINDS) or value.layout != torch.strided:
         raise TypeError(
             f"'{name}' is a {type(value).__name__} of layout {value.layout}: only plain strided "
-            "tensors can be saved"
+            "tensors can be saved; convert it (DTensor.full_tensor(), Tensor.to_dense())"
         )
     if not is_param and _core.is_shard(value):
         raise RuntimeError(
@@ -243,9 +243,14 @@ def _check_tensor(name: str, value: Tensor, is_param: bool = False) -> None:
             "take parameters from nn.Module.state_dict()"
         )
     if value.is_meta:
-        raise RuntimeError(f"'{name}' is on the meta device and has no values to save")
+        raise RuntimeError(
+            f"'{name}' is on the meta device and has no values to save: initialize or load it first"
+        )
     if value.dtype not in CODES:
-        raise TypeError(f"'{name}' is of dtype {value.dtype}, which safetensors lacks")
+        raise TypeError(
+            f"'{name}' is of dtype {value.dtype}, which safetensors lacks: convert it, or register "
+            "the buffer with persistent=False"
+        )
 
 
 def _tied_names(

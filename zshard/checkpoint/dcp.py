@@ -200,7 +200,9 @@ def _file(found: Checkpoint, where: str, name: str) -> OpenFile:
             )
         path = os.path.join(found.path, name)
         if not os.path.lexists(path):
-            raise CheckpointError(f"'{path}' is missing, but '{where}' refers to it")
+            raise CheckpointError(
+                f"'{path}' is missing, but '{where}' refers to it; copy all files of the checkpoint"
+            )
         found.files[name] = OpenFile(path)
     return found.files[name]
 

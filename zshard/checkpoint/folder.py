@@ -260,7 +260,9 @@ def _check_parent(target: Target) -> None:
         _core.sync_folder(above)
     if not os.path.isdir(parent):
         if os.path.exists(parent):
-            raise NotADirectoryError(f"cannot save '{target.path}': '{parent}' is not a directory")
+            raise NotADirectoryError(
+                f"cannot save '{target.path}': '{parent}' is not a directory; choose another path"
+            )
         raise FileNotFoundError(
             f"cannot save '{target.path}': '{parent}' does not exist; create it first"
         )

@@ -95,7 +95,10 @@ def parse(text: bytes, path: str) -> Manifest:
             f"version {VERSION}: upgrade zshard"
         )
     if whole.get("crc32c") != _checksum(body):
-        raise CheckpointError(f"'{path}' is damaged: its checksum does not match its content")
+        raise CheckpointError(
+            f"'{path}' is damaged: its checksum does not match its content; copy the "
+            "checkpoint again, or load an earlier one"
+        )
     try:
         return _manifest_of(body)
     except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:

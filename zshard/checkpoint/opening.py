@@ -86,7 +86,8 @@ def _open_newest(found: Checkpoint, with_optimizer: bool) -> None:
         _refuse_pickles(found.path)
         raise FileNotFoundError(
             f"no finished checkpoint in '{found.path}': it has no {NAME}, model.safetensors, "
-            "model.safetensors.index.json or numbered checkpoints"
+            "model.safetensors.index.json or numbered checkpoints; pass the path that "
+            "zshard.save() got"
         )
     found.path = os.path.join(directory, name_of(steps[-1]))
     try:
@@ -142,7 +143,9 @@ def _refuse_staging(path: str) -> None:
     length, but zeros where nothing was written."""
     name = os.path.basename(os.path.abspath(path))
     if re.fullmatch(r"\..*\.[0-9a-f]{32}\.tmp", name):
-        raise CheckpointError(f"'{path}' is not a checkpoint: an interrupted save left it")
+        raise CheckpointError(
+            f"'{path}' is not a checkpoint: an interrupted save left it; load another one"
+        )
 
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -192,7 +195,9 @@ def _open_huggingface(found: Checkpoint) -> None:
         path = os.path.join(found.path, name)
         if not os.path.exists(path):
             index = os.path.join(found.path, first)
-            raise FileNotFoundError(f"'{index}' refers to '{name}', which is missing")
+            raise FileNotFoundError(
+                f"'{index}' refers to '{name}', which is missing; copy all files of the model"
+            )
         return kind(path)
 
     _note_model(found, _files_of(found, first, opened_file))
@@ -273,12 +278,15 @@ def open_own(found: Checkpoint, manifest: Manifest, name: str, kind: type[_File]
     if name not in manifest.files:
         raise CheckpointError(f"'{path}' is listed in an index, but not in {NAME}")
     if not os.path.lexists(path):
-        raise CheckpointError(f"'{path}' is missing from the checkpoint")
+        raise CheckpointError(
+            f"'{path}' is missing from the checkpoint; copy it again, or load an earlier one"
+        )
     facts, saved = os.lstat(path), manifest.files[name].size
     if not stat.S_ISREG(facts.st_mode):
         raise CheckpointError(f"'{path}' is not a regular file, but was saved as one")
     if facts.st_size != saved:
         raise CheckpointError(
-            f"'{path}' is damaged: it has {facts.st_size} bytes, but was saved with {saved}"
+            f"'{path}' is damaged: it has {facts.st_size} bytes, but was saved with {saved}; "
+            "copy the checkpoint again, or load an earlier one"
         )
     return kind(path, follow=False)

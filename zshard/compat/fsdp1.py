@@ -210,7 +210,8 @@ class Fsdp1Methods(nn.Module):
         """
         if is_named_optimizer:
             raise NotImplementedError(
-                "is_named_optimizer=True (torch's _NamedOptimizer) is not supported"
+                "is_named_optimizer=True (torch's _NamedOptimizer) is not supported: pass a plain "
+                "optimizer"
             )
         _check_group(model, group)
         made = to_load(model, optim, optim_state_dict, _rank0_only(model))

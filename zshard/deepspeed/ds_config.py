@@ -176,7 +176,7 @@ def complete(train: int | None, micro: int | None, steps: int | None, world: int
     each other, are too few, or a division leaves a rest.
     """
     if train is None and micro is None:
-        raise ValueError(f"the DeepSpeed config needs '{TRAIN}' or '{MICRO}'")
+        raise ValueError(f"the DeepSpeed config has no '{TRAIN}' and no '{MICRO}': add one of them")
     train, micro, steps = (None if each is None else int(each) for each in (train, micro, steps))
     if steps is None and (train is None or micro is None):
         steps = 1
@@ -266,7 +266,7 @@ def _offload(values: ConfigValues, stage: int) -> Offload | None:
     if len(folders) > 1:
         raise NotImplementedError(
             "'offload_param.nvme_path' and 'offload_optimizer.nvme_path' in the DeepSpeed config "
-            f"differ: zshard offloads to one folder, not to {' and '.join(sorted(folders))}"
+            f"differ ({' and '.join(sorted(folders))}): use one folder for both"
         )
     directory = folders.pop() if folders else None
     to_disk = directory is not None  # on CPUs, "cpu" already holds everything
@@ -314,7 +314,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [key for key, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key '{twice}' is there twice")
+        raise ValueError(f"the key '{twice}' is there twice: remove one")
     return found
 
 

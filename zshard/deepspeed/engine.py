@@ -291,6 +291,7 @@ class DeepSpeedEngine(EngineCheckpoints, nn.Module):
             raise ValueError(
                 f"train_batch_size={train_batch_size} is not a multiple of {least}: "
                 f"train_micro_batch_size_per_gpu={self._sizes.micro} * {self.dp_world_size} rank(s)"
+                "; choose a multiple"
             )
         steps = train_batch_size // least
         self._sizes = BatchSizes(train_batch_size, self._sizes.micro, steps)

@@ -308,7 +308,10 @@ class ZShardFabricStrategy(Sharding, _Ddp):  # type: ignore[misc]
         rest = self._load_folder(path, module, optimizer, strict, weights_only)
         for key in others:
             if key not in rest and strict:
-                raise KeyError(f"the checkpoint {os.fspath(path)!r} has no entry {key!r}")
+                raise KeyError(
+                    f"the checkpoint {os.fspath(path)!r} has no entry {key!r}: omit it from the "
+                    "state, or pass strict=False"
+                )
             value = rest.pop(key, others[key])
             if hasattr(others[key], "load_state_dict"):
                 others[key].load_state_dict(value)

@@ -196,7 +196,10 @@ class ZShardStrategy(Sharding, trainer_package.strategies.DDPStrategy):  # type:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         if storage_options is not None:
-            raise TypeError("storage_options cannot be used with state_dict_type='sharded'")
+            raise TypeError(
+                "storage_options cannot be used with state_dict_type='sharded': omit them, or use "
+                "state_dict_type='full'"
+            )
         if checkpoint.pop("state_dict"):
             raise RuntimeError(
                 "on_save_checkpoint() changed checkpoint['state_dict'], which is empty with "

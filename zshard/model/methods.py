@@ -259,7 +259,7 @@ class ModelMethods(nn.Module):
             if unit.strategy == "no_shard":
                 raise ValueError(
                     f"unit '{unit.name or '(root)'}' has strategy no_shard: its parameters are not "
-                    "sharded, so there is nothing to reshard"
+                    "sharded; call set_reshard_after_forward() on other units only"
                 )
         for unit in units:
             unit.strategy = "full_shard" if reshard_after_forward else "shard_grad_op"

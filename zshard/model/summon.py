@@ -149,7 +149,7 @@ def summon_full_params(
     some ranks have accumulated a gradient within no_sync().
     """
     if rank0_only and writeback:
-        raise ValueError("rank0_only=True requires writeback=False")
+        raise ValueError("rank0_only=True requires writeback=False: pass both")
     states = [state for each, state in units_of(module) if recurse or each is module]
     with full_params(states, writeback, rank0_only, with_grads):
         yield

@@ -255,7 +255,9 @@ class _FullTensors:
         low, high = sorted(facts)
         difference = first_difference(facts[low], facts[high], (low, high))
         if difference is not None:
-            raise _core.DivergenceError(f"the optimizers differ between ranks: {difference}")
+            raise _core.DivergenceError(
+                f"the optimizers differ between ranks: {difference}; use the same on all ranks"
+            )
         for each, is_nested in zip(self._held, told["nested"], strict=False):
             if is_nested:
                 each.refuse_nested()

@@ -69,7 +69,9 @@ def check_agreement(comm: _core.Comm, facts: Sequence[Fact], what: str = "models
     for rank in range(1, comm.world):
         difference = first_difference(everyone[0], everyone[rank], (0, rank))
         if difference is not None:
-            raise _core.DivergenceError(f"the {what} differ between ranks: {difference}")
+            raise _core.DivergenceError(
+                f"the {what} differ between ranks: {difference}; use the same on all ranks"
+            )
 
 
 def gather_bytes(comm: _core.Comm, mine: bytes) -> list[bytes]:

@@ -69,7 +69,10 @@ def _parse(device_id: int | str | torch.device) -> torch.device:
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= torch.cuda.device_count():
         count = torch.cuda.device_count()
-        raise ValueError(f"device_id={device_id!r} is out of range: torch sees {count} GPU(s)")
+        raise ValueError(
+            f"device_id={device_id!r} is out of range: torch sees {count} GPU(s); start fewer "
+            "ranks on this host, or add GPUs to CUDA_VISIBLE_DEVICES"
+        )
     return torch.device("cuda", index)
 
 

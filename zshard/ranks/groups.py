@@ -114,7 +114,7 @@ def _union(shard: Group, replicate: Group) -> Group | None:
     if len(set(ranks)) < len(ranks) or any(len(row) != len(rows[0]) for row in rows):
         raise ValueError(
             f"the process groups do not form a mesh: the shard groups are {rows}, but they must be "
-            "of equal size and disjoint"
+            "of equal size and disjoint; pass device_mesh= instead"
         )
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
@@ -288,7 +288,9 @@ def _env_int(name: str) -> int | None:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"environment variable {name}={text!r} is not an integer") from None
+        raise ValueError(
+            f"environment variable {name}={text!r} is not an integer: start the ranks with torchrun"
+        ) from None
 
 
 def _destroy_own_group(pid: int) -> None:

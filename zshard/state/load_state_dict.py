@@ -104,10 +104,14 @@ def _check_state(state: object) -> None:
         if type(value) not in (Tensor, nn.Parameter, nn.Buffer) or value.layout != torch.strided:
             what = f"a {type(value).__name__} of layout {value.layout}"
             raise TypeError(
-                f"'{name}' in the state dict must be a plain strided tensor, got {what}"
+                f"'{name}' in the state dict must be a plain strided tensor, got {what}: "
+                "convert it (DTensor.full_tensor(), Tensor.to_dense())"
             )
         if value.is_meta:
-            raise TypeError(f"'{name}' in the state dict is on the meta device and has no values")
+            raise TypeError(
+                f"'{name}' in the state dict is on the meta device and has no values: take the "
+                "state dict of a model that has some"
+            )
 
 
 # --- plans ----------------------------------------------------------------------------------------

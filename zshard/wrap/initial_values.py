@@ -34,7 +34,10 @@ def check_module(module: object) -> None:
             devices.setdefault(param.device, name)
     if len(devices) > 1:
         places = ", ".join(f"'{name}' on {device}" for device, name in devices.items())
-        raise ValueError(f"all parameters must be on one device, got {places}")
+        raise ValueError(
+            f"all parameters must be on one device, got {places}: move the model to one, or "
+            "pass device_id="
+        )
 
 
 def check_values(init: object, sync_buffers: object) -> None:

@@ -208,8 +208,10 @@ int zs_c10d_choose(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
 static zs_status check_flat(const zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_flat *flat)
 {
     if (flat != NULL && flat->shard_bytes == turn->bytes) return ZS_OK;
-    return ZS_FAIL(ZS_ERR_STATE, "another rank all-gathers unit '%s', which rank %d no longer has", turn->name,
-                   comm->base.rank);
+    return ZS_FAIL(ZS_ERR_STATE,
+                   "another rank all-gathers unit '%s', which rank %d no longer has; keep the model on all ranks until "
+                   "all are done",
+                   turn->name, comm->base.rank);
 }
 
 zs_status zs_c10d_serve(zs_c10d_comm *comm, const zs_c10d_turn *turn)

@@ -275,7 +275,9 @@ zs_status zs_c10d_agree_on(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_c10d
 zs_status zs_c10d_check_usable(const zs_c10d_comm *comm)
 {
     if (zs_c10d_is_forked(comm))
-        return ZS_FAIL(ZS_ERR_STATE, "a process forked from rank %d cannot use its process group", comm->base.rank);
+        return ZS_FAIL(ZS_ERR_STATE,
+                       "a process forked from rank %d cannot use its process group; start it with 'spawn'",
+                       comm->base.rank);
     if (comm->base.lost != NULL)
         return ZS_FAIL(ZS_ERR_PEER,
                        "cannot run a collective on this process group after an earlier failure; restart all ranks: %s",

@@ -125,7 +125,9 @@ static zs_status wait_for(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work 
 {
     if (zs_c10d_is_forked(comm)) {
         zs_c10d_leave_behind(comm, work, memory);
-        return ZS_FAIL(ZS_ERR_STATE, "a process forked from rank %d cannot use its process group", comm->base.rank);
+        return ZS_FAIL(ZS_ERR_STATE,
+                       "a process forked from rank %d cannot use its process group; start it with 'spawn'",
+                       comm->base.rank);
     }
     double begun = now();
     patience seen = {.asked = begun};

@@ -113,11 +113,12 @@ static zs_status check_cards(const card *all, int world)
     for (int r = 1; r < world; r++) {
         const zs_nccl_choices *a = &all[0].choices, *b = &all[r].choices;
         if (memcmp(a, b, sizeof *a) == 0) continue;
-        return ZS_FAIL(ZS_ERR_DIVERGED,
-                       "NcclOptions differ between ranks (ctas as a number, min_ctas, max_ctas, communicators, "
-                       "any_order): %d, %d, %d, %d, %d on rank 0, but %d, %d, %d, %d, %d on rank %d",
-                       a->ctas, a->min_ctas, a->max_ctas, a->communicators, a->any_order, b->ctas, b->min_ctas,
-                       b->max_ctas, b->communicators, b->any_order, r);
+        return ZS_FAIL(
+            ZS_ERR_DIVERGED,
+            "NcclOptions differ between ranks (ctas as a number, min_ctas, max_ctas, communicators, "
+            "any_order): %d, %d, %d, %d, %d on rank 0, but %d, %d, %d, %d, %d on rank %d; pass the same on all ranks",
+            a->ctas, a->min_ctas, a->max_ctas, a->communicators, a->any_order, b->ctas, b->min_ctas, b->max_ctas,
+            b->communicators, b->any_order, r);
     }
     return ZS_OK;
 }

@@ -56,7 +56,9 @@ static zs_status open_library(void **out)
     const char *forced = getenv("ZSHARD_NCCL_LIB");
     if (forced != NULL && forced[0] != 0) {
         *out = open_as(forced, 0);
-        if (*out == NULL) return ZS_FAIL(ZS_ERR_UNSUPPORTED, "NCCL: cannot load ZSHARD_NCCL_LIB: %s", dl_words());
+        if (*out == NULL)
+            return ZS_FAIL(ZS_ERR_UNSUPPORTED,
+                           "NCCL: cannot load ZSHARD_NCCL_LIB: %s; unset it, or set it to a libnccl.so.2", dl_words());
         return ZS_OK;
     }
     *out = open_as(soname, RTLD_NOLOAD);

@@ -144,8 +144,9 @@ zs_status zs_nccl_settle(zs_nccl_comm *comm, const char *call, zs_nccl_result re
 zs_status zs_nccl_enter(zs_nccl_comm *comm)
 {
     if (comm->lifetime != zs_lifetime())
-        return ZS_FAIL(ZS_ERR_STATE, "NCCL, communicator '%s': a process forked from rank %d cannot use it", comm->name,
-                       comm->rank);
+        return ZS_FAIL(ZS_ERR_STATE,
+                       "NCCL, communicator '%s': a process forked from rank %d cannot use it; start it with 'spawn'",
+                       comm->name, comm->rank);
     pthread_mutex_lock(&comm->lock);
     zs_status status = comm->failure != ZS_OK ? fail_as_recorded(comm) : ZS_OK;
     if (status == ZS_OK && comm->launching != NULL) status = wait_until_settled(comm, comm->options.timeout);

@@ -12,7 +12,9 @@ zs_status zs_shm_usable(const zs_shm *shm)
 {
     if (zs_shm_live(shm)) return atomic_load(&shm->own->stopped) == 0 ? ZS_OK : zs_shm_check_stop(shm);
     if (shm->lifetime != zs_lifetime())
-        return ZS_FAIL(ZS_ERR_STATE, "a process forked from rank %d cannot use its process group", shm->base.rank);
+        return ZS_FAIL(ZS_ERR_STATE,
+                       "a process forked from rank %d cannot use its process group; start it with 'spawn'",
+                       shm->base.rank);
     return ZS_FAIL(ZS_ERR_STATE, "rank %d: the shm transport is %s", shm->base.rank,
                    shm->closed ? "closed" : "not connected");
 }

@@ -244,7 +244,7 @@ static zs_status call_rank(const meeting *here, int rank, int *fd)
         zs_status status =
             ZS_FAIL(ZS_ERR_UNSUPPORTED,
                     "rank %d cannot connect to rank %d over shared memory (%s): they run on different hosts "
-                    "or in different network namespaces, or rank %d failed",
+                    "or in different network namespaces (start them in one container), or rank %d failed",
                     link->rank, rank, strerror(errno), rank);
         close(line);
         return status;
@@ -260,7 +260,8 @@ static zs_status introduce(meeting *here, int line, int rank)
     zs_link_party party;
     int who = -1;
     if (!same_user(line))
-        return ZS_FAIL(ZS_ERR_UNSUPPORTED, "ranks %d and %d cannot share memory: they run as different users", rank,
+        return ZS_FAIL(ZS_ERR_UNSUPPORTED,
+                       "ranks %d and %d cannot share memory: they run as different users; start them as one", rank,
                        link->rank);
     ZS_TRY(send_hello(here, false, line));
     heard what = readable(line, here->deadline) ? receive_hello(link, line, &who, &party) : STRANGER;
