@@ -143,7 +143,7 @@ def test_two_batch_sizes_give_the_third(given: Any, sizes: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ((None, None, 2), "needs 'train_batch_size' or 'train_micro_batch_size_per_gpu'"),
+        ((None, None, 2), "has no 'train_batch_size' and no 'train_micro_batch_size_per_gpu': add one of them"),
         ((16, 4, 3), "train_batch_size=16 is not train_micro_batch_size_per_gpu=4 * gradient_accumulation_steps=3 * 2 rank(s), which is 24"),
         ((9, 4, None), "train_batch_size=9 is not a multiple of train_micro_batch_size_per_gpu=4 * 2 rank(s): choose a multiple of 8"),
         ((3, None, None), "train_batch_size=3 is not a multiple of gradient_accumulation_steps=1 * 2 rank(s)"),
@@ -231,7 +231,7 @@ def test_offload_to_the_host_or_one_folder() -> None:
     assert places(offload_optimizer={**disk, "ratio": 0.5}) == (False, True, "/disk", 0.5)
     assert places(0, offload_optimizer=cpu) is None
     assert places(2, cpu_offload=True) == (False, True, None, 1.0)
-    with pytest.raises(NotImplementedError, match="not to /disk and /other"):
+    with pytest.raises(NotImplementedError, match=r"\(/disk and /other\): use one folder"):
         places(offload_param=disk, offload_optimizer={**disk, "nvme_path": "/other"})
 
 
