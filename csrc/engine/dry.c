@@ -18,6 +18,26 @@ static zs_dry_unit *dry_unit_of(zs_record *record)
     return (zs_dry_unit *)record;
 }
 
+zs_status zs_dry_note(zs_dry *dry, zs_dry_act act, size_t at)
+{
+    zs_dry_events *events = dry->events;
+    if (events == NULL) return ZS_OK;
+    if (events->n == events->room) {
+        size_t room = 2 * events->room + 64;
+        zs_dry_event *list = realloc(events->list, room * sizeof *list);
+        if (list == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a plan");
+        events->list = list;
+        events->room = room;
+    }
+    events->list[events->n++] = (zs_dry_event){act, at};
+    return ZS_OK;
+}
+
+static zs_status note(const zs_dry_unit *it, zs_dry_act act)
+{
+    return zs_dry_note(it->dry, act, (size_t)(it - it->dry->units));
+}
+
 static const zs_comm *all_of(const zs_dry *dry)
 {
     return dry->context->ranks.all;
@@ -95,7 +115,7 @@ static zs_status gather(zs_record *record)
         if (!record->is.replicated && ranks->shard_group == ranks->all) ZS_TRY(talk(dry));
         ZS_TRY(borrow_codes(it, f));
     }
-    return ZS_OK;
+    return note(it, ZS_DRY_GATHER);
 }
 
 static zs_status bind(zs_record *record)
@@ -109,7 +129,7 @@ static zs_status bind(zs_record *record)
         ZS_TRY(zs_arena_take_own(dry->slots, zs_flat_full_bytes_as(&it->unit->flats[f], false), &it->slots[f]));
         give(dry->slots, &gathered);
     }
-    return ZS_OK;
+    return note(it, ZS_DRY_BIND);
 }
 
 static zs_status reshard(zs_record *record)
@@ -165,6 +185,7 @@ static zs_status post(zs_record *record)
 {
     zs_dry_unit *it = dry_unit_of(record);
     zs_dry *dry = it->dry;
+    ZS_TRY(note(it, ZS_DRY_POST));
     if (dry->schedule.in_order) ZS_TRY(talk(dry));
     ZS_TRY(borrow_area(dry, it->room.received, &it->received));
     ZS_TRY(borrow_area(dry, it->room.sent, &it->sent));
@@ -191,19 +212,21 @@ static zs_status sum(zs_record *record, zs_wait wait, bool *done, bool *over)
     ZS_TRY(lend_grads(it));
     give(dry->areas, &it->received);
     *over = record->early.over;
-    return ZS_OK;
+    return note(it, ZS_DRY_SUM);
 }
 
 static zs_status reusable(zs_record *record, zs_wait wait, bool *ready)
 {
-    *ready = is_there(dry_unit_of(record)->dry, wait);
-    return ZS_OK;
+    const zs_dry_unit *it = dry_unit_of(record);
+    *ready = is_there(it->dry, wait);
+    return *ready ? note(it, ZS_DRY_REUSE) : ZS_OK;
 }
 
 static zs_status step(zs_record *record)
 {
-    return_grads(dry_unit_of(record));
-    return ZS_OK;
+    zs_dry_unit *it = dry_unit_of(record);
+    return_grads(it);
+    return note(it, ZS_DRY_STEP);
 }
 
 static zs_status end(zs_schedule *schedule, zs_status reduced, zs_status delivered)

@@ -10,6 +10,29 @@
 
 typedef struct zs_dry zs_dry;
 
+/* What a step does. The first two are the script's, the others are the schedule's. */
+typedef enum zs_dry_act {
+    ZS_DRY_FORWARD,  /* the forward reaches a call of the plan */
+    ZS_DRY_BACKWARD, /* the backward reaches it */
+    ZS_DRY_GATHER,   /* a gather starts */
+    ZS_DRY_BIND,     /* its result is waited for */
+    ZS_DRY_POST,     /* a unit's gradients are handed over */
+    ZS_DRY_SUM,      /* their sum is waited for */
+    ZS_DRY_REUSE,    /* their bucket is needed again: it is waited for until all peers have read it */
+    ZS_DRY_STEP,     /* the unit is stepped */
+} zs_dry_act;
+
+typedef struct zs_dry_event {
+    zs_dry_act act;
+    size_t at; /* the call, or the unit's place in the model's order */
+} zs_dry_event;
+
+/* What a dry run does, in the order in which it is begun; if kept. */
+typedef struct zs_dry_events {
+    zs_dry_event *list; /* [n] owned */
+    size_t n, room;
+} zs_dry_events;
+
 /* A unit in a dry run. */
 typedef struct zs_dry_unit {
     zs_record record;
@@ -34,6 +57,7 @@ struct zs_dry {
     zs_dry_unit *units;        /* [schedule.n] in the model's order; owned */
     zs_arena *slots;           /* owned, as */
     zs_arena *areas;
+    zs_dry_events *events; /* borrowed; NULL: not kept */
 };
 
 /* Begins a dry run of `n` units. Free it with zs_dry_free, also after a failure. */
@@ -41,6 +65,9 @@ zs_status zs_dry_begin(zs_dry *dry, const zs_context *context, zs_unit *const *u
 
 /* Makes the i-th unit be stepped in backward, with borrowed memory for its gradients. */
 void zs_dry_step_early(zs_dry *dry, size_t i);
+
+/* Adds an event, if events are kept. */
+zs_status zs_dry_note(zs_dry *dry, zs_dry_act act, size_t at);
 
 /* The peak of borrowed bytes: slots, areas, buckets. */
 size_t zs_dry_bytes(const zs_dry *dry);

@@ -17,6 +17,7 @@
 #include "unit/unit.h"
 
 struct zs_call;
+struct zs_dry_events;
 
 /* How many units ahead to gather. */
 typedef struct zs_prefetch {
@@ -152,6 +153,9 @@ zs_status zs_engine_reserve(zs_engine *engine);
 /* Predicts the bytes that the units and a step will take, with a new transport (`stepped`: as if all units were stepped
  * in backward). */
 zs_status zs_engine_predict(zs_engine *engine, bool stepped, zs_engine_bytes *out);
+
+/* Predicts what a training step does (dry.h): free out->list, also after a failure. */
+zs_status zs_engine_predict_events(const zs_engine *engine, struct zs_dry_events *out);
 
 /* Predicts the most memory mappings that the units and a step add to this process where ranks map each other's memory.
  */

@@ -65,6 +65,7 @@ static zs_status go_forward(planner *p, bool training)
         zs_dry_unit *it = planned->it;
         int64_t now = p->nodes + (int64_t)c;
         planned->stamp = -1;
+        ZS_TRY(zs_dry_note(&p->dry, ZS_DRY_FORWARD, c));
         if (call->what == ZS_CALL_ENTER) {
             zs_entry entry = {.training = training, .recording = training, .now = now};
             ZS_TRY(zs_schedule_enter(schedule, &it->record, &entry));
@@ -91,6 +92,7 @@ static zs_status go_backward(planner *p)
         const zs_call *call = &p->spec->calls[c];
         const planned_call *planned = &p->calls[c];
         zs_dry_unit *it = planned->it;
+        ZS_TRY(zs_dry_note(&p->dry, ZS_DRY_BACKWARD, c));
         if (call->what == ZS_CALL_ENTER) continue;
         if (call->what >= 0) {
             if (wants(call->unit, call->what) && it->record.is.reduces)
@@ -122,6 +124,15 @@ static zs_status settle(planner *p)
         if (round > 0 && zs_dry_bytes(&p->dry) == before) break;
     }
     return ZS_OK;
+}
+
+/* Keeps the events of one more training step. */
+static zs_status keep_events(planner *p)
+{
+    p->dry.events = p->spec->events;
+    if (p->dry.events == NULL) return ZS_OK;
+    ZS_TRY(go_forward(p, true));
+    return go_backward(p);
 }
 
 /* --- a plan ------------------------------------------------------------------------------------------------------- */
@@ -181,6 +192,7 @@ zs_status zs_plan_make(const zs_context *context, const zs_plan_spec *spec, zs_p
     planner p = {.spec = spec};
     zs_status status = begin(&p, context);
     ZS_THEN(status, settle(&p));
+    ZS_THEN(status, keep_events(&p));
     ZS_THEN(status, hand_out(&p, plan));
     zs_dry_free(&p.dry);
     free(p.calls);

@@ -29,8 +29,9 @@ typedef struct zs_plan_spec {
     size_t n_units;
     const zs_call *calls; /* [n_calls] */
     size_t n_calls;
-    int ahead[2]; /* see zs_schedule */
-    bool stepped; /* as if all units were stepped in backward */
+    int ahead[2];          /* see zs_schedule */
+    bool stepped;          /* as if all units were stepped in backward */
+    zs_dry_events *events; /* borrowed; gets what one training step does, after those before it; NULL: not kept */
 } zs_plan_spec;
 
 /* What a step reserves; sizes only. */

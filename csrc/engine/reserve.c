@@ -30,7 +30,8 @@ static size_t list_calls(const zs_engine *engine, zs_call *out)
     return n;
 }
 
-static zs_status make_plan(const zs_engine *engine, bool stepped, zs_plan *plan)
+/* `events`: NULL, or where to keep what a step does. */
+static zs_status make_plan(const zs_engine *engine, bool stepped, zs_dry_events *events, zs_plan *plan)
 {
     size_t n_calls = list_calls(engine, NULL);
     zs_call *calls = malloc((n_calls + 1) * sizeof *calls);
@@ -47,6 +48,7 @@ static zs_status make_plan(const zs_engine *engine, bool stepped, zs_plan *plan)
     spec.ahead[0] = ahead[0];
     spec.ahead[1] = ahead[1];
     spec.stepped = stepped;
+    spec.events = events;
     zs_status status = zs_plan_make(&engine->context, &spec, plan);
     free(calls);
     return status;
@@ -55,7 +57,7 @@ static zs_status make_plan(const zs_engine *engine, bool stepped, zs_plan *plan)
 static zs_status fit(zs_engine *engine)
 {
     zs_plan plan;
-    zs_status status = make_plan(engine, false, &plan);
+    zs_status status = make_plan(engine, false, NULL, &plan);
     ZS_THEN(status, zs_arena_fit(engine->context.arena, plan.slots));
     ZS_THEN(status, zs_buckets_fit(&engine->context.schedule, engine->context.ranks.all, plan.buckets, plan.n_buckets));
     ZS_THEN(status, zs_comm_reserve(engine->context.ranks.all, plan.areas));
@@ -101,7 +103,7 @@ static void add_unit(const zs_unit *unit, bool stepped, zs_engine_bytes *bytes)
 zs_status zs_engine_predict(zs_engine *engine, bool stepped, zs_engine_bytes *out)
 {
     zs_plan plan;
-    zs_status status = make_plan(engine, stepped, &plan);
+    zs_status status = make_plan(engine, stepped, NULL, &plan);
     const zs_comm *all = engine->context.ranks.all;
     zs_engine_bytes bytes = {.transport = zs_usage_of_transports(&engine->context.ranks, bytes_without_units)};
     for (size_t i = 0; i < zs_engine_n_units(engine) && status == ZS_OK; i++)
@@ -115,6 +117,14 @@ zs_status zs_engine_predict(zs_engine *engine, bool stepped, zs_engine_bytes *ou
     zs_plan_free(&plan);
     zs_usage_add_up(&bytes);
     *out = bytes;
+    return status;
+}
+
+zs_status zs_engine_predict_events(const zs_engine *engine, zs_dry_events *out)
+{
+    zs_plan plan;
+    zs_status status = make_plan(engine, false, out, &plan);
+    zs_plan_free(&plan);
     return status;
 }
 
@@ -137,7 +147,7 @@ zs_status zs_engine_predict_mappings(const zs_engine *engine, size_t *out)
 {
     zs_plan plan;
     const zs_comm *all = engine->context.ranks.all;
-    zs_status status = make_plan(engine, false, &plan);
+    zs_status status = make_plan(engine, false, NULL, &plan);
     *out = all->ops->mapped ? plan.n_buckets * (size_t)all->world : 0; /* the own ones, and those of all peers */
     for (size_t i = 0; i < zs_engine_n_units(engine); i++)
         *out += mappings_of(zs_engine_unit(engine, i));

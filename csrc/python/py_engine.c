@@ -350,6 +350,7 @@ static PyMethodDef engine_methods[] = {
     {"memory", (PyCFunction)zs_py_memory, METH_NOARGS, zs_py_memory_doc},
     {"peak", (PyCFunction)zs_py_peak, METH_NOARGS, zs_py_peak_doc},
     {"predict", (PyCFunction)zs_py_predict, METH_O, zs_py_predict_doc},
+    {"predict_events", (PyCFunction)zs_py_predict_events, METH_NOARGS, zs_py_predict_events_doc},
     {"predict_mappings", (PyCFunction)zs_py_predict_mappings, METH_NOARGS, zs_py_predict_mappings_doc},
     {"set_calls", (PyCFunction)zs_py_set_calls, METH_O, zs_py_set_calls_doc},
     {"reserve", (PyCFunction)zs_py_reserve, METH_NOARGS, zs_py_reserve_doc},

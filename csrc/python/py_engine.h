@@ -13,6 +13,7 @@ typedef struct engine_object {
 PyObject *zs_py_memory(engine_object *self, PyObject *unused);
 PyObject *zs_py_peak(engine_object *self, PyObject *unused);
 PyObject *zs_py_predict(engine_object *self, PyObject *stepped);
+PyObject *zs_py_predict_events(engine_object *self, PyObject *unused);
 PyObject *zs_py_predict_mappings(engine_object *self, PyObject *unused);
 PyObject *zs_py_set_calls(engine_object *self, PyObject *list);
 PyObject *zs_py_reserve(engine_object *self, PyObject *unused);
@@ -46,6 +47,7 @@ extern const char zs_py_join_news_doc[];
 extern const char zs_py_memory_doc[];
 extern const char zs_py_peak_doc[];
 extern const char zs_py_predict_doc[];
+extern const char zs_py_predict_events_doc[];
 extern const char zs_py_predict_mappings_doc[];
 extern const char zs_py_set_calls_doc[];
 extern const char zs_py_reserve_doc[];

@@ -47,6 +47,52 @@ PyObject *zs_py_predict(engine_object *self, PyObject *stepped)
     return dict_of(&bytes);
 }
 
+/* The name of an act, as zshard/planner/timeline.py has it. */
+static const char *name_of(zs_dry_act act)
+{
+    switch (act) {
+    case ZS_DRY_FORWARD: return "forward";
+    case ZS_DRY_BACKWARD: return "backward";
+    case ZS_DRY_GATHER: return "gather";
+    case ZS_DRY_BIND: return "bind";
+    case ZS_DRY_POST: return "post";
+    case ZS_DRY_SUM: return "sum";
+    case ZS_DRY_REUSE: return "reuse";
+    case ZS_DRY_STEP: return "step";
+    }
+    return "";
+}
+
+static PyObject *list_of(const zs_dry_events *events)
+{
+    PyObject *list = PyList_New((Py_ssize_t)events->n);
+    for (size_t i = 0; list != NULL && i < events->n; i++) {
+        PyObject *pair = Py_BuildValue("sn", name_of(events->list[i].act), (Py_ssize_t)events->list[i].at);
+        if (pair == NULL)
+            Py_CLEAR(list);
+        else
+            PyList_SET_ITEM(list, (Py_ssize_t)i, pair);
+    }
+    return list;
+}
+
+const char zs_py_predict_events_doc[] =
+    "predict_events($self, /)\n--\n\nPredict what a training step does, as a list of pairs in the order in which it is "
+    "begun: ('forward' or 'backward', the index of a call of set_calls()) where the script reaches that call; (act, "
+    "the unit's place in set_order()) for the acts of the schedule: 'gather' and 'post' start something, 'bind', 'sum' "
+    "and 'reuse' wait for it, and 'step' steps the unit in backward.";
+
+PyObject *zs_py_predict_events(engine_object *self, PyObject *unused)
+{
+    (void)unused;
+    zs_dry_events events = {0};
+    zs_clear_error();
+    zs_status status = zs_engine_predict_events(self->engine, &events);
+    PyObject *list = status == ZS_OK ? list_of(&events) : zs_py_raise(NULL);
+    free(events.list);
+    return list;
+}
+
 const char zs_py_predict_mappings_doc[] =
     "predict_mappings($self, /)\n--\n\nPredict how many memory mappings the units and a step add to this process where "
     "ranks map each other's memory, at most.";
