@@ -104,7 +104,8 @@ class DryRun:
         self.inner = [unit for _, unit in earlier]
         self._specs = {unit: spec for spec, unit in [*pairs, *earlier]}
         place = {each: i for i, each in enumerate(module.modules())}
-        self.engine.set_order(sorted(self._specs, key=lambda u: place[self._specs[u].module]))
+        self._specs = dict(sorted(self._specs.items(), key=lambda pair: place[pair[1].module]))
+        self.engine.set_order(list(self._specs))
         stands_in = {s.unit: unit for (_, s), unit in zip(inner, self.inner, strict=True)}
         self.engine.set_calls(calls_of(module, pairs, stands_in))
 
@@ -131,6 +132,11 @@ class DryRun:
             return param
         made = torch.empty(param.shape, dtype=self._dtype, device="meta")
         return nn.Parameter(made, requires_grad=param.requires_grad)
+
+    @property
+    def in_order(self) -> list[tuple[_core.Unit, UnitSpec]]:
+        """The units and their specs, in the order of Engine.predict_events()."""
+        return list(self._specs.items())
 
     def predict(self, stepped: bool = False) -> dict[str, int]:
         """Return bytes by part, like Engine.predict."""

@@ -161,7 +161,7 @@ def predict_memory(
     Raises ValueError or TypeError for arguments that FSDP would reject, for unknown names, and if
     the module contains sharded modules.
     """
-    size_of = _size_of(optimizer, module)
+    size_of = size_of_state(optimizer, module)
     options = Options(
         strategy_of(strategy),
         precision_of(mixed_precision),
@@ -190,7 +190,7 @@ def _check_plain(module: nn.Module) -> None:
             )
 
 
-def _size_of(optimizer: str | int | None, module: nn.Module) -> SizeOf:
+def size_of_state(optimizer: str | int | None, module: nn.Module) -> SizeOf:
     """Return the function for the bytes of an optimizer's state."""
     name = optimizer.lower() if isinstance(optimizer, str) else None
     if name in _CODED:

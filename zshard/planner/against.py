@@ -1,0 +1,274 @@
+"""Predictions held against published runs: rows of a CSV file, with the columns of `COLUMNS`.
+
+A row is predicted if it says what the prediction needs. Nothing is guessed from its results: a row
+without a sequence length, or with ranks that split a model by tensors or layers, is left out with
+that reason. Runs by other software than torch's FSDP or DeepSpeed are predicted and listed apart.
+"""
+
+from __future__ import annotations
+
+import collections
+import csv
+import re
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zshard.planner.decoder import Dims
+from zshard.planner.devices import DEVICES, GIB, Device, Network
+from zshard.planner.search import GAP
+from zshard.planner.step import Choice, Cluster, predict
+from zshard.planner.workloads import decoder
+
+Row = Mapping[str, str]
+
+COLUMNS = (
+    *("id", "software", "model", "params", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab"),
+    *("tied", "seq", "micro_batch", "grad_accum", "global_batch_tokens", "precision", "act_ckpt"),
+    *("compile", "offload", "strategy", "shard_group", "gpu", "gpu_mem_gb", "n_gpus", "per_node"),
+    *("attention", "inter_gbps_per_node", "tokens_per_s_per_gpu", "step_s", "peak_mem_gb", "note"),
+)
+NEEDED = ("layers", "hidden", "heads", "vocab", "seq", "micro_batch", "n_gpus", "strategy", "gpu")
+
+
+FEW = 5
+"""Rows of a source whose median says something."""
+
+
+class Unpredictable(Exception):
+    """A row lacks something, or has something that is not modelled. Its text is the reason."""
+
+
+class Compared(NamedTuple):
+    """One number of a row. what: "speed" or "memory". unit: of both numbers."""
+
+    id: str
+    source: str
+    device: str
+    what: str
+    unit: str
+    predicted: float
+    published: float
+    apart: str
+
+    @property
+    def error(self) -> float:
+        """Relative: 0.1 if the prediction is 10 % higher than what was published."""
+        return self.predicted / self.published - 1
+
+
+class LeftOut(NamedTuple):
+    id: str
+    reason: str
+
+
+def compare(rows: Iterable[Row]) -> tuple[list[Compared], list[LeftOut]]:
+    """Predict what the rows published; return the comparisons, and the rows left out."""
+    found: list[Compared] = []
+    left: list[LeftOut] = []
+    for row in rows:
+        try:
+            found += list(_compare(row))
+        except Unpredictable as reason:
+            left.append(LeftOut(row["id"], str(reason)))
+    return found, left
+
+
+def read(path: Path) -> Sequence[Row]:
+    """Return the rows of a file. Raises ValueError if it lacks columns."""
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    missing = [column for column in COLUMNS if rows and column not in rows[0]]
+    if missing or not rows:
+        raise ValueError(f"{path}: no rows" if not rows else f"{path} lacks columns: {missing}")
+    return rows
+
+
+def _compare(row: Row) -> Iterable[Compared]:
+    name, device = device_of(row)
+    dims, choice = dims_of(row), choice_of(row)
+    cluster = cluster_of(row, device)
+    prediction = predict(decoder(dims), choice, cluster)
+    head = (row["id"], row["id"].rsplit("-", 1)[0], name)
+    apart = apart_of(row)
+    speed, step, memory = (
+        _number(row, key) for key in ("tokens_per_s_per_gpu", "step_s", "peak_mem_gb")
+    )
+    if not (speed or step or memory):
+        raise Unpredictable("no speed and no memory was published")
+    if speed:
+        yield Compared(*head, "speed", "tokens/s/GPU", prediction.tokens_per_s, speed, apart)
+    elif step:
+        yield Compared(*head, "speed", "s", prediction.seconds, step, apart)
+    if memory:
+        gap = GAP if "reserved" in row["note"] else 1.0
+        predicted = gap * prediction.memory["total"] / GIB
+        yield Compared(*head, "memory", "GiB", predicted, memory, apart)
+
+
+# --- what a row says ------------------------------------------------------------------------------
+
+
+def _number(row: Row, key: str) -> float:
+    try:
+        return float(row[key] or 0)
+    except ValueError:
+        raise Unpredictable(f"{key} is not a number: {row[key]!r}") from None
+
+
+def device_of(row: Row) -> tuple[str, Device]:
+    """Return the name and the device."""
+    given = row["gpu"].lower()
+    memory = int(_number(row, "gpu_mem_gb"))
+    if not given:
+        raise Unpredictable("the GPU is not stated")
+    if given == "a100" or given.startswith("v100"):
+        name = f"{given[:4]}-{memory}gb"
+    elif given.startswith("h100") and memory > 90:
+        name = "h100-96gb"
+    elif "ambiguous" in given:
+        raise Unpredictable("the GPU is ambiguous")
+    else:
+        name = re.sub(r"\s+", "-", given.split("(")[0].strip())
+    if name not in DEVICES:
+        raise Unpredictable(f"no data sheet of {row['gpu']} {memory or ''}".strip())
+    return name, DEVICES[name]
+
+
+def dims_of(row: Row) -> Dims:
+    """Return the dimensions."""
+    missing = [key for key in NEEDED if not row[key]]
+    if missing:
+        raise Unpredictable("not stated: " + ", ".join(missing))
+    layers, width, heads = (int(_number(row, key)) for key in ("layers", "hidden", "heads"))
+    kv = int(_number(row, "kv_heads")) or heads
+    vocab, seq, ffn = (int(_number(row, key)) for key in ("vocab", "seq", "ffn"))
+    if not ffn:
+        raise Unpredictable("not stated: ffn")
+    if width % heads:
+        raise Unpredictable("width is no multiple of heads")
+    tied = row["tied"] == "yes"
+    return Dims(layers, width, heads, kv, ffn, vocab, seq, ffn < 4 * width or kv < heads, tied)
+
+
+_CHECKPOINTING = {
+    "none": "",
+    "full": "full",
+    "block": "full",
+    "selective (per-op)": "selective",
+    "selective (default)": "selective",
+}
+
+
+def choice_of(row: Row) -> Choice:
+    """Return what the run chose."""
+    split = re.search(r"\b(TP|PP|CP|EP)\s?\d|async TP|\bTP\b|3D", row["strategy"] + row["software"])
+    if split:
+        raise Unpredictable(f"splits the model: {row['strategy']}")
+    if row["offload"] not in ("", "none"):
+        raise Unpredictable(f"offload: {row['offload']}")
+    ckpt = row["act_ckpt"]
+    if ckpt.startswith("none"):
+        ckpt = "none"
+    if ckpt not in _CHECKPOINTING:
+        raise Unpredictable(f"activation checkpointing: {ckpt or 'not stated'}")
+    precision = row["precision"].lower()
+    kind = "fp8" if "fp8" in precision or "float8" in precision else "bf16"
+    if "lora" in row["model"].lower():
+        raise Unpredictable("trains a part of the parameters (LoRA)")
+    strategy, group = strategy_of_row(row)
+    return Choice(
+        strategy=strategy,
+        group=group,
+        precision=kind,
+        checkpointing=_CHECKPOINTING[ckpt],
+        micro_batch=int(_number(row, "micro_batch")),
+        accumulate=int(_number(row, "grad_accum")) or 1,
+        compiled=row["compile"] not in ("", "no"),
+        attention="triton" if "triton" in row["attention"] else "flash",
+    )
+
+
+def strategy_of_row(row: Row) -> tuple[str, int]:
+    given, ranks = row["strategy"].lower(), int(_number(row, "n_gpus"))
+    group = int(_number(row, "shard_group"))
+    if "hsdp" in given or "hybrid" in given:
+        return "hybrid_shard", group
+    if "grad_op" in given or "zero-2" in given:
+        return "shard_grad_op", 0
+    if "ddp" in given or given == "none":
+        return "no_shard", 0
+    if "zero-1" in given:
+        return "zero1", 0
+    if "full" in given or "fsdp" in given or "zero-3" in given:
+        return ("hybrid_shard", group) if 0 < group < ranks else ("full_shard", 0)
+    raise Unpredictable(f"strategy {row['strategy']}")
+
+
+def cluster_of(row: Row, device: Device) -> Cluster:
+    """Return the hardware; where the row says nothing of hosts, they have 8 GPUs and the device's
+    usual network."""
+    ranks = int(_number(row, "n_gpus"))
+    per_host = int(_number(row, "per_node")) or 8
+    nic = _number(row, "inter_gbps_per_node") or device.nic
+    return Cluster(device, ranks, Network(device.link, nic, min(per_host, ranks)))
+
+
+_TORCH = re.compile(r"torch FSDP|torch DDP|DeepSpeed|YaFSDP", re.IGNORECASE)
+
+
+def apart_of(row: Row) -> str:
+    """Return the software if it is none that the prediction is meant for, else ""."""
+    return "" if _TORCH.search(row["software"]) else row["software"]
+
+
+# --- summaries ------------------------------------------------------------------------------------
+
+
+def medians(found: Iterable[Compared], key: str) -> dict[str, tuple[int, float]]:
+    """Return by source or device: how many numbers, and their median absolute error."""
+    groups: dict[str, list[float]] = {}
+    for each in found:
+        groups.setdefault(getattr(each, key), []).append(abs(each.error))
+    return {name: (len(errors), statistics.median(errors)) for name, errors in groups.items()}
+
+
+def as_json(found: Iterable[Compared], left: Iterable[LeftOut]) -> list[dict[str, Any]]:
+    """Return what --json prints: an object for each number, then one for each row left out."""
+    numbers = [{**each._asdict(), "error": each.error} for each in found]
+    return [*numbers, *(each._asdict() for each in left)]
+
+
+def report(found: Sequence[Compared], left: Sequence[LeftOut]) -> str:
+    """Return a page of text: medians, rows, and why rows were left out."""
+    return "\n".join(_report(found, left))
+
+
+def _report(found: Sequence[Compared], left: Sequence[LeftOut]) -> Iterator[str]:
+    rows = {each.id for each in found}
+    yield f"{len(rows)} rows predicted, {len(left)} left out. Error: predicted / published - 1."
+    for what in ("speed", "memory"):
+        for apart in (False, True):
+            chosen = [each for each in found if (each.what, bool(each.apart)) == (what, apart)]
+            if chosen:
+                yield from _section(what + (", other software" if apart else ""), chosen)
+    yield "\nLeft out:"
+    reasons = collections.Counter(each.reason for each in left)
+    yield from (f"  {count:4d}  {reason}" for reason, count in reasons.most_common())
+
+
+def _section(title: str, chosen: Sequence[Compared]) -> Iterator[str]:
+    yield f"\n{title}: {len(chosen)} rows"
+    for key in ("source", "device"):
+        groups = medians(chosen, key)
+        yield f"  by {key}: median of absolute errors (rows)"
+        yield from (f"    {name:14s} {error:6.1%}  ({n})" for name, (n, error) in groups.items())
+        errors = [error for n, error in groups.values() if n >= FEW]
+        if errors:
+            yield f"    median of those with {FEW} rows or more: {statistics.median(errors):.1%}"
+    yield "  rows: predicted, published, error"
+    for each in sorted(chosen, key=lambda each: -abs(each.error)):
+        numbers = f"{each.predicted:12,.4g} {each.published:12,.4g} {each.unit:12s}"
+        words = f"{each.device}  {each.apart}".rstrip()
+        yield f"    {each.id:18s} {numbers} {each.error:+7.1%}  {words}"

@@ -1,0 +1,72 @@
+"""The picture of a plan: memory of a rank by part, and the recommended step in time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from zshard.planner.devices import GIB
+from zshard.planner.search import Plan
+from zshard.planner.step import Prediction
+from zshard.planner.timeline import COMPUTE, WIRE
+
+PARTS = {
+    "shards": ("parameters", "#0969da"),
+    "kept": ("copies that stay", "#54aeff"),
+    "grads": ("gradients", "#bf8700"),
+    "optimizer": ("optimizer state", "#8250df"),
+    "slots": ("gathered parameters", "#1a7f37"),
+    "buckets": ("gradients on their way", "#e16f24"),
+    "transport": ("the transport's buffers", "#afb8c1"),
+    "activations": ("activations", "#d1242f"),
+}
+COLOURS = {"forward": "#0969da", "backward": "#54aeff", "gather": "#1a7f37", "reduce": "#e16f24"}
+
+
+def draw(plan: Plan, file: Path) -> None:
+    """Draw a plan into a file, whose ending says the format.
+
+    Raises ImportError without matplotlib.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("--picture needs matplotlib: pip install matplotlib") from error
+    from matplotlib.figure import Figure
+
+    matplotlib.rcParams["svg.fonttype"] = "none"
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    above, below = figure.subplots(2, 1, height_ratios=(3, 1))
+    names = [f"{e.choice.strategy} {e.choice.checkpointing}".strip() for e in plan.predictions]
+    places = range(len(names) - 1, -1, -1)
+    left = [0.0] * len(names)
+    for part, (label, colour) in PARTS.items():
+        sizes = [each.memory[part] / GIB for each in plan.predictions]
+        above.barh(places, sizes, left=left, color=colour, label=label)
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    above.axvline(plan.limit / GIB, color="#1f2328", linestyle="--")
+    above.set_yticks(list(places), names)
+    above.set_xlabel(f"GiB of a rank at the peak; dashed: what {plan.device} has")
+    above.legend(fontsize=7)
+    _draw_step(below, plan.best or plan.predictions[0])
+    figure.savefig(file)
+
+
+def _draw_step(axes: object, prediction: Prediction) -> None:
+    rows = {COMPUTE: 1, WIRE: 0}
+    seen = set()
+    for span in prediction.timeline.spans:
+        label = span.what if span.what not in seen else None
+        seen.add(span.what)
+        axes.barh(  # type: ignore[attr-defined]
+            rows[span.resource],
+            1e3 * span.seconds,
+            left=1e3 * span.start,
+            color=COLOURS[span.what],
+            edgecolor="white",
+            linewidth=0.2,
+            label=label,
+        )
+    axes.set_yticks([1, 0], ["kernels", "wire"])  # type: ignore[attr-defined]
+    choice = prediction.choice
+    axes.set_xlabel(f"ms of a micro-batch with {choice.strategy}")  # type: ignore[attr-defined]
+    axes.legend(fontsize=7, ncols=4)  # type: ignore[attr-defined]

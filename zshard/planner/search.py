@@ -1,0 +1,243 @@
+"""zshard.plan(): what each way to train a model on a cluster takes, what fits, which is fastest."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from zshard.planner.devices import GIB, Device, Network, cluster_network, device_of
+from zshard.planner.step import PRECISIONS, Choice, Cluster, Prediction, predict
+from zshard.planner.workloads import Step, Workload, workload_of
+
+RESERVED = 1.5
+"""GiB of a GPU that CUDA and NCCL take."""
+
+GAP = 1.08
+"""What torch's allocator reserves, beside what is allocated at the peak."""
+
+CLOSE = 1.01
+"""Of two ways whose times differ by less, the one that takes less memory is recommended."""
+
+STRATEGIES = ("full_shard", "shard_grad_op", "zero1", "no_shard")
+BETWEEN_HOSTS = ("hybrid_shard", "hybrid_full")
+MOST_SAMPLES = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What plan() found.
+
+    Attributes:
+        predictions: for each strategy and kind of checkpointing the fastest that fits, or the
+            smallest if none does; the fastest first.
+        best: the recommended one, or None if none fits.
+        device: the name of the GPU. ranks: how many.
+        unit: "tokens" or "samples": what `tokens` counts.
+        limit: bytes of a GPU that training may take.
+
+    str(plan) is a table.
+    """
+
+    predictions: Sequence[Prediction]
+    best: Prediction | None
+    device: str
+    ranks: int
+    unit: str
+    limit: float
+
+    def fits(self, prediction: Prediction) -> bool:
+        """Return whether a rank has memory for it."""
+        return GAP * prediction.memory["total"] <= self.limit
+
+    def line(self) -> str:
+        """Return the FSDP(...) line of the recommended way. Raises ValueError if none fits."""
+        if self.best is None:
+            raise ValueError("nothing fits, so there is no line: use more GPUs or a smaller model")
+        choice = self.best.choice
+        words = ["model"]
+        if choice.strategy != "full_shard":
+            words.append(f'strategy="{choice.strategy}"')
+        if choice.precision != "fp32":
+            words.append("mixed_precision=MixedPrecision(torch.bfloat16)")
+        return f"FSDP({', '.join(words)})"
+
+    def to_json(self) -> str:
+        """Return everything as JSON: times in seconds, memory in bytes."""
+        ways = [
+            {
+                **each.choice._asdict(),
+                "fits": self.fits(each),
+                "seconds": each.seconds,
+                f"{self.unit}_per_s_per_gpu": each.tokens_per_s,
+                "tflops_per_gpu": each.tflops,
+                "exposed": each.exposed,
+                "wire_bytes": each.wire,
+                "memory": each.memory,
+            }
+            for each in self.predictions
+        ]
+        best = self.best and self.predictions.index(self.best)
+        facts = {"gpu": self.device, "gpus": self.ranks, "best": best, "ways": ways}
+        return json.dumps(facts, indent=1)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        head = ("strategy", "checkpointing", "micro-batch", "GiB", "activations", "step s")
+        rows = [(*head, f"{self.unit}/s/GPU", "TFLOP/s", "exposed", "")]
+        rows += [self._row(each) for each in self.predictions]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        for i, row in enumerate(rows):
+            cells = [
+                cell.ljust(width) if at < 2 else cell.rjust(width)
+                for at, (cell, width) in enumerate(zip(row[:-1], widths, strict=False))
+            ]
+            yield "  ".join([*cells, row[-1]]).rstrip()
+            if i == 0:
+                yield "-" * (sum(widths) + 2 * (len(widths) - 1))
+        yield ""
+        yield self._why()
+
+    def _row(self, each: Prediction) -> tuple[str, ...]:
+        choice, memory = each.choice, each.memory
+        return (
+            choice.strategy,
+            choice.checkpointing or "-",
+            f"{choice.micro_batch} x {choice.accumulate}",
+            f"{memory['total'] / GIB:.1f}",
+            f"{memory['activations'] / GIB:.1f}",
+            f"{each.seconds:.3f}",
+            f"{each.tokens_per_s:,.0f}",
+            f"{each.tflops:.0f}",
+            f"{100 * each.exposed:.0f} %",
+            "recommended" if each is self.best else "" if self.fits(each) else "does not fit",
+        )
+
+    def _why(self) -> str:
+        if self.best is None:
+            least = min(self.predictions, key=lambda each: each.memory["total"])
+            return (
+                f"Nothing fits into {self.limit / GIB:.0f} GiB: the least is "
+                f"{GAP * least.memory['total'] / GIB:.0f} GiB, with {least.choice.strategy}. "
+                "More GPUs, a shorter sequence, AdamW8bit or offload= reduce it."
+            )
+        return f"{self.line()}: the fastest that fits into {self.limit / GIB:.0f} GiB of {self.device}."
+
+
+def plan(
+    model: Any,
+    gpus: int,
+    gpu: str,
+    *,
+    step: Step | None = None,
+    seq: int | None = None,
+    batch: int | None = None,
+    strategies: Sequence[str] | None = None,
+    precision: str = "bf16",
+    optimizer: str | int | None = "adamw",
+    compiled: bool = False,
+    per_host: int | None = None,
+    nic: float | None = None,
+) -> Plan:
+    """Predict memory and speed of training a model on GPUs, for each strategy, without a GPU.
+
+    Args:
+        model: a module (on the meta device, or any other; not changed), a transformers config or
+            the path of one, or zshard.Dims.
+        gpus: how many.
+        gpu: their name: python -m zshard plan --gpus lists them.
+        step: for a module: a function of the model and a number of samples, which makes a batch of
+            that size, runs the model on it and returns the loss.
+        seq: tokens of a sample, for a config. Default: what it allows, at most 4096.
+        batch: samples of a step on all GPUs. Default: what fits into one micro-batch on each.
+        strategies: as for FSDP. Default: all that make sense here.
+        precision: "bf16" (with state in float32), "fp32" or "fp8".
+        optimizer: as for predict_memory().
+        compiled: the model runs under torch.compile.
+        per_host: GPUs of a host. Default: 8, or all.
+        nic: Gbit/s of a host to the others. Default: what hosts with such GPUs usually have.
+
+    Raises ValueError or TypeError for unknown names, and what the model raises.
+    """
+    if precision not in PRECISIONS:
+        known = ", ".join(repr(each) for each in PRECISIONS)
+        raise ValueError(f"unknown precision {precision!r}: expected one of {known}")
+    if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
+        raise ValueError(f"gpus must be a positive integer, got {gpus!r}")
+    name, device = device_of(gpu)
+    network = cluster_network(device, gpus, per_host, nic)
+    workload = workload_of(model, step, seq)
+    search = _Search(workload, Cluster(device, gpus, network), batch)
+    usual = Choice(precision=precision, optimizer=optimizer, compiled=compiled)
+    found = [
+        search.best(usual._replace(strategy=strategy, checkpointing=kind))
+        for strategy, kind in itertools.product(
+            strategies or _strategies(gpus, network), workload.checkpointing
+        )
+    ]
+    limit = search.limit
+    found.sort(key=lambda each: (not search.fits(each), -each.tokens_per_s))
+    fitting = [each for each in found if search.fits(each)]
+    best = None
+    if fitting:
+        fast = [e for e in fitting if CLOSE * e.tokens_per_s >= fitting[0].tokens_per_s]
+        best = min(fast, key=lambda each: each.memory["total"])
+    return Plan(found, best, name, gpus, workload.unit, limit)
+
+
+def _strategies(gpus: int, network: Network) -> Sequence[str]:
+    if gpus == 1:
+        return ("no_shard",)
+    return STRATEGIES + (BETWEEN_HOSTS if gpus > network.per_host else ())
+
+
+class _Search:
+    """Looks for the largest micro-batch that is worth its memory."""
+
+    def __init__(self, workload: Workload, cluster: Cluster, batch: int | None) -> None:
+        self._workload, self._cluster = workload, cluster
+        self._samples = None if batch is None else self._per_rank(batch)
+        self.limit = (cluster.device.memory - RESERVED) * GIB
+
+    def _per_rank(self, batch: int) -> int:
+        if batch < 1 or batch % self._cluster.ranks:
+            raise ValueError(
+                f"batch={batch} is not a multiple of gpus={self._cluster.ranks}: each GPU gets as "
+                "many samples as the others"
+            )
+        return batch // self._cluster.ranks
+
+    def fits(self, prediction: Prediction) -> bool:
+        return GAP * prediction.memory["total"] <= self.limit
+
+    def best(self, choice: Choice) -> Prediction:
+        """Return the fastest micro-batch of a choice that fits, or else the smallest."""
+        found: Prediction | None = None
+        for micro_batch in self._micro_batches():
+            accumulate = 1 if self._samples is None else self._samples // micro_batch
+            each = predict(
+                self._workload,
+                choice._replace(micro_batch=micro_batch, accumulate=accumulate),
+                self._cluster,
+            )
+            if found is not None and not self.fits(each):
+                break
+            if found is None or each.tokens_per_s > CLOSE * found.tokens_per_s:
+                found = each
+            if not self.fits(each):
+                break
+        assert found is not None  # there is a micro-batch of 1
+        return found
+
+    def _micro_batches(self) -> Iterator[int]:
+        sizes = (1 << i for i in range(MOST_SAMPLES.bit_length()))
+        for size in sizes:
+            if self._samples is None or self._samples % size == 0:
+                yield size
+
+
+__all__ = ["Device", "Plan", "plan"]

@@ -1,0 +1,279 @@
+"""One way to train a model on a cluster, and the prediction of its step: memory and time of a rank."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from zshard import _core
+from zshard.memory.dry_run import DryRun, Planned, World, dry_comms
+from zshard.memory.fits import parse_keep
+from zshard.memory.report import size_of_state
+from zshard.offload import offload_on
+from zshard.options import unit_options
+from zshard.planner.devices import Device, Network
+from zshard.planner.durations import Compute, all_reduce, gather
+from zshard.planner.timeline import COMPUTE, WIRE, Durations, Timeline, play
+from zshard.planner.trace import Segment, Trace
+from zshard.planner.workloads import Workload
+from zshard.precision import MixedPrecision, precision_of
+from zshard.ranks.devices import CPU
+from zshard.ranks.wire import check_wire
+from zshard.strategy import ShardingStrategy, strategy_of
+from zshard.units.units import Options, Prefetch
+from zshard.wrap import plan_units
+
+STEP_BYTES = 34
+"""Read and written per element by AdamW (28), the gradients' norm (4) and the 16-bit copy (2)."""
+
+COMPILED = 0.8
+"""Part of the activations that is left with torch.compile, which computes some of them again."""
+
+PRECISIONS = ("bf16", "fp32", "fp8")
+
+
+class Cluster(NamedTuple):
+    """The hardware: one rank per GPU."""
+
+    device: Device
+    ranks: int
+    network: Network
+
+
+class Choice(NamedTuple):
+    """What a user decides.
+
+    strategy: as for FSDP. group: ranks that a hybrid strategy shards over; 0: those of a host.
+    precision: "fp32"; "bf16": computes, gathers and reduces in it, state in float32; "fp8": the
+    same with matmuls in fp8. checkpointing: of activations: "", "selective" or "full". micro_batch:
+    samples of a rank. accumulate: micro-batches in a step. compiled: by torch.compile. attention:
+    "flash", or "triton" for Triton's of 2023. optimizer: as for predict_memory().
+    """
+
+    strategy: str = "full_shard"
+    group: int = 0
+    precision: str = "bf16"
+    checkpointing: str = ""
+    micro_batch: int = 1
+    accumulate: int = 1
+    compiled: bool = False
+    attention: str = "flash"
+    optimizer: str | int | None = "adamw"
+
+
+class Prediction(NamedTuple):
+    """A step of a rank.
+
+    seconds: of the step. compute: of its kernels. memory: bytes at the peak by part, with
+    "activations" and "total". flops: that the model needs, without recomputation; causal attention
+    counts half. tokens: of the rank. wire: bytes that the rank receives. timeline: of one
+    micro-batch.
+    """
+
+    choice: Choice
+    seconds: float
+    compute: float
+    memory: dict[str, int]
+    flops: float
+    tokens: int
+    wire: float
+    timeline: Timeline
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens (or samples) per second of a GPU."""
+        return self.tokens / self.seconds
+
+    @property
+    def tflops(self) -> float:
+        """TFLOP/s of a GPU."""
+        return self.flops / self.seconds / 1e12
+
+    @property
+    def exposed(self) -> float:
+        """The part of the step in which kernels wait for communication."""
+        waiting = sum(self.timeline.exposed.values())
+        return self.choice.accumulate * waiting / self.seconds
+
+
+def predict(workload: Workload, choice: Choice, cluster: Cluster) -> Prediction:
+    """Predict a step. Raises what FSDP raises for the choice, and what the model raises."""
+    plan = _Plan(workload, choice, cluster)
+    dtype = None if choice.precision == "fp32" else torch.bfloat16
+    traced = workload.traced(plan.modules, choice.micro_batch, choice.checkpointing, dtype)
+    timeline = plan.timeline(traced)
+    times = choice.accumulate
+    compute = sum(span.seconds for span in timeline.spans if span.resource == COMPUTE)
+    optimizer = plan.optimizer_seconds()
+    return Prediction(
+        choice,
+        times * timeline.seconds + optimizer,
+        times * compute + optimizer,
+        plan.memory(traced),
+        times * 3 * sum(kernel.flops for part in traced.forward for kernel in part.kernels),
+        times * choice.micro_batch * workload.tokens,
+        times * plan.wire(timeline),
+        timeline,
+    )
+
+
+class _Over(NamedTuple):
+    """How many ranks a strategy's collectives and steps are over.
+
+    gather, reduce: of a unit's parameters and gradients; sums then cross the replicas.
+    reduce_passes: 1 to reduce-scatter, 2 to all-reduce. steps: ranks that share the optimizer's
+    step. refreshes: copies are gathered anew after it.
+    """
+
+    gather: int
+    reduce: int
+    steps: int
+    reduce_passes: int = 1
+    refreshes: bool = False
+
+
+def _over(strategy: ShardingStrategy, group: int, ranks: int) -> _Over:
+    if strategy is ShardingStrategy.NO_SHARD:
+        return _Over(1, ranks, 1, reduce_passes=2)
+    if strategy is ShardingStrategy.ZERO1:
+        return _Over(1, ranks, ranks, refreshes=True)
+    if strategy is ShardingStrategy.HYBRID_FULL:
+        return _Over(group, ranks, ranks, refreshes=True)
+    if strategy.is_hybrid:
+        return _Over(group, group, group)
+    return _Over(ranks, ranks, ranks)
+
+
+class _Plan:
+    """The units of a model on a cluster, as FSDP would make them."""
+
+    def __init__(self, workload: Workload, choice: Choice, cluster: Cluster) -> None:
+        self._choice, self._cluster = choice, cluster
+        model, options = workload.model, _options(choice)
+        specs = plan_units(model, "auto")
+        planned: list[Planned] = [(spec, unit_options(spec, options)) for spec in specs]
+        group = choice.group or min(cluster.network.per_host, cluster.ranks)
+        self._over = _over(options.strategy, group, cluster.ranks)
+        world = World(cluster.ranks, group, "nccl", "nccl")
+        self._run = DryRun(model, planned, dry_comms(world, options.strategy))
+        self._state = self._run.trained_bytes(False, size_of_state(choice.optimizer, model))
+        found = self._run.in_order
+        self._units = [unit for unit, _ in found]
+        self.modules = [spec.module for _, spec in found]
+        self._numel = [sum(ref.param.numel() for ref in spec.params) for _, spec in found]
+
+    # --- time -------------------------------------------------------------------------------------
+
+    def timeline(self, traced: Trace) -> Timeline:
+        """Return the timeline of a micro-batch."""
+        choice = self._choice
+        compute = Compute(self._cluster.device, choice.precision, choice.compiled, choice.attention)
+        calls, marks = self._calls(traced)
+        self._run.engine.set_calls(calls)
+        durations = Durations(
+            compute.of_segments(traced.forward),
+            compute.of_segments(traced.backward),
+            [self._gather(numel) for numel in self._numel],
+            [self._reduce(numel) for numel in self._numel],
+        )
+        return play(self._run.engine.predict_events(), marks, durations)
+
+    def _calls(self, traced: Trace) -> tuple[list[tuple[_core.Unit, int]], dict[int, int]]:
+        """Return the calls of the forward that was traced, and the marks by the index of a call."""
+        calls: list[tuple[_core.Unit, int]] = []
+        marks: dict[int, int] = {}
+        entered: set[int] = set()
+        for mark, (at, begins) in enumerate(traced.marks):
+            unit = self._units[at]
+            if begins and at not in entered:
+                entered.add(at)  # before the unit, so its gradients come after all of its backward
+                calls += [(unit, i) for i in range(unit.n_params)]
+            marks[len(calls)] = mark
+            calls.append((unit, -1 if begins else -2))
+        return calls, marks
+
+    def _bytes(self, numel: int) -> int:
+        return numel * (4 if self._choice.precision == "fp32" else 2)
+
+    def _gather(self, numel: int) -> float:
+        return gather(self._cluster.network, self._bytes(numel), self._over.gather)
+
+    def _reduce(self, numel: int) -> float:
+        network, over, size = self._cluster.network, self._over, self._bytes(numel)
+        replicas = self._cluster.ranks // over.reduce
+        return over.reduce_passes * gather(network, size, over.reduce) + all_reduce(
+            network, size / over.reduce, replicas
+        )
+
+    def wire(self, timeline: Timeline) -> float:
+        """Return the bytes that a rank receives in a micro-batch."""
+        over = self._over
+        parts = {
+            "gather": 1 - 1 / over.gather,
+            "reduce": over.reduce_passes * (1 - 1 / over.reduce),
+        }
+        return sum(
+            parts[span.what] * self._bytes(self._numel[span.unit])
+            for span in timeline.spans
+            if span.resource == WIRE
+        )
+
+    def optimizer_seconds(self) -> float:
+        """Return how long the optimizer's step takes, and the gather after it where copies of the
+        parameters stay."""
+        device, over = self._cluster.device, self._over
+        local = sum(self._numel) / over.steps
+        seconds = STEP_BYTES * local / (device.bandwidth * 1e12 * device.move)
+        if not over.refreshes:
+            return seconds
+        gathers = (
+            gather(self._cluster.network, self._bytes(numel), self._cluster.ranks)
+            for numel in self._numel
+        )
+        return seconds + sum(gathers)
+
+    # --- memory -----------------------------------------------------------------------------------
+
+    def memory(self, traced: Trace) -> dict[str, int]:
+        """Return the bytes of each part at the peak of a step.
+
+        Gradients grow while activations shrink: the peak is in a forward or a backward.
+        """
+        parts = self._run.predict()
+        del parts["total"]
+        peak, grads = self._peak(traced, parts["grads"])
+        parts.update(grads=grads, optimizer=self._state, activations=peak)
+        held = sum(size for part, size in parts.items() if part != "offloaded")
+        return {**parts, "total": held}
+
+    def _peak(self, traced: Trace, all_grads: int) -> tuple[int, int]:
+        """Return the bytes of activations and of gradients where their sum is largest."""
+        kept = self._kept_grads(all_grads)
+        found = [(segment.peak, kept) for segment in traced.forward]
+        arrived = 0
+        each = all_grads / max(1, sum(self._numel))
+        for mark in range(len(traced.marks), -1, -1):
+            segment: Segment = traced.backward[mark]
+            found.append((segment.peak, max(int(arrived), kept)))
+            if mark > 0 and traced.marks[mark - 1][1]:
+                arrived += each * self._numel[traced.marks[mark - 1][0]]
+        found.append((0, all_grads))
+        part = COMPILED if self._choice.compiled else 1.0
+        return max(((int(part * live), grads) for live, grads in found), key=sum)
+
+    def _kept_grads(self, all_grads: int) -> int:
+        """Return the bytes of gradients that earlier micro-batches left."""
+        return all_grads if self._choice.accumulate > 1 else 0
+
+
+def _options(choice: Choice) -> Options:
+    low = MixedPrecision(param_dtype=torch.bfloat16)
+    return Options(
+        strategy_of(choice.strategy),
+        precision_of(None if choice.precision == "fp32" else low),
+        Prefetch(),
+        offload_on(None, CPU),
+        parse_keep(False, "auto"),
+        check_wire(None),
+    )

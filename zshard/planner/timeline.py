@@ -1,0 +1,116 @@
+"""A step in time: the engine's schedule, with durations for what it does.
+
+The engine's dry run says what a step does and in which order (Engine.predict_events). Here it is
+played on two resources: the device's stream of kernels, and the wire, on which collectives follow
+one another. A collective begins when it is issued and the wire is free; the kernels wait for it
+where the schedule does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+COMPUTE, WIRE = "compute", "wire"
+
+
+class Span(NamedTuple):
+    """Something on a resource, from `start` to `end` seconds. unit: its place, or -1."""
+
+    resource: str
+    what: str
+    unit: int
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+class Durations(NamedTuple):
+    """Seconds of each part of a step.
+
+    forward, backward: between marks, as in trace.Trace. gather, reduce: of each unit.
+    """
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    gather: Sequence[float]
+    reduce: Sequence[float]
+
+
+class Timeline(NamedTuple):
+    """A step. seconds: all of it. exposed: seconds in which kernels wait, by (act, unit)."""
+
+    spans: list[Span]
+    seconds: float
+    exposed: dict[tuple[str, int], float]
+
+
+def play(
+    events: Sequence[tuple[str, int]], marks: Mapping[int, int], durations: Durations
+) -> Timeline:
+    """Return the timeline of a step.
+
+    events: of Engine.predict_events(). marks: the index of a call -> of the mark that it is.
+    """
+    player = _Player(durations)
+    for act, at in events:
+        if act in ("forward", "backward"):
+            if at in marks:
+                player.reach(act, marks[at])
+        else:
+            player.do(act, at)
+    return player.end()
+
+
+class _Player:
+    def __init__(self, durations: Durations) -> None:
+        self._durations = durations
+        self._now = self._free = 0.0
+        self._backward = False
+        self._ends: dict[tuple[str, int], float] = {}
+        self.spans: list[Span] = []
+        self.exposed: dict[tuple[str, int], float] = {}
+
+    def reach(self, act: str, mark: int) -> None:
+        if act == "forward":
+            self._compute("forward", self._durations.forward[mark])
+            return
+        if not self._backward:
+            self._backward = True
+            self._compute("forward", self._durations.forward[-1])
+        self._compute("backward", self._durations.backward[mark + 1])
+
+    def do(self, act: str, unit: int) -> None:
+        if act == "gather":
+            self._send("gather", unit, self._durations.gather[unit])
+        elif act == "post":
+            self._send("reduce", unit, self._durations.reduce[unit])
+        else:
+            what = "gather" if act == "bind" else "reduce"
+            self._wait(what, unit, self._ends.pop((what, unit), 0.0))
+
+    def end(self) -> Timeline:
+        self._compute("backward", self._durations.backward[0])
+        for (what, unit), end in self._ends.items():
+            self._wait(what, unit, end)
+        return Timeline(self.spans, self._now, self.exposed)
+
+    def _compute(self, what: str, seconds: float) -> None:
+        if seconds > 0:
+            self.spans.append(Span(COMPUTE, what, -1, self._now, self._now + seconds))
+            self._now += seconds
+
+    def _send(self, what: str, unit: int, seconds: float) -> None:
+        if seconds > 0:
+            start = max(self._now, self._free)
+            self._free = self._ends[what, unit] = start + seconds
+            self.spans.append(Span(WIRE, what, unit, start, start + seconds))
+
+    def _wait(self, what: str, unit: int, end: float) -> None:
+        if end > self._now:
+            waited = self.exposed.get((what, unit), 0.0)
+            self.exposed[what, unit] = waited + end - self._now
+            self._now = end

@@ -1,0 +1,280 @@
+"""What a training step computes: the kernels of a model's forward and backward, and the activations.
+
+The model runs on fake tensors, which have shapes and no memory, so a trace takes no memory and
+hardly any time. Nothing is assumed of the model: each operation that torch would run counts,
+those of a checkpointed part twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+FORWARD, BACKWARD = "forward", "backward"
+
+_ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu: 2.0,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: 5.0,
+}
+"""Operator -> how many products of the size of one attention matrix it computes."""
+
+
+class Kernel(NamedTuple):
+    """One operation of torch's.
+
+    kind: "matmul", "attention" or "move" (anything that is bound by memory). flops: a multiply-add
+    counts 2. bytes: read and written. dtype: of the result. shape: (m, n, k) of a matmul, else ().
+    """
+
+    kind: str
+    flops: float
+    bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...] = ()
+
+
+class Segment(NamedTuple):
+    """What runs between two marks. start, peak: bytes of activations as it begins; the most in it."""
+
+    kernels: list[Kernel]
+    start: int
+    peak: int
+
+    def above(self, bytes: int) -> Segment:
+        """Return the same after more activations."""
+        return Segment(self.kernels, self.start + bytes, self.peak + bytes)
+
+
+class Trace(NamedTuple):
+    """A step between marks: a mark is where a module of the given ones begins or ends.
+
+    marks: pairs (index of the module, whether it begins), in the order of the forward.
+    forward, backward: [len(marks) + 1] segments; backward[i] is the backward of forward[i].
+    kept: bytes of activations that the forward leaves for the backward.
+    """
+
+    marks: list[tuple[int, bool]]
+    forward: list[Segment]
+    backward: list[Segment]
+    kept: int
+
+    @property
+    def peak(self) -> int:
+        """The most bytes of activations in the step."""
+        return max(segment.peak for segment in (*self.forward, *self.backward))
+
+    def stretched(self, first: int, period: int, times: int) -> Trace:
+        """Return the trace of a model with more modules: `period` modules from `first` on, of the
+        same kind as those before and behind them, come `times` times."""
+        a, b = self.marks.index((first, True)), self.marks.index((first + period, True))
+        more = self.forward[b].start - self.forward[a].start
+        rows: dict[str, list[Segment]] = {}
+        for phase, segments in ((FORWARD, self.forward), (BACKWARD, self.backward)):
+            middle = [s.above(k * more) for k in range(times) for s in segments[a:b]]
+            behind = [s.above((times - 1) * more) for s in segments[b:]]
+            rows[phase] = [*segments[:a], *middle, *behind]
+        marks = [(i + k * period, begins) for k in range(times) for i, begins in self.marks[a:b]]
+        moved = (times - 1) * period
+        behind_marks = [(i + moved if i >= first else i, begins) for i, begins in self.marks[b:]]
+        marks = [*self.marks[:a], *marks, *behind_marks]
+        return Trace(marks, **rows, kept=self.kept + (times - 1) * more)
+
+
+def trace(
+    model: nn.Module,
+    modules: Sequence[nn.Module],
+    loss: Callable[[nn.Module], torch.Tensor],
+    dtype: torch.dtype | None = None,
+) -> Trace:
+    """Return the trace of loss(model) and its backward on fake tensors.
+
+    Args:
+        model: on any device; not changed, and not run with its values.
+        modules: of the model, where the step is divided.
+        loss: runs the model and returns a scalar. It makes its inputs itself.
+        dtype: of the parameters in the step. Default: theirs.
+
+    Raises what the model raises. A model that reads values (`.item()`, a branch on a tensor) cannot
+    be traced, and torch's error says so.
+    """
+    return _Run(modules).of(model, loss, dtype)
+
+
+class _Run:
+    """One run of a model: see trace()."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self.marks: list[tuple[int, bool]] = []
+        self.meter = _Meter()
+
+    def of(
+        self, model: nn.Module, loss: Callable[[nn.Module], torch.Tensor], dtype: torch.dtype | None
+    ) -> Trace:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            fakes = _fakes_of(model, dtype)
+            for i, module in enumerate(self._modules):
+                for hook in (
+                    module.register_forward_pre_hook(self._begin(i), with_kwargs=True),
+                    module.register_forward_hook(self._end(i), always_call=False),
+                ):
+                    stack.callback(hook.remove)
+            for fake in fakes.values():
+                self.meter.ignore(fake)
+                if fake.requires_grad:  # gradients are the engine's to count
+                    fake.register_post_accumulate_grad_hook(_drop)
+            stack.enter_context(self.meter)
+            self.meter.begin(FORWARD, 0)
+            with _on(model, fakes):
+                result = loss(model)
+                kept = self.meter.live
+                self.meter.begin(BACKWARD, len(self.marks))
+                result.backward()
+        segments = [
+            [self.meter.segment(phase, i) for i in range(len(self.marks) + 1)]
+            for phase in (FORWARD, BACKWARD)
+        ]
+        return Trace(self.marks, *segments, kept)
+
+    def _begin(self, i: int) -> Callable[..., None]:
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+            self._mark(i, True, (args, kwargs))
+
+        return hook
+
+    def _end(self, i: int) -> Callable[..., None]:
+        def hook(_: nn.Module, args: Any, output: Any) -> None:
+            self._mark(i, False, output)
+
+        return hook
+
+    def _mark(self, i: int, begins: bool, tensors: Any) -> None:
+        if self.meter.phase != FORWARD:
+            return  # a checkpoint runs the module again
+        at = len(self.marks)
+        self.marks.append((i, begins))
+        self.meter.begin(FORWARD, at + 1)
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _, at=at: self.meter.begin(BACKWARD, at))
+
+
+class _Meter(TorchDispatchMode):
+    """Records kernels, and the bytes of tensors that are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.phase = FORWARD
+        self._segments: dict[tuple[str, int], tuple[list[Kernel], list[int]]] = {}
+        self._now = self._of(FORWARD, 0)
+        self._known: set[int] = set()
+
+    def _of(self, phase: str, i: int) -> tuple[list[Kernel], list[int]]:
+        return self._segments.setdefault((phase, i), ([], [self.live, self.live]))
+
+    def begin(self, phase: str, i: int) -> None:
+        """What runs from now on belongs to this segment."""
+        self.phase = phase
+        self._now = self._of(phase, i)
+
+    def ignore(self, tensor: torch.Tensor) -> None:
+        """Do not count this tensor's memory, which the caller keeps."""
+        self._known.add(id(tensor.untyped_storage()))
+
+    def segment(self, phase: str, i: int) -> Segment:
+        kernels, (start, peak) = self._of(phase, i)
+        return Segment(kernels, start, peak)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "aten":
+            inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            outputs = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+            made = [self._track(tensor) for tensor in outputs]
+            if any(made) or func._schema.is_mutable:
+                self._now[0].append(_kernel(func, args, kwargs or {}, inputs, outputs, out))
+        return out
+
+    def _track(self, tensor: torch.Tensor) -> bool:
+        """Count a tensor's memory; return whether it is new."""
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._known:
+            return False
+        self._known.add(key)
+        size = storage.nbytes()
+        self.live += size
+        self._now[1][1] = max(self._now[1][1], self.live)
+        weakref.finalize(storage, self._free, key, size)
+        return True
+
+    def _free(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+def _kernel(
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    out: Any,
+) -> Kernel:
+    packet = func._overloadpacket
+    size = sum(t.numel() * t.itemsize for t in (*inputs, *outputs))
+    dtype = outputs[0].dtype if outputs else torch.float32
+    if packet in _ATTENTION:
+        return Kernel("attention", _attention_flops(func, args, kwargs), size, dtype)
+    formula = flop_registry.get(packet)
+    if formula is None:
+        return Kernel("move", 0.0, size, dtype)
+    flops = float(formula(*args, **kwargs, out_val=out))
+    return Kernel("matmul", flops, size, dtype, _shape(outputs[0], flops))
+
+
+def _attention_flops(func: Any, args: Any, kwargs: Any) -> float:
+    """Return a flash attention's flops: with a causal mask, half the matrix is skipped."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    query, key = given["query"], given["key"]
+    matrix = 2.0 * query.numel() * key.shape[-2]
+    causal = 0.5 if given.get("is_causal") else 1.0
+    return causal * matrix * _ATTENTION[func._overloadpacket]
+
+
+def _shape(out: torch.Tensor, flops: float) -> tuple[int, int, int]:
+    """Return (m, n, k) of a product with this result."""
+    m, n = out.numel() // max(1, out.shape[-1]), out.shape[-1]
+    return m, n, max(1, int(flops / (2 * max(1, m * n))))
+
+
+def _fakes_of(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """Return a fake of each parameter and buffer, in the fake mode that is on."""
+    fakes: dict[str, torch.Tensor] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        as_dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        fakes[name] = torch.empty(tensor.shape, dtype=as_dtype, requires_grad=tensor.requires_grad)
+    return fakes
+
+
+@contextlib.contextmanager
+def _on(model: nn.Module, fakes: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    with torch.nn.utils.stateless._reparametrize_module(model, dict(fakes), tie_weights=True):
+        yield
+
+
+def _drop(tensor: torch.Tensor) -> None:
+    tensor.grad = None

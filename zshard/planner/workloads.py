@@ -1,0 +1,136 @@
+"""What is trained: a model and a step of one micro-batch, from any of the ways to name them.
+
+`workload_of` takes a module, a transformers config (an object, a file, a folder or a name on this
+machine) or the dimensions of a decoder. The model is on the meta device throughout.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from zshard.planner.decoder import Decoder, Dims
+from zshard.planner.trace import Trace, trace
+
+STRETCHED = 3
+"""Blocks of a decoder that are traced; the middle one stands for all others."""
+
+Step = Callable[[nn.Module, int], torch.Tensor]
+"""Runs the model on a micro-batch of that many samples, which it makes, and returns the loss."""
+
+
+class Workload(NamedTuple):
+    """A model on the meta device, and how to run it.
+
+    tokens: of a sample; 1 if samples are what counts. unit: "tokens" or "samples". checkpointing:
+    the kinds of activation checkpointing that `set_checkpointing(model, kind)` can set; "" for none.
+    dims: of a decoder, whose blocks are alike; None for other models.
+    """
+
+    model: nn.Module
+    step: Step
+    tokens: int
+    unit: str
+    checkpointing: tuple[str, ...] = ("",)
+    set_checkpointing: Callable[[Any, str], object] | None = None
+    dims: Dims | None = None
+
+    def traced(
+        self, modules: list[nn.Module], micro_batch: int, kind: str, dtype: torch.dtype | None
+    ) -> Trace:
+        """Return the trace of a micro-batch, divided where `modules` begin and end."""
+        if self.dims is not None and self.dims.layers > STRETCHED:
+            return _decoder_trace(self.dims, micro_batch, kind, dtype)
+        if self.set_checkpointing is not None:
+            self.set_checkpointing(self.model, kind)
+        return trace(self.model, modules, lambda model: self.step(model, micro_batch), dtype)
+
+
+def workload_of(model: Any, step: Step | None = None, seq: int | None = None) -> Workload:
+    """Return the workload that `model` names.
+
+    Args:
+        model: a module; a transformers config, or the path of one; or Dims.
+        step: for a module: see Step.
+        seq: tokens of a sample, for a config. Default: what the config allows, at most 4096.
+
+    Raises TypeError or ValueError for anything else, and for a module without a step.
+    """
+    if isinstance(model, Dims):
+        return decoder(model)
+    if isinstance(model, nn.Module):
+        if step is None:
+            raise ValueError(
+                "plan() needs step= for a module: a function of the model and the number of "
+                "samples that makes a batch, runs the model on it and returns the loss"
+            )
+        return Workload(copy.deepcopy(model).to("meta"), step, 1, "samples")
+    return _of_config(model, seq)
+
+
+def decoder(dims: Dims) -> Workload:
+    """Return the training of a decoder with these dimensions."""
+    kinds = ("", "selective", "full")
+    return Workload(_decoder(dims), _run_decoder, dims.seq, "tokens", kinds, _set, dims)
+
+
+def _set(model: Decoder, kind: str) -> None:
+    model.checkpointing = kind
+
+
+def _run_decoder(model: nn.Module, micro_batch: int) -> torch.Tensor:
+    loss: torch.Tensor = model(torch.zeros(micro_batch, model.dims.seq, dtype=torch.int64))
+    return loss
+
+
+@functools.lru_cache(maxsize=8)
+def _decoder(dims: Dims) -> Decoder:
+    with torch.device("meta"):
+        return Decoder(dims)
+
+
+@functools.lru_cache(maxsize=256)
+def _decoder_trace(dims: Dims, micro_batch: int, kind: str, dtype: torch.dtype | None) -> Trace:
+    with torch.device("meta"):
+        few = Decoder(dims._replace(layers=STRETCHED))
+    few.checkpointing = kind
+    modules = [few, *few.blocks]
+    found = trace(few, modules, lambda model: _run_decoder(model, micro_batch), dtype)
+    return found.stretched(2, 1, dims.layers - STRETCHED + 1)
+
+
+def _of_config(given: Any, seq: int | None) -> Workload:
+    try:
+        import transformers
+    except ImportError as error:
+        raise TypeError(
+            f"plan() takes a module, zshard.Dims or a transformers config, got {given!r}; configs "
+            "need transformers: pip install transformers"
+        ) from error
+    config = given
+    if isinstance(given, str | Path):
+        config = transformers.AutoConfig.from_pretrained(given)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    most = getattr(config, "max_position_embeddings", None) or 4096
+    tokens = min(4096, most) if seq is None else seq
+
+    def step(model: nn.Module, micro_batch: int) -> torch.Tensor:
+        ids = torch.zeros(micro_batch, tokens, dtype=torch.int64)
+        loss: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+        return loss
+
+    return Workload(model.train(), step, tokens, "tokens", ("", "full"), _set_transformers)
+
+
+def _set_transformers(model: Any, kind: str) -> None:
+    if kind:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_disable()
