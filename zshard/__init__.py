@@ -5,8 +5,8 @@
     optimizer = AdamW(model.parameters(), lr=3e-4)
 
 README.md describes what it does, ARCHITECTURE.md how. `zshard.compat` has torch's names
-(`fully_shard`, `StateDictType`), `zshard.deepspeed` has DeepSpeed's; `from zshard import ...` finds
-both.
+(`fully_shard`, `StateDictType`), `zshard.deepspeed` has DeepSpeed's, `zshard.planner` has plan();
+`from zshard import ...` finds them all.
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
@@ -95,13 +95,14 @@ __all__ = [
 if _TYPE_CHECKING:
     from zshard.compat import *  # noqa: F403
     from zshard.deepspeed import *  # noqa: F403
+    from zshard.planner import *  # noqa: F403
 else:
 
     def __getattr__(name: str) -> object:
-        """Import torch's and DeepSpeed's names when a script first uses one."""
+        """Import torch's, DeepSpeed's and the planner's names when a script first uses one."""
         import importlib
 
-        for package in ("compat", "deepspeed") if not name.startswith("__") else ():
+        for package in ("compat", "deepspeed", "planner") if not name.startswith("__") else ():
             module = importlib.import_module(f"zshard.{package}")
             if name in module.__all__:
                 return getattr(module, name)

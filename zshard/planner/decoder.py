@@ -126,12 +126,15 @@ class Decoder(nn.Module):
         return F.cross_entropy(logits.view(-1, self.dims.vocab), tokens.reshape(-1))
 
     def run(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor
         if not self.checkpointing:
-            return block(x, self.turn)
+            found = block(x, self.turn)
+            return found
         contexts: dict[str, Any] = {}
         if self.checkpointing == "selective":
             contexts["context_fn"] = _keep_some
-        return checkpoint(block, x, self.turn, use_reentrant=False, **contexts)
+        found = checkpoint(block, x, self.turn, use_reentrant=False, **contexts)
+        return found
 
 
 def _keep_some() -> Any:
@@ -149,4 +152,5 @@ def _keep_some() -> Any:
         keep = seen[phase] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    make: Any = create_selective_checkpoint_contexts
+    return make(policy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from zshard.planner.devices import GIB
 from zshard.planner.search import Plan
@@ -28,10 +29,10 @@ def draw(plan: Plan, file: Path) -> None:
     Raises ImportError without matplotlib.
     """
     try:
-        import matplotlib
+        import matplotlib  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
         raise ImportError("--picture needs matplotlib: pip install matplotlib") from error
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
 
     matplotlib.rcParams["svg.fonttype"] = "none"
     figure = Figure(figsize=(9, 6), layout="constrained")
@@ -51,13 +52,13 @@ def draw(plan: Plan, file: Path) -> None:
     figure.savefig(file)
 
 
-def _draw_step(axes: object, prediction: Prediction) -> None:
+def _draw_step(axes: Any, prediction: Prediction) -> None:
     rows = {COMPUTE: 1, WIRE: 0}
     seen = set()
     for span in prediction.timeline.spans:
         label = span.what if span.what not in seen else None
         seen.add(span.what)
-        axes.barh(  # type: ignore[attr-defined]
+        axes.barh(
             rows[span.resource],
             1e3 * span.seconds,
             left=1e3 * span.start,
@@ -66,7 +67,7 @@ def _draw_step(axes: object, prediction: Prediction) -> None:
             linewidth=0.2,
             label=label,
         )
-    axes.set_yticks([1, 0], ["kernels", "wire"])  # type: ignore[attr-defined]
+    axes.set_yticks([1, 0], ["kernels", "wire"])
     choice = prediction.choice
-    axes.set_xlabel(f"ms of a micro-batch with {choice.strategy}")  # type: ignore[attr-defined]
-    axes.legend(fontsize=7, ncols=4)  # type: ignore[attr-defined]
+    axes.set_xlabel(f"ms of a micro-batch with {choice.strategy}")
+    axes.legend(fontsize=7, ncols=4)

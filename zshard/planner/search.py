@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from zshard.planner.devices import GIB, Device, Network, cluster_network, device_of
+from zshard.planner.devices import GIB, Network, cluster_network, device_of
 from zshard.planner.step import PRECISIONS, Choice, Cluster, Prediction, predict
 from zshard.planner.workloads import Step, Workload, workload_of
 
@@ -88,7 +88,7 @@ class Plan:
 
     def _lines(self) -> Iterator[str]:
         head = ("strategy", "checkpointing", "micro-batch", "GiB", "activations", "step s")
-        rows = [(*head, f"{self.unit}/s/GPU", "TFLOP/s", "exposed", "")]
+        rows: list[tuple[str, ...]] = [(*head, f"{self.unit}/s/GPU", "TFLOP/s", "exposed", "")]
         rows += [self._row(each) for each in self.predictions]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         for i, row in enumerate(rows):
@@ -125,7 +125,8 @@ class Plan:
                 f"{GAP * least.memory['total'] / GIB:.0f} GiB, with {least.choice.strategy}. "
                 "More GPUs, a shorter sequence, AdamW8bit or offload= reduce it."
             )
-        return f"{self.line()}: the fastest that fits into {self.limit / GIB:.0f} GiB of {self.device}."
+        room = f"{self.limit / GIB:.0f} GiB of {self.device}"
+        return f"{self.line()}: the fastest that fits into {room}."
 
 
 def plan(
@@ -238,6 +239,3 @@ class _Search:
         for size in sizes:
             if self._samples is None or self._samples % size == 0:
                 yield size
-
-
-__all__ = ["Device", "Plan", "plan"]

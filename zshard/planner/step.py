@@ -1,4 +1,4 @@
-"""One way to train a model on a cluster, and the prediction of its step: memory and time of a rank."""
+"""One way to train a model on a cluster, and its predicted step: memory and time of a rank."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ class _Plan:
         """Return the bytes of activations and of gradients where their sum is largest."""
         kept = self._kept_grads(all_grads)
         found = [(segment.peak, kept) for segment in traced.forward]
-        arrived = 0
+        arrived = 0.0
         each = all_grads / max(1, sum(self._numel))
         for mark in range(len(traced.marks), -1, -1):
             segment: Segment = traced.backward[mark]

@@ -1,4 +1,4 @@
-"""What a training step computes: the kernels of a model's forward and backward, and the activations.
+"""What a training step computes: kernels of a model's forward and backward, and activations.
 
 The model runs on fake tensors, which have shapes and no memory, so a trace takes no memory and
 hardly any time. Nothing is assumed of the model: each operation that torch would run counts,
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
@@ -44,7 +44,7 @@ class Kernel(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """What runs between two marks. start, peak: bytes of activations as it begins; the most in it."""
+    """What runs between two marks. start, peak: bytes of activations, as it begins and at most."""
 
     kernels: list[Kernel]
     start: int
@@ -124,28 +124,28 @@ class _Run:
         with contextlib.ExitStack() as stack:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             fakes = _fakes_of(model, dtype)
+            hooks = [model.register_forward_pre_hook(_cast_to(dtype), with_kwargs=True)]
             for i, module in enumerate(self._modules):
-                for hook in (
-                    module.register_forward_pre_hook(self._begin(i), with_kwargs=True),
-                    module.register_forward_hook(self._end(i), always_call=False),
-                ):
-                    stack.callback(hook.remove)
+                hooks.append(module.register_forward_pre_hook(self._begin(i), with_kwargs=True))
+                hooks.append(module.register_forward_hook(self._end(i)))
+            for hook in hooks:
+                stack.callback(hook.remove)
             for fake in fakes.values():
                 self.meter.ignore(fake)
                 if fake.requires_grad:  # gradients are the engine's to count
-                    fake.register_post_accumulate_grad_hook(_drop)
+                    hooked: Any = fake
+                    hooked.register_post_accumulate_grad_hook(_drop)
             stack.enter_context(self.meter)
             self.meter.begin(FORWARD, 0)
             with _on(model, fakes):
-                result = loss(model)
+                result: Any = loss(model)
                 kept = self.meter.live
                 self.meter.begin(BACKWARD, len(self.marks))
                 result.backward()
-        segments = [
-            [self.meter.segment(phase, i) for i in range(len(self.marks) + 1)]
-            for phase in (FORWARD, BACKWARD)
-        ]
-        return Trace(self.marks, *segments, kept)
+        return Trace(self.marks, self._segments(FORWARD), self._segments(BACKWARD), kept)
+
+    def _segments(self, phase: str) -> list[Segment]:
+        return [self.meter.segment(phase, i) for i in range(len(self.marks) + 1)]
 
     def _begin(self, i: int) -> Callable[..., None]:
         def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -167,14 +167,15 @@ class _Run:
         self.meter.begin(FORWARD, at + 1)
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _, at=at: self.meter.begin(BACKWARD, at))
+                hooked: Any = tensor
+                hooked.register_hook(lambda _, at=at: self.meter.begin(BACKWARD, at))
 
 
-class _Meter(TorchDispatchMode):
+class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records kernels, and the bytes of tensors that are alive."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
         self.phase = FORWARD
         self._segments: dict[tuple[str, int], tuple[list[Kernel], list[int]]] = {}
@@ -252,7 +253,7 @@ def _attention_flops(func: Any, args: Any, kwargs: Any) -> float:
     query, key = given["query"], given["key"]
     matrix = 2.0 * query.numel() * key.shape[-2]
     causal = 0.5 if given.get("is_causal") else 1.0
-    return causal * matrix * _ATTENTION[func._overloadpacket]
+    return float(causal * matrix * _ATTENTION[func._overloadpacket])
 
 
 def _shape(out: torch.Tensor, flops: float) -> tuple[int, int, int]:
@@ -274,6 +275,19 @@ def _fakes_of(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Te
 def _on(model: nn.Module, fakes: Mapping[str, torch.Tensor]) -> Iterator[None]:
     with torch.nn.utils.stateless._reparametrize_module(model, dict(fakes), tie_weights=True):
         yield
+
+
+def _cast_to(dtype: torch.dtype | None) -> Callable[..., Any]:
+    """Return a hook that casts a forward's inputs, as FSDP does under mixed precision."""
+
+    def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        def cast(value: Any) -> Any:
+            is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+            return value.to(dtype) if is_float and dtype is not None else value
+
+        return tree_map(cast, (args, kwargs))
+
+    return hook
 
 
 def _drop(tensor: torch.Tensor) -> None:

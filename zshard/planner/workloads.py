@@ -1,13 +1,13 @@
 """What is trained: a model and a step of one micro-batch, from any of the ways to name them.
 
-`workload_of` takes a module, a transformers config (an object, a file, a folder or a name on this
-machine) or the dimensions of a decoder. The model is on the meta device throughout.
+`workload_of` takes a module, a transformers config (an object, a file, a folder or a name) or the
+dimensions of a decoder. Models that are made here have no memory.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,10 +26,10 @@ Step = Callable[[nn.Module, int], torch.Tensor]
 
 
 class Workload(NamedTuple):
-    """A model on the meta device, and how to run it.
+    """A model, and how to run it.
 
     tokens: of a sample; 1 if samples are what counts. unit: "tokens" or "samples". checkpointing:
-    the kinds of activation checkpointing that `set_checkpointing(model, kind)` can set; "" for none.
+    the kinds of activation checkpointing that `set_checkpointing(model, kind)` can set; "": none.
     dims: of a decoder, whose blocks are alike; None for other models.
     """
 
@@ -70,7 +70,7 @@ def workload_of(model: Any, step: Step | None = None, seq: int | None = None) ->
                 "plan() needs step= for a module: a function of the model and the number of "
                 "samples that makes a batch, runs the model on it and returns the loss"
             )
-        return Workload(copy.deepcopy(model).to("meta"), step, 1, "samples")
+        return Workload(model, step, 1, "samples")
     return _of_config(model, seq)
 
 
@@ -84,7 +84,7 @@ def _set(model: Decoder, kind: str) -> None:
     model.checkpointing = kind
 
 
-def _run_decoder(model: nn.Module, micro_batch: int) -> torch.Tensor:
+def _run_decoder(model: Any, micro_batch: int) -> torch.Tensor:
     loss: torch.Tensor = model(torch.zeros(micro_batch, model.dims.seq, dtype=torch.int64))
     return loss
 
@@ -117,7 +117,8 @@ def _of_config(given: Any, seq: int | None) -> Workload:
     if isinstance(given, str | Path):
         config = transformers.AutoConfig.from_pretrained(given)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        make: Any = transformers.AutoModelForCausalLM
+        model = make.from_config(config)
     most = getattr(config, "max_position_embeddings", None) or 4096
     tokens = min(4096, most) if seq is None else seq
 
@@ -130,7 +131,9 @@ def _of_config(given: Any, seq: int | None) -> Workload:
 
 
 def _set_transformers(model: Any, kind: str) -> None:
-    if kind:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    else:
-        model.gradient_checkpointing_disable()
+    with warnings.catch_warnings():  # transformers 5 has other names for these
+        warnings.simplefilter("ignore", FutureWarning)
+        if kind:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            model.gradient_checkpointing_disable()

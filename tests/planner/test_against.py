@@ -1,0 +1,127 @@
+"""Published runs: which rows are predicted, which are left out and why, what is printed."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+
+from zshard.__main__ import main
+from zshard.planner import against
+
+ROW = {
+    **dict.fromkeys(against.COLUMNS, ""),
+    **{"id": "lab-001", "software": "torch FSDP2", "model": "Llama 1B", "layers": "4"},
+    **{"hidden": "256", "heads": "4", "kv_heads": "2", "ffn": "688", "vocab": "1000", "tied": "no"},
+    **{"seq": "128", "micro_batch": "4", "grad_accum": "1", "precision": "bf16"},
+    **{"act_ckpt": "none", "compile": "no", "offload": "none", "strategy": "FULL_SHARD"},
+    **{"gpu": "H100", "gpu_mem_gb": "80", "n_gpus": "8", "per_node": "8"},
+    **{"tokens_per_s_per_gpu": "1000000"},
+}
+
+
+def compared(**changes):
+    return against.compare([{**ROW, **changes}])
+
+
+def test_a_row_with_speed_and_memory_gives_two_numbers():
+    found, left = compared(peak_mem_gb="10")
+    assert [each.what for each in found] == ["speed", "memory"]
+    assert left == []
+    assert found[0].error == found[0].predicted / 1000000 - 1
+    assert (found[0].source, found[0].device, found[0].apart) == ("lab", "h100", "")
+
+
+def test_seconds_count_where_no_rate_was_published():
+    (rate,), _ = compared()
+    (time,), _ = compared(tokens_per_s_per_gpu="", step_s="0.5", grad_accum="2")
+    assert time.unit == "s"
+    assert time.predicted == pytest.approx(2 * 4 * 128 / rate.predicted, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"seq": ""}, "not stated: seq"),
+        ({"micro_batch": "", "layers": ""}, "not stated: layers, micro_batch"),
+        ({"ffn": ""}, "not stated: ffn"),
+        ({"gpu": ""}, "the GPU is not stated"),
+        ({"gpu": "TPU v5"}, "no data sheet of TPU v5 80"),
+        ({"strategy": "FSDP4 x TP2"}, "splits the model: FSDP4 x TP2"),
+        ({"offload": "params to CPU"}, "offload: params to CPU"),
+        ({"act_ckpt": ""}, "activation checkpointing: not stated"),
+        ({"act_ckpt": "5 layers"}, "activation checkpointing: 5 layers"),
+        ({"model": "Llama 1B LoRA r8"}, "trains a part of the parameters"),
+        ({"strategy": "pipeline"}, "strategy pipeline"),
+        ({"tokens_per_s_per_gpu": ""}, "no speed and no memory was published"),
+        ({"n_gpus": "eight"}, "n_gpus is not a number: 'eight'"),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_rows_left_out_say_why(changes, reason):
+    found, (left,) = compared(**changes)
+    assert found == []
+    assert left.id == "lab-001" and left.reason.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("given", "strategy", "group"),
+    [
+        ({"strategy": "HSDP", "shard_group": "4"}, "hybrid_shard", 4),
+        ({"strategy": "FSDP2", "shard_group": "8"}, "full_shard", 0),
+        ({"strategy": "FULL_SHARD", "shard_group": "2"}, "hybrid_shard", 2),
+        ({"strategy": "SHARD_GRAD_OP"}, "shard_grad_op", 0),
+        ({"strategy": "ZeRO-1"}, "zero1", 0),
+        ({"strategy": "ZeRO-3"}, "full_shard", 0),
+        ({"strategy": "DDP (FSDP=0)"}, "no_shard", 0),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_strategies(given, strategy, group):
+    choice = against.choice_of({**ROW, **given})
+    assert (choice.strategy, choice.group) == (strategy, group)
+
+
+def test_other_software_is_listed_apart():
+    (each,), _ = compared(software="JAX MaxText")
+    assert each.apart == "JAX MaxText"
+
+
+def test_medians_are_of_absolute_errors():
+    def of(source, error):
+        return against.Compared(source, source, "h100", "speed", "s", 1 + error, 1.0, "")
+
+    found = [of("a", 0.1), of("a", -0.3), of("a", 0.2), of("b", -0.5)]
+    assert against.medians(found, "source") == {
+        "a": (3, pytest.approx(0.2)),
+        "b": (1, pytest.approx(0.5)),
+    }
+
+
+def file_of(tmp_path, rows):
+    file = tmp_path / "runs.csv"
+    with file.open("w", newline="") as out:
+        writer = csv.DictWriter(out, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return file
+
+
+def test_the_command_reads_a_file(tmp_path, monkeypatch, capsys):
+    file = file_of(tmp_path, [ROW, {**ROW, "id": "lab-002", "seq": ""}])
+    monkeypatch.setattr("sys.argv", ["zshard", "plan", "--against", str(file)])
+    assert main() == 0
+    text = capsys.readouterr().out
+    assert "1 rows predicted, 1 left out" in text and "not stated: seq" in text
+    monkeypatch.setattr("sys.argv", ["zshard", "plan", "--against", str(file), "--json"])
+    assert main() == 0
+    number, left = json.loads(capsys.readouterr().out)
+    assert {"id", "predicted", "published", "what"} <= set(number)
+    assert number["id"] == "lab-001" and left == {"id": "lab-002", "reason": "not stated: seq"}
+
+
+def test_a_file_without_the_columns(tmp_path):
+    file = file_of(tmp_path, [{"id": "x", "speed": "3"}])
+    with pytest.raises(ValueError, match="lacks columns:"):
+        against.read(file)

@@ -1,0 +1,192 @@
+"""zshard.plan() and its command: what fits, what is recommended, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import zshard
+from zshard import MixedPrecision
+from zshard.__main__ import main
+from zshard.planner.search import GAP
+
+DIMS = zshard.Dims(layers=4, width=256, heads=4, kv_heads=4, ffn=1024, vocab=1000, seq=128)
+LARGE = zshard.Dims(layers=32, width=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000, seq=4096)
+
+
+def test_the_recommended_way_is_the_fastest_that_fits():
+    plan = zshard.plan(LARGE, 16, "a100-80gb", batch=16)
+    fitting = [each for each in plan.predictions if plan.fits(each)]
+    assert plan.best in fitting
+    assert len(fitting) < len(plan.predictions)
+    assert plan.best.tokens_per_s >= 0.99 * max(each.tokens_per_s for each in fitting)
+    assert all(GAP * each.memory["total"] <= plan.limit for each in fitting)
+    assert "recommended" in str(plan) and "does not fit" in str(plan)
+
+
+def test_parts_of_memory_add_up():
+    for each in zshard.plan(DIMS, 4, "h100", batch=8).predictions:
+        parts = dict(each.memory)
+        assert parts.pop("total") == sum(parts.values()) - parts["offloaded"]
+
+
+def test_sharding_takes_less_memory_with_more_gpus():
+    def states(gpus, strategy):
+        plan = zshard.plan(LARGE, gpus, "h100", strategies=[strategy], batch=gpus)
+        found = plan.predictions[0]
+        return sum(found.memory[part] for part in ("shards", "optimizer"))
+
+    assert states(8, "full_shard") == pytest.approx(states(16, "full_shard") * 2, rel=0.01)
+    assert states(8, "no_shard") == states(16, "no_shard")
+
+
+def test_a_slower_network_exposes_communication():
+    fast, slow = (
+        zshard.plan(LARGE, 64, "h100", nic=nic, batch=64, strategies=["full_shard"]).predictions[0]
+        for nic in (3200, 50)
+    )
+    assert slow.exposed > fast.exposed
+    assert slow.tokens_per_s < fast.tokens_per_s
+    assert slow.wire == fast.wire
+
+
+def test_wire_bytes_are_three_passes_of_the_parameters():
+    (each,) = zshard.plan(
+        LARGE, 8, "h100", strategies=["full_shard"], batch=8, precision="fp32"
+    ).predictions[:1]
+    with torch.device("meta"):
+        numel = sum(p.numel() for p in zshard.planner.decoder.Decoder(LARGE).parameters())
+    # the last unit of the forward stays for the backward
+    assert 0.9 * 3 * 4 * numel * 7 / 8 < each.wire <= 3 * 4 * numel * 7 / 8
+
+
+def test_a_batch_is_split_into_micro_batches():
+    plan = zshard.plan(DIMS, 8, "a100-80gb", batch=32, strategies=["full_shard"])
+    for each in plan.predictions:
+        assert each.choice.micro_batch * each.choice.accumulate == 4
+        assert each.tokens == 4 * DIMS.seq
+
+
+def test_the_line_is_python():
+    torch.manual_seed(0)
+    line = zshard.plan(DIMS, 1, "h100", batch=1).line()
+    assert 'strategy="no_shard"' in line
+    calls = []
+    names = {"FSDP": lambda *a, **k: calls.append((a, k)), "MixedPrecision": MixedPrecision}
+    eval(line, {**names, "torch": torch, "model": "model"})  # what a user would paste
+    assert calls == [
+        (("model",), {"strategy": "no_shard", "mixed_precision": MixedPrecision(torch.bfloat16)})
+    ]
+
+
+def test_nothing_fits():
+    plan = zshard.plan(LARGE, 2, "rtx-4090", batch=2, strategies=["full_shard"])
+    assert plan.best is None
+    assert "Nothing fits into 22 GiB: the least is" in str(plan)
+    with pytest.raises(ValueError, match="nothing fits"):
+        plan.line()
+
+
+def test_any_module_with_a_step():
+    model = nn.Sequential(
+        nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Flatten(), nn.Linear(64 * 900, 10)
+    )
+
+    def step(model, samples):
+        return model(torch.zeros(samples, 3, 32, 32)).square().mean()
+
+    plan = zshard.plan(model, 4, "a100-40gb", step=step, batch=64)
+    assert plan.unit == "samples"
+    assert plan.best.tokens == 16
+    assert not model._forward_pre_hooks
+    one, many = (
+        zshard.plan(model, 4, "a100-40gb", step=step, batch=batch, strategies=["no_shard"])
+        for batch in (4, 64)
+    )
+    assert many.best.memory["activations"] > 8 * one.best.memory["activations"]
+
+
+def test_a_transformers_config():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=100)
+    plan = zshard.plan(config, 2, "h100", seq=32, batch=2)
+    assert {each.choice.checkpointing for each in plan.predictions} == {"", "full"}
+    assert plan.best.tokens % 32 == 0
+
+
+def test_optimizers_with_small_states_take_less():
+    def total(optimizer):
+        return zshard.plan(LARGE, 8, "h100", optimizer=optimizer, batch=8).predictions
+
+    usual, small = total("adamw"), total("adamw8bit")
+    for each in usual:
+        (other,) = (o for o in small if o.choice[:4] == each.choice[:4])
+        assert other.memory["optimizer"] < 0.3 * each.memory["optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"gpu": "h1000"}, "unknown GPU 'h1000': known are v100-16gb"),
+        ({"gpus": 0}, "gpus must be a positive integer, got 0"),
+        ({"gpus": True}, "gpus must be a positive integer, got True"),
+        ({"precision": "int8"}, "unknown precision 'int8': expected one of 'bf16'"),
+        ({"batch": 9}, "batch=9 is not a multiple of gpus=4"),
+        ({"per_host": 3}, "gpus=4 is not a multiple of per_host=3"),
+        ({"strategies": ["zero9"]}, "zero9"),
+        ({"optimizer": "lion"}, "unknown optimizer 'lion'"),
+        ({"model": nn.Linear(2, 2)}, "needs step= for a module"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_arguments_that_are_refused(arguments, words):
+    given = {"model": DIMS, "gpus": 4, "gpu": "h100", **arguments}
+    model, gpus, gpu = (given.pop(name) for name in ("model", "gpus", "gpu"))
+    with pytest.raises(ValueError, match=words):
+        zshard.plan(model, gpus, gpu, **given)
+
+
+def command(monkeypatch, capsys, *words):
+    monkeypatch.setattr("sys.argv", ["zshard", "plan", *words])
+    status = main()
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+DECODER = ("--layers", "2", "--width", "64", "--heads", "2", "--vocab", "100", "--seq", "32")
+
+
+def test_the_command_prints_a_table_or_json(monkeypatch, capsys):
+    words = (*DECODER, "--gpus", "2", "--gpu", "h100", "--batch", "2")
+    status, out, _ = command(monkeypatch, capsys, *words)
+    assert status == 0 and "FSDP(model" in out
+    status, out, _ = command(monkeypatch, capsys, *words, "--json")
+    found = json.loads(out)
+    assert status == 0
+    assert found["ways"][found["best"]]["fits"]
+    assert {"memory", "seconds", "tokens_per_s_per_gpu"} <= set(found["ways"][0])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (DECODER, "--gpus and --gpu say what"),
+        ((*DECODER[:4], "--gpus", "2", "--gpu", "h100"), "give either MODEL or all of"),
+        (("--against", "/nowhere.csv"), "No such file"),
+    ],
+    ids=["no GPUs", "half a decoder", "no file"],
+)
+def test_the_command_refuses(monkeypatch, capsys, words, says):
+    status, out, err = command(monkeypatch, capsys, *words)
+    assert status == 2 and out == "" and says in err
+
+
+def test_the_command_draws(monkeypatch, capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "plan.svg"
+    words = (*DECODER, "--gpus", "16", "--gpu", "h100", "--batch", "16", "--picture", str(file))
+    assert command(monkeypatch, capsys, *words)[0] == 0
+    assert "hybrid_shard" in file.read_text()

@@ -1,0 +1,156 @@
+"""What a step computes, by the trace on fake tensors: beside torch's own counts, on real models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from zshard.planner.decoder import Decoder, Dims
+from zshard.planner.trace import trace
+
+DIMS = Dims(
+    layers=6, width=32, heads=4, kv_heads=2, ffn=96, vocab=50, seq=16, gated=True, tied=False
+)
+GPT = DIMS._replace(kv_heads=4, ffn=128, gated=False, tied=True)
+
+
+def mlp():
+    return nn.Sequential(
+        nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4)
+    )
+
+
+def conv():
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5)
+    )
+
+
+CASES = {"mlp": (mlp, (8,)), "conv": (conv, (3, 8, 8))}
+
+
+def flops(segments, kind="matmul"):
+    return sum(k.flops for segment in segments for k in segment.kernels if k.kind == kind)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_flops_are_those_that_torch_counts(name):
+    make, shape = CASES[name]
+    model = make()
+    found = trace(model, [], lambda model: model(torch.ones(6, *shape)).sum())
+    with FlopCounterMode(display=False) as counter:
+        model(torch.ones(6, *shape)).sum().backward()
+    assert flops([*found.forward, *found.backward]) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_activations_are_those_that_autograd_saves(name):
+    make, shape = CASES[name]
+    model = make()
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    saved = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage
+        return tensor
+
+    found = trace(model, [], lambda model: model(torch.ones(6, *shape)).sum())
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        batch = torch.ones(6, *shape)
+        saved[batch.data_ptr()] = batch.untyped_storage()  # the script's, alive in the forward
+        loss = model(batch).sum()
+    saved[loss.data_ptr()] = loss.untyped_storage()
+    counted = sum(storage.nbytes() for storage in saved.values())
+    assert found.kept == counted
+
+
+def test_a_trace_leaves_the_model_as_it_was():
+    model = mlp()
+    before = {name: (value, value.clone()) for name, value in model.state_dict().items()}
+    trace(model, [model[0]], lambda model: model(torch.ones(2, 8)).sum(), torch.bfloat16)
+    assert not model._forward_pre_hooks and not model[0]._forward_hooks
+    for name, value in model.state_dict().items():
+        same, values = before[name]
+        assert value.data_ptr() == same.data_ptr() and torch.equal(value, values)
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_a_loss_that_raises_leaves_the_model_as_it_was():
+    model = mlp()
+
+    def loss(model):
+        model(torch.ones(2, 8))
+        raise KeyError("stop")
+
+    with pytest.raises(KeyError):
+        trace(model, [model[0]], loss)
+    assert not model._forward_pre_hooks and not model[0]._forward_hooks
+    model(torch.ones(2, 8)).sum().backward()
+
+
+def traced(dims, kind):
+    with torch.device("meta"):
+        model = Decoder(dims)
+    model.checkpointing = kind
+    tokens = (2, dims.seq)
+    return trace(
+        model,
+        [model, *model.blocks],
+        lambda model: model(torch.zeros(tokens, dtype=torch.int64)),
+        torch.bfloat16,
+    )
+
+
+@pytest.mark.parametrize("kind", ["", "selective", "full"])
+@pytest.mark.parametrize("dims", [DIMS, GPT], ids=["llama", "gpt"])
+def test_a_stretched_trace_is_that_of_all_layers(dims, kind):
+    whole, few = traced(dims, kind), traced(dims._replace(layers=3), kind)
+    assert few.stretched(2, 1, 4) == whole
+
+
+def test_checkpointing_trades_activations_for_flops():
+    none, some, full = (traced(GPT, kind) for kind in ("", "selective", "full"))
+    assert none.kept > some.kept > full.kept
+    assert flops(none.backward) < flops(some.backward) < flops(full.backward)
+    assert flops(none.forward) == flops(full.forward)
+
+
+def test_a_checkpoint_runs_its_part_again():
+    model = mlp()
+    x = torch.ones(4, 8)
+    plain = trace(model, [model], lambda m: m(x * 1).sum())
+    again = trace(model, [model], lambda m: checkpoint(m, x * 1, use_reentrant=False).sum())
+    assert again.marks == plain.marks == [(0, True), (0, False)]
+    # all but the last layer, whose result nothing needs
+    more = 2 * 4 * (8 * 32 + 32 * 32)
+    assert flops(again.backward) == flops(plain.backward) + more
+
+
+def test_segments_are_between_the_marks():
+    model = mlp()
+    found = trace(model, [model[0], model[4]], lambda m: m(torch.ones(2, 8)).sum())
+    assert found.marks == [(0, True), (0, False), (1, True), (1, False)]
+    per_segment = [flops([segment]) for segment in found.forward]
+    assert per_segment == [0, 2 * 2 * 8 * 32, 2 * 2 * 32 * 32, 2 * 2 * 32 * 4, 0]
+    backward = [flops([segment]) for segment in found.backward]
+    # the first layer's input needs no gradient
+    assert backward == [0, per_segment[1], 2 * per_segment[2], 2 * per_segment[3], 0]
+
+
+def test_causal_attention_counts_half():
+    def attend(causal):
+        q = nn.Parameter(torch.zeros(1, 2, 64, 16))
+        holder = nn.ParameterList([q])
+
+        def loss(m):
+            return F.scaled_dot_product_attention(m[0], m[0], m[0], is_causal=causal).sum()
+
+        return flops(trace(holder, [], loss).forward, "attention")
+
+    assert attend(False) == 2 * attend(True) == 2 * 2 * 2 * 64 * 64 * 16
