@@ -19,7 +19,9 @@ from zshard.planner.against import FEW, Compared, LeftOut
 OUT = Path(__file__).resolve().parent.parent / "docs" / "planner_accuracy.md"
 WORST = 10
 
-FULL = "its GPUs' memory is nearly full, where torch's allocator frees and allocates anew in each step"
+FULL = (
+    "its GPUs' memory is nearly full, where torch's allocator frees and allocates anew in each step"
+)
 ODD = "the source contradicts itself: its neighbours are faster"
 REASONS = {
     "mosaic-140": "64 GPUs, 2 sequences each: the wire is exposed, and memory is nearly full",
@@ -36,11 +38,12 @@ REASONS = {
 
 HEAD = """# The planner beside published runs
 
-`python -m zshard plan --against RUNS.csv` predicts runs that others published, and compares. This page is its result for {rows}
-rows of {sources} sources that state what a prediction needs. Each device has one set of constants, fitted to its rows; no source and no
-row has constants of its own. Where a row does not state the network, the device's usual one is assumed; tokens per second or seconds
-are compared, never TFLOP/s, which sources count in different ways. Rows come from the READMEs, posts and logs that are named in
-the file; write a file with the same columns to compare runs of your own.
+`python -m zshard plan --against RUNS.csv` predicts runs that others published, and compares. This
+page is its result for {rows} rows of {sources} sources that state what a prediction needs. Each
+device has one set of constants, fitted to its rows; no source and no row has constants of its own.
+Where a row does not state the network, the device's usual one is assumed. Tokens per second or
+seconds are compared, never TFLOP/s, which sources count in different ways. The file says where its
+rows come from; write one with the same columns to compare runs of your own.
 """
 
 

@@ -1,6 +1,6 @@
 """python -m zshard run: start a script on several ranks (see run/launch.py).
 python -m zshard doctor: what is available, what zshard will use, and how to get the rest.
-python -m zshard plan: memory and speed on GPUs that need not be there (see planner/cli.py).
+python -m zshard plan: memory and speed on GPUs that need not be there (see planner/command.py).
 python -m zshard ckpt: checkpoints (see checkpoint/cli.py).
 
 Doctor prints the result of zshard.available_features(): every fact is queried or tried.
@@ -13,7 +13,7 @@ import sys
 
 from zshard.checkpoint import cli
 from zshard.doctor import report
-from zshard.planner import cli as planner
+from zshard.planner import command as planner
 from zshard.run import launch
 
 

@@ -79,8 +79,8 @@ def test_rows_left_out_say_why(changes, reason):
     ids=lambda value: str(value)[:24],
 )
 def test_strategies(given, strategy, group):
-    choice = against.choice_of({**ROW, **given})
-    assert (choice.strategy, choice.group) == (strategy, group)
+    way = against.way_of({**ROW, **given})
+    assert (way.strategy, way.group) == (strategy, group)
 
 
 def test_other_software_is_listed_apart():

@@ -66,7 +66,7 @@ def test_wire_bytes_are_three_passes_of_the_parameters():
 def test_a_batch_is_split_into_micro_batches():
     plan = zshard.plan(DIMS, 8, "a100-80gb", batch=32, strategies=["full_shard"])
     for each in plan.predictions:
-        assert each.choice.micro_batch * each.choice.accumulate == 4
+        assert each.way.micro_batch * each.way.accumulate == 4
         assert each.tokens == 4 * DIMS.seq
 
 
@@ -113,7 +113,7 @@ def test_a_transformers_config():
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=100)
     plan = zshard.plan(config, 2, "h100", seq=32, batch=2)
-    assert {each.choice.checkpointing for each in plan.predictions} == {"", "full"}
+    assert {each.way.checkpointing for each in plan.predictions} == {"", "full"}
     assert plan.best.tokens % 32 == 0
 
 
@@ -123,7 +123,7 @@ def test_optimizers_with_small_states_take_less():
 
     usual, small = total("adamw"), total("adamw8bit")
     for each in usual:
-        (other,) = (o for o in small if o.choice[:4] == each.choice[:4])
+        (other,) = (o for o in small if o.way[:4] == each.way[:4])
         assert other.memory["optimizer"] < 0.3 * each.memory["optimizer"]
 
 

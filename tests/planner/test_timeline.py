@@ -13,8 +13,8 @@ from torch.profiler import profile
 import zshard
 from zshard import _core
 from zshard.memory import dry_run
-from zshard.planner.devices import Network
 from zshard.planner.durations import all_reduce, gather
+from zshard.planner.gpus import Network
 from zshard.planner.timeline import Durations, play
 
 TWO_UNITS = [

@@ -30,7 +30,7 @@ CORE = [
 ]
 DIALECTS = ["compat", "fsdp", "compat.fsdp2", "compat.ddp", "compat.__init__"]
 INTEGRATIONS = ["lightning", "accelerate", "transformers", "peft", "bitsandbytes", "deepspeed"]
-ORDER = [*CORE, *DIALECTS, *INTEGRATIONS, "__init__", "__main__"]
+ORDER = [*CORE, *DIALECTS, *INTEGRATIONS, "planner", "__init__", "__main__"]
 
 LIBRARIES = re.compile(
     r"\b(accelerate|apex|bitsandbytes|deepspeed|fbgemm_gpu|lightning|numpy|peft|safetensors\.torch|"

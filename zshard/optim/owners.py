@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["ALIGN", "Matrix", "Plan", "Portion", "assigned", "room_of"]
+__all__ = ["ALIGN", "Matrix", "Portion", "StepPlan", "assigned", "room_of"]
 
 ALIGN = 64
 """Bytes: where elements begin in a transfer."""
@@ -60,7 +60,7 @@ def assigned(costs: Sequence[int], ranks: int) -> list[int]:
     return owners
 
 
-class Plan:
+class StepPlan:
     """Batches and transfers.
 
     owners: the rank of each matrix. limit: bytes of a rank's own matrices in a batch; a larger

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zshard import _core
-from zshard.optim.owners import ALIGN, Plan, Portion, room_of
+from zshard.optim.owners import ALIGN, Portion, StepPlan, room_of
 from zshard.ranks.agreement import on_all_ranks
 from zshard.ranks.transports import group_beside
 
@@ -63,7 +63,7 @@ class Mail(Protocol):
         """Return the bytes of a piece that this rank has received."""
 
 
-def carry_out(plan: Plan, job: Job, comm: _core.Comm | None, mail: Mail | None) -> None:
+def carry_out(plan: StepPlan, job: Job, comm: _core.Comm | None, mail: Mail | None) -> None:
     """Run the plan; see the head of owners.py. comm, mail: None if nothing leaves its rank.
 
     Collective. Raises on all ranks if the job raises on any.
@@ -87,7 +87,7 @@ def carry_out(plan: Plan, job: Job, comm: _core.Comm | None, mail: Mail | None) 
 class _Run:
     """The work of one step on this rank."""
 
-    def __init__(self, plan: Plan, job: Job, rank: int, mail: Mail | None) -> None:
+    def __init__(self, plan: StepPlan, job: Job, rank: int, mail: Mail | None) -> None:
         self._plan, self._job, self._rank, self._mail = plan, job, rank, mail
         self._inputs: dict[int, Tensor] = {}  # of this rank's matrices
         self._results: dict[int, Tensor] = {}
@@ -154,7 +154,7 @@ class _Run:
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def mail_for(plan: Plan, comm: _core.Comm, device: torch.device, before: Mail | None) -> Mail:
+def mail_for(plan: StepPlan, comm: _core.Comm, device: torch.device, before: Mail | None) -> Mail:
     """Return memory for the plan's transfers, which may be that of an earlier plan. Collective."""
     if comm.transport != "shm":
         return _Sent(comm, device)

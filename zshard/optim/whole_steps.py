@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zshard import _core
 from zshard.guard.slices import plain
-from zshard.optim.owners import Matrix, Plan, assigned
+from zshard.optim.owners import Matrix, StepPlan, assigned
 from zshard.optim.transfers import Job, Mail, carry_out, mail_for
 from zshard.ranks.agreement import Fact, PublicCall, check_agreement, gather_bytes
 from zshard.units.shards import Part, part_of
@@ -47,7 +47,7 @@ class WholeSteps:
     def __init__(self, name: str, n_inputs: int, limit: int) -> None:
         self._name, self._n_inputs, self._limit = name, n_inputs, limit
         self._ranges: dict[tuple[int, ...], list[tuple[tuple[int, int], ...]]] = {}
-        self._plans: dict[object, Plan] = {}
+        self._plans: dict[object, StepPlan] = {}
         self._mails: dict[_core.Comm, Mail] = {}  # shared memory, which is kept
 
     def is_owner(self, stepped: Sequence[Stepping]) -> list[bool]:
@@ -96,7 +96,7 @@ class WholeSteps:
         stepped: Sequence[Stepping],
         members: list[int],
         active: list[int],
-    ) -> Plan:
+    ) -> StepPlan:
         ranges = self._ranges_of(comm, [stepped[i].param for i in members])
         costs = [stepped[i].cost for i in active]
         ids = tuple(id(stepped[i].param) for i in members)
@@ -106,7 +106,7 @@ class WholeSteps:
             matrices = [self._matrix(stepped[i], held[i]) for i in active]
             owners = _owners(comm, stepped, members)
             world = 1 if comm is None else comm.world
-            self._plans[key] = Plan(matrices, [owners[i] for i in active], world, self._limit)
+            self._plans[key] = StepPlan(matrices, [owners[i] for i in active], world, self._limit)
         return self._plans[key]
 
     def _matrix(self, each: Stepping, ranges: tuple[tuple[int, int], ...]) -> Matrix:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zshard.planner.decoder import Dims
-from zshard.planner.devices import DEVICES, GIB, Device, Network
+from zshard.planner.gpus import DEVICES, GIB, Device, Network
+from zshard.planner.prediction import Cluster, Way, predict
 from zshard.planner.search import GAP
-from zshard.planner.step import Choice, Cluster, predict
 from zshard.planner.workloads import decoder
 
 Row = Mapping[str, str]
@@ -87,9 +87,9 @@ def read(path: Path) -> Sequence[Row]:
 
 def _compare(row: Row) -> Iterable[Compared]:
     name, device = device_of(row)
-    dims, choice = dims_of(row), choice_of(row)
+    dims, way = dims_of(row), way_of(row)
     cluster = cluster_of(row, device)
-    prediction = predict(decoder(dims), choice, cluster)
+    prediction = predict(decoder(dims), way, cluster)
     head = (row["id"], row["id"].rsplit("-", 1)[0], name)
     apart = apart_of(row)
     speed, step, memory = (
@@ -161,7 +161,7 @@ _CHECKPOINTING = {
 }
 
 
-def choice_of(row: Row) -> Choice:
+def way_of(row: Row) -> Way:
     """Return what the run chose."""
     split = re.search(r"\b(TP|PP|CP|EP)\s?\d|async TP|\bTP\b|3D", row["strategy"] + row["software"])
     if split:
@@ -178,7 +178,7 @@ def choice_of(row: Row) -> Choice:
     if "lora" in row["model"].lower():
         raise Unpredictable("trains a part of the parameters (LoRA)")
     strategy, group = strategy_of_row(row)
-    return Choice(
+    return Way(
         strategy=strategy,
         group=group,
         precision=kind,

@@ -65,7 +65,7 @@ class Attention(nn.Module):
         return found
 
 
-class Block(nn.Module):
+class Layer(nn.Module):
     """One layer."""
 
     def __init__(self, dims: Dims) -> None:
@@ -106,7 +106,7 @@ class Decoder(nn.Module):
         self.dims = dims
         self.embed = nn.Embedding(dims.vocab, dims.width)
         self.positions = None if dims.gated else nn.Embedding(dims.seq, dims.width)
-        self.blocks = nn.ModuleList(Block(dims) for _ in range(dims.layers))
+        self.blocks = nn.ModuleList(Layer(dims) for _ in range(dims.layers))
         self.norm = (nn.RMSNorm if dims.gated else nn.LayerNorm)(dims.width)
         self.head = nn.Linear(dims.width, dims.vocab, bias=False)
         if dims.tied:

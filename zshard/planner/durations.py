@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from zshard.planner.devices import Device, Network
+from zshard.planner.gpus import Device, Network
 from zshard.planner.trace import Kernel, Segment
 
 TILE = (128, 256)
@@ -32,7 +32,7 @@ START, HOP = 25e-6, 20e-6
 
 
 class Compute(NamedTuple):
-    """A device and how it is used: see step.Choice."""
+    """A device and how it is used: see prediction.Way."""
 
     device: Device
     precision: str = "bf16"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from zshard.planner.devices import GIB
+from zshard.planner.gpus import GIB
+from zshard.planner.prediction import Prediction
 from zshard.planner.search import Plan
-from zshard.planner.step import Prediction
 from zshard.planner.timeline import COMPUTE, WIRE
 
 PARTS = {
@@ -37,7 +37,7 @@ def draw(plan: Plan, file: Path) -> None:
     matplotlib.rcParams["svg.fonttype"] = "none"
     figure = Figure(figsize=(9, 6), layout="constrained")
     above, below = figure.subplots(2, 1, height_ratios=(3, 1))
-    names = [f"{e.choice.strategy} {e.choice.checkpointing}".strip() for e in plan.predictions]
+    names = [f"{e.way.strategy} {e.way.checkpointing}".strip() for e in plan.predictions]
     places = range(len(names) - 1, -1, -1)
     left = [0.0] * len(names)
     for part, (label, colour) in PARTS.items():
@@ -68,6 +68,6 @@ def _draw_step(axes: Any, prediction: Prediction) -> None:
             label=label,
         )
     axes.set_yticks([1, 0], ["kernels", "wire"])
-    choice = prediction.choice
-    axes.set_xlabel(f"ms of a micro-batch with {choice.strategy}")
+    way = prediction.way
+    axes.set_xlabel(f"ms of a micro-batch with {way.strategy}")
     axes.legend(fontsize=7, ncols=4)

@@ -8,9 +8,9 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from zshard.planner.devices import GIB, Network, cluster_network, device_of
-from zshard.planner.step import PRECISIONS, Choice, Cluster, Prediction, predict
-from zshard.planner.workloads import Step, Workload, workload_of
+from zshard.planner.gpus import GIB, Network, cluster_network, device_of
+from zshard.planner.prediction import PRECISIONS, Cluster, Prediction, Way, predict
+from zshard.planner.workloads import TrainStep, Workload, workload_of
 
 RESERVED = 1.5
 """GiB of a GPU that CUDA and NCCL take."""
@@ -56,11 +56,11 @@ class Plan:
         """Return the FSDP(...) line of the recommended way. Raises ValueError if none fits."""
         if self.best is None:
             raise ValueError("nothing fits, so there is no line: use more GPUs or a smaller model")
-        choice = self.best.choice
+        way = self.best.way
         words = ["model"]
-        if choice.strategy != "full_shard":
-            words.append(f'strategy="{choice.strategy}"')
-        if choice.precision != "fp32":
+        if way.strategy != "full_shard":
+            words.append(f'strategy="{way.strategy}"')
+        if way.precision != "fp32":
             words.append("mixed_precision=MixedPrecision(torch.bfloat16)")
         return f"FSDP({', '.join(words)})"
 
@@ -68,7 +68,7 @@ class Plan:
         """Return everything as JSON: times in seconds, memory in bytes."""
         ways = [
             {
-                **each.choice._asdict(),
+                **each.way._asdict(),
                 "fits": self.fits(each),
                 "seconds": each.seconds,
                 f"{self.unit}_per_s_per_gpu": each.tokens_per_s,
@@ -103,11 +103,11 @@ class Plan:
         yield self._why()
 
     def _row(self, each: Prediction) -> tuple[str, ...]:
-        choice, memory = each.choice, each.memory
+        way, memory = each.way, each.memory
         return (
-            choice.strategy,
-            choice.checkpointing or "-",
-            f"{choice.micro_batch} x {choice.accumulate}",
+            way.strategy,
+            way.checkpointing or "-",
+            f"{way.micro_batch} x {way.accumulate}",
             f"{memory['total'] / GIB:.1f}",
             f"{memory['activations'] / GIB:.1f}",
             f"{each.seconds:.3f}",
@@ -122,7 +122,7 @@ class Plan:
             least = min(self.predictions, key=lambda each: each.memory["total"])
             return (
                 f"Nothing fits into {self.limit / GIB:.0f} GiB: the least is "
-                f"{GAP * least.memory['total'] / GIB:.0f} GiB, with {least.choice.strategy}. "
+                f"{GAP * least.memory['total'] / GIB:.0f} GiB, with {least.way.strategy}. "
                 "More GPUs, a shorter sequence, AdamW8bit or offload= reduce it."
             )
         room = f"{self.limit / GIB:.0f} GiB of {self.device}"
@@ -134,7 +134,7 @@ def plan(
     gpus: int,
     gpu: str,
     *,
-    step: Step | None = None,
+    step: TrainStep | None = None,
     seq: int | None = None,
     batch: int | None = None,
     strategies: Sequence[str] | None = None,
@@ -173,7 +173,7 @@ def plan(
     network = cluster_network(device, gpus, per_host, nic)
     workload = workload_of(model, step, seq)
     search = _Search(workload, Cluster(device, gpus, network), batch)
-    usual = Choice(precision=precision, optimizer=optimizer, compiled=compiled)
+    usual = Way(precision=precision, optimizer=optimizer, compiled=compiled)
     found = [
         search.best(usual._replace(strategy=strategy, checkpointing=kind))
         for strategy, kind in itertools.product(
@@ -215,14 +215,14 @@ class _Search:
     def fits(self, prediction: Prediction) -> bool:
         return GAP * prediction.memory["total"] <= self.limit
 
-    def best(self, choice: Choice) -> Prediction:
-        """Return the fastest micro-batch of a choice that fits, or else the smallest."""
+    def best(self, way: Way) -> Prediction:
+        """Return the fastest micro-batch of a way that fits, or else the smallest."""
         found: Prediction | None = None
         for micro_batch in self._micro_batches():
             accumulate = 1 if self._samples is None else self._samples // micro_batch
             each = predict(
                 self._workload,
-                choice._replace(micro_batch=micro_batch, accumulate=accumulate),
+                way._replace(micro_batch=micro_batch, accumulate=accumulate),
                 self._cluster,
             )
             if found is not None and not self.fits(each):

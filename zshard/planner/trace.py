@@ -107,10 +107,10 @@ def trace(
     Raises what the model raises. A model that reads values (`.item()`, a branch on a tensor) cannot
     be traced, and torch's error says so.
     """
-    return _Run(modules).of(model, loss, dtype)
+    return _Tracing(modules).of(model, loss, dtype)
 
 
-class _Run:
+class _Tracing:
     """One run of a model: see trace()."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:

@@ -21,7 +21,7 @@ from zshard.planner.trace import Trace, trace
 STRETCHED = 3
 """Blocks of a decoder that are traced; the middle one stands for all others."""
 
-Step = Callable[[nn.Module, int], torch.Tensor]
+TrainStep = Callable[[nn.Module, int], torch.Tensor]
 """Runs the model on a micro-batch of that many samples, which it makes, and returns the loss."""
 
 
@@ -30,11 +30,11 @@ class Workload(NamedTuple):
 
     tokens: of a sample; 1 if samples are what counts. unit: "tokens" or "samples". checkpointing:
     the kinds of activation checkpointing that `set_checkpointing(model, kind)` can set; "": none.
-    dims: of a decoder, whose blocks are alike; None for other models.
+    dims: of a decoder, whose blocks are the same; None for other models.
     """
 
     model: nn.Module
-    step: Step
+    step: TrainStep
     tokens: int
     unit: str
     checkpointing: tuple[str, ...] = ("",)
@@ -52,12 +52,12 @@ class Workload(NamedTuple):
         return trace(self.model, modules, lambda model: self.step(model, micro_batch), dtype)
 
 
-def workload_of(model: Any, step: Step | None = None, seq: int | None = None) -> Workload:
+def workload_of(model: Any, step: TrainStep | None = None, seq: int | None = None) -> Workload:
     """Return the workload that `model` names.
 
     Args:
         model: a module; a transformers config, or the path of one; or Dims.
-        step: for a module: see Step.
+        step: for a module: see TrainStep.
         seq: tokens of a sample, for a config. Default: what the config allows, at most 4096.
 
     Raises TypeError or ValueError for anything else, and for a module without a step.

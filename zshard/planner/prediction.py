@@ -12,8 +12,8 @@ from zshard.memory.fits import parse_keep
 from zshard.memory.report import size_of_state
 from zshard.offload import offload_on
 from zshard.options import unit_options
-from zshard.planner.devices import Device, Network
 from zshard.planner.durations import Compute, all_reduce, gather
+from zshard.planner.gpus import Device, Network
 from zshard.planner.timeline import COMPUTE, WIRE, Durations, Timeline, play
 from zshard.planner.trace import Segment, Trace
 from zshard.planner.workloads import Workload
@@ -41,7 +41,7 @@ class Cluster(NamedTuple):
     network: Network
 
 
-class Choice(NamedTuple):
+class Way(NamedTuple):
     """What a user decides.
 
     strategy: as for FSDP. group: ranks that a hybrid strategy shards over; 0: those of a host.
@@ -71,7 +71,7 @@ class Prediction(NamedTuple):
     micro-batch.
     """
 
-    choice: Choice
+    way: Way
     seconds: float
     compute: float
     memory: dict[str, int]
@@ -94,25 +94,25 @@ class Prediction(NamedTuple):
     def exposed(self) -> float:
         """The part of the step in which kernels wait for communication."""
         waiting = sum(self.timeline.exposed.values())
-        return self.choice.accumulate * waiting / self.seconds
+        return self.way.accumulate * waiting / self.seconds
 
 
-def predict(workload: Workload, choice: Choice, cluster: Cluster) -> Prediction:
-    """Predict a step. Raises what FSDP raises for the choice, and what the model raises."""
-    plan = _Plan(workload, choice, cluster)
-    dtype = None if choice.precision == "fp32" else torch.bfloat16
-    traced = workload.traced(plan.modules, choice.micro_batch, choice.checkpointing, dtype)
+def predict(workload: Workload, way: Way, cluster: Cluster) -> Prediction:
+    """Predict a step. Raises what FSDP raises for the way, and what the model raises."""
+    plan = _Wrapped(workload, way, cluster)
+    dtype = None if way.precision == "fp32" else torch.bfloat16
+    traced = workload.traced(plan.modules, way.micro_batch, way.checkpointing, dtype)
     timeline = plan.timeline(traced)
-    times = choice.accumulate
+    times = way.accumulate
     compute = sum(span.seconds for span in timeline.spans if span.resource == COMPUTE)
     optimizer = plan.optimizer_seconds()
     return Prediction(
-        choice,
+        way,
         times * timeline.seconds + optimizer,
         times * compute + optimizer,
         plan.memory(traced),
         times * 3 * sum(kernel.flops for part in traced.forward for kernel in part.kernels),
-        times * choice.micro_batch * workload.tokens,
+        times * way.micro_batch * workload.tokens,
         times * plan.wire(timeline),
         timeline,
     )
@@ -145,19 +145,19 @@ def _over(strategy: ShardingStrategy, group: int, ranks: int) -> _Over:
     return _Over(ranks, ranks, ranks)
 
 
-class _Plan:
+class _Wrapped:
     """The units of a model on a cluster, as FSDP would make them."""
 
-    def __init__(self, workload: Workload, choice: Choice, cluster: Cluster) -> None:
-        self._choice, self._cluster = choice, cluster
-        model, options = workload.model, _options(choice)
+    def __init__(self, workload: Workload, way: Way, cluster: Cluster) -> None:
+        self._way, self._cluster = way, cluster
+        model, options = workload.model, _options(way)
         specs = plan_units(model, "auto")
         planned: list[Planned] = [(spec, unit_options(spec, options)) for spec in specs]
-        group = choice.group or min(cluster.network.per_host, cluster.ranks)
+        group = way.group or min(cluster.network.per_host, cluster.ranks)
         self._over = _over(options.strategy, group, cluster.ranks)
         world = World(cluster.ranks, group, "nccl", "nccl")
         self._run = DryRun(model, planned, dry_comms(world, options.strategy))
-        self._state = self._run.trained_bytes(False, size_of_state(choice.optimizer, model))
+        self._state = self._run.trained_bytes(False, size_of_state(way.optimizer, model))
         found = self._run.in_order
         self._units = [unit for unit, _ in found]
         self.modules = [spec.module for _, spec in found]
@@ -167,8 +167,8 @@ class _Plan:
 
     def timeline(self, traced: Trace) -> Timeline:
         """Return the timeline of a micro-batch."""
-        choice = self._choice
-        compute = Compute(self._cluster.device, choice.precision, choice.compiled, choice.attention)
+        way = self._way
+        compute = Compute(self._cluster.device, way.precision, way.compiled, way.attention)
         calls, marks = self._calls(traced)
         self._run.engine.set_calls(calls)
         durations = Durations(
@@ -194,7 +194,7 @@ class _Plan:
         return calls, marks
 
     def _bytes(self, numel: int) -> int:
-        return numel * (4 if self._choice.precision == "fp32" else 2)
+        return numel * (4 if self._way.precision == "fp32" else 2)
 
     def _gather(self, numel: int) -> float:
         return gather(self._cluster.network, self._bytes(numel), self._over.gather)
@@ -259,19 +259,19 @@ class _Plan:
             if mark > 0 and traced.marks[mark - 1][1]:
                 arrived += each * self._numel[traced.marks[mark - 1][0]]
         found.append((0, all_grads))
-        part = COMPILED if self._choice.compiled else 1.0
+        part = COMPILED if self._way.compiled else 1.0
         return max(((int(part * live), grads) for live, grads in found), key=sum)
 
     def _kept_grads(self, all_grads: int) -> int:
         """Return the bytes of gradients that earlier micro-batches left."""
-        return all_grads if self._choice.accumulate > 1 else 0
+        return all_grads if self._way.accumulate > 1 else 0
 
 
-def _options(choice: Choice) -> Options:
+def _options(way: Way) -> Options:
     low = MixedPrecision(param_dtype=torch.bfloat16)
     return Options(
-        strategy_of(choice.strategy),
-        precision_of(None if choice.precision == "fp32" else low),
+        strategy_of(way.strategy),
+        precision_of(None if way.precision == "fp32" else low),
         Prefetch(),
         offload_on(None, CPU),
         parse_keep(False, "auto"),

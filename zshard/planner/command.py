@@ -15,9 +15,9 @@ from typing import Any
 
 from zshard.planner import against
 from zshard.planner.decoder import Dims
-from zshard.planner.devices import DEVICES
+from zshard.planner.gpus import DEVICES
+from zshard.planner.prediction import PRECISIONS
 from zshard.planner.search import plan
-from zshard.planner.step import PRECISIONS
 
 HELP = "predict memory and speed of training a model on GPUs; hold the predictions against runs"
 
