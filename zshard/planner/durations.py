@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from zshard.planner.gpus import Device, Network
-from zshard.planner.trace import Kernel, Segment
+from zshard.planner.kernels import Kernel, Segment
 
 TILE = (128, 256)
 FUSED = 0.4

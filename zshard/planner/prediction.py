@@ -15,7 +15,7 @@ from zshard.options import unit_options
 from zshard.planner.durations import Compute, all_reduce, gather
 from zshard.planner.gpus import Device, Network
 from zshard.planner.timeline import COMPUTE, WIRE, Durations, Timeline, play
-from zshard.planner.trace import Segment, Trace
+from zshard.planner.kernels import Segment, Traced
 from zshard.planner.workloads import Workload
 from zshard.precision import MixedPrecision, precision_of
 from zshard.ranks.devices import CPU
@@ -34,11 +34,12 @@ PRECISIONS = ("bf16", "fp32", "fp8")
 
 
 class Cluster(NamedTuple):
-    """The hardware: one rank per GPU."""
+    """The hardware: one rank per GPU. transport: between all ranks, see dry_run.World."""
 
     device: Device
     ranks: int
     network: Network
+    transport: str = "nccl"
 
 
 class Way(NamedTuple):
@@ -155,7 +156,10 @@ class _Wrapped:
         planned: list[Planned] = [(spec, unit_options(spec, options)) for spec in specs]
         group = way.group or min(cluster.network.per_host, cluster.ranks)
         self._over = _over(options.strategy, group, cluster.ranks)
-        world = World(cluster.ranks, group, "nccl", "nccl")
+        between = cluster.transport
+        per_host = cluster.network.per_host if between == "hosts" else 0
+        inside = "shm" if between == "hosts" else between
+        world = World(cluster.ranks, group, between, inside, per_host)
         self._run = DryRun(model, planned, dry_comms(world, options.strategy))
         self._state = self._run.trained_bytes(False, size_of_state(way.optimizer, model))
         found = self._run.in_order
@@ -165,7 +169,7 @@ class _Wrapped:
 
     # --- time -------------------------------------------------------------------------------------
 
-    def timeline(self, traced: Trace) -> Timeline:
+    def timeline(self, traced: Traced) -> Timeline:
         """Return the timeline of a micro-batch."""
         way = self._way
         compute = Compute(self._cluster.device, way.precision, way.compiled, way.attention)
@@ -179,7 +183,7 @@ class _Wrapped:
         )
         return play(self._run.engine.predict_events(), marks, durations)
 
-    def _calls(self, traced: Trace) -> tuple[list[tuple[_core.Unit, int]], dict[int, int]]:
+    def _calls(self, traced: Traced) -> tuple[list[tuple[_core.Unit, int]], dict[int, int]]:
         """Return the calls of the forward that was traced, and the marks by the index of a call."""
         calls: list[tuple[_core.Unit, int]] = []
         marks: dict[int, int] = {}
@@ -235,7 +239,7 @@ class _Wrapped:
 
     # --- memory -----------------------------------------------------------------------------------
 
-    def memory(self, traced: Trace) -> dict[str, int]:
+    def memory(self, traced: Traced) -> dict[str, int]:
         """Return the bytes of each part at the peak of a step.
 
         Gradients grow while activations shrink: the peak is in a forward or a backward.
@@ -247,7 +251,7 @@ class _Wrapped:
         held = sum(size for part, size in parts.items() if part != "offloaded")
         return {**parts, "total": held}
 
-    def _peak(self, traced: Trace, all_grads: int) -> tuple[int, int]:
+    def _peak(self, traced: Traced, all_grads: int) -> tuple[int, int]:
         """Return the bytes of activations and of gradients where their sum is largest."""
         kept = self._kept_grads(all_grads)
         found = [(segment.peak, kept) for segment in traced.forward]

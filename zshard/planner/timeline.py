@@ -31,7 +31,7 @@ class Stretch(NamedTuple):
 class Durations(NamedTuple):
     """Seconds of each part of a step.
 
-    forward, backward: between marks, as in trace.Trace. gather, reduce: of each unit.
+    forward, backward: between marks, as in kernels.Traced. gather, reduce: of each unit.
     """
 
     forward: Sequence[float]

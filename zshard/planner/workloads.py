@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from zshard.planner.decoder import Decoder, Dims
-from zshard.planner.trace import Trace, trace
+from zshard.planner.kernels import Traced, trace
 
 STRETCHED = 3
 """Blocks of a decoder that are traced; the middle one stands for all others."""
@@ -43,7 +43,7 @@ class Workload(NamedTuple):
 
     def traced(
         self, modules: list[nn.Module], micro_batch: int, kind: str, dtype: torch.dtype | None
-    ) -> Trace:
+    ) -> Traced:
         """Return the trace of a micro-batch, divided where `modules` begin and end."""
         if self.dims is not None and self.dims.layers > STRETCHED:
             return _decoder_trace(self.dims, micro_batch, kind, dtype)
@@ -96,7 +96,7 @@ def _decoder(dims: Dims) -> Decoder:
 
 
 @functools.lru_cache(maxsize=256)
-def _decoder_trace(dims: Dims, micro_batch: int, kind: str, dtype: torch.dtype | None) -> Trace:
+def _decoder_trace(dims: Dims, micro_batch: int, kind: str, dtype: torch.dtype | None) -> Traced:
     with torch.device("meta"):
         few = Decoder(dims._replace(layers=STRETCHED))
     few.checkpointing = kind

@@ -55,7 +55,7 @@ class Segment(NamedTuple):
         return Segment(self.kernels, self.start + bytes, self.peak + bytes)
 
 
-class Trace(NamedTuple):
+class Traced(NamedTuple):
     """A step between marks: a mark is where a module of the given ones begins or ends.
 
     marks: pairs (index of the module, whether it begins), in the order of the forward.
@@ -73,7 +73,7 @@ class Trace(NamedTuple):
         """The most bytes of activations in the step."""
         return max(segment.peak for segment in (*self.forward, *self.backward))
 
-    def stretched(self, first: int, period: int, times: int) -> Trace:
+    def stretched(self, first: int, period: int, times: int) -> Traced:
         """Return the trace of a model with more modules: `period` modules from `first` on, of the
         same kind as those before and behind them, come `times` times."""
         a, b = self.marks.index((first, True)), self.marks.index((first + period, True))
@@ -87,7 +87,7 @@ class Trace(NamedTuple):
         moved = (times - 1) * period
         behind_marks = [(i + moved if i >= first else i, begins) for i, begins in self.marks[b:]]
         marks = [*self.marks[:a], *marks, *behind_marks]
-        return Trace(marks, **rows, kept=self.kept + (times - 1) * more)
+        return Traced(marks, **rows, kept=self.kept + (times - 1) * more)
 
 
 def trace(
@@ -95,7 +95,7 @@ def trace(
     modules: Sequence[nn.Module],
     loss: Callable[[nn.Module], torch.Tensor],
     dtype: torch.dtype | None = None,
-) -> Trace:
+) -> Traced:
     """Return the trace of loss(model) and its backward on fake tensors.
 
     Args:
@@ -120,7 +120,7 @@ class _Tracing:
 
     def of(
         self, model: nn.Module, loss: Callable[[nn.Module], torch.Tensor], dtype: torch.dtype | None
-    ) -> Trace:
+    ) -> Traced:
         with contextlib.ExitStack() as stack:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             fakes = _fakes_of(model, dtype)
@@ -142,7 +142,7 @@ class _Tracing:
                 kept = self.meter.live
                 self.meter.begin(BACKWARD, len(self.marks))
                 result.backward()
-        return Trace(self.marks, self._segments(FORWARD), self._segments(BACKWARD), kept)
+        return Traced(self.marks, self._segments(FORWARD), self._segments(BACKWARD), kept)
 
     def _segments(self, phase: str) -> list[Segment]:
         return [self.meter.segment(phase, i) for i in range(len(self.marks) + 1)]

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from zshard.planner.decoder import Decoder, Dims
-from zshard.planner.trace import trace
+from zshard.planner.kernels import trace
 
 DIMS = Dims(
     layers=6, width=32, heads=4, kv_heads=2, ffn=96, vocab=50, seq=16, gated=True, tied=False
