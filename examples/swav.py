@@ -99,4 +99,4 @@ def train(run: common.Run) -> None:
 
 
 if __name__ == "__main__":
-    common.main(__doc__, train, steps=200)
+    common.main(__doc__, train, steps=400)

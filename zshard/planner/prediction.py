@@ -14,8 +14,8 @@ from zshard.offload import offload_on
 from zshard.options import unit_options
 from zshard.planner.durations import Compute, all_reduce, gather
 from zshard.planner.gpus import Device, Network
-from zshard.planner.timeline import COMPUTE, WIRE, Durations, Timeline, play
 from zshard.planner.kernels import Segment, Traced
+from zshard.planner.timeline import COMPUTE, WIRE, Durations, Timeline, play
 from zshard.planner.workloads import Workload
 from zshard.precision import MixedPrecision, precision_of
 from zshard.ranks.devices import CPU
