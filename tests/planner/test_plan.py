@@ -139,6 +139,9 @@ def test_optimizers_with_small_states_take_less():
         ({"strategies": ["zero9"]}, "zero9"),
         ({"optimizer": "lion"}, "unknown optimizer 'lion'"),
         ({"model": nn.Linear(2, 2)}, "needs step= for a module"),
+        ({"model": DIMS._replace(layers=0)}, "layers must be a positive integer, got 0"),
+        ({"model": DIMS._replace(heads=3)}, "width=256 must be a multiple of 2"),
+        ({"model": DIMS._replace(kv_heads=3)}, "heads of kv_heads=3"),
     ],
     ids=lambda value: str(value)[:20],
 )
@@ -190,3 +193,40 @@ def test_the_command_draws(monkeypatch, capsys, tmp_path):
     words = (*DECODER, "--gpus", "16", "--gpu", "h100", "--batch", "16", "--picture", str(file))
     assert command(monkeypatch, capsys, *words)[0] == 0
     assert "hybrid_shard" in file.read_text()
+
+
+class Reads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y.sum() if y.sum().item() > 0 else y[y > 0].sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "step", "words"),
+    [
+        (Reads(), lambda model, n: model(torch.ones(n, 4)), "reads values of tensors"),
+        (
+            nn.Linear(4, 4),
+            lambda model, n: model(torch.ones(n, 4)),
+            r"got a tensor of shape \(1, 4\)",
+        ),
+        (nn.Linear(4, 4), lambda model, n: None, "got None"),
+        (nn.Linear(4, 4), lambda model, n: torch.ones(()), r"got a tensor of shape \(\)"),
+    ],
+    ids=["reads values", "no scalar", "nothing", "no gradient"],
+)
+def test_steps_that_are_refused(model, step, words):
+    with pytest.raises(ValueError, match=words):
+        zshard.plan(model, 1, "h100", step=step, batch=1)
+
+
+def test_anything_else_is_a_type_error():
+    pytest.importorskip("transformers")
+    with pytest.raises(TypeError, match=r"takes a module, zshard\.Dims or a config, got 3"):
+        zshard.plan(3, 1, "h100")
+    with pytest.raises(FileNotFoundError, match="no such config"):
+        zshard.plan("nowhere.json", 1, "h100")

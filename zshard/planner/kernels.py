@@ -14,7 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
@@ -104,10 +108,25 @@ def trace(
         loss: runs the model and returns a scalar. It makes its inputs itself.
         dtype: of the parameters in the step. Default: theirs.
 
-    Raises what the model raises. A model that reads values (`.item()`, a branch on a tensor) cannot
-    be traced, and torch's error says so.
+    Raises what the model raises; ValueError for a model that reads values (`.item()`, a branch on a
+    tensor, a mask as an index), and if `loss` returns anything but a scalar with a gradient.
     """
-    return _Tracing(modules).of(model, loss, dtype)
+    try:
+        return _Tracing(modules).of(model, loss, dtype)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ValueError(
+            f"the model reads values of tensors ({error.func}), which a plan does not have: use a "
+            "variant of its forward without .item(), branches on tensors and masks as indices"
+        ) from error
+
+
+def _checked(result: Any) -> torch.Tensor:
+    if isinstance(result, torch.Tensor) and result.numel() == 1 and result.requires_grad:
+        return result
+    got = f"a tensor of shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else result
+    raise ValueError(
+        f"step= must return the loss, one number that depends on trainable parameters, got {got}"
+    )
 
 
 class _Tracing:
@@ -138,7 +157,7 @@ class _Tracing:
             stack.enter_context(self.meter)
             self.meter.begin(FORWARD, 0)
             with _on(model, fakes):
-                result: Any = loss(model)
+                result: Any = _checked(loss(model))
                 kept = self.meter.live
                 self.meter.begin(BACKWARD, len(self.marks))
                 result.backward()

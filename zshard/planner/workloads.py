@@ -17,9 +17,12 @@ from torch import nn
 
 from zshard.planner.decoder import Decoder, Dims
 from zshard.planner.kernels import Traced, trace
+from zshard.units.units import is_unit
 
 STRETCHED = 3
 """Blocks of a decoder that are traced; the middle one stands for all others."""
+
+_SIZES = ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "seq")
 
 TrainStep = Callable[[nn.Module, int], torch.Tensor]
 """Runs the model on a micro-batch of that many samples, which it makes, and returns the loss."""
@@ -65,6 +68,8 @@ def workload_of(model: Any, step: TrainStep | None = None, seq: int | None = Non
     if isinstance(model, Dims):
         return decoder(model)
     if isinstance(model, nn.Module):
+        if any(is_unit(module) for module in model.modules()):
+            raise ValueError("plan() takes the model as it is before FSDP(...): it is sharded")
         if step is None:
             raise ValueError(
                 "plan() needs step= for a module: a function of the model and the number of "
@@ -75,7 +80,16 @@ def workload_of(model: Any, step: TrainStep | None = None, seq: int | None = Non
 
 
 def decoder(dims: Dims) -> Workload:
-    """Return the training of a decoder with these dimensions."""
+    """Return the training of a decoder. Raises ValueError for dimensions that do not fit."""
+    sizes = {name: getattr(dims, name) for name in _SIZES}
+    wrong = [name for name, size in sizes.items() if not isinstance(size, int) or size < 1]
+    if wrong:
+        raise ValueError(f"Dims: {wrong[0]} must be a positive integer, got {sizes[wrong[0]]!r}")
+    if dims.width % (2 * dims.heads) or dims.heads % dims.kv_heads:
+        raise ValueError(
+            f"Dims: width={dims.width} must be a multiple of 2 * heads={dims.heads}, and heads of "
+            f"kv_heads={dims.kv_heads}"
+        )
     kinds = ("", "selective", "full")
     return Workload(_decoder(dims), _run_decoder, dims.seq, "tokens", kinds, _set, dims)
 
@@ -113,9 +127,13 @@ def _of_config(given: Any, seq: int | None) -> Workload:
             f"plan() takes a module, zshard.Dims or a transformers config, got {given!r}; configs "
             "need transformers: pip install transformers"
         ) from error
-    config = given
+    config: Any = given
     if isinstance(given, str | Path):
+        if str(given).endswith(".json") and not Path(given).is_file():
+            raise FileNotFoundError(f"{given}: no such config: pass a file, a folder or a name")
         config = transformers.AutoConfig.from_pretrained(given)
+    if not isinstance(config, transformers.PretrainedConfig):
+        raise TypeError(f"plan() takes a module, zshard.Dims or a config, got {given!r}")
     with torch.device("meta"):
         make: Any = transformers.AutoModelForCausalLM
         model = make.from_config(config)
