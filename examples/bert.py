@@ -73,11 +73,15 @@ class Report(TrainerCallback):
     def __init__(self, run: common.Run) -> None:
         self.run = run
 
+    def on_train_begin(self, args: Any, state: Any, *_: Any, **more: Any) -> None:
+        self.run.first = state.global_step
+
     def on_step_begin(self, *_: Any, **more: Any) -> None:
         self.began = time.perf_counter()
 
-    def on_step_end(self, *_: Any, **more: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self.run.seconds.append(time.perf_counter() - self.began)
+        control.should_training_stop |= state.global_step >= self.run.args.stop_after
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
         if logs and "loss" in logs:
