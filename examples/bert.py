@@ -8,6 +8,7 @@ With `--strategy ddp` the Trainer wraps DDP around the model, as it always does.
 """
 
 import time
+from pathlib import Path
 from typing import Any
 
 import common
@@ -67,6 +68,13 @@ def sharded(run: common.Run, trainer: Any) -> Any:
     return zshard.transformers.shard(trainer, strategy=run.args.strategy)
 
 
+def resume(run: common.Run, trainer: Any, folder: Path | None) -> None:
+    """Train, from the newest checkpoint in the folder if there is one. The last one does not count,
+    as a Trainer that resumes from it trains a step beyond `max_steps`."""
+    saved = common.newest(folder, "checkpoint-*", but=f"checkpoint-{run.args.steps}")
+    trainer.train(resume_from_checkpoint=saved)
+
+
 class Report(TrainerCallback):
     """Hands losses, which are means over the ranks, and times of steps to the report."""
 
@@ -118,7 +126,7 @@ def train(run: common.Run) -> None:
         callbacks=[Report(run)],
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.train(resume_from_checkpoint=common.newest(args.resume, "checkpoint-*"))
+    resume(run, trainer, args.resume)
     reached = trainer.evaluate()["eval_accuracy"]
     chance = ("chance", 1 / len(packages.PACKAGES))
     run.result("held-out accuracy", reached, expected=EXPECTED, baseline=chance)

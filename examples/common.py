@@ -134,6 +134,7 @@ class Run:
             "strategy": args.strategy,
             "parameters": self.parameters,
             "first": self.first,
+            "steps": args.steps,
             "losses": [losses for _, losses in sides],
             "what": what,
             "value": value,
@@ -184,10 +185,11 @@ def save_picture(path: Path, numbers: dict[str, Any], draw: Any) -> None:
     pyplot.close(figure)
 
 
-def newest(folder: Path | None, pattern: str) -> str | None:
-    """The newest of a trainer's checkpoints of that name in a folder, if there is one."""
-    found = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime) if folder else []
-    return str(found[-1]) if found else None
+def newest(folder: Path | None, pattern: str, *, but: str = "") -> str | None:
+    """The newest of a trainer's checkpoints of that name in a folder, if there is one. but: the
+    name of one that does not count."""
+    found = [path for path in folder.glob(pattern) if path.name != but] if folder else []
+    return str(max(found, key=lambda path: path.stat().st_mtime)) if found else None
 
 
 def digits() -> Digits:

@@ -15,7 +15,7 @@ from typing import Any
 import common
 import corpus
 import torch
-from bert import Report, sharded
+from bert import Report, resume, sharded
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -108,8 +108,7 @@ def trained(
         **more,
     )
     made.remove_callback(PrinterCallback)
-    saved = common.newest(args.resume and args.resume / name, "checkpoint-*")
-    made.train(resume_from_checkpoint=saved)
+    resume(run, made, args.resume and args.resume / name)
     return made
 
 
