@@ -31,13 +31,18 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}
 Numbers = dict[str, Any]
 
 
+def command_of(name: str, strategy: str, flags: list[str], answer: Path) -> list[str]:
+    """The command that runs an example on two ranks, which write to `answer`."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(ROOT / "examples" / f"{name}.py")]
+    return [*command, "--strategy", strategy, "--json", str(answer), *flags]
+
+
 def run(name: str, strategy: str, flags: list[str], answer: Path) -> Numbers:
     """Run an example on two ranks, unless it was, and return what it writes as JSON."""
     if not answer.exists():
         answer.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", "2", str(ROOT / "examples" / f"{name}.py")]
-        command += ["--strategy", strategy, "--json", str(answer), *flags]
+        command = command_of(name, strategy, flags, answer)
         print(" ".join(command[3:]), flush=True)
         # An exit status of 1 may mean a result that is not reached, which is in the file.
         subprocess.run(command, env={**os.environ, **ENVIRONMENT}, check=False)

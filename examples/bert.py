@@ -8,6 +8,7 @@ With `--strategy ddp` the Trainer wraps DDP around the model, as it always does.
 """
 
 import time
+from pathlib import Path
 from typing import Any
 
 import common
@@ -67,17 +68,28 @@ def sharded(run: common.Run, trainer: Any) -> Any:
     return zshard.transformers.shard(trainer, strategy=run.args.strategy)
 
 
+def resume(run: common.Run, trainer: Any, folder: Path | None) -> None:
+    """Train, from the newest checkpoint in the folder if there is one. The last one does not count,
+    as a Trainer that resumes from it trains a step beyond `max_steps`."""
+    saved = common.newest(folder, "checkpoint-*", but=f"checkpoint-{run.args.steps}")
+    trainer.train(resume_from_checkpoint=saved)
+
+
 class Report(TrainerCallback):
     """Hands losses, which are means over the ranks, and times of steps to the report."""
 
     def __init__(self, run: common.Run) -> None:
         self.run = run
 
+    def on_train_begin(self, args: Any, state: Any, *_: Any, **more: Any) -> None:
+        self.run.first = state.global_step
+
     def on_step_begin(self, *_: Any, **more: Any) -> None:
         self.began = time.perf_counter()
 
-    def on_step_end(self, *_: Any, **more: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self.run.seconds.append(time.perf_counter() - self.began)
+        control.should_training_stop |= state.global_step >= self.run.args.stop_after
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
         if logs and "loss" in logs:
@@ -114,7 +126,7 @@ def train(run: common.Run) -> None:
         callbacks=[Report(run)],
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.train(resume_from_checkpoint=common.newest(args.resume, "checkpoint-*"))
+    resume(run, trainer, args.resume)
     reached = trainer.evaluate()["eval_accuracy"]
     chance = ("chance", 1 / len(packages.PACKAGES))
     run.result("held-out accuracy", reached, expected=EXPECTED, baseline=chance)

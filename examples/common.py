@@ -102,6 +102,11 @@ class Run:
                 extra = {"rng": zshard.rng_state(), "kept": self.kept}
                 zshard.save(args.save, model, optimizer, step=step + 1, extra=extra, keep_last=2)
 
+    def seed_of(self, step: int) -> int:
+        """A seed for this rank's random numbers in a step, where checkpoints have no random numbers
+        and a resumed run should draw those of an undisturbed one."""
+        return self.world * (1_000_003 * self.args.seed + step) + self.rank
+
     def log(self, loss: Tensor) -> None:
         """Keep this rank's loss of a step; rank 0 prints a few."""
         self.losses.append(loss.item())
@@ -129,6 +134,7 @@ class Run:
             "strategy": args.strategy,
             "parameters": self.parameters,
             "first": self.first,
+            "steps": args.steps,
             "losses": [losses for _, losses in sides],
             "what": what,
             "value": value,
@@ -179,10 +185,11 @@ def save_picture(path: Path, numbers: dict[str, Any], draw: Any) -> None:
     pyplot.close(figure)
 
 
-def newest(folder: Path | None, pattern: str) -> str | None:
-    """The newest of a trainer's checkpoints of that name in a folder, if there is one."""
-    found = sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime) if folder else []
-    return str(found[-1]) if found else None
+def newest(folder: Path | None, pattern: str, *, but: str = "") -> str | None:
+    """The newest of a trainer's checkpoints of that name in a folder, if there is one. but: the
+    name of one that does not count."""
+    found = [path for path in folder.glob(pattern) if path.name != but] if folder else []
+    return str(max(found, key=lambda path: path.stat().st_mtime)) if found else None
 
 
 def digits() -> Digits:
@@ -263,20 +270,21 @@ def grid(images: Tensor, columns: int) -> Tensor:
     return rows.transpose(1, 2).flatten(0, 1).flatten(1)
 
 
-def main(text: str, train: Callable[[Run], None], steps: int) -> None:
-    """Parse the flags, join the other ranks, and train. `text` is the example's docstring."""
-    args = parse(text, steps)
+def main(text: str, train: Callable[[Run], None], steps: int, strategy: str = "full_shard") -> None:
+    """Parse the flags, join the other ranks, and train. `text` is the example's docstring, `steps`
+    and `strategy` are defaults of flags."""
+    args = parse(text, steps, strategy)
     with process_group(), PeakMemory(files=False) as memory:
         if args.strategy == "plain" and dist.get_world_size() > 1:
             sys.exit("--strategy plain takes one rank: start it without torchrun")
         train(Run(args, memory))
 
 
-def parse(text: str, steps: int) -> argparse.Namespace:
+def parse(text: str, steps: int, strategy: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=text.splitlines()[0])
     add = parser.add_argument
-    choices = ["ddp", "plain", *STRATEGIES]
-    add("--strategy", choices=choices, default="full_shard", help="(default: %(default)s)")
+    choices = dict.fromkeys([strategy, "ddp", "plain", *STRATEGIES])
+    add("--strategy", choices=choices, default=strategy, help="(default: %(default)s)")
     add("--quick", action="store_true", help="a tiny model and a few steps: does it run?")
     add("--steps", type=int, help=f"steps to train (default: {steps}, with --quick 6)")
     add("--stop-after", type=int, help="stop early: the schedule stays that of --steps")

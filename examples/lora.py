@@ -15,7 +15,7 @@ from typing import Any
 import common
 import corpus
 import torch
-from bert import Report, sharded
+from bert import Report, resume, sharded
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -74,13 +74,17 @@ def samples(text: Tensor, count: int) -> Dataset:
     return Dataset.from_list([{"input_ids": window} for window in windows])
 
 
-def trainer_of(run: common.Run, model: Any, text: Tensor, held_out: Tensor, **more: Any) -> Any:
+def trained(
+    run: common.Run, name: str, model: Any, text: Tensor, held_out: Tensor, **more: Any
+) -> Any:
+    """A trainer that has trained; `name` is the folder of its checkpoints."""
+    args = run.args
     settings = SFTConfig(
-        "build/lora",
+        str(args.save / name if args.save else "build/lora"),
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
-        max_steps=run.args.steps,
+        max_steps=args.steps,
         per_device_train_batch_size=BATCH,
         optim="adamw_torch",  # fused, its last bit depends on where a shard ends
         max_grad_norm=0.0,  # with clipping, the last bit of the norm may differ from DDP's
@@ -88,10 +92,11 @@ def trainer_of(run: common.Run, model: Any, text: Tensor, held_out: Tensor, **mo
         lr_scheduler_type="cosine",
         max_length=LENGTH,
         logging_steps=1,
-        save_strategy="no",
+        save_strategy="steps" if args.save else "no",
+        save_steps=args.save_every,
         report_to="none",
         disable_tqdm=True,
-        seed=run.args.seed,
+        seed=args.seed,
     )
     made = sharded(run, SFTTrainer)(
         model=model,
@@ -103,6 +108,7 @@ def trainer_of(run: common.Run, model: Any, text: Tensor, held_out: Tensor, **mo
         **more,
     )
     made.remove_callback(PrinterCallback)
+    resume(run, made, args.resume and args.resume / name)
     return made
 
 
@@ -116,16 +122,14 @@ def train(run: common.Run) -> None:
     text, held_out = manual()
     model = llama(run.quick)
     run.note(model)
-    first = trainer_of(run, model, code, held_out)
-    first.train()
+    first = trained(run, "code", model, code, held_out)
     before = bits(first)
     plain = llama(run.quick)
     plain.load_state_dict(first.accelerator.get_state_dict(first.model_wrapped))
 
     adapters = {"r": RANK, "lora_alpha": 2 * RANK, "target_modules": "all-linear"}
     config = LoraConfig(task_type="CAUSAL_LM", **adapters)
-    second = trainer_of(run, plain, text, held_out, peft_config=config)
-    second.train()
+    second = trained(run, "manual", plain, text, held_out, peft_config=config)
     change = bits(second) - before
     what = f"held-out bits per byte by adapters, beside {before:.2f}"
     run.result(what, change, expected=EXPECTED, baseline=("without them", 0.0))

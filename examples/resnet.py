@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 EXPECTED = 0.93  # of held-out digits that are recognised; chance: 0.1
 BATCH = 64  # per rank
+SGD = {"lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4}
 
 
 class Block(nn.Module):
@@ -51,11 +52,16 @@ class ResNet(nn.Module):
         return self.head(self.blocks(self.stem(x)).mean((2, 3)))
 
 
+def most_frequent(answers: Tensor) -> tuple[str, float]:
+    """The trivial baseline."""
+    return "the most frequent digit", answers.bincount().max().item() / len(answers)
+
+
 def train(run: common.Run) -> None:
     (images, labels), (held_out, answers) = common.digits()
     images, labels = images[run.rank :: run.world], labels[run.rank :: run.world]
     model = run.wrap(ResNet(width=8 if run.quick else 32))
-    optimizer = run.optimizer("SGD", model, lr=0.05, momentum=0.9, weight_decay=5e-4)
+    optimizer = run.optimizer("SGD", model, **SGD)
 
     for _ in run.steps(model, optimizer):
         pixels, classes = common.draw_batch(BATCH, images, labels)
@@ -75,7 +81,7 @@ def train(run: common.Run) -> None:
         axes.imshow(common.grid(wrong, columns=max(1, min(8, len(wrong)))), cmap="gray_r")
         axes.set(xlabel="digits of rank 0 that are not recognised", xticks=[], yticks=[])
 
-    baseline = ("the most frequent digit", answers.bincount().max().item() / len(answers))
+    baseline = most_frequent(answers)
     accuracy = right.float().mean().item()
     run.result("held-out accuracy", accuracy, expected=EXPECTED, baseline=baseline, draw=draw)
 

@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ pytest.importorskip("sklearn", reason="the examples' digits")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NAMES = ["resnet", "simclr", "swav", "image_gpt", "deepspeech", "moe", "unet"]
 STRATEGIES = [strategy.value for strategy in zshard.ShardingStrategy]
+ENGINE = "gpt_deepspeed"  # stages of ZeRO alone; "config": that of ds_config.json, 3
+STAGES = ["config", "no_shard", "zero1", "shard_grad_op"]
 MINIMAL = EXAMPLES / "minimal.py"
 WORLD = 2
 
@@ -70,9 +73,10 @@ def of_ddp(known: dict[str, Numbers], pool2: RankPool, tmp_path: Path) -> Callab
     return run
 
 
-@pytest.mark.sampled(14)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled(16)
+@pytest.mark.parametrize(
+    ("name", "strategy"), [*product(NAMES, STRATEGIES), *product([ENGINE], STAGES)]
+)
 def test_losses_are_those_of_ddp(
     pool2: RankPool, of_ddp: Any, name: str, strategy: str, tmp_path: Path
 ) -> None:
@@ -100,8 +104,9 @@ def killed_at(step: int, name: str, flags: list[str]) -> None:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("strategy", ["ddp", "full_shard"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "strategy"), [*product(NAMES, ["ddp", "full_shard"]), (ENGINE, "config")]
+)
 def test_a_killed_run_resumes(
     pool2: RankPool, of_ddp: Any, name: str, strategy: str, tmp_path: Path
 ) -> None:
@@ -143,7 +148,7 @@ def test_plain_takes_one_rank(pool2: RankPool) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, ENGINE])
 def test_each_example_draws_a_picture(pool2: RankPool, name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     quick(pool2, name, tmp_path, "--picture", tmp_path / "made.png")
@@ -151,7 +156,7 @@ def test_each_example_draws_a_picture(pool2: RankPool, name: str, tmp_path: Path
 
 
 def test_examples_are_short_and_state_their_result() -> None:
-    for name in NAMES:
+    for name in [*NAMES, ENGINE]:
         text = (EXAMPLES / f"{name}.py").read_text()
         assert len(text.splitlines()) <= 150, name
         assert "\nEXPECTED = " in text, name

@@ -13,6 +13,7 @@ pytest.importorskip("accelerate", reason="needs zshard[trainers]: make test-trai
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NEEDS = {"bert": "transformers", "bert_lightning": "lightning", "lora": "trl"}
+NEEDS["resnet_lightning"] = "lightning"
 
 
 def quick(name: str, folder: Path, strategy: str, *flags: str) -> dict[str, Any]:
@@ -35,10 +36,13 @@ def test_losses_are_those_of_ddp(name: str, strategy: str, tmp_path: Path) -> No
     assert (ours["value"], ours["baseline"]) == (theirs["value"], theirs["baseline"])
 
 
-def test_a_stopped_run_resumes(tmp_path: Path) -> None:
-    """Lightning does not continue at the same batch within an epoch, so not bert_lightning."""
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("name", "steps"), [("bert", [3, 4, 5]), ("lora", [3, 4, 5, 9, 10, 11])])
+def test_a_run_resumes(name: str, steps: list[int], tmp_path: Path) -> None:
+    """Lightning does not continue at the same batch within an epoch, so not its examples."""
+    pytest.importorskip(NEEDS[name])
     saved = tmp_path / "saved"
-    whole = quick("bert", tmp_path, "full_shard", "--save", str(saved), "--save-every", "3")
-    (saved / "checkpoint-6").rename(tmp_path / "last")  # as if the run had been stopped before
-    resumed = quick("bert", tmp_path, "full_shard", "--resume", str(saved))
-    assert resumed["losses"][0] == whole["losses"][0][3:]
+    whole = quick(name, tmp_path, "full_shard", "--save", str(saved), "--save-every", "3")
+    resumed = quick(name, tmp_path, "full_shard", "--resume", str(saved))
+    assert resumed["losses"][0] == [whole["losses"][0][step] for step in steps]
+    assert (resumed["first"], resumed["value"]) == (3, whole["value"])
