@@ -1,6 +1,7 @@
 """python -m zshard run: start a script on several ranks (see run/launch.py).
 python -m zshard doctor: what is available, what zshard will use, and how to get the rest.
 python -m zshard ckpt: checkpoints (see checkpoint/cli.py).
+python -m zshard trace: merge traces of ranks, and report on them (see trace.py).
 
 Doctor prints the result of zshard.available_features(): every fact is queried or tried.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from zshard import trace
 from zshard.checkpoint import cli
 from zshard.doctor import report
 from zshard.run import launch
@@ -29,6 +31,7 @@ def main() -> int:
     )
     doctor.set_defaults(run=_doctor)
     cli.add_commands(commands)
+    trace.add_command(commands)
     args = parser.parse_args()
     status: int = args.run(args)
     return status
