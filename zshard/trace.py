@@ -319,45 +319,44 @@ def parts_of(name: str) -> tuple[str, str, str]:
 
 
 def own_times(ranges: Iterable[_Range]) -> Iterator[tuple[str, str, str, int]]:
-    """Yield each range's column, unit, peer, and the nanoseconds of it that are in no range within
+    """Yield each range's column, unit, name, and the nanoseconds of it that are in no range within
     it. A wait that names no unit is that of the range around it."""
-    open_: dict[int, list[list[Any]]] = {}  # by thread: [end, column, unit, peer, own time]
+    open_: dict[int, list[list[Any]]] = {}  # by thread: [end, column, unit, name, own time]
     for name, thread, begun, ended in sorted(ranges, key=lambda each: (each[2], -each[3])):
         stack = open_.setdefault(thread, [])
         while stack and stack[-1][0] <= begun:
             yield _own_time(stack.pop())
-        column, unit, whom = parts_of(name)
+        column, unit, _ = parts_of(name)
         if stack:
             stack[-1][4] -= min(ended, stack[-1][0]) - begun
             unit = unit or stack[-1][2]
-        stack.append([ended, column, unit, whom, ended - begun])
+        stack.append([ended, column, unit, name, ended - begun])
     for stack in open_.values():
         yield from map(_own_time, stack)
 
 
 def _own_time(entry: Sequence[Any]) -> tuple[str, str, str, int]:
-    _, column, unit, whom, nanoseconds = entry
-    return column, unit, whom, nanoseconds
+    _, column, unit, name, nanoseconds = entry
+    return column, unit, name, nanoseconds
 
 
 def _summary_of(trace: RankTrace) -> dict[str, Any]:
     units: dict[str, dict[str, float]] = {}
     waits: dict[tuple[str, str], list[int]] = {}
-    for column, unit, whom, nanoseconds in own_times(trace.ranges):
-        if column:
-            times = units.setdefault(unit, dict.fromkeys(_COLUMNS, 0.0))
-            times[column] += nanoseconds / 1e9
-        if whom:
-            waits.setdefault((unit, whom), []).append(nanoseconds)
+    for column, unit, name, nanoseconds in own_times(trace.ranges):
+        times = units.setdefault(unit, dict.fromkeys(_COLUMNS, 0.0))
+        times[column] += nanoseconds / 1e9
+        if column == "wait":
+            waits.setdefault((unit, name.removeprefix("zshard::")), []).append(nanoseconds)
     exposed = sum(times["wait"] for times in units.values())
     seconds = (trace.ended - trace.begun) / 1e9
     steps = sum(name == "optimizer.step" for name in map(_short, trace.ranges))
     listed: list[dict[str, Any]] = [
         {
-            **{"unit": unit, "for": whom, "count": len(each)},
+            **{"unit": unit, "for": parts_of(what)[2], "what": what, "count": len(each)},
             **{"seconds": sum(each) / 1e9, "longest": max(each) / 1e9},
         }
-        for (unit, whom), each in waits.items()
+        for (unit, what), each in waits.items()
     ]
     return {
         **{"rank": trace.rank, "seconds": seconds, "steps": steps},
@@ -385,7 +384,7 @@ def _text_of(summary: dict[str, Any]) -> str:
         lines.append(f"{each['unit'] or '-':{width}}{cells}")
     for each in summary["waits"][:_MOST_WAITS]:
         lines.append(
-            f"{1e3 * each['seconds']:8.2f} ms for {each['for']}, unit {each['unit'] or '-'}: "
-            f"{each['count']} waits, the longest {1e3 * each['longest']:.2f} ms"
+            f"{1e3 * each['seconds']:8.2f} ms in {each['count']}, the longest "
+            f"{1e3 * each['longest']:.2f} ms: {each['what']}"
         )
     return "\n".join(lines)

@@ -182,10 +182,10 @@ def test_a_wait_is_of_the_unit_around_it_and_counts_once() -> None:
         )
     )
     assert sorted(found) == [
-        ("calls", "", "", 10),
-        ("forward", "a", "", 20),
-        ("forward", "root", "", 50),
-        ("wait", "a", "rank 3", 30),
+        ("calls", "", "zshard::save", 10),
+        ("forward", "a", "zshard::forward (a)", 20),
+        ("forward", "root", "zshard::forward (root)", 50),
+        ("wait", "a", "zshard::wait for rank 3 to begin forward of 'Net'", 30),
     ]
 
 
