@@ -189,13 +189,30 @@ def test_a_wait_is_of_the_unit_around_it_and_counts_once() -> None:
     ]
 
 
-def test_clocks_of_hosts_are_told_apart_within_the_error() -> None:
+def test_bounds_hold_the_difference_of_two_clocks() -> None:
     ahead = 5_000_000
     first = [(0, 900), (1000, 1500), (2000, 2900)]
     other = [(100 - ahead, 800 - ahead), (1200 - ahead, 1600 - ahead), (1900 - ahead, 2700 - ahead)]
     shift, error = bounds(first, other)
     assert abs(shift - ahead) <= error < 500
     assert bounds([], []) == (0, 0)
+
+
+def merged_as_hosts() -> list[tuple[str, int, int]]:
+    os.environ["ZSHARD_HOST"] = f"host{dist.get_rank()}"
+    try:
+        with zshard.profile() as traced:
+            pass
+    finally:
+        del os.environ["ZSHARD_HOST"]
+    return [(each.host, each.shift, each.error) for each in traced.ranks]
+
+
+@ranks(2)
+def test_clocks_of_hosts_are_compared(pool: Any) -> None:
+    first, other = pool.run(merged_as_hosts)[0]
+    assert first == ("host0", 0, 0) and other[0] == "host1"
+    assert 0 <= abs(other[1]) <= other[2] < LATE * 1e9  # in truth they are one clock
 
 
 def files_of_two_hosts(folder: Any) -> list[str]:
