@@ -45,9 +45,10 @@ from zshard.ranks.wire import Wire
 from zshard.state.load_state_dict import load_state_dict
 from zshard.state.optimizer_names import load_optim_state_dict, optim_state_dict
 from zshard.strategy import ShardingStrategy
+from zshard.trace import profile
 from zshard.wrap.meta import uninitialized
 
-# Types that functions return (Loaded, SaveHandle, ShardParameter, ShardTensor) serve annotations.
+# Types that functions return serve annotations: Loaded, SaveHandle, ShardParameter, ShardTensor.
 __all__ = [
     "FSDP",
     "SGD",
@@ -81,6 +82,7 @@ __all__ = [
     "num_parameters",
     "optim_state_dict",
     "predict_memory",
+    "profile",
     "register_forward_method",
     "rng_state",
     "save",

@@ -2,6 +2,7 @@
 python -m zshard doctor: what is available, what zshard will use, and how to get the rest.
 python -m zshard plan: memory and speed on GPUs that need not be there (see planner/command.py).
 python -m zshard ckpt: checkpoints (see checkpoint/cli.py).
+python -m zshard trace: merge traces of ranks, and report on them (see trace.py).
 
 Doctor prints the result of zshard.available_features(): every fact is queried or tried.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from zshard import trace
 from zshard.checkpoint import cli
 from zshard.doctor import report
 from zshard.planner import command as planner
@@ -32,6 +34,7 @@ def main() -> int:
     doctor.set_defaults(run=_doctor)
     planner.add_command(commands)
     cli.add_commands(commands)
+    trace.add_command(commands)
     args = parser.parse_args()
     status: int = args.run(args)
     return status

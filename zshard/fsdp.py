@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zshard import _core, _patches
+from zshard import _core, _patches, trace
 from zshard.compat.attributes import TorchNames, names_without_module
 from zshard.compat.fsdp1 import Fsdp1Methods
 from zshard.guard.outside import NoDdp, refuse_ddp_around
@@ -221,6 +221,7 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         device_ids: Sequence[DeviceLike] | None = None,
     ) -> Wrapped[_M]:
         _patches.install()
+        trace.start_if_asked()
         check_use_orig_params(use_orig_params)
         check_module(module)
         refuse_half(module)

@@ -1,22 +1,35 @@
-/* profile.h - ranges that torch.profiler shows, as torch.profiler.record_function makes them.
+/* profile.h - ranges of what a rank does, for torch.profiler and for zshard.profile(); and what it has waited.
  *
- * The core knows no profiler. The shim registers one (shim/torch_profile.cpp); where none records on this thread a
- * range is NULL, and its name is never made. Names begin with "zshard::"; those of waits name the peer, so that a trace
- * shows which rank is late.
+ * The core knows no profiler. The shim registers torch's (shim/torch_profile.cpp), which shows ranges as
+ * torch.profiler.record_function makes them; a trace keeps them here until it stops. Where neither records, a range is
+ * NULL, and its name is never made. Names begin with "zshard::"; those of waits name the peer, so that a trace shows
+ * which rank is late.
  */
 #ifndef ZS_PROFILE_H
 #define ZS_PROFILE_H
 
 #include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
 
-typedef struct zs_profile zs_profile; /* a range that has begun */
+typedef struct zs_observed zs_observed; /* a range as torch's profiler has it */
 
 /* Any of them may be called by any thread. */
 typedef struct zs_profiler {
-    bool (*records)(void);                  /* on this thread? */
-    zs_profile *(*begin)(const char *name); /* new; NULL: it cannot */
-    void (*end)(zs_profile *range);         /* by the thread that began it; frees it */
+    bool (*records)(void);                   /* on this thread? */
+    zs_observed *(*begin)(const char *name); /* new; NULL: it cannot */
+    void (*end)(zs_observed *range);         /* by the thread that began it; frees it */
 } zs_profiler;
+
+/* A range. Times in nanoseconds of CLOCK_MONOTONIC, which all processes of a host share. */
+typedef struct zs_profile {
+    struct zs_profile *next;
+    zs_observed *observed; /* NULL: torch's profiler does not record it */
+    int64_t begun, ended;
+    int32_t thread; /* that began it, as the kernel numbers them */
+    unsigned trace; /* the trace that keeps it; 0: none */
+    char name[];
+} zs_profile;
 
 /* Has ranges shown by `profiler`, which lives for ever; once. */
 void zs_profile_by(const zs_profiler *profiler);
@@ -27,7 +40,33 @@ bool zs_profile_records(void);
 /* Begins a range; new. NULL if nothing records. */
 zs_profile *zs_profile_begin(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
+/* Begins a range that only a trace shows: another thread may end it, and others may begin within it and end later. */
+zs_profile *zs_profile_begin_loose(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
 /* Ends it; NULL allowed. */
 void zs_profile_end(zs_profile *range);
+
+/* Adds a range to the trace that began at `begun` and ends now; no-op without a trace. */
+void zs_profile_add(const char *name, int64_t begun);
+
+/* The time, in nanoseconds of CLOCK_MONOTONIC. */
+int64_t zs_profile_now(void);
+
+/* --- traces ------------------------------------------------------------------------------------------------------- */
+
+/* Starts a trace; false if one runs. */
+bool zs_profile_start(void);
+
+/* Stops it. Gives its ranges that are over, which the caller frees with free(), last first, and the number of those
+ * for which it had no room. */
+zs_profile *zs_profile_stop(size_t *lost);
+
+/* --- waits for other ranks, counted always ------------------------------------------------------------------------ */
+
+/* This thread has waited since `begun`. */
+void zs_profile_waited(int64_t begun);
+
+/* The nanoseconds that the threads of this process have waited. */
+int64_t zs_profile_all_waits(void);
 
 #endif

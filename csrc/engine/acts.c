@@ -10,6 +10,7 @@
 #include "engine/forward_writes.h"
 #include "engine/history.h"
 #include "engine/join.h"
+#include "engine/pace.h"
 #include "engine/recording.h"
 #include "engine/sample.h"
 #include "engine/spoiled.h"
@@ -187,6 +188,14 @@ static zs_engine *engine_of(zs_record *record)
     return zs_engine_of(zs_unit_of(record));
 }
 
+static zs_status pack(zs_record *record, int64_t i, bool anew, bool *first)
+{
+    zs_profile *range = zs_unit_profile(zs_unit_of(record), "pack");
+    zs_status status = zs_reduce_pack(record, i, anew, first);
+    zs_profile_end(range);
+    return status;
+}
+
 static zs_status gather(zs_record *record)
 {
     ZS_TRY(zs_join_unit(engine_of(record), ZS_JOIN_GATHER, record));
@@ -264,6 +273,7 @@ static zs_status post(zs_record *record)
     zs_profile *range = zs_unit_profile(unit, unit->record.is.replicated ? "all_reduce" : "reduce_scatter");
     zs_status status = zs_reduce_post(unit);
     zs_profile_end(range);
+    zs_pace_posted(unit);
     return status;
 }
 
@@ -350,6 +360,7 @@ static zs_status end(zs_schedule *schedule, zs_status reduced, zs_status deliver
     bool stepped = engine->history.in_pass, good = reduced == ZS_OK && !schedule->gave_up;
     zs_keep_gathered_settle(engine, good && engine->context.met);
     zs_history_reduced(engine, good);
+    if (good) zs_pace_reduced(engine, steps_in_backward(engine));
     zs_status status = step_rest(engine, reduced != ZS_OK ? reduced : delivered);
     if (status == ZS_OK) rest(engine);
     if (!stepped || steps_in_backward(engine)) return status;
@@ -373,7 +384,7 @@ const zs_actions zs_engine_actions = {
     .keep = keep,
     .bucket_new = bucket_new,
     .begin_round = begin_round,
-    .pack = zs_reduce_pack,
+    .pack = pack,
     .send_local = zs_reduce_send_local,
     .post = post,
     .share = share,

@@ -5,6 +5,7 @@
 #include "engine/acts.h"
 #include "engine/engine_inside.h"
 #include "engine/history.h"
+#include "engine/pace.h"
 #include "engine/pin.h"
 #include "engine/recording.h"
 #include "engine/spoiled.h"
@@ -28,6 +29,7 @@ static zs_status before_backward_hook(void *pointer, int64_t stamp)
     if (zs_grad_mode()) ZS_TRY(zs_recording_backward(unit, stamp));
     ZS_TRY(zs_context_follow(unit->context));
     ZS_TRY(zs_schedule_begin_backward(schedule_of(unit)));
+    zs_pace_backward(unit);
     if (!unit->record.early.over) ZS_TRY(zs_pin_check(unit));
     return zs_schedule_backward(schedule_of(unit), &unit->record, stamp);
 }
@@ -139,6 +141,7 @@ static zs_status backward_end_hook(void *pointer, int64_t arg)
         ZS_ALSO(status, zs_schedule_end(&engine->context.schedule));
     else
         abandon_backward(engine);
+    zs_pace_backward_end(engine);
     show(&engine->context);
     return status;
 }
@@ -189,5 +192,6 @@ zs_status zs_engine_before_step(zs_engine *engine)
 {
     ZS_TRY(zs_engine_settle(engine));
     ZS_TRY(zs_engine_check_spoiled(engine));
+    zs_pace_step(engine);
     return zs_writing_begin(engine);
 }

@@ -115,6 +115,10 @@ zs_status zs_engine_settle(zs_engine *engine);
 zs_status zs_engine_write_begin(zs_engine *engine);
 void zs_engine_write_end(zs_engine *engine);
 
+/* Nanoseconds between the last two optimizer steps, and of them those that this process waited for others; of several
+ * steps after one backward the first counts. false: there were no two. */
+bool zs_engine_pace(const zs_engine *engine, int64_t *step, int64_t *waited);
+
 /* zs_engine_write_begin for an optimizer's step. ZS_ERR_STATE if .grad holds a failed backward's result. */
 zs_status zs_engine_before_step(zs_engine *engine);
 

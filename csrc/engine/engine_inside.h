@@ -32,6 +32,12 @@ typedef struct zs_history {
     bool in_pass;      /* a hook of the running backward made a step */
 } zs_history;
 
+/* The last two optimizer steps, each with its time and all waits until then; times as in profile.h, 0: none. */
+typedef struct zs_pace {
+    int64_t last, last_waits, before, before_waits;
+    bool due; /* a backward has ended since */
+} zs_pace;
+
 typedef struct zs_join zs_join; /* see join.h */
 
 /* See engine.h. */
@@ -43,7 +49,10 @@ struct zs_engine {
     bool reading;      /* a reader session is open */
     bool spoiled;      /* a failed backward left gradients that must not be used */
     zs_history history;
-    uint64_t sample; /* (sampled) of the shards after the last known write; see sample.h */
+    zs_pace pace;
+    zs_profile *backward, *unit_backward; /* ranges of the backward that runs, and of its unit; NULL: none */
+    const zs_unit *in_backward;           /* the unit of the latter; compared only */
+    uint64_t sample;                      /* (sampled) of the shards after the last known write; see sample.h */
     bool sampled;
     bool writing;   /* a write has begun, and neither it nor a pass has ended it */
     bool by_hand;   /* a script has written to shards since the last pass or known write */

@@ -47,6 +47,7 @@ int zs_py_nccl_init(PyObject *module);
 int zs_py_cuda_init(PyObject *module);
 int zs_py_files_init(PyObject *module);
 int zs_py_script_init(PyObject *module);
+int zs_py_trace_init(PyObject *module);
 
 /* Called by waits, which run without the GIL: has Ctrl-C been pressed? On the main thread this sets its exception. */
 bool zs_py_interrupted(void);

@@ -8,8 +8,8 @@ extern "C" {
 #include "shim/torch_profile.h"
 }
 
-struct zs_profile {
-    zs_profile(at::StepCallbacks &&observers, const char *text) : name(text), range(std::move(observers))
+struct zs_observed {
+    zs_observed(at::StepCallbacks &&observers, const char *text) : name(text), range(std::move(observers))
     {
         range.before(std::string_view(name));
     }
@@ -25,18 +25,18 @@ bool records()
 }
 
 // A range that a profiler misses must not end a training run.
-zs_profile *begin(const char *name)
+zs_observed *begin(const char *name)
 {
     auto observers = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
     if (!observers.has_value()) return nullptr;
     try {
-        return new zs_profile(std::move(*observers), name);
+        return new zs_observed(std::move(*observers), name);
     } catch (...) {
         return nullptr;
     }
 }
 
-void end(zs_profile *range)
+void end(zs_observed *range)
 {
     delete range;
 }

@@ -25,7 +25,14 @@ PUBLIC = {
     *("PeerTimeoutError", "ShardError"),
     *("save", "load", "latest_checkpoint", "rng_state", "set_rng_state"),
     *("load_state_dict", "optim_state_dict", "load_optim_state_dict"),
-    *("predict_memory", "available_features", "register_forward_method", "uninitialized", "wrap"),
+    *(
+        "predict_memory",
+        "profile",
+        "available_features",
+        "register_forward_method",
+        "uninitialized",
+        "wrap",
+    ),
     *("full_tensor", "named_norms", "num_parameters", "shard_info", "to_local"),
     "whole_named_parameters",
 }

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zshard import _core
 from zshard.memory.report import memory_of, memory_table, summary_of
 from zshard.model.join import join
-from zshard.optim.clip import clip_grad_norm
+from zshard.optim.clip import clip_grad_norm, last_norm
 from zshard.optim.in_backward import OptimizerInBackward
 from zshard.precision import cast_arguments
 from zshard.units.open_forwards import call_between_hooks, call_guarded
@@ -139,6 +139,34 @@ class ModelMethods(nn.Module):
         Raises ValueError if `what` is something else.
         """
         return memory_of(self, what)
+
+    def metrics(self) -> dict[str, float]:
+        """Return what this rank knows of the last step, as numbers for a logger.
+
+        Call it after optimizer.step(), as often as you log; it communicates nothing.
+
+        Returns:
+            A dict, without what is not known yet, which TensorBoard and Weights & Biases take as it
+            is:
+
+            "seconds/step": between the last two optimizer steps, each the first after a backward.
+            "seconds/wait": of these, what this process waited for other ranks or for bytes on their
+                way, in all its models. What a GPU waits in its queue does not count.
+            "grad_norm": the norm before clipping, of the last clip_grad_norm_() of the model,
+                whichever function did it. On GPUs, reading it waits for the GPU.
+            "memory/now/total", "memory/peak/total", ...: the parts of memory(), in bytes.
+        """
+        found: dict[str, float] = {}
+        pace = _core.pace(state_of(self).unit.engine)
+        if pace is not None:
+            found["seconds/step"], found["seconds/wait"] = pace
+        norm = last_norm(self.parameters())
+        if norm is not None:
+            found["grad_norm"] = float(norm)
+        for what in ("now", "peak"):
+            for part, size in self.memory(what).items():
+                found[f"memory/{what}/{part}"] = float(size)
+        return found
 
     # --- units ------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import utils as nn_utils
 from torch.nn.utils import clip_grad
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zshard import _core
 from zshard._errors import ShardError
@@ -32,7 +33,7 @@ from zshard.ranks.agreement import PublicCall
 from zshard.ranks.transports import ranks_of
 from zshard.units.shards import Part, known_parts, part_of
 
-__all__ = ["clip_by", "clip_grad_norm", "install", "norm_over_ranks"]
+__all__ = ["clip_by", "clip_grad_norm", "install", "last_norm", "norm_over_ranks"]
 
 # torch's functions within the wrappers that turn gradients off.
 _wrappers: object = clip_grad
@@ -96,7 +97,22 @@ def clip_grad_norm(
     # Reading the norm would wait for a GPU. Not < 1: NaN reaches the gradients, as in torch.
     if total.is_cuda or _core.on_gpu(grads) or not max_norm / (total + 1e-6) >= 1:
         clip_grad._clip_grads_with_norm_(params, max_norm, total)
+    _note_norm(params, total)
     return total
+
+
+_norms = WeakTensorKeyDictionary()
+"""The last norm of each list of parameters that was clipped, by the first of them."""
+
+
+def _note_norm(params: Sequence[Tensor], total: Tensor) -> None:
+    if params:
+        _norms[params[0]] = total
+
+
+def last_norm(params: Iterable[Tensor]) -> Tensor | None:
+    """Return the norm of the last clipping of a list that began with one of these parameters."""
+    return next((_norms[param] for param in params if param in _norms), None)
 
 
 def _refuse_other_shards(tensors: Iterable[Tensor]) -> None:
@@ -170,6 +186,7 @@ def _clip_grads_with_norm_(
     _refuse_foreign(params)  # torch's clip_grad_norm_ calls this before it scales anything
     _refuse_other_ranks(params)
     say_clip(params, max_norm, total_norm)
+    _note_norm(params, total_norm)
     clip_by(params, max_norm, total_norm, foreach)
 
 

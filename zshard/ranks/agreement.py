@@ -14,6 +14,7 @@ import functools
 import hashlib
 import json
 import pickle
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -33,7 +34,8 @@ _R = TypeVar("_R")
 
 class PublicCall:
     """Context manager or decorator: exchanges within it are part of this public call, such as
-    "save()", for messages, and other ranks must be in the same call. The outermost one counts.
+    "save()", for messages and traces, and other ranks must be in the same call. The outermost one
+    counts.
     """
 
     def __init__(self, name: str) -> None:
@@ -41,10 +43,12 @@ class PublicCall:
 
     def __enter__(self) -> None:
         self._is_outermost = _core.begin_call(self._name)
+        self._begun = time.monotonic_ns()
 
     def __exit__(self, *error: object) -> None:
         if self._is_outermost:
             _core.end_call()
+            _core.trace_add(f"zshard::{self._name.removesuffix('()')}", self._begun)
 
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(function)

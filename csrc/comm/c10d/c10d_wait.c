@@ -158,8 +158,11 @@ static zs_profile *begin_range(const zs_c10d_turn *turn, bool small)
 static zs_status finish(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *work, zs_mem *memory,
                         zs_c10d_stall *stall)
 {
-    zs_profile *range = zs_work_done(work) ? NULL : begin_range(turn, stall != NULL);
+    bool waits = !zs_work_done(work);
+    zs_profile *range = waits ? begin_range(turn, stall != NULL) : NULL;
+    int64_t begun = waits ? zs_profile_now() : 0;
     zs_status status = wait_for(comm, turn, work, memory, stall);
+    if (waits) zs_profile_waited(begun);
     zs_profile_end(range);
     return status;
 }
@@ -204,9 +207,11 @@ zs_status zs_c10d_watch_turn(zs_c10d_comm *comm, const zs_c10d_turn *turn, const
     if (until->arrived(until->arg, 0)) return ZS_OK;
     zs_c10d_stall stall = {0};
     zs_profile *range = begin_range(turn, true);
+    int64_t begun = zs_profile_now();
     atomic_store_explicit(&comm->base.waiting, true, memory_order_relaxed);
     zs_status status = watch(comm, turn, until, comm->base.timeout, &stall);
     atomic_store_explicit(&comm->base.waiting, false, memory_order_relaxed);
+    zs_profile_waited(begun);
     zs_profile_end(range);
     zs_c10d_stall_end(&stall);
     return status;

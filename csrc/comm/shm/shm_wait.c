@@ -205,7 +205,9 @@ static zs_status wait_for(zs_shm *shm, zs_shm_act act, bool *reached)
     zs_shm_note(shm, act);
     atomic_fetch_add(&own->wait_id, 1); /* odd: from here on the act above is a wait */
     zs_profile *range = profile(shm, act);
+    int64_t begun = zs_profile_now();
     zs_status status = sleep_until_done(shm, act, reached);
+    zs_profile_waited(begun);
     zs_profile_end(range);
     if (status != ZS_OK) shm->base.failed = true;
     zs_shm_get_up(shm);

@@ -1,0 +1,54 @@
+/* pace.c - see pace.h. */
+#include "engine/pace.h"
+
+#include "engine/engine_inside.h"
+
+static void end(zs_profile **range)
+{
+    zs_profile_end(*range);
+    *range = NULL;
+}
+
+void zs_pace_backward(zs_unit *unit)
+{
+    zs_engine *engine = zs_engine_of(unit);
+    end(&engine->unit_backward);
+    if (engine->backward == NULL) engine->backward = zs_profile_begin_loose("zshard::backward");
+    engine->unit_backward = zs_profile_begin_loose("zshard::backward (%s)", *unit->name ? unit->name : "root");
+    engine->in_backward = unit;
+}
+
+void zs_pace_posted(const zs_unit *unit)
+{
+    zs_engine *engine = zs_engine_of(unit);
+    if (engine->in_backward == unit) end(&engine->unit_backward);
+}
+
+void zs_pace_backward_end(zs_engine *engine)
+{
+    end(&engine->unit_backward);
+    end(&engine->backward);
+}
+
+void zs_pace_reduced(zs_engine *engine, bool stepped)
+{
+    engine->pace.due = true;
+    if (stepped) zs_pace_step(engine);
+}
+
+void zs_pace_step(zs_engine *engine)
+{
+    zs_pace *pace = &engine->pace;
+    if (!pace->due) return;
+    *pace = (zs_pace){.last = zs_profile_now(),
+                      .last_waits = zs_profile_all_waits(),
+                      .before = pace->last,
+                      .before_waits = pace->last_waits};
+}
+
+bool zs_engine_pace(const zs_engine *engine, int64_t *step, int64_t *waited)
+{
+    *step = engine->pace.last - engine->pace.before;
+    *waited = engine->pace.last_waits - engine->pace.before_waits;
+    return engine->pace.before != 0;
+}

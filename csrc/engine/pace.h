@@ -1,0 +1,25 @@
+/* pace.h - what a trace shows of a backward, and the time between optimizer steps. */
+#ifndef ZS_PACE_H
+#define ZS_PACE_H
+
+#include "unit/context.h"
+
+typedef struct zs_engine zs_engine;
+
+/* The backward of a forward of the unit begins: from here on, until another unit's begins or this one's gradients are
+ * handed over, a trace shows the time as that unit's. */
+void zs_pace_backward(zs_unit *unit);
+
+/* The unit's gradients have been handed over. */
+void zs_pace_posted(const zs_unit *unit);
+
+/* The backward, or what is left of one that failed, is over: ends its ranges. */
+void zs_pace_backward_end(zs_engine *engine);
+
+/* The gradients of a backward are there; `stepped`: it has made the optimizer's step. */
+void zs_pace_reduced(zs_engine *engine, bool stepped);
+
+/* An optimizer steps the model now. */
+void zs_pace_step(zs_engine *engine);
+
+#endif

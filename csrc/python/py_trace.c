@@ -1,0 +1,81 @@
+/* py_trace.c - traces for zshard/trace.py, and the numbers of model.metrics(). */
+#include "base/profile.h"
+#include "engine/engine.h"
+#include "python/py_engine.h"
+#include "python/py_util.h"
+
+PyDoc_STRVAR(trace_start_doc, "trace_start($module, /)\n--\n\nStart to record ranges. Return False if a trace runs.");
+
+static PyObject *trace_start(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    return PyBool_FromLong(zs_profile_start());
+}
+
+/* Appends a range; -1 with an exception. */
+static int append(PyObject *list, const zs_profile *range)
+{
+    PyObject *name = PyUnicode_DecodeUTF8(range->name, (Py_ssize_t)strlen(range->name), "replace");
+    PyObject *entry = name == NULL ? NULL
+                                   : Py_BuildValue("(NiLL)", name, (int)range->thread, (long long)range->begun,
+                                                   (long long)range->ended);
+    int result = entry != NULL ? PyList_Append(list, entry) : -1;
+    Py_XDECREF(entry);
+    return result;
+}
+
+PyDoc_STRVAR(trace_stop_doc,
+             "trace_stop($module, /)\n--\n\nStop the trace. Return its ranges that are over, as (name, thread, begin, "
+             "end) in nanoseconds of CLOCK_MONOTONIC, last first, and the number of ranges that it had no room for.");
+
+static PyObject *trace_stop(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    size_t lost;
+    PyObject *list = PyList_New(0);
+    for (zs_profile *range = zs_profile_stop(&lost), *next; range != NULL; range = next) {
+        if (list != NULL && append(list, range) < 0) Py_CLEAR(list);
+        next = range->next;
+        free(range);
+    }
+    return list != NULL ? Py_BuildValue("(Nn)", list, (Py_ssize_t)lost) : NULL;
+}
+
+PyDoc_STRVAR(trace_add_doc, "trace_add($module, name, begun, /)\n--\n\nAdd a range that began at `begun`, a result of "
+                            "time.monotonic_ns(), and ends now. No-op without a trace.");
+
+static PyObject *trace_add(PyObject *module, PyObject *args)
+{
+    (void)module;
+    const char *name;
+    long long begun;
+    if (!PyArg_ParseTuple(args, "sL:trace_add", &name, &begun)) return NULL;
+    zs_profile_add(name, begun);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(pace_doc, "pace($module, engine, /)\n--\n\nReturn the seconds between the model's last two optimizer "
+                       "steps, and of them those that the process waited for other ranks; None if there were no two.");
+
+static PyObject *pace(PyObject *module, PyObject *object)
+{
+    (void)module;
+    zs_engine *engine = zs_py_engine(object);
+    if (engine == NULL) return NULL;
+    int64_t step, waited;
+    if (!zs_engine_pace(engine, &step, &waited)) Py_RETURN_NONE;
+    return Py_BuildValue("(dd)", (double)step / 1e9, (double)waited / 1e9);
+}
+
+static PyMethodDef functions[] = {
+    {"trace_start", trace_start, METH_NOARGS, trace_start_doc},
+    {"trace_stop", trace_stop, METH_NOARGS, trace_stop_doc},
+    {"trace_add", trace_add, METH_VARARGS, trace_add_doc},
+    {"pace", pace, METH_O, pace_doc},
+    {0},
+};
+
+int zs_py_trace_init(PyObject *module)
+{
+    return PyModule_AddFunctions(module, functions);
+}

@@ -1,0 +1,269 @@
+"""zshard.profile(), ZSHARD_TRACE, `python -m zshard trace`, and model.metrics()."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import sys
+import time
+import warnings
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import CASES, train, wrapped
+from nursery import fork_ranks
+from spawn import ranks
+
+import zshard
+from zshard import _core, trace
+from zshard.trace import RankTrace, Trace, bounds, own_times
+
+LATE = 1.0  # seconds: far more than a busy machine delays the other rank by
+
+
+def made(transport: str = "shm", strategy: str = "full_shard") -> tuple[Any, Any]:
+    model = wrapped(CASES["net"].make, (strategy, transport), auto_wrap_policy="auto")
+    return model, torch.optim.SGD(model.parameters(), 0.1)
+
+
+def step(model: Any, optimizer: Any) -> None:
+    train(model, CASES["net"], optimizer, dist.get_rank(), steps=1)
+
+
+def recorded(transport: str, file: str) -> tuple[list[RankTrace], str]:
+    """What each rank has of two steps, with rank 1 late for the second."""
+    model, optimizer = made(transport)
+    step(model, optimizer)
+    with zshard.profile(file) as traced:
+        step(model, optimizer)
+        time.sleep(LATE if dist.get_rank() == 1 else 0)
+        step(model, optimizer)
+    return traced.ranks, traced.to_json()
+
+
+@ranks(2)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_rank_0_has_all_ranks(pool: Any, tmp_path: Any, transport: str) -> None:
+    file = tmp_path / "trace.json.gz"
+    (all_ranks, text), (own, _) = pool.run(recorded, transport, str(file))
+    assert [each.rank for each in all_ranks] == [0, 1] and [each.rank for each in own] == [1]
+    assert all_ranks[1].ranges == own[0].ranges
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json.gz"]
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    for each in all_ranks:
+        check_ranges(each)
+    summary = json.loads(text)
+    check_waits(summary, "rank 1" if transport == "shm" else "all ranks")
+    assert Trace(all_ranks).report().startswith("rank 0: ")
+
+
+def check_ranges(each: RankTrace) -> None:
+    """Each unit has its ranges, and those of a thread are nested or apart."""
+    names = [name.removeprefix("zshard::") for name, *_ in each.ranges]
+    units = {name[9:-1] for name in names if name.startswith("forward (")}
+    assert "root" in units and len(units) > 2
+    for unit in units - {"root"}:
+        kinds = ("forward", "all_gather", "unshard", "backward", "pack", "reduce_scatter")
+        for kind in (*kinds, "sum_gradients"):
+            assert f"{kind} ({unit})" in names, (kind, unit, names)
+    assert names.count("optimizer.step") == names.count("backward") == 2
+    open_: dict[int, list[int]] = {}
+    for name, thread, begun, ended in sorted(each.ranges, key=lambda of: (of[2], -of[3])):
+        assert each.begun <= begun <= ended <= each.ended
+        stack = open_.setdefault(thread, [])
+        while stack and stack[-1] <= begun:
+            stack.pop()
+        assert not stack or ended <= stack[-1], name
+        stack.append(ended)
+
+
+def check_waits(summary: Any, whom: str) -> None:
+    first, second = summary
+    assert first["exposed_seconds"] > second["exposed_seconds"]
+    assert first["steps"] == second["steps"] == 2
+    longest = first["waits"][0]
+    assert longest["for"] == whom and longest["unit"] == "root"
+    assert longest["seconds"] >= longest["longest"] > LATE / 2
+    waited = sum(unit["wait"] for unit in first["units"])
+    assert waited == pytest.approx(first["exposed_seconds"]) and first["exposed_share"] < 1
+
+
+@ranks(2)
+def test_ranks_are_on_one_clock(pool: Any, tmp_path: Any) -> None:
+    (first, second), _ = pool.run(recorded, "shm", str(tmp_path / "trace.json"))[0]
+    wait = max((e - b, b, e) for name, _, b, e in first.ranges if "wait for rank 1" in name)
+    begins = [b for name, _, b, _ in second.ranges if name == "zshard::forward (root)"]
+    assert any(wait[1] < begun < wait[2] for begun in begins)
+
+
+def stopped() -> None:
+    _core.trace_stop()
+
+
+def nothing_outside() -> list[int]:
+    model, optimizer = made()
+    step(model, optimizer)
+    with zshard.profile(merge=False) as empty:
+        pass
+    stop = next(model.children()).register_forward_pre_hook(lambda *_: stopped())
+    with zshard.profile() as cut:
+        step(model, optimizer)
+    stop.remove()
+    with zshard.profile() as again, pytest.raises(RuntimeError, match="a trace runs already"):
+        zshard.profile().__enter__()
+    return [len(each.ranks[0].ranges) for each in (empty, cut, again)]
+
+
+@ranks(2)
+def test_only_what_runs_within_is_recorded(pool: Any) -> None:
+    assert pool.run(nothing_outside) == [[0, 0, 0]] * 2
+
+
+def left_by_one(file: str) -> tuple[list[int], list[str]]:
+    model, optimizer = made()
+    traced = zshard.profile(file)
+    with warnings.catch_warnings(record=True) as seen, contextlib.suppress(ValueError), traced:
+        step(model, optimizer)
+        if dist.get_rank() == 1:
+            raise ValueError("out of data")
+    said = [str(each.message) for each in seen]
+    with zshard.profile() as after:  # the ranks meet again
+        step(model, optimizer)
+    return [len(traced.ranks), len(after.ranks)], said
+
+
+@ranks(2)
+def test_exception_on_one_rank_leaves_each_its_own(pool: Any, tmp_path: Any) -> None:
+    (first, said), (second, _) = pool.run(left_by_one, str(tmp_path / "a.json"))
+    assert [first, second] == [[1, 2], [1, 1]]
+    assert "rank 1 left by ValueError" in said[0]
+    assert {path.name for path in tmp_path.iterdir()} == {"a.rank0.json", "a.rank1.json"}
+
+
+def measured(strategy: str) -> tuple[dict[str, float], float, dict[str, float]]:
+    model, optimizer = made("shm", strategy)
+    before = model.metrics()
+    norm = torch.tensor(0.0)
+    for _ in range(3):
+        train(model, CASES["net"], torch.optim.SGD(model.parameters(), 0.0), dist.get_rank(), 1)
+        time.sleep(LATE / 10 if dist.get_rank() == 1 else 0)
+        norm = model.clip_grad_norm_(1.0)
+        optimizer.step()
+    return before, float(norm), model.metrics()
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_metrics(pool: Any, strategy: str) -> None:
+    (before, norm, first), (_, _, second) = pool.run(measured, strategy)
+    assert not before.keys() & {"seconds/step", "seconds/wait", "grad_norm"}
+    assert first["seconds/wait"] > second["seconds/wait"] >= 0
+    assert first["seconds/step"] > first["seconds/wait"] > LATE / 20
+    assert first["grad_norm"] == second["grad_norm"] == norm
+    assert first["memory/peak/total"] >= first["memory/now/total"] > 0
+    assert all(type(value) is float for value in first.values())
+
+
+def test_a_wait_is_of_the_unit_around_it_and_counts_once() -> None:
+    found = list(
+        own_times(
+            [
+                ("zshard::forward (root)", 7, 0, 100),
+                ("zshard::forward (a)", 7, 10, 60),
+                ("zshard::wait for rank 3 to begin forward of 'Net'", 7, 20, 50),
+                ("zshard::save", 8, 30, 40),
+            ]
+        )
+    )
+    assert sorted(found) == [
+        ("calls", "", "zshard::save", 10),
+        ("forward", "a", "zshard::forward (a)", 20),
+        ("forward", "root", "zshard::forward (root)", 50),
+        ("wait", "a", "zshard::wait for rank 3 to begin forward of 'Net'", 30),
+    ]
+
+
+def test_bounds_hold_the_difference_of_two_clocks() -> None:
+    ahead = 5_000_000
+    first = [(0, 900), (1000, 1500), (2000, 2900)]
+    other = [(100 - ahead, 800 - ahead), (1200 - ahead, 1600 - ahead), (1900 - ahead, 2700 - ahead)]
+    shift, error = bounds(first, other)
+    assert abs(shift - ahead) <= error < 500
+    assert bounds([], []) == (0, 0)
+
+
+def merged_as_hosts() -> list[tuple[str, int, int]]:
+    os.environ["ZSHARD_HOST"] = f"host{dist.get_rank()}"
+    try:
+        with zshard.profile() as traced:
+            pass
+    finally:
+        del os.environ["ZSHARD_HOST"]
+    return [(each.host, each.shift, each.error) for each in traced.ranks]
+
+
+@ranks(2)
+def test_clocks_of_hosts_are_compared(pool: Any) -> None:
+    first, other = pool.run(merged_as_hosts)[0]
+    assert first == ("host0", 0, 0) and other[0] == "host1"
+    assert 0 <= abs(other[1]) <= other[2] < LATE * 1e9  # in truth they are one clock
+
+
+def files_of_two_hosts(folder: Any) -> list[str]:
+    """Files of two ranks, that of the second with a clock of its own; both did this at one time."""
+    names = []
+    for rank, clock in enumerate((0, 5_000_000_000)):
+        ranges = [("zshard::forward (root)", 9, clock + 2000, clock + 3500)]
+        own = RankTrace(rank, f"host{rank}", 9, clock, clock + 9000, 10**18 - clock, 0, ranges)
+        names.append(str(folder / f"rank{rank}.json"))
+        Trace([own]).export(names[-1])
+    return names
+
+
+def test_command_merges_files(tmp_path: Any, monkeypatch: Any, capsys: Any) -> None:
+    names = files_of_two_hosts(tmp_path)
+    out = str(tmp_path / "merged.json")
+    monkeypatch.setattr(sys, "argv", ["zshard", "trace", "--json", "-o", out, *names])
+    from zshard.__main__ import main
+
+    assert main() == 0
+    assert [each["rank"] for each in json.loads(capsys.readouterr().out)] == [0, 1]
+    with open(out) as opened:
+        events = [each for each in json.load(opened)["traceEvents"] if each["ph"] == "X"]
+    assert [(each["pid"], each["ts"], each["dur"]) for each in events] == [(0, 2, 1.5), (1, 2, 1.5)]
+    again = trace.read([out])
+    assert [each.ranges for each in again.ranks] == [
+        each.ranges for each in trace.read(names).ranks
+    ]
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(ValueError, match="no trace of zshard's"):
+        trace.read([tmp_path / "other.json"])
+
+
+def traced_by_environment() -> None:
+    dist.init_process_group("gloo")
+    model, optimizer = made()
+    step(model, optimizer)
+    with pytest.raises(RuntimeError, match="ZSHARD_TRACE"), zshard.profile():
+        pass
+    dist.destroy_process_group()
+
+
+def test_environment_traces_until_exit(tmp_path: Any) -> None:
+    file = tmp_path / "run.json"
+    done = fork_ranks(traced_by_environment, 2, env={"ZSHARD_TRACE": str(file)})
+    assert [each.returncode for each in done] == [0, 0], done
+    names = sorted(os.listdir(tmp_path))
+    assert names == ["run.rank0.json", "run.rank1.json"]
+    merged = trace.read(tmp_path / name for name in names)
+    assert [each.rank for each in merged.ranks] == [0, 1]
+    for each in merged.ranks:
+        kinds = [name for name, *_ in each.ranges]
+        assert kinds.count("optimizer.step") == 1 and "forward (root)" in kinds
+        assert all(a[2] <= b[3] for a, b in pairwise(each.ranges))
