@@ -209,11 +209,14 @@ def _merged(own: RankTrace, kind: type[BaseException] | None) -> list[RankTrace]
     dist.gather_object((tuple(own), rounds), room)
     if room is None:
         return []
-    found = []
-    for each, met in room:
-        shift, error = bounds(room[0][1], met)
-        found.append(RankTrace(*each)._replace(shift=shift, error=error))
-    return found
+    found = [(RankTrace(*each), met) for each, met in room]
+    known = {own.host: (0, 0)}  # all ranks of a host have its clock
+    for each, met in found:
+        if each.host not in known:
+            known[each.host] = bounds(rounds, met)
+    return [
+        each._replace(shift=known[each.host][0], error=known[each.host][1]) for each, _ in found
+    ]
 
 
 _Meeting = tuple[int, int]  # when this rank entered a barrier, and left it
@@ -230,9 +233,7 @@ def _meetings() -> list[_Meeting]:
 
 def bounds(first: Sequence[_Meeting], other: Sequence[_Meeting]) -> tuple[int, int]:
     """Return how far the clock of the first rank is ahead of the other's, and the error of that at
-    most, in nanoseconds. Each has been in the same barriers; in none, they share a clock."""
-    if first is other or not first:
-        return 0, 0
+    most, in nanoseconds. Both have been in the same barriers."""
     pairs = list(zip(first, other, strict=True))
     most = min(left - entered for (_, left), (entered, _) in pairs)
     least = max(entered - left for (entered, _), (_, left) in pairs)

@@ -46,6 +46,9 @@ zs_profile *zs_profile_begin_loose(const char *format, ...) __attribute__((forma
 /* Ends it; NULL allowed. */
 void zs_profile_end(zs_profile *range);
 
+/* Frees a loose range; no trace keeps it. NULL allowed. */
+void zs_profile_drop(zs_profile *range);
+
 /* Adds a range to the trace that began at `begun` and ends now; no-op without a trace. */
 void zs_profile_add(const char *name, int64_t begun);
 

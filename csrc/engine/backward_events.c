@@ -186,6 +186,7 @@ zs_status zs_engine_write_begin(zs_engine *engine)
 void zs_engine_write_end(zs_engine *engine)
 {
     zs_writing_end(engine);
+    zs_pace_stepped(engine);
 }
 
 zs_status zs_engine_before_step(zs_engine *engine)

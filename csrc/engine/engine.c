@@ -130,6 +130,7 @@ void zs_engine_release(void *pointer)
     if (engine == NULL || !zs_refs_drop(&engine->refs)) return;
     zs_engine_list_remove(engine);
     zs_pace_backward_end(engine);
+    zs_profile_drop(engine->step);
     zs_graph_ranges_free(&engine->ranges);
     if (engine->reader != NULL) zs_comm_reader_free(engine->context.ranks.shard_group, engine->reader);
     zs_buckets_free(&engine->context.schedule, engine->context.ranks.all);

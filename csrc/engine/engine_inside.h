@@ -50,9 +50,10 @@ struct zs_engine {
     bool spoiled;      /* a failed backward left gradients that must not be used */
     zs_history history;
     zs_pace pace;
-    zs_profile *backward, *unit_backward; /* ranges of the backward that runs, and of its unit; NULL: none */
-    const zs_unit *in_backward;           /* the unit of the latter; compared only */
-    uint64_t sample;                      /* (sampled) of the shards after the last known write; see sample.h */
+    /* Ranges of the backward that runs, of its unit, and of an optimizer's step; NULL: none. */
+    zs_profile *backward, *unit_backward, *step;
+    const zs_unit *in_backward; /* the unit of the latter; compared only */
+    uint64_t sample;            /* (sampled) of the shards after the last known write; see sample.h */
     bool sampled;
     bool writing;   /* a write has begun, and neither it nor a pass has ended it */
     bool by_hand;   /* a script has written to shards since the last pass or known write */

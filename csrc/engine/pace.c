@@ -30,20 +30,31 @@ void zs_pace_backward_end(zs_engine *engine)
     end(&engine->backward);
 }
 
-void zs_pace_reduced(zs_engine *engine, bool stepped)
+static void note_step(zs_pace *pace)
 {
-    engine->pace.due = true;
-    if (stepped) zs_pace_step(engine);
-}
-
-void zs_pace_step(zs_engine *engine)
-{
-    zs_pace *pace = &engine->pace;
     if (!pace->due) return;
     *pace = (zs_pace){.last = zs_profile_now(),
                       .last_waits = zs_profile_all_waits(),
                       .before = pace->last,
                       .before_waits = pace->last_waits};
+}
+
+void zs_pace_reduced(zs_engine *engine, bool stepped)
+{
+    engine->pace.due = true;
+    if (stepped) note_step(&engine->pace);
+}
+
+void zs_pace_step(zs_engine *engine)
+{
+    zs_profile_drop(engine->step); /* it raised */
+    engine->step = zs_profile_begin_loose("zshard::optimizer.step");
+    note_step(&engine->pace);
+}
+
+void zs_pace_stepped(zs_engine *engine)
+{
+    end(&engine->step);
 }
 
 bool zs_engine_pace(const zs_engine *engine, int64_t *step, int64_t *waited)

@@ -19,7 +19,9 @@ void zs_pace_backward_end(zs_engine *engine);
 /* The gradients of a backward are there; `stepped`: it has made the optimizer's step. */
 void zs_pace_reduced(zs_engine *engine, bool stepped);
 
-/* An optimizer steps the model now. */
+/* An optimizer's step of the model begins / is over; the latter is not called if it raised, and a no-op without a step.
+ */
 void zs_pace_step(zs_engine *engine);
+void zs_pace_stepped(zs_engine *engine);
 
 #endif

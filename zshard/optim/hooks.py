@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -113,7 +112,6 @@ def _before_step(
     """Torch's pre-hook. Raises RuntimeError for gradients that have not been reduced, and for
     parameters that unshard() has gathered. With a closure, which computes the gradients, the check
     runs after it."""
-    _note_begin(optimizer)
     if optimizer not in _checked:
         _check_first_step(optimizer)
     know(optimizer)
@@ -165,26 +163,10 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     finally:
         for unit in units_stepped_by(optimizer):
             unit.engine.end_write()
-        _trace_step(optimizer)
 
 
 # The compiler would trace code that it does not support.
 _note_step = torch._disable_dynamo(note_step)  # type: ignore[attr-defined]
-
-
-_begun: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-"""When the running step of each has begun, for traces."""
-
-
-@torch._disable_dynamo  # type: ignore[attr-defined]
-def _note_begin(optimizer: Optimizer) -> None:
-    _begun[optimizer] = time.monotonic_ns()
-
-
-@torch._disable_dynamo  # type: ignore[attr-defined]
-def _trace_step(optimizer: Optimizer) -> None:
-    if optimizer in _begun:
-        _core.trace_add("zshard::optimizer.step", _begun.pop(optimizer))
 
 
 # --- refusals -------------------------------------------------------------------------------------
