@@ -20,7 +20,6 @@ from offloaded import to
 from scenarios import message_of
 from torch import nn
 from torch.nn import init
-from torch.nn.init import kaiming_normal_ as early_kaiming
 from torch.nn.init import trunc_normal_ as early_trunc_normal
 from torch.nn.init import xavier_uniform_ as early_xavier
 
@@ -117,7 +116,6 @@ def imported_before(model):
         early_trunc_normal(param, 0.0, 0.1, -0.2, 0.2)
         if param.dim() >= 2:
             early_xavier(param)
-            early_kaiming(param)
 
 
 def as_gpt2_does(module):

@@ -108,7 +108,7 @@ def complaint(
         what += _IN_AN_OPTIMIZER + " "
     if plain in _NORMS:
         return (
-            f"{what}Norms over all ranks: model.clip_grad_norm_() returns that of the gradients, "
+            f"{what}On all ranks, model.clip_grad_norm_() returns the norm of the gradients, "
             "zshard.named_norms(model) those of each parameter. To normalize a parameter or its "
             "rows, do so within `with FSDP.summon_full_params(model):`, on all ranks."
         )
@@ -148,6 +148,12 @@ def _misfit(name: str, parts: Sequence[Any], args: Sequence[Any]) -> str:
             "torch.zeros_like(p), p.clone()."
         )
     strange = [shape for shape in shapes if shape != part.local_shape] or shapes
+    if tuple(part.shape) in strange:
+        return (
+            f"{ours} and a tensor of the full shape {tuple(part.shape)}. Make copies of "
+            "parameters, such as those of a moving average, after FSDP(...), so that they are "
+            f"sharded. {_WHOLE}"
+        )
     return (
         f"{ours} and a tensor of shape {strange[0] if strange else '?'}: expected a number, or a "
         f"tensor made like the shard (torch.zeros_like(p), p.clone()). {_WHOLE}"

@@ -40,9 +40,15 @@ def add_command(commands: Any) -> None:
         parser.add_argument(f"--{name}", type=int, help=words)
     parser.add_argument("--gpt", action="store_true", help="blocks as GPT's, not Llama's")
     parser.add_argument("--seq", type=int, help="tokens of a sample (default: at most 4096)")
-    parser.add_argument("--batch", type=int, help="samples of a step on all GPUs")
-    parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
-    parser.add_argument("--optimizer", default="adamw", help="as for predict_memory()")
+    parser.add_argument(
+        "--batch",
+        type=int,
+        help="samples of a step (default: one fast micro-batch a GPU)",
+    )
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16", help="(default: bf16)")
+    parser.add_argument(
+        "--optimizer", default="adamw", help="as for predict_memory() (default: adamw)"
+    )
     parser.add_argument("--compile", action="store_true", help="the model is compiled")
     parser.add_argument("--per-host", type=int, help="GPUs of a host (default: 8, or all)")
     parser.add_argument("--nic", type=float, help="Gbit/s of a host (default: the GPU's usual)")

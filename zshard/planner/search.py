@@ -21,6 +21,11 @@ GAP = 1.08
 CLOSE = 1.01
 """Of two ways whose times differ by less, the one that takes less memory is recommended."""
 
+_COMMENTS = {
+    "full": "  # and checkpoint each block",
+    "selective": "  # and checkpoint blocks, but keep attention and half of the matmuls",
+}
+
 STRATEGIES = ("full_shard", "shard_grad_op", "zero1", "no_shard")
 BETWEEN_HOSTS = ("hybrid_shard", "hybrid_full")
 MOST_SAMPLES = 256
@@ -34,6 +39,7 @@ class Plan:
         predictions: for each strategy and kind of checkpointing the fastest that fits, or the
             smallest if none does; the fastest first.
         best: the recommended one, or None if none fits.
+        title: what was planned, in words.
         device: the name of the GPU. ranks: how many.
         unit: "tokens" or "samples": what `tokens` counts.
         limit: bytes of a GPU that training may take.
@@ -43,6 +49,7 @@ class Plan:
 
     predictions: Sequence[Prediction]
     best: Prediction | None
+    title: str
     device: str
     ranks: int
     unit: str
@@ -53,7 +60,8 @@ class Plan:
         return GAP * prediction.memory["total"] <= self.limit
 
     def line(self) -> str:
-        """Return the FSDP(...) line of the recommended way. Raises ValueError if none fits."""
+        """Return the FSDP(...) line of the recommended way, with a comment where the model must
+        checkpoint activations. Raises ValueError if none fits."""
         if self.best is None:
             raise ValueError("nothing fits, so there is no line: use more GPUs or a smaller model")
         way = self.best.way
@@ -62,7 +70,8 @@ class Plan:
             words.append(f'strategy="{way.strategy}"')
         if way.precision != "fp32":
             words.append("mixed_precision=MixedPrecision(torch.bfloat16)")
-        return f"FSDP({', '.join(words)})"
+        comment = _COMMENTS.get(way.checkpointing, "")
+        return f"FSDP({', '.join(words)}){comment}"
 
     def to_json(self) -> str:
         """Return everything as JSON: times in seconds, memory in bytes."""
@@ -87,6 +96,7 @@ class Plan:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
+        yield self.title
         head = ("strategy", "checkpointing", "micro-batch", "GiB", "activations", "step s")
         rows: list[tuple[str, ...]] = [(*head, f"{self.unit}/s/GPU", "TFLOP/s", "exposed", "")]
         rows += [self._row(each) for each in self.predictions]
@@ -126,7 +136,7 @@ class Plan:
                 "More GPUs, a shorter sequence, AdamW8bit or offload= reduce it."
             )
         room = f"{self.limit / GIB:.0f} GiB of {self.device}"
-        return f"{self.line()}: the fastest that fits into {room}."
+        return f"The fastest that fits into {room}:\n{self.line()}"
 
 
 def plan(
@@ -187,7 +197,23 @@ def plan(
     if fitting:
         fast = [e for e in fitting if CLOSE * e.tokens_per_s >= fitting[0].tokens_per_s]
         best = min(fast, key=lambda each: each.memory["total"])
-    return Plan(found, best, name, gpus, workload.unit, limit)
+    title = _title(workload, usual, search.cluster, name)
+    return Plan(found, best, title, name, gpus, workload.unit, limit)
+
+
+def _title(workload: Workload, way: Way, cluster: Cluster, gpu: str) -> str:
+    numel = sum(param.numel() for param in workload.model.parameters())
+    sample = f", {workload.tokens:,} tokens in a sample" if workload.unit == "tokens" else ""
+    network = cluster.network
+    hosts = (
+        f", {network.per_host} in a host, {network.nic:g} Gbit/s between hosts"
+        if cluster.ranks > network.per_host
+        else ""
+    )
+    return (
+        f"{numel / 1e6:,.1f} M parameters{sample}, {way.precision}, optimizer {way.optimizer}, on "
+        f"{cluster.ranks} x {gpu}{hosts}"
+    )
 
 
 def _strategies(gpus: int, network: Network) -> Sequence[str]:
@@ -200,17 +226,17 @@ class _Search:
     """Looks for the largest micro-batch that is worth its memory."""
 
     def __init__(self, workload: Workload, cluster: Cluster, batch: int | None) -> None:
-        self._workload, self._cluster = workload, cluster
+        self._workload, self.cluster = workload, cluster
         self._samples = None if batch is None else self._per_rank(batch)
         self.limit = (cluster.device.memory - RESERVED) * GIB
 
     def _per_rank(self, batch: int) -> int:
-        if batch < 1 or batch % self._cluster.ranks:
+        if batch < 1 or batch % self.cluster.ranks:
             raise ValueError(
-                f"batch={batch} is not a multiple of gpus={self._cluster.ranks}: each GPU gets as "
+                f"batch={batch} is not a multiple of gpus={self.cluster.ranks}: each GPU gets as "
                 "many samples as the others"
             )
-        return batch // self._cluster.ranks
+        return batch // self.cluster.ranks
 
     def fits(self, prediction: Prediction) -> bool:
         return GAP * prediction.memory["total"] <= self.limit
@@ -223,7 +249,7 @@ class _Search:
             each = predict(
                 self._workload,
                 way._replace(micro_batch=micro_batch, accumulate=accumulate),
-                self._cluster,
+                self.cluster,
             )
             if found is not None and not self.fits(each):
                 break
