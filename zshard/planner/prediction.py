@@ -15,7 +15,7 @@ from zshard.options import unit_options
 from zshard.planner.durations import Compute, all_reduce, gather
 from zshard.planner.gpus import Device, Network
 from zshard.planner.kernels import Segment, Traced
-from zshard.planner.timeline import COMPUTE, WIRE, Durations, Timeline, play
+from zshard.planner.timeline import WIRE, Durations, Timeline, play
 from zshard.planner.workloads import Workload
 from zshard.precision import MixedPrecision, precision_of
 from zshard.ranks.devices import CPU
@@ -66,7 +66,7 @@ class Way(NamedTuple):
 class Prediction(NamedTuple):
     """A step of a rank.
 
-    seconds: of the step. compute: of its kernels. memory: bytes at the peak by part, with
+    seconds: of the step. memory: bytes at the peak by part, with
     "activations" and "total". flops: that the model needs, without recomputation; causal attention
     counts half. tokens: of the rank. wire: bytes that the rank receives. timeline: of one
     micro-batch.
@@ -74,7 +74,6 @@ class Prediction(NamedTuple):
 
     way: Way
     seconds: float
-    compute: float
     memory: dict[str, int]
     flops: float
     tokens: int
@@ -105,12 +104,9 @@ def predict(workload: Workload, way: Way, cluster: Cluster) -> Prediction:
     traced = workload.traced(plan.modules, way.micro_batch, way.checkpointing, dtype)
     timeline = plan.timeline(traced)
     times = way.accumulate
-    compute = sum(span.seconds for span in timeline.spans if span.resource == COMPUTE)
-    optimizer = plan.optimizer_seconds()
     return Prediction(
         way,
-        times * timeline.seconds + optimizer,
-        times * compute + optimizer,
+        times * timeline.seconds + plan.optimizer_seconds(),
         plan.memory(traced),
         times * 3 * sum(kernel.flops for part in traced.forward for kernel in part.kernels),
         times * way.micro_batch * workload.tokens,
@@ -259,7 +255,8 @@ class _Wrapped:
         each = all_grads / max(1, sum(self._numel))
         for mark in range(len(traced.marks), -1, -1):
             segment: Segment = traced.backward[mark]
-            found.append((segment.peak, max(int(arrived), kept)))
+            grads = min(int(arrived), all_grads)  # a module may run more than once
+            found.append((segment.peak, max(grads, kept)))
             if mark > 0 and traced.marks[mark - 1][1]:
                 arrived += each * self._numel[traced.marks[mark - 1][0]]
         found.append((0, all_grads))
