@@ -121,7 +121,7 @@ def _decoder_trace(dims: Dims, micro_batch: int, kind: str, dtype: torch.dtype |
 
 def _of_config(given: Any, seq: int | None) -> Workload:
     try:
-        import transformers
+        import transformers  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
         raise TypeError(
             f"plan() takes a module, zshard.Dims or a transformers config, got {given!r}; configs "
