@@ -56,6 +56,10 @@ def test_seconds_count_where_no_rate_was_published():
         ({"strategy": "pipeline"}, "strategy pipeline"),
         ({"tokens_per_s_per_gpu": ""}, "no speed and no memory was published"),
         ({"n_gpus": "eight"}, "n_gpus is not a number: 'eight'"),
+        ({"heads": "0"}, "heads is 0"),
+        ({"heads": "3"}, "width is no multiple of heads"),
+        ({"kv_heads": "3"}, "Dims: width=256 must be"),
+        ({"strategy": "HSDP", "shard_group": "3"}, "all shard groups must have the same size"),
     ],
     ids=lambda value: str(value)[:24],
 )

@@ -70,7 +70,7 @@ def compare(rows: Iterable[Row]) -> tuple[list[Compared], list[LeftOut]]:
     for row in rows:
         try:
             found += list(_compare(row))
-        except Unpredictable as reason:
+        except (Unpredictable, ValueError) as reason:  # such as a group that does not divide GPUs
             left.append(LeftOut(row["id"], str(reason)))
     return found, left
 
@@ -141,6 +141,9 @@ def dims_of(row: Row) -> Dims:
     missing = [key for key in NEEDED if not row[key]]
     if missing:
         raise Unpredictable("not stated: " + ", ".join(missing))
+    zero = [key for key in NEEDED[:-2] if _number(row, key) < 1]
+    if zero:
+        raise Unpredictable(f"{zero[0]} is {row[zero[0]]}")
     layers, width, heads = (int(_number(row, key)) for key in ("layers", "hidden", "heads"))
     kv = int(_number(row, "kv_heads")) or heads
     vocab, seq, ffn = (int(_number(row, key)) for key in ("vocab", "seq", "ffn"))
