@@ -5,8 +5,8 @@
 Needs the extra `trainers`. Three runs train to the end. The killed one saves every tenth of its
 steps; some steps after the middle, its rank 1 gets SIGKILL, and the same command starts again.
 Losses are compared on both ranks, bit for bit. Memory is measured as in examples.py, and a
-benchmark that was stopped continues likewise. A step's time is from short runs under DDP and
-full_shard that take turns: the least of their medians, as other programs only add to it.
+benchmark that was stopped continues likewise. Short runs under DDP and full_shard take turns
+then; a step's time is the least of the runs' medians, as other programs only add to it.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def killed(name: str, answer: Path, saved: Path) -> Numbers:
     return run(name, "full_shard", flags, answer)
 
 
-def step_times(name: str, folder: Path) -> dict[str, float]:
+def step_times(name: str, runs: dict[str, Numbers], folder: Path) -> dict[str, float]:
     """Milliseconds of a step by strategy."""
-    found: dict[str, list[float]] = {"full_shard": [], "ddp": []}
+    found = {strategy: [runs[strategy]["step_ms"]] for strategy in ("full_shard", "ddp")}
     for turn in range(TURNS):
         for strategy, times in found.items():
             answer = folder / f"{name}-{strategy}-{turn}.json"
@@ -144,8 +144,8 @@ that.
 {result_table(results)}
 
 "same" means: on both ranks, in all steps, to the last bit. Memory is PSS without mapped files,
-above what the rank used before its model was made. A step's time is from {TURNS} runs of {SHORT}
-steps under each of both, which took turns: the least of their medians.
+above what the rank used before its model was made. A step's time is the least of the
+medians of a whole run and of {TURNS} runs of {SHORT} steps; DDP and `full_shard` took turns.
 
 {side_table(results)}
 """
@@ -168,7 +168,7 @@ def main() -> None:
         }
         answer, saved = folder / f"{name}-killed.json", args.runs / "saved" / name
         runs["killed"] = killed(name, answer, saved)
-        results.append(compare(name, runs, step_times(name, folder)))
+        results.append(compare(name, runs, step_times(name, runs, folder)))
         record = {"benchmark": "trainer-examples", "machine": machine, "results": results}
         harness.write_json(out.with_suffix(".json"), record)
         out.write_text(page(results, machine))
