@@ -121,14 +121,19 @@ def same(side: Numbers) -> str:
     return f"same, {side['steps']}" if at is None else f"differ from step {at}"
 
 
+def conditions(module: str, machine: dict[str, Any]) -> str:
+    """Where and how a benchmark of examples ran, in a paragraph."""
+    return f"""`python -m benchmarks.{module}`: 2 ranks of one thread, torch {machine["torch"]},
+{machine["cpu"]}, {machine["cores"]} cores, commit {machine["commit"]}. Other programs used the
+machine too (load {machine["load_1min"]:.1f} at the start), so times are rough; losses and memory do
+not depend on that."""
+
+
 def page(results: list[Numbers], machine: dict[str, Any]) -> str:
     """The results as Markdown."""
-    load, date = machine["load_1min"], machine["date"][:10]
-    return f"""# The examples under DDP and each strategy ({date})
+    return f"""# The examples under DDP and each strategy ({machine["date"][:10]})
 
-`python -m benchmarks.examples`: 2 ranks of one thread, torch {machine["torch"]}, {machine["cpu"]},
-{machine["cores"]} cores, commit {machine["commit"]}. Other programs used the machine too
-(load {load:.1f} at the start), so times are rough; losses and memory do not depend on that.
+{conditions("examples", machine)}
 
 {result_table(results)}
 

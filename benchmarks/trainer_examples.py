@@ -25,6 +25,7 @@ from benchmarks.examples import (
     ENVIRONMENT,
     Numbers,
     command_of,
+    conditions,
     differs_at,
     result_table,
     run,
@@ -133,13 +134,9 @@ def side_table(results: list[Numbers]) -> str:
 
 def page(results: list[Numbers], machine: dict[str, Any]) -> str:
     """The results as Markdown."""
-    load, date = machine["load_1min"], machine["date"][:10]
-    return f"""# The examples with trainers and DeepSpeed's engine ({date})
+    return f"""# The examples with trainers and DeepSpeed's engine ({machine["date"][:10]})
 
-`python -m benchmarks.trainer_examples`: 2 ranks of one thread, torch {machine["torch"]},
-{machine["cpu"]}, {machine["cores"]} cores, commit {machine["commit"]}. Other programs used the
-machine too (load {load:.1f} at the start), so times are rough; losses and memory do not depend on
-that.
+{conditions("trainer_examples", machine)}
 
 {result_table(results)}
 

@@ -235,7 +235,7 @@ def probe(features: Features, digits: Digits) -> float:
 
 def judge_features(
     run: Run,
-    features: Callable[[Tensor], Tensor],
+    features: Features,
     digits: Digits,
     *,
     untrained: float,

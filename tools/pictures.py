@@ -26,17 +26,10 @@ from torch import nn
 
 import zshard
 from zshard import FSDP
+from zshard.planner.picture import PARTS as MEMORY
 
 OUT = Path(__file__).resolve().parent.parent / "docs" / "images"
-PARTS = {  # of zshard.predict_memory(): label, colour
-    "shards": ("parameters: this rank's shards", "#0969da"),
-    "kept": ("a full copy that stays", "#54aeff"),
-    "grads": ("gradients", "#bf8700"),
-    "optimizer": ("optimizer state", "#8250df"),
-    "slots": ("gathered parameters", "#1a7f37"),
-    "buckets": ("gradients on their way", "#e16f24"),
-    "transport": ("the transport's buffers", "#afb8c1"),
-}
+PARTS = {name: part for name, part in MEMORY.items() if name != "activations"}
 STRATEGIES = ("no_shard", "zero1", "shard_grad_op", "full_shard")
 
 

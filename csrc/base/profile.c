@@ -2,12 +2,13 @@
 #define _GNU_SOURCE /* gettid */
 #include "base/profile.h"
 
+#include "base/clock.h"
+
 #include <stdarg.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
 enum { NAME = 256, MOST = 2000000 /* ranges of a trace: about 200 MB */ };
@@ -34,13 +35,6 @@ bool zs_profile_records(void)
     return atomic_load_explicit(&running, memory_order_relaxed) != 0 || observer() != NULL;
 }
 
-int64_t zs_profile_now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
-
 static int32_t own_thread(void)
 {
     static _Thread_local int32_t number;
@@ -58,7 +52,7 @@ static zs_profile *begin(const zs_profiler *by, unsigned trace, const char *name
     if (range == NULL) return NULL;
     *range = (zs_profile){.observed = by != NULL ? by->begin(name) : NULL, .trace = trace, .thread = own_thread()};
     memcpy(range->name, name, size);
-    range->begun = zs_profile_now();
+    range->begun = zs_clock_ns();
     return range;
 }
 
@@ -104,7 +98,7 @@ static void keep(zs_profile *range)
 void zs_profile_end(zs_profile *range)
 {
     if (range == NULL) return;
-    range->ended = zs_profile_now();
+    range->ended = zs_clock_ns();
     if (range->observed != NULL) __atomic_load_n(&profiler, __ATOMIC_ACQUIRE)->end(range->observed);
     keep(range);
 }
@@ -158,7 +152,7 @@ zs_profile *zs_profile_stop(size_t *lost)
 
 void zs_profile_waited(int64_t begun)
 {
-    atomic_fetch_add_explicit(&waits, zs_profile_now() - begun, memory_order_relaxed);
+    atomic_fetch_add_explicit(&waits, zs_clock_ns() - begun, memory_order_relaxed);
 }
 
 int64_t zs_profile_all_waits(void)

@@ -21,7 +21,7 @@ typedef struct zs_profiler {
     void (*end)(zs_observed *range);         /* by the thread that began it; frees it */
 } zs_profiler;
 
-/* A range. Times in nanoseconds of CLOCK_MONOTONIC, which all processes of a host share. */
+/* A range. Times in nanoseconds (clock.h). */
 typedef struct zs_profile {
     struct zs_profile *next;
     zs_observed *observed; /* NULL: torch's profiler does not record it */
@@ -49,19 +49,16 @@ void zs_profile_end(zs_profile *range);
 /* Frees a loose range; no trace keeps it. NULL allowed. */
 void zs_profile_drop(zs_profile *range);
 
-/* Adds a range to the trace that began at `begun` and ends now; no-op without a trace. */
+/* Adds a range that began at `begun` and ends now; no-op without a trace. */
 void zs_profile_add(const char *name, int64_t begun);
-
-/* The time, in nanoseconds of CLOCK_MONOTONIC. */
-int64_t zs_profile_now(void);
 
 /* --- traces ------------------------------------------------------------------------------------------------------- */
 
 /* Starts a trace; false if one runs. */
 bool zs_profile_start(void);
 
-/* Stops it. Gives its ranges that are over, which the caller frees with free(), last first, and the number of those
- * for which it had no room. */
+/* Stops the trace. Returns the ranges that are over, the last one first, which the caller frees with free(); *lost: the
+ * number of ranges for which there was no room. */
 zs_profile *zs_profile_stop(size_t *lost);
 
 /* --- waits for other ranks, counted always ------------------------------------------------------------------------ */

@@ -2,6 +2,7 @@
 #define _GNU_SOURCE /* O_NOFOLLOW */
 #include "checkpoint/ckpt_file.h"
 
+#include "base/clock.h"
 #include "checkpoint/crc32c.h"
 #include "checkpoint/fs.h"
 
@@ -10,7 +11,6 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 enum {
     PIECE = 256 << 10,    /* written at once: fits a core's second-level cache */
@@ -26,18 +26,11 @@ void zs_ckpt_on_wait(bool (*interrupted)(void))
     atomic_store(&wait_hook, interrupted);
 }
 
-static int64_t now(void)
-{
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
-}
-
 /* Asks the hook if `*next` has come, or if `at_once`: a system call has been interrupted. */
 static zs_status go_on(int64_t *next, bool at_once)
 {
     bool (*hook)(void) = atomic_load(&wait_hook);
-    int64_t time = now();
+    int64_t time = zs_clock_ns();
     if (hook == NULL || (time < *next && !at_once)) return ZS_OK;
     *next = time + ASK_EVERY;
     return hook() ? ZS_FAIL(ZS_ERR_TORCH, "interrupted while reading or writing a file") : ZS_OK;
@@ -201,7 +194,7 @@ static zs_status read_all(const zs_ckpt_file *file, char *memory, size_t bytes, 
 
 zs_status zs_ckpt_file_read(const zs_ckpt_file *file, const zs_ckpt_range *ranges, size_t n)
 {
-    int64_t next = now() + ASK_EVERY;
+    int64_t next = zs_clock_ns() + ASK_EVERY;
     ZS_TRY(zs_ckpt_file_reaches(file, ranges, n));
     for (size_t i = 0; i < n; i++)
         ZS_TRY(read_all(file, ranges[i].memory, ranges[i].bytes, ranges[i].offset, &next));
@@ -293,7 +286,7 @@ static zs_status write_block(const zs_ckpt_file *file, zs_ckpt_range *range, zs_
 zs_status zs_ckpt_file_write(const zs_ckpt_file *file, zs_ckpt_range *ranges, size_t n, int64_t block,
                              zs_ckpt_sum *sums)
 {
-    progress so_far = {.next = now() + ASK_EVERY};
+    progress so_far = {.next = zs_clock_ns() + ASK_EVERY};
     for (size_t i = 0; i < n; i++) {
         int64_t begin = ranges[i].offset, end = begin + (int64_t)ranges[i].bytes;
         for (int64_t at = begin; at < end; at += (int64_t)(sums++)->bytes) {
@@ -319,7 +312,7 @@ static zs_status check_block(const zs_ckpt_file *file, char *room, zs_ckpt_sum *
 
 zs_status zs_ckpt_file_check(const zs_ckpt_file *file, zs_ckpt_range range, int64_t block, zs_ckpt_sum *sums)
 {
-    int64_t next = now() + ASK_EVERY;
+    int64_t next = zs_clock_ns() + ASK_EVERY;
     char *room = malloc(PIECE);
     if (room == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a read buffer of %d bytes", (int)PIECE);
     zs_status status = ZS_OK;

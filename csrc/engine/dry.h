@@ -27,7 +27,7 @@ typedef struct zs_dry_event {
     size_t at; /* the call, or the unit's place in the model's order */
 } zs_dry_event;
 
-/* What a dry run does, in the order in which it is begun; if kept. */
+/* The acts of a dry run, in the order in which they begin. */
 typedef struct zs_dry_events {
     zs_dry_event *list; /* [n] owned */
     size_t n, room;

@@ -1,6 +1,7 @@
 /* pace.c - see pace.h. */
 #include "engine/pace.h"
 
+#include "base/clock.h"
 #include "engine/engine_inside.h"
 
 static void end(zs_profile **range)
@@ -33,7 +34,7 @@ void zs_pace_backward_end(zs_engine *engine)
 static void note_step(zs_pace *pace)
 {
     if (!pace->due) return;
-    *pace = (zs_pace){.last = zs_profile_now(),
+    *pace = (zs_pace){.last = zs_clock_ns(),
                       .last_waits = zs_profile_all_waits(),
                       .before = pace->last,
                       .before_waits = pace->last_waits};

@@ -13,14 +13,14 @@ void zs_pace_backward(zs_unit *unit);
 /* The unit's gradients have been handed over. */
 void zs_pace_posted(const zs_unit *unit);
 
-/* The backward, or what is left of one that failed, is over: ends its ranges. */
+/* The backward is over, whether it succeeded or failed: ends its ranges. */
 void zs_pace_backward_end(zs_engine *engine);
 
 /* The gradients of a backward are there; `stepped`: it has made the optimizer's step. */
 void zs_pace_reduced(zs_engine *engine, bool stepped);
 
-/* An optimizer's step of the model begins / is over; the latter is not called if it raised, and a no-op without a step.
- */
+/* An optimizer's step of the model begins / is over. The latter is not called if the step raised, and does nothing
+ * without a step. */
 void zs_pace_step(zs_engine *engine);
 void zs_pace_stepped(zs_engine *engine);
 

@@ -8,6 +8,7 @@ their next collective.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 
 import pytest
@@ -166,6 +167,31 @@ INITIALIZERS = [*(resets, each_of_torch, imported_before, by_hand, by_apply, oth
 @pytest.mark.parametrize("function", INITIALIZERS, ids=lambda function: function.__name__)
 def test_values_equal_the_plain_model(pool2, function, combination):
     assert pool2.run(compared, function, combination) == [[], []]
+
+
+def kaiming_imported_before(model):
+    """With torch's function as it is before the first FSDP(...), whatever test ran before."""
+    for param in model.parameters():
+        if param.dim() >= 2:
+            inspect.unwrap(init.kaiming_normal_)(param)
+
+
+def kaiming_of_shards_with_elements():
+    plain = nn.Sequential(nn.Linear(16, 16, bias=False))
+    model = FSDP(nn.Sequential(nn.Linear(16, 16, bias=False)), transport="c10d")
+    ours, theirs = (initialized(each, kaiming_imported_before) for each in (model, plain))
+    assert_same(ours, theirs, "the random state")
+    return differences(model.state_dict(), plain.state_dict())
+
+
+def test_kaiming_imported_before(pool2):
+    assert pool2.run(kaiming_of_shards_with_elements) == [[], []]
+
+
+def test_kaiming_imported_before_leaves_out_empty_shards(pool2):
+    # torch returns before it draws where a tensor has no elements, and zshard cannot see that
+    for said in pool2.run(unlike, kaiming_imported_before, ("full_shard", "shm")):
+        assert "have not initialized parameters or written to full ones alike" in said
 
 
 @pytest.mark.sampled(2)

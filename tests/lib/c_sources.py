@@ -20,6 +20,7 @@ INCLUDES = [f"-iquote{CSRC}"]
 
 SHM = [
     "status.c",
+    "clock.c",
     "memory.c",
     "profile.c",
     "device.c",

@@ -10,11 +10,12 @@ from spawn import ranks
 from torch import nn
 from torch.profiler import profile
 
-import zshard
 from zshard import _core
-from zshard.memory import dry_run
+from zshard.memory.dry_run import World
+from zshard.memory.report import dry_run_of
 from zshard.planner.durations import all_reduce, gather
 from zshard.planner.gpus import Network
+from zshard.planner.prediction import Way, options_of
 from zshard.planner.timeline import Durations, play
 
 TWO_UNITS = [
@@ -67,18 +68,8 @@ def test_collectives_take_the_slower_link():
 
 
 def events_of(model, transport, world):
-    options = zshard.memory.report.Options(
-        zshard.strategy.strategy_of("full_shard"),
-        zshard.precision.precision_of(None),
-        zshard.units.units.Prefetch(),
-        None,
-        (0, False),
-        zshard.Wire(),
-    )
-    specs = zshard.wrap.plan_units(model, "auto")
-    planned = [(spec, zshard.options.unit_options(spec, options)) for spec in specs]
-    comms = dry_run.dry_comms(dry_run.World(world, world, transport, transport), options.strategy)
-    run = dry_run.DryRun(model, planned, comms)
+    world_of_ranks = World(world, world, transport, transport)
+    run = dry_run_of(model, "auto", options_of(Way(precision="fp32")), world_of_ranks)
     return [spec.name for _, spec in run.in_order], run.engine.predict_events()
 
 

@@ -102,9 +102,9 @@ class DryRun:
         pairs = list(zip((spec for spec, _ in planned), self.units, strict=True))
         earlier = [self._make_again(each, state) for each, state in inner]
         self.inner = [unit for _, unit in earlier]
-        self._specs = {unit: spec for spec, unit in [*pairs, *earlier]}
         place = {each: i for i, each in enumerate(module.modules())}
-        self._specs = dict(sorted(self._specs.items(), key=lambda pair: place[pair[1].module]))
+        in_order = sorted([*pairs, *earlier], key=lambda pair: place[pair[0].module])
+        self._specs = {unit: spec for spec, unit in in_order}
         self.engine.set_order(list(self._specs))
         stands_in = {s.unit: unit for (_, s), unit in zip(inner, self.inner, strict=True)}
         self.engine.set_calls(calls_of(module, pairs, stands_in))

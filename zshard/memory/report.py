@@ -171,12 +171,19 @@ def predict_memory(
         check_wire(wire),
     )
     world = _world(world_size, local_world_size, transport)
-    specs = plan_units(module, auto_wrap_policy)
-    _check_plain(module)
-    planned = [(spec, unit_options(spec, options)) for spec in specs]
-    made = DryRun(module, planned, dry_comms(world, planned[-1][1].strategy))
+    made = dry_run_of(module, auto_wrap_policy, options, world)
     in_memory, elsewhere = (made.trained_bytes(where, size_of) for where in (False, True))
     return with_optimizer(made.predict(), in_memory, elsewhere)
+
+
+def dry_run_of(
+    module: nn.Module, policy: WrapPolicyLike | None, options: Options, world: World
+) -> DryRun:
+    """Return a dry run of a module that is not wrapped. Raises what predict_memory() raises."""
+    specs = plan_units(module, policy)
+    _check_plain(module)
+    planned = [(spec, unit_options(spec, options)) for spec in specs]
+    return DryRun(module, planned, dry_comms(world, planned[-1][1].strategy))
 
 
 def _check_plain(module: nn.Module) -> None:

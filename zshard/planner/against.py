@@ -29,7 +29,8 @@ COLUMNS = (
     *("compile", "offload", "strategy", "shard_group", "gpu", "gpu_mem_gb", "n_gpus", "per_node"),
     *("attention", "inter_gbps_per_node", "tokens_per_s_per_gpu", "step_s", "peak_mem_gb", "note"),
 )
-NEEDED = ("layers", "hidden", "heads", "vocab", "seq", "micro_batch", "n_gpus", "strategy", "gpu")
+NUMBERS = ("layers", "hidden", "heads", "vocab", "seq", "micro_batch", "n_gpus")
+NEEDED = (*NUMBERS, "strategy", "gpu")
 
 
 FEW = 5
@@ -141,7 +142,7 @@ def dims_of(row: Row) -> Dims:
     missing = [key for key in NEEDED if not row[key]]
     if missing:
         raise Unpredictable("not stated: " + ", ".join(missing))
-    zero = [key for key in NEEDED[:-2] if _number(row, key) < 1]
+    zero = [key for key in NUMBERS if _number(row, key) < 1]
     if zero:
         raise Unpredictable(f"{zero[0]} is {row[zero[0]]}")
     layers, width, heads = (int(_number(row, key)) for key in ("layers", "hidden", "heads"))

@@ -10,9 +10,9 @@ from zshard.planner.prediction import Prediction
 from zshard.planner.search import Plan
 from zshard.planner.timeline import COMPUTE, WIRE
 
-PARTS = {
-    "shards": ("parameters", "#0969da"),
-    "kept": ("copies that stay", "#54aeff"),
+PARTS = {  # of a rank's memory: label, colour
+    "shards": ("parameters: this rank's shards", "#0969da"),
+    "kept": ("a full copy that stays", "#54aeff"),
     "grads": ("gradients", "#bf8700"),
     "optimizer": ("optimizer state", "#8250df"),
     "slots": ("gathered parameters", "#1a7f37"),

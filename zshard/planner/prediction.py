@@ -7,11 +7,10 @@ from typing import NamedTuple
 import torch
 
 from zshard import _core
-from zshard.memory.dry_run import DryRun, Planned, World, dry_comms
+from zshard.memory.dry_run import World
 from zshard.memory.fits import parse_keep
-from zshard.memory.report import size_of_state
+from zshard.memory.report import dry_run_of, size_of_state
 from zshard.offload import offload_on
-from zshard.options import unit_options
 from zshard.planner.durations import Compute, all_reduce, gather
 from zshard.planner.gpus import Device, Network
 from zshard.planner.kernels import Segment, Traced
@@ -22,7 +21,6 @@ from zshard.ranks.devices import CPU
 from zshard.ranks.wire import check_wire
 from zshard.strategy import ShardingStrategy, strategy_of
 from zshard.units.units import Options, Prefetch
-from zshard.wrap import plan_units
 
 STEP_BYTES = 34
 """Read and written per element by AdamW (28), the gradients' norm (4) and the 16-bit copy (2)."""
@@ -34,7 +32,7 @@ PRECISIONS = ("bf16", "fp32", "fp8")
 
 
 class Cluster(NamedTuple):
-    """The hardware: one rank per GPU. transport: between all ranks, see dry_run.World."""
+    """The hardware: one rank per GPU. transport: between all ranks: "nccl", "shm" or "c10d"."""
 
     device: Device
     ranks: int
@@ -99,18 +97,18 @@ class Prediction(NamedTuple):
 
 def predict(workload: Workload, way: Way, cluster: Cluster) -> Prediction:
     """Predict a step. Raises what FSDP raises for the way, and what the model raises."""
-    plan = _Wrapped(workload, way, cluster)
+    wrapped = _Wrapped(workload, way, cluster)
     dtype = None if way.precision == "fp32" else torch.bfloat16
-    traced = workload.traced(plan.modules, way.micro_batch, way.checkpointing, dtype)
-    timeline = plan.timeline(traced)
+    traced = workload.traced(wrapped.modules, way.micro_batch, way.checkpointing, dtype)
+    timeline = wrapped.timeline(traced)
     times = way.accumulate
     return Prediction(
         way,
-        times * timeline.seconds + plan.optimizer_seconds(),
-        plan.memory(traced),
+        times * timeline.seconds + wrapped.optimizer_seconds(),
+        wrapped.memory(traced),
         times * 3 * sum(kernel.flops for part in traced.forward for kernel in part.kernels),
         times * way.micro_batch * workload.tokens,
-        times * plan.wire(timeline),
+        times * wrapped.wire(timeline),
         timeline,
     )
 
@@ -147,16 +145,11 @@ class _Wrapped:
 
     def __init__(self, workload: Workload, way: Way, cluster: Cluster) -> None:
         self._way, self._cluster = way, cluster
-        model, options = workload.model, _options(way)
-        specs = plan_units(model, "auto")
-        planned: list[Planned] = [(spec, unit_options(spec, options)) for spec in specs]
+        model, options = workload.model, options_of(way)
         group = way.group or min(cluster.network.per_host, cluster.ranks)
         self._over = _over(options.strategy, group, cluster.ranks)
-        between = cluster.transport
-        per_host = cluster.network.per_host if between == "hosts" else 0
-        inside = "shm" if between == "hosts" else between
-        world = World(cluster.ranks, group, between, inside, per_host)
-        self._run = DryRun(model, planned, dry_comms(world, options.strategy))
+        world = World(cluster.ranks, group, cluster.transport, cluster.transport)
+        self._run = dry_run_of(model, "auto", options, world)
         self._state = self._run.trained_bytes(False, size_of_state(way.optimizer, model))
         found = self._run.in_order
         self._units = [unit for unit, _ in found]
@@ -268,7 +261,8 @@ class _Wrapped:
         return all_grads if self._way.accumulate > 1 else 0
 
 
-def _options(way: Way) -> Options:
+def options_of(way: Way) -> Options:
+    """Return the options of FSDP(...) that a way stands for."""
     low = MixedPrecision(param_dtype=torch.bfloat16)
     return Options(
         strategy_of(way.strategy),

@@ -57,7 +57,7 @@ class Plan:
 
     def fits(self, prediction: Prediction) -> bool:
         """Return whether a rank has memory for it."""
-        return GAP * prediction.memory["total"] <= self.limit
+        return _fits(prediction, self.limit)
 
     def line(self) -> str:
         """Return the FSDP(...) line of the recommended way, with a comment where the model must
@@ -137,6 +137,10 @@ class Plan:
             )
         room = f"{self.limit / GIB:.0f} GiB of {self.device}"
         return f"The fastest that fits into {room}:\n{self.line()}"
+
+
+def _fits(prediction: Prediction, limit: float) -> bool:
+    return GAP * prediction.memory["total"] <= limit
 
 
 def plan(
@@ -239,7 +243,7 @@ class _Search:
         return batch // self.cluster.ranks
 
     def fits(self, prediction: Prediction) -> bool:
-        return GAP * prediction.memory["total"] <= self.limit
+        return _fits(prediction, self.limit)
 
     def best(self, way: Way) -> Prediction:
         """Return the fastest micro-batch of a way that fits, or else the smallest."""
@@ -251,11 +255,10 @@ class _Search:
                 way._replace(micro_batch=micro_batch, accumulate=accumulate),
                 self.cluster,
             )
-            if found is not None and not self.fits(each):
-                break
-            if found is None or each.tokens_per_s > CLOSE * found.tokens_per_s:
+            fits = self.fits(each)
+            if found is None or (fits and each.tokens_per_s > CLOSE * found.tokens_per_s):
                 found = each
-            if not self.fits(each):
+            if not fits:
                 break
         assert found is not None  # there is a micro-batch of 1
         return found

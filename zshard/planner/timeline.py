@@ -14,8 +14,8 @@ from typing import NamedTuple
 COMPUTE, WIRE = "compute", "wire"
 
 
-class Stretch(NamedTuple):
-    """Something on a resource, from `start` to `end` seconds. unit: its place, or -1."""
+class Interval(NamedTuple):
+    """The time in which a resource is busy with something. unit: its place, or -1 for none."""
 
     resource: str
     what: str
@@ -43,7 +43,7 @@ class Durations(NamedTuple):
 class Timeline(NamedTuple):
     """A step. seconds: all of it. exposed: seconds in which kernels wait, by (act, unit)."""
 
-    spans: list[Stretch]
+    spans: list[Interval]
     seconds: float
     exposed: dict[tuple[str, int], float]
 
@@ -71,7 +71,7 @@ class _Player:
         self._now = self._free = 0.0
         self._backward = False
         self._ends: dict[tuple[str, int], float] = {}
-        self.spans: list[Stretch] = []
+        self.spans: list[Interval] = []
         self.exposed: dict[tuple[str, int], float] = {}
 
     def reach(self, act: str, mark: int) -> None:
@@ -100,14 +100,14 @@ class _Player:
 
     def _compute(self, what: str, seconds: float) -> None:
         if seconds > 0:
-            self.spans.append(Stretch(COMPUTE, what, -1, self._now, self._now + seconds))
+            self.spans.append(Interval(COMPUTE, what, -1, self._now, self._now + seconds))
             self._now += seconds
 
     def _send(self, what: str, unit: int, seconds: float) -> None:
         if seconds > 0:
             start = max(self._now, self._free)
             self._free = self._ends[what, unit] = start + seconds
-            self.spans.append(Stretch(WIRE, what, unit, start, start + seconds))
+            self.spans.append(Interval(WIRE, what, unit, start, start + seconds))
 
     def _wait(self, what: str, unit: int, end: float) -> None:
         if end > self._now:

@@ -4,6 +4,7 @@
  * A process group waits for a peer until its timeout, even if the peer has exited. So waits check on peers in
  * between, and an interrupted wait leaves all memory that torch's threads may still write to in place, forever. */
 #define _GNU_SOURCE /* strdup */
+#include "base/clock.h"
 #include "base/file.h"
 #include "base/profile.h"
 #include "comm/c10d/c10d.h"
@@ -19,21 +20,14 @@ static const double slice = 0.1, ask_every = 2.0, straggle = 2.0, grace = 1.0;
 
 enum { WORDS = 512 };
 
-static double now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
 /* --- failures ----------------------------------------------------------------------------------------------------- */
 
 /* Looks for an exited rank; a process may exit a little after its connections close. */
 static bool look_for_gone(zs_c10d_comm *comm, double patience, char *sentence, size_t size)
 {
-    double end = now() + patience;
+    double end = zs_clock() + patience;
     for (;;) {
-        bool last = now() >= end;
+        bool last = zs_clock() >= end;
         if (zs_c10d_find_gone(comm, last || patience == 0, sentence, size)) return true;
         if (last) return false;
         nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);
@@ -81,7 +75,7 @@ bool zs_c10d_is_forked(const zs_c10d_comm *comm)
 
 /* --- waiting ------------------------------------------------------------------------------------------------------ */
 
-/* What a wait has seen so far, in seconds of now(). */
+/* What a wait has seen so far, in seconds of zs_clock(). */
 typedef struct patience {
     double asked; /* the store, last time */
     double gone;  /* when a peer was first seen to have exited; 0: none */
@@ -91,7 +85,7 @@ typedef struct patience {
 static zs_status check_wait(zs_c10d_comm *comm, patience *seen)
 {
     char who[WORDS];
-    double time = now();
+    double time = zs_clock();
     if (zs_comm_interrupted()) return ZS_FAIL(ZS_ERR_TORCH, "interrupted while waiting for another rank");
     bool ask = time - seen->asked > ask_every;
     if (ask) seen->asked = time;
@@ -129,7 +123,7 @@ static zs_status wait_for(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work 
                        "a process forked from rank %d cannot use its process group; start it with 'spawn'",
                        comm->base.rank);
     }
-    double begun = now();
+    double begun = zs_clock();
     patience seen = {.asked = begun};
     for (;;) {
         bool done = false;
@@ -138,7 +132,7 @@ static zs_status wait_for(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work 
         if (done && status == ZS_OK) return ZS_OK;
         if (done) return fail_after(comm, turn, stall, status);
         status = check_wait(comm, &seen);
-        if (status == ZS_OK && stall != NULL) zs_c10d_stall_check(comm, turn, stall, now() - begun);
+        if (status == ZS_OK && stall != NULL) zs_c10d_stall_check(comm, turn, stall, zs_clock() - begun);
         if (status == ZS_OK) continue;
         zs_c10d_leave_behind(comm, work, memory);
         return break_off(comm, turn, stall, status);
@@ -160,7 +154,7 @@ static zs_status finish(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_work *w
 {
     bool waits = !zs_work_done(work);
     zs_profile *range = waits ? begin_range(turn, stall != NULL) : NULL;
-    int64_t begun = waits ? zs_profile_now() : 0;
+    int64_t begun = waits ? zs_clock_ns() : 0;
     zs_status status = wait_for(comm, turn, work, memory, stall);
     if (waits) zs_profile_waited(begun);
     zs_profile_end(range);
@@ -186,12 +180,12 @@ zs_status zs_c10d_finish_turn(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_w
 static zs_status watch(zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_arrival *until, double limit,
                        zs_c10d_stall *stall)
 {
-    double begun = now();
+    double begun = zs_clock();
     patience seen = {.asked = begun};
     while (!until->arrived(until->arg, slice)) {
         zs_status status = check_wait(comm, &seen);
-        if (status == ZS_OK && now() - begun > limit) status = ZS_FAIL(ZS_ERR_TIMEOUT, "%s", until->late);
-        if (status == ZS_OK && stall != NULL) zs_c10d_stall_check(comm, turn, stall, now() - begun);
+        if (status == ZS_OK && zs_clock() - begun > limit) status = ZS_FAIL(ZS_ERR_TIMEOUT, "%s", until->late);
+        if (status == ZS_OK && stall != NULL) zs_c10d_stall_check(comm, turn, stall, zs_clock() - begun);
         if (status != ZS_OK) return break_off(comm, turn, stall, status);
     }
     return ZS_OK;
@@ -207,7 +201,7 @@ zs_status zs_c10d_watch_turn(zs_c10d_comm *comm, const zs_c10d_turn *turn, const
     if (until->arrived(until->arg, 0)) return ZS_OK;
     zs_c10d_stall stall = {0};
     zs_profile *range = begin_range(turn, true);
-    int64_t begun = zs_profile_now();
+    int64_t begun = zs_clock_ns();
     atomic_store_explicit(&comm->base.waiting, true, memory_order_relaxed);
     zs_status status = watch(comm, turn, until, comm->base.timeout, &stall);
     atomic_store_explicit(&comm->base.waiting, false, memory_order_relaxed);

@@ -64,7 +64,4 @@ zs_status zs_nccl_monitor_add(zs_nccl_comm *comm);
  * without the lock of any communicator. */
 void zs_nccl_monitor_remove(zs_nccl_comm *comm);
 
-/* Seconds on the monotonic clock. */
-double zs_nccl_now(void);
-
 #endif

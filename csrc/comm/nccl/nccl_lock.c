@@ -6,9 +6,10 @@
  * Known of 2.28.9 (init.cc, group.cc, enqueue.cc): a non-blocking communicator that has refused an argument refuses
  * all later calls too (its state stays at "invalid argument"), so arguments are checked here first, and a refusal
  * poisons unless NCCL's state is good. CommAbort and CommDestroy consume the handle, and end in the background. */
-#define _GNU_SOURCE 1 /* clock_gettime */
+#define _GNU_SOURCE 1 /* nanosleep */
 #include "comm/nccl/nccl_local.h"
 
+#include "base/clock.h"
 #include "base/file.h"
 #include "comm/comm_local.h"
 
@@ -71,13 +72,6 @@ static zs_status fail_by(zs_nccl_comm *comm, const char *call, zs_nccl_result re
 
 /* --- the lock ----------------------------------------------------------------------------------------------------- */
 
-double zs_nccl_now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
 /* First no sleep at all (a kernel's launch takes some 20 us), then longer and longer ones. */
 static void nap(int looks)
 {
@@ -93,8 +87,8 @@ static zs_status wait_a_little(zs_nccl_comm *comm, int looks, double *asked)
     pthread_mutex_unlock(&comm->lock);
     nap(looks);
     bool stop = false;
-    if (!comm->ending && zs_nccl_now() > *asked + ask_every) { /* takes the GIL, so not under the lock */
-        *asked = zs_nccl_now();
+    if (!comm->ending && zs_clock() > *asked + ask_every) { /* takes the GIL, so not under the lock */
+        *asked = zs_clock();
         stop = zs_comm_interrupted();
     }
     pthread_mutex_lock(&comm->lock);
@@ -106,7 +100,7 @@ static zs_status wait_a_little(zs_nccl_comm *comm, int looks, double *asked)
 /* Waits until NCCL no longer works in the background; the lock is held before and after. */
 static zs_status wait_until_settled(zs_nccl_comm *comm, double patience)
 {
-    double start = zs_nccl_now(), asked = start;
+    double start = zs_clock(), asked = start;
     for (int looks = 0;; looks += looks < 1000) {
         zs_nccl_result state = ZS_NCCL_IN_PROGRESS, result = comm->nccl->CommGetAsyncError(comm->handle, &state);
         if (result != ZS_NCCL_SUCCESS) state = result;
@@ -115,7 +109,7 @@ static zs_status wait_until_settled(zs_nccl_comm *comm, double patience)
             comm->launching = NULL;
             return state == ZS_NCCL_SUCCESS ? ZS_OK : fail_by(comm, call, state);
         }
-        if (zs_nccl_now() > start + patience) {
+        if (zs_clock() > start + patience) {
             char text[256];
             snprintf(text, sizeof text,
                      "NCCL, communicator '%s', rank %d of %d: nccl%s did not finish within %g s: another rank is late "

@@ -8,6 +8,7 @@
 #define _GNU_SOURCE 1 /* pthread_condattr_setclock */
 #include "comm/nccl/nccl_local.h"
 
+#include "base/clock.h"
 #include "base/file.h"
 
 #include <errno.h>
@@ -38,7 +39,7 @@ static const zs_nccl_work *oldest(zs_nccl_comm *comm)
         if (!work->done(work->event)) return work;
         watched->first = (watched->first + 1) % watched->room;
         watched->count--;
-        watched->since = zs_nccl_now();
+        watched->since = zs_clock();
     }
     return NULL;
 }
@@ -46,7 +47,7 @@ static const zs_nccl_work *oldest(zs_nccl_comm *comm)
 static void ask_work(zs_nccl_comm *comm)
 {
     const zs_nccl_work *work = oldest(comm);
-    if (work == NULL || zs_nccl_now() < comm->watched.since + comm->options.timeout) return;
+    if (work == NULL || zs_clock() < comm->watched.since + comm->options.timeout) return;
     char text[512];
     snprintf(text, sizeof text,
              "NCCL, communicator '%s', rank %d of %d: %s did not finish within %g s: another rank is late, "
@@ -65,8 +66,8 @@ static bool ask_peers(const zs_nccl_comm *comm, char *sentence, size_t size)
 static bool may_end_well(zs_nccl_comm *comm)
 {
     if (oldest(comm) == NULL && comm->launching == NULL) return false;
-    if (comm->gone_since == 0.0) comm->gone_since = zs_nccl_now();
-    return zs_nccl_now() < comm->gone_since + grace;
+    if (comm->gone_since == 0.0) comm->gone_since = zs_clock();
+    return zs_clock() < comm->gone_since + grace;
 }
 
 static void look_at(zs_nccl_comm *comm)
@@ -214,7 +215,7 @@ zs_status zs_nccl_comm_watch(zs_nccl_comm *comm, zs_nccl_work work)
     zs_nccl_watched *watched = &comm->watched;
     zs_status status = make_room(watched);
     if (status == ZS_OK) {
-        if (watched->count == 0) watched->since = zs_nccl_now();
+        if (watched->count == 0) watched->since = zs_clock();
         watched->ring[(watched->first + watched->count) % watched->room] = work;
         watched->count++;
     }
@@ -230,7 +231,7 @@ void zs_nccl_comm_forget(zs_nccl_comm *comm, const void *event)
     for (size_t i = 0; i < watched->count; i++) {
         zs_nccl_work work = watched->ring[(watched->first + i) % watched->room];
         if (work.event == event) {
-            if (i == 0) watched->since = zs_nccl_now();
+            if (i == 0) watched->since = zs_clock();
             continue;
         }
         watched->ring[(watched->first + kept) % watched->room] = work;

@@ -2,6 +2,8 @@
 #define _GNU_SOURCE 1 /* struct ucred, accept4 */
 #include "comm/shm/shm_link.h"
 
+#include "base/clock.h"
+
 #include <errno.h>
 #include <poll.h>
 #include <stdio.h>
@@ -35,13 +37,6 @@ typedef union ancillary {
     struct cmsghdr align;
     char bytes[CMSG_SPACE(ZS_LINK_FDS * sizeof(int))];
 } ancillary;
-
-static double now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 static socklen_t abstract_name(const char *address, struct sockaddr_un *name)
 {
@@ -79,7 +74,7 @@ zs_status zs_link_listen(char *address, size_t size, int *fd)
 static bool readable(int fd, double deadline)
 {
     for (;;) {
-        double left = deadline - now();
+        double left = deadline - zs_clock();
         struct pollfd poll_fd = {.fd = fd, .events = POLLIN};
         int got = poll(&poll_fd, 1, left <= 0 ? 0 : (int)(left * 1e3) + 1);
         if (got > 0) return true;
@@ -107,7 +102,7 @@ static bool send_out(int fd, const struct msghdr *header, double deadline)
     while (sendmsg(fd, header, MSG_NOSIGNAL) < 0) {
         int err = errno;
         bool later = err == ETOOMANYREFS || err == EINTR;
-        if (!later || now() > deadline) {
+        if (!later || zs_clock() > deadline) {
             errno = err;
             return false;
         }
@@ -215,7 +210,7 @@ static heard receive_hello(const zs_link *link, int fd, int *rank, zs_link_party
 static zs_status met(meeting *here, int rank, const zs_link_party *party)
 {
     here->known[rank] = true;
-    here->deadline = now() + here->link->seconds;
+    here->deadline = zs_clock() + here->link->seconds;
     return here->link->adopt(here->link->arg, rank, party);
 }
 
@@ -237,7 +232,7 @@ static zs_status call_rank(const meeting *here, int rank, int *fd)
     socklen_t bytes = abstract_name(link->addresses[rank], &name);
     while (connect(line, (struct sockaddr *)&name, bytes) != 0) {
         bool busy = errno == EAGAIN || errno == EINTR; /* the other's queue is full: it will reach us */
-        if (busy && now() < here->deadline) {
+        if (busy && zs_clock() < here->deadline) {
             nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
             continue;
         }
@@ -283,7 +278,7 @@ static zs_status introduce(meeting *here, int line, int rank)
 static zs_status answer(meeting *here, int line, int *answered)
 {
     const zs_link *link = here->link;
-    double patience = now() + 2.0;
+    double patience = zs_clock() + 2.0;
     if (patience > here->deadline) patience = here->deadline;
     zs_link_party party;
     int rank = -1, again = -1;
@@ -339,7 +334,7 @@ zs_status zs_link_connect(const zs_link *link)
 {
     bool *known = calloc((size_t)link->world, sizeof *known);
     if (known == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating connections to %d ranks", link->world);
-    meeting here = {link, known, now() + link->seconds};
+    meeting here = {link, known, zs_clock() + link->seconds};
     zs_status status = meet(&here);
     free(known);
     return status;

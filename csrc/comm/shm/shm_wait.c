@@ -6,6 +6,7 @@
  * known to wait would prove nothing: that one may just be doing what the first waits for.) */
 #include "comm/shm/shm_wait.h"
 
+#include "base/clock.h"
 #include "base/profile.h"
 #include "comm/shm/shm_place.h"
 #include "comm/shm/shm_report.h"
@@ -33,13 +34,6 @@ typedef struct sleep_state {
     bool placed;
     bool yielded;
 } sleep_state;
-
-static double now(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
 
 static inline void pause_cpu(void)
 {
@@ -72,7 +66,7 @@ static bool all_left_have_died(const zs_shm *shm)
 void zs_shm_outlive(zs_comm *comm, double seconds)
 {
     zs_shm *shm = (zs_shm *)comm;
-    for (double end = now() + seconds; zs_shm_live(shm) && now() < end;) {
+    for (double end = zs_clock() + seconds; zs_shm_live(shm) && zs_clock() < end;) {
         look_at_lives(shm);
         if (all_left_have_died(shm)) return;
         nanosleep(&(struct timespec){.tv_nsec = 10000000}, NULL);
@@ -148,7 +142,7 @@ static zs_status check_trouble(zs_shm *shm, zs_shm_act act, sleep_state *state)
         ZS_TRY(check_circle(shm, act, state));
         if (state->yielded) return ZS_OK;
     }
-    double time = now(), waited = time - state->start;
+    double time = zs_clock(), waited = time - state->start;
     if (time - state->checked < check_every) return ZS_OK;
     state->checked = time;
     if (!state->placed && waited >= place_after) {
@@ -171,7 +165,7 @@ static zs_status check_trouble(zs_shm *shm, zs_shm_act act, sleep_state *state)
 
 static zs_status sleep_until_done(zs_shm *shm, zs_shm_act act, bool *reached)
 {
-    sleep_state state = {.start = now()};
+    sleep_state state = {.start = zs_clock()};
     state.checked = state.start;
     for (;;) {
         uint32_t seen;
@@ -179,7 +173,7 @@ static zs_status sleep_until_done(zs_shm *shm, zs_shm_act act, bool *reached)
         if (*reached) return ZS_OK;
         ZS_TRY(check_trouble(shm, act, &state));
         if (state.yielded) return ZS_OK;
-        double left = state.start + shm->base.timeout - now(), most = act.yields ? yield_slice : slice;
+        double left = state.start + shm->base.timeout - zs_clock(), most = act.yields ? yield_slice : slice;
         zs_shm_sleep(shm, seen, left < most ? (left > 0.001 ? left : 0.001) : most);
     }
 }
@@ -205,7 +199,7 @@ static zs_status wait_for(zs_shm *shm, zs_shm_act act, bool *reached)
     zs_shm_note(shm, act);
     atomic_fetch_add(&own->wait_id, 1); /* odd: from here on the act above is a wait */
     zs_profile *range = profile(shm, act);
-    int64_t begun = zs_profile_now();
+    int64_t begun = zs_clock_ns();
     zs_status status = sleep_until_done(shm, act, reached);
     zs_profile_waited(begun);
     zs_profile_end(range);
