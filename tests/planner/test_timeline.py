@@ -24,11 +24,12 @@ TWO_UNITS = [
     *(("backward", 0), ("sum", 1), ("sum", 0)),
 ]
 MARKS = {0: 0, 1: 1, 2: 2}
+OWNERS = [-1, 0, 1, 0]
 
 
 def played(gathers, reduces, kernels=1.0):
     four = [kernels] * 4
-    return play(TWO_UNITS, MARKS, Durations(four, four, gathers, reduces))
+    return play(TWO_UNITS, MARKS, Durations(four, four, OWNERS, gathers, reduces))
 
 
 def test_without_communication_a_step_is_its_kernels():

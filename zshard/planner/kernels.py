@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
@@ -38,6 +38,7 @@ class Kernel(NamedTuple):
 
     kind: "matmul", "attention" or "move" (anything that is bound by memory). flops: a multiply-add
     counts 2. bytes: read and written. dtype: of the result. shape: (m, n, k) of a matmul, else ().
+    operation: itself.
     """
 
     kind: str
@@ -45,6 +46,24 @@ class Kernel(NamedTuple):
     bytes: int
     dtype: torch.dtype
     shape: tuple[int, ...] = ()
+    operation: Operation | None = None
+
+
+class Layout(NamedTuple):
+    """A tensor without its values, as an operation got it."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    is_param: bool
+
+
+class Operation(NamedTuple):
+    """A function of torch's and its arguments: leaves of a tree, of which tensors are layouts."""
+
+    func: Any
+    arguments: tuple[Any, ...]
+    tree: Any
 
 
 class Segment(NamedTuple):
@@ -71,6 +90,18 @@ class Traced(NamedTuple):
     forward: list[Segment]
     backward: list[Segment]
     kept: int
+
+    @property
+    def owners(self) -> list[int]:
+        """For each segment, the index of the innermost module that runs it; -1: none."""
+        open_, found = [-1], [-1]
+        for i, begins in self.marks:
+            if begins:
+                open_.append(i)
+            else:
+                open_.pop()
+            found.append(open_[-1])
+        return found
 
     @property
     def peak(self) -> int:
@@ -196,22 +227,30 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
-        self.phase = FORWARD
+        self.phase, self._at = FORWARD, 0
         self._segments: dict[tuple[str, int], tuple[list[Kernel], list[int]]] = {}
         self._now = self._of(FORWARD, 0)
         self._known: set[int] = set()
+        self._params: set[int] = set()
 
     def _of(self, phase: str, i: int) -> tuple[list[Kernel], list[int]]:
         return self._segments.setdefault((phase, i), ([], [self.live, self.live]))
 
     def begin(self, phase: str, i: int) -> None:
-        """What runs from now on belongs to this segment."""
-        self.phase = phase
+        """What runs from now on belongs to this segment.
+
+        A backward goes from the last to the first. Marks of one tensor come at once, in any order;
+        the earliest counts.
+        """
+        if phase == BACKWARD == self.phase and i > self._at:
+            return
+        self.phase, self._at = phase, i
         self._now = self._of(phase, i)
 
     def ignore(self, tensor: torch.Tensor) -> None:
         """Do not count this tensor's memory, which the caller keeps."""
         self._known.add(id(tensor.untyped_storage()))
+        self._params.add(id(tensor.untyped_storage()))
 
     def segment(self, phase: str, i: int) -> Segment:
         kernels, (start, peak) = self._of(phase, i)
@@ -224,8 +263,20 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             outputs = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
             made = [self._track(tensor) for tensor in outputs]
             if any(made) or func._schema.is_mutable:
-                self._now[0].append(_kernel(func, args, kwargs or {}, inputs, outputs, out))
+                kernel = _kernel(func, args, kwargs or {}, inputs, outputs, out)
+                operation = self._operation(func, args, kwargs or {})
+                self._now[0].append(kernel._replace(operation=operation))
         return out
+
+    def _operation(self, func: Any, args: Any, kwargs: Any) -> Operation:
+        leaves, tree = tree_flatten((args, kwargs))
+        return Operation(func, tuple(self._layout(leaf) for leaf in leaves), tree)
+
+    def _layout(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        is_param = id(leaf.untyped_storage()) in self._params
+        return Layout(tuple(leaf.shape), leaf.stride(), leaf.dtype, is_param)
 
     def _track(self, tensor: torch.Tensor) -> bool:
         """Count a tensor's memory; return whether it is new."""

@@ -56,6 +56,8 @@ def _draw_step(axes: Any, prediction: Prediction) -> None:
     rows = {COMPUTE: 1, WIRE: 0}
     seen = set()
     for span in prediction.timeline.spans:
+        if span.resource not in rows:
+            continue
         label = span.what if span.what not in seen else None
         seen.add(span.what)
         axes.barh(

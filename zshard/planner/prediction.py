@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,6 +16,7 @@ from zshard.offload import offload_on
 from zshard.planner.durations import Compute, all_reduce, gather
 from zshard.planner.gpus import Device, Network
 from zshard.planner.kernels import Segment, Traced
+from zshard.planner.measured import UNITS, Exchange, FsdpArgs, Idle, Machine, idle_model
 from zshard.planner.timeline import WIRE, Durations, Timeline, play
 from zshard.planner.workloads import Workload
 from zshard.precision import MixedPrecision, precision_of
@@ -32,12 +35,21 @@ PRECISIONS = ("bf16", "fp32", "fp8")
 
 
 class Cluster(NamedTuple):
-    """The hardware: one rank per GPU. transport: between all ranks: "nccl", "shm" or "c10d"."""
+    """The hardware: one rank per GPU. transport: between all ranks: "nccl", "shm", "hosts" or
+    "c10d". machine: measures durations, in place of the data sheets'; None: it is not at hand."""
 
     device: Device
     ranks: int
     network: Network
     transport: str = "nccl"
+    machine: Machine | None = None
+
+    def world(self, group: int) -> World:
+        """Return the ranks for FSDP, with shard groups of that size."""
+        inside = "shm" if self.transport == "hosts" else self.transport
+        several = self.ranks > self.network.per_host and self.transport in ("hosts", "c10d")
+        per_host = self.network.per_host if several else 0
+        return World(self.ranks, group, self.transport, inside, per_host)
 
 
 class Way(NamedTuple):
@@ -67,7 +79,7 @@ class Prediction(NamedTuple):
     seconds: of the step. memory: bytes at the peak by part, with
     "activations" and "total". flops: that the model needs, without recomputation; causal attention
     counts half. tokens: of the rank. wire: bytes that the rank receives. timeline: of one
-    micro-batch.
+    micro-batch. units: their names, as in a trace.
     """
 
     way: Way
@@ -77,6 +89,7 @@ class Prediction(NamedTuple):
     tokens: int
     wire: float
     timeline: Timeline
+    units: list[str]
 
     @property
     def tokens_per_s(self) -> float:
@@ -100,16 +113,18 @@ def predict(workload: Workload, way: Way, cluster: Cluster) -> Prediction:
     wrapped = _Wrapped(workload, way, cluster)
     dtype = None if way.precision == "fp32" else torch.bfloat16
     traced = workload.traced(wrapped.modules, way.micro_batch, way.checkpointing, dtype)
+    memory = wrapped.memory(traced)
     timeline = wrapped.timeline(traced)
     times = way.accumulate
     return Prediction(
         way,
         times * timeline.seconds + wrapped.optimizer_seconds(),
-        wrapped.memory(traced),
+        memory,
         times * 3 * sum(kernel.flops for part in traced.forward for kernel in part.kernels),
         times * way.micro_batch * workload.tokens,
         times * wrapped.wire(timeline),
         timeline,
+        wrapped.names,
     )
 
 
@@ -148,29 +163,67 @@ class _Wrapped:
         model, options = workload.model, options_of(way)
         group = way.group or min(cluster.network.per_host, cluster.ranks)
         self._over = _over(options.strategy, group, cluster.ranks)
-        world = World(cluster.ranks, group, cluster.transport, cluster.transport)
-        self._run = dry_run_of(model, "auto", options, world)
+        self._world = cluster.world(group)
+        self._kept = self._world.per_host > 0  # keep_gathered="auto", with memory to spare
+        self._run = dry_run_of(model, "auto", options, self._world)
         self._state = self._run.trained_bytes(False, size_of_state(way.optimizer, model))
         found = self._run.in_order
         self._units = [unit for unit, _ in found]
         self.modules = [spec.module for _, spec in found]
+        self.names = [unit.name or "root" for unit in self._units]
         self._numel = [sum(ref.param.numel() for ref in spec.params) for _, spec in found]
 
     # --- time -------------------------------------------------------------------------------------
 
     def timeline(self, traced: Traced) -> Timeline:
         """Return the timeline of a micro-batch."""
-        way = self._way
-        compute = Compute(self._cluster.device, way.precision, way.compiled, way.attention)
         calls, marks = self._calls(traced)
         self._run.engine.set_calls(calls)
-        durations = Durations(
+        if self._kept:
+            self._run.engine.keep_gathered(sys.maxsize, False)
+        events = self._run.engine.predict_events()
+        machine = self._cluster.machine
+        if machine is None:
+            return play(events, marks, self._modelled(traced))
+        return play(events, marks, self._measured(traced, machine, events))
+
+    def _modelled(self, traced: Traced) -> Durations:
+        way = self._way
+        compute = Compute(self._cluster.device, way.precision, way.compiled, way.attention)
+        return Durations(
             compute.of_segments(traced.forward),
             compute.of_segments(traced.backward),
+            traced.owners,
             [self._gather(numel) for numel in self._numel],
             [self._reduce(numel) for numel in self._numel],
         )
-        return play(self._run.engine.predict_events(), marks, durations)
+
+    def _measured(
+        self, traced: Traced, machine: Machine, events: Sequence[tuple[str, int]]
+    ) -> Durations:
+        exchange = self._exchange(machine)
+        gathers = [exchange.gather.at(numel) for numel in self._numel]
+        reduces = [exchange.reduce.at(numel) for numel in self._numel]
+        forward = machine.of_segments(traced.forward)
+        if not any(act == "gather" for act, _ in events):  # a forward has its other costs still
+            for mark, (at, begins) in enumerate(traced.marks):
+                forward[mark + 1] += gathers[at].seconds if begins else 0.0
+        return Durations(
+            forward,
+            machine.of_segments(traced.backward),
+            traced.owners,
+            [cost.seconds for cost in gathers],
+            [cost.seconds for cost in reduces],
+            {
+                "gather": [cost.work for cost in gathers],
+                "reduce": [cost.work for cost in reduces],
+            },
+        )
+
+    def _exchange(self, machine: Machine) -> Exchange:
+        way, kept = self._way, self._kept
+        args = FsdpArgs(way.strategy, way.precision, way.optimizer, kept)
+        return machine.exchange(args, lambda: _gathered_again(options_of(way), self._world, kept))
 
     def _calls(self, traced: Traced) -> tuple[list[tuple[_core.Unit, int]], dict[int, int]]:
         """Return the calls of the forward that was traced, and the marks by the index of a call."""
@@ -216,6 +269,8 @@ class _Wrapped:
         """Return how long the optimizer's step takes, and the gather after it where copies of the
         parameters stay."""
         device, over = self._cluster.device, self._over
+        if self._cluster.machine is not None:
+            return self._exchange(self._cluster.machine).step.at(sum(self._numel)).seconds
         local = sum(self._numel) / over.steps
         seconds = STEP_BYTES * local / (device.bandwidth * 1e12 * device.move)
         if not over.refreshes:
@@ -259,6 +314,15 @@ class _Wrapped:
     def _kept_grads(self, all_grads: int) -> int:
         """Return the bytes of gradients that earlier micro-batches left."""
         return all_grads if self._way.accumulate > 1 else 0
+
+
+def _gathered_again(options: Options, world: World, kept: bool) -> float:
+    """Return how often a backward gathers a unit, in the mean."""
+    run = dry_run_of(idle_model(1, torch.device("meta")), {Idle}, options, world)
+    if kept:
+        run.engine.keep_gathered(sys.maxsize, False)
+    acts = [act for act, _ in run.engine.predict_events()]
+    return acts[acts.index("backward") :].count("gather") / UNITS
 
 
 def options_of(way: Way) -> Options:

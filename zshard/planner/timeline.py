@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-COMPUTE, WIRE = "compute", "wire"
+COMPUTE, WIRE, WAIT = "compute", "wire", "wait"
 
 
 class Interval(NamedTuple):
-    """The time in which a resource is busy with something. unit: its place, or -1 for none."""
+    """The time in which a resource is busy with something, or kernels wait for it. unit: its place,
+    or -1 for none."""
 
     resource: str
     what: str
@@ -31,21 +32,34 @@ class Interval(NamedTuple):
 class Durations(NamedTuple):
     """Seconds of each part of a step.
 
-    forward, backward: between marks, as in kernels.Traced. gather, reduce: of each unit.
+    forward, backward: between marks, as in kernels.Traced. owners: the units that they belong to.
+    gather, reduce: of each unit. work: of these, the seconds that each takes from the kernels,
+    where both run on the same core.
     """
 
     forward: Sequence[float]
     backward: Sequence[float]
+    owners: Sequence[int]
     gather: Sequence[float]
     reduce: Sequence[float]
+    work: Mapping[str, Sequence[float]] = {}
 
 
 class Timeline(NamedTuple):
-    """A step. seconds: all of it. exposed: seconds in which kernels wait, by (act, unit)."""
+    """A step. seconds: all of it."""
 
     spans: list[Interval]
     seconds: float
-    exposed: dict[tuple[str, int], float]
+
+    @property
+    def exposed(self) -> dict[tuple[str, int], float]:
+        """Seconds in which kernels wait, by (act, unit)."""
+        found: dict[tuple[str, int], float] = {}
+        for span in self.spans:
+            if span.resource == WAIT:
+                key = span.what, span.unit
+                found[key] = found.get(key, 0.0) + span.seconds
+        return found
 
 
 def play(
@@ -72,16 +86,15 @@ class _Player:
         self._backward = False
         self._ends: dict[tuple[str, int], float] = {}
         self.spans: list[Interval] = []
-        self.exposed: dict[tuple[str, int], float] = {}
 
     def reach(self, act: str, mark: int) -> None:
         if act == "forward":
-            self._compute("forward", self._durations.forward[mark])
+            self._run("forward", mark)
             return
         if not self._backward:
             self._backward = True
-            self._compute("forward", self._durations.forward[-1])
-        self._compute("backward", self._durations.backward[mark + 1])
+            self._run("forward", -1)
+        self._run("backward", mark + 1)
 
     def do(self, act: str, unit: int) -> None:
         if act == "gather":
@@ -93,14 +106,19 @@ class _Player:
             self._wait(what, unit, self._ends.pop((what, unit), 0.0))
 
     def end(self) -> Timeline:
-        self._compute("backward", self._durations.backward[0])
+        self._run("backward", 0)
         for (what, unit), end in self._ends.items():
             self._wait(what, unit, end)
-        return Timeline(self.spans, self._now, self.exposed)
+        return Timeline(self.spans, self._now)
 
-    def _compute(self, what: str, seconds: float) -> None:
+    def _run(self, phase: str, segment: int) -> None:
+        durations = self._durations
+        seconds = (durations.forward if phase == "forward" else durations.backward)[segment]
+        self._compute(phase, seconds, durations.owners[segment])
+
+    def _compute(self, what: str, seconds: float, unit: int) -> None:
         if seconds > 0:
-            self.spans.append(Interval(COMPUTE, what, -1, self._now, self._now + seconds))
+            self.spans.append(Interval(COMPUTE, what, unit, self._now, self._now + seconds))
             self._now += seconds
 
     def _send(self, what: str, unit: int, seconds: float) -> None:
@@ -108,9 +126,10 @@ class _Player:
             start = max(self._now, self._free)
             self._free = self._ends[what, unit] = start + seconds
             self.spans.append(Interval(WIRE, what, unit, start, start + seconds))
+        if what in self._durations.work:
+            self._compute(what, self._durations.work[what][unit], unit)
 
     def _wait(self, what: str, unit: int, end: float) -> None:
         if end > self._now:
-            waited = self.exposed.get((what, unit), 0.0)
-            self.exposed[what, unit] = waited + end - self._now
+            self.spans.append(Interval(WAIT, what, unit, self._now, end))
             self._now = end

@@ -1,0 +1,334 @@
+"""Durations of the machine at hand: its ranks run a plan's operations, and FSDP without a model.
+
+Operations run one by one, with tensors of their shapes; each distinct one is timed once. What FSDP
+adds is timed by steps of units that compute nothing, of three sizes, over the same transport.
+Everything is collective: all ranks run the same at the same time, as in training, and take the mean
+of what they find.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+import statistics
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_unflatten
+
+import zshard.optim
+from zshard.fsdp import FSDP
+from zshard.memory.host_limits import Sharing, rooms
+from zshard.planner.kernels import Layout, Operation, Segment
+from zshard.precision import MixedPrecision
+from zshard.ranks.agreement import check_agreement, gather_bytes
+from zshard.units.units import state_of
+
+COLD = 64 << 20
+"""Bytes of copies of a parameter that an operation reads in turn: in a step, none is in a cache."""
+
+CALLS, SECONDS = 5, 0.05
+"""An operation is timed for so many calls and so long, whichever is more."""
+
+UNITS, SIZES, STEPS, WARM_UP = 6, (1 << 10, 1 << 17, 1 << 21), 5, 3
+"""FSDP's own work is timed with so many units, of each of these numbers of elements."""
+
+
+class Cost(NamedTuple):
+    """Seconds that something takes, and those of them in which it keeps this rank's core busy."""
+
+    seconds: float
+    work: float
+
+    def times(self, factor: float) -> Cost:
+        return Cost(self.seconds * factor, self.work * factor)
+
+    def less(self, other: Cost) -> Cost:
+        return Cost(max(0.0, self.seconds - other.seconds), max(0.0, self.work - other.work))
+
+
+class Curve(NamedTuple):
+    """Costs of some sizes, in rising order; others lie on straight lines through their two
+    neighbours."""
+
+    sizes: Sequence[int]
+    costs: Sequence[Cost]
+
+    def at(self, size: int) -> Cost:
+        """Return the cost of a size."""
+        i = min(max(bisect.bisect(self.sizes, size), 1), len(self.sizes) - 1)
+        low, high = self.sizes[i - 1], self.sizes[i]
+        part = max(0.0, (size - low) / (high - low))
+        rest = self.costs[i - 1].times(1 - part)
+        more = self.costs[i].times(part)
+        return Cost(max(0.0, rest.seconds + more.seconds), max(0.0, rest.work + more.work))
+
+
+class Exchange(NamedTuple):
+    """What FSDP does beside a model's kernels, by numbers of elements.
+
+    gather, reduce: of a unit. step: the optimizer's, of all units.
+    """
+
+    gather: Curve
+    reduce: Curve
+    step: Curve
+
+
+class FsdpArgs(NamedTuple):
+    """What FSDP's own work depends on: fields of prediction.Way, and keep_gathered."""
+
+    strategy: str
+    precision: str
+    optimizer: str | int | None
+    kept: bool
+
+
+class Machine:
+    """The ranks and their devices. What has been measured is not measured again. Collective.
+
+    device: where the operations run. transport: as for FSDP. Raises what FSDP raises.
+    """
+
+    def __init__(self, device: torch.device, transport: str | None = None) -> None:
+        self._device, self._asked = device, transport
+        self._model = FSDP(idle_model(1, device), transport=transport)  # keeps the connection
+        self._comm = state_of(self._model).comms.all
+        self.ranks, self.transport = self._comm.world, self._comm.transport
+        self.per_host = self._comm.per_host or self.ranks
+        self._known: dict[Operation, float] = {}
+        self._exchanges: dict[FsdpArgs, Exchange] = {}
+        cores = len(os.sched_getaffinity(0))
+        self._shares_core = device.type == "cpu" and cores < 2 * self.per_host
+
+    def room(self) -> float:
+        """Return the bytes that are free for a rank, the least of all ranks."""
+        if self._device.type == "cuda":
+            mine = torch.cuda.mem_get_info(self._device)[0]
+        else:
+            mine = min(room.bytes for room in rooms(Sharing(self.per_host, self.per_host)))
+        return min(self._all([mine]))[0]
+
+    # --- operations -------------------------------------------------------------------------------
+
+    def of_segments(self, segments: Sequence[Segment]) -> list[float]:
+        """Return the seconds of each segment. Collective."""
+        parts = [[k.operation for k in each.kernels if k.operation] for each in segments]
+        new = list(dict.fromkeys(op for part in parts for op in part if op not in self._known))
+        if new:
+            facts = [("operation", repr(operation)) for operation in new]
+            check_agreement(self._comm, facts, "planned steps")
+            with torch.random.fork_rng():
+                found = [self._seconds(operation) for operation in new]
+            self._known.update(zip(new, self._means(found), strict=True))
+        return [sum(self._known[operation] for operation in part) for part in parts]
+
+    def _seconds(self, operation: Operation) -> float:
+        name = str(operation.func)
+        if "rnn" in name:
+            raise ValueError(
+                f"{name} cannot run alone, as its arguments hold what only a forward makes: a model "
+                "with recurrent layers cannot be measured; plan it for a GPU of the list"
+            )
+        run = [_bound(operation, arguments) for arguments in self._arguments(operation)]
+        times: list[float] = []
+        spent = 0.0
+        with torch.no_grad():
+            run[0]()
+            while len(times) < CALLS or spent < SECONDS:
+                times.append(self._time(run[len(times) % len(run)]))
+                spent += times[-1]
+        return statistics.median(times)
+
+    def _arguments(self, operation: Operation) -> list[list[Any]]:
+        """Return arguments, several times with other memory for parameters."""
+        params = [_bytes(each) for each in operation.arguments if _is_param(each)]
+        copies = max(1, COLD // max(sum(params), 1 << 20)) if params else 1
+        first = [self._tensor(each) for each in operation.arguments]
+        return [
+            first,
+            *(
+                [
+                    self._tensor(layout) if _is_param(layout) else tensor
+                    for layout, tensor in zip(operation.arguments, first, strict=True)
+                ]
+                for _ in range(copies - 1)
+            ),
+        ]
+
+    def _tensor(self, given: Any) -> Any:
+        if isinstance(given, torch.device):
+            return self._device
+        if not isinstance(given, Layout):
+            return given
+        base = torch.empty(_bytes(given) // given.dtype.itemsize, dtype=given.dtype)
+        if given.dtype.is_floating_point:
+            base.normal_(0, 0.05)
+        else:
+            base.fill_(given.dtype == torch.bool)  # 0 is a valid index everywhere
+        return base.to(self._device).as_strided(given.shape, given.stride)
+
+    def _time(self, call: Callable[[], object]) -> float:
+        self._wait()
+        begun = time.perf_counter()
+        made = call()
+        self._wait()
+        ended = time.perf_counter()
+        del made
+        return ended - begun
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    # --- FSDP -------------------------------------------------------------------------------------
+
+    def exchange(self, args: FsdpArgs, again: Callable[[], float]) -> Exchange:
+        """Return what FSDP does with these arguments. Collective.
+
+        again: returns how often a backward gathers a unit.
+        """
+        if args not in self._exchanges:
+            forward, backward, step = zip(*(self._phases(args, n) for n in SIZES), strict=True)
+            gather = Curve(SIZES, [cost.times(1 / UNITS) for cost in forward])
+            reduce = [
+                cost.times(1 / UNITS).less(gather.at(size).times(again()))
+                for size, cost in zip(SIZES, backward, strict=True)
+            ]
+            steps = Curve([UNITS * size for size in SIZES], step)
+            self._exchanges[args] = Exchange(gather, Curve(SIZES, reduce), steps)
+        return self._exchanges[args]
+
+    def _phases(self, args: FsdpArgs, size: int) -> list[Cost]:
+        """Return what forward, backward and step of all units take."""
+        model = self._wrap(idle_model(size, self._device), args)
+        optimizer = optimizer_of(args.optimizer, model)
+        samples = [self._step(model, optimizer) for _ in range(WARM_UP + STEPS)]
+        medians = [statistics.median(each) for each in zip(*samples[WARM_UP:], strict=True)]
+        means = self._means(medians)
+        return [Cost(*means[i : i + 2]) for i in (0, 2, 4)]
+
+    def _wrap(self, model: nn.Module, args: FsdpArgs) -> nn.Module:
+        return FSDP(
+            model,
+            auto_wrap_policy={Idle},
+            strategy=args.strategy,
+            mixed_precision=None if args.precision == "fp32" else MixedPrecision(torch.bfloat16),
+            keep_gathered=args.kept,
+            transport=self._asked,
+        )
+
+    def _step(self, model: nn.Module, optimizer: Any) -> list[float]:
+        """Return seconds and work of a step's forward, backward and optimizer."""
+        found: list[float] = []
+        losses: list[torch.Tensor] = []
+
+        def forward() -> None:
+            losses.append(model(torch.zeros(1, device=self._device)).sum())
+
+        def backward() -> None:
+            losses.pop().backward()  # type: ignore[no-untyped-call]
+
+        def update() -> None:
+            if optimizer is not None:
+                optimizer.step()
+            model.zero_grad()
+
+        for part in (forward, backward, update):
+            self._comm.exchange(b"")
+            work, begun = self._work(), time.perf_counter()
+            part()
+            self._wait()
+            seconds = time.perf_counter() - begun
+            found += [seconds, min(seconds, self._work() - work)]
+        return found
+
+    def _work(self) -> float:
+        """Return the processor time of all that competes with this rank's kernels."""
+        return time.process_time() if self._shares_core else time.thread_time()
+
+    # --- ranks ------------------------------------------------------------------------------------
+
+    def _all(self, mine: Sequence[float]) -> list[tuple[float, ...]]:
+        """Return the numbers of every rank."""
+        data = struct.pack(f"{len(mine)}d", *mine)
+        return [struct.unpack(f"{len(mine)}d", each) for each in gather_bytes(self._comm, data)]
+
+    def _means(self, mine: Sequence[float]) -> list[float]:
+        return [statistics.fmean(each) for each in zip(*self._all(mine), strict=True)]
+
+
+# --- units that compute nothing -------------------------------------------------------------------
+
+
+class Idle(nn.Module):
+    """A unit with one parameter, whose forward and backward do nothing."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size, device=device))
+        self._grads: dict[torch.dtype, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        if weight.dtype not in self._grads:
+            self._grads[weight.dtype] = torch.ones_like(weight, requires_grad=False)
+        out: torch.Tensor = _Pass.apply(x, weight, self._grads[weight.dtype])  # type: ignore[no-untyped-call]
+        return out
+
+
+class _Pass(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> Any:
+        ctx.grad = grad
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0], ctx.grad, None
+
+
+def idle_model(size: int, device: torch.device) -> nn.Sequential:
+    """Return a model of UNITS idle units of `size` elements each."""
+    return nn.Sequential(*(Idle(size, device) for _ in range(UNITS)))
+
+
+# --- helpers --------------------------------------------------------------------------------------
+
+
+def optimizer_of(name: str | int | None, model: nn.Module) -> Any:
+    """Return an optimizer by its name for predict_memory(); zshard's where it has one.
+
+    Raises ValueError where the time of a step cannot be measured so: for a number of state tensors,
+    and for Muon, whose step depends on the shapes of matrices.
+    """
+    if name is None:
+        return None
+    if not isinstance(name, str) or name.lower() == "muon":
+        raise ValueError(
+            f"optimizer={name!r}: no step of it can be measured without the model: pass the name "
+            'of an elementwise optimizer, such as "adamw" or "adamw8bit"'
+        )
+    places = (torch.optim, zshard.optim)
+    found = {each.lower(): getattr(place, each) for place in places for each in dir(place)}
+    return found[name.lower()](model.parameters())
+
+
+def _is_param(given: Any) -> bool:
+    return isinstance(given, Layout) and given.is_param
+
+
+def _bytes(layout: Layout) -> int:
+    if 0 in layout.shape:
+        return 0
+    last = sum((n - 1) * step for n, step in zip(layout.shape, layout.stride, strict=True))
+    return (1 + last) * layout.dtype.itemsize
+
+
+def _bound(operation: Operation, arguments: list[Any]) -> Callable[[], object]:
+    args, kwargs = tree_unflatten(arguments, operation.tree)
+    return lambda: operation.func(*args, **kwargs)
