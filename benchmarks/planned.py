@@ -48,6 +48,13 @@ def cells(name: str, transport: str, ranks: int, measured: float) -> list[str]:
 
 def planned_bytes(name: str, transport: str, ranks: int) -> int:
     """Return the peak of a rank that trains a workload with full_shard and AdamW in float32."""
+    # durations do not matter here, so the device does not either
+    cluster = Cluster(DEVICES["h100"], ranks, Network(1, 1, ranks), transport)
+    return predict(planned_workload(name), Way(precision="fp32"), cluster).memory["total"]
+
+
+def planned_workload(name: str) -> Workload:
+    """Return one of WORKLOADS for the planner: a sample is a whole batch."""
     workload = WORKLOADS[name]
     with torch.device("meta"):
         model = workload.build()
@@ -57,10 +64,7 @@ def planned_bytes(name: str, transport: str, ranks: int) -> int:
         inputs, targets = (torch.zeros(shape, dtype=dtype) for shape, dtype in shapes)
         return workload.loss(model, (inputs, targets))
 
-    trained = Workload(model, step, 1, "samples")
-    # durations do not matter here, so the device does not either
-    cluster = Cluster(DEVICES["h100"], ranks, Network(1, 1, ranks), transport)
-    return predict(trained, Way(precision="fp32"), cluster).memory["total"]
+    return Workload(model, step, 1, "samples")
 
 
 if __name__ == "__main__":

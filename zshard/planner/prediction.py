@@ -14,7 +14,7 @@ from zshard.memory.fits import parse_keep
 from zshard.memory.report import dry_run_of, size_of_state
 from zshard.offload import offload_on
 from zshard.planner.durations import Compute, all_reduce, gather
-from zshard.planner.gpus import Device, Network
+from zshard.planner.gpus import GIB, Device, Network
 from zshard.planner.kernels import Segment, Traced
 from zshard.planner.measured import UNITS, Exchange, FsdpArgs, Idle, Machine, idle_model
 from zshard.planner.timeline import WIRE, Durations, Timeline, play
@@ -43,6 +43,13 @@ class Cluster(NamedTuple):
     network: Network
     transport: str = "nccl"
     machine: Machine | None = None
+
+    @classmethod
+    def of(cls, machine: Machine) -> Cluster:
+        """Return the cluster of the ranks at hand. Collective."""
+        device = Device(machine.room() / GIB, *[0] * 11)
+        network = Network(0, 0, machine.per_host)
+        return cls(device, machine.ranks, network, machine.transport, machine)
 
     def world(self, group: int) -> World:
         """Return the ranks for FSDP, with shard groups of that size."""
