@@ -216,7 +216,8 @@ def cluster_of(row: Row, device: Device) -> Cluster:
     ranks = int(_number(row, "n_gpus"))
     per_host = int(_number(row, "per_node")) or 8
     nic = _number(row, "inter_gbps_per_node") or device.nic
-    return Cluster(device, ranks, Network(device.link, nic, min(per_host, ranks)))
+    network = Network(device.link, nic, min(per_host, ranks))
+    return Cluster(device, ranks, network, reduces_by_ring=True)
 
 
 _TORCH = re.compile(r"torch FSDP|torch DDP|DeepSpeed|YaFSDP", re.IGNORECASE)

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from zshard.offload import Offload
 from zshard.planner import against
 from zshard.planner.decoder import Dims
 from zshard.planner.gpus import DEVICES
@@ -50,6 +51,12 @@ def add_command(commands: Any) -> None:
         "--optimizer", default="adamw", help="as for predict_memory() (default: adamw)"
     )
     parser.add_argument("--compile", action="store_true", help="the model is compiled")
+    parser.add_argument(
+        "--offload",
+        metavar="PARTS",
+        help="to the host: some of params,grads,optimizer, or none (default: if nothing fits)",
+    )
+    parser.add_argument("--wire", help="as FSDP's: bf16 or int8 between hosts")
     parser.add_argument("--per-host", type=int, help="GPUs of a host (default: 8, or all)")
     parser.add_argument("--nic", type=float, help="Gbit/s of a host (default: the GPU's usual)")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -77,6 +84,8 @@ def _plan(args: argparse.Namespace) -> int:
         precision=args.precision,
         optimizer=args.optimizer,
         compiled=args.compile,
+        offload=_offload(args.offload),
+        wire=args.wire,
         per_host=args.per_host,
         nic=args.nic,
     )
@@ -86,6 +95,16 @@ def _plan(args: argparse.Namespace) -> int:
 
         draw(found, args.picture)
     return 0 if found.best is not None else 1
+
+
+def _offload(given: str | None) -> Offload | bool | None:
+    if given is None or given == "none":
+        return None if given is None else False
+    parts = set(given.split(","))
+    known = ("params", "grads", "optimizer")
+    if not parts <= set(known):
+        raise ValueError(f"--offload takes some of {','.join(known)}, or none, got {given!r}")
+    return Offload(**{name: name in parts for name in known})
 
 
 def _model(args: argparse.Namespace) -> Any:

@@ -38,6 +38,7 @@ class Kernel(NamedTuple):
 
     kind: "matmul", "attention" or "move" (anything that is bound by memory). flops: a multiply-add
     counts 2. bytes: read and written. dtype: of the result. shape: (m, n, k) of a matmul, else ().
+    again: a checkpoint computes it a second time.
     """
 
     kind: str
@@ -45,6 +46,7 @@ class Kernel(NamedTuple):
     bytes: int
     dtype: torch.dtype
     shape: tuple[int, ...] = ()
+    again: bool = False
 
 
 class Segment(NamedTuple):
@@ -76,6 +78,16 @@ class Traced(NamedTuple):
     def peak(self) -> int:
         """The most bytes of activations in the step."""
         return max(segment.peak for segment in (*self.forward, *self.backward))
+
+    @property
+    def flops(self) -> float:
+        """What the model needs, without recomputation: by convention the backward twice as many as
+        the forward, and less where parameters are frozen."""
+        forward, backward = (
+            sum(k.flops for segment in phase for k in segment.kernels if not k.again)
+            for phase in (self.forward, self.backward)
+        )
+        return forward + min(backward, 2 * forward)
 
     def stretched(self, first: int, period: int, times: int) -> Traced:
         """Return the trace of a model with more modules: `period` modules from `first` on, of the
@@ -224,7 +236,9 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             outputs = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
             made = [self._track(tensor) for tensor in outputs]
             if any(made) or func._schema.is_mutable:
-                self._now[0].append(_kernel(func, args, kwargs or {}, inputs, outputs, out))
+                made_by = _kernel(func, args, kwargs or {}, inputs, outputs, out)
+                again = self.phase == BACKWARD and torch.is_grad_enabled()
+                self._now[0].append(made_by._replace(again=again))
         return out
 
     def _track(self, tensor: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -10,20 +11,25 @@ from zshard import _core
 from zshard.memory.dry_run import World
 from zshard.memory.fits import parse_keep
 from zshard.memory.report import dry_run_of, size_of_state
-from zshard.offload import offload_on
-from zshard.planner.durations import Compute, all_reduce, gather
+from zshard.offload import Offload, offload_on
+from zshard.planner.durations import Compute, all_reduce, exchange, gather
 from zshard.planner.gpus import Device, Network
 from zshard.planner.kernels import Segment, Traced
-from zshard.planner.timeline import WIRE, Durations, Timeline, play
+from zshard.planner.timeline import Durations, Timeline, play
+from zshard.planner.traffic import CODE_BYTES, Traffic, ring, swap, swap_by_host
+from zshard.planner.update import (
+    Part,
+    matrices_of,
+    orthogonalize_seconds,
+    orthogonalize_traffic,
+    update_seconds,
+)
 from zshard.planner.workloads import Workload
 from zshard.precision import MixedPrecision, precision_of
-from zshard.ranks.devices import CPU
-from zshard.ranks.wire import check_wire
+from zshard.ranks.wire import Wire
 from zshard.strategy import ShardingStrategy, strategy_of
 from zshard.units.units import Options, Prefetch
-
-STEP_BYTES = 34
-"""Read and written per element by AdamW (28), the gradients' norm (4) and the 16-bit copy (2)."""
+from zshard.wrap.tree import UnitSpec
 
 COMPILED = 0.8
 """Part of the activations that is left with torch.compile, which computes some of them again."""
@@ -32,12 +38,17 @@ PRECISIONS = ("bf16", "fp32", "fp8")
 
 
 class Cluster(NamedTuple):
-    """The hardware: one rank per GPU. transport: between all ranks: "nccl", "shm" or "c10d"."""
+    """The hardware: one rank per GPU.
+
+    transport: between all ranks: "nccl", "shm", "hosts" or "c10d". reduces_by_ring: gradients are
+    reduced by NCCL's rings, as torch's FSDP does, and not as zshard does.
+    """
 
     device: Device
     ranks: int
     network: Network
     transport: str = "nccl"
+    reduces_by_ring: bool = False
 
 
 class Way(NamedTuple):
@@ -47,7 +58,8 @@ class Way(NamedTuple):
     precision: "fp32"; "bf16": computes, gathers and reduces in it, state in float32; "fp8": the
     same with matmuls in fp8. checkpointing: of activations: "", "selective" or "full". micro_batch:
     samples of a rank. accumulate: micro-batches in a step. compiled: by torch.compile. attention:
-    "flash", or "triton" for Triton's of 2023. optimizer: as for predict_memory().
+    "flash", or "triton" for Triton's of 2023. optimizer: as for predict_memory(). offload, wire: as
+    for FSDP.
     """
 
     strategy: str = "full_shard"
@@ -59,6 +71,8 @@ class Way(NamedTuple):
     compiled: bool = False
     attention: str = "flash"
     optimizer: str | int | None = "adamw"
+    offload: Offload | None = None
+    wire: Wire = Wire()
 
 
 class Prediction(NamedTuple):
@@ -66,8 +80,8 @@ class Prediction(NamedTuple):
 
     seconds: of the step. memory: bytes at the peak by part, with
     "activations" and "total". flops: that the model needs, without recomputation; causal attention
-    counts half. tokens: of the rank. wire: bytes that the rank receives. timeline: of one
-    micro-batch.
+    counts half. tokens: of the rank. traffic: bytes that the rank receives in the step. timeline:
+    of one micro-batch.
     """
 
     way: Way
@@ -75,7 +89,7 @@ class Prediction(NamedTuple):
     memory: dict[str, int]
     flops: float
     tokens: int
-    wire: float
+    traffic: Traffic
     timeline: Timeline
 
     @property
@@ -104,11 +118,11 @@ def predict(workload: Workload, way: Way, cluster: Cluster) -> Prediction:
     times = way.accumulate
     return Prediction(
         way,
-        times * timeline.seconds + wrapped.optimizer_seconds(),
+        times * (timeline.seconds + wrapped.copy_seconds()) + wrapped.optimizer_seconds(),
         wrapped.memory(traced),
-        times * 3 * sum(kernel.flops for part in traced.forward for kernel in part.kernels),
+        times * traced.flops,
         times * way.micro_batch * workload.tokens,
-        times * wrapped.wire(timeline),
+        wrapped.traffic(times),
         timeline,
     )
 
@@ -140,21 +154,63 @@ def _over(strategy: ShardingStrategy, group: int, ranks: int) -> _Over:
     return _Over(ranks, ranks, ranks)
 
 
+class _Size(NamedTuple):
+    """A unit. numel: elements of trained parameters. full: bytes of all parameters as they are
+    gathered; grads: of the trained ones' gradients as they are reduced; own: of all parameters in
+    their own dtype."""
+
+    numel: int
+    full: float
+    grads: int
+    own: int
+
+
 class _Wrapped:
     """The units of a model on a cluster, as FSDP would make them."""
 
     def __init__(self, workload: Workload, way: Way, cluster: Cluster) -> None:
         self._way, self._cluster = way, cluster
         model, options = workload.model, options_of(way)
-        group = way.group or min(cluster.network.per_host, cluster.ranks)
-        self._over = _over(options.strategy, group, cluster.ranks)
-        world = World(cluster.ranks, group, cluster.transport, cluster.transport)
+        ranks, self._per_host = cluster.ranks, cluster.network.per_host
+        group = way.group or min(self._per_host, ranks)
+        self._over = _over(options.strategy, group, ranks)
+        on_hosts = self._per_host if ranks > self._per_host and ranks % self._per_host == 0 else 0
+        world = World(ranks, group, cluster.transport, cluster.transport, on_hosts)
         self._run = dry_run_of(model, "auto", options, world)
-        self._state = self._run.trained_bytes(False, size_of_state(way.optimizer, model))
+        size_of = size_of_state(way.optimizer, model)
+        self._state = self._run.trained_bytes(False, size_of)
+        self._offloaded_state = self._run.trained_bytes(True, size_of)
+        self._matrices = matrices_of(model) if way.optimizer == "muon" else []
         found = self._run.in_order
         self._units = [unit for unit, _ in found]
         self.modules = [spec.module for _, spec in found]
-        self._numel = [sum(ref.param.numel() for ref in spec.params) for _, spec in found]
+        self._sizes = [self._size_of(unit, spec) for unit, spec in found]
+        self._parts = [self._part_of(unit, spec) for unit, spec in found]
+        self._acts: Counter[tuple[str, int]] = Counter()
+
+    def _size_of(self, unit: _core.Unit, spec: UnitSpec) -> _Size:
+        params = [ref.param for ref in spec.params]
+        trained = [param for param in params if param.requires_grad]
+        full: float = sum(param.numel() * self._itemsize(param) for param in params)
+        if unit.is_coded:
+            full = sum(param.numel() for param in params) * CODE_BYTES[self._way.wire.parameters]
+        grads = sum(param.numel() * self._itemsize(param) for param in trained)
+        own = sum(param.numel() * param.itemsize for param in params)
+        return _Size(sum(param.numel() for param in trained), full, grads, own)
+
+    def _part_of(self, unit: _core.Unit, spec: UnitSpec) -> Part:
+        trained = cast = copy = 0
+        for i, ref in enumerate(spec.params):
+            numel, itemsize = unit.param(i)["numel"], ref.param.itemsize
+            trained += numel * itemsize if ref.param.requires_grad else 0
+            if self._itemsize(ref.param) != itemsize:
+                cast, copy = cast + numel * itemsize, copy + numel * self._itemsize(ref.param)
+        return Part(trained, cast, copy, unit.offloads[:2])
+
+    def _itemsize(self, param: torch.Tensor) -> int:
+        """Return the bytes of an element as it is computed with."""
+        is_low = self._way.precision != "fp32" and param.is_floating_point()
+        return 2 if is_low else param.itemsize
 
     # --- time -------------------------------------------------------------------------------------
 
@@ -164,13 +220,16 @@ class _Wrapped:
         compute = Compute(self._cluster.device, way.precision, way.compiled, way.attention)
         calls, marks = self._calls(traced)
         self._run.engine.set_calls(calls)
+        places = range(len(self._units))
         durations = Durations(
             compute.of_segments(traced.forward),
             compute.of_segments(traced.backward),
-            [self._gather(numel) for numel in self._numel],
-            [self._reduce(numel) for numel in self._numel],
+            [self._gather(i) for i in places],
+            [self._reduce(i) for i in places],
         )
-        return play(self._run.engine.predict_events(), marks, durations)
+        events = self._run.engine.predict_events()
+        self._acts = Counter(events)
+        return play(events, marks, durations)
 
     def _calls(self, traced: Traced) -> tuple[list[tuple[_core.Unit, int]], dict[int, int]]:
         """Return the calls of the forward that was traced, and the marks by the index of a call."""
@@ -186,45 +245,95 @@ class _Wrapped:
             calls.append((unit, -1 if begins else -2))
         return calls, marks
 
-    def _bytes(self, numel: int) -> int:
-        return numel * (4 if self._way.precision == "fp32" else 2)
+    def _gather(self, i: int) -> float:
+        over, full = self._over, self._sizes[i].full
+        network = gather(self._cluster.network, full, over.gather)
+        from_host = self._units[i].offloads[0] and over.gather > 1 and not over.refreshes
+        return max(network, self._host_seconds(full / over.gather) if from_host else 0.0)
 
-    def _gather(self, numel: int) -> float:
-        return gather(self._cluster.network, self._bytes(numel), self._over.gather)
+    def _reduce(self, i: int) -> float:
+        cluster, over, size = self._cluster, self._over, self._sizes[i].grads
+        network, ranks = cluster.network, cluster.ranks
+        if cluster.reduces_by_ring:
+            return over.reduce_passes * gather(network, size, over.reduce) + all_reduce(
+                network, size / over.reduce, ranks // over.reduce
+            )
+        seconds = exchange(network, self._swapped(i), ranks)
+        if over.reduce_passes == 2:
+            seconds += gather(network, size, ranks)
+        to_host = self._parts[i].trained if self._units[i].offloads[1] else 0
+        return seconds + self._host_seconds(to_host)
 
-    def _reduce(self, numel: int) -> float:
-        network, over, size = self._cluster.network, self._over, self._bytes(numel)
-        replicas = self._cluster.ranks // over.reduce
-        return over.reduce_passes * gather(network, size, over.reduce) + all_reduce(
-            network, size / over.reduce, replicas
-        )
+    def _host_seconds(self, size: float) -> float:
+        return size / (self._cluster.device.host * 1e9)
 
-    def wire(self, timeline: Timeline) -> float:
-        """Return the bytes that a rank receives in a micro-batch."""
-        over = self._over
-        parts = {
-            "gather": 1 - 1 / over.gather,
-            "reduce": over.reduce_passes * (1 - 1 / over.reduce),
-        }
-        return sum(
-            parts[span.what] * self._bytes(self._numel[span.unit])
-            for span in timeline.spans
-            if span.resource == WIRE
+    def copy_seconds(self) -> float:
+        """Return how long the kernels of a micro-batch wait for offloaded parameters that no rank
+        shards: each use reads them from the host in the stream of kernels."""
+        if self._over.gather > 1 or self._over.refreshes:
+            return 0.0
+        used = (i for (act, i), n in self._acts.items() if act == "gather" for _ in range(n))
+        return self._host_seconds(
+            sum(self._sizes[i].own for i in used if self._units[i].offloads[0])
         )
 
     def optimizer_seconds(self) -> float:
         """Return how long the optimizer's step takes, and the gather after it where copies of the
         parameters stay."""
-        device, over = self._cluster.device, self._over
-        local = sum(self._numel) / over.steps
-        seconds = STEP_BYTES * local / (device.bandwidth * 1e12 * device.move)
+        network, over, way = self._cluster.network, self._over, self._way
+        ranks, device = self._cluster.ranks, self._cluster.device
+        seconds = 0.0
+        if way.optimizer is not None:
+            held = self._state + self._offloaded_state, self._offloaded_state
+            seconds = update_seconds(self._parts, *held, device)
+        if self._matrices:
+            compute = Compute(device, compiled=way.compiled)
+            seconds += orthogonalize_seconds(self._matrices, ranks, compute)
+            seconds += exchange(network, self._orthogonalized(), ranks)
         if not over.refreshes:
             return seconds
-        gathers = (
-            gather(self._cluster.network, self._bytes(numel), self._cluster.ranks)
-            for numel in self._numel
-        )
-        return seconds + sum(gathers)
+        return seconds + sum(gather(network, each.grads, ranks) for each in self._sizes)
+
+    # --- traffic ----------------------------------------------------------------------------------
+
+    def traffic(self, times: int) -> Traffic:
+        """Return the bytes that a rank receives in a step of so many micro-batches, whose timeline
+        was made."""
+        total = self._orthogonalized() if self._matrices else Traffic()
+        ranks, over = self._cluster.ranks, self._over
+        for (act, i), n in self._acts.items():
+            if act == "gather":
+                total = total.plus(ring(self._sizes[i].full, over.gather, self._per_host), n * times)
+            elif act == "post":
+                total = total.plus(self._reduced(i), n * times)
+        if over.refreshes:  # from the ranks at this one's place in the other groups
+            size = sum(each.grads for each in self._sizes) / over.gather
+            per_host = max(1, self._per_host // over.gather)
+            total = total.plus(ring(size, ranks // over.gather, per_host))
+        return total
+
+    def _reduced(self, i: int) -> Traffic:
+        size, over, ranks = self._sizes[i].grads, self._over, self._cluster.ranks
+        if not self._cluster.reduces_by_ring:
+            again = ring(size, ranks, self._per_host) if over.reduce_passes == 2 else Traffic()
+            return self._swapped(i).plus(again)
+        replicas = ranks // over.reduce
+        across = Traffic(0.0, 2 * size / over.reduce * (1 - 1 / replicas))
+        return across.plus(ring(size, over.reduce, self._per_host), over.reduce_passes)
+
+    def _swapped(self, i: int) -> Traffic:
+        """Return what a rank receives to sum its shard."""
+        size, ranks, code = self._sizes[i], self._cluster.ranks, self._way.wire.gradients
+        shards = self._over.reduce
+        by_host = code is not None or self._cluster.transport == "hosts"
+        if by_host and ranks > self._per_host:
+            coded = size.numel / shards * CODE_BYTES[code]
+            return swap_by_host(size.grads / shards, coded, ranks, self._per_host)
+        return swap(size.grads / shards, ranks, self._per_host)
+
+    def _orthogonalized(self) -> Traffic:
+        over, ranks = self._over, self._cluster.ranks
+        return orthogonalize_traffic(self._matrices, ranks, over.steps, self._per_host)
 
     # --- memory -----------------------------------------------------------------------------------
 
@@ -236,6 +345,7 @@ class _Wrapped:
         parts = self._run.predict()
         del parts["total"]
         peak, grads = self._peak(traced, parts["grads"])
+        parts["offloaded"] += self._offloaded_state
         parts.update(grads=grads, optimizer=self._state, activations=peak)
         held = sum(size for part, size in parts.items() if part != "offloaded")
         return {**parts, "total": held}
@@ -245,13 +355,13 @@ class _Wrapped:
         kept = self._kept_grads(all_grads)
         found = [(segment.peak, kept) for segment in traced.forward]
         arrived = 0.0
-        each = all_grads / max(1, sum(self._numel))
+        each = all_grads / max(1, sum(size.numel for size in self._sizes))
         for mark in range(len(traced.marks), -1, -1):
             segment: Segment = traced.backward[mark]
             grads = min(int(arrived), all_grads)  # a module may run more than once
             found.append((segment.peak, max(grads, kept)))
             if mark > 0 and traced.marks[mark - 1][1]:
-                arrived += each * self._numel[traced.marks[mark - 1][0]]
+                arrived += each * self._sizes[traced.marks[mark - 1][0]].numel
         found.append((0, all_grads))
         part = COMPILED if self._way.compiled else 1.0
         return max(((int(part * live), grads) for live, grads in found), key=sum)
@@ -268,7 +378,7 @@ def options_of(way: Way) -> Options:
         strategy_of(way.strategy),
         precision_of(None if way.precision == "fp32" else low),
         Prefetch(),
-        offload_on(None, CPU),
+        offload_on(way.offload, "cuda"),
         parse_keep(False, "auto"),
-        check_wire(None),
+        way.wire,
     )
