@@ -74,7 +74,7 @@ class Offload:
         """Return the value of offload= as a script would write it."""
         values = ((field, getattr(self, field.name)) for field in fields(self))
         words = [f"{field.name}={value!r}" for field, value in values if value != field.default]
-        return f"Offload({', '.join(words)})" if words else "True"
+        return f"Offload({', '.join(words)})"
 
 
 # --- torch's classes, which FSDP() also accepts ---------------------------------------------------

@@ -83,7 +83,7 @@ def test_the_line_is_python():
 
 
 def test_nothing_fits():
-    plan = zshard.plan(LARGE, 2, "rtx-4090", batch=2, strategies=["full_shard"])
+    plan = zshard.plan(LARGE, 2, "rtx-4090", batch=2, strategies=["full_shard"], offload=False)
     assert plan.best is None
     assert "Nothing fits into 22 GiB: the least is" in str(plan)
     with pytest.raises(ValueError, match="nothing fits"):

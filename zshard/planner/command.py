@@ -39,6 +39,7 @@ def add_command(commands: Any) -> None:
         ("vocab", "size of its vocabulary"),
     ):
         parser.add_argument(f"--{name}", type=int, help=words)
+    parser.add_argument("--lora", type=int, default=0, help="train adapters of this rank only")
     parser.add_argument("--gpt", action="store_true", help="blocks as GPT's, not Llama's")
     parser.add_argument("--seq", type=int, help="tokens of a sample (default: at most 4096)")
     parser.add_argument(
@@ -101,10 +102,9 @@ def _offload(given: str | None) -> Offload | bool | None:
     if given is None or given == "none":
         return None if given is None else False
     parts = set(given.split(","))
-    known = ("params", "grads", "optimizer")
-    if not parts <= set(known):
-        raise ValueError(f"--offload takes some of {','.join(known)}, or none, got {given!r}")
-    return Offload(**{name: name in parts for name in known})
+    if not parts <= {"params", "grads", "optimizer"}:
+        raise ValueError(f"--offload takes some of params,grads,optimizer, or none, got {given!r}")
+    return Offload("params" in parts, "grads" in parts, "optimizer" in parts)
 
 
 def _model(args: argparse.Namespace) -> Any:
@@ -116,7 +116,8 @@ def _model(args: argparse.Namespace) -> Any:
     ffn = args.ffn or (4 * args.width if args.gpt else 64 * round(args.width / 24))
     kv_heads = args.kv_heads or args.heads
     seq = args.seq or 4096
-    return Dims(args.layers, args.width, args.heads, kv_heads, ffn, args.vocab, seq, not args.gpt)
+    sizes = args.layers, args.width, args.heads, kv_heads, ffn, args.vocab, seq
+    return Dims(*sizes, gated=not args.gpt, lora=args.lora)
 
 
 def _against(args: argparse.Namespace) -> int:

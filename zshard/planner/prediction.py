@@ -303,7 +303,8 @@ class _Wrapped:
         ranks, over = self._cluster.ranks, self._over
         for (act, i), n in self._acts.items():
             if act == "gather":
-                total = total.plus(ring(self._sizes[i].full, over.gather, self._per_host), n * times)
+                gathered = ring(self._sizes[i].full, over.gather, self._per_host)
+                total = total.plus(gathered, n * times)
             elif act == "post":
                 total = total.plus(self._reduced(i), n * times)
         if over.refreshes:  # from the ranks at this one's place in the other groups

@@ -26,6 +26,7 @@ CLOSE = 1.01
 
 _COMMENTS = {
     "full": "  # and checkpoint each block",
+    "alternate": "  # and checkpoint every second block",
     "selective": "  # and checkpoint blocks, but keep attention and half of the matmuls",
 }
 
@@ -84,7 +85,7 @@ class Plan:
         if way.offload is not None:
             words.append(f"offload={way.offload.spelled()}")
         if way.wire != Wire():
-            words.append(f"wire={spelled(way.wire)}")
+            words.append("wire=" + spelled(way.wire).replace("'", '"'))
         comment = _COMMENTS.get(way.checkpointing, "")
         return f"FSDP({', '.join(words)}){comment}"
 
@@ -133,7 +134,7 @@ class Plan:
         way, memory = each.way, each.memory
         sizes = each.traffic if self._has_hosts else each.traffic[:1]
         return (
-            way.strategy + (", offload" if way.offload is not None else ""),
+            name_of(way),
             way.checkpointing or "-",
             f"{way.micro_batch} x {way.accumulate}",
             f"{memory['total'] / GIB:.1f}",
@@ -149,14 +150,21 @@ class Plan:
     def _why(self) -> str:
         if self.best is None:
             least = min(self.predictions, key=lambda each: each.memory["total"])
-            how = " and offload=" if least.way.offload is not None else ""
+            more = "" if least.way.offload is not None else ", offload="
             return (
                 f"Nothing fits into {self.limit / GIB:.0f} GiB: the least is "
-                f"{GAP * least.memory['total'] / GIB:.0f} GiB, with {least.way.strategy}{how}. "
-                "More GPUs, a shorter sequence, AdamW8bit or offload= reduce it."
+                f"{GAP * least.memory['total'] / GIB:.0f} GiB, with {name_of(least.way)}. "
+                f"More GPUs, a shorter sequence{more} or AdamW8bit reduce it."
             )
         room = f"{self.limit / GIB:.0f} GiB of {self.device}"
-        return f"The fastest that fits into {room}:\n{self.line()}"
+        host = self.best.memory["offloaded"]
+        moved = f" It keeps {host / GIB:.0f} GiB of each rank in its host's memory." if host else ""
+        return f"The fastest that fits into {room}:{moved}\n{self.line()}"
+
+
+def name_of(way: Way) -> str:
+    """Return the strategy as tables show it."""
+    return way.strategy + (", offload" if way.offload is not None else "")
 
 
 def _fits(prediction: Prediction, limit: float) -> bool:
@@ -175,7 +183,7 @@ def plan(
     precision: str = "bf16",
     optimizer: str | int | None = "adamw",
     compiled: bool = False,
-    offload: OffloadLike | None = None,
+    offload: OffloadLike | bool | None = None,
     wire: str | Wire | None = None,
     per_host: int | None = None,
     nic: float | None = None,
@@ -210,7 +218,7 @@ def plan(
         raise ValueError(f"gpus must be a positive integer, got {gpus!r}")
     name, device = device_of(gpu)
     network = cluster_network(device, gpus, per_host, nic)
-    workload = workload_of(model, step, seq)
+    workload = workload_of(model, step, seq)._replace(traces={})
     search = _Search(workload, Cluster(device, gpus, network), batch)
     usual = Way(
         precision=precision,
@@ -243,7 +251,7 @@ def _title(workload: Workload, way: Way, cluster: Cluster, gpu: str) -> str:
         if cluster.ranks > network.per_host
         else ""
     )
-    wire = f", wire {spelled(way.wire)}" if way.wire != Wire() else ""
+    wire = f", wire {spelled(way.wire)}" if hosts and way.wire != Wire() else ""
     return (
         f"{numel / 1e6:,.1f} M parameters{sample}, {way.precision}, optimizer {way.optimizer}, on "
         f"{cluster.ranks} x {gpu}{hosts}{wire}"

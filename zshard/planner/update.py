@@ -34,7 +34,7 @@ class Part(NamedTuple):
 
 
 def update_seconds(parts: Sequence[Part], state: int, offloaded: int, device: Device) -> float:
-    """Return the seconds of a step. state: bytes of the optimizer's, offloaded: how many of them."""
+    """Return the seconds of a step. state: bytes of the optimizer's; offloaded: of these."""
     moved = 2 * state + sum(4 * each.trained + each.copy for each in parts)
     reads = writes = offloaded
     for each in parts:
@@ -55,9 +55,7 @@ def matrices_of(model: nn.Module) -> list[tuple[int, int]]:
     ]
 
 
-def orthogonalize_seconds(
-    shapes: Iterable[tuple[int, int]], ranks: int, compute: Compute
-) -> float:
+def orthogonalize_seconds(shapes: Iterable[tuple[int, int]], ranks: int, compute: Compute) -> float:
     """Return the seconds of Newton-Schulz iterations in bfloat16: each matrix on one rank, and all
     ranks for about as long."""
     known: dict[tuple[int, int], float] = {}
