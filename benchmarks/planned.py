@@ -17,7 +17,8 @@ from benchmarks import harness, picture
 from benchmarks.harness import MIB
 from benchmarks.models import WORKLOADS
 from zshard.planner.gpus import DEVICES, Network
-from zshard.planner.prediction import Cluster, Way, predict
+from zshard.planner.prediction import predict
+from zshard.planner.ways import Cluster, Way
 from zshard.planner.workloads import Workload
 
 TRANSPORTS = {"zshard-full_shard": "shm", "zshard-full_shard-c10d": "c10d"}

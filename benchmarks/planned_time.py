@@ -24,7 +24,8 @@ from benchmarks.hosts_net import Hosts
 from benchmarks.models import WORKLOADS
 from benchmarks.planned import planned_workload
 from zshard.planner.measured import Machine
-from zshard.planner.prediction import Cluster, Prediction, Way, predict
+from zshard.planner.prediction import Prediction, predict
+from zshard.planner.ways import Cluster, Way
 
 MODULE = "benchmarks.planned_time"
 MODELS = ["gpt10m", "gpt85m", "bert", "stack100"]

@@ -15,8 +15,8 @@ from zshard.memory.dry_run import World
 from zshard.memory.report import dry_run_of
 from zshard.planner.durations import all_reduce, gather
 from zshard.planner.gpus import Network
-from zshard.planner.prediction import Way, options_of
 from zshard.planner.timeline import Durations, play
+from zshard.planner.ways import Way, options_of
 
 TWO_UNITS = [
     *(("forward", 0), ("gather", 0), ("gather", 1), ("bind", 0), ("forward", 1), ("bind", 1)),

@@ -38,7 +38,7 @@ class Kernel(NamedTuple):
 
     kind: "matmul", "attention" or "move" (anything that is bound by memory). flops: a multiply-add
     counts 2. bytes: read and written. dtype: of the result. shape: (m, n, k) of a matmul, else ().
-    operation: itself.
+    again: a checkpoint computes it a second time. operation: itself.
     """
 
     kind: str
@@ -46,6 +46,7 @@ class Kernel(NamedTuple):
     bytes: int
     dtype: torch.dtype
     shape: tuple[int, ...] = ()
+    again: bool = False
     operation: Operation | None = None
 
 
@@ -107,6 +108,16 @@ class Traced(NamedTuple):
     def peak(self) -> int:
         """The most bytes of activations in the step."""
         return max(segment.peak for segment in (*self.forward, *self.backward))
+
+    @property
+    def flops(self) -> float:
+        """What the model needs, without recomputation: by convention the backward twice as many as
+        the forward, and less where parameters are frozen."""
+        forward, backward = (
+            sum(k.flops for segment in phase for k in segment.kernels if not k.again)
+            for phase in (self.forward, self.backward)
+        )
+        return forward + min(backward, 2 * forward)
 
     def stretched(self, first: int, period: int, times: int) -> Traced:
         """Return the trace of a model with more modules: `period` modules from `first` on, of the
@@ -242,10 +253,10 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         A backward goes from the last to the first. Marks of one tensor come at once, in any order;
         the earliest counts.
         """
+        begun = self._of(phase, i)
         if phase == BACKWARD == self.phase and i > self._at:
             return
-        self.phase, self._at = phase, i
-        self._now = self._of(phase, i)
+        self.phase, self._at, self._now = phase, i, begun
 
     def ignore(self, tensor: torch.Tensor) -> None:
         """Do not count this tensor's memory, which the caller keeps."""
@@ -263,9 +274,10 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             outputs = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
             made = [self._track(tensor) for tensor in outputs]
             if any(made) or func._schema.is_mutable:
-                kernel = _kernel(func, args, kwargs or {}, inputs, outputs, out)
+                made_by = _kernel(func, args, kwargs or {}, inputs, outputs, out)
+                again = self.phase == BACKWARD and torch.is_grad_enabled()
                 operation = self._operation(func, args, kwargs or {})
-                self._now[0].append(kernel._replace(operation=operation))
+                self._now[0].append(made_by._replace(again=again, operation=operation))
         return out
 
     def _operation(self, func: Any, args: Any, kwargs: Any) -> Operation:

@@ -23,9 +23,11 @@ from torch.utils._pytree import tree_unflatten
 import zshard.optim
 from zshard.fsdp import FSDP
 from zshard.memory.host_limits import Sharing, rooms
+from zshard.offload import Offload
 from zshard.planner.kernels import Layout, Operation, Segment
 from zshard.precision import MixedPrecision
 from zshard.ranks.agreement import check_agreement, gather_bytes
+from zshard.ranks.wire import Wire
 from zshard.units.units import state_of
 
 COLD = 64 << 20
@@ -80,11 +82,13 @@ class Exchange(NamedTuple):
 
 
 class FsdpArgs(NamedTuple):
-    """What FSDP's own work depends on: fields of prediction.Way, and keep_gathered."""
+    """What FSDP's own work depends on: fields of ways.Way, and keep_gathered."""
 
     strategy: str
     precision: str
     optimizer: str | int | None
+    offload: Offload | None
+    wire: Wire
     kept: bool
 
 
@@ -131,8 +135,8 @@ class Machine:
         name = str(operation.func)
         if "rnn" in name:
             raise ValueError(
-                f"{name} cannot run alone, as its arguments hold what only a forward makes: a model "
-                "with recurrent layers cannot be measured; plan it for a GPU of the list"
+                f"{name} cannot run alone, as arguments hold what only a forward makes: models "
+                "with recurrent layers cannot be measured; plan them for a GPU by its name"
             )
         run = [_bound(operation, arguments) for arguments in self._arguments(operation)]
         times: list[float] = []
@@ -219,6 +223,8 @@ class Machine:
             strategy=args.strategy,
             mixed_precision=None if args.precision == "fp32" else MixedPrecision(torch.bfloat16),
             keep_gathered=args.kept,
+            offload=args.offload,
+            wire=args.wire,
             transport=self._asked,
         )
 

@@ -2,82 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections import Counter
 from typing import NamedTuple
 
 import torch
 
-from zshard import _core
-from zshard.memory.dry_run import World
-from zshard.memory.fits import parse_keep
-from zshard.memory.report import dry_run_of, size_of_state
-from zshard.offload import offload_on
-from zshard.planner.durations import Compute, all_reduce, gather
-from zshard.planner.gpus import GIB, Device, Network
-from zshard.planner.kernels import Segment, Traced
-from zshard.planner.measured import UNITS, Exchange, FsdpArgs, Idle, Machine, idle_model
-from zshard.planner.timeline import WIRE, Durations, Timeline, play
+from zshard.planner.costs import Measured, Modelled
+from zshard.planner.timeline import Timeline, play
+from zshard.planner.traffic import Traffic
+from zshard.planner.ways import Cluster, Way
 from zshard.planner.workloads import Workload
-from zshard.precision import MixedPrecision, precision_of
-from zshard.ranks.devices import CPU
-from zshard.ranks.wire import check_wire
-from zshard.strategy import ShardingStrategy, strategy_of
-from zshard.units.units import Options, Prefetch
-
-STEP_BYTES = 34
-"""Read and written per element by AdamW (28), the gradients' norm (4) and the 16-bit copy (2)."""
-
-COMPILED = 0.8
-"""Part of the activations that is left with torch.compile, which computes some of them again."""
-
-PRECISIONS = ("bf16", "fp32", "fp8")
-
-
-class Cluster(NamedTuple):
-    """The hardware: one rank per GPU. transport: between all ranks: "nccl", "shm", "hosts" or
-    "c10d". machine: measures durations, in place of the data sheets'; None: it is not at hand."""
-
-    device: Device
-    ranks: int
-    network: Network
-    transport: str = "nccl"
-    machine: Machine | None = None
-
-    @classmethod
-    def of(cls, machine: Machine) -> Cluster:
-        """Return the cluster of the ranks at hand. Collective."""
-        device = Device(machine.room() / GIB, *[0] * 11)
-        network = Network(0, 0, machine.per_host)
-        return cls(device, machine.ranks, network, machine.transport, machine)
-
-    def world(self, group: int) -> World:
-        """Return the ranks for FSDP, with shard groups of that size."""
-        inside = "shm" if self.transport == "hosts" else self.transport
-        several = self.ranks > self.network.per_host and self.transport in ("hosts", "c10d")
-        per_host = self.network.per_host if several else 0
-        return World(self.ranks, group, self.transport, inside, per_host)
-
-
-class Way(NamedTuple):
-    """What a user decides.
-
-    strategy: as for FSDP. group: ranks that a hybrid strategy shards over; 0: those of a host.
-    precision: "fp32"; "bf16": computes, gathers and reduces in it, state in float32; "fp8": the
-    same with matmuls in fp8. checkpointing: of activations: "", "selective" or "full". micro_batch:
-    samples of a rank. accumulate: micro-batches in a step. compiled: by torch.compile. attention:
-    "flash", or "triton" for Triton's of 2023. optimizer: as for predict_memory().
-    """
-
-    strategy: str = "full_shard"
-    group: int = 0
-    precision: str = "bf16"
-    checkpointing: str = ""
-    micro_batch: int = 1
-    accumulate: int = 1
-    compiled: bool = False
-    attention: str = "flash"
-    optimizer: str | int | None = "adamw"
+from zshard.planner.wrapped import Wrapped
 
 
 class Prediction(NamedTuple):
@@ -85,8 +20,8 @@ class Prediction(NamedTuple):
 
     seconds: of the step. memory: bytes at the peak by part, with
     "activations" and "total". flops: that the model needs, without recomputation; causal attention
-    counts half. tokens: of the rank. wire: bytes that the rank receives. timeline: of one
-    micro-batch. units: their names, as in a trace.
+    counts half. tokens: of the rank. traffic: bytes that the rank receives in the step. timeline:
+    of one micro-batch. units: their names, as in a trace.
     """
 
     way: Way
@@ -94,7 +29,7 @@ class Prediction(NamedTuple):
     memory: dict[str, int]
     flops: float
     tokens: int
-    wire: float
+    traffic: Traffic
     timeline: Timeline
     units: list[str]
 
@@ -116,230 +51,28 @@ class Prediction(NamedTuple):
 
 
 def predict(workload: Workload, way: Way, cluster: Cluster) -> Prediction:
-    """Predict a step. Raises what FSDP raises for the way, and what the model raises."""
-    wrapped = _Wrapped(workload, way, cluster)
+    """Predict a step. Raises what FSDP raises for the way, and what the model raises.
+
+    Collective if the cluster's ranks measure.
+    """
+    wrapped = Wrapped(workload, way, cluster)
     dtype = None if way.precision == "fp32" else torch.bfloat16
     traced = workload.traced(wrapped.modules, way.micro_batch, way.checkpointing, dtype)
     memory = wrapped.memory(traced)
-    timeline = wrapped.timeline(traced)
+    events, marks = wrapped.schedule(traced)
+    acts = Counter(events)
+    modelled = Modelled(wrapped, acts)
+    machine = cluster.machine
+    costs = modelled if machine is None else Measured(wrapped, acts, machine)
+    timeline = play(events, marks, costs.durations(traced))
     times = way.accumulate
     return Prediction(
         way,
-        times * timeline.seconds + wrapped.optimizer_seconds(),
+        times * (timeline.seconds + costs.copy_seconds()) + costs.step_seconds(),
         memory,
-        times * 3 * sum(kernel.flops for part in traced.forward for kernel in part.kernels),
+        times * traced.flops,
         times * way.micro_batch * workload.tokens,
-        times * wrapped.wire(timeline),
+        modelled.traffic(times),
         timeline,
         wrapped.names,
-    )
-
-
-class _Over(NamedTuple):
-    """How many ranks a strategy's collectives and steps are over.
-
-    gather, reduce: of a unit's parameters and gradients; sums then cross the replicas.
-    reduce_passes: 1 to reduce-scatter, 2 to all-reduce. steps: ranks that share the optimizer's
-    step. refreshes: copies are gathered anew after it.
-    """
-
-    gather: int
-    reduce: int
-    steps: int
-    reduce_passes: int = 1
-    refreshes: bool = False
-
-
-def _over(strategy: ShardingStrategy, group: int, ranks: int) -> _Over:
-    if strategy is ShardingStrategy.NO_SHARD:
-        return _Over(1, ranks, 1, reduce_passes=2)
-    if strategy is ShardingStrategy.ZERO1:
-        return _Over(1, ranks, ranks, refreshes=True)
-    if strategy is ShardingStrategy.HYBRID_FULL:
-        return _Over(group, ranks, ranks, refreshes=True)
-    if strategy.is_hybrid:
-        return _Over(group, group, group)
-    return _Over(ranks, ranks, ranks)
-
-
-class _Wrapped:
-    """The units of a model on a cluster, as FSDP would make them."""
-
-    def __init__(self, workload: Workload, way: Way, cluster: Cluster) -> None:
-        self._way, self._cluster = way, cluster
-        model, options = workload.model, options_of(way)
-        group = way.group or min(cluster.network.per_host, cluster.ranks)
-        self._over = _over(options.strategy, group, cluster.ranks)
-        self._world = cluster.world(group)
-        self._kept = self._world.per_host > 0  # keep_gathered="auto", with memory to spare
-        self._run = dry_run_of(model, "auto", options, self._world)
-        self._state = self._run.trained_bytes(False, size_of_state(way.optimizer, model))
-        found = self._run.in_order
-        self._units = [unit for unit, _ in found]
-        self.modules = [spec.module for _, spec in found]
-        self.names = [unit.name or "root" for unit in self._units]
-        self._numel = [sum(ref.param.numel() for ref in spec.params) for _, spec in found]
-
-    # --- time -------------------------------------------------------------------------------------
-
-    def timeline(self, traced: Traced) -> Timeline:
-        """Return the timeline of a micro-batch."""
-        calls, marks = self._calls(traced)
-        self._run.engine.set_calls(calls)
-        if self._kept:
-            self._run.engine.keep_gathered(sys.maxsize, False)
-        events = self._run.engine.predict_events()
-        machine = self._cluster.machine
-        if machine is None:
-            return play(events, marks, self._modelled(traced))
-        return play(events, marks, self._measured(traced, machine, events))
-
-    def _modelled(self, traced: Traced) -> Durations:
-        way = self._way
-        compute = Compute(self._cluster.device, way.precision, way.compiled, way.attention)
-        return Durations(
-            compute.of_segments(traced.forward),
-            compute.of_segments(traced.backward),
-            traced.owners,
-            [self._gather(numel) for numel in self._numel],
-            [self._reduce(numel) for numel in self._numel],
-        )
-
-    def _measured(
-        self, traced: Traced, machine: Machine, events: Sequence[tuple[str, int]]
-    ) -> Durations:
-        exchange = self._exchange(machine)
-        gathers = [exchange.gather.at(numel) for numel in self._numel]
-        reduces = [exchange.reduce.at(numel) for numel in self._numel]
-        forward = machine.of_segments(traced.forward)
-        if not any(act == "gather" for act, _ in events):  # a forward has its other costs still
-            for mark, (at, begins) in enumerate(traced.marks):
-                forward[mark + 1] += gathers[at].seconds if begins else 0.0
-        return Durations(
-            forward,
-            machine.of_segments(traced.backward),
-            traced.owners,
-            [cost.seconds for cost in gathers],
-            [cost.seconds for cost in reduces],
-            {
-                "gather": [cost.work for cost in gathers],
-                "reduce": [cost.work for cost in reduces],
-            },
-        )
-
-    def _exchange(self, machine: Machine) -> Exchange:
-        way, kept = self._way, self._kept
-        args = FsdpArgs(way.strategy, way.precision, way.optimizer, kept)
-        return machine.exchange(args, lambda: _gathered_again(options_of(way), self._world, kept))
-
-    def _calls(self, traced: Traced) -> tuple[list[tuple[_core.Unit, int]], dict[int, int]]:
-        """Return the calls of the forward that was traced, and the marks by the index of a call."""
-        calls: list[tuple[_core.Unit, int]] = []
-        marks: dict[int, int] = {}
-        entered: set[int] = set()
-        for mark, (at, begins) in enumerate(traced.marks):
-            unit = self._units[at]
-            if begins and at not in entered:
-                entered.add(at)  # before the unit, so its gradients come after all of its backward
-                calls += [(unit, i) for i in range(unit.n_params)]
-            marks[len(calls)] = mark
-            calls.append((unit, -1 if begins else -2))
-        return calls, marks
-
-    def _bytes(self, numel: int) -> int:
-        return numel * (4 if self._way.precision == "fp32" else 2)
-
-    def _gather(self, numel: int) -> float:
-        return gather(self._cluster.network, self._bytes(numel), self._over.gather)
-
-    def _reduce(self, numel: int) -> float:
-        network, over, size = self._cluster.network, self._over, self._bytes(numel)
-        replicas = self._cluster.ranks // over.reduce
-        return over.reduce_passes * gather(network, size, over.reduce) + all_reduce(
-            network, size / over.reduce, replicas
-        )
-
-    def wire(self, timeline: Timeline) -> float:
-        """Return the bytes that a rank receives in a micro-batch."""
-        over = self._over
-        parts = {
-            "gather": 1 - 1 / over.gather,
-            "reduce": over.reduce_passes * (1 - 1 / over.reduce),
-        }
-        return sum(
-            parts[span.what] * self._bytes(self._numel[span.unit])
-            for span in timeline.spans
-            if span.resource == WIRE
-        )
-
-    def optimizer_seconds(self) -> float:
-        """Return how long the optimizer's step takes, and the gather after it where copies of the
-        parameters stay."""
-        device, over = self._cluster.device, self._over
-        if self._cluster.machine is not None:
-            return self._exchange(self._cluster.machine).step.at(sum(self._numel)).seconds
-        local = sum(self._numel) / over.steps
-        seconds = STEP_BYTES * local / (device.bandwidth * 1e12 * device.move)
-        if not over.refreshes:
-            return seconds
-        gathers = (
-            gather(self._cluster.network, self._bytes(numel), self._cluster.ranks)
-            for numel in self._numel
-        )
-        return seconds + sum(gathers)
-
-    # --- memory -----------------------------------------------------------------------------------
-
-    def memory(self, traced: Traced) -> dict[str, int]:
-        """Return the bytes of each part at the peak of a step.
-
-        Gradients grow while activations shrink: the peak is in a forward or a backward.
-        """
-        parts = self._run.predict()
-        del parts["total"]
-        peak, grads = self._peak(traced, parts["grads"])
-        parts.update(grads=grads, optimizer=self._state, activations=peak)
-        held = sum(size for part, size in parts.items() if part != "offloaded")
-        return {**parts, "total": held}
-
-    def _peak(self, traced: Traced, all_grads: int) -> tuple[int, int]:
-        """Return the bytes of activations and of gradients where their sum is largest."""
-        kept = self._kept_grads(all_grads)
-        found = [(segment.peak, kept) for segment in traced.forward]
-        arrived = 0.0
-        each = all_grads / max(1, sum(self._numel))
-        for mark in range(len(traced.marks), -1, -1):
-            segment: Segment = traced.backward[mark]
-            grads = min(int(arrived), all_grads)  # a module may run more than once
-            found.append((segment.peak, max(grads, kept)))
-            if mark > 0 and traced.marks[mark - 1][1]:
-                arrived += each * self._numel[traced.marks[mark - 1][0]]
-        found.append((0, all_grads))
-        part = COMPILED if self._way.compiled else 1.0
-        return max(((int(part * live), grads) for live, grads in found), key=sum)
-
-    def _kept_grads(self, all_grads: int) -> int:
-        """Return the bytes of gradients that earlier micro-batches left."""
-        return all_grads if self._way.accumulate > 1 else 0
-
-
-def _gathered_again(options: Options, world: World, kept: bool) -> float:
-    """Return how often a backward gathers a unit, in the mean."""
-    run = dry_run_of(idle_model(1, torch.device("meta")), {Idle}, options, world)
-    if kept:
-        run.engine.keep_gathered(sys.maxsize, False)
-    acts = [act for act, _ in run.engine.predict_events()]
-    return acts[acts.index("backward") :].count("gather") / UNITS
-
-
-def options_of(way: Way) -> Options:
-    """Return the options of FSDP(...) that a way stands for."""
-    low = MixedPrecision(param_dtype=torch.bfloat16)
-    return Options(
-        strategy_of(way.strategy),
-        precision_of(None if way.precision == "fp32" else low),
-        Prefetch(),
-        offload_on(None, CPU),
-        parse_keep(False, "auto"),
-        check_wire(None),
     )
