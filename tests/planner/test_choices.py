@@ -19,7 +19,7 @@ from zshard.planner.gpus import DEVICES, Network
 from zshard.planner.prediction import predict
 from zshard.planner.traffic import Traffic, ring, swap, swap_by_host
 from zshard.planner.update import (
-    Part,
+    Held,
     orthogonalize_seconds,
     orthogonalize_traffic,
     update_seconds,
@@ -180,8 +180,8 @@ def test_a_step_moves_its_bytes(optimizer, each):
 
 def test_a_step_with_a_16_bit_copy_and_offload():
     n = 1 << 20
-    here, there = (Part(4 * n, 4 * n, 2 * n, (moves, False)) for moves in (False, True))
-    grads = Part(4 * n, 4 * n, 2 * n, (True, True))
+    here, there = (Held(4 * n, 4 * n, 2 * n, (moves, False)) for moves in (False, True))
+    grads = Held(4 * n, 4 * n, 2 * n, (True, True))
     assert update_seconds([here], 8 * n, 0, H100) == pytest.approx(34 * n / MEMORY)
     # read: parameters by the step and the cast, and state; written: both, and the copy
     assert update_seconds([there], 8 * n, 8 * n, H100) == pytest.approx(16 * n / 50e9)

@@ -23,7 +23,7 @@ NEWTON_SCHULZ = 5
 """Iterations of Muon for each matrix, by default."""
 
 
-class Part(NamedTuple):
+class Held(NamedTuple):
     """A rank's part of a unit, in bytes. trained: of trained parameters, in their own dtype. cast,
     copy: what the cast to the compute dtype reads and writes. offloads: parameters, gradients."""
 
@@ -33,7 +33,7 @@ class Part(NamedTuple):
     offloads: tuple[bool, bool]
 
 
-def update_seconds(parts: Sequence[Part], state: int, offloaded: int, device: Device) -> float:
+def update_seconds(parts: Sequence[Held], state: int, offloaded: int, device: Device) -> float:
     """Return the seconds of a step. state: bytes of the optimizer's; offloaded: of these."""
     moved = 2 * state + sum(4 * each.trained + each.copy for each in parts)
     reads = writes = offloaded

@@ -35,7 +35,7 @@ class Workload(NamedTuple):
     tokens: of a sample; 1 if samples are what counts. unit: "tokens" or "samples". checkpointing:
     the kinds of activation checkpointing that `set_checkpointing(model, kind)` can set; "": none.
     dims: of a decoder, whose blocks are the same; None for other models. traces: those made so far,
-    for as long as nobody changes the model; None: each is made anew.
+    while the model does not change; None: each is made anew.
     """
 
     model: nn.Module

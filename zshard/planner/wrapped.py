@@ -11,14 +11,14 @@ from zshard import _core
 from zshard.memory.report import dry_run_of, size_of_state
 from zshard.planner.kernels import Segment, Traced
 from zshard.planner.traffic import CODE_BYTES
-from zshard.planner.update import Part, matrices_of
+from zshard.planner.update import Held, matrices_of
 from zshard.planner.ways import Cluster, Way, options_of
 from zshard.planner.workloads import Workload
 from zshard.strategy import ShardingStrategy
 from zshard.wrap.tree import UnitSpec
 
 COMPILED = 0.8
-"""Part of the activations that is left with torch.compile, which computes some of them again."""
+"""Held of the activations that is left with torch.compile, which computes some of them again."""
 
 
 class Over(NamedTuple):
@@ -92,14 +92,14 @@ class Wrapped:
         own = sum(param.numel() * param.itemsize for param in params)
         return Size(sum(param.numel() for param in trained), full, grads, own)
 
-    def _part_of(self, unit: _core.Unit, spec: UnitSpec) -> Part:
+    def _part_of(self, unit: _core.Unit, spec: UnitSpec) -> Held:
         trained = cast = copy = 0
         for i, ref in enumerate(spec.params):
             numel, itemsize = unit.param(i)["numel"], ref.param.itemsize
             trained += numel * itemsize if ref.param.requires_grad else 0
             if self._itemsize(ref.param) != itemsize:
                 cast, copy = cast + numel * itemsize, copy + numel * self._itemsize(ref.param)
-        return Part(trained, cast, copy, unit.offloads[:2])
+        return Held(trained, cast, copy, unit.offloads[:2])
 
     def _itemsize(self, param: torch.Tensor) -> int:
         """Return the bytes of an element as it is computed with."""
