@@ -9,7 +9,7 @@ an effect.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from zshard import _core
 from zshard.ranks.devices import CPU
@@ -69,6 +69,12 @@ class Offload:
     def to_disk(self) -> bool:
         """Return whether anything is offloaded to disk."""
         return self.directory is not None and self.moves
+
+    def spelled(self) -> str:
+        """Return the value of offload= as a script would write it."""
+        values = ((field, getattr(self, field.name)) for field in fields(self))
+        words = [f"{field.name}={value!r}" for field, value in values if value != field.default]
+        return f"Offload({', '.join(words)})"
 
 
 # --- torch's classes, which FSDP() also accepts ---------------------------------------------------

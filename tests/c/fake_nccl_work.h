@@ -358,8 +358,9 @@ static void log_transfers(const job *made)
     int stream = number_of_stream(made->stream);
     for (size_t i = 0; i < made->count; i++) {
         const transfer *t = &made->transfers[i];
-        write_log("transfer call=%s comm=%p stream=%d %s=%p bytes=%zu\n", names[made->called], (void *)made->comm,
-                  stream, t->send ? "src" : "dst", (void *)t->ptr, t->bytes);
+        write_log("transfer call=%s comm=%p stream=%d %s=%p bytes=%zu peer=%d world=%d\n", names[made->called],
+                  (void *)made->comm, stream, t->send ? "src" : "dst", (void *)t->ptr, t->bytes, t->peer,
+                  made->comm->world);
     }
 }
 

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from zshard.planner.decoder import Decoder, Dims
 from zshard.planner.kernels import trace
+from zshard.planner.workloads import decoder
 
 DIMS = Dims(
     layers=6, width=32, heads=4, kv_heads=2, ffn=96, vocab=50, seq=16, gated=True, tied=False
@@ -112,6 +113,29 @@ def traced(dims, kind):
 def test_a_stretched_trace_is_that_of_all_layers(dims, kind):
     whole, few = traced(dims, kind), traced(dims._replace(layers=3), kind)
     assert few.stretched(2, 1, 4) == whole
+
+
+@pytest.mark.parametrize("layers", [7, 8, 11])
+@pytest.mark.parametrize("kind", ["", "selective", "alternate", "full"])
+def test_a_decoder_is_traced_as_all_of_its_layers(layers, kind):
+    dims = DIMS._replace(layers=layers)
+    assert decoder(dims).traced([], 2, kind, torch.bfloat16) == traced(dims, kind)
+
+
+def test_recomputation_is_no_work_of_the_model():
+    kinds = [traced(GPT, kind) for kind in ("", "selective", "alternate", "full")]
+    assert len({each.flops for each in kinds}) == 1
+    again = [flops(each.backward) - flops(kinds[0].backward) for each in kinds]
+    assert again == sorted(set(again))
+    assert 2 * again[2] == again[3]
+
+
+@pytest.mark.parametrize("kind", ["", "full"])
+def test_frozen_weights_need_no_gradients(kind):
+    """Of a large frozen matrix forward and input's gradient count, of a trained one also its own."""
+    whole, adapted = traced(GPT, kind), traced(GPT._replace(lora=2), kind)
+    frozen = 2 / 3 * whole.flops
+    assert frozen < adapted.flops < 1.2 * frozen
 
 
 def test_checkpointing_trades_activations_for_flops():

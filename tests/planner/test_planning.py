@@ -50,7 +50,7 @@ def test_a_slower_network_exposes_communication():
     )
     assert slow.exposed > fast.exposed
     assert slow.tokens_per_s < fast.tokens_per_s
-    assert slow.wire == fast.wire
+    assert slow.traffic == fast.traffic
 
 
 def test_wire_bytes_are_three_passes_of_the_parameters():
@@ -60,7 +60,7 @@ def test_wire_bytes_are_three_passes_of_the_parameters():
     with torch.device("meta"):
         numel = sum(p.numel() for p in zshard.planner.decoder.Decoder(LARGE).parameters())
     # the last unit of the forward stays for the backward
-    assert 0.9 * 3 * 4 * numel * 7 / 8 < each.wire <= 3 * 4 * numel * 7 / 8
+    assert 0.9 * 3 * 4 * numel * 7 / 8 < each.traffic.host <= 3 * 4 * numel * 7 / 8
 
 
 def test_a_batch_is_split_into_micro_batches():
@@ -83,7 +83,7 @@ def test_the_line_is_python():
 
 
 def test_nothing_fits():
-    plan = zshard.plan(LARGE, 2, "rtx-4090", batch=2, strategies=["full_shard"])
+    plan = zshard.plan(LARGE, 2, "rtx-4090", batch=2, strategies=["full_shard"], offload=False)
     assert plan.best is None
     assert "Nothing fits into 22 GiB: the least is" in str(plan)
     with pytest.raises(ValueError, match="nothing fits"):

@@ -160,6 +160,7 @@ _CHECKPOINTING = {
     "none": "",
     "full": "full",
     "block": "full",
+    "selective (every 2nd layer)": "alternate",
     "selective (per-op)": "selective",
     "selective (default)": "selective",
 }
@@ -180,7 +181,7 @@ def way_of(row: Row) -> Way:
     precision = row["precision"].lower()
     kind = "fp8" if "fp8" in precision or "float8" in precision else "bf16"
     if "lora" in row["model"].lower():
-        raise Unpredictable("trains a part of the parameters (LoRA)")
+        raise Unpredictable("trains a part of the parameters (LoRA), which is not stated")
     strategy, group = strategy_of_row(row)
     return Way(
         strategy=strategy,
@@ -216,7 +217,8 @@ def cluster_of(row: Row, device: Device) -> Cluster:
     ranks = int(_number(row, "n_gpus"))
     per_host = int(_number(row, "per_node")) or 8
     nic = _number(row, "inter_gbps_per_node") or device.nic
-    return Cluster(device, ranks, Network(device.link, nic, min(per_host, ranks)))
+    network = Network(device.link, nic, min(per_host, ranks))
+    return Cluster(device, ranks, network, reduces_by_ring=True)
 
 
 _TORCH = re.compile(r"torch FSDP|torch DDP|DeepSpeed|YaFSDP", re.IGNORECASE)

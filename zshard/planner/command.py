@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from zshard.offload import Offload
 from zshard.planner import against
 from zshard.planner.decoder import Dims
 from zshard.planner.gpus import DEVICES
@@ -38,6 +39,7 @@ def add_command(commands: Any) -> None:
         ("vocab", "size of its vocabulary"),
     ):
         parser.add_argument(f"--{name}", type=int, help=words)
+    parser.add_argument("--lora", type=int, default=0, help="train adapters of this rank only")
     parser.add_argument("--gpt", action="store_true", help="blocks as GPT's, not Llama's")
     parser.add_argument("--seq", type=int, help="tokens of a sample (default: at most 4096)")
     parser.add_argument(
@@ -50,6 +52,12 @@ def add_command(commands: Any) -> None:
         "--optimizer", default="adamw", help="as for predict_memory() (default: adamw)"
     )
     parser.add_argument("--compile", action="store_true", help="the model is compiled")
+    parser.add_argument(
+        "--offload",
+        metavar="PARTS",
+        help="to the host: some of params,grads,optimizer, or none (default: if nothing fits)",
+    )
+    parser.add_argument("--wire", help="as FSDP's: bf16 or int8 between hosts")
     parser.add_argument("--per-host", type=int, help="GPUs of a host (default: 8, or all)")
     parser.add_argument("--nic", type=float, help="Gbit/s of a host (default: the GPU's usual)")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -77,6 +85,8 @@ def _plan(args: argparse.Namespace) -> int:
         precision=args.precision,
         optimizer=args.optimizer,
         compiled=args.compile,
+        offload=_offload(args.offload),
+        wire=args.wire,
         per_host=args.per_host,
         nic=args.nic,
     )
@@ -88,6 +98,15 @@ def _plan(args: argparse.Namespace) -> int:
     return 0 if found.best is not None else 1
 
 
+def _offload(given: str | None) -> Offload | bool | None:
+    if given is None or given == "none":
+        return None if given is None else False
+    parts = set(given.split(","))
+    if not parts <= {"params", "grads", "optimizer"}:
+        raise ValueError(f"--offload takes some of params,grads,optimizer, or none, got {given!r}")
+    return Offload("params" in parts, "grads" in parts, "optimizer" in parts)
+
+
 def _model(args: argparse.Namespace) -> Any:
     dims = (args.layers, args.width, args.heads, args.vocab)
     if args.model is not None and not any(dims):
@@ -97,7 +116,8 @@ def _model(args: argparse.Namespace) -> Any:
     ffn = args.ffn or (4 * args.width if args.gpt else 64 * round(args.width / 24))
     kv_heads = args.kv_heads or args.heads
     seq = args.seq or 4096
-    return Dims(args.layers, args.width, args.heads, kv_heads, ffn, args.vocab, seq, not args.gpt)
+    sizes = args.layers, args.width, args.heads, kv_heads, ffn, args.vocab, seq
+    return Dims(*sizes, gated=not args.gpt, lora=args.lora)
 
 
 def _against(args: argparse.Namespace) -> int:

@@ -22,7 +22,8 @@ class Dims(NamedTuple):
     layers, width, heads, kv_heads, ffn (width of the MLP), vocab, seq (tokens in a sequence).
     gated: an MLP of three matrices (SwiGLU) with RMSNorm and rotary positions, as Llama's; else of
     two (GELU) with LayerNorm and learned positions, as GPT's. tied: the head shares the weight of
-    the embedding.
+    the embedding. lora: the rank of LoRA's adapters, which all linear layers of the blocks get; all
+    else is frozen. 0: everything is trained.
     """
 
     layers: int
@@ -35,6 +36,27 @@ class Dims(NamedTuple):
     gated: bool = True
     tied: bool = False
     bias: bool = False
+    lora: int = 0
+
+
+class Adapted(nn.Linear):
+    """A linear layer with LoRA's two small matrices beside it."""
+
+    def __init__(self, inputs: int, outputs: int, rank: int, bias: bool) -> None:
+        super().__init__(inputs, outputs, bias=bias)
+        self.adapters = nn.Sequential(
+            nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=False)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = super().forward(x) + self.adapters(x)
+        return found
+
+
+def _linear(dims: Dims, inputs: int, outputs: int) -> nn.Linear:
+    if dims.lora:
+        return Adapted(inputs, outputs, dims.lora, dims.bias)
+    return nn.Linear(inputs, outputs, bias=dims.bias)
 
 
 class Attention(nn.Module):
@@ -46,8 +68,8 @@ class Attention(nn.Module):
         head = dims.width // dims.heads
         kv = dims.kv_heads * head
         sizes = (dims.width, kv, kv) if dims.gated else (dims.width + 2 * kv,)
-        self.qkv = nn.ModuleList(nn.Linear(dims.width, size, bias=dims.bias) for size in sizes)
-        self.out = nn.Linear(dims.width, dims.width, bias=dims.bias)
+        self.qkv = nn.ModuleList(_linear(dims, dims.width, size) for size in sizes)
+        self.out = _linear(dims, dims.width, dims.width)
 
     def forward(self, x: torch.Tensor, turn: torch.Tensor | None) -> torch.Tensor:
         batch, seq, width = x.shape
@@ -73,9 +95,9 @@ class Layer(nn.Module):
         norm = nn.RMSNorm if dims.gated else nn.LayerNorm
         self.norm1, self.norm2 = norm(dims.width), norm(dims.width)
         self.attention = Attention(dims)
-        self.gate = nn.Linear(dims.width, dims.ffn, bias=dims.bias) if dims.gated else None
-        self.up = nn.Linear(dims.width, dims.ffn, bias=dims.bias)
-        self.down = nn.Linear(dims.ffn, dims.width, bias=dims.bias)
+        self.gate = _linear(dims, dims.width, dims.ffn) if dims.gated else None
+        self.up = _linear(dims, dims.width, dims.ffn)
+        self.down = _linear(dims, dims.ffn, dims.width)
 
     def forward(self, x: torch.Tensor, turn: torch.Tensor | None) -> torch.Tensor:
         x = x + self.attention(self.norm1(x), turn)
@@ -94,8 +116,9 @@ def _rotate(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
 class Decoder(nn.Module):
     """The model: tokens [batch, seq] -> the loss of predicting each token's successor.
 
-    checkpointing: "" for none, "full" (a block's input is kept) or "selective" (so are the results
-    of attention and of every second matmul, as torchtitan's default).
+    checkpointing: "" for none, "full" (a block's input is kept), "alternate" (the same of every
+    second block) or "selective" (so are the results of attention and of every second matmul, as
+    torchtitan's default).
     """
 
     checkpointing: str
@@ -115,19 +138,24 @@ class Decoder(nn.Module):
         head = dims.width // dims.heads
         turn = torch.zeros(2, dims.seq, head, dtype=self.embed.weight.dtype) if dims.gated else None
         self.register_buffer("turn", turn, persistent=False)
+        if dims.lora:
+            self.requires_grad_(False)
+        for module in self.modules():
+            if isinstance(module, Adapted):
+                module.adapters.requires_grad_(True)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
         if self.positions is not None:
             x = x + self.positions.weight
-        for block in self.blocks:
-            x = self.run(block, x)
+        for i, block in enumerate(self.blocks):
+            x = self.run(block, x, i)
         logits = self.head(self.norm(x)).float()
         return F.cross_entropy(logits.view(-1, self.dims.vocab), tokens.reshape(-1))
 
-    def run(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def run(self, block: nn.Module, x: torch.Tensor, i: int) -> torch.Tensor:
         found: torch.Tensor
-        if not self.checkpointing:
+        if not self.checkpointing or (self.checkpointing == "alternate" and i % 2 == 1):
             found = block(x, self.turn)
             return found
         contexts: dict[str, Any] = {}

@@ -16,6 +16,7 @@ import torch
 
 from zshard.planner.gpus import Device, Network
 from zshard.planner.kernels import Kernel, Segment
+from zshard.planner.traffic import Traffic
 
 TILE = (128, 256)
 FUSED = 0.4
@@ -95,3 +96,13 @@ def all_reduce(network: Network, size: float, hosts: int) -> float:
         return 0.0
     speed = network.nic * 1e9 / 8 * NIC_PART / network.per_host
     return 2 * (START + HOP * (hosts - 1) + size * (1 - 1 / hosts) / speed)
+
+
+def exchange(network: Network, traffic: Traffic, ranks: int) -> float:
+    """Return the seconds in which each of these ranks receives that much from the others."""
+    if ranks <= 1 or traffic == Traffic():
+        return 0.0
+    hosts = math.ceil(ranks / network.per_host)
+    inside = traffic.host / (network.link * 1e9 * LINK_PART)
+    between = traffic.hosts * network.per_host / (network.nic * 1e9 / 8 * NIC_PART)
+    return START + HOP * (hosts - 1) + max(inside, between)

@@ -32,7 +32,9 @@ class Device(NamedTuple):
 
     matmul, matmul8, attention, move: the part of the data sheet's speed that large products in 16
     bits and in fp8, flash attention and memory-bound kernels reach. launch: seconds that a kernel
-    takes at least.
+    takes at least. host: GB/s to pinned memory of the host, in each direction: about 0.8 of PCIe's
+    (16 lanes of version 3, 4 and 5: 15.8, 31.5 and 63 by PCI-SIG's tables); of GB200 and GB300 by
+    NVLink-C2C, whose 450 two GPUs share (NVIDIA's data sheet).
     """
 
     memory: float
@@ -48,23 +50,24 @@ class Device(NamedTuple):
     attention: float
     move: float
     launch: float = 3e-6
+    host: float = 50
 
 
 DEVICES = {
-    "v100-16gb": Device(15.8, 125, 0, 15.7, 0.9, 150, 100, 80, 0.62, 0, 0.25, 0.8),
-    "v100-32gb": Device(31.7, 125, 0, 15.7, 0.9, 150, 100, 80, 0.62, 0, 0.25, 0.8),
-    "a100-40gb": Device(39.4, 312, 0, 156, 1.56, 300, 400, 108, 0.7, 0, 0.52, 0.86),
-    "a100-80gb": Device(79.2, 312, 0, 156, 2.04, 300, 400, 108, 0.7, 0, 0.52, 0.86),
+    "v100-16gb": Device(15.8, 125, 0, 15.7, 0.9, 150, 100, 80, 0.62, 0, 0.25, 0.8, host=12),
+    "v100-32gb": Device(31.7, 125, 0, 15.7, 0.9, 150, 100, 80, 0.62, 0, 0.25, 0.8, host=12),
+    "a100-40gb": Device(39.4, 312, 0, 156, 1.56, 300, 400, 108, 0.7, 0, 0.52, 0.86, host=25),
+    "a100-80gb": Device(79.2, 312, 0, 156, 2.04, 300, 400, 108, 0.7, 0, 0.52, 0.86, host=25),
     "h100": Device(79.2, 989, 1979, 494, 3.35, 450, 3200, 132, 0.56, 0.42, 0.32, 0.6),
     "h100-96gb": Device(94.0, 989, 1979, 494, 2.4, 450, 3200, 132, 0.47, 0.33, 0.226, 0.8),
     "h200": Device(139.8, 989, 1979, 494, 4.8, 450, 3200, 132, 0.7, 0.5, 0.34, 0.8),
     "b200": Device(178, 2250, 4500, 1125, 8.0, 900, 3200, 148, 0.3, 0.2, 0.08, 0.8),
-    "gb200": Device(184, 2450, 4900, 1225, 8.0, 900, 3200, 148, 0.5, 0.42, 0.3, 0.8),
-    "gb300": Device(276, 2450, 4900, 1225, 8.0, 900, 6400, 148, 0.5, 0.42, 0.3, 0.8),
+    "gb200": Device(184, 2450, 4900, 1225, 8.0, 900, 3200, 148, 0.5, 0.42, 0.3, 0.8, host=180),
+    "gb300": Device(276, 2450, 4900, 1225, 8.0, 900, 6400, 148, 0.5, 0.42, 0.3, 0.8, host=180),
     "mi300x": Device(191.5, 1300, 2610, 163, 5.3, 448, 3200, 304, 0.25, 0.15, 0.25, 0.7),
-    "l40s": Device(44.5, 362, 733, 91, 0.86, 25, 100, 142, 0.7, 0.5, 0.4, 0.8),
+    "l40s": Device(44.5, 362, 733, 91, 0.86, 25, 100, 142, 0.7, 0.5, 0.4, 0.8, host=25),
     "rtx-pro-6000": Device(94.5, 503, 1007, 126, 1.79, 50, 100, 188, 0.7, 0.5, 0.4, 0.8),
-    "rtx-4090": Device(23.5, 165, 330, 82, 1.0, 20, 100, 128, 0.85, 0.6, 0.5, 0.85),
+    "rtx-4090": Device(23.5, 165, 330, 82, 1.0, 20, 100, 128, 0.85, 0.6, 0.5, 0.85, host=25),
 }
 
 

@@ -38,7 +38,7 @@ class Kernel(NamedTuple):
 
     kind: "matmul", "attention" or "move" (anything that is bound by memory). flops: a multiply-add
     counts 2. bytes: read and written. dtype: of the result. shape: (m, n, k) of a matmul, else ().
-    operation: itself.
+    operation: itself. again: a checkpoint computes it a second time.
     """
 
     kind: str
@@ -47,6 +47,7 @@ class Kernel(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...] = ()
     operation: Operation | None = None
+    again: bool = False
 
 
 class Layout(NamedTuple):
@@ -107,6 +108,16 @@ class Traced(NamedTuple):
     def peak(self) -> int:
         """The most bytes of activations in the step."""
         return max(segment.peak for segment in (*self.forward, *self.backward))
+
+    @property
+    def flops(self) -> float:
+        """What the model needs, without recomputation: by convention the backward twice as many as
+        the forward, and less where parameters are frozen."""
+        forward, backward = (
+            sum(k.flops for segment in phase for k in segment.kernels if not k.again)
+            for phase in (self.forward, self.backward)
+        )
+        return forward + min(backward, 2 * forward)
 
     def stretched(self, first: int, period: int, times: int) -> Traced:
         """Return the trace of a model with more modules: `period` modules from `first` on, of the
@@ -265,7 +276,8 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if any(made) or func._schema.is_mutable:
                 kernel = _kernel(func, args, kwargs or {}, inputs, outputs, out)
                 operation = self._operation(func, args, kwargs or {})
-                self._now[0].append(kernel._replace(operation=operation))
+                again = self.phase == BACKWARD and torch.is_grad_enabled()
+                self._now[0].append(kernel._replace(operation=operation, again=again))
         return out
 
     def _operation(self, func: Any, args: Any, kwargs: Any) -> Operation:

@@ -7,7 +7,7 @@ from typing import Any
 
 from zshard.planner.gpus import GIB
 from zshard.planner.prediction import Prediction
-from zshard.planner.search import Plan
+from zshard.planner.search import Plan, name_of
 from zshard.planner.timeline import COMPUTE, WIRE
 
 PARTS = {  # of a rank's memory: label, colour
@@ -37,7 +37,7 @@ def draw(plan: Plan, file: Path) -> None:
     matplotlib.rcParams["svg.fonttype"] = "none"
     figure = Figure(figsize=(9, 6), layout="constrained")
     above, below = figure.subplots(2, 1, height_ratios=(3, 1))
-    names = [f"{e.way.strategy} {e.way.checkpointing}".strip() for e in plan.predictions]
+    names = [f"{name_of(e.way)} {e.way.checkpointing}".strip() for e in plan.predictions]
     places = range(len(names) - 1, -1, -1)
     left = [0.0] * len(names)
     for part, (label, colour) in PARTS.items():

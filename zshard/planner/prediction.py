@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,22 +12,20 @@ import torch
 from zshard import _core
 from zshard.memory.dry_run import World
 from zshard.memory.fits import parse_keep
-from zshard.memory.report import dry_run_of, size_of_state
-from zshard.offload import offload_on
-from zshard.planner.durations import Compute, all_reduce, gather
+from zshard.memory.report import dry_run_of
+from zshard.offload import Offload, offload_on
+from zshard.planner.durations import Compute
 from zshard.planner.gpus import GIB, Device, Network
 from zshard.planner.kernels import Segment, Traced
 from zshard.planner.measured import UNITS, Exchange, FsdpArgs, Idle, Machine, idle_model
-from zshard.planner.timeline import WIRE, Durations, Timeline, play
+from zshard.planner.modelled import Modelled
+from zshard.planner.timeline import Durations, Timeline, play
+from zshard.planner.traffic import Traffic
 from zshard.planner.workloads import Workload
 from zshard.precision import MixedPrecision, precision_of
-from zshard.ranks.devices import CPU
-from zshard.ranks.wire import check_wire
-from zshard.strategy import ShardingStrategy, strategy_of
+from zshard.ranks.wire import Wire
+from zshard.strategy import strategy_of
 from zshard.units.units import Options, Prefetch
-
-STEP_BYTES = 34
-"""Read and written per element by AdamW (28), the gradients' norm (4) and the 16-bit copy (2)."""
 
 COMPILED = 0.8
 """Part of the activations that is left with torch.compile, which computes some of them again."""
@@ -36,13 +35,16 @@ PRECISIONS = ("bf16", "fp32", "fp8")
 
 class Cluster(NamedTuple):
     """The hardware: one rank per GPU. transport: between all ranks: "nccl", "shm", "hosts" or
-    "c10d". machine: measures durations, in place of the data sheets'; None: it is not at hand."""
+    "c10d". machine: measures durations, in place of the data sheets'; None: it is not at hand.
+    reduces_by_ring: gradients are reduced by NCCL's rings, as by torch's FSDP, not as by zshard.
+    """
 
     device: Device
     ranks: int
     network: Network
     transport: str = "nccl"
     machine: Machine | None = None
+    reduces_by_ring: bool = False
 
     @classmethod
     def of(cls, machine: Machine) -> Cluster:
@@ -51,12 +53,16 @@ class Cluster(NamedTuple):
         network = Network(0, 0, machine.per_host)
         return cls(device, machine.ranks, network, machine.transport, machine)
 
+    def group_of(self, way: Way) -> int:
+        """Return how many ranks a hybrid strategy shards over."""
+        return way.group or min(self.network.per_host, self.ranks)
+
     def world(self, group: int) -> World:
         """Return the ranks for FSDP, with shard groups of that size."""
         inside = "shm" if self.transport == "hosts" else self.transport
-        several = self.ranks > self.network.per_host and self.transport in ("hosts", "c10d")
-        per_host = self.network.per_host if several else 0
-        return World(self.ranks, group, self.transport, inside, per_host)
+        per_host = self.network.per_host
+        several = self.ranks > per_host and self.ranks % per_host == 0
+        return World(self.ranks, group, self.transport, inside, per_host if several else 0)
 
 
 class Way(NamedTuple):
@@ -64,9 +70,10 @@ class Way(NamedTuple):
 
     strategy: as for FSDP. group: ranks that a hybrid strategy shards over; 0: those of a host.
     precision: "fp32"; "bf16": computes, gathers and reduces in it, state in float32; "fp8": the
-    same with matmuls in fp8. checkpointing: of activations: "", "selective" or "full". micro_batch:
-    samples of a rank. accumulate: micro-batches in a step. compiled: by torch.compile. attention:
-    "flash", or "triton" for Triton's of 2023. optimizer: as for predict_memory().
+    same with matmuls in fp8. checkpointing: of activations: "", "selective", "alternate" or "full".
+    micro_batch: samples of a rank. accumulate: micro-batches in a step. compiled: by torch.compile. attention:
+    "flash", or "triton" for Triton's of 2023. optimizer: as for predict_memory(). offload, wire: as
+    for FSDP.
     """
 
     strategy: str = "full_shard"
@@ -78,6 +85,8 @@ class Way(NamedTuple):
     compiled: bool = False
     attention: str = "flash"
     optimizer: str | int | None = "adamw"
+    offload: Offload | None = None
+    wire: Wire = Wire()
 
 
 class Prediction(NamedTuple):
@@ -85,8 +94,8 @@ class Prediction(NamedTuple):
 
     seconds: of the step. memory: bytes at the peak by part, with
     "activations" and "total". flops: that the model needs, without recomputation; causal attention
-    counts half. tokens: of the rank. wire: bytes that the rank receives. timeline: of one
-    micro-batch. units: their names, as in a trace.
+    counts half. tokens: of the rank. traffic: bytes that the rank receives in the step. timeline:
+    of one micro-batch. units: their names, as in a trace.
     """
 
     way: Way
@@ -94,7 +103,7 @@ class Prediction(NamedTuple):
     memory: dict[str, int]
     flops: float
     tokens: int
-    wire: float
+    traffic: Traffic
     timeline: Timeline
     units: list[str]
 
@@ -116,7 +125,12 @@ class Prediction(NamedTuple):
 
 
 def predict(workload: Workload, way: Way, cluster: Cluster) -> Prediction:
-    """Predict a step. Raises what FSDP raises for the way, and what the model raises."""
+    """Predict a step. Raises what FSDP raises for the way, and what the model raises;
+    NotImplementedError for offload and wire codes on the machine at hand."""
+    if cluster.machine is not None and (way.offload is not None or way.wire != Wire()):
+        raise NotImplementedError(
+            "offload and wire are not measured: omit them, or plan for a GPU of the list"
+        )
     wrapped = _Wrapped(workload, way, cluster)
     dtype = None if way.precision == "fp32" else torch.bfloat16
     traced = workload.traced(wrapped.modules, way.micro_batch, way.checkpointing, dtype)
@@ -125,41 +139,14 @@ def predict(workload: Workload, way: Way, cluster: Cluster) -> Prediction:
     times = way.accumulate
     return Prediction(
         way,
-        times * timeline.seconds + wrapped.optimizer_seconds(),
+        times * (timeline.seconds + wrapped.copy_seconds()) + wrapped.optimizer_seconds(),
         memory,
-        times * 3 * sum(kernel.flops for part in traced.forward for kernel in part.kernels),
+        times * traced.flops,
         times * way.micro_batch * workload.tokens,
-        times * wrapped.wire(timeline),
+        wrapped.traffic(times),
         timeline,
         wrapped.names,
     )
-
-
-class _Over(NamedTuple):
-    """How many ranks a strategy's collectives and steps are over.
-
-    gather, reduce: of a unit's parameters and gradients; sums then cross the replicas.
-    reduce_passes: 1 to reduce-scatter, 2 to all-reduce. steps: ranks that share the optimizer's
-    step. refreshes: copies are gathered anew after it.
-    """
-
-    gather: int
-    reduce: int
-    steps: int
-    reduce_passes: int = 1
-    refreshes: bool = False
-
-
-def _over(strategy: ShardingStrategy, group: int, ranks: int) -> _Over:
-    if strategy is ShardingStrategy.NO_SHARD:
-        return _Over(1, ranks, 1, reduce_passes=2)
-    if strategy is ShardingStrategy.ZERO1:
-        return _Over(1, ranks, ranks, refreshes=True)
-    if strategy is ShardingStrategy.HYBRID_FULL:
-        return _Over(group, ranks, ranks, refreshes=True)
-    if strategy.is_hybrid:
-        return _Over(group, group, group)
-    return _Over(ranks, ranks, ranks)
 
 
 class _Wrapped:
@@ -168,12 +155,12 @@ class _Wrapped:
     def __init__(self, workload: Workload, way: Way, cluster: Cluster) -> None:
         self._way, self._cluster = way, cluster
         model, options = workload.model, options_of(way)
-        group = way.group or min(cluster.network.per_host, cluster.ranks)
-        self._over = _over(options.strategy, group, cluster.ranks)
-        self._world = cluster.world(group)
-        self._kept = self._world.per_host > 0  # keep_gathered="auto", with memory to spare
+        self._world = cluster.world(cluster.group_of(way))
+        # keep_gathered="auto", with memory to spare
+        self._kept = self._world.per_host > 0 and cluster.transport in ("hosts", "c10d")
         self._run = dry_run_of(model, "auto", options, self._world)
-        self._state = self._run.trained_bytes(False, size_of_state(way.optimizer, model))
+        self._modelled = Modelled(self._run, model, way, cluster)
+        self._acts: Counter[tuple[str, int]] = Counter()
         found = self._run.in_order
         self._units = [unit for unit, _ in found]
         self.modules = [spec.module for _, spec in found]
@@ -189,20 +176,21 @@ class _Wrapped:
         if self._kept:
             self._run.engine.keep_gathered(sys.maxsize, False)
         events = self._run.engine.predict_events()
+        self._acts = Counter(events)
         machine = self._cluster.machine
         if machine is None:
-            return play(events, marks, self._modelled(traced))
+            return play(events, marks, self._by_data_sheets(traced))
         return play(events, marks, self._measured(traced, machine, events))
 
-    def _modelled(self, traced: Traced) -> Durations:
+    def _by_data_sheets(self, traced: Traced) -> Durations:
         way = self._way
         compute = Compute(self._cluster.device, way.precision, way.compiled, way.attention)
         return Durations(
             compute.of_segments(traced.forward),
             compute.of_segments(traced.backward),
             traced.owners,
-            [self._gather(numel) for numel in self._numel],
-            [self._reduce(numel) for numel in self._numel],
+            [self._modelled.gather(i) for i in range(len(self._units))],
+            [self._modelled.reduce(i) for i in range(len(self._units))],
         )
 
     def _measured(
@@ -210,7 +198,7 @@ class _Wrapped:
     ) -> Durations:
         exchange = self._exchange(machine)
         gathers = [exchange.gather.at(numel) for numel in self._numel]
-        reduces = [exchange.reduce.at(numel) for numel in self._numel]
+        reduces = [exchange.reduce.at(size.numel) for size in self._modelled.sizes]
         forward = machine.of_segments(traced.forward)
         if not any(act == "gather" for act, _ in events):  # a forward has its other costs still
             for mark, (at, begins) in enumerate(traced.marks):
@@ -246,47 +234,23 @@ class _Wrapped:
             calls.append((unit, -1 if begins else -2))
         return calls, marks
 
-    def _bytes(self, numel: int) -> int:
-        return numel * (4 if self._way.precision == "fp32" else 2)
+    def copy_seconds(self) -> float:
+        """See Modelled.copy_seconds."""
+        return self._modelled.copy_seconds(self._acts)
 
-    def _gather(self, numel: int) -> float:
-        return gather(self._cluster.network, self._bytes(numel), self._over.gather)
-
-    def _reduce(self, numel: int) -> float:
-        network, over, size = self._cluster.network, self._over, self._bytes(numel)
-        replicas = self._cluster.ranks // over.reduce
-        return over.reduce_passes * gather(network, size, over.reduce) + all_reduce(
-            network, size / over.reduce, replicas
-        )
-
-    def wire(self, timeline: Timeline) -> float:
-        """Return the bytes that a rank receives in a micro-batch."""
-        over = self._over
-        parts = {
-            "gather": 1 - 1 / over.gather,
-            "reduce": over.reduce_passes * (1 - 1 / over.reduce),
-        }
-        return sum(
-            parts[span.what] * self._bytes(self._numel[span.unit])
-            for span in timeline.spans
-            if span.resource == WIRE
-        )
+    def traffic(self, times: int) -> Traffic:
+        """Return the bytes that a rank receives in a step of so many micro-batches."""
+        return self._modelled.traffic(self._acts, times)
 
     def optimizer_seconds(self) -> float:
-        """Return how long the optimizer's step takes, and the gather after it where copies of the
-        parameters stay."""
-        device, over = self._cluster.device, self._over
-        if self._cluster.machine is not None:
-            return self._exchange(self._cluster.machine).step.at(sum(self._numel)).seconds
-        local = sum(self._numel) / over.steps
-        seconds = STEP_BYTES * local / (device.bandwidth * 1e12 * device.move)
-        if not over.refreshes:
-            return seconds
-        gathers = (
-            gather(self._cluster.network, self._bytes(numel), self._cluster.ranks)
-            for numel in self._numel
-        )
-        return seconds + sum(gathers)
+        """Return how long the optimizer's step takes, and what follows it."""
+        machine = self._cluster.machine
+        if machine is None:
+            return self._modelled.optimizer_seconds()
+        return self._exchange(machine).step.at(self._trained()).seconds
+
+    def _trained(self) -> int:
+        return sum(size.numel for size in self._modelled.sizes)
 
     # --- memory -----------------------------------------------------------------------------------
 
@@ -298,7 +262,8 @@ class _Wrapped:
         parts = self._run.predict()
         del parts["total"]
         peak, grads = self._peak(traced, parts["grads"])
-        parts.update(grads=grads, optimizer=self._state, activations=peak)
+        parts["offloaded"] += self._modelled.offloaded
+        parts.update(grads=grads, optimizer=self._modelled.state, activations=peak)
         held = sum(size for part, size in parts.items() if part != "offloaded")
         return {**parts, "total": held}
 
@@ -307,13 +272,13 @@ class _Wrapped:
         kept = self._kept_grads(all_grads)
         found = [(segment.peak, kept) for segment in traced.forward]
         arrived = 0.0
-        each = all_grads / max(1, sum(self._numel))
+        each = all_grads / max(1, self._trained())
         for mark in range(len(traced.marks), -1, -1):
             segment: Segment = traced.backward[mark]
             grads = min(int(arrived), all_grads)  # a module may run more than once
             found.append((segment.peak, max(grads, kept)))
             if mark > 0 and traced.marks[mark - 1][1]:
-                arrived += each * self._numel[traced.marks[mark - 1][0]]
+                arrived += each * self._modelled.sizes[traced.marks[mark - 1][0]].numel
         found.append((0, all_grads))
         part = COMPILED if self._way.compiled else 1.0
         return max(((int(part * live), grads) for live, grads in found), key=sum)
@@ -339,7 +304,7 @@ def options_of(way: Way) -> Options:
         strategy_of(way.strategy),
         precision_of(None if way.precision == "fp32" else low),
         Prefetch(),
-        offload_on(None, CPU),
+        offload_on(way.offload, "cuda"),
         parse_keep(False, "auto"),
-        check_wire(None),
+        way.wire,
     )

@@ -8,9 +8,12 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from zshard.offload import Offload, offload_of
+from zshard.options import OffloadLike
 from zshard.planner.gpus import GIB, Network, cluster_network, device_of
 from zshard.planner.prediction import PRECISIONS, Cluster, Prediction, Way, predict
 from zshard.planner.workloads import TrainStep, Workload, workload_of
+from zshard.ranks.wire import Wire, check_wire, spelled
 
 RESERVED = 1.5
 """GiB of a GPU that CUDA and NCCL take."""
@@ -23,12 +26,16 @@ CLOSE = 1.01
 
 _COMMENTS = {
     "full": "  # and checkpoint each block",
+    "alternate": "  # and checkpoint every second block",
     "selective": "  # and checkpoint blocks, but keep attention and half of the matmuls",
 }
 
 STRATEGIES = ("full_shard", "shard_grad_op", "zero1", "no_shard")
 BETWEEN_HOSTS = ("hybrid_shard", "hybrid_full")
 MOST_SAMPLES = 256
+
+OFFLOADS = (Offload(), Offload(grads=True))
+"""What is tried where nothing fits without."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +44,8 @@ class Plan:
 
     Attributes:
         predictions: for each strategy and kind of checkpointing the fastest that fits, or the
-            smallest if none does; the fastest first.
+            smallest if none does; the fastest first. If none fits, those that fit with offload=,
+            too.
         best: the recommended one, or None if none fits.
         title: what was planned, in words.
         device: the name of the GPU. ranks: how many.
@@ -55,6 +63,10 @@ class Plan:
     unit: str
     limit: float
 
+    @property
+    def _has_hosts(self) -> bool:
+        return any(each.traffic.hosts for each in self.predictions)
+
     def fits(self, prediction: Prediction) -> bool:
         """Return whether a rank has memory for it."""
         return _fits(prediction, self.limit)
@@ -70,11 +82,16 @@ class Plan:
             words.append(f'strategy="{way.strategy}"')
         if way.precision != "fp32":
             words.append("mixed_precision=MixedPrecision(torch.bfloat16)")
+        if way.offload is not None:
+            words.append(f"offload={way.offload.spelled()}")
+        if way.wire != Wire():
+            words.append("wire=" + spelled(way.wire).replace("'", '"'))
         comment = _COMMENTS.get(way.checkpointing, "")
         return f"FSDP({', '.join(words)}){comment}"
 
     def to_json(self) -> str:
-        """Return everything as JSON: times in seconds, memory in bytes."""
+        """Return everything as JSON: times in seconds, memory in bytes. "received_bytes": of a rank
+        in a step, from ranks of its "host" and from other "hosts"."""
         ways = [
             {
                 **each.way._asdict(),
@@ -83,14 +100,14 @@ class Plan:
                 f"{self.unit}_per_s_per_gpu": each.tokens_per_s,
                 "tflops_per_gpu": each.tflops,
                 "exposed": each.exposed,
-                "wire_bytes": each.wire,
+                "received_bytes": each.traffic._asdict(),
                 "memory": each.memory,
             }
             for each in self.predictions
         ]
         best = self.best and self.predictions.index(self.best)
         facts = {"gpu": self.device, "gpus": self.ranks, "best": best, "ways": ways}
-        return json.dumps(facts, indent=1)
+        return json.dumps(facts, indent=1, default=dataclasses.asdict)
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -98,7 +115,8 @@ class Plan:
     def _lines(self) -> Iterator[str]:
         yield self.title
         head = ("strategy", "checkpointing", "micro-batch", "GiB", "activations", "step s")
-        rows: list[tuple[str, ...]] = [(*head, f"{self.unit}/s/GPU", "TFLOP/s", "exposed", "")]
+        more = (f"{self.unit}/s/GPU", "TFLOP/s", "exposed", "GB received")
+        rows: list[tuple[str, ...]] = [(*head, *more, "")]
         rows += [self._row(each) for each in self.predictions]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         for i, row in enumerate(rows):
@@ -114,8 +132,9 @@ class Plan:
 
     def _row(self, each: Prediction) -> tuple[str, ...]:
         way, memory = each.way, each.memory
+        sizes = each.traffic if self._has_hosts else each.traffic[:1]
         return (
-            way.strategy,
+            name_of(way),
             way.checkpointing or "-",
             f"{way.micro_batch} x {way.accumulate}",
             f"{memory['total'] / GIB:.1f}",
@@ -124,19 +143,28 @@ class Plan:
             f"{each.tokens_per_s:,.0f}",
             f"{each.tflops:.0f}",
             f"{100 * each.exposed:.0f} %",
+            " + ".join(f"{size / 1e9:.1f}" for size in sizes),
             "recommended" if each is self.best else "" if self.fits(each) else "does not fit",
         )
 
     def _why(self) -> str:
         if self.best is None:
             least = min(self.predictions, key=lambda each: each.memory["total"])
+            more = "" if least.way.offload is not None else ", offload="
             return (
                 f"Nothing fits into {self.limit / GIB:.0f} GiB: the least is "
-                f"{GAP * least.memory['total'] / GIB:.0f} GiB, with {least.way.strategy}. "
-                "More GPUs, a shorter sequence, AdamW8bit or offload= reduce it."
+                f"{GAP * least.memory['total'] / GIB:.0f} GiB, with {name_of(least.way)}. "
+                f"More GPUs, a shorter sequence{more} or AdamW8bit reduce it."
             )
         room = f"{self.limit / GIB:.0f} GiB of {self.device}"
-        return f"The fastest that fits into {room}:\n{self.line()}"
+        host = self.best.memory["offloaded"]
+        moved = f" It keeps {host / GIB:.0f} GiB of each rank in its host's memory." if host else ""
+        return f"The fastest that fits into {room}:{moved}\n{self.line()}"
+
+
+def name_of(way: Way) -> str:
+    """Return the strategy as tables show it."""
+    return way.strategy + (", offload" if way.offload is not None else "")
 
 
 def _fits(prediction: Prediction, limit: float) -> bool:
@@ -155,6 +183,8 @@ def plan(
     precision: str = "bf16",
     optimizer: str | int | None = "adamw",
     compiled: bool = False,
+    offload: OffloadLike | bool | None = None,
+    wire: str | Wire | None = None,
     per_host: int | None = None,
     nic: float | None = None,
 ) -> Plan:
@@ -173,10 +203,13 @@ def plan(
         precision: "bf16" (with state in float32), "fp32" or "fp8".
         optimizer: as for predict_memory().
         compiled: the model runs under torch.compile.
+        offload: as for FSDP. None: tried if nothing fits without; False: never.
+        wire: as for FSDP.
         per_host: GPUs of a host. Default: 8, or all.
         nic: Gbit/s of a host to the others. Default: what hosts with such GPUs usually have.
 
-    Raises ValueError or TypeError for unknown names, and what the model raises.
+    Raises ValueError or TypeError for unknown names, NotImplementedError for an offload to disk,
+    and what the model raises.
     """
     if precision not in PRECISIONS:
         known = ", ".join(repr(each) for each in PRECISIONS)
@@ -185,15 +218,19 @@ def plan(
         raise ValueError(f"gpus must be a positive integer, got {gpus!r}")
     name, device = device_of(gpu)
     network = cluster_network(device, gpus, per_host, nic)
-    workload = workload_of(model, step, seq)
+    workload = workload_of(model, step, seq)._replace(traces={})
     search = _Search(workload, Cluster(device, gpus, network), batch)
-    usual = Way(precision=precision, optimizer=optimizer, compiled=compiled)
-    found = [
-        search.best(usual._replace(strategy=strategy, checkpointing=kind))
-        for strategy, kind in itertools.product(
-            strategies or _strategies(gpus, network), workload.checkpointing
-        )
-    ]
+    usual = Way(
+        precision=precision,
+        optimizer=optimizer,
+        compiled=compiled,
+        offload=offload_of(offload),
+        wire=check_wire(wire),
+    )
+    tried = strategies or _strategies(gpus, network)
+    found = search.all(usual, tried)
+    if offload is None and not any(map(search.fits, found)):
+        found += search.offloaded(usual, tried)
     limit = search.limit
     found.sort(key=lambda each: (not search.fits(each), -each.tokens_per_s))
     fitting = [each for each in found if search.fits(each)]
@@ -214,9 +251,10 @@ def _title(workload: Workload, way: Way, cluster: Cluster, gpu: str) -> str:
         if cluster.ranks > network.per_host
         else ""
     )
+    wire = f", wire {spelled(way.wire)}" if hosts and way.wire != Wire() else ""
     return (
         f"{numel / 1e6:,.1f} M parameters{sample}, {way.precision}, optimizer {way.optimizer}, on "
-        f"{cluster.ranks} x {gpu}{hosts}"
+        f"{cluster.ranks} x {gpu}{hosts}{wire}"
     )
 
 
@@ -244,6 +282,24 @@ class _Search:
 
     def fits(self, prediction: Prediction) -> bool:
         return _fits(prediction, self.limit)
+
+    def all(self, way: Way, strategies: Sequence[str]) -> list[Prediction]:
+        """Return the best prediction of each strategy and kind of checkpointing."""
+        kinds = itertools.product(strategies, self._workload.checkpointing)
+        return [
+            self.best(way._replace(strategy=strategy, checkpointing=kind))
+            for strategy, kind in kinds
+        ]
+
+    def offloaded(self, way: Way, strategies: Sequence[str]) -> list[Prediction]:
+        """Return those that fit by offloading the least; if none does, the smallest."""
+        found: list[Prediction] = []
+        for offload in OFFLOADS:
+            found = self.all(way._replace(offload=offload), strategies)
+            fitting = [each for each in found if self.fits(each)]
+            if fitting:
+                return fitting
+        return [min(found, key=lambda each: each.memory["total"])]
 
     def best(self, way: Way) -> Prediction:
         """Return the fastest micro-batch of a way that fits, or else the smallest."""

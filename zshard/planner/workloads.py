@@ -20,7 +20,8 @@ from zshard.planner.kernels import Traced, trace
 from zshard.units.units import is_unit
 
 STRETCHED = 3
-"""Blocks of a decoder that are traced; the middle one stands for all others."""
+"""Periods of a decoder's blocks that are traced; the middle one stands for all others. A period is
+one block, or two if every second one is checkpointed."""
 
 _SIZES = ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "seq")
 
@@ -33,7 +34,8 @@ class Workload(NamedTuple):
 
     tokens: of a sample; 1 if samples are what counts. unit: "tokens" or "samples". checkpointing:
     the kinds of activation checkpointing that `set_checkpointing(model, kind)` can set; "": none.
-    dims: of a decoder, whose blocks are the same; None for other models.
+    dims: of a decoder, whose blocks are the same; None for other models. traces: those made so far,
+    while the model does not change; None: each is made anew.
     """
 
     model: nn.Module
@@ -43,16 +45,23 @@ class Workload(NamedTuple):
     checkpointing: tuple[str, ...] = ("",)
     set_checkpointing: Callable[[Any, str], object] | None = None
     dims: Dims | None = None
+    traces: dict[tuple[Any, ...], Traced] | None = None
 
     def traced(
         self, modules: list[nn.Module], micro_batch: int, kind: str, dtype: torch.dtype | None
     ) -> Traced:
         """Return the trace of a micro-batch, divided where `modules` begin and end."""
-        if self.dims is not None and self.dims.layers > STRETCHED:
+        if self.dims is not None and self.dims.layers > STRETCHED * _period(kind):
             return _decoder_trace(self.dims, micro_batch, kind, dtype)
-        if self.set_checkpointing is not None:
-            self.set_checkpointing(self.model, kind)
-        return trace(self.model, modules, lambda model: self.step(model, micro_batch), dtype)
+        key = (*map(id, modules), micro_batch, kind, dtype)
+        found = None if self.traces is None else self.traces.get(key)
+        if found is None:
+            if self.set_checkpointing is not None:
+                self.set_checkpointing(self.model, kind)
+            found = trace(self.model, modules, lambda model: self.step(model, micro_batch), dtype)
+        if self.traces is not None:
+            self.traces[key] = found
+        return found
 
 
 def workload_of(model: Any, step: TrainStep | None = None, seq: int | None = None) -> Workload:
@@ -85,12 +94,14 @@ def decoder(dims: Dims) -> Workload:
     wrong = [name for name, size in sizes.items() if not isinstance(size, int) or size < 1]
     if wrong:
         raise ValueError(f"Dims: {wrong[0]} must be a positive integer, got {sizes[wrong[0]]!r}")
+    if not isinstance(dims.lora, int) or dims.lora < 0:
+        raise ValueError(f"Dims: lora must be a rank, or 0 for no adapters, got {dims.lora!r}")
     if dims.width % (2 * dims.heads) or dims.heads % dims.kv_heads:
         raise ValueError(
             f"Dims: width={dims.width} must be a multiple of 2 * heads={dims.heads}, and heads of "
             f"kv_heads={dims.kv_heads}"
         )
-    kinds = ("", "selective", "full")
+    kinds = ("", "selective", "alternate", "full")
     return Workload(_decoder(dims), _run_decoder, dims.seq, "tokens", kinds, _set, dims)
 
 
@@ -111,12 +122,18 @@ def _decoder(dims: Dims) -> Decoder:
 
 @functools.lru_cache(maxsize=256)
 def _decoder_trace(dims: Dims, micro_batch: int, kind: str, dtype: torch.dtype | None) -> Traced:
+    period = _period(kind)
+    times, rest = divmod(dims.layers, period)
     with torch.device("meta"):
-        few = Decoder(dims._replace(layers=STRETCHED))
+        few = Decoder(dims._replace(layers=STRETCHED * period + rest))
     few.checkpointing = kind
     modules = [few, *few.blocks]
     found = trace(few, modules, lambda model: _run_decoder(model, micro_batch), dtype)
-    return found.stretched(2, 1, dims.layers - STRETCHED + 1)
+    return found.stretched(1 + period, period, times - STRETCHED + 1)
+
+
+def _period(kind: str) -> int:
+    return 2 if kind == "alternate" else 1
 
 
 def _of_config(given: Any, seq: int | None) -> Workload:

@@ -68,7 +68,7 @@ def check_wire_over(comm: _core.Comm, wire: Wire) -> None:
     if wire != Wire() and comm.transport in _BETWEEN_HOSTS:
         instead = _BETWEEN_HOSTS[comm.transport]
         raise NotImplementedError(
-            f"wire={_spelled(wire)} is not supported by transport='c10d': between hosts with the "
+            f"wire={spelled(wire)} is not supported by transport='c10d': between hosts with the "
             f"same number of ranks each, pass transport='{instead}' (or 'auto'); else omit wire"
         )
 
@@ -79,7 +79,7 @@ def wire_words(comm: _core.Comm, wire: Wire, units: list[_core.Unit]) -> str:
         return ""
     if comm.per_host == 0:
         other = ", or with unequal numbers of ranks on hosts" if comm.transport == "nccl" else ""
-        return f"wire={_spelled(wire)} has no effect on one host{other}"
+        return f"wire={spelled(wire)} has no effect on one host{other}"
     words = []
     if wire.gradients is not None:
         words.append(f"gradients cross hosts as {wire.gradients}")
@@ -90,6 +90,6 @@ def wire_words(comm: _core.Comm, wire: Wire, units: list[_core.Unit]) -> str:
     return ", ".join(words)
 
 
-def _spelled(wire: Wire) -> str:
+def spelled(wire: Wire) -> str:
     """Return it as a script would write it."""
     return repr(wire.gradients if wire.gradients == wire.parameters else wire)
