@@ -235,3 +235,56 @@ def differing() -> str:
 def test_ranks_that_plan_different_models_are_told(pool):
     for text in pool.run(differing):
         assert text.startswith("the planned steps differ between ranks")
+
+
+def plans() -> Any:
+    case = CASES["net"]
+    ids = case.batch(0, 0)
+    model = case.make()
+    with quickly():
+        found = zshard.plan(
+            model,
+            step=lambda model, n: loss_of(model(torch.zeros(n, *ids.shape[1:], dtype=ids.dtype))),
+            batch=4,
+            measure=True,
+            transport="shm",
+            strategies=["full_shard", "no_shard"],
+            precision="fp32",
+        )
+    return str(found), json.loads(found.to_json()), found.line(), found.limit
+
+
+@ranks(2)
+def test_the_ranks_of_a_run_plan_for_themselves(pool):
+    first, second = pool.run(plans)
+    assert first[:2] == second[:2]
+    text, facts, line, limit = first
+    assert "on 2 x cpu, measured over shm" in text and line.startswith("FSDP(model")
+    assert (facts["gpus"], facts["gpu"]) == (2, "cpu")
+    assert [each["micro_batch"] * each["accumulate"] for each in facts["ways"]] == [2, 2]
+    assert all(each["seconds"] > 0 and each["fits"] for each in facts["ways"])
+    assert limit > 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "needs gpus= and gpu=, or measure=True"),
+        ({"gpus": 2, "gpu": "h100", "transport": "shm"}, "which alone takes transport="),
+        ({"measure": True, "gpus": 2, "batch": 2}, "leave gpus= out"),
+        ({"measure": True, "batch": 2, "nic": 10.0}, "leave nic= out"),
+        ({"measure": True}, "needs batch="),
+        ({"measure": True, "batch": 2, "compiled": True}, "PyTorch's own kernels"),
+        ({"measure": True, "batch": 2, "precision": "fp8"}, "PyTorch's own kernels"),
+        ({"measure": True, "batch": 2, "optimizer": 3}, "optimizer=3: no step of it"),
+        ({"measure": True, "batch": 2, "optimizer": "muon"}, "optimizer='muon': no step of it"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(arguments, message, quick):
+    with pytest.raises(ValueError, match=message):
+        zshard.plan(DIMS, **arguments)
+
+
+def test_one_process_plans_for_itself(quick):
+    found = zshard.plan(DIMS, measure=True, batch=2, precision="fp32", optimizer="adamw8bit")
+    assert found.ranks == 1 and {each.way.strategy for each in found.predictions} == {"no_shard"}

@@ -2,6 +2,7 @@
 
 python -m zshard plan config.json --gpus 16 --gpu h100
 python -m zshard plan --layers 32 --width 4096 --heads 32 --vocab 32000 --gpus 8 --gpu h100
+torchrun --standalone --nproc-per-node 2 -m zshard plan config.json --batch 8 --measure
 python -m zshard plan --against runs.csv
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,10 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--wire", help="as FSDP's: bf16 or int8 between hosts")
     parser.add_argument("--per-host", type=int, help="GPUs of a host (default: 8, or all)")
     parser.add_argument("--nic", type=float, help="Gbit/s of a host (default: the GPU's usual)")
+    parser.add_argument(
+        "--measure", action="store_true", help="on the ranks of this run, in place of --gpus, --gpu"
+    )
+    parser.add_argument("--transport", help="with --measure: as FSDP's")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--picture", type=Path, help="draw memory and the step (needs matplotlib)")
     parser.add_argument("--against", type=Path, metavar="CSV", help="compare with published runs")
@@ -74,8 +80,11 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    if args.gpus is None or args.gpu is None:
-        raise ValueError("--gpus and --gpu say what the model is to train on")
+    if not args.measure and (args.gpus is None or args.gpu is None):
+        raise ValueError(
+            "--gpus and --gpu say what the model is to train on, or --measure: the ranks of this "
+            "run, started by torchrun"
+        )
     found = plan(
         _model(args),
         args.gpus,
@@ -89,7 +98,11 @@ def _plan(args: argparse.Namespace) -> int:
         wire=args.wire,
         per_host=args.per_host,
         nic=args.nic,
+        measure=args.measure,
+        transport=args.transport,
     )
+    if args.measure and os.environ.get("RANK", "0") != "0":
+        return 0  # rank 0 prints what all have found
     print(found.to_json() if args.json else found)
     if args.picture is not None:
         from zshard.planner.picture import draw

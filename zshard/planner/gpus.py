@@ -26,9 +26,10 @@ class Network(NamedTuple):
 class Device(NamedTuple):
     """One GPU, and the link to the others of its host.
 
-    memory: GiB. tflops: dense, in bf16 or fp16; fp8: likewise, 0 if it has none; fp32: likewise
-    (TF32 where there is). bandwidth: of its memory, TB/s. link: GB/s in one direction. nic: Gbit/s
-    of a host, where nothing else is known. units: multiprocessors.
+    memory: GiB, of which CUDA and NCCL take `reserved`. tflops: dense, in bf16 or fp16; fp8:
+    likewise, 0 if it has none; fp32: likewise (TF32 where there is). bandwidth: of its memory,
+    TB/s. link: GB/s in one direction. nic: Gbit/s of a host, where nothing else is known. units:
+    multiprocessors.
 
     matmul, matmul8, attention, move: the part of the data sheet's speed that large products in 16
     bits and in fp8, flash attention and memory-bound kernels reach. launch: seconds that a kernel
@@ -51,6 +52,7 @@ class Device(NamedTuple):
     move: float
     launch: float = 3e-6
     host: float = 50
+    reserved: float = 1.5
 
 
 DEVICES = {

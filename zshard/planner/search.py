@@ -5,19 +5,21 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from zshard.offload import Offload, offload_of
 from zshard.options import OffloadLike
 from zshard.planner.gpus import GIB, Network, cluster_network, device_of
+from zshard.planner.measured import Machine
 from zshard.planner.prediction import Prediction, predict
 from zshard.planner.ways import PRECISIONS, Cluster, Way
 from zshard.planner.workloads import TrainStep, Workload, workload_of
+from zshard.ranks.agreement import PublicCall
 from zshard.ranks.wire import Wire, check_wire, spelled
-
-RESERVED = 1.5
-"""GiB of a GPU that CUDA and NCCL take."""
 
 GAP = 1.08
 """What torch's allocator reserves, beside what is allocated at the peak."""
@@ -142,7 +144,7 @@ class Plan:
             f"{memory['activations'] / GIB:.1f}",
             f"{each.seconds:.3f}",
             f"{each.tokens_per_s:,.0f}",
-            f"{each.tflops:.0f}",
+            f"{each.tflops:.3g}",
             f"{100 * each.exposed:.0f} %",
             " + ".join(f"{size / 1e9:.1f}" for size in sizes),
             "recommended" if each is self.best else "" if self.fits(each) else "does not fit",
@@ -174,8 +176,8 @@ def _fits(prediction: Prediction, limit: float) -> bool:
 
 def plan(
     model: Any,
-    gpus: int,
-    gpu: str,
+    gpus: int | None = None,
+    gpu: str | None = None,
     *,
     step: TrainStep | None = None,
     seq: int | None = None,
@@ -188,14 +190,17 @@ def plan(
     wire: str | Wire | None = None,
     per_host: int | None = None,
     nic: float | None = None,
+    measure: bool = False,
+    transport: str | None = None,
 ) -> Plan:
-    """Predict memory and speed of training a model on GPUs, for each strategy, without a GPU.
+    """Predict memory and speed of training a model, for each strategy: on GPUs that need not be
+    there, or (`measure`) on the ranks of this run.
 
     Args:
         model: a module (on the meta device, or any other; not changed), a transformers config or
             the path of one, or zshard.Dims.
         gpus: how many.
-        gpu: their name: python -m zshard plan --gpus lists them.
+        gpu: their name: python -m zshard plan --help lists them.
         step: for a module: a function of the model and a number of samples, which makes a batch of
             that size, runs the model on it and returns the loss.
         seq: tokens of a sample, for a config. Default: what it allows, at most 4096.
@@ -208,19 +213,17 @@ def plan(
         wire: as for FSDP.
         per_host: GPUs of a host. Default: 8, or all.
         nic: Gbit/s of a host to the others. Default: what hosts with such GPUs usually have.
+        measure: in place of `gpus` and `gpu`: the ranks of this run measure the model's operations
+            and FSDP's own work, all together (a minute for a few hundred million parameters). Needs
+            `batch`.
+        transport: with `measure`: as for FSDP.
 
     Raises ValueError or TypeError for unknown names, NotImplementedError for an offload to disk,
-    and what the model raises.
+    and what the model raises; with `measure`, what FSDP raises.
     """
     if precision not in PRECISIONS:
         known = ", ".join(repr(each) for each in PRECISIONS)
         raise ValueError(f"unknown precision {precision!r}: expected one of {known}")
-    if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
-        raise ValueError(f"gpus must be a positive integer, got {gpus!r}")
-    name, device = device_of(gpu)
-    network = cluster_network(device, gpus, per_host, nic)
-    workload = workload_of(model, step, seq)._replace(traces={})
-    search = _Search(workload, Cluster(device, gpus, network), batch)
     usual = Way(
         precision=precision,
         optimizer=optimizer,
@@ -228,30 +231,76 @@ def plan(
         offload=offload_of(offload),
         wire=check_wire(wire),
     )
-    tried = strategies or _strategies(gpus, network)
-    found = search.all(usual, tried)
-    if offload is None and not any(map(search.fits, found)):
-        found += search.offloaded(usual, tried)
-    limit = search.limit
+    workload = workload_of(model, step, seq)._replace(traces={})
+    if measure:
+        others = {"gpus": gpus, "gpu": gpu, "per_host": per_host, "nic": nic}
+        _check_measurable(usual, batch, others)
+        with PublicCall("plan()"):
+            here = _device_here()
+            cluster = Cluster.of(Machine(here, transport))
+            return _plan(_Search(workload, cluster, batch), usual, strategies, False, here.type)
+    if gpus is None or gpu is None or transport is not None:
+        raise ValueError(
+            "plan() needs gpus= and gpu=, or measure=True for the ranks of this run (which alone "
+            "takes transport=)"
+        )
+    if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
+        raise ValueError(f"gpus must be a positive integer, got {gpus!r}")
+    name, device = device_of(gpu)
+    cluster = Cluster(device, gpus, cluster_network(device, gpus, per_host, nic))
+    return _plan(_Search(workload, cluster, batch), usual, strategies, offload is None, name)
+
+
+def _check_measurable(way: Way, batch: int | None, others: Mapping[str, object]) -> None:
+    given = [name for name, value in others.items() if value is not None]
+    if given:
+        raise ValueError(
+            f"measure=True plans for the ranks of this run: leave {given[0]}= out, and start as "
+            "many ranks as the plan is for"
+        )
+    if batch is None:
+        raise ValueError("measure=True needs batch=: the samples of a step on all ranks")
+    if way.compiled or way.precision == "fp8":
+        raise ValueError(
+            "measure=True measures PyTorch's own kernels: compiled=True and precision='fp8' are "
+            "planned with gpus= and gpu= only"
+        )
+
+
+def _device_here() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+def _plan(
+    search: _Search, way: Way, strategies: Sequence[str] | None, may_offload: bool, name: str
+) -> Plan:
+    cluster, workload = search.cluster, search.workload
+    tried = strategies or _strategies(cluster.ranks, cluster.network)
+    found = search.all(way, tried)
+    if may_offload and not any(map(search.fits, found)):
+        found += search.offloaded(way, tried)
     found.sort(key=lambda each: (not search.fits(each), -each.tokens_per_s))
     fitting = [each for each in found if search.fits(each)]
     best = None
     if fitting:
         fast = [e for e in fitting if CLOSE * e.tokens_per_s >= fitting[0].tokens_per_s]
         best = min(fast, key=lambda each: each.memory["total"])
-    title = _title(workload, usual, search.cluster, name)
-    return Plan(found, best, title, name, gpus, workload.unit, limit)
+    title = _title(workload, way, cluster, name)
+    return Plan(found, best, title, name, cluster.ranks, workload.unit, search.limit)
 
 
 def _title(workload: Workload, way: Way, cluster: Cluster, gpu: str) -> str:
     numel = sum(param.numel() for param in workload.model.parameters())
     sample = f", {workload.tokens:,} tokens in a sample" if workload.unit == "tokens" else ""
     network = cluster.network
-    hosts = (
-        f", {network.per_host} in a host, {network.nic:g} Gbit/s between hosts"
-        if cluster.ranks > network.per_host
-        else ""
-    )
+    hosts = ""
+    if cluster.ranks > network.per_host:
+        nic = f", {network.nic:g} Gbit/s between hosts" if cluster.machine is None else ""
+        hosts = f", {network.per_host} in a host{nic}"
+    if cluster.machine is not None:
+        hosts += f", measured over {cluster.transport}"
     wire = f", wire {spelled(way.wire)}" if hosts and way.wire != Wire() else ""
     return (
         f"{numel / 1e6:,.1f} M parameters{sample}, {way.precision}, optimizer {way.optimizer}, on "
@@ -269,9 +318,9 @@ class _Search:
     """Looks for the largest micro-batch that is worth its memory."""
 
     def __init__(self, workload: Workload, cluster: Cluster, batch: int | None) -> None:
-        self._workload, self.cluster = workload, cluster
+        self.workload, self.cluster = workload, cluster
         self._samples = None if batch is None else self._per_rank(batch)
-        self.limit = (cluster.device.memory - RESERVED) * GIB
+        self.limit = (cluster.device.memory - cluster.device.reserved) * GIB
 
     def _per_rank(self, batch: int) -> int:
         if batch < 1 or batch % self.cluster.ranks:
@@ -286,7 +335,7 @@ class _Search:
 
     def all(self, way: Way, strategies: Sequence[str]) -> list[Prediction]:
         """Return the best prediction of each strategy and kind of checkpointing."""
-        kinds = itertools.product(strategies, self._workload.checkpointing)
+        kinds = itertools.product(strategies, self.workload.checkpointing)
         return [
             self.best(way._replace(strategy=strategy, checkpointing=kind))
             for strategy, kind in kinds
@@ -308,7 +357,7 @@ class _Search:
         for micro_batch in self._micro_batches():
             accumulate = 1 if self._samples is None else self._samples // micro_batch
             each = predict(
-                self._workload,
+                self.workload,
                 way._replace(micro_batch=micro_batch, accumulate=accumulate),
                 self.cluster,
             )

@@ -37,7 +37,7 @@ class Cluster(NamedTuple):
     @classmethod
     def of(cls, machine: Machine) -> Cluster:
         """Return the cluster of the ranks at hand. Collective."""
-        device = Device(machine.room() / GIB, *[0] * 11)
+        device = Device(machine.room() / GIB, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, reserved=0)
         network = Network(0, 0, machine.per_host)
         return cls(device, machine.ranks, network, machine.transport, machine=machine)
 
