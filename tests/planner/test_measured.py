@@ -234,7 +234,7 @@ def differing() -> str:
 @ranks(2)
 def test_ranks_that_plan_different_models_are_told(pool):
     for text in pool.run(differing):
-        assert text.startswith("the planned steps differ between ranks")
+        assert text.startswith("the plans differ between ranks")
 
 
 def plans() -> Any:
@@ -288,3 +288,16 @@ def test_what_cannot_be_measured_is_refused(arguments, message, quick):
 def test_one_process_plans_for_itself(quick):
     found = zshard.plan(DIMS, measure=True, batch=2, precision="fp32", optimizer="adamw8bit")
     assert found.ranks == 1 and {each.way.strategy for each in found.predictions} == {"no_shard"}
+
+
+def other_batch() -> str:
+    batch = 2 + 2 * dist.get_rank()
+    with quickly(), pytest.raises(DivergenceError) as caught:
+        zshard.plan(DIMS, measure=True, batch=batch, precision="fp32")
+    return str(caught.value)
+
+
+@ranks(2)
+def test_ranks_with_different_arguments_are_told(pool):
+    for text in pool.run(other_batch):
+        assert "the plans differ between ranks" in text and "batch" in text

@@ -109,6 +109,10 @@ class Machine:
         cores = len(os.sched_getaffinity(0))
         self._shares_core = device.type == "cpu" and cores < 2 * self.per_host
 
+    def agree(self, facts: Sequence[tuple[str, str]]) -> None:
+        """Raise DivergenceError on all ranks if these differ."""
+        check_agreement(self._comm, facts, "plans")
+
     def room(self) -> float:
         """Return the bytes that are free for a rank, the least of all ranks."""
         if self._device.type == "cuda":
@@ -125,7 +129,7 @@ class Machine:
         new = list(dict.fromkeys(op for part in parts for op in part if op not in self._known))
         if new:
             facts = [("operation", repr(operation)) for operation in new]
-            check_agreement(self._comm, facts, "planned steps")
+            self.agree(facts)
             with torch.random.fork_rng():
                 found = [self._seconds(operation) for operation in new]
             self._known.update(zip(new, self._means(found), strict=True))

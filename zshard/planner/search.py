@@ -237,7 +237,9 @@ def plan(
         _check_measurable(usual, batch, others)
         with PublicCall("plan()"):
             here = _device_here()
-            cluster = Cluster.of(Machine(here, transport))
+            cluster = Cluster.of(machine := Machine(here, transport))
+            wanted = {"batch": batch, "strategies": strategies, "arguments": usual}
+            machine.agree([(name, repr(value)) for name, value in wanted.items()])
             return _plan(_Search(workload, cluster, batch), usual, strategies, False, here.type)
     if gpus is None or gpu is None or transport is not None:
         raise ValueError(
