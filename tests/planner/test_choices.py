@@ -79,12 +79,12 @@ AT_THE_PEAK = {"grads", "activations", "total"}  # a plan says which gradients a
 def test_parts_are_those_of_predict_memory(strategy, offload, optimizer):
     on_disk = offload and dataclasses.replace(offload, directory="/nowhere")
     options = {"strategy": strategy, "optimizer": optimizer}
-    told = predict_memory(lora(), 4, transport="c10d", offload=on_disk, **options)
+    predicted = predict_memory(lora(), 4, transport="c10d", offload=on_disk, **options)
     memory = of_lora(transport="c10d", offload=offload, **options).memory
-    assert {part: memory[part] for part in told.keys() - AT_THE_PEAK} == {
-        part: told[part] for part in told.keys() - AT_THE_PEAK
+    assert {part: memory[part] for part in predicted.keys() - AT_THE_PEAK} == {
+        part: predicted[part] for part in predicted.keys() - AT_THE_PEAK
     }
-    assert 0 <= memory["grads"] <= told["grads"]
+    assert 0 <= memory["grads"] <= predicted["grads"]
     assert memory["total"] == sum(memory.values()) - memory["total"] - memory["offloaded"]
 
 

@@ -232,7 +232,7 @@ def differing() -> str:
 
 
 @ranks(2)
-def test_ranks_that_plan_different_models_are_told(pool):
+def test_plans_of_different_models_diverge(pool):
     for text in pool.run(differing):
         assert text.startswith("the plans differ between ranks")
 
@@ -298,6 +298,6 @@ def other_batch() -> str:
 
 
 @ranks(2)
-def test_ranks_with_different_arguments_are_told(pool):
+def test_plans_with_different_arguments_diverge(pool):
     for text in pool.run(other_batch):
         assert "the plans differ between ranks" in text and "batch" in text

@@ -26,7 +26,7 @@ class Network(NamedTuple):
 class Device(NamedTuple):
     """One GPU, and the link to the others of its host.
 
-    memory: GiB, of which CUDA and NCCL take `reserved`. tflops: dense, in bf16 or fp16; fp8:
+    memory: GiB, with the `reserved` that CUDA and NCCL take. tflops: dense, in bf16 or fp16; fp8:
     likewise, 0 if it has none; fp32: likewise (TF32 where there is). bandwidth: of its memory,
     TB/s. link: GB/s in one direction. nic: Gbit/s of a host, where nothing else is known. units:
     multiprocessors.

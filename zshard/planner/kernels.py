@@ -47,7 +47,7 @@ class Kernel(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...] = ()
     again: bool = False
-    operation: Operation | None = None
+    operation: TorchCall | None = None
 
 
 class Layout(NamedTuple):
@@ -59,8 +59,8 @@ class Layout(NamedTuple):
     is_param: bool
 
 
-class Operation(NamedTuple):
-    """A function of torch's and its arguments: leaves of a tree, of which tensors are layouts."""
+class TorchCall(NamedTuple):
+    """A function of torch's and its arguments: leaves of a tree, with layouts in place of tensors."""
 
     func: Any
     arguments: tuple[Any, ...]
@@ -280,9 +280,9 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._now[0].append(made_by._replace(again=again, operation=operation))
         return out
 
-    def _operation(self, func: Any, args: Any, kwargs: Any) -> Operation:
+    def _operation(self, func: Any, args: Any, kwargs: Any) -> TorchCall:
         leaves, tree = tree_flatten((args, kwargs))
-        return Operation(func, tuple(self._layout(leaf) for leaf in leaves), tree)
+        return TorchCall(func, tuple(self._layout(leaf) for leaf in leaves), tree)
 
     def _layout(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):

@@ -24,7 +24,7 @@ import zshard.optim
 from zshard.fsdp import FSDP
 from zshard.memory.host_limits import Sharing, rooms
 from zshard.offload import Offload
-from zshard.planner.kernels import Layout, Operation, Segment
+from zshard.planner.kernels import Layout, TorchCall, Segment
 from zshard.precision import MixedPrecision
 from zshard.ranks.agreement import check_agreement, gather_bytes
 from zshard.ranks.wire import Wire
@@ -104,7 +104,7 @@ class Machine:
         self._comm = state_of(self._model).comms.all
         self.ranks, self.transport = self._comm.world, self._comm.transport
         self.per_host = self._comm.per_host or self.ranks
-        self._known: dict[Operation, float] = {}
+        self._known: dict[TorchCall, float] = {}
         self._exchanges: dict[FsdpArgs, Exchange] = {}
         cores = len(os.sched_getaffinity(0))
         self._shares_core = device.type == "cpu" and cores < 2 * self.per_host
@@ -135,7 +135,7 @@ class Machine:
             self._known.update(zip(new, self._means(found), strict=True))
         return [sum(self._known[operation] for operation in part) for part in parts]
 
-    def _seconds(self, operation: Operation) -> float:
+    def _seconds(self, operation: TorchCall) -> float:
         name = str(operation.func)
         if "rnn" in name:
             raise ValueError(
@@ -152,7 +152,7 @@ class Machine:
                 spent += times[-1]
         return statistics.median(times)
 
-    def _arguments(self, operation: Operation) -> list[list[Any]]:
+    def _arguments(self, operation: TorchCall) -> list[list[Any]]:
         """Return arguments, several times with other memory for parameters."""
         params = [_bytes(each) for each in operation.arguments if _is_param(each)]
         copies = max(1, COLD // max(sum(params), 1 << 20)) if params else 1
@@ -339,6 +339,6 @@ def _bytes(layout: Layout) -> int:
     return (1 + last) * layout.dtype.itemsize
 
 
-def _bound(operation: Operation, arguments: list[Any]) -> Callable[[], object]:
+def _bound(operation: TorchCall, arguments: list[Any]) -> Callable[[], object]:
     args, kwargs = tree_unflatten(arguments, operation.tree)
     return lambda: operation.func(*args, **kwargs)

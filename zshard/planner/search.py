@@ -13,6 +13,7 @@ import torch
 
 from zshard.offload import Offload, offload_of
 from zshard.options import OffloadLike
+from zshard.planner.beside import Beside, beside
 from zshard.planner.gpus import GIB, Network, cluster_network, device_of
 from zshard.planner.measured import Machine
 from zshard.planner.prediction import Prediction, predict
@@ -20,6 +21,7 @@ from zshard.planner.ways import PRECISIONS, Cluster, Way
 from zshard.planner.workloads import TrainStep, Workload, workload_of
 from zshard.ranks.agreement import PublicCall
 from zshard.ranks.wire import Wire, check_wire, spelled
+from zshard.trace import Trace
 
 GAP = 1.08
 """What torch's allocator reserves, beside what is allocated at the peak."""
@@ -91,6 +93,17 @@ class Plan:
             words.append("wire=" + spelled(way.wire).replace("'", '"'))
         comment = _COMMENTS.get(way.checkpointing, "")
         return f"FSDP({', '.join(words)}){comment}"
+
+    def beside(self, trace: Trace, prediction: Prediction | None = None) -> Beside:
+        """Compare a planned step, by default the recommended one, with a trace of the model: see
+        zshard.planner.beside.
+
+        Raises ValueError if the trace has no optimizer step, or nothing fits and none is given.
+        """
+        chosen = prediction or self.best
+        if chosen is None:
+            raise ValueError("nothing fits: pass one of plan.predictions to compare")
+        return beside(trace, chosen)
 
     def to_json(self) -> str:
         """Return everything as JSON: times in seconds, memory in bytes. "received_bytes": of a rank
