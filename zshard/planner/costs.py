@@ -124,7 +124,7 @@ class Modelled:
         shards = self._over.reduce
         by_host = code is not None or self._cluster.transport == "hosts"
         if by_host and ranks > self._per_host:
-            coded = size.numel / shards * CODE_BYTES[code]
+            coded = size.trained / shards * CODE_BYTES[code]
             return swap_by_host(size.grads / shards, coded, ranks, self._per_host)
         return swap(size.grads / shards, ranks, self._per_host)
 
@@ -144,9 +144,8 @@ class Measured:
 
     def durations(self, traced: Traced) -> Durations:
         """Return the seconds of the parts of a micro-batch."""
-        sizes = [each.numel for each in self._wrapped.sizes]
-        gathers = [self._exchange.gather.at(size) for size in sizes]
-        reduces = [self._exchange.reduce.at(size) for size in sizes]
+        gathers = [self._exchange.gather.at(size.numel) for size in self._wrapped.sizes]
+        reduces = [self._exchange.reduce.at(size.trained) for size in self._wrapped.sizes]
         forward = self._machine.of_segments(traced.forward)
         if not any(act == "gather" for act, _ in self._acts):  # the rest of a unit's forward
             for mark, (at, begins) in enumerate(traced.marks):
@@ -169,7 +168,7 @@ class Measured:
 
     def step_seconds(self) -> float:
         """Return how long the optimizer's step takes."""
-        return self._exchange.step.at(sum(each.numel for each in self._wrapped.sizes)).seconds
+        return self._exchange.step.at(sum(each.trained for each in self._wrapped.sizes)).seconds
 
 
 def _gathered_again(wrapped: Wrapped) -> float:

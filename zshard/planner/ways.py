@@ -54,10 +54,10 @@ class Way(NamedTuple):
 
     strategy: as for FSDP. group: ranks that a hybrid strategy shards over; 0: those of a host.
     precision: "fp32"; "bf16": computes, gathers and reduces in it, state in float32; "fp8": the
-    same with matmuls in fp8. checkpointing: of activations: "", "selective" or "full". micro_batch:
-    samples of a rank. accumulate: micro-batches in a step. compiled: by torch.compile. attention:
-    "flash", or "triton" for Triton's of 2023. optimizer: as for predict_memory(). offload, wire: as
-    for FSDP.
+    same with matmuls in fp8. checkpointing: of activations: "", "selective", "alternate" or "full".
+    micro_batch: samples of a rank. accumulate: micro-batches in a step. compiled: by torch.compile.
+    attention: "flash", or "triton" for Triton's of 2023. optimizer: as for predict_memory().
+    offload, wire: as for FSDP.
     """
 
     strategy: str = "full_shard"

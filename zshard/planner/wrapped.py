@@ -18,7 +18,7 @@ from zshard.strategy import ShardingStrategy
 from zshard.wrap.tree import UnitSpec
 
 COMPILED = 0.8
-"""Held of the activations that is left with torch.compile, which computes some of them again."""
+"""Part of the activations that is left with torch.compile, which computes some of them again."""
 
 
 class Over(NamedTuple):
@@ -49,11 +49,12 @@ def _over(strategy: ShardingStrategy, group: int, ranks: int) -> Over:
 
 
 class Size(NamedTuple):
-    """A unit. numel: elements of trained parameters. full: bytes of all parameters as they are
-    gathered; grads: of the trained ones' gradients as they are reduced; own: of all parameters in
-    their own dtype."""
+    """A unit. numel: elements of all parameters; trained: of those that are trained. full: bytes of
+    all parameters as they are gathered; grads: of the trained ones' gradients as they are reduced;
+    own: of all parameters in their own dtype."""
 
     numel: int
+    trained: int
     full: float
     grads: int
     own: int
@@ -85,12 +86,13 @@ class Wrapped:
     def _size_of(self, unit: _core.Unit, spec: UnitSpec) -> Size:
         params = [ref.param for ref in spec.params]
         trained = [param for param in params if param.requires_grad]
+        numel, of_trained = (sum(param.numel() for param in some) for some in (params, trained))
         full: float = sum(param.numel() * self._itemsize(param) for param in params)
         if unit.is_coded:
-            full = sum(param.numel() for param in params) * CODE_BYTES[self.way.wire.parameters]
+            full = numel * CODE_BYTES[self.way.wire.parameters]
         grads = sum(param.numel() * self._itemsize(param) for param in trained)
         own = sum(param.numel() * param.itemsize for param in params)
-        return Size(sum(param.numel() for param in trained), full, grads, own)
+        return Size(numel, of_trained, full, grads, own)
 
     def _part_of(self, unit: _core.Unit, spec: UnitSpec) -> Held:
         trained = cast = copy = 0
@@ -151,13 +153,13 @@ class Wrapped:
         kept = self._kept_grads(all_grads)
         found = [(segment.peak, kept) for segment in traced.forward]
         arrived = 0.0
-        each = all_grads / max(1, sum(size.numel for size in self.sizes))
+        each = all_grads / max(1, sum(size.trained for size in self.sizes))
         for mark in range(len(traced.marks), -1, -1):
             segment: Segment = traced.backward[mark]
             grads = min(int(arrived), all_grads)  # a module may run more than once
             found.append((segment.peak, max(grads, kept)))
             if mark > 0 and traced.marks[mark - 1][1]:
-                arrived += each * self.sizes[traced.marks[mark - 1][0]].numel
+                arrived += each * self.sizes[traced.marks[mark - 1][0]].trained
         found.append((0, all_grads))
         part = COMPILED if self.way.compiled else 1.0
         return max(((int(part * live), grads) for live, grads in found), key=sum)
