@@ -32,9 +32,9 @@ typedef struct zs_history {
     bool in_pass;      /* a hook of the running backward made a step */
 } zs_history;
 
-/* The last two optimizer steps, each with its time and all waits until then; times as in profile.h, 0: none. */
+/* The last two optimizer steps, each with the counts of its time. */
 typedef struct zs_pace {
-    int64_t last, last_waits, before, before_waits;
+    zs_counts last, before;
     bool due; /* a backward has ended since */
 } zs_pace;
 
@@ -62,7 +62,8 @@ struct zs_engine {
     zs_call *calls; /* [n_calls] owned: the events of a forward of the modules in their order */
     size_t n_calls;
     zs_keep_gathered keep_gathered;
-    zs_engine_bytes peak;          /* of each kind */
+    zs_engine_bytes peak; /* of each kind */
+    zs_engine_shown shown;
     zs_graph_ranges ranges;        /* the graph nodes of its units' forwards; see entries.h */
     struct zs_engine *next_listed; /* next engine with ranges; borrowed */
     zs_tensor **buffers;           /* [n_buffers] owned weak handles */

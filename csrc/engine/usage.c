@@ -1,9 +1,12 @@
 /* usage.c - see usage.h. */
 #include "engine/usage.h"
 
+#include "base/profile.h"
 #include "engine/engine_inside.h"
 #include "reduce/bucket.h"
 #include "unit/pinned.h"
+
+#include <string.h>
 
 size_t zs_usage_of_transports(const zs_ranks *ranks, size_t (*of)(const zs_comm *))
 {
@@ -27,7 +30,7 @@ void zs_usage_add_up(zs_engine_bytes *bytes)
 zs_engine_bytes zs_engine_memory(const zs_engine *engine)
 {
     zs_engine_bytes bytes = {.slots = zs_arena_bytes(engine->context.arena),
-                             .buckets = zs_buckets_bytes(&engine->context.schedule),
+                             .buckets = zs_buckets_bytes(&engine->context.schedule, false),
                              .transport = zs_usage_of_transports(&engine->context.ranks, bytes_now)};
     const zs_disk *disk = NULL;
     for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
@@ -41,6 +44,67 @@ zs_engine_bytes zs_engine_memory(const zs_engine *engine)
     }
     zs_usage_add_up(&bytes);
     return bytes;
+}
+
+/* Sets what a step changes, except for gradients. */
+static void see_use(const zs_engine *engine, zs_engine_shown *shown)
+{
+    size_t lent = zs_arena_lent_bytes(engine->context.arena);
+    size_t used = zs_buckets_bytes(&engine->context.schedule, true);
+    shown->parts.slots = shown->pinned + lent;
+    shown->parts.buckets = used;
+    shown->idle = zs_arena_bytes(engine->context.arena) - lent;
+    shown->idle += zs_buckets_bytes(&engine->context.schedule, false) - used;
+}
+
+static void show(zs_engine *engine, const zs_engine_shown *now)
+{
+    if (memcmp(now, &engine->shown, sizeof *now) == 0) return;
+    engine->shown = *now;
+    const zs_model *model = &engine->context.model;
+    const zs_engine_bytes *parts = &now->parts;
+    zs_profile_note(
+        "zshard::memory shards=%zu kept=%zu grads=%zu slots=%zu buckets=%zu idle=%zu transport=%zu of %s %llu",
+        parts->shards, parts->kept, parts->grads, parts->slots, parts->buckets, now->idle, parts->transport,
+        model->name, (unsigned long long)model->number);
+}
+
+/* Takes over what the unit's gradients take now. */
+static void see_grads(zs_unit *unit, zs_engine_shown *shown)
+{
+    shown->parts.grads -= unit->shown_grads;
+    unit->shown_grads = unit->offloads.grads ? 0 : zs_unit_held_grad_bytes(unit);
+    shown->parts.grads += unit->shown_grads;
+}
+
+void zs_engine_trace_memory(zs_engine *engine)
+{
+    unsigned trace = zs_profile_trace();
+    if (trace == 0) return;
+    zs_engine_shown now = {.in_trace = trace, .parts = zs_engine_memory(engine)};
+    now.pinned = now.parts.slots - zs_arena_bytes(engine->context.arena);
+    now.parts.grads = 0;
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
+        zs_engine_unit(engine, i)->shown_grads = 0;
+        see_grads(zs_engine_unit(engine, i), &now);
+    }
+    see_use(engine, &now);
+    show(engine, &now);
+}
+
+void zs_engine_trace_use(zs_unit *unit)
+{
+    zs_engine *engine = zs_engine_of(unit);
+    unsigned trace = zs_profile_trace();
+    if (trace == 0) return;
+    if (engine->shown.in_trace != trace) {
+        zs_engine_trace_memory(engine);
+        return;
+    }
+    zs_engine_shown now = engine->shown;
+    see_grads(unit, &now);
+    see_use(engine, &now);
+    show(engine, &now);
 }
 
 static void raise_to(size_t *peak, size_t now)

@@ -60,7 +60,7 @@ class Layout(NamedTuple):
 
 
 class TorchCall(NamedTuple):
-    """A function of torch's and its arguments: leaves of a tree, with layouts in place of tensors."""
+    """A function of torch and its arguments: leaves of a tree, with layouts for tensors."""
 
     func: Any
     arguments: tuple[Any, ...]

@@ -24,7 +24,7 @@ import zshard.optim
 from zshard.fsdp import FSDP
 from zshard.memory.host_limits import Sharing, rooms
 from zshard.offload import Offload
-from zshard.planner.kernels import Layout, TorchCall, Segment
+from zshard.planner.kernels import Layout, Segment, TorchCall
 from zshard.precision import MixedPrecision
 from zshard.ranks.agreement import check_agreement, gather_bytes
 from zshard.ranks.wire import Wire
