@@ -297,6 +297,14 @@ def other_batch() -> str:
     return str(caught.value)
 
 
+def test_offload_to_the_host_has_no_effect_on_cpu_ranks(quick):
+    options = {"measure": True, "batch": 2, "precision": "fp32", "strategies": ["no_shard"]}
+    plans = [zshard.plan(DIMS, offload=offload, **options) for offload in (None, True)]
+    none, host = (plan.predictions[0] for plan in plans)
+    assert host.way.offload is None and host.memory == none.memory
+    assert "offload" not in plans[1].line()
+
+
 @ranks(2)
 def test_plans_with_different_arguments_diverge(pool):
     for text in pool.run(other_batch):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zshard.offload import Offload, offload_of
+from zshard.offload import Offload, offload_of, offload_on
 from zshard.options import OffloadLike
 from zshard.planner.beside import Beside, beside
 from zshard.planner.gpus import GIB, Network, cluster_network, device_of
@@ -250,6 +250,7 @@ def plan(
         _check_measurable(usual, batch, others)
         with PublicCall("plan()"):
             here = _device_here()
+            usual = usual._replace(offload=offload_on(usual.offload, here.type))
             cluster = Cluster.of(machine := Machine(here, transport))
             wanted = {"batch": batch, "strategies": strategies, "arguments": usual}
             machine.agree([(name, repr(value)) for name, value in wanted.items()])
@@ -262,6 +263,7 @@ def plan(
     if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
         raise ValueError(f"gpus must be a positive integer, got {gpus!r}")
     name, device = device_of(gpu)
+    usual = usual._replace(offload=offload_on(usual.offload, "cuda"))
     cluster = Cluster(device, gpus, cluster_network(device, gpus, per_host, nic))
     return _plan(_Search(workload, cluster, batch), usual, strategies, offload is None, name)
 

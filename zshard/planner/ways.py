@@ -8,7 +8,7 @@ import torch
 
 from zshard.memory.dry_run import World
 from zshard.memory.fits import parse_keep
-from zshard.offload import Offload, offload_on
+from zshard.offload import Offload
 from zshard.planner.gpus import GIB, Device, Network
 from zshard.planner.measured import Machine
 from zshard.precision import MixedPrecision, precision_of
@@ -57,7 +57,7 @@ class Way(NamedTuple):
     same with matmuls in fp8. checkpointing: of activations: "", "selective", "alternate" or "full".
     micro_batch: samples of a rank. accumulate: micro-batches in a step. compiled: by torch.compile.
     attention: "flash", or "triton" for Triton's of 2023. optimizer: as for predict_memory().
-    offload, wire: as for FSDP.
+    offload: what it means on the ranks' device. wire: as for FSDP.
     """
 
     strategy: str = "full_shard"
@@ -80,7 +80,7 @@ def options_of(way: Way) -> Options:
         strategy_of(way.strategy),
         precision_of(None if way.precision == "fp32" else low),
         Prefetch(),
-        offload_on(way.offload, "cuda"),
+        way.offload,
         parse_keep(False, "auto"),
         way.wire,
     )
