@@ -3,6 +3,7 @@
 #define ZS_COMM_LOCAL_H
 
 #include "comm/comm.h"
+#include "comm/traffic.h"
 
 /* The tables. */
 extern const zs_comm_ops zs_self_ops, zs_shm_ops, zs_c10d_ops, zs_hosts_ops;

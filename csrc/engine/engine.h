@@ -12,9 +12,16 @@
 #ifndef ZS_ENGINE_H
 #define ZS_ENGINE_H
 
+#include "comm/traffic.h"
 #include "engine/usage.h"
 #include "unit/context.h"
 #include "unit/unit.h"
+
+/* What this process has counted so far, or between two steps. */
+typedef struct zs_counts {
+    int64_t time, waited; /* nanoseconds; waits as in profile.h; a time of 0: none yet */
+    zs_traffic traffic;
+} zs_counts;
 
 struct zs_call;
 struct zs_dry_events;
@@ -115,9 +122,9 @@ zs_status zs_engine_settle(zs_engine *engine);
 zs_status zs_engine_write_begin(zs_engine *engine);
 void zs_engine_write_end(zs_engine *engine);
 
-/* Nanoseconds between the last two optimizer steps, and of them those that this process waited for others; of several
- * steps after one backward the first counts. false: there were no two. */
-bool zs_engine_pace(const zs_engine *engine, int64_t *step, int64_t *waited);
+/* What was counted between the last two optimizer steps; of several steps after one backward the first counts. false:
+ * there were no two. */
+bool zs_engine_pace(const zs_engine *engine, zs_counts *between);
 
 /* zs_engine_write_begin for an optimizer's step. ZS_ERR_STATE if .grad holds a failed backward's result. */
 zs_status zs_engine_before_step(zs_engine *engine);

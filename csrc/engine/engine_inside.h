@@ -32,9 +32,9 @@ typedef struct zs_history {
     bool in_pass;      /* a hook of the running backward made a step */
 } zs_history;
 
-/* The last two optimizer steps, each with its time and all waits until then; times as in profile.h, 0: none. */
+/* The last two optimizer steps, each with the counts of its time. */
 typedef struct zs_pace {
-    int64_t last, last_waits, before, before_waits;
+    zs_counts last, before;
     bool due; /* a backward has ended since */
 } zs_pace;
 

@@ -34,10 +34,8 @@ void zs_pace_backward_end(zs_engine *engine)
 static void note_step(zs_pace *pace)
 {
     if (!pace->due) return;
-    *pace = (zs_pace){.last = zs_clock_ns(),
-                      .last_waits = zs_profile_all_waits(),
-                      .before = pace->last,
-                      .before_waits = pace->last_waits};
+    zs_counts now = {zs_clock_ns(), zs_profile_all_waits(), zs_traffic_so_far()};
+    *pace = (zs_pace){.last = now, .before = pace->last};
 }
 
 void zs_pace_reduced(zs_engine *engine, bool stepped)
@@ -58,9 +56,11 @@ void zs_pace_stepped(zs_engine *engine)
     end(&engine->step);
 }
 
-bool zs_engine_pace(const zs_engine *engine, int64_t *step, int64_t *waited)
+bool zs_engine_pace(const zs_engine *engine, zs_counts *between)
 {
-    *step = engine->pace.last - engine->pace.before;
-    *waited = engine->pace.last_waits - engine->pace.before_waits;
-    return engine->pace.before != 0;
+    const zs_counts *last = &engine->pace.last, *before = &engine->pace.before;
+    between->time = last->time - before->time;
+    between->waited = last->waited - before->waited;
+    between->traffic = zs_traffic_between(&last->traffic, &before->traffic);
+    return before->time != 0;
 }

@@ -1,4 +1,4 @@
-/* pace.h - what a trace shows of a backward, and the time between optimizer steps. */
+/* pace.h - what a trace shows of a backward, and the counts between optimizer steps. */
 #ifndef ZS_PACE_H
 #define ZS_PACE_H
 

@@ -54,17 +54,21 @@ static PyObject *trace_add(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(pace_doc, "pace($module, engine, /)\n--\n\nReturn the seconds between the model's last two optimizer "
-                       "steps, and of them those that the process waited for other ranks; None if there were no two.");
+PyDoc_STRVAR(pace_doc, "pace($module, engine, /)\n--\n\nReturn what was counted between the model's last two optimizer "
+                       "steps, by the names of model.metrics(); empty if there were no two.");
 
 static PyObject *pace(PyObject *module, PyObject *object)
 {
     (void)module;
     zs_engine *engine = zs_py_engine(object);
     if (engine == NULL) return NULL;
-    int64_t step, waited;
-    if (!zs_engine_pace(engine, &step, &waited)) Py_RETURN_NONE;
-    return Py_BuildValue("(dd)", (double)step / 1e9, (double)waited / 1e9);
+    zs_counts found;
+    if (!zs_engine_pace(engine, &found)) return PyDict_New();
+    const int64_t *all = found.traffic.all, *afar = found.traffic.other_hosts;
+    return Py_BuildValue("{sdsdsdsdsdsd}", "seconds/step", (double)found.time / 1e9, "seconds/wait",
+                         (double)found.waited / 1e9, "bytes/gather", (double)all[ZS_TRAFFIC_GATHER], "bytes/reduce",
+                         (double)all[ZS_TRAFFIC_REDUCE], "bytes/gather_other_hosts", (double)afar[ZS_TRAFFIC_GATHER],
+                         "bytes/reduce_other_hosts", (double)afar[ZS_TRAFFIC_REDUCE]);
 }
 
 static PyMethodDef functions[] = {

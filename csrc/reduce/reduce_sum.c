@@ -1,6 +1,7 @@
 /* reduce_sum.c - the other half of a round: this rank's shard of all ranks' buckets, summed in rank order. See
  * reduce.h. */
 #include "base/bits.h"
+#include "comm/traffic.h"
 #include "device/device.h"
 #include "reduce/bucket.h"
 #include "reduce/grad_memory.h"
@@ -210,9 +211,21 @@ static zs_status fetch_flat(const summing *s, int f)
     return fetch_run(s, flat, run);
 }
 
+/* Where the peers' buckets are mapped, this rank reads a shard of each. */
+static void count_reads(const summing *s)
+{
+    if (!zs_comm_shares_memory(s->unit->context->ranks.all)) return;
+    size_t bytes = 0;
+    for (int f = 0; f < s->unit->n_flats; f++)
+        if (s->unit->flats[f].trainable) bytes += s->unit->flats[f].wire_shard_bytes;
+    for (int r = 0; r < s->world; r++)
+        if (r != s->rank && s->sources->data[r] != NULL) zs_traffic_count(ZS_TRAFFIC_REDUCE, bytes, 0);
+}
+
 /* (no_shard) Fetches every rank's finished shard into the full gradient. */
 static zs_status fetch_shared(const summing *s)
 {
+    count_reads(s);
     for (int f = 0; f < s->unit->n_flats; f++)
         if (s->unit->flats[f].trainable) ZS_TRY(fetch_flat(s, f));
     return ZS_OK;
@@ -247,6 +260,7 @@ static bool counts(const summing *s)
 
 static zs_status sum_flats(summing *s)
 {
+    count_reads(s);
     for (int f = 0; f < s->unit->n_flats; f++)
         if (s->unit->flats[f].trainable) ZS_TRY(sum_flat(s, f));
     return ZS_OK;

@@ -32,6 +32,7 @@ from scenarios import message_of
 from spawn import RankPool
 from torch import Tensor, nn
 from wires import (
+    BLOCK,
     NUMEL,
     WIRES,
     Model,
@@ -112,6 +113,32 @@ def skipped(sizes: tuple[int, ...], wire: str) -> tuple[list[float], bool, bool]
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_ranks_skip_a_step_together(start: Start, kind: str, wire: str) -> None:
     assert start(kind, 2, "nccl").run(skipped, (1, 1), wire) == [([2.0, 2.0], True, True)] * 2
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+
+def counted(wire: str | None) -> list[float]:
+    """Return the bytes in the metrics, of gathers and reductions: from all ranks, from other
+    hosts."""
+    with hosts_of(2, 2) as group:
+        layers = [nn.Linear(64, 64, bias=False) for _ in range(2)]  # a shard has 2048 numbers
+        model = wrapped(nn.Sequential(*layers), group, wire=wire)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(2):
+            model(torch.ones(3, 64, device=device())).sum().backward()
+            optimizer.step()
+        found = model.metrics()
+    kinds = ("gather", "reduce")
+    return [found[f"bytes/{kind}{of}"] for of in ("", "_other_hosts") for kind in kinds]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_metrics_count_bytes(start: Start, kind: str) -> None:
+    shard, code = 4 * 2048, 2048 + 4 * 2048 // BLOCK + 32  # to a multiple of 64 bytes
+    pool = start(kind, 4, "nccl")
+    assert pool.run(counted, None) == [[3 * shard, 3 * shard, 2 * shard, 2 * shard]] * 4
+    assert pool.run(counted, "int8") == [[3 * code, 2 * shard + code, 2 * code, code]] * 4
 
 
 # --- parameters -----------------------------------------------------------------------------------

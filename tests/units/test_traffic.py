@@ -1,4 +1,4 @@
-"""The bytes that a rank receives in a step: the formulas of docs/gpus.md.
+"""The bytes that a rank receives in a step: the formulas of docs/gpus.md, and model.metrics().
 
 The engine determines the traffic, whatever transport carries it, so the bytes that torch's profiler
 records over c10d apply to a GPU's backends as well.
@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from collectives import Collectives
-from groups import mesh_of
+from groups import hosts_of, mesh_of
 from spawn import ranks
 from torch import nn
 
@@ -43,28 +44,37 @@ FORMULAS: dict[str, Formula] = {
 }
 
 
-def traffic(strategy: str, precision: Any) -> tuple[int, int]:
-    """Return the bytes of parameters and of gradients that this rank receives in the second
-    step."""
+def wrapped(strategy: str, **options: Any) -> Any:
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(UNITS)]
+    module = nn.Sequential(*layers)
+    return FSDP(module, strategy=strategy, auto_wrap_policy={nn.Linear}, **options)
+
+
+def step(model: Any, optimizer: Any) -> None:
+    model(torch.randn(3, WIDTH)).float().square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def traffic(strategy: str, precision: Any) -> tuple[tuple[float, float], list[float]]:
+    """Return the bytes of parameters and of gradients that this rank receives in the second
+    step, and those of its metrics."""
     options: dict[str, Any] = {"device_mesh": mesh_of(2, 2)} if strategy in HYBRID else {}
-    model = FSDP(
-        nn.Sequential(*layers),
-        strategy=strategy,
-        transport="c10d",
-        auto_wrap_policy={nn.Linear},
-        mixed_precision=precision,
-        **options,
-    )
+    model = wrapped(strategy, transport="c10d", mixed_precision=precision, **options)
     optimizer = zshard.AdamW(model.parameters(), lr=0.01)
-    x = torch.randn(3, WIDTH)
     for _ in range(2):
         with Collectives() as seen:
-            model(x).float().square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return seen.received["gather"], seen.received["scatter"]
+            step(model, optimizer)
+    return (seen.received["gather"], seen.received["scatter"]), counted(model)
+
+
+def counted(model: Any) -> list[float]:
+    """Return the bytes in the model's metrics, of parameters and of gradients: from all ranks, and
+    from other hosts."""
+    metrics = model.metrics()
+    kinds = ("gather", "reduce", "gather_other_hosts", "reduce_other_hosts")
+    return [metrics[f"bytes/{kind}"] for kind in kinds]
 
 
 BF16 = zshard.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -84,4 +94,64 @@ def test_bytes_of_a_step_match_the_formulas(
     # Over c10d the used parameters and the rank's state travel along: 128 bytes to each rank. (On
     # GPUs the hosts exchange them.)
     expected = params, grads + UNITS * 128 * (pool.world - 1)
-    assert pool.run(traffic, strategy, precision) == [expected] * pool.world
+    of_metrics = [0, params + grads, 0, 0] if strategy == "no_shard" else [params, grads, 0, 0]
+    assert pool.run(traffic, strategy, precision) == [(expected, of_metrics)] * pool.world
+
+
+def mesh_anew() -> Any:
+    return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def counted_over(transport: str, sizes: tuple[int, ...], strategy: str, wire: Any) -> list[float]:
+    """Return the bytes in the metrics after the second step, on hosts of so many ranks each."""
+    with hosts_of(*sizes) as group:
+        options: dict[str, Any] = {"process_group": group, "keep_gathered": False, "wire": wire}
+        if strategy in HYBRID:  # new groups
+            options |= {"process_group": None, "device_mesh": mesh_anew()}
+        model = wrapped(strategy, transport=transport, **options)
+        optimizer = zshard.AdamW(model.parameters(), lr=0.01)
+        for _ in range(2):
+            step(model, optimizer)
+        return counted(model)
+
+
+G = (2 * P - U) * R  # bytes of the gathers of a step of full_shard, on all ranks
+B = P * R  # bytes of all parameters, and of all gradients
+
+# For each transport, hosts, strategy and wire: bytes of parameters and of gradients from this host,
+# and from others.
+COUNTED: dict[tuple[str, tuple[int, ...], str, str | None], tuple[float, float, float, float]] = {
+    # Over shm only gradients are read, each rank's shard of them from the peers.
+    ("shm", (2,), "full_shard", None): (0, B / 2, 0, 0),
+    ("shm", (2,), "zero1", None): (0, B / 2, 0, 0),
+    ("shm", (2,), "no_shard", None): (0, B / 2 + B / 2, 0, 0),
+    ("shm", (4,), "full_shard", None): (0, 3 * B / 4, 0, 0),
+    # c10d knows hosts, and sends as if there were none.
+    ("c10d", (2, 2), "full_shard", None): (G / 4, B / 4, 2 * G / 4, 2 * B / 4),
+    ("c10d", (2, 2), "no_shard", None): (0, 2 * B / 4, 0, 2 * 2 * B / 4),
+    # On two hosts "auto" is "hosts": a rank sums its host's gradients of its shard and of its
+    # counterpart's, and one shard crosses.
+    ("auto", (1, 1), "full_shard", None): (0, 0, G / 2, B / 2),
+    ("auto", (2, 2), "full_shard", None): (0, 2 * B / 4, G / 4, B / 4),
+    # Each rank has full parameters of its own, which it gathers as over c10d.
+    ("auto", (2, 2), "zero1", None): (B / 4, 2 * B / 4, 2 * B / 4, B / 4),
+    ("auto", (2, 2), "no_shard", None): (0, 2 * 2 * B / 4, 0, 2 * B / 4),
+    # Two shards in a copy of the model: two hosts' sums of each rank's half.
+    ("auto", (2, 2), "hybrid_shard", None): (0, 2 * B / 2, 0, B / 2),
+    ("shm", (4,), "hybrid_shard", None): (0, 3 * B / 2, 0, 0),
+    ("auto", (2, 2), "full_shard", "bf16"): (0, 2 * B / 4, G / 8, B / 8),
+    # int8: 4 bytes more for each block of 256 numbers.
+    ("auto", (2, 2), "full_shard", "int8"): (0, 2 * B / 4, G / 16 * 65 / 64, B / 16 * 65 / 64),
+}
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize(("transport", "sizes", "strategy", "wire"), COUNTED)
+def test_metrics_count_bytes(
+    pool: Any, transport: str, sizes: tuple[int, ...], strategy: str, wire: str | None
+) -> None:
+    if sum(sizes) != pool.world:
+        pytest.skip("for other numbers of ranks")
+    gather, reduce, gather_afar, reduce_afar = COUNTED[transport, sizes, strategy, wire]
+    expected = [gather + gather_afar, reduce + reduce_afar, gather_afar, reduce_afar]
+    assert pool.run(counted_over, transport, sizes, strategy, wire) == [expected] * pool.world

@@ -152,14 +152,17 @@ class ModelMethods(nn.Module):
             "seconds/step": between the last two optimizer steps, each the first after a backward.
             "seconds/wait": of these, what this process waited for other ranks or for bytes on their
                 way, in all its models. What a GPU waits in its queue does not count.
+            "bytes/gather", "bytes/reduce": what this process received from other ranks in that
+                time, in all its models: of parameters and of gradients (under no_shard, of their
+                sums, too), without headers. Over shm, "reduce" is what it read of the gradients of
+                others; a gather moves nothing there.
+            "bytes/gather_other_hosts", "bytes/reduce_other_hosts": of these, from other hosts.
+                Hosts that have different numbers of ranks count as one.
             "grad_norm": the norm before clipping, of the last clip_grad_norm_() of the model,
                 whichever function did it. On GPUs, reading it waits for the GPU.
             "memory/now/total", "memory/peak/total", ...: the parts of memory(), in bytes.
         """
-        found: dict[str, float] = {}
-        pace = _core.pace(state_of(self).unit.engine)
-        if pace is not None:
-            found["seconds/step"], found["seconds/wait"] = pace
+        found = _core.pace(state_of(self).unit.engine)
         norm = last_norm(self.parameters())
         if norm is not None:
             found["grad_norm"] = float(norm)

@@ -67,6 +67,7 @@ zs_status zs_c10d_send(zs_comm *comm, zs_cunit *cunit)
     char *sent = unit->sent->ptr;
     for (size_t r = 0; r < world; r++)
         pack_piece(cunit, (int)r, sent + r * stride);
+    zs_traffic_from_each(comm, ZS_TRAFFIC_REDUCE, cunit->shards_bytes);
     zs_status status = zs_group_all_to_all(self->group, sent, unit->received->ptr, stride, (int)world, &unit->work);
     return status == ZS_OK ? ZS_OK : zs_c10d_fail(self, &turn, status);
 }
@@ -113,6 +114,7 @@ zs_status zs_c10d_share(zs_comm *comm, zs_cunit *cunit)
     const zs_c10d_unit *unit = (const zs_c10d_unit *)cunit;
     zs_c10d_turn turn = turn_of(unit, ZS_C10D_SHARE);
     ZS_TRY(zs_c10d_agree(self, &turn));
+    zs_traffic_from_each(comm, ZS_TRAFFIC_REDUCE, cunit->shards_bytes);
     for (int f = 0; f < cunit->spec.n_flats; f++)
         ZS_TRY(share_flat(self, unit, &turn, f));
     return ZS_OK;

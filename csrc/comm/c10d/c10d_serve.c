@@ -226,6 +226,7 @@ zs_status zs_c10d_serve(zs_c10d_comm *comm, const zs_c10d_turn *turn)
     ZS_THEN(status, zs_c10d_borrow_area(comm, (size_t)world * flat->shard_bytes, &area));
     if (status != ZS_OK) return zs_c10d_fail(comm, turn, status); /* the others have already begun it */
     status = zs_group_all_gather(comm->group, flat->shard, area->ptr, flat->shard_bytes, world, &work);
+    zs_traffic_from_each(&comm->base, ZS_TRAFFIC_GATHER, flat->shard_bytes);
     status = status == ZS_OK ? zs_c10d_finish(comm, turn, work, NULL) : zs_c10d_fail(comm, turn, status);
     zs_c10d_return_area(comm, &area);
     return status;

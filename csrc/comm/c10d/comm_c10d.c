@@ -34,6 +34,7 @@ zs_status zs_c10d_gather_agreed(zs_c10d_comm *self, const zs_c10d_turn *turn, co
     *made = (zs_gathering){*turn, NULL, zs_mem_retain(to.mem)};
     zs_status status = zs_group_all_gather(self->group, shard, to.full, turn->bytes, self->base.world, &made->work);
     if (status == ZS_OK) {
+        zs_traffic_from_each(&self->base, ZS_TRAFFIC_GATHER, turn->bytes);
         *out = made;
         return ZS_OK;
     }

@@ -86,8 +86,10 @@ struct zs_gathering {
 static zs_status move_shards(zs_gpu_comm *comm, const char *shard, size_t bytes, zs_target to, zs_gathering *gathering)
 {
     const zs_wire_shard *code = &gathering->code;
-    if (code->wire == ZS_WIRE_EXACT)
+    if (code->wire == ZS_WIRE_EXACT) {
+        zs_traffic_from_each(&comm->base, ZS_TRAFFIC_GATHER, bytes);
         return comm->backend->ops->gather(comm->backend, ZS_STREAM_GATHER, shard, to.full, bytes);
+    }
     ZS_TRY(zs_gpu_take_codes(comm, code->stride * (size_t)comm->base.world, &gathering->codes));
     ZS_TRY(zs_gpu_gather_codes(comm, code, shard, gathering->codes->ptr));
     return zs_gpu_decode_params(comm, code, gathering->codes->ptr, to.full);

@@ -36,6 +36,7 @@ zs_status zs_gpu_gather_codes(zs_gpu_comm *comm, const zs_wire_shard *code, cons
     zs_cu_stream stream;
     ZS_TRY(zs_device_cuda_stream(device, ZS_STREAM_GATHER, &stream));
     ZS_TRY(zs_cuda_encode(&job, stream));
+    zs_traffic_from_each(&comm->base, ZS_TRAFFIC_GATHER, code->stride);
     return comm->backend->ops->gather(comm->backend, ZS_STREAM_GATHER, own, codes, code->stride);
 }
 
@@ -155,6 +156,8 @@ static zs_status swap_in_host(const coded_round *round)
                     (zs_message){send, place_of(round, f, host, lane), base->spec.shard_bytes[f], peer};
             }
     }
+    for (size_t i = 0; i < n; i++)
+        zs_traffic_count(ZS_TRAFFIC_REDUCE, round->messages[i].bytes, 0);
     return comm->backend->ops->exchange(comm->backend, base->spec.name, round->messages, n);
 }
 
@@ -217,6 +220,7 @@ static zs_status swap_codes(const coded_round *round, int *n_hosts)
         round->messages[n++] = (zs_message){round->out + (size_t)host * travel, round->in + (size_t)host * travel,
                                             travel, rank_at(round, host, round->lane)};
     }
+    zs_traffic_count(ZS_TRAFFIC_REDUCE, 0, (n - (here ? 1 : 0)) * travel);
     return comm->backend->ops->exchange(comm->backend, unit->base.spec.name, round->messages, n);
 }
 

@@ -80,6 +80,7 @@ static zs_status move_shards(zs_gpu_comm *comm, zs_gpu_unit *unit)
     zs_swap swap = swap_of(unit, filler);
     zs_gpu_order_add(comm, "gradients", base->spec.name, base->shards_bytes);
     zs_status status = zs_device_fork(comm->base.device, ZS_STREAM_REDUCE); /* after the packing */
+    zs_traffic_from_each(&comm->base, ZS_TRAFFIC_REDUCE, base->shards_bytes);
     ZS_THEN(status, comm->backend->ops->swap(comm->backend, &swap));
     ZS_THEN(status, zs_device_cuda_record(comm->base.device, ZS_STREAM_REDUCE, unit->read));
     unit->session = comm->base.sessions;
@@ -130,6 +131,7 @@ zs_status zs_gpu_share(zs_comm *comm, zs_cunit *cunit)
     zs_gpu_comm *self = (zs_gpu_comm *)comm;
     ZS_TRY(zs_gpu_agree_on_round(self, (zs_gpu_unit *)cunit, ZS_C10D_SHARE));
     zs_gpu_order_add(self, "reduced gradients", cunit->spec.name, cunit->shards_bytes);
+    zs_traffic_from_each(comm, ZS_TRAFFIC_REDUCE, cunit->shards_bytes);
     zs_status status = ZS_OK;
     for (int f = 0; f < cunit->spec.n_flats && status == ZS_OK; f++) {
         char *all = cunit->bucket->ptr + zs_cunit_shard_at(cunit, f, 0);

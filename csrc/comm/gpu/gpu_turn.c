@@ -65,10 +65,12 @@ static zs_status queue(zs_gpu_comm *comm, const zs_c10d_turn *turn, const char *
     const zs_wire_shard code = code_of_turn(turn);
     zs_gpu_order_add(comm, "parameters", turn->name, turn->bytes);
     ZS_TRY(zs_device_fork(device, ZS_STREAM_GATHER));
-    if (code.wire != ZS_WIRE_EXACT)
+    if (code.wire != ZS_WIRE_EXACT) {
         ZS_TRY(zs_gpu_gather_codes(comm, &code, shard, area->ptr));
-    else
+    } else {
+        zs_traffic_from_each(&comm->base, ZS_TRAFFIC_GATHER, turn->bytes);
         ZS_TRY(comm->backend->ops->gather(comm->backend, ZS_STREAM_GATHER, shard, area->ptr, turn->bytes));
+    }
     return zs_device_join(device, ZS_STREAM_GATHER);
 }
 

@@ -159,8 +159,10 @@ static zs_status start_across(zs_hosts_comm *self, hosts_gathering *gathering)
 {
     zs_hosts_arrival *arrival = NULL;
     bool coded = gathering->code.wire != ZS_WIRE_EXACT;
+    size_t bytes = coded ? gathering->code.bytes : gathering->source.shard_bytes;
     gathering->number = ++self->gathers;
     ZS_TRY(zs_hosts_arrival_new(self, gathering->number, self->hosts, &arrival));
+    zs_traffic_count(ZS_TRAFFIC_GATHER, 0, (size_t)(self->hosts - 1) * bytes);
     return (coded ? start_coded : start_exact)(self, gathering, arrival);
 }
 

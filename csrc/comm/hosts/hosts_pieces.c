@@ -26,6 +26,11 @@ static zs_status sum_shard(const zs_hosts_comm *self, const hosts_unit *unit, co
     return zs_device_sum(comm->device, ZS_STREAM_REDUCE, &sum);
 }
 
+size_t zs_hosts_read_bytes(const zs_hosts_comm *self, const hosts_unit *unit)
+{
+    return (size_t)(zs_hosts_per_host(self) - 1) * (size_t)self->hosts * unit->base.shards_bytes;
+}
+
 /* (coded) Where the sums of host `h` are decoded once they have arrived; until then, where those for it are
  * computed. */
 static char *decoded_of(const zs_hosts_comm *self, const hosts_unit *unit, int h)
@@ -66,6 +71,8 @@ zs_status zs_hosts_sum_local(zs_hosts_comm *self, hosts_unit *unit)
     ZS_TRY(zs_cunit_collect(self->local, unit->local, ZS_WAIT, &ready, &local));
     for (int h = 0; h < self->hosts; h++)
         ZS_TRY(fill_piece(self, unit, &local, h));
+    zs_traffic_count(ZS_TRAFFIC_REDUCE, zs_hosts_read_bytes(self, unit),
+                     (size_t)(self->hosts - 1) * unit->sums.travel);
     if (unit->base.spec.mode == ZS_REDUCE_ALL) return ZS_OK; /* until the sum is shared */
     return zs_cunit_release(self->local, unit->local);
 }

@@ -236,6 +236,8 @@ zs_status zs_hosts_share(zs_comm *comm, zs_cunit *cunit)
     hosts_unit *unit = (hosts_unit *)cunit;
     zs_c10d_turn turn = turn_of(unit, ZS_C10D_SHARE);
     ZS_TRY(zs_c10d_agree(&self->c10d, &turn));
+    zs_traffic_count(ZS_TRAFFIC_REDUCE, zs_hosts_read_bytes(self, unit),
+                     (size_t)(self->hosts - 1) * cunit->shards_bytes);
     zs_status status = start_shares(self, unit);
     if (status != ZS_OK) status = zs_c10d_fail(&self->c10d, &turn, status);
     ZS_THEN(status, finish(self, unit, ZS_C10D_SHARE, cunit->bucket->mem));

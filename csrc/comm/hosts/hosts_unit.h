@@ -36,6 +36,9 @@ zs_status zs_hosts_sum_local(zs_hosts_comm *self, hosts_unit *unit);
 /* Starts to receive each host's piece for this rank, and to send those for its counterparts. */
 zs_status zs_hosts_start_pieces(zs_hosts_comm *self, hosts_unit *unit);
 
+/* Bytes that this rank reads of the buckets of its host's other ranks, to sum them / to fetch their finished sums. */
+size_t zs_hosts_read_bytes(const zs_hosts_comm *self, const hosts_unit *unit);
+
 /* Sets the unit's sources to what was received. */
 void zs_hosts_find_sources(const zs_hosts_comm *self, hosts_unit *unit);
 
