@@ -32,7 +32,7 @@ static const zs_profiler *observer(void)
 
 bool zs_profile_records(void)
 {
-    return atomic_load_explicit(&running, memory_order_relaxed) != 0 || observer() != NULL;
+    return zs_profile_trace() != 0 || observer() != NULL;
 }
 
 static int32_t own_thread(void)
@@ -58,7 +58,7 @@ static zs_profile *begin(const zs_profiler *by, unsigned trace, const char *name
 
 static zs_profile *begin_named(const zs_profiler *by, const char *format, va_list args)
 {
-    unsigned trace = atomic_load_explicit(&running, memory_order_relaxed);
+    unsigned trace = zs_profile_trace();
     if (trace == 0 && by == NULL) return NULL;
     char name[NAME];
     vsnprintf(name, sizeof name, format, args);
@@ -110,7 +110,7 @@ void zs_profile_drop(zs_profile *range)
 
 void zs_profile_add(const char *name, int64_t begun)
 {
-    unsigned trace = atomic_load_explicit(&running, memory_order_relaxed);
+    unsigned trace = zs_profile_trace();
     zs_profile *range = trace != 0 ? begin(NULL, trace, name) : NULL;
     if (range == NULL) return;
     range->begun = begun;
@@ -125,6 +125,20 @@ bool zs_profile_start(void)
     if (!atomic_compare_exchange_strong(&running, &none, next)) return false;
     atomic_store(&n_kept, 0);
     return true;
+}
+
+unsigned zs_profile_trace(void)
+{
+    return atomic_load_explicit(&running, memory_order_relaxed);
+}
+
+void zs_profile_note(const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    zs_profile *range = begin_named(NULL, format, args);
+    va_end(args);
+    zs_profile_end(range);
 }
 
 /* A thread that ends a range just now may be late by one: its range is then in the next trace's list, which drops it

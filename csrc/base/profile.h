@@ -61,6 +61,12 @@ bool zs_profile_start(void);
  * number of ranges for which there was no room. */
 zs_profile *zs_profile_stop(size_t *lost);
 
+/* The number of the trace that runs, from 1; 0: none does. */
+unsigned zs_profile_trace(void);
+
+/* Adds a text to the trace, with the time; no-op without one. */
+void zs_profile_note(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
 /* --- waits for other ranks, counted always ------------------------------------------------------------------------ */
 
 /* This thread has waited since `begun`. */

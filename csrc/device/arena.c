@@ -221,11 +221,23 @@ void zs_arena_rest(zs_arena *arena)
     }
 }
 
+static size_t own_bytes(const zs_arena *arena, const slot *it)
+{
+    return it->mem == NULL ? 0 : it->bytes / (is_shared(arena, it) ? (size_t)arena->maker.sharers : 1);
+}
+
+size_t zs_arena_lent_bytes(const zs_arena *arena)
+{
+    size_t total = 0;
+    for (size_t i = 0; i < arena->n; i++)
+        if (arena->slots[i].lent) total += own_bytes(arena, &arena->slots[i]);
+    return total;
+}
+
 size_t zs_arena_bytes(const zs_arena *arena)
 {
     size_t total = 0;
     for (size_t i = 0; i < arena->n; i++)
-        if (arena->slots[i].mem != NULL)
-            total += arena->slots[i].bytes / (is_shared(arena, &arena->slots[i]) ? (size_t)arena->maker.sharers : 1);
+        total += own_bytes(arena, &arena->slots[i]);
     return total;
 }

@@ -64,6 +64,9 @@ zs_status zs_arena_cover(zs_arena *arena, const zs_arena *plan);
  * any more. */
 void zs_arena_rest(zs_arena *arena);
 
+/* Bytes of the slots that are lent; as zs_arena_bytes, which counts more. */
+size_t zs_arena_lent_bytes(const zs_arena *arena);
+
 /* Bytes of all slots, lent or free, but not at rest; of those that ranks share, this rank's part. */
 size_t zs_arena_bytes(const zs_arena *arena);
 

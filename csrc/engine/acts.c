@@ -205,6 +205,7 @@ static zs_status gather(zs_record *record)
     zs_profile *range = zs_unit_profile(unit, "all_gather");
     zs_status status = zs_unit_gather(unit);
     zs_profile_end(range);
+    zs_engine_trace_memory(engine_of(record));
     return status;
 }
 
@@ -223,7 +224,9 @@ static zs_status reshard(zs_record *record)
 {
     if (record->pinned) zs_recording_read_end(record);
     zs_autocast_forget();
-    return zs_unit_reshard(zs_unit_of(record));
+    zs_status status = zs_unit_reshard(zs_unit_of(record));
+    zs_engine_trace_memory(engine_of(record));
+    return status;
 }
 
 /* Each parameter and the unit's own handle are users of the storage. */
@@ -274,6 +277,14 @@ static zs_status post(zs_record *record)
     zs_status status = zs_reduce_post(unit);
     zs_profile_end(range);
     zs_pace_posted(unit);
+    zs_engine_trace_memory(engine_of(record));
+    return status;
+}
+
+static zs_status sum(zs_record *record, zs_wait wait, bool *done, bool *over)
+{
+    zs_status status = zs_reduce_sum(record, wait, done, over);
+    if (*done) zs_engine_trace_memory(engine_of(record));
     return status;
 }
 
@@ -363,6 +374,7 @@ static zs_status end(zs_schedule *schedule, zs_status reduced, zs_status deliver
     if (good) zs_pace_reduced(engine, steps_in_backward(engine));
     zs_status status = step_rest(engine, reduced != ZS_OK ? reduced : delivered);
     if (status == ZS_OK) rest(engine);
+    zs_engine_trace_memory(engine);
     if (!stepped || steps_in_backward(engine)) return status;
     ZS_THEN(status, zs_writing_begin(engine)); /* a hook stepped: publish it now, while the ranks agree */
     if (status == ZS_OK) zs_writing_end(engine);
@@ -388,7 +400,7 @@ const zs_actions zs_engine_actions = {
     .send_local = zs_reduce_send_local,
     .post = post,
     .share = share,
-    .sum = zs_reduce_sum,
+    .sum = sum,
     .reusable = reusable,
     .step = step,
     .posted = posted,

@@ -63,6 +63,7 @@ struct zs_engine {
     size_t n_calls;
     zs_keep_gathered keep_gathered;
     zs_engine_bytes peak;          /* of each kind */
+    zs_engine_shown shown;
     zs_graph_ranges ranges;        /* the graph nodes of its units' forwards; see entries.h */
     struct zs_engine *next_listed; /* next engine with ranges; borrowed */
     zs_tensor **buffers;           /* [n_buffers] owned weak handles */

@@ -49,6 +49,7 @@ void zs_pace_step(zs_engine *engine)
     zs_profile_drop(engine->step); /* it raised */
     engine->step = zs_profile_begin_loose("zshard::optimizer.step");
     note_step(&engine->pace);
+    zs_engine_trace_memory(engine);
 }
 
 void zs_pace_stepped(zs_engine *engine)

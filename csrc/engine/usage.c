@@ -1,9 +1,12 @@
 /* usage.c - see usage.h. */
 #include "engine/usage.h"
 
+#include "base/profile.h"
 #include "engine/engine_inside.h"
 #include "reduce/bucket.h"
 #include "unit/pinned.h"
+
+#include <string.h>
 
 size_t zs_usage_of_transports(const zs_ranks *ranks, size_t (*of)(const zs_comm *))
 {
@@ -27,7 +30,7 @@ void zs_usage_add_up(zs_engine_bytes *bytes)
 zs_engine_bytes zs_engine_memory(const zs_engine *engine)
 {
     zs_engine_bytes bytes = {.slots = zs_arena_bytes(engine->context.arena),
-                             .buckets = zs_buckets_bytes(&engine->context.schedule),
+                             .buckets = zs_buckets_bytes(&engine->context.schedule, false),
                              .transport = zs_usage_of_transports(&engine->context.ranks, bytes_now)};
     const zs_disk *disk = NULL;
     for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
@@ -41,6 +44,25 @@ zs_engine_bytes zs_engine_memory(const zs_engine *engine)
     }
     zs_usage_add_up(&bytes);
     return bytes;
+}
+
+void zs_engine_trace_memory(zs_engine *engine)
+{
+    unsigned trace = zs_profile_trace();
+    if (trace == 0) return;
+    const zs_engine_bytes now = zs_engine_memory(engine);
+    size_t lent = zs_arena_lent_bytes(engine->context.arena), all = zs_arena_bytes(engine->context.arena);
+    zs_engine_shown shown = {.in_trace = trace, .parts = now};
+    shown.parts.slots = now.slots - all + lent; /* pinned units have memory of their own */
+    shown.parts.buckets = zs_buckets_bytes(&engine->context.schedule, true);
+    shown.idle = now.slots - shown.parts.slots + now.buckets - shown.parts.buckets;
+    if (memcmp(&shown, &engine->shown, sizeof shown) == 0) return;
+    engine->shown = shown;
+    const zs_model *model = &engine->context.model;
+    const zs_engine_bytes *parts = &shown.parts;
+    zs_profile_note("zshard::memory shards=%zu kept=%zu grads=%zu slots=%zu buckets=%zu idle=%zu transport=%zu of %s %llu",
+                    parts->shards, parts->kept, parts->grads, parts->slots, parts->buckets, shown.idle,
+                    parts->transport, model->name, (unsigned long long)model->number);
 }
 
 static void raise_to(size_t *peak, size_t now)

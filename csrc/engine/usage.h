@@ -22,6 +22,16 @@ zs_engine_bytes zs_engine_peak(zs_engine *engine);
 /* Updates the peak; call after memory may have grown. */
 void zs_engine_note_peak(zs_engine *engine);
 
+/* What a trace has last shown: slots and buckets that are in use, and the bytes of those that are not. */
+typedef struct zs_engine_shown {
+    size_t in_trace; /* the number of the trace; 0: none */
+    zs_engine_bytes parts;
+    size_t idle;
+} zs_engine_shown;
+
+/* Has the trace that runs, if any, show the memory as it is now; call after it has changed. */
+void zs_engine_trace_memory(zs_engine *engine);
+
 /* Sets `total` from the other fields. */
 void zs_usage_add_up(zs_engine_bytes *bytes);
 

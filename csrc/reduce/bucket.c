@@ -68,11 +68,14 @@ void zs_buckets_free(zs_schedule *schedule, zs_comm *comm)
     }
 }
 
-size_t zs_buckets_bytes(const zs_schedule *schedule)
+size_t zs_buckets_bytes(const zs_schedule *schedule, bool in_use)
 {
     size_t total = 0;
-    for (size_t i = 0; i < schedule->n_leases; i++)
-        if (zs_bucket_of(schedule->leases[i])->ptr != NULL) total += schedule->leases[i]->bytes;
+    for (size_t i = 0; i < schedule->n_leases; i++) {
+        const zs_lease *lease = schedule->leases[i];
+        if (in_use && lease->user == NULL && !lease->posted) continue;
+        if (zs_bucket_of(schedule->leases[i])->ptr != NULL) total += lease->bytes;
+    }
     return total;
 }
 
