@@ -2,7 +2,7 @@
 python -m zshard doctor: what is available, what zshard will use, and how to get the rest.
 python -m zshard plan: memory and speed on GPUs that need not be there (see planner/command.py).
 python -m zshard ckpt: checkpoints (see checkpoint/cli.py).
-python -m zshard trace: merge traces of ranks, and report on them (see trace.py).
+python -m zshard trace: merge traces of ranks, and report on them (see trace/).
 
 Doctor prints the result of zshard.available_features(): every fact is queried or tried.
 """
@@ -10,6 +10,8 @@ Doctor prints the result of zshard.available_features(): every fact is queried o
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 
 from zshard import trace
@@ -21,6 +23,16 @@ from zshard.run import launch
 
 def main() -> int:
     """Run the command that the arguments name; return its exit status."""
+    try:
+        status = _run()
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough, and what is left to flush goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return status
+
+
+def _run() -> int:
     if sys.argv[1:2] == ["run"]:  # run takes torchrun's options after its own
         return launch.main(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="python -m zshard")

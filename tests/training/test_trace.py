@@ -6,9 +6,12 @@ import contextlib
 import gzip
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
 import warnings
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -18,10 +21,13 @@ import torch.distributed as dist
 from models import CASES, train, wrapped
 from nursery import fork_ranks
 from spawn import ranks
+from torch import nn
 
 import zshard
-from zshard import _core, trace
+from zshard import FSDP, _core, trace
 from zshard.trace import RankTrace, Trace, bounds, own_times
+from zshard.trace.records import Memory
+from zshard.trace.times import Arrival, arrivals_of
 
 LATE = 1.0  # seconds: far more than a busy machine delays the other rank by
 
@@ -60,6 +66,7 @@ def test_rank_0_has_all_ranks(pool: Any, tmp_path: Any, transport: str) -> None:
         check_ranges(each)
     summary = json.loads(text)
     check_waits(summary, "rank 1" if transport == "shm" else "all ranks")
+    check_who_was_last(summary, Trace(all_ranks).report())
     assert Trace(all_ranks).report().startswith("rank 0: ")
 
 
@@ -92,6 +99,56 @@ def check_waits(summary: Any, whom: str) -> None:
     assert longest["seconds"] >= longest["longest"] > LATE / 2
     waited = sum(unit["wait"] for unit in first["units"])
     assert waited == pytest.approx(first["exposed_seconds"]) and first["exposed_share"] < 1
+
+
+def check_who_was_last(summary: Any, text: str) -> None:
+    """Rank 1, whatever the transport; a wait over c10d says so, too."""
+    first, second = summary
+    last = second["last"]
+    assert last["longest"] > LATE / 2 and last["seconds"] >= last["longest"]
+    assert last["what"].startswith(("forward (root)", "all_gather ("))
+    assert first["last"]["longest"] < last["longest"]
+    assert 0 < first["last"]["count"] + last["count"] <= first["last"]["of"] == last["of"]
+    assert f"ms: {last['what']}" in text
+    longest = first["waits"][0]
+    if longest["for"] == "all ranks":
+        assert longest["last"]["1"] >= 1 and "; rank 1 came last to " in text
+    else:
+        assert longest["last"] == {}
+
+
+def remembered(transport: str, file: str) -> tuple[list[Memory], dict[str, int], list[Memory]]:
+    """What the trace of two steps shows of the memory, the model's peak, and what a file has."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 64, bias=False) for _ in range(4)]
+    model = FSDP(nn.Sequential(*layers), transport=transport, auto_wrap_policy={nn.Linear})
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with zshard.profile(file, merge=False) as traced:
+        for _ in range(2):
+            model(torch.randn(3, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    own = trace.read([trace._own_name(file, dist.get_rank())]).ranks[0]
+    return list(traced.ranks[0].memory), model.memory("peak"), list(own.memory)
+
+
+@ranks(2)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_memory_by_part_over_time(pool: Any, tmp_path: Any, transport: str) -> None:
+    unit = 64 * 64 * 4
+    for seen, peak, read in pool.run(remembered, transport, str(tmp_path / "a.json")):
+        assert read == seen and all(a[1] <= b[1] for a, b in pairwise(seen))
+        assert {model for model, *_ in seen} == {seen[0][0]} and "Sequential" in seen[0][0]
+        samples = [parts for *_, parts in seen]
+        assert max(sum(parts.values()) for parts in samples) == peak["total"]
+        for part in ("shards", "grads", "slots", "buckets", "transport"):
+            assert max(parts[part] for parts in samples) == peak[part], part
+        slots = {parts["slots"] for parts in samples}
+        assert slots == ({0} if transport == "shm" else {0, unit, 2 * unit})
+        assert {parts["grads"] for parts in samples} == {n * unit // 2 for n in range(5)}
+        assert {parts["shards"] for parts in samples} == {4 * unit // 2}
+        last = samples[-1]
+        assert last["slots"] == last["buckets"] == 0 and last["grads"] == 2 * unit
 
 
 @ranks(2)
@@ -189,6 +246,24 @@ def test_a_wait_is_of_the_unit_around_it_and_counts_once() -> None:
     ]
 
 
+def test_n_th_collective_of_a_rank_is_the_n_th_of_all() -> None:
+    def rank(number: int, names: str, begins: list[int], shift: int = 0) -> RankTrace:
+        ranges = [(f"zshard::{names[i]}", 7, at, at + 5) for i, at in enumerate(begins)]
+        return RankTrace(number, "host", 9, 0, 100, 0, 0, ranges, (), shift, error=1)
+
+    names = ["all_gather (a)", "reduce_scatter (a)", "all_gather (a)", "all_gather (b)"]
+    ranks_ = [
+        rank(0, names, [0, 20, 40, 60]),
+        rank(1, names, [6, 11, 50, 70], shift=2),  # 8, 13, 52, 72
+        rank(2, names[:3], [3, 22, 41]),  # it skips b
+    ]
+    assert arrivals_of(ranks_) == [
+        Arrival(8, 1, 5, "all_gather (a)"),  # 22 after 20 is too close for clocks with errors
+        Arrival(52, 1, 11, "all_gather (a)"),
+    ]
+    assert arrivals_of(ranks_[:1]) == arrivals_of([]) == []
+
+
 def test_bounds_hold_the_difference_of_two_clocks() -> None:
     ahead = 5_000_000
     first = [(0, 900), (1000, 1500), (2000, 2900)]
@@ -243,6 +318,34 @@ def test_command_merges_files(tmp_path: Any, monkeypatch: Any, capsys: Any) -> N
     (tmp_path / "other.json").write_text("[]")
     with pytest.raises(ValueError, match="no trace of zshard's"):
         trace.read([tmp_path / "other.json"])
+
+
+def test_closed_pipe_ends_a_command_silently(tmp_path: Any) -> None:
+    names = files_of_two_hosts(tmp_path)
+    out, into = os.pipe()
+    os.close(out)  # as `| head` does when it has read enough
+    command = [sys.executable, "-m", "zshard", "trace", "--json", *names]
+    done = subprocess.run(command, stdout=into, stderr=subprocess.PIPE, text=True)
+    os.close(into)
+    assert (done.stderr, done.returncode) == ("", 128 + signal.SIGPIPE)
+
+
+def profiled_by_one(file: str) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        traced = zshard.profile(file)
+        with pytest.raises(zshard.PeerTimeoutError, match=r"rank 1 .*merge=False"), traced:
+            zshard._core.trace_add("zshard::save", time.monotonic_ns())
+        assert [name for name, *_ in traced.ranks[0].ranges] == ["zshard::save"]
+    else:
+        time.sleep(6)
+    os._exit(0)  # the other rank's store may be gone
+
+
+def test_profile_on_one_rank_names_the_remedy(tmp_path: Any) -> None:
+    done = fork_ranks(profiled_by_one, 2, str(tmp_path / "a.json"))
+    assert [each.returncode for each in done] == [0, 0], done
 
 
 def traced_by_environment() -> None:
