@@ -147,6 +147,7 @@ static zs_status open_backward(zs_engine *engine)
 static zs_status open_session(zs_schedule *schedule, const zs_entry *entry)
 {
     zs_engine *engine = zs_engine_of_schedule(schedule);
+    zs_engine_trace_memory(engine);
     return entry != NULL ? open_forward(engine, entry) : open_backward(engine);
 }
 
@@ -205,7 +206,7 @@ static zs_status gather(zs_record *record)
     zs_profile *range = zs_unit_profile(unit, "all_gather");
     zs_status status = zs_unit_gather(unit);
     zs_profile_end(range);
-    zs_engine_trace_memory(engine_of(record));
+    zs_engine_trace_use(engine_of(record), 0);
     return status;
 }
 
@@ -225,7 +226,7 @@ static zs_status reshard(zs_record *record)
     if (record->pinned) zs_recording_read_end(record);
     zs_autocast_forget();
     zs_status status = zs_unit_reshard(zs_unit_of(record));
-    zs_engine_trace_memory(engine_of(record));
+    zs_engine_trace_use(engine_of(record), 0);
     return status;
 }
 
@@ -277,14 +278,21 @@ static zs_status post(zs_record *record)
     zs_status status = zs_reduce_post(unit);
     zs_profile_end(range);
     zs_pace_posted(unit);
-    zs_engine_trace_memory(engine_of(record));
+    zs_engine_trace_use(engine_of(record), 0);
     return status;
+}
+
+static int64_t held_grads(const zs_unit *unit)
+{
+    return unit->offloads.grads ? 0 : (int64_t)zs_unit_held_grad_bytes(unit);
 }
 
 static zs_status sum(zs_record *record, zs_wait wait, bool *done, bool *over)
 {
+    const zs_unit *unit = zs_unit_of(record);
+    int64_t before = held_grads(unit);
     zs_status status = zs_reduce_sum(record, wait, done, over);
-    if (*done) zs_engine_trace_memory(engine_of(record));
+    if (*done) zs_engine_trace_use(engine_of(record), held_grads(unit) - before);
     return status;
 }
 

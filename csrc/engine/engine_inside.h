@@ -62,7 +62,7 @@ struct zs_engine {
     zs_call *calls; /* [n_calls] owned: the events of a forward of the modules in their order */
     size_t n_calls;
     zs_keep_gathered keep_gathered;
-    zs_engine_bytes peak;          /* of each kind */
+    zs_engine_bytes peak; /* of each kind */
     zs_engine_shown shown;
     zs_graph_ranges ranges;        /* the graph nodes of its units' forwards; see entries.h */
     struct zs_engine *next_listed; /* next engine with ranges; borrowed */

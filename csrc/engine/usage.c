@@ -46,23 +46,51 @@ zs_engine_bytes zs_engine_memory(const zs_engine *engine)
     return bytes;
 }
 
+/* Sets what a step changes, except for gradients. */
+static void see_use(const zs_engine *engine, zs_engine_shown *shown)
+{
+    size_t lent = zs_arena_lent_bytes(engine->context.arena);
+    size_t used = zs_buckets_bytes(&engine->context.schedule, true);
+    shown->parts.slots = shown->pinned + lent;
+    shown->parts.buckets = used;
+    shown->idle = zs_arena_bytes(engine->context.arena) - lent;
+    shown->idle += zs_buckets_bytes(&engine->context.schedule, false) - used;
+}
+
+static void show(zs_engine *engine, const zs_engine_shown *now)
+{
+    if (memcmp(now, &engine->shown, sizeof *now) == 0) return;
+    engine->shown = *now;
+    const zs_model *model = &engine->context.model;
+    const zs_engine_bytes *parts = &now->parts;
+    zs_profile_note(
+        "zshard::memory shards=%zu kept=%zu grads=%zu slots=%zu buckets=%zu idle=%zu transport=%zu of %s %llu",
+        parts->shards, parts->kept, parts->grads, parts->slots, parts->buckets, now->idle, parts->transport,
+        model->name, (unsigned long long)model->number);
+}
+
 void zs_engine_trace_memory(zs_engine *engine)
 {
     unsigned trace = zs_profile_trace();
     if (trace == 0) return;
-    const zs_engine_bytes now = zs_engine_memory(engine);
-    size_t lent = zs_arena_lent_bytes(engine->context.arena), all = zs_arena_bytes(engine->context.arena);
-    zs_engine_shown shown = {.in_trace = trace, .parts = now};
-    shown.parts.slots = now.slots - all + lent; /* pinned units have memory of their own */
-    shown.parts.buckets = zs_buckets_bytes(&engine->context.schedule, true);
-    shown.idle = now.slots - shown.parts.slots + now.buckets - shown.parts.buckets;
-    if (memcmp(&shown, &engine->shown, sizeof shown) == 0) return;
-    engine->shown = shown;
-    const zs_model *model = &engine->context.model;
-    const zs_engine_bytes *parts = &shown.parts;
-    zs_profile_note("zshard::memory shards=%zu kept=%zu grads=%zu slots=%zu buckets=%zu idle=%zu transport=%zu of %s %llu",
-                    parts->shards, parts->kept, parts->grads, parts->slots, parts->buckets, shown.idle,
-                    parts->transport, model->name, (unsigned long long)model->number);
+    zs_engine_shown now = {.in_trace = trace, .parts = zs_engine_memory(engine)};
+    now.pinned = now.parts.slots - zs_arena_bytes(engine->context.arena);
+    see_use(engine, &now);
+    show(engine, &now);
+}
+
+void zs_engine_trace_use(zs_engine *engine, int64_t new_grads)
+{
+    unsigned trace = zs_profile_trace();
+    if (trace == 0) return;
+    if (engine->shown.in_trace != trace) {
+        zs_engine_trace_memory(engine);
+        return;
+    }
+    zs_engine_shown now = engine->shown;
+    now.parts.grads = (size_t)((int64_t)now.parts.grads + new_grads);
+    see_use(engine, &now);
+    show(engine, &now);
 }
 
 static void raise_to(size_t *peak, size_t now)

@@ -26,11 +26,14 @@ void zs_engine_note_peak(zs_engine *engine);
 typedef struct zs_engine_shown {
     size_t in_trace; /* the number of the trace; 0: none */
     zs_engine_bytes parts;
-    size_t idle;
+    size_t idle, pinned; /* of the slots: those of units that were unsharded by hand */
 } zs_engine_shown;
 
-/* Has the trace that runs, if any, show the memory as it is now; call after it has changed. */
+/* Has the trace that runs, if any, show the memory as it is now, which asks each unit. */
 void zs_engine_trace_memory(zs_engine *engine);
+
+/* The same after a unit was gathered, resharded or reduced, which took `new_grads` bytes more for its gradients. */
+void zs_engine_trace_use(zs_engine *engine, int64_t new_grads);
 
 /* Sets `total` from the other fields. */
 void zs_usage_add_up(zs_engine_bytes *bytes);

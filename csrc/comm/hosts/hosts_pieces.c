@@ -71,8 +71,7 @@ zs_status zs_hosts_sum_local(zs_hosts_comm *self, hosts_unit *unit)
     ZS_TRY(zs_cunit_collect(self->local, unit->local, ZS_WAIT, &ready, &local));
     for (int h = 0; h < self->hosts; h++)
         ZS_TRY(fill_piece(self, unit, &local, h));
-    zs_traffic_count(ZS_TRAFFIC_REDUCE, zs_hosts_read_bytes(self, unit),
-                     (size_t)(self->hosts - 1) * unit->sums.travel);
+    zs_traffic_count(ZS_TRAFFIC_REDUCE, zs_hosts_read_bytes(self, unit), (size_t)(self->hosts - 1) * unit->sums.travel);
     if (unit->base.spec.mode == ZS_REDUCE_ALL) return ZS_OK; /* until the sum is shared */
     return zs_cunit_release(self->local, unit->local);
 }
