@@ -7,8 +7,8 @@
 
 #include "comm/comm_types.h"
 
+/* What the bytes are: parameters, or gradients and their sums; the number of these kinds. */
 typedef enum zs_traffic_kind { ZS_TRAFFIC_GATHER, ZS_TRAFFIC_REDUCE } zs_traffic_kind;
-
 enum { ZS_TRAFFIC_KINDS = 2 };
 
 /* Bytes by zs_traffic_kind: from all ranks, and of these, from other hosts. */

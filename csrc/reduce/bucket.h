@@ -25,7 +25,7 @@ void zs_buckets_free(zs_schedule *schedule, zs_comm *comm);
  * idle ones that are not needed. */
 zs_status zs_buckets_fit(zs_schedule *schedule, zs_comm *comm, const size_t *bytes, size_t n);
 
-/* Bytes of all buckets that are not at rest; `in_use`: of those with gradients that are packed or that peers may read. */
+/* Bytes of all buckets that are not at rest; `in_use`: of those that are packed, or that peers may read. */
 size_t zs_buckets_bytes(const zs_schedule *schedule, bool in_use);
 
 #endif

@@ -169,6 +169,13 @@ def test_host_time_quick(tmp_path: Path) -> None:
         assert set(side["target"]) == set(host_time.TARGETS[result["ranks"]])
 
 
+def test_trace_overhead_quick(tmp_path: Path) -> None:
+    (result,) = quick("trace_overhead", tmp_path / "trace.json")["results"]
+    assert result["model"] == "tiny32" and result["records_per_step"] > 8 * TINY_BLOCKS
+    for part in ("cpu", "wall"):
+        assert set(result[part]["ms"]) == {"off", "on"} and set(result[part]["ratio"]) == SPREAD
+
+
 def test_memory_quick(tmp_path: Path) -> None:
     flags = ["--models", "gpt10m", "--sides", "zshard-full_shard"]
     (result,) = quick("memory", tmp_path / "memory.json", *flags)["results"]

@@ -27,7 +27,7 @@ import zshard
 from zshard import FSDP, _core, trace
 from zshard.trace import RankTrace, Trace, bounds, own_times
 from zshard.trace.records import Memory
-from zshard.trace.times import Arrival, arrivals_of
+from zshard.trace.times import Arrival, arrivals_of, summary_of
 
 LATE = 1.0  # seconds: far more than a busy machine delays the other rank by
 
@@ -262,6 +262,18 @@ def test_n_th_collective_of_a_rank_is_the_n_th_of_all() -> None:
         Arrival(52, 1, 11, "all_gather (a)"),
     ]
     assert arrivals_of(ranks_[:1]) == arrivals_of([]) == []
+
+
+def test_lateness_counts_once() -> None:
+    arrivals = [
+        Arrival(10, 0, 3, "forward (root)"),
+        Arrival(50, 1, 40, "forward (root)"),
+        Arrival(52, 1, 41, "all_gather (a)"),
+        Arrival(90, 1, 20, "reduce_scatter (a)"),
+    ]
+    last = summary_of(RankTrace(1, "host", 9, 0, 100, 0, 0, []), arrivals)["last"]
+    expected = {"count": 3, "of": 4, "seconds": 62e-9, "longest": 41e-9, "what": "all_gather (a)"}
+    assert last.pop("what") == expected.pop("what") and last == pytest.approx(expected)
 
 
 def test_bounds_hold_the_difference_of_two_clocks() -> None:

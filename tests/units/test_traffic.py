@@ -145,6 +145,7 @@ COUNTED: dict[tuple[str, tuple[int, ...], str, str | None], tuple[float, float, 
 }
 
 
+@pytest.mark.sampled(6)
 @ranks(2, 4)
 @pytest.mark.parametrize(("transport", "sizes", "strategy", "wire"), COUNTED)
 def test_metrics_count_bytes(

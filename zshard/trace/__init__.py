@@ -182,12 +182,12 @@ def _merged(own: RankTrace, kind: type[BaseException] | None) -> list[RankTrace]
     store.set(prefix + str(own.rank), f"left {kind.__name__}" if kind else f"here {own.host}")
     if kind is not None:
         return None
-    said = [_said(store, prefix, r).decode().partition(" ") for r in range(world)]
-    for rank, (word, _, why) in enumerate(said):
+    said = [_said(store, prefix, r) for r in range(world)]
+    for rank, (word, why) in enumerate(said):
         if word == "left":
             warn(f"zshard.profile(): rank {rank} left by {why}: this trace is of rank {own.rank}")
             return None
-    rounds = _meetings() if len({host for _, _, host in said}) > 1 else []
+    rounds = _meetings() if len({host for _, host in said}) > 1 else []
     room: list[Any] | None = [None] * len(said) if own.rank == 0 else None
     dist.gather_object((tuple(own), rounds), room)
     if room is None:
@@ -202,14 +202,15 @@ def _merged(own: RankTrace, kind: type[BaseException] | None) -> list[RankTrace]
     ]
 
 
-def _said(store: dist.Store, prefix: str, rank: int) -> bytes:
+def _said(store: Any, prefix: str, rank: int) -> list[str]:
     try:
-        return store.get(prefix + str(rank))
+        text: str = store.get(prefix + str(rank)).decode()
     except dist.DistStoreError:
         raise _core.PeerTimeoutError(
             f"zshard.profile(): rank {rank} has not come to the end of its profile(): enter it on "
             "all ranks, or pass merge=False to trace this rank alone"
         ) from None
+    return text.split(" ", 1)
 
 
 _Meeting = tuple[int, int]  # when this rank entered a barrier, and left it

@@ -34,7 +34,7 @@ class RankTrace(NamedTuple):
 
 
 def apart(recorded: Iterable[Range]) -> tuple[list[Range], list[Memory]]:
-    """Tell ranges from notes of memory, which the core records as ranges too."""
+    """Separate ranges from notes of memory, which the core records as ranges too."""
     ranges, memory = [], []
     for each in recorded:
         name, _, begun, _ = each
@@ -103,7 +103,8 @@ def read_ranks(files: Iterable[str | os.PathLike[str]]) -> list[RankTrace]:
 
 
 def _time_of(event: Mapping[str, Any], shift: int) -> int:
-    return round(event["ts"] * 1e3) - shift
+    begun: int = round(event["ts"] * 1e3)
+    return begun - shift
 
 
 def _range_of(event: Mapping[str, Any], shift: int) -> Range:

@@ -109,11 +109,14 @@ def _late_in_waits(trace: RankTrace, arrivals: Sequence[Arrival]) -> defaultdict
 
 def _last(rank: int, arrivals: Sequence[Arrival]) -> dict[str, Any]:
     own = [each for each in arrivals if each.rank == rank]
+    late, until = 0, 0  # a rank that is late to a forward is also late to its first gather
+    for each in own:
+        late += each.at - max(each.at - each.after, min(until, each.at))
+        until = each.at
     longest = max(own, key=lambda each: each.after, default=Arrival(0, rank, 0, ""))
     return {
         **{"count": len(own), "of": len(arrivals)},
-        **{"seconds": sum(each.after for each in own) / 1e9},
-        **{"longest": longest.after / 1e9, "what": longest.what},
+        **{"seconds": late / 1e9, "longest": longest.after / 1e9, "what": longest.what},
     }
 
 
@@ -178,6 +181,6 @@ def text_of(summary: dict[str, Any]) -> str:
         lines.append(
             f"{1e3 * each['seconds']:8.2f} ms in {each['count']}, the longest "
             f"{1e3 * each['longest']:.2f} ms: {each['what']}"
-            + "".join(f"; rank {rank} came last to {n}" for rank, n in each["last"].items())
+            + "".join(f"; rank {rank} came last to {n} of them" for rank, n in each["last"].items())
         )
     return "\n".join(lines)
