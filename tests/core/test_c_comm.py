@@ -28,7 +28,7 @@ from c_sources import SHM, sources
 PROGRAMS = {
     "test_comm_shm": SHM,
     "test_comm_shm_faults": SHM,
-    "test_comm_c10d": [*SHM, "arena.c", "comm_c10d.c", "c10d_*.c"],
+    "test_comm_c10d": [*SHM, "traffic.c", "arena.c", "comm_c10d.c", "c10d_*.c"],
 }
 AT_A_TIME = 4
 TEST = re.compile(r"^    TEST\((\w+), (.*)\),$", re.MULTILINE)
