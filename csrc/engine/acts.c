@@ -206,7 +206,7 @@ static zs_status gather(zs_record *record)
     zs_profile *range = zs_unit_profile(unit, "all_gather");
     zs_status status = zs_unit_gather(unit);
     zs_profile_end(range);
-    zs_engine_trace_use(engine_of(record), 0);
+    zs_engine_trace_use(zs_unit_of(record));
     return status;
 }
 
@@ -226,7 +226,7 @@ static zs_status reshard(zs_record *record)
     if (record->pinned) zs_recording_read_end(record);
     zs_autocast_forget();
     zs_status status = zs_unit_reshard(zs_unit_of(record));
-    zs_engine_trace_use(engine_of(record), 0);
+    zs_engine_trace_use(zs_unit_of(record));
     return status;
 }
 
@@ -278,21 +278,14 @@ static zs_status post(zs_record *record)
     zs_status status = zs_reduce_post(unit);
     zs_profile_end(range);
     zs_pace_posted(unit);
-    zs_engine_trace_use(engine_of(record), 0);
+    zs_engine_trace_use(zs_unit_of(record));
     return status;
-}
-
-static int64_t held_grads(const zs_unit *unit)
-{
-    return unit->offloads.grads ? 0 : (int64_t)zs_unit_held_grad_bytes(unit);
 }
 
 static zs_status sum(zs_record *record, zs_wait wait, bool *done, bool *over)
 {
-    const zs_unit *unit = zs_unit_of(record);
-    int64_t before = held_grads(unit);
     zs_status status = zs_reduce_sum(record, wait, done, over);
-    if (*done) zs_engine_trace_use(engine_of(record), held_grads(unit) - before);
+    if (*done) zs_engine_trace_use(zs_unit_of(record));
     return status;
 }
 

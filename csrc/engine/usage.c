@@ -69,18 +69,32 @@ static void show(zs_engine *engine, const zs_engine_shown *now)
         model->name, (unsigned long long)model->number);
 }
 
+/* Takes over what the unit's gradients take now. */
+static void see_grads(zs_unit *unit, zs_engine_shown *shown)
+{
+    shown->parts.grads -= unit->shown_grads;
+    unit->shown_grads = unit->offloads.grads ? 0 : zs_unit_held_grad_bytes(unit);
+    shown->parts.grads += unit->shown_grads;
+}
+
 void zs_engine_trace_memory(zs_engine *engine)
 {
     unsigned trace = zs_profile_trace();
     if (trace == 0) return;
     zs_engine_shown now = {.in_trace = trace, .parts = zs_engine_memory(engine)};
     now.pinned = now.parts.slots - zs_arena_bytes(engine->context.arena);
+    now.parts.grads = 0;
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
+        zs_engine_unit(engine, i)->shown_grads = 0;
+        see_grads(zs_engine_unit(engine, i), &now);
+    }
     see_use(engine, &now);
     show(engine, &now);
 }
 
-void zs_engine_trace_use(zs_engine *engine, int64_t new_grads)
+void zs_engine_trace_use(zs_unit *unit)
 {
+    zs_engine *engine = zs_engine_of(unit);
     unsigned trace = zs_profile_trace();
     if (trace == 0) return;
     if (engine->shown.in_trace != trace) {
@@ -88,7 +102,7 @@ void zs_engine_trace_use(zs_engine *engine, int64_t new_grads)
         return;
     }
     zs_engine_shown now = engine->shown;
-    now.parts.grads = (size_t)((int64_t)now.parts.grads + new_grads);
+    see_grads(unit, &now);
     see_use(engine, &now);
     show(engine, &now);
 }

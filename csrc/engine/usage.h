@@ -32,8 +32,8 @@ typedef struct zs_engine_shown {
 /* Has the trace that runs, if any, show the memory as it is now, which asks each unit. */
 void zs_engine_trace_memory(zs_engine *engine);
 
-/* The same after a unit was gathered, resharded or reduced, which took `new_grads` bytes more for its gradients. */
-void zs_engine_trace_use(zs_engine *engine, int64_t new_grads);
+/* The same after this unit was gathered, resharded or reduced, which asks this one. */
+void zs_engine_trace_use(zs_unit *unit);
 
 /* Sets `total` from the other fields. */
 void zs_usage_add_up(zs_engine_bytes *bytes);

@@ -117,7 +117,9 @@ def check_who_was_last(summary: Any, text: str) -> None:
         assert longest["last"] == {}
 
 
-def remembered(transport: str, file: str) -> tuple[list[Memory], dict[str, int], list[Memory]]:
+def remembered(
+    transport: str, file: str, no_sync: bool
+) -> tuple[list[Memory], dict[str, int], list[Memory]]:
     """What the trace of two steps shows of the memory, the model's peak, and what a file has."""
     torch.manual_seed(0)
     layers = [nn.Linear(64, 64, bias=False) for _ in range(4)]
@@ -125,6 +127,9 @@ def remembered(transport: str, file: str) -> tuple[list[Memory], dict[str, int],
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with zshard.profile(file, merge=False) as traced:
         for _ in range(2):
+            for _ in range(no_sync):
+                with model.no_sync():
+                    model(torch.randn(3, 64)).sum().backward()
             model(torch.randn(3, 64)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -133,10 +138,11 @@ def remembered(transport: str, file: str) -> tuple[list[Memory], dict[str, int],
 
 
 @ranks(2)
+@pytest.mark.parametrize("no_sync", [False, True])
 @pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_memory_by_part_over_time(pool: Any, tmp_path: Any, transport: str) -> None:
+def test_memory_by_part_over_time(pool: Any, tmp_path: Any, transport: str, no_sync: bool) -> None:
     unit = 64 * 64 * 4
-    for seen, peak, read in pool.run(remembered, transport, str(tmp_path / "a.json")):
+    for seen, peak, read in pool.run(remembered, transport, str(tmp_path / "a.json"), no_sync):
         assert read == seen and all(a[1] <= b[1] for a, b in pairwise(seen))
         assert {model for model, *_ in seen} == {seen[0][0]} and "Sequential" in seen[0][0]
         samples = [parts for *_, parts in seen]
@@ -145,7 +151,8 @@ def test_memory_by_part_over_time(pool: Any, tmp_path: Any, transport: str) -> N
             assert max(parts[part] for parts in samples) == peak[part], part
         slots = {parts["slots"] for parts in samples}
         assert slots == ({0} if transport == "shm" else {0, unit, 2 * unit})
-        assert {parts["grads"] for parts in samples} == {n * unit // 2 for n in range(5)}
+        grads = {parts["grads"] for parts in samples}
+        assert no_sync or grads == {n * unit // 2 for n in range(5)}
         assert {parts["shards"] for parts in samples} == {4 * unit // 2}
         last = samples[-1]
         assert last["slots"] == last["buckets"] == 0 and last["grads"] == 2 * unit
