@@ -21,7 +21,7 @@ from benchmarks.harness import Sample, Spread
 from benchmarks.models import WORKLOADS, Workload
 from benchmarks.sides import build_side
 
-STEPS = {"gpt10m": 2, "tiny32": 20}
+STEPS = {"gpt10m": 1, "tiny32": 20}
 """Model -> steps of a turn."""
 
 OFF, ON = "off", "on"
