@@ -146,7 +146,10 @@ class Machine:
         times: list[float] = []
         spent = 0.0
         with torch.no_grad():
-            run[0]()
+            try:
+                run[0]()
+            except RuntimeError as error:
+                raise ValueError(f"{name} cannot run alone, so it cannot be measured") from error
             while len(times) < CALLS or spent < SECONDS:
                 times.append(self._time(run[len(times) % len(run)]))
                 spent += times[-1]
