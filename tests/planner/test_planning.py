@@ -11,6 +11,7 @@ from torch import nn
 import zshard
 from zshard import MixedPrecision
 from zshard.__main__ import main
+from zshard.planner import workloads
 from zshard.planner.search import GAP
 
 DIMS = zshard.Dims(layers=4, width=256, heads=4, kv_heads=4, ffn=1024, vocab=1000, seq=128)
@@ -31,6 +32,20 @@ def test_parts_of_memory_add_up():
     for each in zshard.plan(DIMS, 4, "h100", batch=8).predictions:
         parts = dict(each.memory)
         assert parts.pop("total") == sum(parts.values()) - parts["offloaded"]
+
+
+def test_a_decoder_is_predicted_as_if_all_its_blocks_were_traced(monkeypatch):
+    dims = DIMS._replace(layers=5, vocab=20000)  # embedding and head are units
+    found = []
+    for traced in (3, 5):
+        monkeypatch.setattr(workloads, "STRETCHED", traced)
+        workloads._decoder_trace.cache_clear()
+        (each,) = zshard.plan(dims, 4, "h100", batch=4, strategies=["shard_grad_op"]).predictions[
+            :1
+        ]
+        found.append((each.memory, each.seconds))
+    assert found[0][0] == found[1][0]
+    assert found[0][1] == pytest.approx(found[1][1])
 
 
 def test_sharding_takes_less_memory_with_more_gpus():

@@ -51,8 +51,9 @@ class Workload(NamedTuple):
         self, modules: list[nn.Module], micro_batch: int, kind: str, dtype: torch.dtype | None
     ) -> Traced:
         """Return the trace of a micro-batch, divided where `modules` begin and end."""
-        if self.dims is not None and self.dims.layers > STRETCHED * _period(kind):
-            return _decoder_trace(self.dims, micro_batch, kind, dtype)
+        names = _names_of(self.model, modules)
+        if self.dims is not None and f"blocks.{STRETCHED * _period(kind)}" in names:
+            return _decoder_trace(self.dims, names, micro_batch, kind, dtype)
         key = (*map(id, modules), micro_batch, kind, dtype)
         found = None if self.traces is None else self.traces.get(key)
         if found is None:
@@ -120,16 +121,26 @@ def _decoder(dims: Dims) -> Decoder:
         return Decoder(dims)
 
 
+def _names_of(model: nn.Module, modules: list[nn.Module]) -> tuple[str, ...]:
+    names = {module: name for name, module in model.named_modules()}
+    return tuple(names[module] for module in modules)
+
+
 @functools.lru_cache(maxsize=256)
-def _decoder_trace(dims: Dims, micro_batch: int, kind: str, dtype: torch.dtype | None) -> Traced:
+def _decoder_trace(
+    dims: Dims, names: tuple[str, ...], micro_batch: int, kind: str, dtype: torch.dtype | None
+) -> Traced:
+    """Return the trace of a decoder, divided at the modules with these names: all blocks, and
+    others."""
     period = _period(kind)
     times, rest = divmod(dims.layers, period)
     with torch.device("meta"):
         few = Decoder(dims._replace(layers=STRETCHED * period + rest))
     few.checkpointing = kind
-    modules = [few, *few.blocks]
+    here = dict(few.named_modules())
+    modules = [here[name] for name in names if name in here]
     found = trace(few, modules, lambda model: _run_decoder(model, micro_batch), dtype)
-    return found.stretched(1 + period, period, times - STRETCHED + 1)
+    return found.stretched(names.index(f"blocks.{period}"), period, times - STRETCHED + 1)
 
 
 def _period(kind: str) -> int:
