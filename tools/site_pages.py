@@ -1,6 +1,7 @@
 """A hook of mkdocs (mkdocs.yml): what the site of `make docs` has beyond docs/.
 
-- Pages of other folders (README.md, ARCHITECTURE.md, benchmarks/...), and the API from docstrings.
+- Pages of other folders (README.md, ARCHITECTURE.md, benchmarks/...), the API from docstrings, and
+  the calculator's data from the planner.
 - Links between all of these. In the repository they are relative to its root; a link to a file
   that is no page leads to the repository (`repo_url`), or becomes plain text.
 - Each page as Markdown, training.md beside training/, and llms.txt, which lists them.
@@ -21,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
 import api_page  # noqa: E402
+import calculator_data  # noqa: E402
 
 PAGES = {  # path in the repository -> page of the site
     "README.md": "index.md",
@@ -42,10 +44,11 @@ sections: dict[str, list[str]] = {}  # heading of llms.txt -> its pages
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that are not in docs/."""
+    """Add what is not in docs/: pages, and what the calculator knows of zshard."""
     for source, page in PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
     files.append(File.generated(config, "api.md", content=api_page.page()))
+    files.append(File.generated(config, "calculator_data.js", content=calculator_data.script()))
     return files
 
 

@@ -119,7 +119,9 @@ def test_a_stretched_trace_is_that_of_all_layers(dims, kind):
 @pytest.mark.parametrize("kind", ["", "selective", "alternate", "full"])
 def test_a_decoder_is_traced_as_all_of_its_layers(layers, kind):
     dims = DIMS._replace(layers=layers)
-    assert decoder(dims).traced([], 2, kind, torch.bfloat16) == traced(dims, kind)
+    workload = decoder(dims)
+    divided = [workload.model, *workload.model.blocks]
+    assert workload.traced(divided, 2, kind, torch.bfloat16) == traced(dims, kind)
 
 
 def test_recomputation_is_no_work_of_the_model():

@@ -29,7 +29,7 @@ GAP = 1.08
 CLOSE = 1.01
 """Of two ways whose times differ by less, the one that takes less memory is recommended."""
 
-_COMMENTS = {
+COMMENTS = {
     "full": "  # and checkpoint each block",
     "alternate": "  # and checkpoint every second block",
     "selective": "  # and checkpoint blocks, but keep attention and half of the matmuls",
@@ -91,7 +91,7 @@ class Plan:
             words.append(f"offload={way.offload.spelled()}")
         if way.wire != Wire():
             words.append("wire=" + spelled(way.wire).replace("'", '"'))
-        comment = _COMMENTS.get(way.checkpointing, "")
+        comment = COMMENTS.get(way.checkpointing, "")
         return f"FSDP({', '.join(words)}){comment}"
 
     def beside(self, trace: Trace, prediction: Prediction | None = None) -> Beside:

@@ -1,0 +1,281 @@
+"""The calculator of the site (docs/calculator.js) gives the planner's numbers, in a real browser.
+
+One Chromium runs the page's own script over all configurations; skipped where there is none.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zshard import Dims
+from zshard.planner.gpus import DEVICES, GIB, Network
+from zshard.planner.prediction import predict
+from zshard.planner.search import BETWEEN_HOSTS, STRATEGIES, Plan
+from zshard.planner.ways import Cluster, Way
+from zshard.planner.workloads import decoder
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import calculator_data  # noqa: E402
+
+SCRIPT = (ROOT / "docs" / "calculator.js").read_text()
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
+
+FAR = {"activations": 0.02}  # the tolerance, relative; 0.01 for all other parts
+FEW = 4096  # bytes: scalars, and a process group's own
+
+LLAMA = {"block": "llama", "tied": "no", "bias": "no"}
+GPT = {"block": "gpt", "tied": "yes", "bias": "yes"}
+SIZES = ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "seq")
+USUAL = {
+    **{"gpu": "h100", "strategy": "no_shard", "precision": "bf16", "optimizer": "adamw"},
+    **{"checkpointing": "none", "micro_batch": 1, "accumulate": 1},
+}
+
+
+def asked(sizes: tuple[int, ...], gpus: tuple[int, int], **more: Any) -> dict[str, str]:
+    """Return the text of each field. sizes: as SIZES. gpus: all, and of a host."""
+    dims = dict(zip(SIZES, sizes, strict=True))
+    texts = {**USUAL, **LLAMA, **dims, "gpus": gpus[0], "per_host": gpus[1]} | more
+    return {name: str(value) for name, value in texts.items()}
+
+
+CASES = [
+    # the embedding is a unit, larger than a block; even, odd, and odd numbers that three divides
+    asked((32, 4096, 32, 8, 14336, 128256, 2048), (16, 8), checkpointing="selective"),
+    asked((4, 512, 8, 2, 1408, 32000, 512), (12, 4), precision="fp32", checkpointing="full"),
+    asked((5, 512, 8, 2, 1408, 32000, 512), (16, 8), micro_batch=2, accumulate=4),
+    asked((9, 512, 8, 8, 1408, 32000, 512), (4, 1), checkpointing="full", optimizer="sgd"),
+    # the embedding is a smaller unit, or the root's
+    asked((6, 1024, 8, 8, 4096, 5000, 256), (8, 8), optimizer="adamw8bit"),
+    asked((7, 1024, 8, 4, 4096, 1000, 1024), (8, 4), checkpointing="full", gpu="rtx-4090"),
+    asked((2, 1024, 8, 4, 4096, 400, 128), (16, 8), optimizer="none", precision="fp32"),
+    # tied: the root is larger or smaller than a block
+    asked((12, 768, 12, 12, 3072, 50257, 1024), (16, 8), **GPT, optimizer="adamw8bit"),
+    asked((2, 768, 12, 12, 3072, 50257, 64), (8, 4), **GPT, accumulate=8),
+    asked((3, 512, 8, 8, 2048, 1000, 128), (8, 8), **GPT, precision="fp32", micro_batch=3),
+    asked((8, 256, 4, 2, 1024, 32000, 512), (8, 4), tied="yes", checkpointing="selective"),
+    # GPT's blocks
+    asked((4, 512, 8, 8, 2048, 4000, 256), (16, 4), block="gpt", checkpointing="full"),
+    asked((5, 512, 8, 2, 2048, 8000, 256), (8, 4), block="gpt", bias="yes", checkpointing="full"),
+    # one GPU
+    asked((4, 512, 8, 2, 1408, 32000, 512), (1, 1)),
+    asked((5, 1024, 8, 8, 4096, 5000, 256), (1, 1), checkpointing="full"),
+    asked((4, 512, 8, 2, 1408, 32000, 512), (1, 1), precision="fp32", checkpointing="full"),
+    asked((12, 768, 12, 12, 3072, 50257, 1024), (1, 1), **GPT),
+]
+START = CASES[6]  # in the address when the page opens
+MISUSED = {
+    "width 768 must be a multiple of 2 x heads, 14": {
+        "width": "768",
+        "heads": "7",
+        "kv_heads": "7",
+    },
+    "heads 8 must be a multiple of those of keys and values, 3": {"heads": "8", "kv_heads": "3"},
+    "layers must be a whole number from 1 to 1,000,000,000, got 0": {"layers": "0"},
+    "vocabulary must be a whole number from 1 to 1,000,000,000, got nothing": {"vocab": " "},
+    "GPUs must be a whole number from 1 to 1,000,000,000, got 1.5": {"gpus": "1.5"},
+    "width of the MLP must be a whole number from 1 to 1,000,000,000, got -4": {"ffn": "-4"},
+    "12 GPUs are not a multiple of the 8 of a host": {"gpus": "12", "per_host": "8"},
+    "this page needs 2 layers or more: use zshard.plan()": {"layers": "1"},
+    "embedding or positions are so large": {"vocab": "100000000"},
+    "one GPU has nothing to shard: choose no_shard": {
+        **{"gpus": "1", "per_host": "1", "strategy": "zero1"}
+    },
+    "hybrid_full is for several hosts of several GPUs: choose full_shard": {
+        **{"gpus": "8", "per_host": "8", "strategy": "hybrid_full"}
+    },
+    "GPU: abacus is none of h100": {"gpu": "abacus"},
+}
+CHANGED = [  # formulas, each with another in its place
+    ("const pairs = [2 * e,", "const pairs = ["),
+    ('(e > 0 && c.block === "gpt" ? [] : [2 * b])', "[2 * b]"),
+    ("(c.layers % 2 === 1 ? b : large)", "large"),
+    ("? r + b : r + 2 * large", "? r + 2 * b : r + 2 * large"),
+    ("r + 2 * large + small", "r + 2 * large"),
+    ("e > b ? e : b + (e || r)", "b + (e || r)"),
+    ("(low && !whole ? 2 * mine : 0)", "0"),
+    ("(computed * elements) / c.per_host", "0"),
+    ("4 * own : own + Math.ceil(own / facts.group8bit)", "own : own"),
+    ("* c.gpus) / ranks", ")"),
+    ("more * layer, 0)", "0, 0)"),
+    ("c.accumulate > 1 ? grads :", ""),
+    ("+ tied, head);", ", head);"),
+    ("nv: n * c.vocab", "nv: n"),
+    ("sum(params) >= Math.min(total / 100, sum(block) / 4)", "true"),
+]
+
+RUN = """
+found.push(cases.map((texts) => {
+  const [asked, wrong] = zshardCalculator.read(texts);
+  return wrong || zshardCalculator.offered(asked).map((strategy) => {
+    const parts = zshardCalculator.memory(asked, strategy);
+    return [strategy, parts, zshardCalculator.fits(asked, parts), zshardCalculator.line({...asked, strategy})];
+  });
+}));
+"""
+LOOK = """
+const at = (name) => document.getElementById(`calculator-${name}`);
+const rows = () => [...at("result").querySelectorAll("tr")].map((row) => row.innerText);
+function enter(texts) {
+  for (const [name, text] of Object.entries(texts)) at(name).value = text;
+  at("layers").dispatchEvent(new Event("input", {bubbles: true}));
+}
+const page = {opened: rows(), line: at("result").querySelector("pre").innerText};
+page.labels = [...document.querySelectorAll("#calculator input, #calculator select")].map(
+  (each) => [each.id, each.labels.length]);
+page.messages = misused.map((texts) => zshardCalculator.read({...start, ...texts})[1]);
+enter(misused[0]);
+page.wrong = [at("wrong").innerText, rows()];
+at("named").value = "GPT-2 124M";
+at("named").dispatchEvent(new Event("input", {bubbles: true}));
+page.named = [at("width").value, new URLSearchParams(location.hash.slice(1)).get("vocab"), at("wrong").innerText];
+"""
+
+
+def variant_of(texts: dict[str, str]) -> calculator_data.Variant:
+    grouped = int(texts["kv_heads"]) < int(texts["heads"])
+    kind = texts["checkpointing"].replace("none", "")
+    return texts["block"] == "llama", grouped, kind, texts["precision"]
+
+
+def html_page(scripts: int) -> str:
+    """Return a page that runs all scripts over all cases, and the page's own for its looks."""
+    given = {"cases": CASES, "start": START, "misused": list(MISUSED.values())}
+    lines = ["<!doctype html><meta charset=utf-8><div id=calculator></div><pre id=found></pre>"]
+    lines += [f"<script>const found = []; const given = {json.dumps(given)};</script>"]
+    lines += ["<script>const {cases, start, misused} = given;</script>"]
+    lines += ["<script src=calculator_data.js></script><script src=0.js></script>"]
+    lines += [f"<script>{RUN}{LOOK}</script>"]
+    for i in range(1, scripts):
+        clean = "document.getElementById('calculator').replaceChildren();"
+        lines += [f"<script>{clean}</script><script src={i}.js></script><script>{RUN}</script>"]
+    out = "document.getElementById('found').textContent = JSON.stringify({found, page});"
+    return "\n".join([*lines, f"<script>{out}</script>"])
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the browser found: of the script, and of each that is changed."""
+    folder = tmp_path_factory.mktemp("calculator")
+    scripts = [SCRIPT]
+    for old, new in CHANGED:
+        assert SCRIPT.count(old) == 1, old
+        scripts.append(SCRIPT.replace(old, new))
+    for i, script in enumerate(scripts):
+        (folder / f"{i}.js").write_text(script)
+    facts = calculator_data.script(sorted(set(map(variant_of, CASES))))
+    (folder / "calculator_data.js").write_text(facts)
+    (folder / "index.html").write_text(html_page(len(scripts)))
+    fragment = "&".join(f"{name}={text}" for name, text in START.items())
+    assert CHROMIUM is not None
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu"]
+    command += [f"--user-data-dir={folder / 'profile'}", "--dump-dom"]
+    command += [f"file://{folder / 'index.html'}#{fragment}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    found = re.search(r"<pre id=.found.>(.+)</pre>", done.stdout)
+    assert found, done.stdout[-2000:] + done.stderr[-2000:]
+    result: dict[str, Any] = json.loads(html.unescape(found.group(1)))
+    return result
+
+
+def predicted(texts: dict[str, str], strategy: str) -> tuple[dict[str, int], bool, str]:
+    """Return the planner's memory, whether it fits, and its line."""
+    gpus, per_host = int(texts["gpus"]), int(texts["per_host"])
+    sizes = [int(texts[name]) for name in SIZES]
+    flags = (texts["block"] == "llama", texts["tied"] == "yes", texts["bias"] == "yes")
+    device = DEVICES[texts["gpu"]]
+    way = Way(
+        strategy,
+        precision=texts["precision"],
+        checkpointing=variant_of(texts)[2],
+        micro_batch=int(texts["micro_batch"]),
+        accumulate=int(texts["accumulate"]),
+        optimizer=None if texts["optimizer"] == "none" else texts["optimizer"],
+    )
+    workload, network = decoder(Dims(*sizes, *flags)), Network(device.link, device.nic, per_host)
+    each = predict(workload, way, Cluster(device, gpus, network))
+    limit = (device.memory - device.reserved) * GIB
+    plan = Plan([each], each, "", texts["gpu"], gpus, workload.unit, limit)
+    return each.memory, plan.fits(each), plan.line()
+
+
+@pytest.fixture(scope="module")
+def planned() -> list[list[tuple[str, dict[str, int], bool, str]]]:
+    def strategies(texts: dict[str, str]) -> tuple[str, ...]:
+        gpus, per_host = int(texts["gpus"]), int(texts["per_host"])
+        hosts = gpus > per_host > 1
+        return ("no_shard",) if gpus == 1 else STRATEGIES + (BETWEEN_HOSTS if hosts else ())
+
+    return [[(each, *predicted(case, each)) for each in strategies(case)] for case in CASES]
+
+
+def differences(found: list[Any], planned: list[Any]) -> list[str]:
+    """Return what the page says otherwise than the planner."""
+    wrong = []
+    for case, of_page, of_planner in zip(CASES, found, planned, strict=True):
+        if [row[0] for row in of_page] != [row[0] for row in of_planner]:
+            wrong.append(f"{case}: {of_page}")
+            continue
+        for (strategy, parts, *rest), (_, memory, *wanted) in zip(of_page, of_planner, strict=True):
+            off = [
+                f"{part} {parts.get(part)} for {size}"
+                for part, size in memory.items()
+                if part != "offloaded"
+                and parts.get(part) != pytest.approx(size, rel=FAR.get(part, 0.01), abs=FEW)
+            ]
+            off += [f"{a} for {b}" for a, b in zip(rest, wanted, strict=True) if a != b]
+            wrong += [f"{strategy} of {case}: {each}" for each in off]
+    return wrong
+
+
+def test_every_part_is_that_of_the_planner(shown, planned):
+    assert sum(len(rows) for rows in planned) >= 40
+    assert differences(shown["found"][0], planned) == []
+
+
+@pytest.mark.parametrize("i", range(len(CHANGED)), ids=[old for old, _ in CHANGED])
+def test_a_changed_formula_is_noticed(shown, planned, i):
+    assert differences(shown["found"][1 + i], planned) != []
+
+
+def test_misuse_is_explained(shown):
+    for want, message in zip(MISUSED, shown["page"]["messages"], strict=True):
+        assert message.startswith(want)
+    assert shown["page"]["wrong"] == [next(iter(MISUSED)), []]
+
+
+def test_the_page_shows_what_its_address_says(shown, planned):
+    page, rows = shown["page"], planned[CASES.index(START)]
+    heads, shares = page["opened"][0], page["opened"][1 : 1 + len(rows)]
+    assert "room: 71.9 GiB" in heads
+    for text, (strategy, memory, fits, _) in zip(shares, rows, strict=True):
+        assert text.startswith(strategy) and f"{memory['total'] / GIB:.1f}" in text
+        assert text.endswith("fits" if fits else "does not fit")
+    assert page["line"] == next(line for strategy, *_, line in rows if strategy == "no_shard")
+    total = next(memory["total"] for strategy, memory, *_ in rows if strategy == "no_shard")
+    assert page["opened"][-1].split() == ["total", f"{total / GIB:.1f}"]
+
+
+def test_inputs_have_labels_and_a_named_model_fills_them(shown):
+    page = shown["page"]
+    assert len(page["labels"]) == 20 and all(count == 1 for _, count in page["labels"])
+    assert page["named"] == ["768", "50257", ""]
+
+
+def test_the_page_asks_no_other_host():
+    page = (ROOT / "docs" / "calculator.md").read_text()
+    assert re.findall(r"https?://|fetch\(|XMLHttp|import\(", SCRIPT + page) == []
