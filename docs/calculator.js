@@ -60,17 +60,14 @@ var zshardCalculator = (() => {
   // root's. The root stays gathered.
   function borrowed(c, b, e, r, whole) {
     const large = Math.max(b, e), small = Math.min(b, e);
-    // With the root, zshard gathers what came after the root's last part (its norm) in the pass before: the head,
-    // which then waits beside the embedding, and beside each block. In backward, that is the next block; but with
-    // learned positions, which are the root's too, it is the embedding.
-    const pairs = [2 * e, e + b, ...(e > 0 && c.block === "gpt" ? [] : [2 * b])];
-    // Whole parameters are only cast, each while the one before computes. A pass over an odd number of blocks begins
-    // and ends in the same one of two slots.
-    const casts = large + (c.layers % 2 === 1 ? b : large);
+    // While a unit computes, the next one is gathered, into the other one of two slots; both have been the largest
+    // unit's after some steps. Whole parameters are only cast, and always in turn: a pass over an odd number of blocks
+    // begins and ends in the same slot.
+    const slots = r + large + (whole && c.layers % 2 === 1 ? b : large);
     // The root's gradients come first and last: they have a bucket of their own. The others take turns in two, and a
     // third is needed where sizes change. A root that is larger than a block counts as one of the two.
     const buckets = e === 0 && r > b ? r + b : r + 2 * large + small;
-    return {slots: r + (whole ? casts : Math.max(...pairs)), buckets};
+    return {slots, buckets};
   }
 
   // The same on one GPU, where nothing is gathered ahead, and a sum is there at once: all units that fit into the

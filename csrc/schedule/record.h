@@ -51,6 +51,20 @@ typedef struct zs_read {
     zs_record *reader;  /* the same, if it had the parameters to its end; borrowed */
 } zs_read;
 
+enum { ZS_STOPS = 4 }; /* a loop over two units needs two, a root that runs before and after its blocks as many */
+
+/* How a pass went on from a unit (unshard.c). */
+typedef struct zs_stop {
+    const zs_record *before; /* the unit that the pass came from; NULL: it began here; borrowed */
+    zs_record *next;         /* that it went to; NULL: it ended here; borrowed */
+} zs_stop;
+
+/* The latest first, and one for each unit before. */
+typedef struct zs_stops {
+    zs_stop list[ZS_STOPS];
+    size_t n;
+} zs_stops;
+
 /* Units to gather early (unshard.c). */
 typedef struct zs_follow {
     zs_record **records; /* [n] borrowed; the array is owned */
@@ -97,9 +111,8 @@ struct zs_record {
     bool sync;           /* gradients are to be reduced (not in no_sync()); forward.c */
     zs_span span;
     zs_read read;
-    zs_record *next[2];        /* gathered after this one in the last pass, by zs_phase; borrowed (unshard.c) */
-    zs_record *ended_after[2]; /* the unit before this one in the last pass that ended here; NULL: none (unshard.c) */
-    zs_follow by_hand[2];      /* units to gather after this one, set by users */
+    zs_stops stops[2];    /* in the last passes, by zs_phase (unshard.c) */
+    zs_follow by_hand[2]; /* units to gather after this one, set by users */
     zs_round round;
     zs_early early;
 };

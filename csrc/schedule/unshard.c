@@ -2,8 +2,9 @@
  *
  * Where a gather costs time, zshard expects each pass to gather units in the order of the last. Each unit remembers
  * which unit was gathered after it, in forward and in backward; when the unit is needed, the gather of the next one
- * starts too. A wrong guess costs a gather, never a number: the end of the pass drops it. All ranks guess the same, as
- * they saw the same order. See schedule.h.
+ * starts too. A pass may come to a unit more than once, as to a root with parameters of its own before and after its
+ * blocks; so what came after depends on what came before. A wrong guess costs a gather, never a number: the end of the
+ * pass drops it. All ranks guess the same, as they saw the same order. See schedule.h.
  */
 #include "schedule/inner.h"
 
@@ -112,24 +113,39 @@ static gathers_left may_begin(const zs_schedule *schedule, const zs_record *want
     return left;
 }
 
+/* Puts `stop` first, in place of that from the same unit, or of the oldest. */
+static void set_stop(zs_stops *stops, zs_stop stop)
+{
+    size_t at = 0;
+    while (at < stops->n && stops->list[at].before != stop.before)
+        at++;
+    if (at == stops->n) {
+        if (at == ZS_STOPS)
+            at--;
+        else
+            stops->n++;
+    }
+    memmove(stops->list + 1, stops->list, at * sizeof *stops->list);
+    stops->list[0] = stop;
+}
+
 static void remember(zs_schedule *schedule, zs_record *record, zs_phase phase)
 {
     if (record->is.fixed || record->is.empty) return;
     zs_record *latest = schedule->latest;
     if (latest == record) return;
-    if (latest != NULL) {
-        latest->next[phase] = record;
-        if (latest->ended_after[phase] == schedule->before) latest->ended_after[phase] = NULL;
-    }
+    if (latest != NULL) set_stop(&latest->stops[phase], (zs_stop){schedule->before, record});
     schedule->before = latest;
     schedule->latest = record;
 }
 
-/* Was this unit the last one when a pass came to it from `before`? A unit that a pass comes to twice, as to a root
- * whose embedding is its head as well, is followed by others the first time alone. */
-static bool ended_here(const zs_record *before, const zs_record *record, zs_phase phase)
+/* The unit that probably comes after `record`, to which the pass came from `before`; NULL: none. */
+static zs_record *expected(const zs_record *before, const zs_record *record, zs_phase phase)
 {
-    return before != NULL && record->ended_after[phase] == before;
+    const zs_stops *stops = &record->stops[phase];
+    for (size_t i = 0; i < stops->n; i++)
+        if (stops->list[i].before == before) return stops->list[i].next;
+    return stops->n > 0 ? stops->list[0].next : NULL;
 }
 
 static zs_status gather_listed(zs_schedule *schedule, const zs_follow *list)
@@ -145,8 +161,8 @@ static zs_status gather_next(zs_schedule *schedule, const zs_record *record, zs_
     if (schedule->ahead[phase] == 0) return ZS_OK;
     gathers_left left = may_begin(schedule, record, phase);
     const zs_record *before = record == schedule->latest ? schedule->before : NULL;
-    for (int i = 0; !ended_here(before, record, phase); i++) {
-        zs_record *next = record->next[phase];
+    for (int i = 0;; i++) {
+        zs_record *next = expected(before, record, phase);
         if (next == NULL) break;
         bool own = has_room(next, phase);
         int *still = own ? &left.own : &left.any;
@@ -180,7 +196,7 @@ zs_status zs_unshard_end_pass(zs_schedule *schedule, zs_phase phase)
     for (size_t i = 0; i < schedule->n; i++)
         ZS_ALSO(status, zs_schedule_cancel(schedule, schedule->records[i]));
     if (schedule->latest == NULL) return status;
-    schedule->latest->ended_after[phase] = schedule->before;
+    set_stop(&schedule->latest->stops[phase], (zs_stop){schedule->before, NULL});
     if (phase == ZS_PHASE_FORWARD) schedule->last = schedule->latest;
     return status;
 }
@@ -216,6 +232,14 @@ zs_status zs_schedule_follow(zs_record *record, zs_phase phase, zs_record *const
     return ZS_OK;
 }
 
+static void forget_stops(zs_stops *stops, const zs_record *record)
+{
+    size_t kept = 0;
+    for (size_t i = 0; i < stops->n; i++)
+        if (stops->list[i].before != record && stops->list[i].next != record) stops->list[kept++] = stops->list[i];
+    stops->n = kept;
+}
+
 static void forget_in(zs_follow *list, const zs_record *record)
 {
     size_t kept = 0;
@@ -229,7 +253,7 @@ void zs_schedule_forget_order(zs_schedule *schedule)
     schedule->latest = schedule->before = schedule->last = NULL;
     for (size_t i = 0; i < schedule->n; i++)
         for (int phase = 0; phase < 2; phase++)
-            schedule->records[i]->next[phase] = schedule->records[i]->ended_after[phase] = NULL;
+            schedule->records[i]->stops[phase].n = 0;
 }
 
 void zs_unshard_forget(zs_schedule *schedule, const zs_record *record)
@@ -240,8 +264,7 @@ void zs_unshard_forget(zs_schedule *schedule, const zs_record *record)
     for (size_t i = 0; i < schedule->n; i++) {
         zs_record *other = schedule->records[i];
         for (int phase = 0; phase < 2; phase++) {
-            if (other->next[phase] == record) other->next[phase] = NULL;
-            if (other->ended_after[phase] == record) other->ended_after[phase] = NULL;
+            forget_stops(&other->stops[phase], record);
             forget_in(&other->by_hand[phase], record);
         }
     }

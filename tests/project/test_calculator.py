@@ -101,9 +101,8 @@ MISUSED = {
     "GPU: abacus is none of h100": {"gpu": "abacus"},
 }
 CHANGED = [  # formulas, each with another in its place
-    ("const pairs = [2 * e,", "const pairs = ["),
-    ('(e > 0 && c.block === "gpt" ? [] : [2 * b])', "[2 * b]"),
-    ("(c.layers % 2 === 1 ? b : large)", "large"),
+    ("(whole && c.layers % 2 === 1 ? b : large)", "large"),
+    ("whole && c.layers % 2", "c.layers % 2"),
     ("? r + b : r + 2 * large", "? r + 2 * b : r + 2 * large"),
     ("r + 2 * large + small", "r + 2 * large"),
     ("e > b ? e : b + (e || r)", "b + (e || r)"),
