@@ -6,11 +6,12 @@ import sys
 from collections.abc import Mapping
 
 import torch
+from torch import nn
 
 from zshard.memory.report import dry_run_of
 from zshard.planner.durations import Compute, all_reduce, exchange, gather
 from zshard.planner.kernels import Traced
-from zshard.planner.measured import UNITS, FsdpArgs, Idle, Machine, idle_model
+from zshard.planner.measured import FsdpArgs, Idle, Machine
 from zshard.planner.timeline import Durations
 from zshard.planner.traffic import CODE_BYTES, Traffic, ring, swap, swap_by_host
 from zshard.planner.update import orthogonalize_seconds, orthogonalize_traffic, update_seconds
@@ -140,7 +141,11 @@ class Measured:
         self._wrapped, self._acts, self._machine = wrapped, acts, machine
         way = wrapped.way
         args = (way.strategy, way.precision, way.optimizer, way.offload, way.wire, wrapped.kept)
-        self._exchange = machine.exchange(FsdpArgs(*args), lambda: _gathered_again(wrapped))
+        sizes = sorted({each.numel for each in wrapped.sizes if each.numel})
+        chosen = {sizes[0], sizes[len(sizes) // 2], sizes[-1]}
+        self._exchange = machine.exchange(
+            FsdpArgs(*args), sorted(chosen), lambda n: _gathered_again(wrapped, n)
+        )
 
     def durations(self, traced: Traced) -> Durations:
         """Return the seconds of the parts of a micro-batch."""
@@ -171,11 +176,11 @@ class Measured:
         return self._exchange.step.at(sum(each.trained for each in self._wrapped.sizes)).seconds
 
 
-def _gathered_again(wrapped: Wrapped) -> float:
-    """Return how often a backward gathers a unit, in the mean over Machine's units."""
-    model = idle_model(1, torch.device("meta"))
+def _gathered_again(wrapped: Wrapped, n: int) -> float:
+    """Return how often a backward gathers a unit, in the mean over `n` idle ones."""
+    model = nn.Sequential(*(Idle(1, torch.device("meta")) for _ in range(n)))
     run = dry_run_of(model, {Idle}, options_of(wrapped.way), wrapped.world)
     if wrapped.kept:
         run.engine.keep_gathered(sys.maxsize, False)
     acts = [act for act, _ in run.engine.predict_events()]
-    return acts[acts.index("backward") :].count("gather") / UNITS
+    return acts[acts.index("backward") :].count("gather") / n

@@ -1,7 +1,7 @@
 """Durations of the machine at hand: its ranks run a plan's operations, and FSDP without a model.
 
 Operations run one by one, with tensors of their shapes; each distinct one is timed once. What FSDP
-adds is timed by steps of units that compute nothing, of three sizes, over the same transport.
+adds is timed by steps of units that compute nothing, of the model's sizes, over its transport.
 Everything is collective: all ranks run the same at the same time, as in training, and take the mean
 of what they find.
 """
@@ -13,7 +13,7 @@ import os
 import statistics
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,8 +36,9 @@ COLD = 64 << 20
 CALLS, SECONDS = 5, 0.05
 """An operation is timed for so many calls and so long, whichever is more."""
 
-UNITS, SIZES, STEPS, WARM_UP = 6, (1 << 10, 1 << 17, 1 << 21), 5, 3
-"""FSDP's own work is timed with so many units, of each of these numbers of elements."""
+UNITS, ELEMENTS, SMALL, STEPS, WARM_UP = 6, 32 << 20, 1 << 10, 5, 3
+"""FSDP's own work is timed with up to UNITS units, which have up to ELEMENTS elements together, of
+the model's sizes and of SMALL elements."""
 
 
 class Cost(NamedTuple):
@@ -59,6 +60,12 @@ class Curve(NamedTuple):
 
     sizes: Sequence[int]
     costs: Sequence[Cost]
+
+    @classmethod
+    def through(cls, points: Mapping[int, Cost]) -> Curve:
+        """Return the curve through the costs of two sizes or more."""
+        sizes = sorted(points)
+        return cls(sizes, [points[size] for size in sizes])
 
     def at(self, size: int) -> Cost:
         """Return the cost of a size."""
@@ -105,7 +112,7 @@ class Machine:
         self.ranks, self.transport = self._comm.world, self._comm.transport
         self.per_host = self._comm.per_host or self.ranks
         self._known: dict[TorchCall, float] = {}
-        self._exchanges: dict[FsdpArgs, Exchange] = {}
+        self._phases_of: dict[tuple[FsdpArgs, int], tuple[Cost, Cost, Cost]] = {}
         cores = len(os.sched_getaffinity(0))
         self._shares_core = device.type == "cpu" and cores < 2 * self.per_host
 
@@ -198,30 +205,32 @@ class Machine:
 
     # --- FSDP -------------------------------------------------------------------------------------
 
-    def exchange(self, args: FsdpArgs, again: Callable[[], float]) -> Exchange:
-        """Return what FSDP does with these arguments. Collective.
+    def exchange(
+        self, args: FsdpArgs, sizes: Sequence[int], again: Callable[[int], float]
+    ) -> Exchange:
+        """Return what FSDP does with these arguments and units of these sizes. Collective.
 
-        again: returns how often a backward gathers a unit.
+        again: how often a backward gathers a unit of a model of so many.
         """
-        if args not in self._exchanges:
-            forward, backward, step = zip(*(self._phases(args, n) for n in SIZES), strict=True)
-            gather = Curve(SIZES, [cost.times(1 / UNITS) for cost in forward])
-            reduce = [
-                cost.times(1 / UNITS).less(gather.at(size).times(again()))
-                for size, cost in zip(SIZES, backward, strict=True)
-            ]
-            steps = Curve([UNITS * size for size in SIZES], step)
-            self._exchanges[args] = Exchange(gather, Curve(SIZES, reduce), steps)
-        return self._exchanges[args]
+        gathers, reduces, steps = {}, {}, {}
+        for size in sorted({SMALL, 2 * SMALL, *sizes}):  # two at least
+            n = n_idle(size)
+            forward, backward, step = self._phases(args, size)
+            gathers[size] = forward.times(1 / n)
+            reduces[size] = backward.times(1 / n).less(gathers[size].times(again(n)))
+            steps[n * size] = step
+        return Exchange(Curve.through(gathers), Curve.through(reduces), Curve.through(steps))
 
-    def _phases(self, args: FsdpArgs, size: int) -> list[Cost]:
-        """Return what forward, backward and step of all units take."""
-        model = self._wrap(idle_model(size, self._device), args)
-        optimizer = optimizer_of(args.optimizer, model)
-        samples = [self._step(model, optimizer) for _ in range(WARM_UP + STEPS)]
-        medians = [statistics.median(each) for each in zip(*samples[WARM_UP:], strict=True)]
-        means = self._means(medians)
-        return [Cost(*means[i : i + 2]) for i in (0, 2, 4)]
+    def _phases(self, args: FsdpArgs, size: int) -> tuple[Cost, Cost, Cost]:
+        """Return what forward, backward and step of all idle units take."""
+        if (args, size) not in self._phases_of:
+            model = self._wrap(idle_model(size, self._device), args)
+            optimizer = optimizer_of(args.optimizer, model)
+            samples = [self._step(model, optimizer) for _ in range(WARM_UP + STEPS)]
+            medians = [statistics.median(each) for each in zip(*samples[WARM_UP:], strict=True)]
+            means = self._means(medians)
+            self._phases_of[args, size] = Cost(*means[:2]), Cost(*means[2:4]), Cost(*means[4:])
+        return self._phases_of[args, size]
 
     def _wrap(self, model: nn.Module, args: FsdpArgs) -> nn.Module:
         return FSDP(
@@ -305,9 +314,14 @@ class _Pass(torch.autograd.Function):
         return grads[0], ctx.grad, None
 
 
+def n_idle(size: int) -> int:
+    """Return the number of units of idle_model()."""
+    return min(max(2, ELEMENTS // size), UNITS)
+
+
 def idle_model(size: int, device: torch.device) -> nn.Sequential:
-    """Return a model of UNITS idle units of `size` elements each."""
-    return nn.Sequential(*(Idle(size, device) for _ in range(UNITS)))
+    """Return a model of idle units of `size` elements each."""
+    return nn.Sequential(*(Idle(size, device) for _ in range(n_idle(size))))
 
 
 # --- helpers --------------------------------------------------------------------------------------
