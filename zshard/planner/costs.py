@@ -11,7 +11,7 @@ from torch import nn
 from zshard.memory.report import dry_run_of
 from zshard.planner.durations import Compute, all_reduce, exchange, gather
 from zshard.planner.kernels import Traced
-from zshard.planner.measured import FsdpArgs, Idle, Machine
+from zshard.planner.measured import Cost, FsdpArgs, Idle, Machine
 from zshard.planner.timeline import Durations
 from zshard.planner.traffic import CODE_BYTES, Traffic, ring, swap, swap_by_host
 from zshard.planner.update import orthogonalize_seconds, orthogonalize_traffic, update_seconds
@@ -159,13 +159,18 @@ class Measured:
             forward,
             self._machine.of_segments(traced.backward),
             traced.owners,
-            [cost.seconds for cost in gathers],
-            [cost.seconds for cost in reduces],
+            [self._on_wire(cost) for cost in gathers],
+            [self._on_wire(cost) for cost in reduces],
             {
                 "gather": [cost.work for cost in gathers],
                 "reduce": [cost.work for cost in reduces],
             },
         )
+
+    def _on_wire(self, cost: Cost) -> float:
+        """Return the seconds until a collective is over. Over shm there is no wire: what it took
+        beside its work was a wait for ranks that were late, and the same for all collectives."""
+        return cost.work if self._machine.transport == "shm" else cost.seconds
 
     def copy_seconds(self) -> float:
         """Return 0: gathers include it."""
