@@ -19,7 +19,7 @@ import zshard
 from zshard import DivergenceError
 from zshard.memory.dry_run import World
 from zshard.planner import costs, measured
-from zshard.planner.beside import beside
+from zshard.planner.beside import as_rank, beside
 from zshard.planner.decoder import Decoder
 from zshard.planner.gpus import DEVICES, Network
 from zshard.planner.kernels import trace
@@ -28,7 +28,7 @@ from zshard.planner.prediction import predict
 from zshard.planner.timeline import COMPUTE, Durations, play
 from zshard.planner.ways import Cluster, Way
 from zshard.planner.workloads import Workload, decoder
-from zshard.trace import Trace
+from zshard.trace import RankTrace, Trace
 
 CPU = torch.device("cpu")
 DIMS = zshard.Dims(layers=5, width=32, heads=4, kv_heads=2, ffn=64, vocab=50, seq=16)
@@ -309,3 +309,13 @@ def test_offload_to_the_host_has_no_effect_on_cpu_ranks(quick):
 def test_plans_with_different_arguments_diverge(pool):
     for text in pool.run(other_batch):
         assert "the plans differ between ranks" in text and "batch" in text
+
+
+def test_a_planned_step_has_all_of_its_micro_batches():
+    found = zshard.plan(DIMS, 2, "h100", batch=16, strategies=["full_shard"]).predictions[0]
+    twice = found._replace(way=found.way._replace(accumulate=2), seconds=2 * found.seconds)
+    empty = Trace([RankTrace(0, "here", 1, 0, 1, 0, 0, [])])
+    once, both = (as_rank(each, empty).ranges for each in (found, twice))
+    kernels = [sum("forward" in name for name, *_ in ranges) for ranges in (once, both)]
+    assert kernels[1] == 2 * kernels[0] > 0
+    assert both[-1][0] == "optimizer.step" and both[-1][3] == round(2e9 * found.seconds)

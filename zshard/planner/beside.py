@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -99,11 +100,12 @@ def as_rank(prediction: Prediction, trace: Trace) -> RankTrace:
 
 def _ranges(prediction: Prediction) -> Iterator[tuple[str, int, float, float]]:
     """Yield names as a trace has them, threads, and seconds from the step's begin."""
-    line = prediction.timeline
-    for span in line.spans:
+    line, times = prediction.timeline, prediction.way.accumulate
+    for begun, span in itertools.product((k * line.seconds for k in range(times)), line.spans):
         unit = "" if span.unit < 0 else prediction.units[span.unit]
         name = f"{span.what} ({unit})"
         if span.resource == WAIT:
             name = f"wait for all ranks ({span.what} of unit '{unit}')"
-        yield name, WIRES if span.resource == WIRE else KERNELS, span.start, span.end
-    yield STEP, KERNELS, line.seconds, prediction.seconds
+        thread = WIRES if span.resource == WIRE else KERNELS
+        yield name, thread, begun + span.start, begun + span.end
+    yield STEP, KERNELS, times * line.seconds, prediction.seconds
