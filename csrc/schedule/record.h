@@ -53,7 +53,7 @@ typedef struct zs_read {
 
 enum { ZS_STOPS = 4 }; /* a loop over two units needs two, a root that runs before and after its blocks as many */
 
-/* How a pass went on from a unit (unshard.c). */
+/* How a pass continued from a unit (unshard.c). */
 typedef struct zs_stop {
     const zs_record *before; /* the unit that the pass came from; NULL: it began here; borrowed */
     zs_record *next;         /* that it went to; NULL: it ended here; borrowed */

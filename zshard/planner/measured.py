@@ -112,7 +112,7 @@ class Machine:
         self.ranks, self.transport = self._comm.world, self._comm.transport
         self.per_host = self._comm.per_host or self.ranks
         self._known: dict[TorchCall, float] = {}
-        self._phases_of: dict[tuple[FsdpArgs, int], tuple[Cost, Cost, Cost]] = {}
+        self._phases_of: dict[tuple[FsdpArgs, int], Sequence[Cost]] = {}
         cores = len(os.sched_getaffinity(0))
         self._shares_core = device.type == "cpu" and cores < 2 * self.per_host
 
@@ -160,7 +160,7 @@ class Machine:
             while len(times) < CALLS or spent < SECONDS:
                 times.append(self._time(run[len(times) % len(run)]))
                 spent += times[-1]
-        return statistics.median(times)
+        return statistics.fmean(times)  # as a step is a sum of them
 
     def _arguments(self, operation: TorchCall) -> list[list[Any]]:
         """Return arguments, several times with other memory for parameters."""
@@ -215,21 +215,21 @@ class Machine:
         gathers, reduces, steps = {}, {}, {}
         for size in sorted({SMALL, 2 * SMALL, *sizes}):  # two at least
             n = n_idle(size)
-            forward, backward, step = self._phases(args, size)
+            forward, backward, step, fill = self._phases(args, size)
             gathers[size] = forward.times(1 / n)
-            reduces[size] = backward.times(1 / n).less(gathers[size].times(again(n)))
+            reduces[size] = backward.less(fill).times(1 / n).less(gathers[size].times(again(n)))
             steps[n * size] = step
         return Exchange(Curve.through(gathers), Curve.through(reduces), Curve.through(steps))
 
-    def _phases(self, args: FsdpArgs, size: int) -> tuple[Cost, Cost, Cost]:
-        """Return what forward, backward and step of all idle units take."""
+    def _phases(self, args: FsdpArgs, size: int) -> Sequence[Cost]:
+        """Return what all idle units take: forward, backward, step, and to fill their gradients."""
         if (args, size) not in self._phases_of:
             model = self._wrap(idle_model(size, self._device), args)
             optimizer = optimizer_of(args.optimizer, model)
             samples = [self._step(model, optimizer) for _ in range(WARM_UP + STEPS)]
             medians = [statistics.median(each) for each in zip(*samples[WARM_UP:], strict=True)]
             means = self._means(medians)
-            self._phases_of[args, size] = Cost(*means[:2]), Cost(*means[2:4]), Cost(*means[4:])
+            self._phases_of[args, size] = [Cost(*means[i : i + 2]) for i in range(0, len(means), 2)]
         return self._phases_of[args, size]
 
     def _wrap(self, model: nn.Module, args: FsdpArgs) -> nn.Module:
@@ -245,7 +245,7 @@ class Machine:
         )
 
     def _step(self, model: nn.Module, optimizer: Any) -> list[float]:
-        """Return seconds and work of a step's forward, backward and optimizer."""
+        """Return seconds and work of a step's parts: see _phases()."""
         found: list[float] = []
         losses: list[torch.Tensor] = []
 
@@ -260,7 +260,12 @@ class Machine:
                 optimizer.step()
             model.zero_grad()
 
-        for part in (forward, backward, update):
+        def fill() -> None:
+            for unit in model.modules():
+                if isinstance(unit, Idle):
+                    unit.fill()
+
+        for part in (forward, backward, update, fill):
             self._comm.exchange(b"")
             work, begun = self._work(), time.perf_counter()
             part()
@@ -288,30 +293,34 @@ class Machine:
 
 
 class Idle(nn.Module):
-    """A unit with one parameter, whose forward and backward do nothing."""
+    """A unit with one parameter, whose forward does nothing. Its backward fills the gradient, so
+    that it is in the cache as it would be after the operation that has made it."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(size, device=device))
-        self._grads: dict[torch.dtype, torch.Tensor] = {}
+        self._grad: torch.Tensor | None = None
+
+    def fill(self) -> torch.Tensor | None:
+        """Return the gradient, filled; None before the first forward."""
+        return None if self._grad is None else self._grad.fill_(1.0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.weight
-        if weight.dtype not in self._grads:
-            self._grads[weight.dtype] = torch.ones_like(weight, requires_grad=False)
-        out: torch.Tensor = _Pass.apply(x, weight, self._grads[weight.dtype])  # type: ignore[no-untyped-call]
+        if self._grad is None:
+            self._grad = torch.zeros_like(self.weight, requires_grad=False)
+        out: torch.Tensor = _Pass.apply(x, self.weight, self.fill)  # type: ignore[no-untyped-call]
         return out
 
 
 class _Pass(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> Any:
-        ctx.grad = grad
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, fill: Any) -> Any:
+        ctx.fill = fill
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return grads[0], ctx.grad, None
+        return grads[0], ctx.fill(), None
 
 
 def n_idle(size: int) -> int:
