@@ -3,13 +3,14 @@
     python -m benchmarks.planned_time [--models gpt85m ...] [--over shm c10d hosts] [--gbit 10]
 
 Measuring for the plan and training take turns, so both see the same machine; each ratio is of one
-turn. Two hosts (root only) are network namespaces of one rank each. The optimizer is
+turn. Two hosts (root only) are network namespaces of one rank and one core each. The optimizer is
 zshard.AdamW, the strategy full_shard, all in float32.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -48,6 +49,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
     if harness.under_torchrun():
+        if args.over == ["hosts"]:  # which share this machine's cores: each gets one of its own
+            os.sched_setaffinity(0, {int(os.environ["RANK"])})
         harness.measure_as_rank(args, lambda: [measure(name, args) for name in args.models], show)
         return
     results: list[Any] = []
