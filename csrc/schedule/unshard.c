@@ -119,12 +119,10 @@ static void set_stop(zs_stops *stops, zs_stop stop)
     size_t at = 0;
     while (at < stops->n && stops->list[at].before != stop.before)
         at++;
-    if (at == stops->n) {
-        if (at == ZS_STOPS)
-            at--;
-        else
-            stops->n++;
-    }
+    if (at == ZS_STOPS)
+        at--;
+    else if (at == stops->n)
+        stops->n++;
     memmove(stops->list + 1, stops->list, at * sizeof *stops->list);
     stops->list[0] = stop;
 }

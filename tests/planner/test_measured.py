@@ -18,6 +18,7 @@ from torch import nn
 import zshard
 from zshard import DivergenceError
 from zshard.memory.dry_run import World
+from zshard.memory.report import STATE_TENSORS
 from zshard.planner import costs, measured
 from zshard.planner.beside import as_rank, beside
 from zshard.planner.decoder import Decoder
@@ -283,6 +284,14 @@ def test_the_ranks_of_a_run_plan_for_themselves(pool):
 def test_what_cannot_be_measured_is_refused(arguments, message, quick):
     with pytest.raises(ValueError, match=message):
         zshard.plan(DIMS, **arguments)
+
+
+@pytest.mark.parametrize("name", [*STATE_TENSORS, "Adam8bit", "adamw8bit", "sgd8bit"])
+def test_every_elementwise_optimizer_is_made_by_its_name(name):
+    optimizer = measured.optimizer_of(name, nn.Linear(2, 2))
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert type(optimizer).__name__.lower() == name.lower()
+    assert type(optimizer) is getattr(zshard, type(optimizer).__name__, type(optimizer))
 
 
 def test_one_process_plans_for_itself(quick):

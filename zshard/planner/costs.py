@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 
+from zshard.memory.fits import parse_keep
 from zshard.memory.report import dry_run_of
 from zshard.planner.durations import Compute, all_reduce, exchange, gather
 from zshard.planner.kernels import Traced
@@ -144,7 +144,7 @@ class Measured:
         sizes = sorted({each.numel for each in wrapped.sizes if each.numel})
         chosen = {sizes[0], sizes[len(sizes) // 2], sizes[-1]}
         self._exchange = machine.exchange(
-            FsdpArgs(*args), sorted(chosen), lambda n: _gathered_again(wrapped, n)
+            FsdpArgs(*args), chosen, lambda n: _gathered_again(wrapped, n)
         )
 
     def durations(self, traced: Traced) -> Durations:
@@ -184,8 +184,7 @@ class Measured:
 def _gathered_again(wrapped: Wrapped, n: int) -> float:
     """Return how often a backward gathers a unit, in the mean over `n` idle ones."""
     model = nn.Sequential(*(Idle(1, torch.device("meta")) for _ in range(n)))
-    run = dry_run_of(model, {Idle}, options_of(wrapped.way), wrapped.world)
-    if wrapped.kept:
-        run.engine.keep_gathered(sys.maxsize, False)
+    options = options_of(wrapped.way)._replace(keep=parse_keep(wrapped.kept, None))
+    run = dry_run_of(model, {Idle}, options, wrapped.world)
     acts = [act for act, _ in run.engine.predict_events()]
     return acts[acts.index("backward") :].count("gather") / n

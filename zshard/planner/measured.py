@@ -13,7 +13,7 @@ import os
 import statistics
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -146,8 +146,8 @@ class Machine:
         name = str(operation.func)
         if "rnn" in name:
             raise ValueError(
-                f"{name} cannot run alone, as arguments hold what only a forward makes: models "
-                "with recurrent layers cannot be measured; plan them for a GPU by its name"
+                f"{name} cannot run alone, because some of its arguments come from a forward: a "
+                "model with recurrent layers cannot be measured; pass gpus= and gpu= instead"
             )
         run = [_bound(operation, arguments) for arguments in self._arguments(operation)]
         times: list[float] = []
@@ -156,7 +156,9 @@ class Machine:
             try:
                 run[0]()
             except RuntimeError as error:
-                raise ValueError(f"{name} cannot run alone, so it cannot be measured") from error
+                raise ValueError(
+                    f"{name} cannot run alone and be measured: pass gpus= and gpu= instead"
+                ) from error
             while len(times) < CALLS or spent < SECONDS:
                 times.append(self._time(run[len(times) % len(run)]))
                 spent += times[-1]
@@ -206,7 +208,7 @@ class Machine:
     # --- FSDP -------------------------------------------------------------------------------------
 
     def exchange(
-        self, args: FsdpArgs, sizes: Sequence[int], again: Callable[[int], float]
+        self, args: FsdpArgs, sizes: Iterable[int], again: Callable[[int], float]
     ) -> Exchange:
         """Return what FSDP does with these arguments and units of these sizes. Collective.
 
@@ -349,8 +351,8 @@ def optimizer_of(name: str | int | None, model: nn.Module) -> Any:
             f"optimizer={name!r}: no step of it can be measured without the model: pass the name "
             'of an elementwise optimizer, such as "adamw" or "adamw8bit"'
         )
-    places = (torch.optim, zshard.optim)
-    found = {each.lower(): getattr(place, each) for place in places for each in dir(place)}
+    names = (*vars(torch.optim).items(), *vars(zshard.optim).items())
+    found = {each.lower(): kind for each, kind in names if isinstance(kind, type)}
     return found[name.lower()](model.parameters())
 
 
