@@ -273,6 +273,11 @@ static zs_status wrap_region(void *ptr, size_t mapped, region_owner made, zs_mem
     return ZS_OK;
 }
 
+bool zs_file_holds(const zs_file *file, const zs_mem *mem)
+{
+    return mem->destroy == free_region && ((const region_owner *)mem->owner)->file == file;
+}
+
 uint64_t zs_file_offset_of(const zs_mem *mem)
 {
     return ((const region_owner *)mem->owner)->offset;
@@ -368,6 +373,11 @@ zs_status zs_file_map_flat(zs_file *file, const int *fds, int world, size_t shar
         return status;
     }
     return wrap_region(base, bytes, (region_owner){file, offset, shard_bytes, world > 1 ? READ_BY_PEERS : A_FLAT}, out);
+}
+
+zs_status zs_file_map_own(zs_file *file, size_t bytes, zs_mem **out)
+{
+    return zs_file_map_flat(file, &file->fd, 1, bytes, out);
 }
 
 /* A free slot of exactly `bytes`, -1 if there is none. A larger one would do, and would make a unit's bucket as

@@ -39,6 +39,12 @@ void zs_file_hide(zs_file *file);
 typedef bool (*zs_file_freed)(void *arg, uint64_t offset, uint64_t bytes);
 void zs_file_on_free(zs_file *file, zs_file_freed call, void *arg);
 
+/* New region of `bytes` (a multiple of ZS_PAGE) at the end of `file`, never reused, mapped. */
+zs_status zs_file_map_own(zs_file *file, size_t bytes, zs_mem **out);
+
+/* Does the region under `mem` lie in this file? */
+bool zs_file_holds(const zs_file *file, const zs_mem *mem);
+
 /* From now on, regions that are freed keep what they hold, for other processes that map them. */
 void zs_file_keep(zs_file *file);
 

@@ -145,6 +145,22 @@ typedef struct zs_talk_ops {
     void (*abort)(zs_comm *, const char *reason);
 } zs_talk_ops;
 
+/* Memory of this rank that its peers can read, for optimizer state. */
+typedef struct zs_state_ops {
+    /* *new* zeroed memory. Its pages go back when it is freed, but not once the comm is closed. */
+    zs_status (*state_new)(zs_comm *, size_t bytes, zs_mem **out);
+    /* Where that memory begins, as peers address it; false: it is other memory. */
+    bool (*state_offset)(const zs_comm *, const zs_mem *, uint64_t *offset);
+    /* Replaces the text that peers read. One thread. */
+    zs_status (*post)(zs_comm *, const void *text, size_t bytes);
+    /* What rank `rank` has posted last: *new*, for free(). Any time, also after it has exited. */
+    zs_status (*posted)(zs_comm *, int rank, char **text, size_t *bytes);
+    /* Has rank `rank` closed its comm, so that it reads nothing any more? */
+    bool (*left)(const zs_comm *, int rank);
+    /* Copies memory of rank `rank`. */
+    zs_status (*read)(zs_comm *, int rank, uint64_t offset, void *to, size_t bytes);
+} zs_state_ops;
+
 /* A kind of transport. */
 typedef struct zs_comm_ops {
     const char *name;         /* as in transport=: "self", "shm", "hosts", "c10d", ... */
@@ -156,6 +172,7 @@ typedef struct zs_comm_ops {
     const zs_round_ops *rounds;
     const zs_reader_ops *readers;
     const zs_talk_ops *talk;
+    const zs_state_ops *state; /* NULL: peers cannot read this rank's memory */
     /* Memory of this rank for codes of all shards of `shard_bytes` during a gather, see zs_target; 0: such shards
      * cross hosts as they are. NULL: nothing is coded. */
     size_t (*code_room)(const zs_comm *, zs_wire, zs_dtype, size_t shard_bytes);

@@ -43,6 +43,7 @@ int zs_py_norms_init(PyObject *module);
 int zs_py_clip_init(PyObject *module);
 int zs_py_offload_init(PyObject *module);
 int zs_py_rows_init(PyObject *module);
+int zs_py_state_init(PyObject *module);
 int zs_py_nccl_init(PyObject *module);
 int zs_py_cuda_init(PyObject *module);
 int zs_py_files_init(PyObject *module);

@@ -241,7 +241,7 @@ zs_status zs_disk_take(zs_disk *disk, size_t bytes, zs_mem **out)
     if (disk->device != NULL) return take_on_host(disk, bytes, out);
     size_t room = zs_round_up(bytes ? bytes : 1, ZS_PAGE);
     zs_mem *mem = NULL;
-    ZS_TRY(zs_file_map_flat(disk->file, &disk->fds[disk->rank], 1, room, &mem));
+    ZS_TRY(zs_file_map_own(disk->file, room, &mem));
     return wrap(disk, mem, room, out);
 }
 

@@ -58,6 +58,14 @@ def tell_of_barriers(state: State) -> None:
         _models[state] = threading.get_ident()
 
 
+_at_barriers: list[Callable[[], None]] = []
+
+
+def call_at_barriers(call: Callable[[], None]) -> None:
+    """Call this before each barrier of the script over all ranks."""
+    _at_barriers.append(call)
+
+
 def install_barrier() -> None:
     """Notify models of barriers."""
     barrier = dist.barrier
@@ -70,6 +78,8 @@ def install_barrier() -> None:
             for state, thread in list(_models.items()):
                 if thread == threading.get_ident():
                     state.unit.engine.meet()
+            for call in _at_barriers:
+                call()
         return barrier(group, async_op, *args, **kwargs)
 
     dist.barrier = notifying_barrier

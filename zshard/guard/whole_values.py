@@ -77,7 +77,7 @@ def joined(tensor: Tensor, part: Part) -> Tensor:
     local = to_local(tensor)
     unit = part.unit
     is_own = part.root is part and unit is not None and unit.is_slice(part.index, local)
-    if part.peers is not None and unit is not None and is_own:
+    if _core.shares_state(part.shards) and unit is not None and is_own:
         with unsharded(unit), torch.inference_mode(False):
             whole = torch.empty(part.shape, dtype=local.dtype)
             unit.read_param(part.index, whole)

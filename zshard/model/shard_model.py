@@ -24,7 +24,7 @@ from zshard.memory.fits import MemoryLimit, check_fits, words_of
 from zshard.memory.host_limits import Sharing
 from zshard.memory.spare import Spare, keep_between, watch_first_steps
 from zshard.offload import set_offload
-from zshard.optim.state_registry import meet
+from zshard.optim.shared_state import meet
 from zshard.precision import cast_buffers, drop_root_casts, install_casts, install_kept
 from zshard.ranks.agreement import PublicCall, check_agreement, on_all_ranks, told_to_all_ranks
 from zshard.ranks.groups import resolve_groups

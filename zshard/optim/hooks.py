@@ -85,16 +85,18 @@ def _check_first_step(optimizer: Optimizer) -> None:
     _checks[:] = [check for check in _checks if check(optimizer)]
 
 
-def know(optimizer: Optimizer) -> None:
+def know(optimizer: Optimizer, in_step: bool = False) -> None:
     """Count an optimizer as seen even if its step() is never called. If it is older than one of its
-    sharded models, it may have full state; then this rank keeps its shard of that."""
+    sharded models, it may have full state; then this rank keeps its shard of that. Peers that share
+    memory can read its state from now on. in_step: around a step, when nothing else has changed
+    it."""
     models = stepped_by(optimizer)
     if _seen.get(optimizer) is not models:
         shard_state_of(optimizer)
         _seen[optimizer] = models
     for each in models:
         if each.peers is not None:
-            each.peers.note(optimizer)
+            each.peers.note(optimizer, in_step)
 
 
 def seen_optimizers() -> list[Optimizer]:
@@ -114,7 +116,7 @@ def _before_step(
     runs after it."""
     if optimizer not in _checked:
         _check_first_step(optimizer)
-    know(optimizer)
+    know(optimizer, in_step=True)
     _refuse_by_class(optimizer)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if not callable(closure):
@@ -159,7 +161,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     try:
         if optimizer not in _inner:
             _note_step(optimizer)
-        know(optimizer)  # its state exists now
+        know(optimizer, in_step=True)  # its state exists now
     finally:
         for unit in units_stepped_by(optimizer):
             unit.engine.end_write()

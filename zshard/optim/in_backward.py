@@ -114,6 +114,7 @@ class OptimizerInBackward:
             for optimizer, stepped in self._stepped.items():
                 optimizer._end_parts(stepped)
                 note_step(optimizer, self._units[0].engine_id)
+                know(optimizer, in_step=True)
             self._stepped = {}
         else:
             for optimizer, group, params in self._parts[index]:

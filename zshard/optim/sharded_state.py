@@ -174,20 +174,25 @@ def zeros_side_by_side(
     order, with the same gaps where parameters are within a cache line of each other.
     """
     made: dict[int, Tensor] = {}
-    blocks: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}  # ..., is it offloaded
+    blocks: dict[tuple[torch.dtype, torch.device, bool, _core.Comm | None], list[int]] = {}
+    """By the parameters' dtype and device, whether it is offloaded, and who can read it."""
     for i, param in enumerate(params):
         if group > 1 or (param.device.type in ("cpu", "cuda") and param.is_contiguous()):
-            kind = param.dtype, param.device, _core.offloads_state(param)
+            offloaded = _core.offloads_state(param)
+            kind = param.dtype, param.device, offloaded, None if offloaded else _readers_of(param)
             blocks.setdefault(kind, []).append(i)
         else:
             made[i] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-    for (of_param, device, offloaded), members in blocks.items():
+    for (of_param, device, offloaded, readers), members in blocks.items():
         starts, length = _places([params[i] for i in members])
         own = of_param if dtype is None else dtype
         if offloaded:
             bytes_ = -(-length // group) * own.itemsize
             block = _core.offloaded_zeros(params[members[0]], -(-bytes_ // of_param.itemsize))
             block = block.view(own)
+        elif readers is not None:
+            like = torch.empty(0, dtype=own)
+            block = _core.shared_zeros(readers, -(-length // group), like)
         else:
             block = torch.zeros(-(-length // group), dtype=own, device=device)
         for i, start in zip(members, starts, strict=True):
@@ -197,6 +202,15 @@ def zeros_side_by_side(
     if group > 1:
         return [made[i] for i in range(len(params))]
     return [guard_like(made[i], params[i]) for i in range(len(params))]
+
+
+def _readers_of(param: Tensor) -> _core.Comm | None:
+    """Return the transport over which other ranks can read state of this parameter; None: the state
+    is private."""
+    part = part_of(param)
+    if part is None or part.peers is None or not part.is_cut:
+        return None
+    return part.shards
 
 
 def _places(params: Sequence[Tensor]) -> tuple[list[int], int]:

@@ -45,6 +45,7 @@ class InOneCall(torch.optim.Optimizer):
     _group_size = 1  # elements that share state; numbers of parameters begin at multiples of it
 
     _plans: dict[Any, _core.OptimPlan]  # by group index; for a part, also its unit
+    state_changes = 0  # how often tensors of its state were made or replaced
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient.
@@ -116,6 +117,7 @@ class InOneCall(torch.optim.Optimizer):
         for group in self.param_groups:
             self._take_group(group)
         self._plans = {}
+        self.state_changes += 1
         self._set_scaler_flag()
 
     def _set_scaler_flag(self) -> None:
@@ -198,6 +200,7 @@ class InOneCall(torch.optim.Optimizer):
         steps = _read_steps(params, state) if group.get("capturable") else None
         plan = _core.OptimPlan(self._rule, params, state, fresh, numbers, steps)
         self._plans[key] = plan
+        self.state_changes += 1
         foreign: tuple[int, ...] | None = plan.step(group, state, self._live(group))
         if foreign is None:
             raise RuntimeError(

@@ -1,8 +1,8 @@
 """The end of this rank: a normal exit, or an exception, whose text its peers get.
 
-Modules register here what must be done then, so this file imports none of them. A forked child is
-not a rank and reports nothing. Python prints what an exit handler raises but still exits with
-status 0, so errors that no later call can raise go to fail().
+The transports register here what must be done then, so this file imports none of them. A forked
+child is not a rank and reports nothing. Python prints what an exit handler raises but still exits
+with status 0, so errors that no later call can raise go to fail().
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from types import TracebackType
 _reported_pid = 0  # the process whose end is reported; 0: none yet
 _failed = False  # an exception ends this program, or a peer was lost,
 _exit_text = ""  # the exception's text
-_exit_callbacks: list[Callable[[float], None]] = []
 _status_failed = False  # fail() was called
 
 
@@ -60,18 +59,6 @@ def note_failure() -> None:
 def exit_text() -> str:
     """Return the text of the exception that ends this program; empty if there is none."""
     return _exit_text
-
-
-def add_exit_callback(call: Callable[[float], None]) -> None:
-    """Call this at a normal exit, with the seconds that it may take."""
-    if call not in _exit_callbacks:
-        _exit_callbacks.append(call)
-
-
-def call_exit_callbacks(timeout: float) -> None:
-    """Run the callbacks of add_exit_callback()."""
-    for call in _exit_callbacks:
-        call(timeout)
 
 
 def fail(text: str) -> None:

@@ -202,12 +202,6 @@ def _named(name: str) -> Iterator[None]:
         distributed_c10d._hash_ranks_to_str = usual
 
 
-def collectives_begun() -> dict[str, int]:
-    """Return how many collectives this rank has started in each process group, by group name."""
-    groups: dict[Any, Any] = dict(distributed_c10d._world.pg_names)
-    return {name: group._get_sequence_number_for_group() for group, name in groups.items()}
-
-
 def make_default_group(backend: str, **arguments: Any) -> None:
     """Create the default process group, which ends with the process. Collective."""
     dist.init_process_group(backend, **arguments)

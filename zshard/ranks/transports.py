@@ -27,7 +27,7 @@ from zshard.ranks.devices import CPU, is_stand_in, torch_device
 from zshard.ranks.groups import Group, Groups, new_subgroup
 from zshard.ranks.meeting import Refusal, connect_hosts, meet, ranks_per_host
 from zshard.ranks.nccl import NcclOptions, library
-from zshard.ranks.responder import answer_stalls
+from zshard.ranks.stalls import answer_stalls
 from zshard.strategy import ShardingStrategy
 
 TRANSPORTS = {
@@ -434,5 +434,3 @@ def _leave() -> None:
     for comm in [*comms, *(entry.comm for entry in _stopped)]:
         comm.close()  # from here on, no rank waits for this one
     _entries.clear()
-    if is_orderly:
-        ends.call_exit_callbacks(max((comm.timeout for comm in comms), default=0.0))

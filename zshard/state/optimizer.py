@@ -7,9 +7,9 @@ user's, takes this rank's shard of each full tensor. So the result is what the s
 the unsharded model would save, and it loads under any strategy, at any world size, and into the
 unsharded model's optimizer.
 
-Saving is collective; ranks agree first on what to gather. Over shm, however, the saving rank asks
-the others (optim/state_registry.py). Loading is not collective: each rank has all it needs. This
-file also plans a load from any source (OptimizerPlan).
+Saving is collective; ranks agree first on what to gather. Over shm, however, the saving rank reads
+the others' memory (optim/shared_state.py), unless the state is offloaded. Loading is not
+collective: each rank has all it needs. This file also plans a load from any source (OptimizerPlan).
 
 Optimizers without parameters of a wrapped model keep torch's behavior.
 """
@@ -45,7 +45,7 @@ from zshard.optim.sharded_state import (
     with_own_dtypes,
     zeros_side_by_side,
 )
-from zshard.optim.state_registry import FullState, ask_for_full
+from zshard.optim.shared_state import FullState, read_full
 from zshard.ranks.agreement import PublicCall, check_agreement, gather_bytes
 from zshard.state.source import Copy, Source, filled, shard_of
 from zshard.state.stand_ins import Pending
@@ -82,7 +82,7 @@ def _load(self: Optimizer, state_dict: dict[str, Any]) -> None:
         return
     with (
         self.register_load_state_dict_pre_hook(_take_parts),
-        writing(units_stepped_by(self)),  # a rank that asks gets all of it, or nothing
+        writing(units_stepped_by(self)),  # a rank that reads gets all of it, or nothing
     ):
         _torchs_load(self, state_dict)
         know(self)
@@ -126,9 +126,9 @@ def gather(optimizer: Optimizer, keep: bool = True) -> FullState:
     keep: return the state; otherwise this rank only sends its shards, holds one full tensor at a
         time, and returns empty dicts.
 
-    Collective over the ranks of the parameters' models, except over shm, where a rank asks the
-    others. Raises DivergenceError if their states differ in parameters, names, shapes or dtypes;
-    RuntimeError for shards within a list or dict.
+    Collective over the ranks of the parameters' models, except over shm, where a rank reads the
+    others' memory. Raises DivergenceError if their states differ in parameters, names, shapes or
+    dtypes; RuntimeError for shards within a list or dict.
     """
     if takes_full_state(optimizer):
         optimizer.full_state()  # type: ignore[attr-defined]
@@ -139,7 +139,7 @@ def gather(optimizer: Optimizer, keep: bool = True) -> FullState:
     for model in dict.fromkeys(each.part.peers for each in held):
         mine = [each for each in held if each.part.peers is model]
         if model is not None and keep:
-            result += ask_for_full(optimizer, model, mine)
+            result += read_full(optimizer, model, mine)
         elif model is not None:
             result += [(each.param, {}) for each in mine]
     for comm in {id(e.part.comm): e.part.comm for e in held if e.part.peers is None}.values():

@@ -114,7 +114,7 @@ class Part:
 
     @property
     def peers(self) -> Any:
-        """Return the state_registry.ModelRecord of the parameter's model; None if it has none or
+        """Return the shared_state.ModelRecord of the parameter's model; None if it has none or
         was freed."""
         return self._peers[0]() if self._peers else None
 

@@ -113,7 +113,7 @@ class State:
     whole_grads: bool = False  # within summon_full_params(with_grads=True)
     optimizer_peak: int = 0  # bytes, as memory() has seen them
     names: list[str] = field(init=False)  # of the parameters
-    peers: object = None  # state_registry.ModelRecord: the ranks to ask for optimizer state
+    peers: object = None  # shared_state.ModelRecord: what the ranks can read of optimizer state
     peers_seen: list[weakref.ref[Any]] = field(default_factory=list)  # for Parts, which live longer
     sync_buffers: BufferSync = False  # the root's: broadcast from rank 0 at the start of a forward
     n_calls: int = 0  # running forwards of the module, which end even after an exception
@@ -123,7 +123,7 @@ class State:
         self.names = [str(self.unit.param(i)["name"]) for i in range(self.unit.n_params)]
 
     def meet(self, peers: object) -> None:
-        """Let the ranks of the unit's model ask each other."""
+        """Let the ranks of the unit's model read each other's optimizer state."""
         self.peers, self.peers_seen[:] = peers, [weakref.ref(peers)]
 
     def rename(self, name: str) -> None:

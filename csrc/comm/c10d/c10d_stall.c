@@ -2,7 +2,7 @@
  *
  * A process group reports nothing about ranks that have not come. They may be in a collective of the script, such as
  * torch's barrier while this rank evaluates alone. So this rank asks through the group's store, a thread of theirs
- * answers (ranks/responder.py), and the answer goes into one line on stderr, and into the error at the end. */
+ * answers (ranks/stalls.py), and the answer goes into one line on stderr, and into the error at the end. */
 #include "comm/c10d/c10d.h"
 
 #include <stdio.h>

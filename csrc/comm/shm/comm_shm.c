@@ -17,6 +17,7 @@
 #include "comm/shm/shm_reader.h"
 #include "comm/shm/shm_report.h"
 #include "comm/shm/shm_round.h"
+#include "comm/shm/shm_state.h"
 #include "comm/shm/shm_wait.h"
 
 #include <errno.h>
@@ -34,7 +35,7 @@
 #endif
 
 /* Raised when zs_shm_control or its protocol changes: ranks of different builds must not connect. */
-static const uint64_t protocol = 6;
+static const uint64_t protocol = 7;
 
 /* How long a rank waits for each next peer; it connects to them one after the other. */
 static const double meeting_seconds = 10.0, meeting_seconds_per_rank = 0.1;
@@ -194,6 +195,7 @@ static void shm_close(zs_comm *comm)
     shm->closed = true;
     zs_shm_flats_end(shm);
     if (!shm->connected) return;
+    zs_file_keep(shm->buckets); /* peers may read optimizer state that this rank frees from now on, as it exits */
     atomic_store(&shm->own->left, 1);
     zs_shm_wake_all(shm);
 }
@@ -223,6 +225,7 @@ static void shm_destroy(zs_comm *comm)
     close_fd(shm->control_fd);
     close_fd(shm->pidfd);
     close_fd(shm->flats_fd);
+    zs_mem_release(shm->posted);
     zs_file_release(shm->flats);
     zs_file_release(shm->buckets);
     free(shm->flat_offsets);
@@ -286,6 +289,7 @@ const zs_comm_ops zs_shm_ops = {
     .rounds = &shm_rounds,
     .readers = &shm_readers,
     .talk = &shm_talk,
+    .state = &zs_shm_state,
     .bytes = shm_bytes,
     .close = shm_close,
     .destroy = shm_destroy,

@@ -5,7 +5,8 @@
  *
  *   control  one file per rank, a zs_shm_control: state words, mailboxes, and a heap of records, one per unit and per
  *            reader. All ranks create the same records in the same order, so a record has the same offset in all heaps.
- *   buckets  one file per rank: full gradients, at offsets that the owner publishes with each post
+ *   buckets  one file per rank: full gradients, at offsets that the owner publishes with each post; and optimizer
+ *            state (shm_state.h)
  *   flats    one file for all: for each flat the shards of all ranks, side by side, so that one mapping is the full
  *            buffer
  *
@@ -90,6 +91,9 @@ typedef struct zs_shm_control {
     uint64_t sent_bytes[2]; /* bytes left of the broadcast when piece n was sent, by parity of n */
     char doing[ZS_CALL];    /* the call that the last exchange or broadcast belonged to */
 
+    /* The last text that the owner posted, see shm_state.h: odd while it changes. */
+    _Atomic uint64_t post_number, post_at, post_bytes;
+
     /* The end. `stopped` is set after the text is complete. */
     alignas(ZS_SHM_LINE) _Atomic uint32_t left; /* closed in an orderly way */
     _Atomic uint32_t ended;                     /* set after `fingerprint` */
@@ -170,6 +174,7 @@ typedef struct zs_shm {
     int listener;               /* socket, -1 once connected */
     int control_fd, pidfd;      /* own */
     zs_file *buckets;           /* own */
+    zs_mem *posted;             /* where the text lies that this rank has posted; NULL: none; owned */
     zs_file *flats;             /* of all ranks; NULL until connected */
     int flats_fd;               /* the same, created by rank 0, until connected; -1: none */
     uint64_t *flat_offsets;     /* [ZS_SHM_FLATS] offsets of this rank's shards of the flats in that file */

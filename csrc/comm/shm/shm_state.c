@@ -1,0 +1,102 @@
+/* shm_state.c - see shm_state.h. */
+#define _GNU_SOURCE 1 /* pread */
+#include "comm/shm/shm_state.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+static zs_status state_new(zs_comm *comm, size_t bytes, zs_mem **out)
+{
+    zs_shm *shm = (zs_shm *)comm;
+    ZS_TRY(zs_shm_usable(shm));
+    return zs_file_map_own(shm->buckets, zs_round_up(bytes ? bytes : 1, ZS_PAGE), out);
+}
+
+static bool state_offset(const zs_comm *comm, const zs_mem *mem, uint64_t *offset)
+{
+    const zs_shm *shm = (const zs_shm *)comm;
+    if (!zs_file_holds(shm->buckets, mem)) return false;
+    *offset = zs_file_offset_of(mem);
+    return true;
+}
+
+static int file_of(const zs_shm *shm, int rank)
+{
+    return rank == shm->base.rank ? zs_file_fd(shm->buckets) : shm->peers[rank].buckets;
+}
+
+static zs_status read_at(const zs_shm *shm, int rank, uint64_t offset, char *to, size_t bytes)
+{
+    for (size_t at = 0; at < bytes;) {
+        ssize_t got = pread(file_of(shm, rank), to + at, bytes - at, (off_t)(offset + at));
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0) return ZS_FAIL_ERRNO("cannot read the memory of another rank");
+        if (got == 0)
+            return ZS_FAIL(ZS_ERR_STATE, "the memory of rank %d ends before what it posted; please report this", rank);
+        at += (size_t)got;
+    }
+    return ZS_OK;
+}
+
+static zs_status state_read(zs_comm *comm, int rank, uint64_t offset, void *to, size_t bytes)
+{
+    ZS_TRY(zs_check_root(comm, rank));
+    return read_at((const zs_shm *)comm, rank, offset, to, bytes);
+}
+
+static bool left(const zs_comm *comm, int rank)
+{
+    return atomic_load(&((const zs_shm *)comm)->peers[rank].control->left) != 0;
+}
+
+/* --- the text ----------------------------------------------------------------------------------------------------- */
+
+/* The text never lies where another one did, as a file only grows: a reader that was overtaken finds another number
+ * than before. */
+static zs_status post(zs_comm *comm, const void *text, size_t bytes)
+{
+    zs_shm *shm = (zs_shm *)comm;
+    zs_shm_control *own = shm->own;
+    zs_mem *mem = NULL;
+    ZS_TRY(state_new(comm, bytes, &mem));
+    memcpy(mem->ptr, text, bytes);
+    atomic_store(&own->post_number, atomic_load(&own->post_number) + 1); /* odd: it changes */
+    atomic_store(&own->post_at, zs_file_offset_of(mem));
+    atomic_store(&own->post_bytes, bytes);
+    atomic_store(&own->post_number, atomic_load(&own->post_number) + 1);
+    zs_mem_release(shm->posted);
+    shm->posted = mem;
+    return ZS_OK;
+}
+
+static zs_status posted(zs_comm *comm, int rank, char **text, size_t *bytes)
+{
+    const zs_shm *shm = (const zs_shm *)comm;
+    ZS_TRY(zs_check_root(comm, rank));
+    const zs_shm_control *from = shm->peers[rank].control;
+    for (;;) {
+        uint64_t number = atomic_load(&from->post_number);
+        uint64_t at = atomic_load(&from->post_at);
+        *bytes = (size_t)atomic_load(&from->post_bytes);
+        if (number % 2 == 0 && number == atomic_load(&from->post_number)) {
+            *text = malloc(*bytes + 1);
+            if (*text == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory reading what rank %d posted", rank);
+            zs_status status = read_at(shm, rank, at, *text, *bytes);
+            bool current = number == atomic_load(&from->post_number);
+            if (status == ZS_OK && current) return ZS_OK;
+            free(*text);
+            if (current) return status;
+        }
+    }
+}
+
+const zs_state_ops zs_shm_state = {
+    .state_new = state_new,
+    .state_offset = state_offset,
+    .post = post,
+    .posted = posted,
+    .left = left,
+    .read = state_read,
+};

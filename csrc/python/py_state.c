@@ -1,0 +1,176 @@
+/* py_state.c - optimizer state that the ranks of one host read from each other's memory. */
+#include "python/py_util.h"
+
+#include <stdlib.h>
+
+/* The comm that `object` wraps; NULL with an exception if its peers cannot read this rank's memory. */
+static zs_comm *sharing(PyObject *object)
+{
+    zs_comm *comm = zs_py_comm(object);
+    if (comm == NULL || comm->ops->state != NULL) return comm;
+    PyErr_Format(PyExc_NotImplementedError, "ranks over transport '%s' do not share memory", comm->ops->name);
+    return NULL;
+}
+
+PyDoc_STRVAR(shares_doc, "shares_state($module, comm, /)\n--\n\nWhether peers can read optimizer state in place.");
+
+static PyObject *shares_state(PyObject *module, PyObject *object)
+{
+    (void)module;
+    const zs_comm *comm = zs_py_comm(object);
+    return comm == NULL ? NULL : PyBool_FromLong(comm->ops->state != NULL);
+}
+
+static zs_status new_zeros(zs_comm *comm, const zs_tensor *like, int64_t numel, zs_tensor **out)
+{
+    zs_tensor_info info;
+    zs_mem *mem = NULL;
+    zs_storage *storage = NULL;
+    ZS_TRY(zs_tensor_describe(like, &info));
+    size_t bytes = (size_t)numel * info.itemsize;
+    ZS_TRY(comm->ops->state->state_new(comm, bytes, &mem));
+    zs_status status = zs_storage_new(info.where, bytes, "", &storage);
+    ZS_THEN(status, zs_storage_fill(storage, mem, mem->ptr));
+    zs_place place = {storage, 0, 1, &numel, ZS_BYTES, NULL};
+    ZS_THEN(status, zs_tensor_new_on(&place, like, out));
+    zs_storage_free(storage);
+    zs_mem_release(mem);
+    return status;
+}
+
+PyDoc_STRVAR(zeros_doc, "shared_zeros($module, comm, numel, like, /)\n--\n\nReturn a new tensor of `numel` zeros in "
+                        "memory that the peers can read, with the dtype of `like`, which is on the CPU.\nRaises "
+                        "NotImplementedError if shares_state() is false.");
+
+static PyObject *shared_zeros(PyObject *module, PyObject *args)
+{
+    PyObject *object, *prototype;
+    long long numel;
+    if (!PyArg_ParseTuple(args, "OLO:shared_zeros", &object, &numel, &prototype)) return NULL;
+    zs_comm *comm = sharing(object);
+    if (comm == NULL) return NULL;
+    zs_tensor *like = NULL, *made = NULL;
+    zs_clear_error();
+    zs_status status = zs_py_tensor(prototype, &like);
+    if (status == ZS_OK) ZS_PY_NOGIL(status, new_zeros(comm, like, numel, &made));
+    zs_tensor_free(like);
+    if (status != ZS_OK) return zs_py_raise(module);
+    PyObject *tensor = zs_py_wrap(made);
+    zs_tensor_free(made);
+    return tensor;
+}
+
+PyDoc_STRVAR(place_doc, "state_place($module, comm, tensor, /)\n--\n\nReturn where a tensor of shared_zeros() begins, "
+                        "in bytes, for read_state(); None for any other memory.");
+
+static PyObject *state_place(PyObject *module, PyObject *args)
+{
+    PyObject *object, *value;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OO:state_place", &object, &value)) return NULL;
+    const zs_comm *comm = sharing(object);
+    if (comm == NULL) return NULL;
+    zs_tensor *tensor = NULL;
+    void *data = NULL;
+    uint64_t offset = 0;
+    zs_clear_error();
+    if (zs_py_tensor(value, &tensor) != ZS_OK) return zs_py_raise(NULL);
+    const zs_mem *mem = zs_tensor_mem(tensor);
+    bool found = mem != NULL && comm->ops->state->state_offset(comm, mem, &offset);
+    zs_status status = found ? zs_tensor_data(tensor, &data) : ZS_OK;
+    zs_tensor_free(tensor);
+    if (status != ZS_OK) return zs_py_raise(NULL);
+    if (!found) Py_RETURN_NONE;
+    return PyLong_FromUnsignedLongLong(offset + (uint64_t)((char *)data - (char *)mem->ptr));
+}
+
+PyDoc_STRVAR(post_doc, "post($module, comm, text, /)\n--\n\nReplace the bytes that peers get from posted().");
+
+static PyObject *post(PyObject *module, PyObject *args)
+{
+    PyObject *object;
+    const char *text;
+    Py_ssize_t size;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "Oy#:post", &object, &text, &size)) return NULL;
+    zs_comm *comm = sharing(object);
+    if (comm == NULL) return NULL;
+    zs_clear_error();
+    return zs_py_none(comm->ops->state->post(comm, text, (size_t)size));
+}
+
+PyDoc_STRVAR(posted_doc,
+             "posted($module, comm, rank, /)\n--\n\nReturn what a rank has posted last, b'' at first. Any time.");
+
+static PyObject *posted(PyObject *module, PyObject *args)
+{
+    PyObject *object;
+    int rank;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "Oi:posted", &object, &rank)) return NULL;
+    zs_comm *comm = sharing(object);
+    if (comm == NULL) return NULL;
+    char *text = NULL;
+    size_t bytes = 0;
+    zs_clear_error();
+    if (comm->ops->state->posted(comm, rank, &text, &bytes) != ZS_OK) return zs_py_raise(NULL);
+    PyObject *found = PyBytes_FromStringAndSize(text, (Py_ssize_t)bytes);
+    free(text);
+    return found;
+}
+
+PyDoc_STRVAR(left_doc,
+             "has_left($module, comm, rank, /)\n--\n\nWhether a rank has closed its Comm, so that it reads no more.");
+
+static PyObject *has_left(PyObject *module, PyObject *args)
+{
+    PyObject *object;
+    int rank;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "Oi:has_left", &object, &rank)) return NULL;
+    const zs_comm *comm = sharing(object);
+    if (comm == NULL) return NULL;
+    if (rank < 0 || rank >= comm->world) return PyErr_Format(PyExc_ValueError, "there is no rank %d", rank);
+    return PyBool_FromLong(comm->ops->state->left(comm, rank));
+}
+
+PyDoc_STRVAR(read_doc, "read_state($module, comm, rank, place, tensor, /)\n--\n\nFill a contiguous CPU tensor from "
+                       "the memory of a rank; place: from its state_place().");
+
+static PyObject *read_state(PyObject *module, PyObject *args)
+{
+    PyObject *object, *target;
+    int rank;
+    unsigned long long place;
+    (void)module;
+    if (!PyArg_ParseTuple(args, "OiKO:read_state", &object, &rank, &place, &target)) return NULL;
+    zs_comm *comm = sharing(object);
+    if (comm == NULL) return NULL;
+    zs_tensor *tensor = NULL;
+    zs_tensor_info info;
+    void *data = NULL;
+    zs_clear_error();
+    zs_status status = zs_py_tensor(target, &tensor);
+    ZS_THEN(status, zs_tensor_describe(tensor, &info));
+    if (status == ZS_OK && !(info.contiguous && info.where.type == ZS_ON_CPU))
+        status = ZS_FAIL(ZS_ERR_VALUE, "read_state() expects a contiguous CPU tensor");
+    if (status == ZS_OK && info.numel > 0) {
+        status = zs_tensor_data(tensor, &data);
+        size_t bytes = (size_t)info.numel * info.itemsize;
+        if (status == ZS_OK) ZS_PY_NOGIL(status, comm->ops->state->read(comm, rank, place, data, bytes));
+    }
+    zs_tensor_free(tensor);
+    return zs_py_none(status);
+}
+
+static PyMethodDef functions[] = {
+    {"shares_state", shares_state, METH_O, shares_doc},    {"shared_zeros", shared_zeros, METH_VARARGS, zeros_doc},
+    {"state_place", state_place, METH_VARARGS, place_doc}, {"post", post, METH_VARARGS, post_doc},
+    {"posted", posted, METH_VARARGS, posted_doc},          {"has_left", has_left, METH_VARARGS, left_doc},
+    {"read_state", read_state, METH_VARARGS, read_doc},    {0},
+};
+
+int zs_py_state_init(PyObject *module)
+{
+    return PyModule_AddFunctions(module, functions);
+}

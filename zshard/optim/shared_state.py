@@ -1,0 +1,383 @@
+"""Full optimizer state on one rank alone: over shm it reads the other ranks' shards in place.
+
+Sharded state lies in memory that the peers can read (csrc/comm/shm/shm_state.h): zshard's
+optimizers create it there, and other optimizers' state is moved there after the step that creates
+it. Each rank posts what it has and where, as one text for all its models. A rank that wants full
+state opens a reader session, so that no rank steps, and copies.
+
+A script may also put tensors into an optimizer's state by hand. They are posted at the optimizer's
+next step, or when the script comes to a barrier.
+
+Optimizers are numbered: the first of its class, with the same parameters, that steps a model on one
+rank is the first on all ranks. Another rank may read late, so a rank keeps the state of an
+optimizer that it has dropped until it sees that all ranks have dropped theirs: it looks when it
+drops one, and when it shards a model. When a rank exits, its memory stays as long as a peer
+runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import threading
+import time
+import weakref
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zshard import _core
+from zshard.guard.outside import call_at_barriers
+from zshard.guard.slices import plain
+from zshard.optim.sharded_state import HeldState, fact_of, held_in, params_of
+from zshard.ranks.agreement import Fact, first_difference
+from zshard.units.units import State, session, units_of
+
+__all__ = ["FullState", "ModelRecord", "meet", "read_full"]
+
+_TOKEN = 8  # bytes that identify a model
+_LATE = 5.0  # seconds that a rank may take to post what this one has posted
+_AGAIN = 0.05  # seconds between two looks
+_ALIGN = 64  # bytes: where moved tensors begin
+
+FullState = list[tuple[Tensor, dict[Any, Tensor]]]
+"""Parameters, each with the full tensors of its sharded state."""
+
+PostedTensor = tuple[int, str, int, int, int]
+"""A posted tensor: the index of its parameter, its name, its first element in the full tensor, its
+number of elements, and where it lies."""
+
+
+@dataclass(eq=False)
+class OptimizerRecord:
+    """This rank's share of one optimizer and one model, as posted."""
+
+    facts: list[Fact] = field(default_factory=list)
+    nested: list[bool] = field(default_factory=list)
+    rows: list[PostedTensor] = field(default_factory=list)
+    tensors: list[tuple[weakref.ref[Tensor], Any, Tensor]] = field(default_factory=list)
+    """Parameter, name and value of each row. Values stay alive as long as they are posted."""
+    entries: int = -1  # in the optimizer's state when it was posted
+    stamp: int | None = None  # the optimizer's state_changes then
+    reference: weakref.ref[Optimizer] | None = None
+
+    @property
+    def is_dropped(self) -> bool:
+        return self.reference is not None and self.reference() is None
+
+    def is_current(self, optimizer: Optimizer, in_step: bool) -> bool:
+        """Return whether what is posted is the optimizer's state. in_step: nothing but its steps
+        has changed it since, and zshard's optimizers count the changes."""
+        stamp = getattr(optimizer, "state_changes", None)
+        if in_step and stamp is not None:
+            return bool(stamp == self.stamp)
+        state: Mapping[Any, Any] = optimizer.state
+        if sum(map(len, list(state.values()))) != self.entries:
+            return False
+        return all(state.get(ref(), {}).get(key) is value for ref, key, value in self.tensors)
+
+
+class ModelRecord:
+    """One model on this rank with its optimizers, for the ranks that hold its shards."""
+
+    def __init__(self, token: str, board: Board, params: list[Tensor]) -> None:
+        self.token = token
+        self.board = board
+        self.optimizers: dict[str, OptimizerRecord] = {}
+        self._keys: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
+        self._counts: Counter[str] = Counter()
+        self._params = [weakref.ref(param) for param in params]
+
+    def note(self, optimizer: Optimizer, in_step: bool = False) -> str:
+        """Post the state of an optimizer that steps parameters of the model, has loaded state, or
+        will be saved. Returns its name, the same on all ranks."""
+        key = self._keys.get(optimizer)
+        if key is None:
+            key = self._number(optimizer)
+        record = self.optimizers.get(key)
+        if record is not None and not record.is_current(optimizer, in_step):
+            self._record(optimizer, record)
+            self.board.show(self)
+        return key
+
+    def _number(self, optimizer: Optimizer) -> str:
+        """Return its class, which of the model's parameters it has, and a number."""
+        places = {id(ref()): i for i, ref in enumerate(self._params)}
+        numbers = [places[id(p)] for p in params_of(optimizer) if id(p) in places]
+        kind = f"{type(optimizer).__name__}:{zlib.crc32(repr(numbers).encode()):x}"
+        key = f"{kind} {self._counts[kind]}"
+        self._counts[kind] += 1
+        drop = self.board.drop
+        record = OptimizerRecord(reference=weakref.ref(optimizer, lambda _: drop()))
+        self.optimizers[key] = record
+        self._keys[optimizer] = key
+        return key
+
+    def note_all(self) -> None:
+        """Post what scripts have put into the state of known optimizers."""
+        for record in list(self.optimizers.values()):
+            optimizer = None if record.reference is None else record.reference()
+            if optimizer is not None:
+                self.note(optimizer)
+
+    @plain()
+    def _record(self, optimizer: Optimizer, record: OptimizerRecord) -> None:
+        ids = {id(ref()) for ref in self._params}
+        params = [param for param in params_of(optimizer) if id(param) in ids]
+        held = held_in(params, optimizer.state)
+        cut = [
+            (index, key, value, own)
+            for index, each in enumerate(held)
+            for key, value, own in each.entries
+            if own is not None
+        ]
+        places = self.board.places([value for _, _, value, _ in cut])
+        record.rows = [
+            (index, str(key), own.begin, own.numel, place)
+            for (index, key, _, own), place in zip(cut, places, strict=True)
+        ]
+        record.tensors = [(weakref.ref(held[i].param), key, value) for i, key, value, _ in cut]
+        record.facts = [fact_of(each) for each in held]
+        record.nested = [each.nested is not None for each in held]
+        record.entries = sum(map(len, list(optimizer.state.values())))
+        record.stamp = getattr(optimizer, "state_changes", None)
+
+
+class Board:
+    """What this rank posts over one transport, of all its models and their optimizers."""
+
+    def __init__(self, comm: _core.Comm) -> None:
+        self.comm = comm
+        self.models: dict[str, ModelRecord] = {}
+        """By token; those with optimizers that others may read, also where the model is gone."""
+        self._dropped: set[str] = set()  # "token key" of optimizers that this rank has dropped
+        self._lock = threading.Lock()
+        self._is_stale = False
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def places(self, values: Sequence[Tensor]) -> list[int]:
+        """Return where tensors lie, for peers, after moving those that peers cannot read."""
+        found = [_core.state_place(self.comm, value) for value in values]
+        moving = [value for value, at in zip(values, found, strict=True) if at is None]
+        starts, end = [], 0
+        for value in moving:
+            starts.append(end)
+            end += -(-value.numel() * value.element_size() // _ALIGN) * _ALIGN
+        if moving:
+            block = _core.shared_zeros(self.comm, end, torch.empty(0, dtype=torch.uint8))
+            for value, start in zip(moving, starts, strict=True):
+                own = block[start : start + value.numel() * value.element_size()]
+                own = own.view(value.dtype).view(value.shape).copy_(value.detach())
+                value.data = own  # the tensor stays the same object
+            found = [_core.state_place(self.comm, value) for value in values]
+        return [0 if at is None else at for at in found]  # None: an empty shard has no place
+
+    def show(self, model: ModelRecord) -> None:
+        """Post a model's optimizers, from now on."""
+        self.models[model.token] = model
+        _kept.add(self)
+        self.publish()
+
+    def publish(self) -> None:
+        """Post what there is now. On any thread, and within the finalizer of an optimizer, which
+        may run in the midst of this: then the call around it posts once more."""
+        self._is_stale = True
+        while self._is_stale and self._lock.acquire(blocking=False):
+            try:
+                self._is_stale = False
+                _core.post(self.comm, json.dumps(self._text()).encode())
+            finally:
+                self._lock.release()
+
+    def _text(self) -> dict[str, Any]:
+        states: dict[str, Any] = {}
+        for token, model in list(self.models.items()):
+            for key, record in list(model.optimizers.items()):
+                text = {"facts": record.facts, "nested": record.nested, "rows": record.rows}
+                states[f"{token} {key}"] = text
+        return {"states": states, "dropped": sorted(self._dropped)}
+
+    def read(self, rank: int) -> dict[str, Any]:
+        """Return what another rank has posted."""
+        text = _core.posted(self.comm, rank)
+        found: dict[str, Any] = json.loads(text) if text else {"states": {}, "dropped": []}
+        return found
+
+    def drop(self) -> None:
+        """Post which optimizers have died, and free the state of those that all ranks have
+        dropped."""
+        try:
+            dead = set(self._dead())
+            if dead - self._dropped:
+                self._dropped |= dead
+                self.publish()
+            self.sweep()
+        except Exception:  # the process exits: the transport is closed, or modules are empty
+            return
+
+    def _dead(self) -> Iterator[str]:
+        for token, model in list(self.models.items()):
+            for key, record in list(model.optimizers.items()):
+                if record.is_dropped:
+                    yield f"{token} {key}"
+
+    def sweep(self) -> None:
+        """Free the state of optimizers that all ranks have dropped."""
+        dead = set(self._dead())
+        for rank in range(self.comm.world) if dead else ():
+            if rank != self.comm.rank and not _core.has_left(self.comm, rank):
+                dead &= set(self.read(rank)["dropped"])
+        for name in dead:
+            token, _, key = name.partition(" ")
+            self.models[token].optimizers.pop(key, None)
+            if not self.models[token].optimizers:
+                del self.models[token]
+        if dead:
+            self.publish()
+        if not self.models:
+            _kept.discard(self)
+
+
+_boards: weakref.WeakValueDictionary[int, Board] = weakref.WeakValueDictionary()
+"""By the id of the transport, which a board keeps alive. Its models keep a board."""
+_kept: set[Board] = set()
+"""Those with optimizers that others may read, also where the models are gone."""
+
+
+def meet(module: nn.Module, shards: _core.Comm) -> None:
+    """Let the ranks that hold a new model's shards read each other's optimizer state. Collective
+    where they share memory, unless the state is offloaded; else a no-op."""
+    states: list[State] = [state for _, state in units_of(module)]
+    offloads = any(each.options.offload and each.options.offload.optimizer for each in states)
+    if not _core.shares_state(shards) or offloads:
+        return
+    for each in list(_kept):
+        each.drop()
+    board = _boards.get(id(shards)) or Board(shards)
+    _boards[id(shards)] = board
+    token = shards.exchange(secrets.token_bytes(_TOKEN))[0].hex()
+    params: list[Tensor] = [param for state in states for param in state.unit.params]
+    record = ModelRecord(token, board, params)
+    for state in states:
+        state.meet(record)
+
+
+def _note_all() -> None:
+    for board in list(_kept):
+        for model in list(board.models.values()):
+            model.note_all()
+
+
+call_at_barriers(_note_all)
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def read_full(optimizer: Optimizer, model: ModelRecord, held: Sequence[HeldState]) -> FullState:
+    """Return the parameters of one model with the full tensors of their sharded state.
+
+    Raises DivergenceError if another rank's state differs in parameters, names, shapes or dtypes;
+    RuntimeError for shards within a list or dict; what a forward on one rank alone raises.
+    """
+    name, board = f"{model.token} {model.note(optimizer)}", model.board
+    full = _FullTensors(held)
+    late = _LATE if any(each.entries for each in held) else 0.0
+    with session(unit for each in held if (unit := each.part.unit)):
+        for rank in range(board.comm.world):
+            if rank == board.comm.rank:
+                full.take_own()
+                continue
+            posted = _posted_by(board, rank, name, late)
+            full.check(posted, board.comm.rank, rank)
+            for index, key, begin, numel, at in posted["rows"]:
+                _core.read_state(board.comm, rank, at, full.place(index, key, begin, numel))
+    return full.result()
+
+
+def _posted_by(board: Board, rank: int, name: str, late: float) -> dict[str, Any]:
+    """Return what a rank has posted of an optimizer, which may take it so many seconds if it has
+    got its state without a step."""
+    end = time.monotonic() + late
+    while True:
+        found: dict[str, Any] | None = board.read(rank)["states"].get(name)
+        if found is not None:
+            return found
+        if time.monotonic() > end:
+            return {"facts": None, "nested": [], "rows": []}
+        time.sleep(_AGAIN)
+
+
+class _FullTensors:
+    """Full tensors while they are being assembled."""
+
+    def __init__(self, held: Sequence[HeldState]) -> None:
+        self._held = held
+        self._cut = [{str(key): (key, v, own) for key, v, own in h.entries if own} for h in held]
+        self._made: dict[tuple[int, str], Tensor] = {}
+        self._filled: Counter[tuple[int, str]] = Counter()
+
+    def check(self, posted: dict[str, Any], own_rank: int, rank: int) -> None:
+        """Raise if another rank's state does not match this rank's."""
+        ours = list(map(fact_of, self._held))
+        theirs = posted["facts"]
+        if theirs is None:  # that rank's optimizer has neither stepped nor loaded
+            theirs = [(about, "none") for about, _ in ours]
+        facts = {own_rank: ours, rank: [(about, said) for about, said in theirs]}
+        low, high = sorted(facts)
+        difference = first_difference(facts[low], facts[high], (low, high))
+        if difference is not None:
+            raise _core.DivergenceError(
+                f"the optimizers differ between ranks: {difference}; use the same on all ranks"
+            )
+        for each, is_nested in zip(self._held, posted["nested"], strict=False):
+            if is_nested:
+                each.refuse_nested()
+
+    def place(self, index: int, key: str, begin: int, numel: int) -> Tensor:
+        """Return the memory for elements of the full tensor."""
+        if (index, key) not in self._made:
+            _, value, part = self._cut[index][key]
+            self._made[index, key] = torch.empty(part.whole_numel, dtype=value.dtype)
+        self._filled[index, key] += numel
+        return self._made[index, key][begin : begin + numel]
+
+    @plain()
+    def take_own(self) -> None:
+        for index, cut in enumerate(self._cut):
+            for name, (_, value, part) in cut.items():
+                place = self.place(index, name, part.begin, part.numel)
+                place.copy_(value.detach().reshape(-1))
+
+    def result(self) -> FullState:
+        full: FullState = []
+        for index, (each, cut) in enumerate(zip(self._held, self._cut, strict=True)):
+            for name, (_, _, part) in cut.items():
+                if self._filled[index, name] != part.whole_numel:
+                    raise RuntimeError(
+                        f"the ranks' shards of '{each.part.name}' do not add up to the full "
+                        "parameter; please report this"
+                    )
+            own = {
+                key: self._made[index, name].view(part.shape)
+                for name, (key, _, part) in cut.items()
+            }
+            full.append((each.param, own))
+        return full
+
+
+def _in_child() -> None:
+    """A forked child is not a rank."""
+    _boards.clear()
+    _kept.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)
