@@ -5,6 +5,7 @@
 
 #include "base/memory.h"
 #include "base/simd.h"
+#include "optim/optim.h"
 
 #define MAGIC UINT64_C(0x3130747065736b7a) /* the format's version, too */
 
@@ -21,53 +22,28 @@ static const char *const NAMES[ZS_KEPT_MEMORIES] = {
 
 /* --- the area ----------------------------------------------------------------------------------------------------- */
 
-/* Elements of a chunk whose copy fits into an undo slot, each memory's at a line of its own: whole groups, so that
- * zs_update_part cuts there. */
-static int64_t chunk_of(size_t group_bytes, int64_t undo)
-{
-    return (undo - ZS_KEPT_MEMORIES * ZS_KEPT_LINE) / (int64_t)group_bytes * ZS_GROUP;
-}
-
-static int64_t chunk_of_run(const zs_run *run, int64_t undo)
-{
-    size_t bytes = 0;
-    for (int i = 0; i < ZS_KEPT_MEMORIES; i++)
-        bytes += i == ZS_KEPT_GRAD ? 0 : zs_kept_bytes_of(run, i, ZS_GROUP);
-    return chunk_of(bytes, undo);
-}
-
-/* Marks for any step of this room: the narrowest chunks are those of float64 with amsgrad. */
-static int64_t most_chunks(const zs_kept_room *room)
-{
-    return room->runs + room->elements / chunk_of(4 * sizeof(double) * ZS_GROUP, room->undo);
-}
-
 static bool possible(const zs_kept_room *room)
 {
-    const int64_t most = INT64_C(1) << 48;
-    return room->runs >= 0 && room->runs < most / (int64_t)sizeof(zs_kept_run) && room->elements >= 0 &&
-           room->elements < most && room->threads >= 1 && room->threads <= ZS_KEPT_MAX_THREADS &&
-           room->undo >= ZS_KEPT_MIN_UNDO && room->undo <= most / ZS_KEPT_MAX_THREADS;
+    const int64_t most = (INT64_C(1) << 48) / (int64_t)sizeof(zs_kept_run);
+    return room->runs >= 0 && room->runs < most && room->threads >= 1 && room->threads <= ZS_KEPT_MAX_THREADS;
+}
+
+static size_t bytes_of_runs(const zs_kept_room *room)
+{
+    return zs_round_up((size_t)room->runs * sizeof(zs_kept_run), ZS_KEPT_LINE);
 }
 
 size_t zs_kept_bytes(const zs_kept_room *room)
 {
     if (!possible(room)) return 0;
-    size_t runs = zs_round_up((size_t)room->runs * sizeof(zs_kept_run), ZS_KEPT_LINE);
-    size_t marks = zs_round_up((size_t)most_chunks(room) * sizeof(zs_kept_mark), ZS_KEPT_LINE);
-    return zs_round_up(sizeof(zs_kept_head), ZS_KEPT_LINE) + runs + marks +
-           (size_t)room->threads * zs_round_up((size_t)room->undo, ZS_KEPT_LINE);
+    const size_t workers = (size_t)room->threads * sizeof(zs_kept_worker);
+    return zs_round_up(sizeof(zs_kept_head), ZS_KEPT_LINE) + bytes_of_runs(room) + workers;
 }
 
 zs_kept_parts zs_kept_parts_of(void *area, const zs_kept_room *room)
 {
-    zs_kept_parts at = {.head = area};
-    char *next = (char *)area + zs_round_up(sizeof(zs_kept_head), ZS_KEPT_LINE);
-    at.runs = (zs_kept_run *)(void *)next;
-    next += zs_round_up((size_t)room->runs * sizeof(zs_kept_run), ZS_KEPT_LINE);
-    at.marks = (zs_kept_mark *)(void *)next;
-    at.slots = next + zs_round_up((size_t)most_chunks(room) * sizeof(zs_kept_mark), ZS_KEPT_LINE);
-    return at;
+    char *runs = (char *)area + zs_round_up(sizeof(zs_kept_head), ZS_KEPT_LINE);
+    return (zs_kept_parts){area, (void *)runs, (void *)(runs + bytes_of_runs(room))};
 }
 
 static uint64_t mixed(uint64_t sum, const void *from, size_t bytes)
@@ -91,7 +67,9 @@ static uint64_t digest_of(const zs_kept_parts *at, const zs_kept_head *head, uin
 
 zs_status zs_kept_format(void *area, const zs_kept_room *room)
 {
-    if (!possible(room)) return ZS_FAIL(ZS_ERR_VALUE, "no kept area can hold %lld runs", (long long)room->runs);
+    if (!possible(room))
+        return ZS_FAIL(ZS_ERR_VALUE, "no kept area can have room for %lld runs and %lld threads", (long long)room->runs,
+                       (long long)room->threads);
     zs_kept_head made = {.magic = MAGIC, .run_bytes = sizeof(zs_kept_run), .room = *room};
     memcpy(area, &made, sizeof made);
     return ZS_OK;
@@ -147,13 +125,13 @@ static zs_status record_run(const zs_kept_parts *at, zs_kept_head *head, const z
 {
     if (job->live != NULL || (run->device != NULL && run->device->ops->queues))
         return ZS_FAIL(ZS_ERR_UNSUPPORTED, "a kept step updates memory of the CPU, but a parameter is on a GPU");
+    if (head->n_runs >= head->room.runs)
+        return ZS_FAIL(ZS_ERR_VALUE, "the step exceeds its kept area, made for %lld runs", (long long)head->room.runs);
     zs_kept_run made;
     memset(&made, 0, sizeof made);
     ZS_TRY(record_places(run, in, &made));
     made.constants = *run->constants;
     made.numel = run->numel;
-    made.chunk = chunk_of_run(run, head->room.undo);
-    made.first_chunk = head->n_chunks;
     made.number = run->number;
     made.factor = run->factor;
     made.rule = job->rule;
@@ -161,14 +139,17 @@ static zs_status record_run(const zs_kept_parts *at, zs_kept_head *head, const z
     made.form = run->form;
     made.dtype = run->dtype;
     made.dithered = run->dithered;
-    if (head->n_runs >= head->room.runs || run->numel > head->room.elements - head->n_elements)
-        return ZS_FAIL(ZS_ERR_VALUE, "the step exceeds its kept area, made for %lld runs of %lld elements",
-                       (long long)head->room.runs, (long long)head->room.elements);
     ZS_KEPT_COPY(&at->runs[head->n_runs], &made, sizeof made);
     head->n_runs++;
-    head->n_elements += run->numel;
-    head->n_chunks += zs_kept_chunks_of(&made);
+    head->n_chunks += zs_kept_n_chunks(run->numel, run->dtype);
     return ZS_OK;
+}
+
+/* As many as there is room for; fewer where that does not pay. */
+static int64_t workers_for(const zs_kept_head *head)
+{
+    const int64_t pay = head->n_chunks / (ZS_UPDATE_GRAIN / ZS_KEPT_PARAMS * (int64_t)sizeof(float)) + 1;
+    return pay < head->room.threads ? pay : head->room.threads;
 }
 
 zs_status zs_kept_write(void *area, uint64_t step, const zs_update_job *jobs, int64_t n_jobs,
@@ -178,14 +159,15 @@ zs_status zs_kept_write(void *area, uint64_t step, const zs_update_job *jobs, in
     const zs_kept_parts at = zs_kept_parts_of(area, &made.room);
     zs_kept_finder in = {files, 0};
     made.isa = zs_isa_best();
-    made.n_runs = made.n_chunks = made.n_elements = 0;
+    made.n_runs = made.n_chunks = 0;
     made.step = 0;
     ZS_KEPT_MARK(&at.head->step, UINT64_C(0)); /* from here on the area is no step's */
     for (int64_t i = 0; i < n_jobs; i++)
         for (int64_t r = 0; r < jobs[i].n_runs; r++)
             ZS_TRY(record_run(&at, &made, &jobs[i], &jobs[i].run[r], &in));
-    for (int64_t i = 0; i < made.n_chunks; i++)
-        ZS_KEPT_MARK(&at.marks[i], (zs_kept_mark)ZS_KEPT_TO_DO);
+    made.n_workers = workers_for(&made);
+    for (int64_t i = 0; i < made.n_workers; i++)
+        ZS_KEPT_MARK(&at.workers[i].done, UINT64_C(0));
     made.digest = digest_of(&at, &made, step);
     ZS_KEPT_COPY(at.head, &made, sizeof made);
     ZS_KEPT_MARK(&at.head->step, step);
@@ -249,25 +231,22 @@ static zs_status check_runs(const zs_kept_parts *at, const zs_kept_files *files)
         if (!zs_kept_open_run(kept, &in, &run))
             return ZS_FAIL(ZS_ERR_VALUE, "the kept step needs memory of %lld elements that is not in the files given",
                            (long long)kept->numel);
-        bool sound = run.param != NULL && run.grad != NULL && run.numel > 0 && kept->first_chunk == chunks;
-        if (!sound || kept->chunk != chunk_of_run(&run, at->head->room.undo))
+        if (run.param == NULL || run.grad == NULL || run.numel <= 0)
             return ZS_FAIL(ZS_ERR_VALUE, "run %lld in the kept area is damaged", (long long)i);
-        chunks += zs_kept_chunks_of(kept);
+        chunks += zs_kept_n_chunks(run.numel, run.dtype);
     }
-    if (chunks != at->head->n_chunks || chunks > most_chunks(&at->head->room))
+    if (chunks != at->head->n_chunks)
         return ZS_FAIL(ZS_ERR_VALUE, "the kept area is damaged: it has %lld chunks", (long long)chunks);
     return ZS_OK;
 }
 
-/* Does each mark say something, and does no slot belong to two chunks? */
-static zs_status check_marks(const zs_kept_parts *at)
+/* Is each worker among its own chunks? */
+static zs_status check_workers(const zs_kept_parts *at)
 {
-    unsigned char taken[ZS_KEPT_MAX_THREADS] = {0};
-    for (int64_t i = 0; i < at->head->n_chunks; i++) {
-        const int64_t slot = (int64_t)at->marks[i] - ZS_KEPT_IN_HAND;
-        if (slot < 0) continue;
-        if (slot >= at->head->room.threads || taken[slot]++)
-            return ZS_FAIL(ZS_ERR_VALUE, "mark %lld in the kept area is damaged", (long long)i);
+    for (int64_t i = 0; i < at->head->n_workers; i++) {
+        const int64_t own = zs_kept_first(at->head, i + 1) - zs_kept_first(at->head, i);
+        if (at->workers[i].done > 2 * (uint64_t)own)
+            return ZS_FAIL(ZS_ERR_VALUE, "thread %lld in the kept area is damaged", (long long)i);
     }
     return ZS_OK;
 }
@@ -277,5 +256,5 @@ zs_status zs_kept_check(void *area, size_t bytes, uint64_t step, const zs_kept_f
     ZS_TRY(check_record(area, bytes, step));
     const zs_kept_parts at = zs_kept_parts_of(area, &((zs_kept_head *)area)->room);
     ZS_TRY(check_runs(&at, files));
-    return check_marks(&at);
+    return check_workers(&at);
 }

@@ -5,13 +5,14 @@
 #ifndef ZS_KEPT_AREA_H
 #define ZS_KEPT_AREA_H
 
+#include "optim/kept_step.h"
+
 #include <string.h>
 
 #include "device/device.h"
-#include "optim/kept_step.h"
 
 /* All stores to kept memory but those of the update's loops. tests/c/check_kept.c has its own, which kill. The compiler
- * may move no store across a mark: a release keeps those before it there, the fence those behind it. */
+ * may move no store across a mark: the release holds those before it, the fence those after it. */
 #ifndef ZS_KEPT_MARK
 #define ZS_KEPT_MARK(at, value)                            \
     do {                                                   \
@@ -19,13 +20,17 @@
         __atomic_signal_fence(__ATOMIC_SEQ_CST);           \
     } while (0)
 #define ZS_KEPT_COPY(to, from, bytes) memcpy(to, from, bytes)
-#define ZS_KEPT_UPDATE(job, from, to) zs_update_part(job, from, to)
+#define ZS_KEPT_UPDATE(loop, run, from, to) zs_update_range(loop, run, from, to)
 #endif
 
 /* The memory of a run: parameter and gradient, then its state. */
 enum { ZS_KEPT_PARAM, ZS_KEPT_GRAD, ZS_KEPT_STATES, ZS_KEPT_MEMORIES = ZS_KEPT_STATES + ZS_OPTIM_STATES };
 
-enum { ZS_KEPT_LINE = 64 }; /* what parts of the area and of undo slots are aligned to */
+enum {
+    ZS_KEPT_LINE = 64,    /* parts of the area, and the memories in an undo slot, begin at multiples of this */
+    ZS_KEPT_PARAMS = 512, /* bytes of the parameter in a chunk: measured, see docs/design/keep.md */
+    ZS_KEPT_UNDO = 4096,  /* a chunk of any kind fits */
+};
 
 /* Where memory lies in a file. */
 typedef struct zs_kept_place {
@@ -39,9 +44,7 @@ typedef struct zs_kept_run {
     zs_kept_place places[ZS_KEPT_MEMORIES];
     zs_constants constants;
     int64_t numel;
-    int64_t chunk;       /* elements of each chunk but the last */
-    int64_t first_chunk; /* the index of its mark */
-    uint64_t number;     /* as in zs_run, like the others */
+    uint64_t number;
     float factor;
     uint32_t rule, full, form, dtype, dithered;
 } zs_kept_run;
@@ -52,21 +55,24 @@ typedef struct zs_kept_head {
     uint64_t run_bytes; /* of a zs_kept_run: another build's may differ */
     zs_kept_room room;
     uint64_t isa; /* whose loops the step begins with */
-    int64_t n_runs, n_chunks, n_elements;
+    int64_t n_runs, n_chunks, n_workers;
     uint64_t digest; /* of all above, the step and the runs */
     uint64_t step;   /* 0: no record */
 } zs_kept_head;
 
-/* A chunk's mark; ZS_KEPT_IN_HAND + the number of the undo slot. */
-typedef uint16_t zs_kept_mark;
-enum { ZS_KEPT_TO_DO, ZS_KEPT_DONE, ZS_KEPT_IN_HAND };
+/* What a worker, one of the threads of a step, leaves for a process that continues. `done`: twice the number of its
+ * chunks that are updated, and 1 more if it has the next one in hand, which is in `undo` as it was. */
+typedef struct zs_kept_worker {
+    uint64_t done;
+    char padding[ZS_KEPT_LINE - sizeof(uint64_t)];
+    char undo[ZS_KEPT_UNDO];
+} zs_kept_worker;
 
 /* An area, taken apart; borrowed. */
 typedef struct zs_kept_parts {
     zs_kept_head *head;
     zs_kept_run *runs;
-    zs_kept_mark *marks;
-    char *slots;
+    zs_kept_worker *workers;
 } zs_kept_parts;
 
 /* Ranges, and where the last one was found: runs follow each other there, too. */
@@ -92,9 +98,22 @@ static inline const void *zs_kept_memory_of(const zs_run *run, int which)
     return which == ZS_KEPT_GRAD ? run->grad : run->state[which - ZS_KEPT_STATES];
 }
 
-static inline int64_t zs_kept_chunks_of(const zs_kept_run *run)
+/* Elements of a chunk of a run of this dtype: whole groups. The last one of a run may have less. */
+static inline int64_t zs_kept_chunk(zs_dtype dtype)
 {
-    return (run->numel - 1) / run->chunk + 1;
+    return ZS_KEPT_PARAMS / (int64_t)zs_dtype_size(dtype);
+}
+
+/* How many chunks `numel` elements have. */
+static inline int64_t zs_kept_n_chunks(int64_t numel, zs_dtype dtype)
+{
+    return (numel - 1) / zs_kept_chunk(dtype) + 1;
+}
+
+/* The first chunk of worker `index`; of n_workers, the end: chunks of all runs are numbered together. */
+static inline int64_t zs_kept_first(const zs_kept_head *head, int64_t index)
+{
+    return index < head->n_workers ? head->n_chunks / head->n_workers * index : head->n_chunks;
 }
 
 /* A run of the record as loops take it, in the memory of this process; false: some of it is not there. */

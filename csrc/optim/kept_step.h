@@ -1,13 +1,14 @@
 /* kept_step.h - an optimizer step that another process can finish when this one is killed.
  *
  * Parameters, gradients, state and one *kept area* lie in files that outlive a process (memfds). The area holds the
- * record of the step, a mark for each chunk of it, and undo slots: before a chunk is overwritten, a slot has what it
- * was. Stores that a killed process has executed stay in such memory, so only their order in the program counts, and
+ * record of the step and, for each thread, how far it is, and an undo slot: before a chunk is overwritten, the slot has
+ * what it was. Stores that a killed process has executed stay in such memory, so only their order in the program counts, and
  * zs_kept_finish continues wherever it stopped. See docs/design/keep.md.
  */
 #ifndef ZS_KEPT_STEP_H
 #define ZS_KEPT_STEP_H
 
+#include "device/device.h"
 #include "update/jobs.h"
 
 /* Memory of this process that is a part of such a file. */
@@ -26,17 +27,11 @@ typedef struct zs_kept_files {
 
 /* What an area has room for. */
 typedef struct zs_kept_room {
-    int64_t runs;     /* of a step */
-    int64_t elements; /* of these runs together */
-    int64_t threads;  /* that update at the same time, 1 to ZS_KEPT_MAX_THREADS; each has an undo slot */
-    int64_t undo;     /* bytes of an undo slot: ZS_KEPT_UNDO; tests take less, down to ZS_KEPT_MIN_UNDO */
+    int64_t runs;    /* of a step */
+    int64_t threads; /* that update at the same time, 1 to ZS_KEPT_MAX_THREADS */
 } zs_kept_room;
 
-enum {
-    ZS_KEPT_UNDO = 96 << 10, /* a slot and what it is a copy of stay in the L2 cache: measured */
-    ZS_KEPT_MIN_UNDO = 1536, /* a group of ZS_GROUP elements of the widest kind */
-    ZS_KEPT_MAX_THREADS = 4096,
-};
+enum { ZS_KEPT_MAX_THREADS = 4096 };
 
 /* Bytes of an area with this room; 0: no area can have it. */
 size_t zs_kept_bytes(const zs_kept_room *room);
