@@ -77,6 +77,10 @@ zs_run_loop *zs_run_loop_for(zs_rule rule, bool full, const zs_run *run);
 /* Likewise for a run of float32 or bfloat16 whose form is not PLAIN. `begin` begins a group. */
 zs_run_loop *zs_compact_loop_for(zs_rule rule, bool full, const zs_run *run);
 
+/* Has `loop`, the run's, update elements [from, to) of it, from the begin of a group on. If the run is dithered, stops
+ * wherever the upper half of the elements' numbers changes. */
+void zs_update_range(zs_run_loop *loop, const zs_run *run, int64_t from, int64_t to);
+
 /* Elements below which another thread costs more than it helps (some 30 us of memory traffic). */
 enum { ZS_UPDATE_GRAIN = 1 << 15 };
 

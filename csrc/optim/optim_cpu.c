@@ -115,11 +115,8 @@ static int64_t cut(int64_t at, int64_t numel)
     return rounded < numel ? rounded : numel;
 }
 
-/* Elements [from, to) of a run; if it is dithered, with a stop wherever the upper half of their numbers changes. */
-static void update(const zs_update_job *job, int64_t from, int64_t to)
+void zs_update_range(zs_run_loop *loop, const zs_run *run, int64_t from, int64_t to)
 {
-    const zs_run *run = job->run;
-    zs_run_loop *loop = zs_run_loop_for(job->rule, job->full, run);
     while (from < to) {
         uint64_t number = run->number + (uint64_t)from;
         uint64_t left = (UINT64_C(1) << 32) - (uint32_t)number; /* before it changes */
@@ -131,5 +128,6 @@ static void update(const zs_update_job *job, int64_t from, int64_t to)
 
 void zs_update_part(const zs_update_job *job, int64_t begin, int64_t end)
 {
-    update(job, cut(begin, job->run->numel), cut(end, job->run->numel));
+    zs_run_loop *loop = zs_run_loop_for(job->rule, job->full, job->run);
+    zs_update_range(loop, job->run, cut(begin, job->run->numel), cut(end, job->run->numel));
 }
