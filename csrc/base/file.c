@@ -1,6 +1,7 @@
 /* file.c - see file.h. */
 #define _GNU_SOURCE 1 /* memfd_create, fallocate, F_SEAL_SHRINK */
 #include "base/file.h"
+#include "base/kept.h"
 #include "base/refs.h"
 
 #include <errno.h>
@@ -47,6 +48,7 @@ typedef struct region_owner {
     zs_file *file;
     uint64_t offset, bytes; /* of this rank's own region */
     int64_t slot;           /* index among the buckets; A_FLAT, READ_BY_PEERS: none of them */
+    uint64_t before;        /* of the peers' regions that are mapped before it, in the same file */
 } region_owner;
 
 /* --- files -------------------------------------------------------------------------------------------------------- */
@@ -240,6 +242,7 @@ static void free_region(zs_mem *mem)
 {
     region_owner *owner = mem->owner;
     zs_file *file = owner->file;
+    zs_mapping_forget(mem->ptr);
     munmap(mem->ptr, mem->bytes);
     if (file->lifetime == zs_lifetime()) {
         pthread_mutex_lock(&file->lock);
@@ -259,12 +262,15 @@ static zs_status wrap_region(void *ptr, size_t mapped, region_owner made, zs_mem
 {
     zs_mem_count_mapping();
     region_owner *owner = malloc(sizeof *owner);
-    zs_status status = ZS_ERR_MEMORY;
-    if (owner != NULL) {
+    zs_status status = owner == NULL ? ZS_ERR_MEMORY : ZS_OK;
+    zs_mapping mapping = {ptr, mapped, made.offset - made.before, made.file->fd};
+    if (made.file->path == NULL) ZS_THEN(status, zs_mapping_note(&mapping));
+    if (status == ZS_OK) {
         *owner = made;
         status = zs_mem_wrap(ptr, mapped, free_region, owner, out);
     }
     if (status != ZS_OK) {
+        zs_mapping_forget(ptr);
         free(owner);
         munmap(ptr, mapped);
         return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating a region descriptor");
@@ -347,7 +353,7 @@ zs_status zs_file_map_common(zs_file *file, int rank, int world, size_t shard_by
     if (shard_bytes % HUGE_PAGE == 0) madvise(base, bytes, MADV_HUGEPAGE); /* advice, may fail */
     madvise(base, before, MADV_DONTDUMP);                                  /* a core dump holds the own shard */
     madvise(base + before + shard_bytes, bytes - before - shard_bytes, MADV_DONTDUMP);
-    return wrap_region(base, bytes, (region_owner){file, offset + before, shard_bytes, A_FLAT}, out);
+    return wrap_region(base, bytes, (region_owner){file, offset + before, shard_bytes, A_FLAT, before}, out);
 }
 
 zs_status zs_file_set_apart(zs_mem *mem, int rank, bool apart)
@@ -372,12 +378,7 @@ zs_status zs_file_map_flat(zs_file *file, const int *fds, int world, size_t shar
         munmap(base, bytes);
         return status;
     }
-    return wrap_region(base, bytes, (region_owner){file, offset, shard_bytes, world > 1 ? READ_BY_PEERS : A_FLAT}, out);
-}
-
-zs_status zs_file_map_own(zs_file *file, size_t bytes, zs_mem **out)
-{
-    return zs_file_map_flat(file, &file->fd, 1, bytes, out);
+    return wrap_region(base, bytes, (region_owner){file, offset, shard_bytes, world > 1 ? READ_BY_PEERS : A_FLAT, 0}, out);
 }
 
 /* A free slot of exactly `bytes`, -1 if there is none. A larger one would do, and would make a unit's bucket as
@@ -428,7 +429,7 @@ zs_status zs_file_map_bucket(zs_file *file, size_t bytes, zs_region *region, zs_
         status = ZS_FAIL(ZS_ERR_MEMORY, "cannot map a bucket of %zu bytes: %s", bytes, strerror(errno));
     } else {
         if (region->bytes % HUGE_PAGE == 0) madvise(ptr, region->bytes, MADV_HUGEPAGE); /* advice, may fail */
-        region_owner owner = {file, region->offset, region->bytes, index};
+        region_owner owner = {file, region->offset, region->bytes, index, 0};
         status = wrap_region(ptr, region->bytes, owner, out);
     }
     if (status != ZS_OK) {

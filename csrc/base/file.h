@@ -39,9 +39,6 @@ void zs_file_hide(zs_file *file);
 typedef bool (*zs_file_freed)(void *arg, uint64_t offset, uint64_t bytes);
 void zs_file_on_free(zs_file *file, zs_file_freed call, void *arg);
 
-/* New region of `bytes` (a multiple of ZS_PAGE) at the end of `file`, never reused, mapped. */
-zs_status zs_file_map_own(zs_file *file, size_t bytes, zs_mem **out);
-
 /* Does the region under `mem` lie in this file? */
 bool zs_file_holds(const zs_file *file, const zs_mem *mem);
 
@@ -58,6 +55,13 @@ int zs_file_fd(const zs_file *file);
  * regions at the same offset of all files `fds` [world] side by side, in rank order; fds[rank] is `file`'s own. The
  * peers' regions may not exist yet. */
 zs_status zs_file_map_flat(zs_file *file, const int *fds, int world, size_t shard_bytes, zs_mem **out);
+
+/* New region of `bytes` (a multiple of ZS_PAGE) at the end of `file`, never reused, mapped. */
+static inline zs_status zs_file_map_own(zs_file *file, size_t bytes, zs_mem **out)
+{
+    int fd = zs_file_fd(file);
+    return zs_file_map_flat(file, &fd, 1, bytes, out);
+}
 
 /* The same in a file that all ranks have (zs_file_common), where their regions lie side by side: one mapping instead
  * of `world`. All ranks make the same ones in the same order, and whoever comes first makes the peers' regions too. */

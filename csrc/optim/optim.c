@@ -422,6 +422,11 @@ void zs_optim_count(zs_optim *plan)
     }
 }
 
+zs_update_job zs_optim_job(const zs_optim *plan)
+{
+    return (zs_update_job){plan->rule, plan->full, plan->runs, NULL, plan->n_runs};
+}
+
 zs_status zs_optim_step(zs_optim *plan)
 {
     int64_t total = plan->n_runs > 0 ? plan->ends[plan->n_runs - 1] : 0;

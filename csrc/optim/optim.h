@@ -62,6 +62,12 @@ zs_verdict zs_optim_verdict(const zs_optim *plan, int64_t index);
  * (ZS_ERR_SYSTEM), and then half-way. */
 zs_status zs_optim_step(zs_optim *plan);
 
+/* What zs_optim_step does besides updating: counts `step`, raises the parameters' versions. */
+void zs_optim_count(zs_optim *plan);
+
+/* The update of the prepared runs of the host, and how many they are. Borrowed: until the plan is prepared again. */
+zs_update_job zs_optim_job(const zs_optim *plan);
+
 /* Whose memory a tensor, described by `info`, lies in; NULL: of a kind that has no loops here. ZS_ERR_CUDA where its
  * GPU cannot be used. */
 zs_status zs_optim_device_of(const zs_tensor *tensor, const zs_tensor_info *info, const zs_device **out);

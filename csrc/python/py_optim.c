@@ -312,8 +312,8 @@ PyDoc_STRVAR(step_doc,
              "to use the group's;\ngrad_factor, found_inf: float32 or None. Raises NotImplementedError, with nothing "
              "done, for parameters that\na capturable step does not support.");
 
-/* Checks, then steps; returns what is left to the caller, None, or an exception. */
-static PyObject *step_with(plan_object *self, Py_ssize_t n, const zs_hyper *hyper, const zs_live *live)
+/* Checks, then steps unless told to wait; returns what is left to the caller, None, or an exception. */
+static PyObject *step_with(plan_object *self, Py_ssize_t n, const zs_hyper *hyper, const zs_live *live, bool now)
 {
     zs_clear_error();
     if (zs_optim_prepare(self->plan, hyper, live) != ZS_OK) return zs_py_raise(NULL);
@@ -321,7 +321,7 @@ static PyObject *step_with(plan_object *self, Py_ssize_t n, const zs_hyper *hype
         if (zs_optim_verdict(self->plan, i) == ZS_MEMBER_STATELESS) Py_RETURN_NONE;
     }
     PyObject *foreign = members_with(self, n, ZS_MEMBER_FOREIGN);
-    if (foreign == NULL) return NULL;
+    if (foreign == NULL || !now) return foreign;
     zs_status status;
     ZS_PY_NOGIL(status, zs_optim_step(self->plan));
     if (status == ZS_OK) return foreign;
@@ -329,7 +329,7 @@ static PyObject *step_with(plan_object *self, Py_ssize_t n, const zs_hyper *hype
     return zs_py_raise(NULL);
 }
 
-static PyObject *plan_step(plan_object *self, PyObject *const *args, Py_ssize_t n_args)
+static PyObject *begin_step(plan_object *self, PyObject *const *args, Py_ssize_t n_args, bool now)
 {
     PyObject *tuple = n_args == 3 ? args[2] : Py_None;
     bool live = tuple != Py_None;
@@ -348,7 +348,20 @@ static PyObject *plan_step(plan_object *self, PyObject *const *args, Py_ssize_t 
     if (self->plan == NULL || count != self->n_seen) Py_RETURN_NONE;
     zs_clear_error();
     if (live && read_live(tuple, n, &found) != ZS_OK) return zs_py_raise(NULL);
-    return step_with(self, n, &hyper, live ? &found : NULL);
+    return step_with(self, n, &hyper, live ? &found : NULL, now);
+}
+
+static PyObject *plan_step(plan_object *self, PyObject *const *args, Py_ssize_t n_args)
+{
+    return begin_step(self, args, n_args, true);
+}
+
+PyDoc_STRVAR(prepare_doc, "prepare($self, group, state, /)\n--\n\nAs step(), but update nothing yet: kept_write() and "
+                          "kept_finish() do.");
+
+static PyObject *plan_prepare(plan_object *self, PyObject *const *args, Py_ssize_t n_args)
+{
+    return begin_step(self, args, n_args, false);
 }
 
 /* --- the type ----------------------------------------------------------------------------------------------------- */
@@ -392,8 +405,16 @@ PyDoc_STRVAR(plan_doc,
              "rounding, the global index of each parameter's first element; steps: for capturable\nsteps, the step "
              "count of each parameter. The plan keeps references to all arguments except numbers and steps.");
 
+zs_optim *zs_py_plan(PyObject *object)
+{
+    if (Py_TYPE(object)->tp_dealloc == (destructor)plan_dealloc) return ((plan_object *)object)->plan;
+    PyErr_Format(PyExc_TypeError, "expected an OptimPlan, got %.100s", Py_TYPE(object)->tp_name);
+    return NULL;
+}
+
 static PyMethodDef plan_methods[] = {
     {"step", (PyCFunction)(void (*)(void))plan_step, METH_FASTCALL, step_doc},
+    {"prepare", (PyCFunction)(void (*)(void))plan_prepare, METH_FASTCALL, prepare_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,4 +1,5 @@
 /* py_state.c - optimizer state that the ranks of one host read from each other's memory. */
+#include "base/kept.h"
 #include "python/py_util.h"
 
 #include <stdlib.h>
@@ -21,6 +22,13 @@ static PyObject *shares_state(PyObject *module, PyObject *object)
     return comm == NULL ? NULL : PyBool_FromLong(comm->ops->state != NULL);
 }
 
+static zs_status new_memory(zs_comm *comm, size_t bytes, zs_mem **out)
+{
+    if (comm != NULL) return comm->ops->state->state_new(comm, bytes, out);
+    if (!zs_kept_is_on()) return ZS_FAIL(ZS_ERR_STATE, "call keep_memory() first");
+    return zs_kept_new(bytes, out);
+}
+
 static zs_status new_zeros(zs_comm *comm, const zs_tensor *like, int64_t numel, zs_tensor **out)
 {
     zs_tensor_info info;
@@ -28,7 +36,7 @@ static zs_status new_zeros(zs_comm *comm, const zs_tensor *like, int64_t numel, 
     zs_storage *storage = NULL;
     ZS_TRY(zs_tensor_describe(like, &info));
     size_t bytes = (size_t)numel * info.itemsize;
-    ZS_TRY(comm->ops->state->state_new(comm, bytes, &mem));
+    ZS_TRY(new_memory(comm, bytes, &mem));
     zs_status status = zs_storage_new(info.where, bytes, "", &storage);
     ZS_THEN(status, zs_storage_fill(storage, mem, mem->ptr));
     zs_place place = {storage, 0, 1, &numel, ZS_BYTES, NULL};
@@ -40,15 +48,16 @@ static zs_status new_zeros(zs_comm *comm, const zs_tensor *like, int64_t numel, 
 
 PyDoc_STRVAR(zeros_doc, "shared_zeros($module, comm, numel, like, /)\n--\n\nReturn a new tensor of `numel` zeros in "
                         "memory that the peers can read, with the dtype of `like`, which is on the CPU.\nRaises "
-                        "NotImplementedError if shares_state() is false.");
+                        "NotImplementedError if shares_state() is false. comm=None: in memory that outlives this "
+                        "process.");
 
 static PyObject *shared_zeros(PyObject *module, PyObject *args)
 {
     PyObject *object, *prototype;
     long long numel;
     if (!PyArg_ParseTuple(args, "OLO:shared_zeros", &object, &numel, &prototype)) return NULL;
-    zs_comm *comm = sharing(object);
-    if (comm == NULL) return NULL;
+    zs_comm *comm = object == Py_None ? NULL : sharing(object);
+    if (comm == NULL && object != Py_None) return NULL;
     zs_tensor *like = NULL, *made = NULL;
     zs_clear_error();
     zs_status status = zs_py_tensor(prototype, &like);

@@ -44,6 +44,7 @@ int zs_py_clip_init(PyObject *module);
 int zs_py_offload_init(PyObject *module);
 int zs_py_rows_init(PyObject *module);
 int zs_py_state_init(PyObject *module);
+int zs_py_keep_init(PyObject *module);
 int zs_py_nccl_init(PyObject *module);
 int zs_py_cuda_init(PyObject *module);
 int zs_py_files_init(PyObject *module);
@@ -63,6 +64,7 @@ void zs_py_signals_seen(void);
 zs_comm *zs_py_comm(PyObject *object);
 zs_engine *zs_py_engine(PyObject *object);
 zs_unit *zs_py_unit(PyObject *object);
+struct zs_optim *zs_py_plan(PyObject *object);
 
 /* The units (borrowed) of a Python list, in an array of `*n` that the caller frees; NULL with an exception set. */
 zs_unit **zs_py_units(PyObject *list, size_t *n);

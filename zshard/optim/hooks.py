@@ -163,7 +163,10 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
             _note_step(optimizer)
         know(optimizer, in_step=True)  # its state exists now
     finally:
-        for unit in units_stepped_by(optimizer):
+        prepared = getattr(optimizer, "prepared", None)
+        if prepared is not None:
+            prepared.is_writing = True
+        for unit in units_stepped_by(optimizer) if prepared is None else ():
             unit.engine.end_write()
 
 

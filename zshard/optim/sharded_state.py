@@ -190,7 +190,7 @@ def zeros_side_by_side(
             bytes_ = -(-length // group) * own.itemsize
             block = _core.offloaded_zeros(params[members[0]], -(-bytes_ // of_param.itemsize))
             block = block.view(own)
-        elif readers is not None:
+        elif readers is not None or (device.type == "cpu" and _core.keeps_memory()):
             like = torch.empty(0, dtype=own)
             block = _core.shared_zeros(readers, -(-length // group), like)
         else:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +26,16 @@ from zshard import _core
 from zshard.guard.whole_values import full_numel
 from zshard.optim import codes
 from zshard.optim.sharded_state import zeros_side_by_side
+
+
+@dataclass
+class Prepared:
+    """Steps that the optimizer has prepared instead of taking them, within Keep.commit(): their
+    plans, and the gradients that they will read, with their versions."""
+
+    plans: list[_core.OptimPlan] = field(default_factory=list)
+    gradients: list[tuple[Tensor, int]] = field(default_factory=list)
+    is_writing: bool = False  # the models wait for the end of the write
 
 
 class InOneCall(torch.optim.Optimizer):
@@ -45,6 +56,7 @@ class InOneCall(torch.optim.Optimizer):
     _group_size = 1  # elements that share state; numbers of parameters begin at multiples of it
 
     _plans: dict[Any, _core.OptimPlan]  # by group index; for a part, also its unit
+    prepared: Prepared | None = None  # not None: step() only prepares
     state_changes = 0  # how often tensors of its state were made or replaced
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -90,11 +102,33 @@ class InOneCall(torch.optim.Optimizer):
         """Step a group by its plan, which is cached under `key`. state: at least that of its
         parameters."""
         plan = self._plans.get(key)
-        foreign = None if plan is None else plan.step(group, state, self._live(group))
+        foreign = None if plan is None else self._step_by(plan, group, state)
         if foreign is None:
             foreign = self._step_with_new_plan(key, group, state)
+        if foreign and self.prepared is not None:
+            shape = tuple(group["params"][foreign[0]].shape)
+            raise NotImplementedError(
+                f"a kept run steps contiguous parameters with dense gradients, but one of shape "
+                f"{shape} does not qualify: leave it out of the optimizer, or do not keep this run"
+            )
         if foreign:
             self._step_by_torch(group, [group["params"][i] for i in foreign])
+
+    def _step_by(
+        self, plan: _core.OptimPlan, group: dict[str, Any], state: dict[Any, Any]
+    ) -> tuple[int, ...] | None:
+        """Step a group by its plan, or only prepare it; return what OptimPlan.step() does."""
+        prepared = self.prepared
+        if prepared is None:
+            return plan.step(group, state, self._live(group))
+        if plan in prepared.plans:
+            raise RuntimeError("step() was called twice in one commit(): call it once in each")
+        foreign = plan.prepare(group, state)
+        if foreign is not None:
+            grads = [param.grad for param in group["params"] if param.grad is not None]
+            prepared.plans.append(plan)
+            prepared.gradients += [(grad, grad._version) for grad in grads]
+        return foreign
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as in torch.optim.
@@ -201,7 +235,7 @@ class InOneCall(torch.optim.Optimizer):
         plan = _core.OptimPlan(self._rule, params, state, fresh, numbers, steps)
         self._plans[key] = plan
         self.state_changes += 1
-        foreign: tuple[int, ...] | None = plan.step(group, state, self._live(group))
+        foreign = self._step_by(plan, group, state)
         if foreign is None:
             raise RuntimeError(
                 "the optimizer's state changed during step(): do not modify it from another thread"

@@ -23,7 +23,7 @@ from zshard.units.units import State
 
 __all__ = [
     *("Part", "Stepped", "asked_for_size", "known_parts", "part_of", "remember_parts"),
-    *("replicas_of", "sizes_for_torch", "stepped_by", "units_stepped_by"),
+    *("replicas_of", "hand_writes", "sizes_for_torch", "stepped_by", "units_stepped_by"),
 ]
 
 
@@ -184,6 +184,8 @@ class Part:
         """Note that a script has written to a shard of these elements in place, as all ranks
         must."""
         unit = self.unit
+        hand_writes.count += 1
+        hand_writes.last = self.name
         if unit is not None:
             name = operation.__name__
             said = "an assignment to .data" if name == "__set__" else f"{name}()"
@@ -213,6 +215,16 @@ class Part:
         if unit is not None and unit.is_full:
             unit.unpin()
 
+
+@dataclass
+class HandWrites:
+    """How often scripts have written to shards in place, and to which parameter last."""
+
+    count: int = 0
+    last: str = ""
+
+
+hand_writes = HandWrites()
 
 asked_for_size: weakref.WeakSet[Part] = weakref.WeakSet()
 """Parts of full parameters of which a script has asked for this rank's size."""

@@ -1,0 +1,144 @@
+"""Where a kept run's state lies: this rank's shards and optimizer state in files of memory.
+
+The layout goes to the keeper with descriptors of the files, so that another process can read them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zshard import _core
+from zshard.guard.slices import plain
+from zshard.optim.sharded_state import params_of
+from zshard.units.shards import known_parts, part_of
+from zshard.units.units import units_of
+
+Place = tuple[str, int, int]
+"""A tensor's name, and where its bytes lie: a descriptor of the process that has it, and an
+offset."""
+
+
+@dataclass
+class Layout:
+    """params: this rank's shards, by name. state: "<parameter> <name>", likewise. files: the
+    descriptors, in the order in which the keeper has them. model, optimizer: what they are, to be
+    compared with those of the next process."""
+
+    params: list[Place] = field(default_factory=list)
+    state: list[Place] = field(default_factory=list)
+    files: list[int] = field(default_factory=list)
+    model: list[str] = field(default_factory=list)
+    optimizer: str = ""
+
+    def as_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Layout:
+        return cls(**json.loads(text))
+
+
+def named_shards(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield this rank's shard of each parameter of the model's units, with its name."""
+    for _, state in units_of(model):
+        yield from zip(state.names, state.unit.params, strict=True)
+
+
+def names_of(optimizer: Optimizer) -> dict[int, str]:
+    """Return the optimizer's parameters by id, with their names. Raises ValueError for one that no
+    FSDP(...) has wrapped."""
+    found = {}
+    for index, param in enumerate(params_of(optimizer)):
+        part = part_of(param)
+        if part is None:
+            raise ValueError(
+                f"parameter {index} of the optimizer, of shape {tuple(param.shape)}, is not in an "
+                "FSDP(...) model, so it is not kept: wrap the module that has it"
+            )
+        found[id(param)] = part.name
+    return found
+
+
+def state_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """Yield the optimizer's state tensors but for counters, as "<parameter> <name>"."""
+    names = names_of(optimizer)
+    for param in params_of(optimizer):
+        for key, value in sorted(optimizer.state.get(param, {}).items()):
+            if isinstance(value, Tensor) and value.dim() > 0:
+                yield f"{names[id(param)]} {key}", value
+
+
+def model_facts(model: nn.Module, comm: _core.Comm) -> list[str]:
+    """Return what must be the same for shards to fit: a line for each parameter, and the ranks."""
+    facts = [f"{comm.world} ranks, this is rank {comm.rank}"]
+    of_model = {id(param) for _, param in named_shards(model)}
+    for param, part in known_parts():
+        if id(param) in of_model:
+            elements = f"{part.numel} from {part.begin}"
+            facts.append(f"{part.name} {part.shape} {part.dtype} {elements}")
+    return sorted(facts)
+
+
+def optimizer_facts(optimizer: Optimizer) -> str:
+    """Return the optimizer's class and which parameters are in which group."""
+    names = names_of(optimizer)
+    groups = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+    digest = hashlib.sha256(json.dumps(groups).encode()).hexdigest()[:16]
+    return f"{type(optimizer).__name__} {[len(group) for group in groups]} {digest}"
+
+
+@plain()
+def layout_of(model: nn.Module, optimizer: Optimizer, comm: _core.Comm) -> Layout:
+    """Return where all of it lies now."""
+    layout = Layout(model=model_facts(model, comm), optimizer=optimizer_facts(optimizer))
+    layout.params = list(_places(named_shards(model)))
+    layout.state = list(_places(state_tensors(optimizer)))
+    layout.files = sorted({fd for _, fd, _ in (*layout.params, *layout.state)})
+    return layout
+
+
+def _places(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Place]:
+    for name, tensor in tensors:
+        place = _core.kept_place(tensor.detach())
+        if place is not None:
+            yield name, place[0], place[1]
+        elif tensor.numel() > 0:
+            raise ValueError(
+                f"'{name}' does not lie in kept memory: another module or optimizer has replaced "
+                "it; call zshard.keep() before FSDP(...)"
+            )
+
+
+@torch.no_grad()
+@plain()
+def own_state(optimizer: Optimizer) -> None:
+    """Move state that the optimizer has loaded into kept memory."""
+    for _, value in state_tensors(optimizer):
+        if value.numel() > 0 and _core.kept_place(value.detach()) is None:
+            like = torch.empty(0, dtype=value.dtype)
+            block = _core.shared_zeros(None, value.numel(), like)
+            value.data = block.view(value.shape).copy_(value.detach())
+
+
+def loose_state(optimizer: Optimizer) -> list[dict[str, Any] | None]:
+    """Return the rest of each parameter's state: counters, as numbers. None: it has no state."""
+    found: list[dict[str, Any] | None] = []
+    for param in params_of(optimizer):
+        entries = optimizer.state.get(param)
+        if not entries:
+            found.append(None)
+            continue
+        own: dict[str, Any] = {}
+        for key, value in entries.items():
+            if isinstance(value, Tensor) and value.dim() == 0:
+                own[key] = (value.item(), str(value.dtype).removeprefix("torch."))
+        found.append(own)
+    return found

@@ -1,0 +1,231 @@
+"""What a new process does with what an earlier one left: choose a step, finish it, copy it.
+
+Each run of processes is a generation. Every rank tells the others how far each generation's memory
+is on it. The newest one in which all ranks have written a step is restored: at the last step that
+all of them have written, which each rank finishes in the old memory where it is not done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import pickle
+import struct
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zshard import _core
+from zshard.checkpoint.script_state import set_rng_state
+from zshard.guard.slices import plain
+from zshard.keeping.client import Keeper
+from zshard.optim.hooks import know
+from zshard.optim.sharded_state import params_of
+from zshard.ranks.agreement import bytes_of, gather_bytes, on_all_ranks
+from zshard.recovery.layout import (
+    Layout,
+    Place,
+    model_facts,
+    named_shards,
+    optimizer_facts,
+    state_tensors,
+)
+from zshard.units.units import units_of, writing
+
+HEAD, SLOTS, AREA, REST = 0, (1, 2), 3, 4
+"""The order of a rank's descriptors at the keeper; the layout's files follow."""
+
+
+class Header(IntEnum):
+    """Where the header file has a number: the last step that this rank has written, and done."""
+
+    READY = 0
+    DONE = 8
+
+
+@dataclass(frozen=True)
+class Generations:
+    """all_known: of which any rank has anything. whole: {generation: the last step that all ranks
+    have written}, of those in which all have."""
+
+    all_known: list[int]
+    whole: dict[int, int]
+
+
+def generations(keeper: Keeper, comm: _core.Comm) -> Generations:
+    """Return what the ranks' keepers hold. Collective."""
+    own: dict[str, int] = {}
+    for name in keeper.list():
+        generation, _, rank = name.partition(" ")
+        if int(rank) == comm.rank:
+            held = keeper.get(name)
+            own[generation] = _ready(held.fds) if held is not None else 0
+    everyone = [json.loads(text) for text in gather_bytes(comm, json.dumps(own).encode())]
+    known = sorted({int(generation) for each in everyone for generation in each})
+    steps = {g: min(each.get(str(g), 0) for each in everyone) for g in known}
+    return Generations(known, {g: step for g, step in steps.items() if step > 0})
+
+
+def _ready(fds: Sequence[int]) -> int:
+    try:
+        (ready,) = struct.unpack("Q", os.pread(fds[HEAD], 8, Header.READY))
+        return int(ready)
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+class Old:
+    """The memory of earlier processes, which `keeper` holds."""
+
+    def __init__(self, keeper: Keeper, comm: _core.Comm, found: Generations) -> None:
+        self.keeper, self.comm, self.found = keeper, comm, found
+
+    @contextlib.contextmanager
+    def opened(self, generation: int) -> Iterator[tuple[Layout, list[int]]]:
+        """Context manager: this rank's layout and descriptors of a generation."""
+        held = self.keeper.get(f"{generation} {self.comm.rank}")
+        if held is None:
+            raise RuntimeError("the keeper has dropped this run's state meanwhile: start it again")
+        try:
+            yield Layout.from_json(held.meta), held.fds
+        finally:
+            for fd in held.fds:
+                os.close(fd)
+
+
+def recovered(
+    old: Old, model: nn.Module, optimizer: Optimizer, others: Sequence[Any]
+) -> tuple[int, dict[str, Any]] | None:
+    """Restore the newest step that all ranks have, and return its number and the script's dict;
+    None if there is none. Collective."""
+    if not old.found.whole:
+        return None
+    began = time.monotonic()
+    generation, number = max(old.found.whole.items())
+    with on_all_ranks(old.comm), old.opened(generation) as (layout, fds):
+        _check(layout, model, optimizer, old.comm)
+        state = _read_slot(fds[SLOTS[number % 2]])
+        if _number(fds, Header.DONE) < number and state["stepped"]:
+            _finish(layout, fds, number)
+    with on_all_ranks(old.comm), old.opened(generation) as (layout, fds):
+        _restore(layout, fds, state, model, optimizer)
+        for other, own in zip(others, state["others"], strict=True):
+            other.load_state_dict(own)
+        set_rng_state(state["rng"])
+    if old.comm.rank == 0:
+        seconds = time.monotonic() - began
+        print(
+            f"zshard: recovered step {number} from memory in {seconds:.2f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+    script: dict[str, Any] = pickle.loads(state["script"])
+    return number, script
+
+
+def _check(layout: Layout, model: nn.Module, optimizer: Optimizer, comm: _core.Comm) -> None:
+    now = model_facts(model, comm)
+    if now != layout.model:
+        missing = [line for line in layout.model if line not in now] + ["nothing"]
+        new = [line for line in now if line not in layout.model] + ["nothing"]
+        raise RuntimeError(
+            f"the kept state is of another model: it has {missing[0]!r} where this script has "
+            f"{new[0]!r}. Run the script that was kept, or start a run of its own"
+        )
+    told = optimizer_facts(optimizer)
+    if told != layout.optimizer:
+        raise RuntimeError(
+            f"the kept state is of another optimizer: {layout.optimizer!r}, where this script has "
+            f"{told!r} (class, parameters of each group, digest of their names). Run the script "
+            "that was kept, or start a run of its own"
+        )
+
+
+def _number(fds: Sequence[int], what: Header) -> int:
+    (found,) = struct.unpack("Q", os.pread(fds[HEAD], 8, int(what)))
+    return int(found)
+
+
+def _read_slot(fd: int) -> dict[str, Any]:
+    size, at = os.fstat(fd).st_size, 0
+    data = bytearray(size)
+    while at < size:
+        at += os.preadv(fd, [memoryview(data)[at:]], at)
+    state: dict[str, Any] = pickle.loads(data)
+    return state
+
+
+def _finish(layout: Layout, fds: Sequence[int], number: int) -> None:
+    """Finish a step in the old memory."""
+    with contextlib.ExitStack() as opened:
+        area = opened.enter_context(_mapped(fds[AREA]))
+        files = [
+            (name, opened.enter_context(_mapped(fd)))
+            for name, fd in zip(layout.files, fds[REST:], strict=True)
+        ]
+        _core.kept_finish(area, number, files)
+        with _mapped(fds[HEAD]) as head:
+            _core.kept_mark(head, int(Header.DONE), number)
+
+
+def _mapped(fd: int) -> mmap.mmap:
+    return mmap.mmap(fd, os.fstat(fd).st_size)
+
+
+# --- restoring ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@plain()
+def _restore(
+    layout: Layout, fds: Sequence[int], state: dict[str, Any], model: nn.Module, optimizer: Any
+) -> None:
+    files = dict(zip(layout.files, fds[REST:], strict=True))
+    with writing(each.unit for _, each in units_of(model)):
+        _fill(dict(named_shards(model)), layout.params, files)
+        for group, own in zip(optimizer.param_groups, state["groups"], strict=True):
+            group.update(own)
+        _make_state(optimizer, state["loose"])
+        tensors = dict(state_tensors(optimizer))
+        _fill(tensors, [each for each in layout.state if each[0] in tensors], files)
+        know(optimizer)
+    for name, buffer in model.named_buffers():
+        dtype, shape, data = state["buffers"][name]
+        value = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)) if data else None
+        if value is not None:
+            buffer.copy_(value.view(shape))
+
+
+def _make_state(
+    optimizer: Any, loose: Sequence[dict[str, Any] | None]
+) -> None:
+    """Create the state that the optimizer had, with its counters; its tensors are filled later."""
+    of_param = {id(param): own for param, own in zip(params_of(optimizer), loose, strict=True)}
+    for group in optimizer.param_groups:
+        optimizer._make_state(group, [p for p in group["params"] if of_param[id(p)] is not None])
+    for param in params_of(optimizer):
+        for key, (value, dtype) in (of_param[id(param)] or {}).items():
+            optimizer.state[param][key] = torch.tensor(value, dtype=getattr(torch, dtype))
+    optimizer.state_changes += 1
+
+
+def _fill(targets: dict[str, Tensor], places: Sequence[Place], files: dict[int, int]) -> None:
+    """Read tensors from where they lie."""
+    for name, file, offset in places:
+        view = bytes_of(targets[name].detach())
+        at = 0
+        while at < len(view):
+            got = os.preadv(files[file], [view[at:]], offset + at)
+            if got == 0:
+                raise RuntimeError(f"the kept memory of '{name}' is cut off; please report this")
+            at += got
