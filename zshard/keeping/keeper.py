@@ -354,10 +354,9 @@ class _Keeping:
             )
         if len(request.fds) != 1:
             raise _Refusal("a launcher comes with its pidfd")
-        self.launcher, self.pidfd = int(request.head["pid"]), request.fds
-        self.launcher_ended = False
-        seconds = request.head.get("seconds")
+        pid, seconds = int(request.head["pid"]), request.head.get("seconds")
         self.seconds = self.seconds if seconds is None else float(seconds)
+        self.launcher, self.pidfd, self.launcher_ended = pid, request.fds, False
         line.reply({})
 
     def op_status(self, line: _Line, _: Message) -> None:
