@@ -199,8 +199,9 @@ def of_keeper(keeper: KeeperStatus | int) -> str:
             "TOKEN)"
         )
     return (
-        f"process {keeper.pid}, {keeper.age:.0f} s old, holds {keeper.bytes / 2**20:.1f} MiB of "
-        f"{len(keeper.held)} rank(s), and {ends}; to end it now: kill {keeper.pid}"
+        f"process {keeper.pid}, {keeper.age:.0f} s old, holds {keeper.bytes / 2**20:.1f} MiB in "
+        f"{sum(held.fds for held in keeper.held.values())} memory file(s), and {ends}; to end it "
+        f"now: kill {keeper.pid}"
     )
 
 

@@ -618,7 +618,7 @@ def test_doctor_lists_keepers(
     keeper.hold("a", b"", [memory(bytes(3 << 20))])
     pid = pid_of(keeper)
     line = next(line for line in report()[0].splitlines() if f"kill {pid}" in line)
-    assert f"process {pid}, " in line and "holds 3.0 MiB of 1 rank(s)" in line
+    assert f"process {pid}, " in line and "holds 3.0 MiB in 1 memory file(s)" in line
     assert f"ends with process {launcher.pid}" in line
     launcher.kill()
     launcher.wait()

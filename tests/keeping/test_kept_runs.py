@@ -221,6 +221,7 @@ def has_ended(token: str) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_restarted_with_what_it_held(tmp_path: Path) -> None:
     with command(tmp_path, "zshard", "run", "-n2", "--keep", "script.py", "kill") as job:
         assert job.stderr is not None

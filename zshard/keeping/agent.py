@@ -1,4 +1,4 @@
-"""zshard.keep(): a keeper for a run under plain torchrun, which all ranks of a host find alike.
+"""zshard.keep(): a keeper for a run under plain torchrun, which all ranks of a host find.
 
 Its token is made of the facts that they share: torchrun's agent, which is the process that restarts
 them, and its host. Other users can learn these facts, so what protects the keeper is the user that
@@ -51,7 +51,7 @@ def keep(seconds: float = SECONDS) -> None:
 def _agent() -> int:
     """Return torchrun's agent: the nearest ancestor that was not started as a rank of this run. A
     shell or a wrapper between them was."""
-    own = {f"{name}={os.environ.get(name, '')}".encode() for name in _RUN}
+    own = {"=".join((name, os.environ.get(name, ""))).encode() for name in _RUN}
     pid = os.getppid()
     while pid > 1:
         try:

@@ -34,7 +34,7 @@ SECONDS = 600.0  # how long a keeper outlives its launcher and the last call of 
 TIMEOUT = 30.0
 
 
-class Held(NamedTuple):
+class HeldFiles(NamedTuple):
     """What a keeper holds under a name.
 
     meta: the bytes that came with it. fds: descriptors, now the caller's to close; exec closes
@@ -48,7 +48,7 @@ class Held(NamedTuple):
 
 class HeldSize(NamedTuple):
     """The size of what is held under a name: bytes of memory, descriptors; its holder as in
-    Held."""
+    HeldFiles."""
 
     bytes: int
     fds: int
@@ -96,14 +96,14 @@ class Keeper:
                 raise ValueError(f"{what} must have a length of at most {most}, got {size}")
         self._ask("hold", meta, fds, name=name)
 
-    def get(self, name: str) -> Held | None:
+    def get(self, name: str) -> HeldFiles | None:
         """Return what is held under a name, None for nothing. It stays held."""
         reply = self._ask("get", name=name)
         if not reply.head["found"]:
             return None
         fds = list(reply.fds)
         reply.fds.clear()
-        return Held(bytes(reply.body), fds, reply.head["holder"])
+        return HeldFiles(bytes(reply.body), fds, reply.head["holder"])
 
     def list(self) -> dict[str, bytes]:
         """Return each name under which something is held, with its meta."""
@@ -282,8 +282,8 @@ def _error_for(error: OSError) -> OSError:
         return error
     if error.errno in (errno.EMFILE, errno.ETOOMANYREFS):
         return KeeperError(
-            "the keeper's descriptors cannot travel: this process has as many open, or in flight, "
-            "as the limit allows; raise it (ulimit -n)"
+            "descriptors cannot be exchanged with the keeper: this process has as many open, or in "
+            "flight, as the limit allows; raise it (ulimit -n)"
         )
     if error.errno in (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE):
         return KeeperError(

@@ -105,7 +105,7 @@ def packets(
 
 
 def send(line: socket.socket, packet: bytes, fds: Sequence[int]) -> None:
-    """Send a packet; raises what sendmsg raises, of which ETOOMANYREFS passes."""
+    """Send a packet; raises what sendmsg raises; ETOOMANYREFS passes."""
     control = [(*_RIGHTS, array.array("i", fds))] if fds else []
     line.sendmsg([packet], control, socket.MSG_NOSIGNAL)
 
@@ -140,11 +140,11 @@ def has_ended(pidfd: Sequence[int]) -> bool:
     return not pidfd or bool(poll.poll(0))
 
 
-class _Refusal(Exception):
+class _Refused(Exception):
     """Why a request is not served, for the client's error."""
 
 
-class _Entry:
+class _NamedFiles:
     """What is held under a name, and the process that asked for it."""
 
     def __init__(self, meta: bytes, fds: Descriptors, pid: int) -> None:
@@ -189,7 +189,7 @@ class _Keeping:
         self.token, self.seconds, self.launcher, self.pidfd = token, seconds, launcher, pidfd
         self.born = self.spoken = time.monotonic()
         self.launcher_ended = False
-        self.held: dict[str, _Entry] = {}
+        self.held: dict[str, _NamedFiles] = {}
         self.lines: dict[int, _Line] = {}
         self.last: _Line | None = None  # whose reply is the last, after `end`
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -292,7 +292,7 @@ class _Keeping:
                 line.moved()
                 if line.request.add(packet, fds):
                     self.answer(line, line.request)
-        except (ValueError, _Refusal) as error:
+        except (ValueError, _Refused) as error:
             self.refuse(line, str(error))
         except OSError as error:
             if error.errno != errno.EMFILE:
@@ -306,14 +306,14 @@ class _Keeping:
     # --- requests ---------------------------------------------------------------------------------
 
     def answer(self, line: _Line, request: Message) -> None:
-        """Serve a request. Raises _Refusal."""
+        """Serve a request. Raises _Refused."""
         serve = getattr(self, f"op_{request.head.get('op')}", None)
         if serve is None:
-            raise _Refusal("it has no such operation")
+            raise _Refused("it has no such operation")
         if serve != self.op_status:
             token = str(request.head.get("token")).encode(errors="replace")
             if not _compare_digest(token, self.token.encode()):
-                raise _Refusal("the token is wrong")
+                raise _Refused("the token is wrong")
             self.spoken = time.monotonic()
         serve(line, request)
 
@@ -322,10 +322,10 @@ class _Keeping:
         name = self.name_in(request)
         others = sum(len(entry.fds) + 1 for key, entry in self.held.items() if key != name)
         if others + len(request.fds) > self.room:
-            raise _Refusal(
+            raise _Refused(
                 f"it may hold {max(0, self.room)} descriptors; raise the limit (ulimit -n -H)"
             )
-        self.held[name] = _Entry(bytes(request.body), request.fds, line.pid)
+        self.held[name] = _NamedFiles(bytes(request.body), request.fds, line.pid)
         line.reply({})
 
     def op_get(self, line: _Line, request: Message) -> None:
@@ -347,13 +347,13 @@ class _Keeping:
         """Take another launcher, whose pidfd comes along, for one that has ended."""
         holders = sorted({entry.holder() for entry in self.held.values()} - {0})
         if not has_ended(self.pidfd):
-            raise _Refusal(f"its run is not over: wait for process {self.launcher}, or end it")
+            raise _Refused(f"its run is not over: wait for process {self.launcher}, or end it")
         if holders:
-            raise _Refusal(
+            raise _Refused(
                 f"ranks of its run still live: end them (kill {' '.join(map(str, holders))})"
             )
         if len(request.fds) != 1:
-            raise _Refusal("a launcher comes with its pidfd")
+            raise _Refused("a launcher comes with its pidfd")
         pid, seconds = int(request.head["pid"]), request.head.get("seconds")
         self.seconds = self.seconds if seconds is None else float(seconds)
         self.launcher, self.pidfd, self.launcher_ended = pid, request.fds, False
@@ -381,7 +381,7 @@ class _Keeping:
     def name_in(request: Message) -> str:
         name = request.head.get("name")
         if not isinstance(name, str) or not 0 < len(name) <= MOST_NAME:
-            raise _Refusal(f"a name has 1 to {MOST_NAME} characters")
+            raise _Refused(f"a name has 1 to {MOST_NAME} characters")
         return name
 
 
