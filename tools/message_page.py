@@ -84,7 +84,7 @@ GROUPS = {  # heading -> folders and files, below csrc and zshard, whose message
     "Names of torch": ("compat", "_patches"),
     "DeepSpeed": ("deepspeed",),
     "Trainers": ("lightning", "accelerate", "transformers", "peft", "bitsandbytes"),
-    "Commands and the build": ("run", "doctor"),
+    "Commands and the build": ("run", "keeping", "doctor"),
 }
 
 REST, PARTS = "Everything else", "Warnings, printed lines and pieces of messages"

@@ -18,7 +18,7 @@ from zshard import bitsandbytes as _bitsandbytes  # noqa: F401 - these register 
 from zshard import peft as _peft  # noqa: F401
 from zshard import transformers as _transformers  # noqa: F401
 from zshard._core import CudaError, DivergenceError, NcclError, PeerError, PeerTimeoutError
-from zshard._errors import CheckpointError, ShardError
+from zshard._errors import CheckpointError, KeeperError, ShardError
 from zshard._version import __version__ as __version__
 from zshard.checkpoint.folder import latest_checkpoint
 from zshard.checkpoint.load import Loaded as Loaded
@@ -33,6 +33,7 @@ from zshard.guard.slices import ShardParameter as ShardParameter
 from zshard.guard.slices import ShardTensor as ShardTensor
 from zshard.guard.slices import to_local
 from zshard.guard.whole_values import full_tensor, named_norms, whole_named_parameters
+from zshard.keeping.agent import keep
 from zshard.memory.report import num_parameters, predict_memory
 from zshard.model.methods import register_forward_method
 from zshard.offload import Offload
@@ -60,6 +61,7 @@ __all__ = [
     "CudaError",
     "DivergenceError",
     "GradScaler",
+    "KeeperError",
     "MixedPrecision",
     "Muon",
     "NcclError",
@@ -74,6 +76,7 @@ __all__ = [
     "Wire",
     "available_features",
     "full_tensor",
+    "keep",
     "latest_checkpoint",
     "load",
     "load_optim_state_dict",

@@ -15,6 +15,11 @@ class CheckpointError(ValueError):
     possible, the tensor."""
 
 
+class KeeperError(ConnectionError):
+    """The keeper of a run does not answer, or refuses a request; the message names the reason and
+    what to do."""
+
+
 class ShardError(RuntimeError):
     """An operation needs the full tensor but got this rank's shard of it. The message names the
     parameter and what to write."""

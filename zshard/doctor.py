@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zshard import _core
+from zshard.keeping.client import KeeperStatus, keepers
 from zshard.ranks import nccl as _nccl
 from zshard.run.cores import Host, as_list, read_host, read_text
 
@@ -165,6 +166,7 @@ def report() -> tuple[str, int]:
         words = [fact] if fact else []
         words += [f"MISSING: {problem}"] if problem else []
         lines.append(f"{name:<11} {'. '.join(words)}")
+    lines += [f"{'keeper':<11} {of_keeper(keeper)}" for keeper in keepers()]
     lines += ["", *_what_is_used(found)]
     return "\n".join(lines), int(bool(found["gpus"]) and not found["gpu"])
 
@@ -183,6 +185,24 @@ def bf16(cpuinfo: str) -> str:
     """Return which of the CPU's instructions for bfloat16 is best."""
     best = next((name for name in _BF16 if name in cpuinfo.split()), None)
     return best or "none: the CPU has no bfloat16 instructions, so bf16 saves memory, not time"
+
+
+def of_keeper(keeper: KeeperStatus | int) -> str:
+    """Describe what a keeper holds, and how long it will. keeper: its pid, if it does not
+    answer."""
+    if isinstance(keeper, int):
+        return f"process {keeper} does not answer: end it (kill -9 {keeper})"
+    ends = f"ends with process {keeper.launcher}, which started it"
+    if keeper.left is not None:
+        ends = (
+            f"ends in {keeper.left:.0f} s unless its run is resumed (python -m zshard run --keep="
+            "TOKEN)"
+        )
+    return (
+        f"process {keeper.pid}, {keeper.age:.0f} s old, holds {keeper.bytes / 2**20:.1f} MiB in "
+        f"{sum(held.fds for held in keeper.held.values())} memory file(s), and {ends}; to end it "
+        f"now: kill {keeper.pid}"
+    )
 
 
 def _what_is_used(found: dict[str, Any]) -> list[str]:

@@ -22,7 +22,7 @@ PUBLIC = {
     *("WholeMatrix", "GradScaler"),
     *("ShardingStrategy", "MixedPrecision", "Offload", "Wire", "NcclOptions"),
     *("CheckpointError", "CudaError", "DivergenceError", "NcclError", "PeerError"),
-    *("PeerTimeoutError", "ShardError"),
+    *("PeerTimeoutError", "ShardError", "KeeperError", "keep"),
     *("save", "load", "latest_checkpoint", "rng_state", "set_rng_state"),
     *("load_state_dict", "optim_state_dict", "load_optim_state_dict"),
     *(

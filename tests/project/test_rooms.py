@@ -24,7 +24,7 @@ PACKAGE = Path(zshard.__file__).parent
 
 CORE = [
     *("_version", "_built_with", "_torch_check", "_errors", "_core"),
-    *("precision", "strategy", "run", "ranks", "trace", "offload"),
+    *("precision", "strategy", "keeping", "run", "ranks", "trace", "offload"),
     *("units", "guard", "wrap", "options", "optim", "grad_scaler", "state", "memory", "model"),
     *("_patches", "checkpoint", "doctor"),
 ]

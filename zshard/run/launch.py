@@ -7,26 +7,35 @@ itself to the rank's share (`rank.py`) and then becomes the requested one.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from zshard._errors import KeeperError
+from zshard.keeping import client
 from zshard.run import rank
 from zshard.run.cores import BINDINGS, Share, as_list, read_host, shares_of
 
 NAME = "python -m zshard run"
+ANEW = "\0"  # of --keep without a token: no argument can contain it
+RESTARTS = 3  # --max-restarts with --keep, unless it is given
 HELP = "run a script on several ranks: torchrun, with cores, threads and memory set for each rank"
 
 
 def main(words: list[str]) -> int:
     """Run the command line's program. Returns, or raises what torchrun raises."""
     parser = _parser()
-    args = parser.parse_args(words)
+    args = parser.parse_args([f"--keep={ANEW}" if word == "--keep" else word for word in words])
+    args.training_script_args = [
+        "--keep" if word == f"--keep={ANEW}" else word for word in args.training_script_args
+    ]
     if args.numa_binding and args.bind not in (None, "none"):
         parser.error("--numa-binding and --bind exclude each other: pass one of them")
     if args.no_python and args.module:
@@ -48,7 +57,8 @@ def main(words: list[str]) -> int:
         print(f"{NAME}: {text}", file=sys.stderr, flush=True)
     if shares[0].cpus:
         bind(args, shares)
-    record(torchrun.run)(args)
+    with kept(args, parser):
+        record(torchrun.run)(args)
     return 0
 
 
@@ -70,9 +80,73 @@ def _parser() -> argparse.ArgumentParser:
         "physical cores; 'numa': on those of its NUMA node, shared with other ranks; 'none' (the "
         "default with GPUs): anywhere. All set OMP_NUM_THREADS, unless it is set",
     )
+    ours.add_argument(
+        "--keep",
+        metavar="TOKEN",
+        help="keep what ranks hold in memory for their restarts, in a process that outlives them. "
+        f"Sets --max-restarts to {RESTARTS} unless you pass it. --keep=TOKEN resumes a run whose "
+        "launcher was killed, with the token that it printed",
+    )
+    ours.add_argument(
+        "--keep-seconds",
+        type=_seconds,
+        metavar="S",
+        help="how long the state is kept after the launcher was killed, "
+        f"{client.SECONDS:g} by default. When torchrun ends, it is freed at once",
+    )
     parents = [ours, torchrun.get_args_parser()]
-    usage = f"{NAME} [-n N] [--bind B] [options of torchrun] script.py [its arguments]"
-    return argparse.ArgumentParser(NAME, usage, HELP, parents=parents, add_help=False)
+    usage = f"{NAME} [-n N] [--bind B] [--keep] [options of torchrun] script.py [its arguments]"
+    parser = argparse.ArgumentParser(NAME, usage, HELP, parents=parents, add_help=False)
+    if "PET_MAX_RESTARTS" not in os.environ:  # torchrun's variable
+        parser.set_defaults(max_restarts=None)
+    return parser
+
+
+def _seconds(text: str) -> float:
+    try:
+        return client.checked_seconds(float(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+@contextlib.contextmanager
+def kept(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Iterator[None]:
+    """Give the ranks a keeper, if --keep asks for one, and end it when torchrun ends: nothing is
+    restarted then."""
+    if args.max_restarts is None:
+        args.max_restarts = RESTARTS if args.keep else 0
+    os.environ.pop(client.VARIABLE, None)  # of a kept run that started this one
+    if args.keep is None:
+        if args.keep_seconds is not None:
+            parser.error("--keep-seconds has no effect without --keep: pass --keep as well")
+        yield
+        return
+    try:
+        token, seconds = _token(args.keep, args.keep_seconds)
+    except KeeperError as error:
+        parser.error(f"--keep: {error}")
+    print(
+        f"{NAME}: keeping the run's state. If this process is killed, --keep={token} resumes the "
+        f"run within {seconds:g} s",
+        file=sys.stderr,
+        flush=True,
+    )
+    os.environ[client.VARIABLE] = token
+    try:
+        yield
+    finally:
+        with contextlib.suppress(KeeperError):  # it was ended by hand
+            client.Keeper(token).end()
+
+
+def _token(keep: str, seconds: float | None) -> tuple[str, float]:
+    """Return the token of a new keeper, or of the one that was named, and how long that stays."""
+    if keep == ANEW:
+        seconds = client.SECONDS if seconds is None else seconds
+        return client.start(seconds), seconds
+    keeper = client.Keeper(keep)
+    keeper.watch(os.getpid(), seconds)
+    return keep, keeper.status().seconds
 
 
 def summary(shares: list[Share], threads: str) -> str:
