@@ -148,7 +148,7 @@ static zs_status record_run(const zs_kept_parts *at, zs_kept_head *head, const z
 /* As many as there is room for; fewer where that does not pay. */
 static int64_t workers_for(const zs_kept_head *head)
 {
-    const int64_t pay = head->n_chunks / (ZS_UPDATE_GRAIN / ZS_KEPT_PARAMS * (int64_t)sizeof(float)) + 1;
+    const int64_t pay = head->n_chunks / ((int64_t)sizeof(float) * ZS_UPDATE_GRAIN / ZS_KEPT_PARAMS) + 1;
     return pay < head->room.threads ? pay : head->room.threads;
 }
 
