@@ -43,6 +43,7 @@ from zshard.optim.whole_matrix import WholeMatrix
 from zshard.precision import MixedPrecision
 from zshard.ranks.nccl import NcclOptions
 from zshard.ranks.wire import Wire
+from zshard.recovery.keep import Keep
 from zshard.state.load_state_dict import load_state_dict
 from zshard.state.optimizer_names import load_optim_state_dict, optim_state_dict
 from zshard.strategy import ShardingStrategy
@@ -61,6 +62,7 @@ __all__ = [
     "CudaError",
     "DivergenceError",
     "GradScaler",
+    "Keep",
     "KeeperError",
     "MixedPrecision",
     "Muon",

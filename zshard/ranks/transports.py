@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from zshard import _core
 from zshard._errors import warn
+from zshard.keeping.client import VARIABLE as KEEPER
 from zshard.ranks import ends, meeting
 from zshard.ranks.agreement import gather_objects, on_all_ranks
 from zshard.ranks.devices import CPU, is_stand_in, torch_device
@@ -158,6 +159,8 @@ def comm_for(
     Raises ValueError for an unknown name, RuntimeError if the requested transport is not available.
     """
     wanted, seconds = check_settings(transport, timeout, device)
+    if os.environ.get(KEEPER):
+        _core.keep_memory()
     if group is None:
         return _comm_alone(device)
     _drop_dead_entries()

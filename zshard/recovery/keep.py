@@ -90,7 +90,9 @@ class Keep:
         self._in_block = False
         self._is_alone = False  # earlier processes' memory is gone
         model.register_forward_pre_hook(self._refuse_in_block)
-        model.register_state_dict_pre_hook(lambda *_: self._refuse_in_block())
+        model.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+            lambda *_: self._refuse_in_block()
+        )
         optimizer.register_state_dict_pre_hook(lambda *_: self._refuse_in_block())
 
     # --- after a restart --------------------------------------------------------------------------
@@ -161,9 +163,7 @@ class Keep:
         try:
             own = pickle.dumps(dict(script))
         except Exception as error:
-            raise TypeError(
-                f"commit() takes plain values, but pickling failed: {error}"
-            ) from error
+            raise TypeError(f"commit() takes plain values, but pickling failed: {error}") from error
         optimizer: Any = self._optimizer
         prepared = Prepared()
         self._in_block, optimizer.prepared = True, prepared

@@ -206,9 +206,7 @@ def _restore(
             buffer.copy_(value.view(shape))
 
 
-def _make_state(
-    optimizer: Any, loose: Sequence[dict[str, Any] | None]
-) -> None:
+def _make_state(optimizer: Any, loose: Sequence[dict[str, Any] | None]) -> None:
     """Create the state that the optimizer had, with its counters; its tensors are filled later."""
     of_param = {id(param): own for param, own in zip(params_of(optimizer), loose, strict=True)}
     for group in optimizer.param_groups:
