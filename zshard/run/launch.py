@@ -82,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     ours.add_argument(
         "--keep",
+        nargs="?",  # for --help: main() gives it an argument, or it would take the script's name
         metavar="TOKEN",
         help="keep what ranks hold in memory for their restarts, in a process that outlives them. "
         f"Sets --max-restarts to {RESTARTS} unless you pass it. --keep=TOKEN resumes a run whose "

@@ -1,0 +1,40 @@
+"""Keepers that end with their test, and a process to watch."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from zshard import KeeperError
+from zshard.keeping.client import Keeper, start
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., Keeper]]:
+    """Start keepers that end with the test."""
+    made: list[Keeper] = []
+
+    def begin(*args: float, **options: float) -> Keeper:
+        made.append(Keeper(start(*args, **options)))
+        return made[-1]
+
+    yield begin
+    for keeper in made:
+        with contextlib.suppress(KeeperError):
+            keeper.end()
+
+
+@pytest.fixture
+def keeper(started: Callable[..., Keeper]) -> Keeper:
+    return started(600.0)
+
+
+@pytest.fixture
+def launcher() -> Iterator[subprocess.Popen[bytes]]:
+    """A process to watch."""
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        yield process
+        process.kill()
