@@ -203,7 +203,16 @@ def _named(name: str) -> Iterator[None]:
 
 
 def make_default_group(backend: str, **arguments: Any) -> None:
-    """Create the default process group, which ends with the process. Collective."""
+    """Create the default process group, which ends with the process. Collective.
+
+    After a restart by torchrun, the store still has the addresses of the processes before, and a
+    rank may read one before the new process has replaced it. So each attempt has keys of its own.
+    """
+    attempt = _env_int("TORCHELASTIC_RESTART_COUNT")
+    if attempt and "store" not in arguments and "init_method" not in arguments:
+        store, rank, world = next(dist.rendezvous("env://"))
+        store = dist.PrefixStore(f"zshard/attempt {attempt}", store)
+        arguments |= {"store": store, "rank": rank, "world_size": world}
     dist.init_process_group(backend, **arguments)
     # Runs after the end of the transports, which is registered later.
     atexit.register(_destroy_own_group, os.getpid())
