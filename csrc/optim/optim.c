@@ -226,6 +226,7 @@ static zs_status look_at_memory(const zs_optim *plan, const zs_member *member, c
     run->numel = found.numel;
     run->grad = grad->data;
     run->factor = zs_pending_of(grad->mem);
+    out->grad_version = grad->version;
     out->verdict = plain ? ZS_MEMBER_TAKEN : ZS_MEMBER_FOREIGN;
     return plain ? look_at_state(plan, member, where, out) : ZS_OK;
 }
@@ -407,24 +408,6 @@ static uint64_t bytes_of(const zs_run *run)
     for (int s = 0; s < ZS_OPTIM_STATES; s++)
         bytes += 2 * zs_run_state_bytes(run, s, run->numel);
     return bytes;
-}
-
-void zs_optim_count(zs_optim *plan)
-{
-    for (int64_t i = 0; i < plan->n_members; i++) {
-        const zs_view *found = &plan->views[i];
-        if (found->verdict != ZS_MEMBER_TAKEN) continue;
-        bool counts = found->step_data != NULL && plan->live == NULL; /* there, it is counted on the device */
-        if (counts && found->step_dtype == ZS_F32) *(float *)found->step_data = (float)found->step;
-        if (counts && found->step_dtype == ZS_F64) *(double *)found->step_data = found->step;
-        plan->members[i].first = false;
-        zs_tensor_bump_version(plan->members[i].param);
-    }
-}
-
-zs_update_job zs_optim_job(const zs_optim *plan)
-{
-    return (zs_update_job){plan->rule, plan->full, plan->runs, NULL, plan->n_runs};
 }
 
 zs_status zs_optim_step(zs_optim *plan)

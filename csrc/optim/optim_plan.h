@@ -15,6 +15,7 @@ typedef struct zs_view {
     void *step_data;     /* the step tensor's element, NULL without one */
     zs_dtype step_dtype; /* ZS_F32 or ZS_F64 */
     zs_verdict verdict;
+    uint32_t grad_version; /* torch's, which counts changes in place */
 } zs_view;
 
 struct zs_optim {

@@ -148,6 +148,47 @@ static PyObject *kept_runs(PyObject *module, PyObject *list)
     return PyLong_FromLongLong(runs);
 }
 
+PyDoc_STRVAR(files_doc, "kept_files($module, plans, /)\n--\n\nReturn the descriptors of the files in which the gradients "
+                        "of prepared plans lie.");
+
+static PyObject *kept_files(PyObject *module, PyObject *list)
+{
+    int64_t runs;
+    (void)module;
+    if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "kept_files() expects a list");
+    zs_update_job *jobs = jobs_of(list, &runs);
+    PyObject *set = jobs == NULL ? NULL : PySet_New(NULL);
+    for (Py_ssize_t i = 0; set != NULL && i < PyList_GET_SIZE(list); i++) {
+        for (int64_t j = 0; set != NULL && j < jobs[i].n_runs; j++) {
+            zs_mapping found;
+            if (!zs_mapping_of(jobs[i].run[j].grad, 1, &found)) continue; /* kept_write() refuses it */
+            PyObject *number = PyLong_FromLong(found.fd);
+            if (number == NULL || PySet_Add(set, number) < 0) Py_CLEAR(set);
+            Py_XDECREF(number);
+        }
+    }
+    PyMem_Free(jobs);
+    PyObject *found = set == NULL ? NULL : PySequence_List(set);
+    Py_XDECREF(set);
+    return found;
+}
+
+PyDoc_STRVAR(again_doc, "kept_look_again($module, plans, /)\n--\n\nMake sure that gradients are as they were when the "
+                        "plans were prepared. Raises RuntimeError if not.");
+
+static PyObject *kept_look_again(PyObject *module, PyObject *list)
+{
+    (void)module;
+    if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "kept_look_again() expects a list");
+    zs_clear_error();
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
+        zs_optim *plan = zs_py_plan(PyList_GET_ITEM(list, i));
+        if (plan == NULL) return NULL;
+        if (zs_optim_look_again(plan) != ZS_OK) return zs_py_raise(NULL);
+    }
+    Py_RETURN_NONE;
+}
+
 PyDoc_STRVAR(count_doc, "kept_count($module, plans, /)\n--\n\nCount the prepared step in the optimizers' state.");
 
 static PyObject *kept_count(PyObject *module, PyObject *list)
@@ -241,7 +282,9 @@ static PyMethodDef functions[] = {
     {"kept_bytes", kept_bytes, METH_VARARGS, bytes_doc},
     {"kept_format", kept_format, METH_VARARGS, format_doc},
     {"kept_mark", kept_mark, METH_VARARGS, mark_doc},
+    {"kept_files", kept_files, METH_O, files_doc},
     {"kept_runs", kept_runs, METH_O, runs_doc},
+    {"kept_look_again", kept_look_again, METH_O, again_doc},
     {"kept_count", kept_count, METH_O, count_doc},
     {"kept_write", kept_write, METH_VARARGS, write_doc},
     {"kept_finish", kept_finish, METH_VARARGS, finish_doc},

@@ -143,8 +143,9 @@ typedef struct zs_grad_info {
     int64_t numel;
     bool dense; /* contiguous, strided */
     zs_where where;
-    void *data;  /* borrowed: first element if dense, else NULL */
-    zs_mem *mem; /* borrowed: as zs_tensor_mem */
+    void *data;       /* borrowed: first element if dense, else NULL */
+    zs_mem *mem;      /* borrowed: as zs_tensor_mem */
+    uint32_t version; /* torch's count of changes in place; 0 for an inference tensor */
 } zs_grad_info;
 
 /* Fills `info` from tensor.grad. */

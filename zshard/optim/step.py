@@ -30,11 +30,9 @@ from zshard.optim.sharded_state import zeros_side_by_side
 
 @dataclass
 class Prepared:
-    """Steps that the optimizer has prepared instead of taking them, within Keep.commit(): their
-    plans, and the gradients that they will read, with their versions."""
+    """Steps that the optimizer has prepared instead of taking them, within Keep.commit()."""
 
     plans: list[_core.OptimPlan] = field(default_factory=list)
-    gradients: list[tuple[Tensor, int]] = field(default_factory=list)
     is_writing: bool = False  # the models wait for the end of the write
 
 
@@ -125,9 +123,7 @@ class InOneCall(torch.optim.Optimizer):
             raise RuntimeError("step() was called twice in one commit(): call it once in each")
         foreign = plan.prepare(group, state)
         if foreign is not None:
-            grads = [param.grad for param in group["params"] if param.grad is not None]
             prepared.plans.append(plan)
-            prepared.gradients += [(grad, grad._version) for grad in grads]
         return foreign
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -169,11 +169,7 @@ class Keep:
         self._in_block, optimizer.prepared = True, prepared
         try:
             yield
-            if any(grad._version != version for grad, version in prepared.gradients):
-                raise RuntimeError(
-                    "gradients changed between step() and the end of commit(), where they are "
-                    "needed: call zero_grad() after the block"
-                )
+            _core.kept_look_again(prepared.plans)
             self._complete(own, prepared.plans)
         finally:
             self._in_block, optimizer.prepared = False, None
@@ -224,8 +220,7 @@ class Keep:
         own_state(optimizer)
         layout = layout_of(self._model, optimizer, self._comm)
         files = Files(max(runs, 1), optimizer.state_changes, self._files)
-        fds = [*layout.files, *_gradient_files(optimizer)]
-        layout.files = list(dict.fromkeys(fds))
+        layout.files = list(dict.fromkeys([*layout.files, *_core.kept_files(plans)]))
         name = f"{self._generation} {self._comm.rank}"
         self._keeper.hold(name, layout.as_json(), [*files.fds, *layout.files])
         self._files = files
@@ -291,15 +286,6 @@ def _file(name: str, size: int) -> tuple[int, mmap.mmap]:
     fd = os.memfd_create(name)
     os.ftruncate(fd, size)
     return fd, mmap.mmap(fd, size)
-
-
-def _gradient_files(optimizer: Optimizer) -> list[int]:
-    found = []
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            place = None if param.grad is None else _core.kept_place(param.grad)
-            found += [] if place is None else [place[0]]
-    return found
 
 
 def _bytes(value: Tensor) -> bytes:

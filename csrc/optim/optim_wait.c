@@ -1,0 +1,48 @@
+/* optim_wait.c - a step that is prepared now and done later, by kept_step.h. See optim.h. */
+#include "optim/optim_plan.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+void zs_optim_count(zs_optim *plan)
+{
+    for (int64_t i = 0; i < plan->n_members; i++) {
+        const zs_view *found = &plan->views[i];
+        if (found->verdict != ZS_MEMBER_TAKEN) continue;
+        bool counts = found->step_data != NULL && plan->live == NULL; /* there, it is counted on the device */
+        if (counts && found->step_dtype == ZS_F32) *(float *)found->step_data = (float)found->step;
+        if (counts && found->step_dtype == ZS_F64) *(double *)found->step_data = found->step;
+        plan->members[i].first = false;
+        zs_tensor_bump_version(plan->members[i].param);
+    }
+}
+
+zs_update_job zs_optim_job(const zs_optim *plan)
+{
+    return (zs_update_job){plan->rule, plan->full, plan->runs, NULL, plan->n_runs};
+}
+
+/* Is the gradient where it was, with the values that it had? */
+static bool is_same(const zs_view *before, const zs_view *now)
+{
+    if (before->verdict != now->verdict) return false;
+    return now->verdict != ZS_MEMBER_TAKEN ||
+           (before->run.grad == now->run.grad && before->grad_version == now->grad_version);
+}
+
+zs_status zs_optim_look_again(zs_optim *plan)
+{
+    size_t n = (size_t)plan->n_members;
+    zs_view *before = malloc((n + 1) * sizeof *before);
+    if (before == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory checking %zu gradients", n);
+    memcpy(before, plan->views, n * sizeof *before);
+    const zs_hyper hyper = plan->hyper;
+    zs_status status = zs_optim_prepare(plan, &hyper, NULL);
+    for (size_t i = 0; i < n && status == ZS_OK; i++)
+        if (!is_same(&before[i], &plan->views[i]))
+            status = ZS_FAIL(ZS_ERR_STATE,
+                             "gradients changed between the optimizer's step() and the end of commit(), which needs "
+                             "them: call zero_grad() after the block");
+    free(before);
+    return status;
+}

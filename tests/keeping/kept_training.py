@@ -1,0 +1,173 @@
+"""A small training run that may be kept, and killed: for the tests of zshard.Keep."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from nursery import fork_ranks
+from torch import Tensor, nn
+
+import zshard
+from zshard.keeping.client import VARIABLE, Keeper
+
+STEPS = 8
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda params: zshard.AdamW(params, lr=1e-2),
+    "amsgrad": lambda params: zshard.Adam(params, lr=1e-2, amsgrad=True),
+    "momentum": lambda params: zshard.SGD(params, lr=1e-2, momentum=0.9, nesterov=True),
+    "plain sgd": lambda params: zshard.SGD(params, lr=1e-2),
+    "8 bit": lambda params: zshard.AdamW8bit(params, lr=1e-2, min_8bit_size=64),
+    "rounding": lambda params: zshard.AdamW(params, lr=1e-2, stochastic_rounding=True),
+    "two groups": lambda params: zshard.AdamW(
+        [{"params": params[:2], "lr": 1e-3}, {"params": params[2:], "weight_decay": 0.1}]
+    ),
+}
+
+
+class Net(nn.Module):
+    """BatchNorm has buffers, and dropout draws random numbers. `late` is unused in the first steps,
+    so its state is made later."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(16, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.1)
+        )
+        self.late = nn.Linear(width, width)
+        self.head = nn.Linear(width, 1)
+        self.calls = 0
+
+    def forward(self, x: Tensor, late: bool) -> Tensor:
+        x = self.body(x)
+        return self.head(self.late(x) if late else x)  # type: ignore[no-any-return]
+
+
+class Run:
+    """What a rank needs to train."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        torch.manual_seed(0)
+        dtype = torch.bfloat16 if options.get("optimizer") == "rounding" else torch.float32
+        net = Net(options.get("width", 64)).to(dtype)
+        self.dtype = dtype
+        policy = zshard.wrap.by_class(nn.Linear) if options.get("units") else None
+        given = {"wrap": policy} if policy else {}
+        precision = options.get("precision")
+        if precision:
+            given["mixed_precision"] = zshard.MixedPrecision(getattr(torch, precision))
+        self.model = zshard.FSDP(
+            net,
+            strategy=options.get("strategy", "full_shard"),
+            transport=options.get("transport", "shm"),
+            timeout=20,
+            **given,
+        )
+        self.optimizer = OPTIMIZERS[options.get("optimizer", "adamw")](
+            list(self.model.parameters())
+        )
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.9)
+
+    def loss(self, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        x = torch.randn(32, 16, generator=generator).to(self.dtype)
+        found: Tensor = (self.model(x, step >= 3) - x.sum(1, keepdim=True)).square().mean()
+        return found
+
+    def digest(self) -> str:
+        state = self.model.state_dict()
+        parts = (v.contiguous().reshape(-1).view(torch.uint8).numpy() for v in state.values())
+        return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()
+
+
+class Killer:
+    """Kills this rank: at a place in a step, or after a random time from step 1 on."""
+
+    def __init__(self, kill: tuple[Any, ...] | None) -> None:
+        self.kill = kill if kill is not None and kill[1] == dist.get_rank() else None
+
+    def at(self, place: str, step: int) -> None:
+        if self.kill is None:
+            return
+        wanted, _, when = self.kill
+        if wanted == "any" and place == "forward" and step == 1:
+            threading.Timer(when, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        elif (place, step) == (wanted, when):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(
+    token: str, folder: str, options: dict[str, Any], kill: tuple[Any, ...] | None
+) -> tuple[int, str]:
+    """Train to the end; write losses to the folder. Return where it began, and the weights'
+    digest."""
+    if token:
+        os.environ[VARIABLE] = token
+    run = Run(options)
+    kept = zshard.Keep(run.model, run.optimizer, run.scheduler) if token else None
+    start = kept.recover({"step": 0}) if kept else {"step": 0}
+    killer = Killer(kill)
+    if start["step"] == 0:
+        torch.manual_seed(dist.get_rank())
+    log = Path(folder, f"losses{dist.get_rank()}").open("a")
+    for step in range(start["step"], options.get("steps", STEPS)):
+        killer.at("forward", step)
+        loss = run.loss(step)
+        killer.at("backward", step)
+        loss.backward()
+        norm = run.model.clip_grad_norm_(0.5)
+        print(step, loss.item().hex(), norm.item().hex(), file=log, flush=True)
+        killer.at("before", step)
+        if kept:
+            with kept.commit({"step": step + 1}):
+                run.optimizer.step()
+                killer.at("block", step)
+                run.scheduler.step()
+        else:
+            run.optimizer.step()
+            run.scheduler.step()
+        killer.at("after", step)
+        run.optimizer.zero_grad()
+    return start["step"], run.digest()
+
+
+def losses_in(folder: Path, rank: int) -> set[str]:
+    return set(Path(folder, f"losses{rank}").read_text().splitlines())
+
+
+def undisturbed(folder: Path, options: dict[str, Any], ranks: int = 2) -> list[Any]:
+    """Return the ranks' results without a keeper."""
+    results = fork_ranks(train, ranks, "", str(folder), options, None, check=True)
+    return [result.value for result in results]
+
+
+def survived(
+    keeper: Keeper, folder: Path, options: dict[str, Any], kills: list[tuple[Any, ...]]
+) -> list[Any]:
+    """Run with these kills, one after the other; return where each process began, and the last
+    results. A run may also end before it is killed."""
+    began = []
+    ranks = options.get("ranks", 2)
+    for kill in [*kills, None]:
+        results = fork_ranks(train, ranks, keeper.token, str(folder), options, kill)
+        codes = [result.returncode for result in results]
+        if kill is None or all(code == 0 for code in codes):
+            assert codes == [0] * ranks, [result.stderr for result in results]
+            return [*began, [result.value for result in results]]
+        assert codes[kill[1]] == -signal.SIGKILL, [result.stderr for result in results]
+        others = [result for result in results if result.rank != kill[1]]
+        assert all("PeerError" in result.stderr for result in others), others[0].stderr
+        began.append(results)
+    raise AssertionError
+
+
+def random_kills(count: int, longest: float, seed: int, ranks: int = 2) -> list[tuple[Any, ...]]:
+    rng = random.Random(seed)
+    return [("any", rng.randrange(ranks), rng.uniform(0, longest)) for _ in range(count)]
