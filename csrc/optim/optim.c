@@ -409,6 +409,17 @@ static uint64_t bytes_of(const zs_run *run)
     return bytes;
 }
 
+zs_status zs_optim_job(const zs_optim *plan, zs_update_job *out)
+{
+    if (plan->live != NULL || plan->n_queued > 0)
+        return ZS_FAIL(ZS_ERR_UNSUPPORTED,
+                       "a step that outlives its process needs parameters on the CPU, not on a GPU");
+    if (zs_pager_active())
+        return ZS_FAIL(ZS_ERR_UNSUPPORTED, "a step that outlives its process cannot be offloaded: leave offload out");
+    *out = (zs_update_job){plan->rule, plan->full, plan->runs, NULL, plan->n_runs};
+    return ZS_OK;
+}
+
 void zs_optim_count(zs_optim *plan)
 {
     for (int64_t i = 0; i < plan->n_members; i++) {
@@ -420,11 +431,6 @@ void zs_optim_count(zs_optim *plan)
         plan->members[i].first = false;
         zs_tensor_bump_version(plan->members[i].param);
     }
-}
-
-zs_update_job zs_optim_job(const zs_optim *plan)
-{
-    return (zs_update_job){plan->rule, plan->full, plan->runs, NULL, plan->n_runs};
 }
 
 zs_status zs_optim_step(zs_optim *plan)
