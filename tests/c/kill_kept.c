@@ -6,6 +6,7 @@
  * The functions are those of the extension, with threads. A child's memory is files (memfds) that it shares with its
  * parent, which maps them elsewhere when the child is gone.
  */
+#define _GNU_SOURCE /* memfd_create */
 #include "kept_cases.h"
 
 #include <pthread.h>

@@ -50,8 +50,8 @@ FAULTS: dict[str, Fault] = {
         "kept_step.c", "i < ZS_KEPT_MEMORIES; i++)\n        if (i != ZS_KEPT_GRAD",
         "i < ZS_KEPT_MEMORIES - 1; i++)\n        if (i != ZS_KEPT_GRAD", "stores wide-low-adam"),
     "threads share a slot": ("kept_step.c", "at->undo", "at[-index % 2].undo", "threads f32-sgd"),
-    "a chunk more than there is": (
-        "kept_area.h", "(numel - 1) / zs_kept_chunk(dtype) + 1", "numel / zs_kept_chunk(dtype) + 1",
+    "a chunk less than there is": (
+        "kept_area.h", "(numel - 1) / zs_kept_chunk(dtype) + 1", "(numel - 1) / zs_kept_chunk(dtype)",
         "kinds"),
     "the record before stays": ("kept_area.c", CLEAR, "", "write f32-sgd"),
     "the record is there before it is whole": (
