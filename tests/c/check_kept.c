@@ -303,7 +303,7 @@ static void check_stores(const kind *of)
 
 /* --- two threads -------------------------------------------------------------------------------------------------- */
 
-/* Has this thread done all its chunks, of which there are two? */
+/* Has this thread done its two chunks? */
 static bool has_ended(int thread)
 {
     return zs_kept_parts_of(areas[0], &((zs_kept_head *)areas[0])->room).workers[thread].done == 4;

@@ -4,7 +4,7 @@
  *                             exit 1 if a step came out with other bits than the plain step
  *
  * The functions are those of the extension, with threads. A child's memory is files (memfds) that it shares with its
- * parent, which maps them elsewhere when the child is gone.
+ * parent, which maps them elsewhere afterwards.
  */
 #define _GNU_SOURCE /* memfd_create */
 #include "kept_cases.h"
