@@ -133,16 +133,16 @@ def test_random_kills(checker, isa, steps):
 
 
 @pytest.mark.parametrize(
-    ("seed", "rounds"), [(1, 300), (2, 300), pytest.param(3, 10_000, marks=pytest.mark.thorough)]
+    ("seed", "enough"), [(1, 100), (2, 100), pytest.param(3, 5_000, marks=pytest.mark.thorough)]
 )
-def test_sigkill(tmp_path, seed, rounds):
+def test_sigkill(tmp_path, seed, enough):
     program = compile_c(
         tmp_path / "kill_kept",
         [C / "kill_kept.c", *sources("kept_step.c", "kept_area.c"), *LOOPS],
         BUILDS["release"],
     )
-    killed, within = counted(check(program, seed, rounds))
-    assert killed >= within > 0
+    killed, within = counted(check(program, seed, enough))
+    assert killed >= within == enough
 
 
 def planted(fault: Fault, folder: Path) -> None:
