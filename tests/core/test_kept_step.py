@@ -118,7 +118,7 @@ def test_killed_at_every_store(checker, kind):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["f32-adam", "dithered-amsgrad", "coded-low-adam"])
+@pytest.mark.parametrize("kind", ["f32-adam", "dithered-momentum", "coded-low-adam"])
 def test_killed_at_every_word(loops, tmp_path, kind):
     program = built_with(loops, C / "check_kept.c", tmp_path / "check_kept", "-DUNIT=8")
     states, kills = counted(check(program, "stores", kind))
