@@ -124,7 +124,8 @@ static zs_status record_run(const zs_kept_parts *at, zs_kept_head *head, const z
                             zs_kept_finder *in)
 {
     if (job->live != NULL || (run->device != NULL && run->device->ops->queues))
-        return ZS_FAIL(ZS_ERR_UNSUPPORTED, "a kept step updates memory of the CPU, but a parameter is on a GPU");
+        return ZS_FAIL(ZS_ERR_UNSUPPORTED,
+                       "a step that outlives its process needs parameters on the CPU, not on a GPU");
     if (head->n_runs >= head->room.runs)
         return ZS_FAIL(ZS_ERR_VALUE, "the step exceeds its kept area, made for %lld runs", (long long)head->room.runs);
     zs_kept_run made;

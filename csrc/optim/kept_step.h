@@ -2,8 +2,8 @@
  *
  * Parameters, gradients, state and one *kept area* lie in files that outlive a process (memfds). The area holds the
  * record of the step and, for each thread, how far it is, and an undo slot: before a chunk is overwritten, the slot has
- * what it was. Stores that a killed process has executed stay in such memory, so only their order in the program counts, and
- * zs_kept_finish continues wherever it stopped. See docs/design/keep.md.
+ * what it was. Stores that a killed process has executed stay in such memory, so only their order in the program
+ * counts, and zs_kept_finish continues wherever it stopped. See docs/design/keep.md.
  */
 #ifndef ZS_KEPT_STEP_H
 #define ZS_KEPT_STEP_H
@@ -31,7 +31,7 @@ typedef struct zs_kept_room {
     int64_t threads; /* that update at the same time, 1 to ZS_KEPT_MAX_THREADS */
 } zs_kept_room;
 
-enum { ZS_KEPT_MAX_THREADS = 4096 };
+enum { ZS_KEPT_MAX_THREADS = 4096 }; /* more than any machine has cores */
 
 /* Bytes of an area with this room; 0: no area can have it. */
 size_t zs_kept_bytes(const zs_kept_room *room);

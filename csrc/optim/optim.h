@@ -69,8 +69,9 @@ void zs_optim_count(zs_optim *plan);
  * by what was pending. ZS_ERR_STATE if they have changed otherwise. */
 zs_status zs_optim_look_again(zs_optim *plan);
 
-/* The update of the prepared runs of the host, and how many they are. Borrowed: until the plan is prepared again. */
-zs_update_job zs_optim_job(const zs_optim *plan);
+/* The update of the prepared runs of the host, and how many they are. Borrowed: until the plan is prepared again.
+ * ZS_ERR_UNSUPPORTED where that is not all: runs lie on a GPU or, some of their memory, on a disk. */
+zs_status zs_optim_job(const zs_optim *plan, zs_update_job *out);
 
 /* Whose memory a tensor, described by `info`, lies in; NULL: of a kind that has no loops here. ZS_ERR_CUDA where its
  * GPU cannot be used. */

@@ -4,6 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "pager/pager.h"
+
 void zs_optim_count(zs_optim *plan)
 {
     for (int64_t i = 0; i < plan->n_members; i++) {
@@ -17,9 +19,15 @@ void zs_optim_count(zs_optim *plan)
     }
 }
 
-zs_update_job zs_optim_job(const zs_optim *plan)
+zs_status zs_optim_job(const zs_optim *plan, zs_update_job *out)
 {
-    return (zs_update_job){plan->rule, plan->full, plan->runs, NULL, plan->n_runs};
+    if (plan->live != NULL || plan->n_queued > 0)
+        return ZS_FAIL(ZS_ERR_UNSUPPORTED,
+                       "a step that outlives its process needs parameters on the CPU, not on a GPU");
+    if (zs_pager_active())
+        return ZS_FAIL(ZS_ERR_UNSUPPORTED, "a step that outlives its process cannot be offloaded: leave offload out");
+    *out = (zs_update_job){plan->rule, plan->full, plan->runs, NULL, plan->n_runs};
+    return ZS_OK;
 }
 
 /* Is the gradient where it was, with the values that it had? */

@@ -125,11 +125,10 @@ static zs_update_job *jobs_of(PyObject *list, int64_t *runs)
     *runs = 0;
     for (Py_ssize_t i = 0; i < n; i++) {
         zs_optim *plan = zs_py_plan(PyList_GET_ITEM(list, i));
-        if (plan == NULL) {
+        if (plan == NULL || zs_optim_job(plan, &jobs[i]) != ZS_OK) {
             PyMem_Free(jobs);
-            return NULL;
+            return plan != NULL ? (void *)zs_py_raise(NULL) : NULL;
         }
-        jobs[i] = zs_optim_job(plan);
         *runs += jobs[i].n_runs;
     }
     return jobs;

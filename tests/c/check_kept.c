@@ -47,14 +47,8 @@ static void update_units(zs_run_loop *loop, const zs_run *run, int64_t from, int
 #define ZS_KEPT_UPDATE(loop, run, from, to) update_units(loop, run, from, to)
 #define ZS_UPDATE_GRAIN 128 /* two threads for two chunks */
 
-#ifndef KEPT_AREA /* else a copy of it with a planted fault, likewise KEPT_STEP */
-#define KEPT_AREA "optim/kept_area.c"
-#endif
-#ifndef KEPT_STEP
-#define KEPT_STEP "optim/kept_step.c"
-#endif
-#include KEPT_AREA
-#include KEPT_STEP
+#include "optim/kept_area.c"
+#include "optim/kept_step.c"
 
 /* What a killed update leaves of one memory: `units` have been stored, and every second one is garbage. */
 static long leave_half(char *memory, const char *before, size_t bytes, long units)
@@ -309,7 +303,7 @@ static void check_stores(const kind *of)
 
 /* --- two threads -------------------------------------------------------------------------------------------------- */
 
-/* Has this thread done all its chunks, of which there are two? */
+/* Has this thread done its two chunks? */
 static bool has_ended(int thread)
 {
     return zs_kept_parts_of(areas[0], &((zs_kept_head *)areas[0])->room).workers[thread].done == 4;

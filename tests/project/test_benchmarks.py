@@ -176,6 +176,13 @@ def test_trace_overhead_quick(tmp_path: Path) -> None:
         assert set(result[part]["ms"]) == {"off", "on"} and set(result[part]["ratio"]) == SPREAD
 
 
+def test_kept_step_quick(tmp_path: Path) -> None:
+    (result,) = quick("kept_step", tmp_path / "kept.json")["results"]
+    assert result["millions"] == 1
+    for name in ("plain_ns", "kept_ns", "ratio"):
+        assert set(result[name]) == SPREAD and result[name]["median"] > 0
+
+
 def test_memory_quick(tmp_path: Path) -> None:
     flags = ["--models", "gpt10m", "--sides", "zshard-full_shard"]
     (result,) = quick("memory", tmp_path / "memory.json", *flags)["results"]
