@@ -1,7 +1,7 @@
 /* file.c - see file.h. */
 #define _GNU_SOURCE 1 /* memfd_create, fallocate, F_SEAL_SHRINK */
 #include "base/file.h"
-#include "base/kept.h"
+#include "base/mappings.h"
 #include "base/refs.h"
 
 #include <errno.h>
@@ -378,7 +378,8 @@ zs_status zs_file_map_flat(zs_file *file, const int *fds, int world, size_t shar
         munmap(base, bytes);
         return status;
     }
-    return wrap_region(base, bytes, (region_owner){file, offset, shard_bytes, world > 1 ? READ_BY_PEERS : A_FLAT, 0}, out);
+    return wrap_region(base, bytes, (region_owner){file, offset, shard_bytes, world > 1 ? READ_BY_PEERS : A_FLAT, 0},
+                       out);
 }
 
 /* A free slot of exactly `bytes`, -1 if there is none. A larger one would do, and would make a unit's bucket as

@@ -65,8 +65,8 @@ zs_status zs_optim_step(zs_optim *plan);
 /* What zs_optim_step does besides updating: counts `step`, raises the parameters' versions. */
 void zs_optim_count(zs_optim *plan);
 
-/* Looks at all members once more, with the hyperparameters of zs_optim_prepare: gradients may have been multiplied since
- * by what was pending. ZS_ERR_STATE if they have changed otherwise. */
+/* Looks at all members once more, with the hyperparameters of zs_optim_prepare: gradients may have been multiplied
+ * since by what was pending. ZS_ERR_STATE if they have changed otherwise. */
 zs_status zs_optim_look_again(zs_optim *plan);
 
 /* The update of the prepared runs of the host, and how many they are. Borrowed: until the plan is prepared again.

@@ -6,19 +6,6 @@
 
 #include "pager/pager.h"
 
-void zs_optim_count(zs_optim *plan)
-{
-    for (int64_t i = 0; i < plan->n_members; i++) {
-        const zs_view *found = &plan->views[i];
-        if (found->verdict != ZS_MEMBER_TAKEN) continue;
-        bool counts = found->step_data != NULL && plan->live == NULL; /* there, it is counted on the device */
-        if (counts && found->step_dtype == ZS_F32) *(float *)found->step_data = (float)found->step;
-        if (counts && found->step_dtype == ZS_F64) *(double *)found->step_data = found->step;
-        plan->members[i].first = false;
-        zs_tensor_bump_version(plan->members[i].param);
-    }
-}
-
 zs_status zs_optim_job(const zs_optim *plan, zs_update_job *out)
 {
     if (plan->live != NULL || plan->n_queued > 0)

@@ -1,5 +1,6 @@
 /* py_keep.c - what a kept run needs of the core: memory in files, and steps that another process can finish. */
 #include "base/kept.h"
+#include "base/mappings.h"
 #include "optim/kept_step.h"
 #include "optim/optim.h"
 #include "python/py_util.h"
@@ -147,8 +148,9 @@ static PyObject *kept_runs(PyObject *module, PyObject *list)
     return PyLong_FromLongLong(runs);
 }
 
-PyDoc_STRVAR(files_doc, "kept_files($module, plans, /)\n--\n\nReturn the descriptors of the files in which the gradients "
-                        "of prepared plans lie.");
+PyDoc_STRVAR(files_doc,
+             "kept_files($module, plans, /)\n--\n\nReturn the descriptors of the files in which the gradients "
+             "of prepared plans lie.");
 
 static PyObject *kept_files(PyObject *module, PyObject *list)
 {

@@ -312,7 +312,7 @@ PyDoc_STRVAR(step_doc,
              "to use the group's;\ngrad_factor, found_inf: float32 or None. Raises NotImplementedError, with nothing "
              "done, for parameters that\na capturable step does not support.");
 
-/* Checks, then steps unless told to wait; returns what is left to the caller, None, or an exception. */
+/* Checks, then steps if `now`; returns what is left to the caller, None, or an exception. */
 static PyObject *step_with(plan_object *self, Py_ssize_t n, const zs_hyper *hyper, const zs_live *live, bool now)
 {
     zs_clear_error();

@@ -295,8 +295,7 @@ zs_status zs_grad_describe(const zs_tensor *handle, zs_grad_info *info)
         info->numel = grad.numel();
         info->dense = zs::plain_dense(grad);
         info->where = zs::where_of(grad.device());
-        info->data = info->dense ? grad.data_ptr() : nullptr;
-        info->mem = zs::mem_under(grad);
+        info->data = info->dense ? grad.data_ptr() : nullptr, info->mem = zs::mem_under(grad);
         info->version = grad.is_inference() ? 0 : grad._version();
         return ZS_OK;
     });

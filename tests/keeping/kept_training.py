@@ -58,8 +58,7 @@ class Run:
         dtype = torch.bfloat16 if options.get("optimizer") == "rounding" else torch.float32
         net = Net(options.get("width", 64)).to(dtype)
         self.dtype = dtype
-        policy = zshard.wrap.by_class(nn.Linear) if options.get("units") else None
-        given = {"wrap": policy} if policy else {}
+        given: dict[str, Any] = {"auto_wrap_policy": {nn.Linear}} if options.get("units") else {}
         precision = options.get("precision")
         if precision:
             given["mixed_precision"] = zshard.MixedPrecision(getattr(torch, precision))
@@ -81,8 +80,10 @@ class Run:
         found: Tensor = (self.model(x, step >= 3) - x.sum(1, keepdim=True)).square().mean()
         return found
 
-    def digest(self) -> str:
+    def digest(self, buffers: bool = True) -> str:
         state = self.model.state_dict()
+        if not buffers:
+            state = {name: state[name] for name, _ in self.model.named_parameters()}
         parts = (v.contiguous().reshape(-1).view(torch.uint8).numpy() for v in state.values())
         return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()
 
@@ -116,7 +117,7 @@ def train(
     killer = Killer(kill)
     if start["step"] == 0:
         torch.manual_seed(dist.get_rank())
-    log = Path(folder, f"losses{dist.get_rank()}").open("a")
+    log = open(Path(folder, f"losses{dist.get_rank()}"), "a")  # noqa: SIM115 - it may be killed
     for step in range(start["step"], options.get("steps", STEPS)):
         killer.at("forward", step)
         loss = run.loss(step)

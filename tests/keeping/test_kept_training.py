@@ -1,4 +1,4 @@
-"""A kept run whose ranks are killed goes on as if nothing had happened: losses, norms and weights
+"""A kept run whose ranks are killed continues as if nothing had happened: losses, norms and weights
 are those of an undisturbed run, to the bit."""
 
 from __future__ import annotations

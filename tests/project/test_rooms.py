@@ -26,7 +26,7 @@ CORE = [
     *("_version", "_built_with", "_torch_check", "_errors", "_core"),
     *("precision", "strategy", "keeping", "run", "ranks", "trace", "offload"),
     *("units", "guard", "wrap", "options", "optim", "grad_scaler", "state", "memory", "model"),
-    *("_patches", "checkpoint", "doctor"),
+    *("_patches", "checkpoint", "recovery", "doctor"),
 ]
 DIALECTS = ["compat", "fsdp", "compat.fsdp2", "compat.ddp", "compat.__init__"]
 INTEGRATIONS = ["lightning", "accelerate", "transformers", "peft", "bitsandbytes", "deepspeed"]

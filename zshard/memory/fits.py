@@ -29,7 +29,7 @@ from zshard.ranks.groups import _env_int
 from zshard.ranks.meeting import host_id
 from zshard.ranks.transports import Comms
 from zshard.strategy import ShardingStrategy
-from zshard.units.units import Keep, State
+from zshard.units.units import KeepFull, State
 
 MemoryLimit = int | str | None
 KeepGathered = bool | int | str
@@ -102,19 +102,19 @@ def parse_size(name: str, size: int | str, others: str = "", base: int = 1024) -
     return size
 
 
-def parse_keep(keep_gathered: KeepGathered, limit: MemoryLimit) -> Keep:
+def parse_keep(keep_gathered: KeepGathered, limit: MemoryLimit) -> KeepFull:
     """Translate FSDP()'s argument. "auto" keeps nothing without a limit.
 
     Raises TypeError for an argument of another type, ValueError for a malformed size.
     """
     if isinstance(keep_gathered, bool):
-        return Keep(_ALL if keep_gathered else 0)
+        return KeepFull(_ALL if keep_gathered else 0)
     if keep_gathered == "auto":
-        return Keep(0, measured=limit is not None)
-    return Keep(parse_size("keep_gathered", keep_gathered, ', "auto", True or False'))
+        return KeepFull(0, measured=limit is not None)
+    return KeepFull(parse_size("keep_gathered", keep_gathered, ', "auto", True or False'))
 
 
-def words_of(keep: Keep) -> str:
+def words_of(keep: KeepFull) -> str:
     """Return the value that ranks must agree on, as a script would write it."""
     if keep.measured:
         return "'auto'"
@@ -297,7 +297,7 @@ def _alternatives(model: _Model) -> Iterator[tuple[str, tuple[int, int]]]:
         on_disk = Offload(directory=".", grads=True)
         yield words, _total(model, _changed(model, offload=on_disk))
     if usual.keep.most > 0:
-        yield "keep_gathered=False", _total(model, _changed(model, keep=Keep()))
+        yield "keep_gathered=False", _total(model, _changed(model, keep=KeepFull()))
     if model.world.size > 1:
         if usual.strategy is not ShardingStrategy.FULL_SHARD:
             yield 'strategy="full_shard"', _total(model, _sharded(model))

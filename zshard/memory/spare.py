@@ -24,7 +24,7 @@ from zshard.memory.report import STATE_TENSORS, memory_of
 from zshard.optim.hooks import before_first_steps
 from zshard.optim.step_digest import watch_steps
 from zshard.ranks.devices import CPU
-from zshard.units.units import Keep, state_of, units_of
+from zshard.units.units import KeepFull, state_of, units_of
 
 _FIRST = 2  # always measure these steps: optimizers may create state in the second one, too
 _EACH = 100  # then measure one step in so many
@@ -41,10 +41,10 @@ def crosses_hosts(comm: _core.Comm) -> bool:
     return comm.per_host > 0
 
 
-def keep_between(keep: Keep, comm: _core.Comm) -> Keep:
+def keep_between(keep: KeepFull, comm: _core.Comm) -> KeepFull:
     """Resolve `keep` between these ranks: "auto" keeps nothing within one host, where a gather is
     cheap."""
-    return keep if not keep.measured or crosses_hosts(comm) else Keep()
+    return keep if not keep.measured or crosses_hosts(comm) else KeepFull()
 
 
 class Spare:

@@ -156,7 +156,7 @@ class Board:
     def __init__(self, comm: _core.Comm) -> None:
         self.comm = comm
         self.models: dict[str, ModelRecord] = {}
-        """By token; those with optimizers that others may read, also where the model is gone."""
+        """By token; those with optimizers that others may read, also of freed models."""
         self._dropped: set[str] = set()  # "token key" of optimizers that this rank has dropped
         self._lock = threading.Lock()
         self._is_stale = False
@@ -249,7 +249,7 @@ class Board:
 _boards: weakref.WeakValueDictionary[int, Board] = weakref.WeakValueDictionary()
 """By the id of the transport, which a board keeps alive. Its models keep a board."""
 _kept: set[Board] = set()
-"""Those with optimizers that others may read, also where the models are gone."""
+"""Those with optimizers that others may read, also of freed models."""
 
 
 def meet(module: nn.Module, shards: _core.Comm) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
 from zshard._errors import warn
 from zshard.ranks import ends
@@ -210,8 +211,8 @@ def make_default_group(backend: str, **arguments: Any) -> None:
     """
     attempt = _env_int("TORCHELASTIC_RESTART_COUNT")
     if attempt and "store" not in arguments and "init_method" not in arguments:
-        store, rank, world = next(dist.rendezvous("env://"))
-        store = dist.PrefixStore(f"zshard/attempt {attempt}", store)
+        store, rank, world = next(rendezvous("env://"))
+        store = distributed_c10d.PrefixStore(f"zshard/attempt {attempt}", store)
         arguments |= {"store": store, "rank": rank, "world_size": world}
     dist.init_process_group(backend, **arguments)
     # Runs after the end of the transports, which is registered later.

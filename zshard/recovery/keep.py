@@ -34,7 +34,7 @@ from zshard.keeping.client import Keeper, keeper_of_run
 from zshard.optim.in_backward import is_stepped_in_backward
 from zshard.optim.step import InOneCall, Prepared
 from zshard.recovery.layout import layout_of, loose_state, names_of, own_state
-from zshard.recovery.recover import Header, Old, generations, recovered
+from zshard.recovery.recover import Mark, Old, generations, recovered, say
 from zshard.units import shards
 from zshard.units.units import is_unit, state_of, units_of
 
@@ -51,7 +51,7 @@ class Keep:
         *others: what else the script steps: schedulers, a GradScaler; anything with state_dict()
             and load_state_dict().
         checkpoints: a folder of zshard.save(..., step=...), whose newest checkpoint recover() loads
-            where no memory is left: a host is gone, or another number of ranks runs. `extra` of
+            where no memory is left: a host is missing, or another number of ranks runs. `extra` of
             these checkpoints must be the dict that commit() takes.
 
     Raises RuntimeError if this run has no keeper (start it with `python -m zshard run --keep`, or
@@ -88,7 +88,7 @@ class Keep:
         self._files: Files | None = None
         self._hand_writes = shards.hand_writes.count
         self._in_block = False
-        self._is_alone = False  # earlier processes' memory is gone
+        self._is_alone = False  # earlier processes' memory is freed
         model.register_forward_pre_hook(self._refuse_in_block)
         model.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]
             lambda *_: self._refuse_in_block()
@@ -98,7 +98,7 @@ class Keep:
     # --- after a restart --------------------------------------------------------------------------
 
     def recover(self, start: Mapping[str, Any]) -> dict[str, Any]:
-        """Return where to go on. Collective; call it once, before the first step.
+        """Return where to continue. Collective; call it once, before the first step.
 
         start: where a new run begins.
 
@@ -130,9 +130,9 @@ class Keep:
         path = None if self._checkpoints is None else latest_checkpoint(self._checkpoints)
         if path is None:
             if is_restart:
-                _say(self._comm, "no rank's memory is left, and no checkpoint: from the beginning")
+                say(self._comm, "no rank's memory is left, and no checkpoint: from the beginning")
             return dict(start)
-        _say(self._comm, f"no rank's memory is left: from the checkpoint {path}")
+        say(self._comm, f"no rank's memory is left: from the checkpoint {path}")
         extra = load(path, self._model, self._optimizer)
         return {**start, **extra}
 
@@ -144,7 +144,7 @@ class Keep:
         have the step, or will have it after a restart, together with `script`, which recover()
         then returns. Collective.
 
-        script: plain values that say how to go on after this step.
+        script: plain values that say how to continue after this step.
 
         Raises RuntimeError for a second step of the optimizer, a forward or a state dict within the
         block; TypeError for values that cannot be pickled; DivergenceError, PeerError if other
@@ -165,6 +165,8 @@ class Keep:
         except Exception as error:
             raise TypeError(f"commit() takes plain values, but pickling failed: {error}") from error
         optimizer: Any = self._optimizer
+        if self._files is None or self._files.changes != optimizer.state_changes:
+            own_state(optimizer)
         prepared = Prepared()
         self._in_block, optimizer.prepared = True, prepared
         try:
@@ -176,6 +178,14 @@ class Keep:
             for unit in shards.units_stepped_by(optimizer) if prepared.is_writing else ():
                 unit.engine.end_write()
 
+    def close(self) -> None:
+        """Free this rank's memory at the keeper, as a run that has ended needs no recovery. Call it
+        at the end of a script under plain torchrun, where the keeper stays for a while;
+        `python -m zshard run --keep` ends it itself."""
+        for name in self._keeper.list():
+            if name.partition(" ")[2] == str(self._comm.rank):
+                self._keeper.drop(name)
+
     def _complete(self, script: bytes, plans: list[_core.OptimPlan]) -> None:
         number = self._step + 1
         _core.kept_count(plans)
@@ -183,12 +193,12 @@ class Keep:
         files.write(number, self._snapshot(script, bool(plans)))
         if plans:
             _core.kept_write(files.area, number, plans)
-        files.mark(Header.READY, number)
+        files.mark(Mark.READY, number)
         self._comm.exchange(number.to_bytes(8, "little"))
         self._forget_older()
         if plans:
             _core.kept_finish(files.area, number)
-        files.mark(Header.DONE, number)
+        files.mark(Mark.DONE, number)
         self._step = number
 
     def _snapshot(self, script: bytes, stepped: bool) -> bytes:
@@ -217,7 +227,6 @@ class Keep:
         runs = _core.kept_runs(plans)
         if self._files is not None and self._files.fit(runs, optimizer.state_changes):
             return self._files
-        own_state(optimizer)
         layout = layout_of(self._model, optimizer, self._comm)
         files = Files(max(runs, 1), optimizer.state_changes, self._files)
         layout.files = list(dict.fromkeys([*layout.files, *_core.kept_files(plans)]))
@@ -278,7 +287,7 @@ class Files:
         while at < len(data):
             at += os.pwrite(fd, view[at:], at)
 
-    def mark(self, what: Header, number: int) -> None:
+    def mark(self, what: Mark, number: int) -> None:
         _core.kept_mark(self.header, int(what), number)
 
 
@@ -290,11 +299,6 @@ def _file(name: str, size: int) -> tuple[int, mmap.mmap]:
 
 def _bytes(value: Tensor) -> bytes:
     return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _say(comm: _core.Comm, words: str) -> None:
-    if comm.rank == 0:
-        print(f"zshard: {words}", flush=True)
 
 
 def _check(model: nn.Module, optimizer: Optimizer) -> None:

@@ -21,19 +21,19 @@ from zshard.optim.sharded_state import params_of
 from zshard.units.shards import known_parts, part_of
 from zshard.units.units import units_of
 
-Place = tuple[str, int, int]
+KeptPlace = tuple[str, int, int]
 """A tensor's name, and where its bytes lie: a descriptor of the process that has it, and an
 offset."""
 
 
 @dataclass
-class Layout:
+class KeptLayout:
     """params: this rank's shards, by name. state: "<parameter> <name>", likewise. files: the
     descriptors, in the order in which the keeper has them. model, optimizer: what they are, to be
     compared with those of the next process."""
 
-    params: list[Place] = field(default_factory=list)
-    state: list[Place] = field(default_factory=list)
+    params: list[KeptPlace] = field(default_factory=list)
+    state: list[KeptPlace] = field(default_factory=list)
     files: list[int] = field(default_factory=list)
     model: list[str] = field(default_factory=list)
     optimizer: str = ""
@@ -42,7 +42,7 @@ class Layout:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def from_json(cls, text: bytes) -> Layout:
+    def from_json(cls, text: bytes) -> KeptLayout:
         return cls(**json.loads(text))
 
 
@@ -96,16 +96,16 @@ def optimizer_facts(optimizer: Optimizer) -> str:
 
 
 @plain()
-def layout_of(model: nn.Module, optimizer: Optimizer, comm: _core.Comm) -> Layout:
+def layout_of(model: nn.Module, optimizer: Optimizer, comm: _core.Comm) -> KeptLayout:
     """Return where all of it lies now."""
-    layout = Layout(model=model_facts(model, comm), optimizer=optimizer_facts(optimizer))
+    layout = KeptLayout(model=model_facts(model, comm), optimizer=optimizer_facts(optimizer))
     layout.params = list(_places(named_shards(model)))
     layout.state = list(_places(state_tensors(optimizer)))
     layout.files = sorted({fd for _, fd, _ in (*layout.params, *layout.state)})
     return layout
 
 
-def _places(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Place]:
+def _places(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[KeptPlace]:
     for name, tensor in tensors:
         place = _core.kept_place(tensor.detach())
         if place is not None:

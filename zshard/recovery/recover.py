@@ -1,7 +1,7 @@
 """What a new process does with what an earlier one left: choose a step, finish it, copy it.
 
-Each run of processes is a generation. Every rank tells the others how far each generation's memory
-is on it. The newest one in which all ranks have written a step is restored: at the last step that
+Each run of processes is a generation. Each rank publishes how far each
+generation's memory is on it. The newest one in which all ranks have written a step is restored: at the last step that
 all of them have written, which each rank finishes in the old memory where it is not done.
 """
 
@@ -32,8 +32,8 @@ from zshard.optim.hooks import know
 from zshard.optim.sharded_state import params_of
 from zshard.ranks.agreement import bytes_of, gather_bytes, on_all_ranks
 from zshard.recovery.layout import (
-    Layout,
-    Place,
+    KeptLayout,
+    KeptPlace,
     model_facts,
     named_shards,
     optimizer_facts,
@@ -45,7 +45,7 @@ HEAD, SLOTS, AREA, REST = 0, (1, 2), 3, 4
 """The order of a rank's descriptors at the keeper; the layout's files follow."""
 
 
-class Header(IntEnum):
+class Mark(IntEnum):
     """Where the header file has a number: the last step that this rank has written, and done."""
 
     READY = 0
@@ -54,7 +54,7 @@ class Header(IntEnum):
 
 @dataclass(frozen=True)
 class Generations:
-    """all_known: of which any rank has anything. whole: {generation: the last step that all ranks
+    """all_known: those that any rank has something of. whole: {generation: the last step that all ranks
     have written}, of those in which all have."""
 
     all_known: list[int]
@@ -77,7 +77,7 @@ def generations(keeper: Keeper, comm: _core.Comm) -> Generations:
 
 def _ready(fds: Sequence[int]) -> int:
     try:
-        (ready,) = struct.unpack("Q", os.pread(fds[HEAD], 8, Header.READY))
+        (ready,) = struct.unpack("Q", os.pread(fds[HEAD], 8, Mark.READY))
         return int(ready)
     finally:
         for fd in fds:
@@ -91,13 +91,13 @@ class Old:
         self.keeper, self.comm, self.found = keeper, comm, found
 
     @contextlib.contextmanager
-    def opened(self, generation: int) -> Iterator[tuple[Layout, list[int]]]:
+    def opened(self, generation: int) -> Iterator[tuple[KeptLayout, list[int]]]:
         """Context manager: this rank's layout and descriptors of a generation."""
         held = self.keeper.get(f"{generation} {self.comm.rank}")
         if held is None:
             raise RuntimeError("the keeper has dropped this run's state meanwhile: start it again")
         try:
-            yield Layout.from_json(held.meta), held.fds
+            yield KeptLayout.from_json(held.meta), held.fds
         finally:
             for fd in held.fds:
                 os.close(fd)
@@ -115,25 +115,25 @@ def recovered(
     with on_all_ranks(old.comm), old.opened(generation) as (layout, fds):
         _check(layout, model, optimizer, old.comm)
         state = _read_slot(fds[SLOTS[number % 2]])
-        if _number(fds, Header.DONE) < number and state["stepped"]:
+        if _number(fds, Mark.DONE) < number and state["stepped"]:
             _finish(layout, fds, number)
     with on_all_ranks(old.comm), old.opened(generation) as (layout, fds):
         _restore(layout, fds, state, model, optimizer)
         for other, own in zip(others, state["others"], strict=True):
             other.load_state_dict(own)
         set_rng_state(state["rng"])
-    if old.comm.rank == 0:
-        seconds = time.monotonic() - began
-        print(
-            f"zshard: recovered step {number} from memory in {seconds:.2f} s",
-            file=sys.stderr,
-            flush=True,
-        )
+    say(old.comm, f"recovered step {number} from memory in {time.monotonic() - began:.2f} s")
     script: dict[str, Any] = pickle.loads(state["script"])
     return number, script
 
 
-def _check(layout: Layout, model: nn.Module, optimizer: Optimizer, comm: _core.Comm) -> None:
+def say(comm: _core.Comm, words: str) -> None:
+    """Print a line, on rank 0."""
+    if comm.rank == 0:
+        print(f"zshard: {words}", file=sys.stderr, flush=True)
+
+
+def _check(layout: KeptLayout, model: nn.Module, optimizer: Optimizer, comm: _core.Comm) -> None:
     now = model_facts(model, comm)
     if now != layout.model:
         missing = [line for line in layout.model if line not in now] + ["nothing"]
@@ -142,16 +142,16 @@ def _check(layout: Layout, model: nn.Module, optimizer: Optimizer, comm: _core.C
             f"the kept state is of another model: it has {missing[0]!r} where this script has "
             f"{new[0]!r}. Run the script that was kept, or start a run of its own"
         )
-    told = optimizer_facts(optimizer)
-    if told != layout.optimizer:
+    given = optimizer_facts(optimizer)
+    if given != layout.optimizer:
         raise RuntimeError(
             f"the kept state is of another optimizer: {layout.optimizer!r}, where this script has "
-            f"{told!r} (class, parameters of each group, digest of their names). Run the script "
+            f"{given!r} (class, parameters of each group, digest of their names). Run the script "
             "that was kept, or start a run of its own"
         )
 
 
-def _number(fds: Sequence[int], what: Header) -> int:
+def _number(fds: Sequence[int], what: Mark) -> int:
     (found,) = struct.unpack("Q", os.pread(fds[HEAD], 8, int(what)))
     return int(found)
 
@@ -165,7 +165,7 @@ def _read_slot(fd: int) -> dict[str, Any]:
     return state
 
 
-def _finish(layout: Layout, fds: Sequence[int], number: int) -> None:
+def _finish(layout: KeptLayout, fds: Sequence[int], number: int) -> None:
     """Finish a step in the old memory."""
     with contextlib.ExitStack() as opened:
         area = opened.enter_context(_mapped(fds[AREA]))
@@ -175,7 +175,7 @@ def _finish(layout: Layout, fds: Sequence[int], number: int) -> None:
         ]
         _core.kept_finish(area, number, files)
         with _mapped(fds[HEAD]) as head:
-            _core.kept_mark(head, int(Header.DONE), number)
+            _core.kept_mark(head, int(Mark.DONE), number)
 
 
 def _mapped(fd: int) -> mmap.mmap:
@@ -188,9 +188,10 @@ def _mapped(fd: int) -> mmap.mmap:
 @torch.no_grad()
 @plain()
 def _restore(
-    layout: Layout, fds: Sequence[int], state: dict[str, Any], model: nn.Module, optimizer: Any
+    layout: KeptLayout, fds: Sequence[int], state: dict[str, Any], model: nn.Module, optimizer: Any
 ) -> None:
     files = dict(zip(layout.files, fds[REST:], strict=True))
+    know(optimizer)  # before it has state, which would count as older than the sharded model
     with writing(each.unit for _, each in units_of(model)):
         _fill(dict(named_shards(model)), layout.params, files)
         for group, own in zip(optimizer.param_groups, state["groups"], strict=True):
@@ -217,7 +218,7 @@ def _make_state(optimizer: Any, loose: Sequence[dict[str, Any] | None]) -> None:
     optimizer.state_changes += 1
 
 
-def _fill(targets: dict[str, Tensor], places: Sequence[Place], files: dict[int, int]) -> None:
+def _fill(targets: dict[str, Tensor], places: Sequence[KeptPlace], files: dict[int, int]) -> None:
     """Read tensors from where they lie."""
     for name, file, offset in places:
         view = bytes_of(targets[name].detach())

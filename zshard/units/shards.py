@@ -184,22 +184,25 @@ class Part:
         """Note that a script has written to a shard of these elements in place, as all ranks
         must."""
         unit = self.unit
-        hand_writes.count += 1
-        hand_writes.last = self.name
         if unit is not None:
             name = operation.__name__
             said = "an assignment to .data" if name == "__set__" else f"{name}()"
             unit.note_write(self.index, tensor, said)
+            if self._is_own(unit, tensor):
+                hand_writes.count += 1
+                hand_writes.last = self.name
 
     def note_draw(self, tensor: Tensor, drawn: int) -> None:
         """Note that a script has drawn random numbers for these elements in place. drawn: the same
         number on ranks that drew the same. No-op for a copy."""
         unit = self.unit
-        if unit is None:
-            return
-        own = unit.params[self.index].untyped_storage()
-        if own._cdata == tensor.untyped_storage()._cdata:  # also after p.data = t
+        if unit is not None and self._is_own(unit, tensor):
             unit.note_draw(self.index, drawn)
+
+    def _is_own(self, unit: _core.Unit, tensor: Tensor) -> bool:
+        """Return whether a tensor lies where the parameter does, also after p.data = t."""
+        own = unit.params[self.index].untyped_storage()
+        return bool(own._cdata == tensor.untyped_storage()._cdata)
 
     def settle(self, param: Tensor) -> None:
         """Reshard a parameter that a forward has kept, so that `param` has its between-steps shape

@@ -53,7 +53,7 @@ class Prefetch(NamedTuple):
         return self.forward, self.backward
 
 
-class Keep(NamedTuple):
+class KeepFull(NamedTuple):
     """What stays gathered from forward to backward where a gather is expensive, in the order of
     Engine.keep_gathered's arguments.
 
@@ -71,7 +71,7 @@ class Options(NamedTuple):
     precision: Precision
     prefetch: Prefetch
     offload: Offload | None = None
-    keep: Keep = Keep()  # the root's applies to the model
+    keep: KeepFull = KeepFull()  # the root's applies to the model
     wire: Wire = Wire()
 
 

@@ -1,0 +1,284 @@
+"""What scripts do wrong with zshard.Keep: each is an error that names the remedy, or right."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from kept_training import Run, train
+from nursery import fork_ranks
+from torch import nn
+
+import zshard
+from zshard.keeping.client import VARIABLE, Keeper
+
+
+def message_of(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def kept_run(token: str, **options: Any) -> tuple[Run, zshard.Keep]:
+    os.environ[VARIABLE] = token
+    run = Run(options)
+    kept = zshard.Keep(run.model, run.optimizer)
+    kept.recover({"step": 0})
+    return run, kept
+
+
+# --- what cannot be kept --------------------------------------------------------------------------
+
+
+def cannot_be_kept(token: str) -> list[str]:
+    os.environ[VARIABLE] = token
+    run = Run({})
+    model, params = run.model, list(run.model.parameters())
+    extra = nn.Parameter(torch.zeros(3))
+    found = [
+        lambda: zshard.Keep(nn.Linear(2, 2), run.optimizer),
+        lambda: zshard.Keep(model, torch.optim.AdamW(params)),
+        lambda: zshard.Keep(model, zshard.Muon([{"params": params, "use_muon": False}])),
+        lambda: zshard.Keep(model, zshard.AdamW([*params, extra])),
+        lambda: zshard.Keep(model, run.optimizer, 7),
+    ]
+    texts = [message_of(call) for call in found]
+    model.optimizer_in_backward(run.optimizer)
+    return [*texts, message_of(lambda: zshard.Keep(model, run.optimizer))]
+
+
+def test_what_cannot_be_kept_is_named(keeper: Keeper) -> None:
+    for result in fork_ranks(cannot_be_kept, 2, keeper.token, check=True):
+        plain, torchs, muon, extra, number, in_backward = result.value
+        assert plain == "TypeError: Keep() expects an FSDP(...) model, got Linear"
+        assert "one of zshard's elementwise optimizers" in torchs
+        assert "torch.optim.adamw.AdamW" in torchs and "muon.Muon" in muon
+        assert extra.startswith("ValueError: parameter 8 of the optimizer, of shape (3,)")
+        assert "got a int, which has no state_dict()" in number
+        assert "optimizer_in_backward()" in in_backward and "remove()" in in_backward
+
+
+def without_keeper(when: str) -> str:
+    if when == "late":
+        run = Run({})
+        os.environ[VARIABLE] = "0" * 32
+    else:
+        os.environ.pop(VARIABLE, None)
+        run = Run({})
+    return message_of(lambda: zshard.Keep(run.model, run.optimizer))
+
+
+@pytest.mark.parametrize("when", ["never", "late"])
+def test_a_run_without_a_keeper(when: str) -> None:
+    for result in fork_ranks(without_keeper, 2, when, check=True):
+        assert result.value.startswith("RuntimeError: this run has no keeper")
+        assert "--keep" in result.value and "before FSDP(...)" in result.value
+
+
+def alone(token: str) -> str:
+    os.environ[VARIABLE] = token
+    model = zshard.FSDP(nn.Linear(2, 2))
+    return message_of(lambda: zshard.Keep(model, zshard.AdamW(model.parameters())))
+
+
+def test_a_single_rank(keeper: Keeper) -> None:
+    (result,) = fork_ranks(alone, 1, keeper.token, check=True)
+    assert "needs two ranks or more" in result.value
+
+
+# --- calls in the wrong place ---------------------------------------------------------------------
+
+
+def in_the_block(token: str, what: str) -> tuple[str, bool, bool]:
+    """Return the error, whether weights are as before, and whether the run goes on after it."""
+    run, kept = kept_run(token)
+
+    def step(act: Any = None) -> None:
+        run.loss(0).backward()
+        with kept.commit({"step": 1}):
+            run.optimizer.step()
+            if act is not None:
+                act()
+        run.optimizer.zero_grad()
+
+    acts = {
+        "forward": lambda: run.loss(1),
+        "state_dict": run.model.state_dict,
+        "optimizer's state_dict": run.optimizer.state_dict,
+        "second step": run.optimizer.step,
+        "zero_grad": run.optimizer.zero_grad,
+        "zero_grad in place": lambda: run.optimizer.zero_grad(set_to_none=False),
+        "nested": lambda: kept.commit({"step": 1}).__enter__(),
+        "exception": lambda: 1 / 0,
+    }
+    step()
+    before = run.digest(buffers=False)
+    text = message_of(lambda: step(acts[what]))
+    same = run.digest(buffers=False) == before
+    run.optimizer.zero_grad()
+    step()
+    return text, same, run.digest(buffers=False) != before
+
+
+BLOCK = {
+    "forward": "run forwards and state_dict() after it",
+    "state_dict": "run forwards and state_dict() after it",
+    "optimizer's state_dict": "run forwards and state_dict() after it",
+    "second step": "step() was called twice in one commit()",
+    "zero_grad": "call zero_grad() after the block",
+    "zero_grad in place": "call zero_grad() after the block",
+    "nested": "commit() within commit()",
+    "exception": "division by zero",
+}
+
+
+@pytest.mark.parametrize("what", BLOCK)
+def test_in_the_block(keeper: Keeper, what: str) -> None:
+    for result in fork_ranks(in_the_block, 2, keeper.token, what, check=True):
+        text, same, goes_on = result.value
+        assert BLOCK[what] in text
+        assert same
+        assert goes_on
+
+
+def reads_gradients(token: str) -> tuple[str, str]:
+    """Clipping leaves a factor for the step; a script that reads .grad in the block has it applied
+    before."""
+    digests = []
+    for reads in (False, True):
+        os.environ[VARIABLE] = token
+        run = Run({})
+        kept = zshard.Keep(run.model, run.optimizer)
+        kept.recover({})
+        run.loss(0).backward()
+        run.model.clip_grad_norm_(0.01)
+        torch.manual_seed(0)
+        with kept.commit({}):
+            run.optimizer.step()
+            if reads:
+                zshard.full_tensor(next(iter(run.model.parameters())).grad)
+        digests.append(run.digest())
+        kept.close()
+    return digests[0], digests[1]
+
+
+def test_gradients_may_be_read_in_the_block(keeper: Keeper) -> None:
+    for result in fork_ranks(reads_gradients, 2, keeper.token, check=True):
+        first, second = result.value
+        assert first == second
+
+
+def out_of_order(token: str) -> list[str]:
+    os.environ[VARIABLE] = token
+    run = Run({})
+    kept = zshard.Keep(run.model, run.optimizer)
+    found = [message_of(lambda: kept.commit({}).__enter__())]
+    kept.recover({})
+    found.append(message_of(lambda: kept.recover({})))
+    found.append(message_of(lambda: kept.commit({"f": lambda: 0}).__enter__()))
+    with torch.no_grad():
+        next(run.model.parameters()).mul_(2)
+    found.append(message_of(lambda: kept.commit({}).__enter__()))
+    return found
+
+
+def test_calls_out_of_order(keeper: Keeper) -> None:
+    for result in fork_ranks(out_of_order, 2, keeper.token, check=True):
+        early, twice, values, by_hand = result.value
+        assert "commit() before recover()" in early
+        assert "recover() was called before" in twice
+        assert values.startswith("TypeError: commit() takes plain values")
+        assert by_hand.startswith("NotImplementedError") and "(body.0.weight)" in by_hand
+
+
+def on_one_rank(token: str, what: str) -> str:
+    run, kept = kept_run(token)
+    run.loss(0).backward()
+    if dist.get_rank() == 1 and what == "no commit":
+        return message_of(lambda: run.loss(1).backward())
+    if dist.get_rank() == 1 and what == "an exception":
+        raise ValueError("rank 1 has a problem")
+
+    def step() -> None:
+        with kept.commit({}):
+            run.optimizer.step()
+
+    return message_of(step)
+
+
+@pytest.mark.parametrize("what", ["no commit", "an exception"])
+def test_what_one_rank_does_alone(keeper: Keeper, what: str) -> None:
+    first, second = fork_ranks(on_one_rank, 2, keeper.token, what)
+    if what == "an exception":
+        assert second.returncode == 1
+        assert first.value.startswith("PeerError") and "rank 1 has a problem" in first.value
+    else:
+        assert first.value.startswith("DivergenceError")
+        assert second.value.startswith("DivergenceError")
+
+
+# --- restarts that do not fit ---------------------------------------------------------------------
+
+
+def some_steps(token: str, folder: str, options: dict[str, Any]) -> Any:
+    """Two steps of a run that then ends without an error, as if it were killed."""
+    run, kept = kept_run(token, **options)
+    for step in range(2):
+        run.loss(step).backward()
+        with kept.commit({"step": step + 1}):
+            run.optimizer.step()
+        run.optimizer.zero_grad()
+    if folder:
+        zshard.save(folder, run.model, run.optimizer, step=2, extra={"step": 2})
+    return run.digest()
+
+
+def restarted(token: str, folder: str, options: dict[str, Any]) -> tuple[str, Any, str]:
+    os.environ[VARIABLE] = token
+    run = Run(options)
+    kept = zshard.Keep(run.model, run.optimizer, checkpoints=folder or None)
+    start: dict[str, Any] = {}
+    text = message_of(lambda: start.update(kept.recover({"step": 0})))
+    return text, start.get("step"), run.digest()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"width": 32}, "the kept state is of another model: it has 'body.0.bias (64,)"),
+        ({"optimizer": "momentum"}, "the kept state is of another optimizer: 'AdamW [8]"),
+        ({"optimizer": "two groups"}, "the kept state is of another optimizer: 'AdamW [8]"),
+        ({"strategy": "zero1"}, "nothing"),
+    ],
+)
+def test_another_script_is_refused(keeper: Keeper, options: dict[str, Any], words: str) -> None:
+    fork_ranks(some_steps, 2, keeper.token, "", {}, check=True)
+    for result in fork_ranks(restarted, 2, keeper.token, "", options, check=True):
+        text, start, _ = result.value
+        assert words in text
+        assert start == (2 if words == "nothing" else None)
+
+
+@pytest.mark.parametrize("with_checkpoint", [False, True])
+def test_another_number_of_ranks(keeper: Keeper, tmp_path: Path, with_checkpoint: bool) -> None:
+    folder = str(tmp_path / "runs") if with_checkpoint else ""
+    saved = fork_ranks(some_steps, 2, keeper.token, folder, {}, check=True)
+    for result in fork_ranks(restarted, 3, keeper.token, folder, {}, check=True):
+        text, start, digest = result.value
+        assert text == "nothing" and start == (2 if with_checkpoint else 0)
+        assert (digest == saved[0].value) == with_checkpoint
+        assert ("no rank's memory" in result.stderr) == (result.rank == 0)
+
+
+def test_a_keeper_that_was_killed(keeper: Keeper, tmp_path: Path) -> None:
+    token = keeper.token
+    keeper.end()
+    for result in fork_ranks(train, 2, token, str(tmp_path), {}, None):
+        assert result.returncode == 1
+        assert "KeeperError: no keeper answers under this token" in result.stderr
