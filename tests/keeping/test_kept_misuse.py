@@ -96,7 +96,7 @@ def test_a_single_rank(keeper: Keeper) -> None:
 
 
 def in_the_block(token: str, what: str) -> tuple[str, bool, bool]:
-    """Return the error, whether weights are as before, and whether the run goes on after it."""
+    """Return the error, whether weights are as before, and whether the run continues after it."""
     run, kept = kept_run(token)
 
     def step(act: Any = None) -> None:

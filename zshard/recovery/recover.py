@@ -1,8 +1,8 @@
 """What a new process does with what an earlier one left: choose a step, finish it, copy it.
 
-Each run of processes is a generation. Each rank publishes how far each
-generation's memory is on it. The newest one in which all ranks have written a step is restored: at the last step that
-all of them have written, which each rank finishes in the old memory where it is not done.
+Each run of processes is a generation, and each rank publishes how far its memory of each generation
+is. The newest generation in which all ranks have written a step is restored, at the last step that
+all of them have written. A rank on which that step is not done finishes it in the old memory.
 """
 
 from __future__ import annotations
