@@ -327,8 +327,7 @@ static zs_status map_side_by_side(const int *fds, int own_fd, int world, size_t 
     return ZS_OK;
 }
 
-/* Appends `bytes` for regions of `shard_bytes`. */
-static zs_status append(zs_file *file, size_t bytes, size_t shard_bytes, uint64_t *offset)
+zs_status zs_file_append(zs_file *file, size_t bytes, size_t shard_bytes, uint64_t *offset)
 {
     if (shard_bytes == 0 || shard_bytes % ZS_PAGE != 0)
         return ZS_FAIL(ZS_ERR_VALUE, "shard size must be a multiple of %d, got %zu bytes", (int)ZS_PAGE, shard_bytes);
@@ -343,7 +342,7 @@ zs_status zs_file_map_common(zs_file *file, int rank, int world, size_t shard_by
     uint64_t offset = 0;
     size_t bytes = shard_bytes * (size_t)world, before = shard_bytes * (size_t)rank;
     char *base = NULL;
-    ZS_TRY(append(file, bytes, shard_bytes, &offset));
+    ZS_TRY(zs_file_append(file, bytes, shard_bytes, &offset));
     ZS_TRY(reserve(bytes, region_align(shard_bytes), &base));
     if (map_at(base, bytes, file->fd, offset) == MAP_FAILED) {
         zs_status status = ZS_FAIL(ZS_ERR_MEMORY, "cannot map %zu bytes of shared memory: %s", bytes, strerror(errno));
@@ -371,7 +370,7 @@ zs_status zs_file_map_flat(zs_file *file, const int *fds, int world, size_t shar
     uint64_t offset = 0;
     size_t bytes = shard_bytes * (size_t)world;
     char *base = NULL;
-    ZS_TRY(append(file, shard_bytes, shard_bytes, &offset));
+    ZS_TRY(zs_file_append(file, shard_bytes, shard_bytes, &offset));
     ZS_TRY(reserve(bytes, region_align(shard_bytes), &base));
     zs_status status = map_side_by_side(fds, file->fd, world, shard_bytes, offset, base);
     if (status != ZS_OK) {

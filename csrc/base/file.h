@@ -56,6 +56,9 @@ int zs_file_fd(const zs_file *file);
  * peers' regions may not exist yet. */
 zs_status zs_file_map_flat(zs_file *file, const int *fds, int world, size_t shard_bytes, zs_mem **out);
 
+/* Makes a file longer by `bytes` that hold regions of `shard_bytes`, a multiple of ZS_PAGE, and are not mapped. */
+zs_status zs_file_append(zs_file *file, size_t bytes, size_t shard_bytes, uint64_t *offset);
+
 /* New region of `bytes` (a multiple of ZS_PAGE) at the end of `file`, never reused, mapped. */
 static inline zs_status zs_file_map_own(zs_file *file, size_t bytes, zs_mem **out)
 {

@@ -111,6 +111,8 @@ def train(
     digest."""
     if token:
         os.environ[VARIABLE] = token
+    if options.get("transport") == "hosts":
+        os.environ["ZSHARD_HOST"] = f"host {int(os.environ['RANK']) // 2}"
     run = Run(options)
     kept = zshard.Keep(run.model, run.optimizer, run.scheduler) if token else None
     start = kept.recover({"step": 0}) if kept else {"step": 0}

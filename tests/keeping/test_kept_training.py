@@ -74,6 +74,13 @@ def test_more_ranks(keeper: Keeper, tmp_path: Path) -> None:
     check(keeper, tmp_path, {"ranks": 3}, [("block", 2, 4), ("after", 0, 5)])
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "zero1"])
+def test_two_hosts(keeper: Keeper, tmp_path: Path, strategy: str) -> None:
+    options = {"ranks": 4, "transport": "hosts", "strategy": strategy}
+    check(keeper, tmp_path, options, [("block", 2, 4), ("after", 1, 5)])
+
+
 WIDE = {"width": 1024, "steps": 16}  # its step takes a good part of the time
 
 

@@ -54,8 +54,8 @@ class Mark(IntEnum):
 
 @dataclass(frozen=True)
 class Generations:
-    """all_known: those that any rank has something of. whole: {generation: the last step that all ranks
-    have written}, of those in which all have."""
+    """all_known: those that any rank has something of. whole: {generation: the last step that all
+    ranks have written}, of those in which all have."""
 
     all_known: list[int]
     whole: dict[int, int]

@@ -225,7 +225,6 @@ static void shm_destroy(zs_comm *comm)
     close_fd(shm->control_fd);
     close_fd(shm->pidfd);
     close_fd(shm->flats_fd);
-    zs_mem_release(shm->posted);
     zs_file_release(shm->flats);
     zs_file_release(shm->buckets);
     free(shm->flat_offsets);

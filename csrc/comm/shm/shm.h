@@ -174,7 +174,6 @@ typedef struct zs_shm {
     int listener;               /* socket, -1 once connected */
     int control_fd, pidfd;      /* own */
     zs_file *buckets;           /* own */
-    zs_mem *posted;             /* where the text lies that this rank has posted; NULL: none; owned */
     zs_file *flats;             /* of all ranks; NULL until connected */
     int flats_fd;               /* the same, created by rank 0, until connected; -1: none */
     uint64_t *flat_offsets;     /* [ZS_SHM_FLATS] offsets of this rank's shards of the flats in that file */

@@ -1,8 +1,9 @@
 /* shm_state.c - see shm_state.h. */
-#define _GNU_SOURCE 1 /* pread */
+#define _GNU_SOURCE 1 /* fallocate, pread */
 #include "comm/shm/shm_state.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -53,21 +54,35 @@ static bool left(const zs_comm *comm, int rank)
 
 /* --- the text ----------------------------------------------------------------------------------------------------- */
 
+static zs_status write_at(int fd, uint64_t offset, const char *from, size_t bytes)
+{
+    for (size_t at = 0; at < bytes;) {
+        ssize_t put = pwrite(fd, from + at, bytes - at, (off_t)(offset + at));
+        if (put < 0 && errno == EINTR) continue;
+        if (put <= 0) return ZS_FAIL_ERRNO("cannot write to shared memory");
+        at += (size_t)put;
+    }
+    return ZS_OK;
+}
+
 /* The text never lies where another one did, as a file only grows: a reader that was overtaken finds another number
  * than before. */
 static zs_status post(zs_comm *comm, const void *text, size_t bytes)
 {
     zs_shm *shm = (zs_shm *)comm;
     zs_shm_control *own = shm->own;
-    zs_mem *mem = NULL;
-    ZS_TRY(state_new(comm, bytes, &mem));
-    memcpy(mem->ptr, text, bytes);
-    atomic_store(&own->post_number, atomic_load(&own->post_number) + 1); /* odd: it changes */
-    atomic_store(&own->post_at, zs_file_offset_of(mem));
+    ZS_TRY(zs_shm_usable(shm));
+    uint64_t offset = 0, before = atomic_load(&own->post_at), number = atomic_load(&own->post_number);
+    size_t room = zs_round_up(bytes ? bytes : 1, ZS_PAGE);
+    size_t old = zs_round_up((size_t)atomic_load(&own->post_bytes), ZS_PAGE);
+    int fd = zs_file_fd(shm->buckets);
+    ZS_TRY(zs_file_append(shm->buckets, room, room, &offset));
+    ZS_TRY(write_at(fd, offset, text, bytes));
+    atomic_store(&own->post_number, number + 1); /* odd: it changes */
+    atomic_store(&own->post_at, offset);
     atomic_store(&own->post_bytes, bytes);
-    atomic_store(&own->post_number, atomic_load(&own->post_number) + 1);
-    zs_mem_release(shm->posted);
-    shm->posted = mem;
+    atomic_store(&own->post_number, number + 2);
+    if (old > 0) fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)before, (off_t)old);
     return ZS_OK;
 }
 
