@@ -1,4 +1,4 @@
-"""A rank of recovery_time.py: trains, and writes down when it does what, for a driver that kills it.
+"""A rank of recovery_time.py: trains, and writes when it does what, for a driver that kills it.
 
 Each line of FOLDER/RANK.log is a list: seconds of CLOCK_MONOTONIC, which all processes share; what
 ended then; a number. Imports are timed, so they are not at the top.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import shutil
@@ -39,11 +40,11 @@ def train(args: argparse.Namespace) -> None:
     rank = int(os.environ["RANK"])
     say = log_of(args.folder / f"{rank}.log")
     import torch
+    import torch._dynamo  # which the first optimizer imports
 
     if args.side == "fsdp2":
         import torch.distributed.checkpoint.state_dict
-        import torch.distributed.fsdp  # noqa: F401
-
+        import torch.distributed.fsdp
     say("torch")
     from torch import distributed as dist
 
@@ -69,7 +70,7 @@ def train(args: argparse.Namespace) -> None:
         generator = torch.Generator().manual_seed(1000 * step + rank)
         batch = workload.batch(generator)
         say("begin", step)
-        loss = workload.loss(side.model, batch)
+        loss: Any = workload.loss(side.model, batch)
         loss.backward()
         say("backward", step)
         side.step(step + 1)
@@ -97,11 +98,15 @@ def take_turns(lock: str | None, step: int) -> None:
     """On rank 0, wait for the lock; the other ranks wait for rank 0 in the forward."""
     if lock is None or os.environ["RANK"] != "0" or step % TURN:
         return
-    if step == 0:
-        take_turns.file = open(lock, "w")  # type: ignore[attr-defined]
-    fcntl.flock(take_turns.file, fcntl.LOCK_UN)  # type: ignore[attr-defined]
+    file = opened(lock)
+    fcntl.flock(file, fcntl.LOCK_UN)
     time.sleep(0.02)
-    fcntl.flock(take_turns.file, fcntl.LOCK_EX)  # type: ignore[attr-defined]
+    fcntl.flock(file, fcntl.LOCK_EX)
+
+
+@functools.cache
+def opened(path: str) -> int:
+    return os.open(path, os.O_RDWR)
 
 
 class Saved:
@@ -125,7 +130,7 @@ class Saved:
 
         if zshard.latest_checkpoint(self.folder) is None:
             return 0
-        found = zshard.load(self.folder, self.model, self.optimizer)
+        found: Any = zshard.load(self.folder, self.model, self.optimizer)
         self.scheduler.load_state_dict(found["scheduler"])
         zshard.set_rng_state(found["rng"])
         for name, buffer in self.model.named_buffers():
@@ -143,9 +148,7 @@ class Saved:
 
         extra = {"scheduler": self.scheduler.state_dict(), "rng": zshard.rng_state()}
         extra["buffers"] = dict(self.model.named_buffers())
-        zshard.save(
-            self.folder, self.model, self.optimizer, step=number, extra=extra, keep_last=2
-        )
+        zshard.save(self.folder, self.model, self.optimizer, step=number, extra=extra, keep_last=2)
 
 
 class Kept(Saved):
@@ -168,9 +171,10 @@ class FSDP2(Saved):
 
     def wrapped(self, module: Any, workload: Any) -> tuple[Any, Any]:
         import torch
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
         for child in list(module.modules()):
             if type(child) in workload.units:
                 fully_shard(child, mesh=mesh)
@@ -188,14 +192,14 @@ class FSDP2(Saved):
 
     def recover(self) -> int:
         import torch
-        from torch.distributed import checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import set_state_dict
+        from torch.distributed.checkpoint.state_dict_loader import load
 
         numbers = [int(path.parent.name) for path in self.folder.glob("*/.metadata")]
         if not numbers:
             return 0
         state = self.state()
-        dcp.load(state, checkpoint_id=self.folder / str(max(numbers)))
+        load(state, checkpoint_id=self.folder / str(max(numbers)))
         own = state.pop(f"own{os.environ['RANK']}")
         set_state_dict(
             self.model,
@@ -210,9 +214,9 @@ class FSDP2(Saved):
         return max(numbers)
 
     def save(self, number: int) -> None:
-        from torch.distributed import checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_saver import save
 
-        dcp.save(self.state(), checkpoint_id=self.folder / str(number))
+        save(self.state(), checkpoint_id=self.folder / str(number))
         if os.environ["RANK"] == "0":
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(self.folder / str(number - 2 * self.every))

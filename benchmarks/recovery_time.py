@@ -6,8 +6,8 @@
     zshard  torchrun, zshard.save every --every steps, zshard.load
     fsdp2   torchrun, fully_shard over gloo, torch.distributed.checkpoint, likewise
 
-Each run is killed --kills times: at a random step of the next --every, at a random time within it, a
-random rank. Losses of all steps are compared with those of a run that nothing disturbed, to the
+Each run is killed --kills times: a random rank, at a random time within a random step of the next
+--every. Losses of all steps are compared with those of a run that nothing disturbed, to the
 bit. A time is that of the slowest rank. `recovered in` leaves out torch's import and the
 construction of the model; `caught up in` ends when the step that the kill cut off is done, which
 counts steps that are lost. With --cost: step time with and without --keep, in turns.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import random
@@ -49,6 +50,10 @@ STAGES = {
     "recovered": "recover() or load()",
     "end": "the first step",
 }
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""The second: a store for each restart. In a shared one, init_process_group() of torch 2.13 finds
+addresses of the processes before, and fails or waits."""
+
 SCRIPTS_OWN = ("torch", "model")
 
 
@@ -59,7 +64,8 @@ class Job:
         self, args: argparse.Namespace, side: str, steps: int, folder: Path, **how: Any
     ) -> None:
         how = {"every": 0, "kept": side == "kept", "lock": None, **how}
-        self.folder, self.ranks, self.said = folder, args.ranks, []
+        self.folder, self.ranks = folder, args.ranks
+        self.said: list[tuple[float, str]] = []
         launcher = ["zshard", "run", "--bind=none", "--keep"] if how["kept"] else []
         own = [f"--side={side}", f"--model={args.model}", f"--steps={steps}"]
         own += [f"--every={how['every']}", *([f"--lock={how['lock']}"] if how["lock"] else [])]
@@ -68,7 +74,7 @@ class Job:
         self.process = subprocess.Popen(
             [sys.executable, "-m", *words, str(folder)],
             cwd=harness.ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **ENVIRONMENT},
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -94,10 +100,10 @@ class Job:
                 raise RuntimeError("".join(line for _, line in self.said[-40:]))
             time.sleep(0.002)
 
-    def begun(self, step: int) -> bool:
-        """Return whether rank 0's present process has begun a step."""
-        log = self.log(0)
-        return any(what == "begin" and number == step for _, what, number in log[-8:])
+    def begun(self, step: int, restarts: int) -> bool:
+        """Return whether all ranks, after so many restarts, have begun a step or a later one."""
+        runs = [generations_of(self.log(rank)) for rank in range(self.ranks)]
+        return all(len(run) > restarts and run[-1]["begun"] >= step for run in runs)
 
     def kill(self, rank: int) -> float:
         """Kill a rank's present process and return when."""
@@ -108,10 +114,10 @@ class Job:
 
 
 @contextlib.contextmanager
-def running(*args: Any, **how: Any) -> Iterator[Job]:
+def running(args: argparse.Namespace, side: str, steps: int, **how: Any) -> Iterator[Job]:
     """Context manager: a job, which is ended if it is not over."""
     with tempfile.TemporaryDirectory(prefix="zshard-bench-") as folder:
-        job = Job(*args, Path(folder), **how)
+        job = Job(args, side, steps, Path(folder), **how)
         try:
             yield job
         finally:
@@ -137,30 +143,27 @@ def measured(args: argparse.Namespace, side: str) -> dict[str, Any]:
         targets.append(targets[-1] + 1 + draw.randrange(args.every))
     steps = targets[-1] + 3
     expected = undisturbed(args, side, steps)
-    kills, lost = [], 0
+    kills: list[float] = []
     with running(args, side, steps, every=args.every) as job:
         try:
             for target in targets:
-                job.wait_until(lambda target=target: job.begun(target))
+                job.wait_until(functools.partial(job.begun, target, len(kills)))
                 time.sleep(draw.random() * step_seconds(job.log(0)))
                 kills.append(job.kill(draw.randrange(args.ranks)))
             job.wait_until(lambda: job.process.poll() == 0)
         except RuntimeError as error:
             print(error, file=sys.stderr)
-            lost = args.kills - len(kills) + 1
         job.reader.join(5)
         generations = [generations_of(job.log(rank)) for rank in range(args.ranks)]
         notices = [at for at, line in job.said if "closing signal" in line]
-    found = [
-        recovery(at, generations, notices, i) for i, at in enumerate(kills[: len(kills) - lost])
-    ]
-    wrong = sum(
-        any(dict(each[i + 1]["losses"]).items() - loss.items() for each, loss in pairs)
-        for i in range(len(found))
-        for pairs in [list(zip(generations, expected, strict=True))]
-    )
-    counts = {"kills": len(kills), "lost": lost, "wrong": wrong, "same": len(found) - wrong}
-    return {"side": side, "model": args.model, "ranks": args.ranks, **counts, "kill": found}
+    came_back = min(sum("end" in run["stages"] for run in each[1:]) for each in generations)
+    found = [recovery(at, generations, notices, i) for i, at in enumerate(kills[:came_back])]
+    wrong = 0
+    for after in list(zip(*generations, strict=False))[1 : came_back + 1]:
+        pairs = zip(after, expected, strict=True)
+        wrong += any(run["losses"].items() - losses.items() for run, losses in pairs)
+    counts = {"lost": args.kills - came_back, "wrong": wrong, "same": came_back - wrong}
+    return {"side": side, "model": args.model, "ranks": args.ranks, **counts, "kills": found}
 
 
 def step_seconds(log: list[list[Any]]) -> float:
@@ -174,10 +177,12 @@ def generations_of(log: list[list[Any]]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for at, what, number in log:
         if what == "start":
-            found.append({"stages": {}, "ends": {}, "losses": []})
+            found.append({"stages": {}, "ends": {}, "losses": {}, "begun": -1})
         if what == "end":
             found[-1]["ends"][number[0]] = at
-            found[-1]["losses"].append(tuple(number))
+            found[-1]["losses"][number[0]] = number[1]
+        if what == "begin":
+            found[-1]["begun"] = number
         found[-1]["stages"].setdefault(what, at)
         if what == "recovered":
             found[-1]["step"] = number
@@ -234,19 +239,18 @@ def parts(log: list[list[Any]]) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    if "kill" not in result:
+    if "kills" not in result:
         print(json.dumps(result, indent=1))
         return
-    kills = result["kill"]
+    kills = result["kills"]
 
-    def middle(of: Callable[[Any], float]) -> str:
-        return f"{statistics.median(map(of, kills)):.2f}" if kills else "-"
+    def middle(values: list[float]) -> str:
+        return f"{statistics.median(values):.2f}" if values else "-"
 
-    names = ("kills", "same", "wrong", "lost")
-    rows = [[name, str(result[name])] for name in names]
-    rows += [[STAGES[s], middle(lambda kill, s=s: kill["stages"][s])] for s in STAGES]
+    rows = [[f"kills: {name}", str(result[name])] for name in ("same", "wrong", "lost")]
+    rows += [[STAGES[s], middle([kill["stages"][s] for kill in kills])] for s in STAGES]
     for name in ("all", "recovered", "caught_up", "lost_steps"):
-        rows.append([name, middle(lambda kill, name=name: kill[name])])
+        rows.append([name, middle([kill[name] for kill in kills])])
     title = f"{result['side']}, {result['model']}, {result['ranks']} ranks: medians, seconds"
     harness.print_table(title, ["", ""], rows)
 
