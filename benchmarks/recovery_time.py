@@ -101,9 +101,12 @@ class Job:
             time.sleep(0.002)
 
     def begun(self, step: int, restarts: int) -> bool:
-        """Return whether all ranks, after so many restarts, have begun a step or a later one."""
+        """Return whether all ranks, after so many restarts and another step, have begun a step or a
+        later one."""
         runs = [generations_of(self.log(rank)) for rank in range(self.ranks)]
-        return all(len(run) > restarts and run[-1]["begun"] >= step for run in runs)
+        return all(
+            len(run) > restarts and run[-1]["ends"] and run[-1]["begun"] >= step for run in runs
+        )
 
     def kill(self, rank: int) -> float:
         """Kill a rank's present process and return when."""
@@ -140,8 +143,8 @@ def measured(args: argparse.Namespace, side: str) -> dict[str, Any]:
     draw = random.Random(args.seed)
     targets = [1]
     while len(targets) < args.kills:
-        targets.append(targets[-1] + 1 + draw.randrange(args.every))
-    steps = targets[-1] + 3
+        targets.append(targets[-1] + 2 + draw.randrange(args.every - 1))
+    steps = targets[-1] + 4
     expected = undisturbed(args, side, steps)
     kills: list[float] = []
     with running(args, side, steps, every=args.every) as job:
@@ -260,7 +263,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="demo")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=[*SIDES])
     parser.add_argument("--kills", type=int, default=20, help="of each side")
-    parser.add_argument("--every", type=int, default=10, help="steps from save to save")
+    parser.add_argument("--every", type=int, default=10, help="steps from save to save, >= 2")
     parser.add_argument("--cost", action="store_true", help="step time with and without --keep")
     parser.add_argument("--rounds", type=int, default=40, help="turns of each job, for --cost")
     parser.add_argument("--seed", type=int, default=1, help="of the kills")
