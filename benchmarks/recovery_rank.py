@@ -38,6 +38,8 @@ def main() -> None:
 
 def train(args: argparse.Namespace) -> None:
     rank = int(os.environ["RANK"])
+    with contextlib.suppress(OSError):  # torchrun gives ranks sessions, between which nice is void
+        Path("/proc/self/autogroup").write_text(str(os.nice(0)))
     say = log_of(args.folder / f"{rank}.log")
     import torch
     import torch._dynamo  # which the first optimizer imports
