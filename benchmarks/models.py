@@ -106,6 +106,18 @@ class GPT(nn.Module):
         return logits
 
 
+class NoisyGPT(GPT):
+    """A GPT with more state than parameters: BatchNorm's buffers, dropout's random numbers."""
+
+    def __init__(self, layers: int, width: int, heads: int, seq: int) -> None:
+        super().__init__(layers, width, heads, seq)
+        self.scale, self.drop = nn.BatchNorm1d(self.VOCABULARY), nn.Dropout(0.1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = super().forward(ids)
+        return self.drop(self.scale(logits.flatten(0, -2))).view_as(logits)
+
+
 class BertLayer(nn.Module):
     """Post-norm encoder block, the unit of BERT."""
 

@@ -2,7 +2,8 @@
 
 All Python blocks of a page, in their order, are one script, run by two ranks.
 (docs/checkpoints.md has names of its own: test_load_checkpoint.py. docs/gpus.md and cuda_graphs.md
-need a GPU. docs/trainers.md needs the trainers: tests/trainers.)
+need a GPU. docs/trainers.md needs the trainers: tests/trainers. docs/recovery.md needs a keeper:
+tests/keeping/test_recovery_page.py.)
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ PAGES += [
     ROOT / "benchmarks" / "README.md",
 ]
 RUN_ELSEWHERE = {"ARCHITECTURE", "CONTRIBUTING", "checkpoints", "gpus", "cuda_graphs", "trainers"}
+RUN_ELSEWHERE |= {"recovery"}
 FOLDERS = ("csrc", "cuda", "zshard", "tests", "benchmarks", "tools")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 

@@ -1,0 +1,53 @@
+"""The script of docs/recovery.md: killed, it ends with the loss of a run that nothing disturbed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from spawn import _python_path
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "recovery.md"
+
+
+def run(script: Path, **env: str) -> tuple[str, list[str]]:
+    """Return what a run said, and each rank's last loss."""
+    command = [
+        sys.executable,
+        "-m",
+        "zshard",
+        "run",
+        "-n2",
+        "--bind=none",
+        "--standalone",
+        "--keep",
+    ]
+    done = subprocess.run(
+        [*command, str(script)],
+        env={**os.environ, "PYTHONPATH": _python_path(), "OMP_NUM_THREADS": "1", **env},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr, sorted(re.findall(r"loss of rank \d: \S+", done.stderr))
+
+
+@pytest.mark.slow
+def test_the_script_of_the_page_survives_a_kill(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+    first = "    loss.backward()\n"
+    kill = '    if step == 7 and os.environ.get("KILL") == os.environ["RANK"] + attempt:\n'
+    code = code.replace(first, f"{kill}        os.kill(os.getpid(), 9)\n{first}")
+    code = 'import os, sys\nattempt = os.environ["TORCHELASTIC_RESTART_COUNT"]\n' + code
+    code += "said = f\"loss of rank {os.environ['RANK']}: {loss.item().hex()}\\n\"\n"
+    script = tmp_path / "page.py"
+    script.write_text(code + "sys.stderr.write(said)\n")
+    _, expected = run(script)
+    said, losses = run(script, KILL="10")
+    assert "recovered step 7 from memory" in said
+    assert losses == expected and len(losses) == 2
