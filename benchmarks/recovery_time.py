@@ -170,9 +170,9 @@ def measured(args: argparse.Namespace, side: str) -> dict[str, Any]:
 
 
 def step_seconds(log: list[list[Any]]) -> float:
-    begun = {number: at for at, what, number in log if what == "begin"}
-    took = [at - begun[number[0]] for at, what, number in log if what == "end"]
-    return statistics.median(took) if took else 0.1
+    """Return the median of a step, which follows its begin at once."""
+    ends = [i for i, line in enumerate(log) if line[1] == "end"]
+    return statistics.median(log[i][0] - log[i - 2][0] for i in ends)
 
 
 def generations_of(log: list[list[Any]]) -> list[dict[str, Any]]:
