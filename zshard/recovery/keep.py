@@ -29,11 +29,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zshard import _core
+from zshard.checkpoint.folder import latest_checkpoint
+from zshard.checkpoint.load import load
 from zshard.checkpoint.script_state import rng_state
 from zshard.keeping.client import Keeper, keeper_of_run
 from zshard.optim.in_backward import is_stepped_in_backward
 from zshard.optim.step import InOneCall, Prepared
-from zshard.recovery.layout import layout_of, loose_state, names_of, own_state
+from zshard.recovery.layout import Counters, counters_of, layout_of, names_of, own_state, values_of
 from zshard.recovery.recover import Mark, Old, generations, recovered, say
 from zshard.units import shards
 from zshard.units.units import is_unit, state_of, units_of
@@ -124,9 +126,6 @@ class Keep:
         return script
 
     def _from_checkpoint(self, start: Mapping[str, Any], is_restart: bool) -> dict[str, Any]:
-        from zshard.checkpoint.folder import latest_checkpoint
-        from zshard.checkpoint.load import load
-
         path = None if self._checkpoints is None else latest_checkpoint(self._checkpoints)
         if path is None:
             if is_restart:
@@ -188,11 +187,11 @@ class Keep:
 
     def _complete(self, script: bytes, plans: list[_core.OptimPlan]) -> None:
         number = self._step + 1
-        _core.kept_count(plans)
         files = self._files_for(plans)
-        files.write(number, self._snapshot(script, bool(plans)))
         if plans:
             _core.kept_write(files.area, number, plans)
+        _core.kept_count(plans)
+        files.write(number, self._snapshot(script, bool(plans), files.counters))
         files.mark(Mark.READY, number)
         self._comm.exchange(number.to_bytes(8, "little"))
         self._forget_older()
@@ -201,7 +200,7 @@ class Keep:
         files.mark(Mark.DONE, number)
         self._step = number
 
-    def _snapshot(self, script: bytes, stepped: bool) -> bytes:
+    def _snapshot(self, script: bytes, stepped: bool, counters: Counters) -> bytes:
         groups = [
             {k: v for k, v in group.items() if k != "params"}
             for group in self._optimizer.param_groups
@@ -216,7 +215,7 @@ class Keep:
             "rng": rng_state(),
             "buffers": buffers,
             "groups": groups,
-            "loose": loose_state(self._optimizer),
+            "counters": values_of(counters),
             "others": [other.state_dict() for other in self._others],
         }
         return pickle.dumps(state)
@@ -229,6 +228,7 @@ class Keep:
             return self._files
         layout = layout_of(self._model, optimizer, self._comm)
         files = Files(max(runs, 1), optimizer.state_changes, self._files)
+        files.counters = counters_of(optimizer)
         layout.files = list(dict.fromkeys([*layout.files, *_core.kept_files(plans)]))
         name = f"{self._generation} {self._comm.rank}"
         self._keeper.hold(name, layout.as_json(), [*files.fds, *layout.files])
@@ -259,12 +259,15 @@ class Files:
 
     def __init__(self, runs: int, changes: int, before: Files | None) -> None:
         self.runs, self.changes = runs, changes
+        self.counters: Counters = []
         if before is None:
             self._head, head = _file("zshard-kept-head", mmap.PAGESIZE)
             self._slots = [os.memfd_create(f"zshard-kept-slot-{i}") for i in range(2)]
             self.header = head
         else:
             self._head, self.header, self._slots = before._head, before.header, before._slots
+            before.area.close()
+            os.close(before._area)
         threads = torch.get_num_threads()
         self._area, self.area = _file("zshard-kept-step", _core.kept_bytes(runs, threads))
         _core.kept_format(self.area, runs, threads)
@@ -320,5 +323,5 @@ def _check(model: nn.Module, optimizer: Optimizer) -> None:
         )
     if any(param.device.type != "cpu" for param in model.parameters()):
         raise NotImplementedError("a kept run needs parameters in host memory, got some on a GPU")
-    if any(each.options.offload is not None for _, each in units_of(model)):
+    if any(each.options.offload for _, each in units_of(model)):
         raise NotImplementedError("a kept run cannot be offloaded to a disk: omit offload")

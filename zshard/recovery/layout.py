@@ -128,17 +128,27 @@ def own_state(optimizer: Optimizer) -> None:
             value.data = block.view(value.shape).copy_(value.detach())
 
 
-def loose_state(optimizer: Optimizer) -> list[dict[str, Any] | None]:
-    """Return the rest of each parameter's state: counters, as numbers. None: it has no state."""
-    found: list[dict[str, Any] | None] = []
+Counters = list[list[tuple[str, Tensor, str]] | None]
+"""For each parameter its counters: name, tensor of one number, dtype. None: it has no state."""
+
+
+@plain()
+def counters_of(optimizer: Optimizer) -> Counters:
+    """Return the state that state_tensors() leaves out."""
+    found: Counters = []
     for param in params_of(optimizer):
         entries = optimizer.state.get(param)
         if not entries:
             found.append(None)
             continue
-        own: dict[str, Any] = {}
-        for key, value in entries.items():
-            if isinstance(value, Tensor) and value.dim() == 0:
-                own[key] = (value.item(), str(value.dtype).removeprefix("torch."))
-        found.append(own)
+        numbers = ((k, v) for k, v in entries.items() if isinstance(v, Tensor) and v.dim() == 0)
+        found.append([(k, v, str(v.dtype).removeprefix("torch.")) for k, v in numbers])
     return found
+
+
+def values_of(counters: Counters) -> list[dict[str, Any] | None]:
+    """Return the counters' numbers and dtypes, by name."""
+    return [
+        None if own is None else {key: (value.item(), dtype) for key, value, dtype in own}
+        for own in counters
+    ]

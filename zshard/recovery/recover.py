@@ -196,7 +196,7 @@ def _restore(
         _fill(dict(named_shards(model)), layout.params, files)
         for group, own in zip(optimizer.param_groups, state["groups"], strict=True):
             group.update(own)
-        _make_state(optimizer, state["loose"])
+        _make_state(optimizer, state["counters"])
         tensors = dict(state_tensors(optimizer))
         _fill(tensors, [each for each in layout.state if each[0] in tensors], files)
         know(optimizer)
@@ -207,9 +207,9 @@ def _restore(
             buffer.copy_(value.view(shape))
 
 
-def _make_state(optimizer: Any, loose: Sequence[dict[str, Any] | None]) -> None:
+def _make_state(optimizer: Any, counters: Sequence[dict[str, Any] | None]) -> None:
     """Create the state that the optimizer had, with its counters; its tensors are filled later."""
-    of_param = {id(param): own for param, own in zip(params_of(optimizer), loose, strict=True)}
+    of_param = {id(param): own for param, own in zip(params_of(optimizer), counters, strict=True)}
     for group in optimizer.param_groups:
         optimizer._make_state(group, [p for p in group["params"] if of_param[id(p)] is not None])
     for param in params_of(optimizer):
