@@ -260,6 +260,8 @@ class Files:
     def __init__(self, runs: int, changes: int, before: Files | None) -> None:
         self.runs, self.changes = runs, changes
         self.counters: Counters = []
+        self._area: int
+        self.area: mmap.mmap
         if before is None:
             self._head, head = _file("zshard-kept-head", mmap.PAGESIZE)
             self._slots = [os.memfd_create(f"zshard-kept-slot-{i}") for i in range(2)]
