@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import zshard
 from zshard.keeping.client import VARIABLE, Keeper
+from zshard.ranks.agreement import bytes_of
 
 STEPS = 8
 OPTIMIZERS: dict[str, Any] = {
@@ -84,8 +85,9 @@ class Run:
         state = self.model.state_dict()
         if not buffers:
             state = {name: state[name] for name, _ in self.model.named_parameters()}
-        parts = (v.contiguous().reshape(-1).view(torch.uint8).numpy() for v in state.values())
-        return hashlib.sha256(b"".join(part.tobytes() for part in parts)).hexdigest()
+        return hashlib.sha256(
+            b"".join(bytes(bytes_of(value.contiguous())) for value in state.values())
+        ).hexdigest()
 
 
 class Killer:

@@ -35,6 +35,7 @@ from zshard.checkpoint.script_state import rng_state
 from zshard.keeping.client import Keeper, keeper_of_run
 from zshard.optim.in_backward import is_stepped_in_backward
 from zshard.optim.step import InOneCall, Prepared
+from zshard.ranks.agreement import bytes_of
 from zshard.recovery.layout import Counters, counters_of, layout_of, names_of, own_state, values_of
 from zshard.recovery.recover import Mark, Old, generations, recovered, say
 from zshard.units import shards
@@ -303,7 +304,7 @@ def _file(name: str, size: int) -> tuple[int, mmap.mmap]:
 
 
 def _bytes(value: Tensor) -> bytes:
-    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return bytes(bytes_of(value.detach().cpu().contiguous()))
 
 
 def _check(model: nn.Module, optimizer: Optimizer) -> None:

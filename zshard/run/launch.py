@@ -133,11 +133,21 @@ def kept(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Iterator[
         flush=True,
     )
     os.environ[client.VARIABLE] = token
+    _forget_addresses(args)
     try:
         yield
     finally:
         with contextlib.suppress(KeeperError):  # it was ended by hand
             client.Keeper(token).end()
+
+
+def _forget_addresses(args: argparse.Namespace) -> None:
+    """Have torchrun give each attempt a store of its own. In the one that attempts share, a
+    restarted rank may read the addresses of the processes before."""
+    is_one_host = args.nnodes in ("1", "1:1")
+    if is_one_host and args.rdzv_backend == "static" and not args.rdzv_endpoint:
+        args.standalone = True
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 
 def _token(keep: str, seconds: float | None) -> tuple[str, float]:
