@@ -1,0 +1,112 @@
+"""Failures other than one killed rank: what the next processes find is the last step that all ranks
+completed, and the run ends with the numbers of an undisturbed one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from kept_training import Run, losses_in, train, undisturbed
+from nursery import fork_ranks
+
+import zshard
+from zshard.keeping.client import VARIABLE, Keeper
+
+checkpoint_save: Any = sys.modules["zshard.checkpoint.save"]
+
+AT = 4  # the step in which it happens
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raise_in_loader() -> None:
+    raise ValueError("a damaged record")
+
+
+def hang() -> None:
+    time.sleep(1000)
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(10)
+
+
+FAILURES: dict[str, tuple[Callable[[], None], tuple[int, ...], dict[str, str]]] = {
+    # what happens, on which ranks, and what these and the others say
+    "all ranks are killed": (kill, (0, 1), {}),
+    "a data loader raises": (raise_in_loader, (1,), {"1": "damaged record", "0": "damaged record"}),
+    "a rank hangs": (hang, (1,), {"0": "PeerTimeoutError"}),
+    "Ctrl-C": (interrupt, (0, 1), {"0": "KeyboardInterrupt", "1": "KeyboardInterrupt"}),
+}
+
+
+def fails(token: str, folder: str, what: str) -> None:
+    os.environ[VARIABLE] = token
+    os.environ["ZSHARD_TIMEOUT"] = "5"
+    act, ranks, _ = FAILURES[what]
+
+    class Failing(Run):
+        def loss(self, step: int) -> Any:
+            if step == AT and dist.get_rank() in ranks:
+                act()
+            return super().loss(step)
+
+    import kept_training
+
+    kept_training.Run = Failing  # type: ignore[misc]
+    train(token, folder, {"timeout": 5}, None)
+
+
+@pytest.mark.parametrize("what", FAILURES)
+def test_the_next_processes_continue(keeper: Keeper, tmp_path: Path, what: str) -> None:
+    for name in ("plain", "kept"):
+        (tmp_path / name).mkdir()
+    expected = undisturbed(tmp_path / "plain", {})
+    limit = 25.0 if what == "a rank hangs" else 60.0
+    results = fork_ranks(fails, 2, keeper.token, str(tmp_path / "kept"), what, timeout=limit)
+    assert all(result.returncode != 0 for result in results)
+    for rank, words in FAILURES[what][2].items():
+        assert words in results[int(rank)].stderr
+    found = fork_ranks(train, 2, keeper.token, str(tmp_path / "kept"), {}, None, check=True)
+    assert [result.value for result in found] == [(AT, digest) for _, digest in expected]
+    for rank in range(2):
+        assert losses_in(tmp_path / "kept", rank) == losses_in(tmp_path / "plain", rank)
+
+
+def killed_in_save(token: str, folder: str, rank: int | None) -> tuple[int, str, str | None]:
+    """Save after step 2; return where it began, the digest, and the newest checkpoint."""
+    os.environ[VARIABLE] = token
+    run = Run({})
+    kept = zshard.Keep(run.model, run.optimizer)
+    start = kept.recover({"step": 0})["step"]
+    if rank == dist.get_rank():
+        checkpoint_save._write_pieces = lambda *_: kill()
+    for step in range(start, 4):
+        run.loss(step).backward()
+        with kept.commit({"step": step + 1}):
+            run.optimizer.step()
+        run.optimizer.zero_grad()
+        if step == 2:
+            zshard.save(folder, run.model, run.optimizer, step=3, extra={"step": 3})
+    return start, run.digest(), zshard.latest_checkpoint(folder)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_is_killed_while_it_saves(keeper: Keeper, tmp_path: Path, rank: int) -> None:
+    folder = str(tmp_path / "runs")
+    results = fork_ranks(killed_in_save, 2, keeper.token, folder, rank)
+    assert results[rank].returncode == -signal.SIGKILL
+    assert "PeerError" in results[1 - rank].stderr
+    found = fork_ranks(killed_in_save, 2, keeper.token, folder, None, check=True)
+    assert [result.value[0] for result in found] == [3, 3]
+    assert [result.value[2] for result in found] == [None, None]  # the one that was cut off
