@@ -2,26 +2,19 @@
 #include "base/kept.h"
 
 #include <pthread.h>
-#include <stdatomic.h>
 
 #include "base/file.h"
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* while it begins */
 static zs_file *own;                                     /* NULL: keeping is off */
-static _Atomic bool is_on;
 
 zs_status zs_kept_begin(void)
 {
     pthread_mutex_lock(&lock);
     zs_status status = own == NULL ? zs_file_new("zshard-kept", &own) : ZS_OK;
-    if (status == ZS_OK) atomic_store(&is_on, true);
+    if (status == ZS_OK) zs_mem_divert(zs_kept_new);
     pthread_mutex_unlock(&lock);
     return status;
-}
-
-bool zs_kept_is_on(void)
-{
-    return atomic_load_explicit(&is_on, memory_order_relaxed);
 }
 
 zs_status zs_kept_new(size_t bytes, zs_mem **out)

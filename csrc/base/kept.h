@@ -7,11 +7,8 @@
 
 #include "base/memory.h"
 
-/* From now on, in this process, zs_kept_new is for blocks that would be private. Idempotent. */
+/* From now on, in this process, private blocks are made by zs_kept_new. Idempotent. */
 zs_status zs_kept_begin(void);
-
-/* Has it begun? */
-bool zs_kept_is_on(void);
 
 /* New zeroed block in that file; when it is freed, its pages go back. */
 zs_status zs_kept_new(size_t bytes, zs_mem **out);

@@ -63,8 +63,21 @@ static void *map_aligned(size_t length)
     return ptr + before;
 }
 
+static zs_status (*_Atomic divert)(size_t, zs_mem **); /* NULL: none */
+
+void zs_mem_divert(zs_status (*make)(size_t bytes, zs_mem **out))
+{
+    atomic_store(&divert, make);
+}
+
+bool zs_mem_is_diverted(void)
+{
+    return atomic_load_explicit(&divert, memory_order_relaxed) != NULL;
+}
+
 zs_status zs_mem_new_private(size_t bytes, zs_mem **out)
 {
+    if (zs_mem_is_diverted()) return atomic_load(&divert)(bytes, out);
     size_t length = in_pages(bytes);
     void *ptr = map_aligned(length);
     if (ptr == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "cannot map %zu bytes of memory", length);

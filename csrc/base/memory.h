@@ -36,6 +36,12 @@ typedef struct zs_mem {
 /* New block of `bytes` private zeroed memory (mmap, huge pages advised). Pages cost nothing until touched. */
 zs_status zs_mem_new_private(size_t bytes, zs_mem **out);
 
+/* From now on, `make` makes these blocks instead (kept.c). */
+void zs_mem_divert(zs_status (*make)(size_t bytes, zs_mem **out));
+
+/* Does another function make them? */
+bool zs_mem_is_diverted(void);
+
 /* New block around existing memory; `destroy` (may be NULL) runs when the last reference goes. */
 zs_status zs_mem_wrap(void *ptr, size_t bytes, void (*destroy)(zs_mem *), void *owner, zs_mem **out);
 

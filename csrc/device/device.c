@@ -1,14 +1,12 @@
 /* device.c - the CPU's table: see device.h. */
 #include "device/device.h"
 
-#include "base/kept.h"
-
 #include <string.h>
 
 static zs_status cpu_mem_new(const zs_device *device, size_t bytes, zs_mem **out)
 {
     (void)device;
-    return zs_kept_is_on() ? zs_kept_new(bytes, out) : zs_mem_new_private(bytes, out);
+    return zs_mem_new_private(bytes, out);
 }
 
 /* From this size on malloc maps each block anew, in small pages; huge ones take a tenth of the time to fault. */
@@ -17,8 +15,8 @@ enum { MAPPED_ANYWAY = 32 << 20 };
 static zs_status cpu_mem_lend(const zs_device *device, size_t bytes, zs_mem **out)
 {
     (void)device;
-    if (zs_kept_is_on()) return zs_kept_new(bytes, out);
-    return bytes < MAPPED_ANYWAY ? zs_mem_new_on_heap(bytes, out) : zs_mem_new_private(bytes, out);
+    bool mapped = bytes >= MAPPED_ANYWAY || zs_mem_is_diverted();
+    return mapped ? zs_mem_new_private(bytes, out) : zs_mem_new_on_heap(bytes, out);
 }
 
 static zs_status cpu_copy(const zs_device *device, zs_stream stream, void *dst, const void *src, size_t bytes)

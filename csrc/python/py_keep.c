@@ -24,7 +24,7 @@ static PyObject *keeps_memory(PyObject *module, PyObject *unused)
 {
     (void)module;
     (void)unused;
-    return PyBool_FromLong(zs_kept_is_on());
+    return PyBool_FromLong(zs_mem_is_diverted());
 }
 
 PyDoc_STRVAR(place_doc, "kept_place($module, tensor, /)\n--\n\nReturn (descriptor, offset in that file, bytes) of a "

@@ -25,7 +25,7 @@ static PyObject *shares_state(PyObject *module, PyObject *object)
 static zs_status new_memory(zs_comm *comm, size_t bytes, zs_mem **out)
 {
     if (comm != NULL) return comm->ops->state->state_new(comm, bytes, out);
-    if (!zs_kept_is_on()) return ZS_FAIL(ZS_ERR_STATE, "call keep_memory() first");
+    if (!zs_mem_is_diverted()) return ZS_FAIL(ZS_ERR_STATE, "call keep_memory() first");
     return zs_kept_new(bytes, out);
 }
 

@@ -31,6 +31,7 @@ SHM = [
     "comm_self.c",
     "comm_shm.c",
     "file.c",
+    "mappings.c",
     "shm*.c",
 ]
 """What the transport "shm" is compiled of."""
