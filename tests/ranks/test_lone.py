@@ -336,7 +336,7 @@ def test_exiting_rank_does_not_wait_for_a_waiting_one(code):
     waiting, ended = fork_ranks(ends_while_rank_0_is_in_a_barrier, 2, code)
     assert time.monotonic() - start < 50
     assert ended.returncode == code
-    assert "closed by peer" in waiting.stderr
+    assert waiting.returncode == 1 and "by peer" in waiting.stderr  # gloo: closed, or reset
 
 
 @passing_groups()
