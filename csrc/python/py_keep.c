@@ -27,7 +27,7 @@ static PyObject *keeps_memory(PyObject *module, PyObject *unused)
     return PyBool_FromLong(zs_mem_is_diverted());
 }
 
-PyDoc_STRVAR(place_doc, "kept_place($module, tensor, /)\n--\n\nReturn (descriptor, offset in that file, bytes) of a "
+PyDoc_STRVAR(place_doc, "kept_place($module, tensor, /)\n--\n\nReturn (descriptor, offset in that file) of a "
                         "contiguous tensor's elements, or None if they do not lie in a file of memory.");
 
 static PyObject *kept_place(PyObject *module, PyObject *object)
@@ -46,7 +46,7 @@ static PyObject *kept_place(PyObject *module, PyObject *object)
     size_t bytes = (size_t)info.numel * info.itemsize;
     if (data == NULL || !info.contiguous || !zs_mapping_of(data, bytes, &found)) Py_RETURN_NONE;
     unsigned long long offset = found.offset + (uint64_t)((char *)data - found.base);
-    return Py_BuildValue("iKn", found.fd, offset, (Py_ssize_t)bytes);
+    return Py_BuildValue("iK", found.fd, offset);
 }
 
 /* --- the area ----------------------------------------------------------------------------------------------------- */

@@ -46,9 +46,7 @@ static PyObject *offloaded_zeros(PyObject *module, PyObject *args)
         status = ZS_FAIL(ZS_ERR_VALUE, "the optimizer state of this tensor is not offloaded");
     zs_tensor_free(handle);
     if (status != ZS_OK) return zs_py_raise(NULL);
-    PyObject *tensor = zs_py_wrap(made);
-    zs_tensor_free(made);
-    return tensor;
+    return zs_py_wrap_new(made);
 }
 
 PyDoc_STRVAR(limit_doc, "set_pager_limit($module, bytes, /)\n--\n\nSet how many bytes of offloaded data may stay "

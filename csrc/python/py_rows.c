@@ -6,7 +6,6 @@ static zs_status new_rows(zs_comm *comm, size_t row, const zs_tensor *like, zs_t
 {
     zs_tensor_info info;
     zs_flat_mem flat = {0};
-    zs_storage *storage = NULL;
     ZS_TRY(zs_tensor_describe(like, &info));
     if (info.itemsize != 1 || info.where.type != ZS_ON_CPU)
         return ZS_FAIL(ZS_ERR_VALUE, "shared_rows() expects a uint8 tensor on the CPU");
@@ -14,13 +13,8 @@ static zs_status new_rows(zs_comm *comm, size_t row, const zs_tensor *like, zs_t
         return ZS_FAIL(ZS_ERR_UNSUPPORTED, "ranks over transport '%s' do not share memory", comm->ops->name);
     size_t row_bytes = zs_round_up(row, comm->ops->shard_align);
     ZS_TRY(zs_comm_flat_new(comm, row_bytes, &flat));
-    size_t bytes = (size_t)comm->world * row_bytes;
     int64_t sizes[] = {comm->world, (int64_t)row_bytes};
-    zs_status status = zs_storage_new(info.where, bytes, "", &storage);
-    ZS_THEN(status, zs_storage_fill(storage, flat.mem, flat.full));
-    zs_place place = {storage, 0, 2, sizes, ZS_BYTES, NULL};
-    ZS_THEN(status, zs_tensor_new_on(&place, like, out));
-    zs_storage_free(storage);
+    zs_status status = zs_tensor_new_in(flat.mem, flat.full, 2, sizes, like, out);
     zs_comm_flat_free(comm, &flat);
     return status;
 }
@@ -44,9 +38,7 @@ static PyObject *shared_rows(PyObject *module, PyObject *args)
     if (status == ZS_OK) ZS_PY_NOGIL(status, new_rows(comm, (size_t)bytes, like, &made));
     zs_tensor_free(like);
     if (status != ZS_OK) return zs_py_raise(module);
-    PyObject *tensor = zs_py_wrap(made);
-    zs_tensor_free(made);
-    return tensor;
+    return zs_py_wrap_new(made);
 }
 
 static PyMethodDef functions[] = {

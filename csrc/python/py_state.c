@@ -33,15 +33,9 @@ static zs_status new_zeros(zs_comm *comm, const zs_tensor *like, int64_t numel, 
 {
     zs_tensor_info info;
     zs_mem *mem = NULL;
-    zs_storage *storage = NULL;
     ZS_TRY(zs_tensor_describe(like, &info));
-    size_t bytes = (size_t)numel * info.itemsize;
-    ZS_TRY(new_memory(comm, bytes, &mem));
-    zs_status status = zs_storage_new(info.where, bytes, "", &storage);
-    ZS_THEN(status, zs_storage_fill(storage, mem, mem->ptr));
-    zs_place place = {storage, 0, 1, &numel, ZS_BYTES, NULL};
-    ZS_THEN(status, zs_tensor_new_on(&place, like, out));
-    zs_storage_free(storage);
+    ZS_TRY(new_memory(comm, (size_t)numel * info.itemsize, &mem));
+    zs_status status = zs_tensor_new_in(mem, mem->ptr, 1, &numel, like, out);
     zs_mem_release(mem);
     return status;
 }
@@ -64,9 +58,7 @@ static PyObject *shared_zeros(PyObject *module, PyObject *args)
     if (status == ZS_OK) ZS_PY_NOGIL(status, new_zeros(comm, like, numel, &made));
     zs_tensor_free(like);
     if (status != ZS_OK) return zs_py_raise(module);
-    PyObject *tensor = zs_py_wrap(made);
-    zs_tensor_free(made);
-    return tensor;
+    return zs_py_wrap_new(made);
 }
 
 PyDoc_STRVAR(place_doc, "state_place($module, comm, tensor, /)\n--\n\nReturn where a tensor of shared_zeros() begins, "

@@ -72,6 +72,14 @@ zs_unit **zs_py_units(PyObject *list, size_t *n);
 /* *new* _core.Engine around `engine` (adds a reference). */
 PyObject *zs_py_engine_wrap(zs_engine *engine);
 
+/* *new* tensor of Python for a handle that this frees. */
+static inline PyObject *zs_py_wrap_new(zs_tensor *handle)
+{
+    PyObject *tensor = zs_py_wrap(handle);
+    zs_tensor_free(handle);
+    return tensor;
+}
+
 /* Runs `call` (an expression of type zs_status) without the GIL, into `status`. */
 #define ZS_PY_NOGIL(status, call)      \
     do {                               \

@@ -128,6 +128,25 @@ zs_status zs_tensor_bind(zs_tensor *tensor, const zs_place *place);
 /* *new* tensor there, of `like`'s dtype unless the place sets one, without autograd history. */
 zs_status zs_tensor_new_on(const zs_place *place, const zs_tensor *like, zs_tensor **out);
 
+/* *new* row-major tensor of `like`'s dtype and device, on a storage of its own that begins at `data` within `mem`. */
+static inline zs_status zs_tensor_new_in(zs_mem *mem, void *data, int ndim, const int64_t *sizes, const zs_tensor *like,
+                                         zs_tensor **out)
+{
+    zs_tensor_info info;
+    zs_storage *storage = NULL;
+    ZS_TRY(zs_tensor_describe(like, &info));
+    size_t bytes = info.itemsize;
+    for (int d = 0; d < ndim; d++)
+        bytes *= (size_t)sizes[d];
+    zs_place place = {NULL, 0, ndim, sizes, ZS_BYTES, NULL};
+    zs_status status = zs_storage_new(info.where, bytes, "", &storage);
+    ZS_THEN(status, zs_storage_fill(storage, mem, data));
+    place.storage = storage;
+    ZS_THEN(status, zs_tensor_new_on(&place, like, out));
+    zs_storage_free(storage);
+    return status;
+}
+
 /* Is the tensor on this storage? False after `p.data = other`. */
 bool zs_tensor_on_storage(const zs_tensor *tensor, const zs_storage *storage);
 

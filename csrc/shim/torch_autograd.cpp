@@ -288,14 +288,14 @@ zs_status zs_grad_describe(const zs_tensor *handle, zs_grad_info *info)
 {
     return guarded("zs_grad_describe", [&] {
         const at::Tensor &grad = handle->tensor.grad();
-        *info = zs_grad_info{};
-        info->defined = grad.defined();
+        *info = zs_grad_info{grad.defined(), ZS_BYTES, 0, false, {}, nullptr, nullptr, 0};
         if (!grad.defined()) return ZS_OK;
         info->dtype = zs::dtype_of(grad.scalar_type());
         info->numel = grad.numel();
         info->dense = zs::plain_dense(grad);
         info->where = zs::where_of(grad.device());
-        info->data = info->dense ? grad.data_ptr() : nullptr, info->mem = zs::mem_under(grad);
+        info->data = info->dense ? grad.data_ptr() : nullptr;
+        info->mem = zs::mem_under(grad);
         info->version = grad.is_inference() ? 0 : grad._version();
         return ZS_OK;
     });

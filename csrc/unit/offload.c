@@ -59,15 +59,9 @@ zs_status zs_offload_state_new(const zs_unit *unit, int64_t numel, const zs_tens
 {
     zs_tensor_info info;
     ZS_TRY(zs_tensor_describe(like, &info));
-    size_t bytes = (size_t)numel * info.itemsize;
     zs_mem *mem = NULL;
-    zs_storage *storage = NULL;
-    ZS_TRY(zs_disk_take(unit->offloads.disk, bytes, &mem));
-    zs_status status = zs_storage_new(info.where, bytes, "", &storage);
-    ZS_THEN(status, zs_storage_fill(storage, mem, mem->ptr));
-    zs_place place = {storage, 0, 1, &numel, ZS_BYTES, NULL};
-    ZS_THEN(status, zs_tensor_new_on(&place, like, out));
-    zs_storage_free(storage);
+    ZS_TRY(zs_disk_take(unit->offloads.disk, (size_t)numel * info.itemsize, &mem));
+    zs_status status = zs_tensor_new_in(mem, mem->ptr, 1, &numel, like, out);
     zs_mem_release(mem);
     return status;
 }

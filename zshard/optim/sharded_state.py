@@ -29,8 +29,8 @@ from zshard.units.shards import Part, part_of
 
 __all__ = [
     *("SCALARS", "HeldState", "class_of_state", "fact_of", "held_by", "held_in", "params_of"),
-    *("part_of_state", "scalar_keys", "shard_state_of", "takes_codes", "takes_full_state"),
-    *("with_own_dtypes", "zeros_side_by_side"),
+    *("move_together", "part_of_state", "scalar_keys", "shard_state_of", "takes_codes"),
+    *("takes_full_state", "with_own_dtypes", "zeros_side_by_side"),
 ]
 
 SCALARS = frozenset(("step", "eta", "mu", "mu_product"))
@@ -39,6 +39,8 @@ parameters that have no dimensions themselves."""
 
 _ALIGN = 32
 """Elements: parameters in a shard begin at multiples of it (csrc/base/layout.h)."""
+
+_LINE = 64  # bytes: moved tensors begin at multiples of it
 
 
 def params_of(optimizer: Optimizer) -> Iterable[Tensor]:
@@ -202,6 +204,22 @@ def zeros_side_by_side(
     if group > 1:
         return [made[i] for i in range(len(params))]
     return [guard_like(made[i], params[i]) for i in range(len(params))]
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+@plain()
+def move_together(values: Sequence[Tensor], readers: _core.Comm | None) -> None:
+    """Move tensors on the CPU into one new block of memory; they stay the same objects. readers: as
+    in _core.shared_zeros()."""
+    starts, end = [], 0
+    for value in values:
+        starts.append(end)
+        end += -(-value.numel() * value.element_size() // _LINE) * _LINE
+    block = _core.shared_zeros(readers, end, torch.empty(0, dtype=torch.uint8))
+    for value, start in zip(values, starts, strict=True):
+        own = block[start : start + value.numel() * value.element_size()]
+        value.data = own.view(value.dtype).view(value.shape).copy_(value.detach())
 
 
 def _readers_of(param: Tensor) -> _core.Comm | None:

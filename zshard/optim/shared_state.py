@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from zshard import _core
 from zshard.guard.outside import call_at_barriers
 from zshard.guard.slices import plain
-from zshard.optim.sharded_state import HeldState, fact_of, held_in, params_of
+from zshard.optim.sharded_state import HeldState, fact_of, held_in, move_together, params_of
 from zshard.ranks.agreement import Fact, first_difference
 from zshard.units.units import State, session, units_of
 
@@ -45,7 +45,6 @@ __all__ = ["FullState", "ModelRecord", "meet", "read_full"]
 _TOKEN = 8  # bytes that identify a model
 _LATE = 5.0  # seconds that a rank may take to post what this one has posted
 _AGAIN = 0.05  # seconds between two looks
-_ALIGN = 64  # bytes: where moved tensors begin
 
 FullState = list[tuple[Tensor, dict[Any, Tensor]]]
 """Parameters, each with the full tensors of its sharded state."""
@@ -161,22 +160,12 @@ class Board:
         self._lock = threading.Lock()
         self._is_stale = False
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
     def places(self, values: Sequence[Tensor]) -> list[int]:
         """Return where tensors lie, for peers, after moving those that peers cannot read."""
         found = [_core.state_place(self.comm, value) for value in values]
         moving = [value for value, at in zip(values, found, strict=True) if at is None]
-        starts, end = [], 0
-        for value in moving:
-            starts.append(end)
-            end += -(-value.numel() * value.element_size() // _ALIGN) * _ALIGN
         if moving:
-            block = _core.shared_zeros(self.comm, end, torch.empty(0, dtype=torch.uint8))
-            for value, start in zip(moving, starts, strict=True):
-                own = block[start : start + value.numel() * value.element_size()]
-                own = own.view(value.dtype).view(value.shape).copy_(value.detach())
-                value.data = own  # the tensor stays the same object
+            move_together(moving, self.comm)
             found = [_core.state_place(self.comm, value) for value in values]
         return [0 if at is None else at for at in found]  # None: an empty shard has no place
 

@@ -11,13 +11,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zshard import _core
 from zshard.guard.slices import plain
-from zshard.optim.sharded_state import params_of
+from zshard.optim.sharded_state import move_together, params_of
 from zshard.units.shards import known_parts, part_of
 from zshard.units.units import units_of
 
@@ -109,7 +108,7 @@ def _places(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[KeptPlace]:
     for name, tensor in tensors:
         place = _core.kept_place(tensor.detach())
         if place is not None:
-            yield name, place[0], place[1]
+            yield name, *place
         elif tensor.numel() > 0:
             raise ValueError(
                 f"'{name}' does not lie in kept memory: another module or optimizer has replaced "
@@ -117,15 +116,13 @@ def _places(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[KeptPlace]:
             )
 
 
-@torch.no_grad()
 @plain()
 def own_state(optimizer: Optimizer) -> None:
     """Move state that the optimizer has loaded into kept memory."""
-    for _, value in state_tensors(optimizer):
-        if value.numel() > 0 and _core.kept_place(value.detach()) is None:
-            like = torch.empty(0, dtype=value.dtype)
-            block = _core.shared_zeros(None, value.numel(), like)
-            value.data = block.view(value.shape).copy_(value.detach())
+    values = [value for _, value in state_tensors(optimizer) if value.numel() > 0]
+    loose = [value for value in values if _core.kept_place(value.detach()) is None]
+    if loose:
+        move_together(loose, None)
 
 
 Counters = list[list[tuple[str, Tensor, str]] | None]

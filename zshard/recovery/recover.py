@@ -157,10 +157,8 @@ def _number(fds: Sequence[int], what: Mark) -> int:
 
 
 def _read_slot(fd: int) -> dict[str, Any]:
-    size, at = os.fstat(fd).st_size, 0
-    data = bytearray(size)
-    while at < size:
-        at += os.preadv(fd, [memoryview(data)[at:]], at)
+    data = bytearray(os.fstat(fd).st_size)
+    _read_into(memoryview(data), fd, 0, "the script's data")
     state: dict[str, Any] = pickle.loads(data)
     return state
 
@@ -221,10 +219,13 @@ def _make_state(optimizer: Any, counters: Sequence[dict[str, Any] | None]) -> No
 def _fill(targets: dict[str, Tensor], places: Sequence[KeptPlace], files: dict[int, int]) -> None:
     """Read tensors from where they lie."""
     for name, file, offset in places:
-        view = bytes_of(targets[name].detach())
-        at = 0
-        while at < len(view):
-            got = os.preadv(files[file], [view[at:]], offset + at)
-            if got == 0:
-                raise RuntimeError(f"the kept memory of '{name}' is cut off; please report this")
-            at += got
+        _read_into(bytes_of(targets[name].detach()), files[file], offset, f"'{name}'")
+
+
+def _read_into(view: memoryview, fd: int, offset: int, what: str) -> None:
+    at = 0
+    while at < len(view):
+        got = os.preadv(fd, [view[at:]], offset + at)
+        if got == 0:
+            raise RuntimeError(f"the kept memory of {what} is cut off; please report this")
+        at += got
