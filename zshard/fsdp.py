@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core, _patches, trace
+from zshard.any_world import micro_batches_of
 from zshard.compat.attributes import TorchNames, names_without_module
 from zshard.compat.fsdp1 import Fsdp1Methods
 from zshard.guard.outside import NoDdp, refuse_ddp_around
@@ -172,6 +173,15 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
             in forwards with gradients, as DDP does it (not after a forward within no_sync()), so
             that one rank may evaluate alone. Default: False; "training" in trainers' adapters.
 
+    Reproducibility:
+
+        deterministic: "any-world": the same bits for any number of ranks, transport and strategy.
+            A step is `micro_batches` forwards and backwards of all ranks together, whose gradients
+            zshard adds in a fixed order and divides by their number; see micro_batches() and
+            docs/any_world.md. Float32 or float64 parameters on CPUs. Default: None, the bits of DDP
+            with as many ranks.
+        micro_batches: how many that are; at least as many as ranks. Default: None.
+
     Compatibility with FSDP1, whose positional order of arguments this signature keeps, and DDP:
 
         use_orig_params: must be True (the default): zshard always keeps the original parameters.
@@ -219,6 +229,8 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         memory_limit: int | str | None = "auto",
         keep_gathered: bool | int | str = "auto",
         device_ids: Sequence[DeviceLike] | None = None,
+        deterministic: str | None = None,
+        micro_batches: int | None = None,
     ) -> Wrapped[_M]:
         _patches.install()
         trace.start_if_asked()
@@ -239,6 +251,7 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
                 device,
             ),
             wire=check_wire(wire),
+            micro_batches=micro_batches_of(deterministic, micro_batches),
         )
         check_environment(options)
         check_values(param_init_fn, forward_sync_buffers)

@@ -1,6 +1,7 @@
 /* reduce_sum.c - the other half of a round: this rank's shard of all ranks' buckets, summed in rank order. See
  * reduce.h. */
 #include "base/bits.h"
+#include "base/tree.h"
 #include "comm/traffic.h"
 #include "device/device.h"
 #include "reduce/bucket.h"
@@ -33,12 +34,14 @@ typedef struct summing {
 static zs_status sum_run(const summing *s, const zs_flat *flat, shard_run run)
 {
     if (run.class == SKIP || run.end <= run.begin) return ZS_OK;
-    const void *src[s->world];
+    const zs_tree *tree = s->unit->context->tree;
+    const int sections = tree != NULL ? tree->sections : 1;
+    const void *src[s->world * sections];
     zs_dtype dtype = s->sources->partial ? zs_dtype_of_partial_sum(flat->wire) : flat->wire;
-    for (int r = 0; r < s->world; r++) {
-        const char *base = s->sources->data[r];
+    for (int i = 0; i < s->world * sections; i++) {
+        const char *base = s->sources->data[i / sections];
         size_t at = s->sources->at[flat->trainable_index] + (size_t)run.begin * zs_dtype_size(dtype);
-        src[r] = base != NULL ? base + at : NULL;
+        src[i] = base != NULL ? base + (size_t)(i % sections) * s->sources->section + at : NULL;
     }
     char *target;
     if (s->unit->record.is.replicated) /* the sum goes into this rank's own bucket, for the peers to fetch */
@@ -46,7 +49,7 @@ static zs_status sum_run(const summing *s, const zs_flat *flat, shard_run run)
                  (size_t)s->unit->shard * flat->wire_shard_bytes;
     else
         target = flat->grad_mem->ptr;
-    zs_sum sum = {.src = src, .world = s->world, .dtype = dtype, .scale = s->scale};
+    zs_sum sum = {.src = src, .world = s->world * sections, .dtype = dtype, .scale = s->scale, .tree = tree};
     sum.per_host = s->sources->partial ? 0 : s->unit->context->ranks.all->per_host;
     sum.to = s->unit->record.is.replicated ? flat->wire : flat->dtype;
     sum.dst = target + (size_t)run.begin * (s->unit->record.is.replicated ? flat->wire_size : flat->layout.itemsize);
@@ -55,7 +58,7 @@ static zs_status sum_run(const summing *s, const zs_flat *flat, shard_run run)
     sum.squares = s->squares;
     bool there = src[0] == sum.dst && sum.dtype == sum.to && !sum.accumulate;
     zs_numbers grads = {sum.dst, sum.numel, sum.to};
-    if (s->world == 1 && there && s->scale == 1.0) { /* the sum of one is that one */
+    if (s->world == 1 && there && s->scale == 1.0 && tree == NULL) { /* the sum of one is that one */
         if (s->squares != NULL) zs_cpu_squares(&grads, s->squares);
         return ZS_OK;
     }

@@ -62,6 +62,8 @@ struct zs_context {
     uint64_t offer, least_offer;
     /* How gradients and parameters of units created from now on travel between hosts. */
     zs_wire grads_code, params_code;
+    struct zs_tree *tree; /* in which order to add gradients; owned; NULL: in the order of ranks */
+    int pass;             /* (with a tree) backwards of this step so far */
     double divided_by;   /* the default divisor of sums of gradients; 0: the number of ranks */
     int n_stale_classes; /* units whose parameters have the wrong Python class */
     bool captured;       /* see zs_context_captured */

@@ -25,7 +25,7 @@ PACKAGE = Path(zshard.__file__).parent
 CORE = [
     *("_version", "_built_with", "_torch_check", "_errors", "_core"),
     *("precision", "strategy", "keeping", "run", "ranks", "trace", "offload"),
-    *("units", "guard", "wrap", "options", "optim", "grad_scaler", "state", "memory", "model"),
+    *("units", "any_world", "guard", "wrap", "options", "optim", "grad_scaler", "state", "memory", "model"),
     *("_patches", "checkpoint", "recovery", "doctor"),
 ]
 DIALECTS = ["compat", "fsdp", "compat.fsdp2", "compat.ddp", "compat.__init__"]
