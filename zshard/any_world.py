@@ -144,11 +144,18 @@ def micro_batches_in(model: nn.Module, step: int, seed: int) -> Iterator[int]:
             f"micro_batches() was called on unit '{state.unit.name}': call it on the outermost "
             "sharded module"
         )
-    comm = state.comms.all
-    state.unit.engine.restart_step()
+    comm, engine = state.comms.all, state.unit.engine
+    engine.restart_step()
     for index in run_of(count, comm.rank, comm.world):
         _seed(seed, step, index)
+        engine.begin_leaf()
         yield index
+        if not engine.leaf_is_done():
+            engine.restart_step()
+            raise RuntimeError(
+                f"micro-batch {index} of step {step} had no backward, or a failed one: begin the "
+                "step anew on all ranks, with model.micro_batches(step)"
+            )
     _seed(seed, step, count)
 
 

@@ -5,7 +5,6 @@
  */
 #include "engine/acts.h"
 
-#include "base/tree.h"
 #include "engine/buffers.h"
 #include "engine/engine_inside.h"
 #include "engine/forward_writes.h"
@@ -167,8 +166,7 @@ static zs_status hook_fixed(const zs_engine *engine)
 static zs_status ready_backward(zs_engine *engine)
 {
     ZS_TRY(zs_engine_check_spoiled(engine));
-    zs_context *context = &engine->context;
-    if (context->tree != NULL) context->schedule.last_leaf = context->pass == zs_tree_passes(context->tree) - 1;
+    ZS_TRY(zs_leaves_ready(&engine->context));
     for (size_t i = 0; i < zs_engine_n_units(engine); i++)
         ZS_TRY(zs_in_backward_begin(zs_engine_unit(engine, i)));
     ZS_TRY(hook_fixed(engine));
@@ -329,6 +327,7 @@ static void drop(zs_record *record)
     zs_in_backward_abandon(unit);
     zs_leaves_drop(unit);
     unit->context->pass = 0;
+    unit->context->leaf = ZS_LEAF_NONE;
 }
 
 /* --- a backward ends ---------------------------------------------------------------------------------------------- */
@@ -372,22 +371,15 @@ static zs_status step_rest(zs_engine *engine, zs_status status)
     return status;
 }
 
-static void count_leaf(zs_context *context)
-{
-    if (context->tree != NULL) context->pass = context->schedule.last_leaf ? 0 : context->pass + 1;
-}
-
 static zs_status end(zs_schedule *schedule, zs_status reduced, zs_status delivered)
 {
     zs_engine *engine = zs_engine_of_schedule(schedule);
     bool stepped = engine->history.in_pass, good = reduced == ZS_OK && !schedule->gave_up;
     zs_keep_gathered_settle(engine, good && engine->context.met);
     zs_history_reduced(engine, good);
-    if (good && delivered == ZS_OK)
-        count_leaf(&engine->context);
-    else
-        zs_engine_restart_step(engine);
+    if (good && delivered == ZS_OK) zs_leaves_count(&engine->context);
     if (good) zs_pace_reduced(engine, steps_in_backward(engine));
+    if (delivered != ZS_OK) zs_engine_restart_step(engine);
     zs_status status = step_rest(engine, reduced != ZS_OK ? reduced : delivered);
     if (status == ZS_OK) rest(engine);
     zs_engine_trace_memory(engine);

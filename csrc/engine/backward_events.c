@@ -195,10 +195,9 @@ static zs_status check_leaves(const zs_context *context)
 {
     if (context->tree == NULL || context->pass == 0) return ZS_OK;
     return ZS_FAIL(ZS_ERR_STATE,
-                   "optimizer.step() after %d of %d backwards: with deterministic='any-world' and micro_batches=%d, "
-                   "each of the %d ranks runs %d forwards and backwards in a step; loop over model.micro_batches()",
-                   context->pass, zs_tree_passes(context->tree), context->tree->n_leaves, context->tree->world,
-                   zs_tree_passes(context->tree));
+                   "optimizer.step() after %d of the %d micro-batches that this rank has in a step: call it after the "
+                   "loop over model.micro_batches(step)",
+                   context->pass, zs_tree_passes(context->tree));
 }
 
 zs_status zs_engine_before_step(zs_engine *engine)

@@ -247,8 +247,22 @@ void zs_engine_restart_step(zs_engine *engine)
 {
     if (engine->context.tree == NULL) return;
     engine->context.pass = 0;
+    engine->context.leaf = ZS_LEAF_NONE;
     for (size_t i = 0; i < zs_engine_n_units(engine); i++)
         zs_leaves_drop(zs_engine_unit(engine, i));
+}
+
+zs_status zs_engine_begin_leaf(zs_engine *engine)
+{
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++)
+        ZS_TRY(zs_leaves_check(zs_engine_unit(engine, i)));
+    engine->context.leaf = ZS_LEAF_BEGUN;
+    return ZS_OK;
+}
+
+bool zs_engine_leaf_is_done(const zs_engine *engine)
+{
+    return engine->context.leaf == ZS_LEAF_DONE;
 }
 
 bool zs_engine_codes_gradients(const zs_engine *engine)

@@ -76,6 +76,11 @@ void zs_engine_set_codes(zs_engine *engine, zs_wire grads, zs_wire params);
  * ranks. */
 zs_status zs_engine_add_leaves(zs_engine *engine, int n_leaves);
 
+/* The next micro-batch of a step begins, with one backward. ZS_ERR_STATE if a parameter has a .grad, to which that
+ * would add. / Has it ended? */
+zs_status zs_engine_begin_leaf(zs_engine *engine);
+bool zs_engine_leaf_is_done(const zs_engine *engine);
+
 /* Drops the gradients of a step that is not complete: its first backward comes next. */
 void zs_engine_restart_step(zs_engine *engine);
 

@@ -3,7 +3,6 @@
 
 #include "engine/engine_inside.h"
 #include "engine/engine_list.h"
-#include "reduce/leaves.h"
 
 #include <stdlib.h>
 
@@ -24,7 +23,6 @@ static bool comes_from(const zs_entrance *entrance, const zs_graph_range *range)
 static zs_status hook_range(const zs_entrance *entrance, const zs_graph_range *range)
 {
     if (range->unit == NULL) return ZS_OK;
-    if (range->unit->context->tree != NULL) ZS_TRY(zs_leaves_check(range->unit));
     int64_t stamp = zs_schedule_stamp(range->begin, range->end);
     zs_hook hook = zs_engine_backward_hook(range->unit, stamp);
     return zs_hook_node(entrance->node, &hook);

@@ -39,6 +39,27 @@ static void release(zs_mem **mem)
     *mem = NULL;
 }
 
+/* --- a backward -------------------------------------------------------------------------------------------------- */
+
+zs_status zs_leaves_ready(zs_context *context)
+{
+    if (context->tree == NULL) return ZS_OK;
+    if (context->leaf != ZS_LEAF_BEGUN)
+        return ZS_FAIL(ZS_ERR_STATE,
+                       "a backward %s: with deterministic='any-world', run one for each number of `for index in "
+                       "model.micro_batches(step)`, within the loop, and checkpoint(use_reentrant=False) if any",
+                       context->leaf == ZS_LEAF_DONE ? "after that of the micro-batch" : "outside of a micro-batch");
+    context->schedule.last_leaf = context->pass == zs_tree_passes(context->tree) - 1;
+    return ZS_OK;
+}
+
+void zs_leaves_count(zs_context *context)
+{
+    if (context->tree == NULL) return;
+    context->leaf = ZS_LEAF_DONE;
+    context->pass = context->schedule.last_leaf ? 0 : context->pass + 1;
+}
+
 /* --- a leaf ------------------------------------------------------------------------------------------------------- */
 
 zs_status zs_leaves_check(const zs_unit *unit)
@@ -50,7 +71,7 @@ zs_status zs_leaves_check(const zs_unit *unit)
         ZS_TRY(zs_grad_describe(param->tensor, &grad));
         if (grad.defined)
             return ZS_FAIL(ZS_ERR_STATE,
-                           "parameter '%s' has a .grad at the beginning of a backward: with deterministic='any-world', "
+                           "parameter '%s' has a .grad at the beginning of a micro-batch: with deterministic='any-world', "
                            "call zero_grad() after each step, and raise micro_batches to accumulate more gradients",
                            param->name);
     }

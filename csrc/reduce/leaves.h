@@ -10,7 +10,11 @@
 #include "unit/context.h"
 #include "unit/unit.h"
 
-/* Before a backward. ZS_ERR_STATE if a parameter has a .grad: it would be added to the sum. */
+/* A backward begins. ZS_ERR_STATE if no micro-batch has begun that has had none. / It has ended well. */
+zs_status zs_leaves_ready(zs_context *context);
+void zs_leaves_count(zs_context *context);
+
+/* Before a micro-batch. ZS_ERR_STATE if a parameter has a .grad: it would be added to the sum. */
 zs_status zs_leaves_check(const zs_unit *unit);
 
 /* A backward has the unit's first gradient, and is not the step's last: it packs into unit->leaf. */

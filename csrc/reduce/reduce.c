@@ -20,8 +20,8 @@ zs_status zs_reduce_begin(zs_unit *unit, bool local)
     const zs_device *device = zs_context_device(unit->context);
     if (unit->context->tree != NULL && unit->record.round.posted)
         return ZS_FAIL(ZS_ERR_UNSUPPORTED,
-                       "unit '%s' had gradients after all of its gradients had come: deterministic='any-world' needs "
-                       "one gradient of each parameter in a backward; use checkpoint(use_reentrant=False)",
+                       "unit '%s' got a gradient after all of its gradients had come: with deterministic='any-world', "
+                       "each parameter may get one in a backward",
                        zs_unit_label(unit->name));
     if (!local)
         ZS_TRY(zs_bucket_wake(unit->record.round.packing, device));
