@@ -59,7 +59,7 @@ static void append(zs_tree *tree, int what, int *n_sums)
 /* All ranks' nodes, in order. */
 typedef struct cover {
     zs_leaf_run *nodes; /* [n] */
-    int *sources;   /* [n] rank * sections + section */
+    int *sources;       /* [n] rank * sections + section */
     int n;
 } cover;
 
@@ -110,8 +110,9 @@ static void count_sections(zs_tree *tree)
 zs_status zs_tree_new(int n_leaves, int world, zs_tree **out)
 {
     if (n_leaves < world || n_leaves >= 1 << (ZS_TREE_LEVELS - 1))
-        return ZS_FAIL(ZS_ERR_VALUE, "micro_batches=%d: expected at least one for each of the %d ranks, and fewer than %d",
-                       n_leaves, world, 1 << (ZS_TREE_LEVELS - 1));
+        return ZS_FAIL(ZS_ERR_VALUE,
+                       "micro_batches=%d: expected at least one for each of the %d ranks, and fewer than %d", n_leaves,
+                       world, 1 << (ZS_TREE_LEVELS - 1));
     zs_tree *tree = calloc(1, sizeof *tree);
     if (tree == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating the order of a sum");
     tree->n_leaves = n_leaves;

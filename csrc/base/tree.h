@@ -1,4 +1,4 @@
-/* tree.h - an order in which to add the gradients of a step's micro-batches that does not depend on the number of ranks.
+/* tree.h - in which order to add the gradients of a step's micro-batches, whatever the number of ranks.
  *
  * The micro-batches are the leaves of one binary tree: node (level, j) is the sum of leaves j << level to
  * (j + 1) << level, or to the last leaf. Each rank computes a run of neighboring leaves, adds them up to the largest
@@ -24,9 +24,9 @@ typedef struct zs_leaf_run {
 
 typedef struct zs_tree {
     int n_leaves, world;
-    int sections;  /* nodes of the rank that has most */
-    int depth;     /* sums that are kept at a time while nodes are added up */
-    int *order;    /* [n_order] adds the ranks' nodes: a node as rank * sections + section, or ZS_TREE_ADD; owned */
+    int sections; /* nodes of the rank that has most */
+    int depth;    /* sums that are kept at a time while nodes are added up */
+    int *order;   /* [n_order] adds the ranks' nodes: a node as rank * sections + section, or ZS_TREE_ADD; owned */
     size_t n_order;
 } zs_tree;
 

@@ -53,10 +53,10 @@ typedef struct zs_cunit_spec {
     int n_flats;                      /* trainable flats, <= ZS_MAX_FLATS; 0: nothing to reduce */
     size_t shard_bytes[ZS_MAX_FLATS]; /* of trainable flat f in the bucket (wire dtype), multiples of 64 */
     zs_dtype wire[ZS_MAX_FLATS];      /* of its numbers */
-    /* A bucket has so many gradients in this layout, one after the other, of which ZS_REDUCE_ALL shares the first; 0:
-     * one. More than one over self, shm and c10d only. */
+    /* A bucket has so many gradients in this layout, one after the other; 0: one. More than one over self, shm and
+     * c10d only. ZS_REDUCE_ALL shares the first. */
     int sections;
-    zs_wire code;                     /* how their sums cross hosts, if a transport sums within hosts first */
+    zs_wire code; /* how their sums cross hosts, if a transport sums within hosts first */
     zs_reduce_mode mode;
     int n_shards; /* in a bucket; 0: one for each rank */
     /* [world] which shard a rank sums, if several ranks sum the same (hybrid); copied; NULL: rank r sums shard r.

@@ -196,7 +196,7 @@ static void sum_hosts(void *ctx, int64_t begin, int64_t end)
     }
 }
 
-/* Adds two chunks, either of which may be absent. */
+/* Adds two chunks; NULL: it is absent. */
 static const void *add_pair(const zs_sum *sum, const void *left, const void *right, int64_t n, void *dst)
 {
     if (left == NULL || right == NULL) return left != NULL ? left : right;

@@ -70,10 +70,11 @@ zs_status zs_leaves_check(const zs_unit *unit)
         if (param->grad == NULL || !zs_tensor_alive(param->tensor)) continue;
         ZS_TRY(zs_grad_describe(param->tensor, &grad));
         if (grad.defined)
-            return ZS_FAIL(ZS_ERR_STATE,
-                           "parameter '%s' has a .grad at the beginning of a micro-batch: with deterministic='any-world', "
-                           "call zero_grad() after each step, and raise micro_batches to accumulate more gradients",
-                           param->name);
+            return ZS_FAIL(
+                ZS_ERR_STATE,
+                "parameter '%s' has a .grad at the beginning of a micro-batch: with deterministic='any-world', "
+                "call zero_grad() after each step, and raise micro_batches to accumulate more gradients",
+                param->name);
     }
     return ZS_OK;
 }
@@ -136,8 +137,10 @@ static zs_status push(zs_unit *unit, partial last)
         partial *before = &leaves->stack[--leaves->n];
         zs_status status = ZS_OK;
         if (before->mem != NULL && last.mem != NULL) status = add(unit, before->mem->ptr, last.mem->ptr);
-        if (before->mem != NULL) release(&last.mem);
-        else before->mem = last.mem;
+        if (before->mem != NULL)
+            release(&last.mem);
+        else
+            before->mem = last.mem;
         last = (partial){{before->node.begin, last.node.end}, before->mem};
         if (status != ZS_OK) {
             release(&last.mem);

@@ -68,10 +68,10 @@ struct zs_context {
     struct zs_tree *tree; /* in which order to add gradients; owned; NULL: in the order of ranks */
     int pass;             /* (with a tree) backwards of this step so far */
     zs_leaf_state leaf;   /* likewise, of the micro-batch at hand */
-    double divided_by;   /* the default divisor of sums of gradients; 0: the number of ranks */
-    int n_stale_classes; /* units whose parameters have the wrong Python class */
-    bool captured;       /* see zs_context_captured */
-    bool reserved;       /* arena and buckets fit the current units, calls and settings */
+    double divided_by;    /* the default divisor of sums of gradients; 0: the number of ranks */
+    int n_stale_classes;  /* units whose parameters have the wrong Python class */
+    bool captured;        /* see zs_context_captured */
+    bool reserved;        /* arena and buckets fit the current units, calls and settings */
 };
 
 /* The device of the units' memory. */

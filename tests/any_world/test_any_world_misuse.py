@@ -58,7 +58,7 @@ def test_arguments(given: dict[str, Any], error: type[Exception], words: str) ->
 
 
 def test_low_precision_parameters_are_refused() -> None:
-    with pytest.raises(ValueError, match="'weight' has torch.bfloat16: .*MixedPrecision"):
+    with pytest.raises(ValueError, match=r"'weight' has torch\.bfloat16: .*MixedPrecision"):
         FSDP(nn.Linear(2, 2).bfloat16(), deterministic="any-world", micro_batches=1)
 
 
@@ -158,7 +158,7 @@ def test_what_is_not_supported() -> None:
     model = small()
     with pytest.raises(NotImplementedError, match="omit join"), model.join():
         pass
-    with pytest.raises(NotImplementedError, match="optimizer.step"):
+    with pytest.raises(NotImplementedError, match=r"optimizer\.step"):
         model.optimizer_in_backward(zshard.AdamW(model.parameters()))
     for _ in model.micro_batches(0):
         model(torch.ones(1, 4)).sum().backward()
@@ -317,7 +317,7 @@ def test_ways_that_give_the_same_numbers(way: str) -> None:
 def test_a_checkpoint_fits_runs_of_its_kind_only(tmp_path: Path) -> None:
     model = small()
     zshard.save(tmp_path / "a", model)
-    with pytest.raises(ValueError, match="saved with micro_batches=4, .* micro_batches=2"):
+    with pytest.raises(ValueError, match=r"saved with micro_batches=4, .* micro_batches=2"):
         zshard.load(tmp_path / "a", small(micro_batches=2))
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)

@@ -113,7 +113,9 @@ def compare_with_plain_sums() -> None:
     for index in range(5):
         plain.zero_grad()
         loss_of(plain, 0, index).backward()
-        leaves.append({n: p.grad.clone() for n, p in plain.named_parameters() if p.grad is not None})
+        leaves.append(
+            {n: p.grad.clone() for n, p in plain.named_parameters() if p.grad is not None}
+        )
     with FSDP.summon_full_params(model, with_grads=True):
         for name, param in model.named_parameters():
             a, b, c, d, e = (each.get(name, torch.zeros(())) for each in leaves)

@@ -86,7 +86,7 @@ def sum_of_all(library: Any, tree: Any) -> Any:
 
 
 @pytest.mark.parametrize("n_leaves", ORDINARY)
-def test_all_numbers_of_ranks_add_alike(library: Any, n_leaves: int) -> None:
+def test_all_numbers_of_ranks_add_in_one_order(library: Any, n_leaves: int) -> None:
     alone = tree_of(library, n_leaves, 1)
     expected = sum_of_all(library, alone)
     worlds = range(1, n_leaves + 1) if n_leaves < 40 else (2, 3, 4, 5, 7, 8, 16, n_leaves)
@@ -102,7 +102,9 @@ def test_runs_are_even_and_cover_all_leaves(library: Any) -> None:
         for world in range(1, n_leaves + 1):
             tree = tree_of(library, n_leaves, world)
             runs = [library.zs_tree_run(tree, rank) for rank in range(world)]
-            assert [leaf for run in runs for leaf in range(run.begin, run.end)] == [*range(n_leaves)]
+            assert [leaf for run in runs for leaf in range(run.begin, run.end)] == [
+                *range(n_leaves)
+            ]
             sizes = [run.end - run.begin for run in runs]
             passes = library.zs_tree_passes(tree)
             assert max(sizes) == passes and min(sizes) >= passes - 1

@@ -178,7 +178,7 @@ class ShardingPlan:
         by_default = settings.process_group is None and settings.device_mesh is None
         self.is_alone = by_default and not dist.is_initialized()
 
-    def _comm_for(self, group: Group, given: Given) -> tuple[_core.Comm, Given]:
+    def _comm_for(self, group: Group | None, given: Given) -> tuple[_core.Comm, Given]:
         """Return the transport of all ranks, and what to ask of those of parts of them."""
         comm = comm_for(group, *given)
         if self.options.micro_batches == 0 or given[2] != CPU:

@@ -344,7 +344,7 @@ def _norm_in_any_world(
     for engine, grads in sharded.items():
         share = engine.sum_over_ranks(_core.squares([grad.contiguous() for grad in grads]))
         total = [a + b for a, b in zip(total, share, strict=True)]
-    return float(_core.squares_value(total)) ** 0.5
+    return math.sqrt(_core.squares_value(total))
 
 
 @PublicCall("clip_grad_norm_()")
