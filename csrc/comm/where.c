@@ -60,7 +60,7 @@ void zs_where_lines(char (*texts)[ZS_WHERE], int world, char *text, size_t size)
         last = r;
         name_ranks(texts, world, r, who, sizeof who);
         used += (size_t)snprintf(text + used, size - used, "\n  %s: %s", who,
-                                 *texts[r] != 0 ? texts[r] : "no answer (its Python interpreter is busy)");
+                                 *texts[r] != 0 ? texts[r] : "no answer (its Python interpreter is busy, or its process has stopped)");
     }
     if (more > 0 && used < size) snprintf(text + used, size - used, "\n  and %d more ranks elsewhere", more);
 }
