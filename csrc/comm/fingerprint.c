@@ -33,7 +33,6 @@ static char *place_of(zs_diagnostics *words, zs_topic topic, size_t *size)
     switch (topic) {
     case ZS_ON_FAILURE: *size = sizeof words->failure; return words->failure;
     case ZS_ON_WRITE: *size = sizeof words->write; return words->write;
-    case ZS_ON_WHERE: *size = sizeof words->where; return words->where;
     case ZS_ON_SETTINGS: break;
     }
     *size = sizeof words->settings;

@@ -32,11 +32,10 @@ void zs_fingerprint_replace(zs_fingerprint *fingerprint, const zs_fingerprint *b
 typedef enum zs_topic {
     ZS_ON_FAILURE,  /* what has failed lately, as a clause that continues "rank 0 "; "": nothing */
     ZS_ON_WRITE,    /* what was written in place last, such as "mul_() on 'weight'"; "": nothing */
-    ZS_ON_WHERE,    /* where the script is, as zs_script_look says; "": unknown */
     ZS_ON_SETTINGS, /* the param groups: lines of a name, a tab, and values with commas between them */
 } zs_topic;
 
-/* All texts of a rank. They fit into one exchange. */
+/* All texts of a rank, and with them where its script is, see where.h. They fit into one exchange. */
 typedef struct zs_diagnostics {
     char failure[512], write[256], where[ZS_WHERE], settings[2752];
 } zs_diagnostics;

@@ -59,8 +59,9 @@ void zs_where_lines(char (*texts)[ZS_WHERE], int world, char *text, size_t size)
         shown++;
         last = r;
         name_ranks(texts, world, r, who, sizeof who);
-        used += (size_t)snprintf(text + used, size - used, "\n  %s: %s", who,
-                                 *texts[r] != 0 ? texts[r] : "no answer (its Python interpreter is busy, or its process has stopped)");
+        used += (size_t)snprintf(
+            text + used, size - used, "\n  %s: %s", who,
+            *texts[r] != 0 ? texts[r] : "no answer (its Python interpreter is busy, or its process has stopped)");
     }
     if (more > 0 && used < size) snprintf(text + used, size - used, "\n  and %d more ranks elsewhere", more);
 }
@@ -70,8 +71,8 @@ static bool take_exchanged(zs_comm *comm, char (*texts)[ZS_WHERE])
 {
     bool any = false;
     for (int r = 0; r < comm->world && comm->others != NULL; r++) {
-        snprintf(texts[r], ZS_WHERE, "%s", zs_diagnostics_on(&comm->others[r], ZS_ON_WHERE));
-        zs_diagnostics_set(&comm->others[r], ZS_ON_WHERE, "");
+        memcpy(texts[r], comm->others[r].where, ZS_WHERE);
+        texts[r][ZS_WHERE - 1] = comm->others[r].where[0] = 0;
         any |= texts[r][0] != 0;
     }
     return any;
@@ -79,7 +80,7 @@ static bool take_exchanged(zs_comm *comm, char (*texts)[ZS_WHERE])
 
 static void find_lines(zs_comm *comm, char *text, size_t size)
 {
-    char(*texts)[ZS_WHERE] = calloc((size_t)comm->world, sizeof *texts);
+    char (*texts)[ZS_WHERE] = calloc((size_t)comm->world, sizeof *texts);
     text[0] = 0;
     if (texts == NULL) return;
     bool asks = comm->ops->talk->locate != NULL && comm->ops->talk->locate(comm, texts);
@@ -105,9 +106,7 @@ void zs_comm_locate_all(zs_comm *comm, char *text, size_t size)
 
 void zs_comm_look(zs_comm *comm)
 {
-    char text[ZS_WHERE];
-    zs_script_look(text, sizeof text);
-    zs_diagnostics_set(&comm->words, ZS_ON_WHERE, text);
+    zs_script_look(comm->words.where, sizeof comm->words.where);
 }
 
 void zs_comm_look_at_all(zs_comm *comm)
@@ -121,5 +120,6 @@ void zs_comm_look_at_all(zs_comm *comm)
         free(others);
         return;
     }
-    zs_comm_set_others(comm, others);
+    free(comm->others);
+    comm->others = others;
 }

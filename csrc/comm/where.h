@@ -3,7 +3,7 @@
  *   rank 0: train.py:41 in train(), in clip_grad_norm_(), step 12
  *   ranks 1-3: data.py:17 in __next__(), step 12; last unit 'blocks.3'
  *
- * Nobody looks for this before something fails, or a rank has waited for long. */
+ * No rank looks for this before something fails, or a rank has waited for long. */
 #ifndef ZS_WHERE_H
 #define ZS_WHERE_H
 
@@ -23,7 +23,7 @@ void zs_comm_look(zs_comm *comm);
 /* Writes the lines for a failure that Python reports on all ranks. Collective. */
 void zs_comm_locate_all(zs_comm *comm, char *text, size_t size);
 
-/* All ranks are about to fail alike: where they exchange texts, they do so now. Collective. */
+/* All ranks are about to fail in the same way: where they exchange texts, they do so now. Collective. */
 void zs_comm_look_at_all(zs_comm *comm);
 
 #endif

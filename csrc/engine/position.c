@@ -7,7 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-/* Over shm only states tell: of the units that are unsharded, the innermost comes last, and backward reshards from the
+/* Over shm only states show it: of the units that are unsharded, the innermost comes last, and backward reshards from the
  * end. */
 static const zs_record *find_latest(const zs_schedule *schedule)
 {
@@ -19,8 +19,7 @@ static const zs_record *find_latest(const zs_schedule *schedule)
 
 static void describe(const zs_engine *engine, zs_position *out)
 {
-    static const char *const passes[] = {
-        [ZS_IDLE] = "", [ZS_IN_FORWARD] = "forward", [ZS_IN_BACKWARD] = "backward", [ZS_FAILED] = ""};
+    static const char *const passes[] = {"", "forward", "backward", ""}; /* by zs_stage */
     const zs_schedule *schedule = &engine->context.schedule;
     const zs_record *latest = find_latest(schedule);
     out->pass = passes[schedule->stage];

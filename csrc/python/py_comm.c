@@ -1,5 +1,6 @@
 /* py_comm.c - _core.Comm: a transport between the ranks of one process group, as Python sees it. */
 #include "comm/gpu/backend.h"
+#include "comm/where.h"
 #include "device/device_cuda.h"
 #include "python/py_util.h"
 
@@ -306,8 +307,9 @@ static PyObject *comm_abort(comm_object *self, PyObject *reason)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(comm_answer_doc, "answer($self, line, /)\n--\n\nTell a peer that has asked (see is_asked) where this rank's "
-                              "script is (shm). Any thread.");
+PyDoc_STRVAR(comm_answer_doc,
+             "answer($self, line, /)\n--\n\nTell a peer that has asked (see is_asked) where this rank's "
+             "script is (shm). Any thread.");
 
 static PyObject *comm_answer(comm_object *self, PyObject *line)
 {
@@ -317,8 +319,9 @@ static PyObject *comm_answer(comm_object *self, PyObject *line)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(comm_locate_doc, "locate($self, /)\n--\n\nReturn where the script of each rank is, as lines to append to an "
-                              "error that all ranks raise. Collective.");
+PyDoc_STRVAR(comm_locate_doc,
+             "locate($self, /)\n--\n\nReturn where the script of each rank is, as lines to append to an "
+             "error that all ranks raise. Collective.");
 
 static PyObject *comm_locate(comm_object *self, PyObject *unused)
 {

@@ -54,10 +54,11 @@ static PyObject *outlive(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(position_doc,
-             "position($module, /)\n--\n\nReturn (call, pass, steps, unit) of this thread's script, on another thread than "
-             "the main one of the main thread's if it is in no call: the public call and the pass that run, the "
-             "optimizer's steps, and the unit that was unsharded last. '' and 0: none.");
+PyDoc_STRVAR(
+    position_doc,
+    "position($module, /)\n--\n\nReturn (call, pass, steps, unit) of this thread's script, on another thread than "
+    "the main one of the main thread's if it is in no call: the public call and the pass that run, the "
+    "optimizer's steps, and the unit that was unsharded last. '' and 0: none.");
 
 static PyObject *position(PyObject *module, PyObject *unused)
 {
@@ -88,12 +89,9 @@ static void look(char *text, size_t size)
 }
 
 static PyMethodDef methods[] = {
-    {"position", position, METH_NOARGS, position_doc},
-    {"outlive", outlive, METH_VARARGS, outlive_doc},
-    {"is_stopped", is_stopped, METH_O, is_stopped_doc},
-    {"begin_call", begin_call, METH_O, begin_call_doc},
-    {"end_call", end_call, METH_NOARGS, end_call_doc},
-    {0},
+    {"position", position, METH_NOARGS, position_doc},  {"outlive", outlive, METH_VARARGS, outlive_doc},
+    {"is_stopped", is_stopped, METH_O, is_stopped_doc}, {"begin_call", begin_call, METH_O, begin_call_doc},
+    {"end_call", end_call, METH_NOARGS, end_call_doc},  {0},
 };
 
 int zs_py_script_init(PyObject *module)

@@ -80,13 +80,13 @@ def diverges(transport: str) -> str:
     model, _ = wrapped(transport)
     loss_of(model(floats(dist.get_rank()))).backward()
 
-    def goes_on() -> None:
+    def continues() -> None:
         if dist.get_rank() == 0:
             model.clip_grad_norm_(1.0)  # clips
         else:
             loss_of(model(floats(1))).backward()  # trains
 
-    return text_of(goes_on)
+    return text_of(continues)
 
 
 @pytest.mark.parametrize(("transport", "world"), [("shm", 3), ("c10d", 3), ("hosts", 4)])
@@ -251,7 +251,7 @@ def test_rank_that_cannot_answer(transport: str, hang: Any) -> None:
 
 
 def exits_meanwhile() -> str:
-    """Ranks 0 and 1 diverge; rank 2 has gone."""
+    """Ranks 0 and 1 diverge; rank 2 has exited."""
     model, _ = wrapped("shm")
     if dist.get_rank() == 2:
         os._exit(0)

@@ -27,7 +27,7 @@ _ending = threading.Event()
 
 
 class _Watched:
-    """A transport, the groups that it ends with, and the store by which its ranks ask each other;
+    """A transport, the groups that it ends with, and the store over which its ranks ask each other;
     None: shm."""
 
     def __init__(self, comm: _core.Comm, groups: list[dist.ProcessGroup], store: Any) -> None:
@@ -65,7 +65,8 @@ def answer_stalls(
     if own is not None:
         try:
             # A separate connection, as the script may also be waiting for the store.
-            store = distributed_c10d._world.pg_map[own][1].clone()
+            store = distributed_c10d._world.pg_map[own][1]
+            store = store.clone()
             store.set_timeout(timedelta(seconds=5))
         except (AttributeError, RuntimeError, NotImplementedError):  # a store of another kind
             return

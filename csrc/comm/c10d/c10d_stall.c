@@ -90,15 +90,16 @@ void zs_c10d_stall_lines(const zs_c10d_comm *comm, const zs_c10d_stall *stall, c
 {
     int world = comm->base.world;
     const answer *answers = stall->answers;
-    char(*texts)[ZS_WHERE] = calloc((size_t)world, sizeof *texts);
+    char (*texts)[ZS_WHERE] = calloc((size_t)world, sizeof *texts);
     text[0] = 0;
     for (int r = 0; r < world && texts != NULL && answers != NULL; r++) {
         const char *line = strchr(answers[r].text, '\n');
         if (line != NULL) snprintf(texts[r], ZS_WHERE, "%s", line + 1);
     }
-    if (texts == NULL || answers == NULL) return;
-    zs_script_look(texts[comm->base.rank], ZS_WHERE);
-    zs_where_lines(texts, world, text, size);
+    if (texts != NULL && answers != NULL) {
+        zs_script_look(texts[comm->base.rank], ZS_WHERE);
+        if (texts[comm->base.rank][0] != 0) zs_where_lines(texts, world, text, size);
+    }
     free(texts);
 }
 

@@ -9,6 +9,7 @@
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 struct zs_gpu_turns {
     zs_c10d_comm head; /* first: hooks get it */
@@ -42,7 +43,7 @@ static zs_status say(zs_c10d_comm *head, const zs_c10d_turn *mine, zs_c10d_turn 
 static zs_status exchange_words(zs_c10d_comm *head, zs_diagnostics *all)
 {
     zs_comm *control = gpu_of(head)->control;
-    zs_diagnostics_set(&control->words, ZS_ON_WHERE, head->base.words.where);
+    memcpy(control->words.where, head->base.words.where, sizeof control->words.where);
     head->base.words = control->words;
     return zs_comm_exchange(control, &control->words, sizeof control->words, all);
 }
@@ -97,7 +98,8 @@ static zs_status name_turn(const zs_c10d_comm *head, const zs_c10d_turn *turn, z
     zs_c10d_describe_here(turn, "", phrase, sizeof phrase);
     bool looks = turn->kind == ZS_C10D_GATHER && zs_reading_is_look(head->base.reading);
     return zs_rephrase("%s; rank %d was %s: %s", zs_last_message(), head->base.rank, phrase,
-                       looks ? "on GPUs an evaluation takes all ranks: call it on all of them" : zs_c10d_remedy_of(turn));
+                       looks ? "on GPUs an evaluation takes all ranks: call it on all of them"
+                             : zs_c10d_remedy_of(turn));
 }
 
 zs_status zs_gpu_agree(zs_gpu_comm *comm, const zs_c10d_turn *turn)

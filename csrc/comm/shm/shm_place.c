@@ -2,7 +2,6 @@
 #include "comm/shm/shm_place.h"
 
 #include "base/clock.h"
-#include "comm/shm/shm_wait.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -118,6 +117,7 @@ bool zs_shm_locate(zs_comm *comm, char (*texts)[ZS_WHERE])
     zs_shm *shm = (zs_shm *)comm;
     if (!zs_shm_live(shm)) return false;
     zs_script_look(texts[comm->rank], ZS_WHERE);
+    if (texts[comm->rank][0] == 0) return false;
     publish(shm->own, texts[comm->rank]);
     zs_shm_ask(shm);
     for (double end = zs_clock() + patience; !zs_shm_read_lines(shm, texts) && zs_clock() < end;) {

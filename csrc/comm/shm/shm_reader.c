@@ -157,8 +157,7 @@ static zs_status check_weights(zs_shm *shm, const zs_reader *reader, uint64_t mi
         bool evaluates = zs_word_state(mine) == ZS_READER_EVALUATES, same = work_of(shm, reader, r) == work;
         if (r == shm->base.rank) continue;
         if (evaluates ? zs_word_is_alike(word, mine, same) : !zs_word_clashes(word, mine, same)) continue;
-        return zs_comm_locate(&shm->base,
-                              zs_comm_fail_apart(&shm->base, zs_word_changed(mine) ? shm->base.rank : r));
+        return zs_comm_locate(&shm->base, zs_comm_fail_apart(&shm->base, zs_word_changed(mine) ? shm->base.rank : r));
     }
     return ZS_OK;
 }

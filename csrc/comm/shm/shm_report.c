@@ -214,12 +214,12 @@ zs_status zs_shm_fail_apart(const zs_shm *shm, zs_shm_act act, int r)
 /* What the peers have answered by now, and this rank's own line. */
 static void list_lines(zs_shm *shm, char *text, size_t size)
 {
-    char(*texts)[ZS_WHERE] = calloc((size_t)shm->base.world, sizeof *texts);
+    char (*texts)[ZS_WHERE] = calloc((size_t)shm->base.world, sizeof *texts);
     text[0] = 0;
     if (texts == NULL) return;
     zs_shm_read_lines(shm, texts);
     zs_script_look(texts[shm->base.rank], ZS_WHERE);
-    zs_where_lines(texts, shm->base.world, text, size);
+    if (texts[shm->base.rank][0] != 0) zs_where_lines(texts, shm->base.world, text, size);
     free(texts);
 }
 

@@ -14,7 +14,6 @@
 #include "comm/where.h"
 
 #include <errno.h>
-#include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
@@ -48,15 +47,6 @@ static inline void pause_cpu(void)
 }
 
 /* --- trouble ------------------------------------------------------------------------------------------------------ */
-
-void zs_shm_look_at_lives(zs_shm *shm)
-{
-    for (int r = 0; r < shm->base.world; r++) /* poll skips a negative descriptor */
-        shm->polls[r] = (struct pollfd){.fd = shm->peers[r].dead ? -1 : shm->peers[r].pidfd, .events = POLLIN};
-    if (poll(shm->polls, (nfds_t)shm->base.world, 0) <= 0) return;
-    for (int r = 0; r < shm->base.world; r++)
-        if (shm->polls[r].revents & POLLIN) shm->peers[r].dead = true;
-}
 
 static bool all_left_have_died(const zs_shm *shm)
 {

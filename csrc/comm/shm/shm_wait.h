@@ -15,9 +15,6 @@ zs_status zs_shm_wait(zs_shm *shm, zs_shm_act act);
 /* The same, but returns with *reached false instead of ZS_ERR_DIVERGED. */
 zs_status zs_shm_wait_or_yield(zs_shm *shm, zs_shm_act act, bool *reached);
 
-/* Asks the system which peers have died since. */
-void zs_shm_look_at_lives(zs_shm *shm);
-
 /* outlive. */
 void zs_shm_outlive(zs_comm *comm, double seconds);
 
