@@ -90,10 +90,12 @@ static void find_lines(zs_comm *comm, char *text, size_t size)
 
 zs_status zs_comm_locate(zs_comm *comm, zs_status status)
 {
-    char lines[ZS_LINES];
+    char lines[ZS_LINES], message[2048];
     bool is_wanted = status == ZS_ERR_TIMEOUT || status == ZS_ERR_DIVERGED;
     if (!is_wanted || comm->world == 1 || zs_last_lines()[0] != 0) return status;
+    snprintf(message, sizeof message, "%s", zs_last_message());
     find_lines(comm, lines, sizeof lines);
+    (void)ZS_FAIL(status, "%s", message); /* if a finalizer that Python ran meanwhile has cleared the record */
     zs_add_lines(lines);
     return status;
 }

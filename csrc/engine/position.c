@@ -34,8 +34,9 @@ void zs_position_find(zs_position *out)
     zs_engine **engines;
     size_t n;
     *out = (zs_position){.pass = ""};
+    bool failed = zs_last_status() != ZS_OK; /* the caller, which asks for its message */
     if (zs_engine_list_take(&engines, &n) != ZS_OK) {
-        zs_clear_error();
+        if (!failed) zs_clear_error();
         return;
     }
     const zs_engine *chosen = n > 0 ? engines[0] : NULL;

@@ -39,10 +39,10 @@ static zs_status fail_after(zs_c10d_comm *comm, const zs_c10d_turn *turn, const 
 {
     char places[ZS_C10D_WORDS] = "", lines[ZS_LINES] = "";
     if (stall != NULL) zs_c10d_stall_words(comm, turn, stall, places, sizeof places);
-    if (stall != NULL && status == ZS_ERR_TIMEOUT) zs_c10d_stall_lines(comm, stall, lines, sizeof lines);
     char words[WORDS], phrase[ZS_C10D_PHRASE], who[WORDS];
     snprintf(words, sizeof words, "%s", zs_last_message());
     zs_clear_error();
+    if (stall != NULL && status == ZS_ERR_TIMEOUT) zs_c10d_stall_lines(comm, stall, lines, sizeof lines);
     zs_c10d_describe_here(turn, "", phrase, sizeof phrase);
     int own = comm->base.rank;
     if (look_for_gone(comm, status == ZS_ERR_PEER ? straggle : 0, who, sizeof who)) {
