@@ -71,7 +71,15 @@ static PyObject *position(PyObject *module, PyObject *unused)
     return unit != NULL ? Py_BuildValue("(ssKN)", call, found.pass, (unsigned long long)found.steps, unit) : NULL;
 }
 
-/* The text that a function of zshard.ranks.where returns. Ctrl-C stays set, for the wait that looks for it. */
+/* Ctrl-C that came while Python ran is left to the wait, which looks for it. */
+static void forget_error(void)
+{
+    bool pressed = PyErr_ExceptionMatches(PyExc_KeyboardInterrupt) != 0;
+    PyErr_Clear();
+    if (pressed) PyErr_SetInterrupt();
+}
+
+/* The text that a function of zshard.ranks.where returns. */
 static void look(char *text, size_t size)
 {
     if (!Py_IsInitialized()) return;
@@ -83,7 +91,7 @@ static void look(char *text, size_t size)
         if (words != NULL) snprintf(text, size, "%s", words);
         Py_XDECREF(line);
         Py_XDECREF(where);
-        if (PyErr_ExceptionMatches(PyExc_Exception)) PyErr_Clear();
+        if (PyErr_Occurred()) forget_error();
     }
     PyGILState_Release(gil);
 }

@@ -5,6 +5,7 @@ A rank that hangs is named too, wherever it hangs; and nothing is looked up whil
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -283,6 +284,48 @@ def test_line_on_stderr_after_ten_seconds(transport: str) -> None:
     text = first.stderr[first.stderr.index("zshard: rank 0 has been waiting 10 s") :]
     assert lines_in(text)["rank 1"].startswith(line_of("# is late"))
     assert "zshard:" not in second.stderr
+
+
+def presses_ctrl_c() -> str:
+    """Rank 0 is interrupted while it looks up its own line."""
+    model, _ = wrapped("shm")
+    if dist.get_rank() == 1:
+        time.sleep(TIMEOUT + 1)
+        return ""
+    look = where.here
+
+    def interrupted() -> str:
+        where.here = look
+        os.kill(os.getpid(), signal.SIGINT)
+        return look()
+
+    where.here = interrupted
+    try:
+        text = text_of(lambda: loss_of(model(floats(0))).backward())
+        time.sleep(1)
+    except KeyboardInterrupt:
+        return "interrupted"
+    return text
+
+
+def test_ctrl_c_while_a_line_is_looked_up() -> None:
+    assert fork_ranks(presses_ctrl_c, 2)[0].value == "interrupted"
+
+
+def leaves_join() -> str:
+    model, optimizer = wrapped("shm")
+    text = ""
+    with contextlib.suppress(ValueError), model.join(optimizer):
+        if dist.get_rank() == 1:
+            raise ValueError
+        text = text_of(lambda: model(floats(0)))  # stays in join
+        raise ValueError
+    return text
+
+
+def test_rank_that_leaves_join() -> None:
+    lines = lines_in(fork_ranks(leaves_join, 2, check=True)[0].value)
+    assert lines["rank 0"].startswith(line_of("# stays in join")) and "rank 1" in lines
 
 
 # --- which line it is -----------------------------------------------------------------------------
