@@ -7,8 +7,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-/* Over shm only states show it: of the units that are unsharded, the innermost comes last, and backward reshards from the
- * end. */
+/* Over shm only states show it: of the units that are unsharded, the innermost comes last, and backward reshards from
+ * the end. */
 static const zs_record *find_latest(const zs_schedule *schedule)
 {
     const zs_record *latest = schedule->latest;
