@@ -3,6 +3,7 @@
 #include "base/bits.h"
 #include "base/tree.h"
 #include "comm/traffic.h"
+#include "comm/where.h"
 #include "device/device.h"
 #include "reduce/bucket.h"
 #include "reduce/grad_memory.h"
@@ -117,11 +118,13 @@ static zs_status check_gave_up(const summing *s)
         if (s->unit->context->schedule.gave_up) continue; /* this rank abandoned it too: nothing is lost */
         char failures[ZS_FAILURES];
         zs_comm_failures(s->unit->context->ranks.all, failures, sizeof failures);
-        return ZS_FAIL(ZS_ERR_DIVERGED,
-                       "ranks diverged: rank %d abandoned its backward before unit '%s' (most likely an exception was "
-                       "caught there), but rank %d continued%s; the gradients of this step are incomplete: call "
-                       "zero_grad() and skip the step on all ranks",
-                       r, zs_unit_label(s->unit->name), s->rank, failures);
+        zs_status status =
+            ZS_FAIL(ZS_ERR_DIVERGED,
+                    "ranks diverged: rank %d abandoned its backward before unit '%s' (most likely an exception was "
+                    "caught there), but rank %d continued%s; the gradients of this step are incomplete: call "
+                    "zero_grad() and skip the step on all ranks",
+                    r, zs_unit_label(s->unit->name), s->rank, failures);
+        return zs_comm_locate(s->unit->context->ranks.all, status);
     }
     return ZS_OK;
 }
@@ -132,10 +135,13 @@ static zs_status check_held(const summing *s)
     bool mine = says(s, s->rank, ZS_ROUND_HELD);
     for (int r = 0; r < s->world; r++) {
         if (s->unit->record.is.replicated || says(s, r, ZS_ROUND_HELD) == mine) continue;
-        return ZS_FAIL(ZS_ERR_DIVERGED,
-                       "ranks diverged: rank %d has gradients of earlier backwards for unit '%s', and rank %d has none "
-                       "(zero_grad() was called on one of them only); call zero_grad() and skip the step on all ranks",
-                       mine ? s->rank : r, zs_unit_label(s->unit->name), mine ? r : s->rank);
+        zs_comm_look_at_all(s->unit->context->ranks.all);
+        zs_status status =
+            ZS_FAIL(ZS_ERR_DIVERGED,
+                    "ranks diverged: rank %d has gradients of earlier backwards for unit '%s', and rank %d has none "
+                    "(zero_grad() was called on one of them only); call zero_grad() and skip the step on all ranks",
+                    mine ? s->rank : r, zs_unit_label(s->unit->name), mine ? r : s->rank);
+        return zs_comm_locate(s->unit->context->ranks.all, status);
     }
     return ZS_OK;
 }
