@@ -286,32 +286,6 @@ def test_line_on_stderr_after_ten_seconds(transport: str) -> None:
     assert "zshard:" not in second.stderr
 
 
-def presses_ctrl_c() -> str:
-    """Rank 0 is interrupted while it looks up its own line."""
-    model, _ = wrapped("shm")
-    if dist.get_rank() == 1:
-        time.sleep(TIMEOUT + 1)
-        return ""
-    look = where.here
-
-    def interrupted() -> str:
-        where.here = look
-        os.kill(os.getpid(), signal.SIGINT)
-        return look()
-
-    where.here = interrupted
-    try:
-        text = text_of(lambda: loss_of(model(floats(0))).backward())
-        time.sleep(1)
-    except KeyboardInterrupt:
-        return "interrupted"
-    return text
-
-
-def test_ctrl_c_while_a_line_is_looked_up() -> None:
-    assert fork_ranks(presses_ctrl_c, 2)[0].value == "interrupted"
-
-
 def leaves_join() -> str:
     model, optimizer = wrapped("shm")
     text = ""
