@@ -52,7 +52,7 @@ zs_status zs_layout_new(const int64_t *numels, int64_t n, size_t itemsize, int w
         zs_layout_free(out);
         return status;
     }
-    int64_t per_rank = (end + world - 1) / world;
+    int64_t per_rank = (at_least(end, n > 0) + world - 1) / world; /* memory also for parameters of no element */
     out->shard_numel = round_up(per_rank, at_least((int64_t)(shard_align / itemsize), ZS_LAYOUT_GROUP));
     return ZS_OK;
 }

@@ -307,6 +307,9 @@ static void empty_layout(void)
     OK(zs_layout_new(NULL, 0, 4, 3, 4096, &layout));
     CHECK(layout.shard_numel == 0 && zs_layout_full_bytes(&layout) == 0);
     zs_layout_free(&layout);
+    OK(zs_layout_new((int64_t[]){0, 0}, 2, 4, 3, 4096, &layout)); /* no transport shares 0 bytes */
+    CHECK(layout.shard_numel == 1024 && zs_layout_owned(&layout, 1, 2).numel == 0);
+    zs_layout_free(&layout);
 }
 
 static void refuse(const int64_t *numels, int64_t n, size_t itemsize, int world, const char *part)

@@ -104,6 +104,8 @@ def gather_objects(mine: object, group: dist.ProcessGroup) -> list[Any]:
     """Return the object of each rank of `group`, of any size, in rank order. Collective.
 
     For ranks without a transport yet. torch's all_gather_object() needs NumPy; this does not.
+
+    Raises PeerError if torch's collective fails, as it does once a rank has exited.
     """
     device = distributed_c10d._get_object_coll_device(group)  # a GPU if the group has only NCCL
     data = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
@@ -116,7 +118,13 @@ def gather_objects(mine: object, group: dist.ProcessGroup) -> list[Any]:
 
 def _all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, tensor, group=group)
+    try:
+        dist.all_gather(gathered, tensor, group=group)
+    except RuntimeError as error:
+        raise _core.PeerError(
+            f"a rank may have exited while the ranks were connecting: {error}; see the output of "
+            "the other ranks"
+        ) from error
     return gathered
 
 

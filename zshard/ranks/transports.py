@@ -199,7 +199,11 @@ def comm_beside(comm: _core.Comm) -> _core.Comm:
         # The model's kind of transport, where possible.
         kind = "c10d" if comm.transport in ("c10d", "hosts") else "auto"
         patience = max(comm.timeout, _PATIENCE)
-        _entries[key] = _connection(group, lambda: _connect(group, kind, patience, True))
+        try:
+            _entries[key] = _connection(group, lambda: _connect(group, kind, patience, True))
+        except _core.PeerError:
+            comm.exchange(b"")  # raises the error that names the rank
+            raise
     return _entries[key].comm
 
 
