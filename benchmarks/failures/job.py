@@ -1,0 +1,206 @@
+"""A rank of a row: a small model, a training loop with places for faults, and what is expected.
+
+The model, the batches and the loop are the same under each library. Each rank has batches of its
+own; `plain` trains the unwrapped model on all of them in one process, which is what a correct run
+must equal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.failures.sides import BY_NAME, Full
+
+STEPS = 4
+BAD = 2
+"""The step in which the last rank fails."""
+
+WIDTH = 32
+Fault = Callable[[], None]
+
+
+class Spot(nn.Module):
+    """The identity; a place in forward and in backward."""
+
+    job: Job | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        job = self.job
+        if job is not None:
+            job.at("forward")
+            if x.requires_grad:
+                x.register_hook(lambda grad: job.at("backward"))
+        return x
+
+
+class Job:
+    """This rank's side of a row."""
+
+    def __init__(self, side: str, folder: Path, timeout: float) -> None:
+        self.side, self.folder, self.timeout = BY_NAME[side], folder, timeout
+        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.last = self.rank == 1
+        self.faults: Mapping[str, Fault] = {}
+        self.number = 0  # of the step
+        self.options: Mapping[str, Any] = {}  # of wrap() in train()
+
+    def begin(self, backend: str = "gloo") -> None:
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=self.timeout))
+
+    # --- faults -------------------------------------------------------------------------------
+
+    def fault(self, victim: bool = False) -> None:
+        """Note when the fault happened; victim: what becomes of this rank is no outcome."""
+        with contextlib.suppress(FileExistsError), open(self.folder / "fault", "x") as file:
+            file.write(str(time.monotonic()))
+        if victim:
+            (self.folder / f"victim{self.rank}").touch()
+
+    def signal(self, number: int) -> None:
+        """Send this rank a signal that ends or stops it."""
+        self.fault(victim=True)
+        os.kill(os.getpid(), number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+
+    def fail(self) -> None:
+        """Raise an exception of the script's own."""
+        self.fault(victim=True)
+        raise LookupError("planted")
+
+    def stop(self) -> None:
+        self.signal(signal.SIGSTOP)
+
+    def leave(self) -> None:
+        """Exit with status 0."""
+        self.fault(victim=True)
+        sys.exit(0)
+
+    def allocate(self) -> None:
+        """Ask for more memory than there is."""
+        self.fault(victim=True)
+        torch.empty(1 << 50)
+
+    def sleep(self) -> None:
+        """Be late by more than the timeout."""
+        self.fault(victim=True)
+        time.sleep(self.timeout + 3)
+
+    def at(self, place: str) -> None:
+        """Do on the last rank, once, in step BAD, what is planned for this place."""
+        if self.last and self.number == BAD and place in self.faults:
+            fault, self.faults = self.faults[place], {}
+            self.fault()
+            fault()
+
+    # --- model and data -----------------------------------------------------------------------
+
+    def model(self, seed: int = 0) -> nn.Sequential:
+        torch.manual_seed(seed)
+        linears = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+        return nn.Sequential(linears[0], Spot(), linears[1], nn.Tanh(), linears[2])
+
+    def wrap(self, model: nn.Module, **options: Any) -> nn.Module:
+        for module in model.modules():
+            if isinstance(module, Spot):
+                module.job = self
+        return self.side.wrap(model, **options)
+
+    def sgd(self, model: nn.Module) -> torch.optim.Optimizer:
+        params = [p for p in model.parameters() if p.requires_grad]
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+    def batch(self, step: int, rank: int | None = None) -> torch.Tensor:
+        """Return the batch of a rank; None: of this one."""
+        seed = 1000 * step + (self.rank if rank is None else rank)
+        return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+    # --- training -----------------------------------------------------------------------------
+
+    def step(self, model: nn.Module, optimizer: Any, number: int, clip: float = 0.0) -> None:
+        self.number = number
+        optimizer.zero_grad()
+        batch = self.batch(number)
+        self.at("batch")
+        loss_of(model(batch)).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1, clip)
+        self.at("step")
+        optimizer.step()
+        self.at("end")
+
+    def train(
+        self,
+        make: Callable[[], nn.Module] | None = None,
+        faults: Mapping[str, Fault] | None = None,
+        steps: int = STEPS,
+        clip: float = 0.0,
+    ) -> str:
+        """Train with faults; return what is wrong with the parameters afterwards."""
+        make, self.faults = make or self.model, faults or {}
+        model = self.wrap(make(), **self.options)
+        optimizer = self.sgd(model)
+        for number in range(steps):
+            self.step(model, optimizer, number, clip)
+        return differences(self.side.full(model), self.plain(make(), steps, clip))
+
+    def trained(self, steps: int = STEPS) -> tuple[nn.Module, Any]:
+        """Return a wrapped model and its optimizer after some steps."""
+        model = self.wrap(self.model())
+        optimizer = self.sgd(model)
+        for number in range(steps):
+            self.step(model, optimizer, number)
+        return model, optimizer
+
+    def plain(
+        self, model: nn.Module, steps: int = STEPS, clip: float = 0.0, world: int = 2
+    ) -> Full:
+        """Return the parameters of the unwrapped model trained on all ranks' batches."""
+        optimizer = self.sgd(model)
+        for number in range(steps):
+            self.plain_step(model, optimizer, number, clip, world)
+        return dict(model.state_dict())
+
+    def plain_step(
+        self, model: nn.Module, optimizer: Any, number: int, clip: float = 0.0, world: int = 2
+    ) -> None:
+        optimizer.zero_grad()
+        for rank in range(world):
+            (loss_of(model(self.batch(number, rank))) / world).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1, clip)
+        optimizer.step()
+
+    def alike(self, value: torch.Tensor) -> str:
+        """Return "" if a plain tensor is the same on all ranks."""
+        each = [torch.empty_like(value) for _ in range(self.world)]
+        dist.all_gather(each, value.contiguous())
+        return "" if all(torch.equal(each[0], other) for other in each) else "the ranks differ"
+
+
+def loss_of(out: torch.Tensor) -> torch.Tensor:
+    return out.square().mean()
+
+
+def differences(found: Full, expected: Full) -> str:
+    """Return what is wrong with values that should be `expected`; "" if nothing is."""
+    if found.keys() != expected.keys():
+        return f"other names: {sorted(found.keys() ^ expected.keys())}"
+    pairs = [(found[name], value) for name, value in expected.items()]
+    if any(a.isnan().any() for a, _ in pairs):
+        return "NaN in the parameters"
+    same = [torch.allclose(a.double(), b.double(), rtol=1e-5, atol=1e-6) for a, b in pairs]
+    return "" if all(same) else "wrong parameters"
