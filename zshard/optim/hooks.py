@@ -92,8 +92,11 @@ def know(optimizer: Optimizer, in_step: bool = False) -> None:
     memory can read its state from now on. in_step: around a step, when nothing else has changed
     it."""
     models = stepped_by(optimizer)
-    if _seen.get(optimizer) is not models:
-        shard_state_of(optimizer)
+    known = _seen.get(optimizer)
+    if known is not models:
+        # Not if only other models are new: a kept run's state must stay where it is.
+        if known is None or [each.facts for each in known] != [each.facts for each in models]:
+            shard_state_of(optimizer)
         _seen[optimizer] = models
     for each in models:
         if each.peers is not None:
