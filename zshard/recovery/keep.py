@@ -202,6 +202,9 @@ class Keep:
         for name in self._keeper.list():
             if name.partition(" ")[2] == str(self._comm.rank):
                 self._drop(name)
+        if self._files is not None:
+            self._files.close()
+        self._files = None
 
     def _drop(self, name: str) -> None:
         self._keeper.drop(name)
@@ -306,6 +309,13 @@ class Files:
     @property
     def fds(self) -> list[int]:
         return [self._head, *self._slots, self._area]
+
+    def close(self) -> None:
+        """Close this rank's descriptors and mappings; the keeper has descriptors of its own."""
+        self.area.close()
+        self.header.close()
+        for fd in self.fds:
+            os.close(fd)
 
     def fit(self, runs: int, changes: int) -> bool:
         """Return whether a step of so many runs can be recorded, and the state has not moved."""
