@@ -180,7 +180,7 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
             with a warning the first time. Both name the first such parameter, and the ranks that
             it comes from unless the script has changed gradients itself. A GradScaler's own skip
             comes first. Costs an exchange of one number. Default: None, not checked.
-        check_replicas: compare, every so many steps, checksums of what several ranks hold alike:
+        check_replicas: compare, every so many steps, checksums of equal values that ranks hold:
             parameters under "no_shard" and between the replicas of a hybrid strategy, and buffers
             but for those that every rank has changed. DivergenceError names the rank and the
             parameter. Default: 0, never.

@@ -155,7 +155,7 @@ static zs_status look_at_tensor(PyObject *object, bool *finite)
     return status;
 }
 
-/* Looks at flats whose sums over the ranks tell, and at the other tensors until one is not finite. */
+/* Looks at flats whose sums over the ranks show it, and at the other tensors until one is not finite. */
 static zs_status look_at_all(grad_list *list, bool *finite)
 {
     for (int64_t k = 0; k < list->chosen.n; k++) {

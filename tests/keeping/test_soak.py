@@ -1,4 +1,4 @@
-"""The short form of benchmarks.soak: nine rounds with faults, two of which end the ranks' processes."""
+"""The short form of benchmarks.soak: nine rounds with faults; two rounds end the processes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def looks(**growth: float) -> list[dict[str, float]]:
 def test_growth_is_found(name: str) -> None:
     assert grown(looks()) == {}
     assert [*grown(looks(**{name: 1.0}))] == [name]
-    assert grown(looks(**{name: 1.0})[: LEAST - 1]) == {}  # too few to tell
+    assert grown(looks(**{name: 1.0})[: LEAST - 1]) == {}  # too few
 
 
 def test_a_seed_gives_the_same_rounds() -> None:

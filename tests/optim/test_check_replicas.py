@@ -19,7 +19,7 @@ EVERY = 3
 
 
 class Buffered(nn.Module):
-    """A stack with a table that all ranks have alike, and statistics that each has for itself."""
+    """A stack with the same table on all ranks, and statistics that each has for itself."""
 
     def __init__(self):
         super().__init__()

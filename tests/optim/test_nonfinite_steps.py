@@ -133,7 +133,7 @@ def raised(combination, rank):
     assert differences(before[0], after[0]) == [] and before[1] == after[1]
     optimizer.zero_grad()
     backward(model, 2)
-    optimizer.step()  # training goes on
+    optimizer.step()  # training continues
     return text, "steps/skipped" in model.metrics()
 
 

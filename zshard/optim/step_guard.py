@@ -67,7 +67,7 @@ class Culprit(NamedTuple):
 _guards: weakref.WeakValueDictionary[int, StepGuard] = weakref.WeakValueDictionary()
 """By the model's engine."""
 
-_hidden: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Hidden] = weakref.WeakKeyDictionary()
+_withheld: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Withheld] = weakref.WeakKeyDictionary()
 """What has been taken from optimizers that are skipping a step."""
 
 
@@ -113,7 +113,7 @@ class StepGuard:
         if self.checks.nonfinite == "raise":
             raise NonFiniteError(
                 f"all ranks refuse this step: {found}. Nothing has been updated: call zero_grad() "
-                'and go on with other data on all ranks, or pass nonfinite="skip" to FSDP()'
+                'and continue with other data on all ranks, or pass nonfinite="skip" to FSDP()'
             )
         self.skipped += 1
         if self.skipped == 1:
@@ -167,26 +167,26 @@ def refuse_in_backward(unit: _core.Unit) -> None:
 def check_step(optimizer: torch.optim.Optimizer) -> None:
     """Run the checks of the models that an optimizer is about to step. Collective if there are any.
     If they skip the step, it finds no gradients; end_step() puts them back."""
-    _hidden.pop(optimizer, None)  # its last step has raised
     if not _guards:
         return
+    _withheld.pop(optimizer, None)  # its last step has raised
     units = units_stepped_by(optimizer)
     guards = [guard for guard in map(guard_of, units) if guard is not None]
     if not guards:
         return
     _refuse_mixtures(optimizer, units, guards)
     if any([guard.skips(optimizer) for guard in guards]):
-        _hidden[optimizer] = _Hidden(optimizer)
+        _withheld[optimizer] = _Withheld(optimizer)
 
 
 def end_step(optimizer: torch.optim.Optimizer) -> None:
     """Undo what a skipped step needed."""
-    hidden = _hidden.pop(optimizer, None) if _hidden else None
+    hidden = _withheld.pop(optimizer, None) if _withheld else None
     if hidden is not None:
         hidden.restore(optimizer)
 
 
-class _Hidden:
+class _Withheld:
     """The gradients and options of an optimizer, as they were before a step that is skipped."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

@@ -56,9 +56,9 @@ from zshard.units.units import is_unit, state_of, units_of
 __all__ = ["Keep"]
 
 _held: dict[str, list[Tensor]] = {}
-"""What the keeper was told of, by its name there. Memory that is freed loses its contents, and an
-exception that ends the script frees the model: these references stay until the keeper is told
-otherwise, also when the interpreter ends."""
+"""What the keeper knows of, by its name there. Memory that is freed loses its contents, and an
+exception that ends the script frees the model: these references stay until the keeper
+drops it, also when the interpreter ends."""
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_held))
 
 
