@@ -20,6 +20,7 @@ from zshard import transformers as _transformers  # noqa: F401
 from zshard._core import CudaError, DivergenceError, NcclError, PeerError, PeerTimeoutError
 from zshard._errors import CheckpointError, KeeperError, NonFiniteError, ShardError
 from zshard._version import __version__ as __version__
+from zshard.any_world import MicroBatchSampler
 from zshard.checkpoint.folder import latest_checkpoint
 from zshard.checkpoint.load import Loaded as Loaded
 from zshard.checkpoint.load import load
@@ -64,6 +65,7 @@ __all__ = [
     "GradScaler",
     "Keep",
     "KeeperError",
+    "MicroBatchSampler",
     "MixedPrecision",
     "Muon",
     "NcclError",

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core, _patches, trace
+from zshard.any_world import micro_batches_of
 from zshard.compat.attributes import TorchNames, names_without_module
 from zshard.compat.fsdp1 import Fsdp1Methods
 from zshard.guard.outside import NoDdp, refuse_ddp_around
@@ -185,6 +186,15 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
             but for those that every rank has changed. DivergenceError names the rank and the
             parameter. Default: 0, never.
 
+    Reproducibility:
+
+        deterministic: "any-world": the same bits for any number of ranks, transport and strategy.
+            A step is `micro_batches` forwards and backwards of all ranks together, whose gradients
+            zshard adds in a fixed order and divides by their number; see micro_batches() and
+            docs/any_world.md. Float32 or float64 parameters on CPUs. Default: None, the bits of DDP
+            with as many ranks.
+        micro_batches: how many that are; at least as many as ranks. Default: None.
+
     Compatibility with FSDP1, whose positional order of arguments this signature keeps, and DDP:
 
         use_orig_params: must be True (the default): zshard always keeps the original parameters.
@@ -234,6 +244,8 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         device_ids: Sequence[DeviceLike] | None = None,
         nonfinite: OnNonfinite = None,
         check_replicas: int = 0,
+        deterministic: str | None = None,
+        micro_batches: int | None = None,
     ) -> Wrapped[_M]:
         _patches.install()
         trace.start_if_asked()
@@ -254,6 +266,7 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
                 device,
             ),
             wire=check_wire(wire),
+            micro_batches=micro_batches_of(deterministic, micro_batches),
         )
         check_environment(options)
         check_values(param_init_fn, forward_sync_buffers)

@@ -10,6 +10,7 @@ typedef struct error_record {
     int native_errno;
     char place[96];
     char message[2048];
+    char lines[ZS_LINES];
 } error_record;
 
 static _Thread_local error_record record;
@@ -25,6 +26,7 @@ zs_status zs_fail_at(const char *file, int line, zs_status status, const char *f
     if (record.status != ZS_OK) return status;
     record.status = status;
     record.native_errno = 0;
+    record.lines[0] = 0;
     set_place(file, line);
     va_list args;
     va_start(args, fmt);
@@ -38,9 +40,33 @@ zs_status zs_fail_errno_at(const char *file, int line, int err, const char *what
     if (record.status != ZS_OK) return ZS_ERR_SYSTEM;
     record.status = ZS_ERR_SYSTEM;
     record.native_errno = err;
+    record.lines[0] = 0;
     set_place(file, line);
     snprintf(record.message, sizeof record.message, "%s: %s", what, strerror(err));
     return ZS_ERR_SYSTEM;
+}
+
+zs_status zs_rephrase(const char *fmt, ...)
+{
+    char message[sizeof record.message];
+    if (record.status == ZS_OK) return ZS_OK;
+    va_list args;
+    va_start(args, fmt);
+    vsnprintf(message, sizeof message, fmt, args);
+    va_end(args);
+    memcpy(record.message, message, sizeof message);
+    return record.status;
+}
+
+void zs_add_lines(const char *lines)
+{
+    size_t used = strlen(record.lines);
+    if (record.status != ZS_OK) snprintf(record.lines + used, sizeof record.lines - used, "%s", lines);
+}
+
+const char *zs_last_lines(void)
+{
+    return record.status == ZS_OK ? "" : record.lines;
 }
 
 const char *zs_last_message(void)

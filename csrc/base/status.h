@@ -28,6 +28,8 @@ typedef enum zs_status {
     ZS_ERR_TORCH,       /* an exception out of torch; may be a Python one that is already set */
 } zs_status;
 
+enum { ZS_LINES = 3072 }; /* room for a record's lines */
+
 /* Records a failure of kind `status` and returns it. printf-style `fmt`. A record that is already there is kept. */
 zs_status zs_fail_at(const char *file, int line, zs_status status, const char *fmt, ...)
     __attribute__((format(printf, 4, 5)));
@@ -37,6 +39,15 @@ zs_status zs_fail_errno_at(const char *file, int line, int err, const char *what
 
 /* The message of this thread's record; "" where there is none. Borrowed, valid until the next call on this thread. */
 const char *zs_last_message(void);
+
+/* Replaces the message of this thread's record, and keeps the rest. printf-style; the old message may be an argument.
+ * Returns the record's status; ZS_OK without a record. */
+zs_status zs_rephrase(const char *fmt, ...) __attribute__((format(printf, 1, 2)));
+
+/* Adds lines to this thread's record, which follow its message in the exception; truncates them to fit. / They; "" if
+ * there are none. Borrowed, valid until the next call on this thread. */
+void zs_add_lines(const char *lines);
+const char *zs_last_lines(void);
 
 /* Where the record was made, as "file.c:123"; "" where there is none. Borrowed likewise. */
 const char *zs_last_place(void);

@@ -27,7 +27,8 @@ struct zs_cunit {
     const zs_bucket *bucket;         /* of that round; NULL: it has no gradients; borrowed */
     zs_round_header *header;         /* this rank's header; owned */
     size_t header_bytes;             /* of each header, the peers' too */
-    size_t shards_bytes;             /* one rank's shards of all flats */
+    size_t shards_bytes;             /* one rank's shards of all flats, in all sections */
+    size_t section;                  /* bytes from one section to the next, where `at` counts */
     bool partial;                    /* for zs_sources, as the rest */
     const char **data;               /* [world] */
     size_t at[ZS_MAX_FLATS];         /* offsets of this rank's shards in a bucket */
@@ -37,7 +38,7 @@ struct zs_cunit {
 /* Collects pieces, in which one rank's shards are side by side, instead of buckets: sets `at`. */
 void zs_cunit_lay_side_by_side(zs_cunit *unit);
 
-/* Offset of shard `shard` of flat `f` in a bucket, in bytes. */
+/* Offset of shard `shard` of flat `f` in a section of a bucket, in bytes. */
 size_t zs_cunit_shard_at(const zs_cunit *unit, int f, int shard);
 
 /* Undoes a post that failed on all ranks, as if there had been no round: ranks may be at different ones when they

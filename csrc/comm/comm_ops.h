@@ -132,6 +132,11 @@ typedef struct zs_talk_ops {
     void (*tell)(zs_comm *, zs_topic, const char *);
     /* The latest text that a peer has published on a topic; NULL, like a NULL function: unknown. */
     const char *(*said)(const zs_comm *, int rank, zs_topic);
+    /* Sets texts [world] to where each rank's script is, after asking those that have not said so lately; waits at most
+     * a second. False, as NULL: ranks cannot be asked. / Has a peer asked? / Answers. Any thread. */
+    bool (*locate)(zs_comm *, char (*texts)[ZS_WHERE]);
+    bool (*asked)(const zs_comm *);
+    void (*answer)(zs_comm *, const char *text);
     /* Has a rank reported that it cannot continue, while all ranks are still running? NULL: no. */
     bool (*is_stopped)(const zs_comm *);
     /* Waits until the processes of ranks that have left have exited, for at most `seconds`. NULL: no rank is known

@@ -2,6 +2,7 @@
 #include "comm/fingerprint.h"
 
 #include "comm/comm.h"
+#include "comm/where.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -91,6 +92,7 @@ static zs_status learn(zs_comm *comm)
     if (zs_comm_published(comm, peer, ZS_ON_SETTINGS) != NULL) return ZS_OK; /* so do all ranks */
     zs_diagnostics *others = calloc((size_t)comm->world, sizeof *others);
     if (others == NULL) return ZS_FAIL(ZS_ERR_MEMORY, "out of memory asking what the ranks have done");
+    zs_comm_look(comm);
     zs_status status = zs_comm_exchange(comm, &comm->words, sizeof *others, others);
     if (status == ZS_OK)
         zs_comm_set_others(comm, others);
@@ -298,7 +300,9 @@ static zs_status fail(zs_comm *comm, const difference *d)
     describe(comm, d, clause, sizeof clause);
     zs_comm_failures(comm, failures, sizeof failures);
     comm->apart = true;
-    return ZS_FAIL(ZS_ERR_DIVERGED, "the parameters are out of step: %s%s; %s", clause, failures, remedy(d));
+    zs_status status =
+        ZS_FAIL(ZS_ERR_DIVERGED, "the parameters are out of step: %s%s; %s", clause, failures, remedy(d));
+    return comm->ended ? status : zs_comm_locate(comm, status);
 }
 
 /* Once settings have really differed, only digests count until they are equal again: texts cover only the last step. */

@@ -6,6 +6,7 @@
 #define ZS_FINGERPRINT_H
 
 #include "base/status.h"
+#include "comm/script.h"
 
 #include <stddef.h>
 
@@ -34,9 +35,9 @@ typedef enum zs_topic {
     ZS_ON_SETTINGS, /* the param groups: lines of a name, a tab, and values with commas between them */
 } zs_topic;
 
-/* All texts of a rank. They fit into one exchange. */
+/* All texts of a rank, and with them where its script is, see where.h. They fit into one exchange. */
 typedef struct zs_diagnostics {
-    char failure[512], write[256], settings[3072];
+    char failure[512], write[256], where[ZS_WHERE], settings[2752];
 } zs_diagnostics;
 
 /* The text on a topic in `words`. */

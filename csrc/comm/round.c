@@ -17,7 +17,7 @@ size_t zs_spec_shards_bytes(const zs_cunit_spec *spec)
     size_t total = 0;
     for (int f = 0; f < spec->n_flats; f++)
         total += spec->shard_bytes[f];
-    return total;
+    return total * (size_t)(spec->sections > 0 ? spec->sections : 1);
 }
 
 size_t zs_cunit_shard_at(const zs_cunit *unit, int f, int shard)
@@ -33,6 +33,7 @@ void zs_cunit_lay_side_by_side(zs_cunit *unit)
     unit->at[0] = 0;
     for (int f = 1; f < unit->spec.n_flats; f++)
         unit->at[f] = unit->at[f - 1] + unit->spec.shard_bytes[f - 1];
+    unit->section = unit->shards_bytes / (size_t)unit->spec.sections;
 }
 
 /* --- units -------------------------------------------------------------------------------------------------------- */
@@ -79,6 +80,7 @@ static zs_status init(zs_cunit *unit, const zs_cunit_spec *spec, const zs_comm *
     unit->spec = *spec;
     unit->spec.name = strdup(zs_unit_label(spec->name));
     unit->spec.n_shards = spec->n_shards > 0 ? spec->n_shards : comm->world;
+    unit->spec.sections = spec->sections > 0 ? spec->sections : 1;
     unit->spec.shard_of = shards_of_ranks(spec, comm->world);
     unit->header_bytes = zs_round_header_bytes(spec->n_params);
     unit->header = calloc(1, unit->header_bytes);
@@ -88,6 +90,7 @@ static zs_status init(zs_cunit *unit, const zs_cunit_spec *spec, const zs_comm *
         unit->headers == NULL)
         return ZS_FAIL(ZS_ERR_MEMORY, "out of memory allocating unit '%s'", spec->name);
     unit->shards_bytes = zs_spec_shards_bytes(spec);
+    unit->section = zs_cunit_shard_at(unit, spec->n_flats, 0);
     for (int f = 0; f < spec->n_flats; f++)
         unit->at[f] = zs_cunit_shard_at(unit, f, unit->spec.shard_of[comm->rank]);
     return ZS_OK;
@@ -187,7 +190,7 @@ static zs_status expect(const zs_cunit *unit, zs_round_state state, const char *
 
 static void fill_sources(const zs_cunit *unit, zs_sources *out)
 {
-    *out = (zs_sources){unit->partial, unit->data, unit->at, unit->headers};
+    *out = (zs_sources){unit->partial, unit->data, unit->at, unit->section, unit->headers};
 }
 
 bool zs_cunit_is_out(const zs_cunit *unit)

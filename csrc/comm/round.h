@@ -33,6 +33,7 @@ typedef struct zs_sources {
     const char **data; /* [world] rank r's gradients of this rank's shard of trainable flat f begin at data[r] + at[f];
                           NULL: nothing posted */
     const size_t *at;  /* [n_flats] */
+    size_t section;    /* bytes from one section to the next */
     const zs_round_header **headers; /* [world] never NULL */
 } zs_sources;
 
@@ -52,7 +53,10 @@ typedef struct zs_cunit_spec {
     int n_flats;                      /* trainable flats, <= ZS_MAX_FLATS; 0: nothing to reduce */
     size_t shard_bytes[ZS_MAX_FLATS]; /* of trainable flat f in the bucket (wire dtype), multiples of 64 */
     zs_dtype wire[ZS_MAX_FLATS];      /* of its numbers */
-    zs_wire code;                     /* how their sums cross hosts, if a transport sums within hosts first */
+    /* A bucket has so many gradients in this layout, one after the other; 0: one. More than one over self, shm and
+     * c10d only. ZS_REDUCE_ALL shares the first. */
+    int sections;
+    zs_wire code; /* how their sums cross hosts, if a transport sums within hosts first */
     zs_reduce_mode mode;
     int n_shards; /* in a bucket; 0: one for each rank */
     /* [world] which shard a rank sums, if several ranks sum the same (hybrid); copied; NULL: rank r sums shard r.
@@ -60,7 +64,7 @@ typedef struct zs_cunit_spec {
     const int *shard_of;
 } zs_cunit_spec;
 
-/* Bytes of one rank's shards of all flats. */
+/* Bytes of one rank's shards of all flats, in all sections. */
 size_t zs_spec_shards_bytes(const zs_cunit_spec *spec);
 
 /* Creates a unit. Units are numbered in creation order; all ranks create the same ones in the same order. */

@@ -1,10 +1,13 @@
 /* script.c - see script.h. */
 #include "comm/script.h"
 
+#include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
 
 static _Thread_local char call[ZS_CALL];
+static _Atomic(const char *) main_call;
+static void (*_Atomic look_hook)(char *text, size_t size);
 
 bool zs_call_begin(const char *name)
 {
@@ -31,4 +34,26 @@ bool zs_calls_match(const char *a, const char *b)
 void zs_script_place(char *text, size_t size)
 {
     snprintf(text, size, "%s%s", call[0] != 0 ? "in " : "", call);
+}
+
+void zs_call_watch(void)
+{
+    atomic_store(&main_call, call);
+}
+
+const char *zs_call_of_main(void)
+{
+    return atomic_load(&main_call);
+}
+
+void zs_script_on_look(void (*look)(char *text, size_t size))
+{
+    atomic_store(&look_hook, look);
+}
+
+void zs_script_look(char *text, size_t size)
+{
+    void (*look)(char *, size_t) = atomic_load(&look_hook);
+    text[0] = 0;
+    if (look != NULL) look(text, size);
 }

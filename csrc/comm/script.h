@@ -1,6 +1,7 @@
-/* script.h - where this rank's script is, for messages: the public call that it is in.
+/* script.h - where this rank's script is, for messages: the public call that it is in, and its line.
  *
- * A call sets its name once, when it begins, so ranks can compare the names of the calls that they exchange for. */
+ * A call sets its name once, when it begins, so ranks can compare the names of the calls that they exchange for. The
+ * line is looked up only for an error, or when a peer that waits long asks; it is text, and decides nothing. */
 #ifndef ZS_SCRIPT_H
 #define ZS_SCRIPT_H
 
@@ -10,6 +11,7 @@
 enum {
     ZS_CALL = 48,           /* room for a call's name, such as "save()" */
     ZS_PLACE = ZS_CALL + 8, /* room for "in save()" */
+    ZS_WHERE = 320,         /* room for "train.py:41 in train(), in save(), step 12" */
 };
 
 /* Remedies to append to a sentence. */
@@ -28,7 +30,16 @@ const char *zs_call_name(void);
 /* May ranks in these calls communicate with each other? "" may be any call. */
 bool zs_calls_match(const char *a, const char *b);
 
+/* The call that the main thread is in, for other threads: NULL unless zs_call_watch was called on it. Borrowed. */
+void zs_call_watch(void);
+const char *zs_call_of_main(void);
+
 /* This thread's place, as "in save()"; "" outside of such calls. */
 void zs_script_place(char *text, size_t size);
+
+/* Sets how to look up the line of this thread's script, with its call, step and unit; it may run Python. / Does so;
+ * "" where that is unknown. */
+void zs_script_on_look(void (*look)(char *text, size_t size));
+void zs_script_look(char *text, size_t size);
 
 #endif

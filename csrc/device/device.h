@@ -35,7 +35,10 @@ typedef struct zs_sum {
     zs_dtype dtype, to;
     double scale;
     bool accumulate;
-    int per_host;      /* (CPU) so many neighbouring sources are summed first, unscaled; 0: none */
+    int per_host; /* (CPU) so many neighbouring sources are summed first, unscaled; 0: none */
+    /* (CPU) NULL, or the order in which to add, then to scale: `world` counts all ranks' sections. No -0 comes out, as
+     * a source that is absent is as good as zeros. */
+    const struct zs_tree *tree;
     zs_exact *squares; /* (CPU) NULL, or the results' squares are added to it, see zs_cpu_squares */
 } zs_sum;
 

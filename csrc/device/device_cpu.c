@@ -12,6 +12,7 @@
 
 #include "base/half.h"
 #include "base/simd.h"
+#include "base/tree.h"
 
 /* Elements below which another thread costs more than it helps. */
 enum { GRAIN = 1 << 15 };
@@ -195,6 +196,43 @@ static void sum_hosts(void *ctx, int64_t begin, int64_t end)
     }
 }
 
+/* Adds two chunks; NULL: it is absent. */
+static const void *add_pair(const zs_sum *sum, const void *left, const void *right, int64_t n, void *dst)
+{
+    if (left == NULL || right == NULL) return left != NULL ? left : right;
+    const void *src[] = {left, right};
+    zs_sum pair = {.src = src, .world = 2, .dst = dst, .numel = n, .dtype = sum->dtype, .to = sum->dtype, .scale = 1.0};
+    sum_part(&pair, 0, n);
+    return dst;
+}
+
+static void sum_tree(void *ctx, int64_t begin, int64_t end)
+{
+    static const double zeros[CHUNK];
+    const zs_sum *sum = ctx;
+    const size_t size = zs_dtype_size(sum->dtype);
+    const void *sums[sum->tree->depth];
+    alignas(64) double memory[sum->tree->depth][CHUNK];
+    for (int64_t at = begin; at < end; at += CHUNK) {
+        int64_t n = end - at < CHUNK ? end - at : CHUNK;
+        int top = 0;
+        for (size_t i = 0; i < sum->tree->n_order; i++) {
+            int source = sum->tree->order[i];
+            if (source != ZS_TREE_ADD) {
+                const char *from = sum->src[source];
+                sums[top++] = from != NULL ? from + (size_t)at * size : NULL;
+                continue;
+            }
+            top--;
+            sums[top - 1] = add_pair(sum, sums[top - 1], sums[top], n, memory[top - 1]);
+        }
+        const void *src[] = {sums[0] != NULL ? sums[0] : zeros, zeros};
+        zs_sum root = {.src = src, .world = 2, .numel = n, .dtype = sum->dtype, .to = sum->to, .scale = sum->scale};
+        root.dst = (char *)sum->dst + (size_t)at * zs_dtype_size(sum->to);
+        sum_part(&root, 0, n);
+    }
+}
+
 zs_dtype zs_dtype_of_partial_sum(zs_dtype dtype)
 {
     return dtype == ZS_F64 ? ZS_F64 : ZS_F32;
@@ -204,7 +242,7 @@ void zs_cpu_sum(const zs_sum *sum)
 {
     zs_sum copy = *sum;
     bool by_host = sum->per_host > 1 && sum->per_host < sum->world;
-    zs_parallel_for(sum->numel, GRAIN, by_host ? sum_hosts : sum_part, &copy);
+    zs_parallel_for(sum->numel, GRAIN, sum->tree != NULL ? sum_tree : by_host ? sum_hosts : sum_part, &copy);
 }
 
 /* --- casts -------------------------------------------------------------------------------------------------------- */

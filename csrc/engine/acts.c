@@ -19,6 +19,7 @@
 #include "reduce/grad_memory.h"
 #include "reduce/grads.h"
 #include "reduce/in_backward.h"
+#include "reduce/leaves.h"
 #include "reduce/reduce.h"
 #include "unit/secondary.h"
 
@@ -165,6 +166,7 @@ static zs_status hook_fixed(const zs_engine *engine)
 static zs_status ready_backward(zs_engine *engine)
 {
     ZS_TRY(zs_engine_check_spoiled(engine));
+    ZS_TRY(zs_leaves_ready(&engine->context));
     for (size_t i = 0; i < zs_engine_n_units(engine); i++)
         ZS_TRY(zs_in_backward_begin(zs_engine_unit(engine, i)));
     ZS_TRY(hook_fixed(engine));
@@ -323,6 +325,9 @@ static void drop(zs_record *record)
     if (zs_grads_undo(unit)) zs_engine_of_schedule(&unit->context->schedule)->spoiled = true;
     (void)zs_grads_hand_out(unit);
     zs_in_backward_abandon(unit);
+    zs_leaves_drop(unit);
+    unit->context->pass = 0;
+    unit->context->leaf = ZS_LEAF_NONE;
 }
 
 /* --- a backward ends ---------------------------------------------------------------------------------------------- */
@@ -372,7 +377,9 @@ static zs_status end(zs_schedule *schedule, zs_status reduced, zs_status deliver
     bool stepped = engine->history.in_pass, good = reduced == ZS_OK && !schedule->gave_up;
     zs_keep_gathered_settle(engine, good && engine->context.met);
     zs_history_reduced(engine, good);
+    if (good && delivered == ZS_OK) zs_leaves_count(&engine->context);
     if (good) zs_pace_reduced(engine, steps_in_backward(engine));
+    if (delivered != ZS_OK) zs_engine_restart_step(engine);
     zs_status status = step_rest(engine, reduced != ZS_OK ? reduced : delivered);
     if (status == ZS_OK) rest(engine);
     zs_engine_trace_memory(engine);

@@ -1,4 +1,5 @@
 /* engine.c - what an engine has: its units and their order, memory, buffers. See engine.h. */
+#include "base/tree.h"
 #include "engine/engine_inside.h"
 
 #include "engine/buffers.h"
@@ -7,6 +8,7 @@
 #include "engine/pace.h"
 #include "engine/sample.h"
 #include "reduce/bucket.h"
+#include "reduce/leaves.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -142,6 +144,7 @@ void zs_engine_release(void *pointer)
     free(engine->calls);
     free(engine->join);
     free(engine->context.shard_of);
+    zs_tree_free(engine->context.tree);
     zs_disk_release(engine->context.offload.disk);
     release_ranks(&engine->context.ranks);
     free(engine);
@@ -230,6 +233,37 @@ void zs_engine_set_codes(zs_engine *engine, zs_wire grads, zs_wire params)
 {
     engine->context.grads_code = grads;
     engine->context.params_code = params;
+}
+
+zs_status zs_engine_add_leaves(zs_engine *engine, int n_leaves)
+{
+    zs_context *context = &engine->context;
+    ZS_TRY(zs_tree_new(n_leaves, context->ranks.all->world, &context->tree));
+    context->divided_by = n_leaves;
+    context->schedule.adds_leaves = true;
+    return ZS_OK;
+}
+
+void zs_engine_restart_step(zs_engine *engine)
+{
+    if (engine->context.tree == NULL) return;
+    engine->context.pass = 0;
+    engine->context.leaf = ZS_LEAF_NONE;
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++)
+        zs_leaves_drop(zs_engine_unit(engine, i));
+}
+
+zs_status zs_engine_begin_leaf(zs_engine *engine)
+{
+    for (size_t i = 0; i < zs_engine_n_units(engine); i++)
+        ZS_TRY(zs_leaves_check(zs_engine_unit(engine, i)));
+    engine->context.leaf = ZS_LEAF_BEGUN;
+    return ZS_OK;
+}
+
+bool zs_engine_leaf_is_done(const zs_engine *engine)
+{
+    return engine->context.leaf == ZS_LEAF_DONE;
 }
 
 bool zs_engine_codes_gradients(const zs_engine *engine)

@@ -71,6 +71,19 @@ void zs_engine_set_prefetch(zs_engine *engine, zs_prefetch prefetch);
  * levels; the default is ZS_WIRE_EXACT. The same on all ranks. */
 void zs_engine_set_codes(zs_engine *engine, zs_wire grads, zs_wire params);
 
+/* Adds the gradients of `n_leaves` backwards of all ranks together in the order of base/tree.h, and divides the sum by
+ * as many; before units are created, the same on all ranks. Then no_sync() has no effect. ZS_ERR_VALUE for fewer than
+ * ranks. */
+zs_status zs_engine_add_leaves(zs_engine *engine, int n_leaves);
+
+/* The next micro-batch of a step begins, with one backward. ZS_ERR_STATE if a parameter has a .grad, to which that
+ * would add. / Has it ended? */
+zs_status zs_engine_begin_leaf(zs_engine *engine);
+bool zs_engine_leaf_is_done(const zs_engine *engine);
+
+/* Drops the gradients of a step that is not complete: its first backward comes next. */
+void zs_engine_restart_step(zs_engine *engine);
+
 /* Do gradients cross hosts as codes? */
 bool zs_engine_codes_gradients(const zs_engine *engine);
 

@@ -1,6 +1,7 @@
 /* join.c - see join.h. */
 #include "engine/join.h"
 
+#include "comm/where.h"
 #include "engine/engine_inside.h"
 #include "reduce/grads.h"
 
@@ -148,7 +149,7 @@ static zs_status check_alike(const zs_join *join, const zs_join_message *said)
     return ZS_OK;
 }
 
-static zs_status say(zs_join *join, const zs_join_message *mine)
+static zs_status exchange(zs_join *join, const zs_join_message *mine)
 {
     zs_comm *all = all_of(join);
     zs_join_message said[all->world];
@@ -162,6 +163,11 @@ static zs_status say(zs_join *join, const zs_join_message *mine)
     ZS_TRY(check_abandoned(join, said));
     ZS_TRY(check_uneven(join, said));
     return join->over ? ZS_OK : check_alike(join, said);
+}
+
+static zs_status say(zs_join *join, const zs_join_message *mine)
+{
+    return zs_comm_locate(all_of(join), exchange(join, mine));
 }
 
 static zs_status say_act(zs_join *join, zs_join_act act, uint32_t number, uint32_t bits)

@@ -6,6 +6,7 @@
 #include "engine/engine.h"
 #include "engine/engine_inside.h"
 #include "reduce/bucket.h"
+#include "reduce/leaves.h"
 
 #include <stdlib.h>
 
@@ -96,6 +97,7 @@ static void add_unit(const zs_unit *unit, bool stepped, zs_engine_bytes *bytes)
     if (!zs_unit_reduces(unit)) return;
     size_t *grads = unit->offloads.grads ? &bytes->offloaded : &bytes->grads;
     if (!stepped || unit->offloads.grads) *grads += zs_unit_grad_bytes(unit);
+    bytes->grads += zs_leaves_most_bytes(unit);
     zs_cunit_spec spec = zs_unit_round_spec(unit);
     if (spec.n_flats > 0) bytes->transport += zs_comm_room(all, &spec).record;
 }

@@ -7,6 +7,7 @@
 #include "engine/engine_inside.h"
 #include "reduce/in_backward.h"
 #include "reduce/kept_grads.h"
+#include "reduce/leaves.h"
 #include "reduce/local_grads.h"
 #include "unit/offload.h"
 #include "unit/pinned.h"
@@ -50,6 +51,7 @@ static void free_unit(zs_unit *unit)
     zs_engine_forget(zs_engine_of(unit), unit);
     zs_in_backward_detach(unit);
     zs_local_grads_free(unit);
+    zs_leaves_free(unit);
     zs_pinned_end(unit);
     (void)zs_schedule_cancel(&unit->context->schedule, &unit->record);
     for (int f = 0; f < unit->n_flats; f++)
@@ -122,15 +124,16 @@ static bool is_lowered(const zs_unit_spec *spec, int64_t i, const zs_tensor_info
     return info->dtype != ZS_BYTES && !(spec->keep != NULL && spec->keep[i]);
 }
 
-/* In which dtype a parameter is computed with, and its gradient sent. */
-static zs_precision precision_of(bool replicated, const zs_unit_spec *spec, int64_t i, const zs_tensor_info *info)
+/* In which dtype a parameter is computed with, and its gradient sent: in its own, where that `keeps` it. */
+static zs_precision precision_of(bool keeps, const zs_unit_spec *spec, int64_t i, const zs_tensor_info *info)
 {
     zs_precision own = {info->dtype, info->dtype};
     if (!is_lowered(spec, i, info)) return own;
     if (spec->precision.compute != ZS_BYTES) own.compute = own.wire = spec->precision.compute;
     if (spec->precision.wire != ZS_BYTES) own.wire = spec->precision.wire;
-    /* What is shared of a sum is the sum itself, not what it would be after another rounding. */
-    if (replicated) own.wire = info->dtype;
+    /* What is shared of a sum is the sum itself, not what it would be after another rounding; nor are sums of leaves
+     * rounded again before they are complete. */
+    if (keeps) own.wire = info->dtype;
     return own;
 }
 
@@ -176,12 +179,13 @@ zs_status zs_unit_check(const zs_unit_spec *spec)
 
 static zs_status describe_params(zs_unit *unit, const zs_unit_spec *spec)
 {
+    const bool keeps = unit->record.is.replicated || unit->context->tree != NULL;
     for (int64_t i = 0; i < spec->n_params; i++) {
         zs_param *param = &unit->params[i];
         zs_tensor_info info;
         ZS_TRY(zs_tensor_describe(spec->tensors[i], &info));
         ZS_TRY(check_param(spec, zs_context_device(unit->context), i, &info));
-        ZS_TRY(find_flat(unit, &info, precision_of(unit->record.is.replicated, spec, i, &info), &param->flat));
+        ZS_TRY(find_flat(unit, &info, precision_of(keeps, spec, i, &info), &param->flat));
         param->tensor = zs_tensor_new_weak(spec->tensors[i]);
         param->numel = info.numel;
         param->ndim = info.ndim;

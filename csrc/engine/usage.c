@@ -4,6 +4,7 @@
 #include "base/profile.h"
 #include "engine/engine_inside.h"
 #include "reduce/bucket.h"
+#include "reduce/leaves.h"
 #include "unit/pinned.h"
 
 #include <string.h>
@@ -27,6 +28,11 @@ void zs_usage_add_up(zs_engine_bytes *bytes)
     bytes->total = bytes->shards + bytes->kept + bytes->grads + bytes->slots + bytes->buckets + bytes->transport;
 }
 
+static size_t gradients_of(const zs_unit *unit)
+{
+    return zs_unit_held_grad_bytes(unit) + zs_leaves_bytes(unit);
+}
+
 zs_engine_bytes zs_engine_memory(const zs_engine *engine)
 {
     zs_engine_bytes bytes = {.slots = zs_arena_bytes(engine->context.arena),
@@ -36,7 +42,7 @@ zs_engine_bytes zs_engine_memory(const zs_engine *engine)
     for (size_t i = 0; i < zs_engine_n_units(engine); i++) {
         const zs_unit_offload *offloads = &zs_engine_unit(engine, i)->offloads;
         if (!offloads->params) bytes.shards += zs_unit_shard_bytes(zs_engine_unit(engine, i));
-        if (!offloads->grads) bytes.grads += zs_unit_held_grad_bytes(zs_engine_unit(engine, i));
+        if (!offloads->grads) bytes.grads += gradients_of(zs_engine_unit(engine, i));
         if (offloads->disk != NULL && offloads->disk != disk) bytes.offloaded += zs_disk_bytes(offloads->disk);
         if (offloads->disk != NULL) disk = offloads->disk; /* units of one FSDP() call stand together */
         bytes.kept += zs_unit_secondary_bytes(zs_engine_unit(engine, i));
@@ -73,7 +79,7 @@ static void show(zs_engine *engine, const zs_engine_shown *now)
 static void see_grads(zs_unit *unit, zs_engine_shown *shown)
 {
     shown->parts.grads -= unit->shown_grads;
-    unit->shown_grads = unit->offloads.grads ? 0 : zs_unit_held_grad_bytes(unit);
+    unit->shown_grads = unit->offloads.grads ? 0 : gradients_of(unit);
     shown->parts.grads += unit->shown_grads;
 }
 

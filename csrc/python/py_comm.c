@@ -1,5 +1,6 @@
 /* py_comm.c - _core.Comm: a transport between the ranks of one process group, as Python sees it. */
 #include "comm/gpu/backend.h"
+#include "comm/where.h"
 #include "device/device_cuda.h"
 #include "python/py_util.h"
 
@@ -306,6 +307,32 @@ static PyObject *comm_abort(comm_object *self, PyObject *reason)
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(comm_answer_doc,
+             "answer($self, line, /)\n--\n\nTell a peer that has asked (see is_asked) where this rank's "
+             "script is (shm). Any thread.");
+
+static PyObject *comm_answer(comm_object *self, PyObject *line)
+{
+    const char *text = PyUnicode_AsUTF8(line);
+    if (text == NULL) return NULL;
+    if (self->comm->ops->talk->answer != NULL) self->comm->ops->talk->answer(self->comm, text);
+    Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(comm_locate_doc,
+             "locate($self, /)\n--\n\nReturn where the script of each rank is, as lines to append to an "
+             "error that all ranks raise. Collective.");
+
+static PyObject *comm_locate(comm_object *self, PyObject *unused)
+{
+    (void)unused;
+    char lines[ZS_LINES];
+    Py_BEGIN_ALLOW_THREADS
+    zs_comm_locate_all(self->comm, lines, sizeof lines);
+    Py_END_ALLOW_THREADS
+    return PyErr_Occurred() ? NULL : PyUnicode_DecodeUTF8(lines, (Py_ssize_t)strlen(lines), "replace");
+}
+
 PyDoc_STRVAR(comm_end_doc,
              "end($self, /)\n--\n\nTell the peers that this rank has come to its orderly end. The last to do so "
              "raises DivergenceError if ranks have made other last steps. Waits for nobody.");
@@ -343,7 +370,7 @@ static PyObject *comm_set_timeout(comm_object *self, PyObject *seconds)
 }
 
 /* The facts of a transport for Python. */
-typedef enum fact { RANK, WORLD, PER_HOST, TRANSPORT, ADDRESS, TIMEOUT, IS_WAITING, LOST } fact;
+typedef enum fact { RANK, WORLD, PER_HOST, TRANSPORT, ADDRESS, TIMEOUT, IS_WAITING, IS_ASKED, LOST } fact;
 
 static PyObject *comm_fact(comm_object *self, void *which)
 {
@@ -357,6 +384,7 @@ static PyObject *comm_fact(comm_object *self, void *which)
     case ADDRESS: return PyUnicode_FromString(self->address);
     case TIMEOUT: return PyFloat_FromDouble(comm->timeout);
     case IS_WAITING: return PyBool_FromLong(atomic_load_explicit(&comm->waiting, memory_order_relaxed));
+    case IS_ASKED: return PyBool_FromLong(comm->ops->talk->asked != NULL && comm->ops->talk->asked(comm));
     case LOST: return PyUnicode_DecodeUTF8(lost, (Py_ssize_t)strlen(lost), "replace");
     }
     return NULL;
@@ -372,6 +400,7 @@ static PyGetSetDef comm_getset[] = {
     FACT("address", ADDRESS, "Address that peers connect to (shm)."),
     FACT("timeout", TIMEOUT, "Timeout of one wait, in seconds."),
     FACT("is_waiting", IS_WAITING, "Whether this rank waits for the others to come to a collective (c10d)."),
+    FACT("is_asked", IS_ASKED, "Whether a peer asks where this rank's script is (shm)."),
     FACT("lost", LOST, "Why the transport is unusable (c10d); '' if it is usable."),
     {0},
 };
@@ -388,6 +417,8 @@ static PyMethodDef comm_methods[] = {
     {"exchange", (PyCFunction)comm_exchange, METH_O, comm_exchange_doc},
     {"align", (PyCFunction)comm_align, METH_NOARGS, comm_align_doc},
     {"broadcast", (PyCFunction)comm_broadcast, METH_VARARGS, comm_broadcast_doc},
+    {"answer", (PyCFunction)comm_answer, METH_O, comm_answer_doc},
+    {"locate", (PyCFunction)comm_locate, METH_NOARGS, comm_locate_doc},
     {"end", (PyCFunction)comm_end, METH_NOARGS, comm_end_doc},
     {"close", (PyCFunction)comm_close, METH_NOARGS, comm_close_doc},
     {"set_timeout", (PyCFunction)comm_set_timeout, METH_O, comm_set_timeout_doc},

@@ -44,6 +44,17 @@ static PyObject *exception_for(zs_status status)
     }
 }
 
+/* *new*; NULL with an exception. A text that was truncated may end within a character. */
+static PyObject *message_of_record(void)
+{
+    const char *message = zs_last_message(), *lines = zs_last_lines();
+    PyObject *text = PyUnicode_DecodeUTF8(message, (Py_ssize_t)strlen(message), "replace");
+    if (text == NULL || lines[0] == 0) return text;
+    PyObject *more = PyUnicode_DecodeUTF8(lines, (Py_ssize_t)strlen(lines), "replace");
+    PyUnicode_AppendAndDel(&text, more);
+    return text;
+}
+
 PyObject *zs_py_raise(PyObject *module)
 {
     (void)module;
@@ -56,7 +67,9 @@ PyObject *zs_py_raise(PyObject *module)
         if (args != NULL) PyErr_SetObject(PyExc_OSError, args);
         Py_XDECREF(args);
     } else {
-        PyErr_SetString(exception_for(zs_last_status()), zs_last_message());
+        PyObject *text = message_of_record();
+        if (text != NULL) PyErr_SetObject(exception_for(zs_last_status()), text);
+        Py_XDECREF(text);
     }
     zs_clear_error();
     return NULL;

@@ -1,6 +1,11 @@
-/* py_script.c - the public call that a script is in, for messages; and how a rank that cannot continue exits. */
+/* py_script.c - where a script is, for messages: its call, its line, its pass; and how a rank that cannot continue
+ * exits. */
+#define _GNU_SOURCE 1 /* gettid */
 #include "comm/script.h"
+#include "engine/position.h"
 #include "python/py_util.h"
+
+#include <unistd.h>
 
 PyDoc_STRVAR(begin_call_doc, "begin_call($module, name, /)\n--\n\nName the public call that this thread is in from now "
                              "on. Return whether it was in none before; then call end_call().");
@@ -49,15 +54,57 @@ static PyObject *outlive(PyObject *module, PyObject *args)
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(
+    position_doc,
+    "position($module, /)\n--\n\nReturn (call, pass, steps, unit) of this thread's script, on another thread than "
+    "the main one of the main thread's if it is in no call: the public call and the pass that run, the "
+    "optimizer's steps, and the unit that was unsharded last. '' and 0: none.");
+
+static PyObject *position(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    zs_position found;
+    zs_position_find(&found);
+    const char *call = zs_call_name(), *other = zs_call_of_main();
+    if (call[0] == 0 && other != NULL) call = other;
+    PyObject *unit = PyUnicode_DecodeUTF8(found.unit, (Py_ssize_t)strlen(found.unit), "replace");
+    return unit != NULL ? Py_BuildValue("(ssKN)", call, found.pass, (unsigned long long)found.steps, unit) : NULL;
+}
+
+/* Ctrl-C that came while Python ran is left to the wait, which looks for it. */
+static void forget_error(void)
+{
+    bool pressed = PyErr_ExceptionMatches(PyExc_KeyboardInterrupt) != 0;
+    PyErr_Clear();
+    if (pressed) PyErr_SetInterrupt();
+}
+
+/* The text that a function of zshard.ranks.where returns. */
+static void look(char *text, size_t size)
+{
+    if (!Py_IsInitialized()) return;
+    PyGILState_STATE gil = PyGILState_Ensure();
+    if (!PyErr_Occurred()) {
+        PyObject *where = PyImport_ImportModule("zshard.ranks.where");
+        PyObject *line = where != NULL ? PyObject_CallMethod(where, "here", NULL) : NULL;
+        const char *words = line != NULL ? PyUnicode_AsUTF8(line) : NULL;
+        if (words != NULL) snprintf(text, size, "%s", words);
+        Py_XDECREF(line);
+        Py_XDECREF(where);
+        if (PyErr_Occurred()) forget_error();
+    }
+    PyGILState_Release(gil);
+}
+
 static PyMethodDef methods[] = {
-    {"outlive", outlive, METH_VARARGS, outlive_doc},
-    {"is_stopped", is_stopped, METH_O, is_stopped_doc},
-    {"begin_call", begin_call, METH_O, begin_call_doc},
-    {"end_call", end_call, METH_NOARGS, end_call_doc},
-    {0},
+    {"position", position, METH_NOARGS, position_doc},  {"outlive", outlive, METH_VARARGS, outlive_doc},
+    {"is_stopped", is_stopped, METH_O, is_stopped_doc}, {"begin_call", begin_call, METH_O, begin_call_doc},
+    {"end_call", end_call, METH_NOARGS, end_call_doc},  {0},
 };
 
 int zs_py_script_init(PyObject *module)
 {
+    if (getpid() == gettid()) zs_call_watch();
+    zs_script_on_look(look);
     return PyModule_AddFunctions(module, methods);
 }

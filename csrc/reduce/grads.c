@@ -5,6 +5,7 @@
 #include "device/pending.h"
 #include "reduce/grad_memory.h"
 #include "reduce/kept_grads.h"
+#include "reduce/leaves.h"
 #include "reduce/local_grads.h"
 #include "reduce/squares.h"
 #include "unit/context.h"
@@ -213,6 +214,7 @@ zs_status zs_grads_deliver(zs_record *record)
 {
     zs_unit *unit = zs_unit_of(record);
     zs_status status = zs_grads_hand_out(unit);
+    ZS_ALSO(status, zs_leaves_end(unit));
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
         bool run = param->reduced && zs_tensor_alive(param->tensor) && zs_hook_has_users(param->tensor);

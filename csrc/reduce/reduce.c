@@ -3,6 +3,7 @@
 
 #include "base/bits.h"
 #include "reduce/bucket.h"
+#include "reduce/leaves.h"
 #include "reduce/local_grads.h"
 #include "unit/context.h"
 
@@ -17,7 +18,15 @@ static void clear_bits(const zs_unit *unit, uint64_t *bits)
 zs_status zs_reduce_begin(zs_unit *unit, bool local)
 {
     const zs_device *device = zs_context_device(unit->context);
-    ZS_TRY(local ? zs_local_grads_new(unit) : zs_bucket_wake(unit->record.round.packing, device));
+    if (unit->context->tree != NULL && unit->record.round.posted)
+        return ZS_FAIL(ZS_ERR_UNSUPPORTED,
+                       "unit '%s' got a gradient after all of its gradients had come: with deterministic='any-world', "
+                       "each parameter may get one in a backward",
+                       zs_unit_label(unit->name));
+    if (!local)
+        ZS_TRY(zs_bucket_wake(unit->record.round.packing, device));
+    else
+        ZS_TRY(unit->context->tree != NULL ? zs_leaves_begin(unit) : zs_local_grads_new(unit));
     clear_bits(unit, unit->used);
     clear_bits(unit, unit->arrived);
     return ZS_OK;
@@ -27,14 +36,17 @@ zs_status zs_reduce_begin(zs_unit *unit, bool local)
 
 static char *packing(const zs_unit *unit)
 {
-    return zs_bucket_of(unit->record.round.packing)->ptr;
+    zs_lease *lease = unit->record.round.packing;
+    return lease != NULL ? zs_bucket_of(lease)->ptr : NULL;
 }
 
 /* The gradient's place in the round that is being packed. */
 static char *in_round(const zs_unit *unit, const zs_param *param)
 {
     const zs_flat *flat = &unit->flats[param->flat];
-    char *base = unit->local != NULL ? unit->local->ptr : packing(unit);
+    char *base = packing(unit);
+    if (unit->leaf != NULL) base = unit->leaf->ptr;
+    if (unit->local != NULL) base = unit->local->ptr;
     return base + flat->bucket_offset + (size_t)param->offset * flat->wire_size;
 }
 
@@ -79,6 +91,7 @@ zs_status zs_reduce_pack(zs_record *record, int64_t i, bool anew, bool *first)
 static zs_status fill_rest(zs_unit *unit)
 {
     const zs_device *device = zs_context_device(unit->context);
+    if (unit->context->tree != NULL) return zs_leaves_fill(unit, packing(unit));
     for (int f = 0; f < unit->n_flats; f++) {
         const zs_flat *flat = &unit->flats[f];
         if (!flat->trainable) continue;
@@ -158,5 +171,7 @@ zs_status zs_reduce_post(zs_unit *unit)
     }
     ZS_TRY(fill_rest(unit));
     ZS_TRY(count_kept(unit));
+    bool adds = unit->context->tree != NULL && !unit->context->schedule.gave_up;
+    if (adds) ZS_TRY(zs_leaves_send(unit, packing(unit)));
     return post(unit, zs_bucket_of(lease));
 }

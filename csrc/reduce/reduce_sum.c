@@ -1,7 +1,9 @@
 /* reduce_sum.c - the other half of a round: this rank's shard of all ranks' buckets, summed in rank order. See
  * reduce.h. */
 #include "base/bits.h"
+#include "base/tree.h"
 #include "comm/traffic.h"
+#include "comm/where.h"
 #include "device/device.h"
 #include "reduce/bucket.h"
 #include "reduce/grad_memory.h"
@@ -42,15 +44,17 @@ static char *target_of(const summing *s, const zs_flat *flat)
 static zs_status sum_run(const summing *s, const zs_flat *flat, shard_run run)
 {
     if (run.class == SKIP || run.end <= run.begin) return ZS_OK;
-    const void *src[s->world];
+    const zs_tree *tree = s->unit->context->tree;
+    const int sections = tree != NULL ? tree->sections : 1;
+    const void *src[s->world * sections];
     zs_dtype dtype = s->sources->partial ? zs_dtype_of_partial_sum(flat->wire) : flat->wire;
-    for (int r = 0; r < s->world; r++) {
-        const char *base = s->sources->data[r];
+    for (int i = 0; i < s->world * sections; i++) {
+        const char *base = s->sources->data[i / sections];
         size_t at = s->sources->at[flat->trainable_index] + (size_t)run.begin * zs_dtype_size(dtype);
-        src[r] = base != NULL ? base + at : NULL;
+        src[i] = base != NULL ? base + (size_t)(i % sections) * s->sources->section + at : NULL;
     }
     char *target = target_of(s, flat);
-    zs_sum sum = {.src = src, .world = s->world, .dtype = dtype, .scale = s->scale};
+    zs_sum sum = {.src = src, .world = s->world * sections, .dtype = dtype, .scale = s->scale, .tree = tree};
     sum.per_host = s->sources->partial ? 0 : s->unit->context->ranks.all->per_host;
     sum.to = s->unit->record.is.replicated ? flat->wire : flat->dtype;
     sum.dst = target + (size_t)run.begin * (s->unit->record.is.replicated ? flat->wire_size : flat->layout.itemsize);
@@ -59,7 +63,7 @@ static zs_status sum_run(const summing *s, const zs_flat *flat, shard_run run)
     sum.squares = s->squares;
     bool there = src[0] == sum.dst && sum.dtype == sum.to && !sum.accumulate;
     zs_numbers grads = {sum.dst, sum.numel, sum.to};
-    if (s->world == 1 && there && s->scale == 1.0) { /* the sum of one is that one */
+    if (s->world == 1 && there && s->scale == 1.0 && tree == NULL) { /* the sum of one is that one */
         if (s->squares != NULL) zs_cpu_squares(&grads, s->squares);
         return ZS_OK;
     }
@@ -102,10 +106,13 @@ static void record_nonfinite(const summing *s, const zs_flat *flat, zs_param *pa
     const zs_dtype dtype = s->sources->partial ? zs_dtype_of_partial_sum(flat->wire) : flat->wire;
     const size_t at = s->sources->at[flat->trainable_index] + (size_t)begin * zs_dtype_size(dtype);
     uint64_t on = 0;
-    for (int r = 0; r < s->world && r < 64; r++) {
-        const char *base = s->sources->data[r];
+    const zs_tree *tree = s->unit->context->tree;
+    const int sections = tree != NULL ? tree->sections : 1;
+    for (int i = 0; i < s->world * sections && i / sections < 64; i++) {
+        const char *base = s->sources->data[i / sections];
         if (base == NULL || base + at == sum) continue; /* the sum has overwritten it */
-        if (!are_finite(base + at, numel, dtype)) on |= UINT64_C(1) << r;
+        const char *own = base + (size_t)(i % sections) * s->sources->section + at;
+        if (!are_finite(own, numel, dtype)) on |= UINT64_C(1) << i / sections;
     }
     if (replicated && on == 0 && s->rank < 64) on = UINT64_C(1) << s->rank; /* then its own was to blame */
     param->nonfinite_on |= on;
@@ -167,11 +174,13 @@ static zs_status check_gave_up(const summing *s)
         if (s->unit->context->schedule.gave_up) continue; /* this rank abandoned it too: nothing is lost */
         char failures[ZS_FAILURES];
         zs_comm_failures(s->unit->context->ranks.all, failures, sizeof failures);
-        return ZS_FAIL(ZS_ERR_DIVERGED,
-                       "ranks diverged: rank %d abandoned its backward before unit '%s' (most likely an exception was "
-                       "caught there), but rank %d continued%s; the gradients of this step are incomplete: call "
-                       "zero_grad() and skip the step on all ranks",
-                       r, zs_unit_label(s->unit->name), s->rank, failures);
+        zs_status status =
+            ZS_FAIL(ZS_ERR_DIVERGED,
+                    "ranks diverged: rank %d abandoned its backward before unit '%s' (most likely an exception was "
+                    "caught there), but rank %d continued%s; the gradients of this step are incomplete: call "
+                    "zero_grad() and skip the step on all ranks",
+                    r, zs_unit_label(s->unit->name), s->rank, failures);
+        return zs_comm_locate(s->unit->context->ranks.all, status);
     }
     return ZS_OK;
 }
@@ -182,10 +191,13 @@ static zs_status check_held(const summing *s)
     bool mine = says(s, s->rank, ZS_ROUND_HELD);
     for (int r = 0; r < s->world; r++) {
         if (s->unit->record.is.replicated || says(s, r, ZS_ROUND_HELD) == mine) continue;
-        return ZS_FAIL(ZS_ERR_DIVERGED,
-                       "ranks diverged: rank %d has gradients of earlier backwards for unit '%s', and rank %d has none "
-                       "(zero_grad() was called on one of them only); call zero_grad() and skip the step on all ranks",
-                       mine ? s->rank : r, zs_unit_label(s->unit->name), mine ? r : s->rank);
+        zs_comm_look_at_all(s->unit->context->ranks.all);
+        zs_status status =
+            ZS_FAIL(ZS_ERR_DIVERGED,
+                    "ranks diverged: rank %d has gradients of earlier backwards for unit '%s', and rank %d has none "
+                    "(zero_grad() was called on one of them only); call zero_grad() and skip the step on all ranks",
+                    mine ? s->rank : r, zs_unit_label(s->unit->name), mine ? r : s->rank);
+        return zs_comm_locate(s->unit->context->ranks.all, status);
     }
     return ZS_OK;
 }

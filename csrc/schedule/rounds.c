@@ -207,7 +207,7 @@ void zs_rounds_begin(zs_schedule *schedule)
 {
     for (size_t i = 0; i < schedule->n; i++) {
         zs_record *record = schedule->records[i];
-        record->round.syncs = record->sync;
+        record->round.syncs = schedule->adds_leaves ? schedule->last_leaf : record->sync;
         record->round.packed = false;
     }
 }
@@ -257,7 +257,8 @@ zs_status zs_rounds_gradient(zs_schedule *schedule, zs_record *record, int64_t i
     zs_round *round = &record->round;
     bool first = false;
     *complete = false;
-    if (!record->is.reduces || (record->is.replicated && !round->syncs)) return keep(schedule, record, i);
+    bool stays = record->is.replicated && !round->syncs && !schedule->adds_leaves;
+    if (!record->is.reduces || stays) return keep(schedule, record, i);
     ZS_TRY(zs_rounds_prepare(schedule, record, i));
     if (round->packing == NULL && !round->local) ZS_TRY(begin_round(schedule, record, !round->syncs));
     /* The round was complete, and its turn to be posted has not come; a weight that is recomputed once more adds to
@@ -310,8 +311,9 @@ zs_status zs_rounds_post(zs_schedule *schedule, zs_record *record)
     round->packed = false;
     if (!record->is.reduces || !round->syncs) return ZS_OK;
     if (round->local && !schedule->gave_up) ZS_TRY(post_local(schedule, record));
-    if (round->packing == NULL && record->is.replicated) {
-        ZS_TRY(begin_round(schedule, record, false)); /* there must be room for the sum */
+    bool sends = record->is.replicated || (schedule->adds_leaves && !schedule->gave_up);
+    if (round->packing == NULL && sends) {
+        ZS_TRY(begin_round(schedule, record, false)); /* there must be room for the sum, or for earlier leaves */
     } else if (round->packing == NULL) {
         ZS_TRY(end_until(schedule, record, ZS_WAIT));
         if (!schedule->gave_up) ZS_TRY(zs_rounds_prepare(schedule, record, -1)); /* what it holds is to be known */

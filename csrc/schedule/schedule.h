@@ -121,6 +121,8 @@ struct zs_schedule {
     /* --- set between passes (forward.c) --- */
     bool gathers_cost;   /* a gather takes time and memory; else peers' shards are mapped */
     bool in_order;       /* rounds are collectives: all ranks post and end them in one order; else at any time */
+    bool adds_leaves;    /* a step is several backwards, whose gradients the executor adds up (reduce/leaves.h) */
+    bool last_leaf;      /* (with adds_leaves) the next backward is its step's last */
     int ahead[2];        /* gathers that may be in flight ahead of use, by zs_phase; see unshard.c; 0: none */
     zs_record **records; /* [n] borrowed; parents before children; the array is owned */
     size_t n;

@@ -38,6 +38,9 @@ typedef struct zs_context_calls {
     void (*note_peak)(zs_context *);
 } zs_context_calls;
 
+/* A micro-batch is begun by the script, and is done when its one backward has ended; a failed one is NONE. */
+typedef enum zs_leaf_state { ZS_LEAF_NONE, ZS_LEAF_BEGUN, ZS_LEAF_DONE } zs_leaf_state;
+
 /* A rank has not measured yet. */
 #define ZS_NO_OFFER UINT64_MAX
 
@@ -62,10 +65,13 @@ struct zs_context {
     uint64_t offer, least_offer;
     /* How gradients and parameters of units created from now on travel between hosts. */
     zs_wire grads_code, params_code;
-    double divided_by;   /* the default divisor of sums of gradients; 0: the number of ranks */
-    int n_stale_classes; /* units whose parameters have the wrong Python class */
-    bool captured;       /* see zs_context_captured */
-    bool reserved;       /* arena and buckets fit the current units, calls and settings */
+    struct zs_tree *tree; /* in which order to add gradients; owned; NULL: in the order of ranks */
+    int pass;             /* (with a tree) backwards of this step so far */
+    zs_leaf_state leaf;   /* likewise, of the micro-batch at hand */
+    double divided_by;    /* the default divisor of sums of gradients; 0: the number of ranks */
+    int n_stale_classes;  /* units whose parameters have the wrong Python class */
+    bool captured;        /* see zs_context_captured */
+    bool reserved;        /* arena and buckets fit the current units, calls and settings */
 };
 
 /* The device of the units' memory. */

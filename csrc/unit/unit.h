@@ -27,6 +27,7 @@
 typedef struct zs_unit zs_unit;
 typedef struct zs_context zs_context;
 typedef struct zs_in_backward_state zs_in_backward_state;
+typedef struct zs_leaves zs_leaves;
 
 /* What is sharded, and for how long. */
 typedef enum zs_strategy { ZS_FULL_SHARD, ZS_SHARD_GRAD_OP, ZS_NO_SHARD } zs_strategy;
@@ -150,6 +151,8 @@ struct zs_unit {
     uint64_t *arrived;              /* those of them that came in this backward */
     uint64_t *kept;                 /* (replicated) whose .grad has not been reduced since */
     zs_mem *local;                  /* unreduced gradients of earlier backwards, with a bucket's layout; NULL: none */
+    zs_leaves *leaves;              /* see reduce/leaves.h; NULL: none yet; owned */
+    zs_mem *leaf;                   /* of a micro-batch that is not its step's last; NULL: none; owned reference */
     bool grads_held;                /* its gradients have memory that was written */
     int64_t grads_shown;            /* how many .grad were set when its last backward ended */
     zs_in_backward_state *stepping; /* its step in backward; NULL: none; owned; see in_backward.h */
@@ -336,6 +339,9 @@ zs_profile *zs_unit_profile(const zs_unit *unit, const char *what);
 size_t zs_unit_shard_bytes(const zs_unit *unit);
 size_t zs_unit_full_bytes(const zs_unit *unit);
 size_t zs_unit_bucket_bytes(const zs_unit *unit);
+
+/* Bytes of one gradient in the bucket, which has several in some cases (base/tree.h). */
+size_t zs_unit_section_bytes(const zs_unit *unit);
 
 /* Bytes of the secondary shard. */
 size_t zs_unit_secondary_bytes(const zs_unit *unit);

@@ -1,5 +1,6 @@
 /* unit_facts.c - what a unit is called, and how large it is. See unit.h. */
 #define _GNU_SOURCE /* strdup */
+#include "base/tree.h"
 #include "unit/context.h"
 
 #include <stdio.h>
@@ -93,7 +94,7 @@ size_t zs_unit_full_bytes(const zs_unit *unit)
     return total;
 }
 
-size_t zs_unit_bucket_bytes(const zs_unit *unit)
+size_t zs_unit_section_bytes(const zs_unit *unit)
 {
     size_t total = 0;
     for (int f = 0; f < unit->n_flats; f++)
@@ -101,9 +102,16 @@ size_t zs_unit_bucket_bytes(const zs_unit *unit)
     return total;
 }
 
+size_t zs_unit_bucket_bytes(const zs_unit *unit)
+{
+    const zs_tree *tree = unit->context->tree;
+    return zs_unit_section_bytes(unit) * (size_t)(tree != NULL ? tree->sections : 1);
+}
+
 bool zs_unit_reduces(const zs_unit *unit)
 {
-    return unit->context->ranks.all->world > 1 || !unit->record.is.fixed;
+    const zs_context *context = unit->context;
+    return context->ranks.all->world > 1 || !unit->record.is.fixed || context->tree != NULL;
 }
 
 size_t zs_unit_grad_bytes(const zs_unit *unit)

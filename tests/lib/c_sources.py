@@ -27,6 +27,7 @@ SHM = [
     "comm.c",
     "round.c",
     "fingerprint.c",
+    "where.c",
     "script.c",
     "comm_self.c",
     "comm_shm.c",

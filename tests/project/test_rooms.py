@@ -25,7 +25,8 @@ PACKAGE = Path(zshard.__file__).parent
 CORE = [
     *("_version", "_built_with", "_torch_check", "_errors", "_core"),
     *("precision", "strategy", "keeping", "run", "ranks", "trace", "offload"),
-    *("units", "guard", "wrap", "options", "optim", "grad_scaler", "state", "memory", "model"),
+    *("units", "any_world", "guard", "wrap", "options", "optim", "grad_scaler", "state"),
+    *("memory", "model"),
     *("_patches", "checkpoint", "recovery", "doctor"),
 ]
 DIALECTS = ["compat", "fsdp", "compat.fsdp2", "compat.ddp", "compat.__init__"]
@@ -38,6 +39,7 @@ LIBRARIES = re.compile(
     re.IGNORECASE,
 )
 NAMED_BELOW = {  # files of the core that name a library in code: which, and why
+    "any_world": ("numpy", "NumPy's generator is seeded, if a script has imported it"),
     "checkpoint/torch_file": ("numpy", "scalars in the metadata of DCP"),
     "checkpoint/opening": ("deepspeed safetensors.torch", "texts: how to convert such a file"),
     "checkpoint/save_plan": ("peft", "a model with adapters gets no config.json"),

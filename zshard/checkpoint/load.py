@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from zshard import _core
 from zshard._errors import CheckpointError
+from zshard.any_world import check_continues
 from zshard.checkpoint import manifest as blocks
 from zshard.checkpoint.checkpoint import (
     Checkpoint,
@@ -196,6 +197,8 @@ def _plan(
     made: list[_Plans] = []
     with on_all_ranks(comm, lambda: made[0].model.fact()):
         _refuse_meta(model)
+        if found.manifest is not None:
+            check_continues(model, found.manifest.model.get("any_world", {}), found.path)
         for_model = plan(model, _state_of(found, model), strict)
         for_optimizer = (
             OptimizerLoad(model, optimizer, found, strict) if optimizer is not None else None

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from zshard import _core
 from zshard._version import __version__
+from zshard.any_world import facts_of_run
 from zshard.checkpoint.contents import Contents, Item, facts_of
 from zshard.checkpoint.folder import Target
 from zshard.checkpoint.manifest import BLOCK, FileRecord, Manifest, dump
@@ -119,6 +120,8 @@ def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module) -> SavePlan:
             texts["optimizer.safetensors.index.json"] = index_of(more)
             files = files + more
 
+    facts = {"any_world": facts_of_run(model)} if facts_of_run(model) else {}
+
     def manifest(records: Mapping[str, FileRecord], finite: bool) -> bytes:
         return dump(
             Manifest(
@@ -127,7 +130,7 @@ def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module) -> SavePlan:
                 world=comm.world,
                 files=records,
                 tied=own.tied,
-                model=own.told,
+                model={**own.told, **facts},
                 optimizer=others[0].told if others else None,
                 extra=extras,
                 software=_software(),

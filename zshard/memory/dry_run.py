@@ -96,6 +96,8 @@ class DryRun:
         self.engine.set_prefetch(*options.prefetch.ahead)
         self.engine.keep_gathered(*options.keep)
         self.engine.set_codes(*options.wire.codes)
+        if options.micro_batches:
+            self.engine.add_leaves(options.micro_batches)
         if options.offload is not None:
             self.engine.set_offload(None, *options.offload.what)
         self.units = [self._make(spec, options) for spec, options in planned]

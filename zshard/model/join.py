@@ -103,6 +103,11 @@ def _check_model(model: nn.Module) -> None:
             "join() does not support units with process groups of other ranks than the model's: "
             "give all ranks the same number of batches"
         )
+    if state.options.micro_batches:
+        raise NotImplementedError(
+            "join() does not support deterministic='any-world': omit join(), as "
+            "model.micro_batches() gives all ranks equally many"
+        )
     if is_stepped_in_backward(model):
         raise NotImplementedError(
             "join() does not support optimizer_in_backward(): call remove() on its handle, and "

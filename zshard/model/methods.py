@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zshard import _core
+from zshard.any_world import micro_batches_in
 from zshard.memory.report import memory_of, memory_table, summary_of
 from zshard.model.join import join
 from zshard.optim.clip import clip_grad_norm, last_norm
@@ -55,6 +56,20 @@ class ModelMethods(nn.Module):
 
         rewind()
         return self._apply(given, recurse=recurse)  # type: ignore[no-untyped-call]
+
+    def micro_batches(self, step: int, seed: int = 0) -> Iterator[int]:
+        """Yield the numbers of the micro-batches that this rank computes in a step, from 0 to
+        micro_batches - 1: `for index in model.micro_batches(step): ...`.
+
+        The random number generators are seeded for each of them, from `seed`, `step` and its
+        number, and after the last one. Run one forward and one backward for each, on the samples
+        that belong to (step, number), without dividing the loss. Where the ranks do not divide the
+        micro-batches evenly, some compute their first one twice; its gradient counts once.
+
+        Begins the step anew if an earlier one was not completed. Raises RuntimeError for a model
+        without deterministic="any-world", ValueError for an inner unit.
+        """
+        return micro_batches_in(self, step, seed)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

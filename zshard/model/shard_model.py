@@ -13,11 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core
+from zshard.any_world import check_any_world, check_transport, use_any_world, watch_buffers
 from zshard.guard.outside import tell_of_barriers
 from zshard.memory.dry_run import Planned, calls_of, parts_to_guard
 from zshard.memory.fits import MemoryLimit, check_fits, words_of
@@ -28,7 +30,8 @@ from zshard.optim.shared_state import meet
 from zshard.optim.step_guard import StepChecks, guard_steps
 from zshard.precision import cast_buffers, drop_root_casts, install_casts, install_kept
 from zshard.ranks.agreement import PublicCall, check_agreement, on_all_ranks, told_to_all_ranks
-from zshard.ranks.groups import resolve_groups
+from zshard.ranks.devices import CPU
+from zshard.ranks.groups import Group, resolve_groups
 from zshard.ranks.nccl import NcclOptions
 from zshard.ranks.transports import Comms, check_settings, comm_for, comms_for
 from zshard.ranks.wire import check_wire_over
@@ -55,6 +58,10 @@ from zshard.wrap.tree import UnitSpec
 MADE = "_zshard_made"
 """An attribute of the classes that class_for() makes, which are no subclasses to a model."""
 _HALF = "_zshard_half"  # marks a model while it is being sharded, or after that failed
+
+
+Given = tuple[str | NcclOptions | None, float | None, str]
+"""What a script asks of transports: which, a timeout in seconds, and the device."""
 
 
 class FsdpSettings(NamedTuple):
@@ -146,15 +153,24 @@ class ShardingPlan:
         given = settings.transport, settings.timeout, settings.device
         check_settings(*given)
         groups = resolve_groups(settings.process_group, settings.device_mesh, self.options.strategy)
-        comm = comm_for(groups.world, *given)
+        comm, given = self._comm_for(groups.world, given)
         specs = [spec for spec, _ in self.planned]
         facts = facts_of(self.module, specs, self.options, not settings.from_rank_0)
         facts.append(("memory_limit", "None" if settings.memory_limit is None else "given"))
         facts.append(("keep_gathered", words_of(self.options.keep)))
         facts.append(("nonfinite", repr(settings.checks.nonfinite)))
         facts.append(("check_replicas", str(settings.checks.every)))
+        if self.options.micro_batches:
+            facts.append(("micro_batches", str(self.options.micro_batches)))
+            facts.append(("OMP_NUM_THREADS", str(torch.get_num_threads())))
         check_agreement(comm, facts)
         check_wire_over(comm, self.options.wire)
+        check_any_world(
+            self.module,
+            [each for _, each in self.planned],
+            [state.options for _, state in self.inner],
+            settings.device,
+        )
         self.comms = self._kept_comms(comms_for(groups, self.options.strategy, comm, given))
         with on_all_ranks(comm):
             for spec in specs:  # these have their own error
@@ -165,6 +181,17 @@ class ShardingPlan:
         self.group_given = settings.group_given
         by_default = settings.process_group is None and settings.device_mesh is None
         self.is_alone = by_default and not dist.is_initialized()
+
+    def _comm_for(self, group: Group | None, given: Given) -> tuple[_core.Comm, Given]:
+        """Return the transport of all ranks, and what to ask of those of parts of them."""
+        comm = comm_for(group, *given)
+        if self.options.micro_batches == 0 or given[2] != CPU:
+            return comm, given
+        if comm.transport == "hosts" and given[0] != "hosts":  # it adds gradients by host
+            given = ("c10d", *given[1:])
+            comm = comm_for(group, *given)
+        check_transport(comm, given[0])
+        return comm, given
 
     def _kept_comms(self, comms: Comms) -> Comms:
         """Whether to keep copies between steps is one choice for the entire model: inner units that
@@ -221,6 +248,8 @@ class ShardingPlan:
         engine.set_prefetch(*self.options.prefetch.ahead)
         engine.keep_gathered(*self.options.keep)
         engine.set_codes(*self.options.wire.codes)
+        if self.options.micro_batches:
+            engine.add_leaves(self.options.micro_batches)
         set_offload(engine, self.options.offload)
         return engine
 
@@ -277,6 +306,9 @@ class ShardingPlan:
         if self.comms.all.world > 1:
             watch(module, settings.ignored)
         cast_buffers(module, self.options.precision, settings.ignored)
+        if self.options.micro_batches:
+            use_any_world()
+            watch_buffers(module)
         if settings.buffers_in_forward:
             sync_buffers(module, settings.buffers_in_forward)
         for each in EXTENSIONS:

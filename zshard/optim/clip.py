@@ -26,6 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zshard import _core
 from zshard._errors import ShardError
+from zshard.any_world import is_any_world
 from zshard.guard.slices import grads_of, plain
 from zshard.optim.announce import say_clip, say_norm
 from zshard.optim.in_backward import refuse_clipping
@@ -228,6 +229,9 @@ def _get_total_norm(
         owner = _core.grad_owner(grad)
         (whole if owner is None else sharded.setdefault(owner, [])).append(grad)
     _refuse_other_shards(whole)
+    if is_any_world():
+        with plain():
+            return _norm_over_ranks(sharded, whole, norm_type, error_if_nonfinite)
     if not sharded:  # torch's own waits only for error_if_nonfinite
         return _torchs_total_norm(grads, norm_type, error_if_nonfinite, foreach)
     with plain():
@@ -314,12 +318,33 @@ def _norm(
     """Return the norm over all ranks' shares of the sharded gradients, plus the unsharded ones
     once."""
     _check_norm_type(norm_type)
+    if is_any_world():
+        return _norm_in_any_world(sharded, whole, norm_type)
     total = _power_sum(whole, norm_type)
     for engine, grads in sharded.items():  # in list order, the same on all ranks
         say_norm(engine, grads, norm_type)
         part = norm_over_ranks(engine, grads, norm_type)
         total = _larger(total, part) if math.isinf(norm_type) else total + part
     return total if math.isinf(norm_type) else total ** (1 / norm_type)
+
+
+def _norm_in_any_world(
+    sharded: dict[_core.Engine, list[Tensor]], whole: Sequence[Tensor], norm_type: float
+) -> float:
+    """As _norm(), rounded once, whichever ranks have which gradients."""
+    if norm_type not in (2.0, math.inf):
+        raise NotImplementedError(
+            f"norm_type={norm_type} depends on the number of ranks: with "
+            "deterministic='any-world', use norm_type=2 or inf"
+        )
+    if math.isinf(norm_type):
+        shares = [norm_over_ranks(engine, grads, norm_type) for engine, grads in sharded.items()]
+        return functools.reduce(_larger, shares, _power_sum(whole, norm_type))
+    total = _core.squares([grad.contiguous() for grad in whole])
+    for engine, grads in sharded.items():
+        share = engine.sum_over_ranks(_core.squares([grad.contiguous() for grad in grads]))
+        total = [a + b for a, b in zip(total, share, strict=True)]
+    return math.sqrt(_core.squares_value(total))
 
 
 @PublicCall("clip_grad_norm_()")

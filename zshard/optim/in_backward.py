@@ -46,6 +46,11 @@ class OptimizerInBackward:
     """The handle that `model.optimizer_in_backward(...)` returns; remove() undoes the call."""
 
     def __init__(self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        if any(state.options.micro_batches for _, state in units_of(module)):
+            raise NotImplementedError(
+                "optimizer_in_backward() does not support deterministic='any-world': call "
+                "optimizer.step() after the last backward of a step"
+            )
         self._optimizers = [_checked(optimizer) for optimizer in optimizers]
         for optimizer in self._optimizers:
             know(optimizer)

@@ -75,6 +75,7 @@ def check_agreement(comm: _core.Comm, facts: Sequence[Fact], what: str = "models
         if difference is not None:
             raise _core.DivergenceError(
                 f"the {what} differ between ranks: {difference}; use the same on all ranks"
+                f"{comm.locate()}"
             )
 
 
@@ -155,7 +156,7 @@ def on_all_ranks(comm: _core.Comm, fact: Callable[[], object] | None = None) -> 
         if outcome != outcomes[0]:
             raise _core.DivergenceError(
                 f"rank {rank} loads different tensors than rank 0: pass the same checkpoint and "
-                "the same model on all ranks"
+                f"the same model on all ranks{comm.locate()}"
             )
 
 

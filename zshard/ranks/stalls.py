@@ -1,12 +1,13 @@
-"""A thread that answers, over c10d, whether this rank waits as the others do.
+"""A thread that answers other ranks when they ask where this rank is.
 
-Its answers go through the process group's store; c10d_stall.c asks, and prints them.
+A rank that waits long asks: over shm by a word in shared memory, over c10d by the process group's
+store. The thread looks for a question twice a second, so it answers even while the script hangs
+elsewhere; csrc/comm/shm/shm_place.c and csrc/comm/c10d/c10d_stall.c ask, and print the answers.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import threading
 import weakref
@@ -17,54 +18,95 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from zshard import _core
+from zshard.ranks import where
 
-_EVERY = 1.0  # seconds between two checks for a request
+_EVERY = 0.5  # seconds between two looks
+_STORE_EVERY = 2  # looks between two requests to a store
 _ASKED, _ANSWER = "zshard/asked", "zshard/at/{}/{}"  # must match torch_c10d.cpp
 _ending = threading.Event()
 
 
-def answer_stalls(comm: _core.Comm, group: dist.ProcessGroup, own: dist.ProcessGroup) -> None:
-    """Answer ranks of `comm`, the c10d transport of `group` over zshard's group `own`, when they
-    ask why this rank is late, until one of these groups is destroyed."""
-    try:
-        # A separate connection, as the script may also be waiting for the store.
-        store: Any = distributed_c10d._world.pg_map[own][1]
-        store = store.clone()
-        store.set_timeout(timedelta(seconds=5))
-    except (AttributeError, RuntimeError, NotImplementedError):  # a store of another kind
-        return
-    groups = [weakref.ref(group), weakref.ref(own)]
-    thread = threading.Thread(
-        target=_answer_stalls, args=(comm, store, groups), name="zshard-stalls", daemon=True
-    )
-    thread.start()
-    atexit.register(_end, thread)
+class _Watched:
+    """A transport, the groups that it ends with, and the store over which its ranks ask each other;
+    None: shm."""
+
+    def __init__(self, comm: _core.Comm, groups: list[dist.ProcessGroup], store: Any) -> None:
+        self.comm, self._store = comm, store
+        self._groups = [weakref.ref(group) for group in groups]
+        self._answered = 0
+
+    def is_alive(self) -> bool:
+        return all(group() in distributed_c10d._world.pg_map for group in self._groups)
+
+    def look(self, asks_store: bool) -> None:
+        """Answer if a rank has asked. Raises if the process with the store has exited."""
+        if self._store is None:
+            if self.comm.is_asked:
+                self.comm.answer(where.script())
+        elif asks_store and (asked := self._store.add(_ASKED, 0)) != self._answered:
+            self._answered = asked
+            said = "w" if self.comm.is_waiting else "-not in a zshard collective"
+            text = f"{said}\n{where.script()}"
+            self._store.set(_ANSWER.format(asked, self.comm.rank), text)
+
+
+_watched: list[_Watched] = []
+_thread: threading.Thread | None = None
+
+
+def answer_stalls(
+    comm: _core.Comm, group: dist.ProcessGroup, own: dist.ProcessGroup | None = None
+) -> None:
+    """Answer ranks of `comm`, the transport of `group`, when they ask why this rank is late, until
+    the group is destroyed. own: zshard's group, over which a c10d transport runs; None: shm."""
+    global _thread
+    store: Any = None
+    where.note_thread()
+    if own is not None:
+        try:
+            # A separate connection, as the script may also be waiting for the store.
+            store = distributed_c10d._world.pg_map[own][1]
+            store = store.clone()
+            store.set_timeout(timedelta(seconds=5))
+        except (AttributeError, RuntimeError, NotImplementedError):  # a store of another kind
+            return
+    _watched.append(_Watched(comm, [group] if own is None else [group, own], store))
+    if _thread is None:
+        _thread = threading.Thread(target=_answer_stalls, name="zshard-stalls", daemon=True)
+        _thread.start()
+        atexit.register(_end, _thread)
 
 
 def _end(thread: threading.Thread) -> None:
     _ending.set()
-    thread.join(_EVERY)
+    thread.join(2 * _EVERY)
 
 
-def _answer_stalls(
-    comm: _core.Comm, store: Any, groups: list[weakref.ref[dist.ProcessGroup]]
-) -> None:
-    answered = 0
-    with contextlib.suppress(Exception):  # the process with the store has exited
-        while not _ending.wait(_EVERY):
-            if any(group() not in distributed_c10d._world.pg_map for group in groups):
-                return
-            asked = store.add(_ASKED, 0)
-            if asked != answered:
-                answered = asked
-                said = "w" if comm.is_waiting else "-not in a zshard collective"
-                store.set(_ANSWER.format(asked, comm.rank), said)
+def _answer_stalls() -> None:
+    looks = 0
+    while not _ending.wait(_EVERY):
+        looks += 1
+        _look_at_all(looks % _STORE_EVERY == 0)
+
+
+def _look_at_all(asks_store: bool) -> None:
+    for each in list(_watched):
+        try:
+            is_over = not each.is_alive()
+            if not is_over:
+                each.look(asks_store)
+        except Exception:  # the process with the store has exited
+            is_over = True
+        if is_over:
+            _watched.remove(each)
 
 
 def _in_child() -> None:
     """Reset the state in a forked child, which is not a rank."""
-    global _ending
-    _ending = threading.Event()
+    global _ending, _watched, _thread, _parents
+    _ending, _thread = threading.Event(), None
+    _watched, _parents = [], _watched  # whose connections are not the child's to close
 
 
+_parents: list[_Watched] = []
 os.register_at_fork(after_in_child=_in_child)

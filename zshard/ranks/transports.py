@@ -294,6 +294,8 @@ def _connect(group: Group, wanted: Asked, timeout: float, beside: bool = False) 
     else:
         met = meet(group, timeout)
         if isinstance(met, _core.Comm):
+            if not beside:  # the other one's waits are on another thread
+                answer_stalls(met, group)
             return met
         _fall_back(met, wanted, rank)
         hosts = met.hosts
@@ -313,7 +315,7 @@ def _connect(group: Group, wanted: Asked, timeout: float, beside: bool = False) 
             f"available: {comm}. Pass transport='c10d' to silence this warning",
         )
     comm = _core.Comm.c10d(own.group_name, rank, world, timeout, ranks_per_host(hosts))
-    if not beside:  # the other one's waits are on another thread
+    if not beside:
         answer_stalls(comm, group, own)
     return comm
 

@@ -73,6 +73,7 @@ class Options(NamedTuple):
     offload: Offload | None = None
     keep: KeepFull = KeepFull()  # the root's applies to the model
     wire: Wire = Wire()
+    micro_batches: int = 0  # in a step with deterministic="any-world"; 0: without
 
 
 class Measurement(Protocol):

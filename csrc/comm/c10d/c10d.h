@@ -234,6 +234,9 @@ void zs_c10d_stall_check(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_c10d_s
 void zs_c10d_stall_words(const zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_stall *stall, char *text,
                          size_t size);
 
+/* Where everybody is, as lines (comm/where.h); "" if no rank was asked. */
+void zs_c10d_stall_lines(const zs_c10d_comm *comm, const zs_c10d_stall *stall, char *text, size_t size);
+
 /* Frees its members. */
 void zs_c10d_stall_end(zs_c10d_stall *stall);
 

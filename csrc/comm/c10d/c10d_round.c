@@ -3,7 +3,7 @@
  * A reduction is one all_to_all. Every rank gets all ranks' pieces of its own shard and sums them itself, in rank order
  * and in fp32, so the result is bit-identical to that of shm.
  *
- *   piece for rank d:  its shard of flat 0 | its shard of flat 1 | ... | this rank's header
+ *   piece for rank d:  its shard of flat 0 | its shard of flat 1 | ... (for each section) | this rank's header
  *
  * post starts it and collect ends it, so bytes travel while the backward computes. */
 #include "comm/c10d/c10d.h"
@@ -37,11 +37,12 @@ zs_room zs_c10d_room(const zs_comm *comm, const zs_cunit_spec *spec)
 /* Packs the piece for rank `r`. */
 static void pack_piece(const zs_cunit *unit, int r, char *to)
 {
-    for (int f = 0; f < unit->spec.n_flats; f++) {
-        size_t bytes = unit->spec.shard_bytes[f];
-        if (unit->bucket != NULL)
-            memcpy(to, unit->bucket->ptr + zs_cunit_shard_at(unit, f, unit->spec.shard_of[r]), bytes);
-        to += bytes;
+    const size_t section = zs_cunit_shard_at(unit, unit->spec.n_flats, 0);
+    for (int i = 0; i < unit->spec.sections * unit->spec.n_flats; i++) {
+        int f = i % unit->spec.n_flats;
+        size_t at = (size_t)(i / unit->spec.n_flats) * section + zs_cunit_shard_at(unit, f, unit->spec.shard_of[r]);
+        if (unit->bucket != NULL) memcpy(to, unit->bucket->ptr + at, unit->spec.shard_bytes[f]);
+        to += unit->spec.shard_bytes[f];
     }
     memcpy(to, unit->header, unit->header_bytes);
 }

@@ -4,6 +4,7 @@
  * torch's barrier while this rank evaluates alone. So this rank asks through the group's store, a thread of theirs
  * answers (ranks/stalls.py), and the answer goes into one line on stderr, and into the error at the end. */
 #include "comm/c10d/c10d.h"
+#include "comm/where.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -13,11 +14,12 @@
  * two reads of answers. */
 static const double ask_after = 7.0, tell_after = 10.0, ask_again = 4.0, look_every = 0.4;
 
-enum { ANSWER = 160, SHOWN = 4, PLACES = 1024 };
+enum { STATE = 40, SHOWN = 4, PLACES = 1024 };
 
-/* An answer: 'w' for a rank that waits here too, anything else for one that does not; then where its script is. */
+/* An answer: 'w' for a rank that waits here too, or '-' and what it is in; then a line break, and where its script is,
+ * as zs_script_look says. */
 typedef struct answer {
-    char text[ANSWER];
+    char text[STATE + ZS_WHERE];
 } answer;
 
 void zs_c10d_stall_end(zs_c10d_stall *stall)
@@ -53,7 +55,8 @@ static bool list_places(const zs_c10d_comm *comm, const answer *answers, char *t
         if (r == comm->base.rank || answers[r].text[0] == 0 || answers[r].text[0] == 'w') continue;
         if (shown == SHOWN) more++;
         if (shown == SHOWN || length >= size) continue;
-        length += (size_t)snprintf(text + length, size - length, "; rank %d is %s", r, answers[r].text + 1);
+        int state = (int)strcspn(answers[r].text, "\n") - 1;
+        length += (size_t)snprintf(text + length, size - length, "; rank %d is %.*s", r, state, answers[r].text + 1);
         shown++;
     }
     if (more > 0 && length < size) snprintf(text + length, size - length, "; so are or wait %d more ranks", more);
@@ -83,20 +86,38 @@ void zs_c10d_stall_words(const zs_c10d_comm *comm, const zs_c10d_turn *turn, con
     snprintf(text, size, "%s; %s", places, remedy_of(comm, turn));
 }
 
+void zs_c10d_stall_lines(const zs_c10d_comm *comm, const zs_c10d_stall *stall, char *text, size_t size)
+{
+    int world = comm->base.world;
+    const answer *answers = stall->answers;
+    char (*texts)[ZS_WHERE] = calloc((size_t)world, sizeof *texts);
+    text[0] = 0;
+    for (int r = 0; r < world && texts != NULL && answers != NULL; r++) {
+        const char *line = strchr(answers[r].text, '\n');
+        if (line != NULL) snprintf(texts[r], ZS_WHERE, "%s", line + 1);
+    }
+    if (texts != NULL && answers != NULL) {
+        zs_script_look(texts[comm->base.rank], ZS_WHERE);
+        if (texts[comm->base.rank][0] != 0) zs_where_lines(texts, world, text, size);
+    }
+    free(texts);
+}
+
 static void tell(const zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_stall *stall, double waited)
 {
-    char phrase[ZS_C10D_PHRASE], who[ZS_C10D_PHRASE], words[ZS_C10D_WORDS];
+    char phrase[ZS_C10D_PHRASE], who[ZS_C10D_PHRASE], words[ZS_C10D_WORDS], lines[ZS_LINES];
     zs_c10d_describe_here(turn, "", phrase, sizeof phrase);
     zs_c10d_name_others(comm, who, sizeof who);
     zs_c10d_stall_words(comm, turn, stall, words, sizeof words);
-    fprintf(stderr, "zshard: rank %d has been waiting %.0f s for %s while %s%s\n", comm->base.rank, waited, who, phrase,
-            words);
+    zs_c10d_stall_lines(comm, stall, lines, sizeof lines);
+    fprintf(stderr, "zshard: rank %d has been waiting %.0f s for %s while %s%s%s\n", comm->base.rank, waited, who,
+            phrase, words, lines);
 }
 
 void zs_c10d_stall_check(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_c10d_stall *stall, double waited)
 {
     double limit = comm->base.timeout, first = limit / 4 < ask_after ? limit / 4 : ask_after;
-    bool late = stall->questions == 1 && waited > limit - ask_again && limit > 2 * tell_after;
+    bool late = stall->questions == 1 && waited > limit - ask_again && limit > first + 2 * ask_again;
     if ((stall->questions == 0 && waited > first) || late) ask(comm, stall);
     if (stall->question != 0 && waited - stall->looked > look_every) {
         read_answers(comm, stall);

@@ -5,6 +5,7 @@
  * diverged (a skipped backward, another model) get an error that says how; without it they would sum unrelated data,
  * or gloo would abort the process on a message of another length. */
 #include "comm/c10d/c10d.h"
+#include "comm/where.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -120,12 +121,6 @@ static int find_apart(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
     return together ? -1 : changed;
 }
 
-static zs_status check_readings(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
-{
-    int changed = find_apart(comm, turns);
-    return changed < 0 ? ZS_OK : zs_comm_fail_apart(&comm->base, changed);
-}
-
 bool zs_c10d_all_agree(const zs_c10d_comm *comm, const zs_c10d_turn *turns)
 {
     return all_alike(comm, turns) && (turns->kind != ZS_C10D_GATHER || find_apart(comm, turns) < 0);
@@ -136,6 +131,7 @@ static void learn_words(zs_c10d_comm *comm, const zs_c10d_turn *turn)
 {
     zs_diagnostics *others = calloc((size_t)comm->base.world, sizeof *others);
     zs_mem *area = NULL;
+    zs_comm_look(&comm->base);
     if (comm->hooks != NULL) {
         if (others != NULL && comm->hooks->exchange_words(comm, others) == ZS_OK)
             zs_comm_set_others(&comm->base, others);
@@ -156,6 +152,14 @@ static void learn_words(zs_c10d_comm *comm, const zs_c10d_turn *turn)
     zs_comm_set_others(&comm->base, others);
     zs_c10d_return_area(comm, &area);
     zs_clear_error();
+}
+
+static zs_status check_readings(zs_c10d_comm *comm, const zs_c10d_turn *turns)
+{
+    int changed = find_apart(comm, turns);
+    if (changed < 0) return ZS_OK;
+    learn_words(comm, &turns[comm->base.rank]);
+    return zs_comm_fail_apart(&comm->base, changed);
 }
 
 /* If parameters travel: do all ranks have those of the same step? `joined`: whatever each is about to do. Not on the
@@ -263,7 +267,7 @@ zs_status zs_c10d_agree_on(zs_c10d_comm *comm, const zs_c10d_turn *turn, zs_c10d
 {
     for (;;) {
         int next = -1;
-        ZS_TRY(compare(comm, turns, &next));
+        ZS_TRY(zs_comm_locate(&comm->base, compare(comm, turns, &next)));
         comm->same_slots = next < 0 && comm->base.per_host > 0 && zs_c10d_same_slots(comm, turns);
         if (next < 0 || alike(&turns[next], &turns[comm->base.rank])) return ZS_OK;
         zs_c10d_turn other = turns[next];

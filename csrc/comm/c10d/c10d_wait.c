@@ -37,11 +37,12 @@ static bool look_for_gone(zs_c10d_comm *comm, double patience, char *sentence, s
 /* zs_c10d_fail, with the findings of a stall; NULL: there was none. */
 static zs_status fail_after(zs_c10d_comm *comm, const zs_c10d_turn *turn, const zs_c10d_stall *stall, zs_status status)
 {
-    char places[ZS_C10D_WORDS] = "";
+    char places[ZS_C10D_WORDS] = "", lines[ZS_LINES] = "";
     if (stall != NULL) zs_c10d_stall_words(comm, turn, stall, places, sizeof places);
     char words[WORDS], phrase[ZS_C10D_PHRASE], who[WORDS];
     snprintf(words, sizeof words, "%s", zs_last_message());
     zs_clear_error();
+    if (stall != NULL && status == ZS_ERR_TIMEOUT) zs_c10d_stall_lines(comm, stall, lines, sizeof lines);
     zs_c10d_describe_here(turn, "", phrase, sizeof phrase);
     int own = comm->base.rank;
     if (look_for_gone(comm, status == ZS_ERR_PEER ? straggle : 0, who, sizeof who)) {
@@ -59,6 +60,7 @@ static zs_status fail_after(zs_c10d_comm *comm, const zs_c10d_turn *turn, const 
         else
             status = ZS_FAIL(status, "rank %d failed while %s: %s", own, phrase, words);
     }
+    if (status == ZS_ERR_TIMEOUT) zs_add_lines(lines);
     if (comm->base.lost == NULL) {
         comm->base.lost = strdup(zs_last_message());
         if (comm->base.near != NULL) zs_comm_abort(comm->base.near, zs_last_message());

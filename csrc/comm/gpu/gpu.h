@@ -194,9 +194,10 @@ zs_status zs_gpu_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *
 zs_status zs_gpu_write_begin(zs_comm *comm, zs_reader *reader);
 void zs_gpu_write_end(zs_comm *comm, zs_reader *reader, bool known);
 
-/* tell, said and end: forwarded to the transport between hosts. */
+/* tell, said, locate and end: forwarded to the transport between hosts. */
 void zs_gpu_publish(zs_comm *comm, zs_topic topic, const char *text);
 const char *zs_gpu_published(const zs_comm *comm, int rank, zs_topic topic);
+bool zs_gpu_locate(zs_comm *comm, char (*texts)[ZS_WHERE]);
 zs_status zs_gpu_end(zs_comm *comm, zs_fingerprint *fingerprints, bool *all);
 
 #endif

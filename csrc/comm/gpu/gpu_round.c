@@ -178,6 +178,12 @@ const char *zs_gpu_published(const zs_comm *comm, int rank, zs_topic topic)
     return zs_comm_published(control, rank, topic);
 }
 
+bool zs_gpu_locate(zs_comm *comm, char (*texts)[ZS_WHERE])
+{
+    zs_comm *control = ((zs_gpu_comm *)comm)->control;
+    return control->ops->talk->locate != NULL && control->ops->talk->locate(control, texts);
+}
+
 /* Only here does the control transport get fingerprints. */
 zs_status zs_gpu_end(zs_comm *comm, zs_fingerprint *fingerprints, bool *all)
 {

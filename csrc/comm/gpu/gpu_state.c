@@ -1,6 +1,7 @@
 /* gpu_state.c - whether a transport for GPUs works, and the memory that it receives into. See gpu.h. */
 #define _GNU_SOURCE /* strdup */
 #include "comm/gpu/gpu.h"
+#include "comm/where.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -8,19 +9,17 @@
 /* --- failures ----------------------------------------------------------------------------------------------------- */
 
 /* Backends have no units. */
-static zs_status name_last(const zs_gpu_comm *comm, zs_status status)
+static zs_status name_last(const zs_gpu_comm *comm)
 {
-    char why[600];
-    snprintf(why, sizeof why, "%s", zs_last_message());
-    zs_clear_error();
-    return ZS_FAIL(status, "%s; transfer %llu, the last that rank %d queued, is %s", why,
-                   (unsigned long long)comm->order.count, comm->base.rank, zs_gpu_order_last(comm));
+    return zs_rephrase("%s; transfer %llu, the last that rank %d queued, is %s", zs_last_message(),
+                       (unsigned long long)comm->order.count, comm->base.rank, zs_gpu_order_last(comm));
 }
 
 zs_status zs_gpu_fail(zs_gpu_comm *comm, zs_status status)
 {
     if (comm->base.lost != NULL) return status;
-    if (status == ZS_ERR_TIMEOUT && comm->last != NULL) status = name_last(comm, status);
+    zs_comm_locate(comm->control, status);
+    if (status == ZS_ERR_TIMEOUT && comm->last != NULL) status = name_last(comm);
     comm->base.lost = strdup(zs_last_message());
     zs_comm_abort(comm->control, zs_last_message());
     comm->backend->ops->abort(comm->backend, zs_last_message());

@@ -26,6 +26,7 @@ static const zs_talk_ops talk = {
     .gather_device = zs_gpu_gather_device,
     .tell = zs_gpu_publish,
     .said = zs_gpu_published,
+    .locate = zs_gpu_locate,
     .end = zs_gpu_end,
     .abort = zs_gpu_abort,
 };

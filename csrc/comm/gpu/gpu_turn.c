@@ -9,6 +9,7 @@
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 struct zs_gpu_turns {
     zs_c10d_comm head; /* first: hooks get it */
@@ -42,6 +43,7 @@ static zs_status say(zs_c10d_comm *head, const zs_c10d_turn *mine, zs_c10d_turn 
 static zs_status exchange_words(zs_c10d_comm *head, zs_diagnostics *all)
 {
     zs_comm *control = gpu_of(head)->control;
+    memcpy(control->words.where, head->base.words.where, sizeof control->words.where);
     head->base.words = control->words;
     return zs_comm_exchange(control, &control->words, sizeof control->words, all);
 }
@@ -92,13 +94,12 @@ static const zs_c10d_hooks hooks = {serve, exchange_words};
 static zs_status name_turn(const zs_c10d_comm *head, const zs_c10d_turn *turn, zs_status status)
 {
     if (status != ZS_ERR_TIMEOUT && status != ZS_ERR_PEER) return status;
-    char why[ZS_C10D_WORDS], phrase[ZS_C10D_PHRASE];
-    snprintf(why, sizeof why, "%s", zs_last_message());
-    zs_clear_error();
+    char phrase[ZS_C10D_PHRASE];
     zs_c10d_describe_here(turn, "", phrase, sizeof phrase);
     bool looks = turn->kind == ZS_C10D_GATHER && zs_reading_is_look(head->base.reading);
-    return ZS_FAIL(status, "%s; rank %d was %s: %s", why, head->base.rank, phrase,
-                   looks ? "on GPUs an evaluation takes all ranks: call it on all of them" : zs_c10d_remedy_of(turn));
+    return zs_rephrase("%s; rank %d was %s: %s", zs_last_message(), head->base.rank, phrase,
+                       looks ? "on GPUs an evaluation takes all ranks: call it on all of them"
+                             : zs_c10d_remedy_of(turn));
 }
 
 zs_status zs_gpu_agree(zs_gpu_comm *comm, const zs_c10d_turn *turn)
@@ -212,15 +213,11 @@ void zs_gpu_write_end(zs_comm *comm, zs_reader *reader, bool known)
     if (ops->write_end != NULL) ops->write_end(readers_comm(comm), reader, known);
 }
 
-static zs_status with_remedy(zs_status status)
+static zs_status with_remedy(void)
 {
-    char why[ZS_C10D_WORDS];
-    snprintf(why, sizeof why, "%s", zs_last_message());
-    zs_clear_error();
-    return ZS_FAIL(status,
-                   "%s. Over NCCL, no rank may evaluate alone: do so on all ranks, or pass transport="
-                   "zshard.NcclOptions(any_order=True), over which ranks that train take part" ZS_UNEVEN,
-                   why);
+    return zs_rephrase("%s. Over NCCL, no rank may evaluate alone: do so on all ranks, or pass transport="
+                       "zshard.NcclOptions(any_order=True), over which ranks that train take part" ZS_UNEVEN,
+                       zs_last_message());
 }
 
 /* Without turns the hosts meet before anything is queued: a GPU that waits for ranks elsewhere has no deadline. */
@@ -236,7 +233,7 @@ zs_status zs_gpu_read_begin(zs_comm *comm, zs_reader *reader, const zs_reading *
     bool named = zs_call_begin(reading->pass == ZS_PASS_BACKWARD ? "backward()" : "forward()");
     zs_status status = meet(self, &nothing, sizeof nothing, all);
     if (named) zs_call_end();
-    if (status == ZS_ERR_DIVERGED || status == ZS_ERR_TIMEOUT) return zs_gpu_fail(self, with_remedy(status));
+    if (status == ZS_ERR_DIVERGED || status == ZS_ERR_TIMEOUT) return zs_gpu_fail(self, with_remedy());
     return zs_gpu_after_wait(self, status);
 }
 

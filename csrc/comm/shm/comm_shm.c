@@ -19,6 +19,7 @@
 #include "comm/shm/shm_round.h"
 #include "comm/shm/shm_state.h"
 #include "comm/shm/shm_wait.h"
+#include "comm/where.h"
 
 #include <errno.h>
 #include <poll.h>
@@ -35,7 +36,7 @@
 #endif
 
 /* Raised when zs_shm_control or its protocol changes: ranks of different builds must not connect. */
-static const uint64_t protocol = 7;
+static const uint64_t protocol = 8;
 
 /* How long a rank waits for each next peer; it connects to them one after the other. */
 static const double meeting_seconds = 10.0, meeting_seconds_per_rank = 0.1;
@@ -100,7 +101,8 @@ static zs_status shm_exchange(zs_comm *comm, const void *mine, size_t bytes, voi
     ZS_TRY(zs_shm_wait(shm, act));
     for (int r = 0; r < comm->world; r++) {
         const zs_shm_mailbox *from = &shm->peers[r].control->mail[act.number % 2];
-        if (from->bytes != bytes || !zs_calls_match(from->call, box->call)) return zs_shm_fail_apart(shm, act, r);
+        if (from->bytes != bytes || !zs_calls_match(from->call, box->call))
+            return zs_comm_locate(comm, zs_shm_fail_apart(shm, act, r));
         memcpy((char *)all + (size_t)r * bytes, from->data, bytes);
     }
     return ZS_OK;
@@ -148,7 +150,7 @@ static zs_status shm_broadcast(zs_comm *comm, void *data, size_t bytes, int root
         if (root == comm->rank)
             ZS_TRY(send_piece(shm, (char *)data + at, piece, left));
         else
-            ZS_TRY(take_piece(shm, (char *)data + at, piece, left, root));
+            ZS_TRY(zs_comm_locate(comm, take_piece(shm, (char *)data + at, piece, left, root)));
     }
     return ZS_OK;
 }
@@ -274,6 +276,9 @@ static const zs_talk_ops shm_talk = {
     .broadcast = shm_broadcast,
     .tell = zs_shm_publish_text,
     .said = zs_shm_published_text,
+    .locate = zs_shm_locate,
+    .asked = zs_shm_asked,
+    .answer = zs_shm_answer_with,
     .is_stopped = shm_is_stopped,
     .outlive = zs_shm_outlive,
     .end = shm_end,

@@ -1,6 +1,7 @@
 /* shm.c - see shm.h: whether the transport is usable, and publishing what does not wake peers. */
 #include "comm/shm/shm.h"
 
+#include <poll.h>
 #include <stdio.h>
 
 bool zs_shm_live(const zs_shm *shm)
@@ -66,4 +67,15 @@ zs_status zs_shm_check_stop(const zs_shm *shm)
                        (int)shm->peers[r].pid, ZS_SHM_TEXT, peer->stop_text);
     }
     return ZS_OK;
+}
+
+/* --- looking ------------------------------------------------------------------------------------------------------ */
+
+void zs_shm_look_at_lives(zs_shm *shm)
+{
+    for (int r = 0; r < shm->base.world; r++) /* poll skips a negative descriptor */
+        shm->polls[r] = (struct pollfd){.fd = shm->peers[r].dead ? -1 : shm->peers[r].pidfd, .events = POLLIN};
+    if (poll(shm->polls, (nfds_t)shm->base.world, 0) <= 0) return;
+    for (int r = 0; r < shm->base.world; r++)
+        if (shm->polls[r].revents & POLLIN) shm->peers[r].dead = true;
 }

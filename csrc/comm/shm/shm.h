@@ -84,6 +84,10 @@ typedef struct zs_shm_control {
     /* Where the owner's script is. */
     _Atomic uint64_t placed; /* 1 + the wait_id in which `place` was published; 0: never */
     char place[ZS_PLACE];
+    _Atomic uint32_t asked;   /* a peer wants to know its line; the owner sets it back */
+    _Atomic bool answering;   /* one of the owner's threads writes the two below */
+    _Atomic int64_t where_at; /* in ns of the monotonic clock, when `where` was true; 0: it changes, or never was */
+    char where[ZS_WHERE];
 
     /* Exchanges and broadcasts: how many the owner has done, and sizes for checks. */
     alignas(ZS_SHM_LINE) _Atomic uint64_t exchanged;
@@ -228,6 +232,9 @@ void zs_shm_stop(zs_shm *shm, zs_status status, const char *reason);
 void zs_shm_publish_text(zs_comm *comm, zs_topic topic, const char *text);
 
 /* --- looking at them ---------------------------------------------------------------------------------------------- */
+
+/* Asks the system which peers have died since. */
+void zs_shm_look_at_lives(zs_shm *shm);
 
 /* Has a rank aborted? For calls that do not wait. */
 zs_status zs_shm_check_stop(const zs_shm *shm);

@@ -21,6 +21,7 @@
 #include "base/fold.h"
 #include "comm/shm/shm_wait.h"
 #include "comm/shm/shm_word.h"
+#include "comm/where.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -148,7 +149,7 @@ static uint64_t word_of(const zs_shm *shm, const zs_reader *reader, int r)
 }
 
 /* Fails if a rank's weights, according to its word, differ from those of this rank, which reads them in `mine`. */
-static zs_status check_weights(const zs_shm *shm, const zs_reader *reader, uint64_t mine)
+static zs_status check_weights(zs_shm *shm, const zs_reader *reader, uint64_t mine)
 {
     uint64_t work = work_of(shm, reader, shm->base.rank);
     for (int r = 0; r < shm->base.world; r++) {
@@ -156,7 +157,7 @@ static zs_status check_weights(const zs_shm *shm, const zs_reader *reader, uint6
         bool evaluates = zs_word_state(mine) == ZS_READER_EVALUATES, same = work_of(shm, reader, r) == work;
         if (r == shm->base.rank) continue;
         if (evaluates ? zs_word_is_alike(word, mine, same) : !zs_word_clashes(word, mine, same)) continue;
-        return zs_comm_fail_apart(&shm->base, zs_word_changed(mine) ? shm->base.rank : r);
+        return zs_comm_locate(&shm->base, zs_comm_fail_apart(&shm->base, zs_word_changed(mine) ? shm->base.rank : r));
     }
     return ZS_OK;
 }

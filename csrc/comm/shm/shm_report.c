@@ -5,8 +5,10 @@
 #include "comm/shm/shm_report.h"
 
 #include "comm/shm/shm_place.h"
+#include "comm/where.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 enum { SENTENCE = 320, PLACES = 4 * (ZS_PLACE + 24) };
@@ -209,12 +211,25 @@ zs_status zs_shm_fail_apart(const zs_shm *shm, zs_shm_act act, int r)
         (unsigned long long)theirs->bytes, places);
 }
 
-void zs_shm_print_stall(const zs_shm *shm, zs_shm_act act, double waited)
+/* What the peers have answered by now, and this rank's own line. */
+static void list_lines(zs_shm *shm, char *text, size_t size)
 {
-    char phrase[ZS_SHM_PHRASE], others[2 * SENTENCE] = "", places[PLACES];
+    char (*texts)[ZS_WHERE] = calloc((size_t)shm->base.world, sizeof *texts);
+    text[0] = 0;
+    if (texts == NULL) return;
+    zs_shm_read_lines(shm, texts);
+    zs_script_look(texts[shm->base.rank], ZS_WHERE);
+    if (texts[shm->base.rank][0] != 0) zs_where_lines(texts, shm->base.world, text, size);
+    free(texts);
+}
+
+void zs_shm_print_stall(zs_shm *shm, zs_shm_act act, double waited)
+{
+    char phrase[ZS_SHM_PHRASE], others[2 * SENTENCE] = "", places[PLACES], lines[ZS_LINES];
     describe(shm, shm->base.rank, act, phrase, sizeof phrase);
     append_missing(shm, act, others, sizeof others);
     zs_shm_list_places(shm, places, sizeof places);
-    fprintf(stderr, "zshard: rank %d has been waiting %.0f s for other ranks to %s%s%s%s%s\n", shm->base.rank, waited,
-            phrase, others, places, places[0] != 0 ? "; " : "", places[0] != 0 ? remedy_of(act) : "");
+    list_lines(shm, lines, sizeof lines);
+    fprintf(stderr, "zshard: rank %d has been waiting %.0f s for other ranks to %s%s%s%s%s%s\n", shm->base.rank, waited,
+            phrase, others, places, places[0] != 0 ? "; " : "", places[0] != 0 ? remedy_of(act) : "", lines);
 }

@@ -19,7 +19,7 @@ zs_status zs_shm_fail_circle(const zs_shm *shm, const zs_shm_moment *moments);
 /* Rank `r` has reached an exchange of another kind. */
 zs_status zs_shm_fail_apart(const zs_shm *shm, zs_shm_act act, int r);
 
-/* Prints one line on stderr about a long wait. */
-void zs_shm_print_stall(const zs_shm *shm, zs_shm_act act, double waited);
+/* Prints a line on stderr about a long wait, and one for each rank that says where it is. */
+void zs_shm_print_stall(zs_shm *shm, zs_shm_act act, double waited);
 
 #endif

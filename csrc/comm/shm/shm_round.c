@@ -6,6 +6,7 @@
 #include "comm/shm/shm_round.h"
 
 #include "comm/shm/shm_wait.h"
+#include "comm/where.h"
 
 #include <errno.h>
 #include <stdio.h>
@@ -115,7 +116,7 @@ static zs_status compare_records(const zs_shm *shm, const zs_shm_unit *unit)
 static zs_status fill_sources(zs_shm *shm, zs_shm_unit *unit)
 {
     zs_cunit *base = &unit->base;
-    if (!unit->compared) ZS_TRY(compare_records(shm, unit));
+    if (!unit->compared) ZS_TRY(zs_comm_locate(&shm->base, compare_records(shm, unit)));
     unit->compared = true;
     for (int r = 0; r < shm->base.world; r++) {
         if (r == shm->base.rank) continue;

@@ -11,9 +11,9 @@
 #include "comm/shm/shm_place.h"
 #include "comm/shm/shm_report.h"
 #include "comm/shm/shm_wake.h"
+#include "comm/where.h"
 
 #include <errno.h>
-#include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
@@ -24,12 +24,14 @@ static const double circle_after = 0.5;  /* a circle is rare and its proof costs
 static const double yield_slice = 0.002; /* of a wait that yields: all ranks are blocked until it does */
 static const double grace = 1.0;         /* for others to finish when a rank died that was not missed */
 static const double place_after = 0.25;  /* then this rank publishes its script's call */
+static const double ask_after = 8.5;     /* then the peers are asked where they are */
 static const double stall_after = 10.0;  /* then the user is warned, once */
 
 /* One wait that has gone to sleep. */
 typedef struct sleep_state {
     double start, checked; /* seconds on the monotonic clock */
     double died;           /* when a peer was seen dead that is not missed, 0: none */
+    bool asked;            /* the peers, for that report */
     bool told;             /* a stall was reported */
     bool placed;
     bool yielded;
@@ -46,16 +48,6 @@ static inline void pause_cpu(void)
 
 /* --- trouble ------------------------------------------------------------------------------------------------------ */
 
-/* Asks the system which peers have died since. */
-static void look_at_lives(zs_shm *shm)
-{
-    for (int r = 0; r < shm->base.world; r++) /* poll skips a negative descriptor */
-        shm->polls[r] = (struct pollfd){.fd = shm->peers[r].dead ? -1 : shm->peers[r].pidfd, .events = POLLIN};
-    if (poll(shm->polls, (nfds_t)shm->base.world, 0) <= 0) return;
-    for (int r = 0; r < shm->base.world; r++)
-        if (shm->polls[r].revents & POLLIN) shm->peers[r].dead = true;
-}
-
 static bool all_left_have_died(const zs_shm *shm)
 {
     for (int r = 0; r < shm->base.world; r++)
@@ -67,7 +59,7 @@ void zs_shm_outlive(zs_comm *comm, double seconds)
 {
     zs_shm *shm = (zs_shm *)comm;
     for (double end = zs_clock() + seconds; zs_shm_live(shm) && zs_clock() < end;) {
-        look_at_lives(shm);
+        zs_shm_look_at_lives(shm);
         if (all_left_have_died(shm)) return;
         nanosleep(&(struct timespec){.tv_nsec = 10000000}, NULL);
     }
@@ -76,7 +68,7 @@ void zs_shm_outlive(zs_comm *comm, double seconds)
 /* Fails if the wait can no longer succeed because a peer has exited. */
 static zs_status check_lives(zs_shm *shm, zs_shm_act act, sleep_state *state, double time)
 {
-    look_at_lives(shm);
+    zs_shm_look_at_lives(shm);
     int missing =
         zs_shm_missing(shm, shm->base.rank, act); /* after the check: a peer may have served us, then exited */
     if (missing < 0) return ZS_OK;
@@ -144,6 +136,7 @@ static double limit_of(const zs_shm *shm)
 static zs_status check_trouble(zs_shm *shm, zs_shm_act act, sleep_state *state)
 {
     ZS_TRY(zs_shm_check_stop(shm));
+    zs_shm_answer(shm);
     if (act.yields) {
         ZS_TRY(check_circle(shm, act, state));
         if (state->yielded) return ZS_OK;
@@ -160,6 +153,10 @@ static zs_status check_trouble(zs_shm *shm, zs_shm_act act, sleep_state *state)
     if (zs_comm_interrupted()) return ZS_FAIL(ZS_ERR_TORCH, "interrupted while waiting for another rank");
     int missing = waited >= limit_of(shm) ? zs_shm_missing(shm, shm->base.rank, act) : -1;
     if (missing >= 0) return zs_shm_fail_timeout(shm, act, missing, waited);
+    if (waited >= ask_after && !state->asked) {
+        zs_shm_ask(shm);
+        state->asked = true;
+    }
     if (waited >= stall_after && !state->told) {
         zs_shm_print_stall(shm, act, waited);
         state->told = true;
@@ -212,7 +209,7 @@ static zs_status wait_for(zs_shm *shm, zs_shm_act act, bool *reached)
     if (status != ZS_OK) shm->base.failed = true;
     zs_shm_get_up(shm);
     atomic_fetch_add(&own->wait_id, 1);
-    return status;
+    return zs_comm_locate(&shm->base, status);
 }
 
 zs_status zs_shm_wait(zs_shm *shm, zs_shm_act act)

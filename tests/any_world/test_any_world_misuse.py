@@ -1,0 +1,366 @@
+"""What scripts do wrong with deterministic="any-world": each is an error that names the remedy, or
+has no effect on the numbers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from any_world_training import OPTIMIZERS, digest_of, loss_of, make, train_step
+from nursery import fork_ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zshard
+from zshard import FSDP
+from zshard.any_world import run_of
+
+
+def small(**options: Any) -> Any:
+    torch.manual_seed(0)
+    given = {"deterministic": "any-world", "micro_batches": 4, "timeout": 20} | options
+    return FSDP(nn.Linear(4, 4), **given)
+
+
+def stepper(model: Any) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"micro_batches": None}, ValueError, "pass micro_batches="),
+        ({"deterministic": None}, ValueError, "pass deterministic='any-world'"),
+        ({"deterministic": True}, ValueError, "must be 'any-world' or None, got True"),
+        ({"micro_batches": 0}, ValueError, "at least 1, got 0"),
+        ({"micro_batches": 2.0}, TypeError, "must be an int"),
+        ({"micro_batches": 10**6}, ValueError, "micro_batches=1000000"),
+        ({"wire": "bf16"}, ValueError, "does not allow wire="),
+        (
+            {"mixed_precision": zshard.MixedPrecision(torch.bfloat16, torch.bfloat16)},
+            ValueError,
+            "omit reduce_dtype",
+        ),
+    ],
+)
+def test_arguments(given: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        small(**given)
+
+
+def test_low_precision_parameters_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"'weight' has torch\.bfloat16: .*MixedPrecision"):
+        FSDP(nn.Linear(2, 2).bfloat16(), deterministic="any-world", micro_batches=1)
+
+
+def test_inner_units_need_the_same_option() -> None:
+    model = nn.Sequential(FSDP(nn.Linear(2, 2)), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="same deterministic and micro_batches to all FSDP"):
+        FSDP(model, deterministic="any-world", micro_batches=1)
+
+
+def refuse_differences() -> None:
+    rank = dist.get_rank()
+    with pytest.raises(zshard.DivergenceError, match="micro_batches"):
+        small(micro_batches=4 + rank)
+    torch.set_num_threads(1 + rank)
+    with pytest.raises(zshard.DivergenceError, match="OMP_NUM_THREADS"):
+        small()
+    torch.set_num_threads(1)
+    with pytest.raises(ValueError, match="at least one for each of the 2 ranks"):
+        small(micro_batches=1)
+    os.environ["ZSHARD_HOST"] = f"host {rank}"
+    with pytest.raises(NotImplementedError, match="pass transport='c10d'"):
+        small(transport="hosts")
+
+
+def test_ranks_must_agree() -> None:
+    fork_ranks(in_a_group, 2, refuse_differences, check=True)
+
+
+def in_a_group(function: Callable[[], None]) -> None:
+    dist.init_process_group("gloo")
+    function()
+
+
+# --- a step ---------------------------------------------------------------------------------------
+
+
+def test_a_step_needs_all_micro_batches() -> None:
+    model = small()
+    optimizer = stepper(model)
+    before = digest_of(model)
+    for index in model.micro_batches(0):
+        model(torch.ones(1, 4)).sum().backward()
+        if index == 2:
+            break
+    with pytest.raises(RuntimeError, match="after 3 of the 4 micro-batches"):
+        optimizer.step()
+    assert digest_of(model) == before
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_a_micro_batch_has_one_backward() -> None:
+    model = small()
+    with pytest.raises(RuntimeError, match="a backward after that of the micro-batch"):
+        for _ in model.micro_batches(0):
+            model(torch.ones(1, 4)).sum().backward()
+            model(torch.ones(1, 4)).sum().backward()
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match="micro-batch 0 of step 3 had no backward"):
+        for _ in model.micro_batches(3):
+            pass
+    with pytest.raises(RuntimeError, match="outside of a micro-batch"):
+        model(torch.ones(1, 4)).sum().backward()
+
+
+def test_gradients_must_be_cleared() -> None:
+    model = small()
+    for _ in model.micro_batches(0):
+        model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"'(weight|bias)' has a .grad .* call zero_grad\(\)"):
+        for _ in model.micro_batches(1):
+            model(torch.ones(1, 4)).sum().backward()
+
+
+def test_other_models_have_no_micro_batches() -> None:
+    with pytest.raises(RuntimeError, match=r"needs FSDP\(model, deterministic='any-world'"):
+        next(FSDP(nn.Linear(2, 2)).micro_batches(0))
+    with pytest.raises(ValueError, match="on the outermost"):
+        next(make(2).blocks[0].micro_batches(0))
+
+
+def test_buffers_must_not_change() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model: Any = FSDP(net, deterministic="any-world", micro_batches=2)
+    with pytest.raises(RuntimeError, match=r"buffer '1\.num_batches_tracked' .* eval\(\) mode"):
+        for _ in model.micro_batches(0):
+            model(torch.rand(3, 4)).sum().backward()
+    model[1].eval()
+    for _ in model.micro_batches(0):
+        model(torch.rand(3, 4)).sum().backward()
+    model.zero_grad()
+    model.train()
+    with torch.no_grad():
+        model(torch.rand(3, 4))  # a forward of calibration, not of training
+
+
+def test_what_is_not_supported() -> None:
+    model = small()
+    with pytest.raises(NotImplementedError, match="omit join"), model.join():
+        pass
+    with pytest.raises(NotImplementedError, match=r"optimizer\.step"):
+        model.optimizer_in_backward(zshard.AdamW(model.parameters()))
+    for _ in model.micro_batches(0):
+        model(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(NotImplementedError, match="norm_type=2 or inf"):
+        model.clip_grad_norm_(1.0, norm_type=1)
+    assert float(model.clip_grad_norm_(1.0, norm_type=float("inf"))) == 1.0
+
+
+# --- what happens in the middle -------------------------------------------------------------------
+
+
+def disturbed(what: str, only_on: int | None = None) -> str:
+    """Train four steps, with something in the middle of the third; return the weights' digest."""
+    model = make(4)
+    optimizer = OPTIMIZERS["adamw"](model)
+    for step in range(4):
+        if step == 2 and (only_on is None or dist.get_rank() == only_on):
+            DISTURBANCES[what](model, step)
+        train_step(model, optimizer, step)
+    return digest_of(model)
+
+
+def half_a_step(model: Any, step: int) -> None:
+    for index in model.micro_batches(step):
+        loss_of(model, step, index).backward()
+        break
+
+
+def raise_in_backward(model: Any, step: int) -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            raise ValueError("on purpose")
+
+    handle = model.blocks[1].register_forward_hook(lambda *args: Fails.apply(args[-1]))
+    with pytest.raises(ValueError, match="on purpose"):
+        for index in model.micro_batches(step):
+            loss_of(model, step, index).backward()
+    handle.remove()
+
+
+def raise_in_the_loop(model: Any, step: int) -> None:
+    with pytest.raises(KeyError):
+        for index in model.micro_batches(step):
+            loss_of(model, step, index).backward()
+            raise KeyError(index)
+
+
+def catch_and_continue(model: Any, step: int) -> None:
+    with pytest.raises(RuntimeError, match="had no backward, or a failed one"):
+        for index in model.micro_batches(step):
+            try:
+                loss_of(model, step, index)
+                raise KeyError(index)
+            except KeyError:
+                continue
+
+
+def evaluate(model: Any, step: int) -> None:
+    model.eval()
+    with torch.no_grad():
+        loss_of(model, step, 0)
+    model.train()
+
+
+DISTURBANCES: dict[str, Callable[[Any, int], None]] = {
+    "nothing": lambda model, step: None,
+    "half a step": half_a_step,
+    "a backward raises": raise_in_backward,
+    "the loop raises": raise_in_the_loop,
+    "caught": catch_and_continue,
+    "evaluation": evaluate,
+}
+
+
+@pytest.mark.parametrize("what", DISTURBANCES)
+def test_a_step_begins_anew(what: str) -> None:
+    expected = fork_ranks(disturbed, 1, "nothing", timeout=60, check=True)[0].value
+    for result in fork_ranks(disturbed, 2, what, timeout=60, check=True):
+        assert result.value == expected
+
+
+@pytest.mark.parametrize("what", ["a backward raises", "the loop raises"])
+def test_on_one_rank_alone_it_is_an_error(what: str) -> None:
+    for result in fork_ranks(diverge, 2, what, timeout=60, check=True):
+        assert result.value in ("DivergenceError", "PeerError", "PeerTimeoutError")
+
+
+def diverge(what: str) -> str:
+    try:
+        disturbed(what, only_on=1)
+    except (zshard.DivergenceError, zshard.PeerError, zshard.PeerTimeoutError) as error:
+        return type(error).__name__
+    return "nothing"
+
+
+# --- what has no effect ---------------------------------------------------------------------------
+
+
+def in_some_way(way: str) -> str:
+    model = make(4)
+    optimizer = OPTIMIZERS["adamw"](model)
+    if way.startswith("checkpoint"):
+        for block in model.blocks:
+            recompute(block, reentrant=False)
+    scaler = zshard.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(3):
+        for index in model.micro_batches(step):
+            if way == "no_sync":
+                with model.no_sync():
+                    loss_of(model, step, index).backward()
+            elif way == "scaler":
+                scaler.scale(loss_of(model, step, index)).backward()
+            else:
+                loss_of(model, step, index).backward()
+        if way == "scaler":
+            scaler.unscale_(optimizer)
+        model.clip_grad_norm_(0.5)
+        if way == "scaler":
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+    return digest_of(model)
+
+
+def recompute(block: nn.Module, reentrant: bool) -> None:
+    forward = block.forward
+    block.forward = lambda x: checkpoint(forward, x, use_reentrant=reentrant)  # type: ignore[method-assign]
+
+
+def test_reentrant_checkpoints_have_backwards_of_their_own() -> None:
+    model = make(2)
+    for block in model.blocks:
+        recompute(block, reentrant=True)
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        train_step(model, stepper(model), 0)
+
+
+@pytest.mark.parametrize("way", ["no_sync", "scaler", "checkpoint"])
+def test_ways_that_give_the_same_numbers(way: str) -> None:
+    expected = {result.value for result in fork_ranks(in_some_way, 1, "plain", check=True)}
+    for world in (1, 2):
+        found = fork_ranks(in_some_way, world, way, timeout=60, check=True)
+        assert {result.value for result in found} == expected, world
+
+
+# --- checkpoints and data -------------------------------------------------------------------------
+
+
+def test_a_checkpoint_fits_runs_of_its_kind_only(tmp_path: Path) -> None:
+    model = small()
+    zshard.save(tmp_path / "a", model)
+    with pytest.raises(ValueError, match=r"saved with micro_batches=4, .* micro_batches=2"):
+        zshard.load(tmp_path / "a", small(micro_batches=2))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        with pytest.raises(ValueError, match=f"start it with OMP_NUM_THREADS={threads}"):
+            zshard.load(tmp_path / "a", small())
+    finally:
+        torch.set_num_threads(threads)
+    zshard.load(tmp_path / "a", small())
+    zshard.load(tmp_path / "a", FSDP(nn.Linear(4, 4)))
+
+
+def test_sampler_arguments() -> None:
+    with pytest.raises(TypeError, match="needs FSDP"):
+        zshard.MicroBatchSampler(nn.Linear(2, 2), 100, 2)
+    with pytest.raises(ValueError, match="100 samples has no step of 4 micro-batches of 26"):
+        zshard.MicroBatchSampler(small(), 100, 26)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_samples_do_not_depend_on_ranks(shuffle: bool) -> None:
+    def by_number(world: int, first: int) -> list[dict[int, list[int]]]:
+        results = fork_ranks(draw, world, first, shuffle, check=True)
+        steps: list[dict[int, list[int]]] = [{} for _ in results[0].value]
+        for result in results:
+            for step, mine in zip(steps, result.value, strict=True):
+                assert all(step.get(i, batch) == batch for i, batch in mine.items())
+                step |= mine
+        return steps
+
+    whole = by_number(1, 0)
+    assert by_number(2, 0) == by_number(3, 0) == whole
+    assert by_number(3, 4)[:5] == whole[4:9]
+    for epoch in (whole[:4], whole[4:8]):
+        seen = [i for step in epoch for batch in step.values() for i in batch]
+        assert len(seen) == len(set(seen)) == 48
+    assert (whole[:4] == whole[4:8]) is not shuffle
+
+
+def draw(first: int, shuffle: bool) -> list[dict[int, list[int]]]:
+    model = small()
+    sampler = zshard.MicroBatchSampler(model, 50, 3, shuffle=shuffle, seed=7)
+    sampler.step = first
+    batches = iter(sampler)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return [{i: next(batches) for i in run_of(4, rank, world)} for _ in range(9)]

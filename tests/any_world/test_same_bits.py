@@ -1,0 +1,125 @@
+"""deterministic="any-world": one checksum for each number of ranks, strategy, transport, optimizer
+and precision.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from any_world_training import Model, loss_of, make, train
+from nursery import fork_ranks
+
+from zshard import FSDP
+
+STRATEGIES = ("full_shard", "shard_grad_op", "zero1", "no_shard")
+WORLDS = (1, 2, 3, 4)
+
+_alone: dict[str, Any] = {}
+
+
+def run(world: int, **options: Any) -> tuple[dict[tuple[int, int], float], str]:
+    """Train; return all losses, and the digest that all ranks must have."""
+    results = fork_ranks(train_here, world, options, timeout=120, check=True)
+    losses: dict[tuple[int, int], float] = {}
+    for result in results:
+        mine, digest = result.value
+        assert all(losses.get(key, loss) == loss for key, loss in mine.items())
+        losses |= mine
+        assert digest == results[0].value[1]
+    return losses, results[0].value[1]
+
+
+def train_here(options: dict[str, Any]) -> Any:
+    return train(**options)
+
+
+def alone(**options: Any) -> Any:
+    """The numbers of one rank without sharding, computed once."""
+    key = repr(sorted(options.items()))
+    if key not in _alone:
+        _alone[key] = run(1, strategy="no_shard", **options)
+    return _alone[key]
+
+
+CELLS = [
+    pytest.param(world, strategy, transport, id=f"{world}-{strategy}-{transport}")
+    for world in WORLDS
+    for strategy in STRATEGIES
+    for transport in ("shm", "c10d")
+    if world > 1 or transport == "shm"
+]
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize(("world", "strategy", "transport"), CELLS)
+def test_any_cell_has_the_numbers_of_one_rank(world: int, strategy: str, transport: str) -> None:
+    more = {"transport": transport} if world > 1 else {}
+    assert run(world, strategy=strategy, **more) == alone()
+
+
+@pytest.mark.parametrize("micro_batches", [4, 5, 7])
+def test_ranks_may_have_one_more_than_others(micro_batches: int) -> None:
+    expected = alone(micro_batches=micro_batches)
+    for world in (2, 3, 4):
+        assert run(world, micro_batches=micro_batches) == expected
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("optimizer", ["adamw 8 bit", "torch's momentum", "muon"])
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_optimizers(optimizer: str, world: int, strategy: str) -> None:
+    assert run(world, strategy=strategy, optimizer=optimizer) == alone(optimizer=optimizer)
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("full_shard", 3), ("no_shard", 2)])
+def test_mixed_precision(strategy: str, world: int) -> None:
+    assert run(world, strategy=strategy, bf16=True) == alone(bf16=True)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    ("strategy", "per_host"),
+    [
+        ("full_shard", 2),
+        ("hybrid_shard", 2),
+        ("hybrid_shard_zero2", 2),
+        ("hybrid_full", 2),
+        ("zero1", 1),
+    ],
+)
+def test_hosts(strategy: str, per_host: int) -> None:
+    assert run(4, strategy=strategy, per_host=per_host) == alone()
+
+
+def test_the_sum_is_that_of_a_tree() -> None:
+    """What plain PyTorch gives, added in the same order."""
+    fork_ranks(compare_with_plain_sums, 3, timeout=60, check=True)
+
+
+def compare_with_plain_sums() -> None:
+    model = make(5)
+    for index in model.micro_batches(0):
+        loss_of(model, 0, index).backward()
+    torch.manual_seed(0)
+    plain = Model().eval()
+    model.zero_grad()
+    model.eval()
+    for index in model.micro_batches(0):
+        loss_of(model, 0, index).backward()
+    leaves = []
+    for index in range(5):
+        plain.zero_grad()
+        loss_of(plain, 0, index).backward()
+        leaves.append(
+            {n: p.grad.clone() for n, p in plain.named_parameters() if p.grad is not None}
+        )
+    with FSDP.summon_full_params(model, with_grads=True):
+        for name, param in model.named_parameters():
+            a, b, c, d, e = (each.get(name, torch.zeros(())) for each in leaves)
+            total = (((a + b) + (c + d)) + e) * (1 / 5)
+            assert (param.grad is None) == (name.startswith("never")), name
+            if param.grad is not None:
+                assert torch.equal(param.grad, total.expand_as(param.grad)), name

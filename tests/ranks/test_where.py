@@ -1,0 +1,447 @@
+"""An error of ranks that wait or diverged ends with a line for each rank: where its script is.
+
+A rank that hangs is named too, wherever it hangs; and nothing is looked up while nothing fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from nursery import fork_ranks
+from scenarios import WIDTH, floats, loss_of
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import zshard
+from zshard import FSDP, _core
+from zshard.ranks import agreement, where
+from zshard.units.units import state_of
+
+TIMEOUT = 3.0
+FILE = Path(__file__)
+
+
+def line_of(mark: str) -> str:
+    """Return the place of the one line of this file that ends with the comment `mark`."""
+    numbers = [i for i, line in enumerate(FILE.read_text().splitlines(), 1) if line.endswith(mark)]
+    assert len(numbers) == 1, mark
+    return f"ranks/{FILE.name}:{numbers[0]} "
+
+
+def lines_in(text: str) -> dict[str, str]:
+    """Return the lines of an error, by rank."""
+    return dict(re.findall(r"^  (ranks? [-\d, ]+): (.*)$", text, re.MULTILINE))
+
+
+def wrap(transport: str, timeout: float) -> Any:
+    """Return a model with two units, whose forwards are torch's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 5), nn.Linear(5, 3))
+    return FSDP(model, transport=transport, timeout=timeout, auto_wrap_policy={nn.Linear})
+
+
+def wrapped(transport: str) -> Any:
+    """Return a model and its optimizer after two steps."""
+    if transport == "hosts":
+        os.environ["ZSHARD_HOST"] = f"host {int(os.environ['RANK']) // 2}"
+    model = wrap(transport, TIMEOUT)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(2):
+        loss_of(model(floats(dist.get_rank(), step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def text_of(action: Any) -> str:
+    try:
+        action()
+    except (zshard.DivergenceError, zshard.PeerTimeoutError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+# --- ranks that diverged --------------------------------------------------------------------------
+
+
+def diverges(transport: str) -> str:
+    model, _ = wrapped(transport)
+    loss_of(model(floats(dist.get_rank()))).backward()
+
+    def continues() -> None:
+        if dist.get_rank() == 0:
+            model.clip_grad_norm_(1.0)  # clips
+        else:
+            loss_of(model(floats(1))).backward()  # trains
+
+    return text_of(continues)
+
+
+@pytest.mark.parametrize(("transport", "world"), [("shm", 3), ("c10d", 3), ("hosts", 4)])
+def test_ranks_that_diverged_are_on_different_lines(transport: str, world: int) -> None:
+    for result in fork_ranks(diverges, world, transport, check=True):
+        assert result.value.startswith("DivergenceError: ")
+        lines = lines_in(result.value)
+        first, others = lines.pop("rank 0"), lines.pop(f"ranks 1-{world - 1}")
+        assert not lines
+        assert first.startswith(line_of("# clips")) and ", in clip_grad_norm_(), step 2" in first
+        assert others.startswith(line_of("# trains")) and "ward, step 2" in others
+
+
+def saves_another(transport: str, folder: str) -> str:
+    model, _ = wrapped(transport)
+    if dist.get_rank() == 0:
+        return text_of(lambda: zshard.save(folder, model))  # saves
+    return text_of(lambda: model.state_dict())  # reads
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_different_calls_are_named(tmp_path: Path, transport: str) -> None:
+    for result in fork_ranks(saves_another, 2, transport, str(tmp_path / "saved"), check=True):
+        lines = lines_in(result.value)
+        assert lines["rank 0"].startswith(line_of("# saves")) and "save()" in lines["rank 0"]
+        assert lines["rank 1"].startswith(line_of("# reads"))
+
+
+def steps_alone(transport: str) -> str:
+    model, optimizer = wrapped(transport)
+    loss_of(model(floats(dist.get_rank()))).backward()
+    if dist.get_rank() == 1:
+        optimizer.step()
+    return text_of(lambda: loss_of(model(floats(0))).backward())  # out of step
+
+
+@pytest.mark.parametrize(("transport", "world"), [("shm", 2), ("c10d", 2), ("hosts", 4)])
+def test_ranks_out_of_step(transport: str, world: int) -> None:
+    for result in fork_ranks(steps_alone, world, transport, check=True):
+        assert "out of step" in result.value
+        lines = lines_in(result.value)
+        assert len(lines) == (2 if world == 2 else 3)
+        assert all(line.startswith(line_of("# out of step")) for line in lines.values())
+        assert ", step 2" in lines["rank 0"] and ", step 3" in lines["rank 1"]
+
+
+def holds_a_gradient(transport: str) -> str:
+    model, optimizer = wrapped(transport)
+    loss_of(model(floats(dist.get_rank()))).backward()
+    if dist.get_rank() == 0:
+        optimizer.zero_grad()
+    return text_of(lambda: loss_of(model(floats(0))).backward())  # a second backward
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_failure_within_backward(transport: str) -> None:
+    for result in fork_ranks(holds_a_gradient, 2, transport, check=True):
+        assert "zero_grad() was called on one of them only" in result.value
+        for line in lines_in(result.value).values():
+            assert line.startswith(line_of("# a second backward")) and ", in backward" in line
+
+
+def differs(transport: str) -> str:
+    comm = state_of(wrap(transport, 60.0)).comms.all
+    return text_of(lambda: agreement.check_agreement(comm, [("it", str(comm.rank))]))  # agrees
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_errors_that_python_raises_have_the_lines_too(transport: str) -> None:
+    for result in fork_ranks(differs, 2, transport, check=True):
+        lines = lines_in(result.value)
+        assert len(lines) in (1, 2)
+        assert all(line.startswith(line_of("# agrees")) for line in lines.values())
+
+
+# --- a rank that hangs ----------------------------------------------------------------------------
+
+SECONDS = 12.0  # longer than any wait here
+
+
+class SlowData(Dataset[int]):
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(SECONDS)
+        return index
+
+
+def sleeps() -> None:
+    time.sleep(SECONDS)  # sleeps
+
+
+def waits_for_a_lock() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire(timeout=SECONDS)  # waits for a lock
+
+
+def loops() -> None:
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:  # loops
+        pass  # loops
+
+
+def waits_for_data() -> None:
+    for _ in DataLoader(SlowData(), num_workers=1):  # waits for data
+        pass
+
+
+def is_in_a_barrier() -> None:
+    dist.barrier()  # is in a barrier
+
+
+HANGS = (sleeps, waits_for_a_lock, waits_for_data, is_in_a_barrier)
+
+
+def hangs(transport: str, hang: Any) -> str:
+    model, _ = wrapped(transport)
+    if dist.get_rank() == 1:
+        hang()
+        os._exit(0)
+    text = text_of(lambda: loss_of(model(floats(0))).backward())  # waits for the other
+    if hang is is_in_a_barrier:
+        dist.barrier()
+    return text
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("hang", HANGS, ids=lambda hang: hang.__name__)
+def test_rank_that_hangs_is_named_with_its_line(transport: str, hang: Any) -> None:
+    result = fork_ranks(hangs, 2, transport, hang, timeout=30)[0]
+    assert result.value is not None, result.stderr
+    assert result.value.startswith("PeerTimeoutError: ")
+    lines = lines_in(result.value)
+    assert lines["rank 0"].startswith(line_of("# waits for the other"))
+    mark = f"# {hang.__name__.replace('_', ' ')}"
+    assert lines["rank 1"].startswith(line_of(mark)) and ", step 2" in lines["rank 1"]
+
+
+def test_endless_loop_is_named() -> None:
+    result = fork_ranks(hangs, 2, "shm", loops, timeout=30)[0]
+    assert " in loops(), step 2" in lines_in(result.value)["rank 1"]
+
+
+def holds_the_lock_of_python() -> None:
+    ctypes.PyDLL(None).sleep(int(SECONDS))
+
+
+def is_stopped() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("hang", [holds_the_lock_of_python, is_stopped])
+@pytest.mark.sampled(2)
+def test_rank_that_cannot_answer(transport: str, hang: Any) -> None:
+    result = fork_ranks(hangs, 2, transport, hang, timeout=12)[0]
+    assert result.value is not None, result.stderr
+    assert lines_in(result.value)["rank 1"].startswith("no answer (its Python interpreter is busy")
+
+
+def exits_meanwhile() -> str:
+    """Ranks 0 and 1 diverge; rank 2 has exited."""
+    model, _ = wrapped("shm")
+    if dist.get_rank() == 2:
+        os._exit(0)
+    time.sleep(0.5)
+    try:
+        loss_of(model(floats(0))).backward()
+    except zshard.PeerError as error:
+        return str(error)
+    return ""
+
+
+def test_dead_rank_remains_a_peer_error() -> None:
+    for result in fork_ranks(exits_meanwhile, 3)[:2]:
+        assert "rank 2 (pid " in result.value and not lines_in(result.value)
+
+
+def waits_ten_seconds(transport: str) -> bool:
+    model, _ = wrapped(transport)
+    model = wrap(transport, 60.0)
+    if dist.get_rank() == 1:
+        time.sleep(11)  # is late
+    loss_of(model(floats(0))).backward()
+    return True
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_line_on_stderr_after_ten_seconds(transport: str) -> None:
+    first, second = fork_ranks(waits_ten_seconds, 2, transport, check=True)
+    text = first.stderr[first.stderr.index("zshard: rank 0 has been waiting 10 s") :]
+    assert lines_in(text)["rank 1"].startswith(line_of("# is late"))
+    assert "zshard:" not in second.stderr
+
+
+def leaves_join() -> str:
+    model, optimizer = wrapped("shm")
+    text = ""
+    with contextlib.suppress(ValueError), model.join(optimizer):
+        if dist.get_rank() == 1:
+            raise ValueError
+        text = text_of(lambda: model(floats(0)))  # stays in join
+        raise ValueError
+    return text
+
+
+def test_rank_that_leaves_join() -> None:
+    lines = lines_in(fork_ranks(leaves_join, 2, check=True)[0].value)
+    assert lines["rank 0"].startswith(line_of("# stays in join")) and "rank 1" in lines
+
+
+# --- which line it is -----------------------------------------------------------------------------
+
+
+def in_a_thread(transport: str) -> str:
+    texts: list[str] = []
+
+    def trains() -> None:
+        model, _ = wrapped(transport)
+        if dist.get_rank() == 1:
+            time.sleep(SECONDS)  # in a thread
+        texts.append(text_of(lambda: loss_of(model(floats(0))).backward()))  # waits in a thread
+
+    thread = threading.Thread(target=trains, daemon=True)
+    thread.start()
+    thread.join(8)
+    return texts[0] if texts else ""
+
+
+def test_script_that_trains_in_a_thread() -> None:
+    lines = lines_in(fork_ranks(in_a_thread, 2, "shm")[0].value)
+    assert lines["rank 0"].startswith(line_of("# waits in a thread"))
+    assert lines["rank 1"].startswith(line_of("# in a thread"))
+
+
+def in_a_hook(transport: str) -> str:
+    model, _ = wrapped(transport)
+
+    def hook(grad: torch.Tensor) -> None:
+        if dist.get_rank() == 1:
+            time.sleep(SECONDS)  # in a hook
+
+    x = floats(0).requires_grad_()
+    output = model(x)
+    output.register_hook(hook)
+    text = text_of(lambda: loss_of(output).backward())
+    os._exit(0) if dist.get_rank() == 1 else None
+    return text
+
+
+def test_hook_of_a_backward() -> None:
+    lines = lines_in(fork_ranks(in_a_hook, 2, "shm")[0].value)
+    assert lines["rank 1"].startswith(line_of("# in a hook"))
+
+
+SCRIPT = """
+import time, torch, torch.distributed as dist
+from zshard import FSDP
+model = FSDP(torch.nn.Linear(3, 3), transport="{transport}", timeout=2.0)
+if dist.get_rank() == 1:
+    time.sleep(6)
+try:
+    model(torch.ones(2, 3)).sum().backward()
+except TimeoutError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("name", ["train.py", "läuft.py", f"{'lang' * 50}.py", b"\xff\xfe.py"])
+@pytest.mark.sampled(3)
+def test_scripts_file(tmp_path: Path, transport: str, name: str | bytes) -> None:
+    path = tmp_path / os.fsdecode(name)
+    path.write_text(SCRIPT.format(transport=transport))
+    first = fork_ranks(str(path), 2)[0]
+    lines = lines_in(first.stdout)
+    assert lines["rank 0"].partition(",")[0].endswith(".py:8"), first.stderr
+    assert lines["rank 1"].partition(",")[0].endswith(".py:6")
+    assert len(lines["rank 0"]) < 160
+    if name == "läuft.py":
+        assert f"/{name}:8" in lines["rank 0"]
+
+
+class Looks(nn.Module):
+    def forward(self, x: torch.Tensor) -> str:
+        return where.here()  # looks
+
+
+# --- the text -------------------------------------------------------------------------------------
+
+
+def test_this_line_is_found_and_libraries_are_not() -> None:
+    assert where.here().startswith(line_of("# found"))  # found
+    found = torch.nn.Sequential(Looks())(torch.ones(1))  # through a module of torch
+    assert found.startswith(line_of("# looks"))
+    reached = functools.reduce(lambda a, b: where.here(), [1, 2])  # through a callback
+    assert reached.startswith(line_of("# through a callback"))
+
+
+def test_nothing_keeps_the_frames() -> None:
+    import gc
+    import weakref
+
+    class Held:
+        pass
+
+    def look() -> weakref.ref[Held]:
+        held = Held()
+        where.here()
+        where.script()
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        assert look()() is None
+    finally:
+        gc.enable()
+
+
+def test_line_always_fits() -> None:
+    code = compile("here()", "/" + "ü" * 300 + "/" + "é" * 300 + ".py", "exec")
+    lines: list[str] = []
+    exec(code, {"here": lambda: lines.append(where._line_of(sys._getframe(1)))})
+    assert len(lines[0].encode()) < 320
+
+
+def looks(transport: str) -> int:
+    """Return how often a line is looked up in steps without a failure."""
+    model, _ = wrapped(transport)
+    count = 0
+
+    def counted(*_: Any) -> str:
+        nonlocal count
+        count += 1
+        return ""
+
+    where.here = where.script = counted
+    for step in range(3):
+        if dist.get_rank() == step:
+            time.sleep(0.7)
+        loss_of(model(floats(0, step))).backward()
+    return count
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_nothing_is_looked_up_while_nothing_fails(transport: str) -> None:
+    assert [each.value for each in fork_ranks(looks, 2, transport, check=True)] == [0, 0]
+
+
+def test_position_without_a_model() -> None:
+    call, run, steps, unit = _core.position()
+    assert call == run == "" and isinstance(steps, int) and isinstance(unit, str)
+    with agreement.PublicCall("save()"):
+        assert _core.position()[0] == "save()"

@@ -1,0 +1,257 @@
+"""deterministic="any-world": the same bits for any number of ranks.
+
+A step is a fixed number of micro-batches, each with a forward and a backward of its own. The ranks
+divide them into runs, and the core adds their gradients in one order (csrc/base/tree.h). This file
+has the other half: which micro-batches a rank computes, on which samples, from which random
+numbers, and what would make results depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Sampler
+
+from zshard import _core
+from zshard.units.units import Options, is_unit, state_of
+
+NAME = "any-world"
+_is_used = False
+_SUPPORTED = ("self", "shm", "c10d")  # transports that carry several gradients in a round
+
+
+def micro_batches_of(deterministic: str | None, micro_batches: int | None) -> int:
+    """Parse FSDP()'s two arguments: the number of micro-batches in a step, or 0 if results may
+    depend on the number of ranks. Raises ValueError or TypeError."""
+    if deterministic not in (None, NAME):
+        raise ValueError(f"deterministic must be {NAME!r} or None, got {deterministic!r}")
+    if micro_batches is None and deterministic is None:
+        return 0
+    if micro_batches is None or deterministic is None:
+        lacks = "micro_batches=..." if micro_batches is None else f"deterministic={NAME!r}"
+        raise ValueError(
+            f"deterministic={NAME!r} and micro_batches belong together: pass {lacks}, too"
+        )
+    if not isinstance(micro_batches, int) or isinstance(micro_batches, bool):
+        raise TypeError(f"micro_batches must be an int, got {micro_batches!r}")
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches must be at least 1, got {micro_batches}")
+    return micro_batches
+
+
+def check_any_world(
+    module: nn.Module, options: Sequence[Options], inner: Iterable[Options], device: str
+) -> None:
+    """Raise NotImplementedError or ValueError if results of the model would depend on the number
+    of ranks all the same. options: of its units; inner: of units of earlier calls."""
+    count = options[-1].micro_batches
+    if any(each.micro_batches != count for each in inner):
+        raise ValueError(
+            "a unit of the model was sharded by another FSDP() call with another micro_batches: "
+            "pass the same deterministic and micro_batches to all FSDP() calls of a model"
+        )
+    if count == 0:
+        return
+    if device != "cpu":
+        raise NotImplementedError(f"deterministic={NAME!r} is not supported on GPUs: omit it")
+    if options[-1].wire.codes != (0, 0):
+        raise ValueError(f"deterministic={NAME!r} does not allow wire=: omit one of them")
+    wire = next((each.precision.wire for each in options if each.precision.wire is not None), None)
+    if wire not in (None, torch.float32, torch.float64):
+        raise ValueError(
+            f"deterministic={NAME!r} adds gradients in float32: omit reduce_dtype={wire}"
+        )
+    for name, param in module.named_parameters():
+        if param.requires_grad and param.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                f"deterministic={NAME!r} needs parameters in float32, but '{name}' has "
+                f"{param.dtype}: convert the model, and pass "
+                f"mixed_precision=MixedPrecision({param.dtype}) to compute in that dtype"
+            )
+
+
+def check_transport(comm: _core.Comm, asked: object) -> None:
+    """Raise NotImplementedError for a transport that adds gradients within hosts first."""
+    if comm.transport not in _SUPPORTED:
+        raise NotImplementedError(
+            f"deterministic={NAME!r} is not supported by transport={asked!r}: between hosts, pass "
+            "transport='c10d'"
+        )
+
+
+def is_any_world() -> bool:
+    """Return whether this process has sharded a model with deterministic="any-world". Then all
+    norms are independent of the number of ranks, also those of gradients that are not sharded."""
+    return _is_used
+
+
+def use_any_world() -> None:
+    """Note that it has."""
+    global _is_used
+    _is_used = True
+
+
+def watch_buffers(module: nn.Module) -> None:
+    """Raise RuntimeError at the end of a training forward that has changed buffers: a rank would
+    change them as often as it has micro-batches."""
+    before = [(name, buffer, buffer._version) for name, buffer in module.named_buffers()]
+
+    def check(*_: object) -> None:
+        for i, (name, buffer, version) in enumerate(before):
+            if buffer._version == version:
+                continue
+            if torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"buffer '{name}' was changed in a training forward, so its values depend on "
+                    f"the number of ranks: with deterministic={NAME!r}, put BatchNorm into eval() "
+                    "mode, or use GroupNorm or LayerNorm instead"
+                )
+            before[i] = (name, buffer, buffer._version)
+
+    def look(*_: object) -> None:  # a script may have loaded buffers since
+        before[:] = [(name, buffer, buffer._version) for name, buffer, _ in before]
+
+    if before:
+        module.register_forward_pre_hook(look)
+        module.register_forward_hook(check)
+
+
+def run_of(micro_batches: int, rank: int, world: int) -> list[int]:
+    """Return the micro-batches that a rank computes in a step, in order. All ranks compute equally
+    many; where they do not divide evenly, some ranks compute their first one twice."""
+    share, rest = divmod(micro_batches, world)
+    begin = rank * share + min(rank, rest)
+    run = list(range(begin, begin + share + (rank < rest)))
+    return [begin] * (share + (rest > 0) - len(run)) + run
+
+
+def micro_batches_in(model: nn.Module, step: int, seed: int) -> Iterator[int]:
+    """See FSDP.micro_batches()."""
+    state = state_of(model)
+    count = state.options.micro_batches
+    if count == 0:
+        raise RuntimeError(
+            f"micro_batches() needs FSDP(model, deterministic={NAME!r}, micro_batches=...)"
+        )
+    if state.unit.name:
+        raise ValueError(
+            f"micro_batches() was called on unit '{state.unit.name}': call it on the outermost "
+            "sharded module"
+        )
+    comm, engine = state.comms.all, state.unit.engine
+    engine.restart_step()
+    for index in run_of(count, comm.rank, comm.world):
+        _seed(seed, step, index)
+        engine.begin_leaf()
+        yield index
+        if not engine.leaf_is_done():
+            engine.restart_step()
+            raise RuntimeError(
+                f"micro-batch {index} of step {step} had no backward, or a failed one: begin the "
+                "step anew on all ranks, with model.micro_batches(step)"
+            )
+    _seed(seed, step, count)
+
+
+def _seed(*numbers: int) -> None:
+    """Seed the random number generators of this process: torch's, Python's, and NumPy's if it is
+    imported."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    number = int.from_bytes(digest, "little") >> 1
+    torch.manual_seed(number)
+    random.seed(number)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(number % 2**32)
+
+
+class MicroBatchSampler(Sampler[list[int]]):
+    """The samples of this rank's micro-batches: DataLoader(dataset, batch_sampler=sampler).
+
+    It never ends: each pass over the data set has an order of its own, which depends on `seed` and
+    not on the number of ranks. What does not fill a step at the end of a pass is left out.
+
+    Args:
+        model: FSDP(model, deterministic="any-world", micro_batches=...).
+        n_samples: the length of the data set.
+        batch_size: samples in a micro-batch.
+        shuffle: draw a new order in each pass. Default: True.
+        seed: of these orders. Default: 0.
+
+    Attributes:
+        step: where iter() begins: set it before, when a run continues.
+
+    Raises TypeError for another model; ValueError if the data set has fewer samples than a step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        n_samples: int,
+        batch_size: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        if not is_unit(model) or state_of(model).options.micro_batches == 0:
+            raise TypeError(
+                f"MicroBatchSampler() needs FSDP(model, deterministic={NAME!r}, micro_batches=...)"
+            )
+        state = state_of(model)
+        count, comm = state.options.micro_batches, state.comms.all
+        if batch_size < 1 or n_samples < count * batch_size:
+            raise ValueError(
+                f"a data set of {n_samples} samples has no step of {count} micro-batches of "
+                f"{batch_size}: use a smaller batch_size or fewer micro_batches"
+            )
+        self.step = 0
+        self._size, self._shuffle, self._seed = batch_size, shuffle, seed
+        self._n_samples, self._count = n_samples, count
+        self._run = run_of(count, comm.rank, comm.world)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        steps = self._n_samples // (self._count * self._size)
+        step, epoch, order = self.step, -1, torch.empty(0)
+        while True:
+            if step // steps != epoch:
+                epoch = step // steps
+                order = self._order(epoch)
+            first = step % steps * self._count
+            for index in self._run:
+                begin = (first + index) * self._size
+                yield order[begin : begin + self._size].tolist()
+            step += 1
+
+    def _order(self, epoch: int) -> torch.Tensor:
+        if not self._shuffle:
+            return torch.arange(self._n_samples)
+        generator = torch.Generator().manual_seed(self._seed + epoch)
+        return torch.randperm(self._n_samples, generator=generator)
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def facts_of_run(model: nn.Module) -> dict[str, Any]:
+    """Return what a checkpoint of such a model records, and a run that continues it must have;
+    empty for other models."""
+    count = state_of(model).options.micro_batches if is_unit(model) else 0
+    return {"micro_batches": count, "threads": torch.get_num_threads()} if count else {}
+
+
+def check_continues(model: nn.Module, saved: dict[str, Any], path: str) -> None:
+    """Raise ValueError if the model was saved by a run whose bits this one would not repeat."""
+    ours = facts_of_run(model)
+    if not ours or not saved or ours == saved:
+        return
+    name = next(name for name in ours if ours[name] != saved.get(name))
+    how = "micro_batches" if name == "micro_batches" else "OMP_NUM_THREADS"
+    raise ValueError(
+        f"'{path}' was saved with {how}={saved.get(name)}, but this run has {how}={ours[name]}: "
+        f"start it with {how}={saved.get(name)}, or without deterministic={NAME!r}"
+    )
