@@ -18,7 +18,7 @@ from zshard import bitsandbytes as _bitsandbytes  # noqa: F401 - these register 
 from zshard import peft as _peft  # noqa: F401
 from zshard import transformers as _transformers  # noqa: F401
 from zshard._core import CudaError, DivergenceError, NcclError, PeerError, PeerTimeoutError
-from zshard._errors import CheckpointError, KeeperError, ShardError
+from zshard._errors import CheckpointError, KeeperError, NonFiniteError, ShardError
 from zshard._version import __version__ as __version__
 from zshard.any_world import MicroBatchSampler
 from zshard.checkpoint.folder import latest_checkpoint
@@ -70,6 +70,7 @@ __all__ = [
     "Muon",
     "NcclError",
     "NcclOptions",
+    "NonFiniteError",
     "Offload",
     "PeerError",
     "PeerTimeoutError",

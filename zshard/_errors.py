@@ -20,6 +20,11 @@ class KeeperError(ConnectionError):
     what to do."""
 
 
+class NonFiniteError(FloatingPointError):
+    """A gradient is infinite or NaN, and FSDP(nonfinite="raise") refused the step on all ranks. The
+    message names the parameter and, where known, the rank that it comes from."""
+
+
 class ShardError(RuntimeError):
     """An operation needs the full tensor but got this rank's shard of it. The message names the
     parameter and what to write."""

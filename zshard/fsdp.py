@@ -25,6 +25,7 @@ from zshard.model.methods import ModelMethods
 from zshard.model.shard_model import MADE, FsdpSettings, refuse_half, shard_model
 from zshard.model.summon import own_unit_as_on_rank_0
 from zshard.offload import offload_of, offload_on
+from zshard.optim.step_guard import OnNonfinite, checks_of
 from zshard.options import (
     CPUOffloadLike,
     DeviceLike,
@@ -173,6 +174,18 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
             in forwards with gradients, as DDP does it (not after a forward within no_sync()), so
             that one rank may evaluate alone. Default: False; "training" in trainers' adapters.
 
+    Checks before each optimizer step, on CPU ranks (not with optimizer_in_backward):
+
+        nonfinite: what all ranks do together if a gradient is infinite or NaN on any of them.
+            "raise": NonFiniteError, before anything is updated. "skip": the step changes nothing,
+            with a warning the first time. Both name the first such parameter, and the ranks that
+            it comes from unless the script has changed gradients itself. A GradScaler's own skip
+            comes first. Costs an exchange of one number. Default: None, not checked.
+        check_replicas: compare, every so many steps, checksums of equal values that ranks hold:
+            parameters under "no_shard" and between the replicas of a hybrid strategy, and buffers
+            but for those that every rank has changed. DivergenceError names the rank and the
+            parameter. Default: 0, never.
+
     Reproducibility:
 
         deterministic: "any-world": the same bits for any number of ranks, transport and strategy.
@@ -229,6 +242,8 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         memory_limit: int | str | None = "auto",
         keep_gathered: bool | int | str = "auto",
         device_ids: Sequence[DeviceLike] | None = None,
+        nonfinite: OnNonfinite = None,
+        check_replicas: int = 0,
         deterministic: str | None = None,
         micro_batches: int | None = None,
     ) -> Wrapped[_M]:
@@ -256,13 +271,14 @@ class FSDP(Fsdp1Methods, ModelMethods, TorchNames):
         check_environment(options)
         check_values(param_init_fn, forward_sync_buffers)
         limit = parse_limit(memory_limit)
+        checks = checks_of(nonfinite, check_replicas)
         options = options._replace(keep=parse_keep(keep_gathered, limit))
         ignored = split_ignored(ignored_modules, ignored_states)
         specs = plan_units(module, auto_wrap_policy, *ignored)
         planned = [(spec, unit_options(spec, options)) for spec in specs]
         settings = FsdpSettings(
             *(device, process_group, device_mesh, transport, timeout, param_init_fn),
-            *(sync_module_states, forward_sync_buffers, ignored[0], limit),
+            *(sync_module_states, forward_sync_buffers, ignored[0], limit, checks),
         )
         shard_model(FSDP, module, planned, settings)
         return cast("Wrapped[_M]", module)

@@ -19,6 +19,7 @@ void zs_comm_release(zs_comm *comm)
     if (comm == NULL) return;
     if (!zs_refs_drop(&comm->refs)) return;
     zs_comm_close(comm);
+    zs_comm_release(comm->near);
     zs_comm_set_others(comm, NULL);
     comm->ops->destroy(comm);
 }
@@ -32,6 +33,14 @@ bool zs_comm_interrupted(void)
 {
     bool (*hook)(void) = atomic_load(&wait_hook);
     return hook != NULL && hook();
+}
+
+void zs_comm_set_near(zs_comm *comm, zs_comm *near)
+{
+    if (near == comm || near == comm->near || !zs_comm_shares_memory(near) || comm->ops->mapped) return;
+    zs_comm_release(comm->near);
+    comm->near = zs_comm_retain(near);
+    near->patience = 10; /* longer than an unreachable store, and a rank that may still exit, keep c10d waiting */
 }
 
 bool zs_comm_shares_memory(const zs_comm *comm)

@@ -202,6 +202,8 @@ struct zs_comm {
     int per_host;               /* neighboring ranks share a host, this many on each; 0: all share one */
     const zs_device *device;    /* of flats and buckets */
     double timeout;             /* seconds that one wait may take */
+    double patience;            /* (mapped) and so many more, see zs_comm_set_near */
+    zs_comm *near;              /* learns why this one is lost, NULL: none; counted reference */
     char *lost;                 /* (c10d) why calls now fail, NULL: they do not; owned */
     uint64_t reading;           /* (not mapped) the purpose of gathers, see zs_reading_encode */
     _Atomic bool waiting;       /* (c10d) for peers to reach a collective; any thread may read it */

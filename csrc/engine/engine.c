@@ -106,6 +106,7 @@ zs_status zs_engine_make(const zs_ranks *ranks, const char *name, const zs_engin
     engine->history.window = engine->history.load_number = 1;
     zs_keep_gathered_set(engine, 0, false);
     retain_ranks(ranks);
+    zs_comm_set_near(ranks->all, ranks->shard_group);
     zs_status status = ZS_OK;
     ZS_TRY_GOTO(status, find_shards(engine), fail);
     ZS_TRY_GOTO(status, zs_arena_new(ranks->all->device, &engine->context.arena), fail);

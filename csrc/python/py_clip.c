@@ -4,6 +4,9 @@
  * the squares (reduce/squares.h), and the step multiplies by the factor (device/pending.h). */
 #include "python/py_util.h"
 
+#include <math.h>
+#include <stdlib.h>
+
 #include "device/pending.h"
 #include "optim/optim.h"
 #include "pager/pager.h"
@@ -128,6 +131,80 @@ static PyObject *squares_value(PyObject *module, PyObject *list)
     return PyFloat_FromDouble(zs_exact_value(numbers));
 }
 
+/* --- finite gradients --------------------------------------------------------------------------------------------- */
+
+/* Clears *finite if an element, times the factor that waits for it, is infinite or NaN. */
+static zs_status look_at_tensor(PyObject *object, bool *finite)
+{
+    zs_tensor *tensor;
+    ZS_TRY(zs_py_tensor(object, &tensor));
+    const float factor = zs_pending_of(zs_tensor_mem(tensor));
+    zs_tensor_info info;
+    zs_numbers numbers = {0};
+    zs_exact sum = {0};
+    if (fabsf(factor) > 1) zs_pending_settle(zs_tensor_mem(tensor));
+    zs_status status = zs_tensor_describe(tensor, &info);
+    if (status == ZS_OK && (info.where.type != ZS_ON_CPU || !info.contiguous || info.dtype == ZS_BYTES))
+        status = ZS_FAIL(ZS_ERR_TYPE, "finite() expects contiguous floating-point tensors on the CPU");
+    if (status == ZS_OK && info.numel > 0) status = zs_tensor_data(tensor, &numbers.data);
+    numbers.numel = info.numel;
+    numbers.dtype = info.dtype;
+    if (status == ZS_OK && info.numel > 0) status = square_memory(&numbers, &sum);
+    zs_tensor_free(tensor);
+    *finite = *finite && isfinite(factor) && isfinite(sum.beyond);
+    return status;
+}
+
+/* Looks at flats whose sums over the ranks show it, and at the other tensors until one is not finite. */
+static zs_status look_at_all(grad_list *list, bool *finite)
+{
+    for (int64_t k = 0; k < list->chosen.n; k++) {
+        zs_chosen_flat *chosen = &list->chosen.flats[k];
+        chosen->done = zs_chosen_is_finite(chosen);
+        ZS_TRY(zs_squares_ask(&chosen->unit->flats[chosen->flat]));
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list->objects) && *finite; i++) {
+        bool done = list->at[i] >= 0 && list->chosen.flats[list->at[i]].done;
+        if (!done) ZS_TRY(look_at_tensor(PyList_GET_ITEM(list->objects, i), finite));
+    }
+    return ZS_OK;
+}
+
+PyDoc_STRVAR(finite_doc,
+             "finite($module, tensors, /)\n--\n\nWhether the squares of all elements of a list of contiguous CPU "
+             "tensors, such as gradients, are finite. Without a\npass over gradients that are as their sum over the "
+             "ranks was, but for clipping. Raises TypeError for other tensors.");
+
+static PyObject *are_all_finite(PyObject *module, PyObject *objects)
+{
+    grad_list list;
+    bool finite = true;
+    if (!PyList_Check(objects)) return PyErr_Format(PyExc_TypeError, "finite() expects a list of tensors");
+    zs_clear_error();
+    zs_status status = find_flats(objects, &list);
+    ZS_THEN(status, look_at_all(&list, &finite));
+    free_list(&list);
+    return status == ZS_OK ? PyBool_FromLong(finite) : zs_py_raise(module);
+}
+
+PyDoc_STRVAR(expect_norms_doc, "expect_norms($module, units, /)\n--\n\nTake the squares of gradients from the next "
+                               "backward on, as if their norm or finite() had been asked for.");
+
+static PyObject *expect_norms(PyObject *module, PyObject *list)
+{
+    size_t n;
+    zs_unit **units = zs_py_units(list, &n);
+    if (units == NULL) return NULL;
+    zs_clear_error();
+    zs_status status = ZS_OK;
+    for (size_t k = 0; k < n; k++)
+        for (int f = 0; f < units[k]->n_flats; f++)
+            ZS_THEN(status, zs_squares_ask(&units[k]->flats[f]));
+    free(units);
+    if (status != ZS_OK) return zs_py_raise(module);
+    Py_RETURN_NONE;
+}
+
 /* --- clipping ----------------------------------------------------------------------------------------------------- */
 
 /* The tensors of the list whose flats are not scaled later, as a new list. */
@@ -201,6 +278,8 @@ static PyObject *bytes_passed(PyObject *module, PyObject *unused)
 static PyMethodDef functions[] = {
     {"bytes_passed", bytes_passed, METH_NOARGS, bytes_passed_doc},
     {"has_pending", has_pending, METH_NOARGS, has_pending_doc},
+    {"expect_norms", expect_norms, METH_O, expect_norms_doc},
+    {"finite", are_all_finite, METH_O, finite_doc},
     {"squares", squares, METH_O, squares_doc},
     {"squares_value", squares_value, METH_O, squares_value_doc},
     {"scale_later", scale_later, METH_VARARGS, scale_later_doc},

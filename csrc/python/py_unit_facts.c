@@ -153,6 +153,19 @@ static PyObject *were_trainable(const zs_unit *unit)
     return list;
 }
 
+/* Pairs of a parameter's index and the bitmap of ranks, for those whose last sum was not finite here. */
+static PyObject *nonfinite_of(const zs_unit *unit)
+{
+    PyObject *list = PyList_New(0);
+    for (int64_t i = 0; list != NULL && i < unit->n_params; i++) {
+        if (!unit->params[i].nonfinite) continue;
+        PyObject *pair = Py_BuildValue("(LK)", (long long)i, (unsigned long long)unit->params[i].nonfinite_on);
+        if (pair == NULL || PyList_Append(list, pair) < 0) Py_CLEAR(list);
+        Py_XDECREF(pair);
+    }
+    return list;
+}
+
 /* The facts of a unit for Python. */
 typedef enum fact {
     NAME,
@@ -168,6 +181,7 @@ typedef enum fact {
     IS_HOOKED,
     N_PARAMS,
     SIZES,
+    NONFINITE,
     SYNC,
     ENGINE_ID,
     IS_RUNNING,
@@ -197,6 +211,7 @@ static PyObject *unit_fact(unit_object *self, void *which)
     case IS_HOOKED: return PyBool_FromLong(world > 1 || !record->is.fixed);
     case N_PARAMS: return PyLong_FromLongLong(unit->n_params);
     case SIZES: return sizes_of(unit);
+    case NONFINITE: return nonfinite_of(unit);
     case SYNC: return PyBool_FromLong(record->sync);
     case ENGINE_ID: return PyLong_FromVoidPtr(engine);
     case IS_RUNNING: return PyBool_FromLong(record->inside > 0);
@@ -225,6 +240,10 @@ PyGetSetDef zs_py_unit_getset[] = {
     FACT("is_hooked", IS_HOOKED, NULL, "Whether the unit takes part in forward and backward."),
     FACT("n_params", N_PARAMS, NULL, "Number of parameters."),
     FACT("bytes", SIZES, NULL, "Sizes in bytes: shard, full, bucket, grad."),
+    FACT(
+        "nonfinite", NONFINITE, NULL,
+        "Parameters whose last sum of gradients is not finite here, if its squares were taken: for each its index, and "
+        "a bitmap of the ranks whose own gradient is not (over 'hosts': of the first of each host)."),
     {"buffers", NULL, (setter)unit_set_buffers, "What tells the engine, as a pass begins, which buffers to broadcast.",
      NULL},
     FACT("sync", SYNC, unit_set_sync, "Whether the next backwards reduce gradients."),

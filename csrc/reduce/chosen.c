@@ -73,7 +73,8 @@ static bool has_one_name(const zs_chosen_flat *chosen)
     return zs_storage_users(chosen->unit->flats[chosen->flat].grads) == 1 + views;
 }
 
-bool zs_chosen_is_squared(const zs_chosen_flat *chosen)
+/* Are the gradients in the list those that count in the flat's squares? */
+static bool are_those_squared(const zs_chosen_flat *chosen)
 {
     const zs_unit *unit = chosen->unit;
     int64_t squared = 0;
@@ -83,7 +84,17 @@ bool zs_chosen_is_squared(const zs_chosen_flat *chosen)
         if (!param->chosen) return false;
         squared++;
     }
-    return !chosen->twice && squared == chosen->n && has_one_name(chosen) && zs_squares_hold(unit, chosen->flat);
+    return !chosen->twice && squared == chosen->n && has_one_name(chosen);
+}
+
+bool zs_chosen_is_squared(const zs_chosen_flat *chosen)
+{
+    return are_those_squared(chosen) && zs_squares_hold(chosen->unit, chosen->flat);
+}
+
+bool zs_chosen_is_finite(const zs_chosen_flat *chosen)
+{
+    return are_those_squared(chosen) && zs_squares_finite(chosen->unit, chosen->flat);
 }
 
 static bool can_wait(const zs_chosen_flat *chosen)

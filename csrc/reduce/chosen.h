@@ -30,6 +30,9 @@ zs_status zs_chosen_add(zs_chosen *all, const zs_tensor *grad, int64_t *at);
 /* Are the gradients in the list those whose squares the flat has? */
 bool zs_chosen_is_squared(const zs_chosen_flat *chosen);
 
+/* Does their sum over the ranks show that the gradients in the list, all of the flat's, are finite? */
+bool zs_chosen_is_finite(const zs_chosen_flat *chosen);
+
 /* Has these gradients multiplied later (device/pending.h) by a factor that is not 0, and gives them a new version.
  * False: that is not possible, as the flat's memory holds other gradients too, or has another name in a script. */
 bool zs_chosen_scale_later(const zs_chosen_flat *chosen, float factor);

@@ -12,6 +12,7 @@
 #include "unit/context.h"
 #include "unit/offload.h"
 
+#include <math.h>
 #include <string.h>
 
 typedef enum run_class { SKIP, SET, ADD } run_class; /* unused everywhere; first gradient; added to an earlier one */
@@ -32,6 +33,14 @@ typedef struct summing {
     zs_exact *squares; /* of the flat at hand; NULL: not asked for */
 } summing;
 
+/* Where this rank's shard of the sum goes. */
+static char *target_of(const summing *s, const zs_flat *flat)
+{
+    if (!s->unit->record.is.replicated) return flat->grad_mem->ptr;
+    char *bucket = zs_bucket_of(s->unit->record.round.out)->ptr; /* its own, for the peers to fetch from */
+    return bucket + flat->bucket_offset + (size_t)s->unit->shard * flat->wire_shard_bytes;
+}
+
 static zs_status sum_run(const summing *s, const zs_flat *flat, shard_run run)
 {
     if (run.class == SKIP || run.end <= run.begin) return ZS_OK;
@@ -44,12 +53,7 @@ static zs_status sum_run(const summing *s, const zs_flat *flat, shard_run run)
         size_t at = s->sources->at[flat->trainable_index] + (size_t)run.begin * zs_dtype_size(dtype);
         src[i] = base != NULL ? base + (size_t)(i % sections) * s->sources->section + at : NULL;
     }
-    char *target;
-    if (s->unit->record.is.replicated) /* the sum goes into this rank's own bucket, for the peers to fetch */
-        target = zs_bucket_of(s->unit->record.round.out)->ptr + flat->bucket_offset +
-                 (size_t)s->unit->shard * flat->wire_shard_bytes;
-    else
-        target = flat->grad_mem->ptr;
+    char *target = target_of(s, flat);
     zs_sum sum = {.src = src, .world = s->world * sections, .dtype = dtype, .scale = s->scale, .tree = tree};
     sum.per_host = s->sources->partial ? 0 : s->unit->context->ranks.all->per_host;
     sum.to = s->unit->record.is.replicated ? flat->wire : flat->dtype;
@@ -80,6 +84,56 @@ static run_class classify(const summing *s, int64_t i)
     return s->unit->params[i].has_grad && !s->unit->record.is.replicated ? ADD : SET;
 }
 
+static bool are_finite(const void *data, int64_t numel, zs_dtype dtype)
+{
+    zs_exact sum = {0};
+    zs_cpu_squares(&(zs_numbers){(void *)data, numel, dtype}, &sum);
+    return isfinite(sum.beyond);
+}
+
+/* Records whether this rank's share of parameter `i` is nonfinite now, and the ranks that made it so. */
+static void record_nonfinite(const summing *s, const zs_flat *flat, zs_param *param)
+{
+    const bool replicated = s->unit->record.is.replicated; /* shards split parameters */
+    const int64_t first = replicated ? s->unit->shard * flat->layout.shard_numel : 0;
+    const int64_t from = replicated ? param->offset - first : param->in_shard.begin;
+    const int64_t end = from + (replicated ? param->numel : param->in_shard.numel);
+    const int64_t begin = from > 0 ? from : 0, last = flat->layout.shard_numel;
+    const int64_t numel = (end < last ? end : last) - begin;
+    const char *sum = target_of(s, flat) + (size_t)begin * zs_dtype_size(replicated ? flat->wire : flat->dtype);
+    if (numel <= 0 || are_finite(sum, numel, replicated ? flat->wire : flat->dtype)) return;
+    param->nonfinite = true;
+    const zs_dtype dtype = s->sources->partial ? zs_dtype_of_partial_sum(flat->wire) : flat->wire;
+    const size_t at = s->sources->at[flat->trainable_index] + (size_t)begin * zs_dtype_size(dtype);
+    uint64_t on = 0;
+    const zs_tree *tree = s->unit->context->tree;
+    const int sections = tree != NULL ? tree->sections : 1;
+    for (int i = 0; i < s->world * sections && i / sections < 64; i++) {
+        const char *base = s->sources->data[i / sections];
+        if (base == NULL || base + at == sum) continue; /* the sum has overwritten it */
+        const char *own = base + (size_t)(i % sections) * s->sources->section + at;
+        if (!are_finite(own, numel, dtype)) on |= UINT64_C(1) << i / sections;
+    }
+    if (replicated && on == 0 && s->rank < 64) on = UINT64_C(1) << s->rank; /* then its own was to blame */
+    param->nonfinite_on |= on;
+}
+
+/* The flat is summed. Where its squares are not finite, looks again for the parameters and the ranks. */
+static void look_for_nonfinite(const summing *s, int f)
+{
+    zs_unit *unit = s->unit;
+    bool finite = s->squares == NULL || isfinite(s->squares->beyond);
+    for (int64_t i = 0; i < unit->n_params; i++) {
+        zs_param *param = &unit->params[i];
+        if (param->flat != f) continue;
+        if (!param->has_grad) { /* what was known is of earlier gradients */
+            param->nonfinite = false;
+            param->nonfinite_on = 0;
+        }
+        if (!finite && used_anywhere(s, i)) record_nonfinite(s, &unit->flats[f], param);
+    }
+}
+
 /* Sums the runs of neighboring parameters that are treated the same, and the padding between them. */
 static zs_status sum_flat(summing *s, int f)
 {
@@ -102,7 +156,9 @@ static zs_status sum_flat(summing *s, int f)
             run.end = param->in_shard.begin + param->in_shard.numel;
         }
     }
-    return sum_run(s, flat, run);
+    ZS_TRY(sum_run(s, flat, run));
+    look_for_nonfinite(s, f);
+    return ZS_OK;
 }
 
 /* Does rank `r` report this flag of the round? */

@@ -1,6 +1,7 @@
 /* squares.c - see squares.h. */
 #include "reduce/squares.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -31,9 +32,10 @@ void zs_squares_begin(zs_unit *unit)
 
 zs_exact *zs_squares_renew(zs_unit *unit, zs_flat *flat)
 {
-    bool here = !unit->record.is.replicated && !unit->offloads.grads && unit->stepping == NULL;
-    flat->squared = here && flat->squares_due > 0 && !zs_context_device(unit->context)->ops->queues;
-    if (!flat->squared) return NULL;
+    bool here = !unit->offloads.grads && unit->stepping == NULL;
+    bool wanted = here && flat->squares_due > 0 && !zs_context_device(unit->context)->ops->queues;
+    flat->squared = wanted && !unit->record.is.replicated;
+    if (!wanted) return NULL;
     memset(flat->squares, 0, sizeof *flat->squares);
     flat->squares_halvings = 0;
     return flat->squares;
@@ -63,13 +65,26 @@ static bool is_unchanged(const zs_param *param)
     return shown && zs_tensor_version(param->grad) == param->squared_version;
 }
 
+/* Are all gradients of the flat as they were? */
+static bool are_unchanged(const zs_unit *unit, int f)
+{
+    bool are = unit->flats[f].squared;
+    for (int64_t i = 0; i < unit->n_params && are; i++)
+        if (unit->params[i].flat == f && unit->params[i].squared) are = is_unchanged(&unit->params[i]);
+    return are;
+}
+
 bool zs_squares_hold(const zs_unit *unit, int f)
 {
     const zs_flat *flat = &unit->flats[f];
-    bool hold = flat->squared && zs_pending_halvings(flat->grad_mem) == flat->squares_halvings;
-    for (int64_t i = 0; i < unit->n_params && hold; i++)
-        if (unit->params[i].flat == f && unit->params[i].squared) hold = is_unchanged(&unit->params[i]);
-    return hold;
+    const int halvings = zs_pending_halvings(flat->grad_mem);
+    return halvings >= 0 && halvings == flat->squares_halvings && are_unchanged(unit, f);
+}
+
+bool zs_squares_finite(const zs_unit *unit, int f)
+{
+    const zs_flat *flat = &unit->flats[f];
+    return fabsf(zs_pending_of(flat->grad_mem)) <= 1 && are_unchanged(unit, f) && isfinite(flat->squares->beyond);
 }
 
 void zs_squares_add(const zs_flat *flat, zs_exact *sum)
@@ -83,9 +98,8 @@ void zs_squares_add(const zs_flat *flat, zs_exact *sum)
 void zs_squares_follow(zs_unit *unit, int f)
 {
     zs_flat *flat = &unit->flats[f];
-    const int halvings = zs_pending_halvings(flat->grad_mem);
-    flat->squared = halvings >= 0;
-    flat->squares_halvings = halvings;
+    flat->squared = fabsf(zs_pending_of(flat->grad_mem)) <= 1;
+    flat->squares_halvings = zs_pending_halvings(flat->grad_mem);
     for (int64_t i = 0; i < unit->n_params; i++) {
         zs_param *param = &unit->params[i];
         if (param->flat == f && param->squared) param->squared_version = zs_tensor_version(param->grad);

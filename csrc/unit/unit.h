@@ -68,6 +68,8 @@ typedef struct zs_param {
     bool squared;               /* its gradient counts in the flat's `squares` */
     uint32_t squared_version;   /* version of `grad` then */
     bool chosen;                /* see reduce/chosen.h */
+    bool nonfinite;             /* this rank's share of its last sum, if squares were taken, was infinite or NaN */
+    uint64_t nonfinite_on;      /* ... and that of these ranks' own gradients, of the first 64: a bitmap */
 } zs_param;
 
 /* Parameters of one dtype, all trainable or all frozen. With mixed precision the compute dtype differs: then `low` has
@@ -94,7 +96,7 @@ typedef struct zs_flat {
     zs_storage *grads;       /* storage on grad_mem; owned */
     zs_exact *squares;       /* of this rank's gradients, see reduce/squares.h; owned; NULL: never asked for */
     bool squared;            /* it is that of the gradients that are there now, if these have kept their versions */
-    int squares_halvings;    /* the gradients' factor is 2^-squares_halvings, as long as `squares` holds */
+    int squares_halvings;    /* the gradients' factor is 2^-squares_halvings, as long as `squares` holds; -1: another */
     int squares_due;         /* backwards for which it is computed yet */
     zs_mem *spare_mem;       /* alternates with grad_mem, see kept_grads.h; NULL: none; owned reference */
     zs_storage *spare_grads; /* storage on spare_mem; owned */

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 import random
@@ -124,6 +125,8 @@ def train(
     log = open(Path(folder, f"losses{dist.get_rank()}"), "a")  # noqa: SIM115 - it may be killed
     for step in range(start["step"], options.get("steps", STEPS)):
         killer.at("forward", step)
+        if options.get("copy"):  # as for a moving average
+            copy.deepcopy(run.model)
         loss = run.loss(step)
         killer.at("backward", step)
         loss.backward()

@@ -3,6 +3,8 @@ completed, and the run ends with the numbers of an undisturbed one."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import signal
 import sys
@@ -50,7 +52,7 @@ FAILURES: dict[str, tuple[Callable[[], None], tuple[int, ...], dict[str, str]]] 
 }
 
 
-def fails(token: str, folder: str, what: str) -> None:
+def fails(token: str, folder: str, what: str, transport: str = "shm") -> None:
     os.environ[VARIABLE] = token
     os.environ["ZSHARD_TIMEOUT"] = "5"
     act, ranks, _ = FAILURES[what]
@@ -64,7 +66,15 @@ def fails(token: str, folder: str, what: str) -> None:
     import kept_training
 
     kept_training.Run = Failing  # type: ignore[misc]
-    train(token, folder, {"timeout": 5}, None)
+    train(token, folder, {"timeout": 5, "transport": transport}, None)
+
+
+def fails_and_catches(token: str, folder: str, transport: str) -> None:
+    """The script catches the exception, so its model is freed before the process ends."""
+    with contextlib.suppress(ValueError, zshard.PeerError):
+        fails(token, folder, "a data loader raises", transport)
+    gc.collect()
+    raise SystemExit(1)
 
 
 @pytest.mark.parametrize("what", FAILURES)
@@ -81,6 +91,18 @@ def test_the_next_processes_continue(keeper: Keeper, tmp_path: Path, what: str) 
     assert [result.value for result in found] == [(AT, digest) for _, digest in expected]
     for rank in range(2):
         assert losses_in(tmp_path / "kept", rank) == losses_in(tmp_path / "plain", rank)
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_what_is_kept_outlives_the_model(keeper: Keeper, tmp_path: Path, transport: str) -> None:
+    for name in ("plain", "kept"):
+        (tmp_path / name).mkdir()
+    options, folder = {"transport": transport}, str(tmp_path / "kept")
+    expected = undisturbed(tmp_path / "plain", options)
+    results = fork_ranks(fails_and_catches, 2, keeper.token, folder, transport)
+    assert [result.returncode for result in results] == [1, 1], [r.stderr for r in results]
+    found = fork_ranks(train, 2, keeper.token, folder, options, None, check=True)
+    assert [result.value for result in found] == [(AT, digest) for _, digest in expected]
 
 
 def killed_in_save(token: str, folder: str, rank: int | None) -> tuple[int, str, str | None]:

@@ -64,6 +64,12 @@ def test_mixed_precision_and_units(keeper: Keeper, tmp_path: Path) -> None:
     check(keeper, tmp_path, {"precision": "bfloat16", "units": True}, [("block", 0, 5)])
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "8 bit"])
+def test_copies_of_the_model_change_nothing(keeper: Keeper, tmp_path: Path, optimizer: str) -> None:
+    options = {"optimizer": optimizer, "copy": True, "units": True}
+    check(keeper, tmp_path, options, [("block", 1, 5)])
+
+
 def test_failures_in_a_row(keeper: Keeper, tmp_path: Path) -> None:
     """One kill after another: in the first step after a recovery, too, and twice in one step."""
     kills = [("before", 0, 2), ("forward", 1, 2), ("block", 0, 2), ("after", 1, 2), ("block", 1, 3)]

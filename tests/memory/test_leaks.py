@@ -32,6 +32,9 @@ WINDOWS = 5  # of a run
 # less than one smallest allocation for each of a step's dozens of collectives.
 PER_STEP = {"auto": 16, "shm": 16, "c10d": 96}
 COUNTS = 1024  # bytes of malloc's that the counters of a window, which are kept, may take
+# Objects: over shm a rank has the last optimizer's state until it sees that its peers have dropped
+# theirs (optim/shared_state.py). Whether it has it at the time of a count depends on their pace.
+HELD = 75
 MB = 1 << 20
 
 
@@ -169,16 +172,26 @@ def run_steps(transport, strategy, steps):
 
 
 def steady_growth(counts):
-    """Return what has grown from the first to the last window; for memory, the least growth of a
-    window.
+    """Return what has grown in each window, and by how much at least; of objects, how many more
+    there are in the end.
 
-    Caches of Python and torch fill once, at any step; leaks grow in every window.
+    A leak grows in every window. Caches of Python and torch fill once, at any step.
     """
-    grown = growth(counts[0], counts[-1])
     windows = [growth(one, two) for one, two in pairwise(counts)]
-    for name in ("heap", "resident"):
-        grown[name] = min(window.get(name, 0) for window in windows)
-    return grown
+    least = {name: min(window.get(name, 0) for window in windows) for name in windows[0]}
+    least["objects"] = counts[-1].objects - counts[0].objects
+    always = {"heap": 0, "resident": 0}  # the callers' checks have limits for these
+    return always | {name: grown for name, grown in least.items() if grown > 0}
+
+
+def test_a_leak_grows_in_every_window():
+    def counts(sockets, heap):
+        return Counts(100, {"socket": sockets}, 9, heap, 0, {"model": 3})
+
+    once = [counts(4 if window < 3 else 6, 500 * (window == 2)) for window in range(WINDOWS + 1)]
+    assert steady_growth(once) == {"heap": 0, "resident": 0}
+    leak = [counts(4 + window, 64 * window) for window in range(WINDOWS + 1)]
+    assert steady_growth(leak) == {"heap": 64, "resident": 0, "descriptors.socket": 1}
 
 
 def check_steps(grown, steps, transport):
@@ -187,7 +200,7 @@ def check_steps(grown, steps, transport):
     assert heap < PER_STEP[transport] * steps // WINDOWS + COUNTS, (heap, grown)
     assert grown.pop("resident") < 2 * MB // WINDOWS, grown
     assert grown.pop("objects", 0) < 10, grown  # the counters themselves
-    assert grown.pop("mappings", 0) < 10, grown  # malloc's
+    assert grown.pop("mappings", 0) < 10 // WINDOWS, grown  # malloc's
     assert not grown, grown
 
 
@@ -246,8 +259,9 @@ def test_dropped_models_are_freed(world, transport):
         assert alive == 0
         assert grown.pop("resident") < 32 * MB // WINDOWS  # at least 50 times two
         assert grown.pop("heap") < 50 * 1024 // WINDOWS + COUNTS, grown
-        assert grown.pop("objects", 0) < 60  # the references to the models
-        assert grown.pop("mappings", 0) < 10
+        held = HELD if transport == "shm" else 0
+        assert grown.pop("objects", 0) < 60 + held, grown  # the references to the models
+        assert grown.pop("mappings", 0) < 10 // WINDOWS
         assert not grown, grown
 
 
@@ -295,8 +309,8 @@ def test_loss_outlives_its_model_and_then_frees_it(world, transport):
         assert facts == {"model died": True, "parameter died": True, "name": "1.1.bias"}
         assert grown.pop("resident") < 16 * MB // WINDOWS, grown  # at least 40 times one
         assert grown.pop("heap") < 50 * 1024 // WINDOWS + COUNTS, grown
-        assert grown.pop("objects", 0) < 20, grown
-        assert grown.pop("mappings", 0) < 10, grown
+        assert grown.pop("objects", 0) < 20 + (HELD if transport == "shm" else 0), grown
+        assert grown.pop("mappings", 0) < 10 // WINDOWS, grown
         assert not grown, grown
     assert gradients == [4.0] * WIDE
 

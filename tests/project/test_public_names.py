@@ -21,6 +21,7 @@ PUBLIC = {
     *("FSDP", "Adam", "AdamW", "SGD", "Adam8bit", "AdamW8bit", "SGD8bit", "Muon"),
     *("WholeMatrix", "GradScaler", "Keep", "MicroBatchSampler"),
     *("ShardingStrategy", "MixedPrecision", "Offload", "Wire", "NcclOptions"),
+    "NonFiniteError",
     *("CheckpointError", "CudaError", "DivergenceError", "NcclError", "PeerError"),
     *("PeerTimeoutError", "ShardError", "KeeperError", "keep"),
     *("save", "load", "latest_checkpoint", "rng_state", "set_rng_state"),

@@ -109,24 +109,7 @@ def wait_for(folder, what):
     return count
 
 
-UNNAMED = (
-    "with hybrid_shard a rank may wait over shm for its neighbour, which waits over c10d for the other "
-    "host: if its deadline comes first, it names the neighbour (about one run in six)"
-)
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        pytest.param(
-            each,
-            marks=[pytest.mark.xfail(reason=UNNAMED, strict=False), pytest.mark.thorough],
-        )
-        if each == "hybrid_shard"
-        else each
-        for each in STRATEGIES
-    ],
-)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_cut_wire_is_an_error_on_every_rank(hosted, strategy, tmp_path):
     running = hosted.start(train_until_cut, 2, tmp_path, strategy)
     host = hosted.hosts.all[1]

@@ -83,6 +83,8 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         watch(copied.module, has_others)
     if own.spare is not None:
         state_of(copied.module).spare = own.spare.like(copied.module)
+    if own.guard is not None:
+        state_of(copied.module).guard = own.guard.like(copied.module)
     introduce(copied.module)
     with writing([state_of(copied.module).unit]):
         for unit, module in copied.units:

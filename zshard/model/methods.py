@@ -20,6 +20,7 @@ from zshard.memory.report import memory_of, memory_table, summary_of
 from zshard.model.join import join
 from zshard.optim.clip import clip_grad_norm, last_norm
 from zshard.optim.in_backward import OptimizerInBackward
+from zshard.optim.step_guard import guard_of
 from zshard.precision import cast_arguments
 from zshard.units.open_forwards import call_between_hooks, call_guarded
 from zshard.units.units import is_unit, state_of, units_of
@@ -115,7 +116,8 @@ class ModelMethods(nn.Module):
 
         Returns a handle with remove(). Raises TypeError for other optimizers; ValueError if none of
         the parameters belong to this module; RuntimeError if a parameter has a `.grad` or is
-        already stepped in backward.
+        already stepped in backward; NotImplementedError with FSDP(nonfinite=...) or
+        check_replicas=....
         """
         return OptimizerInBackward(self, optimizers)
 
@@ -175,12 +177,16 @@ class ModelMethods(nn.Module):
                 Hosts that have different numbers of ranks count as one.
             "grad_norm": the norm before clipping, of the last clip_grad_norm_() of the model,
                 whichever function did it. On GPUs, reading it waits for the GPU.
+            "steps/skipped": how many optimizer steps FSDP(nonfinite="skip") has skipped.
             "memory/now/total", "memory/peak/total", ...: the parts of memory(), in bytes.
         """
         found = _core.pace(state_of(self).unit.engine)
         norm = last_norm(self.parameters())
         if norm is not None:
             found["grad_norm"] = float(norm)
+        guard = guard_of(state_of(self).unit)
+        if guard is not None and guard.checks.nonfinite == "skip":
+            found["steps/skipped"] = float(guard.skipped)
         for what in ("now", "peak"):
             for part, size in self.memory(what).items():
                 found[f"memory/{what}/{part}"] = float(size)

@@ -27,6 +27,7 @@ from zshard.memory.host_limits import Sharing
 from zshard.memory.spare import Spare, keep_between, watch_first_steps
 from zshard.offload import set_offload
 from zshard.optim.shared_state import meet
+from zshard.optim.step_guard import StepChecks, guard_steps
 from zshard.precision import cast_buffers, drop_root_casts, install_casts, install_kept
 from zshard.ranks.agreement import PublicCall, check_agreement, on_all_ranks, told_to_all_ranks
 from zshard.ranks.devices import CPU
@@ -68,7 +69,7 @@ class FsdpSettings(NamedTuple):
 
     init: initializes a module on the meta device; None: its reset_parameters(). from_rank_0: take
     rank 0's values. buffers_in_forward: also broadcast its buffers in forwards. ignored: modules
-    whose values stay as they are.
+    whose values stay as they are. checks: of each optimizer step.
     """
 
     device: str
@@ -81,6 +82,7 @@ class FsdpSettings(NamedTuple):
     buffers_in_forward: BufferSync
     ignored: set[nn.Module]
     memory_limit: MemoryLimit
+    checks: StepChecks
 
     @property
     def group_given(self) -> dist.ProcessGroup | None:
@@ -156,6 +158,8 @@ class ShardingPlan:
         facts = facts_of(self.module, specs, self.options, not settings.from_rank_0)
         facts.append(("memory_limit", "None" if settings.memory_limit is None else "given"))
         facts.append(("keep_gathered", words_of(self.options.keep)))
+        facts.append(("nonfinite", repr(settings.checks.nonfinite)))
+        facts.append(("check_replicas", str(settings.checks.every)))
         if self.options.micro_batches:
             facts.append(("micro_batches", str(self.options.micro_batches)))
             facts.append(("OMP_NUM_THREADS", str(torch.get_num_threads())))
@@ -278,7 +282,7 @@ class ShardingPlan:
         for _, state in self.joined:
             engine.adopt(state.unit)
         for module, state in self.inner:
-            state.spare = None
+            state.spare = state.guard = None
             dropped = drop_root_casts(module, state.options.precision)
             state.hooks = [hook for hook in state.hooks if hook[1] not in dropped]
             state.rename(self.names[module])
@@ -312,6 +316,7 @@ class ShardingPlan:
         watch_first_steps(module, limit, self.sharing, settings.device)
         if self.options.keep.measured:
             state_of(module).spare = Spare(module, limit, self.sharing)
+        guard_steps(module, settings.checks)
         introduce(module)
         engine = state_of(module).unit.engine
         engine.begin_write()  # the values are complete

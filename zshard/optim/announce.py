@@ -19,6 +19,7 @@ from torch import Tensor
 
 from zshard import _core
 from zshard.guard.slices import grads_of
+from zshard.optim.step_guard import guard_of
 from zshard.units.shards import units_stepped_by
 
 __all__ = [
@@ -154,7 +155,10 @@ def say_step(optimizer: torch.optim.Optimizer) -> None:
     for joined in _speaking_of(optimizer):
         extra = {name: getattr(optimizer, name, None) for name in _STEP_ATTRIBUTES}
         number, options = joined.number_of(optimizer), options_of(optimizer)
-        meetings = -1 if getattr(optimizer, "steps_together", False) else 0  # any number
+        meets = getattr(optimizer, "steps_together", False) or any(
+            map(guard_of, units_stepped_by(optimizer))
+        )
+        meetings = -1 if meets else 0  # any number
         joined.say(Act.STEP, number, options, extra, meetings=meetings)
 
 

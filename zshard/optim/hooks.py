@@ -32,6 +32,7 @@ from zshard.guard.slices import guarded, plain
 from zshard.optim.announce import say_step
 from zshard.optim.sharded_state import SCALARS, params_of, shard_state_of
 from zshard.optim.step_digest import note_step, note_values
+from zshard.optim.step_guard import check_step, end_step
 from zshard.units.shards import Stepped, stepped_by, units_stepped_by
 
 __all__ = ["before_first_steps", "install", "install_steps", "know", "seen_optimizers"]
@@ -91,8 +92,11 @@ def know(optimizer: Optimizer, in_step: bool = False) -> None:
     memory can read its state from now on. in_step: around a step, when nothing else has changed
     it."""
     models = stepped_by(optimizer)
-    if _seen.get(optimizer) is not models:
-        shard_state_of(optimizer)
+    known = _seen.get(optimizer)
+    if known is not models:
+        # Not if only other models are new: a kept run's state must stay where it is.
+        if known is None or [each.facts for each in known] != [each.facts for each in models]:
+            shard_state_of(optimizer)
         _seen[optimizer] = models
     for each in models:
         if each.peers is not None:
@@ -147,6 +151,8 @@ def _begin_to_write(optimizer: Optimizer) -> None:
                 _core.grad_owner(param.grad)  # raises for gradients that are not reduced
     if _core.has_held_units():
         _refuse_held_units(optimizer)
+    if optimizer not in _inner:
+        check_step(optimizer)
     if _core.has_pending() and not getattr(optimizer, "multiplies_gradients", False):
         for param in params_of(optimizer):
             if param.grad is not None:
@@ -159,6 +165,7 @@ def _begin_to_write(optimizer: Optimizer) -> None:
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Torch's post-hook, which runs only if the step has not raised."""
     try:
+        end_step(optimizer)
         if optimizer not in _inner:
             _note_step(optimizer)
         know(optimizer, in_step=True)  # its state exists now

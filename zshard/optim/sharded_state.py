@@ -272,11 +272,9 @@ def shard_state_of(optimizer: Optimizer) -> None:
                 full.setdefault(key, []).append((param, own))
     for key, found in full.items():
         old = [(param, part.of(optimizer.state[param][key])) for param, part in found]
-        alike = [param for param, value in old if value.dtype == param.dtype]
-        places = dict(zip(alike, zeros_side_by_side(alike), strict=True))
-        for param, value in old:
-            place = places.get(param)
-            if place is None:  # state of another dtype
-                place = torch.empty_like(value, device=param.device)
-                place = place if key in SCALES else guard_like(place, param)
-            optimizer.state[param][key] = place.copy_(value)
+        for dtype in dict.fromkeys(value.dtype for _, value in old):
+            alike = [(param, value) for param, value in old if value.dtype == dtype]
+            group = GROUP if key in SCALES else 1
+            places = zeros_side_by_side([param for param, _ in alike], dtype, group)
+            for (param, value), place in zip(alike, places, strict=True):
+                optimizer.state[param][key] = place.copy_(value)

@@ -18,6 +18,7 @@ docs/design/keep.md has the protocol, recover.py what a new process does.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import pickle
@@ -32,16 +33,33 @@ from zshard import _core
 from zshard.checkpoint.folder import latest_checkpoint
 from zshard.checkpoint.load import load
 from zshard.checkpoint.script_state import rng_state
+from zshard.guard.slices import grads_of
 from zshard.keeping.client import Keeper, keeper_of_run
 from zshard.optim.in_backward import is_stepped_in_backward
+from zshard.optim.sharded_state import params_of
 from zshard.optim.step import InOneCall, Prepared
 from zshard.ranks.agreement import bytes_of
-from zshard.recovery.layout import Counters, counters_of, layout_of, names_of, own_state, values_of
+from zshard.recovery.layout import (
+    Counters,
+    counters_of,
+    layout_of,
+    named_shards,
+    names_of,
+    own_state,
+    state_tensors,
+    values_of,
+)
 from zshard.recovery.recover import Mark, Old, generations, recovered, say
 from zshard.units import shards
 from zshard.units.units import is_unit, state_of, units_of
 
 __all__ = ["Keep"]
+
+_held: dict[str, list[Tensor]] = {}
+"""What the keeper knows of, by its name there. Memory that is freed loses its contents, and an
+exception that ends the script frees the model: these references stay until the keeper
+drops it, also when the interpreter ends."""
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_held))
 
 
 class Keep:
@@ -92,11 +110,10 @@ class Keep:
         self._hand_writes = shards.hand_writes.count
         self._in_block = False
         self._is_alone = False  # earlier processes' memory is freed
-        model.register_forward_pre_hook(self._refuse_in_block)
-        model.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-            lambda *_: self._refuse_in_block()
-        )
-        optimizer.register_state_dict_pre_hook(lambda *_: self._refuse_in_block())
+        refuse = lambda *_: self._refuse_in_block()  # noqa: E731 - deepcopy() shares functions
+        model.register_forward_pre_hook(refuse)
+        model.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
+        optimizer.register_state_dict_pre_hook(refuse)
 
     # --- after a restart --------------------------------------------------------------------------
 
@@ -184,7 +201,14 @@ class Keep:
         `python -m zshard run --keep` ends it itself."""
         for name in self._keeper.list():
             if name.partition(" ")[2] == str(self._comm.rank):
-                self._keeper.drop(name)
+                self._drop(name)
+        if self._files is not None:
+            self._files.close()
+        self._files = None
+
+    def _drop(self, name: str) -> None:
+        self._keeper.drop(name)
+        _held.pop(name, None)
 
     def _complete(self, script: bytes, plans: list[_core.OptimPlan]) -> None:
         number = self._step + 1
@@ -193,12 +217,15 @@ class Keep:
             _core.kept_write(files.area, number, plans)
         _core.kept_count(plans)
         files.write(number, self._snapshot(script, bool(plans), files.counters))
+        grads = grads_of(params_of(self._optimizer))
+        _held["in hand"] = [each for each in grads if each is not None]  # others may finish it
         files.mark(Mark.READY, number)
         self._comm.exchange(number.to_bytes(8, "little"))
         self._forget_older()
         if plans:
             _core.kept_finish(files.area, number)
         files.mark(Mark.DONE, number)
+        del _held["in hand"]
         self._step = number
 
     def _snapshot(self, script: bytes, stepped: bool, counters: Counters) -> bytes:
@@ -233,6 +260,10 @@ class Keep:
         layout.files = list(dict.fromkeys([*layout.files, *_core.kept_files(plans)]))
         name = f"{self._generation} {self._comm.rank}"
         self._keeper.hold(name, layout.as_json(), [*files.fds, *layout.files])
+        memory = [value for _, value in named_shards(self._model)]
+        _held[name] = [
+            each.detach() for each in (*memory, *(v for _, v in state_tensors(optimizer)))
+        ]
         self._files = files
         return files
 
@@ -244,7 +275,7 @@ class Keep:
         for name in self._keeper.list():
             generation, _, rank = name.partition(" ")
             if int(generation) < (self._generation or 0) and int(rank) == self._comm.rank:
-                self._keeper.drop(name)
+                self._drop(name)
 
     def _refuse_in_block(self, *_: object) -> None:
         if self._in_block:
@@ -278,6 +309,13 @@ class Files:
     @property
     def fds(self) -> list[int]:
         return [self._head, *self._slots, self._area]
+
+    def close(self) -> None:
+        """Close this rank's descriptors and mappings; the keeper has descriptors of its own."""
+        self.area.close()
+        self.header.close()
+        for fd in self.fds:
+            os.close(fd)
 
     def fit(self, runs: int, changes: int) -> bool:
         """Return whether a step of so many runs can be recorded, and the state has not moved."""

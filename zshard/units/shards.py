@@ -314,6 +314,11 @@ class Stepped:
     """optim/step_digest.py's"""
 
     @property
+    def facts(self) -> tuple[object, ...]:
+        """Equal for the same share of the same model."""
+        return self._state, self.replicated, self.groups
+
+    @property
     def state(self) -> State | None:
         """Return the state of one unit of the model; None if it was freed."""
         return self._state()

@@ -119,6 +119,7 @@ class State:
     sync_buffers: BufferSync = False  # the root's: broadcast from rank 0 at the start of a forward
     n_calls: int = 0  # running forwards of the module, which end even after an exception
     spare: Measurement | None = None  # the root's; None: not measured
+    guard: Any = None  # the root's optim/step_guard.py's StepGuard; None: steps are not checked
 
     def __post_init__(self) -> None:
         self.names = [str(self.unit.param(i)["name"]) for i in range(self.unit.n_params)]

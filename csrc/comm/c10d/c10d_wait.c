@@ -61,7 +61,10 @@ static zs_status fail_after(zs_c10d_comm *comm, const zs_c10d_turn *turn, const 
             status = ZS_FAIL(status, "rank %d failed while %s: %s", own, phrase, words);
     }
     if (status == ZS_ERR_TIMEOUT) zs_add_lines(lines);
-    if (comm->base.lost == NULL) comm->base.lost = strdup(zs_last_message());
+    if (comm->base.lost == NULL) {
+        comm->base.lost = strdup(zs_last_message());
+        if (comm->base.near != NULL) zs_comm_abort(comm->base.near, zs_last_message());
+    }
     return status;
 }
 

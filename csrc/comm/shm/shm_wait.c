@@ -126,6 +126,12 @@ static zs_status check_circle(zs_shm *shm, zs_shm_act act, sleep_state *state)
     return status;
 }
 
+/* Seconds that a wait may take. */
+static double limit_of(const zs_shm *shm)
+{
+    return shm->base.timeout + shm->base.patience;
+}
+
 /* All that can end a wait except success. */
 static zs_status check_trouble(zs_shm *shm, zs_shm_act act, sleep_state *state)
 {
@@ -145,7 +151,7 @@ static zs_status check_trouble(zs_shm *shm, zs_shm_act act, sleep_state *state)
     ZS_TRY(check_lives(shm, act, state, time));
     if (waited >= circle_after) ZS_TRY(check_circle(shm, act, state));
     if (zs_comm_interrupted()) return ZS_FAIL(ZS_ERR_TORCH, "interrupted while waiting for another rank");
-    int missing = waited >= shm->base.timeout ? zs_shm_missing(shm, shm->base.rank, act) : -1;
+    int missing = waited >= limit_of(shm) ? zs_shm_missing(shm, shm->base.rank, act) : -1;
     if (missing >= 0) return zs_shm_fail_timeout(shm, act, missing, waited);
     if (waited >= ask_after && !state->asked) {
         zs_shm_ask(shm);
@@ -170,7 +176,7 @@ static zs_status sleep_until_done(zs_shm *shm, zs_shm_act act, bool *reached)
         if (*reached) return ZS_OK;
         ZS_TRY(check_trouble(shm, act, &state));
         if (state.yielded) return ZS_OK;
-        double left = state.start + shm->base.timeout - zs_clock(), most = act.yields ? yield_slice : slice;
+        double left = state.start + limit_of(shm) - zs_clock(), most = act.yields ? yield_slice : slice;
         zs_shm_sleep(shm, seen, left < most ? (left > 0.001 ? left : 0.001) : most);
     }
 }

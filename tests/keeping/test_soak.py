@@ -1,0 +1,55 @@
+"""The short form of benchmarks.soak: nine rounds with faults; two rounds end the processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # benchmarks/ is not installed
+
+from benchmarks.soak import LEAST, LIMITS, grown  # noqa: E402
+from benchmarks.soak_rank import Round  # noqa: E402
+
+
+def test_faults_change_no_result(tmp_path: Path) -> None:
+    out = tmp_path / "soak.json"
+    words = ["--quick", "--minutes=9", "--rounds=9", "--life=4", "--seed=3", f"--out={out}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.soak", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (record,) = json.loads(out.read_text())["results"]
+    assert (record["rounds"], record["restarts"], record["wrong"]) == (9, 2, "")
+    assert {"launcher", "keeper"} <= set(record["series"])
+
+
+def looks(**growth: float) -> list[dict[str, float]]:
+    """What was counted of a process in which these numbers grow by so much a look."""
+    first = {"private": 300.0, "shared": 20.0, "descriptors": 40.0, "threads": 8.0}
+    return [
+        {name: value + i * growth.get(name, 0) + (i % 2) for name, value in first.items()}
+        for i in range(4 * LEAST)
+    ]
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_growth_is_found(name: str) -> None:
+    assert grown(looks()) == {}
+    assert [*grown(looks(**{name: 1.0}))] == [name]
+    assert grown(looks(**{name: 1.0})[: LEAST - 1]) == {}  # too few
+
+
+def test_a_seed_gives_the_same_rounds() -> None:
+    rounds = [str(Round(5, number, 4)) for number in range(20)]
+    assert rounds == [str(Round(5, number, 4)) for number in range(20)]
+    assert rounds != [str(Round(6, number, 4)) for number in range(20)]
+    assert sum("kill" in each or "uncaught" in each for each in rounds) == 5
