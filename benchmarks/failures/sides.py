@@ -26,6 +26,7 @@ class Ddp:
     """DistributedDataParallel; rank 0 saves by torch.save."""
 
     writer = 0  # the rank that writes last
+    checks: Mapping[str, Any] = {}
     unused: Mapping[str, Any] = {"find_unused_parameters": True}  # where ranks use other parameters
     ignoring = ""  # the argument for parameters that are left to the script
     data = "state.pt"  # a file with values
@@ -130,6 +131,7 @@ class Zshard(Ddp):
     """FSDP, full_shard, each child a unit; zshard.save."""
 
     writer = 1
+    checks: Mapping[str, Any] = {"nonfinite": "raise"}
     unused: Mapping[str, Any] = {}
     ignoring = "ignored_states"
     data = "model.safetensors"
@@ -141,7 +143,7 @@ class Zshard(Ddp):
         return zshard.FSDP(model, auto_wrap_policy=units, **options)
 
     def replicated(self, model: nn.Module) -> nn.Module:
-        return self.wrap(model, strategy="no_shard")
+        return self.wrap(model, strategy="no_shard", check_replicas=1)
 
     def value(self, param: torch.Tensor) -> torch.Tensor:
         return zshard.full_tensor(param.detach())

@@ -104,6 +104,7 @@ class Poisoned(Job):
 
 def nan(job: Job) -> str:
     job.__class__ = Poisoned
+    job.options = job.side.checks
     return job.train()
 
 

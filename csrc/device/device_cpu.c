@@ -211,7 +211,7 @@ static void sum_tree(void *ctx, int64_t begin, int64_t end)
     static const double zeros[CHUNK];
     const zs_sum *sum = ctx;
     const size_t size = zs_dtype_size(sum->dtype);
-    const void *sums[sum->tree->depth];
+    const void *sums[ZS_TREE_LEVELS + 1] = {NULL};
     alignas(64) double memory[sum->tree->depth][CHUNK];
     for (int64_t at = begin; at < end; at += CHUNK) {
         int64_t n = end - at < CHUNK ? end - at : CHUNK;

@@ -96,8 +96,10 @@ static void add_unit(const zs_unit *unit, bool stepped, zs_engine_bytes *bytes)
     bytes->kept += zs_unit_secondary_bytes(unit);
     if (!zs_unit_reduces(unit)) return;
     size_t *grads = unit->offloads.grads ? &bytes->offloaded : &bytes->grads;
-    if (!stepped || unit->offloads.grads) *grads += zs_unit_grad_bytes(unit);
-    bytes->grads += zs_leaves_most_bytes(unit);
+    size_t own = !stepped || unit->offloads.grads ? zs_unit_grad_bytes(unit) : 0, most = zs_leaves_most_bytes(unit);
+    if (!unit->offloads.grads) most = most > own ? most - own : 0; /* a unit's leaves go before its sum comes */
+    *grads += own;
+    bytes->grads += most;
     zs_cunit_spec spec = zs_unit_round_spec(unit);
     if (spec.n_flats > 0) bytes->transport += zs_comm_room(all, &spec).record;
 }

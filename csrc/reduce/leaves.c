@@ -262,7 +262,7 @@ size_t zs_leaves_most_bytes(const zs_unit *unit)
     const zs_tree *tree = tree_of(unit);
     if (tree == NULL) return 0;
     zs_leaf_run run = zs_tree_run(tree, unit->context->ranks.all->rank), nodes[ZS_TREE_RUN];
-    int most = 0;
+    int most = zs_tree_passes(tree) > run.end - run.begin; /* a leaf that does not count */
     for (int end = run.begin + 1; end < run.end; end++) {
         int n = zs_tree_cover(tree, (zs_leaf_run){run.begin, end - 1}, nodes) + 1; /* and the leaf at hand */
         if (n > most) most = n;

@@ -94,6 +94,22 @@ def test_hosts(strategy: str, per_host: int) -> None:
     assert run(4, strategy=strategy, per_host=per_host) == alone()
 
 
+def peak_and_prediction(micro_batches: int, strategy: str) -> tuple[int, int]:
+    model = make(micro_batches, strategy=strategy)
+    predicted = model.memory("predicted")
+    for index in model.micro_batches(0):
+        loss_of(model, 0, index).backward()
+    return model.memory("peak")["grads"], predicted["grads"]
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("micro_batches", [2, 3, 7, 16])
+def test_memory_of_gradients_is_predicted(micro_batches: int, strategy: str) -> None:
+    for result in fork_ranks(peak_and_prediction, 2, micro_batches, strategy, check=True):
+        peak, predicted = result.value
+        assert 0 <= predicted - peak <= predicted // 8  # `never` and `seldom` have none
+
+
 def test_the_sum_is_that_of_a_tree() -> None:
     """What plain PyTorch gives, added in the same order."""
     fork_ranks(compare_with_plain_sums, 3, timeout=60, check=True)
