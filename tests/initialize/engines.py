@@ -46,6 +46,7 @@ def config(**changes: Any) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": LR}},
         "zero_optimization": {"stage": 3},
+        "gradient_clipping": 0,
     }
     found.update(changes)
     return {name: value for name, value in found.items() if value is not None}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,7 +115,8 @@ def compare(
         engine = engine_of(
             redirected(config, scratch), model=module, optimizer=optimizer, args=args
         )
-    theirs = Theirs(meaning)
+    by_default = replace(meaning, clip=meaning.clip or 1.0)  # DeepSpeed's
+    theirs = Theirs(by_default)
     steps = STEPS * meaning.rounds
     ours, other = train(engine, steps), theirs.train(steps)
     differ = max(abs(a - b) for a, b in zip(ours, other, strict=True))

@@ -229,6 +229,7 @@ def answers() -> Any:
     assert not engine.fp16_enabled() and not engine.bfloat16_enabled()
     assert engine.global_rank == dist.get_rank() and engine.dp_world_size == 2
     assert engine.training_dataloader is None and engine.lr_scheduler is not None
+    assert engine_of(config(gradient_clipping=None)).gradient_clipping() == 1.0
     half = engine_of(config(bf16={"enabled": True}))
     return half.bfloat16_enabled() and not half.fp16_enabled()
 

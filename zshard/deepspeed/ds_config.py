@@ -163,7 +163,7 @@ def _settings(values: ConfigValues, world: int) -> Settings:
         precision=_precision(values, dtype),
         offload=_offload(values, stage),
         loss_scale=_loss_scale(values) if dtype is torch.float16 else None,
-        clipping=float(values.get("gradient_clipping", 0.0)),
+        clipping=float(values.get("gradient_clipping", 1.0)),  # as DeepSpeed since 0.19.3
         computes_norm=stage > 0 and values.get("zero_optimization.compute_grad_norm", True),
         skips_overflows=dtype is torch.bfloat16 and values.get("bf16.check_grad_overflow", True),
     )

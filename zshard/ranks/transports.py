@@ -28,7 +28,7 @@ from zshard.ranks.devices import CPU, is_stand_in, torch_device
 from zshard.ranks.groups import Group, Groups, new_subgroup
 from zshard.ranks.meeting import Refusal, connect_hosts, meet, ranks_per_host
 from zshard.ranks.nccl import NcclOptions, library
-from zshard.ranks.stalls import answer_stalls
+from zshard.ranks.stalls import answer_stalls, forget_dead
 from zshard.strategy import ShardingStrategy
 
 TRANSPORTS = {
@@ -254,6 +254,7 @@ def _drop_dead_entries() -> None:
     alive = {id(group) for group in groups}
     _stopped[:] = [entry for entry in _stopped if id(entry.group) in alive]
     dead = [_entries.pop(key) for key in list(_entries) if key[0] not in alive]
+    forget_dead()
     for made in set().union(*(entry.made for entry in dead)):
         if made in groups:
             dist.destroy_process_group(made)
