@@ -208,7 +208,7 @@ static PyObject *unit_fact(unit_object *self, void *which)
     case OFFLOADS: return offloads_of(unit);
     case REPLICATED: return PyBool_FromLong(record->is.replicated);
     case PARAMS: return params_of(self);
-    case IS_HOOKED: return PyBool_FromLong(world > 1 || !record->is.fixed);
+    case IS_HOOKED: return PyBool_FromLong(zs_unit_reduces(unit));
     case N_PARAMS: return PyLong_FromLongLong(unit->n_params);
     case SIZES: return sizes_of(unit);
     case NONFINITE: return nonfinite_of(unit);

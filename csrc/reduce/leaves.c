@@ -47,7 +47,7 @@ zs_status zs_leaves_ready(zs_context *context)
     if (context->leaf != ZS_LEAF_BEGUN)
         return ZS_FAIL(ZS_ERR_STATE,
                        "a backward %s: with deterministic='any-world', run one for each number of `for index in "
-                       "model.micro_batches(step)`, within the loop, and checkpoint(use_reentrant=False) if any",
+                       "model.micro_batches(step)`, within the loop",
                        context->leaf == ZS_LEAF_DONE ? "after that of the micro-batch" : "outside of a micro-batch");
     context->schedule.last_leaf = context->pass == zs_tree_passes(context->tree) - 1;
     return ZS_OK;
@@ -114,7 +114,7 @@ zs_status zs_leaves_fill(const zs_unit *unit, char *base)
 
 /* --- nodes -------------------------------------------------------------------------------------------------------- */
 
-/* sum += other, section by section. */
+/* sum += other, flat by flat. */
 static zs_status add(const zs_unit *unit, char *sum, const char *other)
 {
     for (int f = 0; f < unit->n_flats; f++) {

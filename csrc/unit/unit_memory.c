@@ -266,6 +266,12 @@ static zs_status check_thaw(const zs_unit *unit)
                        "parameters of unit '%s' were unfrozen while it has gradients from no_sync() that are not "
                        "reduced: run the last backward outside of no_sync() before requires_grad_(True)",
                        zs_unit_label(unit->name));
+    if (unit->context->pass > 0)
+        return ZS_FAIL(
+            ZS_ERR_STATE,
+            "parameters of unit '%s' were unfrozen within a step: call requires_grad_(True) before the first "
+            "micro-batch of a step",
+            zs_unit_label(unit->name));
     if (unit->stepping != NULL)
         return ZS_FAIL(ZS_ERR_STATE,
                        "parameters of unit '%s', which is stepped in backward, were unfrozen: call remove() on the "
