@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from zshard import _core
 from zshard.units.units import Options, is_unit, state_of
 
 NAME = "any-world"
-_is_used = False
+_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _SUPPORTED = ("self", "shm", "c10d")  # transports that carry several gradients in a round
 
 
@@ -86,15 +87,14 @@ def check_transport(comm: _core.Comm, asked: object) -> None:
 
 
 def is_any_world() -> bool:
-    """Return whether this process has sharded a model with deterministic="any-world". Then all
-    norms are independent of the number of ranks, also those of gradients that are not sharded."""
-    return _is_used
+    """Return whether this process has a model with deterministic="any-world". Then all norms are
+    independent of the number of ranks, also those of gradients that are not sharded."""
+    return len(_models) > 0
 
 
-def use_any_world() -> None:
-    """Note that it has."""
-    global _is_used
-    _is_used = True
+def use_any_world(module: nn.Module) -> None:
+    """Note that it has, as long as the model lives."""
+    _models.add(module)
 
 
 def watch_buffers(module: nn.Module) -> None:

@@ -307,7 +307,8 @@ def other_batch() -> str:
 
 
 def test_offload_to_the_host_has_no_effect_on_cpu_ranks(quick):
-    options = {"measure": True, "batch": 2, "precision": "fp32", "strategies": ["no_shard"]}
+    # A batch of one sample has one way to be computed, whichever is fastest here.
+    options = {"measure": True, "batch": 1, "precision": "fp32", "strategies": ["no_shard"]}
     plans = [zshard.plan(DIMS, offload=offload, **options) for offload in (None, True)]
     none, host = (
         next(

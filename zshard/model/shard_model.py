@@ -307,7 +307,7 @@ class ShardingPlan:
             watch(module, settings.ignored)
         cast_buffers(module, self.options.precision, settings.ignored)
         if self.options.micro_batches:
-            use_any_world()
+            use_any_world(module)
             watch_buffers(module)
         if settings.buffers_in_forward:
             sync_buffers(module, settings.buffers_in_forward)
