@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from zshard import _core
+from zshard.any_world import use_any_world, watch_buffers
 from zshard.guard.slices import plain
 from zshard.model.shard_model import ShardingPlan, introduce, sync_buffers
 from zshard.units.units import (
@@ -83,6 +84,9 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         watch(copied.module, has_others)
     if own.spare is not None:
         state_of(copied.module).spare = own.spare.like(copied.module)
+    if own.options.micro_batches:
+        use_any_world(copied.module)
+        watch_buffers(copied.module)
     if own.guard is not None:
         state_of(copied.module).guard = own.guard.like(copied.module)
     introduce(copied.module)
