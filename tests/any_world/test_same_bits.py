@@ -107,7 +107,7 @@ def peak_and_prediction(micro_batches: int, strategy: str) -> tuple[int, int]:
 def test_memory_of_gradients_is_predicted(micro_batches: int, strategy: str) -> None:
     for result in fork_ranks(peak_and_prediction, 2, micro_batches, strategy, check=True):
         peak, predicted = result.value
-        assert 0 <= predicted - peak <= predicted // 8  # `never` and `seldom` have none
+        assert 0 <= predicted - peak <= predicted // 4  # `never` and `seldom` have few
 
 
 def test_the_sum_is_that_of_a_tree() -> None:
