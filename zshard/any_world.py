@@ -92,43 +92,33 @@ def is_any_world() -> bool:
     return len(_models) > 0
 
 
-def use_any_world(module: nn.Module) -> None:
-    """Note that it has, as long as the model lives."""
+def watch_any_world(module: nn.Module) -> None:
+    """Count a model as one of them, as long as it lives; no-op for other models. A training forward
+    that changes a buffer raises RuntimeError at its end: a rank would change it as often as it has
+    micro-batches."""
+    if state_of(module).options.micro_batches == 0:
+        return
     _models.add(module)
+    buffers = dict(module.named_buffers())
+    before: dict[str, int] = {}
 
-
-def watch_buffers(module: nn.Module) -> None:
-    """Raise RuntimeError at the end of a training forward that has changed buffers: a rank would
-    change them as often as it has micro-batches."""
-    before = [(name, buffer, buffer._version) for name, buffer in module.named_buffers()]
+    def look(*_: object) -> None:  # a script may have loaded buffers since
+        before.update((name, buffer._version) for name, buffer in buffers.items())
 
     def check(*_: object) -> None:
-        for i, (name, buffer, version) in enumerate(before):
-            if buffer._version == version:
-                continue
-            if torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return
+        for name, buffer in buffers.items():
+            if buffer._version != before[name]:
                 raise RuntimeError(
                     f"buffer '{name}' was changed in a training forward, so its values depend on "
                     f"the number of ranks: with deterministic={NAME!r}, put BatchNorm into eval() "
                     "mode, or use GroupNorm or LayerNorm instead"
                 )
-            before[i] = (name, buffer, buffer._version)
 
-    def look(*_: object) -> None:  # a script may have loaded buffers since
-        before[:] = [(name, buffer, buffer._version) for name, buffer, _ in before]
-
-    if before:
+    if buffers:
         module.register_forward_pre_hook(look)
         module.register_forward_hook(check)
-
-
-def run_of(micro_batches: int, rank: int, world: int) -> list[int]:
-    """Return the micro-batches that a rank computes in a step, in order. All ranks compute equally
-    many; where they do not divide evenly, some ranks compute their first one twice."""
-    share, rest = divmod(micro_batches, world)
-    begin = rank * share + min(rank, rest)
-    run = list(range(begin, begin + share + (rank < rest)))
-    return [begin] * (share + (rest > 0) - len(run)) + run
 
 
 def micro_batches_in(model: nn.Module, step: int, seed: int) -> Iterator[int]:
@@ -144,9 +134,9 @@ def micro_batches_in(model: nn.Module, step: int, seed: int) -> Iterator[int]:
             f"micro_batches() was called on unit '{state.unit.name}': call it on the outermost "
             "sharded module"
         )
-    comm, engine = state.comms.all, state.unit.engine
+    engine = state.unit.engine
     engine.restart_step()
-    for index in run_of(count, comm.rank, comm.world):
+    for index in engine.leaves():
         _seed(seed, step, index)
         engine.begin_leaf()
         yield index
@@ -203,7 +193,7 @@ class MicroBatchSampler(Sampler[list[int]]):
                 f"MicroBatchSampler() needs FSDP(model, deterministic={NAME!r}, micro_batches=...)"
             )
         state = state_of(model)
-        count, comm = state.options.micro_batches, state.comms.all
+        count = state.options.micro_batches
         if batch_size < 1 or n_samples < count * batch_size:
             raise ValueError(
                 f"a data set of {n_samples} samples has no step of {count} micro-batches of "
@@ -212,7 +202,7 @@ class MicroBatchSampler(Sampler[list[int]]):
         self.step = 0
         self._size, self._shuffle, self._seed = batch_size, shuffle, seed
         self._n_samples, self._count = n_samples, count
-        self._run = run_of(count, comm.rank, comm.world)
+        self._run = state.unit.engine.leaves()
 
     def __iter__(self) -> Iterator[list[int]]:
         steps = self._n_samples // (self._count * self._size)

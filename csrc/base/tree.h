@@ -54,6 +54,12 @@ bool zs_tree_joins(const zs_tree *tree, zs_leaf_run left, zs_leaf_run right);
 /* The nodes that cover a run, in order, to nodes[ZS_TREE_RUN]; returns how many. */
 int zs_tree_cover(const zs_tree *tree, zs_leaf_run run, zs_leaf_run *nodes);
 
+/* The sections of a bucket; `tree` is NULL where gradients are added in the order of ranks. */
+static inline int zs_tree_sections(const zs_tree *tree)
+{
+    return tree != NULL ? tree->sections : 1;
+}
+
 /* The section of a bucket for node `k` of a run of `n`: the last one, which is complete last, has the first. */
 static inline int zs_tree_section(int k, int n)
 {

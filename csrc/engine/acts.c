@@ -326,8 +326,7 @@ static void drop(zs_record *record)
     (void)zs_grads_hand_out(unit);
     zs_in_backward_abandon(unit);
     zs_leaves_drop(unit);
-    unit->context->pass = 0;
-    unit->context->leaf = ZS_LEAF_NONE;
+    zs_leaves_restart(unit->context);
 }
 
 /* --- a backward ends ---------------------------------------------------------------------------------------------- */

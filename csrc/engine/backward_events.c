@@ -2,7 +2,6 @@
  *
  * A hook checks what autograd passes to it, and sends an event. None runs Python or needs the GIL.
  */
-#include "base/tree.h"
 #include "engine/acts.h"
 #include "engine/engine_inside.h"
 #include "engine/history.h"
@@ -13,6 +12,7 @@
 #include "engine/usage.h"
 #include "engine/writing.h"
 #include "reduce/in_backward.h"
+#include "reduce/leaves.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -190,20 +190,10 @@ void zs_engine_write_end(zs_engine *engine)
     zs_pace_stepped(engine);
 }
 
-/* With part of a step's gradients there are no sums yet. */
-static zs_status check_leaves(const zs_context *context)
-{
-    if (context->tree == NULL || context->pass == 0) return ZS_OK;
-    return ZS_FAIL(ZS_ERR_STATE,
-                   "optimizer.step() after %d of the %d micro-batches that this rank has in a step: call it after the "
-                   "loop over model.micro_batches(step)",
-                   context->pass, zs_tree_passes(context->tree));
-}
-
 zs_status zs_engine_before_step(zs_engine *engine)
 {
     ZS_TRY(zs_engine_settle(engine));
-    ZS_TRY(check_leaves(&engine->context));
+    ZS_TRY(zs_leaves_check_step(&engine->context));
     ZS_TRY(zs_engine_check_spoiled(engine));
     zs_pace_step(engine);
     return zs_writing_begin(engine);

@@ -247,8 +247,7 @@ zs_status zs_engine_add_leaves(zs_engine *engine, int n_leaves)
 void zs_engine_restart_step(zs_engine *engine)
 {
     if (engine->context.tree == NULL) return;
-    engine->context.pass = 0;
-    engine->context.leaf = ZS_LEAF_NONE;
+    zs_leaves_restart(&engine->context);
     for (size_t i = 0; i < zs_engine_n_units(engine); i++)
         zs_leaves_drop(zs_engine_unit(engine, i));
 }

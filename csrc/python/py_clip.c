@@ -52,20 +52,27 @@ static zs_status square_memory(zs_numbers *numbers, zs_exact *sum)
     return ZS_OK;
 }
 
+/* The elements as they lie in memory, without the factor that waits for them. `caller`: the function, for messages. */
+static zs_status square_elements(const zs_tensor *tensor, const char *caller, zs_exact *sum)
+{
+    zs_tensor_info info;
+    zs_numbers numbers = {0};
+    ZS_TRY(zs_tensor_describe(tensor, &info));
+    if (info.where.type != ZS_ON_CPU || !info.contiguous || info.dtype == ZS_BYTES)
+        return ZS_FAIL(ZS_ERR_TYPE, "%s() expects contiguous floating-point tensors on the CPU", caller);
+    if (info.numel == 0) return ZS_OK;
+    ZS_TRY(zs_tensor_data(tensor, &numbers.data));
+    numbers.numel = info.numel;
+    numbers.dtype = info.dtype;
+    return square_memory(&numbers, sum);
+}
+
 static zs_status square_tensor(PyObject *object, zs_exact *sum)
 {
     zs_tensor *tensor;
-    zs_tensor_info info;
-    zs_numbers numbers = {0};
     ZS_TRY(zs_py_tensor(object, &tensor));
     zs_pending_settle(zs_tensor_mem(tensor));
-    zs_status status = zs_tensor_describe(tensor, &info);
-    if (status == ZS_OK && (info.where.type != ZS_ON_CPU || !info.contiguous || info.dtype == ZS_BYTES))
-        status = ZS_FAIL(ZS_ERR_TYPE, "squares() expects contiguous floating-point tensors on the CPU");
-    if (status == ZS_OK && info.numel > 0) status = zs_tensor_data(tensor, &numbers.data);
-    numbers.numel = info.numel;
-    numbers.dtype = info.dtype;
-    if (status == ZS_OK && info.numel > 0) status = square_memory(&numbers, sum);
+    zs_status status = square_elements(tensor, "squares", sum);
     zs_tensor_free(tensor);
     return status;
 }
@@ -139,17 +146,9 @@ static zs_status look_at_tensor(PyObject *object, bool *finite)
     zs_tensor *tensor;
     ZS_TRY(zs_py_tensor(object, &tensor));
     const float factor = zs_pending_of(zs_tensor_mem(tensor));
-    zs_tensor_info info;
-    zs_numbers numbers = {0};
     zs_exact sum = {0};
     if (fabsf(factor) > 1) zs_pending_settle(zs_tensor_mem(tensor));
-    zs_status status = zs_tensor_describe(tensor, &info);
-    if (status == ZS_OK && (info.where.type != ZS_ON_CPU || !info.contiguous || info.dtype == ZS_BYTES))
-        status = ZS_FAIL(ZS_ERR_TYPE, "finite() expects contiguous floating-point tensors on the CPU");
-    if (status == ZS_OK && info.numel > 0) status = zs_tensor_data(tensor, &numbers.data);
-    numbers.numel = info.numel;
-    numbers.dtype = info.dtype;
-    if (status == ZS_OK && info.numel > 0) status = square_memory(&numbers, &sum);
+    zs_status status = square_elements(tensor, "finite", &sum);
     zs_tensor_free(tensor);
     *finite = *finite && isfinite(factor) && isfinite(sum.beyond);
     return status;

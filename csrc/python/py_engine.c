@@ -122,50 +122,6 @@ static PyObject *engine_set_codes(engine_object *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-PyDoc_STRVAR(engine_add_leaves_doc,
-             "add_leaves($self, micro_batches, /)\n--\n\nAdd the gradients of so many backwards of all ranks in an "
-             "order that does not depend on the number of ranks. Before units are made. Raises ValueError for fewer "
-             "than ranks.");
-
-static PyObject *engine_add_leaves(engine_object *self, PyObject *number)
-{
-    long n = PyLong_AsLong(number);
-    if (PyErr_Occurred()) return NULL;
-    zs_clear_error();
-    return zs_py_none(zs_engine_add_leaves(self->engine, n > 0 && n < INT32_MAX ? (int)n : 0));
-}
-
-PyDoc_STRVAR(engine_begin_leaf_doc,
-             "begin_leaf($self, /)\n--\n\nBegin the next micro-batch of a step, with one backward. Raises RuntimeError "
-             "if a parameter has a .grad.");
-
-static PyObject *engine_begin_leaf(engine_object *self, PyObject *unused)
-{
-    (void)unused;
-    zs_clear_error();
-    return zs_py_none(zs_engine_begin_leaf(self->engine));
-}
-
-PyDoc_STRVAR(engine_leaf_is_done_doc,
-             "leaf_is_done($self, /)\n--\n\nReturn whether the backward of that micro-batch has ended.");
-
-static PyObject *engine_leaf_is_done(engine_object *self, PyObject *unused)
-{
-    (void)unused;
-    return PyBool_FromLong(zs_engine_leaf_is_done(self->engine));
-}
-
-PyDoc_STRVAR(engine_restart_step_doc,
-             "restart_step($self, /)\n--\n\nDrop the gradients of a step that is not complete. No-op without "
-             "add_leaves().");
-
-static PyObject *engine_restart_step(engine_object *self, PyObject *unused)
-{
-    (void)unused;
-    zs_engine_restart_step(self->engine);
-    Py_RETURN_NONE;
-}
-
 PyDoc_STRVAR(engine_codes_gradients_doc,
              "codes_gradients($self, /)\n--\n\nReturn whether gradients cross hosts as codes.");
 
@@ -375,10 +331,11 @@ static PyMethodDef engine_methods[] = {
     {"set_order", (PyCFunction)engine_set_order, METH_O, engine_set_order_doc},
     {"set_prefetch", (PyCFunction)engine_set_prefetch, METH_VARARGS, engine_set_prefetch_doc},
     {"set_codes", (PyCFunction)engine_set_codes, METH_VARARGS, engine_set_codes_doc},
-    {"add_leaves", (PyCFunction)engine_add_leaves, METH_O, engine_add_leaves_doc},
-    {"begin_leaf", (PyCFunction)engine_begin_leaf, METH_NOARGS, engine_begin_leaf_doc},
-    {"leaf_is_done", (PyCFunction)engine_leaf_is_done, METH_NOARGS, engine_leaf_is_done_doc},
-    {"restart_step", (PyCFunction)engine_restart_step, METH_NOARGS, engine_restart_step_doc},
+    {"add_leaves", (PyCFunction)zs_py_add_leaves, METH_O, zs_py_add_leaves_doc},
+    {"leaves", (PyCFunction)zs_py_leaves, METH_NOARGS, zs_py_leaves_doc},
+    {"begin_leaf", (PyCFunction)zs_py_begin_leaf, METH_NOARGS, zs_py_begin_leaf_doc},
+    {"leaf_is_done", (PyCFunction)zs_py_leaf_is_done, METH_NOARGS, zs_py_leaf_is_done_doc},
+    {"restart_step", (PyCFunction)zs_py_restart_step, METH_NOARGS, zs_py_restart_step_doc},
     {"codes_gradients", (PyCFunction)engine_codes_gradients, METH_NOARGS, engine_codes_gradients_doc},
     {"rescale", (PyCFunction)engine_rescale, METH_O, engine_rescale_doc},
     {"set_offload", (PyCFunction)engine_set_offload, METH_VARARGS, engine_set_offload_doc},

@@ -27,6 +27,18 @@ PyObject *zs_py_broadcast_buffers(engine_object *self, PyObject *unused);
 extern const char zs_py_sync_buffers_doc[];
 extern const char zs_py_broadcast_buffers_doc[];
 
+/* Methods of py_leaves.c, and their docstrings. */
+PyObject *zs_py_add_leaves(engine_object *self, PyObject *number);
+PyObject *zs_py_leaves(engine_object *self, PyObject *unused);
+PyObject *zs_py_begin_leaf(engine_object *self, PyObject *unused);
+PyObject *zs_py_leaf_is_done(engine_object *self, PyObject *unused);
+PyObject *zs_py_restart_step(engine_object *self, PyObject *unused);
+extern const char zs_py_add_leaves_doc[];
+extern const char zs_py_leaves_doc[];
+extern const char zs_py_begin_leaf_doc[];
+extern const char zs_py_leaf_is_done_doc[];
+extern const char zs_py_restart_step_doc[];
+
 /* Methods of py_join.c. */
 PyObject *zs_py_join_begin(engine_object *self, PyObject *args);
 PyObject *zs_py_join_end(engine_object *self, PyObject *unused);

@@ -10,7 +10,8 @@
 
 typedef struct partial {
     zs_leaf_run node;
-    zs_mem *mem; /* owned; NULL: none of its leaves used the unit */
+    char *sum;   /* with the layout of a section; NULL: none of its leaves used the unit */
+    zs_mem *mem; /* under it; owned; NULL: it is a bucket's */
 } partial;
 
 struct zs_leaves {
@@ -60,6 +61,21 @@ void zs_leaves_count(zs_context *context)
     context->pass = context->schedule.last_leaf ? 0 : context->pass + 1;
 }
 
+zs_status zs_leaves_check_step(const zs_context *context)
+{
+    if (context->tree == NULL || context->pass == 0) return ZS_OK;
+    return ZS_FAIL(ZS_ERR_STATE,
+                   "optimizer.step() after %d of the %d micro-batches that this rank has in a step: call it after the "
+                   "loop over model.micro_batches(step)",
+                   context->pass, zs_tree_passes(context->tree));
+}
+
+void zs_leaves_restart(zs_context *context)
+{
+    context->pass = 0;
+    context->leaf = ZS_LEAF_NONE;
+}
+
 /* --- a leaf ------------------------------------------------------------------------------------------------------- */
 
 zs_status zs_leaves_check(const zs_unit *unit)
@@ -90,28 +106,6 @@ zs_status zs_leaves_begin(zs_unit *unit)
     return ZS_OK;
 }
 
-static zs_status fill_flat(const zs_unit *unit, int f, char *base)
-{
-    const zs_device *device = zs_context_device(unit->context);
-    const zs_flat *flat = &unit->flats[f];
-    size_t filled = 0;
-    for (int64_t i = 0; i < unit->n_params; i++) {
-        const zs_param *param = &unit->params[i];
-        if (param->flat != f || !zs_get_bit(unit->used, i)) continue;
-        size_t begin = (size_t)param->offset * flat->wire_size;
-        ZS_TRY(zs_device_zero(device, ZS_STREAM_COMPUTE, base + filled, begin - filled));
-        filled = begin + (size_t)param->numel * flat->wire_size;
-    }
-    return zs_device_zero(device, ZS_STREAM_COMPUTE, base + filled, zs_flat_wire_bytes(flat) - filled);
-}
-
-zs_status zs_leaves_fill(const zs_unit *unit, char *base)
-{
-    for (int f = 0; f < unit->n_flats; f++)
-        if (unit->flats[f].trainable) ZS_TRY(fill_flat(unit, f, base + unit->flats[f].bucket_offset));
-    return ZS_OK;
-}
-
 /* --- nodes -------------------------------------------------------------------------------------------------------- */
 
 /* sum += other, flat by flat. */
@@ -129,26 +123,35 @@ static zs_status add(const zs_unit *unit, char *sum, const char *other)
     return ZS_OK;
 }
 
-/* Appends a node, and adds up what it completes; takes over `mem`. */
-static zs_status push(zs_unit *unit, partial last)
+/* Adds to a node, which then covers them, the nodes before it that it completes. */
+static zs_status complete(zs_unit *unit, partial *last)
 {
     zs_leaves *leaves = unit->leaves;
-    while (leaves->n > 0 && zs_tree_joins(tree_of(unit), leaves->stack[leaves->n - 1].node, last.node)) {
-        partial *before = &leaves->stack[--leaves->n];
+    while (leaves->n > 0 && zs_tree_joins(tree_of(unit), leaves->stack[leaves->n - 1].node, last->node)) {
+        partial before = leaves->stack[--leaves->n];
         zs_status status = ZS_OK;
-        if (before->mem != NULL && last.mem != NULL) status = add(unit, before->mem->ptr, last.mem->ptr);
-        if (before->mem != NULL)
-            release(&last.mem);
-        else
-            before->mem = last.mem;
-        last = (partial){{before->node.begin, last.node.end}, before->mem};
-        if (status != ZS_OK) {
-            release(&last.mem);
-            return status;
+        last->node.begin = before.node.begin;
+        if (last->sum == NULL) {
+            last->sum = before.sum;
+            last->mem = before.mem;
+        } else if (before.sum != NULL) {
+            status = add(unit, last->sum, before.sum);
+            release(&before.mem);
         }
+        ZS_TRY(status);
     }
-    leaves->stack[leaves->n++] = last;
     return ZS_OK;
+}
+
+/* Appends a node, and adds up what it completes; takes over its memory. */
+static zs_status push(zs_unit *unit, partial last)
+{
+    zs_status status = complete(unit, &last);
+    if (status == ZS_OK)
+        unit->leaves->stack[unit->leaves->n++] = last;
+    else
+        release(&last.mem);
+    return status;
 }
 
 /* Appends nodes without gradients up to `leaf`, for backwards that did not use the unit. */
@@ -158,7 +161,7 @@ static zs_status catch_up(zs_unit *unit, int leaf)
     zs_leaf_run run = zs_tree_run(tree_of(unit), unit->context->ranks.all->rank);
     int next = leaves->n > 0 ? leaves->stack[leaves->n - 1].node.end : run.begin;
     for (; next < leaf; next++)
-        ZS_TRY(push(unit, (partial){{next, next + 1}, NULL}));
+        ZS_TRY(push(unit, (partial){.node = {next, next + 1}}));
     return ZS_OK;
 }
 
@@ -184,9 +187,8 @@ zs_status zs_leaves_end(zs_unit *unit)
         return ZS_OK;
     }
     ZS_TRY(catch_up(unit, leaf));
-    ZS_TRY(zs_leaves_fill(unit, unit->leaf->ptr));
     note_used(unit);
-    partial last = {{leaf, leaf + 1}, unit->leaf};
+    partial last = {{leaf, leaf + 1}, unit->leaf->ptr, unit->leaf};
     unit->leaf = NULL;
     return push(unit, last);
 }
@@ -199,11 +201,11 @@ static zs_status send_others(const zs_unit *unit, char *bucket)
     const zs_leaves *leaves = unit->leaves;
     for (int k = 0; k < leaves->n; k++) {
         char *section = bucket + (size_t)zs_tree_section(k, leaves->n + 1) * bytes;
-        const zs_mem *mem = leaves->stack[k].mem;
-        if (mem == NULL)
+        const char *sum = leaves->stack[k].sum;
+        if (sum == NULL)
             ZS_TRY(zs_device_zero(device, ZS_STREAM_COMPUTE, section, bytes));
         else
-            ZS_TRY(zs_device_copy(device, ZS_STREAM_COMPUTE, section, mem->ptr, bytes));
+            ZS_TRY(zs_device_copy(device, ZS_STREAM_COMPUTE, section, sum, bytes));
     }
     return ZS_OK;
 }
@@ -214,18 +216,11 @@ zs_status zs_leaves_send(zs_unit *unit, char *bucket)
     ZS_TRY(make(unit));
     int leaf = leaf_now(unit, &counts);
     ZS_TRY(catch_up(unit, leaf));
-    zs_leaves *leaves = unit->leaves;
-    zs_leaf_run last = {leaf, leaf + 1};
-    while (leaves->n > 0 && zs_tree_joins(tree_of(unit), leaves->stack[leaves->n - 1].node, last)) {
-        partial *before = &leaves->stack[--leaves->n];
-        zs_status status = before->mem != NULL ? add(unit, bucket, before->mem->ptr) : ZS_OK;
-        release(&before->mem);
-        ZS_TRY(status);
-        last.begin = before->node.begin;
-    }
+    partial last = {{leaf, leaf + 1}, bucket, NULL};
+    ZS_TRY(complete(unit, &last));
     ZS_TRY(send_others(unit, bucket));
     note_used(unit);
-    memcpy(unit->used, leaves->used, zs_unit_bitmap_words(unit) * sizeof *unit->used);
+    memcpy(unit->used, unit->leaves->used, zs_unit_bitmap_words(unit) * sizeof *unit->used);
     zs_leaves_drop(unit);
     return ZS_OK;
 }

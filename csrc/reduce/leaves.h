@@ -14,14 +14,17 @@
 zs_status zs_leaves_ready(zs_context *context);
 void zs_leaves_count(zs_context *context);
 
+/* Before an optimizer's step. ZS_ERR_STATE with part of the step's gradients: there are no sums yet. */
+zs_status zs_leaves_check_step(const zs_context *context);
+
+/* The step begins anew: its first backward comes next. */
+void zs_leaves_restart(zs_context *context);
+
 /* Before a micro-batch. ZS_ERR_STATE if a parameter has a .grad: it would be added to the sum. */
 zs_status zs_leaves_check(const zs_unit *unit);
 
 /* A backward has the unit's first gradient, and is not the step's last: it packs into unit->leaf. */
 zs_status zs_leaves_begin(zs_unit *unit);
-
-/* Zeroes what the section at `base` has of parameters without a gradient in this backward, and its padding. */
-zs_status zs_leaves_fill(const zs_unit *unit, char *base);
 
 /* Such a backward has ended: adds its leaf, if it has one. */
 zs_status zs_leaves_end(zs_unit *unit);

@@ -91,7 +91,6 @@ zs_status zs_reduce_pack(zs_record *record, int64_t i, bool anew, bool *first)
 static zs_status fill_rest(zs_unit *unit)
 {
     const zs_device *device = zs_context_device(unit->context);
-    if (unit->context->tree != NULL) return zs_leaves_fill(unit, packing(unit));
     for (int f = 0; f < unit->n_flats; f++) {
         const zs_flat *flat = &unit->flats[f];
         if (!flat->trainable) continue;

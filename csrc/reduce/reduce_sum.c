@@ -41,18 +41,28 @@ static char *target_of(const summing *s, const zs_flat *flat)
     return bucket + flat->bucket_offset + (size_t)s->unit->shard * flat->wire_shard_bytes;
 }
 
+static zs_dtype dtype_of_sources(const summing *s, const zs_flat *flat)
+{
+    return s->sources->partial ? zs_dtype_of_partial_sum(flat->wire) : flat->wire;
+}
+
+/* What rank `r` has sent in a section, from element `begin` of this rank's shard on; NULL: nothing. */
+static const char *source_at(const summing *s, const zs_flat *flat, int r, int section, int64_t begin)
+{
+    const char *base = s->sources->data[r];
+    size_t at = s->sources->at[flat->trainable_index] + (size_t)begin * zs_dtype_size(dtype_of_sources(s, flat));
+    return base != NULL ? base + (size_t)section * s->sources->section + at : NULL;
+}
+
 static zs_status sum_run(const summing *s, const zs_flat *flat, shard_run run)
 {
     if (run.class == SKIP || run.end <= run.begin) return ZS_OK;
     const zs_tree *tree = s->unit->context->tree;
-    const int sections = tree != NULL ? tree->sections : 1;
+    const int sections = zs_tree_sections(tree);
     const void *src[s->world * sections];
-    zs_dtype dtype = s->sources->partial ? zs_dtype_of_partial_sum(flat->wire) : flat->wire;
-    for (int i = 0; i < s->world * sections; i++) {
-        const char *base = s->sources->data[i / sections];
-        size_t at = s->sources->at[flat->trainable_index] + (size_t)run.begin * zs_dtype_size(dtype);
-        src[i] = base != NULL ? base + (size_t)(i % sections) * s->sources->section + at : NULL;
-    }
+    zs_dtype dtype = dtype_of_sources(s, flat);
+    for (int i = 0; i < s->world * sections; i++)
+        src[i] = source_at(s, flat, i / sections, i % sections, run.begin);
     char *target = target_of(s, flat);
     zs_sum sum = {.src = src, .world = s->world * sections, .dtype = dtype, .scale = s->scale, .tree = tree};
     sum.per_host = s->sources->partial ? 0 : s->unit->context->ranks.all->per_host;
@@ -103,15 +113,12 @@ static void record_nonfinite(const summing *s, const zs_flat *flat, zs_param *pa
     const char *sum = target_of(s, flat) + (size_t)begin * zs_dtype_size(replicated ? flat->wire : flat->dtype);
     if (numel <= 0 || are_finite(sum, numel, replicated ? flat->wire : flat->dtype)) return;
     param->nonfinite = true;
-    const zs_dtype dtype = s->sources->partial ? zs_dtype_of_partial_sum(flat->wire) : flat->wire;
-    const size_t at = s->sources->at[flat->trainable_index] + (size_t)begin * zs_dtype_size(dtype);
+    const zs_dtype dtype = dtype_of_sources(s, flat);
+    const int sections = zs_tree_sections(s->unit->context->tree);
     uint64_t on = 0;
-    const zs_tree *tree = s->unit->context->tree;
-    const int sections = tree != NULL ? tree->sections : 1;
     for (int i = 0; i < s->world * sections && i / sections < 64; i++) {
-        const char *base = s->sources->data[i / sections];
-        if (base == NULL || base + at == sum) continue; /* the sum has overwritten it */
-        const char *own = base + (size_t)(i % sections) * s->sources->section + at;
+        const char *own = source_at(s, flat, i / sections, i % sections, begin);
+        if (own == NULL || own == sum) continue; /* the sum has overwritten it */
         if (!are_finite(own, numel, dtype)) on |= UINT64_C(1) << i / sections;
     }
     if (replicated && on == 0 && s->rank < 64) on = UINT64_C(1) << s->rank; /* then its own was to blame */

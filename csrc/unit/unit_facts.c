@@ -104,8 +104,7 @@ size_t zs_unit_section_bytes(const zs_unit *unit)
 
 size_t zs_unit_bucket_bytes(const zs_unit *unit)
 {
-    const zs_tree *tree = unit->context->tree;
-    return zs_unit_section_bytes(unit) * (size_t)(tree != NULL ? tree->sections : 1);
+    return zs_unit_section_bytes(unit) * (size_t)zs_tree_sections(unit->context->tree);
 }
 
 bool zs_unit_reduces(const zs_unit *unit)

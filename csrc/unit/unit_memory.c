@@ -141,7 +141,7 @@ zs_cunit_spec zs_unit_round_spec(const zs_unit *unit)
     spec.mode = unit->record.is.replicated ? ZS_REDUCE_ALL : ZS_REDUCE_SCATTER;
     spec.n_shards = shards_of(unit);
     spec.code = unit->code;
-    if (unit->context->tree != NULL) spec.sections = unit->context->tree->sections;
+    spec.sections = zs_tree_sections(unit->context->tree);
     if (!unit->record.is.replicated) spec.shard_of = unit->context->shard_of;
     for (int f = 0; f < unit->n_flats; f++) {
         if (!unit->flats[f].trainable) continue;

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zshard
 from zshard import FSDP
-from zshard.any_world import run_of
+from zshard.units.units import state_of
 
 
 def small(**options: Any) -> Any:
@@ -379,5 +379,5 @@ def draw(first: int, shuffle: bool) -> list[dict[int, list[int]]]:
     sampler = zshard.MicroBatchSampler(model, 50, 3, shuffle=shuffle, seed=7)
     sampler.step = first
     batches = iter(sampler)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return [{i: next(batches) for i in run_of(4, rank, world)} for _ in range(9)]
+    run = state_of(model).unit.engine.leaves()
+    return [{i: next(batches) for i in run} for _ in range(9)]

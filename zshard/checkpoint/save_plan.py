@@ -120,7 +120,8 @@ def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module) -> SavePlan:
             texts["optimizer.safetensors.index.json"] = index_of(more)
             files = files + more
 
-    facts = {"any_world": facts_of_run(model)} if facts_of_run(model) else {}
+    run = facts_of_run(model)
+    facts = {"any_world": run} if run else {}
 
     def manifest(records: Mapping[str, FileRecord], finite: bool) -> bytes:
         return dump(

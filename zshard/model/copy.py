@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from zshard import _core
-from zshard.any_world import use_any_world, watch_buffers
+from zshard.any_world import watch_any_world
 from zshard.guard.slices import plain
 from zshard.model.shard_model import ShardingPlan, introduce, sync_buffers
 from zshard.units.units import (
@@ -84,9 +84,7 @@ def copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         watch(copied.module, has_others)
     if own.spare is not None:
         state_of(copied.module).spare = own.spare.like(copied.module)
-    if own.options.micro_batches:
-        use_any_world(copied.module)
-        watch_buffers(copied.module)
+    watch_any_world(copied.module)
     if own.guard is not None:
         state_of(copied.module).guard = own.guard.like(copied.module)
     introduce(copied.module)

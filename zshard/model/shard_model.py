@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zshard import _core
-from zshard.any_world import check_any_world, check_transport, use_any_world, watch_buffers
+from zshard.any_world import check_any_world, check_transport, watch_any_world
 from zshard.guard.outside import tell_of_barriers
 from zshard.memory.dry_run import Planned, calls_of, parts_to_guard
 from zshard.memory.fits import MemoryLimit, check_fits, words_of
@@ -306,9 +306,7 @@ class ShardingPlan:
         if self.comms.all.world > 1:
             watch(module, settings.ignored)
         cast_buffers(module, self.options.precision, settings.ignored)
-        if self.options.micro_batches:
-            use_any_world(module)
-            watch_buffers(module)
+        watch_any_world(module)
         if settings.buffers_in_forward:
             sync_buffers(module, settings.buffers_in_forward)
         for each in EXTENSIONS:

@@ -229,10 +229,7 @@ def _get_total_norm(
         owner = _core.grad_owner(grad)
         (whole if owner is None else sharded.setdefault(owner, [])).append(grad)
     _refuse_other_shards(whole)
-    if is_any_world():
-        with plain():
-            return _norm_over_ranks(sharded, whole, norm_type, error_if_nonfinite)
-    if not sharded:  # torch's own waits only for error_if_nonfinite
+    if not sharded and not is_any_world():  # torch's own waits only for error_if_nonfinite
         return _torchs_total_norm(grads, norm_type, error_if_nonfinite, foreach)
     with plain():
         return _norm_over_ranks(sharded, whole, norm_type, error_if_nonfinite)
