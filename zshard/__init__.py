@@ -21,7 +21,7 @@ from zshard._core import CudaError, DivergenceError, NcclError, PeerError, PeerT
 from zshard._errors import CheckpointError, KeeperError, NonFiniteError, ShardError
 from zshard._version import __version__ as __version__
 from zshard.any_world import MicroBatchSampler
-from zshard.checkpoint.folder import latest_checkpoint
+from zshard.checkpoint.hosts import latest_checkpoint
 from zshard.checkpoint.load import Loaded as Loaded
 from zshard.checkpoint.load import load
 from zshard.checkpoint.save import SaveHandle as SaveHandle

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from zshard._errors import CheckpointError
 from zshard.checkpoint import script_state
 from zshard.checkpoint.manifest import Manifest, dict_of
+from zshard.checkpoint.parts import Spread
 from zshard.checkpoint.safetensors import OpenFile
 from zshard.checkpoint.torch_file import NoDataError
 from zshard.optim.sharded_state import params_of
@@ -70,6 +71,7 @@ class Checkpoint:
     no_optimizer: str = ""  # why there is none, if that needs an explanation
     manifest: Manifest | None = None
     files: dict[str, OpenFile] = field(default_factory=dict)  # open files by name
+    spread: Spread | None = None  # where the files are, if they are in parts
     shared: Mapping[str, Callable[[], Any]] = field(default_factory=dict)  # every rank's extra
 
     def extra_of(self, rank: int, strict: bool = True) -> dict[str, Any]:
@@ -99,6 +101,8 @@ class Checkpoint:
         """Close all files. Further calls do nothing."""
         for file in self.files.values():
             file.close()
+        if self.spread is not None:
+            self.spread.close()
 
 
 def decode(value: object, path: str) -> Any:

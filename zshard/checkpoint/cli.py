@@ -1,4 +1,5 @@
-"""python -m zshard ckpt: inspect a checkpoint, verify it, export it as a Hugging Face folder.
+"""python -m zshard ckpt: inspect a checkpoint, verify it, export it as a Hugging Face folder, or
+collect its parts from several hosts.
 
 One process handles what any number of ranks have written, and needs no model.
 """
@@ -6,6 +7,7 @@ One process handles what any number of ranks have written, and needs no model.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -19,6 +21,7 @@ import torch
 from zshard import _core
 from zshard._errors import CheckpointError
 from zshard.checkpoint.checkpoint import Checkpoint, Readable
+from zshard.checkpoint.collect import collect
 from zshard.checkpoint.contents import Item
 from zshard.checkpoint.folder import Staging, Target
 from zshard.checkpoint.load import Reader
@@ -26,6 +29,7 @@ from zshard.checkpoint.manifest import BLOCK, NAME, check_blocks, data_blocks, h
 from zshard.checkpoint.opening import MODEL, open_own, opened
 from zshard.checkpoint.safetensors import OpenFile
 from zshard.checkpoint.save_plan import PlannedFile, index_of, lay_out
+from zshard.checkpoint.write import write_text
 from zshard.memory.fits import parse_size
 from zshard.ranks.agreement import bytes_of
 from zshard.state.source import chunks
@@ -45,7 +49,9 @@ _COPIED = ("config.json", "generation_config.json")
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `ckpt` to the subparsers of `python -m zshard`; run() takes the parsed arguments."""
-    ckpt = commands.add_parser("ckpt", help="inspect, verify or export a checkpoint")
+    ckpt = commands.add_parser(
+        "ckpt", aliases=["checkpoint"], help="inspect, verify, export or collect a checkpoint"
+    )
     words = ckpt.add_subparsers(required=True, metavar="command", dest="word")
     path_help = "a checkpoint, a checkpoint directory (its newest checkpoint is used), a "
     path_help += ".safetensors file, or a Hugging Face or torch.distributed.checkpoint folder"
@@ -68,6 +74,17 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     export.add_argument(
         "--max-shard-size", default="5GB", help="maximum bytes of tensors per file (default: 5GB)"
     )
+    gather = words.add_parser(
+        "collect", help="make one folder of a checkpoint whose parts are on several hosts"
+    )
+    gather.add_argument(
+        "folders",
+        nargs="+",
+        metavar="folder",
+        help="where the parts are: copies of the hosts' folders; or under torchrun on the hosts, "
+        "the one path that all of them have, whose parts are read over the wire",
+    )
+    gather.add_argument("out", help="the folder to create; under torchrun on the first rank's host")
     ckpt.set_defaults(run=run)
 
 
@@ -78,6 +95,11 @@ def run(args: argparse.Namespace) -> int:
             return _inspect(args.path, args.json)
         if args.word == "verify":
             return _verify(args.path)
+        if args.word == "collect":
+            told = collect(args.folders, args.out)
+            if told is not None:
+                print(told)
+            return 0
         return _export(args.path, args.out, _DTYPES.get(args.dtype), args.max_shard_size)
     except (OSError, ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -172,6 +194,11 @@ def _check_all(found: Checkpoint) -> int:
     """Check all files of the manifest and return their bytes. Raise CheckpointError for damage."""
     assert found.manifest is not None, "the caller checks this"
     records = found.manifest.files
+    if found.spread is not None:
+        check_blocks(found.spread.blocks({name: -1 for name in found.spread.here}))
+        if not found.spread.is_complete():
+            raise CheckpointError(f"'{found.path}' is incomplete: {found.spread.missing()}")
+        return sum(records[name].size for name in found.spread.here)
     for name in records.keys() - found.files.keys():
         found.files[name] = open_own(found, found.manifest, name, OpenFile)
     check_blocks([*head_blocks(found.files, records), *data_blocks(found.files, records)])
@@ -222,12 +249,19 @@ def _write_all(folder: str, files: list[PlannedFile], found: Checkpoint) -> None
                 _write(opened_file, item, offset, found.model[item.name])
             opened_file.sync()
     if len(files) > 1:
-        _write_small(folder, f"{MODEL}.safetensors.index.json", index_of(files))
+        write_text(os.path.join(folder, f"{MODEL}.safetensors.index.json"), index_of(files))
     for name in _COPIED:
-        source = os.path.join(found.path, name)
-        if os.path.isdir(found.path) and os.path.exists(source):
-            with OpenFile(source) as config:
-                _write_small(folder, name, bytes(config.bytes_of(config.size)))
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            with _small_file(found, name) as config:
+                write_text(os.path.join(folder, name), bytes(config.bytes_of(config.size)))
+
+
+def _small_file(found: Checkpoint, name: str) -> OpenFile:
+    """Open a file of the checkpoint. Raise FileNotFoundError if it has none of that name, and
+    NotADirectoryError if it is a file itself."""
+    if found.spread is not None and name in found.spread.manifest.whole:
+        return found.spread.open(name, OpenFile)
+    return OpenFile(os.path.join(found.path, name))
 
 
 def _write(file: _core.File, item: Item, offset: int, entry: Readable) -> None:
@@ -238,9 +272,3 @@ def _write(file: _core.File, item: Item, offset: int, entry: Readable) -> None:
         values = torch.empty(end - begin, dtype=item.dtype)
         reader.read(entry, begin, values)
         file.write([(offset + begin * size, bytes_of(values))], BLOCK)
-
-
-def _write_small(folder: str, name: str, data: bytes) -> None:
-    with _core.File.create(os.path.join(folder, name), len(data)) as file:
-        file.write([(0, data)], BLOCK)
-        file.sync()

@@ -63,6 +63,25 @@ class Target(NamedTuple):
     def path(self) -> str:
         return os.path.join(self.parent, self.name)
 
+    def make_parent(self) -> None:
+        """Create a missing directory of numbered checkpoints; no other parent is created. Raise
+        OSError if there is no parent."""
+        above = os.path.dirname(self.parent)
+        if self.is_numbered and not os.path.lexists(self.parent) and os.path.isdir(above):
+            with contextlib.suppress(FileExistsError):
+                _core.make_folder(self.parent)
+            _core.sync_folder(above)
+        if os.path.isdir(self.parent):
+            return
+        if os.path.exists(self.parent):
+            raise NotADirectoryError(
+                f"cannot save '{self.path}': '{self.parent}' is not a directory; choose another "
+                "path"
+            )
+        raise FileNotFoundError(
+            f"cannot save '{self.path}': '{self.parent}' does not exist; create it first"
+        )
+
     def hidden(self, id: str) -> str:
         """Return its temporary path, until it is finished."""
         return os.path.join(self.parent, f".{self.name}.{id}.tmp")
@@ -84,14 +103,9 @@ def step_of(name: str) -> int | None:
     return step if name_of(step) == name else None
 
 
-def latest_checkpoint(directory: str | os.PathLike[str]) -> str | None:
-    """Return the path of the finished checkpoint with the highest step in a checkpoint directory.
-
-    directory: the path that zshard.save() took together with `step`.
-
-    Returns None if it has no finished checkpoint, or does not exist. Raises NotADirectoryError if
-    it is a file.
-    """
+def newest_in(directory: str | os.PathLike[str]) -> str | None:
+    """Return the path of the finished checkpoint with the highest step that this host has in a
+    directory, or None. Raise NotADirectoryError if it is a file."""
     found = finished(directory)
     return os.path.join(os.fspath(directory), name_of(found[-1])) if found else None
 
@@ -122,12 +136,13 @@ class Staging:
         self._lock: int | None = None
         self._there = False  # whether `path` exists
         self._replaced = False  # whether it is the checkpoint that was replaced
+        self._is_committed = False
 
     def open(self) -> None:
         """Create the folder. Raise OSError if the system refuses, FileExistsError if the target
         exists, RuntimeError while another save is in progress there."""
         target = self._target
-        _check_parent(target)
+        target.make_parent()
         self._lock = _locked(target)
         self._check_free()
         if self._lock is not None:
@@ -151,6 +166,15 @@ class Staging:
             move(target.path, self.path)
             self._there = True
             raise
+        self._is_committed = True
+
+    def withdraw(self) -> None:
+        """Undo commit(), as far as the system lets it."""
+        if self._is_committed:
+            move = _swap if self._replaced else _core.rename
+            with contextlib.suppress(OSError):
+                move(self._target.path, self.path)
+                self._there, self._is_committed = True, False
 
     def discard(self) -> None:
         """Delete leftovers. The next save deletes what cannot be deleted now."""
@@ -204,7 +228,7 @@ def retain(target: Target, keep_last: int, id: str) -> None:
 
 def warn_of_newer(target: Target) -> None:
     """Warn if latest_checkpoint() returns another checkpoint than `target`."""
-    newest = latest_checkpoint(target.parent) if target.is_numbered else None
+    newest = newest_in(target.parent) if target.is_numbered else None
     if newest is not None and newest != target.path:
         warnings.warn(
             f"'{newest}' has a later step than '{target.name}', which was just saved: "
@@ -249,23 +273,6 @@ def _swap(new: str, old: str) -> None:
             raise
         why = "the file system cannot swap folders: save to another path, then delete this one"
         raise OSError(error.errno, why, old) from None
-
-
-def _check_parent(target: Target) -> None:
-    """Create a missing directory of numbered checkpoints; no other parent is created."""
-    parent, above = target.parent, os.path.dirname(target.parent)
-    if target.is_numbered and not os.path.lexists(parent) and os.path.isdir(above):
-        with contextlib.suppress(FileExistsError):
-            _core.make_folder(parent)
-        _core.sync_folder(above)
-    if not os.path.isdir(parent):
-        if os.path.exists(parent):
-            raise NotADirectoryError(
-                f"cannot save '{target.path}': '{parent}' is not a directory; choose another path"
-            )
-        raise FileNotFoundError(
-            f"cannot save '{target.path}': '{parent}' does not exist; create it first"
-        )
 
 
 def _clean(target: Target) -> None:

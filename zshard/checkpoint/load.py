@@ -32,8 +32,9 @@ from zshard.checkpoint.checkpoint import (
     read_whole,
 )
 from zshard.checkpoint.contents import ranks_of
+from zshard.checkpoint.hosts import PartsOfHosts, opened_together
 from zshard.checkpoint.opening import older_than, opened
-from zshard.checkpoint.safetensors import TensorEntry
+from zshard.checkpoint.safetensors import SafetensorsFile, TensorEntry
 from zshard.checkpoint.write import finish
 from zshard.guard import slices
 from zshard.optim.sharded_state import class_of_state, params_of
@@ -122,17 +123,16 @@ def load(
         asked = [("optimizer", type(optimizer).__name__), ("strict", strict), ("verify", verify)]
         facts = [(f"load({name}=)", str(value)) for name, value in asked]
         check_agreement(comm, facts, "calls to zshard.load()")
-        found = _open(stack, comm, path, optimizer is not None)
+        path, parts = opened_together(stack, comm, path)
+        found = _open(stack, comm, path, optimizer is not None, parts)
         if found.manifest is not None:
-            heads = blocks.head_blocks(found.files, found.manifest.files)
-            with _checking_files(comm, found):
-                blocks.check_blocks(blocks.share(heads, comm.rank, comm.world))
+            _check_heads(comm, found, parts)
         plans = _plan(comm, found, model, optimizer, strict)
         with slices.plain():
             pending = plans.model.pending()
             if plans.optimizer is not None:
                 pending += plans.optimizer.pending()
-            _check(comm, found, pending, verify)
+            _check(comm, found, pending, parts, verify)
         _carry_out(comm, plans, Reader())
     loaded = Loaded(plans.extra)
     loaded.path, loaded.step = found.path, found.step
@@ -156,10 +156,12 @@ def _open(
     comm: _core.Comm,
     path: str | os.PathLike[str],
     with_optimizer: bool,
+    parts: PartsOfHosts | None,
 ) -> Checkpoint:
     made: list[Checkpoint] = []
     with on_all_ranks(comm):
-        made.append(stack.enter_context(opened(path, with_optimizer)))
+        spread = parts.spread if parts is not None else None
+        made.append(stack.enter_context(opened(path, with_optimizer, spread)))
     check_agreement(comm, _facts(made[0]), "checkpoints")
     return made[0]
 
@@ -253,7 +255,27 @@ def _refuse_meta(model: nn.Module) -> None:
         )
 
 
-def _check(comm: _core.Comm, found: Checkpoint, pending: Sequence[Pending], verify: bool) -> None:
+def _check_heads(comm: _core.Comm, found: Checkpoint, parts: PartsOfHosts | None) -> None:
+    """Verify what opening has read, apart from the manifest; each rank verifies its share."""
+    assert found.manifest is not None, "the caller checks this"
+    if parts is None:
+        heads = blocks.head_blocks(found.files, found.manifest.files)
+        mine = blocks.share(heads, comm.rank, comm.world)
+    else:
+        opened_files = found.files.items()
+        headers = [(n, 0, f.data) for n, f in opened_files if isinstance(f, SafetensorsFile)]
+        mine = parts.own_blocks(comm, headers)
+    with _checking_files(comm, found):
+        blocks.check_blocks(mine)
+
+
+def _check(
+    comm: _core.Comm,
+    found: Checkpoint,
+    pending: Sequence[Pending],
+    parts: PartsOfHosts | None,
+    verify: bool,
+) -> None:
     """Check what will be read; each rank checks its share. Check the archives around values, and
     the checksums of all blocks that have not been checked yet."""
     entries = list({id(value.origin): value.origin for value in pending}.values())
@@ -264,12 +286,16 @@ def _check(comm: _core.Comm, found: Checkpoint, pending: Sequence[Pending], veri
         return
     needed = {id(entry.file) for entry in entries if isinstance(entry, TensorEntry)}
     files = {name: file for name, file in found.files.items() if id(file) in needed}
-    wanted = (
+    wanted = [
         value.origin.place(value.begin, value.numel())
         for value in pending
         if isinstance(value.origin, TensorEntry)
-    )
-    mine = blocks.own_blocks(comm, files, found.manifest.files, wanted, meeting.host_id())
+    ]
+    if parts is None:
+        mine = blocks.own_blocks(comm, files, found.manifest.files, wanted, meeting.host_id())
+    else:
+        names = {id(file): name for name, file in files.items()}
+        mine = parts.own_blocks(comm, [(names[id(f)], begin, end) for f, begin, end in wanted])
     with _checking_files(comm, found):
         blocks.check_blocks(mine)
 

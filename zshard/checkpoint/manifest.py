@@ -5,6 +5,9 @@ folder with a valid manifest is finished, and a file that does not match it has 
 CRC-32C checksums of 4 MiB blocks cover every byte of every file, and one checksum covers the
 manifest itself.
 
+Hosts that share no disk have a manifest of version 2 each, all the same: `parts` says which bytes
+of the checkpoint's files each part file contains (parts.py), and `files` lists the part files.
+
     {"crc32c": "89abcdef", "checkpoint": {"format": "zshard", "version": 1, "id": ..., ...}}
 
 The checksum covers the object under "checkpoint", as json.dumps() writes it with sorted keys and
@@ -19,7 +22,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,6 +34,7 @@ from zshard.ranks.agreement import gather_bytes
 NAME = "zshard.json"
 BLOCK = 2**22  # bytes per checksum
 VERSION = 1
+VERSION_OF_PARTS = 2
 LIMIT = 2**30  # bytes of a manifest
 
 _HEX = re.compile(r"[0-9a-f]{32}")
@@ -47,6 +51,32 @@ class FileRecord:
     checksums: tuple[int, ...]  # CRC-32C of each BLOCK; the last block may be shorter
 
 
+Run = tuple[int, int]  # the offset of its first byte, and its length
+
+
+class Part(NamedTuple):
+    """A part file: runs of bytes of the checkpoint's files, one after the other."""
+
+    host: str  # the name of the host that wrote it
+    rank: int  # that wrote it
+    runs: Mapping[str, Sequence[Run]]  # by file, in the order in which the part file has them
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return sum(length for runs in self.runs.values() for _, length in runs)
+
+    def files_in(self, begin: int, end: int) -> Iterator[tuple[str, int, int]]:
+        """Yield (file, first byte, byte after the last) of the runs in a range of its bytes."""
+        at = 0
+        for file, runs in self.runs.items():
+            for offset, length in runs:
+                first, last = max(begin, at), min(end, at + length)
+                if first < last:
+                    yield file, offset + first - at, offset + last - at
+                at += length
+
+
 @dataclass(frozen=True)
 class Manifest:
     """The content of zshard.json."""
@@ -54,13 +84,24 @@ class Manifest:
     id: str  # 32 hexadecimal digits, unique to a save
     step: int | None
     world: int  # ranks that wrote it
-    files: Mapping[str, FileRecord]  # all files but the manifest
+    files: Mapping[str, FileRecord]  # all files on disk but the manifest
     tied: Mapping[str, str] = field(default_factory=dict)  # alias: name in a file
     model: Mapping[str, Any] = field(default_factory=dict)  # {"extra_state": {name: encoded value}}
     optimizer: Mapping[str, Any] | None = None  # {"class", "groups", "state"}: see contents.py
     extra: Sequence[Any] = ()  # encoded, by rank; only one if all are equal
     software: Mapping[str, str] = field(default_factory=dict)  # names and versions
     finite: bool = True  # whether no parameter is NaN or infinite
+    whole: Mapping[str, int] = field(default_factory=dict)  # with parts: bytes of each file
+    parts: Mapping[str, Part] = field(default_factory=dict)  # by the name of the part file
+
+    @property
+    def names(self) -> Collection[str]:
+        """The names of the checkpoint's files, on disk or in parts."""
+        return self.whole or self.files
+
+    def size_of(self, name: str) -> int:
+        """Return the bytes of one of them."""
+        return self.whole[name] if self.parts else self.files[name].size
 
     def extra_of(self, rank: int) -> Any:
         """Return what `rank` saved, or rank 0 if there was no such rank; encoded."""
@@ -77,6 +118,14 @@ def dump(manifest: Manifest) -> bytes:
     }
     body = {each.name: getattr(manifest, each.name) for each in fields(manifest)}
     body |= {"format": "zshard", "version": VERSION, "block": BLOCK, "files": files}
+    parts = {
+        name: {**part._asdict(), "runs": {file: _text_of(r) for file, r in part.runs.items()}}
+        for name, part in manifest.parts.items()
+    }
+    if parts:
+        body |= {"version": VERSION_OF_PARTS, "parts": parts}
+    else:
+        del body["parts"], body["whole"]
     body["extra"] = list(manifest.extra)
     whole = {"crc32c": _checksum(body), "checkpoint": body}
     return json.dumps(whole, indent=1, allow_nan=False).encode()
@@ -89,10 +138,10 @@ def parse(text: bytes, path: str) -> Manifest:
     body = whole.get("checkpoint")
     if not isinstance(body, dict) or body.get("format") != "zshard":
         raise CheckpointError(f"'{path}' is not the manifest of a zshard checkpoint")
-    if body.get("version") != VERSION:
+    if body.get("version") not in (VERSION, VERSION_OF_PARTS):
         raise CheckpointError(
             f"'{path}' has format version {str(body.get('version'))[:20]}, but this zshard reads "
-            f"version {VERSION}: upgrade zshard"
+            f"versions {VERSION} and {VERSION_OF_PARTS}: upgrade zshard"
         )
     if whole.get("crc32c") != _checksum(body):
         raise CheckpointError(
@@ -128,6 +177,8 @@ def _manifest_of(body: Mapping[str, Any]) -> Manifest:
         extra=tuple(body["extra"]),
         software=_strings(body["software"]),
         finite=body["finite"],
+        whole={_plain(name): _count(size) for name, size in body.get("whole", {}).items()},
+        parts={_plain(name): _part_of(told) for name, told in body.get("parts", {}).items()},
     )
     if type(made.finite) is not bool:
         raise TypeError(f"finite must be a boolean, got {made.finite!r:.40}")
@@ -135,7 +186,38 @@ def _manifest_of(body: Mapping[str, Any]) -> Manifest:
         raise ValueError(f"invalid id {made.id!r:.40}")
     if len(made.extra) not in (0, 1, made.world):
         raise ValueError(f"extra has {len(made.extra)} entries for {made.world} ranks")
+    _check_parts(made)
     return made
+
+
+def _check_parts(made: Manifest) -> None:
+    """Raise ValueError unless part files have the sizes of their runs, which lie within files."""
+    if bool(made.parts) != bool(made.whole):
+        raise ValueError("it must have both `parts` and `whole`, or neither")
+    for name, part in made.parts.items():
+        if name not in made.files or made.files[name].size != part.size:
+            raise ValueError(f"the part file '{name:.80}' does not have the size of its runs")
+        for file, runs in part.runs.items():
+            if any(offset + length > made.whole[file] for offset, length in runs):
+                raise ValueError(f"the part file '{name:.80}' exceeds '{file:.80}'")
+
+
+def _part_of(told: Mapping[str, Any]) -> Part:
+    runs = {_plain(file): _runs_of(text) for file, text in told["runs"].items()}
+    host = told["host"]
+    if not isinstance(host, str):
+        raise TypeError(f"host must be a string, got {host!r:.40}")
+    return Part(host, _count(told["rank"]), runs)
+
+
+def _text_of(runs: Sequence[Run]) -> str:
+    """Return runs as text, which is shorter than JSON: offset+length offset+length ..."""
+    return " ".join(f"{offset}+{length}" for offset, length in runs)
+
+
+def _runs_of(text: str) -> tuple[Run, ...]:
+    runs = (each.split("+") for each in text.split())
+    return tuple((_count(int(offset)), _count(int(length))) for offset, length in runs)
 
 
 def _record_of(name: str, told: Mapping[str, Any]) -> FileRecord:
@@ -281,7 +363,7 @@ def _runs(blocks: Sequence[Block]) -> Iterator[tuple[Block, int]]:
 
 def _damage(file: OpenFile, block: int, begin: int, end: int) -> str:
     text = f"'{file.path}' is damaged: checksum mismatch in bytes {begin} to {end} (block {block})"
-    there = file.in_range(begin, end) if isinstance(file, SafetensorsFile) else []
+    there = file.in_range(begin, end)
     if not there:
         return text
     more = f" and {len(there) - 3} more" if len(there) > 3 else ""

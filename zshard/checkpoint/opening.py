@@ -19,6 +19,7 @@ from zshard.checkpoint import dcp
 from zshard.checkpoint.checkpoint import Checkpoint, Readable, decode, optimizer_of_manifest
 from zshard.checkpoint.folder import finished, name_of, path_of
 from zshard.checkpoint.manifest import LIMIT, NAME, Manifest, parse
+from zshard.checkpoint.parts import Spread, part_files_in
 from zshard.checkpoint.safetensors import (
     HEADER_LIMIT,
     OpenFile,
@@ -35,18 +36,25 @@ _File = TypeVar("_File", bound=OpenFile)
 
 
 @contextlib.contextmanager
-def opened(path: str | os.PathLike[str], with_optimizer: bool = False) -> Iterator[Checkpoint]:
+def opened(
+    path: str | os.PathLike[str], with_optimizer: bool = False, spread: Spread | None = None
+) -> Iterator[Checkpoint]:
     """Context manager in which the checkpoint at `path` is open.
 
     path: a .safetensors file, a folder, or a checkpoint directory, whose newest finished checkpoint
         is opened.
     with_optimizer: open the optimizer's files, too.
+    spread: the checkpoint, if it is in parts and the ranks have opened it together.
 
     Raises OSError if a file cannot be opened and CheckpointError if it is invalid, naming the file.
     """
     found = Checkpoint(path_of(path))
     try:
-        _open(found, with_optimizer)
+        if spread is not None:
+            found.path = spread.path
+            _note_own(found, spread.manifest, spread, with_optimizer)
+        else:
+            _open(found, with_optimizer)
         yield found
     finally:
         found.close()
@@ -236,20 +244,31 @@ def _entries(files: Mapping[str, SafetensorsFile]) -> dict[str, Readable]:
 
 
 def _open_zshard(found: Checkpoint, with_optimizer: bool) -> None:
-    found.manifest = read_manifest(found.path)
-    found.step = found.manifest.step
-    found.model = _add_own(found, found.manifest, MODEL)
-    found.tied = dict(found.manifest.tied)
+    manifest = read_manifest(found.path)
+    spread = None
+    if manifest.parts:
+        here = part_files_in(found.path, manifest.parts)
+        spread = Spread(found.path, manifest, here)
+    _note_own(found, manifest, spread, with_optimizer)
+
+
+def _note_own(
+    found: Checkpoint, manifest: Manifest, spread: Spread | None, with_optimizer: bool
+) -> None:
+    found.manifest, found.spread = manifest, spread
+    found.step = manifest.step
+    found.model = _add_own(found, manifest, MODEL)
+    found.tied = dict(manifest.tied)
     where = os.path.join(found.path, NAME)
-    told = found.manifest.model
+    told = manifest.model
     extra_state = told.get("extra_state", {})
     found.others = {name: decode(each, where) for name, each in extra_state.items()}
     found.versions = decode(told.get("versions", {}), where)
     if not all(type(version) is int for version in found.versions.values()):
         raise CheckpointError(f"'{where}' has module versions that are not integers")
-    if with_optimizer and found.manifest.optimizer is not None:
-        tensors = _add_own(found, found.manifest, OPTIMIZER)
-        found.optimizer = optimizer_of_manifest(found.manifest.optimizer, tensors, where)
+    if with_optimizer and manifest.optimizer is not None:
+        tensors = _add_own(found, manifest, OPTIMIZER)
+        found.optimizer = optimizer_of_manifest(manifest.optimizer, tensors, where)
 
 
 def read_manifest(path: str) -> Manifest:
@@ -263,7 +282,7 @@ def _add_own(found: Checkpoint, manifest: Manifest, prefix: str) -> dict[str, Re
     """Open the files of the model or the optimizer that the manifest lists, and no others: other
     files in the folder belong to another save or to none."""
     for name in (f"{prefix}.safetensors", f"{prefix}.safetensors.index.json"):
-        if name in manifest.files:
+        if name in manifest.names:
             return _entries(_files_of(found, name, functools.partial(open_own, found, manifest)))
     if prefix == OPTIMIZER:
         return {}  # an optimizer without state
@@ -275,8 +294,10 @@ def _add_own(found: Checkpoint, manifest: Manifest, prefix: str) -> dict[str, Re
 def open_own(found: Checkpoint, manifest: Manifest, name: str, kind: type[_File]) -> _File:
     """Open a file of the manifest as a `kind` of OpenFile; its size must match the manifest."""
     path = os.path.join(found.path, name)
-    if name not in manifest.files:
+    if name not in manifest.names:
         raise CheckpointError(f"'{path}' is listed in an index, but not in {NAME}")
+    if found.spread is not None:
+        return found.spread.open(name, kind)
     if not os.path.lexists(path):
         raise CheckpointError(
             f"'{path}' is missing from the checkpoint; copy it again, or load an earlier one"

@@ -19,7 +19,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 
@@ -107,15 +107,27 @@ class TensorEntry(NamedTuple):
         self.file.read_into(memory, self.begin + offset)
 
 
+class Source(Protocol):
+    """Bytes that can be read, as from a _core.File."""
+
+    @property
+    def size(self) -> int: ...
+
+    def read(self, ranges: list[tuple[int, memoryview]], /) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class OpenFile:
     """An open file, also as a context manager. Raises OSError if the system refuses, and
     CheckpointError if it is not a regular file or is truncated; both name the file."""
 
-    def __init__(self, path: str, follow: bool = True) -> None:
-        """follow: follow a symbolic link; otherwise a link is an error."""
+    def __init__(self, path: str, follow: bool = True, source: Source | None = None) -> None:
+        """follow: follow a symbolic link; otherwise a link is an error.
+        source: where its bytes are, if not in a file at `path`."""
         self.path = path
         try:
-            self._file = _core.File.open(path, follow)
+            self._file: Source | _core.File = source or _core.File.open(path, follow)
         except OSError as error:
             if follow or error.errno != errno.ELOOP:
                 raise
@@ -157,18 +169,24 @@ class OpenFile:
     def check(self, begin: int, end: int, block: int) -> list[tuple[int, int, int]]:
         """Read a range of bytes and return only (offset, length, CRC-32C) of each `block` bytes.
         `begin` is a multiple of `block`."""
+        assert isinstance(self._file, _core.File), "only files on disk have checksums"
         try:
             return rows_of(self._file.check(begin, end, block))
         except ValueError as error:
             raise CheckpointError(str(error)) from None
+
+    def in_range(self, begin: int, end: int) -> list[str]:
+        """Return what these bytes contain, as far as it is known: tensor names in quotes, and "the
+        header"."""
+        return []
 
 
 class SafetensorsFile(OpenFile):
     """A safetensors file whose header has been checked. `entries` has its tensors by name, `notes`
     the __metadata__; `data` is the offset of the data section."""
 
-    def __init__(self, path: str, follow: bool = True) -> None:
-        super().__init__(path, follow)
+    def __init__(self, path: str, follow: bool = True, source: Source | None = None) -> None:
+        super().__init__(path, follow, source)
         try:
             length = header_length(bytes(self.bytes_of(min(self.size, 8))), self.size, path)
             self.data = 8 + length
@@ -179,7 +197,6 @@ class SafetensorsFile(OpenFile):
             raise
 
     def in_range(self, begin: int, end: int) -> list[str]:
-        """Return what these bytes contain: tensor names in quotes, and "the header"."""
         there = ["the header"] if begin < self.data else []
         for name, entry in self.entries.items():
             span = Span(*entry[1:])

@@ -14,9 +14,8 @@ from __future__ import annotations
 import functools
 import operator
 import os
-import warnings
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -28,11 +27,12 @@ from torch.optim import Optimizer
 from zshard import _core
 from zshard.checkpoint.contents import Replicas, of_model, of_optimizer, ranks_of, settle
 from zshard.checkpoint.folder import Staging, Target, retain, warn_of_newer
-from zshard.checkpoint.manifest import BLOCK, FileRecord
 from zshard.checkpoint.manifest import NAME as MANIFEST
-from zshard.checkpoint.safetensors import CODES, rows_of
+from zshard.checkpoint.safetensors import CODES
+from zshard.checkpoint.save_parts import PerHost, write_parts
 from zshard.checkpoint.save_plan import (
     Kept,
+    OwnDisks,
     Piece,
     SavePlan,
     SaveRequest,
@@ -41,7 +41,7 @@ from zshard.checkpoint.save_plan import (
     record_of,
 )
 from zshard.checkpoint.script_state import encode
-from zshard.checkpoint.write import SaveHandle, Writer, Written, finish, snapshot, start
+from zshard.checkpoint.write import SaveHandle, Writer, Written, finish, snapshot, start, write_text
 from zshard.memory.fits import parse_size
 from zshard.ranks.agreement import PublicCall, check_agreement, gather_bytes, on_all_ranks
 from zshard.ranks.transports import comm_beside
@@ -66,6 +66,8 @@ def save(
     keep_last: int | None = None,
     overwrite: bool = False,
     max_shard_size: int | str = "5GB",
+    per_host: bool = False,
+    replicas: int = 0,
 ) -> SaveHandle:
     """Save a model, its optimizer and the script's own state as plain safetensors files.
 
@@ -74,8 +76,8 @@ def save(
     place; until then, earlier checkpoints stay as they are. Needs 16 MiB of memory if tensors are
     cast or on a GPU.
 
-    path: the folder to create, which all ranks must see; its parent must exist. With `step`, a
-        checkpoint directory, in which `step-00000100` is created.
+    path: the folder to create, which all ranks must see, unless `per_host`; its parent must exist.
+        With `step`, a checkpoint directory, in which `step-00000100` is created.
     model: any module, with or without FSDP modules. The entries of its state_dict() are saved
         unsharded, under their names without the prefixes of torch.compile(), activation
         checkpointing and DDP, in the dtype that parameters have between steps; for tensors outside
@@ -98,6 +100,11 @@ def save(
         checkpoint without such values is kept, too.
     overwrite: replace an existing checkpoint once this one is finished.
     max_shard_size: the maximum bytes of tensors per file, as a number or as "5GB", "200MiB".
+    per_host: each host writes what its ranks hold to its own disk, and a manifest; load() finds the
+        pieces on any host. For hosts that share no disk; the ranks of a host share `path`.
+        `overwrite` is not available then.
+    replicas: with `per_host`, the number of other hosts that keep a copy of what a host writes. It
+        is sent over the wire. With 1, one lost host loses nothing.
 
     Raises the same type of error on all ranks, after which training can continue: FileExistsError
     if the path exists; OSError if the system refuses; ValueError or TypeError, which name the
@@ -117,23 +124,37 @@ def save(
         kept = Kept(_checked_step(step), keep_last, overwrite)
         limit = parse_size("max_shard_size", max_shard_size, base=1000)
         _check_arguments(kept, extra, dtype)
+        own_disks = _checked_disks(per_host, replicas, overwrite)
         target = Target.of(path, kept.step)
         settle(model)
         contents = [of_model(model, copies, dtype)]
         if optimizer is not None:
             contents.append(of_optimizer(model, optimizer, copies))
-        made.append(SaveRequest(target, kept, limit, contents, encode(dict(extra or {}))))
+        made.append(
+            SaveRequest(target, kept, limit, contents, encode(dict(extra or {})), own_disks)
+        )
     check_agreement(comm, made[0].facts(), "checkpoints to save")
     _check_nested(comm, made[0].contents[-1].nested)
     _check_steps(model)
     plan = plan_of(comm, made[0], model)
     beside = comm_beside(comm)
+    write = _writing(comm, beside, made[0].own_disks)
     if not asynchronous:
-        _write(plan, beside)
+        write(plan, beside)
         return SaveHandle(target.path)
     with on_all_ranks(comm), torch.no_grad():
         plan = replace(plan, pieces=snapshot(model, plan.pieces))
-    return start(SaveHandle(target.path, lambda: _write(plan, beside)))
+    return start(SaveHandle(target.path, lambda: write(plan, beside)))
+
+
+def _writing(
+    comm: _core.Comm, beside: _core.Comm, own_disks: OwnDisks
+) -> Callable[[SavePlan, _core.Comm], None]:
+    """Return the function that carries out a plan. Collective."""
+    if not own_disks.per_host:
+        return _write
+    per_host = PerHost.of(comm, beside, own_disks.replicas)
+    return functools.partial(write_parts, per_host=per_host)
 
 
 # --- checks ---------------------------------------------------------------------------------------
@@ -170,6 +191,20 @@ def _check_arguments(kept: Kept, extra: object, dtype: object) -> None:
             raise ValueError("keep_last needs numbered checkpoints: pass step as well")
         if _int_of("keep_last", kept.keep_last) < 1:
             raise ValueError(f"keep_last must be at least 1, got {kept.keep_last}")
+
+
+def _checked_disks(per_host: bool, replicas: int, overwrite: bool) -> OwnDisks:
+    count = _int_of("replicas", replicas)
+    if count < 0:
+        raise ValueError(f"replicas must be at least 0, got {count}")
+    if count and not per_host:
+        raise ValueError("replicas are copies on other hosts' disks: pass per_host=True as well")
+    if per_host and overwrite:
+        raise ValueError(
+            "overwrite=True is not available with per_host=True, since hosts cannot replace a "
+            "checkpoint at one moment: save to another path, or pass step= and keep_last="
+        )
+    return OwnDisks(bool(per_host), count)
 
 
 def _check_steps(model: nn.Module) -> None:
@@ -216,14 +251,8 @@ def _write(plan: SavePlan, comm: _core.Comm) -> None:
             if rank_0:
                 _finish(plan, staging, everyone, finite)
         staging.discard()
-        if rank_0 and not finite:
-            names = ", ".join(f"'{name}'" for name in sorted(strange))
-            warnings.warn(
-                f"the checkpoint '{plan.target.path}' has NaN or infinite values in {names}; "
-                "keep_last also keeps the newest checkpoint without such values",
-                stacklevel=2,
-            )
         if rank_0:
+            plan.warn_of_values(strange)
             warn_of_newer(plan.target)
         if rank_0 and plan.kept.keep_last is not None:
             retain(plan.target, plan.kept.keep_last, plan.id)
@@ -251,7 +280,7 @@ def _write_pieces(
                 opened.append(stack.enter_context(file))
                 writer = Writer(file, chunk, plan.parameters)
                 if headers:
-                    writer.add_header(plan.files[number].header)
+                    writer.add_bytes(0, plan.files[number].header)
                 for piece in mine[number]:
                     writer.add(piece)
                 yield from ((number, row) for row in joined(writer.end()))
@@ -266,7 +295,7 @@ def _open(path: str) -> _core.File:
     except FileNotFoundError:
         raise FileNotFoundError(
             f"this rank cannot see '{path}', which rank 0 just created: save to a folder on a file "
-            "system that all ranks share"
+            "system that all ranks share, or pass per_host=True"
         ) from None
 
 
@@ -290,13 +319,6 @@ def _finish(
         for number, file in enumerate(plan.files)
     }
     for name, text in plan.texts.items():
-        records[name] = _write_text(os.path.join(staging.path, name), text)
-    _write_text(os.path.join(staging.path, MANIFEST), plan.manifest(records, finite))
+        records[name] = write_text(os.path.join(staging.path, name), text)
+    write_text(os.path.join(staging.path, MANIFEST), plan.manifest(records, finite))
     staging.commit()
-
-
-def _write_text(path: str, text: bytes) -> FileRecord:
-    with _core.File.create(path, len(text)) as file:
-        written = rows_of(file.write([(0, text)], BLOCK))
-        file.sync()
-    return record_of(path, len(text), written)

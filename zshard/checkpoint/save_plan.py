@@ -15,8 +15,9 @@ import hashlib
 import json
 import math
 import os
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from zshard._version import __version__
 from zshard.any_world import facts_of_run
 from zshard.checkpoint.contents import Contents, Item, facts_of
 from zshard.checkpoint.folder import Target
-from zshard.checkpoint.manifest import BLOCK, FileRecord, Manifest, dump
+from zshard.checkpoint.manifest import BLOCK, FileRecord, Manifest, Part, dump
 from zshard.checkpoint.safetensors import CODES, HEADER_LIMIT
 from zshard.model.shard_model import MADE
 from zshard.ranks.agreement import Fact, gather_bytes, on_all_ranks
@@ -71,6 +72,13 @@ class Kept(NamedTuple):
     overwrite: bool
 
 
+class OwnDisks(NamedTuple):
+    """The arguments about hosts that share no disk."""
+
+    per_host: bool
+    replicas: int
+
+
 class SaveRequest(NamedTuple):
     """The request to save, as this rank got it; ranks may disagree."""
 
@@ -79,10 +87,13 @@ class SaveRequest(NamedTuple):
     limit: int  # bytes in a file
     contents: list[Contents]  # of the model and, if given, the optimizer
     extra: object  # this rank's, encoded
+    own_disks: OwnDisks
 
     def facts(self) -> list[Fact]:
         facts = [(name, repr(value)) for name, value in self.kept._asdict().items()]
-        facts += [("path", repr(self.target.path)), ("max_shard_size", repr(self.limit))]
+        facts += [(name, repr(value)) for name, value in self.own_disks._asdict().items()]
+        target = self.target.name if self.own_disks.per_host else self.target.path
+        facts += [("path", repr(target)), ("max_shard_size", repr(self.limit))]
         for what, contents in zip(("tensor", "optimizer tensor"), self.contents, strict=False):
             facts += facts_of(contents, what)
         if len(self.contents) > 1:
@@ -90,6 +101,10 @@ class SaveRequest(NamedTuple):
             names = [group["params"] for group in told["groups"]]
             facts += [("the optimizer", told["class"]), ("param_groups", repr(names))]
         return facts
+
+
+MakeManifest = Callable[..., bytes]
+"""Returns its text: of the records of files, whether values are finite, and perhaps of parts."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +116,19 @@ class SavePlan:
     files: list[PlannedFile]
     pieces: list[Piece]  # this rank's, by file
     texts: Mapping[str, bytes]  # (rank 0) further files
-    manifest: Callable[[Mapping[str, FileRecord], bool], bytes]  # its text: of files; finite?
+    manifest: MakeManifest
     id: str
     parameters: frozenset[str]  # names
+
+    def warn_of_values(self, names: Collection[str]) -> None:
+        """Warn of parameters with NaN or infinite values, if there are any."""
+        if names:
+            listed = ", ".join(f"'{name}'" for name in sorted(names))
+            warnings.warn(
+                f"the checkpoint '{self.target.path}' has NaN or infinite values in {listed}; "
+                "keep_last also keeps the newest checkpoint without such values",
+                stacklevel=3,
+            )
 
 
 def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module) -> SavePlan:
@@ -123,7 +148,11 @@ def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module) -> SavePlan:
     run = facts_of_run(model)
     facts = {"any_world": run} if run else {}
 
-    def manifest(records: Mapping[str, FileRecord], finite: bool) -> bytes:
+    def manifest(
+        records: Mapping[str, FileRecord], finite: bool, parts: Mapping[str, Part] | None = None
+    ) -> bytes:
+        sizes = {file.name: file.size for file in files}
+        sizes |= {name: len(text) for name, text in texts.items()}  # on rank 0
         return dump(
             Manifest(
                 id=id,
@@ -136,6 +165,8 @@ def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module) -> SavePlan:
                 extra=extras,
                 software=_software(),
                 finite=finite,
+                whole=sizes if parts else {},
+                parts=parts or {},
             )
         )
 

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from zshard import _core
-from zshard.checkpoint.manifest import BLOCK
+from zshard.checkpoint.manifest import BLOCK, FileRecord
 from zshard.checkpoint.safetensors import CODES, rows_of
-from zshard.checkpoint.save_plan import Piece
+from zshard.checkpoint.save_plan import Piece, record_of
 from zshard.ranks.agreement import bytes_of
 from zshard.ranks.ends import fail
 from zshard.state.source import CHUNK
@@ -54,8 +54,8 @@ class Writer:
         self._used = 0  # bytes of the chunk
         self._written: list[Written] = []
 
-    def add_header(self, header: bytes) -> None:
-        self._add(0, header, "", "")
+    def add_bytes(self, offset: int, data: bytes) -> None:
+        self._add(offset, data, "", "")
 
     def add(self, piece: Piece) -> None:
         values, begin, end, dtype = piece[2:6]
@@ -100,6 +100,14 @@ class Writer:
         self._ranges.clear()
         self._names.clear()
         self._used = 0
+
+
+def write_text(path: str, text: bytes) -> FileRecord:
+    """Write a small file and sync it."""
+    with _core.File.create(path, len(text)) as file:
+        written = rows_of(file.write([(0, text)], BLOCK))
+        file.sync()
+    return record_of(path, len(text), written)
 
 
 def is_plain(piece: Piece) -> bool:

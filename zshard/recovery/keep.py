@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zshard import _core
-from zshard.checkpoint.folder import latest_checkpoint
+from zshard.checkpoint.folder import newest_in
 from zshard.checkpoint.load import load
 from zshard.checkpoint.script_state import rng_state
 from zshard.guard.slices import grads_of
@@ -144,7 +144,7 @@ class Keep:
         return script
 
     def _from_checkpoint(self, start: Mapping[str, Any], is_restart: bool) -> dict[str, Any]:
-        path = None if self._checkpoints is None else latest_checkpoint(self._checkpoints)
+        path = None if self._checkpoints is None else newest_in(self._checkpoints)
         if path is None:
             if is_restart:
                 say(self._comm, "no rank's memory is left, and no checkpoint: from the beginning")

@@ -1,0 +1,426 @@
+"""Checkpoints of hosts that share no disk: save(per_host=True), and load() over the wire.
+
+ZSHARD_HOST simulates hosts on one machine; each has a folder of its own. The states of models that
+are saved by some hosts and loaded by others are the same, to the bit.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from nursery import fork_ranks
+from torch import nn
+
+import zshard
+from zshard import FSDP, CheckpointError, __main__
+from zshard.checkpoint import folder, remote, save_parts
+from zshard.checkpoint.opening import read_manifest
+from zshard.wrap import ModuleWrapPolicy
+
+STEP = "step-00000003"
+SEEN = {"loss": (1, 2.5), "seen": torch.arange(3)}
+
+
+def host_of(per_host: int) -> int:
+    """Become a rank of the host that has so many ranks each, and return its number."""
+    number = int(os.environ["RANK"]) // per_host
+    os.environ["ZSHARD_HOST"] = f"node{number}"
+    return number
+
+
+def disk(root: str, number: int) -> str:
+    """Return the folder that only this host has."""
+    path = Path(root, f"disk{number}")
+    path.mkdir(parents=True, exist_ok=True)
+    return str(path / "checkpoints")
+
+
+def made(strategy: str, transport: str | None = None, seed: int = 0):
+    """Return a model and an optimizer of several units and dtypes, with a buffer."""
+    torch.manual_seed(seed)
+    layers = nn.Sequential(
+        nn.Linear(32, 257), nn.Linear(257, 65), nn.BatchNorm1d(65), nn.Linear(65, 3)
+    )
+    policy = ModuleWrapPolicy({nn.Linear})
+    options = {"strategy": strategy, "transport": transport, "timeout": 60}
+    model = FSDP(layers, auto_wrap_policy=policy, **options)
+    return model, zshard.AdamW(model.parameters(), lr=0.01)
+
+
+def train(model, optimizer, steps: int = 2) -> None:
+    for step in range(steps):
+        torch.manual_seed(step)
+        model(torch.randn(4, 32)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def digest(model, optimizer) -> str:
+    """Return a checksum of all state. Collective."""
+    found = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        found.update(
+            name.encode() + value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        )
+    for number, own in sorted(optimizer.state_dict()["state"].items()):
+        for key, value in sorted(own.items()):
+            plain = torch.as_tensor(value).contiguous().view(-1).view(torch.uint8).numpy()
+            found.update(f"{number}.{key}".encode() + plain.tobytes())
+    return found.hexdigest()
+
+
+# --- what ranks do --------------------------------------------------------------------------------
+
+
+def save(root, per_host, strategy="full_shard", transport=None, steps=(3,), **options):
+    number = host_of(per_host)
+    model, optimizer = made(strategy, transport)
+    digests = []
+    for step in steps:
+        train(model, optimizer)
+        extra = {**SEEN, "rank": int(os.environ["RANK"])}
+        saved = zshard.save(
+            disk(root, number), model, optimizer, step=step, per_host=True, extra=extra, **options
+        )
+        saved.wait()
+        digests.append(digest(model, optimizer))
+    return digests
+
+
+def load(root, per_host, strategy="full_shard", transport=None, numbers=None):
+    number = host_of(per_host)
+    number = number if numbers is None else numbers[number]
+    model, optimizer = made(strategy, transport, seed=1)
+    loaded = zshard.load(disk(root, number), model, optimizer)
+    assert loaded.verified
+    assert loaded["seen"].tolist() == [0, 1, 2]
+    return digest(model, optimizer), loaded.step, loaded["rank"]
+
+
+def refused(root, per_host) -> str:
+    """Return the error of a load, after which the ranks can still work together."""
+    number = host_of(per_host)
+    model, optimizer = made("full_shard", seed=1)
+    before = digest(model, optimizer)
+    with pytest.raises(CheckpointError) as error:
+        zshard.load(disk(root, number), model, optimizer)
+    assert digest(model, optimizer) == before
+    return str(error.value)
+
+
+def saved(root, hosts: int, per_host: int, *args, **options) -> str:
+    """Save on new hosts and return the digest of the last state."""
+    results = fork_ranks(save, hosts * per_host, root, per_host, *args, check=True)
+    return results[0].value[-1]
+
+
+def folders(root) -> dict[str, list[str]]:
+    """Return the files of the checkpoint, by disk."""
+    return {
+        path.name: sorted(each.name for each in (path / "checkpoints" / STEP).iterdir())
+        for path in sorted(Path(root).iterdir())
+    }
+
+
+@pytest.fixture
+def root(tmp_path):
+    return str(tmp_path)
+
+
+# --- tests ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "zero1", "hybrid_shard", "no_shard"])
+def test_each_host_writes_only_its_own(root, strategy):
+    wanted = saved(root, 2, 2, strategy)
+    files = folders(root)
+    assert set(files["disk0"]) & set(files["disk1"]) == {"zshard.json"}
+    manifests = {Path(root, d, "checkpoints", STEP, "zshard.json").read_text() for d in files}
+    assert len(manifests) == 1
+    for result in fork_ranks(load, 4, root, 2, strategy, check=True):
+        assert result.value == (wanted, 3, result.rank)
+
+
+@pytest.mark.parametrize("hosts,per_host", [(2, 1), (3, 1), (1, 2), (4, 1)])
+def test_other_hosts_load(root, hosts, per_host):
+    """Hosts that are new have no folder; a host that remains may have another number."""
+    wanted = saved(root, 2, 2)
+    numbers = [1, 0, 2, 3]
+    if hosts == 1:
+        gather_disks(root)
+        numbers = [0]
+    ranks = hosts * per_host
+    results = fork_ranks(load, ranks, root, per_host, "full_shard", None, numbers, check=True)
+    assert {result.value[:2] for result in results} == {(wanted, 3)}
+
+
+def test_a_lost_host_is_named_with_what_is_lost(root):
+    saved(root, 2, 2)
+    shutil.rmtree(Path(root, "disk1"))
+    for result in fork_ranks(refused, 4, root, 2, check=True):
+        assert "host 'node1' (ranks 2, 3)" in result.value
+        assert "weight'" in result.value and "replicas=1" in result.value
+
+
+def save_twice_with_replicas(root, per_host):
+    return save(root, per_host, steps=(3, 5), replicas=1, asynchronous=True)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_with_replicas_a_lost_host_loses_nothing(root, lost):
+    results = fork_ranks(save_twice_with_replicas, 3, root, 1, check=True)
+    shutil.rmtree(Path(root, f"disk{lost}"))
+    for result in fork_ranks(load, 3, root, 1, check=True):
+        assert result.value[:2] == (results[0].value[-1], 5)
+
+
+def save_two_steps(root, per_host):
+    return save(root, per_host, steps=(3, 5))
+
+
+def resume(root, per_host):
+    """Load, go on, and save step 5."""
+    path = disk(root, host_of(per_host))
+    model, optimizer = made("full_shard")
+    found = zshard.latest_checkpoint(path, model)
+    assert found is not None and found.endswith(STEP)
+    with pytest.warns(RuntimeWarning, match="step-00000005") if is_first() else nullcontext():
+        zshard.load(path, model, optimizer)
+    train(model, optimizer)
+    zshard.save(path, model, optimizer, step=5, per_host=True, extra={**SEEN, "rank": 0})
+    with pytest.raises(FileExistsError):
+        zshard.save(path, model, optimizer, step=5, per_host=True)
+    return digest(model, optimizer)
+
+
+def is_first() -> bool:
+    return os.environ["RANK"] == "0"
+
+
+def test_an_incomplete_newest_checkpoint_is_skipped_and_replaced(root):
+    """A host was lost between the others' renames and its own."""
+    first, second = fork_ranks(save_two_steps, 2, root, 1, check=True)[0].value
+    shutil.rmtree(Path(root, "disk1/checkpoints/step-00000005"))
+    loaded = fork_ranks(load, 2, root, 1, check=True)
+    assert {result.value[:2] for result in loaded} == {(first, 3)}
+    assert {each.value for each in fork_ranks(resume, 2, root, 1, check=True)} == {second}
+    loaded = fork_ranks(load, 2, root, 1, check=True)
+    assert {result.value[:2] for result in loaded} == {(second, 5)}
+
+
+def damage(root, lost: int) -> Path:
+    """Flip a bit of a tensor in a part file."""
+    path = next(Path(root, f"disk{lost}", "checkpoints", STEP).glob("*.part"))
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("other_hosts", [False, True])
+def test_damage_is_found_where_the_file_is(root, other_hosts):
+    """Also if other hosts need it, whose own disks have nothing."""
+    saved(root, 2, 1)
+    path = damage(root, 1)
+    if other_hosts:
+        os.rename(Path(root, "disk0"), Path(root, "disk2"))
+    world = 3 if other_hosts else 2
+    for result in fork_ranks(refused, world, root, 1, check=True):
+        assert f"'{path}' is damaged" in result.value and "'0.weight'" in result.value
+
+
+def load_another_model(root, per_host):
+    """Fail to load, with another model; then load in the same processes."""
+    number = host_of(per_host)
+    numbers = [1, 0]
+    other = FSDP(nn.Linear(3, 3))
+    with pytest.raises(RuntimeError, match="Missing key"):
+        zshard.load(disk(root, numbers[number]), other)
+    return [load(root, per_host, numbers=numbers) for _ in range(2)]
+
+
+def test_a_load_that_fails_leaves_the_next_one_as_it_was(root):
+    wanted = saved(root, 2, 1)
+    for result in fork_ranks(load_another_model, 2, root, 1, check=True):
+        assert [each[0] for each in result.value] == [wanted, wanted]
+
+
+def misuse(root):
+    number = host_of(1)
+    model, optimizer = made("full_shard")
+    path = disk(root, number)
+    shared = str(Path(root, "shared"))
+    for error, text, where, options in (
+        (ValueError, "share the folder", shared, {"per_host": True}),
+        (
+            ValueError,
+            "overwrite=True is not available",
+            path,
+            {"per_host": True, "overwrite": True},
+        ),
+        (ValueError, "pass per_host=True", path, {"replicas": 1}),
+        (ValueError, "at least 0", path, {"per_host": True, "replicas": -1}),
+        (TypeError, "replicas", path, {"per_host": True, "replicas": 1.5}),
+        (zshard.DivergenceError, "per_host", path, {"per_host": number == 0}),
+        (zshard.DivergenceError, "path", path + str(number), {"per_host": True}),
+        (FileNotFoundError, "does not exist", path + "/a/b", {"per_host": True}),
+    ):
+        with pytest.raises(error, match=text):
+            zshard.save(where, model, optimizer, **options)
+    train(model, optimizer)
+    with pytest.warns(UserWarning, match="only 2 hosts") if is_first() else nullcontext():
+        zshard.save(path, model, optimizer, per_host=True, replicas=5)
+    assert sorted(os.listdir(path)) == [
+        "rank-00000-of-00002.part", "rank-00001-of-00002.part", "zshard.json"
+    ]  # fmt: skip
+    if number == 1:
+        path = str(Path(root, "nowhere"))
+    zshard.load(path, model, optimizer)  # from the other host
+    assert zshard.latest_checkpoint(str(Path(root, "nowhere")), model) is None
+    return sorted(os.listdir(root)), os.listdir(Path(root, "shared"))
+
+
+def test_misuse(root):
+    Path(root, "shared").mkdir()
+    for result in fork_ranks(misuse, 2, root, check=True):
+        assert result.value == (["disk0", "disk1", "shared"], [])
+
+
+# --- failures in the middle -----------------------------------------------------------------------
+
+
+def fail_in_the_middle(root, where):
+    """Rank 1 fails within a save, then all ranks save again."""
+    number = host_of(1)
+    model, optimizer = made("full_shard")
+    train(model, optimizer)
+    path = disk(root, number)
+    options = {"step": 3, "per_host": True, "replicas": 1, "extra": {**SEEN, "rank": 0}}
+    broken = getattr(save_parts, where)
+    if number == 1:
+        setattr(save_parts, where, fails)
+    with pytest.raises(OSError, match="no space"):
+        zshard.save(path, model, optimizer, **options)
+    assert os.listdir(path) == []
+    setattr(save_parts, where, broken)
+    zshard.save(path, model, optimizer, **options)
+    return digest(model, optimizer)
+
+
+def fails(*args, **kwargs):
+    raise OSError(errno.ENOSPC, "no space left")
+
+
+@pytest.mark.parametrize("where", ["_write_part", "_copy", "write_text"])
+def test_a_failure_on_one_host_leaves_nothing_on_any(root, where):
+    wanted = fork_ranks(fail_in_the_middle, 2, root, where, check=True)[0].value
+    assert {each.value[0] for each in fork_ranks(load, 2, root, 1, check=True)} == {wanted}
+
+
+def fail_to_rename(root):
+    number = host_of(1)
+    model, optimizer = made("full_shard")
+    path = disk(root, number)
+    if number == 1:
+        folder.Staging.commit = fails
+    with pytest.raises(OSError, match="no space"):
+        zshard.save(path, model, optimizer, step=3, per_host=True)
+    return [each for each in os.listdir(path) if "lock" not in each]
+
+
+def test_a_host_that_cannot_rename_makes_all_take_it_back(root):
+    assert [each.value for each in fork_ranks(fail_to_rename, 2, root, check=True)] == [[], []]
+
+
+def die_while_serving(root):
+    """Rank 1 dies when rank 0, whose disk is empty, reads from it."""
+    number = host_of(1)
+    model, optimizer = made("full_shard", seed=1)
+    if number == 1:
+        remote.RemoteParts._fill = lambda *_: os._exit(9)
+    with pytest.raises((zshard.PeerError, OSError), match=r"node1|rank 1"):
+        zshard.load(disk(root, number + 1), model, optimizer)
+
+
+def test_a_host_that_dies_while_others_read_from_it_is_an_error(root):
+    saved(root, 2, 1)
+    gather_disks(root)
+    os.rename(Path(root, "disk0"), Path(root, "disk2"))
+    shutil.rmtree(Path(root, "disk1"))
+    first, second = fork_ranks(die_while_serving, 2, root)
+    assert (first.returncode, second.returncode) == (0, 9), first.stderr
+
+
+def gather_disks(root) -> None:
+    """Copy all part files to the first disk."""
+    for each in Path(root, "disk1/checkpoints", STEP).glob("*.part"):
+        shutil.copy(each, Path(root, "disk0/checkpoints", STEP))
+
+
+# --- collecting, and one process ------------------------------------------------------------------
+
+
+def run_zshard(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "zshard", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def collect_from_hosts(root, out):
+    number = host_of(2)
+    sys.argv = ["zshard", "checkpoint", "collect", disk(root, number), out]
+    return __main__.main()
+
+
+@pytest.mark.parametrize("over_the_wire", [False, True])
+def test_collect(root, over_the_wire):
+    wanted = saved(root, 2, 2)
+    disks = [str(Path(root, name, "checkpoints")) for name in ("disk0", "disk1")]
+    out = str(Path(root, "one"))
+    if over_the_wire:
+        results = fork_ranks(collect_from_hosts, 4, root, out, check=True)
+        assert [each.value for each in results] == [0] * 4
+    else:
+        done = run_zshard("checkpoint", "collect", *disks, out)
+        assert done.returncode == 0 and "wrote" in done.stdout, done.stderr
+    assert read_manifest(out).parts == {}
+    checked = run_zshard("checkpoint", "verify", out)
+    assert checked.returncode == 0, checked.stderr
+    assert set(os.listdir(out)) == {
+        *("model.safetensors", "model.safetensors.index.json", "optimizer.safetensors"),
+        *("optimizer.safetensors.index.json", "zshard.json"),
+    }
+    assert {each.value for each in fork_ranks(load_one, 2, out, check=True)} == {wanted}
+
+
+def load_one(path):
+    model, optimizer = made("zero2", seed=1)
+    zshard.load(path, model, optimizer)
+    return digest(model, optimizer)
+
+
+def test_commands_name_what_is_missing(root):
+    saved(root, 2, 1)
+    one = str(Path(root, "disk0/checkpoints"))
+    for command in (["verify", one], ["collect", one, f"{root}/out"], ["export", one, f"{root}/o"]):
+        done = run_zshard("checkpoint", *command)
+        assert done.returncode == 1 and "host 'node1'" in done.stderr, (command, done.stderr)
+    assert "4 tensors" not in run_zshard("checkpoint", "inspect", one).stderr
+    gather_disks(root)
+    for command in (["verify", one], ["export", one, f"{root}/exported"], ["inspect", one]):
+        done = run_zshard("checkpoint", *command)
+        assert done.returncode == 0, (command, done.stderr)
+
+
+def test_one_process_loads_what_one_folder_has_of_all_hosts(root):
+    wanted = saved(root, 2, 1)
+    gather_disks(root)
+    assert fork_ranks(load_one, 1, f"{root}/disk0/checkpoints", check=True)[0].value == wanted

@@ -1,0 +1,113 @@
+"""Make one ordinary folder of a checkpoint in parts, whose hosts share no disk.
+
+In one process, from folders that were copied or mounted from the hosts; or under torchrun on the
+hosts themselves, where the first rank reads the other hosts' part files over the wire.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from zshard import _core
+from zshard._errors import CheckpointError
+from zshard.checkpoint.folder import Staging, Target
+from zshard.checkpoint.hosts import PartsOfHosts, folders_together, opened_together
+from zshard.checkpoint.manifest import BLOCK, FileRecord, check_blocks, dump
+from zshard.checkpoint.manifest import NAME as MANIFEST
+from zshard.checkpoint.parts import Spread
+from zshard.checkpoint.safetensors import OpenFile, rows_of
+from zshard.checkpoint.save_plan import record_of
+from zshard.checkpoint.write import Written, write_text
+from zshard.ranks.agreement import PublicCall, on_all_ranks
+from zshard.ranks.groups import resolve_groups
+from zshard.ranks.transports import comm_for
+from zshard.state.source import CHUNK
+from zshard.strategy import ShardingStrategy
+
+
+def collect(folders: Sequence[str], out: str) -> str | None:
+    """Collect a checkpoint in the folder `out`, which is created. Collective under torchrun.
+
+    folders: where the hosts have it: checkpoints, or checkpoint directories, whose newest complete
+        checkpoint is taken. Under torchrun only one, which each host has.
+
+    Returns a line about what was done; None on ranks other than the first. Raises CheckpointError
+    if parts are missing or damaged, naming the host and the file; OSError if the system refuses.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return _collect_from_hosts(folders, out)
+    spread = folders_together(folders)
+    try:
+        check_blocks(spread.blocks({name: -1 for name in spread.here}))
+        return _write(spread, out)
+    finally:
+        spread.close()
+
+
+@PublicCall("collect()")
+def _collect_from_hosts(folders: Sequence[str], out: str) -> str | None:
+    if len(folders) != 1:
+        raise ValueError("under torchrun, pass one folder, which each host has under this path")
+    group = resolve_groups(None, None, ShardingStrategy.FULL_SHARD).world
+    try:
+        return _collected(comm_for(group, None, None), folders[0], out)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _collected(comm: _core.Comm, folder: str, out: str) -> str | None:
+    with ExitStack() as stack:
+        path, parts = opened_together(stack, comm, folder)
+        if parts is None:
+            raise CheckpointError(f"'{path}' is not in parts: it needs no collecting")
+        mine = parts.own_blocks(comm, _everything(parts) if comm.rank == 0 else ())
+        told = None
+        with on_all_ranks(comm):
+            check_blocks(mine)
+        with on_all_ranks(comm):
+            if comm.rank == 0:
+                told = _write(parts.spread, out)
+        return told
+
+
+def _everything(parts: PartsOfHosts) -> Iterator[tuple[str, int, int]]:
+    for name, size in parts.spread.manifest.whole.items():
+        yield name, 0, size
+
+
+def _write(spread: Spread, out: str) -> str:
+    """Write all files of a Spread, and a manifest without parts."""
+    staging = Staging(Target.of(out, None), secrets.token_hex(16), overwrite=False)
+    records: dict[str, FileRecord] = {}
+    try:
+        staging.open()
+        for name, size in spread.manifest.whole.items():
+            source = spread.open(name, OpenFile)
+            records[name] = _copy(source, os.path.join(staging.path, name), size)
+        manifest = replace(spread.manifest, files=records, whole={}, parts={})
+        write_text(os.path.join(staging.path, MANIFEST), dump(manifest))
+        staging.commit()
+    finally:
+        staging.discard()
+        staging.close()
+    total = sum(record.size for record in records.values())
+    return f"wrote {total:,} bytes in {len(records)} files to '{out}'"
+
+
+def _copy(source: OpenFile, path: str, size: int) -> FileRecord:
+    rows: list[Written] = []
+    chunk = bytearray(min(CHUNK, size))
+    with _core.File.create(path, size) as file:
+        for offset in range(0, size, CHUNK):
+            data = memoryview(chunk)[: min(CHUNK, size - offset)]
+            source.read_into(data, offset)
+            rows += rows_of(file.write([(offset, data)], BLOCK))
+        file.sync()
+    return record_of(path, size, rows)

@@ -1,0 +1,342 @@
+"""Checkpoints of hosts that share no disk: which host has what, and finding them together.
+
+Every host tells what its folder has, and all ranks draw the same conclusion from what they heard:
+which checkpoint is the newest whose part files are all there, on whatever host, and which rank
+reads which part file from which other one. Hosts may have gone, come or changed their order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from zshard import _core
+from zshard._errors import CheckpointError, warn
+from zshard.checkpoint import manifest as manifests
+from zshard.checkpoint.contents import ranks_of
+from zshard.checkpoint.folder import finished, name_of, newest_in, path_of
+from zshard.checkpoint.manifest import BLOCK, Block, Manifest
+from zshard.checkpoint.opening import read_manifest
+from zshard.checkpoint.parts import Spread, part_files_in
+from zshard.checkpoint.remote import RemoteParts
+from zshard.checkpoint.safetensors import OpenFile
+from zshard.ranks import meeting
+from zshard.ranks.agreement import gather_bytes, on_all_ranks
+from zshard.ranks.transports import group_beside
+from zshard.units.units import bare
+
+SUFFIX = ".part"
+_CPU = torch.device("cpu")
+
+
+class Hosts:
+    """The hosts of a transport's ranks."""
+
+    def __init__(self, comm: _core.Comm) -> None:
+        """Collective."""
+        told = gather_bytes(comm, meeting.host_id().encode())
+        self.of = [each.decode() for each in told]  # by rank
+        self.rank = comm.rank
+        self.all = list(dict.fromkeys(self.of))
+        self.near = self.ranks(self.of[comm.rank])
+
+    def ranks(self, host: str) -> list[int]:
+        """Return the ranks of a host."""
+        return [rank for rank, each in enumerate(self.of) if each == host]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the first one of its host."""
+        return self.near[0] == self.rank
+
+    def peer(self, rank: int, host: str) -> int:
+        """Return the rank of another host that serves `rank`."""
+        there = self.ranks(host)
+        return there[self.ranks(self.of[rank]).index(rank) % len(there)]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the hosts, by rank, for people."""
+        return [each.partition("/")[0] or each for each in self.of]
+
+
+# --- which checkpoint -----------------------------------------------------------------------------
+
+
+class Told(NamedTuple):
+    """What a rank tells of a checkpoint: its id, and the part files that its host has."""
+
+    id: str = ""  # "" for none
+    parts: Sequence[str] = ()
+    needed: int = 0  # how many part files there are
+    problem: str = ""  # why the manifest cannot be read
+
+
+class Found(NamedTuple):
+    """A checkpoint in parts that some hosts have."""
+
+    id: str
+    holders: dict[str, list[str]]  # the hosts that have a part file, by its name
+    is_complete: bool
+
+    def first(self, told: Sequence[Told]) -> int:
+        """Return the first rank that has its manifest."""
+        return next(rank for rank, each in enumerate(told) if each.id == self.id)
+
+
+def has_parts(path: str) -> bool:
+    """Return whether `path` is a checkpoint in parts, or the newest one in this directory is."""
+    steps = finished(path) if os.path.isdir(path) else []
+    folder = path if not steps else os.path.join(path, name_of(steps[-1]))
+    is_own = os.path.lexists(os.path.join(folder, manifests.NAME))
+    return is_own and any(name.endswith(SUFFIX) for name in os.listdir(folder))
+
+
+def names_at(path: str) -> list[str]:
+    """Return the names of the checkpoints at a path: [""] if it is one itself."""
+    if os.path.lexists(os.path.join(path, manifests.NAME)):
+        return [""]
+    return [name_of(step) for step in (finished(path) if os.path.isdir(path) else [])]
+
+
+def by_age(names: Iterable[str]) -> list[str]:
+    """Return the names without duplicates, newest first; only "" if it is among them."""
+    found = set(names)
+    return [""] if "" in found else sorted(found, key=lambda n: (len(n), n), reverse=True)
+
+
+def look(comm: _core.Comm, hosts: Hosts, folder: str) -> tuple[Found | None, list[Told]]:
+    """Return the checkpoint that the hosts have together in a folder, preferring a complete one,
+    and what each rank told. Collective."""
+    data = json.dumps(tell(folder)).encode()
+    told = [Told(*json.loads(each)) for each in gather_bytes(comm, data)]
+    return together(hosts.of, told), told
+
+
+def together(hosts: Sequence[str], told: Sequence[Told]) -> Found | None:
+    """Return the checkpoint that hosts have together, preferring a complete one.
+
+    told: by each one of `hosts`, in which hosts may occur more than once.
+    """
+    found = []
+    for id in dict.fromkeys(each.id for each in told if each.id):
+        holders: dict[str, list[str]] = {}
+        for host, each in zip(hosts, told, strict=True):
+            for part in each.parts if each.id == id else ():
+                if host not in holders.setdefault(part, []):
+                    holders[part].append(host)
+        needed = next(each.needed for each in told if each.id == id)
+        # Without part files, it is on a disk that hosts should share.
+        is_whole = len(holders) == needed and (needed or all(each.id == id for each in told))
+        found.append(Found(id, holders, bool(is_whole)))
+    return max(found, key=lambda each: each.is_complete, default=None)
+
+
+def tell(folder: str) -> Told:
+    where = os.path.join(folder, manifests.NAME)
+    if not os.path.lexists(where):
+        return Told()
+    try:
+        manifest = read_manifest(folder)
+    except (OSError, CheckpointError) as error:
+        return Told(problem=str(error))
+    here = part_files_in(folder, manifest.parts)
+    return Told(manifest.id, list(here), len(manifest.parts))
+
+
+class Chosen(NamedTuple):
+    """A checkpoint that was chosen of several."""
+
+    name: str  # of the folder; "" for the path itself
+    found: Found
+    told: list[Told]
+    skipped: list[str]  # names of newer ones that are incomplete
+
+
+def newest(
+    names: Iterable[str], look_at: Callable[[str], tuple[Found | None, list[Told]]], path: str
+) -> Chosen:
+    """Return the newest complete checkpoint; if none is complete, the newest. Raise CheckpointError
+    if no manifest can be read.
+
+    names: newest first. path: names them in messages.
+    """
+    others: list[Chosen] = []
+    problems: list[str] = []
+    for name in names:
+        found, told = look_at(name)
+        problems += [each.problem for each in told if each.problem]
+        if found is None:
+            continue
+        if found.is_complete:
+            return Chosen(name, found, told, [each.name for each in others])
+        others.append(Chosen(name, found, told, []))
+    if not others:
+        raise CheckpointError(problems[0] if problems else f"no finished checkpoint in '{path}'")
+    return others[0]
+
+
+def choose(comm: _core.Comm, hosts: Hosts, path: str) -> Chosen:
+    """Return the newest checkpoint at `path` that the hosts have together. Collective. Warn of
+    newer ones that are incomplete."""
+    everyone = gather_bytes(comm, json.dumps(names_at(path)).encode())
+    names = by_age(name for each in everyone for name in json.loads(each))
+    chosen = newest(names, lambda name: look(comm, hosts, os.path.join(path, name)), path)
+    if chosen.skipped and comm.rank == 0:
+        listed = ", ".join(f"'{name}'" for name in chosen.skipped)
+        warn(
+            f"'{path}': the hosts do not have all of {listed}: '{chosen.name}' is the newest "
+            "complete checkpoint",
+            RuntimeWarning,
+        )
+    return chosen
+
+
+def latest_checkpoint(
+    directory: str | os.PathLike[str], model: nn.Module | None = None
+) -> str | None:
+    """Return the path of the finished checkpoint with the highest step in a checkpoint directory.
+
+    directory: the path that zshard.save() took together with `step`.
+    model: for checkpoints of `save(per_host=True)`: the model whose ranks ask. Then it is
+        collective, and returns the newest checkpoint that the hosts have together, as load() takes
+        it, on all ranks: also on a host that has nothing of it.
+
+    Returns None if it has no finished checkpoint, or does not exist. Raises NotADirectoryError if
+    it is a file; with `model`, CheckpointError if no host can read a manifest.
+    """
+    if model is None:
+        return newest_in(directory)
+    comm = ranks_of(bare(model))
+    path = path_of(directory)
+    own: list[str] = []
+    with on_all_ranks(comm):
+        finished(path)  # for its errors
+        own += names_at(path)
+    if not any(each != b"\0" for each in comm.exchange(bytes([bool(own)]))):
+        return None
+    return os.path.join(path, choose(comm, Hosts(comm), path).name)
+
+
+def folders_together(paths: Sequence[str]) -> Spread:
+    """Open the newest complete checkpoint in parts that folders have together, each with the part
+    files of some hosts. Raise CheckpointError, which names the missing hosts, if there is none."""
+    where = ", ".join(f"'{path}'" for path in paths)
+    names = by_age(name for path in paths for name in names_at(path))
+
+    def look_at(name: str) -> tuple[Found | None, list[Told]]:
+        told = [tell(os.path.join(path, name)) for path in paths]
+        return together(paths, told), told
+
+    chosen = newest(names, look_at, where)
+    folders = [os.path.join(path, chosen.name) if chosen.name else path for path in paths]
+    ours = [f for f, told in zip(folders, chosen.told, strict=True) if told.id == chosen.found.id]
+    manifest = read_manifest(ours[0])
+    if not manifest.parts:
+        raise CheckpointError(f"'{ours[0]}' is not in parts: it needs no collecting")
+    here: dict[str, str] = {}
+    for folder in reversed(ours):
+        here |= part_files_in(folder, manifest.parts)
+    spread = Spread(ours[0], manifest, here)
+    if not spread.is_complete():
+        raise CheckpointError(f"'{ours[0]}' is incomplete: {spread.missing()}")
+    return spread
+
+
+# --- opening --------------------------------------------------------------------------------------
+
+
+class PartsOfHosts(NamedTuple):
+    """A checkpoint in parts, open on all ranks."""
+
+    spread: Spread
+    remote: RemoteParts | None
+    hosts: Hosts
+    servers: Sequence[
+        Mapping[str, int]
+    ]  # for each rank, whom it reads other hosts' part files from
+
+    def own_blocks(self, comm: _core.Comm, wanted: Iterable[tuple[str, int, int]]) -> list[Block]:
+        """Return the blocks of part files that this rank verifies, of all blocks that ranks will
+        read: those that its host has, or that it sends to other hosts. Collective.
+
+        wanted: (file, first byte, byte after the last) of what this rank will read.
+        """
+        marks: dict[str, int] = {}
+        for file, begin, end in wanted:
+            for place in self.spread.places(file, begin, end):
+                first, last = place.at // BLOCK, -(-(place.at + place.length) // BLOCK)
+                marks[place.part] = marks.get(place.part, 0) | (1 << last) - (1 << first)
+        ours: dict[str, int] = {}
+        told = {name: f"{mask:x}" for name, mask in marks.items()}
+        for rank, data in enumerate(gather_bytes(comm, json.dumps(told).encode())):
+            for name, mask in json.loads(data).items():
+                source = self.servers[rank].get(name, rank)
+                if self.hosts.of[source] == self.hosts.of[comm.rank]:
+                    ours[name] = ours.get(name, 0) | int(mask, 16)
+        near = self.hosts.near
+        return list(manifests.share(self.spread.blocks(ours), near.index(comm.rank), len(near)))
+
+
+def opened_together(
+    stack: ExitStack, comm: _core.Comm, asked: str | os.PathLike[str]
+) -> tuple[str, PartsOfHosts | None]:
+    """Open the checkpoint in parts that the hosts have at a path, which `stack` closes. None if
+    what is there is not in parts. Collective. Also return the path of the checkpoint.
+
+    Raises CheckpointError, which names the lost hosts, if hosts do not have all part files.
+    """
+    path = path_of(asked)
+    told_by_ranks = comm.exchange(bytes([has_parts(path)]))
+    if not any(each != b"\0" for each in told_by_ranks):
+        return path, None
+    hosts = Hosts(comm)
+    name, found, told, _ = choose(comm, hosts, path)
+    folder = os.path.join(path, name) if name else path
+    manifest = _from_first(comm, found.first(told), folder)
+    if not manifest.parts:
+        return folder, None
+    here = part_files_in(folder, manifest.parts) if told[comm.rank].id == found.id else {}
+    servers = [_servers(hosts, found.holders, rank) for rank in range(comm.world)]
+    remote = None
+    if any(servers):
+        clients = [rank for rank, own in enumerate(servers) if comm.rank in own.values()]
+        group = group_beside(comm, _CPU)
+        names = list(manifest.parts)
+        remote = stack.enter_context(
+            RemoteParts(group, names, here, servers[comm.rank], clients, hosts.names)
+        )
+    spread = Spread(folder, manifest, here, servers[comm.rank], remote.read if remote else None)
+    stack.callback(spread.close)
+    with on_all_ranks(comm):
+        if not spread.is_complete():
+            raise CheckpointError(f"'{folder}' is incomplete: {spread.missing()}")
+    return folder, PartsOfHosts(spread, remote, hosts, servers)
+
+
+def _from_first(comm: _core.Comm, rank: int, folder: str) -> Manifest:
+    """Return the manifest that `rank` has. Collective."""
+    text = b""
+    where = os.path.join(folder, manifests.NAME)
+    with on_all_ranks(comm):
+        if comm.rank == rank:
+            with OpenFile(where, follow=False) as file:
+                text = bytes(file.bytes_of(file.size))
+    return manifests.parse(gather_bytes(comm, text)[rank], where)
+
+
+def _servers(hosts: Hosts, holders: Mapping[str, list[str]], rank: int) -> dict[str, int]:
+    """Return the ranks that `rank` reads part files from which its own host does not have. If
+    several hosts have one, the ranks of a host share them."""
+    own = hosts.of[rank]
+    return {
+        name: hosts.peer(rank, there[rank % len(there)])
+        for name, there in holders.items()
+        if own not in there
+    }

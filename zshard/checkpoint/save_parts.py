@@ -1,0 +1,278 @@
+"""zshard.save(per_host=True): each host writes what its ranks hold to its own disk.
+
+Each rank writes one part file, and each host a manifest, the same on all hosts, that says what is
+in all part files (parts.py). With replicas, hosts then copy part files from the hosts before them,
+over the wire. Only when every host has synced everything do they rename their folders into place,
+and only when all have done so do they delete older checkpoints: a host that is lost in between
+leaves the checkpoint before this one complete.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from zshard import _core
+from zshard.checkpoint.folder import Staging, Target, retain, warn_of_newer
+from zshard.checkpoint.hosts import SUFFIX, Hosts, look
+from zshard.checkpoint.manifest import BLOCK, FileRecord, Part
+from zshard.checkpoint.manifest import NAME as MANIFEST
+from zshard.checkpoint.remote import RemoteParts
+from zshard.checkpoint.safetensors import rows_of
+from zshard.checkpoint.save_plan import Piece, SavePlan, joined, record_of
+from zshard.checkpoint.write import Writer, Written, write_text
+from zshard.ranks.agreement import PublicCall, gather_bytes, on_all_ranks
+from zshard.ranks.groups import Group
+from zshard.ranks.transports import group_beside
+from zshard.state.source import CHUNK
+
+
+class PerHost(NamedTuple):
+    """How hosts save on their own disks."""
+
+    hosts: Hosts
+    replicas: int  # copies of each part file on other hosts
+    group: Group | None  # for copying
+
+    @staticmethod
+    def of(comm: _core.Comm, beside: _core.Comm, replicas: int) -> PerHost:
+        """Collective. With fewer hosts than copies, warn, and make as many as there can be.
+
+        beside: the transport of the thread that will write.
+        """
+        hosts = Hosts(comm)
+        possible = min(replicas, len(hosts.all) - 1)
+        if possible < replicas and comm.rank == 0:
+            warnings.warn(
+                f"replicas={replicas}, but there are only {len(hosts.all)} hosts: this checkpoint "
+                f"has {possible} copies",
+                stacklevel=2,
+            )
+        group = group_beside(beside, torch.device("cpu")) if possible else None
+        return PerHost(hosts, possible, group)
+
+
+class _Written(NamedTuple):
+    """The part file that a rank has written."""
+
+    name: str
+    part: Part
+    record: FileRecord
+
+
+@PublicCall("save()")
+def write_parts(plan: SavePlan, comm: _core.Comm, per_host: PerHost) -> None:
+    """Execute the plan. Collective; `comm` belongs to this thread."""
+    hosts = per_host.hosts
+    _refuse_shared_folder(comm, hosts, plan.target, plan.id)
+    # What hosts do not have together cannot be loaded: an interrupted save has left it.
+    there, _ = look(comm, hosts, plan.target.path)
+    staging = Staging(plan.target, plan.id, overwrite=there is not None and not there.is_complete)
+    try:
+        with on_all_ranks(comm):
+            if hosts.leads:
+                staging.open()
+        own: list[_Written | None] = []
+        strange: list[str] = []
+        with on_all_ranks(comm), torch.no_grad():
+            own.append(_write_part(plan, staging.path, comm, hosts, strange))
+        written = _gather(comm, own[0])
+        told = gather_bytes(comm, "".join(strange[:1]).encode())
+        names = {each.decode() for each in told if each}
+        if per_host.group is not None:
+            _copy_parts(comm, per_host, staging.path, written)
+        with on_all_ranks(comm):
+            text = b""
+            if comm.rank == 0:
+                records = {each.name: each.record for each in written}
+                parts = {each.name: each.part for each in written}
+                text = plan.manifest(records, not names, parts)
+        text = gather_bytes(comm, text)[0]
+        with on_all_ranks(comm):
+            if hosts.leads:
+                write_text(os.path.join(staging.path, MANIFEST), text)
+        _commit(comm, hosts, staging)
+        staging.discard()
+        if comm.rank == 0:
+            plan.warn_of_values(names)
+        if hosts.leads:
+            warn_of_newer(plan.target)
+            if plan.kept.keep_last is not None:
+                retain(plan.target, plan.kept.keep_last, plan.id)
+    finally:
+        staging.discard()
+        staging.close()
+
+
+def _commit(comm: _core.Comm, hosts: Hosts, staging: Staging) -> None:
+    """Rename the folders of all hosts into place. If one of them cannot, all take it back."""
+    try:
+        with on_all_ranks(comm):
+            if hosts.leads:
+                staging.commit()
+    except BaseException:
+        staging.withdraw()
+        raise
+
+
+def _refuse_shared_folder(comm: _core.Comm, hosts: Hosts, target: Target, id: str) -> None:
+    """Raise ValueError if several hosts see one folder. Collective."""
+    places = [f"{target.hidden(id)}.{i}" for i in range(len(hosts.all))]
+    own = hosts.all.index(hosts.of[comm.rank])
+    made = False
+    try:
+        with on_all_ranks(comm):
+            if hosts.leads:
+                target.make_parent()
+                _core.make_folder(places[own])
+                made = True
+        with on_all_ranks(comm):
+            others = (i for i in range(len(places)) if i != own and os.path.lexists(places[i]))
+            seen = next(others, None)
+            if hosts.leads and seen is not None:
+                raise ValueError(
+                    f"per_host=True, but the hosts '{hosts.names[comm.rank]}' and "
+                    f"'{hosts.names[hosts.of.index(hosts.all[seen])]}' share the folder "
+                    f"'{target.parent}': omit per_host"
+                )
+    finally:
+        if made:
+            _core.remove_folder(places[own])
+
+
+# --- the part file of a rank ----------------------------------------------------------------------
+
+
+def _write_part(
+    plan: SavePlan, folder: str, comm: _core.Comm, hosts: Hosts, strange: list[str]
+) -> _Written | None:
+    """Write this rank's part file and sync it. None if this rank has nothing to write."""
+    todo = _runs(plan, headers=hosts.leads, texts=comm.rank == 0)
+    part = Part(
+        hosts.names[comm.rank],
+        comm.rank,
+        {file: tuple((offset, _size(what)) for offset, what in own) for file, own in todo.items()},
+    )
+    name = f"rank-{comm.rank:05}-of-{comm.world:05}{SUFFIX}"
+    if part.size == 0:
+        return None
+    pinned = any(piece.values.is_cuda for piece in plan.pieces)
+    chunk = functools.cache(lambda: torch.empty(CHUNK, dtype=torch.uint8, pin_memory=pinned))
+    with _create(os.path.join(folder, name), part.size) as file:
+        writer = Writer(file, chunk, plan.parameters)
+        at = 0
+        for _, what in (each for own in todo.values() for each in own):
+            if isinstance(what, Piece):
+                writer.add(what._replace(offset=at))
+            else:
+                writer.add_bytes(at, what)
+            at += _size(what)
+        rows = joined(writer.end())
+        strange += writer.strange
+        file.sync()
+    return _Written(name, part, record_of(name, part.size, rows))
+
+
+def _create(path: str, size: int) -> _core.File:
+    try:
+        return _core.File.create(path, size)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"this rank cannot create '{path}', whose folder the first rank of its host just "
+            "created: all ranks of a host must save to the same folder"
+        ) from None
+
+
+def _runs(plan: SavePlan, headers: bool, texts: bool) -> dict[str, list[tuple[int, Piece | bytes]]]:
+    """Return what this rank writes of each file, with its offset there: each host has all headers,
+    and so can tell which tensors are missing."""
+    found: dict[str, list[tuple[int, Piece | bytes]]] = {}
+    for file in plan.files if headers else ():
+        found[file.name] = [(0, file.header)]
+    for piece in plan.pieces:
+        found.setdefault(plan.files[piece.file].name, []).append((piece.offset, piece))
+    for name, text in plan.texts.items() if texts else ():
+        found[name] = [(0, text)]
+    return found
+
+
+def _size(what: Piece | bytes) -> int:
+    return what.size if isinstance(what, Piece) else len(what)
+
+
+def _gather(comm: _core.Comm, own: _Written | None) -> list[_Written]:
+    """Return the part files of all ranks."""
+    mine = own and (own.name, own.part, (own.record.size, own.record.checksums))
+    everyone = gather_bytes(comm, json.dumps(mine).encode())
+    found = []
+    for name, (host, rank, runs), (size, checksums) in filter(None, map(json.loads, everyone)):
+        part = Part(host, rank, {file: tuple(map(tuple, each)) for file, each in runs.items()})
+        found.append(_Written(name, part, FileRecord(size, tuple(checksums))))
+    return found
+
+
+# --- copies on other hosts ------------------------------------------------------------------------
+
+
+def _copy_parts(
+    comm: _core.Comm, per_host: PerHost, folder: str, written: Sequence[_Written]
+) -> None:
+    """Copy the part files of the hosts before this one. Collective."""
+    hosts, number = per_host.hosts, len(per_host.hosts.all)
+    own = hosts.all.index(hosts.of[comm.rank])
+    group = per_host.group
+    assert group is not None, "the caller checks this"
+    sources = _sources(hosts, per_host.replicas, own, written)
+    mine = {name: rank for name, (rank, reader) in sources.items() if reader == comm.rank}
+    followers = [hosts.all[(own + i) % number] for i in range(1, per_host.replicas + 1)]
+    clients = [
+        reader
+        for host in followers
+        for name, (rank, reader) in _sources(
+            hosts, per_host.replicas, hosts.all.index(host), written
+        ).items()
+        if rank == comm.rank
+    ]
+    names = [each.name for each in written]
+    paths = {name: os.path.join(folder, name) for name in names}
+    records = {each.name: each.record for each in written}
+    served = RemoteParts(group, names, paths, mine, sorted(set(clients)), hosts.names)
+    with served as remote, on_all_ranks(comm):
+        for name in mine:
+            _copy(remote, name, paths[name], records[name])
+
+
+def _sources(
+    hosts: Hosts, replicas: int, own: int, written: Sequence[_Written]
+) -> dict[str, tuple[int, int]]:
+    """Return (the rank that wrote it, the rank that copies it) for each part file that a host
+    copies. The ranks of the host divide those of each other host."""
+    found = {}
+    near = hosts.ranks(hosts.all[own])
+    for i in range(1, replicas + 1):
+        theirs = hosts.ranks(hosts.all[(own - i) % len(hosts.all)])
+        for each in written:
+            if each.part.rank in theirs:
+                reader = near[theirs.index(each.part.rank) % len(near)]
+                found[each.name] = (each.part.rank, reader)
+    return found
+
+
+def _copy(remote: RemoteParts, name: str, path: str, record: FileRecord) -> None:
+    """Copy a part file and sync it. Raise RuntimeError if its checksums are others."""
+    chunk = bytearray(min(CHUNK, record.size))
+    rows: list[Written] = []
+    with _core.File.create(path, record.size) as file:
+        for offset in range(0, record.size, CHUNK):
+            data = memoryview(chunk)[: min(CHUNK, record.size - offset)]
+            remote.read(name, offset, data)
+            rows += rows_of(file.write([(offset, data)], BLOCK))
+        file.sync()
+    if record_of(name, record.size, rows) != record:
+        raise RuntimeError(f"'{path}' was changed on its way from another host")
