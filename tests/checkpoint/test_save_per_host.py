@@ -9,9 +9,12 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import random
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -139,14 +142,20 @@ def root(tmp_path):
 # --- tests ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "zero1", "hybrid_shard", "no_shard"])
-def test_each_host_writes_only_its_own(root, strategy):
-    wanted = saved(root, 2, 2, strategy)
+@pytest.mark.parametrize(
+    "strategy,transport",
+    [
+        *(("full_shard", None), ("full_shard", "c10d"), ("zero1", None), ("hybrid_shard", None)),
+        *(("hybrid_full", None), ("no_shard", "c10d")),
+    ],
+)
+def test_each_host_writes_only_its_own(root, strategy, transport):
+    wanted = saved(root, 2, 2, strategy, transport)
     files = folders(root)
     assert set(files["disk0"]) & set(files["disk1"]) == {"zshard.json"}
     manifests = {Path(root, d, "checkpoints", STEP, "zshard.json").read_text() for d in files}
     assert len(manifests) == 1
-    for result in fork_ranks(load, 4, root, 2, strategy, check=True):
+    for result in fork_ranks(load, 4, root, 2, strategy, transport, check=True):
         assert result.value == (wanted, 3, result.rank)
 
 
@@ -424,3 +433,52 @@ def test_one_process_loads_what_one_folder_has_of_all_hosts(root):
     wanted = saved(root, 2, 1)
     gather_disks(root)
     assert fork_ranks(load_one, 1, f"{root}/disk0/checkpoints", check=True)[0].value == wanted
+
+
+# --- a host that is killed at any time ------------------------------------------------------------
+
+
+def save_until_killed(root, seed):
+    """Save at every step; one host is killed at a random time."""
+    number = host_of(1)
+    model, optimizer = made("full_shard")
+    zshard.save(disk(root, number), model, optimizer, step=1, per_host=True)  # connects the ranks
+    if number == seed % 2:
+        delay = random.Random(seed).uniform(0, 0.6)
+        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    options = {"per_host": True, "keep_last": 1, "replicas": seed // 2 % 2}
+    options["extra"] = {**SEEN, "rank": 0}
+    with Path(root, f"log{number}").open("a", buffering=1) as log:
+        for step in range(2, 1000):
+            train(model, optimizer, 1)
+            log.write(f"{step} {digest(model, optimizer)}\n")
+            handle = zshard.save(
+                disk(root, number), model, optimizer, step=step, asynchronous=True, **options
+            )
+            handle.wait()
+            log.write(f"{step} saved\n")
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.sampled(2)
+def test_a_complete_checkpoint_survives_a_host_that_is_killed(root, seed):
+    codes = [each.returncode for each in fork_ranks(save_until_killed, 2, root, seed)]
+    assert codes[seed % 2] == -signal.SIGKILL and codes[1 - seed % 2] not in (0, None)
+    digests, saved_steps = {1: None}, [1]
+    for log in Path(root).glob("log*"):
+        for line in log.read_text().splitlines():
+            step, what = line.split()
+            if what == "saved":
+                saved_steps.append(int(step))
+            else:
+                digests[int(step)] = what
+    found, step, _ = fork_ranks(load_any, 2, root, check=True)[0].value
+    assert step >= max(saved_steps)
+    assert digests[step] in (None, found)
+
+
+def load_any(root):
+    number = host_of(1)
+    model, optimizer = made("full_shard", seed=1)
+    loaded = zshard.load(disk(root, number), model, optimizer)
+    return digest(model, optimizer), loaded.step, loaded.verified
