@@ -30,6 +30,7 @@ import zshard
 from zshard import CheckpointError, _core
 from zshard.checkpoint import manifest
 from zshard.checkpoint.manifest import BLOCK, FileRecord, Manifest
+from zshard.checkpoint.parts import Spread
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +115,9 @@ def test_implausible_manifest(pool2, path, changes, words):
 def test_newer_format_version(pool2, path):
     file = path / "zshard.json"
     whole = json.loads(file.read_text())
-    whole["checkpoint"]["version"] = 2
+    whole["checkpoint"]["version"] = 3
     file.write_text(json.dumps(whole))
-    check(pool2, path, ["has format version 2, but this zshard reads version 1"])
+    check(pool2, path, ["has format version 3, but this zshard reads versions 1 and 2"])
 
 
 def test_folder_of_an_interrupted_save(pool2, path):
@@ -394,7 +395,13 @@ def test_flipped_bit_is_detected_or_harmless():
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("version", 2, "format version 2, but this zshard reads version 1"),
+        ("version", 3, "format version 3, but this zshard reads versions 1 and 2"),
+        ("version", 2, "version 2 has parts"),
+        (
+            "parts",
+            {"a": {"host": "h", "rank": 0, "runs": {"b": "0+1"}}},
+            "other versions have none",
+        ),
         ("format", "other", "not the manifest of a zshard checkpoint"),
         ("id", "../../etc", "invalid id"),
         ("id", 5, "not a valid manifest"),
@@ -419,6 +426,35 @@ def test_flipped_bit_is_detected_or_harmless():
 def test_invalid_manifest_content(key, value, said):
     with pytest.raises(CheckpointError, match=said):
         manifest.parse(signed({**body(), key: value}), "zshard.json")
+
+
+_PARTS = {"a": {"host": "h", "rank": 0, "runs": {"b": "0+3 5+2", "c": "0+1"}}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"parts": {"a": {**_PARTS["a"], "host": 5}}}, "host must be a string"),
+        ({"parts": {"a": {**_PARTS["a"], "rank": -1}}}, "expected a non-negative integer"),
+        ({"parts": {"../a": _PARTS["a"]}}, "not the name of a file in the same folder"),
+        ({"parts": {"x": _PARTS["a"]}}, "'x' does not have the size of its runs"),
+        ({"parts": {"a": {**_PARTS["a"], "runs": {"b": "0+3"}}}}, "'a' does not have the size"),
+        ({"parts": {"a": {**_PARTS["a"], "runs": {"b": "0+-3"}}}}, "non-negative"),
+        ({"parts": {"a": {**_PARTS["a"], "runs": {"b": "x"}}}}, "not a valid manifest"),
+        ({"whole": {"b": 6, "c": 1}}, "'a' exceeds 'b'"),
+        ({"whole": {"c": 1}}, "not a valid manifest"),
+        ({"whole": {"b/b": 7, "c": 1}}, "not the name of a file in the same folder"),
+        ({"whole": {}}, "version 2 has parts"),
+    ],
+)
+def test_invalid_parts(changes, said):
+    record = {"size": 6, "crc32c": "00000000"}
+    valid = {"version": 2, "files": {"a": record}, "parts": _PARTS, "whole": {"b": 7, "c": 1}}
+    made = manifest.parse(signed({**body(), **valid}), "zshard.json")
+    with pytest.raises(CheckpointError, match="do not contain byte 3 of 'b'"):
+        Spread("x", made, {})
+    with pytest.raises(CheckpointError, match=said):
+        manifest.parse(signed({**body(), **valid, **changes}), "zshard.json")
 
 
 @pytest.mark.parametrize("key", sorted(json.loads(manifest.dump(_SOME))["checkpoint"]))

@@ -186,14 +186,15 @@ def _manifest_of(body: Mapping[str, Any]) -> Manifest:
         raise ValueError(f"invalid id {made.id!r:.40}")
     if len(made.extra) not in (0, 1, made.world):
         raise ValueError(f"extra has {len(made.extra)} entries for {made.world} ranks")
-    _check_parts(made)
+    _check_parts(made, body["version"])
     return made
 
 
-def _check_parts(made: Manifest) -> None:
+def _check_parts(made: Manifest, version: int) -> None:
     """Raise ValueError unless part files have the sizes of their runs, which lie within files."""
-    if bool(made.parts) != bool(made.whole):
-        raise ValueError("it must have both `parts` and `whole`, or neither")
+    in_parts = version == VERSION_OF_PARTS
+    if bool(made.parts) != in_parts or bool(made.whole) != in_parts:
+        raise ValueError(f"version {VERSION_OF_PARTS} has parts, and other versions have none")
     for name, part in made.parts.items():
         if name not in made.files or made.files[name].size != part.size:
             raise ValueError(f"the part file '{name:.80}' does not have the size of its runs")
