@@ -18,12 +18,13 @@ import torch
 
 from zshard import _core
 from zshard._errors import CheckpointError
+from zshard.checkpoint.averages import AVERAGE, stem_of
 from zshard.checkpoint.checkpoint import Checkpoint, Readable
 from zshard.checkpoint.contents import Item
 from zshard.checkpoint.folder import Staging, Target
 from zshard.checkpoint.load import Reader
 from zshard.checkpoint.manifest import BLOCK, NAME, check_blocks, data_blocks, head_blocks
-from zshard.checkpoint.opening import MODEL, open_own, opened
+from zshard.checkpoint.opening import MODEL, add_averages, open_own, opened
 from zshard.checkpoint.safetensors import OpenFile
 from zshard.checkpoint.save_plan import PlannedFile, index_of, lay_out
 from zshard.memory.fits import parse_size
@@ -89,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _inspect(path: str, as_json: bool) -> int:
     with opened(path, with_optimizer=True) as found:
+        add_averages(found)
         facts = _facts(found)
     print(json.dumps(facts, indent=1, default=str) if as_json else _text(facts))
     return 0
@@ -101,6 +103,8 @@ def _facts(found: Checkpoint) -> dict[str, Any]:
         facts |= {"id": manifest.id, "world": manifest.world, "software": dict(manifest.software)}
     facts["model"] = {name: _of(entry) for name, entry in found.model.items()}
     facts["tied"] = dict(found.tied)
+    for decay, entries in (found.averages or {}).items():
+        facts[stem_of(decay)] = {name: _of(entry) for name, entry in entries.items()}
     if found.optimizer is not None:
         told = found.optimizer
         tensors = {
@@ -130,6 +134,8 @@ def _text(facts: Mapping[str, Any]) -> str:
         lines.append(f"no {NAME}: not saved by zshard, no checksums")
     lines += ["", *_table("model", facts["model"])]
     lines += [f"{alias} is tied to {name}" for alias, name in facts["tied"].items()]
+    for stem in (key for key in facts if key.startswith(AVERAGE)):
+        lines += ["", *_table(stem, facts[stem])]
     if "optimizer" in facts:
         optimizer = facts["optimizer"]
         title = f"optimizer {optimizer['class'] or ''}".strip()

@@ -23,7 +23,9 @@ from torch.optim import Optimizer
 from zshard import _core
 from zshard._errors import CheckpointError
 from zshard.any_world import check_continues
+from zshard.averages import EMA
 from zshard.checkpoint import manifest as blocks
+from zshard.checkpoint.averages import AveragesLoad, check_ema
 from zshard.checkpoint.checkpoint import (
     Checkpoint,
     OptimizerState,
@@ -32,7 +34,7 @@ from zshard.checkpoint.checkpoint import (
     read_whole,
 )
 from zshard.checkpoint.contents import ranks_of
-from zshard.checkpoint.opening import older_than, opened
+from zshard.checkpoint.opening import add_averages, older_than, opened
 from zshard.checkpoint.safetensors import TensorEntry
 from zshard.checkpoint.write import finish
 from zshard.guard import slices
@@ -73,6 +75,7 @@ def load(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
+    ema: EMA | None = None,
     strict: bool = True,
     verify: bool = True,
 ) -> Loaded:
@@ -93,6 +96,8 @@ def load(
         within floating-point, complex and integer dtypes.
     optimizer: an optimizer over parameters of the model. It receives state and options as from
         load_state_dict(); existing state of the same shape is written in place.
+    ema: the model's EMA, with the decays of the one that was saved. It receives averages and
+        counts.
     strict: raise an error for missing and unexpected names, for an optimizer of another class, and
         for entries of torch.distributed.checkpoint beside model and optimizer that are not plain
         data.
@@ -118,20 +123,25 @@ def load(
     with on_all_ranks(comm):
         finish()  # the running save may be the one to load
         _check_optimizer(optimizer)
+        if ema is not None:
+            check_ema(model, ema)
     with contextlib.ExitStack() as stack:
         asked = [("optimizer", type(optimizer).__name__), ("strict", strict), ("verify", verify)]
+        asked.append(("ema", type(ema).__name__))
         facts = [(f"load({name}=)", str(value)) for name, value in asked]
         check_agreement(comm, facts, "calls to zshard.load()")
-        found = _open(stack, comm, path, optimizer is not None)
+        found = _open(stack, comm, path, (optimizer is not None, ema is not None))
         if found.manifest is not None:
             heads = blocks.head_blocks(found.files, found.manifest.files)
             with _checking_files(comm, found):
                 blocks.check_blocks(blocks.share(heads, comm.rank, comm.world))
-        plans = _plan(comm, found, model, optimizer, strict)
+        plans = _plan(comm, found, model, (optimizer, ema), strict)
         with slices.plain():
             pending = plans.model.pending()
             if plans.optimizer is not None:
                 pending += plans.optimizer.pending()
+            if plans.averages is not None:
+                pending += plans.averages.pending()
             _check(comm, found, pending, verify)
         _carry_out(comm, plans, Reader())
     loaded = Loaded(plans.extra)
@@ -155,11 +165,14 @@ def _open(
     stack: contextlib.ExitStack,
     comm: _core.Comm,
     path: str | os.PathLike[str],
-    with_optimizer: bool,
+    beside: tuple[bool, bool],
 ) -> Checkpoint:
+    """beside: whether to open the optimizer's files, and those of averages."""
     made: list[Checkpoint] = []
     with on_all_ranks(comm):
-        made.append(stack.enter_context(opened(path, with_optimizer)))
+        made.append(stack.enter_context(opened(path, beside[0])))
+        if beside[1]:
+            add_averages(made[0])
     check_agreement(comm, _facts(made[0]), "checkpoints")
     return made[0]
 
@@ -188,12 +201,19 @@ def _checking_files(comm: _core.Comm, found: Checkpoint) -> Iterator[None]:
 class _Plans(NamedTuple):
     model: LoadPlan
     optimizer: OptimizerLoad | None
+    averages: AveragesLoad | None
     extra: dict[str, Any]
 
 
 def _plan(
-    comm: _core.Comm, found: Checkpoint, model: nn.Module, optimizer: Optimizer | None, strict: bool
+    comm: _core.Comm,
+    found: Checkpoint,
+    model: nn.Module,
+    beside: tuple[Optimizer | None, EMA | None],
+    strict: bool,
 ) -> _Plans:
+    """beside: the optimizer and the EMA to load."""
+    optimizer, ema = beside
     made: list[_Plans] = []
     with on_all_ranks(comm, lambda: made[0].model.fact()):
         _refuse_meta(model)
@@ -203,7 +223,9 @@ def _plan(
         for_optimizer = (
             OptimizerLoad(model, optimizer, found, strict) if optimizer is not None else None
         )
-        made.append(_Plans(for_model, for_optimizer, found.extra_of(comm.rank, strict)))
+        for_ema = AveragesLoad(ema, found) if ema is not None else None
+        extra = found.extra_of(comm.rank, strict)
+        made.append(_Plans(for_model, for_optimizer, for_ema, extra))
     return made[0]
 
 
@@ -281,6 +303,8 @@ def _carry_out(comm: _core.Comm, plans: _Plans, reader: Reader) -> None:
         carry_out(plans.model, reader)
         if plans.optimizer is not None:
             plans.optimizer.read(reader)
+        if plans.averages is not None:
+            plans.averages.read(reader)
 
 
 # --- an optimizer ---------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from zshard._errors import CheckpointError
 from zshard.checkpoint import dcp
+from zshard.checkpoint.averages import parse_told, stem_of
 from zshard.checkpoint.checkpoint import Checkpoint, Readable, decode, optimizer_of_manifest
 from zshard.checkpoint.folder import finished, name_of, path_of
 from zshard.checkpoint.manifest import LIMIT, NAME, Manifest, parse
@@ -250,6 +251,14 @@ def _open_zshard(found: Checkpoint, with_optimizer: bool) -> None:
     if with_optimizer and found.manifest.optimizer is not None:
         tensors = _add_own(found, found.manifest, OPTIMIZER)
         found.optimizer = optimizer_of_manifest(found.manifest.optimizer, tensors, where)
+
+
+def add_averages(found: Checkpoint) -> None:
+    """Open the files of averages, too, if the checkpoint has some."""
+    told = None if found.manifest is None else found.manifest.averages
+    if found.manifest is not None and told is not None:
+        decays, found.average_counts = parse_told(told, os.path.join(found.path, NAME))
+        found.averages = {d: _add_own(found, found.manifest, stem_of(d)) for d in decays}
 
 
 def read_manifest(path: str) -> Manifest:
