@@ -27,7 +27,7 @@ from zshard.guard.slices import plain
 from zshard.optim.sharded_state import zeros_side_by_side
 from zshard.ranks.agreement import PublicCall, check_agreement, on_all_ranks
 from zshard.state.load_state_dict import comm_of
-from zshard.units.units import averaged, bare, refuse_averaged, settle, units_of
+from zshard.units.units import averaged, bare, refuse_averaged, session, settle, units_of
 
 __all__ = ["EMA"]
 
@@ -69,7 +69,8 @@ class EMA:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be a number of update() calls from 1 on, got {every!r}")
         self.model = bare(model)
-        if next(units_of(self.model), None) is None:
+        states = [state for _, state in units_of(self.model)]
+        if not states:
             raise ValueError(
                 f"EMA() expects a model with FSDP modules, got {type(model).__name__}: make it "
                 "after FSDP(...), or use torch.optim.swa_utils.AveragedModel for a plain model"
@@ -79,7 +80,7 @@ class EMA:
                 "a kept run cannot restore averages: use zshard.save(..., ema=) in a run that is "
                 "not kept"
             )
-        self._comm = comm_of(self.model)
+        self._comm, self._unit = comm_of(self.model), states[0].unit
         self._every, self._warmup = every, warmup
         self.calls = 0  # of update()
         self.updates = 0  # of the averages
@@ -112,6 +113,7 @@ class EMA:
         or dtype was changed; OSError if a disk with offloaded averages fails.
         """
         refuse_averaged((state.unit for _, state in units_of(self.model)), "update()")
+        self._refuse_in_step("update the averages of")
         if (self.calls + 1) % self._every == 0:
             if self.updates == 0:
                 self._copy()
@@ -119,6 +121,12 @@ class EMA:
                 self._move([1 - decay for decay in self._decays_now()])
             self.updates += 1
         self.calls += 1
+
+    def _refuse_in_step(self, to: str) -> None:
+        if self._unit.in_forward or torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                f"cannot {to} a model during a step: do it after the optimizer's step"
+            )
 
     def _decays_now(self) -> list[float]:
         if not self._warmup:
@@ -196,14 +204,16 @@ class EMA:
             yield
             raised = False
         finally:
-            try:
-                # The error of the body comes first; the transport may be broken by it.
-                known = (_core.PeerError, _core.DivergenceError) if raised else ()
-                with PublicCall("ema.swapped()"), contextlib.suppress(*known):
+            # The error of the body comes first; the transport may be broken by it.
+            known = (_core.PeerError, _core.DivergenceError) if raised else ()
+            with PublicCall("ema.swapped()"), contextlib.suppress(*known):
+                try:
                     self._meet(engines.values())
-            finally:
-                averaged.difference_update(engines)
-                live.restore(engines.values())
+                finally:
+                    averaged.difference_update(engines)
+                    live.restore(engines.values())
+                self._meet(engines.values())  # a backward may read peers' shards at once
+                self._gather_kept()
 
     def state_dict(self, decay: float | None = None) -> dict[str, Any]:
         """Return model.state_dict() with the average in place of the parameters: full tensors in
@@ -221,6 +231,7 @@ class EMA:
     def prepare(self, to: str) -> None:
         """Bring the model and the averages to their state between steps, to swap or to save them.
         Raises RuntimeError where swapped() does."""
+        self._refuse_in_step(to)
         settle(self.model, to)
         known, now = set(map(id, self.params.values())), dict(self.model.named_parameters())
         for name, param in self.params.items():
@@ -249,6 +260,14 @@ class EMA:
         for engine in engines:
             engine.meet()
         self._comm.exchange(b"\0")
+
+    def _gather_kept(self) -> None:
+        """Bring what a forward has kept for its backward to the restored values. Collective."""
+        kept = [s.unit for _, s in units_of(self.model) if s.options.strategy.keeps]
+        with session(kept):
+            for unit in kept:
+                unit.unshard()
+                unit.reshard()
 
     def _index_of(self, decay: float | None) -> int:
         if decay is None and len(self.decays) == 1:

@@ -288,9 +288,34 @@ def no_trace(combination):
     return found + differences(emas[0].state_dict(), emas[1].state_dict())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("combination", COMBINATIONS)
 def test_evaluations_leave_no_trace(pool2, combination):
     assert pool2.run(no_trace, combination) == [[], []]
+
+
+def between_passes(way):
+    """In hybrid groups a backward reads shards at once, or what the forward has kept."""
+    finals = []
+    for swaps in (False, True):
+        model, case = wrap("net", way), CASES["net"]
+        optimizer, ema = torch.optim.SGD(model.parameters(), 0.1), EMA(model, 0.9)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = loss_of(model(case.batch(step, dist.get_rank())))
+            if swaps:
+                with ema.swapped(), torch.no_grad():
+                    model(case.batch(0, 0))
+            loss.backward()
+            optimizer.step()
+            ema.update()
+        finals.append(whole(model))
+    return differences(*finals)
+
+
+@pytest.mark.parametrize("way", HYBRID)
+def test_evaluations_between_forward_and_backward(pool4, way):
+    assert pool4.run(between_passes, way) == [[]] * 4
 
 
 def rank_0_alone(combination):
