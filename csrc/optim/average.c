@@ -68,18 +68,19 @@ static zs_averaged rest_of(const zs_averaged *run, int64_t at, int count)
     return rest;
 }
 
+static bool continues(const zs_averaged *run, const zs_averaged *next, int count)
+{
+    zs_averaged end = rest_of(run, run->numel, count);
+    bool all = run->dtype == next->dtype && next->param == end.param;
+    for (int k = 0; k < count; k++)
+        all = all && next->average[k] == end.average[k];
+    return all;
+}
+
 void zs_average_add(zs_averaging *pass, const zs_averaged *next)
 {
-    zs_averaged *last = pass->n_runs > 0 ? &pass->runs[pass->n_runs - 1] : NULL;
-    bool follows = last != NULL && last->dtype == next->dtype;
-    if (follows) {
-        zs_averaged end = rest_of(last, last->numel, pass->count);
-        follows = next->param == end.param;
-        for (int k = 0; k < pass->count; k++)
-            follows = follows && next->average[k] == end.average[k];
-    }
-    if (follows)
-        last->numel += next->numel;
+    if (pass->n_runs > 0 && continues(&pass->runs[pass->n_runs - 1], next, pass->count))
+        pass->runs[pass->n_runs - 1].numel += next->numel;
     else
         pass->runs[pass->n_runs++] = *next;
 }
