@@ -98,9 +98,9 @@ class EMA:
         dtypes: dict[torch.dtype, list[Tensor]] = {}
         for param in self.params.values():
             dtypes.setdefault(torch.promote_types(param.dtype, torch.float32), []).append(param)
-        for dtype, alike in dtypes.items():
-            zeros = zeros_side_by_side(alike, dtype)
-            made.update(zip(map(id, alike), zeros, strict=True))
+        for dtype, same in dtypes.items():
+            zeros = zeros_side_by_side(same, dtype)
+            made.update(zip(map(id, same), zeros, strict=True))
         return [made[id(param)] for param in self.params.values()]
 
     # --- each step --------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ static zs_status look_at(PyObject *object, zs_tensor_info *info, void **data, bo
     return status;
 }
 
-/* Adds parameter `index` and its averages to the pass; *fits: their memory is alike. */
+/* Adds parameter `index` and its averages to the pass; *fits: in the same order in memory. */
 static zs_status add(zs_averaging *pass, PyObject *params, PyObject *averages, Py_ssize_t index, bool *fits)
 {
     zs_tensor_info info, own;

@@ -57,7 +57,7 @@ def loaded_by(name, way, folder):
 
 
 def continued(name, way, folder):
-    """On the same ranks, the run goes on with the same bits."""
+    """On the same ranks, the run continues with the same bits."""
     model, optimizer, ema = built(name, way)
     zshard.load(folder, model, optimizer, ema=ema)
     trained(model, optimizer, ema, range(5, 9), name)
@@ -201,12 +201,12 @@ def test_damaged_files(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "told", [{"decays": ["../x"]}, {"decays": [0.9], "calls": -1}, {"decays": 3}, {}]
+    "entry", [{"decays": ["../x"]}, {"decays": [0.9], "calls": -1}, {"decays": 3}, {}]
 )
-def test_invalid_manifests(tmp_path, told):
+def test_invalid_manifests(tmp_path, entry):
     model, ema = saved(tmp_path / "a")
     path = tmp_path / "a" / NAME
-    body = json.loads(path.read_text())["checkpoint"] | {"averages": told}
+    body = json.loads(path.read_text())["checkpoint"] | {"averages": entry}
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     path.write_text(
         json.dumps({"crc32c": f"{_core.crc32c(text.encode()):08x}", "checkpoint": body})

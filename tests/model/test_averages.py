@@ -193,7 +193,7 @@ def test_special_values(dtype, decay):
 
 @pytest.mark.parametrize("isa", ["base", "avx2"])
 def test_other_instruction_sets(isa, monkeypatch):
-    """They are chosen when the process starts, for torch and zshard alike."""
+    """They are chosen when the process starts, for torch and for zshard."""
     names = {"base": "default", "avx2": "avx2"}
     run_ranks(all_special_values, 1, env={"ATEN_CPU_CAPABILITY": names[isa]})
 

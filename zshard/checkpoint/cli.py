@@ -18,7 +18,6 @@ import torch
 
 from zshard import _core
 from zshard._errors import CheckpointError
-from zshard.checkpoint.averages import AVERAGE, stem_of
 from zshard.checkpoint.checkpoint import Checkpoint, Readable
 from zshard.checkpoint.contents import Item
 from zshard.checkpoint.folder import Staging, Target
@@ -27,6 +26,7 @@ from zshard.checkpoint.manifest import BLOCK, NAME, check_blocks, data_blocks, h
 from zshard.checkpoint.opening import MODEL, add_averages, open_own, opened
 from zshard.checkpoint.safetensors import OpenFile
 from zshard.checkpoint.save_plan import PlannedFile, index_of, lay_out
+from zshard.checkpoint.saved_averages import AVERAGE, stem_of
 from zshard.memory.fits import parse_size
 from zshard.ranks.agreement import bytes_of
 from zshard.state.source import chunks

@@ -25,7 +25,6 @@ from zshard._errors import CheckpointError
 from zshard.any_world import check_continues
 from zshard.averages import EMA
 from zshard.checkpoint import manifest as blocks
-from zshard.checkpoint.averages import AveragesLoad, check_ema
 from zshard.checkpoint.checkpoint import (
     Checkpoint,
     OptimizerState,
@@ -36,6 +35,7 @@ from zshard.checkpoint.checkpoint import (
 from zshard.checkpoint.contents import ranks_of
 from zshard.checkpoint.opening import add_averages, older_than, opened
 from zshard.checkpoint.safetensors import TensorEntry
+from zshard.checkpoint.saved_averages import AveragesLoad, check_ema
 from zshard.checkpoint.write import finish
 from zshard.guard import slices
 from zshard.optim.sharded_state import class_of_state, params_of

@@ -58,7 +58,7 @@ class Manifest:
     tied: Mapping[str, str] = field(default_factory=dict)  # alias: name in a file
     model: Mapping[str, Any] = field(default_factory=dict)  # {"extra_state": {name: encoded value}}
     optimizer: Mapping[str, Any] | None = None  # {"class", "groups", "state"}: see contents.py
-    averages: Mapping[str, Any] | None = None  # {"decays", "calls", "updates"}: see averages.py
+    averages: Mapping[str, Any] | None = None  # an EMA: see saved_averages.py
     extra: Sequence[Any] = ()  # encoded, by rank; only one if all are equal
     software: Mapping[str, str] = field(default_factory=dict)  # names and versions
     finite: bool = True  # whether no parameter is NaN or infinite

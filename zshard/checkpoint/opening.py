@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 from zshard._errors import CheckpointError
 from zshard.checkpoint import dcp
-from zshard.checkpoint.averages import parse_told, stem_of
 from zshard.checkpoint.checkpoint import Checkpoint, Readable, decode, optimizer_of_manifest
 from zshard.checkpoint.folder import finished, name_of, path_of
 from zshard.checkpoint.manifest import LIMIT, NAME, Manifest, parse
@@ -27,6 +26,7 @@ from zshard.checkpoint.safetensors import (
     check_homes,
     parse_index,
 )
+from zshard.checkpoint.saved_averages import parse_entry, stem_of
 
 MODEL, OPTIMIZER = "model", "optimizer"
 """The prefixes of file names."""
@@ -255,9 +255,9 @@ def _open_zshard(found: Checkpoint, with_optimizer: bool) -> None:
 
 def add_averages(found: Checkpoint) -> None:
     """Open the files of averages, too, if the checkpoint has some."""
-    told = None if found.manifest is None else found.manifest.averages
-    if found.manifest is not None and told is not None:
-        decays, found.average_counts = parse_told(told, os.path.join(found.path, NAME))
+    entry = None if found.manifest is None else found.manifest.averages
+    if found.manifest is not None and entry is not None:
+        decays, found.average_counts = parse_entry(entry, os.path.join(found.path, NAME))
         found.averages = {d: _add_own(found, found.manifest, stem_of(d)) for d in decays}
 
 

@@ -27,7 +27,6 @@ from torch.optim import Optimizer
 
 from zshard import _core
 from zshard.averages import EMA
-from zshard.checkpoint.averages import check_ema, of_averages, told_of
 from zshard.checkpoint.contents import Replicas, of_model, of_optimizer, ranks_of
 from zshard.checkpoint.folder import Staging, Target, retain, warn_of_newer
 from zshard.checkpoint.manifest import BLOCK, FileRecord
@@ -42,6 +41,7 @@ from zshard.checkpoint.save_plan import (
     plan_of,
     record_of,
 )
+from zshard.checkpoint.saved_averages import check_ema, entry_of, of_averages
 from zshard.checkpoint.script_state import encode
 from zshard.checkpoint.write import SaveHandle, Writer, Written, finish, snapshot, start
 from zshard.memory.fits import parse_size
@@ -134,7 +134,7 @@ def save(
         if ema is not None:
             check_ema(model, ema)
             more = of_averages(ema, copies)
-            request = request._replace(averages=more, told_averages=told_of(ema))
+            request = request._replace(averages=more, told_averages=entry_of(ema))
         made.append(request)
     check_agreement(comm, made[0].facts(), "checkpoints to save")
     _check_nested(comm, made[0].contents[-1].nested)

@@ -53,15 +53,15 @@ def of_averages(ema: EMA, copies: Replicas) -> dict[str, Contents]:
     return found
 
 
-def told_of(ema: EMA) -> dict[str, Any]:
+def entry_of(ema: EMA) -> dict[str, Any]:
     """Return the manifest's entry."""
     return {"decays": list(ema.decays), "calls": ema.calls, "updates": ema.updates}
 
 
-def parse_told(told: Mapping[str, Any], where: str) -> tuple[list[float], tuple[int, int]]:
+def parse_entry(entry: Mapping[str, Any], where: str) -> tuple[list[float], tuple[int, int]]:
     """Return the decays, and the calls and updates, of a manifest's entry. Raise CheckpointError if
     it is invalid."""
-    decays, counts = told.get("decays"), (told.get("calls"), told.get("updates"))
+    decays, counts = entry.get("decays"), (entry.get("calls"), entry.get("updates"))
     if not isinstance(decays, list) or not all(type(each) is float for each in decays):
         raise CheckpointError(f"'{where}' has invalid decays of averages: {decays!r:.80}")
     calls, updates = counts
