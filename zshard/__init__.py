@@ -21,6 +21,7 @@ from zshard._core import CudaError, DivergenceError, NcclError, PeerError, PeerT
 from zshard._errors import CheckpointError, KeeperError, NonFiniteError, ShardError
 from zshard._version import __version__ as __version__
 from zshard.any_world import MicroBatchSampler
+from zshard.averages import EMA
 from zshard.checkpoint.hosts import latest_checkpoint
 from zshard.checkpoint.load import Loaded as Loaded
 from zshard.checkpoint.load import load
@@ -53,6 +54,7 @@ from zshard.wrap.meta import uninitialized
 
 # Types that functions return serve annotations: Loaded, SaveHandle, ShardParameter, ShardTensor.
 __all__ = [
+    "EMA",
     "FSDP",
     "SGD",
     "Adam",

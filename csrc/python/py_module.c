@@ -139,7 +139,7 @@ static int module_exec(PyObject *module)
         zs_py_offload_init(module) < 0 || zs_py_nccl_init(module) < 0 || zs_py_guard_init(module) < 0 ||
         zs_py_cuda_init(module) < 0 || zs_py_files_init(module) < 0 || zs_py_forward_init(module) < 0 ||
         zs_py_script_init(module) < 0 || zs_py_trace_init(module) < 0 || zs_py_rows_init(module) < 0 ||
-        zs_py_state_init(module) < 0 || zs_py_keep_init(module) < 0)
+        zs_py_state_init(module) < 0 || zs_py_keep_init(module) < 0 || zs_py_average_init(module) < 0)
         return -1;
     live_state = state;
     zs_py_set_raiser(raise_from_hook);

@@ -39,6 +39,7 @@ int zs_py_forward_init(PyObject *module);
 int zs_py_shards_init(PyObject *module);
 int zs_py_guard_init(PyObject *module);
 int zs_py_optim_init(PyObject *module);
+int zs_py_average_init(PyObject *module);
 int zs_py_norms_init(PyObject *module);
 int zs_py_clip_init(PyObject *module);
 int zs_py_offload_init(PyObject *module);

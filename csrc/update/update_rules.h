@@ -13,6 +13,14 @@ ZS_HD ZS_REAL ZS_NAME(zs_madd)(ZS_REAL a, ZS_REAL b, ZS_REAL c, bool fused)
     return product + c;
 }
 
+/* start + weight * (end - start), with torch.lerp's bits: from the nearer end. pull: weight, or if that is not below
+ * 0.5, weight - 1, and `from_end` is nonzero. */
+ZS_HD ZS_REAL ZS_NAME(zs_lerp)(ZS_REAL pull, ZS_REAL from_end, ZS_REAL start, ZS_REAL end, bool fused)
+{
+    ZS_REAL from = from_end != 0 ? end : start;
+    return ZS_NAME(zs_madd)(pull, end - start, from, fused);
+}
+
 /* Constants of an Adam or AdamW step. */
 typedef struct ZS_NAME(zs_adam) {
     ZS_REAL sign;       /* -1 to maximize */
@@ -67,8 +75,7 @@ ZS_HD void ZS_NAME(zs_adam_step)(const ZS_NAME(zs_adam) * k, ZS_NAME(zs_adam_cel
     ZS_REAL decayed = ZS_NAME(zs_madd)(k->l2, cell->param, grad, fused);
     grad = k->l2 != 0 ? decayed : grad; /* not always: 0 * inf is NaN */
 
-    ZS_REAL from = k->from_grad != 0 ? grad : cell->exp_avg;
-    cell->exp_avg = ZS_NAME(zs_madd)(k->pull, grad - cell->exp_avg, from, fused);
+    cell->exp_avg = ZS_NAME(zs_lerp)(k->pull, k->from_grad, cell->exp_avg, grad, fused);
     ZS_REAL kept = cell->exp_avg_sq * k->sq_keep;
     cell->exp_avg_sq = ZS_NAME(zs_madd)(k->sq_add * grad, grad, kept, fused);
 

@@ -47,6 +47,7 @@ def cannot_be_kept(token: str) -> list[str]:
         lambda: zshard.Keep(model, zshard.Muon([{"params": params, "use_muon": False}])),
         lambda: zshard.Keep(model, zshard.AdamW([*params, extra])),
         lambda: zshard.Keep(model, run.optimizer, 7),
+        lambda: zshard.EMA(model, 0.9),
     ]
     texts = [message_of(call) for call in found]
     model.optimizer_in_backward(run.optimizer)
@@ -55,12 +56,13 @@ def cannot_be_kept(token: str) -> list[str]:
 
 def test_what_cannot_be_kept_is_named(keeper: Keeper) -> None:
     for result in fork_ranks(cannot_be_kept, 2, keeper.token, check=True):
-        plain, torchs, muon, extra, number, in_backward = result.value
+        plain, torchs, muon, extra, number, average, in_backward = result.value
         assert plain == "TypeError: Keep() expects an FSDP(...) model, got Linear"
         assert "one of zshard's elementwise optimizers" in torchs
         assert "torch.optim.adamw.AdamW" in torchs and "muon.Muon" in muon
         assert extra.startswith("ValueError: parameter 8 of the optimizer, of shape (3,)")
         assert "got a int, which has no state_dict()" in number
+        assert average.startswith("NotImplementedError: a kept run cannot restore averages")
         assert "optimizer_in_backward()" in in_backward and "remove()" in in_backward
 
 

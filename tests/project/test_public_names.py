@@ -18,7 +18,7 @@ import zshard.compat
 import zshard.deepspeed
 
 PUBLIC = {
-    *("FSDP", "Adam", "AdamW", "SGD", "Adam8bit", "AdamW8bit", "SGD8bit", "Muon"),
+    *("FSDP", "EMA", "Adam", "AdamW", "SGD", "Adam8bit", "AdamW8bit", "SGD8bit", "Muon"),
     *("WholeMatrix", "GradScaler", "Keep", "MicroBatchSampler"),
     *("ShardingStrategy", "MixedPrecision", "Offload", "Wire", "NcclOptions"),
     "NonFiniteError",

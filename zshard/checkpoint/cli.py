@@ -26,9 +26,10 @@ from zshard.checkpoint.contents import Item
 from zshard.checkpoint.folder import Staging, Target
 from zshard.checkpoint.load import Reader
 from zshard.checkpoint.manifest import BLOCK, NAME, check_blocks, data_blocks, head_blocks
-from zshard.checkpoint.opening import MODEL, open_own, opened
+from zshard.checkpoint.opening import MODEL, add_averages, open_own, opened
 from zshard.checkpoint.safetensors import OpenFile
 from zshard.checkpoint.save_plan import PlannedFile, index_of, lay_out
+from zshard.checkpoint.saved_averages import AVERAGE, stem_of
 from zshard.checkpoint.write import write_text
 from zshard.memory.fits import parse_size
 from zshard.ranks.agreement import bytes_of
@@ -111,6 +112,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _inspect(path: str, as_json: bool) -> int:
     with opened(path, with_optimizer=True) as found:
+        add_averages(found)
         facts = _facts(found)
     print(json.dumps(facts, indent=1, default=str) if as_json else _text(facts))
     return 0
@@ -123,6 +125,8 @@ def _facts(found: Checkpoint) -> dict[str, Any]:
         facts |= {"id": manifest.id, "world": manifest.world, "software": dict(manifest.software)}
     facts["model"] = {name: _of(entry) for name, entry in found.model.items()}
     facts["tied"] = dict(found.tied)
+    for decay, entries in (found.averages or {}).items():
+        facts[stem_of(decay)] = {name: _of(entry) for name, entry in entries.items()}
     if found.optimizer is not None:
         told = found.optimizer
         tensors = {
@@ -152,6 +156,8 @@ def _text(facts: Mapping[str, Any]) -> str:
         lines.append(f"no {NAME}: not saved by zshard, no checksums")
     lines += ["", *_table("model", facts["model"])]
     lines += [f"{alias} is tied to {name}" for alias, name in facts["tied"].items()]
+    for stem in (key for key in facts if key.startswith(AVERAGE)):
+        lines += ["", *_table(stem, facts[stem])]
     if "optimizer" in facts:
         optimizer = facts["optimizer"]
         title = f"optimizer {optimizer['class'] or ''}".strip()
@@ -251,9 +257,9 @@ def _write_all(folder: str, files: list[PlannedFile], found: Checkpoint) -> None
     if len(files) > 1:
         write_text(os.path.join(folder, f"{MODEL}.safetensors.index.json"), index_of(files))
     for name in _COPIED:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            with _small_file(found, name) as config:
-                write_text(os.path.join(folder, name), bytes(config.bytes_of(config.size)))
+        missing = contextlib.suppress(FileNotFoundError, NotADirectoryError)
+        with missing, _small_file(found, name) as config:
+            write_text(os.path.join(folder, name), bytes(config.bytes_of(config.size)))
 
 
 def _small_file(found: Checkpoint, name: str) -> OpenFile:

@@ -164,22 +164,6 @@ def of_model(model: nn.Module, copies: Replicas, dtype: torch.dtype | None) -> C
     return Contents(items, tied, told, list(others))
 
 
-def settle(model: nn.Module) -> None:
-    """Bring all parameters to their state between steps. Raise RuntimeError during forward or
-    backward, and while unshard() or summon_full_params() keeps parameters unsharded."""
-    for _, state in units_of(model):
-        held = [name for p in state.unit.params if (name := _core.held_unit(p)) is not None]
-        if held:
-            raise RuntimeError(
-                f"cannot save while unshard() or summon_full_params() keeps the parameters of unit "
-                f"'{held[0] or '(root)'}' unsharded: call reshard() or leave the context first"
-            )
-        try:
-            state.unit.unpin()
-        except RuntimeError as error:
-            raise RuntimeError(f"cannot save a model during a step: {error}") from None
-
-
 def _state_of(model: nn.Module) -> tuple[Any, dict[int, Part]]:
     """Return state_dict() with placeholders for the units' parameters, and {id: shard} of these
     parameters."""

@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,33 +23,30 @@ from torch.optim import Optimizer
 from zshard import _core
 from zshard._errors import CheckpointError
 from zshard.any_world import check_continues
+from zshard.averages import EMA
 from zshard.checkpoint import manifest as blocks
 from zshard.checkpoint.checkpoint import (
     Checkpoint,
-    OptimizerState,
     Readable,
     is_extra_state,
     read_whole,
 )
 from zshard.checkpoint.contents import ranks_of
 from zshard.checkpoint.hosts import PartsOfHosts, opened_together
-from zshard.checkpoint.opening import older_than, opened
+from zshard.checkpoint.load_optimizer import OptimizerLoad
+from zshard.checkpoint.opening import add_averages, older_than, opened
 from zshard.checkpoint.safetensors import SafetensorsFile, TensorEntry
+from zshard.checkpoint.saved_averages import AveragesLoad, check_ema
 from zshard.checkpoint.write import finish
 from zshard.guard import slices
-from zshard.optim.sharded_state import class_of_state, params_of
 from zshard.ranks import meeting
 from zshard.ranks.agreement import Fact, PublicCall, bytes_of, check_agreement, on_all_ranks
 from zshard.state.load_state_dict import LoadPlan, carry_out, plan
-from zshard.state.optimizer import OptimizerPlan, taken
-from zshard.state.optimizer_names import by_number, names_of
 from zshard.state.source import ChunkMemory, chunks, flat_of
 from zshard.state.stand_ins import Pending
 from zshard.units.units import bare, plain_name, wanted_by
 
 __all__ = ["Loaded", "Reader", "load"]
-
-_HOOKS = "_optimizer_load_state_dict_post_hooks"
 
 
 class Loaded(dict[str, Any]):
@@ -74,6 +71,7 @@ def load(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
+    ema: EMA | None = None,
     strict: bool = True,
     verify: bool = True,
 ) -> Loaded:
@@ -94,6 +92,8 @@ def load(
         within floating-point, complex and integer dtypes.
     optimizer: an optimizer over parameters of the model. It receives state and options as from
         load_state_dict(); existing state of the same shape is written in place.
+    ema: the model's EMA, with the decays of the one that was saved. It receives averages and
+        counts.
     strict: raise an error for missing and unexpected names, for an optimizer of another class, and
         for entries of torch.distributed.checkpoint beside model and optimizer that are not plain
         data.
@@ -119,19 +119,24 @@ def load(
     with on_all_ranks(comm):
         finish()  # the running save may be the one to load
         _check_optimizer(optimizer)
+        if ema is not None:
+            check_ema(model, ema)
     with contextlib.ExitStack() as stack:
         asked = [("optimizer", type(optimizer).__name__), ("strict", strict), ("verify", verify)]
+        asked.append(("ema", type(ema).__name__))
         facts = [(f"load({name}=)", str(value)) for name, value in asked]
         check_agreement(comm, facts, "calls to zshard.load()")
         path, parts = opened_together(stack, comm, path)
-        found = _open(stack, comm, path, optimizer is not None, parts)
+        found = _open(stack, comm, path, (optimizer is not None, ema is not None), parts)
         if found.manifest is not None:
             _check_heads(comm, found, parts)
-        plans = _plan(comm, found, model, optimizer, strict)
+        plans = _plan(comm, found, model, (optimizer, ema), strict)
         with slices.plain():
             pending = plans.model.pending()
             if plans.optimizer is not None:
                 pending += plans.optimizer.pending()
+            if plans.averages is not None:
+                pending += plans.averages.pending()
             _check(comm, found, pending, parts, verify)
         _carry_out(comm, plans, Reader())
     loaded = Loaded(plans.extra)
@@ -155,13 +160,16 @@ def _open(
     stack: contextlib.ExitStack,
     comm: _core.Comm,
     path: str | os.PathLike[str],
-    with_optimizer: bool,
+    beside: tuple[bool, bool],
     parts: PartsOfHosts | None,
 ) -> Checkpoint:
+    """beside: whether to open the optimizer's files, and those of averages."""
     made: list[Checkpoint] = []
     with on_all_ranks(comm):
         spread = parts.spread if parts is not None else None
-        made.append(stack.enter_context(opened(path, with_optimizer, spread)))
+        made.append(stack.enter_context(opened(path, beside[0], spread)))
+        if beside[1]:
+            add_averages(made[0])
     check_agreement(comm, _facts(made[0]), "checkpoints")
     return made[0]
 
@@ -190,12 +198,19 @@ def _checking_files(comm: _core.Comm, found: Checkpoint) -> Iterator[None]:
 class _Plans(NamedTuple):
     model: LoadPlan
     optimizer: OptimizerLoad | None
+    averages: AveragesLoad | None
     extra: dict[str, Any]
 
 
 def _plan(
-    comm: _core.Comm, found: Checkpoint, model: nn.Module, optimizer: Optimizer | None, strict: bool
+    comm: _core.Comm,
+    found: Checkpoint,
+    model: nn.Module,
+    beside: tuple[Optimizer | None, EMA | None],
+    strict: bool,
 ) -> _Plans:
+    """beside: the optimizer and the EMA to load."""
+    optimizer, ema = beside
     made: list[_Plans] = []
     with on_all_ranks(comm, lambda: made[0].model.fact()):
         _refuse_meta(model)
@@ -205,7 +220,9 @@ def _plan(
         for_optimizer = (
             OptimizerLoad(model, optimizer, found, strict) if optimizer is not None else None
         )
-        made.append(_Plans(for_model, for_optimizer, found.extra_of(comm.rank, strict)))
+        for_ema = AveragesLoad(ema, found) if ema is not None else None
+        extra = found.extra_of(comm.rank, strict)
+        made.append(_Plans(for_model, for_optimizer, for_ema, extra))
     return made[0]
 
 
@@ -307,116 +324,8 @@ def _carry_out(comm: _core.Comm, plans: _Plans, reader: Reader) -> None:
         carry_out(plans.model, reader)
         if plans.optimizer is not None:
             plans.optimizer.read(reader)
-
-
-# --- an optimizer ---------------------------------------------------------------------------------
-
-
-class OptimizerLoad:
-    """Loads an optimizer, in steps.
-
-    optimizer.load_state_dict() receives memory instead of values: new memory for this rank's
-    shards, or the optimizer's existing state. So torch and its hooks work as always, and if they
-    fail on any rank, the optimizer gets its previous state back. Values are read afterwards, into
-    the state as it is then.
-
-    Creating it changes nothing. It raises RuntimeError, which lists what does not fit, and
-    ValueError for parameters that are not the model's.
-    """
-
-    @slices.plain()
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer, contents: Checkpoint, strict: bool = True
-    ) -> None:
-        """strict: require an optimizer of the class that the checkpoint names."""
-        told = contents.optimizer
-        if told is None:
-            why = contents.no_optimizer or "omit the optimizer to load the model alone"
-            raise RuntimeError(f"'{contents.path}' has no usable optimizer state: {why}")
-        names = names_of(model, optimizer)
-        problems = _other_class(told, optimizer) if strict else []
-        told, more = told.fitted(optimizer, names)
-        problems += more
-        more, self._numbered = by_number(model, optimizer, _pending_state(model, contents, told))
-        if problems + more:
-            head = f"Error(s) in loading optimizer state for {type(optimizer).__name__}:"
-            raise RuntimeError("\n\t".join([head, *problems, *more]))
-        self._optimizer = optimizer
-        params = dict(enumerate(params_of(optimizer)))
-        self._plan = OptimizerPlan(optimizer, params, self._numbered["state"])
-        self._hooks: Mapping[int, Callable[[Optimizer], object]] = {}
-
-    def pending(self) -> list[Pending]:
-        """Return the tensors that this rank will read."""
-        return self._plan.pending()
-
-    def install(self, comm: _core.Comm, reader: Reader) -> None:
-        """Make the optimizer load everything except its shards, for which it gets memory.
-        Collective: if its load_state_dict() raises on any rank, this raises on all ranks and leaves
-        the optimizer unchanged."""
-        optimizer = self._optimizer
-        with on_all_ranks(comm):
-            state = taken(optimizer, self._plan.take(reader, optimizer.state))
-        before = optimizer.state, optimizer.param_groups
-        self._hooks = getattr(optimizer, _HOOKS, self._hooks)
-        try:
-            with on_all_ranks(comm):
-                setattr(optimizer, _HOOKS, OrderedDict())
-                try:
-                    optimizer.load_state_dict({**self._numbered, "state": state})
-                finally:
-                    setattr(optimizer, _HOOKS, self._hooks)
-                self._plan.adopt(optimizer)
-        except BaseException:
-            optimizer.state, optimizer.param_groups = before
-            raise
-
-    def read(self, reader: Reader) -> None:
-        """Read the shards into the state that install() created, then run the post hooks."""
-        self._plan.read(reader)
-        for hook in self._hooks.values():
-            hook(self._optimizer)
-
-
-def _other_class(told: OptimizerState, optimizer: Optimizer) -> list[str]:
-    name = class_of_state(optimizer).__name__
-    if told.kind is None or told.kind.rpartition(".")[2] == name:  # torch's or zshard's
-        return []
-    return [
-        f"the checkpoint has the state of {told.kind}, but the optimizer is {name}; pass "
-        "strict=False to load it anyway"
-    ]
-
-
-def _pending_state(model: nn.Module, contents: Checkpoint, told: OptimizerState) -> dict[str, Any]:
-    """Return the state dict by name, with tensors that have no values yet."""
-    state: dict[str, dict[str, Any]] = {
-        name: {
-            key: Pending.of(f"{name}.{key}", entry)
-            for key, entry in told.tensors.get(name, {}).items()
-        }
-        for name in dict.fromkeys([*told.tensors, *told.values])
-    }
-    _keep_dtypes(model, contents, state)
-    for name, own in told.values.items():
-        state[name].update(own)
-    return {"state": state, "param_groups": told.groups}
-
-
-def _keep_dtypes(
-    model: nn.Module, contents: Checkpoint, state: Mapping[str, Mapping[str, Pending]]
-) -> None:
-    """Mark state that was saved in a floating-point dtype other than its parameter's, where the
-    parameter has the same dtype here: the optimizer keeps that dtype, while torch would cast."""
-    saved = {plain_name(name): entry for name, entry in contents.model.items()}
-    for full, param in model.named_parameters(remove_duplicate=False):
-        name = plain_name(full)
-        entry = saved.get(name, saved.get(contents.tied.get(name, "")))
-        if entry is None or entry.dtype != param.dtype or not param.is_floating_point():
-            continue
-        for key, value in state.get(name, {}).items():
-            is_float = value.dtype.is_floating_point and value.dtype != param.dtype
-            value.keeps_dtype = is_float and tuple(value.shape) == entry.shape and key != "step"
+        if plans.averages is not None:
+            plans.averages.read(reader)
 
 
 # --- reading --------------------------------------------------------------------------------------

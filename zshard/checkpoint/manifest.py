@@ -88,6 +88,7 @@ class Manifest:
     tied: Mapping[str, str] = field(default_factory=dict)  # alias: name in a file
     model: Mapping[str, Any] = field(default_factory=dict)  # {"extra_state": {name: encoded value}}
     optimizer: Mapping[str, Any] | None = None  # {"class", "groups", "state"}: see contents.py
+    averages: Mapping[str, Any] | None = None  # an EMA: see saved_averages.py
     extra: Sequence[Any] = ()  # encoded, by rank; only one if all are equal
     software: Mapping[str, str] = field(default_factory=dict)  # names and versions
     finite: bool = True  # whether no parameter is NaN or infinite
@@ -174,6 +175,7 @@ def _manifest_of(body: Mapping[str, Any]) -> Manifest:
         tied=_strings(body["tied"]),
         model=model,
         optimizer=None if body["optimizer"] is None else dict_of(body["optimizer"]),
+        averages=None if body.get("averages") is None else dict_of(body["averages"]),
         extra=tuple(body["extra"]),
         software=_strings(body["software"]),
         finite=body["finite"],

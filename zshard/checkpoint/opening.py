@@ -27,6 +27,7 @@ from zshard.checkpoint.safetensors import (
     check_homes,
     parse_index,
 )
+from zshard.checkpoint.saved_averages import parse_entry, stem_of
 
 MODEL, OPTIMIZER = "model", "optimizer"
 """The prefixes of file names."""
@@ -269,6 +270,14 @@ def _note_own(
     if with_optimizer and manifest.optimizer is not None:
         tensors = _add_own(found, manifest, OPTIMIZER)
         found.optimizer = optimizer_of_manifest(manifest.optimizer, tensors, where)
+
+
+def add_averages(found: Checkpoint) -> None:
+    """Open the files of averages, too, if the checkpoint has some."""
+    entry = None if found.manifest is None else found.manifest.averages
+    if found.manifest is not None and entry is not None:
+        decays, found.average_counts = parse_entry(entry, os.path.join(found.path, NAME))
+        found.averages = {d: _add_own(found, found.manifest, stem_of(d)) for d in decays}
 
 
 def read_manifest(path: str) -> Manifest:

@@ -25,7 +25,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zshard import _core
-from zshard.checkpoint.contents import Replicas, of_model, of_optimizer, ranks_of, settle
+from zshard.averages import EMA
+from zshard.checkpoint.contents import Replicas, of_model, of_optimizer, ranks_of
 from zshard.checkpoint.folder import Staging, Target, retain, warn_of_newer
 from zshard.checkpoint.manifest import NAME as MANIFEST
 from zshard.checkpoint.safetensors import CODES
@@ -40,13 +41,14 @@ from zshard.checkpoint.save_plan import (
     plan_of,
     record_of,
 )
+from zshard.checkpoint.saved_averages import check_ema, entry_of, of_averages
 from zshard.checkpoint.script_state import encode
 from zshard.checkpoint.write import SaveHandle, Writer, Written, finish, snapshot, start, write_text
 from zshard.memory.fits import parse_size
 from zshard.ranks.agreement import PublicCall, check_agreement, gather_bytes, on_all_ranks
 from zshard.ranks.transports import comm_beside
 from zshard.state.source import CHUNK
-from zshard.units.units import bare, units_of
+from zshard.units.units import bare, refuse_averaged, settle, units_of
 
 __all__ = ["SaveHandle", "save"]
 
@@ -59,6 +61,7 @@ def save(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
+    ema: EMA | None = None,
     step: int | None = None,
     extra: Mapping[Any, Any] | None = None,
     asynchronous: bool = False,
@@ -84,6 +87,8 @@ def save(
         FSDP modules, rank 0's values. Tied parameters are saved once. from_pretrained() loads the
         folder of a Hugging Face model, but not of one with PEFT's adapters.
     optimizer: an optimizer over parameters of the model.
+    ema: the model's EMA. Each of its averages is saved in its own dtype, as files of that decay,
+        `average-0.999.safetensors`, which also load into a plain model by themselves.
     step: the step number, which is saved and gives the folder its name.
     extra: a dict of this rank's own state, such as a scheduler's and zshard.rng_state(), which
         load() returns to the same rank: numbers, strings, None, lists, tuples, dicts, sets, bytes,
@@ -127,12 +132,19 @@ def save(
         own_disks = _checked_disks(per_host, replicas, overwrite)
         target = Target.of(path, kept.step)
         settle(model)
+        if optimizer is not None or ema is not None:
+            units = (state.unit for _, state in units_of(model))
+            refuse_averaged(units, "save an optimizer or an EMA")
         contents = [of_model(model, copies, dtype)]
         if optimizer is not None:
             contents.append(of_optimizer(model, optimizer, copies))
-        made.append(
-            SaveRequest(target, kept, limit, contents, encode(dict(extra or {})), own_disks)
-        )
+        own = encode(dict(extra or {}))
+        request = SaveRequest(target, kept, limit, contents, own, own_disks)
+        if ema is not None:
+            check_ema(model, ema)
+            more = of_averages(ema, copies)
+            request = request._replace(averages=more, told_averages=entry_of(ema))
+        made.append(request)
     check_agreement(comm, made[0].facts(), "checkpoints to save")
     _check_nested(comm, made[0].contents[-1].nested)
     _check_steps(model)

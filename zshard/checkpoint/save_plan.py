@@ -88,6 +88,8 @@ class SaveRequest(NamedTuple):
     contents: list[Contents]  # of the model and, if given, the optimizer
     extra: object  # this rank's, encoded
     own_disks: OwnDisks
+    averages: Mapping[str, Contents] = {}  # by the stem of their files
+    told_averages: Mapping[str, Any] | None = None
 
     def facts(self) -> list[Fact]:
         facts = [(name, repr(value)) for name, value in self.kept._asdict().items()]
@@ -100,7 +102,9 @@ class SaveRequest(NamedTuple):
             told = self.contents[1].told
             names = [group["params"] for group in told["groups"]]
             facts += [("the optimizer", told["class"]), ("param_groups", repr(names))]
-        return facts
+        for stem, contents in self.averages.items():
+            facts += facts_of(contents, f"tensor of {stem}")
+        return [*facts, ("the EMA", repr(self.told_averages))]
 
 
 MakeManifest = Callable[..., bytes]
@@ -144,6 +148,10 @@ def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module) -> SavePlan:
             more = lay_out(others[0].items, "optimizer", asked.limit)
             texts["optimizer.safetensors.index.json"] = index_of(more)
             files = files + more
+        for stem, contents in asked.averages.items():
+            more = lay_out(contents.items, stem, asked.limit)
+            texts[f"{stem}.safetensors.index.json"] = index_of(more)
+            files = files + more
 
     run = facts_of_run(model)
     facts = {"any_world": run} if run else {}
@@ -162,6 +170,7 @@ def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module) -> SavePlan:
                 tied=own.tied,
                 model={**own.told, **facts},
                 optimizer=others[0].told if others else None,
+                averages=asked.told_averages,
                 extra=extras,
                 software=_software(),
                 finite=finite,

@@ -34,6 +34,7 @@ from zshard.optim.sharded_state import SCALARS, params_of, shard_state_of
 from zshard.optim.step_digest import note_step, note_values
 from zshard.optim.step_guard import check_step, end_step
 from zshard.units.shards import Stepped, stepped_by, units_stepped_by
+from zshard.units.units import refuse_averaged
 
 __all__ = ["before_first_steps", "install", "install_steps", "know", "seen_optimizers"]
 
@@ -143,6 +144,7 @@ def _before_step(
 def _begin_to_write(optimizer: Optimizer) -> None:
     """Refuse invalid gradients, and notify the models that their parameters are about to be
     written."""
+    refuse_averaged(units_stepped_by(optimizer), "step")
     if optimizer not in _inner:
         say_step(optimizer)
     if _core.has_local_grads():

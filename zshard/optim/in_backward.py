@@ -24,7 +24,7 @@ from zshard.optim.hooks import know
 from zshard.optim.step import InOneCall
 from zshard.optim.step_digest import note_step
 from zshard.optim.step_guard import refuse_in_backward
-from zshard.units.units import Hook, State, hook_forward, known_hooks, units_of
+from zshard.units.units import Hook, State, hook_forward, known_hooks, refuse_averaged, units_of
 
 __all__ = [
     *("OptimizerInBackward", "is_stepped_in_backward", "refuse_clipping", "refuse_scaler"),
@@ -117,6 +117,7 @@ class OptimizerInBackward:
         """Called by C within backward: step the unit `index`, or handle _BEGIN or _OVER."""
         if index == _BEGIN:
             _refuse_scaled()
+            refuse_averaged(self._units, "step")
         elif index == _OVER:
             for optimizer, stepped in self._stepped.items():
                 optimizer._end_parts(stepped)

@@ -174,6 +174,36 @@ def unsharded(unit: _core.Unit) -> Iterator[None]:
                 unit.reshard()
 
 
+def settle(model: nn.Module, to: str = "save") -> None:
+    """Bring all parameters to their state between steps. Raise RuntimeError, which says that it is
+    too early `to` do something, during forward or backward, and while unshard() or
+    summon_full_params() keeps parameters unsharded."""
+    for _, state in units_of(model):
+        held = [name for p in state.unit.params if (name := _core.held_unit(p)) is not None]
+        if held:
+            raise RuntimeError(
+                f"cannot {to} while unshard() or summon_full_params() keeps the parameters of unit "
+                f"'{held[0] or '(root)'}' unsharded: call reshard() or leave the context first"
+            )
+        try:
+            state.unit.unpin()
+        except RuntimeError as error:
+            raise RuntimeError(f"cannot {to} a model during a step: {error}") from None
+
+
+averaged: set[int] = set()
+"""The engines of models whose parameters are averages for now: within ema.swapped()."""
+
+
+def refuse_averaged(units: Iterable[_core.Unit], what: str) -> None:
+    """Raise RuntimeError if the parameters of one of the units' models are averages for now."""
+    if averaged and any(unit.engine_id in averaged for unit in units):
+        raise RuntimeError(
+            f"cannot {what} within ema.swapped(), which restores the parameters at its end: leave "
+            "the context first"
+        )
+
+
 def is_unit(module: nn.Module) -> bool:
     """Return whether an FSDP(...) call has made `module` a unit."""
     return ATTRIBUTE in module.__dict__

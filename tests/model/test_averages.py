@@ -1,0 +1,402 @@
+"""zshard.EMA: its averages have the bits of torch's, whatever the strategy, and an evaluation with
+them leaves no trace in the model."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from compare import assert_same, differences
+from models import CASES, COMBINATIONS, Dtypes, ddp, loss_of, make, sharded, wrapped
+from offloaded import KINDS, to
+from offloaded import Wide as WideStack
+from offloaded import steps as few_steps
+from optim_states import HYBRID, wrap
+from scenarios import Stack, Wide, floats, learn, whole
+from spawn import ranks, run_ranks
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+
+import zshard
+from zshard import EMA, FSDP, MixedPrecision
+
+STEPS = 4
+SHARDED = [c for c in COMBINATIONS if c[0] != "no_shard"]
+
+
+def torchs(model, decay):
+    """Return torch's average of a plain model's weights."""
+    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
+
+
+def trained(model, case, ema, each=lambda: None, optimizer=None):
+    """Train, and average after each step."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model(case.batch(step, dist.get_rank()))).backward()
+        optimizer.step()
+        ema.update()
+        each()
+    return optimizer
+
+
+# --- the averages ---------------------------------------------------------------------------------
+
+
+def unlike_torchs(name, combination, decay):
+    """Return what differs between EMA's and torch's average of the same weights."""
+    model, plain = sharded(name, combination), make(CASES[name].make)
+    ema, theirs = EMA(model, decay), torchs(plain, decay)
+
+    def follow():
+        plain.load_state_dict(model.state_dict())
+        theirs.update_parameters(plain)
+
+    trained(model, CASES[name], ema, follow)
+    before = whole(model)
+    found = differences(ema.state_dict(), theirs.module.state_dict())
+    return found + differences(model.state_dict(), before)
+
+
+@pytest.mark.sampled(3)
+@ranks(2, 3)
+@pytest.mark.parametrize("decay", [0.999, 0.3])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "dtypes"])
+def test_bits_of_torchs_average(pool, name, decay):
+    for combination in COMBINATIONS:
+        found = pool.run(unlike_torchs, name, combination, decay)
+        assert found == [[]] * pool.world, combination
+
+
+def unlike_ddp(combination):
+    """Train apart from DDP; return what differs between both averages."""
+    case = CASES["net"]
+    model, plain = sharded("net", combination), ddp(make(case.make))
+    ema, theirs = EMA(model, 0.9), torchs(plain, 0.9)
+    trained(model, case, ema)
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(plain(case.batch(step, dist.get_rank()))).backward()
+        optimizer.step()
+        theirs.update_parameters(plain)
+    return differences(ema.state_dict(), theirs.module.module.state_dict())
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_bits_of_an_average_under_ddp(pool2, combination):
+    assert pool2.run(unlike_ddp, combination) == [[], []]
+
+
+def unlike_in_groups(way):
+    model, plain = wrap("net", way), make(CASES["net"].make)
+    ema, theirs = EMA(model, 0.9), torchs(plain, 0.9)
+
+    def follow():
+        plain.load_state_dict(model.state_dict())
+        theirs.update_parameters(plain)
+
+    trained(model, CASES["net"], ema, follow)
+    return differences(ema.state_dict(), theirs.module.state_dict())
+
+
+@pytest.mark.parametrize("way", HYBRID)
+def test_hybrid_strategies(pool4, way):
+    assert pool4.run(unlike_in_groups, way) == [[]] * 4
+
+
+def each_dtype(combination):
+    """Averages of bfloat16 are float32, of float64 float64, each pulled towards the rounded
+    parameter."""
+    model = wrapped(Dtypes, combination)
+    ema = EMA(model, (0.9, 0.5))
+    expected = {}
+
+    def follow():
+        for name, value in zshard.whole_named_parameters(model):
+            value = value.to(torch.promote_types(value.dtype, torch.float32))
+            for decay in ema.decays:
+                if (name, decay) in expected:
+                    expected[name, decay].lerp_(value, 1 - decay)
+                else:
+                    expected[name, decay] = value.clone()
+
+    trained(model, CASES["dtypes"], ema, follow)
+    ours = {
+        (name, decay): zshard.full_tensor(value)
+        for decay, averages in zip(ema.decays, ema.averages, strict=True)
+        for name, value in zip(ema.params, averages, strict=True)
+    }
+    assert_same(ours, {key: expected[key] for key in ours}, "the averages")
+    rounded = {name: ours[name, 0.5].to(p.dtype) for name, p in model.named_parameters()}
+    assert_same(ema.state_dict(0.5), rounded, "the average as a model")
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_averages_of_each_dtype(pool2, combination):
+    pool2.run(each_dtype, combination)
+
+
+def compute_dtypes(combination):
+    """With mixed precision, also after a forward that has left units unsharded."""
+    policy = MixedPrecision(param_dtype=torch.bfloat16)
+    model = wrapped(Stack, combination, mixed_precision=policy)
+    plain = make(Stack)
+    ema, theirs = EMA(model, 0.9), torchs(plain, 0.9)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(STEPS):
+        learn(model, optimizer, step)
+        with torch.no_grad():
+            model(floats(1))
+        ema.update()
+        plain.load_state_dict(model.state_dict())
+        theirs.update_parameters(plain)
+    assert {value.dtype for value in ema.averages[0]} == {torch.float32}
+    return differences(ema.state_dict(), theirs.module.state_dict())
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_mixed_precision(pool2, combination):
+    assert pool2.run(compute_dtypes, combination) == [[], []]
+
+
+def special_values():
+    """Return pairs of numbers: usual, subnormal, infinite, NaN."""
+    kinds = [0.0, -0.0, 1.0, -3.5, 1e-40, -3e-45, 1.2e-38, 3e38, -3e38, float("inf"), -float("inf")]
+    ends = torch.tensor([(a, b) for a in [*kinds, float("nan")] for b in [*kinds, float("nan")]])
+    usual = torch.randn(5001, 2, generator=torch.Generator().manual_seed(0))
+    return torch.cat([ends, usual * torch.exp(9 * usual.flip(1))])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("decay", [0.9999, 0.6, 0.5, 0.4, 0.01])
+def test_special_values(dtype, decay):
+    wide = torch.promote_types(dtype, torch.float32)
+    start, end = (values.contiguous() for values in special_values().to(wide).unbind(1))
+    end = end.to(dtype)
+    model = FSDP(nn.Linear(len(end), 1, bias=False).to(dtype))
+    ema = EMA(model, decay)
+    for values in (start.to(dtype), end):
+        with torch.no_grad():
+            model.weight.copy_(values)
+        ema.update()
+    expected = start.to(dtype).to(wide).lerp_(end.to(wide), 1 - decay)
+    nan = expected.isnan()
+    ours = zshard.to_local(ema.averages[0][0])[0]
+    assert torch.equal(nan, ours.isnan()) and bool(nan.any()) and bool((~nan).any())
+    assert_same(ours[~nan], expected[~nan], "the averages")
+
+
+@pytest.mark.parametrize("isa", ["base", "avx2"])
+def test_other_instruction_sets(isa, monkeypatch):
+    """They are chosen when the process starts, for torch and for zshard."""
+    names = {"base": "default", "avx2": "avx2"}
+    run_ranks(all_special_values, 1, env={"ATEN_CPU_CAPABILITY": names[isa]})
+
+
+def all_special_values():
+    for dtype in (torch.float32, torch.bfloat16):
+        for decay in (0.999, 0.2):
+            test_special_values(dtype, decay)
+
+
+def test_warmup_and_every():
+    """The weights are those of the formula; calls in between count, and change nothing."""
+    model = FSDP(nn.Linear(2, 1, bias=False))
+    ema, expected = EMA(model, 0.5, every=3, warmup=True), None
+    for step in range(30):
+        with torch.no_grad():
+            model.weight.fill_(step * 0.37)
+        ema.update()
+        n = ema.updates - 1
+        if step % 3 == 2:
+            value = model.weight.detach().clone()
+            expected = value if n == 0 else expected.lerp(value, 1 - min(0.5, (1 + n) / (10 + n)))
+        if expected is not None:
+            assert_same(ema.averages[0][0], expected, f"the average after step {step}")
+    assert (ema.calls, ema.updates) == (30, 10)
+
+
+def shards_only(combination):
+    model = wrapped(Stack, combination)
+    ema = EMA(model, (0.9, 0.99, 0.999))
+    own = [value.numel() for value in model.parameters()]
+    return [[value.numel() for value in averages] == own for averages in ema.averages]
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_an_average_takes_one_shard(pool2, combination):
+    assert pool2.run(shards_only, combination) == [[True] * 3] * 2
+
+
+def on_a_disk(what, folder):
+    """Also where an average is read from and written to the disk all the time."""
+    model, plain = FSDP(make(WideStack), offload=to(folder, **what)), make(WideStack)
+    ema, theirs = EMA(model, (0.9, 0.99)), torchs(plain, 0.99)
+    optimizer = zshard.AdamW(model.parameters(), 0.01)
+    for _ in range(STEPS):
+        few_steps(model, optimizer, 1)
+        ema.update()
+        plain.load_state_dict(model.state_dict())
+        theirs.update_parameters(plain)
+    before = whole(model)
+    found = differences(ema.state_dict(0.99), theirs.module.state_dict())
+    return found + differences(model.state_dict(), before)
+
+
+# --- evaluation -----------------------------------------------------------------------------------
+
+
+def evaluate(model):
+    with torch.no_grad():
+        return model(floats(9)).clone()
+
+
+def no_trace(combination):
+    """Train with evaluations in between, at each place of a step; return what differs from training
+    without them, and from the averaged plain model's outputs."""
+    models = [wrapped(Stack, combination) for _ in range(2)]
+    emas = [EMA(model, 0.9) for model in models]
+    optimizers = [zshard.AdamW(model.parameters(), 0.01) for model in models]
+    plain, found = make(Stack), []
+
+    def look():
+        with emas[0].swapped():
+            outputs = evaluate(models[0]), whole(models[0])
+        plain.load_state_dict(emas[0].state_dict())
+        torch.testing.assert_close(outputs[0], evaluate(plain), rtol=1e-5, atol=1e-6)
+        assert_same(outputs[1], plain.state_dict(), "the state dict within swapped()")
+
+    for step in range(STEPS):
+        for model, ema, optimizer in zip(models, emas, optimizers, strict=True):
+            seen = look if model is models[0] else lambda: None
+            optimizer.zero_grad()
+            seen()
+            loss = loss_of(model(floats(dist.get_rank(), step)))
+            seen()
+            loss.backward()
+            seen()
+            model.clip_grad_norm_(0.1)
+            seen()
+            optimizer.step()
+            ema.update()
+        found += differences(models[0].state_dict(), models[1].state_dict())
+    return found + differences(emas[0].state_dict(), emas[1].state_dict())
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_evaluations_leave_no_trace(pool2, combination):
+    assert pool2.run(no_trace, combination) == [[], []]
+
+
+def between_passes(way):
+    """In hybrid groups a backward reads shards at once, or what the forward has kept."""
+    finals = []
+    for swaps in (False, True):
+        model, case = wrap("net", way), CASES["net"]
+        optimizer, ema = torch.optim.SGD(model.parameters(), 0.1), EMA(model, 0.9)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = loss_of(model(case.batch(step, dist.get_rank())))
+            if swaps:
+                with ema.swapped(), torch.no_grad():
+                    model(case.batch(0, 0))
+            loss.backward()
+            optimizer.step()
+            ema.update()
+        finals.append(whole(model))
+    return differences(*finals)
+
+
+@pytest.mark.parametrize("way", HYBRID)
+def test_evaluations_between_forward_and_backward(pool4, way):
+    assert pool4.run(between_passes, way) == [[]] * 4
+
+
+def rank_0_alone(combination):
+    """Rank 0 evaluates several times; the others leave the context at once and train on."""
+    model, plain = wrapped(Wide, combination), make(Wide)
+    optimizer, ema = torch.optim.SGD(model.parameters(), 0.1), EMA(model, 0.9)
+    for step in range(STEPS):
+        learn(model, optimizer, step)
+        ema.update()
+        plain.load_state_dict(ema.state_dict())
+        with ema.swapped():
+            for _ in range(3 if dist.get_rank() == 0 else 0):
+                torch.testing.assert_close(evaluate(model), evaluate(plain), rtol=1e-5, atol=1e-6)
+    return ema.updates
+
+
+@pytest.mark.parametrize("combination", [c for c in COMBINATIONS if c[1] == "shm"])
+def test_rank_0_evaluates_alone(pool2, combination):
+    assert pool2.run(rank_0_alone, combination) == [STEPS] * 2
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(9, 9), nn.BatchNorm1d(9)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return self.norm(self.first(x))
+
+
+def statistics(combination):
+    """update_bn() within the context gives the average its own statistics, and the model keeps
+    its."""
+    model, plain = wrapped(Normed, combination), make(Normed)
+    optimizer, ema = torch.optim.SGD(model.parameters(), 0.1), EMA(model, 0.9)
+    for step in range(STEPS):
+        learn(model, optimizer, step)
+        ema.update()
+    before, batches = copy.deepcopy(dict(model.named_buffers())), [floats(7), floats(8)]
+    plain.load_state_dict(ema.state_dict())
+    assert_same(dict(plain.named_buffers()), before, "buffers of the average")
+    update_bn(batches, plain)
+    with ema.swapped():
+        update_bn(batches, model)
+        exported = whole(model)
+    torch.testing.assert_close(exported, plain.state_dict())
+    assert not torch.equal(exported["norm.running_mean"], before["norm.running_mean"])
+    return differences(dict(model.named_buffers()), before)
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_buffers_are_the_models(pool2, combination):
+    assert pool2.run(statistics, combination) == [[], []]
+
+
+def raising(combination, who):
+    """Some ranks raise within the context; all continue with their own weights."""
+    model = wrapped(Stack, combination)
+    optimizer, ema = torch.optim.SGD(model.parameters(), 0.1), EMA(model, 0.9)
+    learn(model, optimizer, 0)
+    ema.update()
+    learn(model, optimizer, 1)
+    before = whole(model)
+    with contextlib.suppress(LookupError), ema.swapped():
+        evaluate(model)
+        if dist.get_rank() in who:
+            raise LookupError("no data")
+    found = differences(model.state_dict(), before)
+    learn(model, optimizer, 2)
+    ema.update()
+    return found
+
+
+@pytest.mark.parametrize("who", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_an_exception_restores_the_parameters(pool2, combination, who):
+    assert pool2.run(raising, combination, who) == [[], []]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_offloaded(pool2, kind, tmp_path):
+    assert pool2.run(on_a_disk, KINDS[kind], tmp_path) == [[], []]

@@ -1,0 +1,339 @@
+"""zshard.EMA: exponential moving averages of a sharded model's weights, kept as shards.
+
+    ema = zshard.EMA(model, 0.999)
+    for batch in batches:
+        loss_of(model, batch).backward()
+        optimizer.step()
+        ema.update()
+    with ema.swapped():
+        evaluate(model)
+
+An average lies beside its parameter as an optimizer's state does (optim/sharded_state.py), and one
+call in C moves all of them (csrc/optim/average.h): no rank communicates, and no Python runs per
+parameter. Only swapped() and what stands on it are collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from zshard import _core
+from zshard.guard.slices import plain
+from zshard.optim.sharded_state import zeros_side_by_side
+from zshard.ranks.agreement import PublicCall, check_agreement, on_all_ranks
+from zshard.state.load_state_dict import comm_of
+from zshard.units.units import averaged, bare, refuse_averaged, session, settle, units_of
+
+__all__ = ["EMA"]
+
+_MOST = 8  # averages of a parameter (csrc/optim/average.h)
+_IN_C = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class EMA:
+    """Exponential moving averages of the trainable parameters of an FSDP(...) model.
+
+    Each takes one shard: float32 (float64 for such parameters), also of parameters in lower
+    precision, on the parameter's device; on the disk where optimizer state is offloaded. The first
+    update copies the parameters; each further one is average.lerp_(parameter, 1 - decay), with
+    torch's bits, as in torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn(). Before the
+    first update the average is the model. Buffers and frozen parameters are not averaged: they are
+    the model's.
+
+    Args:
+        model: a model with FSDP modules. It is kept alive.
+        decay: a number between 0 and 1, or up to 8 of them, for as many averages.
+        every: average at every so many calls of update().
+        warmup: use min(decay, (1 + n) / (10 + n)) after n updates, which forgets the first steps
+            sooner: the formula of TensorFlow's tf.train.ExponentialMovingAverage(num_updates=n).
+
+    Raises ValueError for numbers out of range, for a model without FSDP modules or trainable
+    parameters; NotImplementedError in a kept run (zshard.keep), whose recovery does not know
+    averages.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: float | Sequence[float],
+        *,
+        every: int = 1,
+        warmup: bool = False,
+    ) -> None:
+        self.decays = _checked(decay)
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"every must be a number of update() calls from 1 on, got {every!r}")
+        self.model = bare(model)
+        states = [state for _, state in units_of(self.model)]
+        if not states:
+            raise ValueError(
+                f"EMA() expects a model with FSDP modules, got {type(model).__name__}: make it "
+                "after FSDP(...), or use torch.optim.swa_utils.AveragedModel for a plain model"
+            )
+        if _core.keeps_memory():
+            raise NotImplementedError(
+                "a kept run cannot restore averages: use zshard.save(..., ema=) in a run that is "
+                "not kept"
+            )
+        self._comm, self._unit = comm_of(self.model), states[0].unit
+        self._every, self._warmup = every, warmup
+        self.calls = 0  # of update()
+        self.updates = 0  # of the averages
+        self.params = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        """By name; tied ones once."""
+        if not self.params:
+            raise ValueError("EMA() found no trainable parameters: unfreeze some before EMA(...)")
+        self.averages = [self._zeros() for _ in self.decays]
+        """For each decay, this rank's elements of each parameter's average."""
+        chosen = list(self.params.values())
+        self._in_c = all(p.device.type == "cpu" and p.dtype in _IN_C for p in chosen)
+
+    def _zeros(self) -> list[Tensor]:
+        made: dict[int, Tensor] = {}
+        dtypes: dict[torch.dtype, list[Tensor]] = {}
+        for param in self.params.values():
+            dtypes.setdefault(torch.promote_types(param.dtype, torch.float32), []).append(param)
+        for dtype, same in dtypes.items():
+            zeros = zeros_side_by_side(same, dtype)
+            made.update(zip(map(id, same), zeros, strict=True))
+        return [made[id(param)] for param in self.params.values()]
+
+    # --- each step --------------------------------------------------------------------------------
+
+    def update(self) -> None:
+        """Move the averages towards the parameters, at every so many calls. Call it on all ranks
+        after the optimizer's step; it does not communicate.
+
+        Raises RuntimeError within swapped(), in a forward or backward, and if a parameter's shape
+        or dtype was changed; OSError if a disk with offloaded averages fails.
+        """
+        refuse_averaged((state.unit for _, state in units_of(self.model)), "update()")
+        self._refuse_in_step("update the averages of")
+        if (self.calls + 1) % self._every == 0:
+            if self.updates == 0:
+                self._copy()
+            else:
+                self._move([1 - decay for decay in self._decays_now()])
+            self.updates += 1
+        self.calls += 1
+
+    def _refuse_in_step(self, to: str) -> None:
+        if self._unit.in_forward or torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                f"cannot {to} a model during a step: do it after the optimizer's step"
+            )
+
+    def _decays_now(self) -> list[float]:
+        if not self._warmup:
+            return list(self.decays)
+        most = (1 + self.updates) / (10 + self.updates)
+        return [min(decay, most) for decay in self.decays]
+
+    @torch.no_grad()
+    @plain()
+    def _copy(self) -> None:
+        settle(self.model, "update the averages of")
+        for averages in self.averages:
+            torch._foreach_copy_(averages, list(self.params.values()))
+
+    def _move(self, weights: list[float]) -> None:
+        params: list[Tensor] = list(self.params.values())
+        if not self._in_c:
+            self._move_by_torch(params, weights)
+            return
+        if _core.average(params, self.averages, weights):
+            return
+        settle(self.model, "update the averages of")  # a forward has left some unsharded
+        if not _core.average(params, self.averages, weights):
+            raise RuntimeError(
+                "EMA.update() found a parameter whose shape, strides, dtype or device was changed "
+                "since EMA(...): make the EMA after such changes"
+            )
+
+    @torch.no_grad()
+    @plain()
+    def _move_by_torch(self, params: list[Tensor], weights: list[float]) -> None:
+        """On GPUs."""
+        settle(self.model, "update the averages of")
+        for averages, weight in zip(self.averages, weights, strict=True):
+            pairs = zip(params, averages, strict=True)
+            ends = [param.detach().to(average.dtype) for param, average in pairs]
+            torch._foreach_lerp_(averages, ends, weight)
+
+    # --- use --------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def swapped(self, decay: float | None = None) -> Iterator[None]:
+        """Context manager in which the model's parameters are the average, in their own dtypes. At
+        the end, also after an exception, parameters and buffers are what they were before.
+
+        Collective: enter and leave it on all ranks. Within it, one rank may evaluate alone where it
+        may do so elsewhere, and model.state_dict() and zshard.save(path, model) export the average;
+        what is written to parameters is lost. Takes memory for this rank's parameters once more.
+
+        decay: which average, of several.
+
+        Raises ValueError for a decay that is not the EMA's; RuntimeError within another swapped(),
+        during forward or backward, and if parameters were replaced or unfrozen since EMA(...);
+        DivergenceError if ranks have not made the same updates. Within it an optimizer's step, a
+        load, update(), and zshard.save() with an optimizer or an EMA raise RuntimeError.
+        """
+        averages = self.averages[self._index_of(decay)]
+        engines = {s.unit.engine_id: s.unit.engine for _, s in units_of(self.model)}
+        with PublicCall("ema.swapped()"):
+            self.check_ranks()
+            with on_all_ranks(self._comm):
+                refuse_averaged((state.unit for _, state in units_of(self.model)), "enter it again")
+                self.prepare("average")
+                live = _Live(self.model, list(self.params.values()), averages)
+            averaged.update(engines)
+            try:
+                live.swap(engines.values())
+                self._meet(engines.values())
+            except BaseException:
+                live.restore(engines.values())
+                averaged.difference_update(engines)
+                raise
+        raised = True
+        try:
+            yield
+            raised = False
+        finally:
+            # The error of the body comes first; the transport may be broken by it.
+            known = (_core.PeerError, _core.DivergenceError) if raised else ()
+            with PublicCall("ema.swapped()"), contextlib.suppress(*known):
+                try:
+                    self._meet(engines.values())
+                finally:
+                    averaged.difference_update(engines)
+                    live.restore(engines.values())
+                self._meet(engines.values())  # a backward may read peers' shards at once
+                self._gather_kept()
+
+    def state_dict(self, decay: float | None = None) -> dict[str, Any]:
+        """Return model.state_dict() with the average in place of the parameters: full tensors in
+        the parameters' dtypes, which load into the plain model. Collective. Arguments and errors
+        are those of swapped()."""
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        with self.swapped(decay):
+            state: dict[str, Any] = self.model.state_dict()
+            own = {each.untyped_storage()._cdata for each in tensors}
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.untyped_storage()._cdata in own:
+                    state[name] = value.clone()
+        return state
+
+    def prepare(self, to: str) -> None:
+        """Bring the model and the averages to their state between steps, to swap or to save them.
+        Raises RuntimeError where swapped() does."""
+        self._refuse_in_step(to)
+        settle(self.model, to)
+        known, now = set(map(id, self.params.values())), dict(self.model.named_parameters())
+        for name, param in self.params.items():
+            if now.get(name) is not param:
+                raise RuntimeError(
+                    f"parameter '{name}' was removed or replaced since EMA(...): make the EMA "
+                    "after such changes"
+                )
+        for name, param in now.items():
+            if id(param) not in known and param.requires_grad:
+                raise RuntimeError(
+                    f"parameter '{name}' is trainable, but was frozen or absent when EMA(...) was "
+                    "made, so it has no average: make the EMA when it is trainable"
+                )
+        if self.updates == 0:
+            self._copy()
+
+    def check_ranks(self) -> None:
+        """Raise DivergenceError unless all ranks have made the same updates. Collective."""
+        facts = [("decay", str(self.decays)), ("the number of update() calls", str(self.calls))]
+        facts.append(("the number of updates", str(self.updates)))
+        check_agreement(self._comm, facts, "EMAs")
+
+    def _meet(self, engines: Any) -> None:
+        """Wait for all ranks: none of them writes or reads before the others have come here."""
+        for engine in engines:
+            engine.meet()
+        self._comm.exchange(b"\0")
+
+    def _gather_kept(self) -> None:
+        """Bring what a forward has kept for its backward to the restored values. Collective."""
+        kept = [s.unit for _, s in units_of(self.model) if s.options.strategy.keeps]
+        with session(kept):
+            for unit in kept:
+                unit.unshard()
+                unit.reshard()
+
+    def _index_of(self, decay: float | None) -> int:
+        if decay is None and len(self.decays) == 1:
+            return 0
+        if decay not in self.decays:
+            raise ValueError(f"decay must be one of the EMA's, {self.decays}, got {decay!r}")
+        return self.decays.index(decay)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "an EMA cannot be copied or pickled: save it by zshard.save(path, model, ema=ema), and "
+            "make another one for a copy of the model"
+        )
+
+
+class _Live:
+    """The values of a model that an average replaces for a while."""
+
+    def __init__(
+        self, model: nn.Module, params: list[nn.Parameter], averages: list[Tensor]
+    ) -> None:
+        self._params, self._averages = params, averages
+        with torch.no_grad(), plain():
+            self._values = [param.detach().clone() for param in params]
+            self._buffers = [
+                (module._buffers, name, buffer, buffer.detach().clone())
+                for module in model.modules()
+                for name, buffer in module._buffers.items()
+                if buffer is not None
+            ]
+        self._versions = [param._version for param in params]
+
+    def swap(self, engines: Any) -> None:
+        """Write the average to the parameters."""
+        self._write(engines, self._averages)
+
+    def restore(self, engines: Any) -> None:
+        """Undo it, whatever has happened. For autograd, nothing was written."""
+        try:
+            self._write(engines, self._values)
+        finally:
+            versions = torch._C._autograd._unsafe_set_version_counter
+            versions(tuple(self._params), tuple(self._versions))
+            with torch.no_grad():
+                for places, name, buffer, value in self._buffers:
+                    buffer.copy_(value)
+                    places[name] = buffer
+
+    @torch.no_grad()
+    @plain()
+    def _write(self, engines: Any, values: list[Tensor]) -> None:
+        """Write while no peer reads; also if a peer is lost, which raises."""
+        try:
+            for engine in engines:
+                engine.begin_write()
+        finally:
+            torch._foreach_copy_([param.detach() for param in self._params], values)
+            for engine in engines:
+                engine.end_write()
+
+
+def _checked(decay: float | Sequence[float]) -> tuple[float, ...]:
+    decays = (decay,) if isinstance(decay, int | float) else tuple(decay)
+    for each in decays:
+        if isinstance(each, bool) or not isinstance(each, int | float) or not 0 < each < 1:
+            raise ValueError(f"decay must be between 0 and 1, got {each!r}")
+    if len(set(decays)) != len(decays) or not 0 < len(decays) <= _MOST:
+        raise ValueError(f"decay must be 1 to {_MOST} different numbers, got {decays}")
+    return decays
