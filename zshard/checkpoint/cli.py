@@ -20,7 +20,7 @@ from zshard import _core
 from zshard._errors import CheckpointError
 from zshard.checkpoint.checkpoint import Checkpoint, Readable
 from zshard.checkpoint.contents import Item
-from zshard.checkpoint.folder import Staging, Target
+from zshard.checkpoint.folder import Staging, Target, write_small
 from zshard.checkpoint.load import Reader
 from zshard.checkpoint.manifest import BLOCK, NAME, check_blocks, data_blocks, head_blocks
 from zshard.checkpoint.opening import MODEL, open_own, opened
@@ -222,12 +222,12 @@ def _write_all(folder: str, files: list[PlannedFile], found: Checkpoint) -> None
                 _write(opened_file, item, offset, found.model[item.name])
             opened_file.sync()
     if len(files) > 1:
-        _write_small(folder, f"{MODEL}.safetensors.index.json", index_of(files))
+        write_small(folder, f"{MODEL}.safetensors.index.json", index_of(files))
     for name in _COPIED:
         source = os.path.join(found.path, name)
         if os.path.isdir(found.path) and os.path.exists(source):
             with OpenFile(source) as config:
-                _write_small(folder, name, bytes(config.bytes_of(config.size)))
+                write_small(folder, name, bytes(config.bytes_of(config.size)))
 
 
 def _write(file: _core.File, item: Item, offset: int, entry: Readable) -> None:
@@ -238,9 +238,3 @@ def _write(file: _core.File, item: Item, offset: int, entry: Readable) -> None:
         values = torch.empty(end - begin, dtype=item.dtype)
         reader.read(entry, begin, values)
         file.write([(offset + begin * size, bytes_of(values))], BLOCK)
-
-
-def _write_small(folder: str, name: str, data: bytes) -> None:
-    with _core.File.create(os.path.join(folder, name), len(data)) as file:
-        file.write([(0, data)], BLOCK)
-        file.sync()

@@ -134,16 +134,7 @@ def of_model(model: nn.Module, copies: Replicas, dtype: torch.dtype | None) -> C
     Raises RuntimeError if user code reads values of sharded parameters; TypeError and ValueError,
     which name the entry, for what cannot be saved.
     """
-    state, parts = _state_of(model)
-    # Placeholders are slow: take everything except the shape from the parameter.
-    tensors = {
-        name: value.origin if isinstance(value, Saved) else value
-        for name, value in _checked_names(state)
-        if isinstance(value, Tensor) and not is_extra_state(name)
-    }
-    for name, value in tensors.items():
-        _check_tensor(name, value, id(value) in parts)
-    tied = _tied_names(tensors, parts.keys(), _tied_patterns(model))
+    state, tensors, parts, tied = tensors_of(model)
     items = []
     for name, value in tensors.items():
         if name not in tied:
@@ -164,20 +155,48 @@ def of_model(model: nn.Module, copies: Replicas, dtype: torch.dtype | None) -> C
     return Contents(items, tied, told, list(others))
 
 
-def settle(model: nn.Module) -> None:
+class ModelTensors(NamedTuple):
+    """The entries of a model's state_dict()."""
+
+    state: Any  # all of them, with placeholders without values for the parameters of units
+    tensors: dict[str, Tensor]  # the tensors among them, with these parameters themselves
+    parts: dict[int, Part]  # this rank's shards of these parameters, by id
+    tied: dict[str, str]  # alias: name, of tensors with several names
+
+
+def tensors_of(model: nn.Module) -> ModelTensors:
+    """Return the model's entries, without reading a value of a sharded parameter. Raises what
+    of_model() does."""
+    state, parts = _state_of(model)
+    # Placeholders are slow: take everything except the shape from the parameter.
+    tensors = {
+        name: value.origin if isinstance(value, Saved) else value
+        for name, value in _checked_names(state)
+        if isinstance(value, Tensor) and not is_extra_state(name)
+    }
+    for name, value in tensors.items():
+        _check_tensor(name, value, id(value) in parts)
+    tied = _tied_names(tensors, parts.keys(), _tied_patterns(model))
+    return ModelTensors(state, tensors, parts, tied)
+
+
+def settle(model: nn.Module, what: str = "save") -> None:
     """Bring all parameters to their state between steps. Raise RuntimeError during forward or
-    backward, and while unshard() or summon_full_params() keeps parameters unsharded."""
+    backward, and while unshard() or summon_full_params() keeps parameters unsharded.
+
+    what: the caller's verb, for the message.
+    """
     for _, state in units_of(model):
         held = [name for p in state.unit.params if (name := _core.held_unit(p)) is not None]
         if held:
             raise RuntimeError(
-                f"cannot save while unshard() or summon_full_params() keeps the parameters of unit "
-                f"'{held[0] or '(root)'}' unsharded: call reshard() or leave the context first"
+                f"cannot {what} while unshard() or summon_full_params() keeps the parameters of "
+                f"unit '{held[0] or '(root)'}' unsharded: call reshard() or leave the context first"
             )
         try:
             state.unit.unpin()
         except RuntimeError as error:
-            raise RuntimeError(f"cannot save a model during a step: {error}") from None
+            raise RuntimeError(f"cannot {what} a model during a step: {error}") from None
 
 
 def _state_of(model: nn.Module) -> tuple[Any, dict[int, Part]]:

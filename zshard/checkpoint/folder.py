@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from zshard import _core
 from zshard._errors import CheckpointError
+from zshard.checkpoint.manifest import BLOCK, parse
 from zshard.checkpoint.manifest import NAME as MANIFEST
-from zshard.checkpoint.manifest import parse
 
 _STEP = r"step-[0-9]{8,}"
 _ID = r"[0-9a-f]{32}"
@@ -239,6 +239,13 @@ def remove(path: str) -> None:
         else:
             _core.remove_file(entry.path)
     _core.remove_folder(path)
+
+
+def write_small(folder: str, name: str, data: bytes) -> None:
+    """Create and sync a file without checksums."""
+    with _core.File.create(os.path.join(folder, name), len(data)) as file:
+        file.write([(0, data)], BLOCK)
+        file.sync()
 
 
 def _swap(new: str, old: str) -> None:
