@@ -68,7 +68,8 @@ class Exported:
         if comm is not None and comm.world > 1:
             with PublicCall("export()"):
                 told = gather_bytes(comm, self._count.to_bytes(8, "little") + bytes(changed))
-            apart = len({each[:8] for each in told}) > 1
+            counts = [int.from_bytes(each[:8], "little") for each in told]
+            apart, self._count = len(set(counts)) > 1, max(counts)
             changed = [apart or any(each) for each in zip(*(t[8:] for t in told), strict=True)]
         yield [entry for entry, new in zip(entries, changed, strict=True) if new]
         self._digests = now
