@@ -32,7 +32,7 @@ def step(model, optimizer):
 
 
 def built(transport, group=None, frozen=True):
-    """A sharded model of which only the last layers are trained, and its optimizer."""
+    """A sharded model with frozen first layers, and its optimizer."""
     plain = make(Net)
     if frozen:
         plain.requires_grad_(False)
@@ -169,7 +169,7 @@ def test_folders(pool, transport, tmp_path):
 
 
 def fails_in_the_middle(transport, folder, monkeypatched):
-    from zshard.weights import folder as module
+    from zshard.weights import hf_folder as module
 
     model, _ = built(transport)
     if dist.get_rank() == 0:

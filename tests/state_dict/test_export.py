@@ -20,7 +20,7 @@ from zshard import FSDP, AdamW, MixedPrecision
 
 
 class Model(Net):
-    """Net with tied weights, and buffers of which one is not saved."""
+    """Net with tied weights, two saved buffers and one that is not."""
 
     def __init__(self) -> None:
         super().__init__()

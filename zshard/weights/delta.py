@@ -1,6 +1,6 @@
 """zshard.Exported: which tensors have changed since the last export.
 
-Each rank keeps a SHA-256 digest of its shard of each tensor; one exchange tells all ranks which
+Each rank keeps a SHA-256 digest of its shard of each tensor; one exchange shows all ranks which
 tensors have changed on any. So an unchanged tensor is neither gathered nor sent, and there is no
 chance worth counting that a changed one is missed, however it was changed.
 
@@ -26,7 +26,7 @@ from zshard.ranks.agreement import PublicCall, bytes_of, gather_bytes
 from zshard.state.source import chunks
 
 if TYPE_CHECKING:
-    from zshard.weights.export import Entry
+    from zshard.weights.export import ExportEntry
 
 
 class Exported:
@@ -59,7 +59,9 @@ class Exported:
         return self._id + (self._count + 1).to_bytes(8, "little")
 
     @contextlib.contextmanager
-    def news(self, entries: Sequence[Entry], comm: _core.Comm | None) -> Iterator[list[Entry]]:
+    def news(
+        self, entries: Sequence[ExportEntry], comm: _core.Comm | None
+    ) -> Iterator[list[ExportEntry]]:
         """Context manager around an export, with the entries that have changed on any rank.
         Collective."""
         before, self._digests = self._digests, {}

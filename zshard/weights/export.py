@@ -3,10 +3,10 @@
 An export holds a session from its first bucket to its last (units.session): no rank writes to the
 model meanwhile, so all buckets are of one step. Within it, units are unsharded one by one, and each
 tensor is copied, and cast, once: from the full buffer, which over shm is the mapped memory of all
-ranks' shards, to the place where it is wanted. A bucket has memory of its own, so whoever keeps its
+ranks' shards, to the place where it is wanted. A bucket has memory of its own, so a script that keeps its
 tensors keeps right values.
 
-A sink (folder.py, send.py, shared.py) is a loop over the same rounds with another place to copy to.
+A sink (hf_folder.py, send.py, shared.py) is a loop over the same rounds with another place to copy to.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Bucket = dict[str, Tensor]
 Rename = Callable[[str], str | None]
 
 
-class Entry(NamedTuple):
+class ExportEntry(NamedTuple):
     """A tensor to export."""
 
     name: str
@@ -78,8 +78,10 @@ class Rounds:
     model: nn.Module
     comm: _core.Comm | None  # its ranks; None: this one, which needs no other
     takes: bool  # this rank wants the tensors
-    entries: list[Entry] = field(default_factory=list)  # all, also those that have not changed
-    batches: list[list[Entry]] = field(default_factory=list)  # to send
+    entries: list[ExportEntry] = field(
+        default_factory=list
+    )  # all, also those that have not changed
+    batches: list[list[ExportEntry]] = field(default_factory=list)  # to send
     tied: dict[str, str] = field(default_factory=dict)  # alias: name
 
     @contextlib.contextmanager
@@ -96,7 +98,7 @@ class Rounds:
     @PublicCall("export()")
     @plain()
     @torch.no_grad()
-    def fill(self, batch: Sequence[Entry], targets: Sequence[Tensor]) -> None:
+    def fill(self, batch: Sequence[ExportEntry], targets: Sequence[Tensor]) -> None:
         """Copy the tensors of a batch to contiguous targets of their shapes and dtypes; on a rank
         that takes nothing, only take part."""
         pairs = zip(batch, targets, strict=True) if self.takes else ((each, None) for each in batch)
@@ -159,7 +161,7 @@ class Export:
         Raises what iterating does; ValueError with `since`, as a folder must have all tensors;
         FileExistsError if the path exists; OSError if the system refuses.
         """
-        from zshard.weights.folder import save
+        from zshard.weights.hf_folder import save
 
         save(self, path, parse_size("max_shard_size", max_shard_size, base=1000))
 
@@ -259,7 +261,7 @@ class Export:
             shape = tuple(value.shape) if unit is None or part is None else part.shape
             cast = self._dtype is not None and value.dtype.is_floating_point
             dtype = self._dtype if cast and self._dtype is not None else value.dtype
-            made.entries.append(Entry(new, value, unit, shape, dtype, version_of(value)))
+            made.entries.append(ExportEntry(new, value, unit, shape, dtype, version_of(value)))
         order = {id(each.unit): i for i, each in reversed([*enumerate(made.entries)])}
         made.entries.sort(key=lambda entry: order[id(entry.unit)])  # a unit is gathered once
         made.tied = found.tied if self._rename is None else {}
@@ -341,9 +343,9 @@ def _rank_in(comm: _core.Comm | None, ranks: frozenset[int] | None) -> int:
     return rank
 
 
-def _batches(entries: Iterable[Entry], limit: int) -> list[list[Entry]]:
+def _batches(entries: Iterable[ExportEntry], limit: int) -> list[list[ExportEntry]]:
     """Divide entries into batches of at most `limit` bytes, each on one device."""
-    made: list[list[Entry]] = []
+    made: list[list[ExportEntry]] = []
     filled = 0
     for entry in entries:
         size = aligned(entry.size)
@@ -370,12 +372,12 @@ def views_of(flat: Tensor, shapes: Iterable[tuple[torch.dtype, tuple[int, ...]]]
     return made
 
 
-def flat_for(batch: Sequence[Entry]) -> Tensor:
+def flat_for(batch: Sequence[ExportEntry]) -> Tensor:
     """Return new memory for a batch, as a uint8 tensor."""
     with torch.inference_mode(False):  # callers may write to it
         size = sum(aligned(entry.size) for entry in batch)
         return torch.empty(size, dtype=torch.uint8, device=batch[0].source.device)
 
 
-def _room(batch: Sequence[Entry]) -> Sequence[Tensor]:
+def _room(batch: Sequence[ExportEntry]) -> Sequence[Tensor]:
     return views_of(flat_for(batch), ((entry.dtype, entry.shape) for entry in batch))

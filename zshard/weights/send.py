@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from zshard.weights.export import Export, Rounds
 
 
-class _Line:
+class _Channel:
     """Messages from one rank of a process group to all others."""
 
     def __init__(self, group: dist.ProcessGroup | None, source: int | None = None) -> None:
@@ -68,12 +68,12 @@ class _Line:
 
 def broadcast(export: Export, group: dist.ProcessGroup | None) -> None:
     """See Export.broadcast()."""
-    lines: list[_Line] = []
+    lines: list[_Channel] = []
     if export.sends() and dist.get_rank(group) >= 0:
-        lines.append(_Line(group))  # now: whatever fails from here on, the receivers are told
+        lines.append(_Channel(group))  # now: receivers get any failure from here on
 
     def prepare(rounds: Rounds) -> None:
-        lines[:] = lines or [_Line(group)]  # raises on all ranks
+        lines[:] = lines or [_Channel(group)]  # raises on all ranks
 
     try:
         with export.rounds(export.sender, prepare) as rounds:
@@ -110,7 +110,7 @@ def receive_export(group: dist.ProcessGroup | None = None, src: int = 0) -> Iter
     Raises ValueError for another `src`; RuntimeError if the sender raised: then what came before is
     not all of the weights; torch's error if the group fails.
     """
-    line = _Line(group, src)
+    line = _Channel(group, src)
     going_on = True
     try:
         while going_on:

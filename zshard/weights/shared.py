@@ -43,10 +43,10 @@ def share(export: Export, name: str, timeout: float) -> None:
     """See Export.share()."""
     path = _path_of(name)
     with contextlib.ExitStack() as stack:
-        made: list[_Writer] = []
+        made: list[_SharedFile] = []
 
         def prepare(rounds: Rounds) -> None:
-            made.append(stack.enter_context(contextlib.closing(_Writer(path, rounds, timeout))))
+            made.append(stack.enter_context(contextlib.closing(_SharedFile(path, rounds, timeout))))
             if export.since is not None and made[0].stamp != export.since.stamp:
                 export.since.reset()  # the file lacks what came before
 
@@ -61,7 +61,7 @@ def share(export: Export, name: str, timeout: float) -> None:
                     writer.end(_NO_STAMP if export.since is None else export.since.next_stamp)
 
 
-class _Writer:
+class _SharedFile:
     """The file, locked and mapped for writing."""
 
     def __init__(self, path: str, rounds: Rounds, timeout: float) -> None:

@@ -21,7 +21,7 @@ from zshard.checkpoint.save_plan import index_of, lay_out, texts_of
 from zshard.ranks.agreement import bytes_of
 
 if TYPE_CHECKING:
-    from zshard.weights.export import Entry, Export, Rounds
+    from zshard.weights.export import ExportEntry, Export, Rounds
 
 
 def save(export: Export, path: str | os.PathLike[str], limit: int) -> None:
@@ -72,11 +72,11 @@ class _Folder:
             file.write([(0, each.header)], BLOCK)
             self._places.update((item.name, (file, offset)) for item, offset in each.places)
 
-    def room(self, batch: list[Entry]) -> list[torch.Tensor]:
+    def room(self, batch: list[ExportEntry]) -> list[torch.Tensor]:
         """Return memory for a batch."""
         return [torch.empty(each.shape, dtype=each.dtype) for each in batch]
 
-    def write(self, batch: list[Entry], tensors: list[torch.Tensor]) -> None:
+    def write(self, batch: list[ExportEntry], tensors: list[torch.Tensor]) -> None:
         """Write the tensors of a batch to their places."""
         for entry, tensor in zip(batch, tensors, strict=True):
             file, offset = self._places[entry.name]
