@@ -3,10 +3,11 @@
 An export holds a session from its first bucket to its last (units.session): no rank writes to the
 model meanwhile, so all buckets are of one step. Within it, units are unsharded one by one, and each
 tensor is copied, and cast, once: from the full buffer, which over shm is the mapped memory of all
-ranks' shards, to the place where it is wanted. A bucket has memory of its own, so a script that keeps its
-tensors keeps right values.
+ranks' shards, to the place where it is wanted. A bucket has memory of its own, so a script
+that keeps its tensors keeps right values.
 
-A sink (hf_folder.py, send.py, shared.py) is a loop over the same rounds with another place to copy to.
+A sink (hf_folder.py, send.py, shared.py) is a loop over the same rounds with another place to copy
+to.
 """
 
 from __future__ import annotations

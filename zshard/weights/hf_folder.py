@@ -21,7 +21,7 @@ from zshard.checkpoint.save_plan import index_of, lay_out, texts_of
 from zshard.ranks.agreement import bytes_of
 
 if TYPE_CHECKING:
-    from zshard.weights.export import ExportEntry, Export, Rounds
+    from zshard.weights.export import Export, ExportEntry, Rounds
 
 
 def save(export: Export, path: str | os.PathLike[str], limit: int) -> None:
