@@ -80,7 +80,7 @@ GROUPS = {  # heading -> folders and files, below csrc and zshard, whose message
     "Optimizers": ("optim", "update"),
     "Ranks and transports": ("ranks", "comm"),
     "Memory, files and devices": ("memory", "offload", "base", "pager", "device"),
-    "State dicts and checkpoints": ("state", "checkpoint"),
+    "State dicts and checkpoints": ("state", "checkpoint", "weights"),
     "Names of torch": ("compat", "_patches"),
     "DeepSpeed": ("deepspeed",),
     "Trainers": ("lightning", "accelerate", "transformers", "peft", "bitsandbytes"),

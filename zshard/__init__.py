@@ -50,9 +50,15 @@ from zshard.state.load_state_dict import load_state_dict
 from zshard.state.optimizer_names import load_optim_state_dict, optim_state_dict
 from zshard.strategy import ShardingStrategy
 from zshard.trace import profile
+from zshard.weights.delta import Exported
+from zshard.weights.export import Export as Export
+from zshard.weights.export import export
+from zshard.weights.send import receive_export
+from zshard.weights.shared import SharedWeights
 from zshard.wrap.meta import uninitialized
 
-# Types that functions return serve annotations: Loaded, SaveHandle, ShardParameter, ShardTensor.
+# Types that functions return serve annotations: Export, Loaded, SaveHandle, ShardParameter,
+# ShardTensor.
 __all__ = [
     "EMA",
     "FSDP",
@@ -64,6 +70,7 @@ __all__ = [
     "CheckpointError",
     "CudaError",
     "DivergenceError",
+    "Exported",
     "GradScaler",
     "Keep",
     "KeeperError",
@@ -79,9 +86,11 @@ __all__ = [
     "SGD8bit",
     "ShardError",
     "ShardingStrategy",
+    "SharedWeights",
     "WholeMatrix",
     "Wire",
     "available_features",
+    "export",
     "full_tensor",
     "keep",
     "latest_checkpoint",
@@ -93,6 +102,7 @@ __all__ = [
     "optim_state_dict",
     "predict_memory",
     "profile",
+    "receive_export",
     "register_forward_method",
     "rng_state",
     "save",

@@ -47,6 +47,7 @@ struct zs_engine {
     const zs_engine_hooks *hooks;
     zs_reader *reader; /* owned */
     bool reading;      /* a reader session is open */
+    size_t held;       /* sessions opened by hand: what a script reads in them must not change */
     bool spoiled;      /* a failed backward left gradients that must not be used */
     zs_history history;
     zs_pace pace;

@@ -44,11 +44,14 @@ zs_status zs_engine_open(zs_engine *engine)
     zs_entry entry = entry_now();
     entry.by_hand = true;
     ZS_TRY(zs_context_follow(&engine->context));
-    return zs_schedule_enter(&engine->context.schedule, NULL, &entry);
+    ZS_TRY(zs_schedule_enter(&engine->context.schedule, NULL, &entry));
+    engine->held++;
+    return ZS_OK;
 }
 
 zs_status zs_engine_close(zs_engine *engine)
 {
+    engine->held--;
     zs_status status = zs_context_follow(&engine->context);
     ZS_ALSO(status, zs_schedule_leave_by_hand(&engine->context.schedule));
     return status;

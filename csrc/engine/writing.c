@@ -24,6 +24,10 @@ void zs_writing_over(zs_engine *engine)
 
 zs_status zs_writing_begin(zs_engine *engine)
 {
+    if (engine->held > 0)
+        return ZS_FAIL(ZS_ERR_STATE,
+                       "parameters cannot be written (stepped, loaded, changed in place) while zshard.export() or "
+                       "state_dict() of their model reads them: leave the loop of the export first");
     ZS_TRY(zs_comm_write_begin(engine->context.ranks.shard_group, engine->reader));
     engine->writing = true;
     return ZS_OK;

@@ -8,7 +8,8 @@
 /* A pass begins, which ends a write that raised. */
 void zs_writing_over(zs_engine *engine);
 
-/* Waits until no peer reads the shards, and keeps readers out / lets them in again. */
+/* Waits until no peer reads the shards, and keeps readers out / lets them in again. ZS_ERR_STATE while this rank has a
+ * session open by hand. */
 zs_status zs_writing_begin(zs_engine *engine);
 void zs_writing_end(zs_engine *engine);
 

@@ -24,6 +24,7 @@ PUBLIC = {
     "NonFiniteError",
     *("CheckpointError", "CudaError", "DivergenceError", "NcclError", "PeerError"),
     *("PeerTimeoutError", "ShardError", "KeeperError", "keep"),
+    *("export", "Exported", "receive_export", "SharedWeights"),
     *("save", "load", "latest_checkpoint", "rng_state", "set_rng_state"),
     *("load_state_dict", "optim_state_dict", "load_optim_state_dict"),
     *(
@@ -47,7 +48,7 @@ TORCHS = {  # see docs/migration.md
     *("register_fsdp_forward_method", "share_comm_ctx"),
 }
 DEEPSPEEDS = {"DeepSpeedEngine", "add_config_arguments", "init_distributed", "initialize", "zero"}
-RETURNED = {"Loaded", "SaveHandle", "ShardParameter", "ShardTensor"}  # for annotations
+RETURNED = {"Export", "Loaded", "SaveHandle", "ShardParameter", "ShardTensor"}  # for annotations
 LOOK = """
 import importlib, json, pkgutil
 import zshard

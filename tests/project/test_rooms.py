@@ -27,7 +27,7 @@ CORE = [
     *("precision", "strategy", "keeping", "run", "ranks", "trace", "offload"),
     *("units", "any_world", "guard", "wrap", "options", "optim", "grad_scaler", "state"),
     *("memory", "model"),
-    *("_patches", "averages", "checkpoint", "recovery", "doctor"),
+    *("_patches", "averages", "checkpoint", "weights", "recovery", "doctor"),
 ]
 DIALECTS = ["compat", "fsdp", "compat.fsdp2", "compat.ddp", "compat.__init__"]
 INTEGRATIONS = ["lightning", "accelerate", "transformers", "peft", "bitsandbytes", "deepspeed"]

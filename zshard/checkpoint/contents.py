@@ -134,16 +134,7 @@ def of_model(model: nn.Module, copies: Replicas, dtype: torch.dtype | None) -> C
     Raises RuntimeError if user code reads values of sharded parameters; TypeError and ValueError,
     which name the entry, for what cannot be saved.
     """
-    state, parts = _state_of(model)
-    # Placeholders are slow: take everything except the shape from the parameter.
-    tensors = {
-        name: value.origin if isinstance(value, Saved) else value
-        for name, value in _checked_names(state)
-        if isinstance(value, Tensor) and not is_extra_state(name)
-    }
-    for name, value in tensors.items():
-        _check_tensor(name, value, id(value) in parts)
-    tied = _tied_names(tensors, parts.keys(), _tied_patterns(model))
+    state, tensors, parts, tied = tensors_of(model)
     items = []
     for name, value in tensors.items():
         if name not in tied:
@@ -162,6 +153,31 @@ def of_model(model: nn.Module, copies: Replicas, dtype: torch.dtype | None) -> C
     }
     told = {"extra_state": others, "versions": encode(versions, "the module versions")}
     return Contents(items, tied, told, list(others))
+
+
+class ModelTensors(NamedTuple):
+    """The entries of a model's state_dict()."""
+
+    state: Any  # all of them, with placeholders without values for the parameters of units
+    tensors: dict[str, Tensor]  # the tensors among them, with these parameters themselves
+    parts: dict[int, Part]  # this rank's shards of these parameters, by id
+    tied: dict[str, str]  # alias: name, of tensors with several names
+
+
+def tensors_of(model: nn.Module) -> ModelTensors:
+    """Return the model's entries, without reading a value of a sharded parameter. Raises what
+    of_model() does."""
+    state, parts = _state_of(model)
+    # Placeholders are slow: take everything except the shape from the parameter.
+    tensors = {
+        name: value.origin if isinstance(value, Saved) else value
+        for name, value in _checked_names(state)
+        if isinstance(value, Tensor) and not is_extra_state(name)
+    }
+    for name, value in tensors.items():
+        _check_tensor(name, value, id(value) in parts)
+    tied = _tied_names(tensors, parts.keys(), _tied_patterns(model))
+    return ModelTensors(state, tensors, parts, tied)
 
 
 def _state_of(model: nn.Module) -> tuple[Any, dict[int, Part]]:

@@ -18,6 +18,7 @@ from zshard.optim.sharded_state import class_of_state, params_of
 from zshard.ranks.agreement import on_all_ranks
 from zshard.state.optimizer import OptimizerPlan, taken
 from zshard.state.optimizer_names import by_number, names_of
+from zshard.state.source import Source
 from zshard.state.stand_ins import Pending
 from zshard.units.units import plain_name
 

@@ -142,7 +142,7 @@ def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module) -> SavePlan:
     id = comm.exchange(os.urandom(16))[0].hex()
     with on_all_ranks(comm):
         files = lay_out(own.items, "model", asked.limit, own.tied)
-        texts = _texts(model, files) if comm.rank == 0 else {}
+        texts = texts_of(model, files) if comm.rank == 0 else {}
         texts["model.safetensors.index.json"] = index_of(files)
         if others and others[0].items:
             more = lay_out(others[0].items, "optimizer", asked.limit)
@@ -195,7 +195,7 @@ def _software() -> dict[str, str]:
     return {"zshard": __version__, "torch": torch.__version__}
 
 
-def _texts(model: nn.Module, files: Sequence[PlannedFile]) -> dict[str, bytes]:
+def texts_of(model: nn.Module, files: Sequence[PlannedFile]) -> dict[str, bytes]:
     """Return Hugging Face's configuration files if they let from_pretrained() find all weights: not
     for a module around a model that has the configuration, nor for a model with PEFT's adapters,
     whose weights have other names."""

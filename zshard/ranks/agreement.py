@@ -132,7 +132,8 @@ _TEXT = 2000  # bytes of a message that the other ranks get
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
-        *(FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError, OSError),
+        *(FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError, TimeoutError),
+        OSError,
         *(NotImplementedError, CheckpointError, ValueError, TypeError, MemoryError),
         *(_core.CudaError, _core.NcclError, _core.DivergenceError),
     )

@@ -1,0 +1,366 @@
+"""zshard.export(): the plain model's tensors, under every strategy and transport, bit by bit; how a
+loop may end; what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from compare import assert_same
+from models import COMBINATIONS, Net, make
+from nursery import fork_ranks
+from spawn import ranks
+from torch import nn
+
+import zshard
+from zshard import FSDP, AdamW, MixedPrecision
+
+
+class Model(Net):
+    """Net with tied weights, two saved buffers and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.tensor(3))
+        self.register_buffer("scale", torch.full((5,), 0.3))
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+
+
+def batch():
+    return torch.arange(12).view(2, 6) % 31
+
+
+def step(model, optimizer):
+    optimizer.zero_grad()
+    model(batch()).square().mean().backward()
+    optimizer.step()
+
+
+def built(combination=("full_shard", "shm"), **options):
+    """A sharded model after a step, and its optimizer."""
+    strategy, transport = combination
+    model = FSDP(make(Model), strategy=strategy, transport=transport, timeout=10, **options)
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    step(model, optimizer)
+    return model, optimizer
+
+
+def full(model):
+    """What a plain model's export must have."""
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    del state["head.weight"]  # the second name of a tied weight
+    return state
+
+
+def same(found, expected):
+    assert_same(found, expected, "the export")
+
+
+def joined(buckets):
+    found = {}
+    for bucket in buckets:
+        assert not found.keys() & bucket.keys()
+        found.update(bucket)
+    return found
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def export_is_exact(combination, options):
+    model, optimizer = built(combination, **options)
+    expected = full(model)
+    sizes = []
+    for bucket in zshard.export(model, bucket=3000):
+        sizes.append(sum(each.numel() * each.element_size() for each in bucket.values()))
+        assert sizes[-1] <= 3000 or len(bucket) == 1
+    assert len(sizes) > 3
+    same(joined(zshard.export(model)), expected)
+    low = joined(zshard.export(model, dtype=torch.bfloat16, bucket=1))
+    assert low["steps"].dtype == torch.int64
+    same(low, {n: v.bfloat16() if v.is_floating_point() else v for n, v in expected.items()})
+    step(model, optimizer)
+    assert not torch.equal(joined(zshard.export(model))["norm.weight"], expected["norm.weight"])
+
+
+MIXED = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("options", [{}, MIXED], ids=["float32", "mixed"])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_an_export_has_the_bits_of_the_state_dict(pool, combination, options):
+    pool.run(export_is_exact, combination, options)
+
+
+def hybrid_is_exact(strategy, transport):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2))
+    model = FSDP(make(Model), device_mesh=mesh, strategy=strategy, transport=transport, timeout=20)
+    step(model, AdamW(model.parameters()))
+    expected = full(model)
+    same(joined(zshard.export(model, bucket=5000)), expected)
+    dist.barrier()
+    if transport == "shm" and dist.get_rank() == 3:
+        same(joined(zshard.export(model)), expected)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@pytest.mark.parametrize("strategy", ["hybrid_shard", "hybrid_full"])
+def test_hybrid_strategies(strategy, transport):
+    def named():
+        return strategy, transport
+
+    fork_ranks(with_group, 4, hybrid_is_exact.__name__, *named(), check=True)
+
+
+def with_group(name, *args):
+    dist.init_process_group("gloo")
+    globals()[name](*args)
+    dist.destroy_process_group()
+
+
+def offload_is_exact(combination, folder):
+    model, _ = built(combination, offload=zshard.Offload(directory=folder))
+    same(joined(zshard.export(model)), full(model))
+
+
+@ranks(2)
+@pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
+def test_an_offloaded_model(pool, combination, tmp_path):
+    pool.run(offload_is_exact, combination, str(tmp_path))
+
+
+def own_memory(combination):
+    model, _ = built(combination)
+    expected = full(model)
+    kept = list(zshard.export(model, bucket=2000))
+    first = kept[0]
+    next(iter(first.values())).zero_()
+    same(full(model), expected)
+    model(batch()).sum().backward()
+    same({**joined(kept), **{n: expected[n] for n in first}}, expected)
+
+
+@ranks(2)
+@pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
+def test_buckets_own_their_memory(pool, combination):
+    pool.run(own_memory, combination)
+
+
+def on_chosen_ranks(combination, chosen):
+    model, optimizer = built(combination)
+    expected = full(model)
+    found = joined(zshard.export(model, ranks=chosen, bucket=2000))
+    wanted = chosen is None or dist.get_rank() in ({chosen} if isinstance(chosen, int) else chosen)
+    same(found, expected if wanted else {})
+    step(model, optimizer)
+
+
+@ranks(2)
+@pytest.mark.parametrize("chosen", [1, [0, 1]])
+@pytest.mark.parametrize("combination", [("full_shard", "shm"), ("full_shard", "c10d")])
+def test_on_chosen_ranks(pool, combination, chosen):
+    pool.run(on_chosen_ranks, combination, chosen)
+
+
+def alone_while_others_train():
+    model, optimizer = built()
+    expected = full(model)
+    if dist.get_rank() == 0:
+        found = []
+        for bucket in zshard.export(model, bucket=500):
+            found.append(bucket)
+            import time
+
+            time.sleep(0.01)
+        same(joined(found), expected)
+    step(model, optimizer)
+    assert not torch.equal(full(model)["norm.weight"], expected["norm.weight"])
+
+
+@ranks(2)
+def test_one_rank_alone_has_one_step_while_others_train_on(pool):
+    pool.run(alone_while_others_train)
+
+
+def names_and_plain_modules():
+    plain = make(Model)
+    model = FSDP(copy.deepcopy(plain))
+    expected = full(plain)
+    same(joined(zshard.export(plain)), expected)
+
+    def renamed(name):
+        return None if name == "scale" else f"policy.{name}"
+
+    del expected["scale"]
+    wanted = {f"policy.{name}": value for name, value in expected.items()}
+    same(joined(zshard.export(model, rename=renamed)), wanted)
+    compiled = joined(zshard.export(torch.compile(model), rename=renamed))
+    same(compiled, wanted)
+
+
+@ranks(2)
+def test_names(pool):
+    pool.run(names_and_plain_modules)
+
+
+# --- how a loop may end ---------------------------------------------------------------------------
+
+
+def leave(model, how, n=1):
+    with contextlib.suppress(ZeroDivisionError):
+        for i, _ in enumerate(zshard.export(model, bucket=2000)):
+            if i == n and how == "break":
+                break
+            if i == n and how == "raise":
+                raise ZeroDivisionError
+
+
+def left_early(combination, how):
+    model, optimizer = built(combination)
+    leave(model, how)
+    expected = full(model)
+    same(joined(zshard.export(model)), expected)
+    outer = zshard.export(model, bucket=2000)
+    pairs = [pair for pair in zip(outer, zshard.export(model, bucket=2000), strict=True)]
+    same(joined(a for a, _ in pairs), expected)
+    same(joined(b for _, b in pairs), expected)
+    step(model, optimizer)
+
+
+@ranks(2)
+@pytest.mark.parametrize("how", ["break", "raise"])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_all_ranks_may_leave_a_loop_and_nest_two(pool, combination, how):
+    pool.run(left_early, combination, how)
+
+
+def left_by_one(transport, then):
+    model, optimizer = built(("full_shard", transport))
+    if dist.get_rank() == 0:
+        leave(model, "break")
+    else:
+        joined(zshard.export(model, bucket=2000))
+    if then == "step":
+        step(model, optimizer)
+    else:
+        dist.barrier()
+    print("went on")
+
+
+@pytest.mark.parametrize("then", ["step", "barrier"])
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+def test_one_rank_alone_leaves_a_loop(transport, then):
+    results = fork_ranks(with_group, 2, left_by_one.__name__, transport, then, timeout=60)
+    for result in results:
+        assert result.returncode is not None, "it hangs"
+        if transport == "shm":
+            assert "went on" in result.stdout
+        else:
+            assert result.returncode == 0 or "Error" in result.stderr
+    if transport == "c10d" and then == "barrier":
+        assert any("PeerTimeoutError" in each.stderr for each in results)
+
+
+# --- refused --------------------------------------------------------------------------------------
+
+
+def writes_within(combination, what):
+    model, optimizer = built(combination)
+    state = model.state_dict()
+    acts = {
+        "step": lambda: step(model, optimizer),
+        "sgd": lambda: step(model, torch.optim.SGD(model.parameters(), lr=0.1)),
+        "load": lambda: model.load_state_dict(state),
+        "by hand": lambda: model.norm.weight.data.mul_(2),
+        "buffer": lambda: model.scale.mul_(2),
+    }
+    expected = full(model)
+    found = {}
+    with pytest.raises(RuntimeError, match="export"):
+        for bucket in zshard.export(model, bucket=800):
+            found.update(bucket)
+            acts[what]()
+    same(found, {name: expected[name] for name in found})
+
+
+@ranks(2)
+@pytest.mark.parametrize("what", ["step", "sgd", "load", "by hand", "buffer"])
+@pytest.mark.parametrize("combination", COMBINATIONS)
+def test_the_model_cannot_be_written_within_the_loop(pool, combination, what):
+    pool.run(writes_within, combination, what)
+
+
+def bad_arguments():
+    model, _ = built()
+
+    def check(kind, match, **options):
+        with pytest.raises(kind, match=match):
+            joined(zshard.export(model, **options))
+
+    check(ValueError, "same name, 'x'", rename=lambda name: "x")
+    check(TypeError, "must return a string or None", rename=len)
+    check(TypeError, "rename must be a function", rename={"a": "b"})
+    check(ValueError, "bucket must be a size", bucket="much")
+    check(ValueError, "bucket must be positive", bucket=0)
+    check(TypeError, "bucket must be", bucket=1.5)
+    check(ValueError, "floating-point", dtype=torch.int8)
+    check(TypeError, "torch.dtype", dtype="bf16")
+    check(ValueError, "out of range for world size 2", ranks=2)
+    check(ValueError, "must not be empty", ranks=[])
+    check(TypeError, "ranks must be", ranks="0x")
+    check(TypeError, "zshard.Exported", since={})
+    with pytest.raises(TypeError, match="must be an"):
+        zshard.export(list(model.parameters()))
+    model.unshard()
+    check(RuntimeError, "cannot export while unshard")
+    model.reshard()
+    joined(zshard.export(model))
+
+
+@ranks(2)
+def test_bad_arguments_are_refused(pool):
+    pool.run(bad_arguments)
+
+
+def within_a_forward():
+    class Exporting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+
+        def forward(self, x):
+            joined(zshard.export(self.owner[0]))
+            return self.inner(x)
+
+    module = Exporting()
+    model = FSDP(module)
+    module.owner = [model]
+    with pytest.raises(RuntimeError, match="cannot export a model during a step"):
+        model(torch.ones(2, 3))
+
+
+@ranks(2)
+def test_refused_within_a_forward(pool):
+    pool.run(within_a_forward)
+
+
+def different_arguments():
+    model, _ = built(("full_shard", "c10d"))
+    with pytest.raises(zshard.DivergenceError, match="bucket"):
+        joined(zshard.export(model, bucket=1000 + dist.get_rank()))
+    with pytest.raises(ValueError, match="same name"):
+        joined(zshard.export(model, rename=(lambda n: "x") if dist.get_rank() == 1 else None))
+    joined(zshard.export(model))
+
+
+@ranks(2)
+def test_ranks_must_export_the_same_over_c10d(pool):
+    pool.run(different_arguments)
