@@ -11,6 +11,7 @@ import tiny_classes
 import torch
 import torch.distributed as dist
 import transformers
+import transformers.models.llama.modeling_llama  # the parts of all models, once for all ranks
 from compare import differences
 
 from zshard import FSDP

@@ -25,6 +25,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a model of a configuration needs
 LAYERS = 4  # hybrids often have an attention in each fourth one
 VOCABULARY = 128
 SIDE = 64  # pixels of a picture
+LAYERWISE = ("per_layer_config",)  # follows from the number of layers if it is left out
 ATTEMPTS = (  # widths divided by, smaller pictures too, per-layer lists cut
     *((16, True, True), (16, False, True), (8, False, True), (4, True, True), (4, False, True)),
     *((1, True, True), (1, False, True), (16, True, False), (1, False, False)),
@@ -159,7 +160,7 @@ def smaller(cls: Any, factor: int, small: bool, cut: bool) -> Any:
 
 
 def _shrink(options: dict[str, Any], factor: int, small: bool, cut: bool) -> None:
-    for key in ("id2label", "label2id", "out_features", "out_indices", "stage_names"):
+    for key in ("id2label", "label2id", "out_features", "out_indices", "stage_names", *LAYERWISE):
         options.pop(key, None)
     counts = {k: v for k, v in options.items() if _is_count(k, v)}
     for key, value in list(options.items()):
@@ -182,7 +183,7 @@ def _smaller(key: str, value: int, factor: int, small: bool) -> int:
         return value if 0 <= value < VOCABULARY else VOCABULARY - 1 - len(key) % 20
     if _is_width(key, value):
         return max(value // factor, 4)
-    limits = {"vocab_size": VOCABULARY, "experts": 8, "position_embeddings": 256}
+    limits = {"vocab_size": VOCABULARY, "experts": 16, "position_embeddings": 256}
     limits |= {"source_positions": 256, "target_positions": 256}
     limits |= {"image_size": SIDE} if small else {}
     return min([value, *(limit for end, limit in limits.items() if key.endswith(end))])
