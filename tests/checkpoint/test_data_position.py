@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
+import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -184,6 +187,27 @@ def test_three_ranks_continue_a_checkpoint_of_two(
     counts = Counter(sample for _, samples in begun + ended for sample in samples)
     # 63 are left for 3 ranks; the second epoch repeats two samples.
     assert sorted(counts.values()) == [2] * (N - 2) + [3] * 2
+
+
+def run_page(folder: str, epochs: str) -> None:
+    page = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    (text,) = (block for block in blocks if "DataPosition" in block)
+    os.chdir(folder)
+    model = zshard.FSDP(torch.nn.Linear(3, 1))
+    optimizer = zshard.AdamW(model.parameters())
+    data = torch.utils.data.TensorDataset(torch.randn(99, 3), torch.randn(99, 1))
+    names = {"torch": torch, "zshard": zshard, "DataLoader": DataLoader, "data": data}
+    names |= {"model": model, "optimizer": optimizer}
+    exec(text.replace("epoch, 2)", f"epoch, {epochs})"), names)
+    assert names["position"].epoch == int(epochs)
+
+
+def test_documented_script_resumes_on_other_ranks(
+    pool2: RankPool, pool3: RankPool, tmp_path: Any
+) -> None:
+    pool2.run(run_page, str(tmp_path), "1")
+    pool3.run(run_page, str(tmp_path), "2")
 
 
 # --- misuse ---------------------------------------------------------------------------------------

@@ -153,6 +153,7 @@ def smaller(cls: Any, factor: int, small: bool, cut: bool) -> Any:
     """Return the default configuration with widths divided by `factor` and few layers. small: with
     small pictures; cut: lists with an entry per layer are cut to as many."""
     options = cls().to_dict()
+    options.update(dict.fromkeys(options.keys() & {"use_cache"}, False))
     _shrink(options, factor, small, cut)
     for key in ("transformers_version", "architectures", "model_type"):
         options.pop(key, None)
