@@ -111,7 +111,7 @@ def totals(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     equal = [row for row in run if verdict(row) == "yes"]
     classes = len(tiny_classes.representatives())
     yield f"| of transformers, one for each kind of model | {classes} |\n"
-    yield f"| tried so far | {len(rows)} |\n"
+    yield f"| tried | {len(rows)} |\n"
     yield f"| trained | {len(run)} of {len(rows)} |\n"
     yield f"| equal to DDP | {len(equal)} of {len(run)} |\n"
     for source, name in SOURCES.items():
