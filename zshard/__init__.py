@@ -28,6 +28,7 @@ from zshard.checkpoint.load import load
 from zshard.checkpoint.save import SaveHandle as SaveHandle
 from zshard.checkpoint.save import save
 from zshard.checkpoint.script_state import rng_state, set_rng_state
+from zshard.data_position import DataPosition
 from zshard.doctor import available_features
 from zshard.fsdp import FSDP, shard_info
 from zshard.grad_scaler import GradScaler
@@ -69,6 +70,7 @@ __all__ = [
     "AdamW8bit",
     "CheckpointError",
     "CudaError",
+    "DataPosition",
     "DivergenceError",
     "Exported",
     "GradScaler",

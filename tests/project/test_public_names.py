@@ -19,7 +19,7 @@ import zshard.deepspeed
 
 PUBLIC = {
     *("FSDP", "EMA", "Adam", "AdamW", "SGD", "Adam8bit", "AdamW8bit", "SGD8bit", "Muon"),
-    *("WholeMatrix", "GradScaler", "Keep", "MicroBatchSampler"),
+    *("WholeMatrix", "GradScaler", "Keep", "MicroBatchSampler", "DataPosition"),
     *("ShardingStrategy", "MixedPrecision", "Offload", "Wire", "NcclOptions"),
     "NonFiniteError",
     *("CheckpointError", "CudaError", "DivergenceError", "NcclError", "PeerError"),

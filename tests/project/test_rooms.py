@@ -25,7 +25,17 @@ PACKAGE = Path(zshard.__file__).parent
 CORE = [
     *("_version", "_built_with", "_torch_check", "_errors", "_core"),
     *("precision", "strategy", "keeping", "run", "ranks", "trace", "offload"),
-    *("units", "any_world", "guard", "wrap", "options", "optim", "grad_scaler", "state"),
+    *(
+        "data_position",
+        "units",
+        "any_world",
+        "guard",
+        "wrap",
+        "options",
+        "optim",
+        "grad_scaler",
+        "state",
+    ),
     *("memory", "model"),
     *("_patches", "averages", "checkpoint", "weights", "recovery", "doctor"),
 ]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations
 from unit_watch import uses_while_sharded
 
@@ -310,3 +311,75 @@ def test_traced_model_keeps_its_units() -> None:
     assert {type(unit.module) for unit in units[:-1]} == {nn.Linear}
     assert units[-1].numel < sum(unit.numel for unit in units) / 4
     assert uses_while_sharded(units, torch.randn(2, 3, 16)) == []
+
+
+# --- what the model states -----------------------------------------------------------------------
+
+
+class Planned(nn.Module):
+    """A large tower that says nothing, and a small one whose layers are too little to be noticed."""
+
+    def __init__(self, **statements: Any) -> None:
+        super().__init__()
+        self.body = Stack(*(Block(32, 128) for _ in range(6)))
+        self.small = Stack(*(Block(8, 8) for _ in range(4)))
+        for name, value in statements.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).sum() + self.small(x[..., :8]).sum()
+
+
+BODY, SMALL = numbered("body.layers.#", 6), numbered("small.layers.#", 4)
+STATEMENTS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "nothing": ({}, [*BODY, "small", ""]),
+    "a plan": ({"_fsdp_plan": {"small.layers.*": "free_full_weight"}}, [*BODY, *SMALL, ""]),
+    "a plan without a star": ({"_fsdp_plan": {"small": "keep"}}, [*BODY, "small", ""]),
+    "a plan that fits nothing": (
+        {"_fsdp_plan": {"layers.*": "free_full_weight", "encoder.*": 3, 7: None}},
+        [*BODY, "small", ""],
+    ),
+    "classes": ({"_no_split_modules": ["Block", "Missing"]}, [*BODY, *SMALL, ""]),
+    "a class of parts of layers": ({"_no_split_modules": {"Sequential"}}, [*BODY, *SMALL, ""]),
+    "a class that occurs once": ({"_no_split_modules": ["Planned"]}, [*BODY, "small", ""]),
+    "other things of these names": (
+        {"_fsdp_plan": "layers.*", "_no_split_modules": lambda: ["Block"]},
+        [*BODY, "small", ""],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STATEMENTS)
+def test_auto_takes_the_blocks_that_a_model_states(case: str) -> None:
+    statements, wanted = STATEMENTS[case]
+    model = Planned(**statements)
+    units = plan_units(model)
+    assert names(units) == wanted
+    assert uses_while_sharded(units, torch.randn(2, 3, 32)) == []
+    below = plan_units(nn.Sequential(model))  # stated by a module below the root
+    assert names(below) == [*(f"0.{name}" for name in wanted[:-1]), ""]
+
+
+def test_a_policy_of_the_user_wins() -> None:
+    model = Planned(_fsdp_plan={"small.layers.*": "free_full_weight"})
+    assert names(plan_units(model, None)) == [""]
+    assert names(plan_units(model, {nn.LayerNorm}))[0] == "body.layers.0.norm"
+
+
+def test_stated_blocks_are_not_too_large() -> None:
+    """Half of the model in a unit is opened, if there are blocks inside."""
+    model = Stack(*(Stack(*(Block() for _ in range(4))) for _ in range(2)))
+    model._fsdp_plan = {"layers.*": "free_full_weight"}  # type: ignore[assignment]
+    assert names(plan_units(model)) == [
+        *(f"layers.{k}.layers.{j}" for k in range(2) for j in range(4)),
+        "",
+    ]
+
+
+def test_plans_see_through_wrappers() -> None:
+    model = Planned(_fsdp_plan={"small.layers.*": "free_full_weight"})
+    for k in range(4):
+        model.small.layers[k] = checkpoint_wrapper(model.small.layers[k])
+    inner = [f"{name}._checkpoint_wrapped_module" for name in SMALL]
+    found = names(plan_units(model))
+    assert found[:6] == BODY and found[6:-1] in (SMALL, inner)

@@ -1,16 +1,17 @@
-"""auto_wrap_policy="auto": find the units of a model from its structure alone.
+"""auto_wrap_policy="auto": find the units of a model from what it states and from its structure.
 
-Big models repeat themselves. Children of one container that share a class are the model's blocks.
-The outermost level whose blocks are small enough becomes the units; the remainder (embeddings,
-heads, models without repetition) is cut by size. All limits are fractions of the model, so a model
-and its tiny copy in a test get the same units.
+The blocks that a model states (`wrap/stated.py`) are its blocks. Elsewhere, big models repeat
+themselves: children of one container that share a class are the model's blocks. The outermost level
+whose blocks are small enough becomes the units; the remainder (embeddings, heads, models without
+repetition) is cut by size. All limits are fractions of the model, so a model and its tiny copy in a
+test get the same units.
 """
 
 from __future__ import annotations
 
-from torch import nn
 from torch.nn.utils import parametrize
 
+from zshard.wrap.stated import is_list, stated_blocks
 from zshard.wrap.tree import ModuleTree, Node
 
 # Open a block above this share if it has blocks inside: two gathered units, what a step holds at a
@@ -45,6 +46,8 @@ class _AutoWrap:
         self._root = tree.root
         self._nodes = tree.nodes
         self._total = tree.root.numel
+        self._tiny = min(_TINY * self._total, _TINY_AT_MOST)
+        self._stated = {node for node in stated_blocks(tree) if node.numel >= self._tiny}
         self._units: dict[Node, None] = {}  # an ordered set
         self._leftover = 0.0  # the elements from which a left-over module becomes a unit
         self._above: set[Node] = set()  # nodes with a block below
@@ -78,24 +81,25 @@ class _AutoWrap:
         return found
 
     def _repeated(self, node: Node) -> set[Node]:
-        """Return the children of `node` that are blocks: they share a class and are large enough
-        for units.
+        """Return the children of `node` that are blocks: the model states them, or they share a
+        class and are large enough for units.
 
         In a list, any layer may be a block (a stack of Linear). Among named attributes, only
         modules with children may: otherwise the q, k and v of an attention would be blocks.
         """
-        is_list = _is_list(node)
+        in_list = is_list(node)
         candidates = [
             child
             for child in node.children
-            if self._may_be_unit(child) and (is_list or not child.is_leaf)
+            if self._may_be_unit(child) and (in_list or not child.is_leaf)
         ]
         by_class: dict[type, list[Node]] = {}
         for child in candidates:
             kind = parametrize.type_before_parametrizations(child.module)
             by_class.setdefault(kind, []).append(child)
         repeated = {child for group in by_class.values() for child in self._worthwhile(group)}
-        if is_list and repeated:  # a layer of a rarer kind: the attention of a hybrid model
+        repeated.update(filter(self._may_be_unit, self._stated.intersection(node.children)))
+        if in_list and repeated:  # a layer of a rarer kind: the attention of a hybrid model
             least = min(child.numel for child in repeated) / 2
             repeated.update(
                 child for child in candidates if not child.is_leaf and child.numel >= least
@@ -108,8 +112,7 @@ class _AutoWrap:
         together = sum(node.numel for node in group)
         if len(group) < 2 or together < _WORTHWHILE * self._total:
             return []
-        tiny = min(_TINY * self._total, _TINY_AT_MOST)
-        big = [node for node in group if node.numel >= tiny]
+        big = [node for node in group if node.numel >= self._tiny]
         if sum(node.numel for node in big) >= _MOST * together:
             return big
         if together < _LARGE * self._total:
@@ -125,7 +128,7 @@ class _AutoWrap:
         """
         if sum(child.numel for child in inner) < _MOST * block.numel:
             return False
-        return block.numel > _LARGE * self._total or not _is_list(holder)
+        return block.numel > _LARGE * self._total or not is_list(holder)
 
     def _take_leftovers(self, node: Node) -> None:
         """Add the large modules outside the blocks that are not worth splitting further.
@@ -144,7 +147,3 @@ class _AutoWrap:
     def _can_be_cut(self, node: Node) -> bool:
         largest = max((child.numel for child in node.children), default=0)
         return node.numel > _LARGE * self._total and largest >= self._leftover
-
-
-def _is_list(node: Node) -> bool:
-    return isinstance(node.module, nn.ModuleList | nn.ModuleDict | nn.Sequential)

@@ -1,0 +1,416 @@
+"""zshard.DataPosition: a run that is resumed trains on the rest of the epoch, on any number of ranks."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from compare import assert_same
+from spawn import RankFailure, RankPool, ranks
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+import zshard
+from zshard import DataPosition, DivergenceError
+
+N = 103  # divided by neither 2 nor 3 nor a batch
+
+
+def numbers(n: int = N) -> list[int]:
+    return list(range(n))
+
+
+def loader_of(position: DataPosition, batch_size: int = 4, **options: Any) -> DataLoader:
+    data = numbers(position._order["n_samples"])
+    return DataLoader(data, batch_size=batch_size, sampler=position.sampler, **options)
+
+
+def taken(position: DataPosition, loader: Any, most: int | None = None) -> list[list[int]]:
+    """The batches of an epoch, or the first `most` of them."""
+    return [batch.tolist() for batch in itertools.islice(position.batches(loader), most)]
+
+
+# --- without a resume: torch's sampler ------------------------------------------------------------
+
+
+def same_as_torch(n: int, options: dict[str, Any]) -> None:
+    position = DataPosition(n, seed=3, **options)
+    theirs = DistributedSampler(numbers(n), seed=3, **options)
+    loader = loader_of(position)
+    for epoch in range(3):
+        assert position.epoch == epoch
+        theirs.set_epoch(epoch)
+        wanted = [b.tolist() for b in DataLoader(numbers(n), batch_size=4, sampler=theirs)]
+        assert len(loader) == len(wanted)
+        assert taken(position, loader) == wanted
+
+
+@pytest.mark.parametrize("options", [{}, {"shuffle": False}, {"drop_last": True}], ids=str)
+@ranks(2, 3)
+def test_samples_are_those_of_distributed_sampler(pool: RankPool, options: dict[str, Any]) -> None:
+    for n in (N, 96, 5, 2, 1):
+        pool.run(same_as_torch, n, options)
+
+
+# --- resumed --------------------------------------------------------------------------------------
+
+
+def some(state: Any, most: int | None, batch_size: int, workers: int, drop: bool) -> Any:
+    """(batches of this rank, the state after them)"""
+    position = DataPosition(N, seed=1, drop_last=drop)
+    if state is not None:
+        position.load_state_dict(state)
+    loader = loader_of(position, batch_size, num_workers=workers)
+    found = []
+    for batch in position.batches(loader):  # the state is taken within the loop, as scripts do
+        found.append(batch.tolist())
+        state = position.state_dict()
+        if len(found) == most:
+            break
+    return found, state
+
+
+def flat(on_ranks: list[Any]) -> list[int]:
+    return [sample for found, _ in on_ranks for batch in found for sample in batch]
+
+
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_other_ranks_train_on_the_rest(
+    pool2: RankPool, pool3: RankPool, workers: int, drop: bool
+) -> None:
+    first = pool2.run(some, None, 3, 4, workers, drop)
+    states = [state for _, state in first]
+    assert states[0] == states[1]
+    second = pool3.run(some, states[0], 2, 5, workers, drop)
+    third = [some(second[0][1], 3, 6, workers, drop)]
+    fourth = pool2.run(some, third[0][1], None, 8, workers, drop)
+    seen = [flat(each) for each in (first, second, third, fourth)]
+    assert [len(each) for each in seen[:3]] == [3 * 4 * 2, 2 * 5 * 3, 3 * 6]
+    counts = Counter(itertools.chain(*seen))
+    repeated = sum(counts.values()) - len(counts)
+    assert (len(counts), repeated) == ((N - 1, 0) if drop else (N, 1))
+
+
+@ranks(2)
+def test_the_same_ranks_repeat_the_run(pool: RankPool) -> None:
+    unbroken = pool.run(some, None, None, 4, 0, False)
+    begun = pool.run(some, None, 5, 4, 2, False)
+    ended = pool.run(some, begun[0][1], None, 4, 2, False)
+    for rank in range(2):
+        assert begun[rank][0] + ended[rank][0] == unbroken[rank][0]
+
+
+def test_a_state_of_the_end_begins_the_next_epoch() -> None:
+    position = DataPosition(N, seed=1)
+    unbroken = [taken(position, loader_of(position)) for _ in range(2)]
+    _, last = some(None, None, 4, 0, False)
+    resumed = DataPosition(N, seed=1)
+    resumed.load_state_dict(last)
+    loader = loader_of(resumed)
+    assert (resumed.epoch, len(loader), taken(resumed, loader)) == (0, 0, [])
+    assert (resumed.epoch, taken(resumed, loader)) == (1, unbroken[1])
+
+
+def test_a_loop_that_was_left_continues() -> None:
+    position, whole = DataPosition(N, seed=1), DataPosition(N, seed=1)
+    loader = loader_of(position, num_workers=2, persistent_workers=True)
+    found = [taken(position, loader, 3), taken(position, loader, 4), taken(position, loader)]
+    assert list(itertools.chain(*found)) == taken(whole, loader_of(whole))
+    assert position.epoch == 1
+
+
+def test_a_state_may_be_loaded_twice() -> None:
+    _, state = some(None, 3, 4, 0, False)
+    position = DataPosition(N, seed=1)
+    position.load_state_dict(state)
+    first = taken(position, loader_of(position), 5)
+    position.load_state_dict(state)
+    assert position.state_dict() == state
+    assert taken(position, loader_of(position), 5) == first
+
+
+# --- with a checkpoint ----------------------------------------------------------------------------
+
+
+def train(folder: str, stop: int | None) -> tuple[list[float], list[int]]:
+    """(losses, samples) of this rank, with a step of two batches; continues what is in the folder."""
+    torch.manual_seed(1)
+    data = torch.randn(N, 7)
+    model = zshard.FSDP(torch.nn.Sequential(torch.nn.Linear(7, 9), torch.nn.Linear(9, 1)))
+    optimizer = zshard.AdamW(model.parameters())
+    position = DataPosition(N, seed=2, accumulate=2)
+    if zshard.latest_checkpoint(folder):
+        position.load_state_dict(zshard.load(folder, model, optimizer)["data"])
+    loader = DataLoader(numbers(), batch_size=5, sampler=position.sampler, num_workers=1)
+    losses, samples = [], []
+    while position.epoch < 2:
+        for count, batch in enumerate(position.batches(loader), 1):
+            last = count == len(loader)
+            loss = model(data[batch]).square().mean()
+            if count % 2 and not last:
+                with model.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+            samples += batch.tolist()
+            if len(losses) == stop:
+                extra = {"data": position.state_dict()}
+                zshard.save(folder, model, optimizer, step=stop, extra=extra)
+                return losses, samples
+    return losses, samples
+
+
+def test_training_is_bit_identical_after_a_resume(pool2: RankPool, tmp_path: Any) -> None:
+    unbroken = pool2.run(train, str(tmp_path / "none"), None)
+    begun = pool2.run(train, str(tmp_path / "run"), 4)
+    ended = pool2.run(train, str(tmp_path / "run"), None)
+    for rank in range(2):
+        assert len(unbroken[rank][0]) == 22
+        assert_same(begun[rank][0] + ended[rank][0], unbroken[rank][0], "losses")
+
+
+def test_three_ranks_continue_a_checkpoint_of_two(
+    pool2: RankPool, pool3: RankPool, tmp_path: Any
+) -> None:
+    begun = pool2.run(train, str(tmp_path), 4)
+    ended = pool3.run(train, str(tmp_path), None)
+    counts = Counter(sample for _, samples in begun + ended for sample in samples)
+    # 63 are left for 3 ranks; the second epoch repeats two samples.
+    assert sorted(counts.values()) == [2] * (N - 2) + [3] * 2
+
+
+def run_page(folder: str, epochs: str) -> None:
+    page = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    (text,) = (block for block in blocks if "DataPosition" in block)
+    os.chdir(folder)
+    model = zshard.FSDP(torch.nn.Linear(3, 1))
+    optimizer = zshard.AdamW(model.parameters())
+    data = torch.utils.data.TensorDataset(torch.randn(99, 3), torch.randn(99, 1))
+    names = {"torch": torch, "zshard": zshard, "DataLoader": DataLoader, "data": data}
+    names |= {"model": model, "optimizer": optimizer}
+    exec(text.replace("epoch, 2)", f"epoch, {epochs})"), names)
+    assert names["position"].epoch == int(epochs)
+
+
+def test_documented_script_resumes_on_other_ranks(
+    pool2: RankPool, pool3: RankPool, tmp_path: Any
+) -> None:
+    pool2.run(run_page, str(tmp_path), "1")
+    pool3.run(run_page, str(tmp_path), "2")
+
+
+# --- misuse ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"seed": 2}, "saved with seed=1, but this run has seed=2"),
+        ({"seed": 1, "shuffle": False}, "saved with shuffle=True"),
+        ({"seed": 1, "n_samples": 99}, "saved with n_samples=103, but this run has n_samples=99"),
+        ({"seed": 1, "n_samples": None}, "but this run has n_samples=None"),
+    ],
+    ids=str,
+)
+def test_another_order_is_refused(options: dict[str, Any], said: str) -> None:
+    _, state = some(None, 3, 4, 0, False)
+    with pytest.raises(ValueError, match=said):
+        DataPosition(**{"n_samples": N, **options}).load_state_dict(state)
+    with pytest.raises(ValueError, match="saved with n_samples=None"):
+        DataPosition(N).load_state_dict({})
+
+
+def test_wrong_loaders_are_refused() -> None:
+    position, other = DataPosition(N), DataPosition(N)
+    with pytest.raises(ValueError, match=r"pass sampler=position\.sampler"):
+        next(position.batches(loader_of(other)))
+    with pytest.raises(ValueError, match=r"pass sampler=position\.sampler"):
+        next(position.batches(DataLoader(numbers(), batch_size=4, shuffle=True)))
+    with pytest.raises(TypeError, match="without a batch_size has no position"):
+        next(position.batches(loader_of(position, None)))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="needs a loader that saves its own state"):
+        next(DataPosition().batches(DataLoader(numbers())))
+    with pytest.raises(TypeError, match="has no sampler: pass the length"):
+        len(DataPosition().sampler)
+    with pytest.raises(ValueError, match="n_samples must be at least 1"):
+        DataPosition(0)
+    with pytest.raises(ValueError, match="accumulate must be at least 1"):
+        DataPosition(N, accumulate=0)
+
+
+def test_a_loader_by_itself_is_refused() -> None:
+    position = DataPosition(N)
+    loader = loader_of(position)
+    with pytest.raises(RuntimeError, match=r"use `for batch in position\.batches"):
+        next(iter(loader))
+    taken(position, loader, 2)
+    with pytest.raises(RuntimeError, match=r"use `for batch in position\.batches"):
+        next(iter(loader))
+    with pytest.raises(RuntimeError, match="called within its loop: leave the loop before"):
+        for _ in position.batches(loader):
+            taken(position, loader, 1)
+
+
+def test_a_state_within_an_optimizer_step_is_refused() -> None:
+    position = DataPosition(22, accumulate=4)
+    loader, refused = loader_of(position), []
+    for _ in position.batches(loader):
+        try:
+            position.state_dict()
+            refused.append(False)
+        except RuntimeError as error:
+            assert "of 4 batches: save after optimizer.step()" in str(error)
+            refused.append(True)
+    assert refused == [True, True, True, False, True, False]  # the last window has two batches
+    assert position.state_dict()["epoch"] == 1
+
+
+def test_an_error_in_the_loop_keeps_the_position() -> None:
+    position = DataPosition(N, seed=1)
+    loader, whole = loader_of(position), taken(DataPosition(N, seed=1), loader_of(position), 0)
+    assert whole == []
+    with pytest.raises(KeyError):
+        for _ in position.batches(loader):
+            raise KeyError("out of memory, say")
+    assert position.samples == 4
+    assert len(taken(position, loader)) == len(loader_of(DataPosition(N - 4)))
+
+
+def differing(how: str) -> None:
+    rank = dist.get_rank()
+    n, seed, size = N, 1, 4
+    if how == "seed":
+        seed += rank
+    elif how == "n_samples":
+        n += rank
+    else:
+        size += rank
+    position = DataPosition(n, seed=seed)
+    with pytest.raises(DivergenceError, match=f"{how} is .* on rank 0 and .* on rank 1"):
+        next(position.batches(loader_of(position, size)))
+
+
+@pytest.mark.parametrize("how", ["seed", "n_samples", "batch_size"])
+@ranks(2)
+def test_ranks_with_other_orders_are_refused(pool: RankPool, how: str) -> None:
+    pool.run(differing, how)
+
+
+def lone(folder: str) -> None:
+    if dist.get_rank() == 0:
+        train(folder, None)
+
+
+def test_a_rank_without_a_loader_ends_the_others(tmp_path: Any) -> None:
+    own = RankPool(2)
+    with pytest.raises(RankFailure):
+        own.run(lone, str(tmp_path), timeout=20)
+    own.close()
+
+
+# --- torchdata ------------------------------------------------------------------------------------
+
+
+class Counting(Dataset):
+    """A data set with a state: how many samples this worker has read."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        self.read += 1
+        return index, self.read
+
+    def state_dict(self) -> dict[str, int]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.read = state["read"]
+
+
+class Stream(IterableDataset):
+    """An iterable data set with a state; rank and worker read their own numbers."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Any:
+        worker = torch.utils.data.get_worker_info()
+        base = 1000 * (worker.id if worker else 0)
+        while self.at < 30:
+            self.at += 1
+            yield base + self.at
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def stateful(kind: str, state: Any, most: int | None, workers: int, folder: str) -> Any:
+    """(batches of two epochs, or the first `most`; the state), which went through a checkpoint."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    position = DataPosition(N, seed=1) if kind == "map" else DataPosition()
+    model = torch.nn.Linear(2, 2)
+    if state:
+        position.load_state_dict(zshard.load(folder, model)["data"])
+    source = {"dataset": Counting(), "sampler": position.sampler} if kind == "map" else {}
+    source = source or {"dataset": Stream()}
+    loader = StatefulDataLoader(batch_size=4, num_workers=workers, **source)
+    found: list[Any] = []
+    while position.epoch < 2:
+        for batch in position.batches(loader):
+            found.append(torch.stack(list(batch)).tolist() if kind == "map" else batch.tolist())
+            if len(found) == most:
+                extra = {"data": position.state_dict()}
+                zshard.save(folder, model, extra=extra, overwrite=True)
+                return found, extra["data"]
+    return found, None
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("kind", "most"), [("map", 3), ("map", 13), ("map", 14), ("iterable", 3), ("iterable", 13)]
+)
+@ranks(2)
+def test_a_stateful_loader_repeats_the_run(
+    pool: RankPool, tmp_path: Any, kind: str, workers: int, most: int
+) -> None:
+    pytest.importorskip("torchdata", reason="needs zshard[trainers]: make test-trainers")
+    folder = str(tmp_path / "run")
+    unbroken = pool.run(stateful, kind, None, None, workers, folder)
+    begun = pool.run(stateful, kind, None, most, workers, folder)
+    ended = pool.run(stateful, kind, True, None, workers, folder)
+    for rank in range(2):
+        assert begun[rank][0] + ended[rank][0] == unbroken[rank][0]
+
+
+def test_a_stateful_loader_on_other_ranks(pool2: RankPool, pool3: RankPool, tmp_path: Any) -> None:
+    pytest.importorskip("torchdata", reason="needs zshard[trainers]: make test-trainers")
+    folder = str(tmp_path / "run")
+    begun = pool2.run(stateful, "map", None, 3, 2, folder)
+    ended = pool3.run(stateful, "map", True, None, 2, folder)
+    counts = Counter(s for found, _ in begun + ended for batch in found for s in batch[0])
+    assert sorted(counts.values())[: N - 5] == [2] * (N - 5)
+    assert sum(counts.values()) <= 2 * N + 4  # what fills up the ends of two epochs
+    pool2.run(stateful, "iterable", None, 3, 0, folder)
+    with pytest.raises(RankFailure, match="was saved on 2 ranks with batches of 4, but this run"):
+        pool3.run(stateful, "iterable", True, None, 0, folder)
