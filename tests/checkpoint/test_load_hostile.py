@@ -30,7 +30,7 @@ import zshard
 from zshard import CheckpointError, _core
 from zshard.checkpoint import manifest
 from zshard.checkpoint.manifest import BLOCK, FileRecord, Manifest
-from zshard.checkpoint.parts import Spread
+from zshard.checkpoint.per_host.parts import Spread
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,10 @@ from torch import nn
 
 import zshard
 from zshard import FSDP, CheckpointError, __main__
-from zshard.checkpoint import folder, remote, save_parts
+from zshard.checkpoint import folder
 from zshard.checkpoint.opening import read_manifest
+from zshard.checkpoint.per_host import remote
+from zshard.checkpoint.per_host import write_parts as save_parts
 from zshard.wrap import ModuleWrapPolicy
 
 STEP = "step-00000003"
@@ -197,7 +199,7 @@ def save_two_steps(root, per_host):
 
 
 def resume(root, per_host):
-    """Load, go on, and save step 5."""
+    """Load, train, and save step 5."""
     path = disk(root, host_of(per_host))
     model, optimizer = made("full_shard")
     found = zshard.latest_checkpoint(path, model)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from zshard._errors import CheckpointError
 from zshard.checkpoint import script_state
 from zshard.checkpoint.manifest import Manifest, dict_of
-from zshard.checkpoint.parts import Spread
+from zshard.checkpoint.per_host.parts import Spread
 from zshard.checkpoint.safetensors import OpenFile
 from zshard.checkpoint.torch_file import NoDataError
 from zshard.optim.sharded_state import params_of

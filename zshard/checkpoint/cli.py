@@ -21,12 +21,12 @@ import torch
 from zshard import _core
 from zshard._errors import CheckpointError
 from zshard.checkpoint.checkpoint import Checkpoint, Readable
-from zshard.checkpoint.collect import collect
 from zshard.checkpoint.contents import Item
 from zshard.checkpoint.folder import Staging, Target
 from zshard.checkpoint.load import Reader
 from zshard.checkpoint.manifest import BLOCK, NAME, check_blocks, data_blocks, head_blocks
 from zshard.checkpoint.opening import MODEL, add_averages, open_own, opened
+from zshard.checkpoint.per_host.collect import collect
 from zshard.checkpoint.safetensors import OpenFile
 from zshard.checkpoint.save_plan import PlannedFile, index_of, lay_out
 from zshard.checkpoint.saved_averages import AVERAGE, stem_of
@@ -97,9 +97,9 @@ def run(args: argparse.Namespace) -> int:
         if args.word == "verify":
             return _verify(args.path)
         if args.word == "collect":
-            told = collect(args.folders, args.out)
-            if told is not None:
-                print(told)
+            line = collect(args.folders, args.out)
+            if line is not None:
+                print(line)
             return 0
         return _export(args.path, args.out, _DTYPES.get(args.dtype), args.max_shard_size)
     except (OSError, ValueError, RuntimeError) as error:

@@ -32,9 +32,9 @@ from zshard.checkpoint.checkpoint import (
     read_whole,
 )
 from zshard.checkpoint.contents import ranks_of
-from zshard.checkpoint.hosts import PartsOfHosts, opened_together
 from zshard.checkpoint.load_optimizer import OptimizerLoad
 from zshard.checkpoint.opening import add_averages, older_than, opened
+from zshard.checkpoint.per_host.hosts import PartsOfHosts, opened_together
 from zshard.checkpoint.safetensors import SafetensorsFile, TensorEntry
 from zshard.checkpoint.saved_averages import AveragesLoad, check_ema
 from zshard.checkpoint.write import finish

@@ -51,15 +51,14 @@ class FileRecord:
     checksums: tuple[int, ...]  # CRC-32C of each BLOCK; the last block may be shorter
 
 
-Run = tuple[int, int]  # the offset of its first byte, and its length
-
-
-class Part(NamedTuple):
+class PartRecord(NamedTuple):
     """A part file: runs of bytes of the checkpoint's files, one after the other."""
 
     host: str  # the name of the host that wrote it
     rank: int  # that wrote it
-    runs: Mapping[str, Sequence[Run]]  # by file, in the order in which the part file has them
+    runs: Mapping[
+        str, Sequence[tuple[int, int]]
+    ]  # by file, in the order in which the part file has them
 
     @property
     def size(self) -> int:
@@ -93,7 +92,7 @@ class Manifest:
     software: Mapping[str, str] = field(default_factory=dict)  # names and versions
     finite: bool = True  # whether no parameter is NaN or infinite
     whole: Mapping[str, int] = field(default_factory=dict)  # with parts: bytes of each file
-    parts: Mapping[str, Part] = field(default_factory=dict)  # by the name of the part file
+    parts: Mapping[str, PartRecord] = field(default_factory=dict)  # by the name of the part file
 
     @property
     def names(self) -> Collection[str]:
@@ -205,20 +204,20 @@ def _check_parts(made: Manifest, version: int) -> None:
                 raise ValueError(f"the part file '{name:.80}' exceeds '{file:.80}'")
 
 
-def _part_of(told: Mapping[str, Any]) -> Part:
-    runs = {_plain(file): _runs_of(text) for file, text in told["runs"].items()}
-    host = told["host"]
+def _part_of(facts: Mapping[str, Any]) -> PartRecord:
+    runs = {_plain(file): _runs_of(text) for file, text in facts["runs"].items()}
+    host = facts["host"]
     if not isinstance(host, str):
         raise TypeError(f"host must be a string, got {host!r:.40}")
-    return Part(host, _count(told["rank"]), runs)
+    return PartRecord(host, _count(facts["rank"]), runs)
 
 
-def _text_of(runs: Sequence[Run]) -> str:
+def _text_of(runs: Sequence[tuple[int, int]]) -> str:
     """Return runs as text, which is shorter than JSON: offset+length offset+length ..."""
     return " ".join(f"{offset}+{length}" for offset, length in runs)
 
 
-def _runs_of(text: str) -> tuple[Run, ...]:
+def _runs_of(text: str) -> tuple[tuple[int, int], ...]:
     runs = (each.split("+") for each in text.split())
     return tuple((_count(int(offset)), _count(int(length))) for offset, length in runs)
 

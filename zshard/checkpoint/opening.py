@@ -19,7 +19,7 @@ from zshard.checkpoint import dcp
 from zshard.checkpoint.checkpoint import Checkpoint, Readable, decode, optimizer_of_manifest
 from zshard.checkpoint.folder import finished, name_of, path_of
 from zshard.checkpoint.manifest import LIMIT, NAME, Manifest, parse
-from zshard.checkpoint.parts import Spread, part_files_in
+from zshard.checkpoint.per_host.parts import Spread, part_files_in
 from zshard.checkpoint.safetensors import (
     HEADER_LIMIT,
     OpenFile,

@@ -107,7 +107,7 @@ class TensorEntry(NamedTuple):
         self.file.read_into(memory, self.begin + offset)
 
 
-class Source(Protocol):
+class ReadableBytes(Protocol):
     """Bytes that can be read, as from a _core.File."""
 
     @property
@@ -122,12 +122,12 @@ class OpenFile:
     """An open file, also as a context manager. Raises OSError if the system refuses, and
     CheckpointError if it is not a regular file or is truncated; both name the file."""
 
-    def __init__(self, path: str, follow: bool = True, source: Source | None = None) -> None:
+    def __init__(self, path: str, follow: bool = True, source: ReadableBytes | None = None) -> None:
         """follow: follow a symbolic link; otherwise a link is an error.
         source: where its bytes are, if not in a file at `path`."""
         self.path = path
         try:
-            self._file: Source | _core.File = source or _core.File.open(path, follow)
+            self._file: ReadableBytes | _core.File = source or _core.File.open(path, follow)
         except OSError as error:
             if follow or error.errno != errno.ELOOP:
                 raise
@@ -185,7 +185,7 @@ class SafetensorsFile(OpenFile):
     """A safetensors file whose header has been checked. `entries` has its tensors by name, `notes`
     the __metadata__; `data` is the offset of the data section."""
 
-    def __init__(self, path: str, follow: bool = True, source: Source | None = None) -> None:
+    def __init__(self, path: str, follow: bool = True, source: ReadableBytes | None = None) -> None:
         super().__init__(path, follow, source)
         try:
             length = header_length(bytes(self.bytes_of(min(self.size, 8))), self.size, path)

@@ -29,8 +29,8 @@ from zshard.averages import EMA
 from zshard.checkpoint.contents import Replicas, of_model, of_optimizer, ranks_of
 from zshard.checkpoint.folder import Staging, Target, retain, warn_of_newer
 from zshard.checkpoint.manifest import NAME as MANIFEST
+from zshard.checkpoint.per_host.write_parts import PerHost, write_parts
 from zshard.checkpoint.safetensors import CODES
-from zshard.checkpoint.save_parts import PerHost, write_parts
 from zshard.checkpoint.save_plan import (
     Kept,
     OwnDisks,

@@ -29,7 +29,7 @@ from zshard._version import __version__
 from zshard.any_world import facts_of_run
 from zshard.checkpoint.contents import Contents, Item, facts_of
 from zshard.checkpoint.folder import Target
-from zshard.checkpoint.manifest import BLOCK, FileRecord, Manifest, Part, dump
+from zshard.checkpoint.manifest import BLOCK, FileRecord, Manifest, PartRecord, dump
 from zshard.checkpoint.safetensors import CODES, HEADER_LIMIT
 from zshard.model.shard_model import MADE
 from zshard.ranks.agreement import Fact, gather_bytes, on_all_ranks
@@ -157,7 +157,9 @@ def plan_of(comm: _core.Comm, asked: SaveRequest, model: nn.Module) -> SavePlan:
     facts = {"any_world": run} if run else {}
 
     def manifest(
-        records: Mapping[str, FileRecord], finite: bool, parts: Mapping[str, Part] | None = None
+        records: Mapping[str, FileRecord],
+        finite: bool,
+        parts: Mapping[str, PartRecord] | None = None,
     ) -> bytes:
         sizes = {file.name: file.size for file in files}
         sizes |= {name: len(text) for name, text in texts.items()}  # on rank 0

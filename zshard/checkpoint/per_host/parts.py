@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from zshard._errors import CheckpointError
-from zshard.checkpoint.manifest import NAME, Block, Manifest, Part
+from zshard.checkpoint.manifest import NAME, Block, Manifest, PartRecord
 from zshard.checkpoint.safetensors import OpenFile, SafetensorsFile
 
 _HERE, _ELSEWHERE, _LOST = range(3)  # nearest first
@@ -27,7 +27,7 @@ Read = Callable[[str, int, memoryview], None]
 """Reads a part file of another host: name, first byte, memory to fill."""
 
 
-class Place(NamedTuple):
+class RunPlace(NamedTuple):
     """Where a run of bytes of a file is."""
 
     begin: int  # in the file
@@ -85,7 +85,7 @@ class Spread:
             file.close()
         self._opened.clear()
 
-    def places(self, file: str, begin: int, end: int) -> Iterator[Place]:
+    def places(self, file: str, begin: int, end: int) -> Iterator[RunPlace]:
         """Yield where bytes `begin` to `end` of a file are, in order, cut to this range."""
         all_places = self._places[file]
         first = bisect.bisect_right(all_places, begin, key=lambda place: place.begin) - 1
@@ -98,7 +98,7 @@ class Spread:
                     begin=start, at=place.at + start - place.begin, length=stop - start
                 )
 
-    def read(self, place: Place, memory: memoryview) -> None:
+    def read(self, place: RunPlace, memory: memoryview) -> None:
         """Fill `memory` with the bytes of a place."""
         if place.nearness == _HERE:
             self.part(place.part).read_into(memory, place.at)
@@ -125,18 +125,18 @@ class Spread:
         for name in dict.fromkeys(place.part for _, place in lost):
             part = self.manifest.parts[name]
             hosts.setdefault(part.host, []).append(part.rank)
-        told = "; ".join(
+        missing = "; ".join(
             f"the part files of host '{host}' ({_ranks(ranks)}) are missing"
             for host, ranks in hosts.items()
         )
         size = sum(place.length for _, place in lost)
         return (
-            f"{told}, which contain {size:,} bytes{self._names_of(lost)}: start these hosts again, "
-            "or copy their part files into the checkpoint's folder on any host; "
+            f"{missing}, which contain {size:,} bytes{self._names_of(lost)}: start these hosts "
+            "again, or copy their part files into the checkpoint's folder on any host; "
             "save(replicas=1) keeps a copy on another host"
         )
 
-    def _names_of(self, lost: Sequence[tuple[str, Place]]) -> str:
+    def _names_of(self, lost: Sequence[tuple[str, RunPlace]]) -> str:
         names: dict[str, None] = {}
         headers: dict[str, SafetensorsFile] = {}
         for file, place in lost:
@@ -154,20 +154,20 @@ class Spread:
     def _nearness(self, part: str) -> int:
         return _HERE if part in self.here else _ELSEWHERE if part in self._elsewhere else _LOST
 
-    def _all_places(self) -> dict[str, list[Place]]:
+    def _all_places(self) -> dict[str, list[RunPlace]]:
         """Return where each file's bytes are, in order; of equal runs, the nearest."""
-        found: dict[str, list[Place]] = {file: [] for file in self.manifest.whole}
+        found: dict[str, list[RunPlace]] = {file: [] for file in self.manifest.whole}
         for name, part in self.manifest.parts.items():
             at = 0
             for file, runs in part.runs.items():
                 for begin, length in runs:
-                    found[file].append(Place(begin, self._nearness(name), name, at, length))
+                    found[file].append(RunPlace(begin, self._nearness(name), name, at, length))
                     at += length
         return {file: self._chain(file, sorted(places)) for file, places in found.items()}
 
-    def _chain(self, file: str, places: Sequence[Place]) -> list[Place]:
+    def _chain(self, file: str, places: Sequence[RunPlace]) -> list[RunPlace]:
         """Return places that contain each byte of a file once, in order."""
-        made: list[Place] = []
+        made: list[RunPlace] = []
         end = 0
         for place in places:
             if made and _range(place) == _range(made[-1]):
@@ -185,7 +185,7 @@ class Spread:
         return made
 
 
-def _range(place: Place) -> tuple[int, int]:
+def _range(place: RunPlace) -> tuple[int, int]:
     return place.begin, place.begin + place.length
 
 
@@ -229,7 +229,7 @@ class PartFile(OpenFile):
         return list(there)
 
 
-def part_files_in(folder: str, parts: Mapping[str, Part]) -> dict[str, str]:
+def part_files_in(folder: str, parts: Mapping[str, PartRecord]) -> dict[str, str]:
     """Return the paths of those part files that a folder has, with the size of their runs."""
     found = {}
     for name, part in parts.items():

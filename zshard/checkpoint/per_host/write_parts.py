@@ -20,10 +20,10 @@ import torch
 
 from zshard import _core
 from zshard.checkpoint.folder import Staging, Target, retain, warn_of_newer
-from zshard.checkpoint.hosts import SUFFIX, Hosts, look
-from zshard.checkpoint.manifest import BLOCK, FileRecord, Part
+from zshard.checkpoint.manifest import BLOCK, FileRecord, PartRecord
 from zshard.checkpoint.manifest import NAME as MANIFEST
-from zshard.checkpoint.remote import RemoteParts
+from zshard.checkpoint.per_host.hosts import SUFFIX, Hosts, look
+from zshard.checkpoint.per_host.remote import RemoteParts
 from zshard.checkpoint.safetensors import rows_of
 from zshard.checkpoint.save_plan import Piece, SavePlan, joined, record_of
 from zshard.checkpoint.write import Writer, Written, write_text
@@ -58,11 +58,11 @@ class PerHost(NamedTuple):
         return PerHost(hosts, possible, group)
 
 
-class _Written(NamedTuple):
+class _WrittenPart(NamedTuple):
     """The part file that a rank has written."""
 
     name: str
-    part: Part
+    part: PartRecord
     record: FileRecord
 
 
@@ -78,13 +78,13 @@ def write_parts(plan: SavePlan, comm: _core.Comm, per_host: PerHost) -> None:
         with on_all_ranks(comm):
             if hosts.leads:
                 staging.open()
-        own: list[_Written | None] = []
+        own: list[_WrittenPart | None] = []
         strange: list[str] = []
         with on_all_ranks(comm), torch.no_grad():
             own.append(_write_part(plan, staging.path, comm, hosts, strange))
         written = _gather(comm, own[0])
-        told = gather_bytes(comm, "".join(strange[:1]).encode())
-        names = {each.decode() for each in told if each}
+        found = gather_bytes(comm, "".join(strange[:1]).encode())
+        names = {each.decode() for each in found if each}
         if per_host.group is not None:
             _copy_parts(comm, per_host, staging.path, written)
         with on_all_ranks(comm):
@@ -151,10 +151,10 @@ def _refuse_shared_folder(comm: _core.Comm, hosts: Hosts, target: Target, id: st
 
 def _write_part(
     plan: SavePlan, folder: str, comm: _core.Comm, hosts: Hosts, strange: list[str]
-) -> _Written | None:
+) -> _WrittenPart | None:
     """Write this rank's part file and sync it. None if this rank has nothing to write."""
     todo = _runs(plan, headers=hosts.leads, texts=comm.rank == 0)
-    part = Part(
+    part = PartRecord(
         hosts.names[comm.rank],
         comm.rank,
         {file: tuple((offset, _size(what)) for offset, what in own) for file, own in todo.items()},
@@ -176,7 +176,7 @@ def _write_part(
         rows = joined(writer.end())
         strange += writer.strange
         file.sync()
-    return _Written(name, part, record_of(name, part.size, rows))
+    return _WrittenPart(name, part, record_of(name, part.size, rows))
 
 
 def _create(path: str, size: int) -> _core.File:
@@ -191,7 +191,7 @@ def _create(path: str, size: int) -> _core.File:
 
 def _runs(plan: SavePlan, headers: bool, texts: bool) -> dict[str, list[tuple[int, Piece | bytes]]]:
     """Return what this rank writes of each file, with its offset there: each host has all headers,
-    and so can tell which tensors are missing."""
+    and so knows which tensors are missing."""
     found: dict[str, list[tuple[int, Piece | bytes]]] = {}
     for file in plan.files if headers else ():
         found[file.name] = [(0, file.header)]
@@ -206,14 +206,16 @@ def _size(what: Piece | bytes) -> int:
     return what.size if isinstance(what, Piece) else len(what)
 
 
-def _gather(comm: _core.Comm, own: _Written | None) -> list[_Written]:
+def _gather(comm: _core.Comm, own: _WrittenPart | None) -> list[_WrittenPart]:
     """Return the part files of all ranks."""
     mine = own and (own.name, own.part, (own.record.size, own.record.checksums))
     everyone = gather_bytes(comm, json.dumps(mine).encode())
     found = []
     for name, (host, rank, runs), (size, checksums) in filter(None, map(json.loads, everyone)):
-        part = Part(host, rank, {file: tuple(map(tuple, each)) for file, each in runs.items()})
-        found.append(_Written(name, part, FileRecord(size, tuple(checksums))))
+        part = PartRecord(
+            host, rank, {file: tuple(map(tuple, each)) for file, each in runs.items()}
+        )
+        found.append(_WrittenPart(name, part, FileRecord(size, tuple(checksums))))
     return found
 
 
@@ -221,7 +223,7 @@ def _gather(comm: _core.Comm, own: _Written | None) -> list[_Written]:
 
 
 def _copy_parts(
-    comm: _core.Comm, per_host: PerHost, folder: str, written: Sequence[_Written]
+    comm: _core.Comm, per_host: PerHost, folder: str, written: Sequence[_WrittenPart]
 ) -> None:
     """Copy the part files of the hosts before this one. Collective."""
     hosts, number = per_host.hosts, len(per_host.hosts.all)
@@ -249,7 +251,7 @@ def _copy_parts(
 
 
 def _sources(
-    hosts: Hosts, replicas: int, own: int, written: Sequence[_Written]
+    hosts: Hosts, replicas: int, own: int, written: Sequence[_WrittenPart]
 ) -> dict[str, tuple[int, int]]:
     """Return (the rank that wrote it, the rank that copies it) for each part file that a host
     copies. The ranks of the host divide those of each other host."""

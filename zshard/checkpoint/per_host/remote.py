@@ -69,7 +69,7 @@ class RemoteParts:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         if isinstance(error, _core.PeerError):
-            return  # a rank is gone, and so is its connection: its server ends by that
+            return  # the connection of the rank that exited is closed, which ends its server
         for rank in sorted(set(self._servers.values())):
             with contextlib.suppress(RuntimeError):
                 self._send(rank, _REQUEST, torch.tensor([_GOODBYE, 0, 0]))
@@ -108,8 +108,8 @@ class RemoteParts:
         with contextlib.suppress(RuntimeError), contextlib.ExitStack() as stack:
             opened: dict[int, OpenFile] = {}
             while True:
-                told = self._receive(client, _REQUEST, torch.empty(3, dtype=torch.int64))
-                number, offset, length = told.tolist()
+                asked = self._receive(client, _REQUEST, torch.empty(3, dtype=torch.int64))
+                number, offset, length = asked.tolist()
                 if number == _GOODBYE:
                     return
                 for begin in range(0, length, _CHUNK):

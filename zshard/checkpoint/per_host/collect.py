@@ -17,10 +17,10 @@ import torch.distributed as dist
 from zshard import _core
 from zshard._errors import CheckpointError
 from zshard.checkpoint.folder import Staging, Target
-from zshard.checkpoint.hosts import PartsOfHosts, folders_together, opened_together
 from zshard.checkpoint.manifest import BLOCK, FileRecord, check_blocks, dump
 from zshard.checkpoint.manifest import NAME as MANIFEST
-from zshard.checkpoint.parts import Spread
+from zshard.checkpoint.per_host.hosts import PartsOfHosts, folders_together, opened_together
+from zshard.checkpoint.per_host.parts import Spread
 from zshard.checkpoint.safetensors import OpenFile, rows_of
 from zshard.checkpoint.save_plan import record_of
 from zshard.checkpoint.write import Written, write_text
@@ -68,13 +68,13 @@ def _collected(comm: _core.Comm, folder: str, out: str) -> str | None:
         if parts is None:
             raise CheckpointError(f"'{path}' is not in parts: it needs no collecting")
         mine = parts.own_blocks(comm, _everything(parts) if comm.rank == 0 else ())
-        told = None
+        line = None
         with on_all_ranks(comm):
             check_blocks(mine)
         with on_all_ranks(comm):
             if comm.rank == 0:
-                told = _write(parts.spread, out)
-        return told
+                line = _write(parts.spread, out)
+        return line
 
 
 def _everything(parts: PartsOfHosts) -> Iterator[tuple[str, int, int]]:

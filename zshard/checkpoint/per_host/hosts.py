@@ -1,6 +1,6 @@
 """Checkpoints of hosts that share no disk: which host has what, and finding them together.
 
-Every host tells what its folder has, and all ranks draw the same conclusion from what they heard:
+Every host reports what its folder has, and all ranks draw the same conclusion from the reports:
 which checkpoint is the newest whose part files are all there, on whatever host, and which rank
 reads which part file from which other one. Hosts may have gone, come or changed their order.
 """
@@ -23,8 +23,8 @@ from zshard.checkpoint.contents import ranks_of
 from zshard.checkpoint.folder import finished, name_of, newest_in, path_of
 from zshard.checkpoint.manifest import BLOCK, Block, Manifest
 from zshard.checkpoint.opening import read_manifest
-from zshard.checkpoint.parts import Spread, part_files_in
-from zshard.checkpoint.remote import RemoteParts
+from zshard.checkpoint.per_host.parts import Spread, part_files_in
+from zshard.checkpoint.per_host.remote import RemoteParts
 from zshard.checkpoint.safetensors import OpenFile
 from zshard.ranks import meeting
 from zshard.ranks.agreement import gather_bytes, on_all_ranks
@@ -40,8 +40,8 @@ class Hosts:
 
     def __init__(self, comm: _core.Comm) -> None:
         """Collective."""
-        told = gather_bytes(comm, meeting.host_id().encode())
-        self.of = [each.decode() for each in told]  # by rank
+        reports = gather_bytes(comm, meeting.host_id().encode())
+        self.of = [each.decode() for each in reports]  # by rank
         self.rank = comm.rank
         self.all = list(dict.fromkeys(self.of))
         self.near = self.ranks(self.of[comm.rank])
@@ -69,8 +69,8 @@ class Hosts:
 # --- which checkpoint -----------------------------------------------------------------------------
 
 
-class Told(NamedTuple):
-    """What a rank tells of a checkpoint: its id, and the part files that its host has."""
+class HostReport(NamedTuple):
+    """What a rank reports of a checkpoint: its id, and the part files that its host has."""
 
     id: str = ""  # "" for none
     parts: Sequence[str] = ()
@@ -85,9 +85,9 @@ class Found(NamedTuple):
     holders: dict[str, list[str]]  # the hosts that have a part file, by its name
     is_complete: bool
 
-    def first(self, told: Sequence[Told]) -> int:
+    def first(self, reports: Sequence[HostReport]) -> int:
         """Return the first rank that has its manifest."""
-        return next(rank for rank, each in enumerate(told) if each.id == self.id)
+        return next(rank for rank, each in enumerate(reports) if each.id == self.id)
 
 
 def has_parts(path: str) -> bool:
@@ -111,43 +111,43 @@ def by_age(names: Iterable[str]) -> list[str]:
     return [""] if "" in found else sorted(found, key=lambda n: (len(n), n), reverse=True)
 
 
-def look(comm: _core.Comm, hosts: Hosts, folder: str) -> tuple[Found | None, list[Told]]:
+def look(comm: _core.Comm, hosts: Hosts, folder: str) -> tuple[Found | None, list[HostReport]]:
     """Return the checkpoint that the hosts have together in a folder, preferring a complete one,
-    and what each rank told. Collective."""
-    data = json.dumps(tell(folder)).encode()
-    told = [Told(*json.loads(each)) for each in gather_bytes(comm, data)]
-    return together(hosts.of, told), told
+    and what each rank reports. Collective."""
+    data = json.dumps(report_of(folder)).encode()
+    reports = [HostReport(*json.loads(each)) for each in gather_bytes(comm, data)]
+    return together(hosts.of, reports), reports
 
 
-def together(hosts: Sequence[str], told: Sequence[Told]) -> Found | None:
+def together(hosts: Sequence[str], reports: Sequence[HostReport]) -> Found | None:
     """Return the checkpoint that hosts have together, preferring a complete one.
 
-    told: by each one of `hosts`, in which hosts may occur more than once.
+    reports: by each one of `hosts`, in which hosts may occur more than once.
     """
     found = []
-    for id in dict.fromkeys(each.id for each in told if each.id):
+    for id in dict.fromkeys(each.id for each in reports if each.id):
         holders: dict[str, list[str]] = {}
-        for host, each in zip(hosts, told, strict=True):
+        for host, each in zip(hosts, reports, strict=True):
             for part in each.parts if each.id == id else ():
                 if host not in holders.setdefault(part, []):
                     holders[part].append(host)
-        needed = next(each.needed for each in told if each.id == id)
+        needed = next(each.needed for each in reports if each.id == id)
         # Without part files, it is on a disk that hosts should share.
-        is_whole = len(holders) == needed and (needed or all(each.id == id for each in told))
+        is_whole = len(holders) == needed and (needed or all(each.id == id for each in reports))
         found.append(Found(id, holders, bool(is_whole)))
     return max(found, key=lambda each: each.is_complete, default=None)
 
 
-def tell(folder: str) -> Told:
+def report_of(folder: str) -> HostReport:
     where = os.path.join(folder, manifests.NAME)
     if not os.path.lexists(where):
-        return Told()
+        return HostReport()
     try:
         manifest = read_manifest(folder)
     except (OSError, CheckpointError) as error:
-        return Told(problem=str(error))
+        return HostReport(problem=str(error))
     here = part_files_in(folder, manifest.parts)
-    return Told(manifest.id, list(here), len(manifest.parts))
+    return HostReport(manifest.id, list(here), len(manifest.parts))
 
 
 class Chosen(NamedTuple):
@@ -155,12 +155,12 @@ class Chosen(NamedTuple):
 
     name: str  # of the folder; "" for the path itself
     found: Found
-    told: list[Told]
+    reports: list[HostReport]
     skipped: list[str]  # names of newer ones that are incomplete
 
 
 def newest(
-    names: Iterable[str], look_at: Callable[[str], tuple[Found | None, list[Told]]], path: str
+    names: Iterable[str], look_at: Callable[[str], tuple[Found | None, list[HostReport]]], path: str
 ) -> Chosen:
     """Return the newest complete checkpoint; if none is complete, the newest. Raise CheckpointError
     if no manifest can be read.
@@ -170,13 +170,13 @@ def newest(
     others: list[Chosen] = []
     problems: list[str] = []
     for name in names:
-        found, told = look_at(name)
-        problems += [each.problem for each in told if each.problem]
+        found, reports = look_at(name)
+        problems += [each.problem for each in reports if each.problem]
         if found is None:
             continue
         if found.is_complete:
-            return Chosen(name, found, told, [each.name for each in others])
-        others.append(Chosen(name, found, told, []))
+            return Chosen(name, found, reports, [each.name for each in others])
+        others.append(Chosen(name, found, reports, []))
     if not others:
         raise CheckpointError(problems[0] if problems else f"no finished checkpoint in '{path}'")
     return others[0]
@@ -230,13 +230,17 @@ def folders_together(paths: Sequence[str]) -> Spread:
     where = ", ".join(f"'{path}'" for path in paths)
     names = by_age(name for path in paths for name in names_at(path))
 
-    def look_at(name: str) -> tuple[Found | None, list[Told]]:
-        told = [tell(os.path.join(path, name)) for path in paths]
-        return together(paths, told), told
+    def look_at(name: str) -> tuple[Found | None, list[HostReport]]:
+        reports = [report_of(os.path.join(path, name)) for path in paths]
+        return together(paths, reports), reports
 
     chosen = newest(names, look_at, where)
     folders = [os.path.join(path, chosen.name) if chosen.name else path for path in paths]
-    ours = [f for f, told in zip(folders, chosen.told, strict=True) if told.id == chosen.found.id]
+    ours = [
+        f
+        for f, reports in zip(folders, chosen.reports, strict=True)
+        if reports.id == chosen.found.id
+    ]
     manifest = read_manifest(ours[0])
     if not manifest.parts:
         raise CheckpointError(f"'{ours[0]}' is not in parts: it needs no collecting")
@@ -274,8 +278,8 @@ class PartsOfHosts(NamedTuple):
                 first, last = place.at // BLOCK, -(-(place.at + place.length) // BLOCK)
                 marks[place.part] = marks.get(place.part, 0) | (1 << last) - (1 << first)
         ours: dict[str, int] = {}
-        told = {name: f"{mask:x}" for name, mask in marks.items()}
-        for rank, data in enumerate(gather_bytes(comm, json.dumps(told).encode())):
+        reports = {name: f"{mask:x}" for name, mask in marks.items()}
+        for rank, data in enumerate(gather_bytes(comm, json.dumps(reports).encode())):
             for name, mask in json.loads(data).items():
                 source = self.servers[rank].get(name, rank)
                 if self.hosts.of[source] == self.hosts.of[comm.rank]:
@@ -297,12 +301,12 @@ def opened_together(
     if not any(each != b"\0" for each in told_by_ranks):
         return path, None
     hosts = Hosts(comm)
-    name, found, told, _ = choose(comm, hosts, path)
+    name, found, reports, _ = choose(comm, hosts, path)
     folder = os.path.join(path, name) if name else path
-    manifest = _from_first(comm, found.first(told), folder)
+    manifest = _from_first(comm, found.first(reports), folder)
     if not manifest.parts:
         return folder, None
-    here = part_files_in(folder, manifest.parts) if told[comm.rank].id == found.id else {}
+    here = part_files_in(folder, manifest.parts) if reports[comm.rank].id == found.id else {}
     servers = [_servers(hosts, found.holders, rank) for rank in range(comm.world)]
     remote = None
     if any(servers):
