@@ -20,6 +20,9 @@ manifest, written last, lists the files of the checkpoint with their checksums.
     dcp.py          folders of torch.distributed.checkpoint
     opening.py      opening a checkpoint; explaining what is not a checkpoint
     load.py         checking, verifying, reading, in this order on all ranks
+    load_optimizer.py   what an optimizer's load_state_dict() has to do in it
+
+    per_host/       hosts that share no disk
 
     cli.py          python -m zshard ckpt
 """
