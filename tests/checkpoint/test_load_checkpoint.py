@@ -351,6 +351,6 @@ def test_state_dicts(pool2, file, tmp_path):
 
 
 def test_every_documented_block_runs():
-    marks = ("for step in", '"meta"', "state.pt", "rank0.pt")
-    assert [sum(mark in block for block in BLOCKS) for mark in marks] == [1, 1, 2, 2]
-    assert len(BLOCKS) == 6
+    marks = ("for step in", '"meta"', "state.pt", "rank0.pt", "per_host", "DataPosition(")
+    assert [sum(mark in block for block in BLOCKS) for mark in marks] == [1, 1, 2, 2, 1, 1]
+    assert len(BLOCKS) == 8  # the last two: test_save_per_host.py, test_data_position.py

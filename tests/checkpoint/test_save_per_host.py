@@ -10,6 +10,7 @@ import errno
 import hashlib
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -435,6 +436,20 @@ def test_one_process_loads_what_one_folder_has_of_all_hosts(root):
     wanted = saved(root, 2, 1)
     gather_disks(root)
     assert fork_ranks(load_one, 1, f"{root}/disk0/checkpoints", check=True)[0].value == wanted
+
+
+def run_documented_block(root):
+    text = Path(__file__).parents[2].joinpath("docs", "checkpoints.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.S)
+    [block] = [each for each in blocks if "per_host" in each]
+    model, optimizer = made("full_shard")
+    names = {"zshard": zshard, "model": model, "optimizer": optimizer, "step": 3}
+    exec(block.replace("/scratch/checkpoints", disk(root, host_of(1))), names)
+    return names["loaded"].step
+
+
+def test_documented_block(root):
+    assert [each.value for each in fork_ranks(run_documented_block, 2, root, check=True)] == [3, 3]
 
 
 # --- a host that is killed at any time ------------------------------------------------------------

@@ -180,8 +180,9 @@ def test_it_has_no_file(keeper: Keeper) -> None:
 def test_ctrl_c_and_a_hangup_are_the_jobs(tmp_path: Path) -> None:
     """A job that starts a keeper gets Ctrl-C, with its process group, and ends."""
     code = (
-        "import signal; from zshard.keeping.client import Keeper, start; token = start()\n"
-        "Keeper(token).hold('a', b'', [0]); print(token, flush=True); signal.pause()"
+        "import time; from zshard.keeping.client import Keeper, start; token = start()\n"
+        "Keeper(token).hold('a', b'', [0]); print(token, flush=True)\n"
+        "while True: time.sleep(0.05)"  # pause() would miss a signal just before it
     )
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as job:

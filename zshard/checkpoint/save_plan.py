@@ -104,7 +104,9 @@ class SaveRequest(NamedTuple):
             facts += [("the optimizer", told["class"]), ("param_groups", repr(names))]
         for stem, contents in self.averages.items():
             facts += facts_of(contents, f"tensor of {stem}")
-        return [*facts, ("the EMA", repr(self.told_averages))]
+        if self.told_averages is not None:
+            facts.append(("the EMA", repr(self.told_averages)))
+        return facts
 
 
 MakeManifest = Callable[..., bytes]

@@ -33,13 +33,27 @@ def stated_blocks(tree: ModuleTree) -> dict[Node, str]:
     """
     found: dict[Node, str] = {}
     for attribute, modules_of in _STATEMENTS.items():
-        for speaker in tree.nodes:
-            statement = getattr(speaker.module, attribute, None)
+        for speaker in _with(tree, attribute):
+            statement = getattr(speaker.module, attribute)
             if isinstance(statement, Mapping | list | tuple | set | frozenset):
                 for module in modules_of(speaker.module, set(statement)):
                     node = tree.find(module)
                     if node is not None:
                         found.setdefault(_layer_of(node, speaker), attribute)
+    return found
+
+
+def _with(tree: ModuleTree, attribute: str) -> list[Node]:
+    """Return the nodes whose modules have an attribute. Module.__getattr__() would be slow for the
+    many that have not."""
+    kinds: dict[type, bool] = {}
+    found = []
+    for node in tree.nodes:
+        kind = node.module.__class__
+        if kind not in kinds:
+            kinds[kind] = hasattr(kind, attribute)
+        if kinds[kind] or attribute in node.module.__dict__:
+            found.append(node)
     return found
 
 
