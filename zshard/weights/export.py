@@ -291,9 +291,10 @@ def export(
 
     Call it between steps. All buckets are of one step: until the loop ends, or is left by break or
     an exception, the model cannot be stepped, loaded or written to, and other ranks wait before
-    they do so. Over shm (one host) any rank may export alone, and ranks that are not in `ranks`
-    return at once. Otherwise, and with `since`, it is collective: run the loop on all ranks, to its
-    end or to the same bucket; on ranks that are not in `ranks` its body never runs.
+    they do so. (Writes to `.data` of what is not sharded, as with no_shard, are not noticed.) Over
+    shm (one host) any rank may export alone, and ranks that are not in `ranks` return at once.
+    Otherwise, and with `since`, it is collective: run the loop on all ranks, to its end or to the
+    same bucket; on ranks that are not in `ranks` its body never runs.
 
     Args:
         model: a sharded model, or a plain one, whose tensors are this rank's. Names and tensors are
