@@ -297,6 +297,8 @@ def misuse(root):
     if number == 1:
         path = str(Path(root, "nowhere"))
     zshard.load(path, model, optimizer)  # from the other host
+    with pytest.raises(TypeError, match="path must be"):
+        zshard.load(path if number == 0 else None, model, optimizer)
     assert zshard.latest_checkpoint(str(Path(root, "nowhere")), model) is None
     return sorted(os.listdir(root)), os.listdir(Path(root, "shared"))
 

@@ -56,9 +56,8 @@ class PartRecord(NamedTuple):
 
     host: str  # the name of the host that wrote it
     rank: int  # that wrote it
-    runs: Mapping[
-        str, Sequence[tuple[int, int]]
-    ]  # by file, in the order in which the part file has them
+    # By file, in the order in which the part file has them: offset in the file, and length.
+    runs: Mapping[str, Sequence[tuple[int, int]]]
 
     @property
     def size(self) -> int:
@@ -98,10 +97,6 @@ class Manifest:
     def names(self) -> Collection[str]:
         """The names of the checkpoint's files, on disk or in parts."""
         return self.whole or self.files
-
-    def size_of(self, name: str) -> int:
-        """Return the bytes of one of them."""
-        return self.whole[name] if self.parts else self.files[name].size
 
     def extra_of(self, rank: int) -> Any:
         """Return what `rank` saved, or rank 0 if there was no such rank; encoded."""

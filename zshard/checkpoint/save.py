@@ -43,11 +43,20 @@ from zshard.checkpoint.save_plan import (
 )
 from zshard.checkpoint.saved_averages import check_ema, entry_of, of_averages
 from zshard.checkpoint.script_state import encode
-from zshard.checkpoint.write import SaveHandle, Writer, Written, finish, snapshot, start, write_text
+from zshard.checkpoint.write import (
+    SaveHandle,
+    Writer,
+    Written,
+    chunk_for,
+    finish,
+    names_of_all,
+    snapshot,
+    start,
+    write_text,
+)
 from zshard.memory.fits import parse_size
 from zshard.ranks.agreement import PublicCall, check_agreement, gather_bytes, on_all_ranks
 from zshard.ranks.transports import comm_beside
-from zshard.state.source import CHUNK
 from zshard.units.units import bare, refuse_averaged, settle, units_of
 
 __all__ = ["SaveHandle", "save"]
@@ -256,8 +265,7 @@ def _write(plan: SavePlan, comm: _core.Comm) -> None:
         with on_all_ranks(comm), torch.no_grad():
             rows += _write_pieces(plan, staging.path, rank_0, found)
         everyone = _gather(comm, rows)
-        told = gather_bytes(comm, "".join(found[:1]).encode())
-        strange = {each.decode() for each in told if each}
+        strange = names_of_all(comm, found)
         finite = not strange
         with on_all_ranks(comm):
             if rank_0:
@@ -282,8 +290,7 @@ def _write_pieces(
     for piece in plan.pieces:
         mine.setdefault(piece.file, []).append(piece)
     numbers = sorted(mine)
-    pinned = any(piece.values.is_cuda for piece in plan.pieces)
-    chunk = functools.cache(lambda: torch.empty(CHUNK, dtype=torch.uint8, pin_memory=pinned))
+    chunk = chunk_for(plan.pieces)
     for first in range(0, len(numbers), _OPEN):
         with ExitStack() as stack:
             opened = []

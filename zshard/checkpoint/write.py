@@ -13,6 +13,7 @@ failure is lost. A process that exits waits for the thread, as for any non-daemo
 from __future__ import annotations
 
 import atexit
+import functools
 import threading
 import traceback
 import weakref
@@ -26,7 +27,7 @@ from zshard import _core
 from zshard.checkpoint.manifest import BLOCK, FileRecord
 from zshard.checkpoint.safetensors import CODES, rows_of
 from zshard.checkpoint.save_plan import Piece, record_of
-from zshard.ranks.agreement import bytes_of
+from zshard.ranks.agreement import bytes_of, gather_bytes
 from zshard.ranks.ends import fail
 from zshard.state.source import CHUNK
 
@@ -108,6 +109,34 @@ def write_text(path: str, text: bytes) -> FileRecord:
         written = rows_of(file.write([(0, text)], BLOCK))
         file.sync()
     return record_of(path, len(text), written)
+
+
+def copy_file(path: str, size: int, read: Callable[[memoryview, int], None]) -> FileRecord:
+    """Create a file, a chunk at a time, and sync it.
+
+    read: fills memory with the bytes from an offset on.
+    """
+    rows: list[Written] = []
+    chunk = bytearray(min(CHUNK, size))
+    with _core.File.create(path, size) as file:
+        for offset in range(0, size, CHUNK):
+            data = memoryview(chunk)[: min(CHUNK, size - offset)]
+            read(data, offset)
+            rows += rows_of(file.write([(offset, data)], BLOCK))
+        file.sync()
+    return record_of(path, size, rows)
+
+
+def chunk_for(pieces: Sequence[Piece]) -> Callable[[], Tensor]:
+    """Return a function that returns the memory that a Writer needs for pieces, made when first
+    needed."""
+    pinned = any(piece.values.is_cuda for piece in pieces)
+    return functools.cache(lambda: torch.empty(CHUNK, dtype=torch.uint8, pin_memory=pinned))
+
+
+def names_of_all(comm: _core.Comm, names: Sequence[str]) -> set[str]:
+    """Return the first of the names of each rank that has some. Collective."""
+    return {each.decode() for each in gather_bytes(comm, "".join(names[:1]).encode()) if each}
 
 
 def is_plain(piece: Piece) -> bool:

@@ -79,10 +79,9 @@ class Rounds:
     model: nn.Module
     comm: _core.Comm | None  # its ranks; None: this one, which needs no other
     takes: bool  # this rank wants the tensors
-    entries: list[ExportEntry] = field(
-        default_factory=list
-    )  # all, also those that have not changed
-    batches: list[list[ExportEntry]] = field(default_factory=list)  # to send
+    # All entries, also those that have not changed; and the batches to send.
+    entries: list[ExportEntry] = field(default_factory=list)
+    batches: list[list[ExportEntry]] = field(default_factory=list)
     tied: dict[str, str] = field(default_factory=dict)  # alias: name
 
     @contextlib.contextmanager

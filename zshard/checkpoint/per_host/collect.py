@@ -17,17 +17,15 @@ import torch.distributed as dist
 from zshard import _core
 from zshard._errors import CheckpointError
 from zshard.checkpoint.folder import Staging, Target
-from zshard.checkpoint.manifest import BLOCK, FileRecord, check_blocks, dump
 from zshard.checkpoint.manifest import NAME as MANIFEST
+from zshard.checkpoint.manifest import FileRecord, check_blocks, dump
 from zshard.checkpoint.per_host.hosts import PartsOfHosts, folders_together, opened_together
 from zshard.checkpoint.per_host.parts import Spread
-from zshard.checkpoint.safetensors import OpenFile, rows_of
-from zshard.checkpoint.save_plan import record_of
-from zshard.checkpoint.write import Written, write_text
+from zshard.checkpoint.safetensors import OpenFile
+from zshard.checkpoint.write import copy_file, write_text
 from zshard.ranks.agreement import PublicCall, on_all_ranks
 from zshard.ranks.groups import resolve_groups
 from zshard.ranks.transports import comm_for
-from zshard.state.source import CHUNK
 from zshard.strategy import ShardingStrategy
 
 
@@ -90,7 +88,7 @@ def _write(spread: Spread, out: str) -> str:
         staging.open()
         for name, size in spread.manifest.whole.items():
             source = spread.open(name, OpenFile)
-            records[name] = _copy(source, os.path.join(staging.path, name), size)
+            records[name] = copy_file(os.path.join(staging.path, name), size, source.read_into)
         manifest = replace(spread.manifest, files=records, whole={}, parts={})
         write_text(os.path.join(staging.path, MANIFEST), dump(manifest))
         staging.commit()
@@ -99,15 +97,3 @@ def _write(spread: Spread, out: str) -> str:
         staging.close()
     total = sum(record.size for record in records.values())
     return f"wrote {total:,} bytes in {len(records)} files to '{out}'"
-
-
-def _copy(source: OpenFile, path: str, size: int) -> FileRecord:
-    rows: list[Written] = []
-    chunk = bytearray(min(CHUNK, size))
-    with _core.File.create(path, size) as file:
-        for offset in range(0, size, CHUNK):
-            data = memoryview(chunk)[: min(CHUNK, size - offset)]
-            source.read_into(data, offset)
-            rows += rows_of(file.write([(offset, data)], BLOCK))
-        file.sync()
-    return record_of(path, size, rows)

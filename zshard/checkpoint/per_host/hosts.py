@@ -60,6 +60,11 @@ class Hosts:
         there = self.ranks(host)
         return there[self.ranks(self.of[rank]).index(rank) % len(there)]
 
+    def after(self, rank: int, count: int) -> list[str]:
+        """Return the `count` hosts that follow the host of `rank`, in a circle."""
+        own = self.all.index(self.of[rank])
+        return [self.all[(own + i) % len(self.all)] for i in range(1, count + 1)]
+
     @property
     def names(self) -> list[str]:
         """The names of the hosts, by rank, for people."""
@@ -92,10 +97,9 @@ class Found(NamedTuple):
 
 def has_parts(path: str) -> bool:
     """Return whether `path` is a checkpoint in parts, or the newest one in this directory is."""
-    steps = finished(path) if os.path.isdir(path) else []
-    folder = path if not steps else os.path.join(path, name_of(steps[-1]))
-    is_own = os.path.lexists(os.path.join(folder, manifests.NAME))
-    return is_own and any(name.endswith(SUFFIX) for name in os.listdir(folder))
+    names = names_at(path)
+    inside = os.listdir(os.path.join(path, names[-1])) if names else []
+    return any(name.endswith(SUFFIX) for name in inside)
 
 
 def names_at(path: str) -> list[str]:
@@ -296,9 +300,11 @@ def opened_together(
 
     Raises CheckpointError, which names the lost hosts, if hosts do not have all part files.
     """
-    path = path_of(asked)
-    told_by_ranks = comm.exchange(bytes([has_parts(path)]))
-    if not any(each != b"\0" for each in told_by_ranks):
+    path, in_parts = "", False
+    with on_all_ranks(comm):
+        path = path_of(asked)
+        in_parts = has_parts(path)
+    if not any(each != b"\0" for each in comm.exchange(bytes([in_parts]))):
         return path, None
     hosts = Hosts(comm)
     name, found, reports, _ = choose(comm, hosts, path)

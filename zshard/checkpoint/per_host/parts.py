@@ -23,8 +23,8 @@ _HERE, _ELSEWHERE, _LOST = range(3)  # nearest first
 
 _File = TypeVar("_File", bound=OpenFile)
 
-Read = Callable[[str, int, memoryview], None]
-"""Reads a part file of another host: name, first byte, memory to fill."""
+Read = Callable[[str, memoryview, int], None]
+"""Reads a part file of another host: name, memory to fill, first byte."""
 
 
 class RunPlace(NamedTuple):
@@ -103,7 +103,7 @@ class Spread:
         if place.nearness == _HERE:
             self.part(place.part).read_into(memory, place.at)
         elif place.nearness == _ELSEWHERE and self._read is not None:
-            self._read(place.part, place.at, memory)
+            self._read(place.part, memory, place.at)
         else:
             raise CheckpointError(f"'{self.path}' is incomplete: {self.missing()}")
 

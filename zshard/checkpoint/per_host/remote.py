@@ -55,7 +55,6 @@ class RemoteParts:
         self._group, self._names, self._paths = group, names, paths
         self._numbers = {name: i for i, name in enumerate(names)}
         self._servers, self._hosts = servers, hosts
-        self.bytes_read = 0
         self._threads = [
             threading.Thread(target=self._serve, args=(rank,), daemon=True) for rank in clients
         ]
@@ -76,7 +75,7 @@ class RemoteParts:
         for thread in self._threads:
             thread.join(_LAST_WORDS)
 
-    def read(self, name: str, offset: int, memory: memoryview) -> None:
+    def read(self, name: str, memory: memoryview, offset: int) -> None:
         """Fill `memory` with the bytes of a part file from byte `offset` on. Raise CheckpointError
         if the file is damaged, and OSError if it or its host cannot be read; both name the host."""
         rank = self._servers[name]
@@ -89,7 +88,6 @@ class RemoteParts:
                     raise _error_of(text, self._hosts[rank])
                 into = memory[begin : begin + _CHUNK]
                 self._receive(rank, _ANSWER, torch.frombuffer(into, dtype=torch.uint8))
-        self.bytes_read += len(memory)
 
     @contextlib.contextmanager
     def _naming(self, rank: int, name: str) -> Iterator[None]:

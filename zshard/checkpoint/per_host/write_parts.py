@@ -20,17 +20,15 @@ import torch
 
 from zshard import _core
 from zshard.checkpoint.folder import Staging, Target, retain, warn_of_newer
-from zshard.checkpoint.manifest import BLOCK, FileRecord, PartRecord
 from zshard.checkpoint.manifest import NAME as MANIFEST
+from zshard.checkpoint.manifest import FileRecord, PartRecord
 from zshard.checkpoint.per_host.hosts import SUFFIX, Hosts, look
 from zshard.checkpoint.per_host.remote import RemoteParts
-from zshard.checkpoint.safetensors import rows_of
 from zshard.checkpoint.save_plan import Piece, SavePlan, joined, record_of
-from zshard.checkpoint.write import Writer, Written, write_text
+from zshard.checkpoint.write import Writer, chunk_for, copy_file, names_of_all, write_text
 from zshard.ranks.agreement import PublicCall, gather_bytes, on_all_ranks
 from zshard.ranks.groups import Group
 from zshard.ranks.transports import group_beside
-from zshard.state.source import CHUNK
 
 
 class PerHost(NamedTuple):
@@ -83,8 +81,7 @@ def write_parts(plan: SavePlan, comm: _core.Comm, per_host: PerHost) -> None:
         with on_all_ranks(comm), torch.no_grad():
             own.append(_write_part(plan, staging.path, comm, hosts, strange))
         written = _gather(comm, own[0])
-        found = gather_bytes(comm, "".join(strange[:1]).encode())
-        names = {each.decode() for each in found if each}
+        names = names_of_all(comm, strange)
         if per_host.group is not None:
             _copy_parts(comm, per_host, staging.path, written)
         with on_all_ranks(comm):
@@ -162,10 +159,8 @@ def _write_part(
     name = f"rank-{comm.rank:05}-of-{comm.world:05}{SUFFIX}"
     if part.size == 0:
         return None
-    pinned = any(piece.values.is_cuda for piece in plan.pieces)
-    chunk = functools.cache(lambda: torch.empty(CHUNK, dtype=torch.uint8, pin_memory=pinned))
     with _create(os.path.join(folder, name), part.size) as file:
-        writer = Writer(file, chunk, plan.parameters)
+        writer = Writer(file, chunk_for(plan.pieces), plan.parameters)
         at = 0
         for _, what in (each for own in todo.values() for each in own):
             if isinstance(what, Piece):
@@ -226,55 +221,26 @@ def _copy_parts(
     comm: _core.Comm, per_host: PerHost, folder: str, written: Sequence[_WrittenPart]
 ) -> None:
     """Copy the part files of the hosts before this one. Collective."""
-    hosts, number = per_host.hosts, len(per_host.hosts.all)
-    own = hosts.all.index(hosts.of[comm.rank])
-    group = per_host.group
-    assert group is not None, "the caller checks this"
-    sources = _sources(hosts, per_host.replicas, own, written)
-    mine = {name: rank for name, (rank, reader) in sources.items() if reader == comm.rank}
-    followers = [hosts.all[(own + i) % number] for i in range(1, per_host.replicas + 1)]
-    clients = [
-        reader
-        for host in followers
-        for name, (rank, reader) in _sources(
-            hosts, per_host.replicas, hosts.all.index(host), written
-        ).items()
-        if rank == comm.rank
+    hosts = per_host.hosts
+    assert per_host.group is not None, "the caller checks this"
+    copies = [
+        (each, hosts.peer(each.part.rank, host))
+        for each in written
+        for host in hosts.after(each.part.rank, per_host.replicas)
     ]
+    mine = [each for each, reader in copies if reader == comm.rank]
+    clients = {reader for each, reader in copies if each.part.rank == comm.rank}
     names = [each.name for each in written]
     paths = {name: os.path.join(folder, name) for name in names}
-    records = {each.name: each.record for each in written}
-    served = RemoteParts(group, names, paths, mine, sorted(set(clients)), hosts.names)
+    writers = {each.name: each.part.rank for each in mine}
+    served = RemoteParts(per_host.group, names, paths, writers, sorted(clients), hosts.names)
     with served as remote, on_all_ranks(comm):
-        for name in mine:
-            _copy(remote, name, paths[name], records[name])
+        for each in mine:
+            _copy(remote, each, paths[each.name])
 
 
-def _sources(
-    hosts: Hosts, replicas: int, own: int, written: Sequence[_WrittenPart]
-) -> dict[str, tuple[int, int]]:
-    """Return (the rank that wrote it, the rank that copies it) for each part file that a host
-    copies. The ranks of the host divide those of each other host."""
-    found = {}
-    near = hosts.ranks(hosts.all[own])
-    for i in range(1, replicas + 1):
-        theirs = hosts.ranks(hosts.all[(own - i) % len(hosts.all)])
-        for each in written:
-            if each.part.rank in theirs:
-                reader = near[theirs.index(each.part.rank) % len(near)]
-                found[each.name] = (each.part.rank, reader)
-    return found
-
-
-def _copy(remote: RemoteParts, name: str, path: str, record: FileRecord) -> None:
+def _copy(remote: RemoteParts, written: _WrittenPart, path: str) -> None:
     """Copy a part file and sync it. Raise RuntimeError if its checksums are others."""
-    chunk = bytearray(min(CHUNK, record.size))
-    rows: list[Written] = []
-    with _core.File.create(path, record.size) as file:
-        for offset in range(0, record.size, CHUNK):
-            data = memoryview(chunk)[: min(CHUNK, record.size - offset)]
-            remote.read(name, offset, data)
-            rows += rows_of(file.write([(offset, data)], BLOCK))
-        file.sync()
-    if record_of(name, record.size, rows) != record:
+    read = functools.partial(remote.read, written.name)
+    if copy_file(path, written.record.size, read) != written.record:
         raise RuntimeError(f"'{path}' was changed on its way from another host")
