@@ -8,6 +8,7 @@ float32.
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 BATCH_NORMS = (_BatchNorm,)  # keep their dtype by default
+_REDUCES_IN_OWN = torch.__version__ >= "2.15"  # FSDP2 without a reduce_dtype
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -53,7 +55,10 @@ class MixedPrecisionPolicy:
     """FSDP2's mixed precision: fully_shard(module, mp_policy=MixedPrecisionPolicy(...)).
 
     Args:
-        param_dtype, reduce_dtype, cast_forward_inputs: as in MixedPrecision.
+        param_dtype, cast_forward_inputs: as in MixedPrecision.
+        reduce_dtype: dtype in which gradients are sent; they are summed in float32. None: what it
+            is in the installed torch's FSDP2: since 2.15 the dtype of the parameters (of several
+            dtypes in a unit, the one that they promote to), before that param_dtype.
         output_dtype: dtype to which floating-point results of each unit's forward are cast. None:
             no cast.
         param_dtype_override_fn: called with each parameter when it is sharded; returns the dtype
@@ -75,14 +80,16 @@ class Precision:
     model's.
 
     compute: parameters in forward and backward. wire: gradients on their way to other ranks; None:
-    `compute`. buffers: floating-point buffers. outputs: floating-point results of the forward.
-    cast_inputs, cast_root_inputs: cast arguments of a unit's forward to `compute`; of the root's.
-    keep: modules of these classes keep their dtype. override: returns the dtype of a parameter in
-    forward and backward: its own, or `compute`, which None also means.
+    `compute`, or with `wire_of_params` the dtype that the unit's parameters promote to. buffers:
+    floating-point buffers. outputs: floating-point results of the forward. cast_inputs,
+    cast_root_inputs: cast arguments of a unit's forward to `compute`; of the root's. keep: modules
+    of these classes keep their dtype. override: returns the dtype of a parameter in forward and
+    backward: its own, or `compute`, which None also means.
     """
 
     compute: torch.dtype | None = None
     wire: torch.dtype | None = None
+    wire_of_params: bool = False
     buffers: torch.dtype | None = None
     outputs: torch.dtype | None = None
     cast_inputs: bool = False
@@ -100,6 +107,13 @@ class Precision:
                 f"return its dtype, param_dtype ({self.compute}) or None"
             )
         return dtype == param.dtype and dtype != self.compute
+
+    def wire_for(self, params: Iterable[nn.Parameter]) -> torch.dtype | None:
+        """Return the dtype in which gradients of a unit's parameters are sent; None: `compute`."""
+        if not self.wire_of_params or self.compute is None:
+            return self.wire
+        dtypes = [each.dtype for each in params if each.is_floating_point()]
+        return functools.reduce(torch.promote_types, dtypes) if dtypes else None
 
     def keeps(self, module: nn.Module) -> bool:
         """Return whether the module's own parameters keep their dtype."""
@@ -126,11 +140,13 @@ def precision_of(given: object) -> Precision:
         )
     for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
         check_dtype(name, getattr(given, name, None))
+    is_policy = hasattr(given, "output_dtype")  # FSDP2's, not FSDP1's
     casts = bool(getattr(given, "cast_forward_inputs", False))
     keep = getattr(given, "_module_classes_to_ignore", None)
     return Precision(
         compute=given.param_dtype,
         wire=given.reduce_dtype,
+        wire_of_params=given.reduce_dtype is None and _REDUCES_IN_OWN and is_policy,
         buffers=getattr(given, "buffer_dtype", None),
         outputs=getattr(given, "output_dtype", None),
         cast_inputs=casts,

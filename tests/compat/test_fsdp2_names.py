@@ -24,6 +24,8 @@ import zshard
 from zshard import FSDP, FSDPModule, fully_shard
 
 BOOLS = {
+    "set_keep_unsharded_storage": "keep",
+    "set_manual_backward_finalization": "enabled",
     "set_is_last_backward": "is_last_backward",
     "set_requires_all_reduce": "requires_all_reduce",
     "set_reshard_after_backward": "reshard_after_backward",
@@ -183,14 +185,22 @@ def training_with_switches(transport):
         model.set_requires_all_reduce(last, recurse=True)
         model.set_reshard_after_backward(last, recurse=step == 1)
         model.set_reduce_scatter_divide_factor(2.0)
+        model.set_keep_unsharded_storage(True, recurse=step == 1)
+        model.set_manual_backward_finalization(step > 1)
         model.unshard(async_op=True).wait()
         model.reshard()
         reference.require_backward_grad_sync = last
         for each, optimizer in zip((reference, model), optimizers, strict=True):
             loss_of(each(floats(rank, step))).backward()
             if last:
+                if each is model:
+                    assert model.finalize_backward() is None
+                    model.finalize_backward(async_op=True).wait()
                 optimizer.step()
                 optimizer.zero_grad()
+    model.set_requires_gradient_sync(False)
+    loss_of(model(floats(rank, 0))).backward()
+    assert "outside of no_sync()" in message_of(model.finalize_backward, RuntimeError)
     return differences(model.state_dict(), plain.state_dict())
 
 

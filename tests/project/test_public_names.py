@@ -41,8 +41,9 @@ PUBLIC = {
 TORCHS = {  # see docs/migration.md
     *("BackwardPrefetch", "CPUOffload", "CPUOffloadPolicy", "DataParallelMeshDims"),
     *("DistributedDataParallel", "FSDPModule", "FlatParameter", "FullOptimStateDictConfig"),
-    *("FullStateDictConfig", "FullyShardedDataParallel", "LocalOptimStateDictConfig"),
-    *("LocalStateDictConfig", "MixedPrecisionPolicy", "OffloadPolicy", "OptimStateDictConfig"),
+    *("FullStateDictConfig", "FullyShardedDataParallel", "GradientReductionHandle"),
+    *("LocalOptimStateDictConfig", "LocalStateDictConfig", "MixedPrecisionPolicy"),
+    *("OffloadPolicy", "OptimStateDictConfig"),
     *("ShardedGradScaler", "ShardedOptimStateDictConfig", "ShardedStateDictConfig"),
     *("StateDictConfig", "StateDictSettings", "StateDictType", "UnshardHandle", "fully_shard"),
     *("register_fsdp_forward_method", "share_comm_ctx"),

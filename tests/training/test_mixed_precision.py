@@ -17,11 +17,14 @@ from models import COMBINATIONS, Block, differences, loss_of, make, wrapped
 from scenarios import WIDTH, Stack, floats, message_of
 from spawn import ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zshard
-from zshard import FSDP, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from zshard import FSDP, MixedPrecision, MixedPrecisionPolicy, fully_shard, precision
 
+REDUCES_IN_OWN = torch.__version__ >= "2.15"  # FSDP2 without a reduce_dtype
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)
+FOLLOWING = MixedPrecisionPolicy(torch.bfloat16) if REDUCES_IN_OWN else None
 POLICIES = {
     "bf16": BF16,
     "fp16": MixedPrecision(param_dtype=torch.float16),
@@ -29,6 +32,7 @@ POLICIES = {
     "fp32, reduced in bf16": MixedPrecision(reduce_dtype=torch.bfloat16),
     "policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
     "fp64": MixedPrecision(param_dtype=torch.float64),
+    "policy without a reduce dtype": FOLLOWING or MixedPrecisionPolicy(torch.bfloat16),
 }
 
 
@@ -38,7 +42,7 @@ def own_grads(model, policy, rank, step):
     compute = policy.param_dtype or torch.float32
     low.to(compute)
     loss_of(low(floats(rank, step).to(compute))).backward()
-    wire = policy.reduce_dtype or compute
+    wire = policy.reduce_dtype or (torch.float32 if policy is FOLLOWING else compute)
     return [p.grad.to(wire) for p in low.parameters()]
 
 
@@ -91,6 +95,45 @@ def test_gradients_are_summed_in_float32(pool2, name):
     ):  # no_shard sends and sums in the model's own dtype
         combinations = [c for c in COMBINATIONS if c[0] != "no_shard"]
     pool2.run(train_like_the_reference, name, combinations)
+
+
+def policies_by_torch(model, theirs):
+    """Return what differs after 3 steps from torch's fully_shard() with the same policy."""
+    policy = torchs.MixedPrecisionPolicy(torch.bfloat16)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in theirs.blocks:
+        torchs.fully_shard(block, mesh=mesh, mp_policy=policy)
+    torchs.fully_shard(theirs, mesh=mesh, mp_policy=policy)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    for each in (model, theirs):
+        optimizer = torch.optim.SGD(each.parameters(), 0.1, momentum=0.9)
+        for step in range(3):
+            loss_of(each(floats(dist.get_rank(), step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    full = {name: each.full_tensor() for name, each in theirs.state_dict().items()}
+    return differences(model.state_dict(), full)
+
+
+@pytest.mark.skipif(not REDUCES_IN_OWN, reason="torch adds gradients in bfloat16")
+def test_policy_without_a_reduce_dtype_gives_the_bits_of_torch(pool2):
+    assert pool2.run(policies_by_torch, make(Stack), make(Stack)) == [[], []]
+
+
+def test_policy_without_a_reduce_dtype_sends_what_parameters_promote_to(monkeypatch):
+    params = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))]
+    wires = []
+    for follows in (False, True):
+        monkeypatch.setattr(precision, "_REDUCES_IN_OWN", follows)
+        for kind in (MixedPrecisionPolicy, torchs.MixedPrecisionPolicy, MixedPrecision):
+            found = precision.precision_of(kind(torch.bfloat16))
+            wires.append([found.wire_for(params), found.wire_for(params[1:]), found.wire_for([])])
+        set_by_name = precision.precision_of(MixedPrecisionPolicy(torch.bfloat16, torch.float16))
+        assert set_by_name.wire_for(params) == torch.float16
+    unset, own = [None] * 3, [torch.float32, torch.bfloat16, None]
+    assert wires == [unset, unset, unset, own, own, unset]
 
 
 @ranks(4)

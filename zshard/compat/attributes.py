@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from zshard import _core
 from zshard.compat.classes import BackwardPrefetch
-from zshard.model.methods import check_bool
+from zshard.model.methods import GradientReductionHandle, check_bool
 from zshard.offload import CPUOffload
 from zshard.precision import MixedPrecision, Precision
 from zshard.ranks.transports import group_of
@@ -143,6 +144,31 @@ class TorchNames(nn.Module):
     ) -> None:
         """Accepted for scripts of FSDP2; no effect: every backward reshards parameters."""
         check_bool("reshard_after_backward", reshard_after_backward)
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Accepted for scripts of FSDP2; no effect: memory that a CUDA graph uses is kept from its
+        capture on."""
+        check_bool("keep", keep)
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Accepted for scripts of FSDP2; no effect: every backward completes its reductions."""
+        check_bool("enabled", enabled)
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Accepted for scripts of FSDP2, which reduces gradients here if asked to: in zshard a
+        backward has done so.
+
+        Args:
+            async_op: return a handle with wait().
+
+        Returns a GradientReductionHandle if `async_op`, else None. Raises RuntimeError on a rank
+        with gradients that no backward has reduced (no_sync(),
+        set_requires_gradient_sync(False)).
+        """
+        for param in self.parameters():
+            if param.grad is not None:
+                _core.grad_owner(param.grad)
+        return GradientReductionHandle() if async_op else None
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """FSDP2's earlier name of set_gradient_divide_factor()."""

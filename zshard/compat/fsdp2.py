@@ -22,7 +22,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from zshard.fsdp import FSDP
-from zshard.model.methods import UnshardHandle, register_forward_method, sharded_modules
+from zshard.model.methods import (
+    GradientReductionHandle,
+    UnshardHandle,
+    register_forward_method,
+    sharded_modules,
+)
 from zshard.offload import OffloadPolicy, offload_of
 from zshard.options import OffloadPolicyLike, PrecisionLike
 from zshard.precision import MixedPrecisionPolicy
@@ -39,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FSDPModule",
     "FullyShardedDataParallel",
+    "GradientReductionHandle",
     "UnshardHandle",
     "fully_shard",
     "register_fsdp_forward_method",

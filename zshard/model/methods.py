@@ -34,6 +34,13 @@ class UnshardHandle:
         """Return immediately: nothing is pending."""
 
 
+class GradientReductionHandle:
+    """The handle that `finalize_backward(async_op=True)` returns. Gradients are already reduced."""
+
+    def wait(self) -> None:
+        """Return immediately: nothing is pending."""
+
+
 class ModelMethods(nn.Module):
     """The methods of sharded models that are zshard's own."""
 

@@ -88,7 +88,8 @@ def dtypes_of(spec: UnitSpec, options: Options) -> tuple[str | None, str | None,
         or precision.keeps_param(ref.param)
         or any(each.keeps_dtype(ref) for each in EXTENSIONS)
     }
-    return name_of(precision.compute), name_of(precision.wire), keep
+    wire = precision.wire_for(ref.param for ref in spec.params)
+    return name_of(precision.compute), name_of(wire), keep
 
 
 def facts_of(
