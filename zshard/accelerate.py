@@ -158,16 +158,19 @@ class _ShardingAccelerator(_Accelerator):  # type: ignore[misc]
     ) -> Any:
         """Save as Accelerate does, but save sharded models and their optimizers with zshard.save().
 
-        If the script has registered a hook, which receives the models and full state dicts,
-        Accelerate saves everything.
+        With ProjectConfiguration(save_on_each_node=True), each host writes its own part to its own
+        disk (save(per_host=True)), into a new folder. If the script has registered a hook, which
+        receives the models and full state dicts, Accelerate saves everything.
         """
         if self._save_model_state_pre_hook:
             return super().save_state(output_dir, safe_serialization, **kwargs)
         pairs = _pairs(self)
+        own_disks = self.project_configuration.save_on_each_node
+        how: dict[str, Any] = {"per_host": True} if own_disks else {"overwrite": True}
 
         def write(models: object, weights: object, folder: str) -> None:
             for i, (model, optimizer) in enumerate(pairs):
-                save(_folder(folder, i), model, optimizer, overwrite=True)
+                save(_folder(folder, i), model, optimizer, **how)
 
         with self.register_save_state_pre_hook(write), _hidden(self, pairs):
             return super().save_state(output_dir, safe_serialization, **kwargs)

@@ -132,6 +132,30 @@ def test_resumed_run_has_the_same_losses(pool: RankPool, tmp_path: Path, strateg
         assert others == {"scheduler.bin", "random_states_0.pkl", "random_states_1.pkl"}
 
 
+def resume_on_own_disks(root: str) -> tuple[bool, set[str]]:
+    """Return whether ranks on hosts of their own resume, and this one's files."""
+    os.environ.update(ZSHARD_HOST=f"host{os.environ['RANK']}", LOCAL_RANK="0")
+    folder = Path(root, os.environ["RANK"])
+    config = accelerate.utils.ProjectConfiguration(save_on_each_node=True)
+    first = Run(shuffle=False, project_config=config)
+    first.epoch()
+    first.accelerator.save_state(str(folder))
+    with pytest.raises(FileExistsError):
+        first.accelerator.save_state(str(folder))
+    expected = first.epoch(), first.state()
+    second = Run(shuffle=False, project_config=config)
+    second.accelerator.load_state(str(folder))
+    losses = second.epoch()
+    return losses == expected[0] and equal(second.state(), expected[1]), names_in(folder)
+
+
+def test_hosts_without_a_shared_disk_resume(tmp_path: Path) -> None:
+    done = fork_ranks(resume_on_own_disks, 2, str(tmp_path), check=True, timeout=200)
+    for rank, (same, files) in enumerate(result.value for result in done):
+        assert same
+        assert f"zshard_model/rank-{rank:05}-of-00002.part" in files
+
+
 def save(folder: str, strategy: str | None) -> dict[str, torch.Tensor]:
     run = Run(strategy)
     run.epoch()
