@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 from contextlib import nullcontext
@@ -383,9 +383,17 @@ def gather_disks(root) -> None:
 # --- collecting, and one process ------------------------------------------------------------------
 
 
-def run_zshard(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "zshard", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Run `python -m zshard checkpoint` with arguments in this process; return (exit status,
+    output, errors)."""
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["zshard", "checkpoint", *args])
+        status = __main__.main()
+        return status, *capsys.readouterr()
+
+    return run
 
 
 def collect_from_hosts(root, out):
@@ -395,7 +403,7 @@ def collect_from_hosts(root, out):
 
 
 @pytest.mark.parametrize("over_the_wire", [False, True])
-def test_collect(root, over_the_wire):
+def test_collect(root, command, over_the_wire):
     wanted = saved(root, 2, 2)
     disks = [str(Path(root, name, "checkpoints")) for name in ("disk0", "disk1")]
     out = str(Path(root, "one"))
@@ -403,11 +411,11 @@ def test_collect(root, over_the_wire):
         results = fork_ranks(collect_from_hosts, 4, root, out, check=True)
         assert [each.value for each in results] == [0] * 4
     else:
-        done = run_zshard("checkpoint", "collect", *disks, out)
-        assert done.returncode == 0 and "wrote" in done.stdout, done.stderr
+        status, said, errors = command("collect", *disks, out)
+        assert status == 0 and "wrote" in said, errors
     assert read_manifest(out).parts == {}
-    checked = run_zshard("checkpoint", "verify", out)
-    assert checked.returncode == 0, checked.stderr
+    status, _, errors = command("verify", out)
+    assert status == 0, errors
     assert set(os.listdir(out)) == {
         *("model.safetensors", "model.safetensors.index.json", "optimizer.safetensors"),
         *("optimizer.safetensors.index.json", "zshard.json"),
@@ -421,17 +429,26 @@ def load_one(path):
     return digest(model, optimizer)
 
 
-def test_commands_name_what_is_missing(root):
+def test_commands_name_what_is_missing(root, command):
     saved(root, 2, 1)
     one = str(Path(root, "disk0/checkpoints"))
-    for command in (["verify", one], ["collect", one, f"{root}/out"], ["export", one, f"{root}/o"]):
-        done = run_zshard("checkpoint", *command)
-        assert done.returncode == 1 and "host 'node1'" in done.stderr, (command, done.stderr)
-    assert "4 tensors" not in run_zshard("checkpoint", "inspect", one).stderr
+    for words in (["verify", one], ["collect", one, f"{root}/out"], ["export", one, f"{root}/o"]):
+        status, _, errors = command(*words)
+        assert status == 1 and "host 'node1'" in errors, (words, errors)
+    status, said, _ = command("inspect", one)
+    parts = [
+        line.rpartition(": ")[2] for line in said.splitlines() if ".part of host 'node" in line
+    ]
+    assert status == 0 and parts == ["here", "not in this folder"]
     gather_disks(root)
-    for command in (["verify", one], ["export", one, f"{root}/exported"], ["inspect", one]):
-        done = run_zshard("checkpoint", *command)
-        assert done.returncode == 0, (command, done.stderr)
+    for words in (["verify", one], ["export", one, f"{root}/exported"]):
+        status, _, errors = command(*words)
+        assert status == 0, (words, errors)
+    parts = json.loads(command("inspect", one, "--json")[1])["parts"]
+    assert [(part["host"], part["here"]) for part in parts.values()] == [
+        ("node0", True),
+        ("node1", True),
+    ]
 
 
 def test_one_process_loads_what_one_folder_has_of_all_hosts(root):

@@ -27,6 +27,7 @@ from zshard.checkpoint.load import Reader
 from zshard.checkpoint.manifest import BLOCK, NAME, check_blocks, data_blocks, head_blocks
 from zshard.checkpoint.opening import MODEL, add_averages, open_own, opened
 from zshard.checkpoint.per_host.collect import collect
+from zshard.checkpoint.per_host.parts import part_files_in
 from zshard.checkpoint.safetensors import OpenFile
 from zshard.checkpoint.save_plan import PlannedFile, index_of, lay_out
 from zshard.checkpoint.saved_averages import AVERAGE, stem_of
@@ -123,6 +124,12 @@ def _facts(found: Checkpoint) -> dict[str, Any]:
     if found.manifest is not None:
         manifest = found.manifest
         facts |= {"id": manifest.id, "world": manifest.world, "software": dict(manifest.software)}
+        if manifest.parts:
+            here = part_files_in(found.path, manifest.parts)
+            facts["parts"] = {
+                name: {"host": part.host, "bytes": part.size, "here": name in here}
+                for name, part in manifest.parts.items()
+            }
     facts["model"] = {name: _of(entry) for name, entry in found.model.items()}
     facts["tied"] = dict(found.tied)
     for decay, entries in (found.averages or {}).items():
@@ -154,6 +161,9 @@ def _text(facts: Mapping[str, Any]) -> str:
         lines.append(f"world size {facts['world']}; {versions}; id {facts['id']}")
     else:
         lines.append(f"no {NAME}: not saved by zshard, no checksums")
+    for name, part in facts.get("parts", {}).items():
+        where = "here" if part["here"] else "not in this folder"
+        lines.append(f"{name} of host '{part['host']}', {part['bytes']:,} bytes: {where}")
     lines += ["", *_table("model", facts["model"])]
     lines += [f"{alias} is tied to {name}" for alias, name in facts["tied"].items()]
     for stem in (key for key in facts if key.startswith(AVERAGE)):
