@@ -105,16 +105,19 @@ def test_invalid_path_is_refused():
         _core.nccl_library(3)
 
 
-def end_with_nccl(fake):
-    """Loads the library and ends as a script does, here and in a forked child."""
-    look({"ZSHARD_NCCL_LIB": fake})
+def end(fake):
+    """End as a script does, here and in a forked child, with the library loaded if there is one."""
+    if fake:
+        look({"ZSHARD_NCCL_LIB": fake})
     child = os.fork()
     if child == 0:
         sys.exit(0)  # runs atexit's functions
     assert os.waitpid(child, 0)[1] == 0
-    _core.nccl_abort("nothing is there to abort")
+    if fake:
+        _core.nccl_abort("nothing is there to abort")
 
 
 def test_exit_is_quiet(fake):
-    (result,) = fork_ranks(end_with_nccl, 1, str(fake), check=True)
-    assert result.returncode == 0 and not result.stderr
+    usual, ours = (fork_ranks(end, 1, path, check=True)[0] for path in ("", str(fake)))
+    # Triton, beside torch 2.15 on Python 3.13, reports leaks of its own.
+    assert set(ours.stderr.splitlines()) <= set(usual.stderr.splitlines())
