@@ -23,7 +23,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 import zshard
-from zshard import FSDP, __main__
+from zshard import FSDP
 from zshard.checkpoint import manifest
 from zshard.checkpoint.opening import read_manifest
 
@@ -51,14 +51,12 @@ def saved(tmp_path_factory):
 
 
 @pytest.fixture
-def command(monkeypatch, capsys):
-    """Run `python -m zshard ckpt` with arguments; return (exit status, output)."""
+def command(command):
+    """Run `python -m zshard ckpt` with arguments; return (exit status, output and errors)."""
 
     def run(*args):
-        monkeypatch.setattr(sys, "argv", ["zshard", "ckpt", *map(str, args)])
-        status = __main__.main()
-        said = capsys.readouterr()
-        return status, said.out + said.err
+        status, said, errors = command(*args)
+        return status, said + errors
 
     return run
 

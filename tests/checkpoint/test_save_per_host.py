@@ -383,19 +383,6 @@ def gather_disks(root) -> None:
 # --- collecting, and one process ------------------------------------------------------------------
 
 
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """Run `python -m zshard checkpoint` with arguments in this process; return (exit status,
-    output, errors)."""
-
-    def run(*args):
-        monkeypatch.setattr(sys, "argv", ["zshard", "checkpoint", *args])
-        status = __main__.main()
-        return status, *capsys.readouterr()
-
-    return run
-
-
 def collect_from_hosts(root, out):
     number = host_of(2)
     sys.argv = ["zshard", "checkpoint", "collect", disk(root, number), out]

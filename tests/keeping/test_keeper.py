@@ -181,7 +181,7 @@ def test_ctrl_c_and_a_hangup_are_the_jobs(tmp_path: Path) -> None:
     """A job that starts a keeper gets Ctrl-C, with its process group, and ends."""
     code = (
         "import signal, time; from zshard.keeping.client import Keeper, start; token = start()\n"
-        # in the background of a shell, as CI may be, it would be ignored
+        # A job in the background of a shell, as CI may be, ignores SIGINT.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "Keeper(token).hold('a', b'', [0]); print(token, flush=True)\n"
         "while True: time.sleep(0.05)"  # pause() would miss a signal just before it
