@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zshard.checkpoint.contents import ranks_of
 from zshard.checkpoint.load import load
 from zshard.checkpoint.save import save
 from zshard.fsdp import ARGUMENTS, FSDP
@@ -181,7 +182,10 @@ class _ShardingAccelerator(_Accelerator):  # type: ignore[misc]
         load_kwargs: dict[str, Any] | None = None,
         **kwargs: object,
     ) -> None:
-        """Load what save_state() saved, here or under DDP, on any number of ranks."""
+        """Load what save_state() saved, here or under DDP, on any number of ranks.
+
+        A host without the folder of a sharded model gets its shards from other hosts.
+        """
         pairs = _pairs(self)
         optimizers = list(self._optimizers)
 
@@ -189,7 +193,7 @@ class _ShardingAccelerator(_Accelerator):  # type: ignore[misc]
             for i, (model, optimizer) in enumerate(pairs):
                 if model not in models:  # a hook of the script has loaded it
                     continue
-                if _folder(folder, i).is_dir():
+                if _is_anywhere(_folder(folder, i), model):
                     load(_folder(folder, i), model, optimizer)
                     _remove(self._optimizers, optimizer)
                 else:
@@ -287,6 +291,11 @@ def _hidden(accelerator: Any, pairs: list[tuple[Any, Any]]) -> Iterator[None]:
 
 def _folder(folder: str, index: int) -> Path:
     return Path(folder, f"{_FOLDER}_{index}" if index else _FOLDER)
+
+
+def _is_anywhere(folder: Path, model: nn.Module) -> bool:
+    """Return whether some rank sees the folder: a new host's disk does not have it. Collective."""
+    return b"\1" in ranks_of(bare(model)).exchange(b"\1" if folder.is_dir() else b"\0")
 
 
 def _load_weights(folder: Path, index: int, model: nn.Module) -> None:

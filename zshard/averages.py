@@ -52,9 +52,9 @@ class EMA:
         warmup: use min(decay, (1 + n) / (10 + n)) after n updates, which forgets the first steps
             sooner: the formula of TensorFlow's tf.train.ExponentialMovingAverage(num_updates=n).
 
-    Raises ValueError for numbers out of range, for a model without FSDP modules or trainable
-    parameters; NotImplementedError in a kept run (zshard.keep), whose recovery does not know
-    averages.
+    Raises TypeError if `model` is not a module; ValueError for numbers out of range, for a model
+    without FSDP modules or trainable parameters; NotImplementedError in a kept run (zshard.keep),
+    whose recovery does not know averages.
     """
 
     def __init__(
@@ -65,6 +65,8 @@ class EMA:
         every: int = 1,
         warmup: bool = False,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"EMA(): model must be an nn.Module, got {type(model).__name__}")
         self.decays = _checked(decay)
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be a number of update() calls from 1 on, got {every!r}")
@@ -330,7 +332,7 @@ class _Live:
 
 
 def _checked(decay: float | Sequence[float]) -> tuple[float, ...]:
-    decays = (decay,) if isinstance(decay, int | float) else tuple(decay)
+    decays: tuple[Any, ...] = tuple(decay) if isinstance(decay, list | tuple) else (decay,)
     for each in decays:
         if isinstance(each, bool) or not isinstance(each, int | float) or not 0 < each < 1:
             raise ValueError(f"decay must be between 0 and 1, got {each!r}")

@@ -36,8 +36,13 @@ def built(combination, decay=0.9, **options):
 
 @pytest.mark.parametrize("decay", [0, 1, 1.5, -0.1, True, float("nan"), "0.9", (), (0.9, 0.9)])
 def test_decay_out_of_range(decay):
-    with pytest.raises(ValueError, match="decay must be"):
+    with pytest.raises(ValueError, match=f"decay must be .*, got {re.escape(repr(decay))}"):
         EMA(FSDP(nn.Linear(2, 2)), decay)
+
+
+def test_no_module():
+    with pytest.raises(TypeError, match=re.escape("EMA(): model must be an nn.Module, got dict")):
+        EMA({}, 0.9)
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True])

@@ -21,11 +21,12 @@ def forget_accelerate() -> None:
 
 
 def small_model(seed: int = 0) -> nn.Sequential:
+    """Return a model wide enough for every rank to have a shard, of entire pages."""
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
-    for width in (8, 16, 16):
-        layers += [nn.Linear(width, 16), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(16, 3))
+    for width in (8, 64, 64):
+        layers += [nn.Linear(width, 64), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(64, 3))
 
 
 class Run:

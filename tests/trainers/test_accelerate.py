@@ -18,14 +18,13 @@ import pytest
 import torch
 from nursery import fork_ranks
 from spawn import RankPool, ranks
-from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 pytest.importorskip("accelerate", reason="needs zshard[trainers]: make test-trainers")
 
 import accelerate
-from accelerated import Run, equal, forget_accelerate, names_in, small_model
+from accelerated import Run, forget_accelerate, small_model
 
 import zshard
 import zshard.accelerate
@@ -103,181 +102,6 @@ def uneven() -> tuple[int, bool]:
 @ranks(2)
 def test_uneven_inputs_are_joined_on_cpus_too(pool: RankPool) -> None:
     assert sorted(pool.run(uneven)) == [(1, True), (2, True)]
-
-
-# --- saving ---------------------------------------------------------------------------------------
-
-
-def resume(folder: str, strategy: str) -> tuple[bool, set[str]]:
-    first = Run(strategy, shuffle=False)  # DDP's runs do not resume the order of a shuffle either
-    first.epoch()
-    first.accelerator.save_state(folder)
-    expected = first.epoch(), first.state()
-    second = Run(strategy, shuffle=False)
-    second.epoch()
-    second.epoch()
-    second.accelerator.load_state(folder)
-    losses = second.epoch()
-    return losses == expected[0] and equal(second.state(), expected[1]), names_in(folder)
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-@ranks(2)
-def test_resumed_run_has_the_same_losses(pool: RankPool, tmp_path: Path, strategy: str) -> None:
-    for same, files in pool.run(resume, str(tmp_path), strategy):
-        assert same
-        own = {"model.safetensors", "optimizer.safetensors", "zshard.json"}
-        assert {f"zshard_model/{name}" for name in own} <= files
-        others = {name for name in files if not name.startswith("zshard_model/")}
-        assert others == {"scheduler.bin", "random_states_0.pkl", "random_states_1.pkl"}
-
-
-def resume_on_own_disks(root: str) -> tuple[bool, set[str]]:
-    """Return whether ranks on hosts of their own resume, and this one's files."""
-    os.environ.update(ZSHARD_HOST=f"host{os.environ['RANK']}", LOCAL_RANK="0")
-    folder = Path(root, os.environ["RANK"])
-    config = accelerate.utils.ProjectConfiguration(save_on_each_node=True)
-    first = Run(shuffle=False, project_config=config)
-    first.epoch()
-    first.accelerator.save_state(str(folder))
-    with pytest.raises(FileExistsError):
-        first.accelerator.save_state(str(folder))
-    expected = first.epoch(), first.state()
-    second = Run(shuffle=False, project_config=config)
-    second.accelerator.load_state(str(folder))
-    losses = second.epoch()
-    return losses == expected[0] and equal(second.state(), expected[1]), names_in(folder)
-
-
-def test_hosts_without_a_shared_disk_resume(tmp_path: Path) -> None:
-    done = fork_ranks(resume_on_own_disks, 2, str(tmp_path), check=True, timeout=200)
-    for rank, (same, files) in enumerate(result.value for result in done):
-        assert same
-        assert f"zshard_model/rank-{rank:05}-of-00002.part" in files
-
-
-def save(folder: str, strategy: str | None) -> dict[str, torch.Tensor]:
-    run = Run(strategy)
-    run.epoch()
-    run.accelerator.save_state(folder)
-    return run.state()
-
-
-def load(folder: str, strategy: str | None, weights: bool = True) -> Any:
-    run = Run(strategy)
-    run.accelerator.load_state(folder)
-    return run.state(), run.optimizer.optimizer.state_dict()
-
-
-@pytest.mark.parametrize("saved", ["full_shard", None], ids=["sharded", "ddp"])
-@pytest.mark.parametrize("world", [1, 3])
-def test_another_number_of_ranks_loads(
-    pools: dict[int, RankPool], pool2: RankPool, tmp_path: Path, saved: str | None, world: int
-) -> None:
-    expected = pool2.run(save, str(tmp_path), saved)[0]
-    pool = pools.setdefault(world, RankPool(world))
-    for state, optimizer in pool.run(load, str(tmp_path), "full_shard"):
-        assert equal(state, expected)
-        assert [int(each["step"]) for each in optimizer["state"].values()] == [6] * 8
-
-
-def save_pickled(folder: str) -> dict[str, torch.Tensor]:
-    run = Run(None)
-    run.epoch()
-    run.accelerator.save_state(folder, safe_serialization=False)
-    return run.state()
-
-
-@ranks(2)
-def test_pickled_checkpoint_of_ddp_loads(pool: RankPool, tmp_path: Path) -> None:
-    expected = pool.run(save_pickled, str(tmp_path))[0]
-    assert equal(pool.run(load, str(tmp_path), "full_shard")[0][0], expected)
-
-
-def hooked(folder: str) -> tuple[list[str], bool]:
-    """Return the names that a script's hook got, and whether its checkpoint loads."""
-    run = Run()
-    run.epoch()
-    seen: list[str] = []
-
-    def look(models: list[nn.Module], weights: list[dict[str, Any]], where: str) -> None:
-        assert models == [run.model]
-        seen.extend(weights[0])
-
-    run.accelerator.register_save_state_pre_hook(look)
-    run.accelerator.save_state(folder)
-    expected = run.state()
-    run.epoch()
-    run.accelerator.load_state(folder)
-    return seen, equal(run.state(), expected)
-
-
-@ranks(2)
-def test_script_hooks_get_models_and_weights(pool: RankPool, tmp_path: Path) -> None:
-    for seen, loads in pool.run(hooked, str(tmp_path)):
-        assert seen == list(small_model().state_dict()) and loads
-
-
-def two_models(folder: str) -> bool:
-    forget_accelerate()
-    accelerator = zshard.accelerate.shard(accelerate.Accelerator(cpu=True))
-    models = [small_model(seed) for seed in (1, 2)]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
-    both = torch.optim.SGD([*models[0].parameters(), *models[1].parameters()], lr=0.1, momentum=0.9)
-    models = list(accelerator.prepare(*models))
-    optimizers = list(accelerator.prepare(*optimizers, both))
-
-    def step() -> None:
-        for model in models:
-            accelerator.backward(model(torch.ones(2, 8)).square().sum())
-        for optimizer in optimizers:
-            optimizer.step()
-
-    step()
-    accelerator.save_state(folder)
-    expected = [accelerator.get_state_dict(model) for model in models]
-    momentum = optimizers[2].state_dict()["state"][0]["momentum_buffer"].clone()
-    step()
-    accelerator.load_state(folder)
-    restored = optimizers[2].state_dict()["state"][0]["momentum_buffer"]
-    found = [accelerator.get_state_dict(model) for model in models]
-    assert torch.equal(restored, momentum)
-    return all(equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-@ranks(2)
-def test_two_models_and_an_optimizer_of_both_are_saved(pool: RankPool, tmp_path: Path) -> None:
-    assert pool.run(two_models, str(tmp_path)) == [True, True]
-
-
-def pretrained(folder: str) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    forget_accelerate()
-    accelerator = zshard.accelerate.shard(accelerate.Accelerator(cpu=True))
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True))
-    plain = {name: value.clone() for name, value in model.state_dict().items()}
-    model = accelerator.prepare(model)
-    unwrapped = accelerator.unwrap_model(model)
-    unwrapped.save_pretrained(
-        folder,
-        is_main_process=accelerator.is_main_process,
-        save_function=accelerator.save,
-        state_dict=accelerator.get_state_dict(model),
-    )
-    accelerator.wait_for_everyone()
-    again = LlamaForCausalLM.from_pretrained(folder)
-    assert again.config.architectures == ["LlamaForCausalLM"]
-    assert equal(dict(again.state_dict()), plain)
-    accelerator.save_model(model, f"{folder}/saved")
-
-
-@ranks(2)
-def test_model_is_saved_for_from_pretrained(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(pretrained, str(tmp_path))
-    assert "saved/model.safetensors" in names_in(tmp_path)
 
 
 # --- misuse ---------------------------------------------------------------------------------------

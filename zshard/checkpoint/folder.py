@@ -198,7 +198,8 @@ class Staging:
             return
         if not self._overwrite:
             raise FileExistsError(
-                f"'{path}' already exists: save to another path, or pass overwrite=True"
+                f"'{path}' already exists: save to another path, or (without per_host) pass "
+                "overwrite=True"
             )
         is_folder = os.path.isdir(path) and not os.path.islink(path)
         if not is_folder or (os.listdir(path) and not os.path.isfile(os.path.join(path, MANIFEST))):
