@@ -25,6 +25,7 @@ from torch import nn
 
 from zshard.checkpoint.contents import ranks_of
 from zshard.checkpoint.load import load
+from zshard.checkpoint.per_host.hosts import is_anywhere
 from zshard.checkpoint.save import save
 from zshard.fsdp import ARGUMENTS, FSDP
 from zshard.model.shard_model import broadcast_buffers
@@ -193,7 +194,7 @@ class _ShardingAccelerator(_Accelerator):  # type: ignore[misc]
             for i, (model, optimizer) in enumerate(pairs):
                 if model not in models:  # a hook of the script has loaded it
                     continue
-                if _is_anywhere(_folder(folder, i), model):
+                if is_anywhere(ranks_of(bare(model)), _folder(folder, i)):
                     load(_folder(folder, i), model, optimizer)
                     _remove(self._optimizers, optimizer)
                 else:
@@ -291,11 +292,6 @@ def _hidden(accelerator: Any, pairs: list[tuple[Any, Any]]) -> Iterator[None]:
 
 def _folder(folder: str, index: int) -> Path:
     return Path(folder, f"{_FOLDER}_{index}" if index else _FOLDER)
-
-
-def _is_anywhere(folder: Path, model: nn.Module) -> bool:
-    """Return whether some rank sees the folder: a new host's disk does not have it. Collective."""
-    return b"\1" in ranks_of(bare(model)).exchange(b"\1" if folder.is_dir() else b"\0")
 
 
 def _load_weights(folder: Path, index: int, model: nn.Module) -> None:

@@ -6,6 +6,7 @@ A resumed run has the losses of an uninterrupted one.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engines import LR, config, engine_of, train
+from nursery import fork_ranks
 from spawn import RankPool, ranks
 from test_misuse import raised
 
@@ -86,6 +88,49 @@ def test_another_number_of_ranks_and_stage_loads(
     for rank, (found, client, steps) in enumerate(pool.run(load, str(tmp_path), stage)):
         assert all(torch.equal(found[name], value) for name, value in saved.items())
         assert client == {"rank": rank if rank < 2 else 0} and steps == 3
+
+
+def engine_on_own_disk() -> Any:
+    """Return an engine of a rank that is alone on its host."""
+    os.environ.update(ZSHARD_HOST=f"host{os.environ['RANK']}", LOCAL_RANK="0")
+    return engine_of(full(checkpoint={"use_node_local_storage": True}), "hosts")
+
+
+def save_on_own_disks(root: str) -> tuple[set[str], str]:
+    """Return this host's files, and the error of a second save."""
+    engine = engine_on_own_disk()
+    folder = Path(root, os.environ["RANK"])
+    train(engine, 6)
+    engine.save_checkpoint(folder)
+    error = raised(lambda: engine.save_checkpoint(folder))
+    torch.save(engine.module.state_dict(), f"{folder}.pt")
+    return {each.name for each in folder.glob("*/*.part")}, error
+
+
+def load_on_own_disks(root: str) -> tuple[str, bool]:
+    """Return the path that was loaded, or the error, and whether it is what was saved."""
+    engine = engine_on_own_disk()
+    try:
+        path, _ = engine.load_checkpoint(Path(root, os.environ["RANK"]))
+    except zshard.CheckpointError as error:
+        return str(error), False
+    expected, state = torch.load(f"{root}/0.pt"), engine.module.state_dict()
+    same = all(torch.equal(expected[name], state[name]) for name in expected)
+    return os.path.relpath(path, root), same and engine.global_steps == 3
+
+
+def test_hosts_without_a_shared_disk(tmp_path: Path) -> None:
+    root = str(tmp_path)
+    for rank, result in enumerate(fork_ranks(save_on_own_disks, 2, root, check=True)):
+        files, error = result.value
+        assert files == {f"rank-{rank:05}-of-00002.part"}
+        assert error.startswith("FileExistsError") and "save to another path" in error
+    done = fork_ranks(load_on_own_disks, 3, root, check=True)  # rank 2 on a new host
+    assert [each.value for each in done] == [(f"{rank}/global_step3", True) for rank in range(3)]
+    shutil.rmtree(tmp_path / "1")
+    for result in fork_ranks(load_on_own_disks, 2, root, check=True):
+        error, same = result.value
+        assert "host1" in error and not same
 
 
 def parts(folder: str) -> Any:

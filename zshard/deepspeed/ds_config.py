@@ -59,6 +59,7 @@ class Settings:
 
     values: the config with defaults for "auto". sizes: the batch sizes. stage: of ZeRO. dtype: that
     of forward and backward; None: the model's. autocast: that of torch.autocast around the forward.
+    own_disks: each host saves to its own disk.
     """
 
     values: dict[str, Any]
@@ -72,6 +73,7 @@ class Settings:
     clipping: float
     computes_norm: bool
     skips_overflows: bool
+    own_disks: bool
 
     @property
     def strategy(self) -> ShardingStrategy:
@@ -166,6 +168,7 @@ def _settings(values: ConfigValues, world: int) -> Settings:
         clipping=float(values.get("gradient_clipping", 1.0)),  # as DeepSpeed since 0.19.3
         computes_norm=stage > 0 and values.get("zero_optimization.compute_grad_norm", True),
         skips_overflows=dtype is torch.bfloat16 and values.get("bf16.check_grad_overflow", True),
+        own_disks=values.get("checkpoint.use_node_local_storage", False),
     )
 
 

@@ -19,9 +19,10 @@ from zshard import _core
 from zshard._errors import CheckpointError, warn
 from zshard.checkpoint.folder import path_of
 from zshard.checkpoint.load import Loaded, load
+from zshard.checkpoint.per_host.hosts import Hosts, is_anywhere
 from zshard.checkpoint.save import save
 from zshard.deepspeed.ds_config import Settings
-from zshard.ranks.agreement import PublicCall, on_all_ranks
+from zshard.ranks.agreement import PublicCall, gather_bytes, on_all_ranks
 from zshard.state import state_dict_form
 from zshard.units.units import state_of
 
@@ -54,7 +55,8 @@ class EngineCheckpoints:
         """Save the model, optimizer, scheduler, loss scale and counts in the folder save_dir/tag.
 
         Collective: call it on all ranks. An existing checkpoint of that tag is replaced once this
-        one is finished.
+        one is finished. With `checkpoint.use_node_local_storage` in the config, each of several
+        hosts saves its own part to its own disk, and an existing checkpoint is an error.
 
         tag: the name of the checkpoint. None: "global_step<number>".
         client_state: the script's own state, of the kinds that `extra` of zshard.save() takes. Each
@@ -76,12 +78,17 @@ class EngineCheckpoints:
             if client_state is not None and not isinstance(client_state, Mapping):
                 kind = type(client_state).__name__
                 raise TypeError(f"client_state must be a dict, got {kind}")
-            if comm.rank == 0:
+        hosts = Hosts(comm)
+        own_disks = self._settings.own_disks and len(hosts.all) > 1
+        writes = hosts.leads if own_disks else comm.rank == 0
+        with on_all_ranks(comm):
+            if writes:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
         extra = {_OURS: self._own_state(), _CLIENT: dict(client_state or {})}
-        save(path, self.module, self.optimizer, extra=extra, overwrite=True)
+        how: dict[str, Any] = {"per_host": True} if own_disks else {"overwrite": True}
+        save(path, self.module, self.optimizer, extra=extra, **how)
         with on_all_ranks(comm):
-            if save_latest and comm.rank == 0:
+            if save_latest and writes:
                 _write(os.path.join(folder, _LATEST), name)
         return True
 
@@ -117,10 +124,10 @@ class EngineCheckpoints:
             )
         folder, comm = path_of(load_dir), self._comm()
         with on_all_ranks(comm):
-            name = _latest_of(folder) if tag is None else _checked(str(tag))
-            if name is not None:
-                _check_folder(folder, name)
-        if name is None:
+            own = _latest_of(folder) if tag is None else _checked(str(tag))
+        # A new host with a disk of its own has no file `latest` and no checkpoint.
+        name = next(filter(None, gather_bytes(comm, (own or "").encode())), b"").decode()
+        if not name:
             if comm.rank == 0:
                 warn(
                     f"there is no checkpoint to load: '{os.path.join(folder, _LATEST)}' does not "
@@ -128,6 +135,9 @@ class EngineCheckpoints:
                 )
             return None, None
         path = os.path.join(folder, name)
+        is_there = is_anywhere(comm, path)
+        with on_all_ranks(comm):
+            _check_folder(folder, name, is_there)
         wants_optimizer = load_optimizer_states and not load_module_only
         optimizer = self.optimizer if wants_optimizer else None
         loaded = load(path, self.module, optimizer, strict=load_module_strict)
@@ -206,14 +216,17 @@ def _latest_of(folder: str) -> str | None:
         return None
 
 
-def _check_folder(folder: str, name: str) -> None:
-    """Raise FileNotFoundError or CheckpointError for a folder that is no checkpoint of zshard."""
+def _check_folder(folder: str, name: str, is_there: bool) -> None:
+    """Raise FileNotFoundError or CheckpointError for a folder that is no checkpoint of zshard.
+
+    is_there: whether some rank sees it.
+    """
     path = os.path.join(folder, name)
-    if not os.path.isdir(path):
+    if not is_there:
         tags = [each.name for each in Path(folder).glob("*") if each.is_dir()]
         there = ", ".join(sorted(tags)) or "none"
         raise FileNotFoundError(f"there is no checkpoint '{path}'; tags in '{folder}': {there}")
-    if any(each.endswith("_model_states.pt") for each in os.listdir(path)):
+    if any(Path(path).glob("*_model_states.pt")):
         raise CheckpointError(
             f"'{path}' is a checkpoint of DeepSpeed, which consists of pickles: convert it with "
             "DeepSpeed's zero_to_fp32.py --safe_serialization, then call zshard.load() on the "

@@ -123,6 +123,7 @@ WORKS: dict[str, Check] = {
     "zero_optimization.cpu_offload_param": _flag,
     "zero_optimization.cpu_offload_params": _flag,
     "zero_optimization.compute_grad_norm": _flag,
+    **_section("checkpoint", {"use_node_local_storage": _flag}),
     **_section("zero_optimization.offload_param", _OFFLOAD),
     **_section("zero_optimization.offload_optimizer", _OFFLOAD),
 }
@@ -146,12 +147,13 @@ _TOP = (
     "wall_clock_breakdown memory_breakdown dump_state disable_allgather prescale_gradients "
     "gradient_predivide_factor fp32_allreduce sparse_gradients zero_allow_untested_optimizer "
     "zero_force_ds_cpu_optimizer activation_checkpointing aio flops_profiler comms_logger "
-    "comms_config monitor_config tensorboard wandb csv_monitor comet autotuning compile checkpoint"
+    "comms_config monitor_config tensorboard wandb csv_monitor comet autotuning compile"
 )
 _BF16 = (
     "immediate_grad_update loss_scale initial_scale_power loss_scale_window hysteresis "
     "min_loss_scale consecutive_hysteresis auto_cast"
 )
+_CHECKPOINT = "tag_validation load_universal parallel_write writer"
 IGNORED = frozenset(
     [
         *_TOP.split(),
@@ -164,6 +166,7 @@ IGNORED = frozenset(
         *(f"zero_optimization.offload_param.{key}" for key in _OFFLOADED.split()),
         *(f"zero_optimization.offload_optimizer.{key}" for key in _OFFLOADED.split()),
         *(f"bf16.{key}" for key in _BF16.split()),
+        *(f"checkpoint.{key}" for key in _CHECKPOINT.split()),
     ]
 )
 """The keys that change neither losses nor what a script sees: one warning names those in use."""

@@ -71,6 +71,12 @@ class Hosts:
         return [each.partition("/")[0] or each for each in self.of]
 
 
+def is_anywhere(comm: _core.Comm, folder: str | os.PathLike[str]) -> bool:
+    """Return whether some rank sees the folder: a new host's own disk does not have it.
+    Collective."""
+    return b"\1" in comm.exchange(b"\1" if os.path.isdir(folder) else b"\0")
+
+
 # --- which checkpoint -----------------------------------------------------------------------------
 
 

@@ -136,7 +136,8 @@ def _refuse_shared_folder(comm: _core.Comm, hosts: Hosts, target: Target, id: st
                 raise ValueError(
                     f"per_host=True, but the hosts '{hosts.names[comm.rank]}' and "
                     f"'{hosts.names[hosts.of.index(hosts.all[seen])]}' share the folder "
-                    f"'{target.parent}': omit per_host"
+                    f"'{target.parent}': omit per_host, or your trainer's option for "
+                    "nodes that share no disk"
                 )
     finally:
         if made:
