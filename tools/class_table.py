@@ -29,7 +29,7 @@ import zshard
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "docs" / "transformers_classes.md"
-LIMIT = 120  # seconds for a class
+LIMIT = 240  # seconds for a class
 transformers.logging.set_verbosity_error()
 
 HEAD = """# Model classes of transformers

@@ -108,7 +108,11 @@ class Tiny:
 def find(name: str) -> Tiny:
     """Return the first attempt whose forward and backward run. Raises Misfit."""
     cls = Tiny(name, 0).cls
-    if getattr(cls, "config_class", None) is None:
+    try:
+        is_usable = getattr(cls, "config_class", None) is not None
+    except ImportError:  # from the stand-in for a class whose package is not installed
+        is_usable = False
+    if not is_usable:
         raise Misfit("needs a package that is not installed, or has no configuration of its own")
     reasons = []
     for number in range(len(ATTEMPTS)):
