@@ -48,7 +48,7 @@ OWN: dict[str, tuple[dict[str, Any], Meaning, dict[str, Any]]] = {
         {},
     ),
     "z1_boolean": (
-        {"train_batch_size": 8, "optimizer": SGD_FREE, "zero_optimization": True, "bfloat16": {"enabled": True}},
+        {"train_batch_size": 8, "optimizer": SGD_FREE, "zero_optimization": True, "bfloat16": {"enabled": True}, "gradient_clipping": 0},
         Meaning(1, options=BETAS, dtype=torch.bfloat16),
         {},
     ),
@@ -63,7 +63,7 @@ OWN: dict[str, tuple[dict[str, Any], Meaning, dict[str, Any]]] = {
         {},
     ),
     "z2_fp16_static": (
-        {"train_batch_size": 8, "optimizer": SGD_FREE, "fp16": {"enabled": True, "loss_scale": 64, "auto_cast": True}, "zero_optimization": {"stage": 2}},
+        {"train_batch_size": 8, "gradient_clipping": 0, "optimizer": SGD_FREE, "fp16": {"enabled": True, "loss_scale": 64, "auto_cast": True}, "zero_optimization": {"stage": 2}},
         Meaning(2, options=BETAS, dtype=torch.float16, scale={"scale": 64.0, "is_dynamic": False}),
         {},
     ),
@@ -115,8 +115,8 @@ def compare(
         engine = engine_of(
             redirected(config, scratch), model=module, optimizer=optimizer, args=args
         )
-    by_default = replace(meaning, clip=meaning.clip or 1.0)  # DeepSpeed's
-    theirs = Theirs(by_default)
+    by_default = 0.0 if is_unclipped(config) else 1.0  # DeepSpeed's
+    theirs = Theirs(replace(meaning, clip=meaning.clip or by_default))
     steps = STEPS * meaning.rounds
     ours, other = train(engine, steps), theirs.train(steps)
     differ = max(abs(a - b) for a, b in zip(ours, other, strict=True))
@@ -124,11 +124,16 @@ def compare(
     return engine.global_steps, differ, states_apart(engine, theirs), len(said)
 
 
+def is_unclipped(config: dict[str, Any]) -> bool:
+    return config.get("gradient_clipping") == 0
+
+
 def check(pool: RankPool, config: Any, meaning: Meaning, args: Any, client: bool = False) -> None:
     for rank, found in enumerate(pool.run(compare, config, meaning, args, client)):
         steps, differ, apart, warned = found
         assert steps == STEPS
-        exact = not meaning.clip and (meaning.rounds == 1 or meaning.stage < 2)
+        # The norm for clipping is summed shard by shard: its last bit may differ from DDP's.
+        exact = is_unclipped(config) and (meaning.rounds == 1 or meaning.stage < 2)
         assert differ == apart == 0.0 if exact else max(differ, apart) < 1e-6
         assert warned <= (rank == 0), "one warning, on one rank"
 

@@ -26,13 +26,14 @@ COMBINATIONS.append(("zero1", "c10d"))  # over shm it is full_shard
 
 
 class Mlp(nn.Module):
-    """Odd sizes everywhere: no parameter divides evenly by 2, 3 or 4."""
+    """Odd sizes everywhere: no parameter divides evenly by 2, 3 or 4. Wide enough for each of 4
+    ranks to have a shard over shared memory, where shards are entire pages."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(7, 13)
-        self.second = nn.Linear(13, 29, bias=False)
-        self.third = nn.Linear(29, 3)
+        self.second = nn.Linear(13, 401, bias=False)
+        self.third = nn.Linear(401, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.third(F.gelu(self.second(torch.tanh(self.first(x)))))
