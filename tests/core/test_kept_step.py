@@ -84,7 +84,10 @@ def built_with(loops: Path, program: Path, target: Path, *flags: str) -> Path:
     return compile_c(target, [program], [*BUILDS["release"], *flags], link)
 
 
-@pytest.fixture(scope="module", params=["release", "sanitized"])
+@pytest.fixture(
+    scope="module",
+    params=["release", pytest.param("sanitized", marks=pytest.mark.thorough)],
+)
 def checker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("kept") / "check_kept"
     return compile_c(target, [C / "check_kept.c", *LOOPS], BUILDS[request.param])
