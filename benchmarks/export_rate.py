@@ -52,6 +52,7 @@ def ways(model: str) -> dict[str, Callable[[], None]]:
     import zshard
 
     ours = build_side("zshard-full_shard", WORKLOADS[model]).module
+    over_c10d = build_side("zshard-full_shard-c10d", WORKLOADS[model]).module
     theirs = build_side("fsdp2", WORKLOADS[model]).module
     since = zshard.Exported()
     exported(ours, since=since)
@@ -59,6 +60,7 @@ def ways(model: str) -> dict[str, Callable[[], None]]:
     return {
         "zshard-export": lambda: exported(ours, bucket="64MiB"),
         "zshard-export-bf16": lambda: exported(ours, bucket="64MiB", dtype=low),
+        "zshard-export-c10d": lambda: exported(over_c10d, bucket="64MiB"),
         "zshard-export-unchanged": lambda: exported(ours, bucket="64MiB", since=since),
         BASE: lambda: each_full_tensor(theirs, torch.float32),
         "fsdp2-full_tensor-bf16": lambda: each_full_tensor(theirs, low),
