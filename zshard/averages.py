@@ -332,7 +332,7 @@ class _Live:
 
 
 def _checked(decay: float | Sequence[float]) -> tuple[float, ...]:
-    decays: tuple[Any, ...] = tuple(decay) if isinstance(decay, list | tuple) else (decay,)
+    decays: tuple[Any, ...] = (decay,) if isinstance(decay, int | float | str) else tuple(decay)
     for each in decays:
         if isinstance(each, bool) or not isinstance(each, int | float) or not 0 < each < 1:
             raise ValueError(f"decay must be between 0 and 1, got {each!r}")
