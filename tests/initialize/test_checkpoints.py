@@ -162,6 +162,7 @@ def misused(folder: str) -> dict[str, str]:
     engine = engine_of()
     assert engine.load_checkpoint(folder) == (None, None)
     train(engine, 2)
+    engine.save_checkpoint(folder, tag="second")
     engine.save_checkpoint(folder, tag="good")
     if dist.get_rank() == 0:
         os.makedirs(f"{folder}/theirs")
@@ -182,6 +183,7 @@ def misused(folder: str) -> dict[str, str]:
         "custom_load_fn": raised(lambda: engine.load_checkpoint(folder, custom_load_fn=print)),
         "path must be a string": raised(lambda: engine.save_checkpoint(None)),
         "differ": raised(lambda: engine.save_checkpoint(folder, tag=f"rank{dist.get_rank()}")),
+        "the checkpoints differ": raised(lambda: engine.load_checkpoint(folder, ("good", "second")[dist.get_rank()])),
         "rank 1": raised(lambda: engine.save_checkpoint(folder, tag="../one" if dist.get_rank() else "two")) if dist.get_rank() == 0 else "rank 1",
         "writes a pickle": raised(lambda: engine.save_16bit_model(folder, "model.safetensors")),
     }  # fmt: skip

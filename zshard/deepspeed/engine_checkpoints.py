@@ -72,20 +72,21 @@ class EngineCheckpoints:
                 "save the state dict of the trained ones with torch.save()"
             )
         folder, comm = path_of(save_dir), self._comm()
+        how: dict[str, Any] = {"overwrite": True}
+        writes = comm.rank == 0
+        if self._settings.own_disks:
+            hosts = Hosts(comm)
+            if len(hosts.all) > 1:
+                how, writes = {"per_host": True}, hosts.leads
         with on_all_ranks(comm):
             name = _checked(f"global_step{self.global_steps}" if tag is None else str(tag))
             path = os.path.join(folder, name)
             if client_state is not None and not isinstance(client_state, Mapping):
                 kind = type(client_state).__name__
                 raise TypeError(f"client_state must be a dict, got {kind}")
-        hosts = Hosts(comm)
-        own_disks = self._settings.own_disks and len(hosts.all) > 1
-        writes = hosts.leads if own_disks else comm.rank == 0
-        with on_all_ranks(comm):
             if writes:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
         extra = {_OURS: self._own_state(), _CLIENT: dict(client_state or {})}
-        how: dict[str, Any] = {"per_host": True} if own_disks else {"overwrite": True}
         save(path, self.module, self.optimizer, extra=extra, **how)
         with on_all_ranks(comm):
             if save_latest and writes:
@@ -107,7 +108,8 @@ class EngineCheckpoints:
 
         Collective: call it on all ranks. Gradients of an unfinished round are dropped.
 
-        tag: None: the one in the file load_dir/latest; without that file, warns and loads nothing.
+        tag: None: the one in the file load_dir/latest of the first rank that has it; if none has,
+            warns and loads nothing.
         load_module_strict: False: ignore names that only the model or the checkpoint has.
         load_optimizer_states, load_lr_scheduler_states: False: leave these as they are.
         load_module_only: load the parameters and nothing else.
@@ -124,10 +126,12 @@ class EngineCheckpoints:
             )
         folder, comm = path_of(load_dir), self._comm()
         with on_all_ranks(comm):
-            own = _latest_of(folder) if tag is None else _checked(str(tag))
+            name = _latest_of(folder) if tag is None else _checked(str(tag))
         # A new host with a disk of its own has no file `latest` and no checkpoint.
-        name = next(filter(None, gather_bytes(comm, (own or "").encode())), b"").decode()
-        if not name:
+        known = [each.decode() for each in gather_bytes(comm, (name or "").encode()) if each]
+        if tag is None:
+            name = known[0] if known else None
+        if name is None:
             if comm.rank == 0:
                 warn(
                     f"there is no checkpoint to load: '{os.path.join(folder, _LATEST)}' does not "

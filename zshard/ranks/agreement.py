@@ -79,6 +79,11 @@ def check_agreement(comm: _core.Comm, facts: Sequence[Fact], what: str = "models
             )
 
 
+def on_any_rank(comm: _core.Comm, fact: bool) -> bool:
+    """Return whether the fact is true on some rank. Collective."""
+    return b"\1" in comm.exchange(b"\1" if fact else b"\0")
+
+
 def gather_bytes(comm: _core.Comm, mine: bytes) -> list[bytes]:
     """Return the bytes of every rank, of any length, in rank order. Collective."""
     gathered = []

@@ -27,7 +27,7 @@ from zshard.checkpoint.per_host.parts import Spread, part_files_in
 from zshard.checkpoint.per_host.remote import RemoteParts
 from zshard.checkpoint.safetensors import OpenFile
 from zshard.ranks import meeting
-from zshard.ranks.agreement import gather_bytes, on_all_ranks
+from zshard.ranks.agreement import gather_bytes, on_all_ranks, on_any_rank
 from zshard.ranks.transports import group_beside
 from zshard.units.units import bare
 
@@ -74,7 +74,7 @@ class Hosts:
 def is_anywhere(comm: _core.Comm, folder: str | os.PathLike[str]) -> bool:
     """Return whether some rank sees the folder: a new host's own disk does not have it.
     Collective."""
-    return b"\1" in comm.exchange(b"\1" if os.path.isdir(folder) else b"\0")
+    return on_any_rank(comm, os.path.isdir(folder))
 
 
 # --- which checkpoint -----------------------------------------------------------------------------
@@ -229,7 +229,7 @@ def latest_checkpoint(
     with on_all_ranks(comm):
         finished(path)  # for its errors
         own += names_at(path)
-    if not any(each != b"\0" for each in comm.exchange(bytes([bool(own)]))):
+    if not on_any_rank(comm, bool(own)):
         return None
     return os.path.join(path, choose(comm, Hosts(comm), path).name)
 
@@ -310,7 +310,7 @@ def opened_together(
     with on_all_ranks(comm):
         path = path_of(asked)
         in_parts = has_parts(path)
-    if not any(each != b"\0" for each in comm.exchange(bytes([in_parts]))):
+    if not on_any_rank(comm, in_parts):
         return path, None
     hosts = Hosts(comm)
     name, found, reports, _ = choose(comm, hosts, path)
