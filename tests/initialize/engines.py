@@ -101,6 +101,7 @@ class Theirs:
         self.low = copy.deepcopy(self.main).to(meaning.dtype) if meaning.dtype else None
         self.ddp = None if self.low is not None else self._wrapped()
         self.steps = self.skipped = 0
+        self.has_clipped = False  # whether a norm exceeded the limit
 
     def _wrapped(self) -> Any:
         return DistributedDataParallel(self.main) if dist.is_initialized() else self.main
@@ -145,7 +146,8 @@ class Theirs:
                 grad.mul_(1.0 / self.scale.scale)
             overflow = not all(bool(grad.isfinite().all()) for grad in grads)
         if self.meaning.clip:
-            torch.nn.utils.clip_grad_norm_(self.main.parameters(), self.meaning.clip)
+            norm = torch.nn.utils.clip_grad_norm_(self.main.parameters(), self.meaning.clip)
+            self.has_clipped |= bool(norm > self.meaning.clip)
         if not overflow:
             lrs = self.meaning.lrs
             self.optimizer.param_groups[0]["lr"] = lrs[min(self.steps, len(lrs) - 1)]

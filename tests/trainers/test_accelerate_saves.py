@@ -46,18 +46,23 @@ def test_resumed_run_has_the_same_losses(pool: RankPool, tmp_path: Path, strateg
         assert others == {"scheduler.bin", "random_states_0.pkl", "random_states_1.pkl"}
 
 
-def resume_on_own_disks(root: str) -> tuple[bool, set[str]]:
-    """Return whether ranks on hosts of their own resume, and this one's files."""
+def run_on_own_disk(**arguments: Any) -> Run:
+    """Return a run on a rank that is alone on its host."""
     os.environ.update(ZSHARD_HOST=f"host{os.environ['RANK']}", LOCAL_RANK="0")
-    folder = Path(root, os.environ["RANK"])
     config = accelerate.utils.ProjectConfiguration(save_on_each_node=True)
-    first = Run(shuffle=False, project_config=config)
+    return Run(project_config=config, **arguments)
+
+
+def resume_on_own_disks(root: str) -> tuple[bool, set[str]]:
+    """Return whether the run of ranks on hosts of their own resumes, and this host's files."""
+    folder = Path(root, os.environ["RANK"])
+    first = run_on_own_disk(shuffle=False)
     first.epoch()
     first.accelerator.save_state(str(folder))
     with pytest.raises(FileExistsError):
         first.accelerator.save_state(str(folder))
     expected = first.epoch(), first.state()
-    second = Run(shuffle=False, project_config=config)
+    second = run_on_own_disk(shuffle=False)
     second.accelerator.load_state(str(folder))
     losses = second.epoch()
     return losses == expected[0] and equal(second.state(), expected[1]), names_in(folder)
@@ -73,10 +78,7 @@ def test_hosts_without_a_shared_disk_resume(tmp_path: Path) -> None:
 def resume_with_new_host(root: str, new: int) -> tuple[str, bool]:
     """Return the error of load_state, and whether it has loaded what was saved. The folder of rank
     `new` has only what Accelerate itself saved."""
-    rank = os.environ["RANK"]
-    os.environ.update(ZSHARD_HOST=f"host{rank}", LOCAL_RANK="0")
-    config = accelerate.utils.ProjectConfiguration(save_on_each_node=True)
-    run = Run(project_config=config)
+    run, rank = run_on_own_disk(), os.environ["RANK"]
     if rank == str(new):
         shutil.copytree(f"{root}/0", f"{root}/{rank}", ignore=lambda *_: ["zshard_model"])
     error = ""
@@ -88,9 +90,7 @@ def resume_with_new_host(root: str, new: int) -> tuple[str, bool]:
 
 
 def save_on_own_disks(root: str) -> None:
-    rank = os.environ["RANK"]
-    os.environ.update(ZSHARD_HOST=f"host{rank}", LOCAL_RANK="0")
-    run = Run(project_config=accelerate.utils.ProjectConfiguration(save_on_each_node=True))
+    run, rank = run_on_own_disk(), os.environ["RANK"]
     run.epoch()
     run.accelerator.save_state(f"{root}/{rank}")
     state = run.state()
